@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
-import threading
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +11,12 @@ import click
 
 from towerd.cli.options import ConfigCommand, config_options, given_llama_flags, llama_options
 from towerd.errors import ModelError
-from towerd.settings.config import Config, with_server_args
-from towerd.settings.sources import load
+from towerd.settings.config import Config
+from towerd.settings.sources import load_models
 
 if TYPE_CHECKING:
     from towerd.models.known import KnownModel
+    from towerd.settings.model_tables import ModelTables
 
 
 @click.command(cls=ConfigCommand)
@@ -34,6 +32,9 @@ if TYPE_CHECKING:
 def serve(config_path: Path | None, server_args: tuple[str, ...], **flags: Any) -> None:
     """Serve a model, with llama-server's HTTP API, and remember every conversation.
 
+    With --models-dir, or [models.NAME] tables in towerd.toml, it serves several: a request's model
+    picks one, which is loaded when it is asked for.
+
     llama-server's own flags are accepted under their names; the embedded engine accepts those of
     sampling and chat, and names others that it does not. Flags after -- are for the llama-server,
     too.
@@ -44,10 +45,14 @@ def serve(config_path: Path | None, server_args: tuple[str, ...], **flags: Any) 
     """
     from towerd import log
 
-    config = load(flags, toml_path=config_path)
+    tables = load_models(flags, toml_path=config_path)
     if server_args := (*given_llama_flags(), *server_args):
-        config = with_server_args(config, server_args)
+        tables = tables.with_server_args(server_args)
+    config = tables.config
     log.configure(config.log_level, config.log_format)
+    if tables.are_many and not _names_model(config):
+        run_router(tables)
+        return
     if _serves_default(config):
         _offer_default()
     run_daemon(config)
@@ -55,10 +60,15 @@ def serve(config_path: Path | None, server_args: tuple[str, ...], **flags: Any) 
 
 def _serves_default(config: Config) -> bool:
     """Whether no model is named, here or among llama-server's flags."""
+    named = config.model is not None or config.upstream is not None
+    return not named and not _names_model(config)
+
+
+def _names_model(config: Config) -> bool:
+    """Whether a model is named among llama-server's flags."""
     from towerd.engine.llama_server.process.flags import names_model
 
-    named = config.model is not None or config.upstream is not None
-    return not named and not names_model(config.llama_server_args)
+    return names_model(config.llama_server_args)
 
 
 def _offer_default() -> None:
@@ -93,11 +103,13 @@ def _offer(model: KnownModel) -> bool:
 
 def run_daemon(config: Config) -> None:
     """Run the daemon. Apart from serve, so that wrong settings fail before llama.cpp is loaded."""
-    gc.disable()  # until all is loaded: there is hardly any garbage, and collections take time
-    # aiohttp reads the system's certificates, which no other import has to wait for.
-    threading.Thread(target=import_module, args=("aiohttp",), name="towerd-import").start()
-    if config.engine == "embedded":
-        import_module("towerd.service")
-    from towerd.app.daemon import run
+    from towerd.app.start import start
 
-    run(config)
+    start(config)
+
+
+def run_router(tables: ModelTables) -> None:
+    """Run the router of several models, which loads no llama.cpp itself."""
+    from towerd.router.router import run
+
+    run(tables)

@@ -13,6 +13,7 @@ LAYERS = (
     {"lab"},
     {"__main__"},
     {"cli"},
+    {"router"},
     {"app"},
     {"service", "api"},
     {"sessions", "transfer"},

@@ -11,6 +11,8 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal, TextIO
 
 ROOT = "towerd"
@@ -25,14 +27,24 @@ def configure(
     level: str = "info",
     format: Literal["text", "json"] | str = "text",
     stream: TextIO | None = None,
+    fields: Mapping[str, Any] | None = None,
 ) -> None:
-    """Send towerd's log to `stream` (default: stderr), replacing an earlier configuration."""
+    """Send towerd's log to `stream` (default: stderr), replacing an earlier configuration.
+    fields: beside every message that has no such fields."""
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    for name, value in (fields or {}).items():
+        handler.addFilter(partial(_add, name, value))
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     logger = logging.getLogger(ROOT)
     logger.handlers = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+
+
+def _add(name: str, value: Any, record: logging.LogRecord) -> bool:
+    if not hasattr(record, name):
+        setattr(record, name, value)
+    return True
 
 
 class TextFormatter(logging.Formatter):

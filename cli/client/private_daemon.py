@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import tempfile
 import threading
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
@@ -15,9 +13,7 @@ from types import TracebackType
 from aiohttp import web
 
 from towerd.cli.client.api_client import ApiClient
-
-SOCKET_BYTES_MAX = 100
-"""The longest path of a Unix socket: macOS allows 103 bytes, Linux 107."""
+from towerd.system.socket_folder import socket_folder
 
 
 class PrivateDaemon:
@@ -29,7 +25,7 @@ class PrivateDaemon:
     ) -> None:
         """`where`: the directory of its store, for people."""
         self._app = app
-        self._folder = _folder()
+        self._folder = socket_folder("towerctl-")
         self._socket = Path(self._folder.name) / "s"
         self._ready: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
         self._thread = threading.Thread(target=self._run, name="towerctl-service", daemon=True)
@@ -88,12 +84,3 @@ class PrivateDaemon:
                 await stop.wait()
             finally:
                 await runner.cleanup()
-
-
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    """A temporary folder; in /tmp if a socket's path would be too long in the default place."""
-    folder = tempfile.TemporaryDirectory(prefix="towerctl-")
-    if len(os.fsencode(folder.name)) < SOCKET_BYTES_MAX:
-        return folder
-    folder.cleanup()
-    return tempfile.TemporaryDirectory(prefix="towerctl-", dir="/tmp")

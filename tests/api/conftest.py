@@ -22,7 +22,8 @@ from services import EmbeddedService
 
 from towerd.api.http.keys import GATE
 from towerd.api.http.limits import Limits
-from towerd.app.daemon import build_app, tune_gc
+from towerd.app.daemon import build_app
+from towerd.app.loop import tune_gc
 from towerd.models.bundled import bundled_model
 from towerd.service import Service, open_service
 from towerd.settings.config import Config

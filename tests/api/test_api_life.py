@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import requests
 
-from towerd.app.daemon import bind_unix
+from towerd.app.listening import bind_unix
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 

@@ -130,6 +130,18 @@ def test_rows_stay_apart_and_survive_the_splits_of_the_other(shared: Shared) -> 
     assert one.warm_bytes == two.state.foreign_bytes > 0
 
 
+def test_what_is_written_while_a_model_is_being_opened(shared: Shared) -> None:
+    """A process that has connected, and has read nothing yet, is told of no changes."""
+    one = shared.open(FINGERPRINT)
+    late = shared.broker.connect()
+    path = one.insert(IDS, "local", [40])
+    make_hot(one, path[-1])
+    one.write_rows(path)
+    with Store.open(shared.root, OTHER_MODEL, catalog_fd=late.detach()) as two:
+        assert two.match(IDS, "local").n == 40
+        two.check_integrity()
+
+
 def test_a_file_that_another_model_evicts_is_forgotten(shared: Shared) -> None:
     one, two = shared.open(FINGERPRINT), shared.open(OTHER_MODEL)
     path = one.insert(IDS, "local", [40])

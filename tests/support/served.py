@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from aiohttp import web
 
 from towerd.api.http.connection import ConnectionRunner
-from towerd.app.daemon import SWITCH_INTERVAL_S, tune_gc
+from towerd.app.loop import SWITCH_INTERVAL_S, tune_gc
 
 
 @asynccontextmanager

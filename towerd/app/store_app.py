@@ -22,6 +22,7 @@ from towerd.api.http.keys import (
     GATE,
     LIMITS,
     METRICS,
+    REQUESTS,
     TENANTS,
     TRANSFER,
     ServiceGate,
@@ -113,7 +114,7 @@ async def open_store_app(config: Config) -> AsyncIterator[web.Application]:
     app[CONFIG] = config
     app[GATE] = ServiceGate(StoreService(store, cold))
     app[LIMITS] = Limits()
-    app[METRICS] = Metrics()
+    app[METRICS] = app[REQUESTS] = Metrics()
     app[TENANTS] = Tenants(())
     app[TRANSFER] = Transfer()
     add_routes(app, STORE_ROUTES + _STORE_ONLY_ROUTES)

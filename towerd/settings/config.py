@@ -73,6 +73,15 @@ class Config:
     model: Path | None = _set(None, "path", "--model -m",
         "GGUF to serve: a path, a file in the models directory, or a name that towerd models list shows.",
         auto="smollm2, else stories")
+    models_dir: Path | None = _set(None, "path", "--models-dir",
+        "Directory of GGUFs to serve several models from; a request's model picks one. A named --model is served alone.")
+    models_max: int = _set(4, "int", "--models-max",
+        "Models that are loaded at once; 0: as many as --memory holds.", low=0, high=1024)
+    models_autoload: bool = _set(True, "bool", "--models-autoload",
+        "Load a model when a request names it.", off="--no-models-autoload")
+    memory: int = _set(-1, "size", "--memory",
+        "RAM for the models that are loaded at once, each with its context and its share of --hot-bytes.", low=-1,
+        auto="four fifths of the RAM")
     alias: str | None = _set(None, "text", "--alias -a",
         "Name of the model for clients; several are separated by commas.", auto="its file name")
     tags: tuple[str, ...] = _set((), "list", "--tags",
@@ -228,6 +237,9 @@ class Config:
     catalog_fd: int | None = None
     """Not for people: the socket, inherited from the router, of the store's catalog; None: this
     process opens the catalog."""
+    behind_router: bool = False
+    """Not for people: a router started this process, which listens on its socket alone and takes
+    callers to be who the router says they are."""
 
     def __post_init__(self) -> None:
         self._resolve()
@@ -277,6 +289,8 @@ class Config:
             auto["threads_batch"] = auto.get("threads", self.threads)
         if self.hot_bytes == -1:
             auto["hot_bytes"] = ram_bytes() // 8
+        if self.memory == -1:
+            auto["memory"] = ram_bytes() * 4 // 5
         if self.recall_bytes == -1:
             auto["recall_bytes"] = auto.get("hot_bytes", self.hot_bytes) // 8
         if self.warm_bytes == -1:

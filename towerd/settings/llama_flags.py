@@ -214,9 +214,7 @@ FLAGS = (
 --yarn-orig-ctx
 --control-vector
 --control-vector-scaled
---models-dir
 --models-preset
---models-max
 --tools
 --mcp-servers-config
 --mcp-servers-json

@@ -44,7 +44,7 @@ class Setting:
 
     kind: Kind
     help: str
-    flags: tuple[str, ...]
+    flags: tuple[str, ...] = ()
     """Spellings on the command line, the long one first; for a bool those that switch it on."""
     off_flags: tuple[str, ...] = ()
     low: float | None = None

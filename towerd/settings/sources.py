@@ -6,15 +6,15 @@ Flags take precedence over variables, those over the file, and that over the def
 
 from __future__ import annotations
 
-import difflib
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from towerd.errors import ConfigError
 from towerd.settings.config import Config, settings
+from towerd.settings.model_tables import ModelTables, parse_table, tables_from, unknown_setting
 from towerd.settings.setting import keys_from
 from towerd.system import paths
 
@@ -36,36 +36,43 @@ def load(
     user's towerd.toml if there is one; a path that was given must exist. Raises ConfigError, which
     names the key, the place and the nearest known key.
     """
+    return load_models(flags, env, toml_path).config
+
+
+def load_models(
+    flags: Mapping[str, Any],
+    env: Mapping[str, str] | None = None,
+    toml_path: Path | None = None,
+) -> ModelTables:
+    """As `load`, with the [models.NAME] tables of the file. Raises ConfigError."""
     env = os.environ if env is None else env
     if toml_path is None and env.get("TOWERD_CONFIG"):
         toml_path = Path(env["TOWERD_CONFIG"]).expanduser()
-    values = _from_toml(toml_path)
-    values |= _from_env(env)
-    values |= _from_flags(flags)
-    if values.get("api_key_file") is not None:
-        keys = values.get("api_keys", ()) + _read_keys(values["api_key_file"])
-        values["api_keys"] = keys_from((f"{tenant}:{key}" for key, tenant in keys), "The keys")
-    return Config(**values)
+    table, place = _read_toml(toml_path)
+    tables = tables_from(table.pop("models", {}), place)
+    in_file = parse_table(table, place)
+    given = _from_env(env) | _from_flags(flags)
+    path = given.get("api_key_file", in_file.get("api_key_file"))
+    if path is not None:
+        keys = given.get("api_keys", in_file.get("api_keys", ())) + _read_keys(path)
+        given["api_keys"] = keys_from((f"{tenant}:{key}" for key, tenant in keys), "The keys")
+    return ModelTables(Config(**(in_file | given)), tables, in_file, given)
 
 
-def _from_toml(path: Path | None) -> dict[str, Any]:
+def _read_toml(path: Path | None) -> tuple[dict[str, Any], str]:
+    """The table of the settings file, empty if there is none, and what to call the file."""
     wanted = path is not None
     path = paths.config_file() if path is None else path
     try:
-        table = tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text()), str(path)
     except FileNotFoundError:
         if wanted:
             raise ConfigError(f"The settings file {path} does not exist.") from None
-        return {}
+        return {}, str(path)
     except OSError as error:
         raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from error
-    known = settings()
-    for key in table:
-        if key not in known:
-            raise _unknown(key, str(path), known)
-    return {key: known[key].parse(raw, f"{key} in {path}") for key, raw in table.items()}
 
 
 def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
@@ -77,7 +84,7 @@ def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
         if variable in ENV_OTHER:
             continue
         if variable not in known:
-            raise _unknown(variable, "the environment", known)
+            raise unknown_setting(variable, "the environment", known)
         values[known[variable]] = settings()[known[variable]].parse(raw, variable)
     return values
 
@@ -87,16 +94,10 @@ def _from_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, raw in flags.items():
         if name not in known:
-            raise _unknown(name, "the command line", known)
+            raise unknown_setting(name, "the command line", known)
         if raw is not None and raw != ():
             values[name] = known[name].parse(raw, known[name].flags[0])
     return values
-
-
-def _unknown(key: str, place: str, known: Iterable[str]) -> ConfigError:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f": did you mean {near[0]}?" if near else "."
-    return ConfigError(f"Unknown setting {key} in {place}{hint}")
 
 
 def _read_keys(path: Path) -> tuple[tuple[str, str], ...]:

@@ -4,6 +4,7 @@ every start, so it is used only if the system's own interface fails."""
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 SIBLINGS = "cpu[0-9]*/topology/thread_siblings_list"
@@ -30,3 +31,16 @@ def physical_cores() -> int:
     import psutil
 
     return int(psutil.cpu_count(logical=False) or os.cpu_count() or 1)
+
+
+def resident_bytes(pid: int) -> int:
+    """RAM of a process and of those that it started; 0 if it has ended."""
+    import psutil
+
+    total = 0
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.Error):
+                total += int(each.memory_info().rss)
+    return total

@@ -24,7 +24,7 @@ import numpy as np
 
 from lab.replay.simulate import replay
 from lab.replay.trace import Trace
-from towerd.app.daemon import tune_gc
+from towerd.app.loop import tune_gc
 from towerd.policy import make_policy
 from towerd.policy.foresight import Foresight
 from towerd.policy.predict.markov import Markov

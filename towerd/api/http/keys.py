@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from aiohttp import web
 
 from towerd.api.http.limits import Limits
-from towerd.api.http.metrics import Metrics
+from towerd.api.http.metrics import Metrics, RequestMetrics
 from towerd.api.http.tenants import Tenant, Tenants
 from towerd.engine.base import Engine, Event, GenerateRequest
 from towerd.errors import Unavailable
@@ -91,6 +91,8 @@ CONFIG = web.AppKey("config", Config)
 GATE = web.AppKey("gate", ServiceGate)
 LIMITS = web.AppKey("limits", Limits)
 METRICS = web.AppKey("metrics", Metrics)
+REQUESTS = web.AppKey("requests", RequestMetrics)
+"""The same metrics where there is a model; those of requests alone in a router."""
 TENANTS = web.AppKey("tenants", Tenants)
 STREAMS: web.AppKey[KeptStreams] = web.AppKey("streams")
 TRANSFER: web.AppKey[Transfer] = web.AppKey("transfer")

@@ -153,19 +153,37 @@ class _StatsCollector(Collector):
         return []
 
 
-class Metrics:
-    """All metrics of one daemon."""
+class RequestMetrics:
+    """What every process that answers requests measures."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
         self.started_unix = int(time.time())
+        self.requests = Counter(
+            "towerd_requests",
+            "Requests answered",
+            ("route", "status"),
+            registry=self.registry,
+        )
+        self.lag = Histogram(
+            "towerd_loop_lag_seconds",
+            "How late the event loop ran a timer",
+            buckets=LAG_BUCKETS_S,
+            registry=self.registry,
+        )
+
+
+class Metrics(RequestMetrics):
+    """All metrics of one daemon."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        super().__init__(registry)
         self._stats = _StatsCollector()
         self.registry.register(self._stats)
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(name, text, labels, registry=self.registry)
 
-        self.requests = counter("towerd_requests", "Requests answered", ("route", "status"))
         self.reused = counter("towerd_tokens_reused", "Prompt tokens not evaluated", ("tier",))
         self.prefilled = counter("towerd_tokens_prefilled", "Prompt tokens evaluated")
         self.generated = counter("towerd_tokens_generated", "Tokens generated")
@@ -197,12 +215,6 @@ class Metrics:
             "towerd_ttft_seconds",
             "From a parsed request to its first token",
             buckets=TTFT_BUCKETS_S,
-            registry=self.registry,
-        )
-        self.lag = Histogram(
-            "towerd_loop_lag_seconds",
-            "How late the event loop ran a timer",
-            buckets=LAG_BUCKETS_S,
             registry=self.registry,
         )
 

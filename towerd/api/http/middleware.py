@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from towerd.api.http.keys import CONFIG, GATE, METRICS, TENANT, TENANTS
+from towerd.api.http.keys import CONFIG, GATE, REQUESTS, TENANT, TENANTS
 from towerd.api.http.reply import error_reply, from_http
-from towerd.api.http.tenants import OWNER, Tenant
+from towerd.api.http.tenants import CALLER, OWNER, SOCKET, Tenant
 from towerd.errors import Forbidden, NotSupported, TowerdError, Unauthorized, Unavailable
 from towerd.settings.addresses import is_loopback
 
@@ -51,7 +51,7 @@ async def account(request: web.Request, handler: Handler) -> web.StreamResponse:
     finally:
         resource = request.match_info.route.resource
         route = resource.canonical if resource is not None else "unknown"
-        request.app[METRICS].requests.labels(route, str(status)).inc()
+        request.app[REQUESTS].requests.labels(route, str(status)).inc()
 
 
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -77,7 +77,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuse web pages of other sites and DNS rebinding; answer preflights. Credentials are never
     allowed."""
-    if not is_owner_socket(request):
+    if not is_owner_socket(request) and not request.app[CONFIG].behind_router:
         if not _host_allowed(request):
             raise Forbidden(f"Host '{request.host[:100]}' is not served here")
         if not origin_allowed(request):
@@ -100,7 +100,9 @@ async def ready(request: web.Request, handler: Handler) -> web.StreamResponse:
 @web.middleware
 async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Set the tenant of the key on the request. Raises Unauthorized."""
-    if is_owner_socket(request):
+    if request.app[CONFIG].behind_router:
+        request[TENANT] = request.app[TENANTS].named(request.headers.get(CALLER, ""))
+    elif is_owner_socket(request):
         request[TENANT] = OWNER
     elif is_ui_file(request):
         with suppress(Unauthorized):
@@ -139,10 +141,13 @@ def is_public(path: str) -> bool:
 
 
 def is_owner_socket(request: web.Request) -> bool:
-    """Whether the request came over the Unix socket, which only the daemon's owner can open."""
+    """Whether the request came over the Unix socket, which only the daemon's owner can open. Behind
+    a router: over the router's."""
     if request.transport is None:
         return False
-    return not isinstance(request.transport.get_extra_info("sockname"), tuple)
+    if isinstance(request.transport.get_extra_info("sockname"), tuple):
+        return False
+    return not request.app[CONFIG].behind_router or request.headers.get(CALLER) == SOCKET
 
 
 def _host_allowed(request: web.Request) -> bool:

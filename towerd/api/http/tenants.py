@@ -23,6 +23,19 @@ class Tenant:
 
 
 OWNER = Tenant(LOCAL_TENANT, admin=True, sees_all=True)
+CALLER = "X-Towerd-Caller"
+"""The header by which a router tells a model's process who calls: it has checked the key."""
+SOCKET = "socket"
+"""The value of `CALLER` for the owner on the router's Unix socket."""
+_OWNER = "owner"
+_TENANT = "tenant:"
+
+
+def caller_name(tenant: Tenant, *, on_socket: bool) -> str:
+    """The value of `CALLER` for a tenant."""
+    if on_socket:
+        return SOCKET
+    return _OWNER if tenant.admin else _TENANT + tenant.scope
 
 
 class Tenants:
@@ -40,6 +53,15 @@ class Tenants:
     def required(self) -> bool:
         """Whether callers need a key."""
         return bool(self._keys)
+
+    def named(self, caller: str) -> Tenant:
+        """The tenant that `CALLER` names. Raises Unauthorized, also without a name."""
+        if caller in (SOCKET, _OWNER):
+            return OWNER
+        for _, tenant in self._keys:
+            if caller == _TENANT + tenant.scope:
+                return tenant
+        raise Unauthorized("Only the router may call this")
 
     def identify(self, authorization: str, x_api_key: str) -> Tenant:
         """The tenant of the offered key, as llama-server reads it: `Authorization`, with or

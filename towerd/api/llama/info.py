@@ -13,13 +13,12 @@ from towerd import __version__
 from towerd.api.admin.overview import may_see_slot, require_overview
 from towerd.api.http.keys import CONFIG, METRICS, TENANT, ApiService, service_of
 from towerd.api.http.reply import json_reply
+from towerd.api.llama.build import BUILD_INFO
 from towerd.api.llama.models import ftype, models_json
 from towerd.api.llama.task import wire_of
 from towerd.engine.base import Engine, SlotView
 from towerd.errors import SwitchedOff, Unavailable
 from towerd.settings.config import Config
-
-BUILD_INFO = f"towerd-{__version__}"
 
 
 async def get_health(request: web.Request) -> web.Response:

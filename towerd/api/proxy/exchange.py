@@ -15,10 +15,11 @@ from towerd.api.http.keys import METRICS, service_of
 from towerd.api.http.reply import encode, error_event
 from towerd.api.http.sse import write_or_stall
 from towerd.api.llama.completion import REUSE_HEADER
-from towerd.api.proxy.forward import EVENT_STREAM, body_of, copy, head_of, read
+from towerd.api.proxy.forward import body_of, copy, head_of, read
 from towerd.api.proxy.headers import to_client, to_upstream
 from towerd.api.proxy.link import LINK, LOST
 from towerd.api.proxy.plan import ProxyPlan
+from towerd.api.proxy.relay import EVENT_STREAM
 from towerd.api.proxy.slot_prefill import SlotPrefill
 from towerd.api.proxy.splice import without_token_ids
 from towerd.api.proxy.watch import Dialect, EventSplitter, ReplyWatch, event_data

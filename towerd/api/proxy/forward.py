@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 
 from aiohttp import ClientResponse, hdrs, web
 from multidict import CIMultiDict
 
 from towerd.api.http.body import iter_bytes
-from towerd.api.http.reply import encode, error_event
-from towerd.api.http.sse import write_or_stall
 from towerd.api.proxy.headers import to_client, to_upstream
 from towerd.api.proxy.link import LINK, LOST, llama_server_of
+from towerd.api.proxy.relay import COPY_BYTES_MAX, relay
+from towerd.api.proxy.relay import read as relay_read
 from towerd.engine.llama_server.engine import LlamaServerEngine
-from towerd.engine.llama_server.process import client
 from towerd.engine.llama_server.process.client import Lost
 from towerd.errors import TowerdError, Unavailable
-
-EVENT_STREAM = "text/event-stream"
-COPY_BYTES_MAX = 256 * 1024
-"""Bytes of a forwarded reply that are copied in one step of the event loop."""
 
 
 async def forward(request: web.Request) -> web.StreamResponse:
@@ -79,40 +73,21 @@ async def copy(
     request: web.Request, reply: ClientResponse, extra: Mapping[str, str] | None = None
 ) -> web.StreamResponse:
     """Forward a reply as it arrives."""
-    response = head_of(reply, extra)
-    await response.prepare(request)
-    try:
-        while chunk := await read(reply):
-            await write_or_stall(request, response, chunk)
-    except Unavailable as error:
+
+    def on_lost() -> TowerdError:
+        error = Unavailable(LOST)
         llama_server_of(request).notice(error)
-        await cut_off(request, response, error)
-    await response.write_eof()
-    return response
+        return error
+
+    return await relay(request, reply, head_of(reply, extra), on_lost)
 
 
 async def read(reply: ClientResponse, bytes_max: int = COPY_BYTES_MAX) -> bytes:
-    """The part of a reply's body that has arrived, at least one byte; empty at its end. Reads at
-    most `bytes_max`, and yields to other tasks if it reads that many.
-
-    Raises Unavailable if llama-server ended before the reply did."""
+    """As `relay.read`. Raises Unavailable if llama-server ended before the reply did."""
     try:
-        chunk = await client.read(reply, bytes_max)
+        return await relay_read(reply, bytes_max)
     except Lost as error:
         raise Unavailable(LOST) from error
-    if len(chunk) == bytes_max:
-        await asyncio.sleep(0)
-    return chunk
-
-
-async def cut_off(request: web.Request, response: web.StreamResponse, error: TowerdError) -> None:
-    """Tell a client that its reply is incomplete: by an event if it reads events, else by aborting
-    its connection. Raises ConnectionResetError."""
-    if response.content_type != EVENT_STREAM:
-        if request.transport is not None:
-            request.transport.abort()
-        raise ConnectionResetError(error.message) from error
-    await write_or_stall(request, response, b"data: %s\n\n" % encode(error_event(error)))
 
 
 async def body_of(reply: ClientResponse) -> bytes:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 
 from multidict import CIMultiDict
 
+from towerd.api.http.tenants import CALLER
+
 HOP_BY_HOP = frozenset(
     (
         "connection",
@@ -45,23 +47,37 @@ _CORS = "access-control-"
 
 def to_upstream(headers: Mapping[str, str], auth: Mapping[str, str]) -> CIMultiDict[str]:
     """The client's headers for llama-server, with towerd's own key."""
-    dropped = HOP_BY_HOP | OWN_TO_US | _named(headers)
-    kept = CIMultiDict[str]()
-    for name, value in headers.items():
-        low = name.lower()
-        if low not in dropped and not low.startswith(_OURS):
-            kept.add(name, value)
+    kept = _kept(headers, OWN_TO_US, (_OURS,))
     kept.update(auth)
+    return kept
+
+
+def to_towerd(headers: Mapping[str, str], caller: str) -> CIMultiDict[str]:
+    """The client's headers for a model's process, with who calls; see `CALLER`."""
+    kept = _kept(headers, OWN_TO_US)
+    kept[CALLER] = caller
     return kept
 
 
 def to_client(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """llama-server's headers for the client."""
-    dropped = HOP_BY_HOP | OWN_TO_UPSTREAM | _named(headers)
+    return _kept(headers, OWN_TO_UPSTREAM, (_OURS, _CORS))
+
+
+def from_towerd(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    """The headers of a model's process for the client."""
+    return _kept(headers, OWN_TO_UPSTREAM, (_CORS,))
+
+
+def _kept(
+    headers: Mapping[str, str], own: frozenset[str], prefixes: tuple[str, ...] = ()
+) -> CIMultiDict[str]:
+    """Headers that are not for one connection only, nor `own`, nor begin with one of `prefixes`."""
+    dropped = HOP_BY_HOP | own | _named(headers)
     kept = CIMultiDict[str]()
     for name, value in headers.items():
         low = name.lower()
-        if low not in dropped and not low.startswith((_OURS, _CORS)):
+        if low not in dropped and not low.startswith(prefixes):
             kept.add(name, value)
     return kept
 

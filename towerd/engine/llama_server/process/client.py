@@ -1,17 +1,19 @@
-"""HTTP requests to a llama-server, through one aiohttp session.
+"""HTTP requests to a llama-server or to a model's process, through one aiohttp session.
 
 Nothing is added to a request but what HTTP needs: headers go out as they are given, paths are
 neither decoded nor quoted again, and bodies of replies are handed on as they arrive, packed or not.
-An idle connection would occupy one of llama-server's few HTTP threads, so none is kept.
+An idle connection would occupy one of llama-server's few HTTP threads, so none to it is kept.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import TypeAlias
 
 from aiohttp import (
+    BaseConnector,
     ClientConnectorError,
     ClientError,
     ClientResponse,
@@ -21,6 +23,7 @@ from aiohttp import (
     ConnectionTimeoutError,
     DummyCookieJar,
     TCPConnector,
+    UnixConnector,
     hdrs,
 )
 from multidict import CIMultiDict
@@ -53,9 +56,11 @@ class NotHttp(Exception):
 
 
 class Client:
-    """Requests to any llama-server, until it is closed."""
+    """Requests to any server, until it is closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, socket: Path | None = None) -> None:
+        """socket: the Unix socket of the server; None: it is where each URL says."""
+        self._socket = socket
         self._session: ClientSession | None = None
         """Made by the first request: it belongs to an event loop."""
         self._is_closed = False
@@ -76,7 +81,7 @@ class Client:
             headers = CIMultiDict(headers)
             headers[hdrs.CONTENT_LENGTH] = str(len(body))
             body = _pieces(body)
-        session = self._session = self._session or _open_session()
+        session = self._session = self._session or _open_session(self._socket)
         target = URL(url + path, encoded=True)
         try:
             reply = await session.request(
@@ -102,9 +107,12 @@ class Client:
             await self._session.close()
 
 
-def _open_session() -> ClientSession:
+def _open_session(socket: Path | None) -> ClientSession:
+    connector: BaseConnector = TCPConnector(limit=0, force_close=True)
+    if socket is not None:
+        connector = UnixConnector(str(socket), limit=0)
     return ClientSession(
-        connector=TCPConnector(limit=0, force_close=True),
+        connector=connector,
         cookie_jar=DummyCookieJar(),
         skip_auto_headers=_ADDED,
         auto_decompress=False,

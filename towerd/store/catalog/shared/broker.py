@@ -94,7 +94,7 @@ class CatalogBroker:
             if key_at is None:
                 continue
             keys: set[Any] = {row[key_at] for row in rows} | set(gone)
-            for client in self._clients - {by}:
+            for client in self.others(by):  # one without a model reads all when it opens one
                 if table not in OF_TOKENIZER or client.tokenizer == by.tokenizer:
                     client.unseen[table] |= keys
 

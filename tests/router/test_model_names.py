@@ -1,0 +1,109 @@
+"""The models of a directory and of towerd.toml: their names, files and settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from towerd.errors import ConfigError
+from towerd.router.loading.entry import ModelEntry, find_entries
+from towerd.settings.sources import load_models
+
+
+def entries(folder: Path, toml: str = "") -> dict[str, ModelEntry]:
+    file = folder.parent / "towerd.toml"
+    file.write_text(toml)
+    return find_entries(load_models({"models_dir": str(folder)}, {}, file))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A directory as in llama-server's documentation, with files that belong to none."""
+    root = tmp_path / "models"
+    for name in (
+        "llama-3.2-1b-Q4_K_M.gguf",
+        "mmproj-F16.gguf",
+        "notes.txt",
+        "gemma/gemma-3-4b-it-Q8_0.gguf",
+        "gemma/mmproj-F16.gguf",
+        "kimi/Kimi-00001-of-00002.gguf",
+        "kimi/Kimi-00002-of-00002.gguf",
+        "kimi/mtp-Kimi.gguf",
+        "empty/readme.md",
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    return root
+
+
+def test_a_directory(folder: Path) -> None:
+    found = entries(folder)
+    assert list(found) == ["gemma", "kimi", "llama-3.2-1b-Q4_K_M"]
+    assert found["gemma"].path == folder / "gemma" / "gemma-3-4b-it-Q8_0.gguf"
+    assert found["gemma"].projector == folder / "gemma" / "mmproj-F16.gguf"
+    assert found["kimi"].path == folder / "kimi" / "Kimi-00001-of-00002.gguf"
+    assert found["kimi"].draft == folder / "kimi" / "mtp-Kimi.gguf"
+    sizes = [len(f"kimi/{each.name}") for each in (folder / "kimi").iterdir()]
+    assert found["kimi"].file_bytes() == sum(sizes)
+
+
+def test_tables(folder: Path) -> None:
+    found = entries(
+        folder,
+        f"""
+[models."*"]
+ctx_size = 512
+[models.gemma]
+alias = "g, small"
+[models.mine]
+model = "{folder}/kimi/mtp-Kimi.gguf"
+""",
+    )
+    assert found["gemma"].aliases == ("g", "small")
+    assert (found["gemma"].source, found["kimi"].source) == ("preset", "models_dir")
+    assert found["mine"].path == folder / "kimi" / "mtp-Kimi.gguf"
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ('[models.x]\nalias = "gemma"\n', "Two models have the name gemma"),
+        ("[models.x]\nctx_sise = 5\n", "did you mean ctx_size"),
+        ("[models.x]\nidle = 5\n", "did you mean idle_s"),
+        ("[models.x]\nport = 5\n", "a setting of the daemon"),
+        ("[models.x]\nkeep = 5\n", "must be true or false"),
+        ("models = 5\n", "must be tables"),
+    ],
+)
+def test_wrong_tables(folder: Path, toml: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        entries(folder, toml)
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        entries(tmp_path / "none")
+
+
+def test_which_setting_wins(tmp_path: Path) -> None:
+    """A flag, then the model's table, then the table of all, then the file."""
+    file = tmp_path / "towerd.toml"
+    file.write_text(
+        "ctx_size = 1\nparallel = 1\nqueue_max = 1\nbatch_size = 1\n"
+        '[models."*"]\nparallel = 2\nqueue_max = 2\nidle_s = 9\n'
+        "[models.x]\nqueue_max = 3\nbatch_size = 3\nkeep = true\n"
+    )
+    tables = load_models({"batch_size": "4"}, {}, file)
+    found = tables.config_of("x", ())
+    assert (found.ctx_size, found.parallel, found.queue_max, found.batch_size) == (1, 2, 3, 4)
+    assert (tables.table("x").keep, tables.table("x").idle_s) == (True, 9.0)
+    assert (tables.table("y").keep, tables.table("y").idle_s) == (False, 9.0)
+    assert tables.config_of("y", ()).queue_max == 2
+
+
+def test_a_named_model_is_served_alone(tmp_path: Path) -> None:
+    file = tmp_path / "towerd.toml"
+    file.write_text("[models.x]\n")
+    assert load_models({}, {}, file).are_many
+    assert not load_models({"model": "m.gguf"}, {}, file).are_many

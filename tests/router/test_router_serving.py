@@ -1,0 +1,269 @@
+"""A router with real processes: loading on demand, making room, crashes, tenants."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+from daemon import Daemon, reuse_of, run_towerctl
+from routed import MakeRouter, children, states
+from waiting import until
+
+LONG = "Once upon a time there was a little girl named Lily who liked to play in the park. " * 6
+
+
+def ask(router: Daemon, model: str | None, prompt: Any = "Once", **more: Any) -> requests.Response:
+    body = {"prompt": prompt, "n_predict": 8, "temperature": 0, "ignore_eos": True, **more}
+    if model is not None:
+        body["model"] = model
+    return requests.post(router.url + "/completion", json=body, timeout=120)
+
+
+def metric(router: Daemon, name: str) -> float:
+    text = requests.get(router.url + "/metrics", timeout=30).text
+    return float(next(line for line in text.splitlines() if line.startswith(name)).split()[1])
+
+
+def test_a_request_waits_for_its_model(make_router: MakeRouter) -> None:
+    """However many wait, it is loaded once; a request without a model goes to the only loaded one."""
+    router = make_router()
+    assert set(states(router).values()) == {"unloaded"}
+    missing = ask(router, None)
+    assert (missing.status_code, missing.json()["error"]["message"]) == (
+        400,
+        "model name is missing from the request",
+    )
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda _: ask(router, "tales"), range(4)))
+    assert [reply.status_code for reply in replies] == [200] * 4
+    assert states(router) == {"tales": "loaded", "dice": "unloaded", "junk": "unloaded"}
+    assert metric(router, "towerd_model_loads_total") == 1
+    assert ask(router, None).json()["model"] == "tales"
+    assert router.get("/props?model=tales")["model_alias"] == "tales"
+    assert router.get("/v1/models")["data"][2]["meta"]["n_ctx"] == 2048
+    assert router.stop() == 0, router.log
+    with router.stored():
+        pass
+
+
+def test_an_unknown_model(make_router: MakeRouter) -> None:
+    router = make_router()
+    reply = ask(router, "nobody")
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["type"]) == (404, 404, "not_found_error")
+    assert error["models"] == ["dice", "junk", "tales"]
+    assert requests.get(router.url + "/favicon.ico", timeout=30).status_code == 404
+    assert children(router) == set()
+
+
+def test_a_file_that_is_no_model(make_router: MakeRouter) -> None:
+    """All who wait get the reason in a sentence, which names no file; others are served."""
+    router = make_router()
+    with ThreadPoolExecutor(3) as pool:
+        replies = list(pool.map(lambda _: ask(router, "junk"), range(3)))
+    for reply in replies:
+        assert reply.status_code == 500
+        message = reply.json()["error"]["message"]
+        assert message == "junk is not a GGUF file; convert the model to GGUF first."
+    status = router.get("/models")["data"][1]["status"]
+    assert (status["value"], status["failed"], status["exit_code"]) == ("unloaded", True, 1)
+    assert ask(router, "tales").status_code == 200
+
+
+def test_room_for_one(make_router: MakeRouter) -> None:
+    """Two asked for at once both answer; going back to a chat evaluates nothing again."""
+    router = make_router("--models-max", "1")
+    first = ask(router, "tales", LONG)
+    n_tokens = first.json()["tokens_evaluated"]
+    assert n_tokens > 100
+    with ThreadPoolExecutor(2) as pool:
+        replies = list(pool.map(lambda name: ask(router, name, LONG), ["dice", "tales"]))
+    assert [reply.status_code for reply in replies] == [200, 200]
+    assert len(children(router)) == 1
+    for name in ("tales", "dice", "tales"):
+        reuse = reuse_of(ask(router, name, LONG).headers)
+        assert reuse["prefill"] <= 1, (name, reuse)
+    assert replies[1].json()["content"] == first.json()["content"]
+
+
+def test_the_memory_bounds_what_is_loaded(make_router: MakeRouter) -> None:
+    """Models leave for want of memory too, the kept one never."""
+    toml = "[models.tales]\nkeep = true\n[models.other]\nmodel = 'stories'\ncache_type_k = 'bf16'\n"
+    router = make_router("--memory", "64GiB", "--hot-bytes", "64MiB", toml=toml)
+    for name in ("tales", "dice", "other"):
+        reply = ask(router, name)
+        assert reply.status_code == 200, reply.text
+    assert len(children(router)) == 3
+    tight = make_router("--memory", "1MiB", "--hot-bytes", "64MiB", toml=toml, name="tight")
+    assert ask(tight, "dice").status_code == 200
+    assert ask(tight, "tales").status_code == 200
+    assert states(tight)["dice"] == "unloaded"
+    refused = ask(tight, "dice")
+    assert refused.status_code == 500
+    assert "no room for the model dice beside those that are kept: tales" in refused.text
+    assert states(tight)["tales"] == "loaded"
+
+
+def test_a_killed_model_takes_no_others_answers(make_router: MakeRouter) -> None:
+    router = make_router()
+    ask(router, "tales")
+    (tales,) = children(router)
+    ask(router, "dice")
+    (dice,) = children(router) - {tales}
+    seen: dict[str, list[Any]] = {"tales": [], "dice": []}
+    begun = {name: threading.Event() for name in seen}
+
+    def stream(model: str) -> None:
+        body: dict[str, Any] = {"model": model, "prompt": LONG, "n_predict": 1000, "stream": True}
+        body |= {"ignore_eos": True, "temperature": 0}
+        with requests.post(
+            router.url + "/completion", json=body, stream=True, timeout=120
+        ) as reply:
+            for line in reply.iter_lines():
+                if line.startswith(b"data: {"):
+                    seen[model].append(json.loads(line[6:]))
+                    begun[model].set()
+
+    with ThreadPoolExecutor(2) as pool:
+        streams = [pool.submit(stream, name) for name in seen]
+        for event in begun.values():
+            assert event.wait(60)
+        os.kill(dice, signal.SIGKILL)
+        for each in streams:
+            each.result()
+    assert seen["tales"][-1]["stop"]
+    assert sum(len(each["tokens"]) for each in seen["tales"]) >= 999
+    assert seen["dice"][-1]["error"]["code"] == 500
+    assert "dice ended while it answered" in seen["dice"][-1]["error"]["message"]
+    again = ask(router, "dice")
+    assert again.status_code == 200, again.text
+    assert metric(router, "towerd_model_crashes_total") == 1
+    assert children(router) > {tales}
+
+
+def test_the_processes_end_with_the_router(make_router: MakeRouter) -> None:
+    router = make_router()
+    ask(router, "tales")
+    (pid,) = children(router)
+    router.kill()
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
+    with router.stored() as store:
+        assert len(store.sessions()) == 1
+
+
+def test_an_idle_model_leaves(make_router: MakeRouter) -> None:
+    """GETs do not keep it."""
+    router = make_router(toml="[models.tales]\nidle_s = 0.5\n[models.dice]\n")
+    ask(router, "tales")
+
+    def is_gone() -> bool:
+        requests.get(router.url + "/props?model=tales&autoload=0", timeout=30)
+        return states(router)["tales"] == "unloaded"
+
+    until(is_gone)
+    assert ask(router, "tales").status_code == 200
+
+
+def test_no_autoload(make_router: MakeRouter) -> None:
+    router = make_router("--no-models-autoload")
+    reply = ask(router, "tales")
+    assert (reply.status_code, reply.json()["error"]["message"]) == (400, "model is not loaded")
+    router.post("/models/load", {"model": "tales"})
+    until(lambda: states(router)["tales"] == "loaded")
+    assert ask(router, "tales").status_code == 200
+
+
+def test_an_embedding_model_beside_a_chat_model(make_router: MakeRouter) -> None:
+    """Every model has settings of its own."""
+    router = make_router(toml="[models.dice]\nembeddings = true\npooling = 'mean'\nalias = 'emb'\n")
+    found = router.post("/v1/embeddings", {"model": "emb", "input": "a small dog"})
+    assert len(found["data"][0]["embedding"]) == 256
+    assert ask(router, "tales").status_code == 200
+    refused = requests.post(
+        router.url + "/v1/embeddings", json={"model": "tales", "input": "x"}, timeout=60
+    )
+    assert refused.status_code >= 400
+    assert len(children(router)) == 2
+
+
+def test_tenants_stay_apart(make_router: MakeRouter) -> None:
+    """A key is its tenant's in the model's process too; the owner is who comes over the socket."""
+    router = make_router("--api-key", "ann:a", "--api-key", "bob:b")
+
+    def call(method: str, path: str, key: str, **more: Any) -> requests.Response:
+        headers = {"Authorization": f"Bearer {key}", "X-Towerd-Caller": "owner"}
+        return requests.request(method, router.url + path, headers=headers, timeout=60, **more)
+
+    body = {"model": "tales", "prompt": LONG, "n_predict": 4}
+    assert call("POST", "/completion", "wrong", json=body).status_code == 401
+    assert call("POST", "/completion", "a", json=body).status_code == 200
+    again = call("POST", "/completion", "b", json=body)
+    assert reuse_of(again.headers)["prefill"] > 100
+    for key, name in (("a", "ann"), ("b", "bob")):
+        listed = call("GET", "/towerd/v1/sessions", key).json()["sessions"]
+        assert [each["scope"] for each in listed] == [name]
+    assert call("GET", "/towerd/v1/pins", "a").status_code == 403
+    assert call("POST", "/models/unload", "a", json={"model": "tales"}).status_code == 403
+    listed = json.loads(run_towerctl(router, "sessions", "ls", "--json").stdout)
+    assert {each["scope"] for each in listed["sessions"]} == {"ann", "bob"}
+
+
+def test_a_form_names_its_model(make_router: MakeRouter) -> None:
+    """Audio comes as a form; the model of it answers, that it cannot."""
+    router = make_router()
+    reply = requests.post(
+        router.url + "/v1/audio/transcriptions",
+        files={"file": ("a.wav", b"\r\n\r\nRIFF", "audio/wav")},
+        data={"model": "tales"},
+        timeout=60,
+    )
+    assert states(router)["tales"] == "loaded", reply.text
+    assert reply.json()["error"]["type"] == "not_supported_error"
+
+
+@pytest.mark.parametrize("body", [b"{", b"[1]", b'{"model": 5}'])
+def test_a_body_without_a_model(make_router: MakeRouter, body: bytes) -> None:
+    router = make_router()
+    reply = requests.post(router.url + "/completion", data=body, timeout=60)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_resumable_stream(make_router: MakeRouter) -> None:
+    """Its client may leave while the model is loading; the stream is there when it comes back."""
+    router = make_router()
+    body: dict[str, Any] = {"model": "tales", "prompt": "Once", "n_predict": 20, "stream": True}
+    headers = {"X-Conversation-Id": "c1"}
+    with pytest.raises(requests.ReadTimeout):
+        requests.post(
+            router.url + "/completion", json=body, headers=headers, timeout=(5, 0.05), stream=True
+        )
+    until(lambda: states(router)["tales"] == "loaded")
+
+    def listed() -> list[dict[str, Any]]:
+        return list(router.post("/v1/streams/lookup", {"conversation_ids": ["c1", "c2"]}))
+
+    until(lambda: bool(listed()) and listed()[0]["is_done"])
+    text = requests.get(router.url + "/v1/stream?conv_id=c1", timeout=60).text
+    assert text.count("data: ") >= 10
+    gone = requests.delete(router.url + "/v1/stream?conv_id=c1", timeout=60)
+    assert gone.status_code == 204
+    assert requests.get(router.url + "/v1/stream?conv_id=c1", timeout=60).status_code == 404
+
+
+def test_towerctl_on_a_router(make_router: MakeRouter, tmp_path: Path) -> None:
+    """What it asks is answered by the model used last, which is loaded if none is."""
+    router = make_router()
+    ask(router, "dice")
+    router.post("/models/unload", {"model": "dice"})
+    until(lambda: states(router)["dice"] == "unloaded")
+    assert "dice" in run_towerctl(router, "stats").stdout
+    assert states(router) == {"tales": "unloaded", "dice": "loaded", "junk": "unloaded"}

@@ -1,0 +1,22 @@
+"""Starting a daemon quickly. Imports of llama.cpp and aiohttp begin here, side by side."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from importlib import import_module
+
+from towerd.settings.config import Config
+
+
+def start(config: Config, on_ready: Callable[[str, str], None] | None = None) -> None:
+    """As `towerd.app.daemon.run`, which is imported here."""
+    gc.disable()  # until all is loaded: there is hardly any garbage, and collections take time
+    # aiohttp reads the system's certificates, which no other import has to wait for.
+    threading.Thread(target=import_module, args=("aiohttp",), name="towerd-import").start()
+    if config.engine == "embedded":
+        import_module("towerd.service")
+    from towerd.app.daemon import run, say_ready
+
+    run(config, on_ready or say_ready)

@@ -1,0 +1,77 @@
+"""Which model a request is for."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from towerd.api.http.keys import LIMITS
+from towerd.errors import InvalidRequest, NotFound
+from towerd.router.loading.model import RoutedModel
+from towerd.router.loading.models import Models
+
+NAMES_SHOWN_MAX = 50
+_FORM_FIELD = re.compile(
+    rb"\r\ncontent-disposition:[^\r\n]*\bname=\"?model\"?(?=[;\r])[^\x00]*?\r\n\r\n([^\r\n]*)\r\n--",
+    re.IGNORECASE,
+)
+"""The field `model` of a form."""
+
+
+class AskedModel(msgspec.Struct, frozen=True):
+    """What the router reads of a body; the model's process reads the rest."""
+
+    model: Any = None
+    stream: Any = None
+
+
+async def asked_of(request: web.Request, body: bytes) -> AskedModel:
+    """What a body says of its model. Raises InvalidRequest if it is not valid JSON."""
+    if request.content_type == "multipart/form-data":
+        found = _FORM_FIELD.search(b"\r\n" + body)
+        return AskedModel(found[1].decode("utf-8", "replace") if found else None)
+    if not body:
+        return AskedModel()
+    if len(body) <= request.app[LIMITS].inline_bytes_max:
+        return _decode(body)
+    return await asyncio.to_thread(_decode, body)
+
+
+def _decode(body: bytes) -> AskedModel:
+    try:
+        return msgspec.json.decode(body, type=AskedModel)
+    except msgspec.ValidationError:  # not an object
+        return AskedModel()
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"The request body is not valid JSON: {error}") from error
+
+
+def choose(models: Models, name: object) -> RoutedModel:
+    """The model of a name; without one the only model that is loaded, or that there is. Raises
+    NotFound, which lists the models, and InvalidRequest as llama-server's router."""
+    if isinstance(name, str) and name:
+        if (model := models.find(name)) is not None:
+            return model
+        known = sorted(models.by_name)
+        listed = ", ".join(known[:NAMES_SHOWN_MAX]) or "none"
+        more = ", ..." if len(known) > NAMES_SHOWN_MAX else ""
+        raise NotFound(f"model '{name[:200]}' not found; there are: {listed}{more}", models=known)
+    for found in (models.loaded(), list(models.by_name.values())):
+        if len(found) == 1:
+            return found[0]
+    raise InvalidRequest("model name is missing from the request")
+
+
+def choose_for_store(models: Models, name: str | None) -> RoutedModel:
+    """The model that answers for the store: the named one, else the one used last."""
+    if name:
+        return choose(models, name)
+    if (last := models.last_used()) is not None:
+        return last
+    if not models.by_name:
+        raise NotFound("There is no model: put GGUFs into the models directory")
+    return next(iter(models.by_name.values()))

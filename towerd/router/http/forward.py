@@ -1,0 +1,125 @@
+"""Passes a request on to the process of its model, and the reply back as it arrives."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from towerd.api.http.body import read_bytes
+from towerd.api.http.keys import TENANT
+from towerd.api.http.reply import error_event
+from towerd.api.http.sse import EventStream
+from towerd.api.llama.streams import CONVERSATION
+from towerd.api.proxy.headers import from_towerd
+from towerd.api.proxy.relay import relay
+from towerd.engine.llama_server.process.client import Lost, read_all
+from towerd.errors import InvalidRequest, TowerdError
+from towerd.router.http.choice import asked_of, choose, choose_for_store
+from towerd.router.http.keys import CONVERSATIONS, MODELS, TABLES
+from towerd.router.http.request import RoutedRequest
+from towerd.router.loading.model import RoutedModel, State
+
+PING_S = 10.0
+"""A client that reads events gets one that says nothing, this often, while its model is loaded."""
+LOADING = b": the model is loading\n\n"
+
+
+async def forward(request: web.Request) -> web.StreamResponse:
+    """Pass on a request that names its model in its body, or in its query."""
+    body = await read_bytes(request)
+    asked = await asked_of(request, body)
+    model = choose(request.app[MODELS], asked.model or request.query.get("model"))
+    return await pass_on(request, model, body, is_stream=asked.stream is True)
+
+
+async def forward_named(request: web.Request) -> web.StreamResponse:
+    """Pass on a GET, whose query names the model."""
+    return await pass_on(request, choose(request.app[MODELS], request.query.get("model")))
+
+
+async def forward_store(request: web.Request) -> web.StreamResponse:
+    """Pass on a request about what is stored: any model's process knows it."""
+    model = choose_for_store(request.app[MODELS], request.query.get("model"))
+    return await pass_on(request, model, await read_bytes(request))
+
+
+async def pass_on(
+    request: web.Request, model: RoutedModel, body: bytes = b"", *, is_stream: bool = False
+) -> web.StreamResponse:
+    """Pass a request on to a model, which is loaded first if need be."""
+    check_autoload(request, model)
+    routed = RoutedRequest(request.app[MODELS], model, request, body)
+    opening = asyncio.create_task(routed.open())
+    conversation = request.headers.get(CONVERSATION) if is_stream else None
+    if conversation:
+        key = (request[TENANT].scope, conversation)
+        request.app[CONVERSATIONS].add(key, routed, opening)
+    try:
+        early = await _wait(request, opening, is_stream=is_stream)
+        response = await _answer(request, routed, opening, early)
+    except BaseException:
+        if conversation and not routed.is_stopped:
+            request.app[CONVERSATIONS].finish(routed, opening)
+        elif not opening.cancel():
+            routed.close()
+        raise
+    routed.close()
+    return response
+
+
+def check_autoload(request: web.Request, model: RoutedModel) -> None:
+    """Raises InvalidRequest if the model is not loaded and is not to be loaded by a request."""
+    said = request.query.get("autoload", "")
+    may = request.app[TABLES].config.models_autoload if not said else said in ("true", "1")
+    if not may and model.state not in (State.LOADING, State.LOADED):
+        raise InvalidRequest("model is not loaded")
+
+
+async def _wait(
+    request: web.Request, opening: asyncio.Task[None], *, is_stream: bool
+) -> EventStream | None:
+    """Wait for the head of the reply. If that takes long, a stream begins before it, and comments
+    keep the client from giving up; returns that stream."""
+    early: EventStream | None = None
+    pause_s = PING_S if is_stream else None
+    while not (await asyncio.wait((opening,), timeout=pause_s))[0]:
+        if early is None:
+            early = EventStream(request)
+            await early.open({})
+        await early.write(LOADING)
+    return early
+
+
+async def _answer(
+    request: web.Request,
+    routed: RoutedRequest,
+    opening: asyncio.Task[None],
+    early: EventStream | None,
+) -> web.StreamResponse:
+    """Pass the reply on. Raises TowerdError if there is none and the stream has not begun."""
+    try:
+        if routed.is_stopped:
+            raise InvalidRequest("request cancelled by a stop while the model was loading")
+        opening.result()
+    except TowerdError as error:
+        if early is None:
+            raise
+        await early.send([error_event(error)])
+        await early.close()
+        return early.response
+    reply = routed.reply
+    assert reply is not None
+    if early is None:
+        response = web.StreamResponse(
+            status=reply.status, reason=reply.reason, headers=from_towerd(reply.headers)
+        )
+        return await relay(request, reply, response, routed.lost)
+    if reply.status == 200:
+        return await relay(request, reply, early.response, routed.lost)
+    try:
+        await early.write(b"data: %s\n\n" % await read_all(reply))
+    except Lost:
+        await early.send([error_event(routed.lost())])
+    await early.close()
+    return early.response

@@ -1,0 +1,13 @@
+"""Keys of the router's application."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from towerd.router.http.conversations import Conversations
+from towerd.router.loading.models import Models
+from towerd.settings.model_tables import ModelTables
+
+MODELS = web.AppKey("models", Models)
+TABLES = web.AppKey("tables", ModelTables)
+CONVERSATIONS = web.AppKey("conversations", Conversations)

@@ -1,0 +1,82 @@
+"""RoutedRequest: one request in the process of its model, from waiting for it to the end of its reply."""
+
+from __future__ import annotations
+
+from aiohttp import ClientResponse, web
+
+from towerd.api.http.keys import TENANT
+from towerd.api.http.middleware import is_owner_socket
+from towerd.api.http.tenants import OWNER, caller_name
+from towerd.api.proxy.headers import to_towerd
+from towerd.api.proxy.relay import read
+from towerd.engine.llama_server.process.client import Lost, NotHttp, Unreachable
+from towerd.errors import TowerdError
+from towerd.router.loading.model import RoutedModel
+from towerd.router.loading.models import Models
+
+
+class RoutedRequest:
+    """`open` once, then read `reply`, then `close`."""
+
+    def __init__(
+        self, models: Models, model: RoutedModel, request: web.Request, body: bytes
+    ) -> None:
+        tenant = request.get(TENANT, OWNER)
+        caller = caller_name(tenant, on_socket=is_owner_socket(request))
+        self.model = model
+        self.reply: ClientResponse | None = None
+        self.is_stopped = False
+        """Whether its client ended the conversation while the model was loading."""
+        self._models = models
+        self._method = request.method
+        self._path = request.rel_url.raw_path_qs
+        self._headers = to_towerd(request.headers, caller)
+        self._body = body or None
+        self._is_use = request.method not in ("GET", "HEAD")
+
+    async def open(self) -> None:
+        """Wait for the model and send the request; its head is in `reply` then. Raises TowerdError,
+        and is closed then."""
+        for is_last in (False, True):
+            process = await self._models.enter(self.model, is_use=self._is_use)
+            try:
+                self.reply = await process.send(self._method, self._path, self._headers, self._body)
+                return
+            except (Lost, NotHttp) as error:
+                self._leave()
+                raise self.lost() from error
+            except Unreachable as error:
+                self._leave()
+                if is_last:
+                    raise self.lost() from error
+                await self._models.gone(self.model, process)
+            except BaseException:
+                self._leave()
+                raise
+
+    def lost(self) -> TowerdError:
+        """What a client gets whose model's process ended."""
+        return TowerdError(
+            f"The process of the model {self.model.name} ended while it answered; the next request "
+            "loads the model again"
+        )
+
+    async def finish(self) -> None:
+        """Read the rest of the reply, whose client has left."""
+        try:
+            while self.reply is not None and await read(self.reply):
+                pass
+        except Lost:
+            pass
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """The request has ended; at most once for each `open`."""
+        if self.reply is not None:
+            self.reply.close()
+            self.reply = None
+            self._leave()
+
+    def _leave(self) -> None:
+        self._models.leave(self.model, is_use=self._is_use)

@@ -1,0 +1,155 @@
+"""What the router answers itself, in the shapes of llama-server's router."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from aiohttp import web
+
+from towerd.api.admin.overview import require_overview
+from towerd.api.http.body import read_object
+from towerd.api.http.keys import REQUESTS
+from towerd.api.http.reply import json_reply
+from towerd.api.http.sse import EventStream
+from towerd.api.llama.build import BUILD_INFO
+from towerd.errors import InvalidRequest, NotFound, NotSupported, SwitchedOff
+from towerd.router.http.forward import forward_named
+from towerd.router.http.keys import MODELS, TABLES
+from towerd.router.loading.model import RoutedModel, State
+from towerd.router.metrics import RouterMetrics
+
+PING_S = 15.0
+PING = b":\n\n"
+
+
+async def get_health(request: web.Request) -> web.Response:
+    """The router serves."""
+    return json_reply({"status": "ok"})
+
+
+async def get_props(request: web.Request) -> web.StreamResponse:
+    """The router's own; those of the model that the query names."""
+    if request.query.get("model"):
+        return await forward_named(request)
+    config = request.app[TABLES].config
+    return json_reply(
+        {
+            "role": "router",
+            "max_instances": config.models_max,
+            "models_autoload": config.models_autoload,
+            "model_alias": "llama-server",
+            "model_path": "none",
+            "default_generation_settings": {"params": None, "n_ctx": 0},
+            "ui_settings": {},
+            "build_info": BUILD_INFO,
+            "cors_proxy_enabled": False,
+        }
+    )
+
+
+async def get_metrics(request: web.Request) -> web.StreamResponse:
+    """The router's own; those of the model that the query names."""
+    if request.query.get("model"):
+        return await forward_named(request)
+    if not request.app[TABLES].config.metrics_endpoint:
+        raise SwitchedOff(
+            "This server does not support metrics endpoint. Start it with `--metrics`"
+        )
+    require_overview(request)
+    metrics = request.app[REQUESTS]
+    assert isinstance(metrics, RouterMetrics)
+    reply = web.Response(body=metrics.render(request.app[MODELS].by_name.values()))
+    reply.headers["Content-Type"] = "text/plain; version=0.0.4"
+    reply.headers["Process-Start-Time-Unix"] = str(metrics.started_unix)
+    return reply
+
+
+async def get_models(request: web.Request) -> web.Response:
+    """All models, with their status."""
+    models = request.app[MODELS].by_name.values()
+    return json_reply({"data": [_model_json(each) for each in models], "object": "list"})
+
+
+def _model_json(model: RoutedModel) -> dict[str, Any]:
+    entry = model.entry
+    status: dict[str, Any] = {"value": model.shown_state, "args": _args(model)}
+    if model.state is State.UNLOADED and model.exit_code:
+        status |= {"exit_code": model.exit_code, "failed": True}
+    inputs = ["text", "image"] if entry.projector is not None else ["text"]
+    said: dict[str, Any] = {
+        "id": entry.name,
+        "aliases": list(entry.aliases),
+        "tags": list(entry.tags),
+        "object": "model",
+        "owned_by": "llamacpp",
+        "created": int(time.time()),
+        "status": status,
+        "architecture": {"input_modalities": inputs, "output_modalities": ["text"]},
+        "source": entry.source,
+        "can_remove": False,
+    }
+    return model.info | said if model.is_running else said
+
+
+def _args(model: RoutedModel) -> list[str]:
+    """A command that would serve the model alone; llama-server's router starts such a one."""
+    entry = model.entry
+    path = () if entry.path is None else ("--model", str(entry.path))
+    return ["towerd", "serve", *path, "--alias", entry.name, *entry.server_args]
+
+
+async def post_load(request: web.Request) -> web.Response:
+    """Begin to load a model."""
+    require_overview(request)
+    model = await _named(request)
+    if model is None:
+        raise NotFound("model is not found")
+    if model.is_running:
+        raise InvalidRequest("model is already running")
+    request.app[MODELS].begin_load(model)
+    return json_reply({"success": True})
+
+
+async def post_unload(request: web.Request) -> web.Response:
+    """Begin to unload a model."""
+    require_overview(request)
+    model = await _named(request)
+    if model is None:
+        raise InvalidRequest("model is not found")
+    if not model.is_running:
+        raise InvalidRequest("model is not running")
+    request.app[MODELS].begin_unload(model)
+    return json_reply({"success": True})
+
+
+async def _named(request: web.Request) -> RoutedModel | None:
+    name = (await read_object(request)).get("model")
+    return request.app[MODELS].find(name) if isinstance(name, str) else None
+
+
+async def get_sse(request: web.Request) -> web.StreamResponse:
+    """Every change of a model's status, as it happens."""
+    stream = EventStream(request)
+    with request.app[MODELS].events.listen() as queue:
+        await stream.open({})
+        while True:
+            try:
+                event = await asyncio.wait_for(queue.get(), PING_S)
+            except TimeoutError:
+                await stream.write(PING)
+                continue
+            if event is None:
+                break
+            await stream.send([event])
+    await stream.close()
+    return stream.response
+
+
+async def refuse_download(request: web.Request) -> web.StreamResponse:
+    """Models are neither fetched nor deleted here. Raises NotSupported."""
+    raise NotSupported(
+        "The router serves what is in its models directory and in towerd.toml: put files there, and "
+        "GET /models?reload=1"
+    )

@@ -1,0 +1,74 @@
+"""/v1/stream: streams that outlive their clients, each in the process of its model."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from towerd.api.http.body import decode, read_bytes
+from towerd.api.http.keys import TENANT
+from towerd.api.http.reply import json_reply
+from towerd.api.llama.streams import key_of
+from towerd.engine.llama_server.process.client import Lost, read_all
+from towerd.errors import InvalidRequest, NotFound, TowerdError, Unavailable
+from towerd.router.http.conversations import Key
+from towerd.router.http.forward import pass_on
+from towerd.router.http.keys import CONVERSATIONS, MODELS
+from towerd.router.http.request import RoutedRequest
+from towerd.router.loading.model import RoutedModel, State
+
+
+async def get_stream(request: web.Request) -> web.StreamResponse:
+    """Replay a stream, and follow it."""
+    key = _key(request)
+    conversations = request.app[CONVERSATIONS]
+    if conversations.is_waiting(key):
+        raise Unavailable("Stream owner model is loading, retry later")
+    model = conversations.model_of(key)
+    if model is None or model.state is not State.LOADED:
+        raise NotFound("Stream not found or expired")
+    return await pass_on(request, model)
+
+
+async def delete_stream(request: web.Request) -> web.StreamResponse:
+    """End a stream, or the wait for its model. Answers 204 even if there is none."""
+    key = _key(request)
+    model = request.app[CONVERSATIONS].model_of(key)
+    request.app[CONVERSATIONS].stop(key)
+    if model is not None and model.state is State.LOADED:
+        return await pass_on(request, model)
+    return web.Response(status=204)
+
+
+async def post_lookup(request: web.Request) -> web.StreamResponse:
+    """Which of `conversation_ids` have a stream, in any model."""
+    body = await read_bytes(request)
+    await decode(request, body)
+    models = request.app[CONVERSATIONS].models_of(request[TENANT].scope)
+    asked = [_listed(request, each, body) for each in models if each.state is State.LOADED]
+    found = await asyncio.gather(*asked)
+    return json_reply([each for some in found for each in some])
+
+
+async def _listed(request: web.Request, model: RoutedModel, body: bytes) -> list[Any]:
+    """What one model's process answers; nothing if it does not."""
+    routed = RoutedRequest(request.app[MODELS], model, request, body)
+    try:
+        await routed.open()
+        assert routed.reply is not None
+        said = msgspec.json.decode(await read_all(routed.reply))
+    except (TowerdError, Lost, msgspec.DecodeError):
+        return []
+    finally:
+        routed.close()
+    return said if isinstance(said, list) else []
+
+
+def _key(request: web.Request) -> Key:
+    name = request.query.get("conv_id")
+    if not name:
+        raise InvalidRequest("Missing conversation id in path")
+    return key_of(request, name)

@@ -1,0 +1,69 @@
+"""The process of one model: `python -m towerd.router.loading.child`, which only a router starts.
+
+Standard input is a length, a pickled Config, and then open for as long as the router lives: so no
+secret is on a command line. Standard output is one line of JSON: `{}` once requests are answered,
+or why that did not come about. What the process itself prints goes to the log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from typing import Any
+
+from towerd import log
+from towerd.app.start import start
+from towerd.errors import TowerdError
+from towerd.settings.config import Config
+from towerd.system.parent import die_with_parent
+
+LENGTH_BYTES = 8
+STDIN, STDOUT, STDERR = 0, 1, 2
+
+
+def main() -> int:
+    """Serve the model until SIGTERM; the exit status."""
+    report = os.dup(STDOUT)
+    os.dup2(STDERR, STDOUT)
+    config = _read_config()
+    die_with_parent(STDIN)
+    log.configure(config.log_level, config.log_format, fields={"model": config.alias})
+    try:
+        start(config, lambda url, model: _tell(report, {}))
+    except TowerdError as error:
+        _tell(report, {"error": error.message})
+        return 1
+    return 0
+
+
+def _read_config() -> Config:
+    with os.fdopen(STDIN, "rb", buffering=0, closefd=False) as pipe:
+        length = int.from_bytes(_exactly(pipe, LENGTH_BYTES))
+        config = pickle.loads(_exactly(pipe, length))
+    assert isinstance(config, Config)
+    return config
+
+
+def _exactly(pipe: Any, n_bytes: int) -> bytes:
+    data = b""
+    while len(data) < n_bytes:
+        piece = pipe.read(n_bytes - len(data))
+        if not piece:
+            raise SystemExit("The router ended before it said what to serve.")
+        data += piece
+    return data
+
+
+def _tell(pipe: int, line: dict[str, str]) -> None:
+    """Report once; the router may have ended since."""
+    try:
+        os.write(pipe, json.dumps(line).encode() + b"\n")
+        os.close(pipe)
+    except OSError:
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Launcher: makes the models of a router and their processes from its settings.
+
+The one place where a model's settings become those of a process, and where the RAM for
+conversations is divided.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+from towerd.router.loading.entry import ModelEntry, find_entries
+from towerd.router.loading.model import RoutedModel
+from towerd.router.loading.process import ModelProcess
+from towerd.router.loading.room import Room
+from towerd.settings.config import Config
+from towerd.settings.model_tables import ModelTables
+from towerd.store.catalog.shared.broker import CatalogBroker
+from towerd.system.machine import ram_bytes
+
+CONTEXT_RAM_SHARE = 8
+"""A live context whose size is not set takes at most this part of the RAM."""
+PROCESS_BYTES = 150 * 2**20
+"""What a process takes besides its model."""
+
+
+class Launcher:
+    """Settings of all models. Their processes share one store, whose catalog `broker` has."""
+
+    def __init__(self, tables: ModelTables, folder: Path, broker: CatalogBroker) -> None:
+        """folder: a private one, for sockets."""
+        self.room = Room(tables.config.memory, tables.config.models_max)
+        self._tables = tables
+        self._folder = folder
+        self._broker = broker
+        self._numbers = itertools.count()
+        self._entries = find_entries(tables)
+
+    def models(self) -> dict[str, RoutedModel]:
+        """All models, not loaded. Raises ConfigError if one of them cannot have its settings."""
+        return {name: self.model(entry) for name, entry in self._entries.items()}
+
+    def model(self, entry: ModelEntry) -> RoutedModel:
+        """One model, not loaded. Raises ConfigError."""
+        config = self._config(entry, self._folder / "s")
+        table = self._tables.table(entry.name)
+        return RoutedModel(entry, table, need_bytes=_estimate(entry, config))
+
+    def process(self, model: RoutedModel) -> ModelProcess:
+        """A process of a model, not started; may be called in any thread. Raises ConfigError."""
+        config = self._config(model.entry, self._folder / str(next(self._numbers)))
+        catalog = self._broker.connect()
+        return ModelProcess(replace(config, catalog_fd=catalog.fileno()), (catalog,))
+
+    def _config(self, entry: ModelEntry, socket: Path) -> Config:
+        own = {"alias": entry.name, "socket": socket, "behind_router": True}
+        if entry.path is not None:
+            own["model"] = entry.path
+        own["hot_bytes"] = self._hot_bytes(entry)
+        return self._tables.config_of(entry.name, entry.server_args, **own)
+
+    def _hot_bytes(self, entry: ModelEntry) -> int:
+        """A model's share of --hot-bytes: what its table says; the others divide what is left by how
+        many can be loaded at once."""
+        said = {
+            name: int(self._tables.table(name).values["hot_bytes"])
+            for name in self._entries
+            if "hot_bytes" in self._tables.table(name).values
+        }
+        if entry.name in said:
+            return said[entry.name]
+        n_others = len(self._entries) - len(said)
+        n_at_once = min(n_others, self.room.models_max or n_others)
+        return max(0, self._tables.config.hot_bytes - sum(said.values())) // n_at_once
+
+
+def _estimate(entry: ModelEntry, config: Config) -> int:
+    """RAM that a model takes before it was measured: rather too much than too little."""
+    context = ram_bytes() // CONTEXT_RAM_SHARE
+    return entry.file_bytes() + context + config.hot_bytes + PROCESS_BYTES

@@ -1,0 +1,93 @@
+"""RoutedModel: what the router knows of one model: its state, its requests, its needs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from towerd.errors import TowerdError
+from towerd.router.loading.entry import ModelEntry
+from towerd.router.loading.process import ModelProcess
+from towerd.router.loading.room import Occupant
+from towerd.settings.model_tables import ModelTable
+
+FAILED_S = 10.0
+"""A load that failed is not tried again for this long."""
+
+
+class State(Enum):
+    """llama-server's words, and one for what it shows as loaded."""
+
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    LOADED = "loaded"
+    STOPPING = "stopping"
+
+
+@dataclass(slots=True, eq=False)
+class RoutedModel:
+    """One model. `Models` changes it, on the event loop."""
+
+    entry: ModelEntry
+    table: ModelTable
+    need_bytes: int
+    """RAM that it takes: estimated, after its first load measured."""
+    state: State = State.UNLOADED
+    process: ModelProcess | None = None
+    loading: asyncio.Task[None] | None = None
+    watch: asyncio.Task[None] | None = None
+    """Waits for its process to end."""
+    n_running: int = 0
+    """Requests in its process."""
+    n_waiting: int = 0
+    """Requests that wait for it to be loaded."""
+    last_used_s: float = 0.0
+    """When a request of a client began last; time.monotonic, 0: never."""
+    is_yielding: bool = False
+    """Another model has waited long for its room: it takes no new requests until it has left."""
+    exit_code: int = 0
+    """How its process ended last."""
+    failure: TowerdError | None = None
+    """Why the last load failed."""
+    failed_s: float = 0.0
+    info: dict[str, Any] = field(default_factory=dict)
+    """What its process says of it in GET /v1/models."""
+    idle_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.state is State.LOADED and not self.is_yielding
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a process of it, as llama-server means it."""
+        return self.state is not State.UNLOADED
+
+    @property
+    def shown_state(self) -> str:
+        """The state in llama-server's words."""
+        return "loaded" if self.state is State.STOPPING else self.state.value
+
+    def occupies(self) -> Occupant:
+        """What it takes of the room."""
+        waits = self.n_waiting > 0 and not self.is_yielding
+        return Occupant(
+            self.name,
+            self.need_bytes,
+            self.last_used_s,
+            is_busy=self.n_running > 0 or waits or self.state is State.LOADING,
+            keep=self.table.keep,
+            is_leaving=self.state is State.STOPPING,
+        )
+
+    def raise_recent_failure(self) -> None:
+        """Raises why loading it failed, if that was just now."""
+        if self.failure is not None and time.monotonic() - self.failed_s < FAILED_S:
+            raise self.failure

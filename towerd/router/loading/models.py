@@ -1,0 +1,316 @@
+"""Models: loading and unloading, so that a request waits for its model and none is refused.
+
+A model is loaded in a task of its own, however many requests wait for it. Models that need room
+take it one after another, in the order in which they were asked for: the least recently used idle
+ones leave; if those that run leave too little, the next request to end is waited for. A model that
+is never idle would hold its room for ever: after `PATIENCE_S` it takes no new requests until it has
+left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from towerd.api.http.tenants import CALLER, SOCKET
+from towerd.engine.llama_server.process.client import Lost, NotHttp, Unreachable, read_all
+from towerd.errors import ModelError, TowerdError, Unavailable
+from towerd.router.loading.events import ModelEvents
+from towerd.router.loading.model import RoutedModel, State
+from towerd.router.loading.process import ModelProcess
+from towerd.router.loading.room import Room
+from towerd.router.metrics import RouterMetrics
+from towerd.system.machine import resident_bytes
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 10.0
+
+
+class Models:
+    """All models of a router, by name. Event loop only."""
+
+    def __init__(
+        self,
+        models: Mapping[str, RoutedModel],
+        room: Room,
+        make: Callable[[RoutedModel], ModelProcess],
+        metrics: RouterMetrics,
+    ) -> None:
+        """make: gives the process of a model, not started; called in a thread. It may raise
+        TowerdError."""
+        self.by_name = dict(models)
+        self.room = room
+        self.events = ModelEvents()
+        self._make = make
+        self._metrics = metrics
+        self._turn = asyncio.Lock()
+        """Who looks for room; fair."""
+        self._changed = asyncio.Event()
+        self._is_closing = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._last: RoutedModel | None = None
+
+    # ---- looking ----------------------------------------------------------------------------
+
+    def find(self, name: str) -> RoutedModel | None:
+        """The model of a name or alias."""
+        if (model := self.by_name.get(name)) is not None:
+            return model
+        return next((each for each in self.by_name.values() if name in each.entry.aliases), None)
+
+    def loaded(self) -> list[RoutedModel]:
+        """Those that are loaded, the one used last first."""
+        found = [each for each in self.by_name.values() if each.state is State.LOADED]
+        return sorted(found, key=lambda each: -each.last_used_s)
+
+    def last_used(self) -> RoutedModel | None:
+        """The loaded one that was used last; if none is loaded, the one that was; None: none was."""
+        loaded = self.loaded()
+        return loaded[0] if loaded else self._last
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    async def enter(self, model: RoutedModel, *, is_use: bool = True) -> ModelProcess:
+        """Begin a request, when its model is loaded; `leave` ends it. is_use: it counts for who was
+        used last. Raises why the model cannot be loaded, and Unavailable at shutdown."""
+        if not model.takes_requests:
+            model.raise_recent_failure()
+        model.n_waiting += 1
+        try:
+            while not model.takes_requests:
+                await asyncio.shield(self._loading(model))
+        finally:
+            model.n_waiting -= 1
+            self._changed.set()
+        assert model.process is not None
+        model.n_running += 1
+        if is_use:
+            model.last_used_s, self._last = time.monotonic(), model
+        return model.process
+
+    def leave(self, model: RoutedModel, *, is_use: bool = True) -> None:
+        """End a request."""
+        model.n_running -= 1
+        if is_use:
+            model.last_used_s = time.monotonic()
+        self._changed.set()
+        self._watch_idle(model)
+
+    def _watch_idle(self, model: RoutedModel) -> None:
+        """Unload a model that was unused for as long as its table says; look again when it may be."""
+        idle_s = model.table.idle_s
+        if idle_s is None or model.state is not State.LOADED or model.occupies().is_busy:
+            return
+        if model.idle_timer is not None:
+            model.idle_timer.cancel()
+        rest_s = model.last_used_s + idle_s - time.monotonic()
+        if rest_s > 0:
+            loop = asyncio.get_running_loop()
+            model.idle_timer = loop.call_later(rest_s, self._watch_idle, model)
+        else:
+            log.info("unloading an idle model", extra={"model": model.name})
+            self.begin_unload(model)
+
+    async def gone(self, model: RoutedModel, process: ModelProcess) -> None:
+        """A process does not accept connections: end it, if it did not end by itself."""
+        process.kill()
+        if model.process is process and model.watch is not None:
+            await asyncio.shield(model.watch)
+
+    # ---- loading ----------------------------------------------------------------------------
+
+    def begin_load(self, model: RoutedModel) -> None:
+        """Load a model without a request for it; why it fails is logged."""
+        model.failure = None
+
+        async def load() -> None:
+            try:
+                await self.enter(model)
+            except TowerdError:
+                return
+            self.leave(model)
+
+        self._run(load())
+
+    def _loading(self, model: RoutedModel) -> asyncio.Task[None]:
+        """The task that loads a model; one however many ask."""
+        if self._is_closing:
+            raise Unavailable("The server is shutting down")
+        if model.loading is None:
+            model.loading = self._task(self._load(model))
+            model.loading.add_done_callback(partial(self._loaded, model))
+        return model.loading
+
+    def _loaded(self, model: RoutedModel, task: asyncio.Task[None]) -> None:
+        model.loading = None
+        if not task.cancelled():
+            task.exception()  # mark as retrieved: all who waited may have left
+        self._changed.set()
+
+    async def _load(self, model: RoutedModel) -> None:
+        async with self._turn:
+            if model.takes_requests or not await self._find_room(model):
+                return
+            model.state = State.LOADING
+        self.events.send("model_status", model.name, {"status": model.shown_state})
+        began = time.monotonic()
+        try:
+            await self._start(model)
+        except TowerdError as error:
+            self._failed(model, error)
+            raise
+        except OSError as error:
+            failure = ModelError(f"No process can be started: {error.strerror or error}.")
+            self._failed(model, failure)
+            raise failure from error
+        took_s = time.monotonic() - began
+        self._metrics.loaded(took_s)
+        log.info("model loaded", extra={"model": model.name, "seconds": round(took_s, 3)})
+        said = {"status": model.shown_state, "info": model.info}
+        self.events.send("status_change", model.name, said)
+
+    async def _start(self, model: RoutedModel) -> None:
+        process = model.process = await asyncio.to_thread(self._make, model)
+        try:
+            await process.start()
+            model.info = await _model_info(process)
+        except BaseException:
+            process.kill()
+            raise
+        resident = await asyncio.to_thread(resident_bytes, process.pid)
+        model.need_bytes = resident + process.hot_bytes
+        if process.exit_code is not None or model.state is not State.LOADING:
+            raise ModelError(f"The process of the model {model.name} ended while loading.")
+        model.state, model.failure, model.exit_code = State.LOADED, None, 0
+        model.last_used_s = time.monotonic()
+        model.watch = self._task(self._watch(model, process))
+
+    def _failed(self, model: RoutedModel, error: TowerdError) -> None:
+        code = None if model.process is None else model.process.exit_code
+        if code != -signal.SIGKILL:  # a person unloaded it: it may be tried again at once
+            model.failure, model.failed_s = error, time.monotonic()
+        log.error("model not loaded: %s", error.message, extra={"model": model.name})
+        self._unloaded(model, code if code is not None else 1)
+
+    async def _find_room(self, model: RoutedModel) -> bool:
+        """Wait until there is room for a model; False if nobody waits for it any more."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        await self._measure()
+        try:
+            while model.n_waiting and not self._is_closing:
+                self._changed.clear()
+                others = [each for each in self.by_name.values() if each.is_running]
+                if model not in others:
+                    verdict = self.room.verdict(model.need_bytes, [o.occupies() for o in others])
+                    if verdict.fits:
+                        return True
+                    if verdict.never:
+                        raise _no_room(model, others)
+                    for name in verdict.stop:
+                        self.begin_unload(self.by_name[name])
+                await self._wait_for_change(deadline_s)
+                if time.monotonic() >= deadline_s:
+                    self._let_yield(model, others)
+            if self._is_closing:
+                raise Unavailable("The server is shutting down")
+            return False
+        finally:
+            for each in self.by_name.values():
+                each.is_yielding = False
+
+    async def _measure(self) -> None:
+        """What the loaded models take, if it became more."""
+        for each in self.loaded():
+            assert each.process is not None
+            resident = await asyncio.to_thread(resident_bytes, each.process.pid)
+            each.need_bytes = max(each.need_bytes, resident)
+
+    def _let_yield(self, model: RoutedModel, others: Sequence[RoutedModel]) -> None:
+        """Those that would leave for a model if they were idle take no new requests."""
+        idle = [replace(each.occupies(), is_busy=False) for each in others]
+        for name in self.room.verdict(model.need_bytes, idle).stop:
+            self.by_name[name].is_yielding = True
+
+    async def _wait_for_change(self, deadline_s: float) -> None:
+        wait_s = deadline_s - time.monotonic()
+        try:
+            await asyncio.wait_for(self._changed.wait(), wait_s if wait_s > 0 else None)
+        except TimeoutError:
+            return
+
+    # ---- unloading --------------------------------------------------------------------------
+
+    def begin_unload(self, model: RoutedModel) -> None:
+        """Unload a model, in order; one that is being loaded is killed, as llama-server does."""
+        if model.process is None or model.state not in (State.LOADING, State.LOADED):
+            return
+        if model.state is State.LOADING:
+            model.process.kill()
+            return
+        model.state = State.STOPPING
+        self._run(model.process.stop())
+
+    async def _watch(self, model: RoutedModel, process: ModelProcess) -> None:
+        code = await process.wait()
+        if model.state is not State.STOPPING:
+            self._metrics.crashes.inc()
+            log.error("model ended: %s", process.how_it_ended(), extra={"model": model.name})
+        else:
+            self._metrics.unloads.inc()
+            log.info("model unloaded", extra={"model": model.name})
+        self._unloaded(model, code)
+
+    def _unloaded(self, model: RoutedModel, code: int) -> None:
+        model.state, model.process, model.exit_code = State.UNLOADED, None, code
+        said = {"status": model.shown_state, "exit_code": code}
+        self.events.send("status_change", model.name, said)
+        self._changed.set()
+
+    async def close(self) -> None:
+        """Refuse new requests, let the running ones end, and unload all."""
+        self._is_closing = True
+        self._changed.set()
+        for model in self.by_name.values():
+            self.begin_unload(model)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        self.events.close()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        _ = self._task(work)
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task that shutting down waits for."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _no_room(model: RoutedModel, others: Sequence[RoutedModel]) -> TowerdError:
+    kept = ", ".join(each.name for each in others if each.table.keep)
+    return TowerdError(
+        f"There is no room for the model {model.name} beside those that are kept: {kept}"
+    )
+
+
+async def _model_info(process: ModelProcess) -> dict[str, Any]:
+    """What a process says of its model in GET /v1/models. Raises ModelError."""
+    try:
+        reply = await process.send("GET", "/v1/models", {CALLER: SOCKET})
+        try:
+            listed = msgspec.json.decode(await read_all(reply))
+        finally:
+            reply.close()
+        return dict(listed["data"][0])
+    except (Lost, NotHttp, Unreachable, msgspec.DecodeError, LookupError) as error:
+        raise ModelError(f"The process of a model does not say what it serves: {error}.") from error

@@ -1,0 +1,125 @@
+"""ModelProcess: a model in a process of its own, which only its router can ask."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+
+from aiohttp import ClientResponse
+
+from towerd.engine.llama_server.process.client import Body, Client
+from towerd.engine.llama_server.process.process import describe_exit
+from towerd.errors import ModelError
+from towerd.router.loading.child import LENGTH_BYTES
+from towerd.settings.config import Config
+
+STOP_S_MAX = 120.0
+"""For the requests that run, and for writing what is live; then the process is killed."""
+COMMAND = (sys.executable, "-P", "-m", "towerd.router.loading.child")
+
+
+class ModelProcess:
+    """Starts once, is asked, and stops once. Its model is loaded when `start` returns."""
+
+    def __init__(self, config: Config, sockets: Sequence[socket.socket] = ()) -> None:
+        """sockets: connections that it inherits under their numbers; closed here then."""
+        assert config.socket is not None
+        self._config = config
+        self._sockets = tuple(sockets)
+        self._client = Client(config.socket)
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def hot_bytes(self) -> int:
+        """RAM that it may yet take for conversations that are not live."""
+        return self._config.hot_bytes
+
+    @property
+    def pid(self) -> int:
+        """The process, once it has started."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Start, and return when requests are answered. Raises ModelError with the reason why that
+        did not come about; `exit_code` has its status then."""
+        config = pickle.dumps(self._config)
+        self._process = await asyncio.create_subprocess_exec(
+            *COMMAND,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            pass_fds=[each.fileno() for each in self._sockets],
+            start_new_session=True,  # ^C is for the router, which then stops it in order
+        )
+        for each in self._sockets:
+            each.close()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            with contextlib.suppress(ConnectionError):  # it ended: its status says why
+                self._process.stdin.write(len(config).to_bytes(LENGTH_BYTES) + config)
+                await self._process.stdin.drain()
+            line = await self._process.stdout.readline()
+        except BaseException:
+            self.kill()
+            raise
+        if line.strip() != b"{}":
+            raise await self._why_not(line)
+
+    async def _why_not(self, line: bytes) -> ModelError:
+        """The error for a start that failed. Clients get the model's name where its file is meant."""
+        await self.wait()
+        name = str(self._config.alias)
+        if not line:
+            return ModelError(
+                f"The process of the model {name} {self.how_it_ended()} while loading."
+            )
+        message = str(json.loads(line)["error"])
+        return ModelError(message, public=message.replace(str(self._config.model), name))
+
+    def how_it_ended(self) -> str:
+        """Its exit status in words."""
+        assert self.exit_code is not None
+        return describe_exit(self.exit_code)
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit status, or minus the signal that ended it; None while it runs."""
+        return None if self._process is None else self._process.returncode
+
+    async def wait(self) -> int:
+        """Wait until it ends; as `exit_code`."""
+        assert self._process is not None
+        code = await self._process.wait()
+        await self._client.aclose()
+        return code
+
+    async def stop(self) -> None:
+        """Let it finish its requests and write what is live; SIGKILL if that takes too long."""
+        assert self._process is not None
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self.wait(), STOP_S_MAX)
+        except TimeoutError:
+            self.kill()
+            await self.wait()
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def send(
+        self, method: str, path: str, headers: Mapping[str, str], body: Body = None
+    ) -> ClientResponse:
+        """Send a request; see `Client.send`."""
+        return await self._client.send("http://model", method, path, headers, body)

@@ -1,0 +1,102 @@
+"""The router's application and its life: listen, serve, shut down."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from aiohttp import web
+
+from towerd.api.admin import page
+from towerd.api.http.keys import CONFIG, LIMITS, REQUESTS, TENANTS
+from towerd.api.http.limits import Limits
+from towerd.api.http.middleware import account, add_headers, authenticate, guard
+from towerd.api.http.tenants import Tenants
+from towerd.app.listening import listening
+from towerd.app.loop import run_on_loop, stop_event, tune_gc, watch_lag
+from towerd.router.http import endpoints, routes, streams
+from towerd.router.http.conversations import Conversations
+from towerd.router.http.forward import forward, forward_named, forward_store
+from towerd.router.http.keys import CONVERSATIONS, MODELS, TABLES
+from towerd.router.loading.launcher import Launcher
+from towerd.router.loading.models import Models
+from towerd.router.metrics import RouterMetrics
+from towerd.settings.model_tables import ModelTables
+from towerd.store.catalog.shared.broker import CatalogBroker
+from towerd.system.socket_folder import socket_folder
+
+log = logging.getLogger(__name__)
+
+
+def run(tables: ModelTables) -> None:
+    """Serve until SIGINT or SIGTERM. Raises ConfigError; nothing is left running then."""
+    run_on_loop(_serve(tables))
+
+
+async def _serve(tables: ModelTables) -> None:
+    stopping = stop_event()
+    broker = await asyncio.to_thread(CatalogBroker, tables.config.store_dir)
+    try:
+        with socket_folder("towerd-") as folder:
+            await _route(Launcher(tables, Path(folder), broker), tables, stopping)
+    finally:
+        await asyncio.to_thread(broker.close)
+
+
+async def _route(launcher: Launcher, tables: ModelTables, stopping: asyncio.Event) -> None:
+    """Serve until `stopping`; every process has ended then."""
+    metrics = RouterMetrics()
+    models = Models(launcher.models(), launcher.room, launcher.process, metrics)
+    app = build_app(tables, models, metrics)
+    async with listening(app, tables.config) as (_, url):
+        tune_gc()
+        print(f"towerd is ready: {url} ({len(models.by_name)} models)", flush=True)
+        await stopping.wait()
+        log.info("stopping")
+        await models.close()
+
+
+def build_app(tables: ModelTables, models: Models, metrics: RouterMetrics) -> web.Application:
+    """The application in front of `models`."""
+    app = web.Application(middlewares=(account, guard, authenticate))
+    app[CONFIG] = tables.config
+    app[TABLES] = tables
+    app[MODELS] = models
+    app[CONVERSATIONS] = Conversations()
+    app[LIMITS] = Limits()
+    app[REQUESTS] = metrics
+    app[TENANTS] = Tenants(tables.config.api_keys)
+    app.cleanup_ctx.append(watch_lag)
+    app.on_response_prepare.append(add_headers)
+    for method, path, handler in ROUTES:
+        if method == "GET":
+            app.router.add_get(path, handler)  # HEAD as well
+        else:
+            app.router.add_route(method, path, handler)
+    return app
+
+
+ROUTES = (
+    ("GET", "/health", routes.get_health),
+    ("GET", "/v1/health", routes.get_health),
+    ("GET", "/props", routes.get_props),
+    ("GET", "/metrics", routes.get_metrics),
+    ("GET", "/models", routes.get_models),
+    ("GET", "/v1/models", routes.get_models),
+    ("POST", "/models", routes.refuse_download),
+    ("DELETE", "/models", routes.refuse_download),
+    ("POST", "/models/load", routes.post_load),
+    ("POST", "/models/unload", routes.post_unload),
+    ("GET", "/models/sse", routes.get_sse),
+    ("GET", "/v1/stream", streams.get_stream),
+    ("DELETE", "/v1/stream", streams.delete_stream),
+    ("POST", "/v1/streams/lookup", streams.post_lookup),
+    *(("GET", path, forward_named) for path in endpoints.GET),
+    *(("POST", path, forward) for path in endpoints.POST),
+    ("*", endpoints.STORE, forward_store),
+    ("GET", "/", page.get_root),
+    ("GET", "/towerd", page.get_root),
+    ("GET", "/towerd/", page.get_page),
+    ("GET", "/towerd/page/{name}", page.get_asset),
+)
