@@ -22,6 +22,8 @@ ENV_PREFIX = "TOWERD_"
 ENV_OTHER = ("TOWERD_CONFIG", "TOWERD_KERNELS")
 """Variables that are not settings: the path of towerd.toml, the kernels to force."""
 ENV_TEST_PREFIX = "TOWERD_TEST_"
+MODEL_NAMES = frozenset(("model", "hf_repo", "hf_file"))
+"""Settings that together say which model is served."""
 KEY_FILE_BYTES_MAX = 2**20
 
 
@@ -39,13 +41,20 @@ def load(
     env = os.environ if env is None else env
     if toml_path is None and env.get("TOWERD_CONFIG"):
         toml_path = Path(env["TOWERD_CONFIG"]).expanduser()
-    values = _from_toml(toml_path)
-    values |= _from_env(env)
-    values |= _from_flags(flags)
+    values: dict[str, Any] = {}
+    for given in (_from_toml(toml_path), _from_env(env), _from_flags(flags)):
+        values = _without_other_model(values, given) | given
     if values.get("api_key_file") is not None:
         keys = values.get("api_keys", ()) + _read_keys(values["api_key_file"])
         values["api_keys"] = keys_from((f"{tenant}:{key}" for key, tenant in keys), "The keys")
     return Config(**values)
+
+
+def _without_other_model(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` without the model that they name, if `given`, which takes precedence, names one."""
+    if not MODEL_NAMES.intersection(given):
+        return values
+    return {name: value for name, value in values.items() if name not in MODEL_NAMES}
 
 
 def _from_toml(path: Path | None) -> dict[str, Any]:
