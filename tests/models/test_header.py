@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import real_models
+from split_gguf import split
 
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.errors import ModelError
@@ -79,11 +81,19 @@ def test_damage(data: bytes, said: str, tmp_path: Path, capfd: pytest.CaptureFix
     assert capfd.readouterr().err == ""
 
 
-def test_a_missing_part(tmp_path: Path) -> None:
-    path = tmp_path / "m-00001-of-00002.gguf"
-    path.write_bytes(bundled_model().read_bytes())
-    with pytest.raises(ModelError, match="m-00002-of-00002.gguf: No such file"):
-        read_header(path)
+def test_a_split_model(tmp_path: Path) -> None:
+    """All files count: their sizes, their tensors, and whether they are there and whole."""
+    paths = split(bundled_model(), tmp_path / "m.gguf", tensors_max=20)
+    assert len(paths) == 3
+    whole, header = read_header(bundled_model()), read_header(paths[0])
+    assert (header.n_tensors, header.n_ctx_train) == (whole.n_tensors, whole.n_ctx_train)
+    assert header.weight_bytes == sum(path.stat().st_size for path in paths)
+    os.truncate(paths[1], paths[1].stat().st_size - 1)
+    with pytest.raises(ModelError, match="m-00002-of-00003.gguf is cut short"):
+        read_header(paths[0])
+    paths[1].unlink()
+    with pytest.raises(ModelError, match="m-00002-of-00003.gguf: No such file"):
+        read_header(paths[0])
 
 
 @pytest.mark.parametrize(("ram_gib", "n_ctx"), [(16, 32768), (10, 16384), (8.4, 0), (4, 0)])

@@ -13,7 +13,7 @@ from typing import Any
 
 from towerd.engine.embedded.model.loadable import check_loadable, why_not_loaded
 from towerd.engine.llama_log import forget_errors, last_errors, route_log
-from towerd.engine.model_file import ModelFile
+from towerd.engine.model_file import open_parts
 from towerd.errors import ModelError
 from towerd.llama_library import lib
 from towerd.models.known import metadata_of
@@ -64,11 +64,11 @@ class LlamaModel:
         params.load_mode = _load_mode(config)
         params.vocab_only = vocab_only
         forget_errors()
-        self.file = ModelFile(path)
+        self.files = open_parts(path)
         """Opened before its weights were read; not identified yet."""
         handle = lib.llama_model_load_from_file(str(path).encode(), params)
         if not handle:
-            self.file.close()
+            self._close_files()
             raise ModelError(why_not_loaded(path, last_errors()))
         self.path = path
         self.ptr: Any = handle
@@ -87,7 +87,11 @@ class LlamaModel:
         if self.ptr:
             lib.llama_model_free(self.ptr)
             self.ptr = None
-            self.file.close()
+            self._close_files()
+
+    def _close_files(self) -> None:
+        for file in self.files:
+            file.close()
 
     @property
     def arch(self) -> str:
