@@ -57,8 +57,7 @@ def loads(config: Config) -> Finding:
 
 def _read(config: Config) -> tuple[Path, Header]:
     """The file that would be served, which is not fetched, and its header. Raises ModelError."""
-    named = config.model if config.hf_repo is None else Path(config.hf_repo)
-    path = find_model(named)
+    path = find_model(config.model, config.hf_repo, config.hf_file)
     return path, read_header(path)
 
 

@@ -13,7 +13,7 @@ import click
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from towerd.models.hub.download import HubModel
+    from towerd.models.hub.kept import HubModel
     from towerd.models.known import KnownModel
 
 LINE_SHARE = 0.25

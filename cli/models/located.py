@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
 from towerd.models.bundled import find_entry
 from towerd.settings.config import Config
+
+log = logging.getLogger(__name__)
 
 PROJECTOR_FLAGS = frozenset("--mmproj -mm --mmproj-url -mmu --no-mmproj --no-mmproj-auto".split())
 """Flags of llama-server that say which projector to take, or that none is wanted."""
@@ -32,9 +35,8 @@ def located(config: Config) -> Config:
         entry = find_entry(config.model)
         if entry.path != config.model:
             return _with(config, entry.name, entry.path, entry.projector, draft)
-    return replace(
-        config, hf_repo_draft=None, llama_server_args=(*config.llama_server_args, *draft)
-    )
+    args = (*config.llama_server_args, *draft)
+    return replace(config, hf_token=None, hf_repo_draft=None, llama_server_args=args)
 
 
 def _with(
@@ -42,6 +44,7 @@ def _with(
 ) -> Config:
     args = (*config.llama_server_args, *draft)
     if projector is not None and not _says_projector(config):
+        log.info(f"{name} comes with a projector, which --no-mmproj leaves out: {projector}")
         args = (*args, "--mmproj", str(projector))
     return replace(
         config,
@@ -49,6 +52,7 @@ def _with(
         alias=config.alias or name,
         hf_repo=None,
         hf_file=None,
+        hf_token=None,
         hf_repo_draft=None,
         llama_server_args=args,
     )

@@ -7,6 +7,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from towerd.errors import ModelError
+from towerd.models.hub.choice import RepoName, choose
+from towerd.models.hub.kept import kept
 from towerd.models.known import KNOWN, SMOLLM2
 from towerd.models.local.folders import TOWERD
 from towerd.models.local.found import FoundModel
@@ -44,9 +46,16 @@ def has_default() -> bool:
     return SMOLLM2.is_at(SMOLLM2.path)
 
 
-def find_model(model: Path | None) -> Path:
-    """The file that `model` refers to, see `find_entry`. Raises ModelError."""
-    return find_entry(model).path
+def find_model(model: Path | None, repo: str | None = None, file: str | None = None) -> Path:
+    """The file that `model` refers to (see `find_entry`), or that is served of a `repo` of the Hub,
+    and there of a `file`; nothing is fetched. Raises ModelError."""
+    if repo is None:
+        return find_entry(model).path
+    wanted = RepoName.parse(repo)
+    found = kept(wanted, lambda files: choose(wanted, files, file=file or ""))
+    if found is None:
+        raise ModelError(f"{repo} is not on this machine: run towerd models get {repo}.")
+    return found.path
 
 
 def find_entry(model: Path | None) -> FoundModel:

@@ -28,21 +28,12 @@ from huggingface_hub.utils.tqdm import tqdm as HubBar
 from towerd.errors import ModelError
 from towerd.models.hub.cache import hub_cache, set_main, snapshots_of
 from towerd.models.hub.choice import Choice, RepoName, choose
+from towerd.models.hub.kept import HubModel, kept
 
 log = logging.getLogger(__name__)
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 SHA256_CHARS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class HubModel:
-    """The files of a model of the Hub, on this machine."""
-
-    name: str
-    """OWNER/REPO:QUANT, or without a quantization if the file's name has none."""
-    path: Path
-    projector: Path | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +67,7 @@ def fetch(
     take = partial(choose, wanted, file=file, with_projector=with_projector)
     hub = _Hub(wanted, token, watcher)
     if offline or is_offline():
-        if (model := _kept(wanted, take)) is not None:
+        if (model := kept(wanted, take)) is not None:
             return model
         raise ModelError(
             f"{wanted} is not on this machine, and offline nothing is fetched: run towerd models "
@@ -85,7 +76,7 @@ def fetch(
     try:
         return hub.fetch(take)
     except _Unreachable as error:
-        if (model := _kept(wanted, take)) is None:
+        if (model := kept(wanted, take)) is None:
             raise ModelError(
                 f"Cannot reach {endpoint()} for {wanted} ({error}): check the network, or name a "
                 "model that towerd models lists with -m."
@@ -103,22 +94,6 @@ def is_offline() -> bool:
     """Whether the Hub's own variables forbid to fetch."""
     words = (os.environ.get(name, "") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     return any(word.upper() in ("1", "ON", "YES", "TRUE") for word in words)
-
-
-def _kept(wanted: RepoName, take: Callable[..., Choice]) -> HubModel | None:
-    """The model as it is in the cache; None if no snapshot has all of it."""
-    for snapshot in snapshots_of(hub_cache(), wanted.repo):
-        try:
-            return _model(wanted, take(snapshot.files), snapshot.folder)
-        except ModelError:
-            continue
-    return None
-
-
-def _model(wanted: RepoName, choice: Choice, folder: Path) -> HubModel:
-    name = f"{wanted.repo}:{choice.model.quant}" if choice.model.quant else wanted.repo
-    projector = folder / choice.projector if choice.projector else None
-    return HubModel(name, folder / choice.model.path, projector)
 
 
 class _Hub:
@@ -148,7 +123,7 @@ class _Hub:
             paths = [self._get(file, commit, is_new=file in missing) for file in choice.files]
             set_main(self._cache, self._wanted.repo, commit)
         folder = paths[0].parents[choice.model.path.count("/")]
-        return _model(self._wanted, choice, folder)
+        return HubModel.of(self._wanted, choice, folder)
 
     def _files_of(self, commit: str) -> tuple[str, ...]:
         found = snapshots_of(self._cache, self._wanted.repo)
