@@ -8,7 +8,7 @@ from towerd.cli.lazy import LazyGroup
 
 DAEMON_COMMANDS = {
     "serve": "towerd.cli.serve:serve",
-    "models": "towerd.cli.models.fetch:models",
+    "models": "towerd.cli.models.models:models",
     "version": "towerd.cli.version:version",
 }
 CONTROL_COMMANDS = {

@@ -16,12 +16,12 @@ Command: TypeAlias = Callable[..., Any]
 
 COMMON = (
     "model",
+    "hf_repo",
     "host",
     "port",
     "api_keys",
     "store_dir",
     "ctx_size",
-    "parallel",
     "threads",
     "hot_bytes",
     "warm_bytes",

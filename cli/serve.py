@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from towerd.cli.models.located import located, located_tables
 from towerd.cli.options import ConfigCommand, config_options, given_llama_flags, llama_options
 from towerd.errors import ModelError
 from towerd.settings.config import Config
@@ -17,6 +18,9 @@ from towerd.settings.sources import load_models
 if TYPE_CHECKING:
     from towerd.models.known import KnownModel
     from towerd.settings.model_tables import ModelTables
+
+LARGER = "ggml-org/gemma-3-4b-it-GGUF"
+"""A model of 2.5 GB that a laptop runs."""
 
 
 @click.command(cls=ConfigCommand)
@@ -51,17 +55,17 @@ def serve(config_path: Path | None, server_args: tuple[str, ...], **flags: Any) 
     config = tables.config
     log.configure(config.log_level, config.log_format)
     if tables.are_many and not _names_model(config):
-        run_router(tables)
+        run_router(located_tables(tables))
         return
     if _serves_default(config):
         _offer_default()
-    run_daemon(config)
+    run_daemon(located(config))
 
 
 def _serves_default(config: Config) -> bool:
     """Whether no model is named, here or among llama-server's flags."""
-    named = config.model is not None or config.upstream is not None
-    return not named and not _names_model(config)
+    named = (config.model, config.hf_repo, config.upstream)
+    return not any(named) and not _names_model(config)
 
 
 def _names_model(config: Config) -> bool:
@@ -72,16 +76,18 @@ def _names_model(config: Config) -> bool:
 
 
 def _offer_default() -> None:
-    """If the default model is missing, offer to fetch it on a terminal, else log how to."""
+    """If the default model is missing, offer to fetch it on a terminal. Log what is served, and how
+    to get a larger one."""
     from towerd.models.bundled import has_default
     from towerd.models.known import SMOLLM2
 
+    log = logging.getLogger("towerd.serve")
     if has_default() or (sys.stdin.isatty() and sys.stderr.isatty() and _offer(SMOLLM2)):
+        log.info(f"serving {SMOLLM2.title}; towerd serve -hf {LARGER} fetches a larger model")
         return
-    logging.getLogger("towerd.serve").info(
-        "serving the bundled story model; towerd models get %s fetches %s",
-        SMOLLM2.name,
-        SMOLLM2.title,
+    log.info(
+        f"serving the bundled story model; towerd models get {SMOLLM2.name} fetches "
+        f"{SMOLLM2.title}, towerd serve -hf {LARGER} a larger one"
     )
 
 

@@ -41,9 +41,10 @@ def _private(config: Any) -> AbstractContextManager[ApiClient]:
     from towerd import log
     from towerd.app.daemon import open_app
     from towerd.cli.client.private_daemon import PrivateDaemon
+    from towerd.cli.models.located import located
 
     log.configure("error", config.log_format)
-    return PrivateDaemon(open_app(config), config.store_dir, has_model=True)
+    return PrivateDaemon(open_app(located(config)), config.store_dir, has_model=True)
 
 
 def _check_model(daemon: ApiClient, model: dict[str, Any]) -> None:

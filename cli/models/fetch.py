@@ -1,53 +1,26 @@
-"""`towerd models`: the models that can be served by name."""
+"""`towerd models get`: fetching models, with the progress shown."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from towerd.models.hub.kept import HubModel
     from towerd.models.known import KnownModel
 
 LINE_SHARE = 0.25
 """Without a terminal, progress is one line for each such share."""
 
 
-@click.group()
-def models() -> None:
-    """List models, and fetch those that towerd knows."""
-
-
-@models.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def list_(as_json: bool) -> None:
-    """List the known models and the files in the models directory."""
-    from towerd.cli.output import echo_json, show_table, size
-    from towerd.system import paths
-
-    found = _all_models()
-    if as_json:
-        echo_json({"directory": str(paths.models_dir()), "models": found})
-        return
-    rows = [
-        (
-            each["name"],
-            size(each["bytes"]),
-            each["licence"],
-            "yes" if each["is_here"] else "no",
-            each["file"],
-        )
-        for each in found
-    ]
-    show_table(("NAME", ">SIZE", "LICENCE", "HERE", "FILE"), rows)
-    click.echo(f"Models directory: {paths.models_dir()}")
-
-
-@models.command()
+@click.command()
 @click.argument("name")
 @click.option("--yes", is_flag=True, help="Accept the terms of a model that has some.")
 @click.option(
@@ -57,24 +30,45 @@ def list_(as_json: bool) -> None:
     metavar="SECONDS",
     help="Give up after this time.",
 )
+@click.option(
+    "--hf-token", "-hft", "token", metavar="TOKEN", help="Token of the Hub. [default: HF_TOKEN]"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def get(name: str, yes: bool, timeout_s: float | None, as_json: bool) -> None:
-    """Fetch the model NAME into the models directory, and print its path.
+def get(name: str, yes: bool, timeout_s: float | None, token: str | None, as_json: bool) -> None:
+    """Fetch a model and print its path: one that towerd knows by NAME, or OWNER/REPO[:QUANT] of
+    the Hugging Face Hub.
 
-    A model that is there is checked, and fetched again if its file is damaged.
+    A known model that is there is checked, and fetched again if its file is damaged.
     """
     from towerd.cli.output import echo_json
+
+    found, path = (
+        _fetch_repo(name, token, timeout_s) if "/" in name else _fetch_known(name, yes, timeout_s)
+    )
+    if as_json:
+        echo_json({"name": found, "path": str(path), "bytes": path.stat().st_size})
+    else:
+        click.echo(path)
+
+
+def _fetch_known(name: str, yes: bool, timeout_s: float | None) -> tuple[str, Path]:
     from towerd.models.known import KNOWN
 
     if (model := KNOWN.get(name)) is None:
-        raise click.UsageError(f"There is no model {name}; known are {', '.join(KNOWN)}.")
+        raise click.UsageError(
+            f"There is no model {name}; known are {', '.join(KNOWN)}, and OWNER/REPO[:QUANT] is "
+            "one of the Hugging Face Hub."
+        )
     if model.terms and not yes:
         _ask_for_acceptance(model)
-    path = fetch(model, timeout_s=timeout_s)
-    if as_json:
-        echo_json({"name": model.name, "path": str(path), "bytes": path.stat().st_size})
-    else:
-        click.echo(path)
+    return model.name, fetch(model, timeout_s=timeout_s)
+
+
+def _fetch_repo(name: str, token: str | None, timeout_s: float | None) -> tuple[str, Path]:
+    if timeout_s is not None:
+        raise click.UsageError("--timeout is for the models that towerd knows by name.")
+    model = fetch_from_hub(name, token=token)
+    return model.name, model.path
 
 
 def _ask_for_acceptance(model: KnownModel) -> None:
@@ -86,38 +80,82 @@ def _ask_for_acceptance(model: KnownModel) -> None:
 
 def fetch(model: KnownModel, *, timeout_s: float | None = None) -> Path:
     """Fetch `model` and show the progress on stderr. Raises ModelError."""
-    from rich.progress import DownloadColumn
-
-    from towerd.cli.output import progress_bar
     from towerd.models.fetch import Fetch
 
-    with progress_bar([DownloadColumn(binary_units=True)], quiet=False) as bar:
-        display = _Display(model, bar)
+    with _Display.open() as display:
+        display.expect(model.title, model.bytes_to_fetch, model.licence)
         fetching = Fetch(
             model, timeout_s=timeout_s, progress=display.show, on_wait=display.show_waiting
         )
         return fetching.run()
 
 
+def fetch_from_hub(
+    name: str,
+    *,
+    file: str = "",
+    with_projector: bool = True,
+    token: str | None = None,
+    offline: bool = False,
+) -> HubModel:
+    """Fetch OWNER/REPO[:QUANT] from the Hub and show the progress on stderr. Raises ModelError."""
+    from towerd.models.hub.choice import RepoName
+    from towerd.models.hub.download import Watcher
+    from towerd.models.hub.download import fetch as fetch_files
+
+    with _Display.open() as display:
+        return fetch_files(
+            RepoName.parse(name),
+            file=file,
+            with_projector=with_projector,
+            token=token,
+            offline=offline,
+            watcher=Watcher(display.expect, display.add),
+        )
+
+
 class _Display:
     """The progress of a fetch: a bar, or without a terminal a line for each quarter."""
 
-    def __init__(self, model: KnownModel, bar: Progress) -> None:
-        self._model = model
+    def __init__(self, bar: Progress) -> None:
         self._bar = bar
-        self._task = bar.add_task(model.title, total=model.bytes_to_fetch, visible=False)
+        self._task = bar.add_task("", visible=False)
+        self._title = self._note = ""
+        self._n_total = 1
+        self._n_bytes = 0
         self._line_at = 0.0
+
+    @classmethod
+    @contextmanager
+    def open(cls) -> Iterator[_Display]:
+        """A display whose bar is there until the block ends."""
+        from rich.progress import DownloadColumn
+
+        from towerd.cli.output import progress_bar
+
+        with progress_bar([DownloadColumn(binary_units=True)], quiet=False) as bar:
+            yield cls(bar)
+
+    def expect(self, title: str, n_bytes: int, note: str = "") -> None:
+        """What will be fetched, and how much of it; `note` is said with the size."""
+        self._title, self._n_total, self._note = title, max(1, n_bytes), note
+        self._bar.update(self._task, description=title, total=self._n_total)
+
+    def add(self, n_bytes: int) -> None:
+        """Show that so many more have arrived; negative: that they are fetched again."""
+        self._n_bytes += n_bytes
+        self.show(self._n_bytes)
 
     def show(self, n_bytes: int) -> None:
         """Show that `n_bytes` have arrived."""
         from towerd.cli.output import size
 
         if not self._line_at:
-            total = size(self._model.bytes_to_fetch)
-            self._say(f"Fetching {self._model.title} ({total}, {self._model.licence})")
+            note = f", {self._note}" if self._note else ""
+            self._say(f"Fetching {self._title} ({size(self._n_total)}{note})")
             self._line_at = LINE_SHARE
         self._bar.update(self._task, completed=n_bytes, visible=True)
-        share = n_bytes / self._model.bytes_to_fetch
+        share = n_bytes / self._n_total
         if self._bar.disable and share >= self._line_at:
             self._say(f"  {share:.0%}")
             self._line_at = share - share % LINE_SHARE + LINE_SHARE
@@ -128,28 +166,3 @@ class _Display:
 
     def _say(self, line: str) -> None:
         self._bar.console.print(line, soft_wrap=True)
-
-
-def _all_models() -> list[dict[str, Any]]:
-    from towerd.models.bundled import NAME, SHORT_NAME, bundled_model
-    from towerd.models.known import KNOWN
-    from towerd.system import paths
-
-    found = [
-        {
-            "name": each.name,
-            "file": each.file,
-            "bytes": each.bytes,
-            "licence": each.licence,
-            "is_here": each.is_at(each.path),
-        }
-        for each in KNOWN.values()
-    ]
-    bundled = {"name": SHORT_NAME, "file": NAME, "bytes": bundled_model().stat().st_size}
-    found.append(bundled | {"licence": "MIT", "is_here": True})
-    files = {each["file"] for each in found if each["is_here"]}
-    for path in sorted(paths.models_dir().glob("*.gguf")):
-        if path.name not in files and path.is_file():
-            other = {"name": path.name, "file": path.name, "bytes": path.stat().st_size}
-            found.append(other | {"licence": "", "is_here": True})
-    return found

@@ -7,14 +7,19 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from hub_server import hub_server
 
 from towerd.cli.main import towerd
+from towerd.models.bundled import bundled_model
 from towerd.models.known import SMOLLM2
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The models directory."""
+    """The models directory, in a home without other models."""
+    for name in ("LLAMA_CACHE", "HF_HOME", "HF_HUB_CACHE", "OLLAMA_MODELS", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr("towerd.system.paths.models_dir", lambda: tmp_path)
     return tmp_path
 
@@ -26,21 +31,38 @@ def run(*args: str, code: int = 0) -> Result:
 
 
 def test_list(folder: Path) -> None:
-    """Known ones with size and licence, the bundled one, and other files there."""
-    SMOLLM2.path.touch()
-    (folder / "mine.gguf").write_bytes(b"GGUF")
-    found = json.loads(run("list", "--json").stdout)
-    assert found["directory"] == str(folder)
-    assert [(each["name"], each["licence"], each["is_here"]) for each in found["models"]] == [
-        ("smollm2", "Apache-2.0", False),
-        ("gemma3-270m", "Gemma Terms of Use", False),
-        ("stories", "MIT", True),
-        (SMOLLM2.file, "", True),
-        ("mine.gguf", "", True),
+    """The bundled one and every other file, whole or not; what can be fetched stands apart."""
+    whole = bundled_model().read_bytes()
+    (folder / "mine.gguf").write_bytes(whole)
+    (folder / "half.gguf").write_bytes(whole[:-9])
+    for arguments in (["--json"], ["list", "--json"]):
+        found = json.loads(run(*arguments).stdout)
+        assert [(each["name"], each["source"], each["damage"]) for each in found["models"]] == [
+            ("stories", "bundled", ""),
+            ("half.gguf", "towerd", found["models"][1]["damage"]),
+            ("mine.gguf", "towerd", ""),
+        ]
+        assert "half.gguf is cut short" in found["models"][1]["damage"]
+        mine = found["models"][2]
+        assert (mine["n_ctx_train"], mine["memory"], mine["n_ctx_fits"]) == (512, "dense", 512)
+        assert [each["name"] for each in found["to_fetch"]] == ["smollm2", "gemma3-270m"]
+    said = run().stdout
+    assert "half.gguf" in said
+    assert "damaged" in said
+    assert "towerd models get smollm2 fetches SmolLM2-135M-Instruct (Apache-2.0)." in said
+
+
+def test_get_from_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path is printed, and the model is in the list from then on."""
+    with hub_server() as hub:
+        hub.repos["o/tiny-GGUF"] = {"tiny-Q8_0.gguf": bundled_model().read_bytes()}
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        done = run("get", "o/tiny-GGUF")
+        assert done.stderr.startswith("Fetching o/tiny-GGUF (1.0 MiB)")
+        assert Path(done.stdout.strip()).read_bytes() == bundled_model().read_bytes()
+    assert "o/tiny-GGUF:Q8_0" in [
+        each["name"] for each in json.loads(run("--json").stdout)["models"]
     ]
-    said = run("list").stdout
-    assert "93.8 MiB" in said
-    assert str(folder) in said
 
 
 def test_terms_are_accepted_first(folder: Path) -> None:

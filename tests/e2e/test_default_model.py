@@ -17,6 +17,7 @@ from towerd.models.known import SMOLLM2
 MakeDaemon = Callable[..., Daemon]
 FRANCE = "What is the capital of France?"
 HOW = "towerd models get smollm2"
+LARGER = "towerd serve -hf "
 
 
 def answer(daemon: Daemon, **fields: object) -> str:
@@ -26,6 +27,11 @@ def answer(daemon: Daemon, **fields: object) -> str:
     text = daemon.post("/v1/chat/completions", body)["choices"][0]["message"]["content"]
     assert isinstance(text, str)
     return text
+
+
+def lines_with(words: str, daemon: Daemon) -> int:
+    """How many lines of the log have them."""
+    return sum(words in line for line in daemon.log.splitlines())
 
 
 def put_smollm2(root: Path) -> None:
@@ -42,6 +48,8 @@ def test_the_first_answer_is_right(make_daemon: MakeDaemon, engine: str) -> None
     put_smollm2(daemon.root)
     with daemon:
         assert HOW not in daemon.log
+        assert lines_with(LARGER, daemon) == 1
+        assert lines_with("warning", daemon) == 0
         assert daemon.get("/props")["model_path"].endswith(SMOLLM2.file)
         assert answer(daemon, seed=1)
         assert "Paris" in answer(daemon, temperature=0)
@@ -55,7 +63,8 @@ def test_gemma_knows_it_too(make_daemon: MakeDaemon) -> None:
 
 def test_without_it_the_story_model_says_what_to_run(make_daemon: MakeDaemon) -> None:
     with make_daemon() as daemon:
-        assert [HOW in line for line in daemon.log.splitlines()].count(True) == 1
+        assert lines_with(HOW, daemon) == lines_with(LARGER, daemon) == 1
+        assert lines_with("warning", daemon) == 0
         assert daemon.get("/props")["model_path"].endswith("stories260K.gguf")
     with make_daemon("-m", "stories", name="meant") as daemon:
         assert HOW not in daemon.log

@@ -9,12 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from split_gguf import split
 from waiting import until
 
 from towerd.engine import model_file
-from towerd.engine.model_file import FileState, ModelFile
+from towerd.engine.embedded.model.model import LlamaModel
+from towerd.engine.model_file import FileState, ModelFile, weights_hash
 from towerd.engine.weights_check import WeightsCheck
 from towerd.errors import ModelError
+from towerd.models.bundled import bundled_model
+from towerd.settings.config import Config
 from towerd.store import Catalog
 from towerd.store.catalog.sqlite import SqliteCatalog
 
@@ -171,3 +175,23 @@ def test_a_file_that_was_touched_is_still_the_same(
         until(lambda: file.known.state != before)
         check.close()
     assert not told
+
+
+def test_every_file_of_a_split_model_counts(tmp_path: Path, catalog: Catalog) -> None:
+    """Weights that differ in the last file alone are other weights."""
+    paths = split(bundled_model(), tmp_path / "m.gguf", tensors_max=20)
+
+    def weights() -> str:
+        model = LlamaModel(paths[0], Config())
+        try:
+            return weights_hash(model.files, catalog)
+        finally:
+            model.close()
+
+    before = weights()
+    assert weights() == before
+    change(paths[-1], paths[-1].stat().st_size - 100)
+    assert weights() != before
+    paths[1].unlink()
+    with pytest.raises(ModelError, match="m-00002-of-00003.gguf"):
+        weights()

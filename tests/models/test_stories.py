@@ -111,7 +111,7 @@ def test_models_are_found_by_path_and_by_name(models: Path, tmp_path: Path) -> N
     assert find_model(Path("m.gguf")) == models / "m.gguf"
     assert find_model(models / "m.gguf") == models / "m.gguf"
     assert find_model(Path("stories")) == find_model(Path("stories260K.gguf")) == bundled_model()
-    with pytest.raises(ModelError, match="no model at other.gguf nor"):
+    with pytest.raises(ModelError, match="no model other.gguf on this machine; nearest is m.gguf"):
         find_model(Path("other.gguf"))
     with pytest.raises(ModelError, match="no model at"):
         find_model(tmp_path)

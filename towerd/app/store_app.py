@@ -108,7 +108,7 @@ async def open_store_app(config: Config) -> AsyncIterator[web.Application]:
 
     Raises StoreError, StoreLocked, StoreVersion."""
     store = await asyncio.to_thread(_open_store, config.store_dir)
-    coding = Coding(lambda: _source(config.model, store), tables=store.tables)
+    coding = Coding(lambda: _source(config, store), tables=store.tables)
     cold = ColdTier(store, coding, freeze_after_s=-1)
     app = web.Application(middlewares=MIDDLEWARES)
     app[CONFIG] = config
@@ -139,10 +139,11 @@ def _open_store(root: Path) -> Store:
         ) from error
 
 
-def _source(model: Path | None, store: Store) -> VocabularySource:
-    """The vocabulary of `model` (None: the default), which must be that of the model that was last
-    served from the store. Raises ModelError, or StoreError if that model's tokens were not seen."""
-    path, served = find_model(model), store.state.fingerprint
+def _source(config: Config, store: Store) -> VocabularySource:
+    """The vocabulary of the model of `config`, which must be that of the model that was last served
+    from the store. Raises ModelError, or StoreError if that model's tokens were not seen."""
+    path = find_model(config.model, config.hf_repo, config.hf_file)
+    served = store.state.fingerprint
     if served.model_hash.startswith(REPORTED_HASH_PREFIX):
         raise StoreError(
             "Coding a text takes the vocabulary of the model that was served from this store, "

@@ -7,12 +7,14 @@ second. llama.cpp's model API gives no access to arrays and tensors.
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from towerd.engine.llama_log import demoted_log, route_log
 from towerd.llama_library import lib
 
 _SCALARS: dict[int, str] = {
@@ -46,6 +48,7 @@ _arr_n = _function("gguf_get_arr_n", ctypes.c_size_t, _P, _ID)
 _arr_str = _function("gguf_get_arr_str", _NAME, _P, _ID, ctypes.c_size_t)
 _arr_data = _function("gguf_get_arr_data", _P, _P, _ID)
 _find_tensor = _function("gguf_find_tensor", _ID, _P, _NAME)
+_n_tensors = _function("gguf_get_n_tensors", _ID, _P)
 _tensor_type = _function("gguf_get_tensor_type", ctypes.c_int, _P, _ID)
 _tensor_size = _function("gguf_get_tensor_size", ctypes.c_size_t, _P, _ID)
 _tensor_offset = _function("gguf_get_tensor_offset", ctypes.c_size_t, _P, _ID)
@@ -57,7 +60,9 @@ class GgufKeys:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._ptr: Any = _open(str(path).encode(), _Params(True, None))
+        route_log()
+        with demoted_log():
+            self._ptr: Any = _open(os.fsencode(path), _Params(True, None))
         if not self._ptr:
             raise ValueError(f"{path} is not a readable GGUF")
 
@@ -65,6 +70,18 @@ class GgufKeys:
         if self._ptr:
             _free(self._ptr)
             self._ptr = None
+
+    @property
+    def n_tensors(self) -> int:
+        return int(_n_tensors(self._ptr))
+
+    @property
+    def file_bytes(self) -> int:
+        """The size that the file has if all of its tensors are in it."""
+        ends = (
+            _tensor_offset(self._ptr, i) + _tensor_size(self._ptr, i) for i in range(self.n_tensors)
+        )
+        return int(_data_offset(self._ptr) + max(ends, default=0)) if self.n_tensors else 0
 
     def get(self, key: str, default: Any = None) -> Any:
         """The key's number, text or list of numbers; `default` if it is not there or is a list

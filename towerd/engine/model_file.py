@@ -13,7 +13,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +21,7 @@ from typing import Protocol
 import msgspec
 
 from towerd.errors import DiskFull, ModelError
+from towerd.models.hub.file_names import parts_of
 
 log = logging.getLogger(__name__)
 
@@ -163,6 +164,27 @@ class ModelFile:
     def forget(self, memo: Memo) -> None:
         """Make the next start read all of the file."""
         memo.set_meta(_key(self.state()), "")
+
+
+def open_parts(path: Path) -> tuple[ModelFile, ...]:
+    """The files of the model whose first file is `path`. Raises ModelError."""
+    files: list[ModelFile] = []
+    try:
+        for part in parts_of(path):
+            files.append(ModelFile(part))
+    except ModelError:
+        for file in files:
+            file.close()
+        raise
+    return tuple(files)
+
+
+def weights_hash(files: Sequence[ModelFile], memo: Memo) -> str:
+    """The hash of a model's files, see `ModelFile.identify`: of one file its own."""
+    hashes = [file.identify(memo) for file in files]
+    if len(hashes) == 1:
+        return hashes[0]
+    return hashlib.blake2b("".join(hashes).encode(), digest_size=32).hexdigest()
 
 
 def file_hash(path: Path, memo: Memo) -> str:

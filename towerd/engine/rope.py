@@ -8,13 +8,13 @@ get_rope_factors), `src/llama-context.cpp` (the context's overrides).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from towerd.engine.gguf_keys import GgufKeys
+from towerd.models.hub.file_names import parts_of
 from towerd.slots.errors import StateError
 from towerd.slots.rope import Kind, LayerRope, Rope, Sections
 
@@ -72,7 +72,7 @@ class _File:
     def __init__(self, path: Path) -> None:
         self.parts: list[GgufKeys] = []
         try:
-            for part in _parts(path):
+            for part in parts_of(path):
                 self.parts.append(GgufKeys(part))
         except ValueError as error:
             self.close()
@@ -195,12 +195,3 @@ def _sections(file: _File) -> Sections:
 def _first(value: Any) -> int:
     """A count, or the first of one count per layer."""
     return int(value[0]) if isinstance(value, Sequence) and value else int(value or 0)
-
-
-def _parts(path: Path) -> list[Path]:
-    """The file, or all parts of a split model when it is the first (llama.cpp's names)."""
-    split = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
-    if split is None:
-        return [path]
-    n = int(split[2])
-    return [path.with_name(f"{split[1]}-{i:05d}-of-{n:05d}.gguf") for i in range(1, n + 1)]

@@ -7,11 +7,18 @@ from importlib.resources import files
 from pathlib import Path
 
 from towerd.errors import ModelError
+from towerd.models.hub.choice import RepoName, choose
+from towerd.models.hub.kept import kept
 from towerd.models.known import KNOWN, SMOLLM2
+from towerd.models.local.folders import TOWERD
+from towerd.models.local.found import FoundModel
+from towerd.models.local.names import find_named, found_models
 from towerd.system import paths
 
 NAME = "stories260K.gguf"
 SHORT_NAME = "stories"
+BUNDLED = "bundled"
+"""The source of a model that comes with towerd."""
 RETRIEVAL_NAME = "retrieval.gguf"
 
 
@@ -39,22 +46,34 @@ def has_default() -> bool:
     return SMOLLM2.is_at(SMOLLM2.path)
 
 
-def find_model(model: Path | None) -> Path:
-    """The file that `model` refers to; None is the default. A bare name that is not a file in the
-    working directory is looked up in the models directory, then among the names of known models;
-    `stories` is the bundled story model. Raises ModelError."""
-    if model is None:
-        return default_model()
-    if model.is_file():
-        return model
-    if model.is_absolute() or len(model.parts) != 1:
-        raise ModelError(f"There is no model at {model}.")
-    if (path := paths.models_dir() / model).is_file():
-        return path
-    if model.name in (NAME, SHORT_NAME):
-        return bundled_model()
-    if (known := KNOWN.get(model.name)) is None:
-        raise ModelError(f"There is no model at {model} nor {path}.")
+def find_model(model: Path | None, repo: str | None = None, file: str | None = None) -> Path:
+    """The file that `model` refers to (see `find_entry`), or that is served of a `repo` of the Hub,
+    and there of a `file`; nothing is fetched. Raises ModelError."""
+    if repo is None:
+        return find_entry(model).path
+    wanted = RepoName.parse(repo)
+    found = kept(wanted, lambda files: choose(wanted, files, file=file or ""))
+    if found is None:
+        raise ModelError(f"{repo} is not on this machine: run towerd models get {repo}.")
+    return found.path
+
+
+def find_entry(model: Path | None) -> FoundModel:
+    """The model that `model` refers to; None is the default.
+
+    What is no file is looked up in the models directory, then among the names of known models
+    (`stories` is the bundled one), then among all models of this machine. Raises ModelError."""
+    path = default_model() if model is None else model
+    if path.is_file():
+        return FoundModel(path.name, path, "")
+    if path.is_absolute() or path.parts[:1] in ((), ("..",)):
+        raise ModelError(f"There is no model at {path}.")
+    if (kept := paths.models_dir() / path).is_file():
+        return FoundModel(path.name, kept, TOWERD)
+    if path.name in (NAME, SHORT_NAME):
+        return FoundModel(NAME, bundled_model(), BUNDLED)
+    if (known := KNOWN.get(str(path))) is None:
+        return find_named(str(path), found_models(), [SHORT_NAME, *KNOWN])
     if not known.is_at(known.path):
         raise ModelError(f"{known.title} is not here: run towerd models get {known.name}.")
-    return known.path
+    return FoundModel(known.file, known.path, TOWERD)

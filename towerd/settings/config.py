@@ -71,7 +71,7 @@ class Config:
         "Unix socket to listen on as well; towerctl uses it.",
         auto="towerd/towerd.sock in the user's runtime directory")
     model: Path | None = _set(None, "path", "--model -m",
-        "GGUF to serve: a path, a file in the models directory, or a name that towerd models list shows.",
+        "GGUF to serve: a path, or a name that towerd models shows, which may be shortened.",
         auto="smollm2, else stories")
     models_dir: Path | None = _set(None, "path", "--models-dir",
         "Directory of GGUFs to serve several models from; a request's model picks one. A named --model is served alone.")
@@ -82,6 +82,17 @@ class Config:
     memory: int = _set(-1, "size", "--memory",
         "RAM for the models that are loaded at once, each with its context and its share of --hot-bytes.", low=-1,
         auto="four fifths of the RAM")
+    hf_repo: str | None = _set(None, "text", "--hf-repo -hf -hfr",
+        "Model to fetch from Hugging Face, as OWNER/REPO:QUANT; with its projector, unless --no-mmproj is given. "
+        "Without a quantization it is Q4_K_M, else Q8_0, else the first file.")
+    hf_file: str | None = _set(None, "text", "--hf-file -hff",
+        "File of this repository to serve, whatever its quantization.")
+    hf_repo_draft: str | None = _set(None, "text", "--hf-repo-draft -hfd -hfrd --spec-draft-hf",
+        "Draft model to fetch from Hugging Face, as OWNER/REPO:QUANT.")
+    hf_token: str | None = _set(None, "text", "--hf-token -hft",
+        "Token for repositories that need one.", auto="HF_TOKEN, else the one of hf auth login", secret=True)
+    offline: bool = _set(False, "bool", "--offline",
+        "Fetch nothing: serve what is on this machine.", off="--no-offline")
     alias: str | None = _set(None, "text", "--alias -a",
         "Name of the model for clients; several are separated by commas.", auto="its file name")
     tags: tuple[str, ...] = _set((), "list", "--tags",
@@ -326,11 +337,25 @@ class Config:
                 raise ConfigError("fidelity exact stores as computed: leave level_formats out.")
         if self.chat_template is not None and self.chat_template_file is not None:
             raise ConfigError("Set chat_template or chat_template_file, not both.")
+        self._check_model()
         self._check_engine()
         if self.socket is not None and len(os.fsencode(self.socket)) > SOCKET_PATH_BYTES_MAX:
             raise ConfigError(
                 f"The socket path {self.socket} is longer than {SOCKET_PATH_BYTES_MAX} bytes: "
                 "give a shorter one with --socket."
+            )
+
+    def _check_model(self) -> None:
+        """One model is named, in one way."""
+        if self.model is not None and self.hf_repo is not None:
+            raise ConfigError("Name a model with --model or with --hf-repo, not with both.")
+        if self.hf_file is not None and self.hf_repo is None:
+            raise ConfigError(
+                "--hf-file is a file of a repository: give --hf-repo OWNER/REPO, too."
+            )
+        if self.upstream is not None and (self.hf_repo or self.hf_repo_draft):
+            raise ConfigError(
+                "A model of --hf-repo is for an engine that towerd starts: leave it out."
             )
 
     def _check_retention(self) -> None:

@@ -137,7 +137,6 @@ FLAGS = (
 --kv-unified -kvu
 --no-kv-unified -no-kvu
 --warmup
---offline
 --escape -e
 --no-escape
 --perf
@@ -196,10 +195,7 @@ FLAGS = (
 --mmproj-url -mmu
 --mmproj-device -mmdev
 --model-url -mu
---hf-repo -hf -hfr
---hf-file -hff
 --docker-repo -dr
---spec-draft-hf -hfd -hfrd --hf-repo-draft
 --spec-synth-len
 --spec-synth-rates
 --rpc

@@ -23,6 +23,8 @@ OF_ROUTER = frozenset(
     )
 )
 """Settings that no single model has."""
+FETCHED = frozenset(("hf_repo", "hf_file", "hf_repo_draft", "hf_token"))
+"""Settings that say what to fetch; `towerd serve` has put files in their place."""
 OWN = {
     "keep": Setting("bool", "Never unload this model to make room."),
     "idle_s": Setting("float", "Seconds without a request after which it is unloaded.", low=0),
@@ -59,7 +61,7 @@ class ModelTables:
     @property
     def are_many(self) -> bool:
         """Whether several models are served: there are some, and none is named alone."""
-        named = self.config.model is not None or self.config.upstream is not None
+        named = any((self.config.model, self.config.hf_repo, self.config.upstream))
         return not named and (self.config.models_dir is not None or bool(self.tables))
 
     def with_server_args(self, words: tuple[str, ...]) -> ModelTables:
@@ -74,7 +76,7 @@ class ModelTables:
         """The settings of the process of one model. own: what its router decides; server_args: of
         this model, before those of all. Raises ConfigError that names the model."""
         values = {**self.in_file, **self.table(name).values, **self.given, **own}
-        for key in ("models_dir", "memory"):
+        for key in ("models_dir", "memory", *FETCHED):
             values.pop(key, None)
         try:
             return with_server_args(Config(**values), (*server_args, *self.server_args))

@@ -22,6 +22,8 @@ ENV_PREFIX = "TOWERD_"
 ENV_OTHER = ("TOWERD_CONFIG", "TOWERD_KERNELS")
 """Variables that are not settings: the path of towerd.toml, the kernels to force."""
 ENV_TEST_PREFIX = "TOWERD_TEST_"
+MODEL_NAMES = frozenset(("model", "hf_repo", "hf_file"))
+"""Settings that together say which model is served."""
 KEY_FILE_BYTES_MAX = 2**20
 
 
@@ -51,12 +53,21 @@ def load_models(
     table, place = _read_toml(toml_path)
     tables = tables_from(table.pop("models", {}), place)
     in_file = parse_table(table, place)
-    given = _from_env(env) | _from_flags(flags)
+    from_env, from_flags = _from_env(env), _from_flags(flags)
+    given = _without_other_model(from_env, from_flags) | from_flags
     path = given.get("api_key_file", in_file.get("api_key_file"))
     if path is not None:
         keys = given.get("api_keys", in_file.get("api_keys", ())) + _read_keys(path)
         given["api_keys"] = keys_from((f"{tenant}:{key}" for key, tenant in keys), "The keys")
-    return ModelTables(Config(**(in_file | given)), tables, in_file, given)
+    config = Config(**(_without_other_model(in_file, given) | given))
+    return ModelTables(config, tables, in_file, given)
+
+
+def _without_other_model(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` without the model that they name, if `given`, which takes precedence, names one."""
+    if not MODEL_NAMES.intersection(given):
+        return values
+    return {name: value for name, value in values.items() if name not in MODEL_NAMES}
 
 
 def _read_toml(path: Path | None) -> tuple[dict[str, Any], str]:

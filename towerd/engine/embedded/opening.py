@@ -124,7 +124,7 @@ def _weights_check(
             boundaries.distrust(since)
         engine.forget_live()
 
-    return WeightsCheck([core.model.file], store, is_busy=engine.is_busy, on_change=changed)
+    return WeightsCheck(core.model.files, store, is_busy=engine.is_busy, on_change=changed)
 
 
 def _open_boundaries(config: Config, core: Core, store: Store) -> CheckpointTier | None:

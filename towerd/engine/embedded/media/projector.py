@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from towerd.engine.embedded.model.model import LlamaModel, last_errors
+from towerd.engine.embedded.model.model import LlamaModel
+from towerd.engine.llama_log import last_errors
 from towerd.engine.model_file import Memo, file_hash
 from towerd.errors import ConfigError, ModelError
 from towerd.settings.config import Config

@@ -18,7 +18,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from towerd.engine.embedded.model.model import LlamaModel, last_errors
+from towerd.engine.embedded.model.model import LlamaModel
+from towerd.engine.llama_log import last_errors
 from towerd.engine.model_file import Memo, file_hash
 from towerd.errors import InvalidRequest, ModelError
 from towerd.llama_library import lib

@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from towerd.engine.embedded.longchat.taps import Taps
 from towerd.engine.embedded.model.adapters import Adapted, adapt
-from towerd.engine.embedded.model.model import LlamaModel, last_errors
+from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.model.zero_pages import zero_pages_returned
+from towerd.engine.llama_log import last_errors
 from towerd.errors import ModelError, TowerdError
 from towerd.kernels.formats import BY_NAME
 from towerd.llama_library import lib

@@ -26,6 +26,7 @@ from towerd.engine.embedded.model.adapters import Adapters, load_adapters
 from towerd.engine.embedded.model.context import LlamaContext
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.model.vocab import Vocab
+from towerd.engine.model_file import weights_hash
 from towerd.errors import ConfigError, ModelError
 from towerd.kernels.formats import BY_NAME
 from towerd.models.bundled import find_model
@@ -244,7 +245,7 @@ def _info(
         arch = f"{arch}:{config.cache_type_k}:{config.cache_type_v}:{memory.context.v_trans:d}"
     n_head_kv = _largest(model, "attention.head_count_kv", 1)
     fingerprint = Fingerprint(
-        model_hash=model.file.identify(catalog),
+        model_hash=weights_hash(model.files, catalog),
         arch=arch,
         tokenizer=tokenizer_hash(vocab.pieces),
         rope=model.rope(config),

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from towerd.engine.embedded.model.adapters import Adapted, Adapters, adapt
 from towerd.engine.embedded.model.context import Batch
-from towerd.engine.embedded.model.model import LlamaModel, last_errors
+from towerd.engine.embedded.model.model import LlamaModel
+from towerd.engine.llama_log import last_errors
 from towerd.errors import ContextExceeded, ModelError, TowerdError
 from towerd.llama_library import lib
 from towerd.settings.config import Config

@@ -7,22 +7,17 @@ llama.cpp logged, because its API itself returns only NULL.
 from __future__ import annotations
 
 import ctypes
-import logging
 import threading
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from towerd.engine.embedded.model.loadable import check_loadable, why_not_loaded
-from towerd.engine.model_file import ModelFile
+from towerd.engine.llama_log import forget_errors, last_errors, route_log
+from towerd.engine.model_file import open_parts
 from towerd.errors import ModelError
 from towerd.llama_library import lib
 from towerd.models.known import metadata_of
 from towerd.settings.config import Config
-
-log = logging.getLogger("towerd.llama")
 
 _GGUF_MAGIC = b"GGUF"
 _MROPE_TYPES = (8, 24, 40)  # GGML_ROPE_TYPE_MROPE, _VISION, _IMROPE: more than one position a cell
@@ -39,53 +34,18 @@ _ROPE_KEYS = (
     "rope.scaling.yarn_log_multiplier",
 )
 
-_recent_log: deque[str] = deque(maxlen=50)
 _backend_lock = threading.Lock()
 _backend_ready = False
-_log_mode = threading.local()
-
-
-def _on_log(level: int, text: bytes, _user: Any) -> None:
-    line = text.decode("utf-8", "replace").strip()
-    if not line or line == ".":
-        return
-    if "n_ctx_seq" in line and "n_ctx_train" in line:
-        level = 2  # sequences share the context's cells, and towerd limits each of them
-    # llama.cpp's levels: 1 debug, 2 info, 3 warn, 4 error, 5 continuation of the line before.
-    if level in (3, 4):
-        _recent_log.append(line)
-    if getattr(_log_mode, "is_quiet", False):
-        level = 2
-    log.log({3: logging.WARNING, 4: logging.ERROR}.get(level, logging.DEBUG), line)
-
-
-_log_callback = lib.llama_log_callback(_on_log)  # kept: llama.cpp holds the pointer for ever
 
 
 def init_backend() -> None:
     """Initialise llama.cpp once per process, and route its log into ours."""
     global _backend_ready
     with _backend_lock:
-        lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
+        route_log()
         if not _backend_ready:
             lib.llama_backend_init()
             _backend_ready = True
-
-
-@contextmanager
-def demoted_log() -> Iterator[None]:
-    """Log llama.cpp's warnings and errors on this thread at debug level meanwhile: it reports an
-    interrupted evaluation as a failure."""
-    _log_mode.is_quiet = True
-    try:
-        yield
-    finally:
-        _log_mode.is_quiet = False
-
-
-def last_errors() -> str:
-    """The last warnings and errors of llama.cpp, as one line."""
-    return "; ".join(list(_recent_log)[-3:])
 
 
 class LlamaModel:
@@ -103,12 +63,12 @@ class LlamaModel:
         params.n_gpu_layers = config.gpu_layers
         params.load_mode = _load_mode(config)
         params.vocab_only = vocab_only
-        _recent_log.clear()
-        self.file = ModelFile(path)
+        forget_errors()
+        self.files = open_parts(path)
         """Opened before its weights were read; not identified yet."""
         handle = lib.llama_model_load_from_file(str(path).encode(), params)
         if not handle:
-            self.file.close()
+            self._close_files()
             raise ModelError(why_not_loaded(path, last_errors()))
         self.path = path
         self.ptr: Any = handle
@@ -127,7 +87,11 @@ class LlamaModel:
         if self.ptr:
             lib.llama_model_free(self.ptr)
             self.ptr = None
-            self.file.close()
+            self._close_files()
+
+    def _close_files(self) -> None:
+        for file in self.files:
+            file.close()
 
     @property
     def arch(self) -> str:

@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from towerd.engine.embedded.longchat.live_set import EVERYTHING
 from towerd.engine.embedded.memory import SequenceMemory
 from towerd.engine.embedded.model.context import Interrupted
-from towerd.engine.embedded.model.model import demoted_log
 from towerd.engine.embedded.restore.restorer import Restorer
 from towerd.engine.embedded.scheduling.inbox import Inbox
 from towerd.engine.embedded.scheduling.job import Job
 from towerd.engine.embedded.scheduling.pool import LivePool
+from towerd.engine.llama_log import demoted_log
 from towerd.slots.kind import DENSE
 from towerd.wire import Interruption
 

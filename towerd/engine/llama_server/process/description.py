@@ -21,7 +21,7 @@ from towerd.engine.embedded.model.vocab import Vocab
 from towerd.engine.llama_server.process.attached import Command
 from towerd.engine.llama_server.process.flags import row_overrides
 from towerd.engine.llama_server.process.probe import ProbeResult
-from towerd.engine.model_file import ModelFile
+from towerd.engine.model_file import ModelFile, weights_hash
 from towerd.errors import ModelError
 from towerd.kernels.formats import BY_NAME
 from towerd.settings.config import Config
@@ -55,7 +55,7 @@ class ModelDescription:
     @property
     def files(self) -> tuple[ModelFile, ...]:
         """Every file that the fingerprint has the hash of."""
-        own = () if self.model is None else (self.model.file,)
+        own = () if self.model is None else self.model.files
         return own + self.adapters
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ def describe(
         rotated = command.env.get("LLAMA_ATTN_ROT_DISABLE", "0") in ("", "0")
         n_head_kv = int(model.key("attention.head_count_kv", "1").strip("[]").split(",")[0]) or 1
         fingerprint = Fingerprint(
-            model_hash=model.file.identify(catalog),
+            model_hash=weights_hash(model.files, catalog),
             arch=model.arch,
             tokenizer=tokenizer_hash(vocab.pieces),
             rope=rope | row_overrides(command.flags, command.env),

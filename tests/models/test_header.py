@@ -1,0 +1,104 @@
+"""Headers say of a model what llama.cpp finds when it loads it, and damage is said in a word."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import real_models
+from split_gguf import split
+
+from towerd.engine.embedded.model.model import LlamaModel
+from towerd.errors import ModelError
+from towerd.models.bundled import bundled_model
+from towerd.models.local.found import FoundModel
+from towerd.models.local.header import Header, read_header
+from towerd.models.local.listing import ListedModel
+from towerd.models.random_gguf import Shape, make_random_gguf
+from towerd.models.shape import Arch
+from towerd.settings.config import Config
+
+SHAPE = Shape(
+    4, 128, 4, 2, 64, 600, n_ctx_train=2048, rope_freq_base=10000.0, ftype="F16", window=48
+)
+
+
+def kind(model: LlamaModel) -> str:
+    """What llama.cpp says of a loaded model."""
+    if model.is_recurrent:
+        return "recurrent"
+    if model.is_hybrid:
+        return "hybrid"
+    return "window" if model.n_swa else "dense"
+
+
+def check(path: Path) -> None:
+    """The header of `path` says what llama.cpp does, having loaded it."""
+    header, model = read_header(path), LlamaModel(path, Config())
+    try:
+        assert header.memory == kind(model)
+        assert header.n_ctx_train == model.n_ctx_train
+    finally:
+        model.close()
+    assert header.weight_bytes == path.stat().st_size
+
+
+@pytest.mark.parametrize("arch", get_args(Arch))
+def test_memory_is_what_llama_cpp_finds(arch: Arch, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    make_random_gguf(path, replace(SHAPE, arch=arch))
+    check(path)
+
+
+def test_trained_models() -> None:
+    for path in (real_models.smollm2(), real_models.gemma()):
+        check(path)
+
+
+def test_token_bytes() -> None:
+    """5 layers with keys and values of 4 heads of 8 numbers, two bytes each."""
+    assert read_header(bundled_model()).token_bytes == 5 * 2 * 4 * 8 * 2
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "is not a GGUF file"),
+        (b"<html>", "is not a GGUF file"),
+        (b"GGUF\3\0\0\0" + b"\xff" * 64, "is damaged"),
+        (bundled_model().read_bytes()[:5000], "is damaged"),
+        (bundled_model().read_bytes()[:-1], "is cut short: 1,055,071 of 1,055,072 bytes"),
+    ],
+    ids=["empty", "page", "counts", "header", "end"],
+)
+def test_damage(data: bytes, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(ModelError, match=said):
+        read_header(tmp_path / "m.gguf")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_split_model(tmp_path: Path) -> None:
+    """All files count: their sizes, their tensors, and whether they are there and whole."""
+    paths = split(bundled_model(), tmp_path / "m.gguf", tensors_max=20)
+    assert len(paths) == 3
+    whole, header = read_header(bundled_model()), read_header(paths[0])
+    assert (header.n_tensors, header.n_ctx_train) == (whole.n_tensors, whole.n_ctx_train)
+    assert header.weight_bytes == sum(path.stat().st_size for path in paths)
+    os.truncate(paths[1], paths[1].stat().st_size - 1)
+    with pytest.raises(ModelError, match="m-00002-of-00003.gguf is cut short"):
+        read_header(paths[0])
+    paths[1].unlink()
+    with pytest.raises(ModelError, match="m-00002-of-00003.gguf: No such file"):
+        read_header(paths[0])
+
+
+@pytest.mark.parametrize(("ram_gib", "n_ctx"), [(16, 32768), (10, 16384), (8.4, 0), (4, 0)])
+def test_what_fits(ram_gib: float, n_ctx: int) -> None:
+    """7 GiB of weights and 128 KiB a token, in nine tenths of the RAM."""
+    header = Header("llama", "", "dense", 131072, 2**17, 7 * 2**30, 1, True, True)
+    model = ListedModel(FoundModel("m", Path("m"), ""), header)
+    assert model.ctx_that_fits(int(ram_gib * 2**30)) // 16384 * 16384 == n_ctx

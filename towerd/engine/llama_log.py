@@ -1,0 +1,63 @@
+"""llama.cpp's log: routed into ours, and the reasons of failures, which its API does not return."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from towerd.llama_library import lib
+
+log = logging.getLogger("towerd.llama")
+
+_recent: deque[str] = deque(maxlen=50)
+_mode = threading.local()
+
+
+def _on_log(level: int, text: bytes, _user: Any) -> None:
+    line = text.decode("utf-8", "replace").strip()
+    if not line or line == ".":
+        return
+    if "n_ctx_seq" in line and "n_ctx_train" in line:
+        level = 2  # sequences share the context's cells, and towerd limits each of them
+    if "special_eot_id is not in special_eog_ids" in line:
+        level = 2  # llama.cpp adds it; a story of the bundled model ends where the next begins
+    # llama.cpp's levels: 1 debug, 2 info, 3 warn, 4 error, 5 continuation of the line before.
+    if level in (3, 4):
+        _recent.append(line)
+    if getattr(_mode, "is_quiet", False):
+        level = 2
+    log.log({3: logging.WARNING, 4: logging.ERROR}.get(level, logging.DEBUG), line)
+
+
+_callback = lib.llama_log_callback(_on_log)  # kept: llama.cpp holds the pointer for ever
+
+
+def route_log() -> None:
+    """Route llama.cpp's log into ours, which it does not undo."""
+    lib.llama_log_set(_callback, ctypes.c_void_p(0))
+
+
+@contextmanager
+def demoted_log() -> Iterator[None]:
+    """Log llama.cpp's warnings and errors on this thread at debug level meanwhile: it reports an
+    interrupted evaluation as a failure."""
+    _mode.is_quiet = True
+    try:
+        yield
+    finally:
+        _mode.is_quiet = False
+
+
+def forget_errors() -> None:
+    """Before an attempt whose `last_errors` will be asked for."""
+    _recent.clear()
+
+
+def last_errors() -> str:
+    """The last warnings and errors of llama.cpp, as one line."""
+    return "; ".join(list(_recent)[-3:])

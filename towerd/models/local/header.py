@@ -1,0 +1,126 @@
+"""What the header of a GGUF says about serving it, read without its weights in some milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from towerd.engine.gguf_keys import GgufKeys
+from towerd.errors import ModelError
+from towerd.models.hub.file_names import parts_of
+
+Memory: TypeAlias = Literal["dense", "window", "hybrid", "recurrent"]
+"""What a model keeps of its context: rows of all layers; in some layers those of the last tokens;
+a state beside rows; a state alone."""
+
+STATE_KEYS = (
+    "ssm.conv_kernel",
+    "ssm.state_size",
+    "wkv.head_size",
+    "shortconv.l_cache",
+    "kda.head_dim",
+)
+"""Metadata that architectures with recurrent layers have."""
+WINDOWED_UNSAID = ("gemma2", "llama4", "smallthinker")
+"""Architectures whose layers have windows even if no key gives their size."""
+UNUSED_WINDOW = ("phi3",)
+"""Architectures whose windows llama.cpp does not use."""
+NO_MODEL_TYPES = ("mmproj", "adapter", "imatrix")
+"""Values of `general.type` of what is not a model."""
+F16_BYTES = 2
+MAGIC = b"GGUF"
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A whole model, whose every file is as large as its tensors say."""
+
+    arch: str
+    title: str
+    memory: Memory
+    n_ctx_train: int
+    """0 if the file does not say."""
+    token_bytes: int
+    """Size of the rows of one token in f16, of the layers that keep rows of all tokens."""
+    weight_bytes: int
+    """The sizes of its files."""
+    n_tensors: int
+    has_chat_template: bool
+    is_model: bool
+    """Whether it generates text: not a projector, adapter or importance matrix."""
+
+
+def read_header(path: Path) -> Header:
+    """The header of the model whose first file is `path`. Raises ModelError if a file is missing,
+    cut short, or not a GGUF."""
+    n_bytes = n_tensors = 0
+    header: dict[str, Any] = {}
+    for part in parts_of(path):
+        with closing(_opened(part)) as keys:
+            size = part.stat().st_size
+            if size < keys.file_bytes:
+                raise ModelError(
+                    f"{part} is cut short: {size:,} of {keys.file_bytes:,} bytes; fetch it again."
+                )
+            n_bytes, n_tensors = n_bytes + size, n_tensors + keys.n_tensors
+            if part == path:
+                header = _described(keys)
+    return Header(**header, weight_bytes=n_bytes, n_tensors=n_tensors)
+
+
+def _opened(path: Path) -> GgufKeys:
+    try:
+        with path.open("rb") as file:
+            is_gguf = file.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise ModelError(f"Cannot read {path}: {error.strerror or error}.") from error
+    try:
+        return GgufKeys(path)
+    except ValueError as error:
+        why = "is damaged" if is_gguf else "is not a GGUF file"
+        raise ModelError(f"{path} {why}; fetch or convert it again.") from error
+
+
+def _described(keys: GgufKeys) -> dict[str, Any]:
+    arch = str(keys.get("general.architecture", ""))
+    return {
+        "arch": arch,
+        "title": str(keys.get("general.name", "")),
+        "memory": _memory(keys, arch),
+        "n_ctx_train": _largest(keys.get(f"{arch}.context_length", 0)),
+        "token_bytes": _token_bytes(keys, arch),
+        "has_chat_template": bool(keys.get("tokenizer.chat_template", "")),
+        "is_model": bool(arch)
+        and arch != "clip"
+        and keys.get("general.type") not in NO_MODEL_TYPES,
+    }
+
+
+def _memory(keys: GgufKeys, arch: str) -> Memory:
+    if arch.startswith("rwkv") or any(keys.get(f"{arch}.{key}") is not None for key in STATE_KEYS):
+        n_head = _largest(keys.get(f"{arch}.attention.head_count", 0))
+        return "hybrid" if n_head and not arch.startswith("rwkv") else "recurrent"
+    window = _largest(keys.get(f"{arch}.attention.sliding_window", 0))
+    has_window = window > 0 or arch in WINDOWED_UNSAID
+    return "window" if has_window and arch not in UNUSED_WINDOW else "dense"
+
+
+def _token_bytes(keys: GgufKeys, arch: str) -> int:
+    n_layer = _largest(keys.get(f"{arch}.block_count", 0))
+    n_head = keys.get(f"{arch}.attention.head_count", 0)
+    n_kv = keys.get(f"{arch}.attention.head_count_kv", n_head)
+    per_layer = n_kv if isinstance(n_kv, list) else [n_kv] * n_layer
+    step = int(keys.get(f"{arch}.full_attention_interval", 1) or 1)
+    n_rows = sum(int(n) for n in per_layer) // step
+    n_embd = _largest(keys.get(f"{arch}.embedding_length", 0))
+    head = keys.get(f"{arch}.attention.key_length", n_embd // max(1, _largest(n_head)))
+    value = keys.get(f"{arch}.attention.value_length", head)
+    return n_rows * (_largest(head) + _largest(value)) * F16_BYTES
+
+
+def _largest(value: int | Sequence[int]) -> int:
+    """A number, or the largest of a list that has one for each layer."""
+    return value if isinstance(value, int) else int(max(value, default=0))
