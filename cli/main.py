@@ -19,6 +19,7 @@ CONTROL_COMMANDS = {
     "recode": "towerd.cli.sessions.freeze:recode",
     "export": "towerd.cli.sessions.transfer:export",
     "import": "towerd.cli.sessions.transfer:import_",
+    "read": "towerd.cli.sessions.transfer:read",
     "segments": "towerd.cli.segments.segments:segments",
     "why": "towerd.cli.segments.why:why",
     "trie": "towerd.cli.segments.trie:trie",

@@ -2,6 +2,8 @@
 whichever model is served.
 
     tokenizers/DIGEST.vocab:  magic 4 | version 1 | BLAKE2b-128 of the rest | zstd of msgpack
+    tokenizers/DIGEST.words:  the same, of a tokenizer that was never served here: what the tokens of
+                              imported conversations stand for
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import zstandard
 
+from towerd.codec.base import vocabulary_hash
 from towerd.codec.errors import UnknownModel
-from towerd.errors import StoreError
+from towerd.errors import InvalidRequest, StoreError
 from towerd.store.segments import durable
 from towerd.tokens import Ids
 
@@ -30,6 +34,7 @@ BYTES_MAX = 1 << 28
 MEDIUM = "<__media__>"
 """Stands in a text for a picture or a sound."""
 _HEAD = struct.Struct("<4sB16s")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,34 @@ class KeptVocabulary:
         return b"".join(parts)
 
 
+@dataclass(frozen=True, slots=True)
+class KnownWords:
+    """A vocabulary, or what is known of it from conversations that were imported."""
+
+    vocabulary: KeptVocabulary
+    """The pieces and names of unknown tokens are empty."""
+    hash: bytes
+    """Of the whole vocabulary, 8 bytes (`codec.base.vocabulary_hash`)."""
+    model: str = ""
+    """The name of a model that has it, if it was never served here."""
+
+    def joined(self, other: KnownWords) -> KnownWords:
+        """What both know. InvalidRequest if they contradict each other."""
+        mine, theirs = self.vocabulary, other.vocabulary
+        known = list(zip(mine.pieces, mine.names, strict=True))
+        more = list(zip(theirs.pieces, theirs.names, strict=True))
+        is_one = self.hash == other.hash and len(known) == len(more)
+        if not is_one or any(
+            a != b and any(a) and any(b) for a, b in zip(known, more, strict=True)
+        ):
+            raise InvalidRequest(
+                "The words of this conversation are not those that its tokenizer has here."
+            )
+        both = [a if any(a) else b for a, b in zip(known, more, strict=True)]
+        pieces, names = ([pair[k] for pair in both] for k in (0, 1))
+        return KnownWords(KeptVocabulary(pieces, names), self.hash, self.model or other.model)
+
+
 class Vocabularies:
     """The kept vocabularies of a store, in a folder of their own."""
 
@@ -67,13 +100,53 @@ class Vocabularies:
         self.folder = folder
 
     def has(self, digest: bytes) -> bool:
-        """Whether the vocabulary of a tokenizer identity is kept."""
+        """Whether the whole vocabulary of a tokenizer identity is kept."""
         return self._path(digest).is_file()
 
     def keep(self, digest: bytes, vocabulary: KeptVocabulary) -> None:
         """Write a vocabulary durably, whole or not at all. Raises DiskFull or StoreError."""
-        body = msgspec.msgpack.encode([list(vocabulary.pieces), list(vocabulary.names)])
-        packed = zstandard.ZstdCompressor().compress(body)
+        self._write(self._path(digest), [list(vocabulary.pieces), list(vocabulary.names)])
+        self._words_path(digest).unlink(missing_ok=True)
+
+    def add_words(self, digest: bytes, words: KnownWords) -> None:
+        """Keep what some tokens of a tokenizer stand for, beside what is known of others. Raises
+        InvalidRequest if the tokenizer has other words here, DiskFull or StoreError."""
+        known = self._some(digest)
+        joined = words if known is None else known.joined(words)
+        if not self.has(digest):
+            kept = joined.vocabulary
+            body = [list(kept.pieces), list(kept.names), joined.hash, joined.model]
+            self._write(self._words_path(digest), body)
+
+    def words(self, digest: bytes) -> KnownWords:
+        """What is kept of a vocabulary. Raises StoreError if nothing is, or it is damaged; it is then
+        set aside, and written anew when its model is served."""
+        found = self._some(digest)
+        if found is None:
+            message = (
+                "The vocabulary of this conversation is not kept here, because its model was last "
+                "served by an earlier towerd: serve its model once."
+            )
+            raise StoreError(message, public=message)
+        return found
+
+    def read(self, digest: bytes) -> KeptVocabulary:
+        """A kept vocabulary. Raises as `words`."""
+        return self.words(digest).vocabulary
+
+    def _some(self, digest: bytes) -> KnownWords | None:
+        whole = self._load(self._path(digest), tuple[list[bytes], list[bytes]])
+        if whole is not None:
+            vocabulary = KeptVocabulary(*whole)
+            return KnownWords(vocabulary, vocabulary_hash(vocabulary))
+        some = self._load(self._words_path(digest), tuple[list[bytes], list[bytes], bytes, str])
+        if some is None:
+            return None
+        pieces, names, hash, model = some
+        return KnownWords(KeptVocabulary(pieces, names), hash, model)
+
+    def _write(self, path: Path, content: Any) -> None:
+        packed = zstandard.ZstdCompressor().compress(msgspec.msgpack.encode(content))
         data = _HEAD.pack(MAGIC, VERSION, _checksum(packed)) + packed
         half = self.folder / f"{secrets.token_hex(8)}.tmp"
         with durable.store_errors("a vocabulary cannot be kept"):
@@ -86,31 +159,25 @@ class Vocabularies:
                     file.write(data)
                     file.flush()
                     durable.sync(file.fileno())
-                half.rename(self._path(digest))
+                half.rename(path)
             except BaseException:
                 half.unlink(missing_ok=True)
                 raise
             durable.sync_dir(self.folder)
 
-    def read(self, digest: bytes) -> KeptVocabulary:
-        """A kept vocabulary. Raises StoreError if it is not kept, or is damaged; it is then set
-        aside, and written anew when its model is served."""
-        path = self._path(digest)
+    def _load(self, path: Path, type: type[T]) -> T | None:
+        """The content of a file; None if there is none. Raises StoreError."""
         try:
             data = path.read_bytes()
-        except OSError as error:
-            message = (
-                "The vocabulary of this conversation is not kept here, because its model was last "
-                "served by an earlier towerd: serve its model once."
-            )
-            raise StoreError(message, public=message) from error
+        except OSError:
+            return None
         try:
             magic, version, expected = _HEAD.unpack_from(data)
             packed = data[_HEAD.size :]
             if (magic, version, expected) != (MAGIC, VERSION, _checksum(packed)):
                 raise ValueError("checksum")
             body = zstandard.ZstdDecompressor().decompress(packed, max_output_size=BYTES_MAX)
-            pieces, names = msgspec.msgpack.decode(body, type=tuple[list[bytes], list[bytes]])
+            return msgspec.msgpack.decode(body, type=type)
         except (ValueError, struct.error, zstandard.ZstdError, msgspec.MsgspecError) as error:
             with suppress(OSError):  # another reader has just done it
                 path.replace(path.with_suffix(".damaged"))
@@ -119,10 +186,12 @@ class Vocabularies:
                 "model once, which keeps it anew."
             )
             raise StoreError(message, public=message) from error
-        return KeptVocabulary(pieces, names)
 
     def _path(self, digest: bytes) -> Path:
         return self.folder / f"{digest.hex()}.vocab"
+
+    def _words_path(self, digest: bytes) -> Path:
+        return self.folder / f"{digest.hex()}.words"
 
 
 def _checksum(data: bytes) -> bytes:

@@ -182,6 +182,19 @@ class Catalog:
         )
         return EnteredIdentity(known[0][0] if known else pk, tokenizer, tokenizer_digest)
 
+    def enter_tokenizer(self, wanted: TokenizerIdentity, now: float) -> int:
+        """The key of a tokenizer that need not be a model's here; it is entered if it is new."""
+        known = self._tokenizer_of(wanted)
+        if known is not None:
+            return known
+        with self.transaction():
+            return self._enter_tokenizer(wanted, now)
+
+    def tokenizer(self, pk: int) -> TokenizerIdentity:
+        """The identity of an entered tokenizer."""
+        ((pieces, rules),) = self.rows("SELECT pieces, rules FROM tokenizers WHERE id = ?", (pk,))
+        return TokenizerIdentity(pieces, rules)
+
     def _tokenizer_of(self, wanted: TokenizerIdentity) -> int | None:
         """The tokenizer that is the wanted one as far as both are known."""
         for id, rules in self.rows(

@@ -6,12 +6,14 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from sys import intern
 
 from towerd.slots.errors import StateError
 from towerd.store.catalog.catalog import Catalog, EnteredIdentity
 from towerd.store.catalog.identity import ModelIdentity
+from towerd.store.listener import Listener
 from towerd.store.prefix.node import Node
 from towerd.store.prefix.scope import public_of
 from towerd.store.prefix.trie import Trie
@@ -45,6 +47,14 @@ def load_state(
     )
     directory.sweep_tmp()
     return state
+
+
+def load_foreign(state: StoreState, tokenizer: int, digest: bytes) -> StoreState:
+    """The state of an open store for a tokenizer that is not the open one, to enter sessions with:
+    its prefix tree without rows. It is valid while the lock is held."""
+    of = EnteredIdentity(0, tokenizer, digest)
+    trie = load_trie(state.catalog, of, {})
+    return replace(state, identity=of, trie=trie, files={}, listener=Listener())
 
 
 def _foreign_bytes(catalog: Catalog, fingerprint: int) -> int:

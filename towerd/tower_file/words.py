@@ -1,0 +1,70 @@
+"""The words of a `.tower` file: what the token ids in it stand for, so that it can be read as text
+without their vocabulary.
+
+    compressed: varint: ids | per id a varint, its difference to the one before
+                per id a varint, twice the bytes of its piece or name, plus 1 for a control token
+                the pieces and names
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import overload
+
+from towerd.codec import varint
+from towerd.codec.varint import VarintReader
+from towerd.store.vocabularies import KeptVocabulary
+from towerd.tower_file.fields import contradiction, put_compressed, read_compressed
+
+
+class SomePieces(Sequence[bytes]):
+    """Pieces of a vocabulary of which only some are known; the others are empty."""
+
+    def __init__(self, n_tokens: int, known: Mapping[int, bytes]) -> None:
+        self.n_tokens, self.known = n_tokens, known
+
+    def __len__(self) -> int:
+        return self.n_tokens
+
+    @overload
+    def __getitem__(self, id: int) -> bytes: ...
+    @overload
+    def __getitem__(self, id: slice) -> Sequence[bytes]: ...
+    def __getitem__(self, id: int | slice) -> bytes | Sequence[bytes]:
+        if isinstance(id, slice):
+            return [self[each] for each in range(*id.indices(self.n_tokens))]
+        if not 0 <= id < self.n_tokens:
+            raise IndexError(id)
+        return self.known.get(id, b"")
+
+
+def put_words(ids: Iterable[int], vocabulary: KeptVocabulary) -> bytes:
+    """What each of `ids`, ascending and all in the vocabulary, stands for."""
+    steps, sizes, pieces, before = [], [], [], 0
+    for id in ids:
+        name = vocabulary.names[id]
+        piece = name or vocabulary.pieces[id]
+        steps.append(id - before)
+        sizes.append(2 * len(piece) + bool(name))
+        pieces.append(piece)
+        before = id
+    head = varint.put(len(steps)) + varint.put_all(steps) + varint.put_all(sizes)
+    return put_compressed(head + b"".join(pieces))
+
+
+def read_words(reader: VarintReader, n_tokens: int) -> tuple[set[int], KeptVocabulary]:
+    """The ids that have words, and the words, of a vocabulary of so many tokens."""
+    inner = VarintReader(read_compressed(reader))
+    n = inner.number()
+    steps, sizes = inner.numbers(n), inner.numbers(n)
+    pieces: dict[int, bytes] = {}
+    names: dict[int, bytes] = {}
+    id, known = 0, set[int]()
+    for place, (step, size) in enumerate(zip(steps, sizes, strict=True)):
+        id += step
+        if id >= n_tokens or (place and not step):
+            raise contradiction()
+        (names if size & 1 else pieces)[id] = inner.take(size >> 1)
+        known.add(id)
+    inner.end()
+    return known, KeptVocabulary(SomePieces(n_tokens, pieces), SomePieces(n_tokens, names))
