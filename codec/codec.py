@@ -29,7 +29,7 @@ from towerd.codec.errors import (
 )
 from towerd.codec.fallback import Packed, Ranked, ZstdText
 from towerd.codec.forms import Coded, FormCoder, TextFormCoder
-from towerd.codec.mix import Mix
+from towerd.codec.mix import MiniText, Mix
 from towerd.codec.models import mini
 from towerd.codec.models.student import Student
 from towerd.codec.network import Network
@@ -162,7 +162,7 @@ class Codec:
 
     def is_current(self, blob: bytes) -> bool:
         """Whether a blob is of a form that is still written, with the table and model that new ones
-        have."""
+        have, or with a model of the user's of which there is a copy."""
         parsed = container.read(blob)
         if parsed.form != BY_NAME[parsed.form.name]:
             return False
@@ -173,7 +173,15 @@ class Codec:
             with suppress(UnknownModel):
                 if self._coder(name).model == parsed.model:
                     return True
-        return False
+        return self._tables is not None and kept.is_students(self._tables, parsed.model)
+
+    def minis(self) -> list[MiniText]:
+        """The vocabularies that texts are coded in now."""
+        found = [self.text_coder().mini]
+        if self._student_path is not None:
+            with suppress(UnknownModel):
+                found.append(self._open_student().mini)
+        return found
 
     def text_coder(self) -> Mix | Network:
         """The form that takes the fewest bits for a text: `network`, or `mix` if there is no mini
