@@ -144,7 +144,7 @@ def _import_foreign(
     if file.words is None or source.tokenizer is None or file.written is not None:
         raise _needs_its_model(file, model)
     digest = store.foreign.enter(source.tokenizer)
-    words = KnownWords(file.words, source.vocabulary, source.name)
+    words = KnownWords(file.words, source.vocabulary, source.tokenizer, source.name)
     store.vocabularies.add_words(digest, words)  # first: what is listed can be read
     added = store.foreign.add_history(file.history, scope, digest)
     info = store.foreign.session(file.history.id, scope, digest.hex()).info

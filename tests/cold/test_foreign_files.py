@@ -19,6 +19,7 @@ from towerd.cold import freeze
 from towerd.cold.coding import SessionModel
 from towerd.errors import InvalidRequest, NotFound, StoreError
 from towerd.store import Store
+from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.vocabularies import KeptVocabulary, KnownWords
 from towerd.tower_file import TowerFileError
 from towerd.transfer import export_foreign, export_session, import_session
@@ -155,7 +156,9 @@ def test_words_grow_together(tmp_path: Path) -> None:
         first = KeptVocabulary([b"a", b"", b""], [b"", b"", b""])
         second = KeptVocabulary([b"", b"", b"c"], [b"", b"<s>", b""])
         for some in (first, second):
-            store.vocabularies.add_words(b"d" * 32, KnownWords(some, b"h" * 8, "m"))
+            store.vocabularies.add_words(
+                b"d" * 32, KnownWords(some, b"h" * 8, TokenizerIdentity("p"))
+            )
         assert store.vocabularies.read(b"d" * 32).text(np.array([1, 0, 2])) == "<s>ac"
         assert not store.vocabularies.has(b"d" * 32)
         (path,) = store.vocabularies.folder.iterdir()

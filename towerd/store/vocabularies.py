@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 import struct
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ import zstandard
 from towerd.codec.base import vocabulary_hash
 from towerd.codec.errors import UnknownModel
 from towerd.errors import InvalidRequest, StoreError
+from towerd.slots.fingerprint import tokenizer_hash
+from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.segments import durable
 from towerd.tokens import Ids
 
@@ -33,6 +36,7 @@ BYTES_MAX = 1 << 28
 """Maximum of a vocabulary's bytes; that of 262,144 tokens takes four million."""
 MEDIUM = "<__media__>"
 """Stands in a text for a picture or a sound."""
+_DIGEST = re.compile("[0-9a-f]{64}")
 _HEAD = struct.Struct("<4sB16s")
 T = TypeVar("T")
 
@@ -73,6 +77,8 @@ class KnownWords:
     """The pieces and names of unknown tokens are empty."""
     hash: bytes
     """Of the whole vocabulary, 8 bytes (`codec.base.vocabulary_hash`)."""
+    tokenizer: TokenizerIdentity
+    """Without rules where these are not kept."""
     model: str = ""
     """The name of a model that has it, if it was never served here."""
 
@@ -90,7 +96,19 @@ class KnownWords:
             )
         both = [a if any(a) else b for a, b in zip(known, more, strict=True)]
         pieces, names = ([pair[k] for pair in both] for k in (0, 1))
-        return KnownWords(KeptVocabulary(pieces, names), self.hash, self.model or other.model)
+        joined = KeptVocabulary(pieces, names)
+        return KnownWords(joined, self.hash, self.tokenizer, self.model or other.model)
+
+
+class _SomeWords(msgspec.Struct, array_like=True):
+    """The content of a .words file."""
+
+    pieces: list[bytes]
+    names: list[bytes]
+    hash: bytes
+    tokenizer: str
+    rules: str | None
+    model: str
 
 
 class Vocabularies:
@@ -102,6 +120,11 @@ class Vocabularies:
     def has(self, digest: bytes) -> bool:
         """Whether the whole vocabulary of a tokenizer identity is kept."""
         return self._path(digest).is_file()
+
+    def digests(self) -> list[bytes]:
+        """The tokenizers of which something is kept."""
+        names = {path.stem for path in self.folder.glob("*") if path.suffix in (".vocab", ".words")}
+        return [bytes.fromhex(name) for name in sorted(names) if _DIGEST.fullmatch(name)]
 
     def keep(self, digest: bytes, vocabulary: KeptVocabulary) -> None:
         """Write a vocabulary durably, whole or not at all. Raises DiskFull or StoreError."""
@@ -115,8 +138,18 @@ class Vocabularies:
         joined = words if known is None else known.joined(words)
         if not self.has(digest):
             kept = joined.vocabulary
-            body = [list(kept.pieces), list(kept.names), joined.hash, joined.model]
-            self._write(self._words_path(digest), body)
+            of = joined.tokenizer
+            self._write(
+                self._words_path(digest),
+                _SomeWords(
+                    list(kept.pieces),
+                    list(kept.names),
+                    joined.hash,
+                    of.pieces,
+                    of.rules,
+                    joined.model,
+                ),
+            )
 
     def words(self, digest: bytes) -> KnownWords:
         """What is kept of a vocabulary. Raises StoreError if nothing is, or it is damaged; it is then
@@ -138,12 +171,14 @@ class Vocabularies:
         whole = self._load(self._path(digest), tuple[list[bytes], list[bytes]])
         if whole is not None:
             vocabulary = KeptVocabulary(*whole)
-            return KnownWords(vocabulary, vocabulary_hash(vocabulary))
-        some = self._load(self._words_path(digest), tuple[list[bytes], list[bytes], bytes, str])
+            both = zip(vocabulary.pieces, vocabulary.names, strict=True)
+            of = TokenizerIdentity(tokenizer_hash(piece or name for piece, name in both))
+            return KnownWords(vocabulary, vocabulary_hash(vocabulary), of)
+        some = self._load(self._words_path(digest), _SomeWords)
         if some is None:
             return None
-        pieces, names, hash, model = some
-        return KnownWords(KeptVocabulary(pieces, names), hash, model)
+        of = TokenizerIdentity(some.tokenizer, some.rules)
+        return KnownWords(KeptVocabulary(some.pieces, some.names), some.hash, of, some.model)
 
     def _write(self, path: Path, content: Any) -> None:
         packed = zstandard.ZstdCompressor().compress(msgspec.msgpack.encode(content))

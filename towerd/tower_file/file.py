@@ -171,6 +171,8 @@ def _read_source(reader: VarintReader, version: int) -> Source:
     tokenizer = None
     if version > _WITHOUT_WORDS:
         pieces, rules = read_text(reader, NAME_CHARS_MAX), read_text(reader, NAME_CHARS_MAX)
+        if not pieces:
+            raise contradiction()
         tokenizer = TokenizerIdentity(pieces, rules or None)
     return Source(name, hash, vocabulary, n_tokens, tokenizer)
 

@@ -15,14 +15,16 @@ import msgspec
 from towerd.errors import DiskFull, StoreError
 from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
-from towerd.store.catalog import database
+from towerd.store.catalog import database, lost_tokenizers
 from towerd.store.catalog.database import CatalogDamaged
 from towerd.store.catalog.identity import ModelIdentity, TokenizerIdentity
 from towerd.store.catalog.journal.changes import ChangeRecorder, TableChange
 from towerd.store.catalog.journal.clean import mark_clean
 from towerd.store.catalog.journal.examine import problems_of, select
 from towerd.store.catalog.journal.recover import open_catalog, rebuild_catalog
+from towerd.store.catalog.journal.settle import drop_wrong
 from towerd.store.catalog.journal.tables import read_ledger, write_ledger
+from towerd.store.catalog.lost_tokenizers import UNKNOWN
 from towerd.store.segments.durable import store_errors
 
 log = logging.getLogger(__name__)
@@ -159,7 +161,7 @@ class Catalog:
         text = msgspec.json.encode(identity.fingerprint.to_json()).decode()
         known = self.rows("SELECT id, tokenizer FROM fingerprints WHERE digest = ?", (digest,))
         tokenizer = known[0][1] if known else None
-        if tokenizer is None:
+        if tokenizer is None or self.tokenizer(tokenizer).pieces == UNKNOWN:
             tokenizer = self._tokenizer_of(identity.tokenizer)
         # A known fingerprint can be opened on a full disk, so that data can be evicted.
         is_known = tokenizer is not None and bool(known)
@@ -198,12 +200,28 @@ class Catalog:
     def _tokenizer_of(self, wanted: TokenizerIdentity) -> int | None:
         """The tokenizer that is the wanted one as far as both are known."""
         for id, rules in self.rows(
-            "SELECT id, rules FROM tokenizers WHERE pieces = ? ORDER BY rules IS NULL, opened DESC",
-            (wanted.pieces,),
+            "SELECT id, rules FROM tokenizers WHERE pieces = ? OR digest = ?"
+            " ORDER BY rules IS NULL, opened DESC",
+            (wanted.pieces, wanted.digest()),
         ):
             if wanted.rules is None or rules in (None, wanted.rules):
                 return int(id)
-        return None
+        return self._unknown_tokenizer(wanted)
+
+    def _unknown_tokenizer(self, wanted: TokenizerIdentity) -> int | None:
+        """The tokenizer of a row that was lost, if it proves to be this one; it is then known."""
+        found = lost_tokenizers.recognise(self._db, wanted)
+        if found is None:
+            return None
+        pk, digest = found
+        with self.transaction():
+            self.run(
+                "UPDATE tokenizers SET digest = ?, pieces = ?, rules = ? WHERE id = ?",
+                (digest, wanted.pieces, wanted.rules, pk),
+            )
+            self.run("PRAGMA defer_foreign_keys = ON")
+            drop_wrong(self._db)
+        return pk
 
     def _enter_tokenizer(self, tokenizer: TokenizerIdentity, now: float) -> int:
         return self.run(
