@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from daemon import Daemon
 
 from towerd.cli.client.api_client import ApiClient
 from towerd.cli.client.target import Target, connect
+from towerd.system.paths import runtime_socket
 
 Ctl = Callable[..., Result]
 CtlJson = Callable[..., Any]
@@ -292,6 +294,35 @@ def test_the_choice_is_automatic(
     assert ctl_json("stats")["engine_name"] is None
     assert len(ctl_json("sessions", "ls")["sessions"]) == 2
     assert ctl_json("verify")["ok"]
+
+
+def test_daemons_live_side_by_side(
+    ctl: Ctl, ctl_json: CtlJson, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two stores, two daemons that name no socket: --store-dir finds each, and its store once it has
+    ended. A socket that is set belongs to the store that is set."""
+    with tempfile.TemporaryDirectory(prefix="towerd-") as folder, ExitStack() as stack:
+        run = {"XDG_RUNTIME_DIR": folder, "XDG_DATA_HOME": folder}
+        for name, value in run.items():
+            monkeypatch.setenv(name, value)
+        daemons = [Daemon(tmp_path / name, env=run) for name in "ab"]
+        for number, each in enumerate(daemons):
+            each.names_socket = False
+            stack.enter_context(each)
+            named = {"X-Towerd-Session": f"chat-{number}"}
+            each.post("/completion", {"prompt": "Once", "n_predict": 2}, headers=named)
+        stores = [("--store-dir", each.store_dir) for each in daemons]
+        monkeypatch.setenv("TOWERD_STORE_DIR", str(daemons[0].store_dir))
+        for at, number in ((stores[0], 0), (stores[1], 1), ((), 0)):
+            (found,) = ctl_json("sessions", "ls", *at)["sessions"]
+            assert found["id"] == f"chat-{number}"
+            assert ctl_json("stats", *at)["engine_name"] == "embedded"
+        monkeypatch.setenv("TOWERD_SOCKET", str(runtime_socket(daemons[0].store_dir)))
+        (found,) = ctl_json("sessions", "ls", *stores[1])["sessions"]
+        assert found["id"] == "chat-1"
+        assert daemons[1].stop() == 0
+        assert ctl_json("stats", *stores[1])["engine_name"] is None
+        assert daemons[0].is_running
 
 
 def test_a_store_in_use_is_refused(server: Daemon, ctl: Ctl) -> None:
