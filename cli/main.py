@@ -26,6 +26,7 @@ CONTROL_COMMANDS = {
     "pin": "towerd.cli.segments.pin:pin",
     "unpin": "towerd.cli.segments.pin:unpin",
     "stats": "towerd.cli.maintenance.stats:stats",
+    "top": "towerd.cli.maintenance.top:top",
     "verify": "towerd.cli.maintenance.verify:verify",
     "gc": "towerd.cli.maintenance.gc:gc",
     "calibrate": "towerd.cli.maintenance.calibrate:calibrate",

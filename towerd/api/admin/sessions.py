@@ -34,9 +34,9 @@ def visible_scope(request: web.Request) -> str | None:
 
 
 async def list_sessions(request: web.Request) -> web.Response:
-    """The sessions, most recently used first; with `?idle_s=` those that can be frozen and were
-    unused for that long, least recently used first; with `?coded_after=` the row, name and scope of
-    those that have a coded form, from that row on."""
+    """The sessions, most recently used first; with `?begins=` those whose generated id begins so; with
+    `?idle_s=` those that can be frozen and were unused for that long, least recently used first; with
+    `?coded_after=` the row, name and scope of those that have a coded form, from that row on."""
     store = service_of(request).store
     limit = integer_query(request, "limit", 100, 1, request.app[LIMITS].page_max)
     scope = visible_scope(request)
@@ -44,7 +44,10 @@ async def list_sessions(request: web.Request) -> web.Response:
         after = integer_query(request, "coded_after", 0, 0, ROW_MAX)
         coded = await asyncio.to_thread(store.cold.coded, after, limit, scope)
         return json_reply({"sessions": [asdict(session) for session in coded]})
-    if "idle_s" in request.query:
+    if "begins" in request.query:
+        begins = store.sessions_beginning
+        sessions = await asyncio.to_thread(begins, request.query["begins"], scope, limit)
+    elif "idle_s" in request.query:
         before = time.time() - integer_query(request, "idle_s", 0, 0, IDLE_S_MAX)
         sessions = await asyncio.to_thread(store.cold.idle, before, limit, scope)
     else:

@@ -90,6 +90,15 @@ class ForeignSessions:
         found.sort(key=lambda info: info.updated, reverse=True)
         return found[:limit]
 
+    def beginning(self, prefix: str, scope: str | None, limit: int) -> list[SessionInfo]:
+        """Sessions whose id was generated and begins with `prefix`."""
+        with self._lock():
+            return [
+                replace(info, tokenizer=digest.hex())
+                for pk, digest in self._tokenizers()
+                for info in self._table(pk).beginning(prefix, scope, limit)
+            ]
+
     def session(self, id: str, scope: str | None = None, tokenizer: str = "") -> ForeignSession:
         """One session and its turns. Raises NotFound; StoreError if the id is ambiguous."""
         with self._lock():
