@@ -19,6 +19,7 @@ from reworded import Reworded
 from towerd.codec import varint
 from towerd.codec.base import ids_hash, vocabulary_hash
 from towerd.codec.codec import WrittenText
+from towerd.codec.errors import CodecError
 from towerd.codec.text import from_ids
 from towerd.codec.varint import VarintReader
 from towerd.codec.vocabulary import GgufVocabulary
@@ -29,7 +30,12 @@ from towerd.store.sessions.history import NamedBase, PastTurn
 from towerd.store.vocabularies import KeptVocabulary
 from towerd.tokens import Ids
 from towerd.tower_file import TURNS_MAX, Source, TowerFile, TowerFileError, read, write
-from towerd.tower_file.fields import put_bytes, put_compressed, read_compressed
+from towerd.tower_file.fields import (
+    COMPRESSED_BYTES_MAX,
+    put_bytes,
+    put_compressed,
+    read_compressed,
+)
 from towerd.tower_file.words import put_words
 
 Pack = Callable[..., bytes]
@@ -163,8 +169,17 @@ def test_a_bomb_is_refused() -> None:
     """Few bytes that say that they stand for many."""
     zeros = zstandard.ZstdCompressor().compress(bytes(1 << 30))
     reader = VarintReader(varint.put(1 << 30) + put_bytes(zeros))
+    with pytest.raises(CodecError):
+        read_compressed(reader)
+    few = zstandard.ZstdCompressor().compress(bytes(1 << 24))
+    reader = VarintReader(varint.put(1 << 24) + put_bytes(few))
     with pytest.raises(TowerFileError, match="contradict"):
         read_compressed(reader)
+    large = varint.put(COMPRESSED_BYTES_MAX + 1) + put_bytes(bytes(COMPRESSED_BYTES_MAX >> 8))
+    with pytest.raises(CodecError):
+        read_compressed(VarintReader(large))
+    with pytest.raises(TowerFileError, match="holds up to"):
+        put_compressed(bytes(COMPRESSED_BYTES_MAX + 1))
     honest = put_compressed(bytes(1 << 20))
     assert read_compressed(VarintReader(honest)) == bytes(1 << 20)
 

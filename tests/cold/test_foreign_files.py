@@ -20,7 +20,7 @@ from towerd.cold.coding import SessionModel
 from towerd.errors import InvalidRequest, NotFound, StoreError
 from towerd.store import Store
 from towerd.store.catalog.identity import TokenizerIdentity
-from towerd.store.vocabularies import KeptVocabulary, KnownWords
+from towerd.store.vocabularies import KeptVocabulary, KnownWords, some_words
 from towerd.tower_file import TowerFileError
 from towerd.transfer import export_foreign, export_session, import_session
 
@@ -153,12 +153,9 @@ def test_files_that_lie_about_their_tokenizer(
 def test_words_grow_together(tmp_path: Path) -> None:
     """What two files know of one tokenizer; damage is an error and never another text."""
     with Store.open(tmp_path / "a", FINGERPRINT) as store:
-        first = KeptVocabulary([b"a", b"", b""], [b"", b"", b""])
-        second = KeptVocabulary([b"", b"", b"c"], [b"", b"<s>", b""])
-        for some in (first, second):
-            store.vocabularies.add_words(
-                b"d" * 32, KnownWords(some, b"h" * 8, TokenizerIdentity("p"))
-            )
+        for known in ({0: (b"a", b"")}, {1: (b"", b"<s>"), 2: (b"c", b"")}):
+            some = KnownWords(some_words(1 << 24, known), b"h" * 8, TokenizerIdentity("p"))
+            store.vocabularies.add_words(b"d" * 32, some)
         assert store.vocabularies.read(b"d" * 32).text(np.array([1, 0, 2])) == "<s>ac"
         assert not store.vocabularies.has(b"d" * 32)
         (path,) = store.vocabularies.folder.iterdir()

@@ -13,11 +13,11 @@ import os
 import re
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import msgspec
 import zstandard
@@ -69,12 +69,38 @@ class KeptVocabulary:
         return b"".join(parts)
 
 
+class SomePieces(Sequence[bytes]):
+    """Pieces of a vocabulary of which only some are known; the others are empty."""
+
+    def __init__(self, n_tokens: int, known: Mapping[int, bytes]) -> None:
+        self.n_tokens, self.known = n_tokens, known
+
+    def __len__(self) -> int:
+        return self.n_tokens
+
+    @overload
+    def __getitem__(self, id: int) -> bytes: ...
+    @overload
+    def __getitem__(self, id: slice) -> Sequence[bytes]: ...
+    def __getitem__(self, id: int | slice) -> bytes | Sequence[bytes]:
+        if isinstance(id, slice):
+            return [self[each] for each in range(*id.indices(self.n_tokens))]
+        if not 0 <= id < self.n_tokens:
+            raise IndexError(id)
+        return self.known.get(id, b"")
+
+
+def some_words(n_tokens: int, known: Mapping[int, tuple[bytes, bytes]]) -> KeptVocabulary:
+    """A vocabulary of which the piece and the name of some ids are known."""
+    pieces, names = ({id: both[k] for id, both in known.items() if both[k]} for k in (0, 1))
+    return KeptVocabulary(SomePieces(n_tokens, pieces), SomePieces(n_tokens, names))
+
+
 @dataclass(frozen=True, slots=True)
 class KnownWords:
-    """A vocabulary, or what is known of it from conversations that were imported."""
+    """A vocabulary, or what is known of it from conversations that were imported (`some_words`)."""
 
     vocabulary: KeptVocabulary
-    """The pieces and names of unknown tokens are empty."""
     hash: bytes
     """Of the whole vocabulary, 8 bytes (`codec.base.vocabulary_hash`)."""
     tokenizer: TokenizerIdentity
@@ -82,29 +108,30 @@ class KnownWords:
     model: str = ""
     """The name of a model that has it, if it was never served here."""
 
-    def joined(self, other: KnownWords) -> KnownWords:
-        """What both know. InvalidRequest if they contradict each other."""
+    def some(self) -> dict[int, tuple[bytes, bytes]]:
+        """The piece and the name of each id that is known, if not all are."""
+        pieces, names = self.vocabulary.pieces, self.vocabulary.names
+        if not isinstance(pieces, SomePieces) or not isinstance(names, SomePieces):
+            return {}
+        return {id: (pieces[id], names[id]) for id in {*pieces.known, *names.known}}
+
+    def check(self, other: KnownWords) -> None:
+        """InvalidRequest if the other, of which some is known, contradicts this one."""
         mine, theirs = self.vocabulary, other.vocabulary
-        known = list(zip(mine.pieces, mine.names, strict=True))
-        more = list(zip(theirs.pieces, theirs.names, strict=True))
-        is_one = self.hash == other.hash and len(known) == len(more)
-        if not is_one or any(
-            a != b and any(a) and any(b) for a, b in zip(known, more, strict=True)
-        ):
-            raise InvalidRequest(
-                "The words of this conversation are not those that its tokenizer has here."
-            )
-        both = [a if any(a) else b for a, b in zip(known, more, strict=True)]
-        pieces, names = ([pair[k] for pair in both] for k in (0, 1))
-        joined = KeptVocabulary(pieces, names)
-        return KnownWords(joined, self.hash, self.tokenizer, self.model or other.model)
+        if self.hash == other.hash and len(mine.pieces) == len(theirs.pieces):
+            pairs = (((mine.pieces[id], mine.names[id]), both) for id, both in other.some().items())
+            if not any(known != both and any(known) for known, both in pairs):
+                return
+        raise InvalidRequest(
+            "The words of this conversation are not those that its tokenizer has here."
+        )
 
 
 class _SomeWords(msgspec.Struct, array_like=True):
     """The content of a .words file."""
 
-    pieces: list[bytes]
-    names: list[bytes]
+    n_tokens: int
+    known: dict[int, tuple[bytes, bytes]]
     hash: bytes
     tokenizer: str
     rules: str | None
@@ -134,22 +161,15 @@ class Vocabularies:
     def add_words(self, digest: bytes, words: KnownWords) -> None:
         """Keep what some tokens of a tokenizer stand for, beside what is known of others. Raises
         InvalidRequest if the tokenizer has other words here, DiskFull or StoreError."""
-        known = self._some(digest)
-        joined = words if known is None else known.joined(words)
-        if not self.has(digest):
-            kept = joined.vocabulary
-            of = joined.tokenizer
-            self._write(
-                self._words_path(digest),
-                _SomeWords(
-                    list(kept.pieces),
-                    list(kept.names),
-                    joined.hash,
-                    of.pieces,
-                    of.rules,
-                    joined.model,
-                ),
-            )
+        before = self._some(digest)
+        if before is not None:
+            before.check(words)
+        if self.has(digest):
+            return
+        known = words.some() if before is None else before.some() | words.some()
+        of, n_tokens = words.tokenizer, len(words.vocabulary.pieces)
+        content = _SomeWords(n_tokens, known, words.hash, of.pieces, of.rules, words.model)
+        self._write(self._words_path(digest), content)
 
     def words(self, digest: bytes) -> KnownWords:
         """What is kept of a vocabulary. Raises StoreError if nothing is, or it is damaged; it is then
@@ -178,7 +198,7 @@ class Vocabularies:
         if some is None:
             return None
         of = TokenizerIdentity(some.tokenizer, some.rules)
-        return KnownWords(KeptVocabulary(some.pieces, some.names), some.hash, of, some.model)
+        return KnownWords(some_words(some.n_tokens, some.known), some.hash, of, some.model)
 
     def _write(self, path: Path, content: Any) -> None:
         packed = zstandard.ZstdCompressor().compress(msgspec.msgpack.encode(content))

@@ -18,6 +18,8 @@ _TIME = struct.Struct("<d")
 _UTF8_BYTES = 4
 _RATIO_MAX = 256
 """Maximum of bytes that one compressed byte may stand for."""
+COMPRESSED_BYTES_MAX = 1 << 26
+"""Maximum of the bytes that are compressed as one."""
 _LEVEL = 12
 _WINDOW_BYTES_MAX = 1 << 23
 
@@ -82,7 +84,12 @@ def read_flag(reader: VarintReader) -> bool:
 
 def put_compressed(data: bytes) -> bytes:
     """varint: bytes of the data | its zstd frame after its length; or the data itself, if that is
-    shorter or the frame would stand for too many bytes."""
+    shorter or the frame would stand for too many bytes. TowerFileError for too much."""
+    if len(data) > COMPRESSED_BYTES_MAX:
+        raise TowerFileError(
+            f"The session has a text of {len(data)} bytes, and a .tower file holds up to "
+            f"{COMPRESSED_BYTES_MAX}."
+        )
     frame = zstandard.ZstdCompressor(level=_LEVEL).compress(data)
     if not len(frame) < len(data) <= _RATIO_MAX * len(frame):
         frame = data
@@ -91,7 +98,7 @@ def put_compressed(data: bytes) -> bytes:
 
 def read_compressed(reader: VarintReader) -> bytes:
     """The inverse of `put_compressed`; allocates no more than the bytes justify."""
-    n_bytes, frame = reader.number(), read_bytes(reader)
+    n_bytes, frame = reader.number(COMPRESSED_BYTES_MAX + 1), read_bytes(reader)
     if n_bytes == len(frame):
         return frame
     if n_bytes > _RATIO_MAX * len(frame):

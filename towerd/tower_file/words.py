@@ -8,34 +8,12 @@ without their vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import overload
+from collections.abc import Iterable
 
 from towerd.codec import varint
 from towerd.codec.varint import VarintReader
-from towerd.store.vocabularies import KeptVocabulary
+from towerd.store.vocabularies import KeptVocabulary, some_words
 from towerd.tower_file.fields import contradiction, put_compressed, read_compressed
-
-
-class SomePieces(Sequence[bytes]):
-    """Pieces of a vocabulary of which only some are known; the others are empty."""
-
-    def __init__(self, n_tokens: int, known: Mapping[int, bytes]) -> None:
-        self.n_tokens, self.known = n_tokens, known
-
-    def __len__(self) -> int:
-        return self.n_tokens
-
-    @overload
-    def __getitem__(self, id: int) -> bytes: ...
-    @overload
-    def __getitem__(self, id: slice) -> Sequence[bytes]: ...
-    def __getitem__(self, id: int | slice) -> bytes | Sequence[bytes]:
-        if isinstance(id, slice):
-            return [self[each] for each in range(*id.indices(self.n_tokens))]
-        if not 0 <= id < self.n_tokens:
-            raise IndexError(id)
-        return self.known.get(id, b"")
 
 
 def put_words(ids: Iterable[int], vocabulary: KeptVocabulary) -> bytes:
@@ -57,14 +35,13 @@ def read_words(reader: VarintReader, n_tokens: int) -> tuple[set[int], KeptVocab
     inner = VarintReader(read_compressed(reader))
     n = inner.number()
     steps, sizes = inner.numbers(n), inner.numbers(n)
-    pieces: dict[int, bytes] = {}
-    names: dict[int, bytes] = {}
-    id, known = 0, set[int]()
+    found: dict[int, tuple[bytes, bytes]] = {}
+    id = 0
     for place, (step, size) in enumerate(zip(steps, sizes, strict=True)):
         id += step
         if id >= n_tokens or (place and not step):
             raise contradiction()
-        (names if size & 1 else pieces)[id] = inner.take(size >> 1)
-        known.add(id)
+        word = inner.take(size >> 1)
+        found[id] = (b"", word) if size & 1 else (word, b"")
     inner.end()
-    return known, KeptVocabulary(SomePieces(n_tokens, pieces), SomePieces(n_tokens, names))
+    return set(found), some_words(n_tokens, found)
