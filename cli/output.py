@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 import time
 import unicodedata
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 PIPE_WIDTH = 200
 """Columns of a table that is not shown on a terminal."""
+_GENERATED = re.compile("[0-9a-f]{16}")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -50,20 +53,23 @@ def progress_bar(columns: Sequence[Any], *, quiet: bool) -> Progress:
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table; columns whose heading starts with '>' are right-aligned. All cells are
-    cleaned (see `clean`)."""
+    """Print a table, a line a row: on a narrow terminal, cells that are not numbers are cut. Columns
+    whose heading starts with '>' are right-aligned; those without any content are left out. All cells
+    are cleaned (see `clean`)."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for column in columns:
+    cells = [[clean(str(cell)) for cell in row] for row in rows]
+    shown = [place for place in range(len(columns)) if any(row[place] for row in cells)]
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, header_style="bold")
+    for column in (columns[place] for place in shown):
         right = column.startswith(">")
         table.add_column(
             column.removeprefix(">"), justify="right" if right else "left", no_wrap=right
         )
-    for row in rows:
-        table.add_row(*(Text(clean(str(cell))) for cell in row))
+    for row in cells:
+        table.add_row(*(Text(row[place], no_wrap=True, overflow="ellipsis") for place in shown))
     console().print(table)
 
 
@@ -104,11 +110,27 @@ def size(n_bytes: float) -> str:
 
 def ago(unix_s: float) -> str:
     """The time since a moment, such as "5 min ago"."""
-    seconds = max(0.0, time.time() - unix_s)
+    return f"{duration(max(0.0, time.time() - unix_s))} ago"
+
+
+def duration(seconds: float) -> str:
+    """A time in its largest unit, such as "5 min"."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
-            return f"{seconds / length:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def short_ids(ids: Sequence[str]) -> dict[str, str]:
+    """By each generated session id, its shortest beginning that no other of `ids` has, of at least
+    eight characters; towerctl takes it for the id. Names that clients gave are left as they are."""
+    found = {}
+    ordered = sorted(set(ids))
+    for at, id in enumerate(ordered):
+        beside = [*ordered[max(0, at - 1) : at], *ordered[at + 1 : at + 2]]
+        n = max([8, *(1 + len(os.path.commonprefix([id, other])) for other in beside)])
+        found[id] = id[:n] if _GENERATED.fullmatch(id) else id
+    return found
 
 
 def moment(unix_s: float) -> str:

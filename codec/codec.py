@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +29,12 @@ from towerd.codec.errors import (
 )
 from towerd.codec.fallback import Packed, Ranked, ZstdText
 from towerd.codec.forms import Coded, FormCoder, TextFormCoder
-from towerd.codec.mix import Mix
+from towerd.codec.mix import MiniText, Mix
 from towerd.codec.models import mini
 from towerd.codec.models.student import Student
 from towerd.codec.network import Network
 from towerd.codec.prior import file
-from towerd.codec.text import spell, to_ids
+from towerd.codec.text import Text, spell, to_ids
 from towerd.tokens import Ids
 
 STUDENT = "student"
@@ -41,6 +42,27 @@ STUDENT = "student"
 AUTO = ("packed", "ranked", "text", "mix")
 """The forms that `auto` chooses from, besides `network` if there is a mini model."""
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenText:
+    """Ids as their text and what corrects them; whoever has their tokenizer has the ids again."""
+
+    text: Text
+    n_ids: int
+    hash: bytes
+    """Of the ids, 16 bytes (`base.ids_hash`)."""
+    media: bytes = b""
+    """See `media.take_out`."""
+
+    def ids(self, vocabulary: TokenVocabulary) -> Ids:
+        """int32[n_ids]. Damaged if this vocabulary cuts the text into other ids."""
+        tokens = np.array(to_ids(self.text, vocabulary), np.int32)
+        return _checked(self.n_ids, self.hash, self.media, tokens)
+
+    def spell(self, vocabulary: TokenVocabulary) -> bytes:
+        """The text, control tokens as they are written and without media."""
+        return spell(self.text, vocabulary)
 
 
 class Codec:
@@ -61,7 +83,7 @@ class Codec:
         self._tables, self._student_path = tables, student
         self.vocabulary_hash = vocabulary_hash(vocabulary)
         self._makers: dict[str, Callable[[], FormCoder]] = {
-            "packed": lambda: Packed(vocabulary),
+            "packed": lambda: Packed(len(vocabulary.pieces)),
             "ranked": lambda: Ranked(vocabulary),
             "text": lambda: ZstdText(vocabulary),
             "mix": lambda: Mix(vocabulary, file.bundled()),
@@ -99,10 +121,9 @@ class Codec:
         self._check_needs(parsed, before)
         return self._decode(parsed, before)
 
-    def read(self, blob: bytes, base: Sequence[int] | Ids = ()) -> Ids | bytes:
-        """The ids of a blob; or its text, control tokens as they are written and without media, where
-        this vocabulary cannot cut the text into those ids: another llama.cpp, or a vocabulary that
-        is kept without its tokenizer. Raises as `decode`."""
+    def read(self, blob: bytes, base: Sequence[int] | Ids = ()) -> Ids | WrittenText:
+        """The ids of a blob; or its text where this vocabulary cannot cut that into those ids: another
+        llama.cpp, or a vocabulary that is kept without its tokenizer. Raises as `decode`."""
         parsed = container.read(blob)
         before = as_ids(base)
         self._check_needs(parsed, before)
@@ -110,13 +131,14 @@ class Codec:
         if not isinstance(coder, TextFormCoder) or not n_tokens:
             return self._decode(parsed, before)
         text = coder.text(_coded(parsed), n_tokens, media.tokens_of(before))
+        written = WrittenText(text, parsed.n_ids, parsed.hash, parsed.media)
         try:
-            return _checked(parsed, np.array(to_ids(text, self.vocabulary), np.int32))
+            return written.ids(self.vocabulary)
         except CodecError:
             if parsed.base_ids and isinstance(coder, Mix | Network):
                 if not coder.mini.cuts_as_written():
                     raise  # after another base the text would be another one
-            return spell(text, self.vocabulary)
+            return written
 
     def keep(self, blob: bytes) -> None:
         """Copy the tables and models that a blob needs into `tables`; call it before the blob is
@@ -140,7 +162,7 @@ class Codec:
 
     def is_current(self, blob: bytes) -> bool:
         """Whether a blob is of a form that is still written, with the table and model that new ones
-        have."""
+        have, or with a model of the user's of which there is a copy."""
         parsed = container.read(blob)
         if parsed.form != BY_NAME[parsed.form.name]:
             return False
@@ -151,7 +173,15 @@ class Codec:
             with suppress(UnknownModel):
                 if self._coder(name).model == parsed.model:
                     return True
-        return False
+        return self._tables is not None and kept.is_students(self._tables, parsed.model)
+
+    def minis(self) -> list[MiniText]:
+        """The vocabularies that texts are coded in now."""
+        found = [self.text_coder().mini]
+        if self._student_path is not None:
+            with suppress(UnknownModel):
+                found.append(self._open_student().mini)
+        return found
 
     def text_coder(self) -> Mix | Network:
         """The form that takes the fewest bits for a text: `network`, or `mix` if there is no mini
@@ -253,7 +283,7 @@ class Codec:
         ids = np.zeros(0, np.int32)
         if n_tokens:
             ids = coder.decode(_coded(blob), n_tokens, media.tokens_of(base))
-        return _checked(blob, ids)
+        return _checked(blob.n_ids, blob.hash, blob.media, ids)
 
     def _ready(self, blob: Blob) -> tuple[FormCoder, int]:
         """What reads a blob, and the number of its tokens without media."""
@@ -296,9 +326,38 @@ def _coded(blob: Blob) -> Coded:
     return Coded(blob.side, blob.chunks, blob.form.n_ctx)
 
 
-def _checked(blob: Blob, tokens: Ids) -> Ids:
+def _checked(n_ids: int, hash: bytes, taken_out: bytes, tokens: Ids) -> Ids:
     """The ids of a blob, with its media, if they have the hash that they should."""
-    ids = media.put_back(tokens, blob.media)
-    if len(ids) != blob.n_ids or ids_hash(ids) != blob.hash:
+    ids = media.put_back(tokens, taken_out)
+    if len(ids) != n_ids or ids_hash(ids) != hash:
         raise other_ids()
     return ids
+
+
+def pack_ids(ids: Ids, vocabulary: bytes, n_tokens: int) -> bytes:
+    """A blob of the form `packed`, which needs no more of the vocabulary than its hash and its number
+    of tokens. ValueError if there are too many ids or one is not in the vocabulary."""
+    if len(ids) > IDS_MAX:
+        raise ValueError(f"{len(ids)} ids are more than the {IDS_MAX} that a blob holds.")
+    if len(ids) and int(ids.max()) >= n_tokens:
+        raise ValueError(f"Id {int(ids.max())} is not in the vocabulary of {n_tokens} tokens.")
+    tokens = media.tokens_of(ids)
+    form = Packed(n_tokens)
+    chunks = form.encode(tokens, tokens[:0]).chunks if len(tokens) else ()
+    head = BY_NAME[form.name], vocabulary, ids_hash(ids), len(ids)
+    return container.write(Blob(*head, chunks, media=media.take_out(ids)))
+
+
+def packed_ids(data: bytes, vocabulary: bytes, n_tokens: int) -> Ids:
+    """int32[n]: the inverse of `pack_ids`. Raises a CodecError."""
+    blob = container.read(data)
+    n = blob.n_ids - media.count(blob.media)
+    if blob.form.name != Packed.name or blob.vocabulary != vocabulary or n < 0:
+        raise Damaged(
+            "The blob is damaged: it is not of the form and vocabulary that it should be."
+        )
+    empty = np.zeros(0, np.int32)
+    tokens = Packed(n_tokens).decode(_coded(blob), n, empty) if n else empty
+    if n and int(tokens.max()) >= n_tokens:
+        raise Damaged(f"The blob is damaged: it has an id that is not among {n_tokens} tokens.")
+    return _checked(blob.n_ids, blob.hash, blob.media, tokens)

@@ -147,6 +147,14 @@ def claimed_hash(data: bytes) -> bytes:
     return found
 
 
+def claimed_vocabulary(data: bytes) -> bytes:
+    """The hash of the vocabulary that a blob states, even if it is damaged; b"" if it is too short."""
+    if len(data) < _FIXED.size:
+        return b""
+    found: bytes = _FIXED.unpack_from(data)[-2]
+    return found
+
+
 def _read_fixed(data: bytes) -> tuple[Form, int, bytes, bytes]:
     if not data.startswith(MAGIC[: len(data)]):
         raise Damaged("The blob is damaged: it does not start like one.")

@@ -38,9 +38,9 @@ class Packed:
 
     name, model, uses_base = "packed", b"", False
 
-    def __init__(self, vocabulary: TokenVocabulary) -> None:
-        self.n_tokens = len(vocabulary.pieces)
-        self.width = max(1, (self.n_tokens - 1).bit_length())
+    def __init__(self, n_tokens: int) -> None:
+        """`n_tokens`: of the vocabulary."""
+        self.width = max(1, (n_tokens - 1).bit_length())
 
     def encode(self, ids: Ids, base: Ids) -> Coded:
         """The bits, most significant first."""

@@ -3,6 +3,7 @@ that a release with other tables or models can still read them.
 
     mix-NAME.gguf    a table, by the name that `mix` blobs give it
     mini-NAME.gguf   a model, by the name that `network` blobs give it and its table
+    student-NAME.gguf  the same, of a model that was the user's
     start-NAME.zst   what the mixer starts from beside this model, if no table has its tokens
 """
 
@@ -35,8 +36,17 @@ def keep(folder: Path, coder: FormCoder) -> None:
     elif isinstance(coder, Mix | Network):
         _copy(file.PATH, _table_path(folder, coder.prior.name), coder.prior.name)
     if isinstance(coder, Network):
-        path = coder.path if isinstance(coder, Student) else mini.PATH
-        _copy(path, _mini_path(folder, coder.model), coder.predictor)
+        is_student = isinstance(coder, Student)
+        kept = _student_path if is_student else _mini_path
+        source = coder.path if isinstance(coder, Student) else mini.PATH
+        if not is_students(folder, coder.model):
+            _copy(source, kept(folder, coder.model), coder.predictor)
+
+
+def is_students(folder: Path, name: bytes) -> bool:
+    """Whether the model of this name is kept and was the user's, not a release's."""
+    kept = _student_path(folder, name), _start_path(folder, name)
+    return any(path.exists() for path in kept) and _model_path(folder, name).exists()
 
 
 def starts(folder: Path) -> FindStart:
@@ -50,7 +60,7 @@ def find(folder: Path, vocabulary: TokenVocabulary, blob: Blob) -> FormCoder | N
     if blob.form.name == Mix.name:
         prior = _table(_table_path(folder, blob.model))
         return None if prior is None else Mix(vocabulary, prior)
-    path = _mini_path(folder, blob.model)
+    path = _model_path(folder, blob.model)
     if blob.form.name != Network.name or not path.exists():
         return None
     for prior in () if _start_path(folder, blob.model).exists() else _tables(folder):
@@ -64,7 +74,7 @@ def find(folder: Path, vocabulary: TokenVocabulary, blob: Blob) -> FormCoder | N
 
 
 def _student(folder: Path, vocabulary: TokenVocabulary, name: bytes) -> Student:
-    path, start = _mini_path(folder, name), _start_path(folder, name)
+    path, start = _model_path(folder, name), _start_path(folder, name)
     student = Student(vocabulary, path, lambda *model: _start_of([start], *model))
     if student.model != name:
         raise UnknownModel(f"The model {path} or its table is damaged: put a copy of it there.")
@@ -105,6 +115,15 @@ def _table_path(folder: Path, name: bytes) -> Path:
 
 def _mini_path(folder: Path, name: bytes) -> Path:
     return folder / f"mini-{name.hex()}.gguf"
+
+
+def _student_path(folder: Path, name: bytes) -> Path:
+    return folder / f"student-{name.hex()}.gguf"
+
+
+def _model_path(folder: Path, name: bytes) -> Path:
+    student = _student_path(folder, name)
+    return student if student.exists() else _mini_path(folder, name)
 
 
 def _start_path(folder: Path, name: bytes) -> Path:

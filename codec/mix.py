@@ -83,9 +83,19 @@ class MiniText:
 
     def cuts_as_written(self) -> bool:
         """Whether a base is known to be cut into the symbols that blobs were written after."""
-        vocabulary = self.prior.vocabulary
-        written = WRITTEN.get(vocabulary_hash(vocabulary).hex())
-        return written is not None and written == probe(vocabulary.tokenize)
+        return self.written() == self.probe()
+
+    def written(self) -> str | None:
+        """What `probe` gave when the first blobs were written; None if that is not known."""
+        return WRITTEN.get(self.hash())
+
+    def probe(self) -> str:
+        """See `codec.probe`, for this vocabulary."""
+        return probe(self.prior.vocabulary.tokenize)
+
+    def hash(self) -> str:
+        """The hash of the vocabulary, 16 hex digits."""
+        return vocabulary_hash(self.prior.vocabulary).hex()
 
     def text(self, ranks: list[int]) -> bytes:
         """The text again."""

@@ -49,7 +49,7 @@ class Lanes:
         self.order = prior.ids.astype(np.int64)
         """The model's id of each rank."""
         self._mixers = MixerPool(lambda: prior.mixer(state))
-        self._predictors = PredictorPool(predictor)
+        self._predictors = PredictorPool(predictor, n_cores())
 
     def encode(self, chunks: Sequence[Symbols], context: Symbols) -> list[bytes]:
         """The bits of each chunk."""

@@ -11,15 +11,22 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
-from typing import Any, TypeVar
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from towerd import tower_file
+import numpy as np
+
+from towerd.codec.errors import CodecError
+from towerd.cold.coding import SessionModel
 from towerd.cold.freezing import cold_history, thaw
-from towerd.errors import InvalidRequest, NotFound
-from towerd.store import Store
+from towerd.errors import InvalidRequest, NotFound, SessionFrozen, ThawError
+from towerd.store import History, SessionInfo, Store
 from towerd.store.prefix.scope import is_public, public_of
-from towerd.tower_file import SessionModel
+from towerd.store.sessions.frozen import FrozenSession
+from towerd.store.vocabularies import KeptVocabulary, KnownWords
+
+if TYPE_CHECKING:
+    from towerd.tower_file import Source, TowerFile
 
 T = TypeVar("T")
 
@@ -39,31 +46,128 @@ class Transfer:
         self._thread.shutdown(cancel_futures=True)
 
 
+# Below, `tower_file` is imported late: it loads the codec, which a daemon needs no part of at its
+# start.
+
+
 def export_session(store: Store, model: SessionModel, id: str, scope: str | None) -> bytes:
-    """A session as the bytes of a `.tower` file; a frozen session stays frozen. Raises NotFound,
-    StoreError (several tenants have a session with this id), ThawError or TowerFileError."""
-    history = cold_history(store, model.codec, id, scope) or store.history(id, scope)
-    return tower_file.write(history, model)
+    """A session of the served model's tokenizer as the bytes of a `.tower` file; a frozen session
+    stays frozen. Raises NotFound, StoreError (several tenants have a session with this id),
+    ThawError or TowerFileError."""
+    from towerd.tower_file import Source, TowerFile, write
+
+    codec, vocabulary = model.codec, model.codec.vocabulary
+    identity = store.state.catalog.tokenizer(store.state.identity.tokenizer)
+    n_tokens = len(vocabulary.pieces)
+    source = Source(model.name, model.hash, codec.vocabulary_hash, n_tokens, identity)
+    history = cold_history(store, codec, id, scope) or store.history(id, scope)
+    words = KeptVocabulary(vocabulary.pieces, vocabulary.names)
+    return write(TowerFile(source, history, words))
+
+
+def export_foreign(store: Store, id: str, scope: str | None, tokenizer: str = "") -> bytes:
+    """A session of another tokenizer as the bytes of a `.tower` file, with the words that the store
+    keeps. A frozen one has the text of its blob, if its ids take the tokenizer. Raises NotFound,
+    StoreError (several tenants have it, or its words are not kept), ThawError or TowerFileError."""
+    from towerd.tower_file import TowerFile, write
+
+    try:
+        history, digest = store.foreign.history(id, scope, tokenizer)
+    except SessionFrozen:
+        frozen, digest = store.foreign.frozen(id, scope, tokenizer)
+    else:
+        words = store.vocabularies.words(digest)
+        return write(TowerFile(_source(store, digest, words), history, words.vocabulary))
+    words = store.vocabularies.words(digest)
+    return write(_frozen_file(store, frozen, _source(store, digest, words), words.vocabulary))
+
+
+def _source(store: Store, digest: bytes, words: KnownWords) -> Source:
+    from towerd.tower_file import Source
+
+    n_tokens, identity = len(words.vocabulary.pieces), store.foreign.identity(digest)
+    name = words.model or "a model that was served here"
+    return Source(name, "", words.hash, n_tokens, identity)
+
+
+def _frozen_file(
+    store: Store, frozen: FrozenSession, source: Source, words: KeptVocabulary
+) -> TowerFile:
+    from towerd.codec.codec import Codec, WrittenText
+    from towerd.tower_file import TowerFile
+
+    if frozen.was_continued:
+        raise SessionFrozen(
+            f"Session {frozen.info.id!r} is frozen and went on since: serve its model to thaw it."
+        )
+    try:
+        found = Codec(words, tables=store.tables).read(frozen.blob, base=frozen.base)
+    except CodecError as error:
+        raise ThawError(f"Session {frozen.info.id!r} cannot be read: {error}") from error
+    if not isinstance(found, WrittenText):
+        stream = np.concatenate([frozen.base, found])
+        return TowerFile(source, frozen.history(stream), words)
+    history = frozen.outline(len(frozen.base) + found.n_ids)
+    return TowerFile(source, replace(history, stream=frozen.base), words, found)
 
 
 def import_session(store: Store, model: SessionModel, data: bytes, scope: str) -> dict[str, Any]:
-    """Enter the session of a `.tower` file for a tenant. Returns `session`, `added` (the number of
-    turns that were not here) and `bases` (the precached prompts that it begins with, and whether
-    each of them is here).
+    """Enter the session of a `.tower` file for a tenant; one of another vocabulary is listed and read
+    as text. Returns `session`, `added` (the number of turns that were not here) and `bases` (the
+    precached prompts that it begins with, and whether each of them is here).
 
-    Raises TowerFileError, InvalidRequest (another session has its id), ThawError (the session here
-    is frozen and cannot be compared) or DiskFull."""
+    Raises TowerFileError, InvalidRequest (another session has its id), ThawError or SessionFrozen
+    (the session here is frozen and cannot be compared) or DiskFull."""
+    from towerd.tower_file import read
+
     if is_public(scope):
         raise InvalidRequest(
             "Sessions belong to a tenant, and 'public' is none: name another scope."
         )
-    history = tower_file.read(data, model)
+    file = read(data)
+    codec = model.codec
+    if file.source.vocabulary != codec.vocabulary_hash:
+        return _import_foreign(store, model, file, scope)
+    history = file.whole(codec.vocabulary)
     with suppress(NotFound):
-        thaw(store, model.codec, history.id, scope)
+        thaw(store, codec, history.id, scope)
     added = store.add_history(history, scope)
     here = {base.digest for base in store.bases() if base.scope in (scope, public_of(scope))}
+    return _imported(store.session(history.id, scope), added, history, here)
+
+
+def _import_foreign(
+    store: Store, model: SessionModel, file: TowerFile, scope: str
+) -> dict[str, Any]:
+    """Enter the session of a file whose vocabulary is not that of the served model."""
+    source = file.source
+    if file.words is None or source.tokenizer is None or file.written is not None:
+        raise _needs_its_model(file, model)
+    digest = store.foreign.enter(source.tokenizer)
+    words = KnownWords(file.words, source.vocabulary, source.tokenizer, source.name)
+    store.vocabularies.add_words(digest, words)  # first: what is listed can be read
+    added = store.foreign.add_history(file.history, scope, digest)
+    info = store.foreign.session(file.history.id, scope, digest.hex()).info
+    return _imported(info, added, replace(file.history, bases=()), set())
+
+
+def _needs_its_model(file: TowerFile, model: SessionModel) -> InvalidRequest:
+    from towerd.tower_file import TowerFileError
+
+    source, codec = file.source, model.codec
+    why = "" if file.written is None else ", and only its tokenizer knows its tokens"
+    instead = "" if file.words is None else ", or read it as text with towerctl read"
+    return TowerFileError(
+        f"The session is of {source.name!r}, whose vocabulary ({source.n_tokens} tokens, "
+        f"{source.vocabulary.hex()}) is not that of {model.name!r} here "
+        f"({len(codec.vocabulary.pieces)} tokens, {codec.vocabulary_hash.hex()}){why}: serve "
+        f"{source.name!r} to import it{instead}."
+    )
+
+
+def _imported(info: SessionInfo, added: int, history: History, here: set[bytes]) -> dict[str, Any]:
     return {
-        "session": asdict(store.session(history.id, scope)),
+        "session": asdict(info),
         "added": added,
         "bases": [
             {"name": base.name, "n_tokens": base.n_tokens, "here": base.digest in here}

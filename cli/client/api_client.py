@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket as sockets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
 from towerd.errors import ConfigError, NotFound, TowerdError
@@ -21,6 +23,9 @@ PAGE_MAX = 1000
 """The most entries that one listing returns."""
 TIMEOUT_S = 60.0
 OWN = "/towerd/v1"
+T = TypeVar("T")
+_PREFIX = re.compile("[0-9a-f]{4,15}")
+"""The beginning of an id that towerd generated."""
 
 
 class RemoteError(TowerdError):
@@ -102,27 +107,24 @@ class ApiClient:
         is live of a chat with a budget, or None. tokenizer: "" for the served model's."""
         query = {"scope": scope, "text": int(text), "kept": int(self.has_model)}
         query |= {"tokenizer": tokenizer} if tokenizer else {}
-        found = self._get(f"{OWN}/sessions/{_name(id)}", **query)
+        found = self._of_session(id, scope, lambda path: self._get(path, **query))
         return {"text": None, "kept": None, **found}
 
     def delete_session(self, id: str, scope: str | None = None, tokenizer: str = "") -> None:
         query = {"scope": scope} | ({"tokenizer": tokenizer} if tokenizer else {})
-        self._ask("DELETE", f"{OWN}/sessions/{_name(id)}", query=query)
+        self._ask("DELETE", _path(id), query=query)
 
     def freeze_session(self, id: str, scope: str | None = None) -> Json:
         """Freeze a session: `session`, and `changed`: it was not frozen yet."""
-        path = f"{OWN}/sessions/{_name(id)}/freeze"
-        return self._ask("POST", path, {}, {"scope": scope}, timeout_s=None)
+        return self._post_session(id, scope, "freeze")
 
     def thaw_session(self, id: str, scope: str | None = None) -> Json:
         """Thaw a frozen session: `session`, and `changed`: it was frozen."""
-        path = f"{OWN}/sessions/{_name(id)}/thaw"
-        return self._ask("POST", path, {}, {"scope": scope}, timeout_s=None)
+        return self._post_session(id, scope, "thaw")
 
     def recode_session(self, id: str, scope: str | None = None) -> Json:
         """Renew the coded form of a session: `session`, and `changed`: it has one."""
-        path = f"{OWN}/sessions/{_name(id)}/recode"
-        return self._ask("POST", path, {}, {"scope": scope}, timeout_s=None)
+        return self._post_session(id, scope, "recode")
 
     def coded_sessions(self, after: int, limit: int, scope: str | None = None) -> list[Json]:
         """`pk`, `id` and `scope` of sessions that have a coded form, which follow row `after`."""
@@ -138,21 +140,34 @@ class ApiClient:
 
     def export_session(self, id: str, scope: str | None = None) -> bytes:
         """The session as a `.tower` file."""
-        query = {"scope": scope} if scope is not None else {}
-        path = f"{OWN}/sessions/{_name(id)}/export?{urlencode(query)}"
-        reply = self._send("GET", path, None, None)
-        try:
-            data = reply.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise self._broken(error) from error
-        if reply.headers.get_content_type() == "application/octet-stream":
-            return data
-        self._decode(reply, data)
-        raise self._broken("it sent no file")
+        query = urlencode({"scope": scope} if scope is not None else {})
+        return self._of_session(id, scope, lambda path: self._file(f"{path}/export?{query}"))
 
     def import_session(self, data: bytes, scope: str | None = None) -> Json:
         """Import the session of a `.tower` file: `session`, `added` (turns) and `bases`."""
         return self._ask("POST", f"{OWN}/sessions/import", data, {"scope": scope}, timeout_s=None)
+
+    def _post_session(self, id: str, scope: str | None, verb: str) -> Json:
+        def post(path: str) -> Json:
+            return self._ask("POST", f"{path}/{verb}", {}, {"scope": scope}, timeout_s=None)
+
+        return self._of_session(id, scope, post)
+
+    def _of_session(self, id: str, scope: str | None, ask: Callable[[str], T]) -> T:
+        """Ask for a session by its path; if there is none of this name, for the one whose id begins
+        so. ConfigError if several do."""
+        try:
+            return ask(_path(id))
+        except RemoteError as error:
+            if error.status != NotFound.status or not _PREFIX.fullmatch(id):
+                raise
+            found = self._get(f"{OWN}/sessions", begins=id, scope=scope, limit=3)["sessions"]
+            ids = list(dict.fromkeys(each["id"] for each in found))
+            if not ids:
+                raise
+        if len(ids) > 1:
+            raise ConfigError(f"Several sessions begin with {id}: {', '.join(ids)}...; give more.")
+        return ask(_path(ids[0]))
 
     def segments(self, sort: str, limit: int, offset: int = 0, scope: str | None = None) -> Json:
         """`segments`, sorted by used, tokens, hits or id, and `total`."""
@@ -204,6 +219,18 @@ class ApiClient:
     def stats(self) -> Json:
         """All statistics; those that only a daemon has are None without one."""
         return self._get(f"{OWN}/stats")
+
+    def slots(self) -> list[Json] | None:
+        """What each slot does; None if the daemon was told not to show it."""
+        reply = self._send("GET", "/slots", None, TIMEOUT_S)
+        data = self._read(reply)
+        if reply.status != HTTPStatus.OK:
+            return None
+        try:
+            found = json.loads(data)
+        except ValueError as error:
+            raise self._broken(error) from error
+        return found if isinstance(found, list) else None
 
     def verify(self, repair: bool, progress: OnBytes) -> Json:
         report: Json | None = None
@@ -298,8 +325,20 @@ class ApiClient:
         asked = {key: value for key, value in (query or {}).items() if value is not None}
         target = f"{path}?{urlencode(asked)}" if asked else path
         reply = self._send(method, target, body, timeout_s)
+        return self._decode(reply, self._read(reply))
+
+    def _file(self, path: str) -> bytes:
+        """The bytes of a file."""
+        reply = self._send("GET", path, None, None)
+        data = self._read(reply)
+        if reply.headers.get_content_type() == "application/octet-stream":
+            return data
+        self._decode(reply, data)
+        raise self._broken("it sent no file")
+
+    def _read(self, reply: http.client.HTTPResponse) -> bytes:
         try:
-            return self._decode(reply, reply.read())
+            return reply.read()
         except (OSError, http.client.HTTPException) as error:
             raise self._broken(error) from error
 
@@ -376,6 +415,10 @@ def _raise_if_error(value: Json, status: int) -> None:
     if status == 503:
         message = f"The daemon cannot answer now ({message}); try again in a moment"
     raise RemoteError(message, int(error.get("code") or status))
+
+
+def _path(session: str) -> str:
+    return f"{OWN}/sessions/{_name(session)}"
 
 
 def _name(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from towerd.cli.client.target import Target, find_daemon
+from towerd.cli.client.target import Target, check_one_place, find_daemon
 from towerd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,17 +19,15 @@ def daemon_for(
     target: Target, model: dict[str, Any], *, quiet: bool
 ) -> AbstractContextManager[ApiClient]:
     """The running daemon, or a private one for this command."""
-    if target.store_dir is None:
-        found = find_daemon(target)
-        if found is not None:
-            try:
-                _check_model(found, model)
-            except BaseException:
-                found.close()
-                raise
-            return found
-    elif target.url is not None or target.socket is not None:
-        raise ConfigError("Give one of --url, --socket and --store-dir, not several.")
+    check_one_place(target)
+    found = find_daemon(target)
+    if found is not None:
+        try:
+            _check_model(found, model)
+        except BaseException:
+            found.close()
+            raise
+        return found
     config = target.config(**model)
     if not quiet:
         name = config.model.name if config.model else "the default model"

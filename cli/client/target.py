@@ -6,7 +6,7 @@ import functools
 import socket as sockets
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,6 +15,7 @@ import click
 from towerd.errors import ConfigError
 from towerd.settings.config import Config, settings
 from towerd.settings.sources import load
+from towerd.system.paths import runtime_socket
 
 if TYPE_CHECKING:
     from towerd.cli.client.api_client import ApiClient
@@ -67,7 +68,7 @@ def target_options(command: Command) -> Command:
         click.option(
             "--store-dir",
             metavar="PATH",
-            help="Look into this store directory itself; no daemon may have it open.",
+            help="Ask the daemon of this store, or look into the store itself if it has none.",
         ),
         click.option("--api-key", metavar="KEY", help="Key to present with --url."),
         click.option("--url", metavar="URL", help="Ask the daemon at this http(s) address."),
@@ -91,36 +92,48 @@ def setting_option(name: str) -> Callable[[Command], Command]:
 
 
 def connect(target: Target) -> AbstractContextManager[ApiClient]:
-    """The daemon of --url or --socket; the store of --store-dir; else the daemon of the
-    configured socket if one listens there, else the configured store.
+    """The daemon of --url or --socket; else the daemon of the store, the configured one or that of
+    --store-dir, if it listens on its socket; else that store.
 
     Raises ConfigError (no daemon listens at the named place, or conflicting options); the context
     manager raises StoreError."""
+    check_one_place(target)
+    daemon = find_daemon(target)
+    return _open_store(target.config()) if daemon is None else daemon
+
+
+def check_one_place(target: Target) -> None:
+    """ConfigError if the command line names several."""
     given = [target.url, target.socket, target.store_dir]
     if sum(each is not None for each in given) > 1:
         raise ConfigError("Give one of --url, --socket and --store-dir, not several.")
-    if target.store_dir is None:
-        daemon = find_daemon(target)
-        if daemon is not None:
-            return daemon
-    return _open_store(target.config())
 
 
 def find_daemon(target: Target) -> ApiClient | None:
-    """The daemon of --url or --socket, else that of the configured socket if one listens there."""
+    """The daemon of --url or --socket, else that of the store if it listens on its socket."""
     from towerd.cli.client.api_client import ApiClient
 
     if target.api_key is not None and target.url is None:
         raise ConfigError("--api-key goes with --url; the Unix socket needs no key.")
     if target.url is not None:
         return ApiClient.at_url(target.url, target.api_key)
-    path = target.config().socket
-    assert path is not None
+    path = _socket(target)
     if listens(path):
         return ApiClient.at_socket(path)
     if target.socket is not None:
         raise ConfigError(f"No daemon listens on {path}: start one with towerd serve.")
     return None
+
+
+def _socket(target: Target) -> Path:
+    """The socket to look at. One that is configured belongs to the configured store."""
+    config = target.config()
+    if target.store_dir is not None and target.socket is None:
+        usual = replace(target, store_dir=None).config()
+        if usual.store_dir.resolve() != config.store_dir.resolve():
+            return runtime_socket(config.store_dir)
+    assert config.socket is not None
+    return config.socket
 
 
 def listens(path: Path) -> bool:

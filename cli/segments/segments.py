@@ -6,6 +6,7 @@ import click
 
 from towerd.cli.client.api_client import PAGE_MAX, Json
 from towerd.cli.client.target import Target, connect, json_option, target_options
+from towerd.settings.setting import LOCAL_TENANT
 
 _CUTS = {
     "anywhere": "cut at any token",
@@ -51,10 +52,9 @@ def ls(
         return
     columns = (
         ">SEGMENT",
-        ">PARENT",
+        ">AFTER",
         "TENANT",
         "TOKENS",
-        ">COUNT",
         "ROWS",
         "FORMAT",
         ">BYTES",
@@ -73,9 +73,8 @@ def _row(segment: Json) -> tuple[object, ...]:
     return (
         segment["id"],
         segment["parent"] or "-",
-        segment["scope"],
+        "" if segment["scope"] == LOCAL_TENANT else segment["scope"],
         f"[{segment['p0']:,}, {segment['p1']:,})",
-        f"{segment['tokens']:,}",
         tiers(segment),
         segment["format"] or "-",
         size(segment["bytes"]),

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import click
 
 from towerd.cli.client.api_client import Json
 from towerd.cli.client.target import Target, connect, json_option, target_options
 
-_WORDS = {
-    "score": "score",
-    "place": "goes",
-    "used": "last use",
-    "returns_per_s": "returns per second",
-    "away_s": "away for",
-}
+_PLACES = {"hot": "RAM", "warm": "disk"}
 
 
 @click.command()
@@ -21,39 +17,52 @@ _WORDS = {
 @json_option
 @target_options
 def why(segment: int, as_json: bool, target: Target) -> None:
-    """Show how the eviction policy ranks SEGMENT: score, prediction, pin and place, per tier."""
-    from towerd.cli.output import echo_json, show_facts
+    """Say where SEGMENT is, and why it leaves there sooner or later than others."""
+    from towerd.cli.output import echo_json
 
     with connect(target) as backend:
         found = backend.why(segment)
     if as_json:
         echo_json(found)
     else:
-        show_facts(_facts(found["segment"], found["why"]))
+        for sentence in sentences(found["segment"], found["why"]):
+            click.echo(sentence)
 
 
-def _facts(segment: Json, known: Json) -> list[tuple[str, object]]:
-    facts: list[tuple[str, object]] = [
-        ("segment", segment["id"]),
-        ("tokens", f"[{segment['p0']:,}, {segment['p1']:,})"),
-        ("pinned", "yes: it stays on disk" if segment["pinned"] else "no"),
-        ("policy", known["policy"]),
-    ]
-    for tier, place in (("hot", "RAM"), ("warm", "disk")):
-        if known[tier] is None:
-            facts.append((tier, f"not in {place}"))
-            continue
-        for name, value in known[tier].items():
-            said = _said(name, value, known[f"n_{tier}"])
-            facts.append((f"{tier}: {_WORDS.get(name, name)}", said))
-    return facts
+def sentences(segment: Json, known: Json) -> Iterator[str]:
+    """What is said of a segment, and of each tier that it is in."""
+    tiers = [tier for tier in _PLACES if known[tier] is not None]
+    where = " and on ".join(_PLACES[tier] for tier in tiers)
+    held = f"is {'in' if 'hot' in tiers else 'on'} {where}" if tiers else "has no rows anywhere"
+    pinned = ", and pinned: it stays on disk whatever comes" if segment["pinned"] else ""
+    yield f"Segment {segment['id']}, tokens [{segment['p0']:,}, {segment['p1']:,}), {held}{pinned}."
+    for tier in tiers:
+        order = _order(known[tier]["place"], known[f"n_{tier}"])
+        reasons = ", and ".join(_reasons(known[tier]))
+        yield f"From {_PLACES[tier]} {order}: {reasons} ({known['policy']})."
 
 
-def _said(name: str, value: object, n: int) -> object:
-    from towerd.cli.output import moment
+def _order(place: int | None, n: int) -> str:
+    """Where it stands in the order of eviction. place: how many leave before it."""
+    if place is None:
+        return "it leaves after its continuations"
+    if place == 0:
+        return f"it is the first of {n:,} to leave"
+    return f"{place:,} of {n:,} leave before it"
 
-    if name == "place":
-        return f"after {value} others of {n}" if value is not None else "after its continuations"
-    if name == "used" and isinstance(value, float):
-        return moment(value)
-    return f"{value:.6g}" if isinstance(value, float) else value
+
+def _reasons(known: Json) -> Iterator[str]:
+    """What the policy knows of it, as ends of a sentence."""
+    from towerd.cli.output import ago, duration
+
+    yield f"it was last used {ago(known['used'])}"
+    if known.get("expected"):
+        yield "a running workflow is about to want it"
+    if known.get("retired"):
+        yield "no workflow has a step left that wants it"
+    if known.get("ended"):
+        yield "its workflow has ended"
+    elif known.get("returns_per_s"):
+        expected = f"it is expected back once in {duration(1 / known['returns_per_s'])}"
+        trusts = "" if known["trusts"] else ", though the order goes by the last use for now"
+        yield f"{expected}{trusts}"

@@ -8,13 +8,15 @@ import click
 
 from towerd.cli.client.api_client import PAGE_MAX, ApiClient, Json
 from towerd.cli.client.target import Target, connect, json_option, target_options
-from towerd.errors import TowerdError
+from towerd.settings.setting import LOCAL_TENANT
 
 SCOPE_HELP = "Only this tenant's."
+TITLE_CHARS = 44
+"""Of a title in the list, whose lines fit 100 columns."""
 TEXT_HEAD = 300
 TEXT_END = 700
 DRAWING_CHARS = 64
-_COLUMNS = ("SESSION", "TENANT", ">TURNS", ">TOKENS", ">FROZEN", ">LAST USED", "TITLE OR END")
+_COLUMNS = ("SESSION", "TENANT", ">TURNS", ">TOKENS", ">FROZEN", ">LAST USED", "TITLE")
 
 
 @click.group()
@@ -31,7 +33,7 @@ def sessions() -> None:
 @target_options
 def ls(limit: int, scope: str | None, as_json: bool, target: Target) -> None:
     """List sessions, most recently used first."""
-    from towerd.cli.output import ago, echo_json, show_table, size
+    from towerd.cli.output import ago, echo_json, preview, short_ids, show_table, size
 
     with connect(target) as backend:
         found = backend.sessions(limit, scope)
@@ -41,33 +43,20 @@ def ls(limit: int, scope: str | None, as_json: bool, target: Target) -> None:
         if not found:
             click.echo("No sessions yet.")
             return
+        short = short_ids([each["id"] for each in found])
         rows = [
             (
-                each["id"],
-                each["scope"],
+                short[each["id"]],
+                "" if each["scope"] == LOCAL_TENANT else each["scope"],
                 each["n_turns"],
                 f"{each['n_tokens']:,}",
                 size(each["cold_bytes"]) if each["cold_bytes"] else "",
                 ago(each["updated"]),
-                each["title"] or _ending(backend, each),
+                preview(each["title"], TITLE_CHARS),
             )
             for each in found
         ]
     show_table(_COLUMNS, rows)
-
-
-def _ending(backend: ApiClient, session: Json) -> str:
-    """The last words of a conversation, if they can be decoded."""
-    from towerd.cli.output import preview
-
-    if not backend.has_model or session["cold_bytes"]:  # a frozen one would be decoded
-        return ""
-    whose, of = session["scope"], session["tokenizer"]
-    try:
-        text = backend.session(session["id"], whose, text=True, tokenizer=of)["text"]
-    except TowerdError:  # a tokenizer whose vocabulary is not kept
-        return ""
-    return preview(text, 60, end=True)
 
 
 @sessions.command()
@@ -231,15 +220,15 @@ def rm(names: tuple[str, ...], scope: str | None, yes: bool, as_json: bool, targ
     """Forget each SESSION. The next gc removes its segments, unless others need them."""
     from towerd.cli.output import echo_json
 
-    unique = tuple(dict.fromkeys(names))
     with connect(target) as backend:
-        found = [backend.session(name, scope)["session"] for name in unique]
+        asked = (backend.session(name, scope)["session"] for name in names)
+        found = list({(each["scope"], each["id"]): each for each in asked}.values())
         if not yes:
             _confirm(found)
         for session in found:
             backend.delete_session(session["id"], session["scope"], session["tokenizer"])
     if as_json:
-        echo_json({"deleted": list(unique)})
+        echo_json({"deleted": [session["id"] for session in found]})
     else:
         click.echo(f"Forgot {_count(found)}; towerctl gc frees the space.")
 

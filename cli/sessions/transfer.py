@@ -1,4 +1,4 @@
-"""`towerctl export`, `towerctl import`: sessions as `.tower` files."""
+"""`towerctl export`, `import` and `read`: sessions as `.tower` files."""
 
 from __future__ import annotations
 
@@ -121,6 +121,30 @@ def import_(
         echo_json({"imported": imported})
 
 
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@json_option
+def read(file: Path, as_json: bool) -> None:
+    """Print the conversation in FILE, which towerctl export wrote, as text: it takes no daemon, no store
+    and no model."""
+    from towerd import tower_file
+    from towerd.cli.output import clean, echo_json
+
+    try:
+        found = tower_file.read(_read(file))
+        text = found.text()
+    except tower_file.TowerFileError as error:
+        raise TowerdError(f"{file}: {error.message}") from error
+    history = found.history
+    if as_json:
+        turns = len(history.turns)
+        about = {"session": history.id, "title": history.title, "model": found.source.name}
+        times = {"created": history.created, "updated": history.updated, "turns": turns}
+        echo_json({"file": str(file), **about, **times, "text": text})
+    else:
+        click.echo(clean(text, lines=True))
+
+
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -133,6 +157,11 @@ def _said(found: Json) -> str:
     from towerd.cli.output import clean
 
     session, added = found["session"], found["added"]
+    if added and session["tokenizer"]:
+        return (
+            f"Imported {_count(added, 'turn')} of session {session['id']}, which another tokenizer cut: "
+            "it is read as text here."
+        )
     if not added:
         return f"Session {session['id']} is here already; nothing was changed."
     line = f"Imported {_count(added, 'turn')} of session {session['id']}"

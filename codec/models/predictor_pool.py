@@ -13,8 +13,9 @@ from towerd.codec.models.base import CopyablePredictor, TokenPredictor
 class PredictorPool:
     """Gives each user a predictor. If the model cannot be copied, users take turns. Thread-safe."""
 
-    def __init__(self, first: TokenPredictor) -> None:
-        self.first = first
+    def __init__(self, first: TokenPredictor, kept_max: int) -> None:
+        """`kept_max`: copies that are kept for later users; each has lanes of its own."""
+        self.first, self.kept_max = first, kept_max
         self._free: list[TokenPredictor] = [first]
         self._turn = threading.Lock()
 
@@ -30,7 +31,8 @@ class PredictorPool:
                 predictor.reset()
                 yield predictor
             finally:
-                self._free.append(predictor)
+                if predictor is self.first or len(self._free) < self.kept_max:
+                    self._free.append(predictor)
         else:
             with self._turn:
                 self.first.reset()

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from towerd.cli.output import ago, clean, preview, size
+from towerd.cli import output
+from towerd.cli.output import ago, clean, duration, preview, short_ids, show_table, size
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,41 @@ def test_size(n_bytes: int, text: str) -> None:
 )
 def test_ago(seconds: int, text: str) -> None:
     assert ago(time.time() - seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (3600, "1 h"), (200000, "2 d")]
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_a_table_has_a_line_a_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However narrow the terminal is: numbers are whole, texts are cut, empty columns left out."""
+    monkeypatch.setattr(output, "PIPE_WIDTH", 100)
+    rows = [("a" * 30, "", f"{n:,}", "title " * 40) for n in (1, 123456789)]
+    show_table(("NAME", "TENANT", ">TOKENS", "TITLE"), rows)
+    lines = capsys.readouterr().out.rstrip().splitlines()
+    table = [line for line in lines if line.strip() and "─" not in line]
+    assert len(table) == 3
+    assert all(len(line) <= 100 for line in lines)
+    assert table[0].split() == ["NAME", "TOKENS", "TITLE"]
+    assert "123,456,789" in table[2]
+    assert table[2].rstrip().endswith("…")
+
+
+def test_short_ids() -> None:
+    """Eight characters, more where two begin alike; names of clients as they are."""
+    ids = ["0123456789abcdef", "0123456789abxxxx", "0123456789ab0000", "0123456789abcd00", "f" * 16]
+    assert short_ids(ids) == {
+        ids[0]: "0123456789abcde",
+        ids[1]: ids[1],
+        ids[2]: "0123456789ab0",
+        ids[3]: "0123456789abcd0",
+        ids[4]: "f" * 8,
+    }
 
 
 def test_ago_of_the_future_is_now() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from daemon import Daemon
 
 from towerd.cli.client.api_client import ApiClient
 from towerd.cli.client.target import Target, connect
+from towerd.system.paths import runtime_socket
 
 Ctl = Callable[..., Result]
 CtlJson = Callable[..., Any]
@@ -133,7 +135,11 @@ def test_sessions(server: Daemon, chats: list[str], ctl: Ctl, ctl_json: CtlJson)
     assert [each["id"] for each in listed] == chats
     assert len(ctl_json("sessions", "ls", "--limit", 1, *at(server))["sessions"]) == 1
     shown = ctl("sessions", "ls", *at(server)).output
-    assert all(id in shown for id in chats)
+    named, generated = sorted(chats, key=lambda id: "/" not in id)
+    assert named in shown
+    assert generated[:8] in shown
+    assert generated not in shown
+    assert all(len(line) <= 100 for line in shown.splitlines())
     for id in chats:
         found = ctl_json("sessions", "show", id, *at(server))
         assert set(found) == {"session", "turns", "rows", "path", "tiers", "kept", "text"}
@@ -144,6 +150,38 @@ def test_sessions(server: Daemon, chats: list[str], ctl: Ctl, ctl_json: CtlJson)
         whole = ctl_json("sessions", "show", id, "--text", *at(server))["text"]
         assert BASE.strip() in whole
         assert BASE.strip() in ctl("sessions", "show", id, *at(server)).output
+
+
+def test_the_beginning_of_an_id_will_do(
+    server: Daemon, chats: list[str], ctl: Ctl, ctl_json: CtlJson
+) -> None:
+    """Wherever an id does, with a daemon and without; not that of a name, nor of several sessions."""
+    (id,) = [each for each in chats if "/" not in each]
+    file = server.root / "x.tower"
+    for where in (at(server), ("--store-dir", server.store_dir)):
+        assert ctl_json("sessions", "show", id[:8], *where)["session"]["id"] == id
+        ctl("export", id[:4], "-o", file, "--force", *where)
+        assert ctl_json("freeze", id[:6], *where)["frozen"][0]["session"]["id"] == id
+        assert ctl_json("recode", id[:6], *where)["recoded"][0]["changed"]
+        assert ctl_json("thaw", id[:6], *where)["thawed"][0]["changed"]
+        assert ctl_json("pin", "--session", id[:6], *where)["pinned"]["pinned"]
+        for none in (id[:3], "a name", "0" * 15 if id[0] != "0" else "1" * 15):
+            assert "there is no session" in ctl("sessions", "show", none, *where, code=1).output
+        if server.is_running:
+            server.stop()
+    with server.stored() as store:
+        twins = [id[:8] + last * 8 for last in "01"]
+        for twin in twins:
+            with store.locked(), store.state.catalog.transaction():
+                store.state.catalog.run(
+                    "INSERT INTO sessions(tokenizer, scope, id, named, created, updated)"
+                    " VALUES (?, 'local', ?, 0, 0, 0)",
+                    (store.state.identity.tokenizer, twin),
+                )
+    alone = ("--store-dir", server.store_dir)
+    said = ctl("sessions", "rm", id[:8], "--yes", *alone, code=1).output
+    assert f"Several sessions begin with {id[:8]}" in said
+    assert ctl_json("sessions", "rm", id[:8] + "1", "-y", *alone) == {"deleted": [twins[1]]}
 
 
 def test_sessions_rm_asks(server: Daemon, chats: list[str], ctl: Ctl, ctl_json: CtlJson) -> None:
@@ -294,6 +332,35 @@ def test_the_choice_is_automatic(
     assert ctl_json("verify")["ok"]
 
 
+def test_daemons_live_side_by_side(
+    ctl: Ctl, ctl_json: CtlJson, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two stores, two daemons that name no socket: --store-dir finds each, and its store once it has
+    ended. A socket that is set belongs to the store that is set."""
+    with tempfile.TemporaryDirectory(prefix="towerd-") as folder, ExitStack() as stack:
+        run = {"XDG_RUNTIME_DIR": folder, "XDG_DATA_HOME": folder}
+        for name, value in run.items():
+            monkeypatch.setenv(name, value)
+        daemons = [Daemon(tmp_path / name, env=run) for name in "ab"]
+        for number, each in enumerate(daemons):
+            each.names_socket = False
+            stack.enter_context(each)
+            named = {"X-Towerd-Session": f"chat-{number}"}
+            each.post("/completion", {"prompt": "Once", "n_predict": 2}, headers=named)
+        stores = [("--store-dir", each.store_dir) for each in daemons]
+        monkeypatch.setenv("TOWERD_STORE_DIR", str(daemons[0].store_dir))
+        for at, number in ((stores[0], 0), (stores[1], 1), ((), 0)):
+            (found,) = ctl_json("sessions", "ls", *at)["sessions"]
+            assert found["id"] == f"chat-{number}"
+            assert ctl_json("stats", *at)["engine_name"] == "embedded"
+        monkeypatch.setenv("TOWERD_SOCKET", str(runtime_socket(daemons[0].store_dir)))
+        (found,) = ctl_json("sessions", "ls", *stores[1])["sessions"]
+        assert found["id"] == "chat-1"
+        assert daemons[1].stop() == 0
+        assert ctl_json("stats", *stores[1])["engine_name"] is None
+        assert daemons[0].is_running
+
+
 def test_a_store_in_use_is_refused(server: Daemon, ctl: Ctl) -> None:
     said = ctl("stats", "--store-dir", server.store_dir, code=1).output
     assert f"is in use by process {server.pid}" in said
@@ -308,7 +375,7 @@ def test_text_needs_the_daemon(server: Daemon, chats: list[str], ctl: Ctl) -> No
     assert (
         "Its text shows when the daemon runs." in ctl("sessions", "show", chats[0], *store).output
     )
-    assert chats[0] in ctl("sessions", "ls", *store).output
+    assert chats[0][:8] in ctl("sessions", "ls", *store).output
     assert "#1" in ctl("trie", *store).output
     assert "start it with towerd serve" in ctl("why", 1, *store, code=1).output
     assert "not running" in ctl("stats", *store).output

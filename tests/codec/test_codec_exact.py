@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import struct
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from towerd.codec.models import exact, mini
 from towerd.codec.models.base import COUNT_ONE, Counts
 from towerd.codec.models.exact import ExactPredictor
 from towerd.codec.models.gguf_header import read_header
+from towerd.codec.models.predictor_pool import PredictorPool
 from towerd.codec.models.weights import load_weights
 from towerd.codec.network import Network
 from towerd.codec.prior import file
@@ -384,6 +388,18 @@ def test_flipped_bytes(path: Path, tmp_path: Path, data: st.DataObject) -> None:
         ExactPredictor(tmp_path / "bad.gguf").feed([(0, 1), (0, 2)])
     except CodecError:
         return
+
+
+def test_few_of_many_copies_are_kept(path: Path) -> None:
+    """However many users there were at a time, and each has one of its own."""
+    pool = PredictorPool(ExactPredictor(path), 2)
+    with ExitStack() as stack:
+        borrowed = [stack.enter_context(pool.borrow()) for _ in range(5)]
+        alive = [weakref.ref(each) for each in borrowed]
+        assert len({id(each) for each in borrowed}) == 5
+        del borrowed
+    gc.collect()
+    assert len([each for each in alive if each() is not None]) == 1 + 2
 
 
 def test_sessions_do_not_wait_for_each_other(

@@ -106,13 +106,32 @@ def test_says_which_model_is_missing(small: GgufVocabulary, tmp_path: Path, stud
     name = container.read(blob).model.hex()
     with pytest.raises(UnknownModel, match=f"needs the model or table {name}"):
         Codec(small).decode(blob)
-    copy = tmp_path / "tables" / f"mini-{name}.gguf"
+    copy = tmp_path / "tables" / f"student-{name}.gguf"
     data = bytearray(copy.read_bytes())
     data[-4000] ^= 1
     copy.write_bytes(data)
     with pytest.raises(UnknownModel, match=f"{copy}.* is damaged"):
         Codec(small, tables=tmp_path / "tables").decode(blob)
     assert not Codec(small, tables=tmp_path / "tables").can_decode(blob)
+
+
+@pytest.mark.parametrize("with_the_tables_tokens", [False, True])
+def test_its_blobs_stay_while_it_is_kept(
+    small: GgufVocabulary, tmp_path: Path, student: Path, with_the_tables_tokens: bool
+) -> None:
+    """A student that is no longer set is read from its copy; without that, its blobs are due."""
+    if with_the_tables_tokens:
+        student.write_bytes(mini.PATH.read_bytes() + b"\0")
+    tables = tmp_path / "tables"
+    codec = Codec(small, tables=tables, student=student)
+    blob = codec.encode(ids_of(small), form="student")
+    assert codec.is_current(blob)
+    assert not Codec(small, tables=tables).is_current(blob)
+    codec.keep(blob)
+    assert Codec(small, tables=tables).is_current(blob)
+    (copy,) = tables.glob("student-*.gguf")
+    copy.unlink()
+    assert not Codec(small, tables=tables).is_current(blob)
 
 
 def test_a_replaced_file_is_not_kept(small: GgufVocabulary, tmp_path: Path, student: Path) -> None:
@@ -134,7 +153,7 @@ def test_one_of_the_tables_tokens_is_mixed_with_the_table(
     assert len(blob) == len(bundled)
     assert blob != bundled
     codec.keep(blob)
-    assert sorted(path.name[:4] for path in (tmp_path / "tables").iterdir()) == ["mini", "mix-"]
+    assert sorted(path.name[:4] for path in (tmp_path / "tables").iterdir()) == ["mix-", "stud"]
     assert Codec(small, tables=tmp_path / "tables").decode(blob).tolist() == ids
 
 

@@ -209,6 +209,6 @@ def test_a_tower_file_needs_no_table(store: Store, release: Release, make_codec:
     coding.close()
     release(2)
     coding = Coding(lambda: VocabularySource(bundled_model(), "hash"))
-    history = tower_file.read(data, coding.model())
+    history = tower_file.read(data).history
     assert history.ids(history.leaf).tolist() == ids
     coding.close()

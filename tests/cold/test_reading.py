@@ -14,6 +14,7 @@ from reworded import Reworded
 from store_tools import FINGERPRINT, turn_of
 
 from towerd.codec import Codec, container
+from towerd.codec.codec import WrittenText
 from towerd.cold import Coding, VocabularySource, freeze, thaw
 from towerd.cold.reading import TextReader, text_of
 from towerd.errors import SessionFrozen, StoreError, ThawError
@@ -82,7 +83,7 @@ def test_cut_otherwise_than_it_was(root: Path, codec: Codec, form: str) -> None:
         assert frozen is not None
         assert text_of(changed, frozen) == words.text(np.array(said(codec, form)))
         is_cut = form in ("text", "mix", "network")
-        assert isinstance(changed.read(frozen.blob, frozen.base), bytes) == is_cut
+        assert isinstance(changed.read(frozen.blob, frozen.base), WrittenText) == is_cut
 
 
 def test_branches_and_media(tmp_path: Path, codec: Codec) -> None:

@@ -93,12 +93,14 @@ def earlier(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> by
     return name
 
 
-async def test_renewed_in_idle_time(store: Store, earlier: bytes) -> None:
-    """By itself, what needs a table that is no longer written with, and nothing else."""
+@pytest.mark.parametrize("freeze_after_s", [0, -1])
+async def test_renewed_in_idle_time(store: Store, earlier: bytes, freeze_after_s: int) -> None:
+    """By itself, what needs a table that is no longer written with, and nothing else; also where
+    nothing is frozen by itself."""
     cold = ColdTier(
         store,
         Coding(lambda: VocabularySource(bundled_model(), "hash"), store.tables),
-        freeze_after_s=0,
+        freeze_after_s=freeze_after_s,
     )
     assert coded(store, 0).model == coded(store, 1).model == earlier
     cold.start()

@@ -7,20 +7,26 @@ the probe that is remembered is that tokenizer's.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cold_population import N_BASES, name_of, record, said
 from oracle import OpenService, ask
 from reworded import Reworded
-from store_tools import turn_of
+from store_tools import FINGERPRINT, turn_of
 from waiting import until_async
 
 from towerd.cli.doctor import store as doctor
 from towerd.codec import Codec, mix
+from towerd.codec.codec import WrittenText
 from towerd.codec.errors import Damaged
+from towerd.codec.prior import file
 from towerd.codec.probe import TEXTS, probe
 from towerd.codec.vocabulary import GgufVocabulary
-from towerd.cold import freeze
+from towerd.cold import Coding, ColdTier, VocabularySource, freeze, write_copy
+from towerd.cold.freezing import decode
+from towerd.cold.renewal import check_minis
 from towerd.errors import ThawError
 from towerd.models.bundled import bundled_model
 from towerd.settings.config import Config
@@ -80,6 +86,39 @@ async def test_another_llama_cpp(
     assert "1 coded conversations are readable as text alone" in doctor.catalog(config).found
 
 
+async def test_the_codecs_own_vocabulary(
+    tmp_path: Path, codec: Codec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was coded after a base took its cut, too: it is said, and copies are coded again."""
+    with Store.open(tmp_path / "store", FINGERPRINT) as store:
+        for number in (0, N_BASES):
+            record(store, number)
+        with monkeypatch.context() as patch:
+            other = replace(file.bundled(), vocabulary=Reworded(file.bundled().vocabulary))
+            patch.setattr(file, "bundled", lambda: other)
+            before = Codec(codec.vocabulary, tables=store.tables)
+            write_copy(store, before, name_of(N_BASES), form="mix")
+            check_minis(store, before)
+        digest = store.state.identity.tokenizer_digest
+        note_renewed(store, digest, 0)
+        caplog.clear()
+        source = VocabularySource(bundled_model(), "hash")
+        cold = ColdTier(store, Coding(lambda: source, store.tables), freeze_after_s=-1)
+        cold.start()
+        await until_async(lambda: cold.n_recoded == 1)
+        await until_async(lambda: not is_renewing(store, digest))
+        assert "cuts the codec's vocabulary otherwise" in caplog.text
+        freeze(store, codec, name_of(N_BASES))
+        frozen = store.cold.read(name_of(N_BASES))
+        assert frozen is not None
+        assert len(frozen.base) == 40
+        history = frozen.history(decode(codec, frozen))
+        assert history.ids(history.leaf).tolist() == said(N_BASES)[-1]
+        check_minis(store, codec)
+        assert not is_renewing(store, digest)
+        await cold.close()
+
+
 def test_what_is_remembered(tmp_path: Path, codec: Codec) -> None:
     """The first probe is no change; a change stays until all is renewed. The texts differ under a
     tokenizer that differs a little."""
@@ -116,12 +155,15 @@ def test_a_base_that_is_cut_otherwise(codec: Codec, monkeypatch: pytest.MonkeyPa
     changed = Codec(Reworded(codec.vocabulary))
     for form in ("mix", "network"):
         after, alone = codec.encode(own, base, form=form), codec.encode(own, form=form)
-        assert isinstance(changed.read(after, base), bytes)
+        assert isinstance(changed.read(after, base), WrittenText)
         with monkeypatch.context() as patch:
             patch.setattr(mix, "WRITTEN", dict.fromkeys(mix.WRITTEN, "something else"))
             with pytest.raises(Damaged, match="other ids"):
                 changed.read(after, base)
-            assert changed.read(alone) == b"".join(codec.vocabulary.pieces[i] for i in own)
+            found = changed.read(alone)
+            assert isinstance(found, WrittenText)
+            said = b"".join(codec.vocabulary.pieces[i] for i in own)
+            assert found.spell(codec.vocabulary) == said
     table = changed.text_coder().mini
     assert table.cuts_as_written()
     assert isinstance(table.prior.vocabulary, GgufVocabulary)

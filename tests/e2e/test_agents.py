@@ -125,7 +125,9 @@ def test_why(make_daemon: MakeDaemon) -> None:
             shown = CliRunner().invoke(towerctl, ["why", str(leaf["id"]), *target])
             assert shown.exit_code == 0, shown.output
             assert policy in shown.output
-            assert "hot: goes" in shown.output
+            assert f"Segment {leaf['id']}, tokens [" in shown.output
+            assert "From RAM it is the first of" in shown.output
+            assert "it was last used" in shown.output
             as_json = CliRunner().invoke(towerctl, ["why", str(leaf["id"]), "--json", *target])
             assert json.loads(as_json.output)["why"]["policy"] == policy
             missing = CliRunner().invoke(towerctl, ["why", "99999", *target])

@@ -74,7 +74,7 @@ def test_a_conversation_moves(make_daemon: MakeDaemon, tmp_path: Path) -> None:
         assert two.get("/towerd/v1/sessions")["sessions"][0]["id"] == session
         ids = one.session_ids(session)
         raw = 4 * sum(turn["n_prompt"] + turn["n_reply"] for turn in shown["turns"])
-        assert path.stat().st_size < raw / 2
+        assert path.stat().st_size < raw
         next_here, same, reuse_here = say(one, [*ids, 13], 16)
         next_there, moved, reuse_there = say(two, [*ids, 13], 16)
         assert (same, moved) == (session, session)
@@ -87,31 +87,41 @@ def test_a_conversation_moves(make_daemon: MakeDaemon, tmp_path: Path) -> None:
         pass
 
 
-def test_another_vocabulary_is_refused(make_daemon: MakeDaemon, tmp_path: Path) -> None:
-    """With a daemon and without; and other weights with the same vocabulary take it."""
-    path = tmp_path / "chat.tower"
+def test_another_vocabulary(make_daemon: MakeDaemon, tmp_path: Path) -> None:
+    """The chat is listed and read as text, with a daemon and without, and goes on to one that has its
+    vocabulary, whatever the weights; the file alone is read as text, too."""
+    path, back = tmp_path / "chat.tower", tmp_path / "back.tower"
     with make_daemon(name="a") as one:
-        session = say(one, [1, 40, 41, 42])[1]
+        prompt = one.post("/tokenize", {"content": START, "add_special": True})["tokens"]
+        session = say(one, prompt)[1]
         ctl("export", session, "-o", path, "--socket", one.socket)
-        ids = one.get(f"/towerd/v1/sessions/{session}?ids=1")["ids"]
+        shown = one.get(f"/towerd/v1/sessions/{session}?ids=1&text=1")
+    assert ctl("read", path) == shown["text"] + "\n"
     model = tmp_path / "other.gguf"
     make_random_gguf(model, PRESETS["tiny"])
     with make_daemon("-m", str(model), "-c", "512", name="vocabulary") as other:
-        for _ in range(2):
-            said = ctl("import", path, "--socket", other.socket, code=1)
-            assert "vocabulary" in said
-            assert "stories260K.gguf" in said
-        assert other.get("/towerd/v1/sessions")["sessions"] == []
+        own = f"{other.url}/towerd/v1/sessions/{session}"
+        said = ctl("import", path, "--socket", other.socket)
+        assert "which another tokenizer cut" in said
+        assert "is here already" in ctl("import", path, "--socket", other.socket)
+        (listed,) = other.get("/towerd/v1/sessions")["sessions"]
+        assert (listed["id"], listed["tokenizer"] != "") == (session, True)
+        assert other.get(f"/towerd/v1/sessions/{session}?text=1")["text"] == shown["text"]
         assert other.get("/towerd/v1/segments")["segments"] == []
+        for verb in ("freeze", "thaw", "recode"):
+            reply = requests.post(f"{own}/{verb}", json={}, timeout=30)
+            assert reply.status_code == 400, reply.text
+            assert "where its model is served" in reply.json()["error"]["message"]
+        ctl("export", session, "-o", back, "--socket", other.socket)
         assert other.stop() == 0
-    args = ("import", path, "--store-dir", other.store_dir)
-    assert "vocabulary" in ctl(*args, "--model", model, code=1)
-    assert "name that model's file with --model" in ctl(*args, code=1)
+    alone = ("--store-dir", other.store_dir)
+    ctl("export", session, "-o", back, "--force", *alone)
+    assert shown["text"] in ctl("sessions", "show", session, "--text", *alone)
     model = tmp_path / "weights.gguf"
     make_random_gguf(model, PRESETS["tiny"], vocab=bundled_model())
     with make_daemon("-m", str(model), "-c", "512", name="weights") as other:
-        ctl("import", path, "--socket", other.socket)
-        assert other.get(f"/towerd/v1/sessions/{session}?ids=1")["ids"] == ids
+        ctl("import", back, "--socket", other.socket)
+        assert other.get(f"/towerd/v1/sessions/{session}?ids=1")["ids"] == shown["ids"]
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut"])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -203,6 +204,18 @@ def test_other_tokenizers_share_the_budget_and_nothing_else(shared: Shared) -> N
         assert two.state.foreign_bytes == one.warm_bytes
     with pytest.raises(NotFound):
         two.node(path[-1].id)
+
+
+def test_a_conversation_entered_under_another_tokenizer_is_known_to_its_model(
+    shared: Shared,
+) -> None:
+    one, two = shared.open(FINGERPRINT), shared.open(OTHER_TOKENIZER)
+    told = two.commit_turn(turn_of(IDS.tolist(), [1, 2, 3], n_cached=42))
+    history, digest = one.foreign.history(told.session_id)
+    assert one.foreign.add_history(replace(history, id="imported"), "b", digest) == 1
+    assert two.session_ids("imported", "b").tolist() == [*IDS, 1, 2, 3]
+    two.check_integrity(keys=True)
+    assert one.nodes() == []
 
 
 def test_one_model_is_not_opened_twice(shared: Shared) -> None:

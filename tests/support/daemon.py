@@ -34,6 +34,8 @@ class Daemon:
         self.root = root
         self.store_dir = root / "store"
         self.socket = root / "s.sock"
+        self.names_socket = True
+        """Else it is the default one, which follows from the store."""
         self.flags = flags
         self.url = ""
         self.process: subprocess.Popen[bytes] | None = None
@@ -48,7 +50,8 @@ class Daemon:
         assert self.process is None, "it runs already"
         self._starts += 1
         self.url = ""
-        where = ("--port", "0", "--store-dir", str(self.store_dir), "--socket", str(self.socket))
+        where = ["--port", "0", "--store-dir", str(self.store_dir)]
+        where += ["--socket", str(self.socket)] if self.names_socket else []
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [*TOWERD, "serve", *where, *self.flags],

@@ -19,7 +19,24 @@ def test_xdg_variables_move_everything(tmp_path: Path, monkeypatch: pytest.Monke
     assert paths.store_dir() == tmp_path / "data" / "towerd" / "store"
     assert paths.models_dir() == tmp_path / "data" / "towerd" / "models"
     assert paths.config_file() == tmp_path / "config" / "towerd" / "towerd.toml"
-    assert paths.runtime_socket() == tmp_path / "run" / "towerd" / "towerd.sock"
+    folder = tmp_path / "run" / "towerd"
+    assert paths.runtime_socket(paths.store_dir()) == folder / "towerd.sock"
+
+
+def test_each_store_has_a_socket_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However its directory is written."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    here, there = (paths.runtime_socket(tmp_path / name) for name in "ab")
+    usual = paths.runtime_socket(paths.store_dir())
+    assert len({here, there, usual}) == 3
+    assert len({path.parent for path in (here, there, usual)}) == 1
+    monkeypatch.chdir(tmp_path)
+    for same in (tmp_path / "link", Path("a"), tmp_path / "b" / ".." / "a"):
+        assert paths.runtime_socket(same) == here
 
 
 def test_without_a_runtime_directory_the_socket_is_in_the_home(
@@ -28,4 +45,4 @@ def test_without_a_runtime_directory_the_socket_is_in_the_home(
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr("os.access", lambda *_: False)
-    assert paths.runtime_socket() == tmp_path / "towerd" / "towerd.sock"
+    assert paths.runtime_socket(paths.store_dir()) == tmp_path / "towerd" / "towerd.sock"

@@ -11,11 +11,22 @@ from typing import TYPE_CHECKING
 from towerd.engine.base import ModelInfo
 from towerd.errors import ConfigError, NotSupported
 from towerd.slots.fingerprint import REPORTED_HASH_PREFIX, tokenizer_hash
-from towerd.tower_file import SessionModel
 
 if TYPE_CHECKING:
     from towerd.codec import Codec
     from towerd.codec.vocabulary import GgufVocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class SessionModel:
+    """The model whose token ids the sessions consist of."""
+
+    name: str
+    """The file name, for messages."""
+    hash: str
+    """The fingerprint's `model_hash`."""
+    codec: Codec
+    """The codec of the model's vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from towerd.cold.coding import Coding
 from towerd.cold.freezing import FreezeResult, cold_history, freeze, recode, thaw, write_copy
 from towerd.cold.idle_freezer import IdleFreezer
 from towerd.cold.reading import TextReader
-from towerd.cold.renewal import Renewal
+from towerd.cold.renewal import Renewal, check_minis
 from towerd.cold.thaw_ahead import ThawAhead
 from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Reuse
 from towerd.errors import (
@@ -337,6 +337,7 @@ class ColdTier:
     def _use_codec(self) -> None:
         codec = self.coding.codec
         codec.decode(codec.encode([0]))
+        check_minis(self.store, codec)
 
     def _session_ids(self, id: str, scope: str | None) -> Ids:
         try:

@@ -2,7 +2,8 @@
 
 A session that was unused for some time gets a copy in coded form, verified, beside its rows. Its rows
 leave when their space is needed, never before; once they have left, the session is frozen from its
-copy, so that no token ids are kept as they are. When no session is due, blobs are renewed (`renewal`).
+copy, so that no token ids are kept as they are. When no session is due, blobs are renewed (`renewal`), also
+where sessions are not frozen by themselves.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class IdleFreezer:
         clock: Callable[[], float],
         renewal: Renewal,
     ) -> None:
-        """after_s: how long a session must be unused; -1: none is coded."""
+        """after_s: how long a session must be unused; -1: none is coded, but blobs are renewed."""
         self._tier = tier
         self._after_s = after_s
         self._has_rows = has_rows
@@ -74,11 +75,13 @@ class IdleFreezer:
         """Code sessions while nothing else runs, until cancelled."""
         if not self._tier.store.cold.is_empty:
             await self._tier.warm_up()
-        rest_s = min(POLL_S_MAX, max(POLL_S_MIN, self._after_s / 4))
-        while self._after_s >= 0:
+        codes = self._after_s >= 0
+        rest_s = min(POLL_S_MAX, max(POLL_S_MIN, self._after_s / 4)) if codes else POLL_S_MAX
+        while True:
             has_more, began = False, time.monotonic()
             try:
-                has_more = self._is_idle() and (await self._step() or await self._renew())
+                if self._is_idle():
+                    has_more = (codes and await self._step()) or await self._renew()
             except Exception as error:  # the next poll tries again
                 log.warning("no session was coded", extra={"error": str(error)})
             # at most half of a core's time
@@ -86,7 +89,8 @@ class IdleFreezer:
             await asyncio.sleep(pause_s if has_more else rest_s)
 
     def _is_idle(self) -> bool:
-        return self._tier.idle_s() >= min(QUIET_S, max(POLL_S_MIN, self._after_s))
+        after_s = self._after_s if self._after_s >= 0 else QUIET_S
+        return self._tier.idle_s() >= min(QUIET_S, max(POLL_S_MIN, after_s))
 
     async def _step(self) -> bool:
         """Code the next session that is due; False if all were looked at."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from towerd.codec import container
 from towerd.codec.errors import CodecError
 from towerd.cold.coding import Coding
 from towerd.errors import SessionFrozen, ThawError
@@ -45,10 +44,10 @@ class TextReader:
             ids, digest = foreign.session_ids(id, scope, tokenizer)
         except SessionFrozen:
             frozen, digest = foreign.frozen(id, scope, tokenizer)
-            return text_of(self._codec(digest), frozen)
+            return text_of(self.codec(digest), frozen)
         return self._store.vocabularies.read(digest).text(ids)
 
-    def _codec(self, digest: bytes) -> Codec:
+    def codec(self, digest: bytes) -> Codec:
         """The codec of a kept vocabulary, which cannot tokenize; the last one stays in memory."""
         from towerd.codec import Codec  # imported late: it loads llama.cpp
 
@@ -63,13 +62,15 @@ def text_of(codec: Codec, frozen: FrozenSession) -> str:
     """The text of a frozen session's current branch. If its ids cannot be had, of all its branches,
     each after what it shares with those before, with MEDIUM at the end if there are media. Raises
     ThawError."""
+    from towerd.codec.codec import WrittenText  # imported late: it loads llama.cpp
+
     vocabulary = KeptVocabulary(codec.vocabulary.pieces, codec.vocabulary.names)
     try:
         found = codec.read(frozen.blob, base=frozen.base)
     except CodecError as error:
         raise ThawError(f"Session {frozen.info.id!r} cannot be read: {error}") from error
-    if not isinstance(found, bytes):
+    if not isinstance(found, WrittenText):
         history = frozen.history(np.concatenate([frozen.base, found]))
         return vocabulary.text(history.ids(history.leaf))
-    text = (vocabulary.spell(frozen.base) + found).decode("utf-8", "replace")
-    return text + MEDIUM * bool(container.read(frozen.blob).media)
+    said = vocabulary.spell(frozen.base) + found.spell(vocabulary)
+    return said.decode("utf-8", "replace") + MEDIUM * bool(found.media)

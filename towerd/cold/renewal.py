@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+import logging
+from typing import TYPE_CHECKING, Protocol
 
 from towerd.errors import NotFound, ThawError
 from towerd.store import Store
-from towerd.store.probes import is_renewing, note_renewed
+from towerd.store.probes import is_renewing, note_probe, note_renewed
 from towerd.store.sessions.coded import CodedSession
+
+if TYPE_CHECKING:
+    from towerd.codec import Codec
+
+log = logging.getLogger(__name__)
 
 PAGE = 64
 """Sessions that are looked at under one lock."""
+
+
+def check_minis(store: Store, codec: Codec) -> None:
+    """Say so if llama.cpp cuts the vocabularies that texts are coded in otherwise than at the last
+    start: a blob that follows a base was coded after the base's symbols. Then every session is due."""
+    digest = store.state.identity.tokenizer_digest
+    for mini in codec.minis():
+        if note_probe(store, digest, mini.probe(), mini.hash(), mini.written()):
+            log.warning(
+                "this llama.cpp cuts the codec's vocabulary otherwise than the one of the last start: "
+                "copies of conversations are coded again, and frozen ones that begin like others "
+                "wait for a client that continues them"
+            )
 
 
 class Recoder(Protocol):
@@ -31,13 +50,15 @@ class Renewal:
         """If text may be cut otherwise since the last start, every session is due."""
         self._tier = tier
         self._digest = tier.store.state.identity.tokenizer_digest
-        self._everything = is_renewing(tier.store, self._digest)
+        self._everything: bool | None = None
         self._page: list[CodedSession] = []
         self._after = self._n_text = self._n_failed = 0
         self._is_done = False
 
     async def next(self) -> CodedSession | None:
         """The next session that is due; None if all were looked at. Raises NotSupported."""
+        if self._everything is None:
+            self._everything = await asyncio.to_thread(is_renewing, self._tier.store, self._digest)
         while not self._is_done:
             if not self._page:
                 pages = self._tier.store.cold.coded

@@ -69,7 +69,7 @@ class Config:
         "TCP port to listen on; 0 takes a free one.", low=0, high=65535)
     socket: Path | None = _set(None, "path", "--socket",
         "Unix socket to listen on as well; towerctl uses it.",
-        auto="towerd/towerd.sock in the user's runtime directory")
+        auto="towerd/towerd.sock in the user's runtime directory; with another store, towerd-HASH.sock there")
     model: Path | None = _set(None, "path", "--model -m",
         "GGUF to serve: a path, or a name that towerd models shows, which may be shortened.",
         auto="smollm2, else stories")
@@ -289,7 +289,7 @@ class Config:
         if self.store_dir is None:
             auto["store_dir"] = paths.store_dir()
         if self.socket is None:
-            auto["socket"] = paths.runtime_socket()
+            auto["socket"] = paths.runtime_socket(auto.get("store_dir", self.store_dir))
         if self.engine is None:
             auto["engine"] = "embedded" if self.upstream is None else "llama-server"
         if self.upstream is not None:

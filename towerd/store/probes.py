@@ -20,11 +20,14 @@ class Meta(Protocol):
     def set_meta(self, key: str, value: str) -> None: ...
 
 
-def note_probe(meta: Meta, digest: bytes, now: str) -> bool:
+def note_probe(
+    meta: Meta, digest: bytes, now: str, mini: str = "", written: str | None = None
+) -> bool:
     """Remember what a tokenizer gives now; whether it gave something else at the last start. Raises
-    DiskFull."""
-    key = _PROBE + digest.hex()
-    before = meta.get_meta(key)
+    DiskFull. `mini`: the hash of the vocabulary that conversations of this tokenizer are coded in, if
+    the probe is of that; `written`: what it gave before any start that is remembered."""
+    key = _PROBE + digest.hex() + (f":{mini}" if mini else "")
+    before = meta.get_meta(key) or written
     if before == now:
         return False
     if before is not None:

@@ -324,6 +324,14 @@ class Store:
         with self._open_lock():
             return self._sessions.listing(scope, limit)
 
+    def sessions_beginning(
+        self, prefix: str, scope: str | None = None, limit: int = SESSIONS_MAX
+    ) -> list[SessionInfo]:
+        """Sessions whose id was generated and begins with `prefix`, also those of other tokenizers."""
+        with self._open_lock():
+            own = self._sessions.beginning(prefix, scope, limit)
+        return [*own, *self.foreign.beginning(prefix, scope, limit)][:limit]
+
     def session(self, id: str, scope: str | None = None) -> SessionInfo:
         """One session. Raises NotFound; StoreError if scope is None and the id is ambiguous."""
         with self._open_lock():

@@ -2,24 +2,31 @@
 whichever model is served.
 
     tokenizers/DIGEST.vocab:  magic 4 | version 1 | BLAKE2b-128 of the rest | zstd of msgpack
+    tokenizers/DIGEST.words:  the same, of a tokenizer that was never served here: what the tokens of
+                              imported conversations stand for
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar, overload
 
 import msgspec
 import zstandard
 
+from towerd.codec.base import vocabulary_hash
 from towerd.codec.errors import UnknownModel
-from towerd.errors import StoreError
+from towerd.errors import InvalidRequest, StoreError
+from towerd.slots.fingerprint import tokenizer_hash
+from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.segments import durable
 from towerd.tokens import Ids
 
@@ -29,7 +36,9 @@ BYTES_MAX = 1 << 28
 """Maximum of a vocabulary's bytes; that of 262,144 tokens takes four million."""
 MEDIUM = "<__media__>"
 """Stands in a text for a picture or a sound."""
+_DIGEST = re.compile("[0-9a-f]{64}")
 _HEAD = struct.Struct("<4sB16s")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,75 @@ class KeptVocabulary:
         return b"".join(parts)
 
 
+class SomePieces(Sequence[bytes]):
+    """Pieces of a vocabulary of which only some are known; the others are empty."""
+
+    def __init__(self, n_tokens: int, known: Mapping[int, bytes]) -> None:
+        self.n_tokens, self.known = n_tokens, known
+
+    def __len__(self) -> int:
+        return self.n_tokens
+
+    @overload
+    def __getitem__(self, id: int) -> bytes: ...
+    @overload
+    def __getitem__(self, id: slice) -> Sequence[bytes]: ...
+    def __getitem__(self, id: int | slice) -> bytes | Sequence[bytes]:
+        if isinstance(id, slice):
+            return [self[each] for each in range(*id.indices(self.n_tokens))]
+        if not 0 <= id < self.n_tokens:
+            raise IndexError(id)
+        return self.known.get(id, b"")
+
+
+def some_words(n_tokens: int, known: Mapping[int, tuple[bytes, bytes]]) -> KeptVocabulary:
+    """A vocabulary of which the piece and the name of some ids are known."""
+    pieces, names = ({id: both[k] for id, both in known.items() if both[k]} for k in (0, 1))
+    return KeptVocabulary(SomePieces(n_tokens, pieces), SomePieces(n_tokens, names))
+
+
+@dataclass(frozen=True, slots=True)
+class KnownWords:
+    """A vocabulary, or what is known of it from conversations that were imported (`some_words`)."""
+
+    vocabulary: KeptVocabulary
+    hash: bytes
+    """Of the whole vocabulary, 8 bytes (`codec.base.vocabulary_hash`)."""
+    tokenizer: TokenizerIdentity
+    """Without rules where these are not kept."""
+    model: str = ""
+    """The name of a model that has it, if it was never served here."""
+
+    def some(self) -> dict[int, tuple[bytes, bytes]]:
+        """The piece and the name of each id that is known, if not all are."""
+        pieces, names = self.vocabulary.pieces, self.vocabulary.names
+        if not isinstance(pieces, SomePieces) or not isinstance(names, SomePieces):
+            return {}
+        return {id: (pieces[id], names[id]) for id in {*pieces.known, *names.known}}
+
+    def check(self, other: KnownWords) -> None:
+        """InvalidRequest if the other, of which some is known, contradicts this one."""
+        mine, theirs = self.vocabulary, other.vocabulary
+        if self.hash == other.hash and len(mine.pieces) == len(theirs.pieces):
+            pairs = (((mine.pieces[id], mine.names[id]), both) for id, both in other.some().items())
+            if not any(known != both and any(known) for known, both in pairs):
+                return
+        raise InvalidRequest(
+            "The words of this conversation are not those that its tokenizer has here."
+        )
+
+
+class _SomeWords(msgspec.Struct, array_like=True):
+    """The content of a .words file."""
+
+    n_tokens: int
+    known: dict[int, tuple[bytes, bytes]]
+    hash: bytes
+    tokenizer: str
+    rules: str | None
+    model: str
+
+
 class Vocabularies:
     """The kept vocabularies of a store, in a folder of their own."""
 
@@ -67,13 +145,63 @@ class Vocabularies:
         self.folder = folder
 
     def has(self, digest: bytes) -> bool:
-        """Whether the vocabulary of a tokenizer identity is kept."""
+        """Whether the whole vocabulary of a tokenizer identity is kept."""
         return self._path(digest).is_file()
+
+    def digests(self) -> list[bytes]:
+        """The tokenizers of which something is kept."""
+        names = {path.stem for path in self.folder.glob("*") if path.suffix in (".vocab", ".words")}
+        return [bytes.fromhex(name) for name in sorted(names) if _DIGEST.fullmatch(name)]
 
     def keep(self, digest: bytes, vocabulary: KeptVocabulary) -> None:
         """Write a vocabulary durably, whole or not at all. Raises DiskFull or StoreError."""
-        body = msgspec.msgpack.encode([list(vocabulary.pieces), list(vocabulary.names)])
-        packed = zstandard.ZstdCompressor().compress(body)
+        self._write(self._path(digest), [list(vocabulary.pieces), list(vocabulary.names)])
+        self._words_path(digest).unlink(missing_ok=True)
+
+    def add_words(self, digest: bytes, words: KnownWords) -> None:
+        """Keep what some tokens of a tokenizer stand for, beside what is known of others. Raises
+        InvalidRequest if the tokenizer has other words here, DiskFull or StoreError."""
+        before = self._some(digest)
+        if before is not None:
+            before.check(words)
+        if self.has(digest):
+            return
+        known = words.some() if before is None else before.some() | words.some()
+        of, n_tokens = words.tokenizer, len(words.vocabulary.pieces)
+        content = _SomeWords(n_tokens, known, words.hash, of.pieces, of.rules, words.model)
+        self._write(self._words_path(digest), content)
+
+    def words(self, digest: bytes) -> KnownWords:
+        """What is kept of a vocabulary. Raises StoreError if nothing is, or it is damaged; it is then
+        set aside, and written anew when its model is served."""
+        found = self._some(digest)
+        if found is None:
+            message = (
+                "The vocabulary of this conversation is not kept here, because its model was last "
+                "served by an earlier towerd: serve its model once."
+            )
+            raise StoreError(message, public=message)
+        return found
+
+    def read(self, digest: bytes) -> KeptVocabulary:
+        """A kept vocabulary. Raises as `words`."""
+        return self.words(digest).vocabulary
+
+    def _some(self, digest: bytes) -> KnownWords | None:
+        whole = self._load(self._path(digest), tuple[list[bytes], list[bytes]])
+        if whole is not None:
+            vocabulary = KeptVocabulary(*whole)
+            both = zip(vocabulary.pieces, vocabulary.names, strict=True)
+            of = TokenizerIdentity(tokenizer_hash(piece or name for piece, name in both))
+            return KnownWords(vocabulary, vocabulary_hash(vocabulary), of)
+        some = self._load(self._words_path(digest), _SomeWords)
+        if some is None:
+            return None
+        of = TokenizerIdentity(some.tokenizer, some.rules)
+        return KnownWords(some_words(some.n_tokens, some.known), some.hash, of, some.model)
+
+    def _write(self, path: Path, content: Any) -> None:
+        packed = zstandard.ZstdCompressor().compress(msgspec.msgpack.encode(content))
         data = _HEAD.pack(MAGIC, VERSION, _checksum(packed)) + packed
         half = self.folder / f"{secrets.token_hex(8)}.tmp"
         with durable.store_errors("a vocabulary cannot be kept"):
@@ -86,31 +214,25 @@ class Vocabularies:
                     file.write(data)
                     file.flush()
                     durable.sync(file.fileno())
-                half.rename(self._path(digest))
+                half.rename(path)
             except BaseException:
                 half.unlink(missing_ok=True)
                 raise
             durable.sync_dir(self.folder)
 
-    def read(self, digest: bytes) -> KeptVocabulary:
-        """A kept vocabulary. Raises StoreError if it is not kept, or is damaged; it is then set
-        aside, and written anew when its model is served."""
-        path = self._path(digest)
+    def _load(self, path: Path, type: type[T]) -> T | None:
+        """The content of a file; None if there is none. Raises StoreError."""
         try:
             data = path.read_bytes()
-        except OSError as error:
-            message = (
-                "The vocabulary of this conversation is not kept here, because its model was last "
-                "served by an earlier towerd: serve its model once."
-            )
-            raise StoreError(message, public=message) from error
+        except OSError:
+            return None
         try:
             magic, version, expected = _HEAD.unpack_from(data)
             packed = data[_HEAD.size :]
             if (magic, version, expected) != (MAGIC, VERSION, _checksum(packed)):
                 raise ValueError("checksum")
             body = zstandard.ZstdDecompressor().decompress(packed, max_output_size=BYTES_MAX)
-            pieces, names = msgspec.msgpack.decode(body, type=tuple[list[bytes], list[bytes]])
+            return msgspec.msgpack.decode(body, type=type)
         except (ValueError, struct.error, zstandard.ZstdError, msgspec.MsgspecError) as error:
             with suppress(OSError):  # another reader has just done it
                 path.replace(path.with_suffix(".damaged"))
@@ -119,10 +241,12 @@ class Vocabularies:
                 "model once, which keeps it anew."
             )
             raise StoreError(message, public=message) from error
-        return KeptVocabulary(pieces, names)
 
     def _path(self, digest: bytes) -> Path:
         return self.folder / f"{digest.hex()}.vocab"
+
+    def _words_path(self, digest: bytes) -> Path:
+        return self.folder / f"{digest.hex()}.words"
 
 
 def _checksum(data: bytes) -> bytes:

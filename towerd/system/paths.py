@@ -6,6 +6,7 @@ creates a directory.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from pathlib import Path
@@ -30,14 +31,19 @@ def config_file() -> Path:
     return _DIRS.user_config_path / "towerd.toml"
 
 
-def runtime_socket() -> Path:
-    """The Unix socket of the running daemon ($XDG_RUNTIME_DIR/towerd/towerd.sock).
+def runtime_socket(store: Path) -> Path:
+    """The Unix socket of the daemon that serves a store ($XDG_RUNTIME_DIR/towerd/towerd.sock; of
+    another store than the default one, towerd-HASH.sock, so that each has its own).
 
     On a Linux without a runtime directory it is in ~/.local/state/towerd: in /tmp another user
     could take the name first.
     """
     folder = _DIRS.user_runtime_path if _has_runtime_dir() else _DIRS.user_state_path
-    return folder / "towerd.sock"
+    place = store.resolve()
+    if place == store_dir().resolve():
+        return folder / "towerd.sock"
+    digest = hashlib.blake2b(os.fsencode(place), digest_size=4).hexdigest()
+    return folder / f"towerd-{digest}.sock"
 
 
 def _has_runtime_dir() -> bool:

@@ -34,9 +34,9 @@ def visible_scope(request: web.Request) -> str | None:
 
 
 async def list_sessions(request: web.Request) -> web.Response:
-    """The sessions, most recently used first; with `?idle_s=` those that can be frozen and were
-    unused for that long, least recently used first; with `?coded_after=` the row, name and scope of
-    those that have a coded form, from that row on."""
+    """The sessions, most recently used first; with `?begins=` those whose generated id begins so; with
+    `?idle_s=` those that can be frozen and were unused for that long, least recently used first; with
+    `?coded_after=` the row, name and scope of those that have a coded form, from that row on."""
     store = service_of(request).store
     limit = integer_query(request, "limit", 100, 1, request.app[LIMITS].page_max)
     scope = visible_scope(request)
@@ -44,7 +44,10 @@ async def list_sessions(request: web.Request) -> web.Response:
         after = integer_query(request, "coded_after", 0, 0, ROW_MAX)
         coded = await asyncio.to_thread(store.cold.coded, after, limit, scope)
         return json_reply({"sessions": [asdict(session) for session in coded]})
-    if "idle_s" in request.query:
+    if "begins" in request.query:
+        begins = store.sessions_beginning
+        sessions = await asyncio.to_thread(begins, request.query["begins"], scope, limit)
+    elif "idle_s" in request.query:
         before = time.time() - integer_query(request, "idle_s", 0, 0, IDLE_S_MAX)
         sessions = await asyncio.to_thread(store.cold.idle, before, limit, scope)
     else:
@@ -156,24 +159,42 @@ async def patch_session(request: web.Request) -> web.Response:
     return json_reply({"session": asdict(info)})
 
 
+async def own_session(request: web.Request) -> SessionInfo:
+    """The session in the path, which is to be coded or decoded. Raises NotFound, or InvalidRequest if
+    that takes another model than the served one."""
+    store, name, scope = (
+        service_of(request).store,
+        request.match_info["id"],
+        visible_scope(request),
+    )
+    try:
+        return await asyncio.to_thread(store.session, name, scope)
+    except NotFound:
+        await asyncio.to_thread(store.foreign.session, name, scope)
+    raise InvalidRequest(
+        f"Session {name!r} is of another tokenizer than the served model's: it can be read and "
+        "exported here, and frozen, thawed or recoded where its model is served."
+    )
+
+
 async def post_freeze(request: web.Request) -> web.Response:
     """Encode a session's tokens, and release them and the rows that no other session needs."""
-    service, name, scope = service_of(request), request.match_info["id"], visible_scope(request)
-    froze = await service.cold.freeze(name, scope)
-    info = await asyncio.to_thread(service.store.session, name, froze.scope if froze else scope)
+    service, found = service_of(request), await own_session(request)
+    froze = await service.cold.freeze(found.id, found.scope)
+    info = await asyncio.to_thread(service.store.session, found.id, found.scope)
     return json_reply({"session": asdict(info), "changed": froze is not None})
 
 
 async def post_thaw(request: web.Request) -> web.Response:
     """Warm a session up: decode its tokens if it is frozen, and make its rows live, evaluating what
     has none, while the engine is idle; with `{"ahead": false}` when they are requested."""
-    service, name, scope = service_of(request), request.match_info["id"], visible_scope(request)
+    service = service_of(request)
     ahead = fields.boolean(await read_object(request), "ahead", True)
-    found = await asyncio.to_thread(service.store.session, name, scope)
-    was_frozen = await service.cold.thaw(name, found.scope)
+    found = await own_session(request)
+    was_frozen = await service.cold.thaw(found.id, found.scope)
     if ahead and service.cold.ahead is not None:
-        service.cold.ahead.evaluate(name, found.scope)
-    info = await asyncio.to_thread(service.store.session, name, found.scope)
+        service.cold.ahead.evaluate(found.id, found.scope)
+    info = await asyncio.to_thread(service.store.session, found.id, found.scope)
     return json_reply({"session": asdict(info), "changed": was_frozen})
 
 

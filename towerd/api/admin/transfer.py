@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from aiohttp import web
 
 from towerd.api.admin.sessions import visible_scope
 from towerd.api.http.body import read_bytes
 from towerd.api.http.keys import TENANT, TRANSFER, service_of
 from towerd.api.http.reply import json_reply
-from towerd.transfer import export_session, import_session
+from towerd.errors import NotFound
+from towerd.transfer import export_foreign, export_session, import_session
 
 
 async def get_export(request: web.Request) -> web.Response:
-    """The session as a `.tower` file."""
+    """The session as a `.tower` file: one of the served model's tokenizer, or else one of another, or
+    at once the one of `?tokenizer=`."""
     service, transfer = service_of(request), request.app[TRANSFER]
     id, scope = request.match_info["id"], visible_scope(request)
 
+    tokenizer = request.query.get("tokenizer", "")
+
     def work() -> bytes:
-        found = service.store.session(id, scope)  # before the vocabulary is loaded
-        return export_session(service.store, service.cold.coding.model(), id, found.scope)
+        if not tokenizer:
+            with suppress(NotFound):
+                found = service.store.session(id, scope)  # before the vocabulary is loaded
+                model = service.cold.coding.model()
+                return export_session(service.store, model, id, found.scope)
+        return export_foreign(service.store, id, scope, tokenizer)
 
     return web.Response(body=await transfer.run(work), content_type="application/octet-stream")
 

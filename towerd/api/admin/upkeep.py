@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from towerd.api.admin.pins import require_admin
-from towerd.api.admin.sessions import visible_scope
+from towerd.api.admin.sessions import own_session
 from towerd.api.http import fields
 from towerd.api.http.body import read_object
 from towerd.api.http.keys import service_of
@@ -90,7 +90,7 @@ async def post_gc(request: web.Request) -> web.Response:
 async def post_recode(request: web.Request) -> web.Response:
     """Code a session that is frozen, or has a copy in coded form, again with today's tables."""
     require_admin(request)
-    service, name, scope = service_of(request), request.match_info["id"], visible_scope(request)
-    recoded = await service.cold.recode(name, scope)
-    info = await asyncio.to_thread(service.store.session, name, scope)
+    service, found = service_of(request), await own_session(request)
+    recoded = await service.cold.recode(found.id, found.scope)
+    info = await asyncio.to_thread(service.store.session, found.id, found.scope)
     return json_reply({"session": asdict(info), "changed": recoded})

@@ -16,6 +16,7 @@ from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store.catalog import database
 from towerd.store.catalog.identity import ModelIdentity, TokenizerIdentity
+from towerd.store.catalog.lost_tokenizers import UNKNOWN
 
 Undo: TypeAlias = list[Callable[[], None]]
 Lock: TypeAlias = AbstractContextManager[object]
@@ -133,7 +134,7 @@ class Catalog(ABC):
         text = msgspec.json.encode(identity.fingerprint.to_json()).decode()
         known = self.rows("SELECT id, tokenizer FROM fingerprints WHERE digest = ?", (digest,))
         tokenizer = known[0][1] if known else None
-        if tokenizer is None:
+        if tokenizer is None or self.tokenizer(tokenizer).pieces == UNKNOWN:
             tokenizer = self._tokenizer_of(identity.tokenizer)
         # A known fingerprint can be opened on a full disk, so that data can be evicted.
         is_known = tokenizer is not None and bool(known)
@@ -156,15 +157,29 @@ class Catalog(ABC):
         )
         return EnteredIdentity(known[0][0] if known else pk, tokenizer, tokenizer_digest)
 
+    def enter_tokenizer(self, wanted: TokenizerIdentity, now: float) -> int:
+        """The key of a tokenizer that need not be a model's here; it is entered if it is new."""
+        known = self._tokenizer_of(wanted)
+        if known is not None:
+            return known
+        with self.transaction():
+            return self._enter_tokenizer(wanted, now)
+
+    def tokenizer(self, pk: int) -> TokenizerIdentity:
+        """The identity of an entered tokenizer."""
+        ((pieces, rules),) = self.rows("SELECT pieces, rules FROM tokenizers WHERE id = ?", (pk,))
+        return TokenizerIdentity(pieces, rules)
+
     def _tokenizer_of(self, wanted: TokenizerIdentity) -> int | None:
         """The tokenizer that is the wanted one as far as both are known."""
         for id, rules in self.rows(
-            "SELECT id, rules FROM tokenizers WHERE pieces = ? ORDER BY rules IS NULL, opened DESC",
-            (wanted.pieces,),
+            "SELECT id, rules FROM tokenizers WHERE pieces = ? OR digest = ?"
+            " ORDER BY rules IS NULL, opened DESC",
+            (wanted.pieces, wanted.digest()),
         ):
             if wanted.rules is None or rules in (None, wanted.rules):
                 return int(id)
-        return None
+        return self._recognise_lost(wanted)
 
     def _enter_tokenizer(self, tokenizer: TokenizerIdentity, now: float) -> int:
         return self.run(
@@ -239,6 +254,10 @@ class Catalog(ABC):
         return ()
 
     # --- inside ---------------------------------------------------------------------------
+
+    @abstractmethod
+    def _recognise_lost(self, wanted: TokenizerIdentity) -> int | None:
+        """The tokenizer of a row that was lost, if it proves to be this one; it is then known."""
 
     @abstractmethod
     def _begin(self) -> None:

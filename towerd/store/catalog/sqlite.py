@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from towerd.errors import DiskFull
-from towerd.store.catalog import database
+from towerd.store.catalog import database, lost_tokenizers
 from towerd.store.catalog.catalog import Catalog, Lock, Names, Upkeep
 from towerd.store.catalog.database import CatalogDamaged
+from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.catalog.journal.changes import ChangeRecorder, TableChange
 from towerd.store.catalog.journal.clean import mark_clean
 from towerd.store.catalog.journal.examine import problems_of, select
 from towerd.store.catalog.journal.recover import open_catalog, rebuild_catalog
+from towerd.store.catalog.journal.settle import drop_wrong
 from towerd.store.catalog.journal.tables import read_ledger, write_ledger
 from towerd.store.catalog.journal.upkeep import CatalogUpkeep
 from towerd.store.segments.durable import store_errors
@@ -171,6 +173,24 @@ class SqliteCatalog(Catalog):
     def _use(self, db: sqlite3.Connection) -> None:
         self._db = db
         self._watch = ChangeRecorder(db, self.tables)
+
+    def recognise_lost(self, wanted: TokenizerIdentity) -> int | None:
+        """The tokenizer of a row that was lost, if it proves to be this one; it is then known."""
+        found = lost_tokenizers.recognise(self._db, wanted)
+        if found is None:
+            return None
+        pk, digest = found
+        with self.transaction():
+            self.run(
+                "UPDATE tokenizers SET digest = ?, pieces = ?, rules = ? WHERE id = ?",
+                (digest, wanted.pieces, wanted.rules, pk),
+            )
+            self.run("PRAGMA defer_foreign_keys = ON")
+            drop_wrong(self._db)
+        return pk
+
+    def _recognise_lost(self, wanted: TokenizerIdentity) -> int | None:
+        return self.recognise_lost(wanted)
 
     def _begin(self) -> None:
         self._db.execute("BEGIN IMMEDIATE")

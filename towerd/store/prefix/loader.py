@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from sys import intern
 
 from towerd.slots.errors import StateError
 from towerd.store.catalog.catalog import Catalog, EnteredIdentity, Lock
 from towerd.store.catalog.identity import ModelIdentity
+from towerd.store.listener import Listener
 from towerd.store.prefix.node import Node
 from towerd.store.prefix.scope import public_of
 from towerd.store.prefix.trie import Trie
@@ -48,6 +50,14 @@ def load_state(
         warm_bytes=sum(file.nbytes for file in files.values()),
         foreign_bytes=foreign_bytes(catalog, entered.fingerprint),
     )
+
+
+def load_foreign(state: StoreState, tokenizer: int, digest: bytes) -> StoreState:
+    """The state of an open store for a tokenizer that is not the open one, to enter sessions with:
+    its prefix tree without rows. It is valid while the lock is held."""
+    of = EnteredIdentity(0, tokenizer, digest)
+    trie = load_trie(state.catalog, of, {})
+    return replace(state, identity=of, trie=trie, files={}, listener=Listener())
 
 
 def foreign_bytes(catalog: Catalog, fingerprint: int) -> int:

@@ -1,7 +1,8 @@
 """Sessions of tokenizers other than the open one: listed and read as text, renamed, deleted.
 
 Their token ids mean something in their own vocabulary only, of which the store keeps a copy. They
-continue under their own model, or as new sessions when a client sends their text to another one.
+are exported and imported with its words. They continue under their own model, or as new sessions
+when a client sends their text to another one.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from towerd.errors import NotFound
+from towerd.errors import InvalidRequest, NotFound
+from towerd.store.catalog.identity import TokenizerIdentity
+from towerd.store.prefix.loader import load_foreign
 from towerd.store.sessions.coded import read_coded
 from towerd.store.sessions.frozen import FrozenSession, damaged_session
-from towerd.store.sessions.sessions import SessionRow, SessionTable
+from towerd.store.sessions.history import History, HistoryCopy, add_history, turn_rows
+from towerd.store.sessions.sessions import SessionRow, SessionTable, tokens_lost
 from towerd.store.sessions.turn import SessionInfo, TurnInfo
 from towerd.store.state import StoreState
 from towerd.tokens import Ids, ids_array
@@ -32,6 +36,29 @@ _PREFIX = (
 def prefix_of(state: StoreState, segment: int) -> bytes:
     """The ids (int32 LE) from the root to the end of a segment of any tokenizer."""
     return b"".join(ids for (ids,) in state.catalog.rows(_PREFIX, (segment,)))
+
+
+_ABOVE = (
+    "WITH RECURSIVE up(id, parent, p0, p1, ids) AS ("
+    " SELECT id, parent, p0, p1, ids FROM segments WHERE id = ?"
+    " UNION ALL SELECT s.id, s.parent, s.p0, s.p1, s.ids FROM segments s JOIN up"
+    " ON s.id = up.parent AND s.p0 < up.p0) SELECT id, coalesce(parent, 0), ids, p1 FROM up"
+)
+
+
+def _copy_history(state: StoreState, table: SessionTable, session: SessionRow) -> HistoryCopy:
+    """The data of a session's history, as `history.copy_history` takes it from the prefix tree."""
+    table.check_thawed(session)
+    rows = turn_rows(state, session)
+    nodes: dict[int, tuple[int, bytes]] = {}
+    ends = {0: 0}
+    for row in rows:
+        if row[2] not in ends:
+            for id, parent, ids, p1 in state.catalog.rows(_ABOVE, (row[2],)):
+                nodes[id], ends[id] = (parent, ids), p1
+        if ends.get(row[2]) != row[5]:
+            raise tokens_lost(session)
+    return HistoryCopy(table.info(session), rows, nodes, [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +89,15 @@ class ForeignSessions:
             ]
         found.sort(key=lambda info: info.updated, reverse=True)
         return found[:limit]
+
+    def beginning(self, prefix: str, scope: str | None, limit: int) -> list[SessionInfo]:
+        """Sessions whose id was generated and begins with `prefix`."""
+        with self._lock():
+            return [
+                replace(info, tokenizer=digest.hex())
+                for pk, digest in self._tokenizers()
+                for info in self._table(pk).beginning(prefix, scope, limit)
+            ]
 
     def session(self, id: str, scope: str | None = None, tokenizer: str = "") -> ForeignSession:
         """One session and its turns. Raises NotFound; StoreError if the id is ambiguous."""
@@ -94,6 +130,49 @@ class ForeignSessions:
         if found is None:
             raise damaged_session(id, "its coded tokens are gone from the catalog")
         return found, digest
+
+    def history(
+        self, id: str, scope: str | None = None, tokenizer: str = ""
+    ) -> tuple[History, bytes]:
+        """A session in a form that another store can import, and the digest of its tokenizer. Raises
+        as `session_ids`."""
+        with self._lock():
+            table, row, digest = self._find(id, scope, tokenizer)
+            taken = _copy_history(self._state, table, row)
+        return taken.history(), digest
+
+    def identity(self, digest: bytes) -> TokenizerIdentity:
+        """The identity of a tokenizer that the store has."""
+        with self._lock():
+            ((pk,),) = self._state.catalog.rows(
+                "SELECT id FROM tokenizers WHERE digest = ?", (digest,)
+            )
+            return self._state.catalog.tokenizer(pk)
+
+    def enter(self, tokenizer: TokenizerIdentity) -> bytes:
+        """The digest of another tokenizer, which is entered if it is new. Raises InvalidRequest if it
+        is the open one, and DiskFull."""
+        with self._lock():
+            catalog = self._state.catalog
+            pk = catalog.enter_tokenizer(tokenizer, self._state.clock())
+            if pk == self._state.identity.tokenizer:
+                raise InvalidRequest(
+                    "The conversation says that its tokenizer is the one that is served, and has "
+                    "another vocabulary: export it again where it was held."
+                )
+            return bytes(catalog.rows("SELECT digest FROM tokenizers WHERE id = ?", (pk,))[0][0])
+
+    def add_history(self, history: History, scope: str, digest: bytes) -> int:
+        """Enter a history, or the turns that the session with its id lacks, under an entered
+        tokenizer, in one transaction; returns how many turns were added. Raises InvalidRequest if the
+        two diverge, SessionFrozen or DiskFull."""
+        with self._lock():
+            ((pk,),) = self._state.catalog.rows(
+                "SELECT id FROM tokenizers WHERE digest = ?", (digest,)
+            )
+            state, table = load_foreign(self._state, pk, digest), self._table(pk)
+            with state.growing() as growth:
+                return add_history(state, table, growth, history, scope)
 
     def rename(
         self, id: str, title: str, scope: str | None = None, tokenizer: str = ""

@@ -12,7 +12,7 @@ from towerd.store.sessions.cold_row import decode_turns
 from towerd.store.sessions.history import History, HistoryCopy, PastTurn, beginning
 from towerd.store.sessions.sessions import SessionRow
 from towerd.store.sessions.turn import Base, SessionInfo
-from towerd.tokens import Ids
+from towerd.tokens import Ids, ids_array
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +55,34 @@ class FrozenSession:
 
     def history(self, stream: Ids) -> History:
         """The session, once its tokens are known. Raises ThawError if they are too few."""
+        history = self.outline(len(stream))
+        history = replace(history, stream=stream)
+        return replace(history, bases=beginning(history.ids(history.leaf).tobytes(), self.bases))
+
+    def outline(self, n_tokens: int) -> History:
+        """The session without its tokens, of which there are so many, and without the names of its
+        bases. Raises ThawError if there should be more or fewer."""
         turns = self._turns()
         wanted = sum(turn.n - turn.n_shared for _, turn in turns)
-        if wanted != len(stream):
+        if wanted != n_tokens:
             raise damaged_session(
-                self.info.id, f"its turns have {wanted} tokens and its blob {len(stream)}"
+                self.info.id, f"its turns have {wanted} tokens and its blob {n_tokens}"
             )
         places = {id: place for place, (id, _) in enumerate(turns)}
         leaf = places.get(self.info.leaf or 0, len(turns) - 1)
         info = self.info
         past = tuple(turn for _, turn in turns)
-        history = History(
-            info.id, info.named, info.title, info.created, info.updated, leaf, past, (), stream
+        return History(
+            info.id,
+            info.named,
+            info.title,
+            info.created,
+            info.updated,
+            leaf,
+            past,
+            (),
+            ids_array(b""),
         )
-        return replace(history, bases=beginning(history.ids(leaf).tobytes(), self.bases))
 
     def turn_ids(self) -> list[int]:
         """The ids of the turns in the blob, oldest first."""

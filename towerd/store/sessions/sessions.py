@@ -10,7 +10,7 @@ from typing import Any
 from towerd.errors import InvalidRequest, NotFound, SessionFrozen, StoreError, TokensLost
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.prefix.node import Node
-from towerd.store.prefix.scope import MARK, tenant_of
+from towerd.store.prefix.scope import MARK, TENANT_SQL, tenant_of
 from towerd.store.sessions.turn import SessionInfo, Turn, TurnInfo
 
 NAME_CHARS_MAX = 200
@@ -178,6 +178,15 @@ class SessionTable:
         if len(scopes) > 1:
             found.sort(key=lambda info: info.updated, reverse=True)
         return found[:limit]
+
+    def beginning(self, prefix: str, scope: str | None, limit: int) -> list[SessionInfo]:
+        """Sessions whose id was generated and begins with `prefix`, of a tenant or of all."""
+        rows = self.catalog.rows(
+            f"{_SESSION} AND named = 0 AND id >= ? AND id < ?"
+            f" AND (? IS NULL OR ? IN (scope, {TENANT_SQL})) ORDER BY id, scope LIMIT ?",
+            (self.tokenizer, prefix, prefix + "\U0010ffff", scope, scope, limit),
+        )
+        return [_info(row) for row in rows]
 
     def _latest(self, whose: str, params: tuple[str, ...], limit: int) -> list[SessionInfo]:
         rows = self.catalog.rows(

@@ -51,12 +51,12 @@ class Rebuilt:
         return f"{what}, nothing lost" if self.is_proven else what
 
 
-def rebuild(new: Path, chain: Chain, old: Path | None) -> Rebuilt:
+def rebuild(new: Path, chain: Chain, old: Path | None, vocabularies: Path) -> Rebuilt:
     """Write a catalog to `new`, durably, in the schema of the journal, which is not empty.
 
     If the journal is complete up to the state of the old catalog, only the journal is used.
     Otherwise the sound rows of the old catalog are applied in between: they are newer than
-    the changes up to its state and older than those after it. Raises sqlite3.Error, OSError,
+    the changes up to its state and older than those after it. `vocabularies`: see `settle`. Raises sqlite3.Error, OSError,
     or CatalogDamaged if the two belong to different stores."""
     remove_file(new)
     with closing(sqlite3.connect(new, isolation_level=None)) as db:
@@ -66,7 +66,7 @@ def rebuild(new: Path, chain: Chain, old: Path | None) -> Rebuilt:
         tables = tables_of(db)
         source = _DamagedCatalog.open(old, tables)
         try:
-            rebuilt = _fill(db, tables, chain, source)
+            rebuilt = _fill(db, tables, chain, source, vocabularies)
         finally:
             if source is not None:
                 source.db.close()
@@ -203,7 +203,11 @@ def _has_seal(table: Table, row: Row, seal: int) -> bool:
 
 
 def _fill(
-    db: sqlite3.Connection, tables: Sequence[Table], chain: Chain, source: _DamagedCatalog | None
+    db: sqlite3.Connection,
+    tables: Sequence[Table],
+    chain: Chain,
+    source: _DamagedCatalog | None,
+    vocabularies: Path,
 ) -> Rebuilt:
     ledger = None if source is None else source.ledger
     if ledger is not None and ledger.store != chain.store:
@@ -226,7 +230,7 @@ def _fill(
         seq = max(chain.last, reached) + 1
         is_proven = ledger is not None and chain.last <= reached and ledger.total == total
         if not is_proven:
-            lost = settle(db)
+            lost = settle(db, vocabularies)
             seal_all(db, tables)
             total = total_of(db, tables)
     write_ledger(db, Ledger(chain.store, seq, total))

@@ -71,7 +71,8 @@ def rebuild_catalog(path: Path, journal: Journal, why: str) -> str:
     if chain.schema > VERSION:
         raise StoreVersion(f"the journal beside {path} is a newer towerd's; use that one")
     new = journal.folder / ("catalog" + UNFINISHED)
-    rebuilt = rebuild(new, chain, path if path.exists() else None)
+    old = path if path.exists() else None
+    rebuilt = rebuild(new, chain, old, path.with_name("tokenizers"))
     kept = _swap(new, path)
     note = f"The catalog was rebuilt from its journal ({why}): {rebuilt}."
     if kept is not None:

@@ -8,8 +8,10 @@ is that of its whole prefix.
 from __future__ import annotations
 
 import sqlite3
+from pathlib import Path
 from typing import Any
 
+from towerd.store.catalog import lost_tokenizers
 from towerd.store.prefix.keys import segment_key
 from towerd.store.prefix.scope import public_of
 
@@ -17,16 +19,16 @@ _PREFIX_LOST = {("segments", "parent")}
 """References in which NULL means the root, which would be another prefix."""
 
 
-def settle(db: sqlite3.Connection) -> tuple[str, ...]:
+def settle(db: sqlite3.Connection, vocabularies: Path) -> tuple[str, ...]:
     """Remove or empty references to missing rows, inside a transaction. Returns a description
-    of what is lost."""
+    of what is lost. `vocabularies`: the folder of those that are kept, which tell of tokenizers."""
     n_sessions = _count(
         db, "SELECT count(*) FROM (SELECT pk FROM sessions UNION SELECT session FROM turns)"
     )
-    _cut_dangling(db)
-    while _drop_wrong_segments(db):
-        _cut_dangling(db)
+    n_unknown = lost_tokenizers.restore(db, vocabularies)
+    drop_wrong(db)
     found = {
+        "tokenizers, whose conversations are listed until their model is served": n_unknown,
         "sessions": n_sessions - _count(db, "SELECT count(*) FROM sessions"),
         "turns without their tokens": _count(
             db,
@@ -44,6 +46,13 @@ def settle(db: sqlite3.Connection) -> tuple[str, ...]:
     }
     lost = [f"{n:,} {what}" for what, n in found.items() if n]
     return tuple(lost or ["perhaps a few changes that nothing tells of"])
+
+
+def drop_wrong(db: sqlite3.Connection) -> None:
+    """Remove segments that are not where they should be, and references to missing rows."""
+    _cut_dangling(db)
+    while _drop_wrong_segments(db):
+        _cut_dangling(db)
 
 
 def dangling(db: sqlite3.Connection) -> list[tuple[Any, ...]]:
@@ -71,8 +80,9 @@ def _count(db: sqlite3.Connection, query: str) -> int:
 
 def _drop_wrong_segments(db: sqlite3.Connection) -> int:
     """Remove segments whose key does not match their prefix or that begin like a sibling;
-    returns how many."""
+    returns how many. The keys of an unknown tokenizer are checked once it is known."""
     digests = dict(db.execute("SELECT id, digest FROM tokenizers"))
+    known = {pk for (pk,) in db.execute("SELECT id FROM tokenizers WHERE pieces != ''")}
     children: dict[tuple[int, int], list[tuple[Any, ...]]] = {}
     every = set()
     for row in db.execute(
@@ -91,7 +101,7 @@ def _drop_wrong_segments(db: sqlite3.Connection) -> int:
             place = scope, ids[:4]
             is_right = 4 * p0 == len(prefix) and 4 * p1 == len(whole) and place not in places
             is_right = is_right and (not parent or above in (public_of(scope), scope))
-            if is_right and segment_key(digests[pk], scope, whole) == key:
+            if is_right and (pk not in known or segment_key(digests[pk], scope, whole) == key):
                 places.add(place)
                 right.add(id)
                 stack.append((pk, id, scope, whole))

@@ -16,6 +16,7 @@ from typing import Any
 from towerd.errors import StoreError, StoreLocked
 from towerd.store.catalog import database
 from towerd.store.catalog.catalog import Undo
+from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.catalog.journal.changes import TableChange
 from towerd.store.catalog.shared.messages import Channel, error_to_wire
 from towerd.store.catalog.sqlite import SqliteCatalog
@@ -23,10 +24,8 @@ from towerd.store.lock import StoreLock
 from towerd.store.segments import durable
 from towerd.store.segments.directory import Directory
 
-OF_TOKENIZER = frozenset(("segments", "pins", "bases"))
-"""Tables of which a process has the rows of its own tokenizer in memory."""
-OF_ALL = frozenset(("files", "cold"))
-"""Tables whose rows a process may have in memory, or count, whatever changes them."""
+FOLLOWED = frozenset(("segments", "pins", "bases", "files", "cold"))
+"""Tables whose rows a process has in memory in part: those of its tokenizer, where they name one."""
 
 
 class CatalogBroker:
@@ -42,10 +41,13 @@ class CatalogBroker:
             self._catalog = SqliteCatalog(directory.catalog)
             undo.pop_all()
         directory.sweep_tmp()
-        self._key_at = {
-            each.name: each.key_at
+        self._places = {
+            each.name: (
+                each.key_at,
+                each.columns.index("tokenizer") if "tokenizer" in each.columns else None,
+            )
             for each in self._catalog.tables
-            if each.name in OF_TOKENIZER | OF_ALL
+            if each.name in FOLLOWED
         }
         self.turn = threading.RLock()
         """Whoever has it may use the catalog: the thread of one client."""
@@ -90,13 +92,20 @@ class CatalogBroker:
     def changed(self, by: BrokerClient, changes: Sequence[TableChange]) -> None:
         """Note for every other client which rows it has not seen. Called in the turn of `by`."""
         for table, rows, gone in changes:
-            key_at = self._key_at.get(table)
-            if key_at is None:
+            places = self._places.get(table)
+            if places is None:
                 continue
-            keys: set[Any] = {row[key_at] for row in rows} | set(gone)
+            key_at, tokenizer_at = places
             for client in self.others(by):  # one without a model reads all when it opens one
-                if table not in OF_TOKENIZER or client.tokenizer == by.tokenizer:
-                    client.unseen[table] |= keys
+                unseen: set[Any] = client.unseen[table]
+                unseen.update(gone)
+                unseen.update(
+                    row[key_at]
+                    for row in rows
+                    if tokenizer_at is None or row[tokenizer_at] == client.tokenizer
+                )
+                if not unseen:
+                    del client.unseen[table]
 
     def others(self, client: BrokerClient) -> list[BrokerClient]:
         """The other clients that have a model open. Called in a turn."""
@@ -163,6 +172,7 @@ class BrokerClient:
             "shrink": catalog.shrink,
             "problems": catalog.problems,
             "journal_problems": catalog.journal_problems,
+            "recognise_lost": lambda *wanted: catalog.recognise_lost(TokenizerIdentity(*wanted)),
             "held_elsewhere": lambda: [id for each in broker.others(self) for id in each.held],
             "open_elsewhere": lambda: [each.fingerprint for each in broker.others(self)],
             "names": lambda: list(catalog.writing),
@@ -193,6 +203,8 @@ class BrokerClient:
             nullcontext() if operation in self._maintenance else self._broker.turn
         )
         with turn:
+            if operation not in self._maintenance:
+                self._catalog.committed = partial(self._broker.changed, self)
             try:
                 return [None, self._operations[operation](*arguments)]
             except StoreError as error:
@@ -230,11 +242,9 @@ class BrokerClient:
     def _commit(self) -> None:
         transaction, self._transaction = self._transaction, None
         assert transaction is not None
-        self._catalog.committed = partial(self._broker.changed, self)
         try:
             transaction.__exit__(None, None, None)
         finally:
-            self._catalog.committed = None
             self._give_turn()
 
     def _roll_back(self) -> None:

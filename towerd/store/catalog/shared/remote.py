@@ -12,6 +12,7 @@ from typing import Any
 
 from towerd.errors import StoreError
 from towerd.store.catalog.catalog import Catalog, Changed, EnteredIdentity, Lock, Names, Upkeep
+from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.catalog.shared.messages import Channel, error_from_wire
 
 
@@ -103,6 +104,10 @@ class RemoteCatalog(Catalog):
         return frozenset(self._call("open_elsewhere"))
 
     # --- inside ---------------------------------------------------------------------------
+
+    def _recognise_lost(self, wanted: TokenizerIdentity) -> int | None:
+        found: int | None = self._call("recognise_lost", wanted.pieces, wanted.rules)
+        return found
 
     def _begin(self) -> None:
         self._call("begin")
