@@ -16,6 +16,7 @@ LAYERS = (
     {"app"},
     {"service", "api"},
     {"sessions", "transfer"},
+    {"search"},
     {"cold"},
     {"engine"},
     {"settings"},

@@ -8,13 +8,12 @@ import click
 
 from towerd.cli.client.api_client import PAGE_MAX, ApiClient, Json
 from towerd.cli.client.target import Target, connect, json_option, target_options
-from towerd.errors import TowerdError
 
 SCOPE_HELP = "Only this tenant's."
 TEXT_HEAD = 300
 TEXT_END = 700
 DRAWING_CHARS = 64
-_COLUMNS = ("SESSION", "TENANT", ">TURNS", ">TOKENS", ">FROZEN", ">LAST USED", "TITLE OR END")
+_COLUMNS = ("SESSION", "TENANT", ">TURNS", ">TOKENS", ">FROZEN", ">LAST USED", "TITLE")
 
 
 @click.group()
@@ -31,7 +30,7 @@ def sessions() -> None:
 @target_options
 def ls(limit: int, scope: str | None, as_json: bool, target: Target) -> None:
     """List sessions, most recently used first."""
-    from towerd.cli.output import ago, echo_json, show_table, size
+    from towerd.cli.output import ago, echo_json, preview, show_table, size
 
     with connect(target) as backend:
         found = backend.sessions(limit, scope)
@@ -49,25 +48,11 @@ def ls(limit: int, scope: str | None, as_json: bool, target: Target) -> None:
                 f"{each['n_tokens']:,}",
                 size(each["cold_bytes"]) if each["cold_bytes"] else "",
                 ago(each["updated"]),
-                each["title"] or _ending(backend, each),
+                preview(each["title"], 60),
             )
             for each in found
         ]
     show_table(_COLUMNS, rows)
-
-
-def _ending(backend: ApiClient, session: Json) -> str:
-    """The last words of a conversation, if they can be decoded."""
-    from towerd.cli.output import preview
-
-    if not backend.has_model or session["cold_bytes"]:  # a frozen one would be decoded
-        return ""
-    whose, of = session["scope"], session["tokenizer"]
-    try:
-        text = backend.session(session["id"], whose, text=True, tokenizer=of)["text"]
-    except TowerdError:  # a tokenizer whose vocabulary is not kept
-        return ""
-    return preview(text, 60, end=True)
 
 
 @sessions.command()

@@ -39,7 +39,7 @@ from towerd.store.sessions.cold import ColdTable
 from towerd.store.sessions.foreign import ForeignSessions
 from towerd.store.sessions.history import History, add_history, copy_history
 from towerd.store.sessions.pins import PinTable
-from towerd.store.sessions.sessions import SessionTable, check_name
+from towerd.store.sessions.sessions import SessionTable, check_name, session_page
 from towerd.store.sessions.turn import Base, SessionInfo, Turn, TurnInfo, TurnResult
 from towerd.store.state import Held, StoreState
 from towerd.store.vocabularies import Vocabularies
@@ -325,6 +325,11 @@ class Store:
         """Sessions of one scope, or of all, the last used first."""
         with self._open_lock():
             return self._sessions.listing(scope, limit)
+
+    def session_page(self, after: int, limit: int) -> list[tuple[int, SessionInfo]]:
+        """(row, session) of every tokenizer and scope, in order of the rows behind `after`."""
+        with self._open_lock():
+            return session_page(self.state.catalog, self.state.identity.tokenizer, after, limit)
 
     def session(self, id: str, scope: str | None = None) -> SessionInfo:
         """One session. Raises NotFound; StoreError if scope is None and the id is ambiguous."""

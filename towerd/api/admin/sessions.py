@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -49,7 +49,19 @@ async def list_sessions(request: web.Request) -> web.Response:
         sessions = await asyncio.to_thread(store.cold.idle, before, limit, scope)
     else:
         sessions = await asyncio.to_thread(_sessions, store, scope, limit)
-    return json_reply({"sessions": [asdict(session) for session in sessions]})
+    return json_reply({"sessions": await sessions_json(request, sessions)})
+
+
+async def sessions_json(request: web.Request, infos: Sequence[SessionInfo]) -> list[dict[str, Any]]:
+    """Sessions as they are listed; one that was given no title has its first question for one."""
+    titles = [info.title for info in infos]
+    if not all(titles):
+        titles = await asyncio.to_thread(service_of(request).search.titles, infos)
+    return [asdict(info) | {"title": title} for info, title in zip(infos, titles, strict=True)]
+
+
+async def _session_json(request: web.Request, info: SessionInfo) -> dict[str, Any]:
+    return (await sessions_json(request, [info]))[0]
 
 
 def _sessions(store: Store, scope: str | None, limit: int) -> list[SessionInfo]:
@@ -85,7 +97,7 @@ async def get_session(request: web.Request) -> web.Response:
     turns = await asyncio.to_thread(store.turns, name, info.scope)
     rows = await asyncio.to_thread(stored_rows, store, turns)
     out: dict[str, Any] = {
-        "session": asdict(info),
+        "session": await _session_json(request, info),
         "turns": [asdict(turn) for turn in turns],
         "rows": [asdict(each) for each in rows],
     }
@@ -119,7 +131,7 @@ async def _get_foreign(request: web.Request, name: str, found: ForeignSession) -
     foreign, info = service_of(request).store.foreign, found.info
     which = name, info.scope, info.tokenizer
     out: dict[str, Any] = {
-        "session": asdict(info),
+        "session": await _session_json(request, info),
         "turns": [asdict(turn) for turn in found.turns],
         "rows": [],
     }
@@ -153,7 +165,7 @@ async def patch_session(request: web.Request) -> web.Response:
         lambda id, scope: store.rename_session(id, title, scope),
         lambda id, scope, tokenizer: store.foreign.rename(id, title, scope, tokenizer),
     )
-    return json_reply({"session": asdict(info)})
+    return json_reply({"session": await _session_json(request, info)})
 
 
 async def post_freeze(request: web.Request) -> web.Response:
@@ -161,7 +173,7 @@ async def post_freeze(request: web.Request) -> web.Response:
     service, name, scope = service_of(request), request.match_info["id"], visible_scope(request)
     froze = await service.cold.freeze(name, scope)
     info = await asyncio.to_thread(service.store.session, name, froze.scope if froze else scope)
-    return json_reply({"session": asdict(info), "changed": froze is not None})
+    return json_reply({"session": await _session_json(request, info), "changed": froze is not None})
 
 
 async def post_thaw(request: web.Request) -> web.Response:
@@ -174,11 +186,12 @@ async def post_thaw(request: web.Request) -> web.Response:
     if ahead and service.cold.ahead is not None:
         service.cold.ahead.evaluate(name, found.scope)
     info = await asyncio.to_thread(service.store.session, name, found.scope)
-    return json_reply({"session": asdict(info), "changed": was_frozen})
+    return json_reply({"session": await _session_json(request, info), "changed": was_frozen})
 
 
 async def delete_session(request: web.Request) -> web.Response:
     """Delete a session. The next gc removes its segments unless another session needs them."""
     store, name = service_of(request).store, request.match_info["id"]
     await _in_either(request, store.delete_session, store.foreign.delete)
+    await asyncio.to_thread(service_of(request).search.deleted, name)
     return json_reply({"deleted": name})

@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from towerd.api.admin.pins import require_admin
-from towerd.api.admin.sessions import visible_scope
+from towerd.api.admin.sessions import sessions_json, visible_scope
 from towerd.api.http import fields
 from towerd.api.http.body import read_object
 from towerd.api.http.keys import service_of
@@ -93,4 +93,4 @@ async def post_recode(request: web.Request) -> web.Response:
     service, name, scope = service_of(request), request.match_info["id"], visible_scope(request)
     recoded = await service.cold.recode(name, scope)
     info = await asyncio.to_thread(service.store.session, name, scope)
-    return json_reply({"session": asdict(info), "changed": recoded})
+    return json_reply({"session": (await sessions_json(request, [info]))[0], "changed": recoded})

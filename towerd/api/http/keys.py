@@ -18,6 +18,7 @@ from towerd.settings.config import Config
 if TYPE_CHECKING:
     from towerd.api.http.kept_stream import KeptStreams
     from towerd.cold import ColdTier
+    from towerd.search.search import Search
     from towerd.sessions.recorder import TurnRecorder
     from towerd.sessions.traffic import Traffic
     from towerd.store import Store
@@ -69,6 +70,8 @@ class ApiService(Protocol):
     def traffic(self) -> Traffic: ...
     @property
     def cold(self) -> ColdTier: ...
+    @property
+    def search(self) -> Search: ...
 
 
 @dataclass(slots=True)
