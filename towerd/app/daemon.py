@@ -34,6 +34,7 @@ from towerd.api.http.keys import (
 from towerd.api.http.limits import Limits
 from towerd.api.http.metrics import Metrics
 from towerd.api.http.middleware import MIDDLEWARES, add_headers
+from towerd.api.http.recent import RECENT, RecentRequests
 from towerd.api.http.tenants import Tenants
 from towerd.api.llama.task import RUNNING
 from towerd.app.routes import ROUTES, add_proxy_routes
@@ -69,6 +70,7 @@ def build_app(
     app[RUNNING] = {}
     app[STREAMS] = KeptStreams()
     app[TRANSFER] = Transfer()
+    app[RECENT] = RecentRequests()
     app.cleanup_ctx.append(_watch_loop)
     app.on_cleanup.append(_close_streams)
     app.on_cleanup.append(_close_transfer)

@@ -6,6 +6,7 @@ from aiohttp import web
 
 from towerd.api.admin import calibration as own_calibration
 from towerd.api.admin import page, pins, precache
+from towerd.api.admin import requests as own_requests
 from towerd.api.admin import workflows as own_workflows
 from towerd.api.llama import completion, control, embeddings, info, lora, streams, text, unsupported
 from towerd.app.store_routes import STORE_ROUTES, Route, add_routes
@@ -53,6 +54,8 @@ LLAMA_ROUTES: tuple[Route, ...] = (
 OWN_ROUTES: tuple[Route, ...] = (
     *STORE_ROUTES,
     Route("GET", "/towerd/v1/stats", info.get_stats),
+    Route("GET", "/towerd/v1/requests", own_requests.get_requests),
+    Route("GET", "/towerd/v1/settings", own_requests.get_settings),
     Route("GET", "/towerd/v1/workflows", own_workflows.list_workflows),
     Route("POST", "/towerd/v1/workflows/{id}/end", own_workflows.post_end),
     Route("GET", "/towerd/v1/bases", pins.list_bases),

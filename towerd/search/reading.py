@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from towerd.cold.coding import Coding
 from towerd.cold.freezing import cold_history
 from towerd.cold.reading import TextReader
-from towerd.errors import SessionFrozen, ThawError
+from towerd.errors import NotFound, SessionFrozen, ThawError
 from towerd.search.index import Passage, SessionKey
 from towerd.search.speech import ChatMessage, first_question, messages, spoken
 from towerd.store import SessionInfo, Store
@@ -70,22 +68,28 @@ class TurnReader:
                 found.append(Passage(turn.id, turn.created, spoken(said)))
         return found, question
 
-    def current(self, info: SessionInfo) -> list[ChatMessage]:
-        """The messages of a session's current branch."""
+    def branch(self, info: SessionInfo, turn: int | None = None) -> list[ChatMessage]:
+        """The messages of the branch that ends with a turn; None: the current branch, which is all
+        that is known of a session of another tokenizer. Raises NotFound."""
         if info.tokenizer:
             return self._foreign_messages(info)
         try:
-            ids = self._ids(info)
+            ids = self._branch_ids(info, turn)
         except ThawError:
             return [ChatMessage("", self._texts.text(info.id, info.scope))]
         return messages(ids, self._vocabulary(self.own_tokenizer))
 
-    def _ids(self, info: SessionInfo) -> Ids:
-        try:
+    def _branch_ids(self, info: SessionInfo, turn: int | None) -> Ids:
+        if turn is None and not info.cold_bytes:
             return self._store.session_ids(info.id, info.scope)
-        except SessionFrozen:
-            history = self._history(info)
-            return history.ids(history.leaf) if history.turns else np.zeros(0, np.int32)
+        history = self._history(info)
+        place = history.leaf
+        if turn is not None:
+            ids = [each.id for each in self._store.turns(info.id, info.scope)]
+            if turn not in ids[: len(history.turns)]:
+                raise NotFound(f"session {info.id!r} has no turn {turn}")
+            place = ids.index(turn)
+        return history.ids(place) if history.turns else history.stream
 
     def _history(self, info: SessionInfo) -> History:
         if info.cold_bytes:

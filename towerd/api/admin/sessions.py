@@ -20,6 +20,7 @@ from towerd.errors import InvalidRequest, NotFound, ThawError
 from towerd.store import SessionInfo, Store
 from towerd.store.sessions.foreign import ForeignSession
 from towerd.store.sessions.stored_rows import stored_rows
+from towerd.store.sessions.tier_cost import tier_cost
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -86,8 +87,9 @@ async def _in_either(
 
 
 async def get_session(request: web.Request) -> web.Response:
-    """One session with its turns; `?text=1` adds the text of its current branch, `?kept=1` what
-    is live of it. A frozen session is decoded for that, and stays frozen."""
+    """One session with its turns; `?text=1` adds the text of its current branch, `?messages=1` who
+    said what, `?kept=1` what is live of it, `?cost=1` what it takes in each tier. A frozen session
+    is decoded for that, and stays frozen."""
     service = service_of(request)
     store, name = service.store, request.match_info["id"]
     found = await _in_either(request, store.session, store.foreign.session)
@@ -101,6 +103,10 @@ async def get_session(request: web.Request) -> web.Response:
         "turns": [asdict(turn) for turn in turns],
         "rows": [asdict(each) for each in rows],
     }
+    if flag(request, "cost"):
+        out["cost"] = asdict(await asyncio.to_thread(tier_cost, store, turns))
+    if flag(request, "messages"):
+        out["messages"] = await _messages(request, info)
     if flag(request, "kept"):
         out["kept"] = None if info.cold_bytes else await _kept(request, name, info.scope)
     if flag(request, "text") or flag(request, "ids"):
@@ -126,6 +132,13 @@ async def _add_tokens(request: web.Request, out: dict[str, Any], name: str, scop
         out["text"] = (await detokenize(ids)).decode("utf-8", "replace")
 
 
+async def _messages(request: web.Request, info: SessionInfo) -> list[dict[str, Any]]:
+    """Who said what on the branch that ends with `?turn=`, by default the current one."""
+    reader = service_of(request).search.reader
+    turn = integer_query(request, "turn", 0, 0, ROW_MAX) or None
+    return [asdict(each) for each in await asyncio.to_thread(reader.branch, info, turn)]
+
+
 async def _get_foreign(request: web.Request, name: str, found: ForeignSession) -> web.Response:
     """A session of another tokenizer than the served model's: nothing of it can be live."""
     foreign, info = service_of(request).store.foreign, found.info
@@ -135,6 +148,10 @@ async def _get_foreign(request: web.Request, name: str, found: ForeignSession) -
         "turns": [asdict(turn) for turn in found.turns],
         "rows": [],
     }
+    if flag(request, "cost"):
+        out["cost"] = None
+    if flag(request, "messages"):
+        out["messages"] = await _messages(request, info)
     if flag(request, "kept"):
         out["kept"] = None
     if flag(request, "ids"):
