@@ -13,6 +13,8 @@ from towerd.store.sessions.history import History
 from towerd.store.vocabularies import KeptVocabulary
 from towerd.tokens import Ids
 
+BEGINNING_TOKENS = 32
+
 
 class TurnReader:
     """Reads the sessions of one store. Thread-safe; never changes anything.
@@ -44,6 +46,10 @@ class TurnReader:
     def said(self, ids: Ids) -> list[ChatMessage]:
         """The messages in tokens of the served model."""
         return messages(ids, self._vocabulary(self.own_tokenizer))
+
+    def begins(self, ids: Ids) -> str:
+        """How the text of tokens of the served model begins, control tokens as they are written."""
+        return self._vocabulary(self.own_tokenizer).text(ids[:BEGINNING_TOKENS])
 
     def passages(self, info: SessionInfo, known: set[int]) -> tuple[list[Passage], str]:
         """What was said in each turn that is not in `known`, and the first question of all."""
