@@ -281,7 +281,9 @@ async def test_page(client: Client) -> None:
         async with client.get(path) as reply:
             assert reply.status == 200
             assert reply.content_type == kind
-            assert "default-src 'none'; script-src 'self';" in reply.headers["Content-Security-Policy"]
+            assert (
+                "default-src 'none'; script-src 'self';" in reply.headers["Content-Security-Policy"]
+            )
             text = await reply.text()
             assert "http://" not in text
             assert "https://" not in text
