@@ -11,7 +11,7 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from towerd.api.http.keys import (
     STREAMS,
     TENANTS,
     TRANSFER,
+    UI,
     ApiService,
     ServiceGate,
 )
@@ -37,6 +38,7 @@ from towerd.api.http.middleware import MIDDLEWARES, add_headers
 from towerd.api.http.recent import RECENT, RecentRequests
 from towerd.api.http.tenants import Tenants
 from towerd.api.llama.task import RUNNING
+from towerd.api.llama.ui import built_ui, ui_files
 from towerd.app.routes import ROUTES, add_proxy_routes
 from towerd.app.store_routes import add_routes
 from towerd.errors import ConfigError
@@ -58,15 +60,18 @@ def build_app(
     service: ApiService | None = None,
     metrics: Metrics | None = None,
     limits: Limits | None = None,
+    ui: Mapping[str, Path] | None = None,
 ) -> web.Application:
     """The application. Without a `service`, every request except for the page gets 503 "Loading
-    model" until `app[GATE].service` is set."""
+    model" until `app[GATE].service` is set. ui: the files of llama.cpp's web UI, by their paths
+    below `/`; None: there are none, or a llama-server serves its own."""
     app = web.Application(middlewares=MIDDLEWARES)
     app[CONFIG] = config
     app[GATE] = ServiceGate(service)
     app[LIMITS] = limits or Limits()
     app[METRICS] = metrics or Metrics()
     app[TENANTS] = Tenants(config.api_keys)
+    app[UI] = ui or {}
     app[RUNNING] = {}
     app[STREAMS] = KeptStreams()
     app[TRANSFER] = Transfer()
@@ -127,8 +132,9 @@ def run(config: Config) -> None:
     # A worker thread that runs Python yields to the event loop after this long.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     shorten_slice()
+    ui = ui_files(built_ui()) if config.engine == "embedded" else None
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config))
+        runner.run(_serve(config, ui))
 
 
 def tune_gc() -> None:
@@ -140,8 +146,8 @@ def tune_gc() -> None:
     gc.enable()
 
 
-async def _serve(config: Config) -> None:
-    app = build_app(config)
+async def _serve(config: Config, ui: Mapping[str, Path] | None) -> None:
+    app = build_app(config, ui=ui)
     limits = app[LIMITS]
     runner = ConnectionRunner(
         app,

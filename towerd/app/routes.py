@@ -8,7 +8,17 @@ from towerd.api.admin import calibration as own_calibration
 from towerd.api.admin import page, pins, precache
 from towerd.api.admin import requests as own_requests
 from towerd.api.admin import workflows as own_workflows
-from towerd.api.llama import completion, control, embeddings, info, lora, streams, text, unsupported
+from towerd.api.llama import (
+    completion,
+    control,
+    embeddings,
+    info,
+    lora,
+    streams,
+    text,
+    ui,
+    unsupported,
+)
 from towerd.app.store_routes import STORE_ROUTES, Route, add_routes
 
 LLAMA_ROUTES: tuple[Route, ...] = (
@@ -64,8 +74,12 @@ OWN_ROUTES: tuple[Route, ...] = (
     Route("POST", "/towerd/v1/calibration", own_calibration.post_calibration),
 )
 
+UI_ROUTES: tuple[Route, ...] = (
+    Route("GET", "/", ui.get_root),
+    Route("GET", "/{file:.+[.][a-z0-9]+}", ui.get_file),
+)
+
 PAGE_ROUTES: tuple[Route, ...] = (
-    Route("GET", "/", page.get_root),
     Route("GET", "/towerd", page.get_root),
     Route("GET", "/towerd/", page.get_page),
     Route("GET", "/towerd/page/{name}", page.get_asset),
@@ -75,7 +89,7 @@ UNSUPPORTED_ROUTES: tuple[Route, ...] = tuple(
     Route(method, path, unsupported.refuse_unsupported) for method, path in unsupported.UNSUPPORTED
 )
 
-ROUTES = LLAMA_ROUTES + OWN_ROUTES + PAGE_ROUTES + UNSUPPORTED_ROUTES
+ROUTES = LLAMA_ROUTES + OWN_ROUTES + PAGE_ROUTES + UI_ROUTES + UNSUPPORTED_ROUTES
 
 
 def add_proxy_routes(app: web.Application) -> None:
@@ -85,6 +99,6 @@ def add_proxy_routes(app: web.Application) -> None:
 
     proxy_routes.connect(app)
     add_routes(app, OWN_ROUTES)
-    add_routes(app, tuple(route for route in PAGE_ROUTES if route.path != "/"))
+    add_routes(app, PAGE_ROUTES)
     add_routes(app, tuple(Route(*row) for row in proxy_routes.PROXY))
     app.router.add_route("*", "/{path:.*}", proxy_routes.unknown)

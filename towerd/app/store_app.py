@@ -24,6 +24,7 @@ from towerd.api.http.keys import (
     METRICS,
     TENANTS,
     TRANSFER,
+    UI,
     ServiceGate,
     service_of,
 )
@@ -119,6 +120,7 @@ async def open_store_app(config: Config) -> AsyncIterator[web.Application]:
     app[METRICS] = Metrics()
     app[TENANTS] = Tenants(())
     app[TRANSFER] = Transfer()
+    app[UI] = {}
     add_routes(app, STORE_ROUTES + _STORE_ONLY_ROUTES)
     try:
         yield app

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiohttp import web
@@ -95,6 +96,8 @@ GATE = web.AppKey("gate", ServiceGate)
 LIMITS = web.AppKey("limits", Limits)
 METRICS = web.AppKey("metrics", Metrics)
 TENANTS = web.AppKey("tenants", Tenants)
+UI: web.AppKey[Mapping[str, Path]] = web.AppKey("ui")
+"""The files of llama.cpp's web UI by their paths below `/`; none where it is not served."""
 STREAMS: web.AppKey[KeptStreams] = web.AppKey("streams")
 TRANSFER: web.AppKey[Transfer] = web.AppKey("transfer")
 TENANT = web.RequestKey("tenant", Tenant)
