@@ -175,7 +175,7 @@ async def test_bad_queries_are_refused(client: Client) -> None:
 async def test_switched_off_it_leaves_nothing(make_client: MakeClient, tmp_path: Path) -> None:
     client = await make_client(search=False)
     await ask(client, "the red otter")
-    await value(await client.get("/towerd/v1/search?q=otter"), 501)
+    await value(await client.get("/towerd/v1/search?q=otter"), 400)
     assert not list((tmp_path / "store").glob(FILE_NAME + "*"))
     (session,) = (await value(await client.get(SESSIONS)))["sessions"]
     assert session["title"] == "the red otter"

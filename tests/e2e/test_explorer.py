@@ -12,6 +12,8 @@ import requests
 from browser import open_browser, screenshots
 from daemon import Daemon
 
+from towerd.api.llama.ui import built_ui
+
 pytestmark = pytest.mark.slow
 
 HOSTILE = "<img src=x onerror=window.broken=1><script>window.broken=1</script>"
@@ -130,7 +132,7 @@ def test_branches_tree_requests_and_settings(page: Any, daemon: Daemon, tmp_path
     page.wait_for_selector("dt:has-text('rows')")
     page.click("nav >> text=Live")
     page.wait_for_selector("svg[aria-label='Time to first token'] rect")
-    assert page.locator("tbody tr:has-text('chat-0')").count() == 2
+    assert page.locator("tbody tr:has-text('the red otter')").count() == 2
     page.screenshot(path=folder / "live.png", full_page=True)
     page.click("nav >> text=Settings")
     page.wait_for_selector("tr:has-text('--ctx-size') >> text=512")
@@ -168,3 +170,17 @@ def test_nothing_is_shown_before_the_key(browser: Any, tmp_path: Path) -> None:
         page.wait_for_selector("pre.text:has-text('otter')")
         assert not page.is_visible("#login")
         page.close()
+
+
+def test_the_chat_page_chats(page: Any, daemon: Daemon, tmp_path: Path) -> None:
+    """llama.cpp's own UI, where `make ui` built it; what was said there is in the explorer."""
+    page.goto(daemon.url + "/")
+    if not built_ui().is_dir():
+        page.wait_for_selector("#notice:has-text('make ui')")
+        return
+    page.fill("textarea", "Once upon a purple time")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=/[0-9.]+ t\\/s/")
+    page.screenshot(path=screenshots(tmp_path) / "chat.png")
+    page.goto(daemon.url + "/towerd/#/")
+    page.wait_for_selector(".list a:has-text('Once upon a purple time')")

@@ -87,7 +87,7 @@ PAGE_ROUTES: tuple[Route, ...] = (
 
 UNSUPPORTED_ROUTES: tuple[Route, ...] = tuple(
     Route(method, path, unsupported.refuse_unsupported) for method, path in unsupported.UNSUPPORTED
-)
+) + tuple(Route(*route, unsupported.refuse_disabled) for route in unsupported.DISABLED)
 
 ROUTES = LLAMA_ROUTES + OWN_ROUTES + PAGE_ROUTES + UI_ROUTES + UNSUPPORTED_ROUTES
 

@@ -19,7 +19,6 @@ from towerd.errors import (
     NotFound,
     NotSupported,
     SessionFrozen,
-    SwitchedOff,
     ThawError,
     TokensLost,
     TowerdError,
@@ -127,9 +126,9 @@ class Search:
 
     def find(self, typed: str, scope: str | None, limit: int) -> list[tuple[Hit, SessionInfo]]:
         """The conversations of a tenant (None: of all) in which all that was typed occurs in one
-        turn, the best match first. Raises StoreError, Unavailable, SwitchedOff."""
+        turn, the best match first. Raises StoreError, Unavailable, NotSupported."""
         if self._index is None:
-            raise SwitchedOff("Conversations are not indexed here: start the daemon with --search")
+            raise NotSupported("Conversations are not indexed here: start the daemon with --search")
         found: list[tuple[Hit, SessionInfo]] = []
         for hit in self._index.search(typed, scope, limit):
             try:

@@ -45,7 +45,7 @@ function chart(name, buckets, stacks) {
     svg("text", { x: 0, y: 12 }, `at most ${count(Math.round(top))}`));
 }
 
-function history(finished) {
+function history(finished, titles) {
   if (!finished.length) return [el("p", { class: "quiet" }, "No request was answered since the start.")];
   const { start, buckets } = bucketed(finished);
   const one = (value) => buckets.map((bucket) => [["live", median(bucket.map(value)) ?? 0]]);
@@ -61,7 +61,7 @@ function history(finished) {
     table(["when", "conversation", "reused", "evaluated", "first token", "generated", "tokens/s"],
       finished.slice(0, ROWS).map((each) => [
         moment(each.finished),
-        each.session ? el("a", { href: `#/chat/${encodeURIComponent(each.session)}` }, each.session) : "–",
+        each.session ? el("a", { href: `#/chat/${encodeURIComponent(each.session)}` }, titles.get(each.session) || each.session) : "–",
         count(each.reuse.live + each.reuse.hot + each.reuse.warm), count(each.reuse.prefill),
         each.ttft_ms == null ? "–" : `${each.ttft_ms.toFixed(0)} ms`,
         count(each.generated), each.tokens_per_second == null ? "–" : each.tokens_per_second.toFixed(1),
@@ -89,10 +89,11 @@ function running(requests) {
 
 export async function showLive(main, _, stats) {
   const fill = async () => {
-    const [requests, figures] = await Promise.all([call("/requests"), stats()]);
+    const [requests, figures, { sessions }] = await Promise.all([call("/requests"), stats(), call("/sessions?limit=200")]);
+    const titles = new Map(sessions.map((session) => [session.id, session.title]));
     main.replaceChildren(el("h2", {}, "Running"), running(requests.running),
       ...(figures ? [el("h2", {}, "Tiers"), tiers(figures)] : []),
-      el("h2", {}, "Last hours"), ...history(requests.finished));
+      el("h2", {}, "Last hours"), ...history(requests.finished, titles));
   };
   await fill();
   return fill;
