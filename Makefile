@@ -9,7 +9,7 @@ ARGS ?=
 NAME ?= resume
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve models test test-all lint bench docs conformance agents soak fuzz clean
+.PHONY: help setup serve ui models test test-all lint bench docs conformance agents soak fuzz clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -19,6 +19,9 @@ setup: ## Make .venv with everything (compiles llama.cpp once, 5 to 10 minutes),
 
 serve: setup ## Run the daemon with SmolLM2; ARGS="-m FILE.gguf" serves another
 	@$(BIN)/towerd serve $(ARGS) </dev/null  # setup has tried: no question about the model
+
+ui: setup ## Build llama.cpp's web UI, the chat page at / (npm; a minute or two)
+	@deploy/llama.cpp/build_ui.sh $(BIN)/python towerd/data/ui
 
 models: setup ## Fetch the models that tests use, Gemma 3 270M under https://ai.google.dev/gemma/terms
 	@$(BIN)/towerd models get smollm2

@@ -14,6 +14,7 @@ DAEMON_COMMANDS = {
 CONTROL_COMMANDS = {
     "precache": "towerd.cli.precache.precache:precache",
     "sessions": "towerd.cli.sessions.sessions:sessions",
+    "search": "towerd.cli.sessions.search:search",
     "freeze": "towerd.cli.sessions.freeze:freeze",
     "thaw": "towerd.cli.sessions.freeze:thaw",
     "recode": "towerd.cli.sessions.freeze:recode",

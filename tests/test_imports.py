@@ -17,6 +17,7 @@ LAYERS = (
     {"app"},
     {"service", "api"},
     {"sessions", "transfer"},
+    {"search"},
     {"cold"},
     {"engine"},
     {"settings"},

@@ -75,6 +75,12 @@ class Forbidden(TowerdError):
     kind = "permission_error"
 
 
+class FeatureDisabled(Forbidden):
+    """A feature of llama-server that is off, as it is there by default (403)."""
+
+    kind = "feature_disabled"
+
+
 class NotFound(TowerdError):
     """No such route, model, session or segment (404)."""
 

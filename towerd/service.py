@@ -11,6 +11,7 @@ from typing import Any, Generic
 from towerd.cold import Coding, ColdTier, check_codec_model, vocabulary_source
 from towerd.engine.base import LiveBudget
 from towerd.engine.opened_engine import EngineT, OpenedEngine
+from towerd.search.search import Search, open_search
 from towerd.sessions.recorder import TurnRecorder
 from towerd.sessions.sessions import Sessions
 from towerd.sessions.traffic import Traffic, open_traffic
@@ -30,6 +31,7 @@ class Service(Generic[EngineT]):
     tiers: Tiers
     traffic: Traffic
     cold: ColdTier
+    search: Search
 
 
 @asynccontextmanager
@@ -51,21 +53,24 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
             on_frozen=opened.forget,
             has_checkpoint=opened.has_checkpoint,
         )
+        search = await asyncio.to_thread(open_search, store, cold.coding, config.search)
         sessions = Sessions(
             engine,
-            TurnRecorder(store, traffic),
+            TurnRecorder(store, traffic, search),
             cold,
             anticipate_tokens_max=opened.anticipate_tokens_max,
         )
         try:
             _start(config, opened, sessions, cold)
-            yield Service(config, engine, sessions, store, tiers, traffic, cold)
+            search.start(cold.idle_s)
+            yield Service(config, engine, sessions, store, tiers, traffic, cold, search)
         finally:
             tiers.prefetcher.stop()
             await sessions.stop_anticipating()
             await cold.close()
             await sessions.drain()
             await asyncio.to_thread(traffic.close)
+            await asyncio.to_thread(search.close)
 
 
 def _opening(config: Config) -> AbstractAsyncContextManager[OpenedEngine[Any]]:

@@ -110,6 +110,10 @@ class ApiClient:
         found = self._of_session(id, scope, lambda path: self._get(path, **query))
         return {"text": None, "kept": None, **found}
 
+    def search(self, typed: str, limit: int, scope: str | None = None) -> Json:
+        """`results`: for each conversation `session`, `turn`, `said` and `snippet`."""
+        return self._get(f"{OWN}/search", q=typed, limit=limit, scope=scope)
+
     def delete_session(self, id: str, scope: str | None = None, tokenizer: str = "") -> None:
         query = {"scope": scope} | ({"tokenizer": tokenizer} if tokenizer else {})
         self._ask("DELETE", _path(id), query=query)

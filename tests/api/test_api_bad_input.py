@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient
 
 from towerd.api.http.limits import Limits
-from towerd.api.llama.unsupported import UNSUPPORTED
+from towerd.api.llama.unsupported import DISABLED, UNSUPPORTED
 
 Client = TestClient[web.Request, web.Application]
 MakeClient = Callable[..., Awaitable[Client]]
@@ -152,6 +152,16 @@ async def test_what_another_engine_can(client: Client) -> None:
             error = (await reply.json())["error"]
         assert error["type"] == "not_supported_error"
         assert "llama-server engine" in error["message"]
+
+
+async def test_what_is_off_by_default(client: Client) -> None:
+    """As in llama-server, whose web UI then does without."""
+    for method, path in DISABLED:
+        async with client.request(method, path) as reply:
+            assert (reply.status, (await reply.json())["error"]["type"]) == (
+                403,
+                "feature_disabled",
+            )
 
 
 async def test_any_model_name_is_served(client: Client) -> None:

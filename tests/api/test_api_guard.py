@@ -47,7 +47,7 @@ def test_who_sees_what_all_do() -> None:
 async def test_key_required(make_client: MakeClient) -> None:
     """Everything but health and the page's files needs a key, which decides the scope."""
     client = await make_client(api_keys=KEYS)
-    for path in ("/health", "/v1/health", "/towerd/", "/towerd/page/page.js"):
+    for path in ("/health", "/v1/health", "/towerd/", "/towerd/page/main.js"):
         async with client.get(path) as reply:
             assert reply.status == 200, path
     for path in ("/v1/models", "/models", "/props", "/slots", "/metrics", "/nope"):

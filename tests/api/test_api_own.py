@@ -275,13 +275,15 @@ async def test_page(client: Client) -> None:
     """The page has no outside assets and may run no script but its own."""
     for path, kind in (
         ("/towerd/", "text/html"),
-        ("/towerd/page/page.js", "text/javascript"),
+        ("/towerd/page/main.js", "text/javascript"),
         ("/towerd/page/page.css", "text/css"),
     ):
         async with client.get(path) as reply:
             assert reply.status == 200
             assert reply.content_type == kind
-            assert "default-src 'self'" in reply.headers["Content-Security-Policy"]
+            assert (
+                "default-src 'none'; script-src 'self';" in reply.headers["Content-Security-Policy"]
+            )
             text = await reply.text()
             assert "http://" not in text
             assert "https://" not in text
@@ -289,4 +291,4 @@ async def test_page(client: Client) -> None:
     async with client.get("/towerd/page/..%2Fpage.py") as reply:
         assert reply.status == 404
     async with client.get("/", allow_redirects=False) as reply:
-        assert reply.headers["Location"] == "/towerd/"
+        assert reply.headers["Location"] == "/towerd/#/no-chat-page"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 from aiohttp import web
 
@@ -20,14 +21,17 @@ from towerd.api.http.keys import (
     STREAMS,
     TENANTS,
     TRANSFER,
+    UI,
     ApiService,
     ServiceGate,
 )
 from towerd.api.http.limits import Limits
 from towerd.api.http.metrics import Metrics
 from towerd.api.http.middleware import MIDDLEWARES, add_headers
+from towerd.api.http.recent import RECENT, RecentRequests
 from towerd.api.http.tenants import Tenants
 from towerd.api.llama.task import RUNNING
+from towerd.api.llama.ui import built_ui, ui_files
 from towerd.app.listening import listening
 from towerd.app.loop import run_on_loop, stop_event, tune_gc, watch_lag
 from towerd.app.routes import ROUTES, add_proxy_routes
@@ -44,18 +48,22 @@ def build_app(
     service: ApiService | None = None,
     metrics: Metrics | None = None,
     limits: Limits | None = None,
+    ui: Mapping[str, Path] | None = None,
 ) -> web.Application:
     """The application. Without a `service`, every request except for the page gets 503 "Loading
-    model" until `app[GATE].service` is set."""
+    model" until `app[GATE].service` is set. ui: the files of llama.cpp's web UI, by their paths
+    below `/`; None: there are none, or a llama-server serves its own."""
     app = web.Application(middlewares=MIDDLEWARES)
     app[CONFIG] = config
     app[GATE] = ServiceGate(service)
     app[LIMITS] = limits or Limits()
     app[METRICS] = app[REQUESTS] = metrics or Metrics()
     app[TENANTS] = Tenants(config.api_keys)
+    app[UI] = ui or {}
     app[RUNNING] = {}
     app[STREAMS] = KeptStreams()
     app[TRANSFER] = Transfer()
+    app[RECENT] = RecentRequests()
     app.cleanup_ctx.append(watch_lag)
     app.on_cleanup.append(_close_streams)
     app.on_cleanup.append(_close_transfer)
@@ -98,11 +106,14 @@ def run(config: Config, on_ready: Callable[[str, str], None] = say_ready) -> Non
     """Serve until SIGINT or SIGTERM. on_ready: gets the URL and the model's name when requests are
     answered. Raises ConfigError (the address is in use), ModelError, StoreError; nothing is left
     running then."""
-    run_on_loop(_serve(config, on_ready))
+    ui = ui_files(built_ui()) if config.engine == "embedded" else None
+    run_on_loop(_serve(config, on_ready, ui))
 
 
-async def _serve(config: Config, on_ready: Callable[[str, str], None]) -> None:
-    app = build_app(config)
+async def _serve(
+    config: Config, on_ready: Callable[[str, str], None], ui: Mapping[str, Path] | None
+) -> None:
+    app = build_app(config, ui=ui)
     stopping = stop_event()
     async with listening(app, config) as (runner, url):
         log.info("listening, the model is loading: %s", url)

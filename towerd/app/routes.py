@@ -6,8 +6,19 @@ from aiohttp import web
 
 from towerd.api.admin import calibration as own_calibration
 from towerd.api.admin import page, pins, precache
+from towerd.api.admin import requests as own_requests
 from towerd.api.admin import workflows as own_workflows
-from towerd.api.llama import completion, control, embeddings, info, lora, streams, text, unsupported
+from towerd.api.llama import (
+    completion,
+    control,
+    embeddings,
+    info,
+    lora,
+    streams,
+    text,
+    ui,
+    unsupported,
+)
 from towerd.app.store_routes import STORE_ROUTES, Route, add_routes
 
 LLAMA_ROUTES: tuple[Route, ...] = (
@@ -53,6 +64,8 @@ LLAMA_ROUTES: tuple[Route, ...] = (
 OWN_ROUTES: tuple[Route, ...] = (
     *STORE_ROUTES,
     Route("GET", "/towerd/v1/stats", info.get_stats),
+    Route("GET", "/towerd/v1/requests", own_requests.get_requests),
+    Route("GET", "/towerd/v1/settings", own_requests.get_settings),
     Route("GET", "/towerd/v1/workflows", own_workflows.list_workflows),
     Route("POST", "/towerd/v1/workflows/{id}/end", own_workflows.post_end),
     Route("GET", "/towerd/v1/bases", pins.list_bases),
@@ -61,8 +74,12 @@ OWN_ROUTES: tuple[Route, ...] = (
     Route("POST", "/towerd/v1/calibration", own_calibration.post_calibration),
 )
 
+UI_ROUTES: tuple[Route, ...] = (
+    Route("GET", "/", ui.get_root),
+    Route("GET", "/{file:.+[.][a-z0-9]+}", ui.get_file),
+)
+
 PAGE_ROUTES: tuple[Route, ...] = (
-    Route("GET", "/", page.get_root),
     Route("GET", "/towerd", page.get_root),
     Route("GET", "/towerd/", page.get_page),
     Route("GET", "/towerd/page/{name}", page.get_asset),
@@ -70,9 +87,9 @@ PAGE_ROUTES: tuple[Route, ...] = (
 
 UNSUPPORTED_ROUTES: tuple[Route, ...] = tuple(
     Route(method, path, unsupported.refuse_unsupported) for method, path in unsupported.UNSUPPORTED
-)
+) + tuple(Route(*route, unsupported.refuse_disabled) for route in unsupported.DISABLED)
 
-ROUTES = LLAMA_ROUTES + OWN_ROUTES + PAGE_ROUTES + UNSUPPORTED_ROUTES
+ROUTES = LLAMA_ROUTES + OWN_ROUTES + PAGE_ROUTES + UI_ROUTES + UNSUPPORTED_ROUTES
 
 
 def add_proxy_routes(app: web.Application) -> None:
@@ -82,6 +99,6 @@ def add_proxy_routes(app: web.Application) -> None:
 
     proxy_routes.connect(app)
     add_routes(app, OWN_ROUTES)
-    add_routes(app, tuple(route for route in PAGE_ROUTES if route.path != "/"))
+    add_routes(app, PAGE_ROUTES)
     add_routes(app, tuple(Route(*row) for row in proxy_routes.PROXY))
     app.router.add_route("*", "/{path:.*}", proxy_routes.unknown)

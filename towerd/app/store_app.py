@@ -25,6 +25,7 @@ from towerd.api.http.keys import (
     REQUESTS,
     TENANTS,
     TRANSFER,
+    UI,
     ServiceGate,
     service_of,
 )
@@ -37,6 +38,7 @@ from towerd.app.store_routes import STORE_ROUTES, Route, add_routes
 from towerd.cold import Coding, ColdTier, VocabularySource
 from towerd.errors import StoreError, StoreLocked, TowerdError
 from towerd.models.bundled import find_model
+from towerd.search.search import Search, open_search
 from towerd.settings.config import Config
 from towerd.slots.fingerprint import REPORTED_HASH_PREFIX
 from towerd.store import Store, latest_fingerprint
@@ -74,6 +76,7 @@ class StoreService:
 
     store: Store
     cold: ColdTier
+    search: Search
 
     @property
     def engine(self) -> Engine:
@@ -112,17 +115,20 @@ async def open_store_app(config: Config) -> AsyncIterator[web.Application]:
     cold = ColdTier(store, coding, freeze_after_s=-1)
     app = web.Application(middlewares=MIDDLEWARES)
     app[CONFIG] = config
-    app[GATE] = ServiceGate(StoreService(store, cold))
+    search = await asyncio.to_thread(open_search, store, coding, config.search)
+    app[GATE] = ServiceGate(StoreService(store, cold, search))
     app[LIMITS] = Limits()
     app[METRICS] = app[REQUESTS] = Metrics()
     app[TENANTS] = Tenants(())
     app[TRANSFER] = Transfer()
+    app[UI] = {}
     add_routes(app, STORE_ROUTES + _STORE_ONLY_ROUTES)
     try:
         yield app
     finally:
         await asyncio.to_thread(app[TRANSFER].close)
         await cold.close()
+        await asyncio.to_thread(search.close)
         await asyncio.to_thread(store.close)
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from aiohttp import web
 
 from towerd.api.admin import page
-from towerd.api.http.keys import CONFIG, LIMITS, REQUESTS, TENANTS
+from towerd.api.http.keys import CONFIG, LIMITS, REQUESTS, TENANTS, UI
 from towerd.api.http.limits import Limits
 from towerd.api.http.middleware import account, add_headers, authenticate, guard
 from towerd.api.http.tenants import Tenants
+from towerd.api.llama import ui
+from towerd.api.llama.ui import built_ui, ui_files
 from towerd.app.listening import listening
 from towerd.app.loop import run_on_loop, stop_event, tune_gc, watch_lag
 from towerd.router.http import endpoints, routes, streams
@@ -67,6 +69,7 @@ def build_app(tables: ModelTables, models: Models, metrics: RouterMetrics) -> we
     app[LIMITS] = Limits()
     app[REQUESTS] = metrics
     app[TENANTS] = Tenants(tables.config.api_keys)
+    app[UI] = ui_files(built_ui())
     app.cleanup_ctx.append(watch_lag)
     app.on_response_prepare.append(add_headers)
     for method, path, handler in ROUTES:
@@ -95,8 +98,9 @@ ROUTES = (
     *(("GET", path, forward_named) for path in endpoints.GET),
     *(("POST", path, forward) for path in endpoints.POST),
     ("*", endpoints.STORE, forward_store),
-    ("GET", "/", page.get_root),
+    ("GET", "/", ui.get_root),
     ("GET", "/towerd", page.get_root),
     ("GET", "/towerd/", page.get_page),
     ("GET", "/towerd/page/{name}", page.get_asset),
+    ("GET", "/{file:.+[.][a-z0-9]+}", ui.get_file),
 )

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 
+from towerd.search.search import Search
 from towerd.sessions.traffic import Traffic
 from towerd.store import Store
 from towerd.store.sessions.turn import Turn
 
 
 class TurnRecorder:
-    """Commits turns and reports them to the policies and workflows."""
+    """Commits turns and reports them to the policies and workflows, and to the search."""
 
-    def __init__(self, store: Store, traffic: Traffic | None = None) -> None:
+    def __init__(
+        self, store: Store, traffic: Traffic | None = None, search: Search | None = None
+    ) -> None:
         self._store = store
         self._traffic = traffic
+        self._search = search
 
     async def record(self, turn: Turn, *, answered: bool = True) -> str:
         """Make a turn durable and return its session's id. Of a prompt without an answer, the
@@ -31,6 +35,8 @@ class TurnRecorder:
         result = self._store.commit_turn(turn)
         if self._traffic is not None:
             self._traffic.recorded(turn, result.node, result.session_id)
+        if self._search is not None:
+            self._search.recorded(turn, result)
         return result.session_id
 
     def _keep_prompt(self, turn: Turn) -> None:

@@ -176,6 +176,9 @@ class Config:
     prefetch_bytes: int = _set(64 * 2**20, "size", "--prefetch-bytes",
         "Bytes a second that may be copied from disk into RAM before they are asked for, by a "
         "policy that predicts reuse; 0: none.", low=0)
+    search: bool = _set(True, "bool", "--search",
+        "Keep a full-text index of all conversations, which titles come from as well; without it "
+        "the index is deleted.", off="--no-search")
     record: Path | None = _set(None, "path", "--record",
         "File to append a trace of all requests to, for towerctl lab replay; texts stay secret.")
     retention: str = _set("none", "text", "--retention",

@@ -35,7 +35,7 @@ from towerd.store.sessions.cold import ColdTable
 from towerd.store.sessions.foreign import ForeignSessions
 from towerd.store.sessions.history import History, add_history, copy_history
 from towerd.store.sessions.pins import PinTable
-from towerd.store.sessions.sessions import SessionTable, check_name
+from towerd.store.sessions.sessions import SessionTable, check_name, session_page
 from towerd.store.sessions.turn import Base, SessionInfo, Turn, TurnInfo, TurnResult
 from towerd.store.state import Held, StoreState
 from towerd.store.vocabularies import Vocabularies
@@ -52,9 +52,9 @@ class Store:
     def __init__(self, state: StoreState, closing: ExitStack) -> None:
         """Use `Store.open`. closing: closes the catalog."""
         self.state = state
+        self._closing = closing
         self._pool = ThreadPoolExecutor(min(WORKERS_MAX, os.cpu_count() or 1), "store")
         self.rows = RowStore(state, self._pool)
-        self._closing = closing
         self._sessions = SessionTable(state.catalog, state.identity.tokenizer)
         self._bases = BaseTable(state)
         self._pins = PinTable(state)
@@ -130,9 +130,8 @@ class Store:
 
     def match(self, ids: Ids, scope: str) -> Match:
         """The longest stored prefix of `ids` among the scope's own and public segments."""
-        data = ids_bytes(ids)
         with self._open_lock():
-            return self.state.trie.match(data, scope)
+            return self.state.trie.match(ids_bytes(ids), scope)
 
     def hold(self, ids: Ids, scope: str) -> Handle:
         """The path of a request with these tokens, to be released when the request ends."""
@@ -156,10 +155,9 @@ class Store:
     def node(self, node_id: int) -> Node:
         """The node with this id. Raises NotFound."""
         with self._open_lock():
-            node = self.state.trie.nodes.get(node_id)
-        if node is None:
-            raise NotFound(f"there is no segment {node_id}")
-        return node
+            if (node := self.state.trie.nodes.get(node_id)) is not None:
+                return node
+        raise NotFound(f"there is no segment {node_id}")
 
     @property
     def tables(self) -> Path:
@@ -332,6 +330,11 @@ class Store:
             own = self._sessions.beginning(prefix, scope, limit)
         return [*own, *self.foreign.beginning(prefix, scope, limit)][:limit]
 
+    def session_page(self, after: int, limit: int) -> list[tuple[int, SessionInfo]]:
+        """(row, session) of every tokenizer and scope, in order of the rows behind `after`."""
+        with self._open_lock():
+            return session_page(self.state.catalog, self.state.identity.tokenizer, after, limit)
+
     def session(self, id: str, scope: str | None = None) -> SessionInfo:
         """One session. Raises NotFound; StoreError if scope is None and the id is ambiguous."""
         with self._open_lock():
@@ -404,8 +407,7 @@ class Store:
         """Store and pin the path of a precached prompt; idempotent. A public base belongs to
         every scope; a changed prompt moves the name to its new path. The rest: see Base."""
         check_name(name)
-        data = path_bytes(ids, [len(ids)])
-        owner = public_of(scope) if public else scope
+        data, owner = path_bytes(ids, [len(ids)]), public_of(scope) if public else scope
         digest = hashlib.blake2b(data, digest_size=32).digest()
         base = Base(name, owner, level, 0, len(ids), digest, format, module)
         with self._open_lock():

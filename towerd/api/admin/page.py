@@ -1,20 +1,26 @@
-"""The status page at /towerd/: three static files, no outside assets."""
+"""The explorer at /towerd/: static files without any outside asset."""
 
 from __future__ import annotations
 
 from importlib.resources import files
+from pathlib import Path
 
 from aiohttp import web
 
 from towerd.errors import NotFound
 
 _TYPES = {
-    "index.html": "text/html; charset=utf-8",
-    "page.css": "text/css; charset=utf-8",
-    "page.js": "text/javascript; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
 }
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "form-action 'none'; frame-ancestors 'none'; base-uri 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
 _SECURITY = {
-    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
+    "Content-Security-Policy": _POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
@@ -23,12 +29,12 @@ _SECURITY = {
 
 _FOLDER = files("towerd.api.admin") / "page_files"
 # Read at import, before any event loop runs.
-_ASSETS = {name: (_FOLDER / name).read_bytes() for name in _TYPES}
+_ASSETS = {each.name: each.read_bytes() for each in _FOLDER.iterdir() if each.is_file()}
 
 
 async def get_root(request: web.Request) -> web.Response:
-    """Redirect the bare address to the page."""
-    raise web.HTTPFound("/towerd/")
+    """Redirect the bare address to the page, which says how to get llama.cpp's chat page."""
+    raise web.HTTPFound("/towerd/#/no-chat-page" if request.path == "/" else "/towerd/")
 
 
 async def get_page(request: web.Request) -> web.Response:
@@ -37,7 +43,7 @@ async def get_page(request: web.Request) -> web.Response:
 
 
 async def get_asset(request: web.Request) -> web.Response:
-    """The page's style sheet and script."""
+    """The page's style sheet and scripts."""
     return _asset(request.match_info["name"])
 
 
@@ -46,5 +52,5 @@ def _asset(name: str) -> web.Response:
     if data is None:
         raise NotFound("File Not Found")
     reply = web.Response(body=data, headers=_SECURITY)
-    reply.headers["Content-Type"] = _TYPES[name]
+    reply.headers["Content-Type"] = _TYPES[Path(name).suffix]
     return reply

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from towerd.api.http.reply import json_reply
 from towerd.errors import InvalidRequest, NotFound
 from towerd.store.prefix.scope import is_of, is_public
 from towerd.store.segments.checkpoints import checkpoint_bytes, cut_of
+from towerd.tokens import Ids, ids_array
 
 if TYPE_CHECKING:
     from towerd.store import Node, Store
@@ -102,20 +104,30 @@ def visible_node(store: Store, node_id: int, scope: str | None) -> Node:
 
 
 async def get_trie(request: web.Request) -> web.Response:
-    """The tree below `?root=` (default: all), `?depth=` levels, at most `?limit=` segments."""
-    store, scope = service_of(request).store, visible_scope(request)
+    """The tree below `?root=` (default: all), `?depth=` levels, at most `?limit=` segments; `?text=1`
+    adds how the text of each begins."""
+    service = service_of(request)
+    store, scope = service.store, visible_scope(request)
+    begins = service.search.reader.begins if flag(request, "text") else None
     limit = integer_query(request, "limit", 200, 1, request.app[LIMITS].page_max)
     depth = integer_query(request, "depth", DEPTH_MAX, 1, DEPTH_MAX)
     root = integer_query(request, "root", 0, 0, 2**62)
 
     def tree() -> dict[str, Any]:
         top = store.root if root == 0 else visible_node(store, root, scope)
-        return _tree(store, top, scope, depth, limit)
+        return _tree(store, top, scope, depth, limit, begins)
 
     return json_reply(await asyncio.to_thread(tree))
 
 
-def _tree(store: Store, top: Node, scope: str | None, depth: int, limit: int) -> dict[str, Any]:
+def _tree(
+    store: Store,
+    top: Node,
+    scope: str | None,
+    depth: int,
+    limit: int,
+    begins: Callable[[Ids], str] | None,
+) -> dict[str, Any]:
     """The tree in breadth-first order, so that a truncated tree shows its upper levels."""
     root: list[dict[str, Any]] = []
     level: list[tuple[Node, list[dict[str, Any]]]] = [(top, root)]
@@ -132,6 +144,8 @@ def _tree(store: Store, top: Node, scope: str | None, depth: int, limit: int) ->
                 n += 1
                 entry = segment_json(child, store)
                 entry["children"] = []
+                if begins is not None:
+                    entry["text"] = begins(ids_array(child.ids))
                 entries.append(entry)
                 below.append((child, entry["children"]))
         level = below

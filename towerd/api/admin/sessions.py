@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from towerd.errors import InvalidRequest, NotFound, ThawError
 from towerd.store import SessionInfo, Store
 from towerd.store.sessions.foreign import ForeignSession
 from towerd.store.sessions.stored_rows import stored_rows
+from towerd.store.sessions.tier_cost import tier_cost
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -52,7 +53,19 @@ async def list_sessions(request: web.Request) -> web.Response:
         sessions = await asyncio.to_thread(store.cold.idle, before, limit, scope)
     else:
         sessions = await asyncio.to_thread(_sessions, store, scope, limit)
-    return json_reply({"sessions": [asdict(session) for session in sessions]})
+    return json_reply({"sessions": await sessions_json(request, sessions)})
+
+
+async def sessions_json(request: web.Request, infos: Sequence[SessionInfo]) -> list[dict[str, Any]]:
+    """Sessions as they are listed; one that was given no title has its first question for one."""
+    titles = [info.title for info in infos]
+    if not all(titles):
+        titles = await asyncio.to_thread(service_of(request).search.titles, infos)
+    return [asdict(info) | {"title": title} for info, title in zip(infos, titles, strict=True)]
+
+
+async def _session_json(request: web.Request, info: SessionInfo) -> dict[str, Any]:
+    return (await sessions_json(request, [info]))[0]
 
 
 def _sessions(store: Store, scope: str | None, limit: int) -> list[SessionInfo]:
@@ -77,8 +90,9 @@ async def _in_either(
 
 
 async def get_session(request: web.Request) -> web.Response:
-    """One session with its turns; `?text=1` adds the text of its current branch, `?kept=1` what
-    is live of it. A frozen session is decoded for that, and stays frozen."""
+    """One session with its turns; `?text=1` adds the text of its current branch, `?messages=1` who
+    said what, `?kept=1` what is live of it, `?cost=1` what it takes in each tier. A frozen session
+    is decoded for that, and stays frozen."""
     service = service_of(request)
     store, name = service.store, request.match_info["id"]
     found = await _in_either(request, store.session, store.foreign.session)
@@ -88,10 +102,14 @@ async def get_session(request: web.Request) -> web.Response:
     turns = await asyncio.to_thread(store.turns, name, info.scope)
     rows = await asyncio.to_thread(stored_rows, store, turns)
     out: dict[str, Any] = {
-        "session": asdict(info),
+        "session": await _session_json(request, info),
         "turns": [asdict(turn) for turn in turns],
         "rows": [asdict(each) for each in rows],
     }
+    if flag(request, "cost"):
+        out["cost"] = asdict(await asyncio.to_thread(tier_cost, store, turns))
+    if flag(request, "messages"):
+        out["messages"] = await _messages(request, info)
     if flag(request, "kept"):
         out["kept"] = None if info.cold_bytes else await _kept(request, name, info.scope)
     if flag(request, "text") or flag(request, "ids"):
@@ -117,15 +135,26 @@ async def _add_tokens(request: web.Request, out: dict[str, Any], name: str, scop
         out["text"] = (await detokenize(ids)).decode("utf-8", "replace")
 
 
+async def _messages(request: web.Request, info: SessionInfo) -> list[dict[str, Any]]:
+    """Who said what on the branch that ends with `?turn=`, by default the current one."""
+    reader = service_of(request).search.reader
+    turn = integer_query(request, "turn", 0, 0, ROW_MAX) or None
+    return [asdict(each) for each in await asyncio.to_thread(reader.branch, info, turn)]
+
+
 async def _get_foreign(request: web.Request, name: str, found: ForeignSession) -> web.Response:
     """A session of another tokenizer than the served model's: nothing of it can be live."""
     foreign, info = service_of(request).store.foreign, found.info
     which = name, info.scope, info.tokenizer
     out: dict[str, Any] = {
-        "session": asdict(info),
+        "session": await _session_json(request, info),
         "turns": [asdict(turn) for turn in found.turns],
         "rows": [],
     }
+    if flag(request, "cost"):
+        out["cost"] = None
+    if flag(request, "messages"):
+        out["messages"] = await _messages(request, info)
     if flag(request, "kept"):
         out["kept"] = None
     if flag(request, "ids"):
@@ -156,7 +185,7 @@ async def patch_session(request: web.Request) -> web.Response:
         lambda id, scope: store.rename_session(id, title, scope),
         lambda id, scope, tokenizer: store.foreign.rename(id, title, scope, tokenizer),
     )
-    return json_reply({"session": asdict(info)})
+    return json_reply({"session": await _session_json(request, info)})
 
 
 async def own_session(request: web.Request) -> SessionInfo:
@@ -182,7 +211,7 @@ async def post_freeze(request: web.Request) -> web.Response:
     service, found = service_of(request), await own_session(request)
     froze = await service.cold.freeze(found.id, found.scope)
     info = await asyncio.to_thread(service.store.session, found.id, found.scope)
-    return json_reply({"session": asdict(info), "changed": froze is not None})
+    return json_reply({"session": await _session_json(request, info), "changed": froze is not None})
 
 
 async def post_thaw(request: web.Request) -> web.Response:
@@ -195,11 +224,12 @@ async def post_thaw(request: web.Request) -> web.Response:
     if ahead and service.cold.ahead is not None:
         service.cold.ahead.evaluate(found.id, found.scope)
     info = await asyncio.to_thread(service.store.session, found.id, found.scope)
-    return json_reply({"session": asdict(info), "changed": was_frozen})
+    return json_reply({"session": await _session_json(request, info), "changed": was_frozen})
 
 
 async def delete_session(request: web.Request) -> web.Response:
     """Delete a session. The next gc removes its segments unless another session needs them."""
     store, name = service_of(request).store, request.match_info["id"]
     await _in_either(request, store.delete_session, store.foreign.delete)
+    await asyncio.to_thread(service_of(request).search.deleted, name)
     return json_reply({"deleted": name})

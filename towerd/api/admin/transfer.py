@@ -43,4 +43,6 @@ async def post_import(request: web.Request) -> web.Response:
     def work() -> dict[str, object]:
         return import_session(service.store, service.cold.coding.model(), data, scope)
 
-    return json_reply(await transfer.run(work))
+    imported = await transfer.run(work)
+    service.search.changed()
+    return json_reply(imported)

@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from towerd.api.admin.pins import require_admin
-from towerd.api.admin.sessions import own_session
+from towerd.api.admin.sessions import own_session, sessions_json
 from towerd.api.http import fields
 from towerd.api.http.body import read_object
 from towerd.api.http.keys import service_of
@@ -93,4 +93,4 @@ async def post_recode(request: web.Request) -> web.Response:
     service, found = service_of(request), await own_session(request)
     recoded = await service.cold.recode(found.id, found.scope)
     info = await asyncio.to_thread(service.store.session, found.id, found.scope)
-    return json_reply({"session": asdict(info), "changed": recoded})
+    return json_reply({"session": (await sessions_json(request, [info]))[0], "changed": recoded})

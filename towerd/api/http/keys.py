@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiohttp import web
@@ -18,6 +19,7 @@ from towerd.settings.config import Config
 if TYPE_CHECKING:
     from towerd.api.http.kept_stream import KeptStreams
     from towerd.cold import ColdTier
+    from towerd.search.search import Search
     from towerd.sessions.recorder import TurnRecorder
     from towerd.sessions.traffic import Traffic
     from towerd.store import Store
@@ -69,6 +71,8 @@ class ApiService(Protocol):
     def traffic(self) -> Traffic: ...
     @property
     def cold(self) -> ColdTier: ...
+    @property
+    def search(self) -> Search: ...
 
 
 @dataclass(slots=True)
@@ -94,6 +98,8 @@ METRICS = web.AppKey("metrics", Metrics)
 REQUESTS = web.AppKey("requests", RequestMetrics)
 """The same metrics where there is a model; those of requests alone in a router."""
 TENANTS = web.AppKey("tenants", Tenants)
+UI: web.AppKey[Mapping[str, Path]] = web.AppKey("ui")
+"""The files of llama.cpp's web UI by their paths below `/`; none where it is not served."""
 STREAMS: web.AppKey[KeptStreams] = web.AppKey("streams")
 TRANSFER: web.AppKey[Transfer] = web.AppKey("transfer")
 TENANT = web.RequestKey("tenant", Tenant)

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from towerd.api.http.keys import CONFIG, GATE, REQUESTS, TENANT, TENANTS
+from towerd.api.http.keys import CONFIG, GATE, REQUESTS, TENANT, TENANTS, UI
 from towerd.api.http.reply import error_reply, from_http
 from towerd.api.http.tenants import CALLER, OWNER, SOCKET, Tenant
 from towerd.errors import Forbidden, NotSupported, TowerdError, Unauthorized, Unavailable
@@ -92,7 +92,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
 @web.middleware
 async def ready(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer 503 until the model is loaded and while the daemon shuts down."""
-    if not is_page(request.path):
+    if not (is_page(request.path) or request.path[1:] in request.app[UI]):
         request.app[GATE].open()
     return await handler(request)
 
@@ -120,10 +120,12 @@ def _identify(request: web.Request) -> Tenant:
 
 
 def is_ui_file(request: web.Request) -> bool:
-    """Whether this requests a file of llama-server's web UI, which needs no key: a browser loads it
+    """Whether this requests a file of llama.cpp's web UI, which needs no key: a browser loads it
     before the user can enter one. Its data comes from the API, which needs one."""
-    if request.app[CONFIG].engine != "llama-server" or request.method not in ("GET", "HEAD"):
+    if request.method not in ("GET", "HEAD"):
         return False
+    if request.app[CONFIG].engine != "llama-server":
+        return request.path[1:] in request.app[UI]
     path = request.path
     if path.startswith("/towerd"):
         return False

@@ -18,6 +18,7 @@ from towerd.api.http.body import read_bytes
 from towerd.api.http.hints import SESSION_HEADER, hints_of
 from towerd.api.http.kept_stream import KeptStream
 from towerd.api.http.keys import CONFIG, LIMITS, METRICS, STREAMS, TENANT, service_of
+from towerd.api.http.recent import RECENT
 from towerd.api.http.reply import error_event, raw_reply
 from towerd.api.http.sse import PING, ClientStalled, EventStream, Sink
 from towerd.api.llama.choice import ChoiceState
@@ -129,6 +130,7 @@ def _absorb(request: web.Request, choice: ChoiceState, event: Event) -> None:
         metrics.started(choice.began)
     elif isinstance(event, Finish):
         metrics.finished(event)
+        request.app[RECENT].add(request[TENANT].scope, event, choice.ttft_s)
 
 
 def _headers(choices: Sequence[ChoiceState]) -> dict[str, str]:

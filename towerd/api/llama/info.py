@@ -11,7 +11,7 @@ from aiohttp import web
 
 from towerd import __version__
 from towerd.api.admin.overview import may_see_slot, require_overview
-from towerd.api.http.keys import CONFIG, METRICS, TENANT, ApiService, service_of
+from towerd.api.http.keys import CONFIG, METRICS, TENANT, UI, ApiService, service_of
 from towerd.api.http.reply import json_reply
 from towerd.api.llama.build import BUILD_INFO
 from towerd.api.llama.models import ftype, models_json
@@ -36,10 +36,10 @@ async def get_props(request: web.Request) -> web.Response:
     config = request.app[CONFIG]
     if not config.props_endpoint:
         raise SwitchedOff("This server does not support props endpoint. Start it with `--props`")
-    return json_reply(_props_json(service_of(request).engine, config))
+    return json_reply(_props_json(service_of(request).engine, config, bool(request.app[UI])))
 
 
-def _props_json(engine: Engine, config: Config) -> dict[str, Any]:
+def _props_json(engine: Engine, config: Config, has_ui: bool) -> dict[str, Any]:
     info = engine.info
     props: dict[str, Any] = msgspec.json.decode(wire_of(engine).model.props())
     return props | {
@@ -50,7 +50,7 @@ def _props_json(engine: Engine, config: Config) -> dict[str, Any]:
         "endpoint_slots": config.slots_endpoint,
         "endpoint_props": False,
         "endpoint_metrics": config.metrics_endpoint,
-        "ui": False,
+        "ui": has_ui,
         "ui_settings": {},
         "build_info": BUILD_INFO,
         "is_sleeping": False,

@@ -1,10 +1,11 @@
-"""llama-server's endpoints that the embedded engine does not support, answered with 400."""
+"""llama-server's endpoints that the embedded engine does not support, answered with 400, and those
+that stand for features which it does not have switched on, answered with 403 as by llama-server."""
 
 from __future__ import annotations
 
 from aiohttp import web
 
-from towerd.errors import NotSupported
+from towerd.errors import FeatureDisabled, NotSupported
 
 UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("POST", "/props"),
@@ -16,12 +17,15 @@ UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("POST", "/models/load"),
     ("POST", "/models/unload"),
     ("GET", "/models/sse"),
+)
+"""(method, path) of every route that llama-server has and the embedded engine lacks."""
+DISABLED: tuple[tuple[str, str], ...] = (
     ("GET", "/tools"),
     ("POST", "/tools"),
     ("GET", "/cors-proxy"),
     ("POST", "/cors-proxy"),
 )
-"""(method, path) of every route that llama-server has and the embedded engine lacks."""
+"""Those of tools that run on the server, and of its proxy, which the web UI asks for."""
 
 
 async def refuse_unsupported(request: web.Request) -> web.StreamResponse:
@@ -30,3 +34,8 @@ async def refuse_unsupported(request: web.Request) -> web.StreamResponse:
         f"{request.method} {request.path} is not supported by the embedded engine; "
         "the llama-server engine supports it"
     )
+
+
+async def refuse_disabled(request: web.Request) -> web.StreamResponse:
+    """Always raises FeatureDisabled."""
+    raise FeatureDisabled("this feature is disabled: towerd runs no tools and fetches no pages")

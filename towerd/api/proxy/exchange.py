@@ -11,7 +11,8 @@ from urllib.parse import quote
 from aiohttp import ClientResponse, web
 
 from towerd.api.http.hints import SESSION_HEADER
-from towerd.api.http.keys import METRICS, service_of
+from towerd.api.http.keys import METRICS, TENANT, service_of
+from towerd.api.http.recent import RECENT
 from towerd.api.http.reply import encode, error_event
 from towerd.api.http.sse import write_or_stall
 from towerd.api.llama.completion import REUSE_HEADER
@@ -65,6 +66,7 @@ class Exchange:
         self._started = False
         self._recording: asyncio.Task[None] | None = None
         self._began = time.monotonic()
+        self._ttft_s: float | None = None
 
     async def run(self) -> web.StreamResponse:
         """Forward the request and the reply.
@@ -191,6 +193,7 @@ class Exchange:
             self._started = True
             if self.lease is not None:
                 self.lease.answering()
+            self._ttft_s = time.monotonic() - self._began
             self._request.app[METRICS].started(self._began)
 
     def _error_event(self, error: TowerdError) -> bytes:
@@ -245,8 +248,11 @@ class Exchange:
         timings = watch.final_timings()
         n_tokens = watch.n_prompt + max(watch.n_predicted - 1, 0)
         stop = watch.stop or "cancelled"
-        finish = Finish(stop, "", tuple(watch.ids), n_tokens, timings, self._reuse)
+        finish = Finish(
+            stop, "", tuple(watch.ids), n_tokens, timings, self._reuse, session=self._session
+        )
         self._request.app[METRICS].finished(finish)
+        self._request.app[RECENT].add(self._request[TENANT].scope, finish, self._ttft_s)
 
     def _continues(self) -> bool:
         reply = self._reply

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from towerd.errors import InvalidRequest, NotFound, SessionFrozen, StoreError, TokensLost
@@ -18,11 +18,11 @@ TITLE_CHARS_MAX = 500
 RECOGNISED_TOKENS_MIN = 2
 """Every conversation begins with the BOS token, of which an empty prompt consists."""
 
-_SESSION = (
-    "SELECT id, scope, title, named, leaf, n_tokens,"
-    " (SELECT count(*) FROM turns WHERE turns.session = sessions.pk), created, updated,"
-    " cold_bytes FROM sessions WHERE tokenizer = ?"
+_COLUMNS = (
+    "id, scope, title, named, leaf, n_tokens,"
+    " (SELECT count(*) FROM turns WHERE turns.session = sessions.pk), created, updated, cold_bytes"
 )
+_SESSION = f"SELECT {_COLUMNS} FROM sessions WHERE tokenizer = ?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +294,22 @@ class SessionTable:
             if rows:
                 return int(rows[0][0])
         return None
+
+
+def session_page(
+    catalog: Catalog, own: int, after: int, limit: int
+) -> list[tuple[int, SessionInfo]]:
+    """(row, session) of every tokenizer, of which `own` is the served model's, in order of the rows
+    behind `after`."""
+    rows = catalog.rows(
+        f"SELECT pk, tokenizer, {_COLUMNS} FROM sessions WHERE pk > ? ORDER BY pk LIMIT ?",
+        (after, limit),
+    )
+    digests = dict(catalog.rows("SELECT id, digest FROM tokenizers WHERE id != ?", (own,)))
+    return [
+        (pk, replace(_info(tuple(facts)), tokenizer=digests.get(of, b"").hex()))
+        for pk, of, *facts in rows
+    ]
 
 
 def _with_any_adapters(tenant: str) -> tuple[str, str]:

@@ -1,0 +1,89 @@
+"""What the explorer shows of conversations, requests and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from tenants_talk import KEYS, Client, key, talk
+
+from towerd.settings.config import settings
+
+MakeClient = Callable[..., Awaitable[Client]]
+OWN = "/towerd/v1"
+
+
+async def value(reply: Any, status: int = 200) -> Any:
+    assert reply.status == status, await reply.text()
+    return await reply.json()
+
+
+async def test_branches_are_read_by_their_turns(client: Client) -> None:
+    """Each as it was said, frozen or not; all of them together are the turns' texts."""
+    said: list[str] = []
+    for prompt in ("Once upon", "Once upon a red", "Once upon a blue"):
+        reply = await client.post(
+            "/completion",
+            json={"prompt": prompt, "n_predict": 4, "temperature": 0},
+            headers={"X-Towerd-Session": "s"},
+        )
+        said.append(prompt + (await value(reply))["content"])
+    path = f"{OWN}/sessions/s"
+    turns = (await value(await client.get(path)))["turns"]
+    for _ in range(2):
+        for turn, text in zip(turns, said, strict=True):
+            shown = await value(await client.get(f"{path}?messages=1&turn={turn['id']}"))
+            assert shown["messages"] == [{"role": "", "text": text.strip()}]
+        current = await value(await client.get(f"{path}?messages=1"))
+        assert current["messages"] == [{"role": "", "text": said[-1].strip()}]
+        await value(await client.get(f"{path}?messages=1&turn=99999"), 404)
+        await value(await client.post(f"{path}/freeze", json={}))
+
+
+async def test_the_cost_of_a_conversation(client: Client) -> None:
+    """It agrees with its segments; pinned it says so; frozen nothing resumes."""
+    id = await talk(client)
+    path = f"{OWN}/sessions/{id}?cost=1"
+    found = await value(await client.get(path))
+    cost, leaf = found["cost"], found["turns"][-1]["reply_node"]
+    whole = (await value(await client.get(f"{OWN}/segments/{leaf}")))["segment"]
+    segments = [
+        (await value(await client.get(f"{OWN}/segments/{each}")))["segment"]
+        for each in whole["path"]
+    ]
+    assert cost["hot_bytes"] == sum(each["bytes"] for each in segments if each["hot"])
+    assert cost["resumable_tokens"] == sum(
+        each["tokens"] for each in segments if each["hot"] or each["warm"]
+    )
+    assert not cost["pinned"]
+    await value(await client.post(f"{OWN}/pins", json={"session": id}))
+    assert (await value(await client.get(path)))["cost"]["pinned"]
+    await value(await client.delete(f"{OWN}/pins/{leaf}"))
+    await value(await client.post(f"{OWN}/sessions/{id}/freeze", json={}))
+    cost = (await value(await client.get(path)))["cost"]
+    assert (cost["hot_bytes"], cost["warm_bytes"], cost["resumable_tokens"]) == (0, 0, 0)
+
+
+async def test_requests_are_remembered_by_tenant(make_client: MakeClient) -> None:
+    client = await make_client(api_keys=KEYS)
+    ann, bob = await talk(client, **key("ka")), await talk(client, **key("kb"))
+    for name, session in (("ka", ann), ("kb", bob)):
+        found = await value(await client.get(f"{OWN}/requests", headers=key(name)))
+        assert found["running"] == []
+        (request,) = found["finished"]
+        assert (request["session"], request["generated"]) == (session, 3)
+        assert sum(request["reuse"].values()) == request["reuse"]["prefill"] > 0
+        assert request["ttft_ms"] > 0
+        since = int(request["finished"]) + 1
+        later = await value(await client.get(f"{OWN}/requests?since={since}", headers=key(name)))
+        assert later["finished"] == []
+
+
+async def test_settings_without_secrets(make_client: MakeClient) -> None:
+    client = await make_client(api_keys=(("very-secret", "local"),), ctx_size=321)
+    reply = await client.get(f"{OWN}/settings", headers=key("very-secret"))
+    assert "very-secret" not in await reply.text()
+    shown = {each["name"]: each["value"] for each in (await value(reply))["settings"]}
+    assert shown.keys() == settings().keys()
+    assert (shown["ctx_size"], shown["api_keys"]) == (321, "(set)")
+    assert (await client.get(f"{OWN}/settings")).status == 401

@@ -1,0 +1,141 @@
+"""The search index against reading all texts: who finds what, in which order of events whatever."""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from towerd.search.index import FILE_NAME, Passage, SearchIndex, SessionKey
+
+WORDS = ("otter", "Otter", "ünïcode", "unicode", "snake_case", "naïve", "42", "AND", "NEAR", "x")
+TEXTS = st.lists(st.sampled_from(WORDS), max_size=6).map(" ".join)
+SCOPES = ("local", "local~aa@1.0", "localhost", "alice")
+SESSIONS = st.lists(st.tuples(st.sampled_from(SCOPES), st.lists(TEXTS, max_size=3)), max_size=8)
+
+
+def key(number: int, scope: str = "local") -> SessionKey:
+    return SessionKey("t", scope, f"s{number}")
+
+
+def folded(text: str) -> list[str]:
+    """The words of a text, without case and accents."""
+    plain = unicodedata.normalize("NFD", text.casefold())
+    bare = "".join(c for c in plain if not unicodedata.combining(c))
+    return re.findall(r"[^\W_]+", bare)
+
+
+def has(text: str, term: str, *, begun: bool) -> bool:
+    """Whether the words of `term` follow each other in `text`; begun: its last one may go on."""
+    words, wanted = folded(text), folded(term)
+    return any(
+        words[i : i + len(wanted) - 1] == wanted[:-1]
+        and (words[i + len(wanted) - 1 :] or [""])[0].startswith(wanted[-1])
+        and (begun or words[i + len(wanted) - 1] == wanted[-1])
+        for i in range(len(words) - len(wanted) + 1)
+    )
+
+
+@given(sessions=SESSIONS, terms=st.lists(st.sampled_from(WORDS), min_size=1, max_size=3))
+def test_finds_what_reading_everything_finds(
+    sessions: list[tuple[str, list[str]]],
+    terms: list[str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    index = SearchIndex(tmp_path_factory.mktemp("index") / FILE_NAME)
+    for number, (scope, texts) in enumerate(sessions):
+        passages = [Passage(turn, 1.0, text) for turn, text in enumerate(texts)]
+        index.add(key(number, scope), 1.0, passages)
+        index.add(key(number, scope), 1.0, passages)
+    for asked in (None, "local", "alice"):
+        found = {hit.session for hit in index.search(" ".join(terms), asked, 100)}
+        wanted = {
+            key(number, scope)
+            for number, (scope, texts) in enumerate(sessions)
+            if asked in (None, scope, scope.partition("~")[0])
+            and any(
+                all(has(text, term, begun=i == len(terms) - 1) for i, term in enumerate(terms))
+                for text in texts
+            )
+        }
+        assert found == wanted
+    index.close()
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> SearchIndex:
+    return SearchIndex(tmp_path / FILE_NAME)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ['"', '"otter', 'otter"', "otter*", "(otter", "-otter", "otter:", "^otter", "NOT otter"],
+)
+def test_what_is_typed_is_never_a_syntax_error(index: SearchIndex, typed: str) -> None:
+    index.add(key(1), 1.0, [Passage(1, 1.0, "an otter, not two")])
+    assert len(index.search(typed, None, 9)) == ("otter" in typed)
+
+
+def test_phrases_scripts_without_spaces_and_snippets(index: SearchIndex) -> None:
+    index.add(key(1), 1.0, [Passage(1, 1.0, "今天天气很好。 <b>the red otter</b>")])
+    assert index.search("天气", None, 9)
+    assert not index.search("气天", None, 9)
+    assert index.search('"red otter"', None, 9)
+    assert not index.search('"otter red"', None, 9)
+    (hit,) = index.search("天气 red", None, 9)
+    assert "".join(hit.snippet) == "今天天气很好。 <b>the red otter</b>"
+    assert hit.snippet[3] == "red"
+
+
+def test_deleted_words_leave_the_bytes(index: SearchIndex) -> None:
+    """Of what was removed nothing can be found in the files."""
+    for number in range(50):
+        index.add(key(number), 1.0, [Passage(1, 1.0, f"otter number{number} secretword{number}")])
+    index.forget([key(7)])
+    index.scrub()
+    data = b"".join(
+        path.read_bytes() for path in index.path.parent.iterdir() if path.name != FILE_NAME + "-shm"
+    )
+    assert b"secretword8" in data
+    assert b"secretword7" not in data
+    assert b"number7 " not in data
+    # words of an index share their beginnings: what is left of this one would be its last letters
+    rows = sqlite3.connect(index.path)
+    rows.execute("CREATE VIRTUAL TABLE temp.seen USING fts5vocab(main, words, row)")
+    assert "secretword7" not in {term for (term, *_) in rows.execute("SELECT * FROM temp.seen")}
+    rows.close()
+
+
+def test_a_new_session_of_an_old_name_replaces_it(index: SearchIndex) -> None:
+    index.add(key(1), 1.0, [Passage(1, 1.0, "old words")], "old?")
+    index.add(key(1), 2.0, [Passage(1, 2.0, "new words")], "new?")
+    assert not index.search("old", None, 9)
+    assert index.questions([key(1), key(2)]) == {key(1): "new?"}
+
+
+@pytest.mark.parametrize("damage", ["bytes", "version", "truncated"])
+def test_a_damaged_index_is_begun_anew(index: SearchIndex, damage: str) -> None:
+    """At its opening, without an error: it is derived data."""
+    index.add(key(1), 1.0, [Passage(1, 1.0, "otter")])
+    index.scrub()
+    path = index.path
+    index.close()
+    if damage == "bytes":
+        path.write_bytes(b"no database" * 1000)
+    elif damage == "truncated":
+        os.truncate(path, 5000)
+    else:
+        db = sqlite3.connect(path)
+        db.execute("PRAGMA user_version = 99")
+        db.close()
+    again = SearchIndex(path)
+    if damage != "truncated":
+        assert again.keys() == []
+    assert path.stat().st_mode & 0o777 == 0o600
+    again.close()

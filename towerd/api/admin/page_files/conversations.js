@@ -1,0 +1,76 @@
+// The list of conversations, with the search, beside the one that is open.
+
+import { call, query } from "./api.js";
+import { ago, bytes, count, el, get } from "./dom.js";
+import { showChat } from "./chat.js";
+
+const LIMIT = 200;
+const TYPING_MS = 150;
+let typed = "";
+
+export const addressOf = (session) =>
+  `#/chat/${encodeURIComponent(session.id)}${query({ scope: session.scope, tokenizer: session.tokenizer })}`;
+
+function entry(session, more) {
+  const state = session.cold_bytes ? ` · frozen, ${bytes(session.cold_bytes)}` : "";
+  const other = session.tokenizer ? " · of another model" : "";
+  return el("li", {}, el("a", { href: addressOf(session) },
+    session.title || session.id, more,
+    el("small", {}, `${ago(session.updated)} · ${count(session.n_tokens)} tokens${state}${other}`)));
+}
+
+const snippet = (runs) =>
+  el("small", {}, runs.map((run, i) => (i % 2 ? el("mark", {}, run) : run)));
+
+function markOpen(list) {
+  for (const link of list.querySelectorAll("a")) {
+    if (link.getAttribute("href") === location.hash) link.setAttribute("aria-current", "true");
+  }
+}
+
+async function fill(list) {
+  const words = typed.trim();
+  let entries;
+  if (words) {
+    const { results } = await call(`/search${query({ q: words, limit: 50 })}`);
+    entries = results.map((hit) => entry(hit.session, snippet(hit.snippet)));
+  } else {
+    const { sessions } = await call(`/sessions?limit=${LIMIT}`);
+    entries = sessions.map((session) => entry(session));
+  }
+  if (words !== typed.trim()) return;
+  if (!entries.length) entries = [el("li", { class: "quiet" }, words ? "Nothing was found." : "No conversations yet.")];
+  list.replaceChildren(...entries);
+  markOpen(list);
+}
+
+function walk(event, list) {
+  const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+  if (!step) return;
+  const links = [get("search"), ...list.querySelectorAll("a")];
+  const next = links[links.indexOf(document.activeElement) + step];
+  if (next) {
+    event.preventDefault();
+    next.focus();
+  }
+}
+
+export async function showConversations(main, chat) {
+  const list = el("ol", { "aria-label": "Conversations" });
+  let timer = 0;
+  const search = el("input", {
+    id: "search", type: "search", placeholder: "Search everything ever said", value: typed,
+    "aria-label": "Search everything ever said", autocomplete: "off",
+    input: () => {
+      typed = search.value;
+      clearTimeout(timer);
+      timer = setTimeout(() => fill(list).catch((error) => list.replaceChildren(error.message)), TYPING_MS);
+    },
+  });
+  const aside = el("section", { class: "list", keydown: (event) => walk(event, list) }, search, list);
+  const pane = el("section", { class: "chat", "aria-live": "polite" });
+  main.replaceChildren(el("div", { class: chat ? "panes one" : "panes" }, aside, pane));
+  if (!chat) pane.append(el("p", { class: "quiet" }, "Choose a conversation. “/” goes to the search."));
+  await Promise.all([fill(list), chat ? showChat(pane, chat, () => fill(list)) : null]);
+  return () => (typed || list.contains(document.activeElement) ? null : fill(list));
+}

@@ -1,0 +1,59 @@
+// Elements and figures. Whatever the daemon says becomes text nodes: nothing is ever parsed as HTML.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function filled(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") node.addEventListener(name, value);
+    else if (value === true) node.setAttribute(name, "");
+    else if (value !== false && value != null) node.setAttribute(name, String(value));
+  }
+  node.append(...children.flat().filter((child) => child != null));
+  return node;
+}
+
+export const el = (name, attributes = {}, ...children) =>
+  filled(document.createElement(name), attributes, children);
+
+export const svg = (name, attributes = {}, ...children) =>
+  filled(document.createElementNS(SVG, name), attributes, children);
+
+export const get = (id) => document.getElementById(id);
+
+export function table(heads, rows) {
+  return el("div", { class: "scroll" }, el("table", {},
+    el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))),
+    el("tbody", {}, rows.map((cells) => el("tr", {}, cells.map((cell) => el("td", {}, cell)))))));
+}
+
+export function facts(pairs) {
+  return el("dl", { class: "facts" },
+    pairs.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
+}
+
+export function legend(names) {
+  return el("p", { class: "legend quiet" },
+    names.flatMap(([kind, text]) => [el("span", { class: kind }), text]));
+}
+
+export function bytes(n) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  while (n >= 1024 && unit < units.length - 1) {
+    n /= 1024;
+    unit += 1;
+  }
+  return `${n.toFixed(unit ? 1 : 0)} ${units[unit]}`;
+}
+
+export const count = (n) => n.toLocaleString("en");
+
+export function ago(unixSeconds) {
+  const seconds = Math.max(0, Date.now() / 1000 - unixSeconds);
+  for (const [unit, length] of [["d", 86400], ["h", 3600], ["min", 60]]) {
+    if (seconds >= length) return `${Math.floor(seconds / length)} ${unit} ago`;
+  }
+  return "just now";
+}
+
+export const moment = (unixSeconds) => new Date(unixSeconds * 1000).toLocaleString();

@@ -1,0 +1,67 @@
+"""/towerd/v1/requests and /towerd/v1/settings: what runs, what ran, and how the daemon was set."""
+
+from __future__ import annotations
+
+from dataclasses import fields as fields_of
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from towerd.api.admin.overview import may_see_slot, require_overview
+from towerd.api.admin.sessions import visible_scope
+from towerd.api.http.keys import CONFIG, LIMITS, service_of
+from towerd.api.http.query import integer_query
+from towerd.api.http.recent import RECENT, REQUESTS_MAX
+from towerd.api.http.reply import json_reply
+from towerd.engine.base import SlotView
+from towerd.settings.config import Config
+
+SET = "(set)"
+"""Stands for the value of a secret."""
+
+
+async def get_requests(request: web.Request) -> web.Response:
+    """The running requests of the caller's tenant, and those that ended after `?since=`, the newest
+    first."""
+    since = integer_query(request, "since", 0, 0, 10**12)
+    most = min(REQUESTS_MAX, request.app[LIMITS].page_max)
+    limit = integer_query(request, "limit", most, 1, most)
+    slots = service_of(request).engine.slots()
+    running = [
+        _running(slot) for slot in slots if slot.is_processing and may_see_slot(request, slot)
+    ]
+    finished = request.app[RECENT].since(since, visible_scope(request), limit)
+    return json_reply({"running": running, "finished": finished})
+
+
+def _running(slot: SlotView) -> dict[str, Any]:
+    return {
+        "slot": slot.id,
+        "session": slot.session,
+        "tokens": slot.n_tokens,
+        "prompt_evaluated": slot.n_prompt_processed,
+        "prompt_reused": slot.n_prompt_cached,
+        "generated": slot.n_decoded,
+    }
+
+
+async def get_settings(request: web.Request) -> web.Response:
+    """The settings in force, without secrets."""
+    require_overview(request)
+    return json_reply({"settings": _settings(request.app[CONFIG])})
+
+
+def _settings(config: Config) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for item in fields_of(config):
+        value = getattr(config, item.name)
+        if not item.repr:
+            value = SET if value else None
+        elif isinstance(value, Path):
+            value = str(value)
+        elif not isinstance(value, str | int | float | tuple | None):
+            value = str(value)
+        spec = item.metadata["setting"]
+        found.append({"name": item.name, "flag": spec.flags[0], "value": value, "help": spec.help})
+    return found

@@ -1,0 +1,77 @@
+"""The requests that were answered last, of all tenants: reuse, and how fast."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from towerd.engine.base import Finish
+from towerd.store.prefix.scope import tenant_of
+
+REQUESTS_MAX = 4096
+"""Requests that are remembered, in some 2 MB: hours of a person's, an hour of a few agents'."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredRequest:
+    """One request that ended."""
+
+    scope: str
+    finished: float
+    """Unix time."""
+    ttft_s: float | None
+    """From a parsed request to its first token; None if there was none."""
+    finish: Finish
+
+    def to_json(self) -> dict[str, Any]:
+        """Its facts, without text."""
+        finish, timings = self.finish, self.finish.timings
+        reuse = finish.reuse
+        tiers = {name: getattr(reuse, name) for name in ("live", "hot", "warm", "prefill", "cold")}
+        steps, seconds = max(timings.predicted_n - 1, 0), timings.predicted_ms / 1e3
+        return {
+            "finished": self.finished,
+            "session": finish.session,
+            "stop": finish.stop,
+            "reuse": tiers,
+            "ttft_ms": None if self.ttft_s is None else round(self.ttft_s * 1e3, 3),
+            "generated": timings.predicted_n,
+            "tokens_per_second": round(steps / seconds, 3) if seconds > 0 else None,
+        }
+
+
+class RecentRequests:
+    """A ring of answered requests. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._ring: deque[AnsweredRequest] = deque(maxlen=REQUESTS_MAX)
+
+    def add(self, scope: str, finish: Finish, ttft_s: float | None) -> None:
+        """A request of `scope` ended now."""
+        light = Finish(
+            finish.stop,
+            "",
+            (),
+            finish.n_cached,
+            finish.timings,
+            finish.reuse,
+            session=finish.session,
+        )
+        self._ring.append(AnsweredRequest(scope, time.time(), ttft_s, light))
+
+    def since(self, moment: float, scope: str | None, limit: int) -> list[dict[str, Any]]:
+        """Those of a tenant (None: of all) that ended after `moment`, the newest first."""
+        found: list[dict[str, Any]] = []
+        for each in reversed(self._ring):
+            if each.finished <= moment or len(found) == limit:
+                break
+            if scope is None or tenant_of(each.scope) == tenant_of(scope):
+                found.append(each.to_json())
+        return found
+
+
+RECENT: web.AppKey[RecentRequests] = web.AppKey("recent", RecentRequests)

@@ -1,0 +1,1 @@
+"""Full-text search over all conversations: derived data in a database file of its own."""

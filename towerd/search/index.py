@@ -1,0 +1,373 @@
+"""The search index: an SQLite file beside the catalog, with what was said in every conversation.
+
+It is derived data: it may be deleted at any time, and is then filled again. Several processes may
+have it open. All that is entered is keyed by session and turn, so entering it twice is entering it
+once.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from towerd.errors import DiskFull, StoreError, Unavailable
+from towerd.search.query import MARKS, cut, expression, uncut
+from towerd.store.prefix.scope import MARK
+from towerd.store.segments import durable
+
+FILE_NAME = "search.sqlite"
+APPLICATION_ID = 0x54575253
+VERSION = 1
+SNIPPET_TOKENS = 28
+_AT_ONCE = 400
+"""Rows of one query's parameters."""
+_DAMAGE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT})
+_FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR})
+_SETTINGS = (
+    "journal_mode = WAL",
+    "synchronous = NORMAL",
+    "busy_timeout = 10000",
+    "secure_delete = ON",
+    "temp_store = MEMORY",
+    "trusted_schema = OFF",
+)
+_SCHEMA = f"""
+BEGIN IMMEDIATE;
+CREATE TABLE sessions (
+    pk INTEGER PRIMARY KEY,
+    tokenizer TEXT NOT NULL,
+    scope TEXT NOT NULL,
+    id TEXT NOT NULL,
+    created REAL NOT NULL,
+    question TEXT NOT NULL,
+    UNIQUE (tokenizer, scope, id)
+) STRICT;
+CREATE INDEX sessions_id ON sessions(id);
+CREATE TABLE passages (
+    rowid INTEGER PRIMARY KEY,
+    session INTEGER NOT NULL REFERENCES sessions,
+    turn INTEGER NOT NULL,
+    said REAL NOT NULL,
+    text TEXT NOT NULL,
+    UNIQUE (session, turn)
+) STRICT;
+CREATE VIRTUAL TABLE words USING fts5(
+    text, content = 'passages', tokenize = 'unicode61 remove_diacritics 2'
+);
+PRAGMA application_id = {APPLICATION_ID};
+PRAGMA user_version = {VERSION};
+COMMIT;
+"""
+_OF_TENANT = "(?1 IS NULL OR s.scope = ?1 OR s.scope > ?1 || '{0}' AND s.scope < ?1 || '{1}')"
+_WHOSE = _OF_TENANT.format(MARK, chr(ord(MARK) + 1))
+
+
+class SessionKey(NamedTuple):
+    """A session of any tokenizer (the hex digest of its identity)."""
+
+    tokenizer: str
+    scope: str
+    id: str
+
+
+class Indexed(NamedTuple):
+    """What the index has of a session: its time of creation, and how many of its turns."""
+
+    created: float
+    n_turns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """What was said in one turn, and when (Unix time)."""
+
+    turn: int
+    said: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The best passage of a session. snippet: its text near the words, in runs of which every
+    second one, from the second on, matched."""
+
+    session: SessionKey
+    turn: int
+    said: float
+    snippet: list[str]
+
+
+class SearchIndex:
+    """Thread-safe. Every method raises StoreError (DiskFull where the disk is), or Unavailable if
+    the file was damaged: it is then empty, to be filled again."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, or make it; a damaged one, or one of another version, is made anew."""
+        self.path = path
+        self._lock = threading.RLock()
+        with durable.store_errors(f"the search index {path} cannot be opened"):
+            try:
+                self._db = _open(path)
+            except sqlite3.DatabaseError as error:
+                if not _is_damage(error):
+                    raise StoreError(
+                        f"the search index {path} cannot be opened: {error}"
+                    ) from error
+                self._renew()
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._db.close()
+
+    # --- filling ---------------------------------------------------------------------------
+
+    def add(
+        self, key: SessionKey, created: float, passages: Iterable[Passage], question: str = ""
+    ) -> None:
+        """Enter passages of a session that was created at `created`; those of an earlier session of
+        this name leave. `question` becomes its title if it has none."""
+        with self._changing() as db:
+            known = db.execute(
+                "SELECT pk, created FROM sessions WHERE (tokenizer, scope, id) = (?, ?, ?)", key
+            ).fetchone()
+            if known is not None and known[1] != created:
+                _remove(db, known[0])
+                known = None
+            if known is None:
+                (pk,) = db.execute(
+                    "INSERT INTO sessions(tokenizer, scope, id, created, question)"
+                    " VALUES (?, ?, ?, ?, ?) RETURNING pk",
+                    (*key, created, question),
+                ).fetchone()
+            else:
+                pk = known[0]
+                db.execute(
+                    "UPDATE sessions SET question = ? WHERE pk = ? AND question = ''",
+                    (question, pk),
+                )
+            for each in passages:
+                _insert(db, pk, each)
+
+    def forget(self, keys: Iterable[SessionKey]) -> int:
+        """Remove sessions, and return how many there were. Their words leave the file's bytes with
+        the next `scrub`."""
+        n = 0
+        with self._changing() as db:
+            for key in keys:
+                rows = db.execute(
+                    "SELECT pk FROM sessions WHERE (tokenizer, scope, id) = (?, ?, ?)", key
+                ).fetchall()
+                for (pk,) in rows:
+                    _remove(db, pk)
+                n += len(rows)
+        return n
+
+    def scrub(self) -> None:
+        """Overwrite what was removed, in the file and in its log. Takes time: the words of a full-
+        text index lie together with those of other texts, and all are written anew."""
+        with self._guarded():
+            self._db.execute("INSERT INTO words(words) VALUES ('optimize')")
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    # --- reading ---------------------------------------------------------------------------
+
+    def indexed(self, key: SessionKey) -> Indexed | None:
+        """What the index has of a session."""
+        with self._guarded():
+            found = self._db.execute(
+                "SELECT created, (SELECT count(*) FROM passages WHERE session = pk) FROM sessions"
+                " WHERE (tokenizer, scope, id) = (?, ?, ?)",
+                key,
+            ).fetchone()
+        return None if found is None else Indexed(*found)
+
+    def turns(self, key: SessionKey) -> set[int]:
+        """The turns of a session that are entered."""
+        with self._guarded():
+            rows = self._db.execute(
+                "SELECT turn FROM passages p JOIN sessions s ON s.pk = p.session"
+                " WHERE (tokenizer, scope, id) = (?, ?, ?)",
+                key,
+            ).fetchall()
+        return {turn for (turn,) in rows}
+
+    def keys(self, id: str | None = None) -> list[SessionKey]:
+        """All sessions, or those with this id."""
+        with self._guarded():
+            rows = self._db.execute(
+                "SELECT tokenizer, scope, id FROM sessions WHERE ?1 IS NULL OR id = ?1", (id,)
+            ).fetchall()
+        return [SessionKey(*row) for row in rows]
+
+    def questions(self, keys: Sequence[SessionKey]) -> dict[SessionKey, str]:
+        """The first question of each session that is entered."""
+        found: dict[SessionKey, str] = {}
+        for start in range(0, len(keys), _AT_ONCE):
+            some = keys[start : start + _AT_ONCE]
+            marks = ", ".join(["(?, ?, ?)"] * len(some))
+            with self._guarded():
+                rows = self._db.execute(
+                    "SELECT tokenizer, scope, id, question FROM sessions"
+                    f" WHERE (tokenizer, scope, id) IN (VALUES {marks})",
+                    [part for key in some for part in key],
+                ).fetchall()
+            found |= {SessionKey(*row[:3]): row[3] for row in rows}
+        return found
+
+    def search(self, typed: str, scope: str | None, limit: int) -> list[Hit]:
+        """The sessions of a tenant (None: of all) with a turn in which all that was typed occurs,
+        the best match first."""
+        query = expression(typed)
+        if not query:
+            return []
+        best: dict[int, int] = {}
+        with self._guarded():
+            for row, session in self._db.execute(
+                "SELECT words.rowid, p.session FROM words JOIN passages p ON p.rowid = words.rowid"
+                f" JOIN sessions s ON s.pk = p.session WHERE {_WHOSE} AND words MATCH ?2"
+                " ORDER BY rank, said DESC",
+                (scope, query),
+            ):
+                best.setdefault(session, row)
+                if len(best) == limit:
+                    break
+            return [self._hit(row, query) for row in best.values()]
+
+    def size(self) -> tuple[int, int]:
+        """How many sessions are entered, and the bytes of the file."""
+        with self._guarded():
+            (n,) = self._db.execute("SELECT count(*) FROM sessions").fetchone()
+            ((pages,), (page_bytes,)) = (
+                self._db.execute(f"PRAGMA {name}").fetchone()
+                for name in ("page_count", "page_size")
+            )
+        return n, pages * page_bytes
+
+    def _hit(self, row: int, query: str) -> Hit:
+        found = self._db.execute(
+            "SELECT s.tokenizer, s.scope, s.id, p.turn, p.said,"
+            f" snippet(words, 0, char(2), char(3), '…', {SNIPPET_TOKENS})"
+            " FROM words JOIN passages p ON p.rowid = words.rowid JOIN sessions s ON s.pk = p.session"
+            " WHERE words MATCH ? AND words.rowid = ?",
+            (query, row),
+        ).fetchone()
+        return Hit(SessionKey(*found[:3]), found[3], found[4], _runs(found[5]))
+
+    # --- SQLite ----------------------------------------------------------------------------
+
+    @contextmanager
+    def _changing(self) -> Iterator[sqlite3.Connection]:
+        with self._guarded():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                yield
+            except sqlite3.Error as error:
+                if _is_damage(error):
+                    self._renew()
+                    raise Unavailable(
+                        "The search index was damaged and is being filled again: try in a minute"
+                    ) from error
+                kind = DiskFull if _code(error) in _FULL else StoreError
+                raise kind(f"the search index {self.path} failed: {error}") from error
+
+    def _renew(self) -> None:
+        """Begin with an empty file."""
+        with suppress(AttributeError, sqlite3.Error):
+            self._db.close()
+        remove_index(self.path.parent)
+        self._db = _open(self.path)
+
+
+def remove_index(store_dir: Path) -> None:
+    """Delete the index of a store, if it has one."""
+    for suffix in ("-wal", "-shm", ""):
+        (store_dir / (FILE_NAME + suffix)).unlink(missing_ok=True)
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    try:
+        for setting in _SETTINGS:
+            db.execute(f"PRAGMA {setting}")
+        ids = [
+            db.execute(f"PRAGMA {name}").fetchone()[0]
+            for name in ("application_id", "user_version")
+        ]
+        if ids != [APPLICATION_ID, VERSION]:
+            if ids != [0, 0]:
+                raise _of_another_version()
+            _make(db)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _make(db: sqlite3.Connection) -> None:
+    """Create the tables, unless another process has just done so."""
+    try:
+        db.executescript(_SCHEMA)
+    except sqlite3.OperationalError:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        if db.execute("PRAGMA user_version").fetchone()[0] != VERSION:
+            raise
+
+
+def _of_another_version() -> sqlite3.Error:
+    error = sqlite3.DatabaseError("it is of another version")
+    error.sqlite_errorcode = sqlite3.SQLITE_FORMAT
+    return error
+
+
+def _code(error: sqlite3.Error) -> int:
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    return _code(error) in _DAMAGE
+
+
+def _insert(db: sqlite3.Connection, session: int, passage: Passage) -> None:
+    """Enter a passage, unless it is entered."""
+    text = cut(passage.text)
+    entered = db.execute(
+        "INSERT OR IGNORE INTO passages(session, turn, said, text) VALUES (?, ?, ?, ?)",
+        (session, passage.turn, passage.said, text),
+    )
+    if entered.rowcount:
+        db.execute("INSERT INTO words(rowid, text) VALUES (?, ?)", (entered.lastrowid, text))
+
+
+def _remove(db: sqlite3.Connection, session: int) -> None:
+    db.execute(
+        "INSERT INTO words(words, rowid, text)"
+        " SELECT 'delete', rowid, text FROM passages WHERE session = ?",
+        (session,),
+    )
+    db.execute("DELETE FROM passages WHERE session = ?", (session,))
+    db.execute("DELETE FROM sessions WHERE pk = ?", (session,))
+
+
+def _runs(snippet: str) -> list[str]:
+    """The snippet in runs; every second one, from the second on, matched."""
+    return uncut(snippet).replace(MARKS[1], MARKS[0]).split(MARKS[0])

@@ -1,0 +1,326 @@
+"""Search over all conversations of a store: kept up to date behind the requests, never before them.
+
+A recorded turn is entered by a background thread. At the start, and after anything went wrong, that
+thread compares the index with the catalog while no request runs, and enters what is missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from towerd.cold.coding import Coding
+from towerd.errors import (
+    NotFound,
+    NotSupported,
+    SessionFrozen,
+    ThawError,
+    TokensLost,
+    TowerdError,
+)
+from towerd.search.index import FILE_NAME, Hit, Passage, SearchIndex, SessionKey, remove_index
+from towerd.search.reading import TurnReader
+from towerd.search.speech import first_question, spoken
+from towerd.store import SessionInfo, Store
+from towerd.store.sessions.turn import Turn, TurnResult
+from towerd.system.priority import lower_priority
+from towerd.tokens import Ids, common_prefix, ids_array, ids_bytes
+
+log = logging.getLogger(__name__)
+
+PAGE = 200
+"""Sessions that are compared with the catalog at once."""
+LAST_TURNS_MAX = 8
+"""Sessions whose last turn stays in memory, to tell what their next one adds."""
+FRESH_TURNS_MAX = 4
+"""Turns of a session whose title is read from its tokens where the index does not know it yet."""
+QUEUE_MAX = 1024
+"""Turns that wait to be entered. Beyond it they are found by a comparison."""
+QUIET_S = 1.0
+"""How long no request ran when a comparison goes on."""
+AGAIN_S = 300.0
+"""How long after a failure the index is compared again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    turn: Turn
+    result: TurnResult
+
+
+class Search:
+    """The search index of an open store, and the titles of its sessions. Thread-safe.
+
+    Without `start` nothing is entered, and what was deleted leaves all the same."""
+
+    def __init__(self, store: Store, coding: Coding, index: SearchIndex | None) -> None:
+        """index: None if nothing shall be searched, or its file cannot be opened."""
+        self.reader = TurnReader(store, coding)
+        self._store = store
+        self._index = index
+        self._queue: queue.Queue[object] = queue.Queue(QUEUE_MAX)
+        self._last: OrderedDict[SessionKey, Ids] = OrderedDict()
+        self._idle_s: Callable[[], float] = lambda: 0.0
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._compare_at = 0.0
+        self._comparison: Iterator[bool] | None = None
+        self._scrub = False
+
+    def start(self, idle_s: Callable[[], float]) -> None:
+        """Begin to fill the index. idle_s: seconds since the last request ended, 0 while one runs."""
+        if self._index is None:
+            return
+        self._idle_s = idle_s
+        self._thread = threading.Thread(
+            target=self._work, args=(self._index,), name="towerd-search", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop filling it, and close it."""
+        self._closing.set()
+        if self._thread is not None:
+            self._put(None)
+            self._thread.join()
+        if self._index is not None:
+            self._index.close()
+
+    # --- what requests call ------------------------------------------------------------------
+
+    def recorded(self, turn: Turn, result: TurnResult) -> None:
+        """A turn was committed, on whatever thread. Returns at once."""
+        self._put(_Recorded(turn, result))
+
+    def changed(self) -> None:
+        """Sessions came without being recorded. Returns at once."""
+        self._compare_at = 0.0
+        self._put(None)
+
+    def deleted(self, id: str) -> None:
+        """A session with this id was deleted: it leaves the index now. A failure is logged, and what
+        is not in the catalog is not shown."""
+        index = self._index
+        if index is None:
+            return
+        try:
+            gone = [key for key in index.keys(id) if not self._exists(key)]
+            if not index.forget(gone):
+                return
+        except TowerdError as error:
+            log.warning("a deleted session is still in the index", extra={"error": error.message})
+            self.changed()
+            return
+        for key in gone:
+            self._last.pop(key, None)
+        self._scrub = True
+        if self._thread is None:
+            self._clean(index)
+        else:
+            self._put(None)
+
+    def find(self, typed: str, scope: str | None, limit: int) -> list[tuple[Hit, SessionInfo]]:
+        """The conversations of a tenant (None: of all) in which all that was typed occurs in one
+        turn, the best match first. Raises StoreError, Unavailable, NotSupported."""
+        if self._index is None:
+            raise NotSupported("Conversations are not indexed here: start the daemon with --search")
+        found: list[tuple[Hit, SessionInfo]] = []
+        for hit in self._index.search(typed, scope, limit):
+            try:
+                found.append((hit, self.reader.info(hit.session)))
+            except NotFound:
+                self.changed()
+        return found
+
+    def titles(self, infos: Sequence[SessionInfo]) -> list[str]:
+        """The title of each session: the one that it was given, or else its first question; ""
+        while that is not known."""
+        keys = [self.reader.key(info) for info in infos]
+        untitled = [key for key, info in zip(keys, infos, strict=True) if not info.title]
+        questions: dict[SessionKey, str] = {}
+        try:
+            if self._index is not None:
+                questions = self._index.questions(untitled)
+        except TowerdError as error:
+            log.warning("titles are not known", extra={"error": error.message})
+        both = zip(keys, infos, strict=True)
+        return [info.title or questions.get(key) or self._question(info) for key, info in both]
+
+    def _question(self, info: SessionInfo) -> str:
+        """The first question of a session that is so new that the index need not have it yet."""
+        if info.cold_bytes or info.tokenizer or not 0 < info.n_turns <= FRESH_TURNS_MAX:
+            return ""
+        try:
+            return self.reader.passages(info, set())[1]
+        except TowerdError:
+            return ""
+
+    def stats(self) -> dict[str, int]:
+        """Gauges for /towerd/v1/stats."""
+        n, n_bytes = (0, 0) if self._index is None else self._index.size()
+        return {"search_sessions": n, "search_bytes": n_bytes}
+
+    # --- the thread --------------------------------------------------------------------------
+
+    def _put(self, item: object) -> None:
+        if self._thread is None:
+            return
+        try:
+            self._queue.put_nowait(item)
+        except queue.Full:
+            self._compare_at = 0.0
+
+    def _work(self, index: SearchIndex) -> None:
+        lower_priority()
+        while not self._closing.is_set():
+            try:
+                item = self._queue.get(timeout=self._wait_s())
+            except queue.Empty:
+                item = None
+            try:
+                if isinstance(item, _Recorded):
+                    self._enter_turn(index, item)
+                else:
+                    self._rest(index)
+            except Exception as error:
+                self._failed(error)
+
+    def _wait_s(self) -> float | None:
+        """How long the thread waits for a turn before it looks whether it may compare."""
+        if self._comparison is not None:
+            return 0.0 if self._is_quiet() else QUIET_S
+        due_s = self._compare_at - time.monotonic()
+        return None if due_s == float("inf") else max(due_s, QUIET_S)
+
+    def _is_quiet(self) -> bool:
+        return self._idle_s() >= QUIET_S
+
+    def _failed(self, error: Exception) -> None:
+        """Nothing waits for the index: what it lacks is entered later."""
+        if self._closing.is_set():
+            return
+        unexpected = None if isinstance(error, TowerdError) else error
+        log.warning("the search index is behind", exc_info=unexpected, extra={"error": str(error)})
+        self._comparison = None
+        self._compare_at = time.monotonic() + AGAIN_S
+
+    def _rest(self, index: SearchIndex) -> None:
+        """No turn waits: clean up, and go on with a comparison."""
+        if self._scrub:
+            self._clean(index)
+        if self._comparison is None and self._compare_at <= time.monotonic():
+            self._compare_at = float("inf")
+            self._comparison = self._compare(index)
+        if self._comparison is not None and self._is_quiet():
+            if not next(self._comparison, False):
+                self._comparison = None
+
+    def _clean(self, index: SearchIndex) -> None:
+        self._scrub = False
+        try:
+            index.scrub()
+        except TowerdError as error:
+            self._scrub = self._thread is not None
+            log.warning("deleted words stay in the index", extra={"error": error.message})
+
+    def _enter_turn(self, index: SearchIndex, item: _Recorded) -> None:
+        """Enter a turn: what its tokens have beyond those of the turn before."""
+        turn, result = item.turn, item.result
+        try:
+            info = self._store.session(result.session_id, turn.scope)
+        except NotFound:
+            return
+        key = self.reader.key(info)
+        ids = ids_array(ids_bytes(turn.prompt) + ids_bytes(turn.reply))
+        last = self._last.pop(key, None)
+        self._last[key] = ids
+        while len(self._last) > LAST_TURNS_MAX:
+            self._last.popitem(last=False)
+        if last is None and not result.new_session:
+            self._enter(index, info)
+            return
+        n_old = common_prefix(ids, last) if last is not None else 0
+        said = self.reader.said(ids[n_old:])
+        question = ""
+        if result.new_session:
+            question = first_question(self.reader.said(ids[: len(turn.prompt)]))
+        passage = Passage(result.turn_id, info.updated, spoken(said))
+        index.add(key, info.created, [passage], question)
+        self._leave_if_gone(index, key)
+
+    def _enter(self, index: SearchIndex, info: SessionInfo) -> None:
+        """Enter the turns of a session that the index lacks."""
+        key = self.reader.key(info)
+        known = index.indexed(key)
+        is_same = known is not None and known.created == info.created
+        turns = index.turns(key) if is_same else set()
+        passages, question = self.reader.passages(info, turns)
+        index.add(key, info.created, passages, question)
+        self._leave_if_gone(index, key)
+
+    def _compare(self, index: SearchIndex) -> Iterator[bool]:
+        """Enter what the catalog has more than the index, a session in each step, and remove what
+        it has no more."""
+        seen: set[SessionKey] = set()
+        after = 0
+        while page := self._store.session_page(after, PAGE):
+            for row, info in page:
+                after = row
+                seen.add(self.reader.key(info))
+                if not self._is_current(index, info):
+                    self._try_to_enter(index, info)
+                    yield True
+        gone = [key for key in index.keys() if key not in seen and not self._exists(key)]
+        if index.forget(gone):
+            self._scrub = True
+
+    def _try_to_enter(self, index: SearchIndex, info: SessionInfo) -> None:
+        """Enter a session; one that cannot be read is left out."""
+        try:
+            self._enter(index, info)
+        except NotFound:
+            pass  # it was deleted just now
+        except (NotSupported, ThawError, TokensLost, SessionFrozen) as error:
+            log.info(
+                "a session cannot be searched",
+                extra={"session": info.id, "error": error.message},
+            )
+
+    def _is_current(self, index: SearchIndex, info: SessionInfo) -> bool:
+        known = index.indexed(self.reader.key(info))
+        return (
+            known is not None
+            and known.created == info.created
+            and (bool(info.tokenizer) or known.n_turns >= info.n_turns)
+        )
+
+    def _leave_if_gone(self, index: SearchIndex, key: SessionKey) -> None:
+        """Remove a session that was deleted while it was being entered."""
+        if not self._exists(key) and index.forget([key]):
+            self._scrub = True
+
+    def _exists(self, key: SessionKey) -> bool:
+        try:
+            return self.reader.info(key).scope == key.scope
+        except NotFound:
+            return False
+
+
+def open_search(store: Store, coding: Coding, wanted: bool) -> Search:
+    """The search of a store. If it is not wanted, its file is deleted; if that cannot be opened, this
+    is logged and nothing is found."""
+    root = store.state.directory.root
+    index = None
+    try:
+        if wanted:
+            index = SearchIndex(root / FILE_NAME)
+        else:
+            remove_index(root)
+    except TowerdError as error:
+        log.warning("conversations cannot be searched", extra={"error": error.message})
+    return Search(store, coding, index)
