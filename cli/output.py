@@ -52,8 +52,11 @@ def progress_bar(columns: Sequence[Any], *, quiet: bool) -> Progress:
     )
 
 
-def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table, a line a row: on a narrow terminal, cells that are not numbers are cut. Columns
+def show_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, wraps: bool = False
+) -> None:
+    """Print a table, a line a row: on a narrow terminal, cells that are not numbers are cut, or `wraps`
+    gives them more lines. Columns
     whose heading starts with '>' are right-aligned; those without any content are left out. All cells
     are cleaned (see `clean`)."""
     from rich.box import SIMPLE_HEAD
@@ -69,7 +72,9 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None
             column.removeprefix(">"), justify="right" if right else "left", no_wrap=right
         )
     for row in cells:
-        table.add_row(*(Text(row[place], no_wrap=True, overflow="ellipsis") for place in shown))
+        table.add_row(
+            *(Text(row[place], no_wrap=not wraps, overflow="ellipsis") for place in shown)
+        )
     console().print(table)
 
 

@@ -20,8 +20,8 @@ from towerd.store.probes import CHANGED, RENEWING
 NOT_YET = "not there yet; the first start makes it"
 RESTORE = "Put a backup in its place, or move the store directory away to begin with an empty one."
 RECODE = (
-    "The daemon codes conversations again while nothing else runs; those that stay text are read with "
-    "towerctl sessions show, and go on when a client sends them."
+    "The daemon codes conversations again while nothing else runs; those without token ids are read as "
+    "text with towerctl sessions show, and get them when a client sends them."
 )
 REBUILD = "The next start, or towerctl verify without a daemon, rebuilds it from its journal."
 
@@ -128,7 +128,7 @@ def _tokenizers_changed(db: sqlite3.Connection) -> str:
         return "this llama.cpp cuts text into other tokens than an earlier one"
     n_text = sum(int(value) for value in values if value.isdecimal())
     if n_text:
-        return f"llama.cpp changed, and {n_text} coded conversations are readable as text alone"
+        return f"llama.cpp changed, and {n_text} coded conversations have no token ids here"
     return ""
 
 

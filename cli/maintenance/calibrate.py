@@ -128,7 +128,7 @@ def _print(found: Json) -> None:
         ">same top token",
         ">tokens",
     )
-    show_table(columns, rows)
+    show_table(columns, rows, wraps=True)
     for line in LEGEND:
         click.echo(line)
     for name, choice in calibration["choices"].items():

@@ -262,7 +262,7 @@ def _print(reports: list[Json], dry_run: bool) -> None:
     if any(report["module"] for report in reports):
         columns += (">RECOMPUTED", ">DRIFT KL", ">NOISE", ">EXCESS", ">TOP-1")
         rows = [(*row, *_drift(report)) for row, report in zip(rows, reports, strict=True)]
-    show_table(columns, rows)
+    show_table(columns, rows, wraps=True)
     for report in reports:
         if (module := report["module"]) and module["spliced"] is False:
             click.echo(

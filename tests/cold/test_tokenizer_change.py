@@ -83,7 +83,7 @@ async def test_another_llama_cpp(
         assert answer.finish.session == "lost"
         assert store.session("lost").cold_bytes
     assert "last start" not in caplog.text
-    assert "1 coded conversations are readable as text alone" in doctor.catalog(config).found
+    assert "1 coded conversations have no token ids here" in doctor.catalog(config).found
 
 
 async def test_the_codecs_own_vocabulary(

@@ -14,7 +14,7 @@ from ten_sessions import DATABASE, N_SESSIONS, flip, log_of, populate, tokens
 from towerd.codec import Codec
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold import freeze
-from towerd.errors import StoreError
+from towerd.errors import StoreError, TokensLost
 from towerd.models.bundled import bundled_model
 from towerd.store import Store
 from towerd.store.vocabularies import KeptVocabulary
@@ -103,6 +103,27 @@ def test_until_it_is_found_its_conversations_are_listed(
             assert store.foreign.listing(None, 100) == []
             store.check_integrity(keys=True)
             assert store.verify().ok
+
+
+def test_its_segments_are_checked_once_it_is_found(root: Path, codec: Codec) -> None:
+    """Never other tokens: what is not what its key says is lost, and nothing else."""
+    talk(root, codec, keeps_words=False)
+    lose(root, models_too=True)
+    with Store.open(root, OTHER_TOKENIZER) as store:
+        catalog = store.state.catalog
+        turns = store.foreign.session("words").turns
+        with store.locked(), catalog.transaction():
+            catalog.run(
+                "UPDATE segments SET key = randomblob(32) WHERE id = ?", (turns[0].prompt_node,)
+            )
+    with Store.open(root, FINGERPRINT) as store:
+        with pytest.raises(TokensLost):
+            store.session_ids("words")
+        for session in range(N_SESSIONS):
+            assert store.session_ids(f"session-{session}").tolist() == tokens(session)
+        problems = store.verify().problems
+        assert problems
+        assert all("'words' has no tokens" in problem for problem in problems)
 
 
 def test_frozen_ones_are_read_by_their_vocabulary(root: Path, codec: Codec) -> None:
