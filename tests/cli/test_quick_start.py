@@ -20,7 +20,9 @@ NOT_NEEDED = {
     "towerd.codec.codec",
     "towerd.codec.mix",
     "towerd.cli.bench",
+    "towerd.models.local.names",
     "towerd.retention.icecache",
+    "huggingface_hub",
 }
 SERVE = """
 import sys

@@ -75,7 +75,8 @@ def test_what_is_not_there_is_said_with_what_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "model", "a/b/c", "../x/y", "a/b:c/d", "a b/c", "https://x/y"]
+    "text",
+    ["", "model", "a/b/c", "../x/y", "a/b:c/d", "a b/c", "https://x/y", "a--b/c", "a/" + "b" * 95],
 )
 def test_names_that_are_no_repository(text: str) -> None:
     with pytest.raises(ModelError, match="give OWNER/REPO or OWNER/REPO:QUANT"):

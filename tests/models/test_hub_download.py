@@ -67,14 +67,24 @@ def test_split_files_come_together(hub: HubServer) -> None:
     assert found.path.read_bytes() + second.read_bytes() == b"onetwo"
 
 
-def test_a_cut_connection_is_resumed(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the byte where it ended, not from the first."""
+@pytest.mark.parametrize("is_another_start", [False, True])
+def test_a_cut_download_is_resumed(
+    hub: HubServer, is_another_start: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the byte where it ended, not from the first: at once, or when the Hub is back."""
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)
-    hub.cut_at = 1 << 20
-    assert get(with_projector=False).path.read_bytes() == MODEL
+    hub.cut_at, hub.is_down_when_cut = 1 << 20, is_another_start
+    if is_another_start:
+        with pytest.raises(ModelError, match="it answered 503"):
+            get(with_projector=False)
+        hub.is_down = False
+    counted: list[int] = []
+    found = get(with_projector=False, watcher=Watcher(add=counted.append))
+    assert found.path.read_bytes() == MODEL
+    assert sum(counted) == len(MODEL)
     ranges = [asked for name, asked in hub.downloads if name == "tiny-Q4_K_M.gguf"]
     assert ranges[0] == ""
-    assert 0 < int(ranges[1].removeprefix("bytes=").rstrip("-")) <= 1 << 20
+    assert 0 < int(ranges[-1].removeprefix("bytes=").rstrip("-")) <= 1 << 20
 
 
 def test_damage_on_the_way_is_found(hub: HubServer, tmp_path: Path) -> None:
@@ -113,13 +123,16 @@ def test_offline_takes_what_is_here(hub: HubServer, monkeypatch: pytest.MonkeyPa
     assert hub.downloads == []
 
 
-@pytest.mark.parametrize("how", ["down", "gone"])
+@pytest.mark.parametrize(
+    "how", ["down", "gone", "<html>", "[]", '{"sha": 5}', '{"id": "a", "sha": "b"}']
+)
 def test_a_hub_that_does_not_answer(
     hub: HubServer, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What was fetched is served with a warning; what was not is one sentence."""
     found = get()
     hub.is_down = how == "down"
+    hub.page = how.encode() if how[0] in "<[{" else None
     if how == "gone":
         monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     with caplog.at_level(logging.WARNING, "towerd"):

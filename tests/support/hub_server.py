@@ -28,7 +28,11 @@ class HubServer:
     token: str = "hf_" + "a" * 34
     cut_at: int | None = None
     """The connection of the next download ends after so many bytes."""
+    is_down_when_cut: bool = False
+    """Whether nothing is answered after that."""
     is_down: bool = False
+    page: bytes | None = None
+    """What is answered to everything, as by a network that wants one to log in."""
     spoils: bool = False
     """Whether a byte of each download is another one."""
     downloads: list[tuple[str, str]] = field(default_factory=list)
@@ -72,7 +76,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        if self.server_hub.is_down:
+        if (page := self.server_hub.page) is not None:
+            self._reply(200, page)
+        elif self.server_hub.is_down:
             self._reply(503, b"{}")
         elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(.*))?", path):
             self._api(found[1], found[2] or "")
@@ -112,6 +118,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _content(self, repo: str, name: str) -> None:
         hub = self.server_hub
+        if "Authorization" in self.headers:  # as where links carry a signature instead
+            self._reply(400, b"{}")
+            return
         data = hub.repos[repo][name]
         asked = self.headers.get("Range", "")
         start = int(found[1]) if (found := re.fullmatch(r"bytes=(\d+)-", asked)) else 0
@@ -145,6 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
         hub = self.server_hub
         if hub.cut_at is not None and len(body) > hub.cut_at:
             body, hub.cut_at = body[: hub.cut_at], None
+            hub.is_down = hub.is_down_when_cut
             self.close_connection = True
         self.wfile.write(body)
 

@@ -75,13 +75,14 @@ class GgufKeys:
     def n_tensors(self) -> int:
         return int(_n_tensors(self._ptr))
 
-    @property
-    def file_bytes(self) -> int:
-        """The size that the file has if all of its tensors are in it."""
-        ends = (
+    def shortage(self) -> str:
+        """What is said of a file that lacks bytes of its tensors; empty for a whole one."""
+        ends = [
             _tensor_offset(self._ptr, i) + _tensor_size(self._ptr, i) for i in range(self.n_tensors)
-        )
-        return int(_data_offset(self._ptr) + max(ends, default=0)) if self.n_tensors else 0
+        ]
+        wanted = _data_offset(self._ptr) + max(ends) if ends else 0
+        size = self.path.stat().st_size
+        return "" if size >= wanted else f"is cut short: {size:,} of {wanted:,} bytes"
 
     def get(self, key: str, default: Any = None) -> Any:
         """The key's number, text or list of numbers; `default` if it is not there or is a list

@@ -7,18 +7,12 @@ from importlib.resources import files
 from pathlib import Path
 
 from towerd.errors import ModelError
-from towerd.models.hub.choice import RepoName, choose
-from towerd.models.hub.kept import kept
 from towerd.models.known import KNOWN, SMOLLM2
-from towerd.models.local.folders import TOWERD
-from towerd.models.local.found import FoundModel
-from towerd.models.local.names import find_named, found_models
+from towerd.models.local.found import BUNDLED, TOWERD, FoundModel
 from towerd.system import paths
 
 NAME = "stories260K.gguf"
 SHORT_NAME = "stories"
-BUNDLED = "bundled"
-"""The source of a model that comes with towerd."""
 RETRIEVAL_NAME = "retrieval.gguf"
 
 
@@ -51,6 +45,10 @@ def find_model(model: Path | None, repo: str | None = None, file: str | None = N
     and there of a `file`; nothing is fetched. Raises ModelError."""
     if repo is None:
         return find_entry(model).path
+    # Imported late, here and below: most starts name a file, and every module makes one longer.
+    from towerd.models.hub.choice import RepoName, choose
+    from towerd.models.hub.kept import kept
+
     wanted = RepoName.parse(repo)
     found = kept(wanted, lambda files: choose(wanted, files, file=file or ""))
     if found is None:
@@ -73,6 +71,8 @@ def find_entry(model: Path | None) -> FoundModel:
     if path.name in (NAME, SHORT_NAME):
         return FoundModel(NAME, bundled_model(), BUNDLED)
     if (known := KNOWN.get(str(path))) is None:
+        from towerd.models.local.names import find_named, found_models
+
         return find_named(str(path), found_models(), [SHORT_NAME, *KNOWN])
     if not known.is_at(known.path):
         raise ModelError(f"{known.title} is not here: run towerd models get {known.name}.")

@@ -48,7 +48,7 @@ def snapshots_of(cache: Path, repo: str) -> list[Snapshot]:
 
     Others than towerd set the ref before its files are there, so that an older snapshot may have
     files that the first one lacks."""
-    folder = _folder(cache, repo)
+    folder = repo_folder(cache, repo)
     with suppress(OSError, UnicodeDecodeError):
         refs = sorted((folder / "refs").iterdir(), key=lambda path: path.name != "main")
         commits = [path.read_text().strip() for path in refs if path.is_file()]
@@ -59,17 +59,18 @@ def snapshots_of(cache: Path, repo: str) -> list[Snapshot]:
     return []
 
 
+def repo_folder(cache: Path, repo: str) -> Path:
+    """Where a cache keeps a repository."""
+    return cache / (_PREFIX + repo.replace("/", "--"))
+
+
 def set_main(cache: Path, repo: str, commit: str) -> None:
     """Note that `commit`, whose files are here, is the newest. Raises OSError."""
-    main = _folder(cache, repo) / "refs" / "main"
+    main = repo_folder(cache, repo) / "refs" / "main"
     main.parent.mkdir(parents=True, exist_ok=True)
     part = main.with_name(f"main.{os.getpid()}.part")
     part.write_text(commit)
     part.replace(main)
-
-
-def _folder(cache: Path, repo: str) -> Path:
-    return cache / (_PREFIX + repo.replace("/", "--"))
 
 
 def _files(folder: Path) -> tuple[str, ...]:

@@ -15,7 +15,9 @@ from towerd.models.hub.file_names import FileName
 
 PREFERRED_QUANTS = ("Q4_K_M", "Q8_0")
 """Taken in this order if no quantization is named; then the first model of the list."""
-REPO = re.compile(r"[A-Za-z0-9_]+(?:[.-]+[A-Za-z0-9_]+)*/[A-Za-z0-9_]+(?:[.-]+[A-Za-z0-9_]+)*")
+_PART = r"\w+(?:[.-]\w+)*"
+REPO = re.compile(f"{_PART}/{_PART}", re.ASCII)
+REPO_CHARS_MAX = 96
 NAMES_SHOWN_MAX = 12
 
 
@@ -30,7 +32,8 @@ class RepoName:
     def parse(cls, text: str) -> RepoName:
         """Of OWNER/REPO[:QUANT]. Raises ModelError."""
         repo, _, quant = text.partition(":")
-        if not REPO.fullmatch(repo) or not re.fullmatch(r"[A-Za-z0-9_.-]*", quant):
+        is_repo = REPO.fullmatch(repo) and len(repo) <= REPO_CHARS_MAX
+        if not is_repo or not re.fullmatch(r"[A-Za-z0-9_.-]*", quant):
             raise ModelError(
                 f"{text!r} names no repository: give OWNER/REPO or OWNER/REPO:QUANT, such as "
                 "ggml-org/gemma-3-4b-it-GGUF:Q4_K_M."

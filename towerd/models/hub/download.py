@@ -1,11 +1,13 @@
-"""Fetches a model of the Hugging Face Hub, through huggingface_hub: its cache, its resuming of
-interrupted downloads, its token and its variables (HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN...)."""
+"""Fetches a model of the Hugging Face Hub, through huggingface_hub: its API, its cache, its token
+and its variables (HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN...)."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,25 +17,26 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import HfApi, get_hf_file_metadata, get_token, hf_hub_download, hf_hub_url
+from huggingface_hub.constants import MAX_HTTP_DOWNLOAD_SIZE
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
+from huggingface_hub.file_download import http_get
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils.tqdm import tqdm as HubBar
 
 from towerd.errors import ModelError
-from towerd.models.hub.cache import hub_cache, set_main, snapshots_of
+from towerd.models.hub.cache import hub_cache, repo_folder, set_main, snapshots_of
 from towerd.models.hub.choice import Choice, RepoName, choose
 from towerd.models.hub.kept import HubModel, kept
 
 log = logging.getLogger(__name__)
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
-SHA256_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ class _Hub:
 
     def __init__(self, wanted: RepoName, token: str | None, watcher: Watcher) -> None:
         self._wanted = wanted
-        self._token = token
+        self._token = token or get_token()
         self._watcher = watcher
         self._cache = hub_cache()
         # What matters of its warnings is said here.
@@ -130,28 +133,55 @@ class _Hub:
         return next((each.files for each in found if each.folder.name == commit), ())
 
     def _get(self, file: str, commit: str, *, is_new: bool) -> Path:
-        """The path of a file, which is fetched unless it is here. A large file is named by its
-        SHA-256 in the cache, which the Hub's package does not check."""
-        path = Path(
-            hf_hub_download(
-                self._wanted.repo,
-                file,
-                revision=commit,
-                cache_dir=self._cache,
-                endpoint=endpoint(),
-                token=self._token,
+        """The path of a file, which is fetched unless it is here."""
+        repo, hub = self._wanted.repo, endpoint()
+        if is_new:
+            self._get_large(file, hf_hub_url(repo, file, revision=commit, endpoint=hub))
+        path = hf_hub_download(
+            repo,
+            file,
+            revision=commit,
+            cache_dir=self._cache,
+            endpoint=hub,
+            token=self._token,
+            tqdm_class=_bar_class(self._watcher.add),
+        )
+        return Path(path)
+
+    def _get_large(self, file: str, url: str) -> None:
+        """Fetch a file that the Hub names by its SHA-256 to its place in the cache, where
+        `hf_hub_download` finds it. That one begins anew at each start, and checks the size alone."""
+        about = get_hf_file_metadata(url, token=self._token)
+        name, size = about.etag or "", about.size or 0
+        if not re.fullmatch(r"[0-9a-f]{64}", name) or size > MAX_HTTP_DOWNLOAD_SIZE:
+            return
+        blob = repo_folder(self._cache, self._wanted.repo) / "blobs" / name
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        part = blob.with_name(f"{name}.part")
+        with part.open("ab") as out:
+            fcntl.flock(out, fcntl.LOCK_EX)  # another process may be fetching it
+            if blob.exists():
+                return
+            if out.seek(0, os.SEEK_END) > size:
+                out.truncate(0)
+            http_get(
+                url,
+                out,
+                resume_size=out.seek(0, os.SEEK_END),
+                headers={"Authorization": f"Bearer {self._token}"} if self._token else {},
+                expected_size=size,
+                displayed_filename=file,
                 tqdm_class=_bar_class(self._watcher.add),
             )
-        )
-        blob = path.resolve()
-        if is_new and len(blob.name) == SHA256_CHARS and _sha256(blob) != blob.name:
-            path.unlink()
-            blob.unlink(missing_ok=True)
-            raise ModelError(
-                f"{file} of {self._wanted.repo} arrived damaged (its SHA-256 differs) and was "
-                "deleted: start again."
-            )
-        return path
+            out.flush()
+            os.fsync(out.fileno())
+            if _sha256(part) != name:
+                part.unlink()
+                raise ModelError(
+                    f"{file} of {self._wanted.repo} arrived damaged (its SHA-256 differs) and was "
+                    "deleted: start again."
+                )
+            part.replace(blob)
 
     def _check_space(self, n_bytes: int) -> None:
         self._cache.mkdir(parents=True, exist_ok=True)
@@ -190,9 +220,11 @@ class _Hub:
             raise _Unreachable(_reason(error.__cause__ or error)) from error
         except (httpx2.HTTPError, ConnectionError) as error:
             raise _Unreachable(_reason(error)) from error
+        except (ValueError, TypeError, KeyError) as error:  # the log-in page of a network, say
+            raise _Unreachable("what answers there is no Hub") from error
         except OSError as error:
             raise ModelError(
-                f"Cannot write {repo} to {self._cache}: {error.strerror or error}."
+                f"Cannot write {repo} to {self._cache}: {error.strerror or _reason(error)}."
             ) from error
 
 

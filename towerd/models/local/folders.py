@@ -11,10 +11,9 @@ from pathlib import Path
 from towerd.models.hub.cache import hub_cache, snapshots
 from towerd.models.hub.choice import best_projector
 from towerd.models.hub.file_names import FileName
-from towerd.models.local.found import FoundModel
+from towerd.models.local.found import HUB, LLAMA_CPP, LM_STUDIO, TOWERD, FoundModel
 from towerd.system import paths
 
-TOWERD, LLAMA_CPP, HUB, LM_STUDIO = "towerd", "llama.cpp", "Hugging Face", "LM Studio"
 _MANIFEST = "manifest="
 """llama.cpp's old cache has files manifest=OWNER=REPO=TAG.json beside OWNER_REPO_FILE."""
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+TOWERD, BUNDLED, LLAMA_CPP, HUB = "towerd", "bundled", "llama.cpp", "Hugging Face"
+OLLAMA, LM_STUDIO = "Ollama", "LM Studio"
+"""The sources of models."""
+
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:

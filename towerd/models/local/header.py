@@ -60,12 +60,9 @@ def read_header(path: Path) -> Header:
     header: dict[str, Any] = {}
     for part in parts_of(path):
         with closing(_opened(part)) as keys:
-            size = part.stat().st_size
-            if size < keys.file_bytes:
-                raise ModelError(
-                    f"{part} is cut short: {size:,} of {keys.file_bytes:,} bytes; fetch it again."
-                )
-            n_bytes, n_tensors = n_bytes + size, n_tensors + keys.n_tensors
+            if shortage := keys.shortage():
+                raise ModelError(f"{part} {shortage}; fetch it again.")
+            n_bytes, n_tensors = n_bytes + part.stat().st_size, n_tensors + keys.n_tensors
             if part == path:
                 header = _described(keys)
     return Header(**header, weight_bytes=n_bytes, n_tensors=n_tensors)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from towerd.errors import ModelError
-from towerd.models.bundled import BUNDLED, SHORT_NAME, bundled_model
+from towerd.models.bundled import SHORT_NAME, bundled_model
 from towerd.models.known import KNOWN
-from towerd.models.local.found import FoundModel
+from towerd.models.local.found import BUNDLED, FoundModel
 from towerd.models.local.header import Header, read_header
 from towerd.models.local.names import found_models
 

@@ -8,17 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from towerd.errors import ModelError
 from towerd.models.hub.choice import PREFERRED_QUANTS, REPO
-from towerd.models.local.folders import (
-    HUB,
-    LLAMA_CPP,
-    LM_STUDIO,
-    TOWERD,
-    flat_models,
-    hub_models,
-    nested_models,
-    places,
-)
-from towerd.models.local.found import FoundModel
+from towerd.models.local.folders import flat_models, hub_models, nested_models, places
+from towerd.models.local.found import HUB, LLAMA_CPP, LM_STUDIO, TOWERD, FoundModel
 from towerd.models.local.ollama import folders as ollama_folders
 from towerd.models.local.ollama import ollama_models
 

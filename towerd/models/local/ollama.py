@@ -13,9 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from towerd.models.local.found import FoundModel
+from towerd.models.local.found import OLLAMA, FoundModel
 
-SOURCE = "Ollama"
 SYSTEM_DIR = Path("/usr/share/ollama/.ollama/models")
 """Where the service that Ollama's installer sets up on Linux keeps them."""
 _OWN = ("registry.ollama.ai/library/", "registry.ollama.ai/")
@@ -54,7 +53,7 @@ def ollama_models(folder: Path) -> Iterator[FoundModel]:
             if model is not None:
                 name = _name(path.relative_to(manifests))
                 projector = _blob(folder, manifest, _PROJECTOR)
-                yield FoundModel(name, model, SOURCE, projector)
+                yield FoundModel(name, model, OLLAMA, projector)
 
 
 def _read(path: Path) -> _Manifest | None:

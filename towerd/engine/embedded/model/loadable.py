@@ -14,8 +14,9 @@ from towerd.errors import ModelError
 
 
 def check_loadable(path: Path) -> None:
-    """Raises ModelError for a projector, a model that reads in both directions, or latent
-    attention without its RoPE dimensions. What ggml cannot read is left to llama.cpp."""
+    """Raises ModelError for a file that is cut short, a projector, a model that reads in both
+    directions, or latent attention without its RoPE dimensions. What ggml cannot read is left to
+    llama.cpp."""
     try:
         keys = GgufKeys(path)
     except ValueError:
@@ -29,6 +30,8 @@ def check_loadable(path: Path) -> None:
 
 
 def _reason(keys: GgufKeys, arch: str) -> str:
+    if shortage := keys.shortage():
+        return f"{shortage}; download it again"
     if arch == "clip" or keys.get("general.type") == "mmproj":
         return (
             "is a projector (mmproj), which is no model by itself: serve its language model, for "
