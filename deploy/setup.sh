@@ -203,31 +203,10 @@ fetch_model() {
   fi
 }
 
-# --- llama.cpp's web UI ------------------------------------------------------------------------
-
-# With npm, once for each version; where it cannot be built, `/` leads to the explorer, and the next
-# attempt is a day later.
-build_ui() {
-  local wanted build=deploy/llama.cpp/build_ui.sh
-  wanted="$LLAMA_VERSION $(cksum <"$build")"
-  [ -f "$STAMPS/ui" ] && [ "$(cat "$STAMPS/ui")" = "$wanted" ] && [ -f towerd/data/ui/index.html ] && return
-  command -v npm >/dev/null || return 0
-  [ -z "$(find "$STAMPS" -name ui-missing -mmin -1440)" ] || return 0
-  say "Building the chat page with npm; this takes a minute or two."
-  if "$build" "$PY" towerd/data/ui; then
-    printf '%s' "$wanted" >"$STAMPS/ui"
-    rm -f "$STAMPS/ui-missing"
-  else
-    say "The chat page is not built; make ui tries again."
-    touch "$STAMPS/ui-missing"
-  fi
-}
-
 make_venv
 need_tools
 install_llama
 fetch_source
 install_project
 fetch_model
-build_ui
 say "Ready: .venv/bin/towerd serve, .venv/bin/towerctl"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sqlite3
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -179,3 +180,20 @@ async def test_switched_off_it_leaves_nothing(make_client: MakeClient, tmp_path:
     assert not list((tmp_path / "store").glob(FILE_NAME + "*"))
     (session,) = (await value(await client.get(SESSIONS)))["sessions"]
     assert session["title"] == "the red otter"
+
+
+async def test_a_locked_index_delays_no_chat(client: Client, tmp_path: Path) -> None:
+    """Another process writes for long: chats are answered, listed and searched meanwhile."""
+    first = await ask(client, "the red otter")
+    await found(client, "otter", {first})
+    other = sqlite3.connect(tmp_path / "store" / FILE_NAME, isolation_level=None)
+    try:
+        other.execute("BEGIN IMMEDIATE")
+        second = await ask(client, "a blue otter")
+        await found(client, "otter", {first})
+        listed = (await value(await client.get(SESSIONS)))["sessions"]
+        assert {each["title"] for each in listed} == {"the red otter", "a blue otter"}
+    finally:
+        other.execute("ROLLBACK")
+        other.close()
+    await found(client, "otter", {first, second})

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
+import subprocess
+import sys
+import textwrap
 import unicodedata
 from pathlib import Path
 
@@ -12,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from towerd.search.index import FILE_NAME, Passage, SearchIndex, SessionKey
+from towerd.errors import Unavailable
+from towerd.search.index import FILE_NAME, Indexed, Passage, SearchIndex, SessionKey
 
 WORDS = ("otter", "Otter", "ünïcode", "unicode", "snake_case", "naïve", "42", "AND", "NEAR", "x")
 TEXTS = st.lists(st.sampled_from(WORDS), max_size=6).map(" ".join)
@@ -139,3 +143,50 @@ def test_a_damaged_index_is_begun_anew(index: SearchIndex, damage: str) -> None:
         assert again.keys() == []
     assert path.stat().st_mode & 0o777 == 0o600
     again.close()
+
+
+def test_damage_in_use_is_said_and_repaired(index: SearchIndex) -> None:
+    for number in range(200):
+        index.add(key(number), 1.0, [Passage(1, 1.0, f"otter number{number} " * 50)])
+    index.scrub()
+    index.path.write_bytes(b"no database" * 1000)
+    again = None
+    for _ in range(3):
+        try:
+            index.add(key(999), 1.0, [Passage(1, 1.0, "otter")])
+            index.search("otter", None, 9)
+        except Unavailable as error:
+            again = error
+    assert again is not None
+    index.repair()
+    assert index.search("otter", None, 9) == []
+    index.add(key(1), 1.0, [Passage(1, 1.0, "otter")])
+    assert len(index.search("otter", None, 9)) == 1
+
+
+def test_several_processes_fill_one_index(tmp_path: Path) -> None:
+    """Whoever enters what first: it is there once; a reader does not wait for a writer."""
+    work = """if True:
+        import sys
+        from pathlib import Path
+        from towerd.search.index import Passage, SearchIndex, SessionKey
+        index = SearchIndex(Path(sys.argv[1]))
+        for number in range(100):
+            key = SessionKey("t", "local", f"s{number}")
+            index.add(key, 1.0, [Passage(turn, 1.0, f"otter word{number}") for turn in range(3)])
+    """
+    path = tmp_path / FILE_NAME
+    writers = [
+        subprocess.Popen([sys.executable, "-c", textwrap.dedent(work), str(path)]) for _ in range(3)
+    ]
+    assert [writer.wait(120) for writer in writers] == [0, 0, 0]
+    index = SearchIndex(path)
+    assert {hit.session for hit in index.search("otter", None, 1000)} == {
+        key(number) for number in range(100)
+    }
+    assert {index.indexed(key(number)) for number in range(100)} == {Indexed(1.0, 3)}
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    assert index.search("word7", None, 9)
+    other.execute("ROLLBACK")
+    other.close()

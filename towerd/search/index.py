@@ -11,7 +11,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +25,7 @@ FILE_NAME = "search.sqlite"
 APPLICATION_ID = 0x54575253
 VERSION = 1
 SNIPPET_TOKENS = 28
+DAMAGED = "The search index is damaged and is being filled again: try in a minute"
 _AT_ONCE = 400
 """Rows of one query's parameters."""
 _DAMAGE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT})
@@ -32,7 +33,7 @@ _FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR})
 _SETTINGS = (
     "journal_mode = WAL",
     "synchronous = NORMAL",
-    "busy_timeout = 10000",
+    "busy_timeout = 5000",
     "secure_delete = ON",
     "temp_store = MEMORY",
     "trusted_schema = OFF",
@@ -104,27 +105,41 @@ class Hit:
 
 
 class SearchIndex:
-    """Thread-safe. Every method raises StoreError (DiskFull where the disk is), or Unavailable if
-    the file was damaged: it is then empty, to be filled again."""
+    """Thread-safe. Readers never wait for writers, of this process or another. Every method raises
+    StoreError (DiskFull where the disk is), or Unavailable while the file is damaged."""
 
     def __init__(self, path: Path) -> None:
         """Open the file, or make it; a damaged one, or one of another version, is made anew."""
         self.path = path
-        self._lock = threading.RLock()
+        self._writing, self._reading = threading.Lock(), threading.Lock()
+        """Whoever takes both takes that of writing first."""
+        self._is_damaged = False
         with durable.store_errors(f"the search index {path} cannot be opened"):
             try:
-                self._db = _open(path)
+                self._writer, self._reader = _open(path), _open(path)
             except sqlite3.DatabaseError as error:
                 if not _is_damage(error):
                     raise StoreError(
                         f"the search index {path} cannot be opened: {error}"
                     ) from error
-                self._renew()
+                remove_index(path.parent)
+                self._writer, self._reader = _open(path), _open(path)
 
     def close(self) -> None:
         """Close the file."""
-        with self._lock:
-            self._db.close()
+        with self._writing, self._reading:
+            self._writer.close()
+            self._reader.close()
+
+    def repair(self) -> None:
+        """Begin with an empty file if this one is damaged."""
+        with self._writing, self._reading, self._guarded():
+            if self._is_damaged:
+                self._writer.close()
+                self._reader.close()
+                remove_index(self.path.parent)
+                self._writer, self._reader = _open(self.path), _open(self.path)
+                self._is_damaged = False
 
     # --- filling ---------------------------------------------------------------------------
 
@@ -172,16 +187,16 @@ class SearchIndex:
     def scrub(self) -> None:
         """Overwrite what was removed, in the file and in its log. Takes time: the words of a full-
         text index lie together with those of other texts, and all are written anew."""
-        with self._guarded():
-            self._db.execute("INSERT INTO words(words) VALUES ('optimize')")
-            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        with self._writing, self._guarded():
+            self._writer.execute("INSERT INTO words(words) VALUES ('optimize')")
+            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     # --- reading ---------------------------------------------------------------------------
 
     def indexed(self, key: SessionKey) -> Indexed | None:
         """What the index has of a session."""
-        with self._guarded():
-            found = self._db.execute(
+        with self._looking() as db:
+            found = db.execute(
                 "SELECT created, (SELECT count(*) FROM passages WHERE session = pk) FROM sessions"
                 " WHERE (tokenizer, scope, id) = (?, ?, ?)",
                 key,
@@ -190,8 +205,8 @@ class SearchIndex:
 
     def turns(self, key: SessionKey) -> set[int]:
         """The turns of a session that are entered."""
-        with self._guarded():
-            rows = self._db.execute(
+        with self._looking() as db:
+            rows = db.execute(
                 "SELECT turn FROM passages p JOIN sessions s ON s.pk = p.session"
                 " WHERE (tokenizer, scope, id) = (?, ?, ?)",
                 key,
@@ -200,8 +215,8 @@ class SearchIndex:
 
     def keys(self, id: str | None = None) -> list[SessionKey]:
         """All sessions, or those with this id."""
-        with self._guarded():
-            rows = self._db.execute(
+        with self._looking() as db:
+            rows = db.execute(
                 "SELECT tokenizer, scope, id FROM sessions WHERE ?1 IS NULL OR id = ?1", (id,)
             ).fetchall()
         return [SessionKey(*row) for row in rows]
@@ -212,8 +227,8 @@ class SearchIndex:
         for start in range(0, len(keys), _AT_ONCE):
             some = keys[start : start + _AT_ONCE]
             marks = ", ".join(["(?, ?, ?)"] * len(some))
-            with self._guarded():
-                rows = self._db.execute(
+            with self._looking() as db:
+                rows = db.execute(
                     "SELECT tokenizer, scope, id, question FROM sessions"
                     f" WHERE (tokenizer, scope, id) IN (VALUES {marks})",
                     [part for key in some for part in key],
@@ -228,8 +243,8 @@ class SearchIndex:
         if not query:
             return []
         best: dict[int, int] = {}
-        with self._guarded():
-            for row, session in self._db.execute(
+        with self._looking() as db:
+            for row, session in db.execute(
                 "SELECT words.rowid, p.session FROM words JOIN passages p ON p.rowid = words.rowid"
                 f" JOIN sessions s ON s.pk = p.session WHERE {_WHOSE} AND words MATCH ?2"
                 " ORDER BY rank, said DESC",
@@ -238,62 +253,50 @@ class SearchIndex:
                 best.setdefault(session, row)
                 if len(best) == limit:
                     break
-            return [self._hit(row, query) for row in best.values()]
+            return [_hit(db, row, query) for row in best.values()]
 
     def size(self) -> tuple[int, int]:
         """How many sessions are entered, and the bytes of the file."""
-        with self._guarded():
-            (n,) = self._db.execute("SELECT count(*) FROM sessions").fetchone()
+        with self._looking() as db:
+            (n,) = db.execute("SELECT count(*) FROM sessions").fetchone()
             ((pages,), (page_bytes,)) = (
-                self._db.execute(f"PRAGMA {name}").fetchone()
-                for name in ("page_count", "page_size")
+                db.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size")
             )
         return n, pages * page_bytes
-
-    def _hit(self, row: int, query: str) -> Hit:
-        found = self._db.execute(
-            "SELECT s.tokenizer, s.scope, s.id, p.turn, p.said,"
-            f" snippet(words, 0, char(2), char(3), '…', {SNIPPET_TOKENS})"
-            " FROM words JOIN passages p ON p.rowid = words.rowid JOIN sessions s ON s.pk = p.session"
-            " WHERE words MATCH ? AND words.rowid = ?",
-            (query, row),
-        ).fetchone()
-        return Hit(SessionKey(*found[:3]), found[3], found[4], _runs(found[5]))
 
     # --- SQLite ----------------------------------------------------------------------------
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
-        with self._guarded():
-            self._db.execute("BEGIN IMMEDIATE")
+        """A transaction, in which one writer at a time is."""
+        with self._writing, self._guarded():
+            db = self._writer
+            db.execute("BEGIN IMMEDIATE")
             try:
-                yield self._db
+                yield db
             except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
+                if db.in_transaction:
+                    db.execute("ROLLBACK")
                 raise
-            self._db.execute("COMMIT")
+            db.execute("COMMIT")
+
+    @contextmanager
+    def _looking(self) -> Iterator[sqlite3.Connection]:
+        with self._reading, self._guarded():
+            if self._is_damaged:
+                raise Unavailable(DAMAGED)
+            yield self._reader
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        with self._lock:
-            try:
-                yield
-            except sqlite3.Error as error:
-                if _is_damage(error):
-                    self._renew()
-                    raise Unavailable(
-                        "The search index was damaged and is being filled again: try in a minute"
-                    ) from error
-                kind = DiskFull if _code(error) in _FULL else StoreError
-                raise kind(f"the search index {self.path} failed: {error}") from error
-
-    def _renew(self) -> None:
-        """Begin with an empty file."""
-        with suppress(AttributeError, sqlite3.Error):
-            self._db.close()
-        remove_index(self.path.parent)
-        self._db = _open(self.path)
+        try:
+            yield
+        except sqlite3.Error as error:
+            if _is_damage(error):
+                self._is_damaged = True
+                raise Unavailable(DAMAGED) from error
+            kind = DiskFull if _code(error) in _FULL else StoreError
+            raise kind(f"the search index {self.path} failed: {error}") from error
 
 
 def remove_index(store_dir: Path) -> None:
@@ -337,6 +340,17 @@ def _of_another_version() -> sqlite3.Error:
     error = sqlite3.DatabaseError("it is of another version")
     error.sqlite_errorcode = sqlite3.SQLITE_FORMAT
     return error
+
+
+def _hit(db: sqlite3.Connection, row: int, query: str) -> Hit:
+    found = db.execute(
+        "SELECT s.tokenizer, s.scope, s.id, p.turn, p.said,"
+        f" snippet(words, 0, char(2), char(3), '…', {SNIPPET_TOKENS})"
+        " FROM words JOIN passages p ON p.rowid = words.rowid JOIN sessions s ON s.pk = p.session"
+        " WHERE words MATCH ? AND words.rowid = ?",
+        (query, row),
+    ).fetchone()
+    return Hit(SessionKey(*found[:3]), found[3], found[4], _runs(found[5]))
 
 
 def _code(error: sqlite3.Error) -> int:

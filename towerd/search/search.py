@@ -22,6 +22,7 @@ from towerd.errors import (
     ThawError,
     TokensLost,
     TowerdError,
+    Unavailable,
 )
 from towerd.search.index import FILE_NAME, Hit, Passage, SearchIndex, SessionKey, remove_index
 from towerd.search.reading import TurnReader
@@ -43,7 +44,7 @@ QUEUE_MAX = 1024
 """Turns that wait to be entered. Beyond it they are found by a comparison."""
 QUIET_S = 1.0
 """How long no request ran when a comparison goes on."""
-AGAIN_S = 300.0
+AGAIN_S = 60.0
 """How long after a failure the index is compared again."""
 
 
@@ -130,7 +131,12 @@ class Search:
         if self._index is None:
             raise NotSupported("Conversations are not indexed here: start the daemon with --search")
         found: list[tuple[Hit, SessionInfo]] = []
-        for hit in self._index.search(typed, scope, limit):
+        try:
+            hits = self._index.search(typed, scope, limit)
+        except Unavailable:
+            self.changed()
+            raise
+        for hit in hits:
             try:
                 found.append((hit, self.reader.info(hit.session)))
             except NotFound:
@@ -266,6 +272,7 @@ class Search:
     def _compare(self, index: SearchIndex) -> Iterator[bool]:
         """Enter what the catalog has more than the index, a session in each step, and remove what
         it has no more."""
+        index.repair()
         seen: set[SessionKey] = set()
         after = 0
         while page := self._store.session_page(after, PAGE):
