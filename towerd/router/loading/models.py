@@ -161,7 +161,7 @@ class Models:
             if model.takes_requests or not await self._find_room(model):
                 return
             model.state = State.LOADING
-        self.events.send("model_status", model.name, {"status": model.shown_state})
+        self.events.begins(model.name)
         began = time.monotonic()
         try:
             await self._start(model)
@@ -175,8 +175,7 @@ class Models:
         took_s = time.monotonic() - began
         self._metrics.loaded(took_s)
         log.info("model loaded", extra={"model": model.name, "seconds": round(took_s, 3)})
-        said = {"status": model.shown_state, "info": model.info}
-        self.events.send("status_change", model.name, said)
+        self.events.has_loaded(model.name, model.info)
 
     async def _start(self, model: RoutedModel) -> None:
         process = model.process = await asyncio.to_thread(self._make, model)
@@ -271,9 +270,31 @@ class Models:
 
     def _unloaded(self, model: RoutedModel, code: int) -> None:
         model.state, model.process, model.exit_code = State.UNLOADED, None, code
-        said = {"status": model.shown_state, "exit_code": code}
-        self.events.send("status_change", model.name, said)
+        self.events.has_ended(model.name, code)
         self._changed.set()
+
+    # ---- all of them ------------------------------------------------------------------------
+
+    async def replace(self, found: Mapping[str, RoutedModel]) -> None:
+        """Serve these models from now on. One that is loaded, and is not among them or has other
+        files now, is unloaded first."""
+        old = [
+            each
+            for each in self.by_name.values()
+            if each.name not in found or found[each.name].entry != each.entry
+        ]
+        for each in old:
+            self.begin_unload(each)
+        for each in old:
+            ending = [task for task in (each.loading, each.watch) if task is not None]
+            if ending:
+                await asyncio.wait(ending)
+        kept = {name: each for name, each in self.by_name.items() if each not in old}
+        for each in kept.values():
+            if each.state is State.UNLOADED:
+                each.failure, each.exit_code = None, 0
+        self.by_name = {name: kept.get(name, each) for name, each in found.items()}
+        self.events.send("models_reload", "*")
 
     async def close(self) -> None:
         """Refuse new requests, let the running ones end, and unload all."""
