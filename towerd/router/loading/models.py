@@ -122,7 +122,7 @@ class Models:
 
     async def gone(self, model: RoutedModel, process: ModelProcess) -> None:
         """A process does not accept connections: end it, if it did not end by itself."""
-        process.kill()
+        await process.end()
         if model.process is process and model.watch is not None:
             await asyncio.shield(model.watch)
 
@@ -143,8 +143,7 @@ class Models:
 
     def _loading(self, model: RoutedModel) -> asyncio.Task[None]:
         """The task that loads a model; one however many ask."""
-        if self._is_closing:
-            raise Unavailable("The server is shutting down")
+        self._check_open()
         if model.loading is None:
             model.loading = self._task(self._load(model))
             model.loading.add_done_callback(partial(self._loaded, model))
@@ -180,15 +179,17 @@ class Models:
     async def _start(self, model: RoutedModel) -> None:
         process = model.process = await asyncio.to_thread(self._make, model)
         try:
+            self._check_open()
             await process.start()
             model.info = await _model_info(process)
+            resident = await asyncio.to_thread(resident_bytes, process.pid)
+            self._check_open()
+            if process.exit_code is not None:
+                raise ModelError(f"The process of the model {model.name} ended while loading.")
         except BaseException:
-            process.kill()
+            await process.end()
             raise
-        resident = await asyncio.to_thread(resident_bytes, process.pid)
         model.need_bytes = resident + process.hot_bytes
-        if process.exit_code is not None or model.state is not State.LOADING:
-            raise ModelError(f"The process of the model {model.name} ended while loading.")
         model.state, model.failure, model.exit_code = State.LOADED, None, 0
         model.last_used_s = time.monotonic()
         model.watch = self._task(self._watch(model, process))
@@ -216,11 +217,10 @@ class Models:
                         raise _no_room(model, others)
                     for name in verdict.stop:
                         self.begin_unload(self.by_name[name])
+                    if time.monotonic() >= deadline_s:
+                        self._let_yield(model, others)
                 await self._wait_for_change(deadline_s)
-                if time.monotonic() >= deadline_s:
-                    self._let_yield(model, others)
-            if self._is_closing:
-                raise Unavailable("The server is shutting down")
+            self._check_open()
             return False
         finally:
             for each in self.by_name.values():
@@ -305,6 +305,10 @@ class Models:
         while self._tasks:
             await asyncio.wait(self._tasks)
         self.events.close()
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise Unavailable("The server is shutting down")
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         _ = self._task(work)
