@@ -23,7 +23,11 @@ SLOW = (
     *("codec/test_codec_exact.py", "cold/test_cold_kill.py", "engine/test_calibrate.py"),
     *("engine/test_operations.py", "kernels/test_block_codes.py", "kernels/test_block_fuzz.py"),
     *("kernels/test_mlx_kernels.py", "kernels/test_mlx_rope_shift.py", "slots/test_hostile.py"),
-    *("store/test_recovery_crash.py", "router/test_router_serving.py"),
+    *(
+        "store/test_recovery_crash.py",
+        "router/test_router_llama.py",
+        "router/test_router_serving.py",
+    ),
 )
 """Folders and files that take three quarters of the suite's time, most of them with programs that they start."""
 

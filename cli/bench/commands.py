@@ -122,6 +122,13 @@ def tools(model: Path | None, quick: bool) -> None:
 
 
 @bench.command()
+@QUICK
+def models(quick: bool) -> None:
+    """Two models in turn, with room for one, against llama-server's router."""
+    _run("models", None, quick)
+
+
+@bench.command()
 @MODEL
 @QUICK
 def proxy(model: Path | None, quick: bool) -> None:

@@ -94,6 +94,27 @@ def test_room_for_one(make_router: MakeRouter) -> None:
     assert replies[1].json()["content"] == first.json()["content"]
 
 
+def test_a_model_that_is_never_idle_leaves_for_another(make_router: MakeRouter) -> None:
+    """Its requests overlap without end; the other model gets its turn all the same."""
+    router = make_router("--models-max", "1")
+    ask(router, "tales")
+    is_over = threading.Event()
+
+    def chat() -> list[int]:
+        statuses = []
+        while not is_over.is_set():
+            statuses.append(ask(router, "tales", n_predict=200).status_code)
+        return statuses
+
+    with ThreadPoolExecutor(3) as pool:
+        chats = [pool.submit(chat) for _ in range(3)]
+        try:
+            assert ask(router, "dice").status_code == 200
+        finally:
+            is_over.set()
+        assert {status for each in chats for status in each.result()} == {200}
+
+
 def test_the_memory_bounds_what_is_loaded(make_router: MakeRouter) -> None:
     """Models leave for want of memory too, the kept one never."""
     toml = "[models.tales]\nkeep = true\n[models.other]\nmodel = 'stories'\ncache_type_k = 'bf16'\n"

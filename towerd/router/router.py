@@ -20,7 +20,7 @@ from towerd.app.loop import run_on_loop, stop_event, tune_gc, watch_lag
 from towerd.router.http import endpoints, routes, streams
 from towerd.router.http.conversations import Conversations
 from towerd.router.http.forward import forward, forward_named, forward_store
-from towerd.router.http.keys import CONVERSATIONS, MODELS, TABLES
+from towerd.router.http.keys import CONVERSATIONS, LAUNCHER, MODELS, TABLES
 from towerd.router.loading.launcher import Launcher
 from towerd.router.loading.models import Models
 from towerd.router.metrics import RouterMetrics
@@ -50,7 +50,7 @@ async def _route(launcher: Launcher, tables: ModelTables, stopping: asyncio.Even
     """Serve until `stopping`; every process has ended then."""
     metrics = RouterMetrics()
     models = Models(launcher.models(), launcher.room, launcher.process, metrics)
-    app = build_app(tables, models, metrics)
+    app = build_app(tables, launcher, models, metrics)
     async with listening(app, tables.config) as (_, url):
         tune_gc()
         print(f"towerd is ready: {url} ({len(models.by_name)} models)", flush=True)
@@ -59,11 +59,14 @@ async def _route(launcher: Launcher, tables: ModelTables, stopping: asyncio.Even
         await models.close()
 
 
-def build_app(tables: ModelTables, models: Models, metrics: RouterMetrics) -> web.Application:
+def build_app(
+    tables: ModelTables, launcher: Launcher, models: Models, metrics: RouterMetrics
+) -> web.Application:
     """The application in front of `models`."""
     app = web.Application(middlewares=(account, guard, authenticate))
     app[CONFIG] = tables.config
     app[TABLES] = tables
+    app[LAUNCHER] = launcher
     app[MODELS] = models
     app[CONVERSATIONS] = Conversations()
     app[LIMITS] = Limits()

@@ -19,7 +19,7 @@ def bench_model(model: Path | None, preset: str) -> Path:
     return random_model(preset, PRESETS[preset], announce=True)
 
 
-def random_model(name: str, shape: Shape, *, announce: bool = False) -> Path:
+def random_model(name: str, shape: Shape, *, seed: int = 0, announce: bool = False) -> Path:
     """NAME.gguf with random weights, written to the user's cache on first use; `announce` says so
     on stderr."""
     path = user_cache_path("towerd") / "bench" / f"{name}.gguf"
@@ -29,7 +29,7 @@ def random_model(name: str, shape: Shape, *, announce: bool = False) -> Path:
             click.echo(said, err=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
-        make_random_gguf(temporary, shape)
+        make_random_gguf(temporary, shape, seed=seed)
         temporary.replace(path)
     return path
 

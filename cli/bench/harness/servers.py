@@ -126,32 +126,34 @@ class ServerProcess:
 
 def towerd_server(model: Path, store: Path, *flags: str) -> ServerProcess:
     """`towerd serve` on a store of its own."""
+    return _towerd("-m", str(model), store=store, flags=flags)
+
+
+def towerd_router(folder: Path, *flags: str) -> ServerProcess:
+    """`towerd serve` of all models in `folder`/models, on a store beside them."""
+    return _towerd("--models-dir", str(folder / "models"), store=folder / "store", flags=flags)
+
+
+def _towerd(*served: str, store: Path, flags: Sequence[str]) -> ServerProcess:
     port = free_port()
     env = {k: v for k, v in os.environ.items() if not k.startswith("TOWERD_")}
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "towerd",
-        "serve",
-        "-m",
-        str(model),
-        "--port",
-        str(port),
-        "--store-dir",
-        str(store),
-        "--socket",
-        str(store.parent / "bench.sock"),
-        "--log-level",
-        "warning",
-        *flags,
-    ]
-    return ServerProcess(command, port=port, env=env)
+    where = ("--store-dir", str(store), "--socket", str(store.parent / "bench.sock"))
+    command = (sys.executable, "-P", "-m", "towerd", "serve", *served, "--port", str(port), *where)
+    return ServerProcess((*command, "--log-level", "warning", *flags), port=port, env=env)
 
 
 def llama_server(model: Path, *flags: str) -> ServerProcess:
     """llama-server with its defaults, except for the given flags."""
+    return _llama_server("-m", str(model), *flags)
+
+
+def llama_router(folder: Path, *flags: str) -> ServerProcess:
+    """llama-server as a router of all models in `folder`/models."""
+    return _llama_server("--models-dir", str(folder / "models"), "--offline", *flags)
+
+
+def _llama_server(*flags: str) -> ServerProcess:
     binary, port = find_binary(), free_port()
     env = os.environ | library_env(binary)
-    command = [str(binary), "-m", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
+    command = [str(binary), "--host", "127.0.0.1", "--port", str(port), *flags]
     return ServerProcess(command, port=port, env=env)

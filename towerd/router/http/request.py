@@ -6,7 +6,7 @@ from aiohttp import ClientResponse, web
 
 from towerd.api.http.keys import TENANT
 from towerd.api.http.middleware import is_owner_socket
-from towerd.api.http.tenants import OWNER, caller_name
+from towerd.api.http.tenants import caller_name
 from towerd.api.proxy.headers import to_towerd
 from towerd.api.proxy.relay import read
 from towerd.engine.llama_server.process.client import Lost, NotHttp, Unreachable
@@ -21,8 +21,7 @@ class RoutedRequest:
     def __init__(
         self, models: Models, model: RoutedModel, request: web.Request, body: bytes
     ) -> None:
-        tenant = request.get(TENANT, OWNER)
-        caller = caller_name(tenant, on_socket=is_owner_socket(request))
+        caller = caller_name(request[TENANT], on_socket=is_owner_socket(request))
         self.model = model
         self.reply: ClientResponse | None = None
         self.is_stopped = False
@@ -41,6 +40,7 @@ class RoutedRequest:
             process = await self._models.enter(self.model, is_use=self._is_use)
             try:
                 self.reply = await process.send(self._method, self._path, self._headers, self._body)
+                self._body = None  # a conversation remembers this request for long
                 return
             except (Lost, NotHttp) as error:
                 self._leave()

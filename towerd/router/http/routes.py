@@ -16,7 +16,7 @@ from towerd.api.http.sse import EventStream
 from towerd.api.llama.build import BUILD_INFO
 from towerd.errors import InvalidRequest, NotFound, NotSupported, SwitchedOff
 from towerd.router.http.forward import forward_named
-from towerd.router.http.keys import MODELS, TABLES
+from towerd.router.http.keys import LAUNCHER, MODELS, TABLES
 from towerd.router.loading.model import RoutedModel, State
 from towerd.router.metrics import RouterMetrics
 
@@ -67,14 +67,18 @@ async def get_metrics(request: web.Request) -> web.StreamResponse:
 
 
 async def get_models(request: web.Request) -> web.Response:
-    """All models, with their status."""
+    """All models, with their status. reload: what is in the directory now."""
+    if request.query.get("reload"):
+        found = await asyncio.to_thread(request.app[LAUNCHER].models)
+        await request.app[MODELS].replace(found)
     models = request.app[MODELS].by_name.values()
     return json_reply({"data": [_model_json(each) for each in models], "object": "list"})
 
 
 def _model_json(model: RoutedModel) -> dict[str, Any]:
     entry = model.entry
-    status: dict[str, Any] = {"value": model.shown_state, "args": _args(model)}
+    args = _args(model)
+    status: dict[str, Any] = {"value": model.shown_state, "args": args, "preset": _preset(model)}
     if model.state is State.UNLOADED and model.exit_code:
         status |= {"exit_code": model.exit_code, "failed": True}
     inputs = ["text", "image"] if entry.projector is not None else ["text"]
@@ -98,6 +102,20 @@ def _args(model: RoutedModel) -> list[str]:
     entry = model.entry
     path = () if entry.path is None else ("--model", str(entry.path))
     return ["towerd", "serve", *path, "--alias", entry.name, *entry.server_args]
+
+
+def _preset(model: RoutedModel) -> str:
+    """Its files as a section of llama-server's presets."""
+    entry = model.entry
+    lines = [f"[{entry.name}]"]
+    for key, path in (
+        ("model", entry.path),
+        ("mmproj", entry.projector),
+        ("model-draft", entry.draft),
+    ):
+        if path is not None:
+            lines.append(f"{key} = {path}")
+    return "\n".join(lines) + "\n\n"
 
 
 async def post_load(request: web.Request) -> web.Response:

@@ -9,6 +9,8 @@ from typing import Any
 
 WAITING_MAX = 1024
 """ModelEvents that a listener may be behind; then it is let go."""
+STAGE = "text_model"
+"""The stage of loading that llama-server names; here it is all there is."""
 
 
 class ModelEvents:
@@ -26,6 +28,24 @@ class ModelEvents:
             yield queue
         finally:
             self._listeners.discard(queue)
+
+    def begins(self, model: str) -> None:
+        """A model is about to be loaded."""
+        self.send("model_status", model, {"status": "loading"})
+        self._progress(model, 0.0)
+
+    def has_loaded(self, model: str, info: dict[str, Any]) -> None:
+        """A model is loaded. info: what GET /v1/models of its process says."""
+        self._progress(model, 1.0)
+        self.send("status_change", model, {"status": "loaded", "info": info})
+
+    def has_ended(self, model: str, exit_code: int) -> None:
+        """The process of a model has ended, or did not come up."""
+        self.send("status_change", model, {"status": "unloaded", "exit_code": exit_code})
+
+    def _progress(self, model: str, value: float) -> None:
+        progress = {"stages": [STAGE], "current": STAGE, "value": value}
+        self.send("status_change", model, {"status": "loading", "progress": progress})
 
     def send(self, event: str, model: str, data: dict[str, Any] | None = None) -> None:
         """Tell all listeners."""

@@ -7,6 +7,7 @@ conversations is divided.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,13 +36,15 @@ class Launcher:
         self._folder = folder
         self._broker = broker
         self._numbers = itertools.count()
-        self._entries = find_entries(tables)
+        self._entries: Mapping[str, ModelEntry] = {}
 
     def models(self) -> dict[str, RoutedModel]:
-        """All models, not loaded. Raises ConfigError if one of them cannot have its settings."""
-        return {name: self.model(entry) for name, entry in self._entries.items()}
+        """All models that there are now, not loaded. Raises ConfigError if the directory cannot be
+        read, or a model cannot have its settings."""
+        self._entries = find_entries(self._tables)
+        return {name: self._model(entry) for name, entry in self._entries.items()}
 
-    def model(self, entry: ModelEntry) -> RoutedModel:
+    def _model(self, entry: ModelEntry) -> RoutedModel:
         """One model, not loaded. Raises ConfigError."""
         config = self._config(entry, self._folder / "s")
         table = self._tables.table(entry.name)

@@ -90,4 +90,4 @@ class RoutedModel:
     def raise_recent_failure(self) -> None:
         """Raises why loading it failed, if that was just now."""
         if self.failure is not None and time.monotonic() - self.failed_s < FAILED_S:
-            raise self.failure
+            raise self.failure.with_traceback(None)  # or each raise would add to it

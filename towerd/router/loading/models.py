@@ -122,7 +122,7 @@ class Models:
 
     async def gone(self, model: RoutedModel, process: ModelProcess) -> None:
         """A process does not accept connections: end it, if it did not end by itself."""
-        process.kill()
+        await process.end()
         if model.process is process and model.watch is not None:
             await asyncio.shield(model.watch)
 
@@ -143,8 +143,7 @@ class Models:
 
     def _loading(self, model: RoutedModel) -> asyncio.Task[None]:
         """The task that loads a model; one however many ask."""
-        if self._is_closing:
-            raise Unavailable("The server is shutting down")
+        self._check_open()
         if model.loading is None:
             model.loading = self._task(self._load(model))
             model.loading.add_done_callback(partial(self._loaded, model))
@@ -161,7 +160,7 @@ class Models:
             if model.takes_requests or not await self._find_room(model):
                 return
             model.state = State.LOADING
-        self.events.send("model_status", model.name, {"status": model.shown_state})
+        self.events.begins(model.name)
         began = time.monotonic()
         try:
             await self._start(model)
@@ -175,21 +174,22 @@ class Models:
         took_s = time.monotonic() - began
         self._metrics.loaded(took_s)
         log.info("model loaded", extra={"model": model.name, "seconds": round(took_s, 3)})
-        said = {"status": model.shown_state, "info": model.info}
-        self.events.send("status_change", model.name, said)
+        self.events.has_loaded(model.name, model.info)
 
     async def _start(self, model: RoutedModel) -> None:
         process = model.process = await asyncio.to_thread(self._make, model)
         try:
+            self._check_open()
             await process.start()
             model.info = await _model_info(process)
+            resident = await asyncio.to_thread(resident_bytes, process.pid)
+            self._check_open()
+            if process.exit_code is not None:
+                raise ModelError(f"The process of the model {model.name} ended while loading.")
         except BaseException:
-            process.kill()
+            await process.end()
             raise
-        resident = await asyncio.to_thread(resident_bytes, process.pid)
         model.need_bytes = resident + process.hot_bytes
-        if process.exit_code is not None or model.state is not State.LOADING:
-            raise ModelError(f"The process of the model {model.name} ended while loading.")
         model.state, model.failure, model.exit_code = State.LOADED, None, 0
         model.last_used_s = time.monotonic()
         model.watch = self._task(self._watch(model, process))
@@ -217,11 +217,10 @@ class Models:
                         raise _no_room(model, others)
                     for name in verdict.stop:
                         self.begin_unload(self.by_name[name])
+                    if time.monotonic() >= deadline_s:
+                        self._let_yield(model, others)
                 await self._wait_for_change(deadline_s)
-                if time.monotonic() >= deadline_s:
-                    self._let_yield(model, others)
-            if self._is_closing:
-                raise Unavailable("The server is shutting down")
+            self._check_open()
             return False
         finally:
             for each in self.by_name.values():
@@ -271,9 +270,31 @@ class Models:
 
     def _unloaded(self, model: RoutedModel, code: int) -> None:
         model.state, model.process, model.exit_code = State.UNLOADED, None, code
-        said = {"status": model.shown_state, "exit_code": code}
-        self.events.send("status_change", model.name, said)
+        self.events.has_ended(model.name, code)
         self._changed.set()
+
+    # ---- all of them ------------------------------------------------------------------------
+
+    async def replace(self, found: Mapping[str, RoutedModel]) -> None:
+        """Serve these models from now on. One that is loaded, and is not among them or has other
+        files now, is unloaded first."""
+        old = [
+            each
+            for each in self.by_name.values()
+            if each.name not in found or found[each.name].entry != each.entry
+        ]
+        for each in old:
+            self.begin_unload(each)
+        for each in old:
+            ending = [task for task in (each.loading, each.watch) if task is not None]
+            if ending:
+                await asyncio.wait(ending)
+        kept = {name: each for name, each in self.by_name.items() if each not in old}
+        for each in kept.values():
+            if each.state is State.UNLOADED:
+                each.failure, each.exit_code = None, 0
+        self.by_name = {name: kept.get(name, each) for name, each in found.items()}
+        self.events.send("models_reload", "*")
 
     async def close(self) -> None:
         """Refuse new requests, let the running ones end, and unload all."""
@@ -284,6 +305,10 @@ class Models:
         while self._tasks:
             await asyncio.wait(self._tasks)
         self.events.close()
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise Unavailable("The server is shutting down")
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         _ = self._task(work)

@@ -109,14 +109,19 @@ class ModelProcess:
         try:
             await asyncio.wait_for(self.wait(), STOP_S_MAX)
         except TimeoutError:
-            self.kill()
-            await self.wait()
+            await self.end()
 
     def kill(self) -> None:
         """End it at once."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
+
+    async def end(self) -> None:
+        """End it at once, if it was started, and wait until it has."""
+        self.kill()
+        if self._process is not None:
+            await self.wait()
 
     async def send(
         self, method: str, path: str, headers: Mapping[str, str], body: Body = None
