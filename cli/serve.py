@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from towerd.cli.options import ConfigCommand, config_options, given_llama_flags, llama_options
-from towerd.errors import ModelError
+from towerd.cli.options import ConfigCommand, config_options, given_llama_flags
+from towerd.errors import ConfigError, ModelError
 from towerd.settings.config import Config, with_server_args
+from towerd.settings.llama_flags import without_effect
 from towerd.settings.sources import load
 
 if TYPE_CHECKING:
@@ -29,14 +30,12 @@ if TYPE_CHECKING:
     help="Settings file. [default: towerd.toml in the user's config directory; TOWERD_CONFIG]",
 )
 @config_options
-@llama_options
 @click.argument("server_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- FLAG...]")
 def serve(config_path: Path | None, server_args: tuple[str, ...], **flags: Any) -> None:
     """Serve a model, with llama-server's HTTP API, and remember every conversation.
 
-    llama-server's own flags are accepted under their names; the embedded engine accepts those of
-    sampling and chat, and names others that it does not. Flags after -- are for the llama-server,
-    too.
+    llama-server's own flags are accepted under their names, and towerd says which have no effect or
+    are not taken. Flags after -- are for llama.cpp, too.
 
     Below are the settings that most people need; --help-all shows every one. Each can also be set
     by the variable in brackets, or in towerd.toml under that name in lower case, without TOWERD_.
@@ -47,7 +46,15 @@ def serve(config_path: Path | None, server_args: tuple[str, ...], **flags: Any) 
     config = load(flags, toml_path=config_path)
     if server_args := (*given_llama_flags(), *server_args):
         config = with_server_args(config, server_args)
-    log.configure(config.log_level, config.log_format)
+    try:
+        log.configure(config.log_level, config.log_format, path=config.log_file)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot write the log to {config.log_file}: {error.strerror}."
+        ) from error
+    if config.engine == "embedded":
+        for name, why in without_effect(config.llama_server_args):
+            logging.getLogger("towerd.serve").info("%s has no effect: %s", name, why)
     if _serves_default(config):
         _offer_default()
     run_daemon(config)

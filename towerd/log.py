@@ -11,6 +11,7 @@ import json
 import logging
 import sys
 import time
+from pathlib import Path
 from typing import Any, Literal, TextIO
 
 ROOT = "towerd"
@@ -25,12 +26,22 @@ def configure(
     level: str = "info",
     format: Literal["text", "json"] | str = "text",
     stream: TextIO | None = None,
+    path: Path | None = None,
 ) -> None:
-    """Send towerd's log to `stream` (default: stderr), replacing an earlier configuration."""
-    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
-    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    """Send towerd's log to `stream` (default: stderr), and append it to the file at `path`, replacing
+    an earlier configuration. Raises OSError: the file cannot be opened."""
+    handlers: list[logging.Handler] = [
+        logging.StreamHandler(sys.stderr if stream is None else stream)
+    ]
+    if path is not None:
+        handlers.append(logging.FileHandler(path, encoding="utf-8"))
+    for handler in handlers:
+        handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     logger = logging.getLogger(ROOT)
-    logger.handlers = [handler]
+    for old in logger.handlers:
+        if isinstance(old, logging.FileHandler):
+            old.close()
+    logger.handlers = handlers
     logger.setLevel(level.upper())
     logger.propagate = False
 

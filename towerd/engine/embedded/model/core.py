@@ -26,6 +26,7 @@ from towerd.engine.embedded.model.adapters import Adapters, load_adapters
 from towerd.engine.embedded.model.context import LlamaContext
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.model.vocab import Vocab
+from towerd.engine.row_flags import row_overrides
 from towerd.errors import ConfigError, ModelError
 from towerd.kernels.formats import BY_NAME
 from towerd.models.bundled import find_model
@@ -149,7 +150,10 @@ def why_not_spliceable(memory: SequenceMemory) -> str:
 def _sizes(model: LlamaModel, config: Config) -> tuple[int, int]:
     """(tokens per sequence, cells of the context)."""
     n_ctx = config.ctx_size or min(model.n_ctx_train, N_CTX_DEFAULT_MAX)
-    if n_ctx > model.n_ctx_train and not (config.rope_freq_base or config.rope_freq_scale):
+    is_stretched = (
+        config.rope_freq_base or config.rope_freq_scale or row_overrides(config.load_words, {})
+    )
+    if n_ctx > model.n_ctx_train and not is_stretched:
         log.warning(
             f"--ctx-size {n_ctx} is more than the {model.n_ctx_train} tokens that the model was "
             "trained on; beyond these its replies may make no sense."
