@@ -36,9 +36,7 @@ async def post_rerank(request: web.Request) -> web.Response:
     """Jina's rerank, or TEI's if the body has `texts`."""
     engine = service_of(request).engine
     if engine.embedder is None or engine.embedder.pooling != "rank":
-        raise NotSupported(
-            "This server does not support reranking. Start it with `--reranking`", status=501
-        )
+        raise NotSupported("This server does not support reranking. Start it with `--reranking`")
     body = await read_bytes(request)
     wire = wire_of(engine)
     asked = await wire.call(len(body), _rerank_request, wire.model, body)
@@ -73,9 +71,7 @@ async def _all(running: Sequence[Future[T]]) -> list[T]:
 
 def _embedder(engine: Engine) -> Embeds:
     if engine.embedder is None:
-        raise NotSupported(
-            "This server does not support embeddings. Start it with `--embeddings`", status=501
-        )
+        raise NotSupported("This server does not support embeddings. Start it with `--embeddings`")
     return engine.embedder
 
 

@@ -1,4 +1,4 @@
-"""llama-server's endpoints that the embedded engine does not support, answered with 400."""
+"""llama-server's endpoints that the embedded engine does not have, answered with 400 and what to do instead."""
 
 from __future__ import annotations
 
@@ -6,27 +6,31 @@ from aiohttp import web
 
 from towerd.errors import NotSupported
 
-UNSUPPORTED: tuple[tuple[str, str], ...] = (
-    ("POST", "/props"),
-    ("POST", "/slots/{id_slot}"),
-    ("POST", "/v1/audio/transcriptions"),
-    ("POST", "/audio/transcriptions"),
-    ("POST", "/models"),
-    ("DELETE", "/models"),
-    ("POST", "/models/load"),
-    ("POST", "/models/unload"),
-    ("GET", "/models/sse"),
-    ("GET", "/tools"),
-    ("POST", "/tools"),
-    ("GET", "/cors-proxy"),
-    ("POST", "/cors-proxy"),
-)
-"""(method, path) of every route that llama-server has and the embedded engine lacks."""
+_ONE_MODEL = "this daemon serves the model that it was started with: name it with -m"
+_ITS_OWN = "it is llama-server's own: start towerd with --engine llama-server"
+UNSUPPORTED: dict[tuple[str, str], str] = {
+    ("POST", "/props"): "settings are those of the start, and of each request",
+    ("POST", "/slots/{id_slot}"): "towerd saves and restores every conversation by itself",
+    ("POST", "/v1/audio/transcriptions"): _ITS_OWN,
+    ("POST", "/audio/transcriptions"): _ITS_OWN,
+    ("POST", "/models"): _ONE_MODEL,
+    ("DELETE", "/models"): _ONE_MODEL,
+    ("POST", "/models/load"): _ONE_MODEL,
+    ("POST", "/models/unload"): _ONE_MODEL,
+    ("GET", "/models/sse"): _ONE_MODEL,
+    ("GET", "/tools"): _ITS_OWN,
+    ("POST", "/tools"): _ITS_OWN,
+    ("GET", "/cors-proxy"): _ITS_OWN,
+    ("POST", "/cors-proxy"): _ITS_OWN,
+}
+"""(method, path) of every route that llama-server has and the embedded engine lacks -> why, or what to do."""
 
 
 async def refuse_unsupported(request: web.Request) -> web.StreamResponse:
     """Always raises NotSupported."""
+    resource = request.match_info.route.resource
+    assert resource is not None, "it is called for routes alone"
+    why = UNSUPPORTED[(request.method, resource.canonical)]
     raise NotSupported(
-        f"{request.method} {request.path} is not supported by the embedded engine; "
-        "the llama-server engine supports it"
+        f"{request.method} {request.path} is not supported by the embedded engine; {why}"
     )

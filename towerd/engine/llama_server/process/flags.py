@@ -37,6 +37,7 @@ _SETTINGS: tuple[tuple[str, str], ...] = (
     ("n_predict", "--predict"),
     ("chat_template", "--chat-template"),
     ("chat_template_file", "--chat-template-file"),
+    ("pooling", "--pooling"),
 )
 """Settings that are passed on when they differ from their default, under this flag."""
 _METADATA = {
@@ -74,8 +75,12 @@ def server_flags(
         flags += ["--load-mode", "mlock" if config.mlock else "none"]
     elif config.mlock:
         flags += ["--load-mode", "mmap+mlock"]
-    if config.retention == "shift":
-        flags.append("--context-shift")
+    switches = {
+        "--context-shift": config.retention == "shift",
+        "--embeddings": config.embeddings,
+        "--reranking": config.reranking,
+    }
+    flags += [flag for flag, is_on in switches.items() if is_on]
     standard = defaults()
     for name, flag in _SETTINGS:
         value = getattr(config, name)
