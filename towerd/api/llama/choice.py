@@ -15,11 +15,14 @@ class ChoiceState:
     started: Started | None = None
     finish: Finish | None = None
     began: float = field(default_factory=time.monotonic)
+    first_token_s: float | None = None
+    """Seconds until the prompt was evaluated; None before."""
 
     def absorb(self, event: Event) -> None:
         """Update the state with one event of this choice."""
         if isinstance(event, Started):
             self.started = event
+            self.first_token_s = time.monotonic() - self.began
         elif isinstance(event, Finish):
             self.finish = event
 

@@ -12,6 +12,7 @@ from aiohttp import web
 from towerd.api.http.body import read_bytes
 from towerd.api.http.keys import METRICS, service_of
 from towerd.api.http.reply import raw_reply
+from towerd.api.http.request_log import log_embedded
 from towerd.api.llama.task import wire_of
 from towerd.engine.base import Embeds, Engine
 from towerd.errors import InvalidRequest, NotSupported
@@ -40,7 +41,9 @@ async def post_rerank(request: web.Request) -> web.Response:
     body = await read_bytes(request)
     wire = wire_of(engine)
     asked = await wire.call(len(body), _rerank_request, wire.model, body)
-    scores = await _all([engine.embedder.score(ids) for ids in asked.prompts])
+    prompts = asked.prompts
+    scores = await _all([engine.embedder.score(ids) for ids in prompts])
+    log_embedded(request, sum(map(len, prompts)))
     return raw_reply(await wire.call(0, asked.reply, scores))
 
 
@@ -56,7 +59,9 @@ async def _embed(request: web.Request, *, openai: bool) -> web.Response:
     asked = await wire.call(len(body), _embedding_request, wire.model, openai, body)
     prompts = asked.prompts
     rows = await _all([embedder.embed(ids, asked.normalize) for ids in prompts])
-    request.app[METRICS].embedded(sum(map(len, prompts)))
+    n_tokens = sum(map(len, prompts))
+    request.app[METRICS].embedded(n_tokens)
+    log_embedded(request, n_tokens)
     return raw_reply(await wire.call(0, asked.reply, rows))
 
 

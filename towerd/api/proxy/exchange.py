@@ -13,6 +13,7 @@ from aiohttp import ClientResponse, web
 from towerd.api.http.hints import SESSION_HEADER
 from towerd.api.http.keys import METRICS, service_of
 from towerd.api.http.reply import encode, error_event
+from towerd.api.http.request_log import log_finished
 from towerd.api.http.sse import write_or_stall
 from towerd.api.llama.completion import REUSE_HEADER
 from towerd.api.proxy.forward import EVENT_STREAM, body_of, copy, head_of, read
@@ -64,6 +65,7 @@ class Exchange:
         self._started = False
         self._recording: asyncio.Task[None] | None = None
         self._began = time.monotonic()
+        self._first_token_s: float | None = None
 
     async def run(self) -> web.StreamResponse:
         """Forward the request and the reply.
@@ -98,7 +100,10 @@ class Exchange:
         if self.lease is not None:
             await self.lease.launched()
         if self._reply.status != 200 or self.lease is None:
-            return await copy(self._request, self._reply)
+            response = await copy(self._request, self._reply)
+            if response.status == 200:  # in slots of llama-server's choice: it does not say more
+                log_finished(self._request, self._plan.title, Reuse(), None)
+            return response
         await self._learn()
         await self._thaw(self.lease)
         if self._reply.content_type == EVENT_STREAM:
@@ -190,6 +195,7 @@ class Exchange:
             self._started = True
             if self.lease is not None:
                 self.lease.answering()
+            self._first_token_s = time.monotonic() - self._began
             self._request.app[METRICS].started(self._began)
 
     def _error_event(self, error: TowerdError) -> bytes:
@@ -238,6 +244,15 @@ class Exchange:
             self._session = await self._recorder.record(leased.turn, answered=leased.answered)
         if watch.stop is not None:
             self._count()
+        log_finished(
+            self._request,
+            self._plan.title,
+            self._reuse,
+            watch.final_timings(),
+            session=self._session,
+            first_token_s=self._first_token_s,
+            end="" if watch.stop is not None else "cut off",
+        )
 
     def _count(self) -> None:
         watch = self._watch

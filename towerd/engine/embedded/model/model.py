@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import re
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,8 @@ _ROPE_KEYS = (
 )
 
 _recent_log: deque[str] = deque(maxlen=50)
+_buffer_bytes: Counter[str] = Counter()
+_BUFFER = re.compile(r" (\w+) buffer size = +([0-9.]+) MiB")
 _backend_lock = threading.Lock()
 _backend_ready = False
 _log_mode = threading.local()
@@ -54,6 +57,8 @@ def _on_log(level: int, text: bytes, _user: Any) -> None:
     line = text.decode("utf-8", "replace").strip()
     if not line or line == ".":
         return
+    if (made := _BUFFER.search(line)) is not None:
+        _buffer_bytes[made[1]] += int(float(made[2]) * 2**20)
     if "n_ctx_seq" in line and "n_ctx_train" in line:
         level = 2  # sequences share the context's cells, and towerd limits each of them
     # llama.cpp's levels: 1 debug, 2 info, 3 warn, 4 error, 5 continuation of the line before.
@@ -86,6 +91,14 @@ def demoted_log() -> Iterator[None]:
         yield
     finally:
         _log_mode.is_quiet = False
+
+
+def buffers_made() -> dict[str, int]:
+    """Bytes of the buffers that llama.cpp made since the last call, by its own names for them: `model`, `KV`
+    and `RS` (recurrent states), `compute`, `output`. Its API does not tell, only its log."""
+    made = dict(_buffer_bytes)
+    _buffer_bytes.clear()
+    return made
 
 
 def last_errors() -> str:
