@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 import click
 
 from towerd.settings.config import defaults, settings
-from towerd.settings.llama_flags import FLAGS
+from towerd.settings.llama_flag_table import BY_NAME
+from towerd.settings.llama_flags import canonical, own_words, take_values, unknown_flag
 from towerd.settings.setting import Setting
 from towerd.settings.sources import ENV_PREFIX
 
@@ -35,7 +36,16 @@ METAVARS = {"int": "N", "float": "X", "size": "SIZE", "path": "PATH", "keys": "K
 
 
 class ConfigCommand(click.Command):
-    """A command with `config_options`: --help shows the common settings, --help-all every one."""
+    """A command with `config_options` that takes llama-server's flags, too: --help shows the common
+    settings, --help-all every one."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        """Parse the command line, in which llama-server's flags may stand among towerd's."""
+        if not context.resilient_parsing:
+            options = [each for each in self.get_params(context) if isinstance(each, click.Option)]
+            own = {name: each for each in options for name in (*each.opts, *each.secondary_opts)}
+            args, context.meta[_GIVEN] = sort_words(args, own)
+        return super().parse_args(context, args)
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options; those that only --help-all shows are in a section of their own."""
@@ -91,40 +101,47 @@ def _option(name: str, spec: Setting) -> Callable[[Command], Command]:
     if spec.kind in ("list", "keys"):
         metavar = METAVARS.get(spec.kind, "TEXT")
         return click.option(*spec.flags, name, multiple=True, metavar=metavar, help=text)
-    if spec.choices:
+    if spec.choices and not spec.words:
         return click.option(*spec.flags, name, type=click.Choice(spec.choices), help=text)
     if spec.kind == "path":
         return click.option(*spec.flags, name, type=click.Path(), metavar="PATH", help=text)
     # Numbers and sizes stay text here: towerd.settings.setting has one parser for flags, TOML and env.
-    metavar = METAVARS.get(spec.kind, "TEXT")
+    metavar = f"[{'|'.join(spec.choices)}]" if spec.choices else METAVARS.get(spec.kind, "TEXT")
     return click.option(*spec.flags, name, metavar=metavar, help=text)
-
-
-def llama_options(command: Command) -> Command:
-    """Give `command` llama-server's own flags, which `given_llama_flags` returns."""
-    for flag in FLAGS:
-        command = click.option(
-            *flag.names,
-            is_flag=not flag.n_values,
-            default=None,
-            hidden=True,
-            multiple=bool(flag.n_values),
-            expose_value=False,
-            callback=_note,
-        )(command)
-    return command
-
-
-def _note(context: click.Context, option: click.Parameter, value: Any) -> None:
-    if value:
-        name = option.opts[0]
-        words = [name] if value is True else [word for each in value for word in (name, each)]
-        context.meta.setdefault(_GIVEN, []).extend(words)
 
 
 def given_llama_flags() -> list[str]:
     """The words of the llama-server flags that were given, in order."""
     return list(click.get_current_context().meta.get(_GIVEN, []))
+
+
+def sort_words(words: list[str], own: dict[str, click.Option]) -> tuple[list[str], list[str]]:
+    """The words of a command line for click, and those for llama.cpp. own: the command's options by
+    their spellings. Whole names are compared: click would read -mx as -m x. What comes after -- is left to click.
+
+    Raises ConfigError for a flag that neither has."""
+    ours: list[str] = []
+    theirs: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        given, is_joined, value = word.partition("=") if word.startswith("--") else (word, "", "")
+        name = canonical(given)
+        if word == "--":
+            return [*ours, word, *rest], theirs
+        if name in own:
+            option = own[name]
+            n_values = 0 if option.is_flag or option.count else 1
+            values = [] if is_joined else take_values(name, n_values, rest)
+            ours += [f"{name}={value}"] if is_joined else [name, *values]
+        elif name in BY_NAME:
+            flag = BY_NAME[name]
+            values = [value] if is_joined else take_values(name, flag.n_values, rest)
+            ours += own_words(flag, [name, *values])
+            if flag.use != "setting":
+                theirs += [f"{name}={value}"] if is_joined else [name, *values]
+        else:
+            raise unknown_flag(word, own)
+    return ours, theirs
 
 
 def default_text(name: str, spec: Setting) -> str:

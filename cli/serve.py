@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from towerd.cli.models.located import located, located_tables
-from towerd.cli.options import ConfigCommand, config_options, given_llama_flags, llama_options
-from towerd.errors import ModelError
+from towerd.cli.options import ConfigCommand, config_options, given_llama_flags
+from towerd.errors import ConfigError, ModelError
 from towerd.settings.config import Config
+from towerd.settings.llama_flags import without_effect
 from towerd.settings.sources import load_models
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ LARGER = "ggml-org/gemma-3-4b-it-GGUF"
     help="Settings file. [default: towerd.toml in the user's config directory; TOWERD_CONFIG]",
 )
 @config_options
-@llama_options
 @click.argument("server_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- FLAG...]")
 def serve(config_path: Path | None, server_args: tuple[str, ...], **flags: Any) -> None:
     """Serve a model, with llama-server's HTTP API, and remember every conversation.
@@ -39,27 +39,39 @@ def serve(config_path: Path | None, server_args: tuple[str, ...], **flags: Any) 
     With --models-dir, or [models.NAME] tables in towerd.toml, it serves several: a request's model
     picks one, which is loaded when it is asked for.
 
-    llama-server's own flags are accepted under their names; the embedded engine accepts those of
-    sampling and chat, and names others that it does not. Flags after -- are for the llama-server,
-    too.
+    llama-server's own flags are accepted under their names, and towerd says which have no effect or
+    are not taken. Flags after -- are for llama.cpp, too.
 
     Below are the settings that most people need; --help-all shows every one. Each can also be set
     by the variable in brackets, or in towerd.toml under that name in lower case, without TOWERD_.
     Sizes are bytes or texts such as 8GiB or 500MB.
     """
-    from towerd import log
-
     tables = load_models(flags, toml_path=config_path)
     if server_args := (*given_llama_flags(), *server_args):
         tables = tables.with_server_args(server_args)
     config = tables.config
-    log.configure(config.log_level, config.log_format)
+    _configure_log(config)
     if tables.are_many and not _names_model(config):
         run_router(located_tables(tables))
         return
     if _serves_default(config):
         _offer_default()
     run_daemon(located(config))
+
+
+def _configure_log(config: Config) -> None:
+    """Begin to log, first of all what the given flags of llama-server do not do."""
+    from towerd import log
+
+    try:
+        log.configure(config.log_level, config.log_format, path=config.log_file)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot write the log to {config.log_file}: {error.strerror}."
+        ) from error
+    if config.engine == "embedded":
+        for name, why in without_effect(config.llama_server_args):
+            logging.getLogger("towerd.serve").info("%s has no effect: %s", name, why)
 
 
 def _serves_default(config: Config) -> bool:

@@ -20,13 +20,8 @@ class TowerdError(Exception):
     stands_for = ""
     """What clients get instead of the message; empty: the message, which names no files."""
 
-    def __init__(
-        self, message: str, *, public: str | None = None, status: int | None = None, **extra: Any
-    ) -> None:
-        """status: another HTTP status than the class's."""
+    def __init__(self, message: str, *, public: str | None = None, **extra: Any) -> None:
         super().__init__(message)
-        if status is not None:
-            self.status = status
         self.message = message
         self.public = public or self.stands_for or message
         self.extra = extra
@@ -97,7 +92,8 @@ class NotSupported(TowerdError):
 
 
 class SwitchedOff(NotSupported):
-    """An endpoint of llama-server that is disabled (501, as there)."""
+    """An endpoint for observers that is disabled (501, as in llama-server: no client of a chat asks for it,
+    so that none retries it)."""
 
     status = 501
 

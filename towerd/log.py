@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TextIO
 
 ROOT = "towerd"
@@ -28,15 +29,25 @@ def configure(
     format: Literal["text", "json"] | str = "text",
     stream: TextIO | None = None,
     fields: Mapping[str, Any] | None = None,
+    path: Path | None = None,
 ) -> None:
-    """Send towerd's log to `stream` (default: stderr), replacing an earlier configuration.
-    fields: beside every message that has no such fields."""
-    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
-    for name, value in (fields or {}).items():
-        handler.addFilter(partial(_add, name, value))
-    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    """Send towerd's log to `stream` (default: stderr), and append it to the file at `path`, replacing
+    an earlier configuration. fields: beside every message that has no such fields. Raises OSError:
+    the file cannot be opened."""
+    handlers: list[logging.Handler] = [
+        logging.StreamHandler(sys.stderr if stream is None else stream)
+    ]
+    if path is not None:
+        handlers.append(logging.FileHandler(path, encoding="utf-8"))
+    for handler in handlers:
+        for name, value in (fields or {}).items():
+            handler.addFilter(partial(_add, name, value))
+        handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     logger = logging.getLogger(ROOT)
-    logger.handlers = [handler]
+    for old in logger.handlers:
+        if isinstance(old, logging.FileHandler):
+            old.close()
+    logger.handlers = handlers
     logger.setLevel(level.upper())
     logger.propagate = False
 

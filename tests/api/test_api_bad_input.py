@@ -145,13 +145,13 @@ async def test_hint_that_is_no_name(client: Client) -> None:
 
 
 async def test_what_another_engine_can(client: Client) -> None:
-    """What this engine cannot do names the one that can, with a status that clients do not retry."""
-    for method, path in UNSUPPORTED:
+    """What this engine cannot do says what to do, with a status that clients do not retry."""
+    for (method, path), why in UNSUPPORTED.items():
         async with client.request(method, path.replace("{id_slot}", "0")) as reply:
             assert reply.status == 400, path
             error = (await reply.json())["error"]
         assert error["type"] == "not_supported_error"
-        assert "llama-server engine" in error["message"]
+        assert error["message"].endswith(why)
 
 
 async def test_what_is_off_by_default(client: Client) -> None:

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from towerd.cli.main import towerd
 from towerd.cli.options import COMMON
 from towerd.settings.config import settings
-from towerd.settings.llama_flags import FLAGS
+from towerd.settings.llama_flag_table import FLAGS
 from towerd.settings.sources import ENV_PREFIX
 
 COMMON_MAX = 12

@@ -93,10 +93,10 @@ OTHERS: list[tuple[str, Any, int]] = [
     ("/completion", {"prompt": "With adapters", "lora": [{"id": 0, "scale": 1}], "n_predict": 4}, 200),
     ("/v1/chat/completions",
      {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": IMAGE}}]}]},
-     500),
+     400),
     ("/v1/messages",
      {"messages": [{"role": "user", "content": [
-         {"type": "image", "source": {"type": "base64", "data": "AA=="}}]}], "max_tokens": 2}, 500),
+         {"type": "image", "source": {"type": "base64", "data": "AA=="}}]}], "max_tokens": 2}, 400),
     ("/no/such/endpoint", {"prompt": "x", "id_slot": 1}, 404),
 ]  # fmt: skip
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import re
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,8 @@ from towerd.llama_library import lib
 log = logging.getLogger("towerd.llama")
 
 _recent: deque[str] = deque(maxlen=50)
+_buffer_bytes: Counter[str] = Counter()
+_BUFFER = re.compile(r" (\w+) buffer size = +([0-9.]+) MiB")
 _mode = threading.local()
 
 
@@ -22,6 +25,8 @@ def _on_log(level: int, text: bytes, _user: Any) -> None:
     line = text.decode("utf-8", "replace").strip()
     if not line or line == ".":
         return
+    if (made := _BUFFER.search(line)) is not None:
+        _buffer_bytes[made[1]] += int(float(made[2]) * 2**20)
     if "n_ctx_seq" in line and "n_ctx_train" in line:
         level = 2  # sequences share the context's cells, and towerd limits each of them
     if "special_eot_id is not in special_eog_ids" in line:
@@ -51,6 +56,14 @@ def demoted_log() -> Iterator[None]:
         yield
     finally:
         _mode.is_quiet = False
+
+
+def buffers_made() -> dict[str, int]:
+    """Bytes of the buffers that llama.cpp made since the last call, by its own names for them: `model`, `KV`
+    and `RS` (recurrent states), `compute`, `output`. Its API does not tell, only its log."""
+    made = dict(_buffer_bytes)
+    _buffer_bytes.clear()
+    return made
 
 
 def forget_errors() -> None:

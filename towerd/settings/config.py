@@ -15,7 +15,7 @@ from typing import Any
 from towerd.errors import ConfigError
 from towerd.policy import NAMES as POLICIES
 from towerd.settings.addresses import is_http_url, is_loopback
-from towerd.settings.llama_flags import adapter_files, media_flags, wire_words
+from towerd.settings.llama_flags import check_flags, words_of
 from towerd.settings.setting import Kind, Setting
 from towerd.system import paths
 from towerd.system.machine import physical_cores, ram_bytes
@@ -34,6 +34,12 @@ UNQUANTIZED = ("f32", "f16", "bf16")
 SOCKET_PATH_BYTES_MAX = 103
 """The capacity of sun_path on macOS; Linux allows four more."""
 WARM_BYTES_MAX = 32 * 2**30
+_SWITCH = {
+    **dict.fromkeys(("1", "true", "enabled"), "on"),
+    **dict.fromkeys(("0", "false", "disabled"), "off"),
+    "-1": "auto",
+}
+"""llama-server's other words for on, off and auto."""
 
 
 def _set(
@@ -48,10 +54,12 @@ def _set(
     choices: tuple[str, ...] = (),
     auto: str = "",
     secret: bool = False,
+    words: dict[str, str] | None = None,
 ) -> Any:
     """A Config field. `flags` and `off` are space-separated spellings. Secrets and keys are left
     out of repr."""
-    spec = Setting(kind, help, tuple(flags.split()), tuple(off.split()), low, high, choices, auto)
+    names = tuple(flags.split()), tuple(off.split())
+    spec = Setting(kind, help, *names, low, high, choices, auto, words or {})
     shown = kind != "keys" and not secret
     return field(default=default, repr=shown, metadata={"setting": spec})
 
@@ -110,7 +118,7 @@ class Config:
         "Tokens that the live context holds for all conversations together.", low=0,
         high=2**31 - 1, auto="up to four times ctx-size, as memory allows")
     parallel: int = _set(8, "int", "--parallel -np",
-        "Requests that are evaluated at once.", low=1, high=128)
+        "Requests that are evaluated at once.", low=1, high=128, words={"-1": "8"})
     live_sequences: int = _set(64, "int", "--live-sequences",
         "Conversations that stay in the live context; at least parallel.", low=1, high=255)
     batch_size: int = _set(512, "int", "--batch-size -b",
@@ -118,18 +126,19 @@ class Config:
     ubatch_size: int = _set(512, "int", "--ubatch-size -ub",
         "Tokens in one computation; at most batch-size counts.", low=1, high=2**20)
     threads: int = _set(0, "int", "--threads -t",
-        "CPU threads for generating.", low=0, high=1024, auto="one per physical core")
+        "CPU threads for generating.", low=0, high=1024, auto="one per physical core", words={"-1": "0"})
     threads_batch: int = _set(0, "int", "--threads-batch -tb",
-        "CPU threads for prompts.", low=0, high=1024, auto="as many as threads")
+        "CPU threads for prompts.", low=0, high=1024, auto="as many as threads", words={"-1": "0"})
     cache_type_k: str = _set("f16", "text", "--cache-type-k -ctk",
         "Type of the cached keys.", choices=CACHE_TYPES)
     cache_type_v: str = _set("f16", "text", "--cache-type-v -ctv",
         "Type of the cached values; a quantized one needs flash attention.", choices=CACHE_TYPES)
     flash_attn: str = _set("auto", "text", "--flash-attn -fa",
         "Flash attention. auto is off on a CPU, where it makes one long conversation slower; "
-        "many short ones at once are faster with it.", choices=("auto", "on", "off"))
-    gpu_layers: int = _set(-1, "int", "--gpu-layers -ngl",
-        "Layers to put on the GPU, in a build that has one; -1 puts all.", low=-1, high=10000)
+        "many short ones at once are faster with it.", choices=("auto", "on", "off"), words=_SWITCH)
+    gpu_layers: int = _set(-1, "int", "--gpu-layers --n-gpu-layers -ngl",
+        "Layers to put on the GPU, in a build that has one; -1 puts all.", low=-1, high=10000,
+        words={"auto": "-1", "all": "-1"})
     mmap: bool = _set(True, "bool", "--mmap",
         "Map the model file instead of reading it.", off="--no-mmap")
     mlock: bool = _set(False, "bool", "--mlock",
@@ -207,7 +216,7 @@ class Config:
         "Serve POST /rerank; the model must be made for it.", off="--no-reranking")
     pooling: str | None = _set(None, "text", "--pooling",
         "How the rows of a text's tokens are pooled into an embedding.", choices=POOLINGS, auto="the model's own")
-    n_predict: int = _set(-1, "int", "--n-predict -n",
+    n_predict: int = _set(-1, "int", "--n-predict --predict -n",
         "Tokens generated if a request sets no limit; -1: until the model stops or its context is full.", low=-1,
         high=2**31 - 1)
     chat_template: str | None = _set(None, "text", "--chat-template",
@@ -247,6 +256,8 @@ class Config:
         "How much to log.", choices=("debug", "info", "warning", "error"))
     log_format: str = _set("text", "text", "--log-format",
         "Lines for people, or one JSON object a line.", choices=("text", "json"))
+    log_file: Path | None = _set(None, "path", "--log-file",
+        "File to append the log to, besides writing it to the terminal.")
     # fmt: on
     catalog_fd: int | None = None
     """Not for people: the socket, inherited from the router, of the store's catalog; None: this
@@ -267,6 +278,11 @@ class Config:
     def hosts(self) -> tuple[str, ...]:
         """The addresses to listen on, in the given order."""
         return tuple(host.strip() for host in self.host.split(","))
+
+    @property
+    def load_words(self) -> list[str]:
+        """What llama-server's flags say about how the embedded engine makes the model and its context."""
+        return words_of(self.llama_server_args, "load") if self.engine == "embedded" else []
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -383,9 +399,7 @@ class Config:
                 if getattr(self, name):
                     flag = settings()[name].flags[0]
                     raise ConfigError(f"{flag} needs --engine llama-server.")
-            wire_words(self.llama_server_args)
-            media_flags(self.llama_server_args)
-            adapter_files(self.llama_server_args)
+            check_flags(self.llama_server_args, own_flags())
         if self.upstream is None:
             if self.upstream_key is not None:
                 raise ConfigError("--upstream-key is the key of an --upstream; there is none.")
@@ -410,6 +424,13 @@ class Config:
 def settings() -> dict[str, Setting]:
     """Field name -> its Setting, in the order of the class."""
     return {item.name: item.metadata["setting"] for item in fields(Config) if item.metadata}
+
+
+def own_flags() -> dict[str, str]:
+    """Flag -> the field that it sets."""
+    return {
+        flag: name for name, spec in settings().items() for flag in (*spec.flags, *spec.off_flags)
+    }
 
 
 def defaults() -> dict[str, Any]:

@@ -1,228 +1,22 @@
-"""llama-server's own flags, and how the embedded engine handles each.
+"""llama-server's own flags as the daemon reads them.
 
-llama.cpp's code parses those of sampling and chat itself (`towerd.wire`); flags that are settings
-of the daemon are in `towerd.settings.config`; flags without an effect here are accepted and ignored, so that
-a llama-server command line works unchanged. The llama-server engine accepts all of them.
+llama.cpp's code parses those of sampling, chat and loading itself (`towerd.wire`); flags that are settings of
+the daemon are in `towerd.settings.config`; what becomes of each is in `towerd.settings.llama_flag_table`, so that a
+llama-server command line works unchanged. The llama-server engine accepts all of them.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from towerd.errors import ConfigError
+from towerd.settings.llama_flag_table import BY_NAME, LlamaFlag, Use
 
-Use: TypeAlias = Literal["wire", "media", "lora", "ignored", "unsupported"]
-
-
-@dataclass(frozen=True, slots=True)
-class LlamaFlag:
-    """One flag: its spellings, how many values follow it, and what it is used for."""
-
-    names: tuple[str, ...]
-    n_values: int
-    use: Use
-
-
-def _rows(use: Use, n_values: int, text: str) -> list[LlamaFlag]:
-    return [LlamaFlag(tuple(line.split()), n_values, use) for line in text.strip().splitlines()]
-
-
-FLAGS = (
-    *_rows("wire", 0, """
---verbose --log-verbose -v
---ignore-eos
---special -sp
---spm-infill
---jinja
---no-jinja
---prefill-assistant
---no-prefill-assistant
---skip-chat-parsing
---no-skip-chat-parsing
---reasoning-preserve
---no-reasoning-preserve
---cache-prompt
---no-cache-prompt
---spec-default
---spec-draft-backend-sampling
---no-spec-draft-backend-sampling
---spec-draft-cpu-moe -cmoed --cpu-moe-draft
-"""),
-    *_rows("wire", 1, """
---samplers
---seed -s
---sampler-seq --sampling-seq
---temp --temperature
---top-k
---top-p
---min-p
---top-nsigma --top-n-sigma
---xtc-probability
---xtc-threshold
---typical --typical-p
---repeat-last-n
---repeat-penalty
---presence-penalty
---frequency-penalty
---dry-multiplier
---dry-base
---dry-allowed-length
---dry-penalty-last-n
---dry-sequence-breaker
---adaptive-target
---adaptive-decay
---dynatemp-range
---dynatemp-exp
---mirostat
---mirostat-lr
---mirostat-ent
---logit-bias -l
---grammar
---grammar-file
---json-schema -j
---json-schema-file -jf
---keep
---reverse-prompt -r
---reasoning-format
---reasoning -rea
---reasoning-effort
---reasoning-budget
---reasoning-budget-message
---chat-template-kwargs
---media-path
---video-ffmpeg-dir
---video-fps
---video-timestamp-interval
---sse-ping-interval
---embd-normalize
---spec-type
---spec-draft-model -md --model-draft
---spec-draft-n-max
---spec-draft-n-min
---draft --draft-n --draft-max
---draft-min --draft-n-min
---spec-draft-p-split --draft-p-split
---spec-draft-p-min --draft-p-min
---spec-draft-threads -td --threads-draft
---spec-draft-threads-batch -tbd --threads-batch-draft
---spec-draft-type-k -ctkd --cache-type-k-draft
---spec-draft-type-v -ctvd --cache-type-v-draft
---spec-draft-override-tensor -otd --override-tensor-draft
---spec-draft-n-cpu-moe --spec-draft-ncmoe -ncmoed --n-cpu-moe-draft
---spec-draft-device -devd --device-draft
---spec-draft-ngl -ngld --gpu-layers-draft --n-gpu-layers-draft
---spec-ngram-mod-n-min
---spec-ngram-mod-n-max
---spec-ngram-mod-n-match
---spec-ngram-simple-size-n
---spec-ngram-simple-size-m
---spec-ngram-simple-min-hits
---spec-ngram-map-k-size-n
---spec-ngram-map-k-size-m
---spec-ngram-map-k-min-hits
---spec-ngram-map-k4v-size-n
---spec-ngram-map-k4v-size-m
---spec-ngram-map-k4v-min-hits
---lookup-cache-static -lcs
---lookup-cache-dynamic -lcd
-"""),
-    *_rows("lora", 0, "--lora-init-without-apply"),
-    *_rows("lora", 1, "--lora\n--lora-scaled"),
-    *_rows("ignored", 0, """
---cont-batching -cb
---no-cont-batching -nocb
---kv-unified -kvu
---no-kv-unified -no-kvu
---warmup
---escape -e
---no-escape
---perf
---no-perf
---kv-offload -kvo
---no-kv-offload -nkvo
---repack
---no-repack -nr
---op-offload
---no-op-offload
---cache-idle-slots
---no-cache-idle-slots
---ui --webui
---no-ui --no-webui
---log-disable
---log-prefix
---no-log-prefix
---log-timestamps
---no-log-timestamps
---check-tensors
---swa-full
-"""),
-    *_rows("ignored", 1, """
---prio
---poll
---prio-batch
---poll-batch
---cache-ram -cram
---cache-reuse
---ctx-checkpoints -ctxcp --swa-checkpoints
---checkpoint-min-step -cms
---slot-prompt-similarity -sps
---slot-save-path
---defrag-thold -dt
---threads-http
---timeout -to
---log-colors
---fit -fit
-"""),
-    *_rows("media", 0, """
---mmproj-auto
---no-mmproj --no-mmproj-auto
---mmproj-offload
---no-mmproj-offload
---no-warmup
-"""),
-    *_rows("media", 1, """
---mmproj -mm
---image-min-tokens
---image-max-tokens
-"""),
-    *_rows("unsupported", 0, """
---embd-gemma-default
-"""),
-    *_rows("unsupported", 1, """
---mmproj-url -mmu
---mmproj-device -mmdev
---model-url -mu
---docker-repo -dr
---spec-synth-len
---spec-synth-rates
---rpc
---device -dev
---override-tensor -ot
---override-kv
---split-mode -sm
---tensor-split -ts
---main-gpu -mg
---rope-scaling
---rope-scale
---yarn-orig-ctx
---control-vector
---control-vector-scaled
---models-preset
---tools
---mcp-servers-config
---mcp-servers-json
---path
---api-prefix
---ssl-key-file
---ssl-cert-file
---sleep-idle-seconds
-"""),
-)  # fmt: skip
-
-BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
+_NEAR = 0.75
+"""How alike an unknown flag and one that is suggested must be, from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,17 +53,40 @@ def _adapter_file(name: str, text: str) -> AdapterFile:
     return AdapterFile(path, value)
 
 
-def wire_words(args: Sequence[str]) -> list[str]:
-    """The words of a llama-server command line that `towerd.wire` parses for the embedded engine.
+def check_flags(args: Sequence[str], own: Mapping[str, str]) -> None:
+    """Check a llama-server command line for the embedded engine. own: towerd's flag -> its setting.
 
     Raises ConfigError that names the first flag that this engine does not accept."""
-    out: list[str] = []
-    for flag, words in _split(args):
-        if flag.use == "unsupported":
-            raise refusal(words[0])
-        if flag.use == "wire":
-            out += words
-    return out
+    for flag, words in _split(args, own):
+        if flag.use == "refused":
+            raise refusal(words[0], flag.why)
+        if flag.use == "setting":
+            same = " ".join(own_words(flag, words))
+            raise ConfigError(f"{' '.join(words)} is {same} in towerd: write it before --.")
+    adapter_files(args)
+    media_flags(args)
+
+
+def words_of(args: Sequence[str], use: Use) -> list[str]:
+    """The words of the flags of this use in a llama-server command line."""
+    return [word for flag, words in _split(args) if flag.use == use for word in words]
+
+
+def without_effect(args: Sequence[str]) -> list[tuple[str, str]]:
+    """The flags in a llama-server command line that have no effect here, and why."""
+    return [(words[0], flag.why) for flag, words in _split(args) if flag.use == "ignored"]
+
+
+def own_words(flag: LlamaFlag, words: Sequence[str]) -> list[str]:
+    """The flags of towerd that say what `words`, the flag and its values, say; empty if there are
+    none. Raises ConfigError for a value that the flag does not have."""
+    value = words[1] if flag.n_values else ""
+    same = flag.words.get(value, flag.words.get("*"))
+    if same is not None:
+        return [word.replace("{}", value) for word in same]
+    if not flag.words:
+        return []
+    raise ConfigError(f"{words[0]} takes {', '.join(flag.words)}, not {value!r}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,24 +131,52 @@ def _integer(name: str, values: Mapping[str, str]) -> int:
         raise ConfigError(f"{name} takes a whole number, not {value!r}.") from None
 
 
-def refusal(name: str) -> ConfigError:
-    """The error for a flag that only a llama-server accepts."""
-    return ConfigError(
-        f"{name} is not taken by the embedded engine: leave it out, or use --engine llama-server "
-        f"and put {name} after --."
-    )
+def refusal(name: str, instead: str = "") -> ConfigError:
+    """The error for a flag that the embedded engine does not accept. instead: what to do."""
+    instead = instead or f"leave it out, or use --engine llama-server and put {name} after --"
+    return ConfigError(f"{name} is not taken by the embedded engine: {instead}.")
 
 
-def _split(args: Sequence[str]) -> Iterator[tuple[LlamaFlag, list[str]]]:
+def unknown_flag(word: str, own: Iterable[str]) -> ConfigError:
+    """The error for a word that is no flag. own: towerd's flags."""
+    if not word.startswith("-"):
+        return ConfigError(f"{word!r} is not a flag; a model is named with -m.")
+    name = canonical(word.partition("=")[0])
+    long = [known for known in (*own, *BY_NAME) if known.startswith("--")]
+    near = difflib.get_close_matches(name, long, n=1, cutoff=_NEAR)
+    hint = f"did you mean {near[0]}?" if near else "towerd serve --help-all shows towerd's own."
+    return ConfigError(f"There is no flag {name}: {hint}")
+
+
+def canonical(name: str) -> str:
+    """A flag as the tables spell it: like llama-server, towerd takes --top_k for --top-k."""
+    return name.replace("_", "-") if name.startswith("--") else name
+
+
+def take_values(name: str, n_values: int, words: Iterator[str]) -> list[str]:
+    """The values of a flag, from the words after it. Raises ConfigError if they are too few."""
+    values = [value for _, value in zip(range(n_values), words, strict=False)]
+    if len(values) != n_values:
+        raise ConfigError(f"{name} takes {'a value' if n_values == 1 else f'{n_values} values'}.")
+    return values
+
+
+def _split(
+    args: Sequence[str], own: Mapping[str, str] | None = None
+) -> Iterator[tuple[LlamaFlag, list[str]]]:
     words = iter(args)
     for word in words:
-        name, is_joined, value = word.partition("=")
-        flag = BY_NAME.get(name.replace("_", "-") if name.startswith("--") else name)
+        given, is_joined, value = word.partition("=")
+        name = canonical(given)
+        flag = BY_NAME.get(name)
         if flag is None:
-            raise refusal(word)
-        values = (
-            [value] if is_joined else [v for _, v in zip(range(flag.n_values), words, strict=False)]
-        )
-        if len(values) != flag.n_values:
-            raise ConfigError(f"{name} takes {flag.n_values or 'no'} value.")
-        yield flag, [name, *values]
+            if own is not None and name in own:
+                raise ConfigError(
+                    f"{name} is towerd's own: write it before --, or set {own[name]}."
+                )
+            raise unknown_flag(word, own or ())
+        if is_joined and flag.n_values != 1:
+            raise ConfigError(
+                f"{name} takes {flag.n_values or 'no'} value{'s' * bool(flag.n_values)}."
+            )
+        yield flag, [name, *([value] if is_joined else take_values(name, flag.n_values, words))]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -52,9 +52,12 @@ class Setting:
     choices: tuple[str, ...] = ()
     auto: str = ""
     """A description of the default that is computed at start from -1, 0 or None."""
+    words: Mapping[str, str] = field(default_factory=dict)
+    """llama-server's other spellings of values -> the text that is parsed for each."""
 
     def parse(self, raw: object, place: str) -> Any:
         """The value of `raw`, text or TOML. Raises ConfigError, in which `place` names it."""
+        raw = self.words.get(raw, raw) if isinstance(raw, str) else raw
         value = _PARSERS[self.kind](raw, place)
         self.check(value, place)
         return value

@@ -18,6 +18,24 @@ class Medium:
 class Encoded:
     """A medium encoded by a projector."""
 
+class LoadFlags:
+    """What flags of llama-server say about how a model and its contexts are made. It must live as long
+    as they do."""
+
+    def __init__(self, words: list[str]) -> None:
+        """words: flags and their values. Raises RuntimeError that names a flag that llama.cpp does not
+        know, or whose value it does not take."""
+
+    @property
+    def numa(self) -> int:
+        """A `ggml_numa_strategy`."""
+
+    def apply_to_model(self, params: int) -> None:
+        """Set the fields of the `llama_model_params` at this address that belong to the flags."""
+
+    def apply_to_context(self, params: int) -> None:
+        """The same for `llama_context_params`."""
+
 class Projector:
     """libmtmd: encodes media for a text model. Any thread may use it."""
 

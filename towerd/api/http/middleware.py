@@ -12,6 +12,7 @@ from aiohttp.typedefs import Handler
 
 from towerd.api.http.keys import CONFIG, GATE, REQUESTS, TENANT, TENANTS, UI
 from towerd.api.http.reply import error_reply, from_http
+from towerd.api.http.request_log import LOGGED, log_refused
 from towerd.api.http.tenants import CALLER, OWNER, SOCKET, Tenant
 from towerd.errors import Forbidden, NotSupported, TowerdError, Unauthorized, Unavailable
 from towerd.settings.addresses import is_loopback
@@ -47,6 +48,8 @@ async def account(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         response = await _answer(request, handler)
         status = response.status
+        if status >= 400:
+            log_refused(request, status)
         return response
     finally:
         resource = request.match_info.route.resource
@@ -60,6 +63,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     except TowerdError as error:
         if error.status >= 500 and not isinstance(error, NotSupported | Unavailable):
             log.warning("request failed: %s %s: %s", request.method, request.path, error.message)
+            request[LOGGED] = True
+        log_refused(request, error.status, error)
         return error_reply(error, in_full=is_owner_socket(request))
     except web.HTTPException as error:
         if error.status < 400:
@@ -70,6 +75,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise
     except Exception:
         log.exception("request failed: %s %s", request.method, request.path)
+        request[LOGGED] = True
         return error_reply(TowerdError("Internal error; the daemon's log has it"))
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -20,10 +20,11 @@ from towerd.api.http.kept_stream import KeptStream
 from towerd.api.http.keys import CONFIG, LIMITS, METRICS, STREAMS, TENANT, service_of
 from towerd.api.http.recent import RECENT
 from towerd.api.http.reply import error_event, raw_reply
+from towerd.api.http.request_log import log_finished, log_refused, title_for
 from towerd.api.http.sse import PING, ClientStalled, EventStream, Sink
 from towerd.api.llama.choice import ChoiceState
 from towerd.api.llama.fanout import Events, fan_out
-from towerd.api.llama.reuse import total
+from towerd.api.llama.reuse import timings_of, total
 from towerd.api.llama.streams import CONVERSATION, follow, key_of
 from towerd.api.llama.task import RUNNING, Caller, Task, parse_task
 from towerd.engine.base import Event, Finish, Started
@@ -72,14 +73,16 @@ async def _complete(request: web.Request, endpoint: Endpoint) -> web.StreamRespo
     caller = Caller(request[TENANT].scope, hints_of(request))
     body = await read_bytes(request)
     task = await parse_task(endpoint, body, caller, service.engine, request.app[CONFIG])
+    title = await title_for(request, body)
+    del body
     if not task.wire.stream:
-        return await _whole(request, task)
+        return await _whole(request, task, title)
     if name := request.headers.get(CONVERSATION):
         kept = KeptStream()
-        request.app[STREAMS].start(key_of(request, name), kept, _stream(request, task, kept))
+        request.app[STREAMS].start(key_of(request, name), kept, _stream(request, task, kept, title))
         return await follow(request, kept, 0)
     stream = EventStream(request)
-    await _stream(request, task, stream)
+    await _stream(request, task, stream, title)
     await stream.close()
     return stream.response
 
@@ -102,10 +105,11 @@ async def _running(request: web.Request, task: Task) -> AsyncIterator[Events]:
         task.close()
 
 
-async def _whole(request: web.Request, task: Task) -> web.StreamResponse:
+async def _whole(request: web.Request, task: Task, title: str) -> web.StreamResponse:
     choices = [ChoiceState() for _ in range(task.n_choices)]
-    async with _running(request, task) as events:
-        body = await _body(request, task, choices, events)
+    with _logged(request, title, choices):
+        async with _running(request, task) as events:
+            body = await _body(request, task, choices, events)
     reply = raw_reply(body)
     reply.headers.update(_headers(choices))
     return reply
@@ -141,14 +145,40 @@ def _headers(choices: Sequence[ChoiceState]) -> dict[str, str]:
     return headers
 
 
-async def _stream(request: web.Request, task: Task, stream: Sink) -> None:
+@contextmanager
+def _logged(request: web.Request, title: str, choices: Sequence[ChoiceState]) -> Iterator[None]:
+    """Log the request when it has ended. An error reply is logged where it is made."""
+    end = ""
+    try:
+        yield
+    except (ConnectionError, ClientStalled, asyncio.CancelledError):
+        end = "the client left"
+        raise
+    finally:
+        finishes = [choice.finish for choice in choices if choice.finish is not None]
+        if end or len(finishes) == len(choices):
+            log_finished(
+                request,
+                title,
+                total([choice.reuse for choice in choices]),
+                timings_of([finish.timings for finish in finishes]),
+                session=finishes[0].session if finishes else "",
+                ttft_s=choices[0].ttft_s,
+                end=end,
+            )
+
+
+async def _stream(request: web.Request, task: Task, stream: Sink, title: str) -> None:
     """Stream the events. A failure before the first one is an ordinary error reply."""
-    async with _running(request, task) as events:
-        await _pass_on(request, task, events, stream)
-
-
-async def _pass_on(request: web.Request, task: Task, events: Events, stream: Sink) -> None:
     choices = [ChoiceState() for _ in range(task.n_choices)]
+    with _logged(request, title, choices):
+        async with _running(request, task) as events:
+            await _pass_on(request, task, events, stream, choices)
+
+
+async def _pass_on(
+    request: web.Request, task: Task, events: Events, stream: Sink, choices: list[ChoiceState]
+) -> None:
     ping_s = task.ping_s
     try:
         item = await events.next(ping_s)
@@ -170,6 +200,7 @@ async def _pass_on(request: web.Request, task: Task, events: Events, stream: Sin
             item = await _next(ping_s, stream, events)
         await stream.write(task.writer.end())
     except TowerdError as error:
+        log_refused(request, error.status, error)
         await stream.write(task.error(error_event(error)))
     except ClientStalled:
         log.warning("a client stopped reading its stream; the request was cancelled")

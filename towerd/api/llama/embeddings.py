@@ -12,6 +12,7 @@ from aiohttp import web
 from towerd.api.http.body import read_bytes
 from towerd.api.http.keys import METRICS, service_of
 from towerd.api.http.reply import raw_reply
+from towerd.api.http.request_log import log_embedded
 from towerd.api.llama.task import wire_of
 from towerd.engine.base import Embeds, Engine
 from towerd.errors import InvalidRequest, NotSupported
@@ -36,13 +37,13 @@ async def post_rerank(request: web.Request) -> web.Response:
     """Jina's rerank, or TEI's if the body has `texts`."""
     engine = service_of(request).engine
     if engine.embedder is None or engine.embedder.pooling != "rank":
-        raise NotSupported(
-            "This server does not support reranking. Start it with `--reranking`", status=501
-        )
+        raise NotSupported("This server does not support reranking. Start it with `--reranking`")
     body = await read_bytes(request)
     wire = wire_of(engine)
     asked = await wire.call(len(body), _rerank_request, wire.model, body)
-    scores = await _all([engine.embedder.score(ids) for ids in asked.prompts])
+    prompts = asked.prompts
+    scores = await _all([engine.embedder.score(ids) for ids in prompts])
+    log_embedded(request, sum(map(len, prompts)))
     return raw_reply(await wire.call(0, asked.reply, scores))
 
 
@@ -58,7 +59,9 @@ async def _embed(request: web.Request, *, openai: bool) -> web.Response:
     asked = await wire.call(len(body), _embedding_request, wire.model, openai, body)
     prompts = asked.prompts
     rows = await _all([embedder.embed(ids, asked.normalize) for ids in prompts])
-    request.app[METRICS].embedded(sum(map(len, prompts)))
+    n_tokens = sum(map(len, prompts))
+    request.app[METRICS].embedded(n_tokens)
+    log_embedded(request, n_tokens)
     return raw_reply(await wire.call(0, asked.reply, rows))
 
 
@@ -73,9 +76,7 @@ async def _all(running: Sequence[Future[T]]) -> list[T]:
 
 def _embedder(engine: Engine) -> Embeds:
     if engine.embedder is None:
-        raise NotSupported(
-            "This server does not support embeddings. Start it with `--embeddings`", status=501
-        )
+        raise NotSupported("This server does not support embeddings. Start it with `--embeddings`")
     return engine.embedder
 
 

@@ -25,6 +25,19 @@ def total(parts: Sequence[Reuse]) -> Reuse:
     )
 
 
+def timings_of(parts: Sequence[Timings]) -> Timings | None:
+    """The timings of several choices together, which were generated side by side; None for none."""
+    if not parts:
+        return None
+    return Timings(
+        cache_n=sum(part.cache_n for part in parts),
+        prompt_n=sum(part.prompt_n for part in parts),
+        prompt_ms=sum(part.prompt_ms for part in parts),
+        predicted_n=sum(part.predicted_n for part in parts),
+        predicted_ms=max(part.predicted_ms for part in parts),
+    )
+
+
 def reuse_json(reuse: Reuse) -> Json:
     """Prompt tokens by the tier that they came from."""
     tiers = {"live": reuse.live, "hot": reuse.hot, "warm": reuse.warm, "prefill": reuse.prefill}

@@ -1,5 +1,5 @@
-"""llama-server's endpoints that the embedded engine does not support, answered with 400, and those
-that stand for features which it does not have switched on, answered with 403 as by llama-server."""
+"""llama-server's endpoints that the embedded engine does not have, answered with 400 and what to do
+instead; and those of features that it does not have switched on, answered with 403 as by llama-server."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from aiohttp import web
 
 from towerd.errors import FeatureDisabled, NotSupported
 
-UNSUPPORTED: tuple[tuple[str, str], ...] = (
-    ("POST", "/props"),
-    ("POST", "/slots/{id_slot}"),
-    ("POST", "/v1/audio/transcriptions"),
-    ("POST", "/audio/transcriptions"),
-    ("POST", "/models"),
-    ("DELETE", "/models"),
-    ("POST", "/models/load"),
-    ("POST", "/models/unload"),
-    ("GET", "/models/sse"),
-)
-"""(method, path) of every route that llama-server has and the embedded engine lacks."""
+_ONE_MODEL = "this daemon serves the model that it was started with: name it with -m"
+_ITS_OWN = "it is llama-server's own: start towerd with --engine llama-server"
+UNSUPPORTED: dict[tuple[str, str], str] = {
+    ("POST", "/props"): "settings are those of the start, and of each request",
+    ("POST", "/slots/{id_slot}"): "towerd saves and restores every conversation by itself",
+    ("POST", "/v1/audio/transcriptions"): _ITS_OWN,
+    ("POST", "/audio/transcriptions"): _ITS_OWN,
+    ("POST", "/models"): _ONE_MODEL,
+    ("DELETE", "/models"): _ONE_MODEL,
+    ("POST", "/models/load"): _ONE_MODEL,
+    ("POST", "/models/unload"): _ONE_MODEL,
+    ("GET", "/models/sse"): _ONE_MODEL,
+}
+"""(method, path) of every route that llama-server has and the embedded engine lacks -> why, or what to do."""
 DISABLED: tuple[tuple[str, str], ...] = (
     ("GET", "/tools"),
     ("POST", "/tools"),
@@ -30,9 +32,11 @@ DISABLED: tuple[tuple[str, str], ...] = (
 
 async def refuse_unsupported(request: web.Request) -> web.StreamResponse:
     """Always raises NotSupported."""
+    resource = request.match_info.route.resource
+    assert resource is not None, "it is called for routes alone"
+    why = UNSUPPORTED[(request.method, resource.canonical)]
     raise NotSupported(
-        f"{request.method} {request.path} is not supported by the embedded engine; "
-        "the llama-server engine supports it"
+        f"{request.method} {request.path} is not supported by the embedded engine; {why}"
     )
 
 

@@ -14,6 +14,7 @@ from towerd.api.http.hints import SESSION_HEADER
 from towerd.api.http.keys import METRICS, TENANT, service_of
 from towerd.api.http.recent import RECENT
 from towerd.api.http.reply import encode, error_event
+from towerd.api.http.request_log import log_finished
 from towerd.api.http.sse import write_or_stall
 from towerd.api.llama.completion import REUSE_HEADER
 from towerd.api.proxy.forward import body_of, copy, head_of, read
@@ -101,7 +102,10 @@ class Exchange:
         if self.lease is not None:
             await self.lease.launched()
         if self._reply.status != 200 or self.lease is None:
-            return await copy(self._request, self._reply)
+            response = await copy(self._request, self._reply)
+            if response.status == 200:  # in slots of llama-server's choice: it does not say more
+                log_finished(self._request, self._plan.title, Reuse(), None)
+            return response
         await self._learn()
         await self._thaw(self.lease)
         if self._reply.content_type == EVENT_STREAM:
@@ -242,6 +246,15 @@ class Exchange:
             self._session = await self._recorder.record(leased.turn, answered=leased.answered)
         if watch.stop is not None:
             self._count()
+        log_finished(
+            self._request,
+            self._plan.title,
+            self._reuse,
+            watch.final_timings(),
+            session=self._session,
+            ttft_s=self._ttft_s,
+            end="" if watch.stop is not None else "cut off",
+        )
 
     def _count(self) -> None:
         watch = self._watch

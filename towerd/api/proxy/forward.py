@@ -10,11 +10,12 @@ from multidict import CIMultiDict
 from towerd.api.http.body import iter_bytes
 from towerd.api.proxy.headers import to_client, to_upstream
 from towerd.api.proxy.link import LINK, LOST, llama_server_of
+from towerd.api.proxy.refusals import final_refusal, may_be_refusal
 from towerd.api.proxy.relay import COPY_BYTES_MAX, relay
 from towerd.api.proxy.relay import read as relay_read
 from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.engine.llama_server.process.client import Lost
-from towerd.errors import TowerdError, Unavailable
+from towerd.errors import NotSupported, TowerdError, Unavailable
 
 
 async def forward(request: web.Request) -> web.StreamResponse:
@@ -72,7 +73,9 @@ def head_of(reply: ClientResponse, extra: Mapping[str, str] | None = None) -> we
 async def copy(
     request: web.Request, reply: ClientResponse, extra: Mapping[str, str] | None = None
 ) -> web.StreamResponse:
-    """Forward a reply as it arrives."""
+    """Forward a reply as it arrives; a refusal under a status that clients do not retry."""
+    if request.method == "POST" and reply.status >= 500 and may_be_refusal(reply.content_length):
+        return await _copy_failure(request, reply)
 
     def on_lost() -> TowerdError:
         error = Unavailable(LOST)
@@ -80,6 +83,21 @@ async def copy(
         return error
 
     return await relay(request, reply, head_of(reply, extra), on_lost)
+
+
+async def _copy_failure(request: web.Request, reply: ClientResponse) -> web.StreamResponse:
+    """Raises Unavailable if llama-server ended before the reply did."""
+    try:
+        body = await body_of(reply)
+    except Unavailable as error:
+        llama_server_of(request).notice(error)
+        raise
+    refusal = final_refusal(body)
+    headers = to_client(reply.headers)
+    headers.popall(hdrs.CONTENT_LENGTH, None)
+    if refusal is None:
+        return web.Response(body=body, status=reply.status, reason=reply.reason, headers=headers)
+    return web.Response(body=refusal, status=NotSupported.status, headers=headers)
 
 
 async def read(reply: ClientResponse, bytes_max: int = COPY_BYTES_MAX) -> bytes:

@@ -11,6 +11,7 @@ from towerd.api.http.body import decode, read_bytes
 from towerd.api.http.hints import hints_of
 from towerd.api.http.keys import TENANT, TENANTS, service_of
 from towerd.api.http.off_loop import release
+from towerd.api.http.request_log import title_for
 from towerd.api.proxy.conversations import with_conversation
 from towerd.api.proxy.exchange import Exchange
 from towerd.api.proxy.forward import copy
@@ -64,6 +65,7 @@ async def post_infill(request: web.Request) -> web.StreamResponse:
     if not isinstance(body, dict):
         return await _as_it_is(request, engine, plan)
     plan.stream = body.get("stream") is True
+    plan.title = await title_for(request, data)
     plan.hides_end = bool(body.get("response_fields"))
     if body.get("n_cmpl", 1) != 1 or body.get("n", 1) != 1:
         return await _free(request, engine, plan)
@@ -83,6 +85,7 @@ async def _generate(
         plan = await make_plan(dialect, data, body, engine, can_pin=can_pin)
     finally:
         await release(body)
+    plan.title = await title_for(request, data)
     if plan.placement is Placement.FREE:
         return await _free(request, engine, plan)
     if plan.chat is not None:

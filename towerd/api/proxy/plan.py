@@ -58,6 +58,8 @@ class ProxyPlan:
     """Whether the client wants only some fields of the last part (`response_fields`), so that the
     end cannot be recognised, and the reply's ids may be missing."""
     label: str = ""
+    title: str = ""
+    """What the log calls it."""
     agent: str | None = None
     """The agent, identified by system prompt and tools, if the request has any."""
     fields: dict[str, Any] = field(default_factory=dict)

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "bounds.h"
+#include "flags.h"
 #include "interruption.h"
 #include "media.h"
 #include "prompts.h"
@@ -183,6 +184,16 @@ void bind_media(nb::module_ & m) {
                  unlocked([&] { p.decode(at<llama_context>(ctx), medium, encoded.rows, pos, seq); });
              },
              "ctx"_a, "medium"_a, "encoded"_a, "pos"_a, "seq"_a);
+}
+
+void bind_flags(nb::module_ & m) {
+    nb::class_<LoadFlags>(m, "LoadFlags")
+        .def(nb::init<const std::vector<std::string> &>(), "words"_a)
+        .def_prop_ro("numa", &LoadFlags::numa)
+        .def("apply_to_model", [](const LoadFlags & f, uintptr_t params) { f.apply(*at<llama_model_params>(params)); },
+             "params"_a)
+        .def("apply_to_context",
+             [](const LoadFlags & f, uintptr_t params) { f.apply(*at<llama_context_params>(params)); }, "params"_a);
 }
 
 void bind_model(nb::module_ & m) {
@@ -422,6 +433,7 @@ NB_MODULE(_wire, m) {
         },
         refused.inc_ref().ptr());
     towerd::wire::bind_media(m);
+    towerd::wire::bind_flags(m);
     towerd::wire::bind_model(m);
     towerd::wire::bind_request(m);
     towerd::wire::bind_reply(m);

@@ -4,8 +4,8 @@
 #include <cmath>
 #include <stdexcept>
 
-#include "arg.h"
 #include "chat.h"
+#include "flags.h"
 #include "log.h"
 #include "refused.h"
 #include "server-schema.h"
@@ -34,7 +34,7 @@ Model::Model(const llama_model * model, const std::string & settings, Tokenizer 
     const json values = json::parse(settings);
     take_settings(values);
     take_defaults(values.at("defaults"));
-    take_flags(values.at("flags").get<std::vector<std::string>>());
+    take_flags(params_, values.at("flags").get<std::vector<std::string>>());
     take_templates(values.at("chat_template").get<std::string>());
 }
 
@@ -69,39 +69,6 @@ void Model::take_defaults(const json & defaults) {
     params_.n_keep            = parsed.n_keep;
     params_.cache_prompt      = parsed.cache_prompt;
     params_.antiprompt        = parsed.antiprompt;
-}
-
-// As parse_cli_args of common_params_parse, which prints errors and may end the process.
-void Model::take_flags(const std::vector<std::string> & words) {
-    const int n_parallel = params_.n_parallel;
-    auto      parser     = common_params_parser_init(params_, LLAMA_EXAMPLE_SERVER, nullptr);
-    params_.n_parallel   = n_parallel;
-    const auto is_among = [](const std::vector<const char *> & names, const std::string & word) {
-        return std::find(names.begin(), names.end(), word) != names.end();
-    };
-    for (size_t i = 0; i < words.size(); ++i) {
-        const std::string & word = words[i];
-        const auto option = std::find_if(parser.options.begin(), parser.options.end(), [&](const auto & one) {
-            return is_among(one.args, word) || is_among(one.args_neg, word);
-        });
-        if (option == parser.options.end()) {
-            throw std::runtime_error("llama.cpp does not know the flag " + word);
-        }
-        try {
-            if (option->handler_void) {
-                option->handler_void(params_);
-            } else if (option->handler_bool) {
-                option->handler_bool(params_, is_among(option->args, word));
-            } else if (option->handler_int) {
-                option->handler_int(params_, std::stoi(words.at(++i)));
-            } else if (option->handler_string) {
-                option->handler_string(params_, words.at(++i));
-            }
-        } catch (const std::exception & error) {
-            throw std::runtime_error(word + ": " + error.what());
-        }
-    }
-    common_log_set_verbosity_thold(-1);  // --verbose is for replies
 }
 
 void Model::take_templates(const std::string & source) {

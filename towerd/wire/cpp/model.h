@@ -52,7 +52,6 @@ public:
 private:
     void take_settings(const json & settings);
     void take_defaults(const json & defaults);
-    void take_flags(const std::vector<std::string> & words);
     void take_templates(const std::string & source);
 
     Tokenizer                tokenizer_;

@@ -108,7 +108,7 @@ class LlamaContext:
         """taps: asked for each node of a graph; they live as long as the context.
 
         Raises ModelError when llama.cpp cannot make the context (memory, cache types)."""
-        params = lib.llama_context_default_params()
+        params = model.context_params(config)
         params.n_ctx = n_cells
         # llama.cpp aborts on a batch that cannot take one token of every sequence.
         n_batch = max(config.batch_size, n_seqs)
@@ -117,23 +117,15 @@ class LlamaContext:
             n_batch = n_ubatch = max(n_ubatch, n_seqs)
         params.n_batch, params.n_ubatch = n_batch, n_ubatch
         params.n_seq_max = n_seqs
-        params.n_threads = config.threads
-        params.n_threads_batch = config.threads_batch or config.threads
         params.flash_attn_type = _FLASH_ATTN[config.flash_attn]
         params.type_k = BY_NAME[config.cache_type_k].ggml_type
         params.type_v = BY_NAME[config.cache_type_v].ggml_type
         params.kv_unified = True
         params.swa_full = True  # else rows that slid out of a window could not be stored
-        params.no_perf = True
         self._taps = taps
         if taps is not None:
             function, params.cb_eval_user_data = taps.callback
             params.cb_eval = lib.ggml_backend_sched_eval_callback(function)
-        params.offload_kqv = config.gpu_layers != 0
-        if config.rope_freq_base:
-            params.rope_freq_base = config.rope_freq_base
-        if config.rope_freq_scale:
-            params.rope_freq_scale = config.rope_freq_scale
         with zero_pages_returned():
             self.ptr: Any = lib.llama_init_from_model(model.ptr, params)
         if not self.ptr:

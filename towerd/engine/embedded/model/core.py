@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,9 @@ from towerd.engine.embedded.model.adapters import Adapters, load_adapters
 from towerd.engine.embedded.model.context import LlamaContext
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.model.vocab import Vocab
+from towerd.engine.llama_log import buffers_made
 from towerd.engine.model_file import weights_hash
+from towerd.engine.row_flags import row_overrides
 from towerd.errors import ConfigError, ModelError
 from towerd.kernels.formats import BY_NAME
 from towerd.models.bundled import find_model
@@ -96,7 +98,11 @@ def load_core(config: Config, catalog: Catalog) -> Core:
         config = replace(config, flash_attn=attention)
         n_seqs = on_short_lived_thread(lambda: n_seqs_of(model, config, ram))
         taps = Taps() if config.retention in WATCHING else None
+        buffers_made()  # those of trials
         context = LlamaContext(model, config, n_cells=n_cells, n_seqs=n_seqs, taps=taps)
+        logging.getLogger("towerd.memory").info(
+            memory_line(model.size_bytes, buffers_made(), context.n_cells, config)
+        )
     except Exception:
         model.close()
         raise
@@ -116,6 +122,24 @@ def load_core(config: Config, catalog: Catalog) -> Core:
         raise
     why_not = why_not_spliceable(memory)
     return Core(model, context, vocab, info, n_ctx, memory, adapters, why_not, projector, observer)
+
+
+def memory_line(weights: int, buffers: Mapping[str, int], n_cells: int, config: Config) -> str:
+    """What memory is reserved for, in one sentence. weights: bytes; buffers: see `buffers_made`."""
+    compute = buffers.get("compute", 0) + buffers.get("output", 0)
+    live = sum(buffers.values()) - compute - buffers.get("model", 0)
+    how = "mapped" if config.mmap else "read"
+    parts = (
+        f"weights {_mib(weights)} ({how})",
+        f"{n_cells:,} live tokens {_mib(live)}",
+        f"compute buffers {_mib(compute)}",
+        f"up to {_mib(config.hot_bytes)} for hot conversations (--hot-bytes)",
+    )
+    return ", ".join(parts)
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**20:,.0f} MiB"
 
 
 def _observer(
@@ -150,7 +174,10 @@ def why_not_spliceable(memory: SequenceMemory) -> str:
 def _sizes(model: LlamaModel, config: Config) -> tuple[int, int]:
     """(tokens per sequence, cells of the context)."""
     n_ctx = config.ctx_size or min(model.n_ctx_train, N_CTX_DEFAULT_MAX)
-    if n_ctx > model.n_ctx_train and not (config.rope_freq_base or config.rope_freq_scale):
+    is_stretched = (
+        config.rope_freq_base or config.rope_freq_scale or row_overrides(config.load_words, {})
+    )
+    if n_ctx > model.n_ctx_train and not is_stretched:
         log.warning(
             f"--ctx-size {n_ctx} is more than the {model.n_ctx_train} tokens that the model was "
             "trained on; beyond these its replies may make no sense."

@@ -46,17 +46,14 @@ class Embedder:
         self._n_batch = min(max(config.batch_size, config.ubatch_size), n_ctx)
         if config.ubatch_size < self._n_batch:  # a pooled text is one computation
             self._n_batch = config.ubatch_size
-        params = lib.llama_context_default_params()
+        params = model.context_params(config)
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, self._n_batch, self._n_batch
         params.n_seq_max = 1
-        params.n_threads = config.threads
-        params.n_threads_batch = config.threads_batch or config.threads
         params.embeddings = True
         if config.pooling is not None:
             params.pooling_type = POOLINGS[config.pooling]
         if config.reranking:
             params.pooling_type = POOLINGS["rank"]
-        params.no_perf = True
         self._ptr: Any = lib.llama_init_from_model(model.ptr, params)
         if not self._ptr:
             raise ModelError(

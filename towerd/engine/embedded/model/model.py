@@ -9,15 +9,20 @@ from __future__ import annotations
 import ctypes
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from towerd.engine.embedded.model.load_flags import take_load_flags
 from towerd.engine.embedded.model.loadable import check_loadable, why_not_loaded
 from towerd.engine.llama_log import forget_errors, last_errors, route_log
 from towerd.engine.model_file import open_parts
+from towerd.engine.row_flags import row_overrides
 from towerd.errors import ModelError
 from towerd.llama_library import lib
 from towerd.models.known import metadata_of
 from towerd.settings.config import Config
+
+if TYPE_CHECKING:
+    from towerd.wire import LoadFlags
 
 _GGUF_MAGIC = b"GGUF"
 _MROPE_TYPES = (8, 24, 40)  # GGML_ROPE_TYPE_MROPE, _VISION, _IMROPE: more than one position a cell
@@ -55,11 +60,15 @@ class LlamaModel:
         """vocab_only: tokenizer and metadata without the weights, in milliseconds.
 
         Raises ModelError: missing, not a GGUF, truncated, unknown to this llama.cpp, or one that
-        cannot be served."""
+        cannot be served. Raises ConfigError: llama.cpp does not take the value of a flag."""
         _check_magic(path)
         init_backend()
         check_loadable(path)
+        self.flags: LoadFlags | None = take_load_flags(config)
+        """What llama-server's flags say about this model and its contexts; None: nothing."""
         params = lib.llama_model_default_params()
+        if self.flags is not None:
+            self.flags.apply_to_model(ctypes.addressof(params))
         params.n_gpu_layers = config.gpu_layers
         params.load_mode = _load_mode(config)
         params.vocab_only = vocab_only
@@ -109,6 +118,21 @@ class LlamaModel:
         if self.vocab_only:
             return int(self.key("embedding_length", "0"))
         return int(lib.llama_model_n_embd(self.ptr))
+
+    def context_params(self, config: Config) -> Any:
+        """A `llama_context_params` with the threads and the RoPE of `config` and of the flags."""
+        params = lib.llama_context_default_params()
+        params.n_threads = config.threads
+        params.n_threads_batch = config.threads_batch or config.threads
+        params.offload_kqv = config.gpu_layers != 0
+        params.no_perf = True
+        if self.flags is not None:
+            self.flags.apply_to_context(ctypes.addressof(params))
+        if config.rope_freq_base:
+            params.rope_freq_base = config.rope_freq_base
+        if config.rope_freq_scale:
+            params.rope_freq_scale = config.rope_freq_scale
+        return params
 
     @property
     def n_head(self) -> int:
@@ -164,7 +188,7 @@ class LlamaModel:
             rope["override.freq_base"] = repr(config.rope_freq_base)
         if config.rope_freq_scale:
             rope["override.freq_scale"] = repr(config.rope_freq_scale)
-        return rope
+        return rope | row_overrides(config.load_words, {})
 
     def is_long_context(self, n_ctx_seq: int) -> bool:
         """Whether llama.cpp picks the long RoPE factors (longrope) for this context size."""

@@ -14,7 +14,7 @@ from towerd.engine.embedded.model.retokenize import Retokenizer
 from towerd.errors import ConfigError
 from towerd.models.known import metadata_of
 from towerd.settings.config import Config
-from towerd.settings.llama_flags import wire_words
+from towerd.settings.llama_flags import words_of
 from towerd.wire import Model, Settings, recommended
 
 KEPT_FIELDS = ("retention", "live_budget", "lora")
@@ -31,7 +31,7 @@ def open_wire(core: Core, config: Config, retokenizer: Retokenizer) -> Model:
         n_batch=config.batch_size,
         chat_template=config.chat_template_source() or _known_template(core),
         defaults={**recommended(core.info.metadata), "n_predict": config.n_predict},
-        flags=tuple(wire_words(config.llama_server_args)),
+        flags=tuple(words_of(config.llama_server_args, "wire")),
         kept_fields=KEPT_FIELDS,
     )
     address = ctypes.cast(core.model.ptr, ctypes.c_void_p).value

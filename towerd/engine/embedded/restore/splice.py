@@ -194,9 +194,17 @@ def complement(spans: Spans, n: int) -> list[tuple[int, int]]:
     return [(p0, p1) for p0, p1 in zip(ends, starts, strict=True) if p0 < p1]
 
 
+_KNOWN = ("override.freq_base", "override.freq_scale")
+"""The overrides that `towerd.engine.rope` knows."""
+
+
 def rope_of(model: LlamaModel, in_force: Mapping[str, float | str], n_cells: int) -> Rope:
     """The rotation of every layer as a unified context of `n_cells` has it; `in_force`: what
     `LlamaModel.rope` says. Raises StateError."""
+    if others := sorted(
+        name for name in in_force if name.startswith("override.") and name not in _KNOWN
+    ):
+        raise StateError(f"flags change how this model computes its rows ({', '.join(others)})")
     running = Running(
         rope_type=int(in_force["type"]),
         n_ctx_seq=n_cells,

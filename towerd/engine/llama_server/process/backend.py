@@ -83,6 +83,8 @@ async def _started(config: Config) -> AsyncIterator[LlamaServerBackend]:
         return server_flags(config, path, slotdir.path, port, has_window=has_window)
 
     process = LlamaServerProcess(binary, flags, env=env, log_path=config.store_dir / LOG_NAME)
+    hot = f"up to {config.hot_bytes / 2**20:,.0f} MiB for hot conversations (--hot-bytes)"
+    logging.getLogger("towerd.memory").info("%s, the rest is llama-server's, see its log", hot)
     log.info("starting llama-server", extra={"binary": str(binary), "build": build.number})
     try:
         await process.start()

@@ -19,9 +19,9 @@ from towerd.engine.embedded.model.core import is_rotated
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.model.vocab import Vocab
 from towerd.engine.llama_server.process.attached import Command
-from towerd.engine.llama_server.process.flags import row_overrides
 from towerd.engine.llama_server.process.probe import ProbeResult
 from towerd.engine.model_file import ModelFile, weights_hash
+from towerd.engine.row_flags import row_overrides
 from towerd.errors import ModelError
 from towerd.kernels.formats import BY_NAME
 from towerd.settings.config import Config

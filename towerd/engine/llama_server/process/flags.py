@@ -1,4 +1,4 @@
-"""towerd's settings as llama-server's flags, and what in its flags changes cached rows."""
+"""towerd's settings as llama-server's flags."""
 
 from __future__ import annotations
 
@@ -25,36 +25,6 @@ MODEL = frozenset(
 """Flags that name a model, or make llama-server a router of several."""
 ALIAS = ("-a", "--alias")
 """Flags that llama-server takes all of, instead of only the last one."""
-_ROPE = {
-    "--rope-scaling": "scaling",
-    "--rope-scale": "scale",
-    "--rope-freq-base": "freq_base",
-    "--rope-freq-scale": "freq_scale",
-    "--yarn-orig-ctx": "yarn_orig_ctx",
-    "--yarn-ext-factor": "yarn_ext_factor",
-    "--yarn-attn-factor": "yarn_attn_factor",
-    "--yarn-beta-slow": "yarn_beta_slow",
-    "--yarn-beta-fast": "yarn_beta_fast",
-}
-"""Flags that move the RoPE angles -> their name in the fingerprint."""
-_OTHER = {
-    "--control-vector": "control_vector",
-    "--control-vector-scaled": "control_vector_scaled",
-    "--control-vector-layer-range": "control_vector_layers",
-    "--override-kv": "override_kv",
-}
-"""Other flags that change what a row holds."""
-_ENV = {
-    "LLAMA_ARG_ROPE_SCALING_TYPE": "--rope-scaling",
-    "LLAMA_ARG_ROPE_SCALE": "--rope-scale",
-    "LLAMA_ARG_ROPE_FREQ_BASE": "--rope-freq-base",
-    "LLAMA_ARG_ROPE_FREQ_SCALE": "--rope-freq-scale",
-    "LLAMA_ARG_YARN_ORIG_CTX": "--yarn-orig-ctx",
-    "LLAMA_ARG_YARN_EXT_FACTOR": "--yarn-ext-factor",
-    "LLAMA_ARG_YARN_ATTN_FACTOR": "--yarn-attn-factor",
-    "LLAMA_ARG_YARN_BETA_SLOW": "--yarn-beta-slow",
-    "LLAMA_ARG_YARN_BETA_FAST": "--yarn-beta-fast",
-}
 _SETTINGS: tuple[tuple[str, str], ...] = (
     ("batch_size", "--batch-size"),
     ("ubatch_size", "--ubatch-size"),
@@ -67,6 +37,7 @@ _SETTINGS: tuple[tuple[str, str], ...] = (
     ("n_predict", "--predict"),
     ("chat_template", "--chat-template"),
     ("chat_template_file", "--chat-template-file"),
+    ("pooling", "--pooling"),
 )
 """Settings that are passed on when they differ from their default, under this flag."""
 _METADATA = {
@@ -104,8 +75,12 @@ def server_flags(
         flags += ["--load-mode", "mlock" if config.mlock else "none"]
     elif config.mlock:
         flags += ["--load-mode", "mmap+mlock"]
-    if config.retention == "shift":
-        flags.append("--context-shift")
+    switches = {
+        "--context-shift": config.retention == "shift",
+        "--embeddings": config.embeddings,
+        "--reranking": config.reranking,
+    }
+    flags += [flag for flag, is_on in switches.items() if is_on]
     standard = defaults()
     for name, flag in _SETTINGS:
         value = getattr(config, name)
@@ -129,30 +104,5 @@ def names_model(extra: Sequence[str]) -> bool:
     return any(_name(flag) in MODEL for flag in extra)
 
 
-def row_overrides(flags: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
-    """Fingerprint entries for everything in a command line and environment that changes rows:
-    `override.freq_base` and so on, with the values as text. The settings of `Config` use the
-    same names, so an override said in either way gives the same fingerprint."""
-    found: dict[str, str] = {}
-    for variable, flag in _ENV.items():
-        if env.get(variable):
-            found[f"override.{_ROPE[flag]}"] = _number(env[variable])
-    values = iter(flags)
-    for item in values:
-        name, _, value = item.partition("=")
-        if name in _ROPE or name in _OTHER:
-            key = _ROPE.get(name) or _OTHER[name]
-            found[f"override.{key}"] = _number(value or next(values, ""))
-    return found
-
-
 def _name(flag: str) -> str:
     return flag.partition("=")[0]
-
-
-def _number(text: str) -> str:
-    """Numbers as Python writes floats, as `LlamaModel.rope` does; other text as it is."""
-    try:
-        return repr(float(text))
-    except ValueError:
-        return text

@@ -1,0 +1,62 @@
+"""What the log says of a request: a short title, and why tokens were evaluated."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from towerd.api.http.request_log import TITLE_CHARS_MAX, title_of, why_evaluated
+from towerd.engine.base import Reuse
+
+
+@pytest.mark.parametrize(
+    ("body", "title"),
+    [
+        (
+            {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "Hi"}]},
+            "Hi",
+        ),
+        ({"messages": [{"content": [{"type": "text", "text": "A\n b"}], "role": "user"}]}, "A b"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}, {"text": "x"}]}]}, "x"),
+        ({"input": "Hello"}, "Hello"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "Yes"}]}]}, "Yes"),
+        ({"prompt": "Once \x1b[31m\u202eupon"}, "Once [31m upon"),
+        ({"prompt": {"prompt_string": "pictured"}}, "pictured"),
+        ({"prompt": ["Once", 5]}, "Once"),
+        ({"prompt": [5, 6]}, ""),
+        ({"messages": [{"role": "system", "content": "only"}]}, ""),
+        ({"messages": "wrong"}, "wrong"),
+        ({"messages": None}, ""),
+        ({"prompt": "x" * 9999}, "x" * (TITLE_CHARS_MAX - 1) + "…"),
+    ],
+)
+def test_titles(body: Any, title: str) -> None:
+    """The first thing that the user says, on one line that no terminal obeys."""
+    assert title_of(json.dumps(body).encode()) == title
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'{"prompt": "cut', b"\xff", b"[" * 10_000, b'{"prompt": "\\ud800"}']
+)
+def test_bodies_without_a_title(body: bytes) -> None:
+    """What is no request has none, and breaks nothing."""
+    assert title_of(body) == ""
+
+
+def test_deep_prompts_have_no_title() -> None:
+    assert title_of(b'{"prompt": ' + b"[" * 2000 + b"]" * 2000 + b"}") == ""
+
+
+@pytest.mark.parametrize(
+    ("reuse", "why"),
+    [
+        (Reuse(prefill=9), "nothing of it was stored"),
+        (Reuse(live=4, hot=3, prefill=9), "new from token 7 on"),
+        (Reuse(live=40, prefill=1), ""),
+        (Reuse(warm=1, prefill=50, cold=50), "thawed: only its tokens were kept"),
+    ],
+)
+def test_reasons(reuse: Reuse, why: str) -> None:
+    assert why_evaluated(reuse) == why

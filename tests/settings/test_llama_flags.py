@@ -1,0 +1,180 @@
+"""Every flag of llama-server is taken, or refused in one sentence."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from towerd.cli.main import towerd
+from towerd.cli.options import sort_words
+from towerd.cli.serve import serve
+from towerd.engine.llama_server.process.binary import find_binary, library_env
+from towerd.errors import ConfigError
+from towerd.settings.config import Config
+from towerd.settings.llama_flags import check_flags, without_effect
+from towerd.wire import LoadFlags
+
+_NAMES = re.compile(r"--?[A-Za-z][\w.-]*(?:,\s+--?[A-Za-z][\w.-]*)*")
+_VALUES = {
+    "{none,linear,yarn}": "yarn",
+    "{none,layer,row,tensor}": "layer",
+    "{none,mean,cls,last,rank}": "mean",
+    "[on|off|auto]": "auto",
+    "[on|off]": "on",
+    "KEY=TYPE:VALUE,...": "a=int:1",
+    "<tensor name pattern>=<buffer type>,...": "blk=CPU",
+    "<dev1,dev2,..>": "none",
+    "lo-hi": "0-1",
+    "START END": "1 2",
+    "TYPE": "f16",
+    "MODE": "auto",
+    "HOST": "127.0.0.1",
+    "FNAME:SCALE,...": "x:0.5",
+    "PATH": "/nowhere/x",
+}
+_SPECIAL = {"--numa": "distribute", "--api-key-file": "KEYS", "--log-file": "LOG"}
+
+
+def options() -> Iterator[tuple[list[str], str]]:
+    """The spellings of every option of the llama-server that is installed, and what it calls the value."""
+    binary = find_binary()
+    text = subprocess.run(
+        [binary, "--help"], capture_output=True, text=True, env=library_env(binary), check=True
+    ).stdout
+    for line in text.splitlines():
+        found = _NAMES.match(line)
+        if found is not None and not line.startswith("---"):
+            rest = line[found.end() :]
+            hint = re.match(r" (\S+(?: \S+)*?)(?:\s{2,}|$)", rest)
+            yield re.split(r",\s+", found[0]), hint[1] if hint else ""
+
+
+@pytest.fixture(autouse=True)
+def no_user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the developer's own towerd.toml out of these tests."""
+    monkeypatch.setattr("towerd.system.paths.config_file", lambda: tmp_path / "absent.toml")
+
+
+def value_of(name: str, hint: str, tmp_path: Path) -> list[str]:
+    """A value that the flag may have."""
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    value = _SPECIAL.get(name, _VALUES.get(hint, "1"))
+    return value.replace("KEYS", str(keys)).replace("LOG", str(tmp_path / "log")).split()
+
+
+@pytest.mark.slow
+def test_every_flag_of_llama_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under every spelling; llama.cpp knows each that is left to it."""
+    seen: list[Config] = []
+    monkeypatch.setattr("towerd.cli.serve.run_daemon", seen.append)
+    n_taken = n_refused = 0
+    for names, hint in options():
+        for name in names:
+            values = value_of(names[-1], hint, tmp_path) if hint else []
+            done = CliRunner().invoke(towerd, ["serve", "-m", "x.gguf", name, *values])
+            if done.exit_code == 0:
+                n_taken += 1
+                continue
+            n_refused += 1
+            assert done.exit_code == 1, (name, done.output)
+            assert re.fullmatch(rf"Error: {re.escape(name)} [^\n]+\.\n", done.output), done.output
+            assert "There is no flag" not in done.output
+    assert n_taken > 300
+    assert n_refused < 70
+    for config in seen:
+        assert not re.search("does not know", refusal_of(list(config.llama_server_args)))
+
+
+def refusal_of(words: list[str]) -> str:
+    """What llama.cpp says about values of flags; empty if it takes them."""
+    try:
+        LoadFlags(words)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def sorted_words(*words: str) -> tuple[list[str], list[str]]:
+    """The words for towerd and for llama.cpp, as `towerd serve` sorts them."""
+    options = (each for each in serve.params if isinstance(each, click.Option))
+    own = {name: each for each in options for name in (*each.opts, *each.secondary_opts)}
+    return sort_words(list(words), own)
+
+
+def test_names_are_compared_whole() -> None:
+    """No name is read as a letter and its value, and values may look like flags."""
+    assert sorted_words("-md", "d.gguf", "-m", "-x") == (["-m", "-x"], ["-md", "d.gguf"])
+    assert sorted_words("--seed", "-1", "--top_k=4", "--cache_type_k", "q8_0") == (
+        ["--cache-type-k", "q8_0"],
+        ["--seed", "-1", "--top-k=4"],
+    )
+    assert sorted_words("--jinja", "--", "-m", "y") == (["--", "-m", "y"], ["--jinja"])
+    for word, hint in [
+        ("-mx", "There is no flag -mx: towerd serve --help-all"),
+        ("--tpo-k", "There is no flag --tpo-k: did you mean --top-k?"),
+        ("x.gguf", "'x.gguf' is not a flag; a model is named with -m."),
+        ("-m", "-m takes a value."),
+        ("--temp", "--temp takes a value."),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(hint)):
+            sorted_words(word)
+
+
+@pytest.mark.parametrize(
+    ("words", "same"),
+    [
+        (["--context-shift"], ["--retention", "shift"]),
+        (["--load-mode", "mmap+mlock"], ["--mmap", "--mlock"]),
+        (["-lv", "2"], ["--log-level", "warning"]),
+        (["-lv", "9"], ["--log-level", "debug"]),
+        (["--kv-unified-per-slot", "2048"], ["--ctx-size", "2048"]),
+    ],
+)
+def test_flags_that_are_settings(words: list[str], same: list[str]) -> None:
+    """They become towerd's own, and after -- they are refused, not lost."""
+    assert sorted_words(*words) == (same, [])
+    with pytest.raises(ConfigError, match=re.escape(f"is {' '.join(same)} in towerd")):
+        check_flags(words, {})
+
+
+def test_verbose_is_for_both() -> None:
+    assert sorted_words("-v") == (["--log-level", "debug"], ["-v"])
+
+
+def test_other_spellings_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama-server's words for values are taken as well as towerd's."""
+    seen: list[Config] = []
+    monkeypatch.setattr("towerd.cli.serve.run_daemon", seen.append)
+    words = [
+        "-m",
+        "x",
+        "--n-gpu-layers",
+        "all",
+        "-fa",
+        "1",
+        "-np",
+        "-1",
+        "-t",
+        "-1",
+        "--predict",
+        "5",
+    ]
+    done = CliRunner().invoke(towerd, ["serve", *words])
+    assert done.exit_code == 0, done.output
+    config = seen[0]
+    assert (config.gpu_layers, config.flash_attn, config.parallel) == (-1, "on", 8)
+    assert config.threads >= 1
+    assert config.n_predict == 5
+
+
+def test_what_has_no_effect_says_why() -> None:
+    assert without_effect(["--prio", "2", "--temp", "0"]) == [
+        ("--prio", "the operating system ranks threads: start towerd with nice")
+    ]

@@ -1,0 +1,152 @@
+"""One line in the log for each request: what it was about, where its tokens came from, how fast it was.
+
+Nothing of a request's text but its title is logged, and not even that where keys are set: the log is the
+operator's, the text another tenant's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from towerd.api.http.keys import TENANTS
+from towerd.engine.base import Reuse, Timings
+from towerd.errors import TowerdError
+
+log = logging.getLogger("towerd.request")
+
+TITLE_CHARS_MAX = 40
+ERROR_CHARS_MAX = 160
+_INLINE_BYTES_MAX = 32 * 1024
+_QUOTED = re.compile(r"(['\"`])[^'\"`]{25,}(['\"`]|$)")
+_FIELDS = ("messages", "input", "prompt", "input_prefix")
+_raw = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_raws = msgspec.json.Decoder(list[msgspec.Raw])
+_text = msgspec.json.Decoder(str)
+LOGGED = web.RequestKey("logged", bool)
+"""Set once the log has a line for the request."""
+
+
+async def title_for(request: web.Request, body: bytes) -> str:
+    """The title of a request that generates; empty if it has no text, or titles are not logged."""
+    if request.app[TENANTS].required or not log.isEnabledFor(logging.INFO):
+        return ""
+    if len(body) <= _INLINE_BYTES_MAX:
+        return title_of(body)
+    return await asyncio.to_thread(title_of, body)
+
+
+def title_of(body: bytes) -> str:
+    """The beginning of the first thing that the user says in a request body, on one line; empty if there is
+    none."""
+    try:
+        fields = _raw.decode(body)
+        found = next((fields[name] for name in _FIELDS if name in fields), None)
+        said = "" if found is None else _first_said(bytes(found))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
+    shown = "".join(char if char.isprintable() else " " for char in said[: 8 * TITLE_CHARS_MAX])
+    line = " ".join(shown.split())
+    return line if len(line) <= TITLE_CHARS_MAX else line[: TITLE_CHARS_MAX - 1].rstrip() + "…"
+
+
+def _first_said(value: bytes) -> str:
+    """The text of a prompt or of the first message of the user; of a list of parts, its first text."""
+    if value[:1] == b'"':
+        return _text.decode(value)
+    if value[:1] == b"{":
+        fields = _raw.decode(value)
+        if "role" in fields and bytes(fields["role"]) != b'"user"':
+            return ""
+        inner = (fields[name] for name in ("content", "text", "prompt_string") if name in fields)
+        return next((said for each in inner if (said := _first_said(bytes(each)))), "")
+    if value[:1] == b"[" and not value[1:].lstrip()[:1].isdigit():  # token ids, many of them
+        return next(
+            (said for each in _raws.decode(value) if (said := _first_said(bytes(each)))), ""
+        )
+    return ""
+
+
+def log_finished(
+    request: web.Request,
+    title: str,
+    reuse: Reuse,
+    timings: Timings | None,
+    *,
+    session: str = "",
+    ttft_s: float | None = None,
+    end: str = "",
+) -> None:
+    """Log a request that was answered, or whose client left. end: how it ended, unless as it should."""
+    if not log.isEnabledFor(logging.INFO):
+        return
+    fields: dict[str, Any] = {name: n for name, n in _sources(reuse).items() if n}
+    if reuse.approximate:
+        fields["approximate"] = reuse.approximate
+    if why := why_evaluated(reuse):
+        fields["why"] = why
+    if ttft_s is not None:
+        fields["ttft_s"] = round(ttft_s, 3)
+    if timings is not None and timings.predicted_n:
+        fields["tokens"] = timings.predicted_n
+        if timings.predicted_ms > 0:
+            fields["tokens_per_s"] = round(1e3 * timings.predicted_n / timings.predicted_ms, 1)
+    if session:
+        fields["session"] = session
+    if end:
+        fields["end"] = end
+    _line(request, title, fields)
+
+
+def log_embedded(request: web.Request, n_tokens: int) -> None:
+    """Log a request for embeddings or scores."""
+    _line(request, "", {"evaluated": n_tokens})
+
+
+def log_refused(request: web.Request, status: int, error: TowerdError | None = None) -> None:
+    """Log a request that was refused or that failed, once."""
+    if request.get(LOGGED) or request.method not in ("POST", "DELETE", "PATCH"):
+        return
+    fields: dict[str, Any] = {"status": status}
+    if error is not None:
+        fields["error"] = error.kind if request.app[TENANTS].required else _short(error.public)
+    _line(request, "", fields)
+
+
+def _line(request: web.Request, title: str, fields: dict[str, Any]) -> None:
+    request[LOGGED] = True
+    log.info(f'"{title}"' if title else request.path, extra=fields)
+
+
+def _sources(reuse: Reuse) -> dict[str, int]:
+    return {
+        "live": reuse.live,
+        "hot": reuse.hot,
+        "warm": reuse.warm,
+        "cold": reuse.cold,
+        "evaluated": reuse.prefill - reuse.cold,
+    }
+
+
+def why_evaluated(reuse: Reuse) -> str:
+    """Why tokens of the prompt were evaluated, in a few words; empty if only the last one was, which gives the
+    first token of the reply."""
+    reused = reuse.live + reuse.hot + reuse.warm
+    if reuse.cold:
+        return "thawed: only its tokens were kept"
+    if reuse.prefill <= 1:
+        return ""
+    # Nearly all prompts share their first token.
+    return f"new from token {reused} on" if reused > 1 else "nothing of it was stored"
+
+
+def _short(message: str) -> str:
+    """An error without longer quotations, which may be of the request's text."""
+    said = message.partition("; last read")[0]  # the JSON parser quotes what it does not understand
+    hidden = _QUOTED.sub(r"\1…\1", said[: 4 * ERROR_CHARS_MAX])
+    return hidden if len(hidden) <= ERROR_CHARS_MAX else hidden[: ERROR_CHARS_MAX - 1] + "…"

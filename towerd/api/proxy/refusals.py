@@ -1,0 +1,35 @@
+"""llama-server's refusals that the same request will meet again, under a status that clients do not retry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from towerd.api.http.reply import encode
+from towerd.errors import NotSupported
+
+BYTES_MAX = 64 * 1024
+"""No error of llama-server is larger."""
+_FINAL = ("is not supported - hint", "does not support", "is too large to process")
+"""Parts of the messages that llama-server sends with 500 though they are about the request."""
+
+
+def may_be_refusal(n_bytes: int | None) -> bool:
+    """Whether a reply of this length, None if it is not known, may be an error of llama-server."""
+    return n_bytes is not None and n_bytes <= BYTES_MAX
+
+
+def final_refusal(body: bytes) -> bytes | None:
+    """The body to send with status 400 instead of this reply with 500 or more; None: it is a failure, which
+    may not repeat itself."""
+    try:
+        reply: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
+        error: dict[str, Any] = msgspec.convert(reply["error"], dict[str, Any])
+    except (msgspec.MsgspecError, KeyError):
+        return None
+    message = str(error.get("message", ""))
+    if error.get("type") != NotSupported.kind and not any(part in message for part in _FINAL):
+        return None
+    fields = {"code": NotSupported.status, "type": NotSupported.kind}
+    return encode(reply | {"error": error | fields})

@@ -1,0 +1,30 @@
+"""llama-server's flags about weights, devices and RoPE, as llama.cpp's own code reads them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from towerd.errors import ConfigError
+from towerd.llama_library import lib
+from towerd.settings.config import Config
+
+if TYPE_CHECKING:  # imported when there are such flags: most command lines have none
+    from towerd.wire import LoadFlags
+
+
+def take_load_flags(config: Config) -> LoadFlags | None:
+    """The flags of `config`, with the NUMA strategy among them in force; None: there are none.
+
+    Call it after llama.cpp's backend was initialised. Raises ConfigError: a value that llama.cpp does not take."""
+    words = config.load_words
+    if not words:
+        return None
+    from towerd.wire import LoadFlags
+
+    try:
+        flags = LoadFlags(words)
+    except RuntimeError as error:
+        raise ConfigError(f"llama.cpp refuses a flag: {str(error).rstrip('.')}.") from error
+    if flags.numa:
+        lib.llama_numa_init(flags.numa)
+    return flags

@@ -1,0 +1,86 @@
+#include "flags.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "arg.h"
+#include "log.h"
+#include "refused.h"
+
+namespace towerd::wire {
+
+void take_flags(common_params & params, const std::vector<std::string> & words) {
+    const int n_parallel = params.n_parallel;
+    auto      parser     = common_params_parser_init(params, LLAMA_EXAMPLE_SERVER, nullptr);
+    params.n_parallel    = n_parallel;
+    const auto is_among  = [](const std::vector<const char *> & names, const std::string & word) {
+        return std::find(names.begin(), names.end(), word) != names.end();
+    };
+    for (size_t i = 0; i < words.size(); ++i) {
+        const std::string & word = words[i];
+        const auto option = std::find_if(parser.options.begin(), parser.options.end(), [&](const auto & one) {
+            return is_among(one.args, word) || is_among(one.args_neg, word);
+        });
+        if (option == parser.options.end()) {
+            throw std::runtime_error("llama.cpp does not know the flag " + word);
+        }
+        try {
+            if (option->handler_void) {
+                option->handler_void(params);
+            } else if (option->handler_bool) {
+                option->handler_bool(params, is_among(option->args, word));
+            } else if (option->handler_int) {
+                option->handler_int(params, std::stoi(words.at(++i)));
+            } else if (option->handler_string) {
+                option->handler_string(params, words.at(++i));
+            }
+        } catch (const std::exception & error) {
+            throw std::runtime_error(word + ": " + error.what());
+        }
+    }
+    common_log_set_verbosity_thold(-1);  // --verbose is for replies
+}
+
+LoadFlags::LoadFlags(const std::vector<std::string> & words) {
+    const AbortGuard guard;
+    take_flags(params_, words);
+    if (!params_.kv_overrides.empty()) {  // both lists end with an empty entry
+        params_.kv_overrides.emplace_back();
+        params_.kv_overrides.back().key[0] = 0;
+    }
+    if (!params_.tensor_buft_overrides.empty()) {
+        params_.tensor_buft_overrides.push_back({nullptr, nullptr});
+    }
+}
+
+void LoadFlags::apply(llama_model_params & params) const {
+    auto                     given = params_;  // llama.cpp's function takes what it may not keep
+    const llama_model_params from  = common_model_params_to_llama(given);
+
+    params.devices               = params_.devices.empty() ? nullptr : const_cast<ggml_backend_dev_t *>(params_.devices.data());
+    params.kv_overrides          = params_.kv_overrides.empty() ? nullptr : params_.kv_overrides.data();
+    params.tensor_buft_overrides = params_.tensor_buft_overrides.empty() ? nullptr : params_.tensor_buft_overrides.data();
+    params.tensor_split          = params_.tensor_split;
+    params.split_mode            = from.split_mode;
+    params.main_gpu              = from.main_gpu;
+    params.lazy_mode             = from.lazy_mode;
+    params.check_tensors         = from.check_tensors;
+    params.use_extra_bufts       = from.use_extra_bufts;
+    params.no_host               = from.no_host;
+}
+
+void LoadFlags::apply(llama_context_params & params) const {
+    const llama_context_params from = common_context_params_to_llama(params_);
+
+    params.rope_scaling_type = from.rope_scaling_type;
+    params.rope_freq_scale   = from.rope_freq_scale;
+    params.yarn_ext_factor   = from.yarn_ext_factor;
+    params.yarn_attn_factor  = from.yarn_attn_factor;
+    params.yarn_beta_fast    = from.yarn_beta_fast;
+    params.yarn_beta_slow    = from.yarn_beta_slow;
+    params.yarn_orig_ctx     = from.yarn_orig_ctx;
+    params.offload_kqv       = params.offload_kqv && from.offload_kqv;
+    params.op_offload        = from.op_offload;
+}
+
+}  // namespace towerd::wire

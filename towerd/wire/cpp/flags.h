@@ -1,0 +1,33 @@
+// A llama-server command line, read by llama.cpp's own handlers.
+
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "common.h"
+
+namespace towerd::wire {
+
+// Applies `words`, flags and their values, to `params`, as parse_cli_args of common_params_parse does, which would print
+// errors and may end the process. Throws std::runtime_error that names the flag.
+void take_flags(common_params & params, const std::vector<std::string> & words);
+
+// What flags say about how a model and its context are made.
+class LoadFlags {
+public:
+    // Throws std::runtime_error: a flag that llama.cpp does not know, or a value that it does not take.
+    explicit LoadFlags(const std::vector<std::string> & words);
+
+    // Sets the fields that belong to the flags. They point into this object, which must live while a model loads.
+    void apply(llama_model_params & params) const;
+    void apply(llama_context_params & params) const;
+
+    // A ggml_numa_strategy.
+    int numa() const { return params_.numa; }
+
+private:
+    common_params params_;
+};
+
+}  // namespace towerd::wire
