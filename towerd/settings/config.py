@@ -7,7 +7,6 @@ segment depend on is in `towerd.slots.fingerprint` instead.
 from __future__ import annotations
 
 import os
-import shutil
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from towerd.settings.addresses import is_http_url, is_loopback
 from towerd.settings.llama_flags import check_flags, words_of
 from towerd.settings.setting import Kind, Setting
 from towerd.system import paths
-from towerd.system.machine import physical_cores, ram_bytes
+from towerd.system.machine import free_bytes, ram_bytes, usable_cores
 from towerd.tiers.formats.fidelity import FIDELITIES, LevelFormats
 
 ENGINES = ("embedded", "llama-server")
@@ -314,7 +313,7 @@ class Config:
         if self.upstream is not None:
             auto["upstream"] = self.upstream.rstrip("/")
         if self.threads == 0:
-            auto["threads"] = _physical_cores()
+            auto["threads"] = usable_cores()
         if self.threads_batch == 0:
             auto["threads_batch"] = auto.get("threads", self.threads)
         if self.hot_bytes == -1:
@@ -324,7 +323,7 @@ class Config:
         if self.recall_bytes == -1:
             auto["recall_bytes"] = auto.get("hot_bytes", self.hot_bytes) // 8
         if self.warm_bytes == -1:
-            free = _free_bytes(auto.get("store_dir", self.store_dir))
+            free = free_bytes(auto.get("store_dir", self.store_dir))
             auto["warm_bytes"] = min(WARM_BYTES_MAX, free // 2)
         if self.recall_disk_bytes == -1:
             most = auto.get("warm_bytes", self.warm_bytes) // 4
@@ -441,19 +440,3 @@ def defaults() -> dict[str, Any]:
 def with_server_args(config: Config, words: tuple[str, ...]) -> Config:
     """`config` with `words` after its llama_server_args. Raises ConfigError."""
     return replace(config, llama_server_args=(*config.llama_server_args, *words))
-
-
-def _physical_cores() -> int:
-    """Physical cores, or fewer if this process is restricted to some (containers, taskset)."""
-    cores = physical_cores()
-    if hasattr(os, "sched_getaffinity"):
-        cores = min(cores, len(os.sched_getaffinity(0)))
-    return max(1, cores)
-
-
-def _free_bytes(path: Path) -> int:
-    """Free bytes on the disk that contains `path`, or will."""
-    for folder in (path, *path.absolute().parents):
-        if folder.exists():
-            return shutil.disk_usage(folder).free
-    return 0

@@ -4,6 +4,7 @@ every start, so it is used only if the system's own interface fails."""
 from __future__ import annotations
 
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,6 +32,22 @@ def physical_cores() -> int:
     import psutil
 
     return int(psutil.cpu_count(logical=False) or os.cpu_count() or 1)
+
+
+def usable_cores() -> int:
+    """Physical cores, or fewer if this process is restricted to some (containers, taskset)."""
+    cores = physical_cores()
+    if hasattr(os, "sched_getaffinity"):
+        cores = min(cores, len(os.sched_getaffinity(0)))
+    return max(1, cores)
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes on the disk that contains `path`, or will."""
+    for folder in (path, *path.absolute().parents):
+        if folder.exists():
+            return shutil.disk_usage(folder).free
+    return 0
 
 
 def resident_bytes(pid: int) -> int:
