@@ -38,7 +38,7 @@ async def _serve(tables: ModelTables) -> None:
     stopping = stop_event()
     broker = await asyncio.to_thread(CatalogBroker, tables.config.store_dir)
     try:
-        with socket_folder("towerd-") as folder:
+        with socket_folder("towerd-models-") as folder:
             await _route(Launcher(tables, Path(folder), broker), tables, stopping)
     finally:
         await asyncio.to_thread(broker.close)
