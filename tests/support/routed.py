@@ -16,5 +16,9 @@ def states(router: Daemon) -> dict[str, str]:
 
 
 def children(router: Daemon) -> set[int]:
-    """The processes of the loaded models."""
-    return {each.pid for each in psutil.Process(router.pid).children()}
+    """The processes of the loaded models: they listen. The one in reserve does not."""
+    return {each.pid for each in psutil.Process(router.pid).children() if _listens(each)}
+
+
+def _listens(process: psutil.Process) -> bool:
+    return any("towerd-models-" in each.laddr for each in process.net_connections("unix"))

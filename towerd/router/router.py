@@ -40,8 +40,12 @@ async def _serve(tables: ModelTables) -> None:
     stopping = stop_event()
     broker = await asyncio.to_thread(CatalogBroker, tables.config.store_dir)
     try:
-        with socket_folder("towerd-") as folder:
-            await _route(Launcher(tables, Path(folder), broker), tables, stopping)
+        with socket_folder("towerd-models-") as folder:
+            launcher = Launcher(tables, Path(folder), broker)
+            try:
+                await _route(launcher, tables, stopping)
+            finally:
+                await launcher.close()
     finally:
         await asyncio.to_thread(broker.close)
 
@@ -54,6 +58,7 @@ async def _route(launcher: Launcher, tables: ModelTables, stopping: asyncio.Even
     async with listening(app, tables.config) as (_, url):
         tune_gc()
         print(f"towerd is ready: {url} ({len(models.by_name)} models)", flush=True)
+        launcher.keep_spare()
         await stopping.wait()
         log.info("stopping")
         await models.close()

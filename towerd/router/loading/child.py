@@ -1,6 +1,6 @@
-"""The process of one model: `python -m towerd.router.loading.child`, which only a router starts.
+"""The process of one model: `python -m towerd.router.loading.child ENGINE`, which only a router starts.
 
-Standard input is a length, a pickled Config, and then open for as long as the router lives: so no
+It imports what the engine needs, and may then wait for its model as long as nobody asks for one. Standard input is a length, a pickled Config, and then open for as long as the router lives: so no
 secret is on a command line. Standard output is one line of JSON: `{}` once requests are answered,
 or why that did not come about. What the process itself prints goes to the log.
 """
@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from towerd import log
-from towerd.app.start import start
+from towerd.app.start import preload, start
 from towerd.errors import TowerdError
 from towerd.settings.config import Config
 from towerd.system.parent import die_with_parent
@@ -27,6 +27,7 @@ def main() -> int:
     """Serve the model until SIGTERM; the exit status."""
     report = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)
+    preload(sys.argv[1])
     config = _read_config()
     die_with_parent(STDIN)
     log.configure(config.log_level, config.log_format, fields={"model": config.alias})

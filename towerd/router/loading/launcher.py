@@ -6,9 +6,10 @@ conversations is divided.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from towerd.router.loading.entry import ModelEntry, find_entries
@@ -20,6 +21,9 @@ from towerd.settings.model_tables import ModelTables
 from towerd.store.catalog.shared.broker import CatalogBroker
 from towerd.system.machine import ram_bytes
 
+log = logging.getLogger(__name__)
+
+EMBEDDED = "embedded"
 CONTEXT_RAM_SHARE = 8
 """A live context whose size is not set takes at most this part of the RAM."""
 PROCESS_BYTES = 150 * 2**20
@@ -36,6 +40,8 @@ class Launcher:
         self._folder = folder
         self._broker = broker
         self._numbers = itertools.count()
+        self._spare: ModelProcess | None = None
+        self._sparing: asyncio.Task[None] | None = None
         self._entries: Mapping[str, ModelEntry] = {}
 
     def models(self) -> dict[str, RoutedModel]:
@@ -50,11 +56,45 @@ class Launcher:
         table = self._tables.table(entry.name)
         return RoutedModel(entry, table, need_bytes=_estimate(entry, config))
 
-    def process(self, model: RoutedModel) -> ModelProcess:
-        """A process of a model, not started; may be called in any thread. Raises ConfigError."""
-        config = self._config(model.entry, self._folder / str(next(self._numbers)))
-        catalog = self._broker.connect()
-        return ModelProcess(replace(config, catalog_fd=catalog.fileno()), (catalog,))
+    async def process(self, model: RoutedModel) -> ModelProcess:
+        """A process for a model, which is not loaded yet. Raises ConfigError."""
+        socket = self._folder / str(next(self._numbers))
+        config = await asyncio.to_thread(self._config, model.entry, socket)
+        process, self._spare = self._spare, None
+        if process is None or process.engine != config.engine or process.exit_code is not None:
+            self._spare, process = process, await self._new(config.engine)
+        process.assign(config)
+        self.keep_spare(process)
+        return process
+
+    def keep_spare(self, after: ModelProcess | None = None) -> None:
+        """Have a process in reserve that has its imports done, where there are models to switch
+        between. after: the process whose model is loaded first."""
+        if len(self._entries) > 1 and (self._sparing is None or self._sparing.done()):
+            self._sparing = asyncio.create_task(self._make_spare(after))
+
+    async def _make_spare(self, after: ModelProcess | None) -> None:
+        if after is not None:
+            await after.is_settled.wait()
+        if self._spare is None or self._spare.exit_code is not None:
+            spare = await self._new(EMBEDDED)
+            try:
+                await spare.start()
+            except OSError as error:
+                log.warning("no process in reserve", extra={"error": str(error)})
+                return
+            self._spare = spare
+
+    async def _new(self, engine: str) -> ModelProcess:
+        return ModelProcess(engine, await asyncio.to_thread(self._broker.connect))
+
+    async def close(self) -> None:
+        """End the process in reserve."""
+        if self._sparing is not None:
+            self._sparing.cancel()
+            await asyncio.wait((self._sparing,))
+        if self._spare is not None:
+            await self._spare.end()
 
     def _config(self, entry: ModelEntry, socket: Path) -> Config:
         own = {"alias": entry.name, "socket": socket, "behind_router": True}

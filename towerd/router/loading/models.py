@@ -13,7 +13,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,11 +42,10 @@ class Models:
         self,
         models: Mapping[str, RoutedModel],
         room: Room,
-        make: Callable[[RoutedModel], ModelProcess],
+        make: Callable[[RoutedModel], Awaitable[ModelProcess]],
         metrics: RouterMetrics,
     ) -> None:
-        """make: gives the process of a model, not started; called in a thread. It may raise
-        TowerdError."""
+        """make: gives a process for a model, which is not loaded yet. It may raise TowerdError."""
         self.by_name = dict(models)
         self.room = room
         self.events = ModelEvents()
@@ -177,10 +176,10 @@ class Models:
         self.events.has_loaded(model.name, model.info)
 
     async def _start(self, model: RoutedModel) -> None:
-        process = model.process = await asyncio.to_thread(self._make, model)
+        process = model.process = await self._make(model)
         try:
             self._check_open()
-            await process.start()
+            await process.load()
             model.info = await _model_info(process)
             resident = await asyncio.to_thread(resident_bytes, process.pid)
             self._check_open()

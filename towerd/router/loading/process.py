@@ -9,7 +9,8 @@ import pickle
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 
 from aiohttp import ClientResponse
 
@@ -25,19 +26,25 @@ COMMAND = (sys.executable, "-P", "-m", "towerd.router.loading.child")
 
 
 class ModelProcess:
-    """Starts once, is asked, and stops once. Its model is loaded when `start` returns."""
+    """Is started, gets its model, is asked, and stops: each once. Without a model it has imported
+    what it needs, and waits."""
 
-    def __init__(self, config: Config, sockets: Sequence[socket.socket] = ()) -> None:
-        """sockets: connections that it inherits under their numbers; closed here then."""
-        assert config.socket is not None
-        self._config = config
-        self._sockets = tuple(sockets)
-        self._client = Client(config.socket)
+    def __init__(self, engine: str, catalog: socket.socket) -> None:
+        """engine: of its model. catalog: a connection to the store's catalog, which the process
+        inherits under its number; closed here then."""
+        self.engine = engine
+        self.is_settled = asyncio.Event()
+        """Set when its model is loaded, or cannot be."""
+        self._catalog = catalog
+        self._catalog_fd = catalog.fileno()
+        self._config: Config | None = None
+        self._client: Client | None = None
         self._process: asyncio.subprocess.Process | None = None
 
     @property
     def hot_bytes(self) -> int:
         """RAM that it may yet take for conversations that are not live."""
+        assert self._config is not None
         return self._config.hot_bytes
 
     @property
@@ -46,21 +53,39 @@ class ModelProcess:
         assert self._process is not None
         return self._process.pid
 
+    def assign(self, config: Config) -> None:
+        """Choose the model that `load` loads."""
+        self._config = replace(config, catalog_fd=self._catalog_fd)
+        self._client = Client(config.socket)
+
     async def start(self) -> None:
-        """Start, and return when requests are answered. Raises ModelError with the reason why that
-        did not come about; `exit_code` has its status then."""
-        config = pickle.dumps(self._config)
-        self._process = await asyncio.create_subprocess_exec(
-            *COMMAND,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            pass_fds=[each.fileno() for each in self._sockets],
-            start_new_session=True,  # ^C is for the router, which then stops it in order
-        )
-        for each in self._sockets:
-            each.close()
+        """Start the process, without a model. Raises OSError."""
+        with self._catalog:
+            self._process = await asyncio.create_subprocess_exec(
+                *COMMAND,
+                self.engine,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                pass_fds=(self._catalog_fd,),
+                start_new_session=True,  # ^C is for the router, which then stops it in order
+            )
+
+    async def load(self) -> None:
+        """Load the model, starting the process if it was not, and return when requests are answered.
+        Raises ModelError with the reason why that did not come about, and OSError; `exit_code` has
+        its status then."""
+        try:
+            if self._process is None:
+                await self.start()
+            await self._load()
+        finally:
+            self.is_settled.set()
+
+    async def _load(self) -> None:
+        assert self._process is not None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        config = pickle.dumps(self._config)
         try:
             with contextlib.suppress(ConnectionError):  # it ended: its status says why
                 self._process.stdin.write(len(config).to_bytes(LENGTH_BYTES) + config)
@@ -75,6 +100,7 @@ class ModelProcess:
     async def _why_not(self, line: bytes) -> ModelError:
         """The error for a start that failed. Clients get the model's name where its file is meant."""
         await self.wait()
+        assert self._config is not None
         name = str(self._config.alias)
         if not line:
             return ModelError(
@@ -97,7 +123,8 @@ class ModelProcess:
         """Wait until it ends; as `exit_code`."""
         assert self._process is not None
         code = await self._process.wait()
-        await self._client.aclose()
+        if self._client is not None:
+            await self._client.aclose()
         return code
 
     async def stop(self) -> None:
@@ -127,4 +154,5 @@ class ModelProcess:
         self, method: str, path: str, headers: Mapping[str, str], body: Body = None
     ) -> ClientResponse:
         """Send a request; see `Client.send`."""
+        assert self._client is not None
         return await self._client.send("http://model", method, path, headers, body)
