@@ -69,7 +69,7 @@ def test_wrong_settings_stop_serve_before_it_starts(tmp_path: Path) -> None:
 
 def test_wrong_usage_is_exit_code_2() -> None:
     assert CliRunner().invoke(towerctl, ["no-such-command"]).exit_code == 2
-    assert CliRunner().invoke(towerd, ["serve", "--flash-attn", "maybe"]).exit_code == 2
+    assert CliRunner().invoke(towerd, ["serve", "--flash-attention", "on"]).exit_code == 2
 
 
 @pytest.mark.parametrize("name", ["bench kernels", "replay"])
