@@ -118,6 +118,7 @@ def test_what_a_kill_left_is_swept_and_foreign_states_go_first(root: Path) -> No
     with Store.open(root, OTHER_MODEL) as store:
         stored(store, 40)
     (root / "boundaries" / "0123.tmp").write_bytes(b"half")
+    os.utime(root / "boundaries" / "0123.tmp", (0, 0))
     with Store.open(root, FINGERPRINT) as store:
         table = stored(store, 70)
         assert not list(table.folder.glob("*.tmp"))

@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +23,9 @@ from store_tools import FINGERPRINT, LAYOUT, OTHER_MODEL, OTHER_TOKENIZER, make_
 from towerd.errors import NotFound, StoreError, StoreLocked
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store import Store
+from towerd.store.catalog.journal.upkeep import CatalogUpkeep
 from towerd.store.catalog.shared.broker import CatalogBroker
+from towerd.store.catalog.shared.remote import RemoteCatalog
 from towerd.tiers.ranking import Ranking
 
 IDS = np.arange(1, 41, dtype=np.int32)
@@ -172,6 +176,76 @@ def test_the_larger_of_two_open_models_gives_first(shared: Shared) -> None:
     assert two.drop_foreign(1 << 40) == files[1].nbytes  # the pinned one is left
     assert [file.id for file in one.files()] == [files[0].id]
     one.check_integrity()
+
+
+def test_a_file_of_another_model_under_a_used_id_is_not_taken_for_the_old_one(
+    shared: Shared,
+) -> None:
+    """The catalog gives the id of the newest file, once that is deleted, to the next one."""
+    one, two = shared.open(FINGERPRINT), shared.open(OTHER_MODEL)
+    path = one.insert(IDS, "local", [40])
+    make_hot(one, path[-1])
+    old = one.write_rows(path)
+    two.drop_foreign(1)
+    mine = two.insert(IDS + 100, "local", [40])
+    make_hot(two, mine[-1])
+    assert two.write_rows(mine).id == old.id
+    one.check_integrity()
+    one.gc()
+    two.check_integrity()
+
+
+def test_what_could_not_be_learned_is_told_again(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = shared.open(FINGERPRINT), shared.open(OTHER_MODEL)
+    one.insert(IDS, "local", [40])
+    two.insert(np.array([*IDS[:20], 99], np.int32), "local", [21])  # splits it
+    real = RemoteCatalog.rows
+    failures = [StoreError("a disk error")]
+
+    def rows(self: RemoteCatalog, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        if failures:
+            raise failures.pop()
+        return real(self, sql, params)
+
+    monkeypatch.setattr(RemoteCatalog, "rows", rows)
+    with pytest.raises(StoreError, match="a disk error"):
+        one.nodes()
+    one.insert(np.array([*IDS[:10], 98], np.int32), "local", [11])
+    for store in (one, two):
+        store.check_integrity(keys=True)
+
+
+def test_who_waits_for_a_snapshot_stops_nobody(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deleted data are purged from the journal, which waits for a snapshot that is being written,
+    which waits for the lock."""
+    purging = threading.Event()
+    real = CatalogUpkeep.purge
+
+    def purge(self: CatalogUpkeep) -> None:
+        purging.set()
+        real(self)
+
+    monkeypatch.setattr(CatalogUpkeep, "purge", purge)
+    store = shared.open(FINGERPRINT)
+    store.insert(IDS, "local", [40])
+    with shared.broker.upkeep.paused():  # as a snapshot does
+        collecting = threading.Thread(target=store.gc)
+        collecting.start()
+        assert purging.wait(60)
+        with store.locked():  # and what it needs is free
+            pass
+    collecting.join()
+
+
+def test_an_unexpected_failure_ends_no_connection(shared: Shared) -> None:
+    store = shared.open(FINGERPRINT)
+    with pytest.raises(StoreError, match="the catalog failed"):
+        store.state.catalog.rows("SELECT ?", (1 << 63,))
+    assert store.insert(IDS, "local", [40])
 
 
 def test_a_request_of_one_model_holds_its_path_for_all(shared: Shared) -> None:

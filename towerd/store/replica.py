@@ -28,7 +28,9 @@ _VIEWS = (
     "SELECT node, file, row0 FROM views JOIN files ON files.id = file"
     " WHERE fingerprint = ? AND node IN (SELECT value FROM json_each(?))"
 )
-_FILES = "SELECT id FROM files WHERE id IN (SELECT value FROM json_each(?))"
+_FILES = (
+    "SELECT id, name FROM files WHERE fingerprint = ? AND id IN (SELECT value FROM json_each(?))"
+)
 
 
 class _Row(NamedTuple):
@@ -52,8 +54,8 @@ class Replica:
     cold: ColdTable
 
     def apply(self, changed: Changed) -> None:
-        """Change what is in memory as other processes changed the catalog. Raises StoreError if
-        the catalog contradicts itself."""
+        """Change what is in memory as other processes changed the catalog. After an error the same
+        changes can be applied again. Raises StoreError."""
         if ids := changed.get("segments"):
             self._apply_segments(ids)
         if ids := changed.get("files"):
@@ -79,7 +81,7 @@ class Replica:
         new = sorted((row for row in rows.values() if row.id not in nodes), key=lambda row: row.p0)
         for row in new:
             self._add(row)
-        self._view([row.id for row in new])
+        self._view(list(rows))
 
     def _rows(self, ids: Collection[int]) -> Iterator[_Row]:
         mine = self.state.identity.tokenizer
@@ -108,7 +110,7 @@ class Replica:
         """Give new nodes the rows that this model has of them, which were those of a longer one."""
         trie, files, mine = self.state.trie, self.state.files, self.state.identity.fingerprint
         for id, file, row0 in self.state.catalog.rows(_VIEWS, (mine, _keys(ids))):
-            if file in files:
+            if file in files and trie.nodes[id].file is None:
                 trie.view(trie.nodes[id], files[file], row0)
 
     # --- files ----------------------------------------------------------------------------
@@ -117,9 +119,11 @@ class Replica:
         """Forget files of this model that others deleted, and count those of other models."""
         state = self.state
         if mine := {id for id in ids if id in state.files}:
-            there = {id for (id,) in state.catalog.rows(_FILES, (_keys(mine),))}
-            for id in mine - there:
-                state.forget_file(state.files[id])
+            # an id may be another file's by now; names are never used again
+            there = dict(state.catalog.rows(_FILES, (state.identity.fingerprint, _keys(mine))))
+            for id in mine:
+                if there.get(id) != state.files[id].path.name:
+                    state.forget_file(state.files[id])
         state.foreign_bytes = foreign_bytes(state.catalog, state.identity.fingerprint)
 
 

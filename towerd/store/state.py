@@ -65,7 +65,8 @@ class StoreState:
         if touched:
             with self.catalog.transaction():
                 self.catalog.run_many(
-                    "UPDATE segments SET last_used = ?, hits = ? WHERE id = ?",
+                    "UPDATE segments SET last_used = max(last_used, ?), hits = max(hits, ?)"
+                    " WHERE id = ?",
                     [(node.last_used, node.hits, node.id) for node in touched],
                 )
         self.touched.clear()

@@ -20,6 +20,22 @@ _HALF_WRITTEN_S = 3600.0
 """A file that is still being written is younger than this."""
 
 
+def is_left_over(path: Path) -> bool:
+    """Whether this is a half-written file of a killed process, not one that is being written."""
+    try:
+        return path.suffix == HALF and path.stat().st_mtime < time.time() - _HALF_WRITTEN_S
+    except OSError:
+        return False
+
+
+def digest_in(path: Path) -> bytes | None:
+    """The digest of the fingerprint that a file is of; None if it cannot be read."""
+    try:
+        return fingerprint_of(path)
+    except OSError:
+        return None
+
+
 def checkpoint_files(root: Path) -> Iterator[tuple[Path, int]]:
     """every file of the store's folder of state checkpoints with its size, by name; links are left out."""
     folder = root / FOLDER
@@ -33,14 +49,13 @@ def stray_checkpoints(state: StoreState, removed: Collection[int] = ()) -> list[
     models with another tokenizer than the open one count as claimed.
     `removed`: ids of segments about to be removed. Runs under the lock."""
     gone = set(removed)
-    oldest = time.time() - _HALF_WRITTEN_S
     tokenizers = dict(state.catalog.rows("SELECT digest, tokenizer FROM fingerprints"))
     keys: dict[bytes, set[bytes]] = {}
     strays = []
     for path, _ in checkpoint_files(state.directory.root):
         named = parse_name(path.name)
         if named is None:
-            if path.suffix == HALF and path.stat().st_mtime < oldest:
+            if is_left_over(path):
                 strays.append(path)
             continue
         try:

@@ -19,7 +19,7 @@ from towerd.slots.errors import StateError
 from towerd.store.prefix.keys import segment_key
 from towerd.store.prefix.node import Node
 from towerd.store.segments import durable
-from towerd.store.segments.checkpoint_check import checkpoint_files
+from towerd.store.segments.checkpoint_check import checkpoint_files, digest_in, is_left_over
 from towerd.store.segments.checkpoint_file import (
     FOLDER,
     file_name,
@@ -166,13 +166,16 @@ class CheckpointTable:
                     self.drop(found.node)
 
     def drop_foreign(self, bytes_needed: int) -> int:
-        """Delete files of other fingerprints and of removed segments, as many as needed."""
+        """Delete files of fingerprints that nobody has open and of removed segments, as many as
+        needed."""
         self.sweep()
-        freed = 0
+        freed, live = 0, self._open_elsewhere()
         with self._lock:
             for name in list(self._foreign):
                 if freed >= bytes_needed:
                     break
+                if live and digest_in(self.folder / name) in live:
+                    continue
                 freed += self._foreign.pop(name)
                 self._unlink(name)
             self.file_bytes -= freed
@@ -199,7 +202,8 @@ class CheckpointTable:
         for path, size in files:
             named = parse_name(path.name)
             if named is None:
-                path.unlink(missing_ok=True)  # half-written by a killed process
+                if is_left_over(path):
+                    path.unlink(missing_ok=True)
                 continue
             self.file_bytes += size
             node = nodes.get(named[0])
@@ -207,6 +211,14 @@ class CheckpointTable:
                 self._foreign[path.name] = size
             elif node.id not in self._found or not named[1]:
                 self._found[node.id] = StateCheckpoint(node, named[1], size, has_file=True)
+
+    def _open_elsewhere(self) -> set[bytes]:
+        """The digests of the fingerprints that other processes have open."""
+        with self.store.locked():
+            catalog = self.store.state.catalog
+            live = catalog.open_elsewhere()
+            rows = catalog.rows("SELECT id, digest FROM fingerprints") if live else []
+        return {digest for id, digest in rows if id in live}
 
     def _key(self, node: Node) -> bytes:
         with self.store.locked():  # a split would show half of a path

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sqlite3
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ from towerd.store.catalog import database
 from towerd.store.catalog.catalog import Undo
 from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.catalog.journal.changes import TableChange
+from towerd.store.catalog.shared.maintenance import BrokerMaintenance
 from towerd.store.catalog.shared.messages import Channel, error_to_wire
 from towerd.store.catalog.sqlite import SqliteCatalog
 from towerd.store.lock import StoreLock
 from towerd.store.segments import durable
 from towerd.store.segments.directory import Directory
+
+log = logging.getLogger(__name__)
 
 FOLLOWED = frozenset(("segments", "pins", "bases", "files", "cold"))
 """Tables whose rows a process has in memory in part: those of its tokenizer, where they name one."""
@@ -145,18 +149,11 @@ class BrokerClient:
         self._n_turns = 0
         self._transaction: AbstractContextManager[Undo] | None = None
         self._failure: Exception | None = None
-        self._pauses = ExitStack()
-        self._maintenance: dict[str, Callable[[], None]] = {
-            "pause": self._pause,
-            "resume": self._pauses.close,
-            "rest": broker.tire,
-            "purge": broker.upkeep.purge,
-            "repair": broker.upkeep.repair,
-        }
-        """What may wait for a snapshot that is being written, and so must not have the turn."""
+        self._maintenance = BrokerMaintenance(broker.upkeep, broker.tire)
         self._operations: dict[str, Callable[..., Any]] = {
             "path": lambda: os.fspath(catalog.path),
             "lock": self._lock,
+            "seen": self.unseen.clear,
             "unlock": self._unlock,
             "open_model": self._open_model,
             "begin": self._begin,
@@ -178,7 +175,6 @@ class BrokerClient:
             "names": lambda: list(catalog.writing),
             "add_name": self._add_name,
             "discard_name": self._discard_name,
-            **self._maintenance,
         }
 
     def serve(self) -> None:
@@ -186,6 +182,9 @@ class BrokerClient:
         try:
             while True:
                 operation, *arguments = self._channel.receive()
+                if operation == "connect_upkeep":
+                    self._channel.send_socket(self._maintenance.theirs)
+                    continue
                 reply = self._answer(operation, arguments)
                 if operation != "unlock":
                     self._channel.send(reply)
@@ -199,27 +198,23 @@ class BrokerClient:
         self._channel.close()
 
     def _answer(self, operation: str, arguments: Sequence[Any]) -> Any:
-        turn: AbstractContextManager[Any] = (
-            nullcontext() if operation in self._maintenance else self._broker.turn
-        )
-        with turn:
-            if operation not in self._maintenance:
-                self._catalog.committed = partial(self._broker.changed, self)
+        with self._broker.turn:
+            self._catalog.committed = partial(self._broker.changed, self)
             try:
                 return [None, self._operations[operation](*arguments)]
             except StoreError as error:
                 return error_to_wire(error)
-            except (sqlite3.Error, OSError, UnicodeError) as error:
+            except sqlite3.Error as error:
                 self._failure = error
-                if isinstance(error, sqlite3.Error):
-                    return error_to_wire(database.translated(self._catalog.path, error))
+                return error_to_wire(database.translated(self._catalog.path, error))
+            except Exception as error:
+                self._failure = error
+                log.exception("an operation of the catalog failed")
                 return error_to_wire(StoreError(f"the catalog failed: {error}"))
 
     def _lock(self) -> dict[str, list[int]]:
         self._take_turn()
-        unseen = {table: list(keys) for table, keys in self.unseen.items()}
-        self.unseen.clear()
-        return unseen
+        return {table: list(keys) for table, keys in self.unseen.items()}
 
     def _unlock(self, held: Collection[int] | None) -> None:
         if held is not None:
@@ -258,9 +253,6 @@ class BrokerClient:
         finally:
             self._give_turn()
 
-    def _pause(self) -> None:
-        self._pauses.enter_context(self._broker.upkeep.paused())
-
     def _add_name(self, name: str) -> None:
         self.names.add(name)
         self._catalog.writing.add(name)
@@ -284,7 +276,7 @@ class BrokerClient:
             self._broker.leave(self)
         while self._n_turns:
             self._give_turn()
-        self._pauses.close()
+        self._maintenance.close()
         self._channel.close()
 
 

@@ -42,6 +42,18 @@ class Channel:
         (n_bytes,) = _LENGTH.unpack(self._read(_LENGTH.size))
         return _decode(self._read(n_bytes))
 
+    def send_socket(self, sock: socket.socket) -> None:
+        """Send a socket, which is closed here. Raises OSError when the other end is gone."""
+        socket.send_fds(self._sock, [b"\0"], [sock.fileno()])
+        sock.close()
+
+    def receive_socket(self) -> socket.socket:
+        """The socket that the other end sends next. Raises EOFError when it is gone."""
+        _, fds, _, _ = socket.recv_fds(self._sock, 1, 1)
+        if not fds:
+            raise EOFError
+        return socket.socket(fileno=fds[0])
+
     def close(self) -> None:
         """End the connection; a thread that waits in `receive` gets EOFError."""
         try:
@@ -64,12 +76,25 @@ class Channel:
         return data
 
 
+def result_of(channel: Channel, *message: Any) -> Any:
+    """Send a request and return the result in its reply. Raises the error that it carries, and
+    StoreError when the other end is gone."""
+    try:
+        channel.send(message)
+        kind, result = channel.receive()
+    except (EOFError, OSError) as error:
+        raise broker_gone() from error
+    if kind is not None:
+        raise ERRORS[kind](result)
+    return result
+
+
+def broker_gone() -> StoreError:
+    """The error for operations without a broker."""
+    return StoreError("the process that has the catalog open is gone; start towerd again")
+
+
 def error_to_wire(error: StoreError) -> list[Any]:
     """The reply that carries an error."""
     kind = next((each for each in ERRORS if type(error) is ERRORS[each]), "StoreError")
     return [kind, error.message]
-
-
-def error_from_wire(kind: str, message: str) -> StoreError:
-    """The error of a reply."""
-    return ERRORS[kind](message)

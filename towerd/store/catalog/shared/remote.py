@@ -5,15 +5,15 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from towerd.errors import StoreError
 from towerd.store.catalog.catalog import Catalog, Changed, EnteredIdentity, Lock, Names, Upkeep
 from towerd.store.catalog.identity import TokenizerIdentity
-from towerd.store.catalog.shared.messages import Channel, error_from_wire
+from towerd.store.catalog.shared.maintenance import RemoteUpkeep
+from towerd.store.catalog.shared.messages import Channel, broker_gone, result_of
 
 
 class RemoteCatalog(Catalog):
@@ -32,13 +32,22 @@ class RemoteCatalog(Catalog):
         self._told: Collection[int] = ()
         """The segments that the broker knows to be held."""
         self.path = Path(self._call("path"))
+        self._upkeep = self._connect_upkeep()
         self.writing: Names = RemoteNames(self._call)
 
     def close(self) -> None:
         """End the connection; the broker then has the lock back."""
         with self._calling:
             self._is_closed = True
+            self._upkeep.close()
             self._channel.close()
+
+    def _connect_upkeep(self) -> RemoteUpkeep:
+        try:
+            self._channel.send(["connect_upkeep"])
+            return RemoteUpkeep(self._channel.receive_socket())
+        except (EOFError, OSError) as error:
+            raise broker_gone() from error
 
     # --- using it -------------------------------------------------------------------------
 
@@ -82,7 +91,7 @@ class RemoteCatalog(Catalog):
         return found
 
     def upkeep(self, lock: Callable[[], AbstractContextManager[None]]) -> Upkeep:
-        return RemoteUpkeep(self._call)
+        return self._upkeep
 
     # --- other processes ------------------------------------------------------------------
 
@@ -124,38 +133,31 @@ class RemoteCatalog(Catalog):
 
     def _take(self) -> None:
         changed = self._call("lock")
-        if changed:
-            assert self._changed is not None
-            try:
-                self._changed(changed)
-            except BaseException:
-                self._let_go()
-                raise
+        if not changed:
+            return
+        assert self._changed is not None
+        try:
+            self._changed(changed)
+            self._call("seen")  # else the next one that takes the lock is told again
+        except BaseException:
+            self._let_go()
+            raise
 
     def _let_go(self) -> None:
         held = self._held()
         news = None if held == self._told else list(held)
         self._told = held
         with self._calling:
-            if not self._is_closed:
-                self._send(["unlock", news])
+            if self._is_closed:
+                return
+            try:
+                self._channel.send(["unlock", news])
+            except OSError as error:
+                raise broker_gone() from error
 
     def _call(self, *message: Any) -> Any:
         with self._calling:
-            self._send(message)
-            try:
-                kind, result = self._channel.receive()
-            except EOFError as error:
-                raise _gone() from error
-        if kind is not None:
-            raise error_from_wire(kind, result)
-        return result
-
-    def _send(self, message: Sequence[Any]) -> None:
-        try:
-            self._channel.send(message)
-        except OSError as error:
-            raise _gone() from error
+            return result_of(self._channel, *message)
 
 
 class RemoteNames(Names):
@@ -178,31 +180,6 @@ class RemoteNames(Names):
 
     def __len__(self) -> int:
         return len(self._call("names"))
-
-
-class RemoteUpkeep(Upkeep):
-    """The broker maintains its catalog; this asks it to."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        self._call("pause")
-        try:
-            yield
-        finally:
-            with suppress(StoreError):  # a closed connection pauses nothing
-                self._call("resume")
-
-    def rest(self) -> None:
-        self._call("rest")
-
-    def purge(self) -> None:
-        self._call("purge")
-
-    def repair(self) -> None:
-        self._call("repair")
 
 
 class SharedLock:
@@ -239,7 +216,3 @@ class SharedLock:
         finally:
             self._depth -= 1
             self._threads.release()
-
-
-def _gone() -> StoreError:
-    return StoreError("the process that has the catalog open is gone; start towerd again")
