@@ -48,6 +48,9 @@ async def account(request: web.Request, handler: Handler) -> web.StreamResponse:
         response = await _answer(request, handler)
         status = response.status
         return response
+    except web.HTTPRedirection as redirection:
+        status = redirection.status
+        raise
     finally:
         resource = request.match_info.route.resource
         route = resource.canonical if resource is not None else "unknown"
