@@ -41,7 +41,8 @@ def install(client: Client) -> str:
         commands = [[sys.executable, "-m", "venv", str(folder)], [*pip, client.package]]
         if client.registry == "npm":
             commands = [[*npm, client.package]]
-        with (folder / "install.log").open("w") as log, suppress(subprocess.SubprocessError):
+        failures = (OSError, subprocess.SubprocessError)
+        with (folder / "install.log").open("w") as log, suppress(*failures):
             for command in commands:
                 subprocess.run(
                     command, check=True, stdout=log, stderr=log, cwd=folder, timeout=INSTALL_S_MAX
@@ -86,7 +87,7 @@ class Desk:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(filled(text, self.places))
         if self._client.setup:
-            self._run(self._client.setup, log).check_returncode()
+            self._run(self._client.setup, log)
 
     def ask(self, command: tuple[str, ...], log: Path) -> str | None:
         """What it says until it ends, which is logged; None if it does not end in time."""
