@@ -196,6 +196,8 @@ async def test_stats_and_metrics(client: Client) -> None:
     n = said[0]["tokens_evaluated"]
     async with client.get("/nope") as reply:
         assert reply.status == 404
+    async with client.get("/", allow_redirects=False) as reply:
+        assert reply.status == 302
     stats = await get(client, "/towerd/v1/stats")
     assert stats["reuse"] == {"live": n - 1, "hot": 0, "warm": 0, "prefill": n + 1}
     assert stats["store"]["sessions"] == len((await get(client, "/towerd/v1/sessions"))["sessions"])
@@ -208,6 +210,7 @@ async def test_stats_and_metrics(client: Client) -> None:
     for line in (
         'towerd_requests_total{route="/completion",status="200"} 2.0',
         'towerd_requests_total{route="unknown",status="404"} 1.0',
+        'towerd_requests_total{route="/",status="302"} 1.0',
         f'towerd_tokens_reused_total{{tier="live"}} {n - 1}.0',
         f"towerd_tokens_prefilled_total {n + 1}.0",
         "towerd_tokens_generated_total 6.0",

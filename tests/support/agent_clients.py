@@ -5,9 +5,11 @@ home and the folder that it works in."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 NOTES = "notes.txt"
+OPEN_WEBUI = str(Path(__file__).resolve().parents[1] / "agents" / "open_webui_session.py")
 QUESTION = f"What do my notes in {NOTES} say?"
 AGAIN = "And once more?"
 
@@ -30,6 +32,12 @@ class Client:
     env: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     """What stands in its home or in the folder before it starts, by path."""
+    setup: tuple[str, ...] = ()
+    """A command that tells it of towerd, once."""
+    shown: tuple[str, ...] = ()
+    """What a person types, if it is not `first`."""
+    remark: str = ""
+    """What a reader of the table has to know."""
 
 
 CLIENTS = (
@@ -78,6 +86,38 @@ wire_api = "responses"
 }
 """
         },
+    ),
+    Client(
+        title="Cline", registry="npm", package="cline", endpoint="/v1/chat/completions",
+        setup=(
+            "cline", "auth", "-p", "openai-compatible", "-k", "none", "-m", "local",
+            "-b", "{url}/v1",
+        ),
+        first=("cline", QUESTION),
+        second=("cline", f"{QUESTION} {AGAIN}"),
+        tool="read_files", arguments={"files": [{"path": "{work}/notes.txt"}]},
+        remark="Its command line; it resumes a session in a terminal only, so the second question begins one.",
+    ),
+    Client(
+        title="Continue", registry="npm", package="@continuedev/cli",
+        endpoint="/v1/chat/completions",
+        first=("cn", "-p", "--config", "{home}/.continue/config.yaml", QUESTION),
+        second=("cn", "-p", "--config", "{home}/.continue/config.yaml", "--resume", AGAIN),
+        tool="Read", arguments={"filepath": "{work}/notes.txt"},
+        files={
+            "{home}/.continue/config.yaml": """name: local
+version: 0.0.1
+schema: v1
+models:
+  - name: local
+    provider: openai
+    model: local
+    apiBase: {url}/v1
+    apiKey: none
+    roles: [chat]
+"""
+        },
+        remark="Its command line; the extension of VS Code reads the same file.",
     ),
     Client(
         title="aider", registry="PyPI", package="aider-chat", endpoint="/v1/chat/completions",
@@ -140,5 +180,85 @@ kept.write_bytes(pickle.dumps(messages))
 print(messages[-1].content)
 '''
         },
+    ),
+    Client(
+        title="Open WebUI", registry="PyPI", package="open-webui", endpoint="/v1/chat/completions",
+        first=("python", OPEN_WEBUI, QUESTION),
+        second=("python", OPEN_WEBUI, AGAIN),
+        shown=("open-webui", "serve", "--port", "8081"),
+        tool="read_notes", arguments={"name": "{work}/notes.txt"},
+        env={
+            "OPENAI_API_BASE_URL": "{url}/v1", "OPENAI_API_KEY": "none", "WEBUI_AUTH": "False",
+        },
+        remark="Tried with a tool of its own kind, and asked over HTTP as its page does, titles and tags included. Its own port is towerd's, 8080.",
+    ),
+    Client(
+        title="openai", registry="PyPI", package="openai", endpoint="/v1/chat/completions",
+        first=("python", "{work}/chat.py", QUESTION),
+        second=("python", "{work}/chat.py", AGAIN),
+        tool="read_notes", arguments={"name": NOTES},
+        files={
+            "{work}/chat.py": '''import json, sys
+from pathlib import Path
+from openai import OpenAI
+
+schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+tool = {"name": "read_notes", "description": "Reads a file of notes.", "parameters": schema}
+client = OpenAI(base_url="{url}/v1", api_key="none")
+kept = Path("chat.json")
+messages = json.loads(kept.read_text()) if kept.exists() else []
+messages.append({"role": "user", "content": sys.argv[1]})
+while messages[-1]["role"] != "assistant":
+    with client.chat.completions.stream(
+        model="local", messages=messages, tools=[{"type": "function", "function": tool}]
+    ) as stream:
+        for event in stream:
+            if event.type == "content.delta":
+                print(event.delta, end="", flush=True)
+        reply = stream.get_final_completion().choices[0].message
+    messages.append(reply.model_dump(exclude_none=True))
+    for call in reply.tool_calls or []:
+        text = Path(json.loads(call.function.arguments)["name"]).read_text()
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+kept.write_text(json.dumps(messages))
+'''
+        },
+        remark="An agent of one's own in a few lines, streamed.",
+    ),
+    Client(
+        title="anthropic", registry="PyPI", package="anthropic", endpoint="/v1/messages",
+        first=("python", "{work}/chat.py", QUESTION),
+        second=("python", "{work}/chat.py", AGAIN),
+        tool="read_notes", arguments={"name": NOTES},
+        files={
+            "{work}/chat.py": '''import pickle, sys
+from pathlib import Path
+from anthropic import Anthropic
+
+schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+tool = {"name": "read_notes", "description": "Reads a file of notes.", "input_schema": schema}
+client = Anthropic(base_url="{url}", api_key="none")
+kept = Path("chat.pickle")
+messages = pickle.loads(kept.read_bytes()) if kept.exists() else []
+messages.append({"role": "user", "content": sys.argv[1]})
+while messages[-1]["role"] == "user":
+    with client.messages.stream(
+        model="local", max_tokens=1024, messages=messages, tools=[tool]
+    ) as stream:
+        for text in stream.text_stream:
+            print(text, end="", flush=True)
+        reply = stream.get_final_message()
+    messages.append({"role": "assistant", "content": reply.content})
+    results = [
+        {"type": "tool_result", "tool_use_id": block.id, "content": Path(block.input["name"]).read_text()}
+        for block in reply.content
+        if block.type == "tool_use"
+    ]
+    if results:
+        messages.append({"role": "user", "content": results})
+kept.write_bytes(pickle.dumps(messages))
+'''
+        },
+        remark="An agent of one's own in a few lines, streamed.",
     ),
 )  # fmt: skip

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -175,6 +176,17 @@ class Daemon:
     def n_processing(self) -> int:
         """Requests that the engine runs at this moment."""
         return sum(slot["is_processing"] for slot in self.get("/slots"))
+
+    def statuses(self) -> Counter[str]:
+        """How many requests since the start had which status; those for /health and /metrics are not
+        counted."""
+        text = requests.get(self.url + "/metrics", timeout=30).text
+        found: Counter[str] = Counter()
+        for labels, n in re.findall(r"^towerd_requests_total\{(.*)\} (\S+)$", text, re.MULTILINE):
+            values = dict(re.findall(r'(\w+)="(.*?)"', labels))
+            if values["route"] not in ("/health", "/metrics"):
+                found[values["status"]] += int(float(n))
+        return found
 
     @contextmanager
     def stored(self) -> Iterator[Store]:

@@ -51,6 +51,9 @@ async def account(request: web.Request, handler: Handler) -> web.StreamResponse:
         if status >= 400:
             log_refused(request, status)
         return response
+    except web.HTTPRedirection as redirection:
+        status = redirection.status
+        raise
     finally:
         resource = request.match_info.route.resource
         route = resource.canonical if resource is not None else "unknown"

@@ -30,7 +30,7 @@ from towerd.engine.base import Finish, Reuse
 from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.engine.llama_server.slots.slot_lease import SlotLease
 from towerd.engine.llama_server.slots.unpinned_request import UnpinnedRequest
-from towerd.errors import TowerdError, Unavailable
+from towerd.errors import InvalidRequest, TowerdError, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +101,8 @@ class Exchange:
             self.unpinned.launched()
         if self.lease is not None:
             await self.lease.launched()
+        if self._reply.status >= 500:
+            await self._refuse()
         if self._reply.status != 200 or self.lease is None:
             response = await copy(self._request, self._reply)
             if response.status == 200:  # in slots of llama-server's choice: it does not say more
@@ -111,6 +113,15 @@ class Exchange:
         if self._reply.content_type == EVENT_STREAM:
             return await self._stream(self._reply)
         return await self._whole(self._reply)
+
+    async def _refuse(self) -> None:
+        """Raises InvalidRequest if the request failed because it has no prompt: a client would ask
+        again after llama-server's 500."""
+        if self.learning is not None:
+            await asyncio.wait((self.learning,))
+            error = None if self.learning.cancelled() else self.learning.exception()
+            if isinstance(error, InvalidRequest):
+                raise error
 
     async def _learn(self) -> None:
         """Wait until the prompt's tokens are known. Without them the turn is not recorded."""

@@ -48,6 +48,10 @@ class UpstreamGone(Unavailable):
     """llama-server does not answer: it died, restarts, or is not there."""
 
 
+class UpstreamError(TowerdError):
+    """llama-server answered with 500, or another status that has no error of its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class SlotAction:
     """What a save or restore did."""
@@ -145,12 +149,15 @@ class UpstreamClient:
         return str(reply["content"])
 
     async def apply_template(self, body: Mapping[str, Any]) -> str:
-        """A chat request body to the prompt text."""
-        return str((await self.post_big("/apply-template", body))["prompt"])
+        """A chat request body to the prompt text. Raises InvalidRequest if it has none."""
+        with _of_the_request():
+            return str((await self.post_big("/apply-template", body))["prompt"])
 
     async def text_of_chat(self, data: bytes | bytearray) -> str:
-        """A chat request, as its client wrote it, to the prompt text."""
-        return str((await self.post_bytes("/apply-template", data))["prompt"])
+        """A chat request, as its client wrote it, to the prompt text. Raises InvalidRequest if it
+        has none."""
+        with _of_the_request():
+            return str((await self.post_bytes("/apply-template", data))["prompt"])
 
     async def evaluate(self, ids: Ids, slot: int) -> int:
         """Bring the slot to hold exactly `ids`, generating nothing; returns how many of them
@@ -214,6 +221,16 @@ async def _json(path: str, data: bytes) -> Any:
         raise TowerdError(f"{path} of the upstream did not answer JSON.") from error
 
 
+@contextmanager
+def _of_the_request() -> Iterator[None]:
+    """A prompt depends on the request alone: it fails in the same way every time, though
+    llama-server says 500, for which clients ask again."""
+    try:
+        yield
+    except UpstreamError as error:
+        raise InvalidRequest(error.message) from error
+
+
 def _error(status: int, body: bytes) -> TowerdError:
     """The upstream's error as ours, with its own words."""
     message = f"llama-server answered {status}"
@@ -226,6 +243,6 @@ def _error(status: int, body: bytes) -> TowerdError:
             return ContextExceeded(message, **extra)
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
-    made = _BY_STATUS.get(status, TowerdError)(message)
+    made = _BY_STATUS.get(status, UpstreamError)(message)
     made.status = status
     return made
