@@ -12,41 +12,45 @@ WORK=$(mktemp -d "${TMPDIR:-/tmp}/first-hour.XXXXXX")
 DAEMON=
 
 finish() {
-  [ -z "$DAEMON" ] || kill "$DAEMON" 2>/dev/null || true
+  [ -z "$DAEMON" ] || stop
   rm -rf "$WORK"
 }
 trap finish EXIT
 die() { printf 'first_hour: %s\n' "$*" >&2; cat "$WORK"/*.log >&2 2>/dev/null || true; exit 1; }
 
 # Nothing of this machine's user: no settings, no models, no compiler.
-clean() { env -i HOME="$WORK/home" PATH="$WORK/venv/bin" LANG=C.UTF-8 TMPDIR="$WORK" "$@"; }
+CLEAN=(env -i "HOME=$WORK/home" "PATH=$WORK/venv/bin" LANG=C.UTF-8 "TMPDIR=$WORK")
+
+now() { "$BASE" -c 'import time; print(time.time())'; }
 
 # $1: what; the rest: a command, whose seconds are printed.
 timed() {
-  local what=$1 started=$EPOCHREALTIME
+  local what=$1 started
+  started=$(now)
   shift
   "$@" || die "$what failed"
-  "$BASE" -c "print(f'  {$EPOCHREALTIME - $started:7.2f} s  $what')"
+  "$BASE" -c "print(f'  {$(now) - $started:7.2f} s  $what')"
 }
 
 install() {
   "$BASE" -m venv "$WORK/venv"
-  # Not `clean`: pip keeps its index and its cache. A package without a wheel is an error, not a compilation.
+  # Not CLEAN: pip keeps its index and its cache. A package without a wheel is an error, not a compilation.
   "$WORK/venv/bin/pip" install --quiet --disable-pip-version-check --only-binary :all: "$WHEEL" 2>"$WORK/pip.log"
 }
 
 examine() {
-  clean towerctl doctor --store-dir "$WORK/store" --socket "$WORK/s.sock" >"$WORK/doctor.log" &&
+  "${CLEAN[@]}" towerctl doctor --store-dir "$WORK/store" --socket "$WORK/s.sock" >"$WORK/doctor.log" &&
     grep -q 'native kernels' "$WORK/doctor.log"
 }
 
 start() {
   : >"$WORK/towerd.log"
-  clean towerd serve ${MODEL:+-m "$MODEL"} --port 0 --store-dir "$WORK/store" --socket "$WORK/s.sock" \
+  "${CLEAN[@]}" towerd serve ${MODEL:+-m "$MODEL"} --port 0 --store-dir "$WORK/store" --socket "$WORK/s.sock" \
     </dev/null >"$WORK/towerd.log" 2>&1 &
   DAEMON=$!
   for _ in $(seq 600); do
-    URL=$(grep -oE 'http://[0-9.]+:[0-9]+' "$WORK/towerd.log" | head -n 1) && return
+    URL=$(grep -oE -m1 'http://[0-9.]+:[0-9]+' "$WORK/towerd.log") &&
+      "$CURL" --silent --fail --output /dev/null "$URL/health" && return
     kill -0 "$DAEMON" 2>/dev/null || return 1
     sleep 0.1
   done
@@ -66,15 +70,21 @@ chat() {
 }
 
 # $1: live, hot, warm, cold or prefill: tokens of the last prompt.
-reused() { sed -nE "s/^X-Towerd-Reuse:.*\\b$1=([0-9]+).*/\\1/ip" "$WORK/headers" | tr -d '\r'; }
+reused() {
+  "$BASE" -c 'import re, sys; print(re.search(rf"(?im)^x-towerd-reuse:.*\b{sys.argv[1]}=(\d+)", open(sys.argv[2]).read())[1])' \
+    "$1" "$WORK/headers"
+}
 
-# $1: a field of the first choice's message, as JSON.
-said() { clean python -c 'import json, sys; print(json.dumps(json.load(open(sys.argv[1]))["choices"][0]["message"]["content"]))' "$WORK/answer.json"; }
+# The text of the answer, as JSON.
+said() {
+  "$BASE" -c 'import json, sys; print(json.dumps(json.load(open(sys.argv[1]))["choices"][0]["message"]["content"]))' \
+    "$WORK/answer.json"
+}
 
 mkdir "$WORK/home"
 STORY='Once upon a time there was a little girl named Lily. She loved to play outside with her dog. '
 FIRST="{\"role\": \"system\", \"content\": \"$STORY$STORY$STORY$STORY\"}, {\"role\": \"user\", \"content\": \"What did Lily find?\"}"
-BEGAN=$EPOCHREALTIME
+BEGAN=$(now)
 
 timed 'install the wheel and what it needs' install
 timed 'towerctl doctor' examine
@@ -90,6 +100,6 @@ printf '  of the prompt %d tokens came from the store, %d were evaluated\n' "$st
 stop
 
 "$BASE" -c "
-total = $EPOCHREALTIME - $BEGAN
+total = $(now) - $BEGAN
 print(f'  {total:7.2f} s  in all; at most $SECONDS_MAX')
 raise SystemExit(total > $SECONDS_MAX)"
