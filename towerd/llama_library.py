@@ -67,10 +67,14 @@ def _libraries_in(folder: Path) -> Iterator[None]:
 
 
 def _load_backends(module: ModuleType, folder: Path) -> None:
-    """Load the best of the CPU libraries in `folder` that runs here, and those of GPUs."""
+    """Load the best of the CPU libraries in `folder` that runs here, and those of GPUs, without the
+    line that ggml prints for each."""
     load = module._lib.ggml_backend_load_all_from_path
     load.argtypes, load.restype = [ctypes.c_char_p], None
+    quiet = module.llama_log_callback(lambda *_: None)
+    module.llama_log_set(quiet, None)
     load(str(folder).encode())
+    module.llama_log_set(module.llama_log_callback(0), None)
 
 
 if not TYPE_CHECKING:
