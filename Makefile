@@ -3,13 +3,14 @@
 #   make test ARGS="-k config"
 #   make bench NAME=switch ARGS="--quick"
 #   make soak
+#   make first-hour
 SHELL := /bin/bash
 BIN := .venv/bin
 ARGS ?=
 NAME ?= resume
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve ui models test test-all lint bench docs conformance agents soak fuzz clean
+.PHONY: help setup serve ui models test test-all lint bench docs conformance agents soak fuzz wheel first-hour clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -58,6 +59,12 @@ fuzz: setup ## New examples for every property, then the C++ code under sanitize
 	$(BIN)/pytest -m hypothesis --hypothesis-profile=explore $(ARGS)
 	$(MAKE) -C tests/kernels/fuzz run SECONDS=$(or $(FUZZ_SECONDS),600)
 	$(MAKE) -C tests/wire/fuzz run SECONDS=$(or $(FUZZ_SECONDS),600)
+
+wheel: setup ## Build the wheel for this system and Python into dist/, with a llama.cpp for all CPUs in it (20 minutes on two cores)
+	@deploy/wheel.sh $(BIN)/python dist
+
+first-hour: wheel ## Install that wheel where no compiler is, chat, stop, start again and go on with the chat, timed
+	@PYTHON=$(BIN)/python tests/first_hour.sh dist/towerd-*.whl $(ARGS)
 
 clean: ## Remove build outputs and caches, but not .venv
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

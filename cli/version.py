@@ -11,13 +11,13 @@ def version(as_json: bool) -> None:
     """Print the versions of towerd and of what its stored state depends on."""
     import json
     import platform
-    from importlib.metadata import version as installed
 
     from towerd import __version__
+    from towerd.llama_build import installed_version
 
     found = {
         "towerd": __version__,
-        "llama_cpp_python": installed("llama-cpp-python"),
+        "llama_cpp_python": installed_version(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
     }

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 VENV=$PWD/.venv
 PY=$VENV/bin/python
 STAMPS=$VENV/.towerd
-LLAMA_VERSION=$(sed -n 's/^ *"llama-cpp-python==\([0-9.]*\)".*/\1/p' pyproject.toml)
+LLAMA_VERSION=$(sed -n 's/^VERSION = "\([0-9.]*\)".*/\1/p' towerd/llama_build.py)
 LOG=$VENV/llama-build.log
 SOURCE=$VENV/src/llama.cpp
 
@@ -63,7 +63,12 @@ llama_cmake_args() {
     # Without it GCC 12 and older miscompile llama.cpp on CPUs with AMX; see the header.
     args+=" '-DCMAKE_CXX_FLAGS=-include \"$PWD/deploy/llama.cpp/gcc_amx.h\"'"
   fi
-  printf '%s' "$args"
+  printf '%s' "$args$(cat "$STAMPS/cmake-args" 2>/dev/null)"
+}
+
+# TOWERD_CMAKE_ARGS="-DGGML_CUDA=ON" is remembered, so that the next `make serve` does not compile again without it.
+remember_cmake_args() {
+  [ -z "${TOWERD_CMAKE_ARGS+given}" ] || printf '%s' "${TOWERD_CMAKE_ARGS:+ $TOWERD_CMAKE_ARGS}" >"$STAMPS/cmake-args"
 }
 
 # Turns ninja's "[12/268] ..." lines into one line that moves, or into a line per 10 % in a log.
@@ -204,6 +209,7 @@ fetch_model() {
 }
 
 make_venv
+remember_cmake_args
 need_tools
 install_llama
 fetch_source

@@ -1,8 +1,9 @@
 """The kernels that the rest of towerd calls: C++ for this machine's instruction set, else numpy.
 
 `TOWERD_KERNELS` forces one: `reference` (numpy), `generic`, `avx2`, `avx512` or `neon` (C++), or
-`metal` (an Apple GPU for `rope_shift` and `hadamard`, C++ for the rest). It is read at every call,
-so tests can change it; a choice that this machine cannot run is a ValueError, never a fallback.
+`metal` (an Apple GPU for `rope_shift`, C++ for the rest). It is read at every call, so tests can
+change it; a choice that this machine cannot run is a ValueError, never a fallback. `metal` is taken
+only if it is forced: nobody has measured yet on which Macs it beats the CPU.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ CHOICES = ("reference", "generic", "avx2", "avx512", "neon", "metal")
 log = logging.getLogger(__name__)
 
 
-class _RowKernels(Protocol):
+class _RopeKernel(Protocol):
     def rope_shift(
         self,
         src: Bytes,
@@ -56,10 +57,10 @@ class _RowKernels(Protocol):
         hadamard_block: int,
         n_threads: int = 1,
     ) -> None: ...
+
+
+class _Kernels(_RopeKernel, Protocol):
     def hadamard(self, src: Floats, out: Floats, block: int, n_threads: int = 1) -> None: ...
-
-
-class _Kernels(_RowKernels, Protocol):
     def copy_planes(self, dst: Any, jobs: Sequence[Job], n_threads: int = 1) -> None: ...
     def gather_rows(self, src: Bytes, index: Index, out: Bytes, n_threads: int = 1) -> None: ...
     def transpose(self, src: Bytes, out: Bytes, element_bytes: int, n_threads: int = 1) -> None: ...
@@ -85,7 +86,7 @@ def available() -> tuple[str, ...]:
     """The valid values of TOWERD_KERNELS on this machine, best first; `reference` is last."""
     built = native()
     names = tuple(built.available()) if built else ()
-    return (*(("metal",) if built and _metal() else ()), *names, "reference")
+    return (*(("metal",) if _metal_missing() is None else ()), *names, "reference")
 
 
 def name() -> str:
@@ -105,23 +106,29 @@ def native() -> Any:
         return None
 
 
-@functools.cache
-def _metal() -> ModuleType | None:
+def _metal_missing() -> str | None:
+    """What `metal` lacks on this machine, as the end of a sentence; None if it can run."""
+    if native() is None:
+        return "needs the C++ kernels, which are not built"
     try:
-        module = importlib.import_module("towerd.kernels.mlx.kernels")
+        is_available = _metal().available()
     except ImportError:
-        return None
-    return module if module.available() else None
+        return "needs mlx, which is not installed (on Apple Silicon: pip install 'towerd[mlx]')"
+    return None if is_available else "needs an Apple GPU, and MLX has none here"
+
+
+def _metal() -> ModuleType:
+    return importlib.import_module("towerd.kernels.mlx.kernels")
 
 
 @functools.cache
-def _load(choice: str) -> tuple[str, _Kernels, _RowKernels]:
-    """(name, kernels, row kernels: those of the GPU if `metal` is chosen)."""
+def _load(choice: str) -> tuple[str, _Kernels, _RopeKernel]:
+    """(name, kernels, what has rope_shift: the GPU's if `metal` is chosen)."""
     if choice and choice not in CHOICES:
         raise ValueError(f"{ENV}={choice}: expected one of {', '.join(CHOICES)}")
     built = native()
-    if choice == "metal" and (built is None or _metal() is None):
-        raise ValueError(f"{ENV}=metal: needs an Apple GPU, mlx and the built C++ kernels")
+    if choice == "metal" and (missing := _metal_missing()) is not None:
+        raise ValueError(f"{ENV}=metal: {missing}")
     if choice == "reference" or (built is None and not choice):
         reference = cast(_Kernels, importlib.import_module("towerd.kernels.reference"))
         return "reference", reference, reference
@@ -132,7 +139,7 @@ def _load(choice: str) -> tuple[str, _Kernels, _RowKernels]:
         raise ValueError(f"{ENV}={choice}: not on this machine, which has {found}")
     kernels = cast(_Kernels, built.Kernels(best))
     if choice == "metal":
-        return choice, kernels, cast(_RowKernels, _metal())
+        return choice, kernels, cast(_RopeKernel, _metal())
     return best, kernels, kernels
 
 
@@ -140,7 +147,7 @@ def _kernels() -> _Kernels:
     return _load(os.environ.get(ENV, ""))[1]
 
 
-def _row_kernels() -> _RowKernels:
+def _rope_kernel() -> _RopeKernel:
     return _load(os.environ.get(ENV, ""))[2]
 
 
@@ -187,12 +194,12 @@ def rope_shift(
 ) -> None:
     """Rotate K rows by a position delta; see `reference.rope.rope_shift`."""
     rotation = (cos, sin, row_table, head_dim, n_rot, first, neox, hadamard_block)
-    _row_kernels().rope_shift(src, out, format, *rotation, n_threads)
+    _rope_kernel().rope_shift(src, out, format, *rotation, n_threads)
 
 
 def hadamard(src: Floats, out: Floats, block: int, n_threads: int = THREADS) -> None:
     """Walsh-Hadamard transform of runs of `block`; see `reference.hadamard.hadamard`."""
-    _row_kernels().hadamard(src, out, block, n_threads)
+    _kernels().hadamard(src, out, block, n_threads)
 
 
 def attention_mass(

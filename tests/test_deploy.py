@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import configparser
+import hashlib
 import json
 import plistlib
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import yaml
 from daemon import clean_env
 
 from towerd.api.http.metrics import Metrics
 from towerd.settings.config import settings
 from towerd.settings.sources import ENV_OTHER, ENV_PREFIX
 
-DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
+ROOT = Path(__file__).resolve().parent.parent
+DEPLOY = ROOT / "deploy"
 
 
 def test_dashboard_asks_for_metrics_that_exist() -> None:
@@ -49,18 +53,66 @@ def test_systemd_unit() -> None:
     assert unit["Service"]["ProtectSystem"] == "strict"
 
 
-@pytest.mark.parametrize("name", ["Containerfile", "README.md", "setup.sh", "../README.md"])
+@pytest.mark.parametrize(
+    "name",
+    ["Containerfile", "README.md", "setup.sh", "llama.cpp/build.sh", "wheel.sh", "../README.md"],
+)
 def test_variables_that_are_named_exist(name: str) -> None:
     known = {ENV_PREFIX + setting.upper() for setting in settings()} | set(ENV_OTHER)
     named = set(re.findall(r"\bTOWERD_[A-Z_]+[A-Z]", (DEPLOY / name).read_text()))
     assert named <= known
 
 
-@pytest.mark.parametrize("script", ["deploy/setup.sh", ".ci/run"])
-def test_scripts_parse(script: str) -> None:
-    path = DEPLOY.parent / script
-    assert path.stat().st_mode & 0o111
-    subprocess.run(["bash", "-n", str(path)], check=True, timeout=20)
+SCRIPTS = [*DEPLOY.rglob("*.sh"), ROOT / ".ci" / "run", ROOT / "tests" / "first_hour.sh"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_parse(script: Path) -> None:
+    assert script.stat().st_mode & 0o111
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=20)
+
+
+def test_workflows_run_scripts_that_exist() -> None:
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        jobs = yaml.safe_load(path.read_text())["jobs"]
+        runs = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+        named = re.findall(r"(?:deploy|tests|\.ci)/[\w./]+", " ".join(runs))
+        assert named
+        assert [name for name in named if not (ROOT / name).exists()] == []
+        assert {need for job in jobs.values() for need in listed(job.get("needs"))} <= jobs.keys()
+
+
+def listed(value: str | list[str] | None) -> list[str]:
+    """What a workflow may write as one name or as several."""
+    return [value] if isinstance(value, str) else value or []
+
+
+def test_one_place_names_llama_cpp() -> None:
+    """The scripts read the version from the line that Python runs, and the set-up installed it."""
+    line = r's/^VERSION = "\([0-9.]*\)".*/\1/p'
+    for script in ("setup.sh", "llama.cpp/fetch_source.sh"):
+        assert line in (DEPLOY / script).read_text()
+    done = subprocess.run(
+        ["sed", "-n", line, str(ROOT / "towerd" / "llama_build.py")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == version("llama-cpp-python").partition("+")[0]
+
+
+def test_formula_names_the_release(tmp_path: Path) -> None:
+    sdist = tmp_path / "towerd-1.2.3.tar.gz"
+    sdist.write_bytes(b"abc")
+    formula = subprocess.run(
+        [str(DEPLOY / "homebrew" / "formula.sh"), str(sdist)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert f'sha256 "{hashlib.sha256(b"abc").hexdigest()}"' in formula
+    assert "/t/towerd/towerd-1.2.3.tar.gz" in formula
+    assert '"towerd==1.2.3"' in formula
 
 
 def test_setup_goes_without_the_model(tmp_path: Path) -> None:

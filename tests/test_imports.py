@@ -26,6 +26,7 @@ LAYERS = (
     {"codec"},
     {"media_ids", "models", "policy", "retention", "slots", "wire"},
     {"drift", "errors", "kernels", "llama_library", "log", "system", "tokens"},
+    {"llama_build"},
 )  # fmt: skip
 """Folders and modules of the package, the top floor first; each imports lower floors alone."""
 BELOW_ENGINE = {"engine.base", "engine.gguf_keys", "engine.model_file", "engine.rope"}

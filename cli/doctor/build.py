@@ -8,16 +8,15 @@ import re
 import subprocess
 import tempfile
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-from towerd import __version__
+from towerd import __version__, llama_build
 from towerd.cli.doctor.check import Check, Finding, fail, ok, warn
 from towerd.errors import ConfigError, TowerdError
 from towerd.settings.config import Config
 
-LLAMA = "llama-cpp-python"
-SETUP = "Run make setup."
+LLAMA = llama_build.DISTRIBUTION
+SETUP = "Run make setup; if you have a wheel, install it again."
 SERVER_TIMEOUT_S = 30
 
 
@@ -28,24 +27,12 @@ def versions(config: Config) -> Finding:
 
 def llama_cpp(config: Config) -> Finding:
     """The llama.cpp in use, which must be the one whose state format towerd knows."""
-    try:
-        installed = version(LLAMA)
-    except PackageNotFoundError:
+    installed, wanted = llama_build.installed_version(), llama_build.VERSION
+    if installed is None:
         return fail(f"{LLAMA} is not installed", SETUP)
-    wanted = pinned_llama()
-    if wanted is not None and installed.partition("+")[0] != wanted:
+    if installed != wanted:
         return fail(f"{LLAMA} {installed}, but towerd needs {wanted}", SETUP)
-    return ok(f"{LLAMA} {installed}")
-
-
-def pinned_llama() -> str | None:
-    """The version that this towerd requires; None if its metadata does not say."""
-    try:
-        needs = requires("towerd") or []
-    except PackageNotFoundError:
-        return None
-    found = [re.match(rf"{LLAMA}\s*==\s*([\w.]+)", need) for need in needs]
-    return next((match[1] for match in found if match), None)
+    return ok(f"{LLAMA} {installed}" + (", in towerd" if llama_build.is_carried() else ""))
 
 
 def llama_server(config: Config) -> Finding:

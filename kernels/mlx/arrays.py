@@ -1,8 +1,7 @@
-"""Rows of K and V on MLX arrays: Metal kernels on Apple GPUs, plain MLX operations elsewhere.
+"""Rows of K on MLX arrays: a Metal kernel on Apple GPUs, plain MLX operations elsewhere.
 
-All three are lazy, as MLX is: arguments are checked at the call, work happens when the result is
-evaluated. Rows are uint8 as everywhere in towerd, one row per position; `format` is a name of
-`formats.py`. Every function raises ValueError with the argument's name first.
+MLX is lazy: arguments are checked at the call, work happens when the result is evaluated. Rows are
+uint8 as everywhere in towerd, one row per position; `format` is a name of `formats.py`.
 
 MLX rounds as the numpy reference does on its CPU backend; an Apple GPU flushes denormal floats to
 zero, and is compiled with safe math and without contraction so that it otherwise rounds alike.
@@ -21,8 +20,6 @@ from towerd.kernels.mlx import ops as mlx_ops
 from towerd.kernels.reference import checks as checks
 from towerd.kernels.reference.checks import Lines
 
-DTYPES = (mx.float16, mx.float32)
-
 
 def has_apple_gpu() -> bool:
     """Whether Metal kernels run here and by default: an Apple GPU, not switched off for MLX."""
@@ -38,37 +35,6 @@ def share(memory: npt.NDArray[Any]) -> mx.array:
     copies: `numpy.asarray(array)` is a view of MLX's memory (except bfloat16, which numpy
     lacks)."""
     return mx.asarray(memory)
-
-
-def hadamard(x: mx.array, block: int) -> mx.array:
-    """Each run of `block` numbers times the Walsh-Hadamard matrix / sqrt(block): its own inverse.
-
-    x: float32[n, d]; block: a power of two, 32 to 512, that divides d. Returns float32[n, d].
-    llama.cpp rotates quantized caches this way (llama-kv-cache.cpp, ggml_gen_hadamard)."""
-    _check_array(x, "x", mx.float32)
-    checks.check_block(block, "block")
-    if x.shape[1] % block:
-        raise ValueError(f"block: {block} does not divide rows of {x.shape[1]}")
-    if x.size == 0:
-        return x
-    return mlx_metal.hadamard(x, block) if has_apple_gpu() else mlx_ops.hadamard(x, block)
-
-
-def dequantize(src: mx.array, format: str, dtype: mx.Dtype) -> mx.array:
-    """Rows of any format as numbers; the rotation of Hadamard formats ("q4h") is undone.
-
-    src: uint8[n, row_bytes]; dtype: float16 or float32. Returns dtype[n, d]. The rotation
-    that llama.cpp gives a quantized cache is not part of the format: `hadamard` undoes it."""
-    _check_array(src, "src", mx.uint8)
-    row = checks.check_format(format, "format")
-    n_elements = checks.elements_of(row, src.shape[1], "src")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype: expected float16 or float32, found {dtype}")
-    if src.size == 0:
-        return mx.zeros((0, n_elements), dtype)
-    if has_apple_gpu() and row.is_quantized:
-        return mlx_metal.dequantize(src, row, dtype)
-    return mlx_ops.dequantize(src, row, dtype)
 
 
 def rope_shift(
@@ -87,7 +53,7 @@ def rope_shift(
 
     src: uint8[n, row_bytes], whose scales are finite; returns the same shape
     cos, sin: float32[k, n_rot / 2], finite; row_table: int32[n] in numpy, because it is checked
-    All other arguments: see `reference.rope_shift`."""
+    All other arguments: see `reference.rope_shift`. ValueError with an argument's name first."""
     _check_array(src, "src", mx.uint8)
     row = checks.check_format(format, "format")
     if not row.is_cache_type:

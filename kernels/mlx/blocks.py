@@ -1,7 +1,6 @@
 """The block formats in plain MLX operations: 32 numbers to bytes and back.
 
-Decoding covers every quantized format of `formats.py`, encoding those that a llama.cpp cache
-writes. Both round as the numpy reference does, operation by operation.
+Those that a llama.cpp cache has. All round as the numpy reference does, operation by operation.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ LEVELS = [float(level) for level in IQ4_NL]
 
 
 def block_code(format: Format) -> BlockCode:
-    """The code of a quantized format, which its Hadamard variant shares."""
-    return CODES[format.codec]
+    """The code of a quantized cache type."""
+    return CODES[format.name]
 
 
 def decode_blocks(blocks: mx.array, code: BlockCode) -> mx.array:
@@ -54,9 +53,6 @@ def _unpack(body: mx.array, bits: int) -> mx.array:
     codes = mx.concatenate([nibbles & 15, nibbles >> 4], axis=1)
     if bits == 5:
         high = body[:, :4, None] >> mx.arange(8, dtype=mx.uint8) & 1
-        codes = codes | high.reshape(-1, BLOCK) << 4
-    if bits == 6:
-        high = body[:, None, :8] >> mx.arange(0, 8, 2, dtype=mx.uint8)[:, None] & 3
         codes = codes | high.reshape(-1, BLOCK) << 4
     return codes
 

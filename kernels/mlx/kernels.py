@@ -1,6 +1,6 @@
-"""The kernels that TOWERD_KERNELS=metal runs on an Apple GPU: numpy memory in, numpy memory out.
+"""The kernel that TOWERD_KERNELS=metal runs on an Apple GPU: numpy memory in, numpy memory out.
 
-Same signatures and checks as the `reference` package. Input that starts on a page is read in place,
+Same signature and checks as the `reference` package. Input that starts on a page is read in place,
 other input is copied once (`mlx.arrays.share`); the result is copied once into `out`, because MLX
 allocates the memory that its kernels write. `n_threads` is only checked.
 """
@@ -12,7 +12,6 @@ import numpy as np
 from towerd.kernels.mlx import arrays as mlx_arrays
 from towerd.kernels.mlx.blocks import block_code
 from towerd.kernels.reference.checks import Bytes, Floats, Lines
-from towerd.kernels.reference.hadamard import checked_hadamard
 from towerd.kernels.reference.rope import RopeShift, checked_rope_shift
 
 F16_EXPONENT = 0x7C00
@@ -22,12 +21,6 @@ F16_EXPONENT = 0x7C00
 def available() -> bool:
     """Whether MLX has an Apple GPU to run Metal kernels on."""
     return mlx_arrays.has_apple_gpu()
-
-
-def hadamard(src: Floats, out: Floats, block: int, n_threads: int = 1) -> None:
-    """See `reference.hadamard`."""
-    source, target = checked_hadamard(src, out, block, n_threads)
-    target[:] = np.asarray(mlx_arrays.hadamard(mlx_arrays.share(source), block))
 
 
 def rope_shift(

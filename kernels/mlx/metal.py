@@ -1,4 +1,4 @@
-"""Rows of K and V in Metal kernels, for Apple GPUs.
+"""Rows of K in Metal kernels, for Apple GPUs.
 
 The source of the kernels is in `shaders/`: one body per operation, which MLX compiles for the
 template arguments given here, and shared headers. Shapes and meaning: `mlx.arrays`.
@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parent / "shaders"
 THREADS = 256
 """Threads of a threadgroup: kThreads of common.metal."""
 TILE = 1024
-"""Elements per threadgroup of the kernels without heads: kTile of common.metal."""
+"""About as many elements of a row as give a threadgroup enough to do."""
 TILE_MAX = 8192
 """Floats in the 32 KiB of memory that every Apple GPU gives a threadgroup."""
 RAW = {"f32": mx.uint32, "f16": mx.uint16, "bf16": mx.uint16}
@@ -39,24 +39,6 @@ def kernel(name: str, inputs: tuple[str, ...], output: str, headers: tuple[str, 
         source=(FOLDER / f"{name}.metal").read_text(),
         header="".join((FOLDER / f"{header}.metal").read_text() for header in headers),
     )
-
-
-def hadamard(x: mx.array, block: int) -> mx.array:
-    """See `mlx.arrays.hadamard`."""
-    run = kernel("hadamard", ("x", "n"), "y", ("common",))
-    return _run_tiles(run, [x], [("BLOCK", block)], x.shape, mx.float32)
-
-
-def dequantize(src: mx.array, format: Format, dtype: mx.Dtype) -> mx.array:
-    """See `mlx.arrays.dequantize`; `format` is quantized."""
-    run = kernel("dequantize", ("src", "n"), "out", ("common",))
-    n_elements = format.n_elements(src.shape[1])
-    template = [
-        ("T", dtype),
-        *_code(format),
-        ("HADAMARD", format.hadamard_block(n_elements)),
-    ]
-    return _run_tiles(run, [src], template, (src.shape[0], n_elements), dtype)
 
 
 def rope_shift(
@@ -125,19 +107,6 @@ def _code(format: Format) -> list[tuple[str, Any]]:
         ("TABLE", code.table is not None),
         ("BLOCK_BYTES", format.block_bytes),
     ]
-
-
-def _run_tiles(
-    run: Any,
-    inputs: list[mx.array],
-    template: list[tuple[str, Any]],
-    shape: Sequence[int],
-    dtype: mx.Dtype,
-) -> mx.array:
-    n = math.prod(shape)
-    grid = ((n + TILE - 1) // TILE * THREADS, 1, 1)
-    inputs = [*inputs, mx.array(n, mx.uint64)]
-    return _run(run, inputs, template, grid, (THREADS, 1, 1), shape, dtype)
 
 
 def _run(

@@ -1,4 +1,4 @@
-"""Rows of K and V in plain MLX operations, for machines where MLX has no Metal.
+"""Rows of K in plain MLX operations, for machines where MLX has no Metal.
 
 Shapes and meaning: `mlx.arrays`, which checks all arguments and chooses between this module and
 `mlx.metal`.
@@ -18,19 +18,11 @@ ELEMENT_TYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 
 
 def hadamard(x: mx.array, block: int) -> mx.array:
-    """See `mlx.arrays.hadamard`. Scaled first, as all kernels do, so that results round alike."""
+    """float32[n, d]: each run of `block` numbers times the Walsh-Hadamard matrix / sqrt(block), its
+    own inverse. Scaled first, as all kernels do, so that results round alike."""
     scale = float(np.float32(1.0) / np.sqrt(np.float32(block)))
     runs = (x * scale).reshape(-1, block)
     return mx.hadamard_transform(runs, scale=1.0).reshape(x.shape)
-
-
-def dequantize(src: mx.array, format: Format, dtype: mx.Dtype) -> mx.array:
-    """See `mlx.arrays.dequantize`."""
-    if not format.is_quantized:
-        return src.view(ELEMENT_TYPES[format.name]).astype(dtype)
-    values = _decode(src, format)
-    block = format.hadamard_block(values.shape[1])
-    return (hadamard(values, block) if block else values).astype(dtype)
 
 
 def rope_shift(

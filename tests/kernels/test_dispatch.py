@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -41,11 +44,30 @@ def test_choice_of_another_machine_is_an_error(monkeypatch: pytest.MonkeyPatch, 
     if value in dispatch.available():
         assert dispatch.name() == value
         return
-    with pytest.raises(ValueError, match=f"TOWERD_KERNELS={value}: (not on this|needs an Apple)"):
+    with pytest.raises(ValueError, match=f"TOWERD_KERNELS={value}: (not on this|needs )"):
         dispatch.name()
     if value != "metal":
         with pytest.raises(ValueError, match=f"name: no kernels called {value}"):
             _native.Kernels(value)
+
+
+def test_metal_without_mlx_says_how_to_get_it() -> None:
+    """MLX is an extra: the default is C++ whether it is there or not."""
+    program = "import sys; sys.modules['mlx'] = None\n"
+    program += "from towerd.kernels import dispatch; print(dispatch.name())"
+
+    def run(choice: str) -> subprocess.CompletedProcess[str]:
+        env = os.environ | {"TOWERD_KERNELS": choice}
+        return subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
+        )
+
+    assert run("").stdout.strip() == _native.available()[0]
+    said = run("metal").stderr.splitlines()[-1]
+    assert said == (
+        "ValueError: TOWERD_KERNELS=metal: needs mlx, which is not installed "
+        "(on Apple Silicon: pip install 'towerd[mlx]')"
+    )
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="Linux tells what a CPU can do")

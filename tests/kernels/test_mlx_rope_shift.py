@@ -1,8 +1,13 @@
-"""RoPE shift in MLX, against the numpy reference; `backend` is that of test_mlx_kernels.py."""
+"""RoPE shift in MLX against the numpy reference, and arrays that MLX shares.
+
+`ops` are plain MLX operations on whatever MLX has here. `metal` is the Metal text: on an Apple GPU,
+elsewhere compiled by the C++ compiler (metal_on_cpu.py); both go through the public functions.
+"""
 
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -10,7 +15,7 @@ import pytest
 
 from towerd.kernels import reference
 from towerd.kernels.formats import BY_NAME, CACHE_FORMATS, Format
-from towerd.kernels.reference.blocks import IQ4_NL
+from towerd.kernels.reference.blocks import IQ4_NL, IQ4_NL_LEAST
 from towerd.kernels.reference.checks import Bytes, Floats, Lines
 
 mx: Any = pytest.importorskip("mlx.core")
@@ -18,7 +23,15 @@ arrays: Any = pytest.importorskip("towerd.kernels.mlx.arrays")
 metal: Any = pytest.importorskip("towerd.kernels.mlx.metal")
 mlx_kernels: Any = pytest.importorskip("towerd.kernels.mlx.kernels")
 
-from mlx_rows import GEOMETRIES, Heads, check_rows, ones, rows_of, table_of  # noqa: E402  # MLX
+from mlx_rows import (  # noqa: E402  # needs MLX
+    GEOMETRIES,
+    HAS_GPU,
+    Heads,
+    check_rows,
+    ones,
+    rows_of,
+    table_of,
+)
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
@@ -149,6 +162,27 @@ def test_adapters(backend: str) -> None:
     assert not got[:, tight.shape[1] :].any()
 
 
+def test_many_threads(backend: str) -> None:
+    """Workers call the kernel at the same time; MLX has a stream for each."""
+    if backend == "metal" and not HAS_GPU:
+        pytest.skip("the stand-in runs one kernel at a time")
+    heads, row = GEOMETRIES["llama"], BY_NAME["q8_0"]
+    rows = rows_of(row, 8, heads.n * heads.head_dim)
+    cos, sin = table_of(heads.n_rot, 1)
+    where = (heads.head_dim, heads.n_rot, heads.first, heads.neox, heads.hadamard_block)
+    want = np.empty_like(rows)
+    reference.rope_shift(rows, want, row.name, cos, sin, None, *where)
+
+    def shift(_: int) -> Bytes:
+        out = np.empty_like(rows)
+        mlx_kernels.rope_shift(rows, out, row.name, cos, sin, None, *where)
+        return out
+
+    with ThreadPoolExecutor(4) as pool:
+        for out in pool.map(shift, range(16)):
+            check_rows(row, out, want)
+
+
 BAD_SHIFTS: dict[str, dict[str, Any]] = {
     "src": {"src": np.zeros((2, 33), np.uint8)},
     "out": {"out": np.zeros((2, 34), np.uint8)},
@@ -239,3 +273,38 @@ def test_arrays_to_shift_refuse_bad_input() -> None:
             shift(src=value)
     with pytest.raises(ValueError, match="^sin: "):
         shift(sin=mx.zeros((2, 32)))
+
+
+def test_share() -> None:
+    """Without Metal a copy, of strided memory too; the way back is a view of MLX's memory."""
+    memory = np.arange(64, dtype=np.uint8).reshape(8, 8)
+    shared = arrays.share(memory[::2, 1:5])
+    assert np.array_equal(np.asarray(shared), memory[::2, 1:5])
+    whole = arrays.share(memory)
+    assert np.shares_memory(np.asarray(whole), np.asarray(whole))
+    if not HAS_GPU:
+        before = memory.copy()
+        memory += 1
+        assert np.array_equal(np.asarray(whole), before)
+
+
+@pytest.mark.metal
+@pytest.mark.skipif(not HAS_GPU, reason="needs an Apple GPU")
+def test_pages_are_adopted() -> None:
+    """Memory that starts on a page is the GPU's without a copy."""
+    raw = np.zeros(3 * 16384, np.uint8)
+    start = -raw.ctypes.data % 16384
+    pages = raw[start : start + 16384].reshape(4, 4096)
+    shared = arrays.share(pages)
+    pages[2, 5] = 77
+    assert int(shared[2, 5].item()) == 77
+
+
+def test_text_agrees_with_python() -> None:
+    """The constants that the Metal text repeats."""
+    text = "".join(path.read_text() for path in sorted(metal.FOLDER.glob("*.metal")))
+    constants = dict(re.findall(r"constexpr constant int (k\w+) = (\d+);", text))
+    assert constants == {"kThreads": str(metal.THREADS)}
+    (table,) = re.findall(r"kTable\[16\] = \{(.*?)\}", text)
+    assert [float(value) for value in table.split(",")] == IQ4_NL.tolist()
+    assert np.float32(re.findall(r">= (\S+)f;", text)[0]) == IQ4_NL_LEAST

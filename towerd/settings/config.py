@@ -236,7 +236,7 @@ class Config:
         "What evaluates the model: llama.cpp inside the daemon, or a llama-server behind it.",
         choices=ENGINES, auto="embedded; with --upstream llama-server")
     llama_server_bin: Path | None = _set(None, "path", "--llama-server-bin",
-        "The llama-server to start.", auto="the one in PATH, else the one of llama-cpp-python")
+        "The llama-server to start.", auto="the one in PATH, else towerd's own")
     llama_server_args: tuple[str, ...] = _set((), "args", "--llama-server-args",
         "More of llama-server's own flags, as on its command line; they may also stand among towerd's, or after --.")
     upstream: str | None = _set(None, "text", "--upstream",

@@ -19,8 +19,9 @@ from towerd.settings.setting import keys_from
 from towerd.system import paths
 
 ENV_PREFIX = "TOWERD_"
-ENV_OTHER = ("TOWERD_CONFIG", "TOWERD_KERNELS")
-"""Variables that are not settings: the path of towerd.toml, the kernels to force."""
+ENV_OTHER = ("TOWERD_CMAKE_ARGS", "TOWERD_CONFIG", "TOWERD_KERNELS")
+"""Variables that are not settings: how llama.cpp is compiled, the path of towerd.toml, the kernels
+to force."""
 ENV_TEST_PREFIX = "TOWERD_TEST_"
 MODEL_NAMES = frozenset(("model", "hf_repo", "hf_file"))
 """Settings that together say which model is served."""

@@ -4,10 +4,8 @@
 #pragma METAL fp math_mode(safe)
 #pragma METAL fp contract(off)
 
-// Threads of a threadgroup (mlx/metal.py), and the elements that it works on in the kernels
-// without heads.
+// Threads of a threadgroup (mlx/metal.py).
 constexpr constant int kThreads = 256;
-constexpr constant int kTile = 1024;
 
 // The values of iq4_nl's codes.
 constant int8_t kTable[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
@@ -63,9 +61,6 @@ inline int code_at(From codes, int i) {
     const int low = codes[(BITS - 4) * 4 + i % 16] >> (i / 16 * 4) & 15;
     if (BITS == 5) {
         return low | (codes[i / 8] >> (i % 8) & 1) << 4;
-    }
-    if (BITS == 6) {
-        return low | (codes[i % 8] >> (i / 8 * 2) & 3) << 4;
     }
     return low;
 }

@@ -6,11 +6,11 @@ import os
 import re
 import shutil
 import subprocess
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 from towerd.errors import ConfigError
+from towerd.llama_build import server_path
 
 NAME = "llama-server"
 VULNERABLE_BUILDS = range(4882, 9059)
@@ -45,8 +45,8 @@ class Build:
 
 
 def find_binary(wanted: Path | None = None) -> Path:
-    """The binary to run: `wanted`, else `llama-server` on $PATH, else the one beside the
-    installed llama-cpp-python. Raises ConfigError."""
+    """The binary to run: `wanted`, else `llama-server` on $PATH, else that of the build that
+    towerd itself uses. Raises ConfigError."""
     if wanted is not None:
         named = shutil.which(str(wanted))
         if named is None:
@@ -55,11 +55,11 @@ def find_binary(wanted: Path | None = None) -> Path:
     on_path = shutil.which(NAME)
     if on_path is not None:
         return Path(on_path).absolute()
-    beside = Path(sysconfig.get_path("purelib")) / "bin" / NAME
-    if os.access(beside, os.X_OK):
-        return beside
+    own = server_path()
+    if os.access(own, os.X_OK):
+        return own
     raise ConfigError(
-        "llama-server was found neither on PATH nor beside llama-cpp-python: install llama.cpp, "
+        "llama-server was found neither on PATH nor in towerd's build of llama.cpp: install one, "
         "or name the binary with --llama-server-bin."
     )
 
