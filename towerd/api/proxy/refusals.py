@@ -11,7 +11,12 @@ from towerd.errors import NotSupported
 
 BYTES_MAX = 64 * 1024
 """No error of llama-server is larger."""
-_FINAL = ("is not supported - hint", "does not support", "is too large to process")
+_FINAL = (
+    "is not supported - hint",
+    "does not support",
+    "is too large to process",
+    "Failed to parse ",
+)
 """Parts of the messages that llama-server sends with 500 though they are about the request."""
 
 
