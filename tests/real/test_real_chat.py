@@ -139,7 +139,7 @@ def test_a_chat_moves(
     session = daemon.get("/towerd/v1/sessions")["sessions"][0]["id"]
     path = tmp_path / "chat.tower"
     ctl("export", session, "-o", path, "--socket", daemon.socket)
-    assert path.stat().st_size < len(CLOCK)
+    assert path.stat().st_size < 2 * len(CLOCK)  # half of it the words of its tokens
     with Daemon(tmp_path / "two", "-m", str(smollm2), *FLAGS) as other:
         ctl("import", path, "--socket", other.socket)
         assert other.session_ids(session) == ids

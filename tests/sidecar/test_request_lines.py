@@ -49,7 +49,7 @@ def test_a_line_a_request(make_sidecar: MakeDaemon, engine: str) -> None:
     assert first["tokens"] == 6
     assert second["live"] > first["evaluated"] - 2
     assert second["why"] == f"new from token {second['live']} on"
-    assert second["first_token_s"] < 60
+    assert second["ttft_s"] < 60
     assert second["session"] == first["session"]
     assert third["message"] == '"Hi"'
     assert (long["message"], long["status"]) == ("/completion", 400)

@@ -89,19 +89,19 @@ def test_a_wide_grammar(model: Model, name: str) -> None:
     request = Request(
         model, "completion", json.dumps({"prompt": "a", "grammar": WIDE[name]}).encode()
     )
-    before = time.perf_counter()
+    before = time.process_time()
     with pytest.raises(WireError, match="ways to begin a rule") as raised:
         Reply(request, 0)
-    assert time.perf_counter() - before < MODERATE_S
+    assert time.process_time() - before < MODERATE_S
     assert raised.value.status == 400
 
 
 def test_a_long_enum(story: Talker, model: Model) -> None:
     words = [f"number {i} of many" for i in range(2_000)]
     body = {"prompt": "hi", "temperature": 0, "json_schema": {"enum": words}}
-    before = time.perf_counter()
+    before = time.process_time()
     got = answer(story, model, "completion", json.dumps(body).encode())
-    assert time.perf_counter() - before < MODERATE_S
+    assert time.process_time() - before < MODERATE_S
     assert json.loads(json.loads(got.body)["content"]) in words
 
 
@@ -142,7 +142,7 @@ def test_errors_of_the_tokenizer(story: Talker, caplog: pytest.LogCaptureFixture
 def test_a_bias_for_each_token(model: Model) -> None:
     """As many keys as a vocabulary has tokens, by number or text; another object has fewer."""
     biases = {str(i): 0.5 for i in range(500)} | {f" {i}": -1 for i in range(120_000)}
-    before = time.perf_counter()
+    before = time.process_time()
     asked: dict[str, Any] = {
         "prompt": "a",
         "logit_bias": {"7": False} | {str(i): 1 for i in range(8, 500)},
@@ -159,4 +159,4 @@ def test_a_bias_for_each_token(model: Model) -> None:
         Request(
             model, "completion", b'{"prompt": "a", "logit_bias": {' + b"1:2," * 5_000 + b'"1":1}}'
         )
-    assert time.perf_counter() - before < MODERATE_S
+    assert time.process_time() - before < MODERATE_S
