@@ -86,6 +86,12 @@ def test_what_is_typed_is_never_a_syntax_error(index: SearchIndex, typed: str) -
     assert len(index.search(typed, None, 9)) == ("otter" in typed)
 
 
+@pytest.mark.parametrize("typed", ["otter _ fox", "_", "__ fox", "snake_case", "_otter_"])
+def test_an_underline_is_no_word(index: SearchIndex, typed: str) -> None:
+    index.add(key(1), 1.0, [Passage(1, 1.0, "otter, snake case and fox")])
+    assert len(index.search(typed, None, 9)) == (typed != "_")
+
+
 def test_phrases_scripts_without_spaces_and_snippets(index: SearchIndex) -> None:
     index.add(key(1), 1.0, [Passage(1, 1.0, "今天天气很好。 <b>the red otter</b>")])
     assert index.search("天气", None, 9)
