@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import msgspec
+import numpy as np
 import zstandard
 
 from towerd.codec.base import vocabulary_hash
 from towerd.codec.errors import UnknownModel
-from towerd.errors import InvalidRequest, StoreError
+from towerd.errors import InvalidRequest, NotSupported, StoreError
 from towerd.slots.fingerprint import tokenizer_hash
 from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.prefix.scope import tenant_of
@@ -37,6 +38,9 @@ MAGIC = b"TWRV"
 VERSION = 1
 BYTES_MAX = 1 << 28
 """Maximum of a vocabulary's bytes; that of 262,144 tokens takes four million."""
+TEXT_BYTES_MAX = 1 << 26
+"""Maximum of the bytes of a conversation's text: words of an imported one may be long, and its ids
+many."""
 MEDIUM = "<__media__>"
 """Stands in a text for a picture or a sound."""
 _TENANT_BYTES = 16
@@ -58,12 +62,30 @@ class KeptVocabulary:
         """Raises UnknownModel: how text is cut into tokens is not kept."""
         raise UnknownModel("This conversation is read as text only: serve its model to thaw it.")
 
+    def n_bytes(self, ids: Ids) -> int:
+        """The bytes that token ids stand for, without media."""
+        known = ids[(ids >= 0) & (ids < len(self.pieces))]
+        each, counts = np.unique(known, return_counts=True)
+        both = zip(each.tolist(), counts.tolist(), strict=True)
+        return sum(len(self.pieces[id] or self.names[id]) * n for id, n in both)
+
+    def check_size(self, ids: Ids) -> None:
+        """Raises NotSupported if the text of token ids is too long to be made."""
+        n_bytes = self.n_bytes(ids)
+        if n_bytes > TEXT_BYTES_MAX:
+            raise NotSupported(
+                f"The text of this conversation would have {n_bytes} bytes, and up to "
+                f"{TEXT_BYTES_MAX} are shown."
+            )
+
     def text(self, ids: Ids) -> str:
-        """The text of token ids, control tokens as they are written, media as MEDIUM."""
+        """The text of token ids, control tokens as they are written, media as MEDIUM. Raises
+        NotSupported if it is too long."""
         return self.spell(ids).decode("utf-8", "replace")
 
     def spell(self, ids: Ids) -> bytes:
-        """The bytes of `text`, which need not end with a whole character."""
+        """The bytes of `text`, which need not end with a whole character. Raises NotSupported."""
+        self.check_size(ids)
         parts: list[bytes] = []
         for id in ids.tolist():
             if 0 <= id < len(self.pieces):
