@@ -23,11 +23,13 @@ from towerd.codec.errors import CodecError
 from towerd.codec.text import from_ids
 from towerd.codec.varint import VarintReader
 from towerd.codec.vocabulary import GgufVocabulary
+from towerd.errors import NotSupported
 from towerd.models.bundled import bundled_model
+from towerd.search.speech import messages
 from towerd.store import History
 from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.sessions.history import NamedBase, PastTurn
-from towerd.store.vocabularies import KeptVocabulary
+from towerd.store.vocabularies import KeptVocabulary, some_words
 from towerd.tokens import Ids
 from towerd.tower_file import TURNS_MAX, Source, TowerFile, TowerFileError, read, write
 from towerd.tower_file.fields import (
@@ -163,6 +165,32 @@ def test_ids_without_words_are_refused(vocabulary: GgufVocabulary) -> None:
     assert whole in data
     with pytest.raises(TowerFileError, match="contradict"):
         read(signed(data.replace(whole, few)))
+
+
+@pytest.mark.parametrize("size", [1 << 20, 1024], ids=["word", "text"])
+def test_a_short_file_of_a_long_text_is_refused(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token of many bytes, again and again: gigabytes from a file of a megabyte."""
+    n = 200_000
+    turns = (PastTurn(None, 0, 0, n - 1, 1, 0, 1.0, 1.0, True),)
+    history = History("s", False, "", 1.0, 1.0, 0, turns, (), np.full(n, 5, np.int32))
+    source = Source("model", "", b"12345678", 1000, TokenizerIdentity("ab" * 32))
+    file = TowerFile(source, history, some_words(1000, {5: (b"a" * size, b"")}))
+    with monkeypatch.context() as patched:
+        patched.setattr("towerd.tower_file.words.WORD_BYTES_MAX", size)
+        data = write(file)
+    assert len(data) < 2 << 20
+    with pytest.raises(TowerFileError, match="contradict" if size > 1024 else "204800000 bytes"):
+        read(data)
+
+
+def test_words_that_come_later_make_no_text_too_long() -> None:
+    """Also control tokens, which a reader of messages takes apart."""
+    ids = np.full(200_000, 5, np.int32)
+    for both in ((b"a" * 1024, b""), (b"", b"<" * 1024)):
+        words = some_words(1000, {5: both})
+        for reader in (words.text, lambda ids, words=words: messages(ids, words)):
+            with pytest.raises(NotSupported, match="204800000 bytes"):
+                reader(ids)
 
 
 def test_a_bomb_is_refused() -> None:

@@ -71,15 +71,17 @@ def export_foreign(store: Store, id: str, scope: str | None, tokenizer: str = ""
     StoreError (several tenants have it, or its words are not kept), ThawError or TowerFileError."""
     from towerd.tower_file import TowerFile, write
 
+    info = store.foreign.session(id, scope, tokenizer).info
+    which = id, info.scope, info.tokenizer
+    digest = bytes.fromhex(info.tokenizer)
+    words = store.vocabularies.words(digest, info.scope)
+    source = _source(store, digest, words)
     try:
-        history, digest = store.foreign.history(id, scope, tokenizer)
+        history, _ = store.foreign.history(*which)
     except SessionFrozen:
-        frozen, digest = store.foreign.frozen(id, scope, tokenizer)
-    else:
-        words = store.vocabularies.words(digest)
-        return write(TowerFile(_source(store, digest, words), history, words.vocabulary))
-    words = store.vocabularies.words(digest)
-    return write(_frozen_file(store, frozen, _source(store, digest, words), words.vocabulary))
+        frozen, _ = store.foreign.frozen(*which)
+        return write(_frozen_file(store, frozen, source, words.vocabulary))
+    return write(TowerFile(source, history, words.vocabulary))
 
 
 def _source(store: Store, digest: bytes, words: KnownWords) -> Source:
@@ -145,7 +147,7 @@ def _import_foreign(
         raise _needs_its_model(file, model)
     digest = store.foreign.enter(source.tokenizer)
     words = KnownWords(file.words, source.vocabulary, source.tokenizer, source.name)
-    store.vocabularies.add_words(digest, words)  # first: what is listed can be read
+    store.vocabularies.add_words(digest, scope, words)  # first: what is listed can be read
     added = store.foreign.add_history(file.history, scope, digest)
     info = store.foreign.session(file.history.id, scope, digest.hex()).info
     return _imported(info, added, replace(file.history, bases=()), set())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from tenants_talk import KEYS, Client, key, talk
 
-from towerd.settings.config import settings
+from towerd.api.admin.requests import shown_settings
+from towerd.settings.config import Config, settings
 
 MakeClient = Callable[..., Awaitable[Client]]
 OWN = "/towerd/v1"
@@ -79,6 +81,22 @@ async def test_requests_are_remembered_by_tenant(make_client: MakeClient) -> Non
         assert later["finished"] == []
 
 
+async def test_running_requests_are_the_tenants_own(
+    make_client: MakeClient, held: Callable[[Client], AbstractContextManager[object]]
+) -> None:
+    """Also for the tenant that sees how much all do."""
+    client = await make_client(api_keys=(*KEYS, ("kl", "local")), ctx_size=8192, live_tokens=8192)
+    long = {"prompt": "Once", "n_predict": 8000, "ignore_eos": True, "stream": True}
+    headers = key("ka") | {"X-Towerd-Session": "my divorce"}
+    async with client.post("/completion", json=long, headers=headers) as stream:
+        assert stream.status == 200  # the prompt is evaluated
+        with held(client):
+            for name, n in (("ka", 1), ("kb", 0), ("kl", 0)):
+                shown = await value(await client.get(f"{OWN}/requests", headers=key(name)))
+                assert len(shown["running"]) == n, name
+        stream.close()
+
+
 async def test_settings_without_secrets(make_client: MakeClient) -> None:
     client = await make_client(api_keys=(("very-secret", "local"),), ctx_size=321)
     reply = await client.get(f"{OWN}/settings", headers=key("very-secret"))
@@ -87,3 +105,12 @@ async def test_settings_without_secrets(make_client: MakeClient) -> None:
     assert shown.keys() == settings().keys()
     assert (shown["ctx_size"], shown["api_keys"]) == (321, "(set)")
     assert (await client.get(f"{OWN}/settings")).status == 401
+
+
+def test_secrets_among_llama_servers_flags() -> None:
+    """However the flag is spelled."""
+    words = ("--temp", "0.5", "--hf_token", "a secret", "--mcp-servers-json=[secret]", "-hft", "-x")
+    config = Config(engine="llama-server", llama_server_args=words)
+    shown = {each["name"]: each["value"] for each in shown_settings(config)}
+    masked = ("--temp", "0.5", "--hf_token", "(set)", "--mcp-servers-json=(set)", "-hft", "(set)")
+    assert shown["llama_server_args"] == masked

@@ -20,6 +20,7 @@ from towerd.cold.coding import SessionModel
 from towerd.errors import InvalidRequest, NotFound, StoreError
 from towerd.store import Store
 from towerd.store.catalog.identity import TokenizerIdentity
+from towerd.store.sessions.history import History, PastTurn
 from towerd.store.vocabularies import KeptVocabulary, KnownWords, some_words
 from towerd.tower_file import TowerFileError
 from towerd.transfer import export_foreign, export_session, import_session
@@ -102,7 +103,9 @@ def test_it_goes_on_where_its_model_is_served_later(
         (info,) = store.foreign.listing("local", 10)
         assert info.tokenizer == found["session"]["tokenizer"] != ""
         now, digest = store.foreign.session_ids("chat")
-        assert store.vocabularies.read(digest).text(now) == words_of(codec).text(np.array(ids))
+        assert store.vocabularies.read(digest, "local").text(now) == words_of(codec).text(
+            np.array(ids)
+        )
         again = tower_file.read(export_foreign(store, "chat", None))
         assert again.text() == tower_file.read(data).text()
         assert again.source.name == "here.gguf"
@@ -146,8 +149,43 @@ def test_files_that_lie_about_their_tokenizer(
     with Store.open(tmp_path / "b", OTHER_TOKENIZER) as store:
         import_session(store, there, honest, "local")
         with pytest.raises(InvalidRequest, match="not those that its tokenizer has here"):
-            import_session(store, there, tower_file.write(lie), "guest")
+            import_session(store, there, tower_file.write(lie), "local")
         assert [info.scope for info in store.foreign.listing(None, 10)] == ["local"]
+
+
+def test_words_are_of_one_tenant(
+    tmp_path: Path, codec: Codec, here: SessionModel, there: SessionModel, ids: list[int]
+) -> None:
+    """Nobody reads which tokens others' conversations have, or what they stand for there; once the
+    whole vocabulary is kept, all read that."""
+    talk(tmp_path / "a", codec, ids)
+    with Store.open(tmp_path / "a", FINGERPRINT) as store:
+        honest = export_session(store, here, "chat", None)
+    parsed = tower_file.read(honest)
+    n = parsed.source.n_tokens
+    turns = (PastTurn(None, 0, 0, n - 1, 1, 0, 1.0, 1.0, True),)
+    every = History("probe", False, "", 1.0, 1.0, 0, turns, (), np.arange(n, dtype=np.int32))
+
+    def all_ids(words: KeptVocabulary) -> bytes:
+        return tower_file.write(replace(parsed, history=every, words=words))
+
+    wordless, false = some_words(n, {}), some_words(n, dict.fromkeys(range(n), (b"XX", b"")))
+    with Store.open(tmp_path / "b", OTHER_TOKENIZER) as store:
+        import_session(store, there, all_ids(false), "first")
+        import_session(store, there, honest, "alice")
+        import_session(store, there, all_ids(wordless), "mallory")
+        now, digest = store.foreign.session_ids("probe", "mallory")
+        assert store.vocabularies.read(digest, "mallory").text(now) == ""
+        assert tower_file.read(export_foreign(store, "probe", "mallory")).text() == ""
+        now, _ = store.foreign.session_ids("chat", "alice")
+        said = words_of(codec).text(np.array(ids))
+        assert store.vocabularies.read(digest, "alice").text(now) == said
+        assert tower_file.read(export_foreign(store, "chat", None)).text() == said
+        with pytest.raises(StoreError, match="is not kept here"):
+            store.vocabularies.read(digest)
+        store.vocabularies.keep(digest, words_of(codec))
+        assert store.vocabularies.read(digest, "first").text(now) == said
+        assert not list(store.vocabularies.folder.glob(f"{digest.hex()}*.words"))
 
 
 def test_words_grow_together(tmp_path: Path) -> None:
@@ -155,10 +193,10 @@ def test_words_grow_together(tmp_path: Path) -> None:
     with Store.open(tmp_path / "a", FINGERPRINT) as store:
         for known in ({0: (b"a", b"")}, {1: (b"", b"<s>"), 2: (b"c", b"")}):
             some = KnownWords(some_words(1 << 24, known), b"h" * 8, TokenizerIdentity("p"))
-            store.vocabularies.add_words(b"d" * 32, some)
-        assert store.vocabularies.read(b"d" * 32).text(np.array([1, 0, 2])) == "<s>ac"
+            store.vocabularies.add_words(b"d" * 32, "ann", some)
+        assert store.vocabularies.read(b"d" * 32, "ann~x@1").text(np.array([1, 0, 2])) == "<s>ac"
         assert not store.vocabularies.has(b"d" * 32)
         (path,) = store.vocabularies.folder.iterdir()
         path.write_bytes(path.read_bytes()[:-1])
         with pytest.raises(StoreError, match="set aside"):
-            store.vocabularies.read(b"d" * 32)
+            store.vocabularies.read(b"d" * 32, "ann")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import struct
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import real_models
 from split_gguf import split
 
+from towerd.engine.embedded.model.loadable import check_loadable
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.errors import ModelError
 from towerd.models.bundled import bundled_model
@@ -79,6 +81,60 @@ def test_damage(data: bytes, said: str, tmp_path: Path, capfd: pytest.CaptureFix
     with pytest.raises(ModelError, match=said):
         read_header(tmp_path / "m.gguf")
     assert capfd.readouterr().err == ""
+
+
+def gguf(**metadata: tuple[str, Any]) -> bytes:
+    """A GGUF without tensors, of the architecture `llama`: key -> (type of `struct` or "text", value);
+    a list is an array."""
+    types = {"I": 4, "i": 5, "f": 6, "text": 8}
+
+    def text(said: str) -> bytes:
+        return struct.pack("<Q", len(said)) + said.encode()
+
+    def put(kind: str, value: Any) -> bytes:
+        return text(value) if kind == "text" else struct.pack(f"<{kind}", value)
+
+    out = b"GGUF" + struct.pack("<IQQ", 3, 0, len(metadata) + 1)
+    out += text("general.architecture") + struct.pack("<I", types["text"]) + text("llama")
+    for key, (kind, value) in metadata.items():
+        out += text(f"llama.{key.replace('__', '.')}")
+        if isinstance(value, list):
+            out += struct.pack("<IIQ", 9, types[kind], len(value))
+            out += b"".join(put(kind, each) for each in value)
+        else:
+            out += struct.pack("<I", types[kind]) + put(kind, value)
+    return out + bytes(64)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "value"),
+    [
+        ("attention__head_count", "text", "many"),
+        ("attention__head_count_kv", "f", [1.0, 2.0]),
+        ("context_length", "f", 4096.0),
+        ("full_attention_interval", "text", "x"),
+        ("block_count", "i", -5),
+        ("block_count", "I", 2**32 - 1),
+        ("attention__kv_lora_rank", "text", "x"),
+        ("attention__kv_lora_rank", "I", 2**32 - 1),
+    ],
+)
+def test_numbers_that_are_none(key: str, kind: str, value: Any, tmp_path: Path) -> None:
+    """In what lists models and in what loads one: a sentence that names the key."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf(**{key: (kind, value)}))
+    read = check_loadable if "lora" in key else read_header
+    with pytest.raises(ModelError, match=f"is damaged: its llama.{key.replace('__', '.')} is no"):
+        read(path)
+
+
+def test_a_number_for_each_layer(tmp_path: Path) -> None:
+    """Keys and values of 1 and 3 heads of 8 numbers, two bytes each."""
+    path = tmp_path / "m.gguf"
+    numbers = {"block_count": 2, "attention__head_count": 4, "embedding_length": 32}
+    metadata = {key: ("I", n) for key, n in numbers.items()}
+    path.write_bytes(gguf(**metadata, attention__head_count_kv=("I", [1, 3])))
+    assert read_header(path).token_bytes == (1 + 3) * 2 * 8 * 2
 
 
 def test_a_split_model(tmp_path: Path) -> None:

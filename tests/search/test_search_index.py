@@ -86,6 +86,12 @@ def test_what_is_typed_is_never_a_syntax_error(index: SearchIndex, typed: str) -
     assert len(index.search(typed, None, 9)) == ("otter" in typed)
 
 
+@pytest.mark.parametrize("typed", ["otter _ fox", "_", "__ fox", "snake_case", "_otter_"])
+def test_an_underline_is_no_word(index: SearchIndex, typed: str) -> None:
+    index.add(key(1), 1.0, [Passage(1, 1.0, "otter, snake case and fox")])
+    assert len(index.search(typed, None, 9)) == (typed != "_")
+
+
 def test_phrases_scripts_without_spaces_and_snippets(index: SearchIndex) -> None:
     index.add(key(1), 1.0, [Passage(1, 1.0, "今天天气很好。 <b>the red otter</b>")])
     assert index.search("天气", None, 9)
@@ -116,9 +122,24 @@ def test_deleted_words_leave_the_bytes(index: SearchIndex) -> None:
     rows.close()
 
 
+def test_what_another_reads_is_scrubbed_later(index: SearchIndex) -> None:
+    """The log of the file still has it then, and whoever deletes hears of that."""
+    index.add(key(1), 1.0, [Passage(1, 1.0, "secretword")])
+    other = sqlite3.connect(index.path, isolation_level=None)
+    other.execute("BEGIN")
+    assert other.execute("SELECT text FROM passages").fetchall() == [("secretword",)]
+    index.forget([key(1)])
+    assert not index.scrub()
+    other.close()
+    assert index.scrub()
+    data = b"".join(path.read_bytes() for path in index.path.parent.iterdir())
+    assert b"secretword" not in data
+
+
 def test_a_new_session_of_an_old_name_replaces_it(index: SearchIndex) -> None:
-    index.add(key(1), 1.0, [Passage(1, 1.0, "old words")], "old?")
-    index.add(key(1), 2.0, [Passage(1, 2.0, "new words")], "new?")
+    """Which is said, so that the old words are scrubbed."""
+    assert not index.add(key(1), 1.0, [Passage(1, 1.0, "old words")], "old?")
+    assert index.add(key(1), 2.0, [Passage(1, 2.0, "new words")], "new?")
     assert not index.search("old", None, 9)
     assert index.questions([key(1), key(2)]) == {key(1): "new?"}
 
@@ -184,7 +205,7 @@ def test_several_processes_fill_one_index(tmp_path: Path) -> None:
     assert {hit.session for hit in index.search("otter", None, 1000)} == {
         key(number) for number in range(100)
     }
-    assert {index.indexed(key(number)) for number in range(100)} == {Indexed(1.0, 3)}
+    assert {index.indexed(key(number)) for number in range(100)} == {Indexed(1.0, 3, None)}
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     assert index.search("word7", None, 9)

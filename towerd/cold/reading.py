@@ -40,22 +40,29 @@ class TextReader:
         """The text of a session of another tokenizer; see `text_of`. Raises as `text`, and StoreError
         if the vocabulary is not kept."""
         foreign = self._store.foreign
+        info = foreign.session(id, scope, tokenizer).info
+        which = id, info.scope, info.tokenizer
         try:
-            ids, digest = foreign.session_ids(id, scope, tokenizer)
+            ids, digest = foreign.session_ids(*which)
         except SessionFrozen:
-            frozen, digest = foreign.frozen(id, scope, tokenizer)
-            return text_of(self.codec(digest), frozen)
-        return self._store.vocabularies.read(digest).text(ids)
+            frozen, digest = foreign.frozen(*which)
+            return text_of(self._codec(digest, info.scope), frozen)
+        return self._store.vocabularies.read(digest, info.scope).text(ids)
 
-    def codec(self, digest: bytes) -> Codec:
-        """The codec of a kept vocabulary, which cannot tokenize; the last one stays in memory."""
+    def _codec(self, digest: bytes, scope: str) -> Codec:
+        """The codec of a vocabulary that is kept for a tenant, which cannot tokenize; the last whole
+        one stays in memory."""
         from towerd.codec import Codec  # imported late: it loads llama.cpp
 
         with self._lock:
-            if self._last is None or self._last[0] != digest:
-                vocabulary = self._store.vocabularies.read(digest)
-                self._last = digest, Codec(vocabulary, tables=self._store.tables)
-            return self._last[1]
+            if self._last is not None and self._last[0] == digest:
+                return self._last[1]
+            is_whole = self._store.vocabularies.has(digest)
+            vocabulary = self._store.vocabularies.read(digest, scope)
+            codec = Codec(vocabulary, tables=self._store.tables)
+            if is_whole:
+                self._last = digest, codec
+            return codec
 
 
 def text_of(codec: Codec, frozen: FrozenSession) -> str:

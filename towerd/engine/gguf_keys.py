@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.engine.llama_log import demoted_log, route_log
+from towerd.errors import ModelError
 from towerd.llama_library import lib
 
 _SCALARS: dict[int, str] = {
@@ -24,6 +25,7 @@ _SCALARS: dict[int, str] = {
 """gguf's types of fixed size, as numpy names them."""
 _STRING, _ARRAY = 8, 9
 _F32 = 0
+COUNT_MAX = 2**31 - 1
 
 
 class _Params(ctypes.Structure):
@@ -99,6 +101,22 @@ class GgufKeys:
         if kind not in _SCALARS:
             return default
         return _numbers(_arr_data(self._ptr, at), kind, _arr_n(self._ptr, at)).tolist()
+
+    def counts(self, key: str, default: int = 0, high: int = COUNT_MAX) -> list[int]:
+        """The key's list of numbers of something, one for each layer, or its one number. Raises
+        ModelError for anything else, and for numbers below 0 or above `high`."""
+        value = self.get(key, default)
+        found = value if isinstance(value, list) else [value]
+        if not all(type(each) is int and 0 <= each <= high for each in found):
+            raise ModelError(
+                f"{self.path} is damaged: its {key} is no number of something; fetch or convert it "
+                "again."
+            )
+        return found
+
+    def count(self, key: str, default: int = 0, high: int = COUNT_MAX) -> int:
+        """The largest of `counts`; 0 for an empty list. Raises ModelError."""
+        return max(self.counts(key, default, high), default=0)
 
     def strings(self, key: str) -> list[bytes]:
         """The key's list of texts; empty if it is not there or is something else."""

@@ -23,7 +23,7 @@ from towerd.store.segments import durable
 
 FILE_NAME = "search.sqlite"
 APPLICATION_ID = 0x54575253
-VERSION = 1
+VERSION = 2
 SNIPPET_TOKENS = 28
 DAMAGED = "The search index is damaged and is being filled again: try in a minute"
 _AT_ONCE = 400
@@ -47,6 +47,7 @@ CREATE TABLE sessions (
     id TEXT NOT NULL,
     created REAL NOT NULL,
     question TEXT NOT NULL,
+    whole INTEGER,
     UNIQUE (tokenizer, scope, id)
 ) STRICT;
 CREATE INDEX sessions_id ON sessions(id);
@@ -78,10 +79,12 @@ class SessionKey(NamedTuple):
 
 
 class Indexed(NamedTuple):
-    """What the index has of a session: its time of creation, and how many of its turns."""
+    """What the index has of a session."""
 
     created: float
     n_turns: int
+    whole: int | None
+    """The turn up to which all is one passage; None if each turn is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,8 @@ class Passage:
     turn: int
     said: float
     text: str
+    is_whole: bool = False
+    """Whether it is all that was said up to the turn, because the turns cannot be told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,22 +149,30 @@ class SearchIndex:
     # --- filling ---------------------------------------------------------------------------
 
     def add(
-        self, key: SessionKey, created: float, passages: Iterable[Passage], question: str = ""
-    ) -> None:
-        """Enter passages of a session that was created at `created`; those of an earlier session of
-        this name leave. `question` becomes its title if it has none."""
+        self,
+        key: SessionKey,
+        created: float,
+        passages: Sequence[Passage],
+        question: str = "",
+        *,
+        anew: bool = False,
+    ) -> bool:
+        """Enter passages of a session that was created at `created`. Those of an earlier session of
+        this name leave, with `anew` also its own; returns whether any did, see `scrub`. `question`
+        becomes its title if it has none."""
         with self._changing() as db:
             known = db.execute(
                 "SELECT pk, created FROM sessions WHERE (tokenizer, scope, id) = (?, ?, ?)", key
             ).fetchone()
-            if known is not None and known[1] != created:
+            is_replaced = known is not None and (anew or known[1] != created)
+            if is_replaced:
                 _remove(db, known[0])
-                known = None
-            if known is None:
+            if known is None or is_replaced:
+                whole = next((each.turn for each in passages if each.is_whole), None)
                 (pk,) = db.execute(
-                    "INSERT INTO sessions(tokenizer, scope, id, created, question)"
-                    " VALUES (?, ?, ?, ?, ?) RETURNING pk",
-                    (*key, created, question),
+                    "INSERT INTO sessions(tokenizer, scope, id, created, question, whole)"
+                    " VALUES (?, ?, ?, ?, ?, ?) RETURNING pk",
+                    (*key, created, question, whole),
                 ).fetchone()
             else:
                 pk = known[0]
@@ -169,6 +182,7 @@ class SearchIndex:
                 )
             for each in passages:
                 _insert(db, pk, each)
+        return is_replaced
 
     def forget(self, keys: Iterable[SessionKey]) -> int:
         """Remove sessions, and return how many there were. Their words leave the file's bytes with
@@ -184,12 +198,14 @@ class SearchIndex:
                 n += len(rows)
         return n
 
-    def scrub(self) -> None:
-        """Overwrite what was removed, in the file and in its log. Takes time: the words of a full-
-        text index lie together with those of other texts, and all are written anew."""
+    def scrub(self) -> bool:
+        """Overwrite what was removed, in the file and in its log; returns whether it is gone: not
+        while somebody reads what was there before. Takes time: the words of a full-text index lie
+        together with those of other texts, and all are written anew."""
         with self._writing, self._guarded():
             self._writer.execute("INSERT INTO words(words) VALUES ('optimize')")
-            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            is_busy, *_ = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        return not is_busy
 
     # --- reading ---------------------------------------------------------------------------
 
@@ -197,8 +213,8 @@ class SearchIndex:
         """What the index has of a session."""
         with self._looking() as db:
             found = db.execute(
-                "SELECT created, (SELECT count(*) FROM passages WHERE session = pk) FROM sessions"
-                " WHERE (tokenizer, scope, id) = (?, ?, ?)",
+                "SELECT created, (SELECT count(*) FROM passages WHERE session = pk), whole"
+                " FROM sessions WHERE (tokenizer, scope, id) = (?, ?, ?)",
                 key,
             ).fetchone()
         return None if found is None else Indexed(*found)

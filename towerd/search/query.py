@@ -20,7 +20,7 @@ _UNSPACED = re.compile(
     "\U00020000-\U0003ffff])"
 )
 _TERM = re.compile(r'"([^"]*)"|([^\s"]+)')
-_WORD = re.compile(r"\w")
+_WORD = re.compile(r"[^\W_]")
 
 
 def cut(text: str) -> str:

@@ -115,17 +115,27 @@ class TurnReader:
             ids, _ = self._store.foreign.session_ids(*which)
         except SessionFrozen:
             return [ChatMessage("", self._texts.foreign_text(*which))]
-        return messages(ids, self._vocabulary(info.tokenizer))
+        return messages(ids, self._vocabulary(info.tokenizer, info.scope))
 
-    def _vocabulary(self, tokenizer: str) -> KeptVocabulary:
-        """The kept vocabulary of a tokenizer; the last one stays in memory."""
+    def _vocabulary(self, tokenizer: str, scope: str | None = None) -> KeptVocabulary:
+        """The vocabulary of a tokenizer that is kept for a tenant; the last whole one stays in
+        memory."""
         last = self._last
-        if last is None or last[0] != tokenizer:
-            last = tokenizer, self._store.vocabularies.read(bytes.fromhex(tokenizer))
-            self._last = last
-        return last[1]
+        if last is not None and last[0] == tokenizer:
+            return last[1]
+        digest = bytes.fromhex(tokenizer)
+        is_whole = self._store.vocabularies.has(digest)
+        vocabulary = self._store.vocabularies.read(digest, scope)
+        if is_whole:
+            self._last = tokenizer, vocabulary
+        return vocabulary
+
+
+def leaf_of(info: SessionInfo) -> int:
+    """The turn that all of a session is entered under where its turns cannot be told apart."""
+    return info.leaf or 0
 
 
 def _whole(info: SessionInfo, text: str) -> list[Passage]:
     """A text whose turns cannot be told apart."""
-    return [Passage(info.leaf or 0, info.updated, text)]
+    return [Passage(leaf_of(info), info.updated, text, is_whole=True)]

@@ -25,7 +25,7 @@ from towerd.errors import (
     Unavailable,
 )
 from towerd.search.index import FILE_NAME, Hit, Passage, SearchIndex, SessionKey, remove_index
-from towerd.search.reading import TurnReader
+from towerd.search.reading import TurnReader, leaf_of
 from towerd.search.speech import first_question, spoken
 from towerd.store import SessionInfo, Store
 from towerd.store.sessions.turn import Turn, TurnResult
@@ -45,7 +45,8 @@ QUEUE_MAX = 1024
 QUIET_S = 1.0
 """How long no request ran when a comparison goes on."""
 AGAIN_S = 60.0
-"""How long after a failure the index is compared again."""
+"""How long after a failure the index is compared or scrubbed again."""
+NEVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Search:
         self._closing = threading.Event()
         self._compare_at = 0.0
         self._comparison: Iterator[bool] | None = None
-        self._scrub = False
+        self._scrub_at = NEVER
 
     def start(self, idle_s: Callable[[], float]) -> None:
         """Begin to fill the index. idle_s: seconds since the last request ended, 0 while one runs."""
@@ -119,7 +120,7 @@ class Search:
             return
         for key in gone:
             self._last.pop(key, None)
-        self._scrub = True
+        self._scrub_at = 0.0
         if self._thread is None:
             self._clean(index)
         else:
@@ -200,8 +201,8 @@ class Search:
         """How long the thread waits for a turn before it looks whether it may compare."""
         if self._comparison is not None:
             return 0.0 if self._is_quiet() else QUIET_S
-        due_s = self._compare_at - time.monotonic()
-        return None if due_s == float("inf") else max(due_s, QUIET_S)
+        due_s = min(self._compare_at, self._scrub_at) - time.monotonic()
+        return None if due_s == NEVER else max(due_s, QUIET_S)
 
     def _is_quiet(self) -> bool:
         return self._idle_s() >= QUIET_S
@@ -217,22 +218,26 @@ class Search:
 
     def _rest(self, index: SearchIndex) -> None:
         """No turn waits: clean up, and go on with a comparison."""
-        if self._scrub:
+        if self._scrub_at <= time.monotonic():
             self._clean(index)
         if self._comparison is None and self._compare_at <= time.monotonic():
-            self._compare_at = float("inf")
+            self._compare_at = NEVER
             self._comparison = self._compare(index)
         if self._comparison is not None and self._is_quiet():
             if not next(self._comparison, False):
                 self._comparison = None
 
     def _clean(self, index: SearchIndex) -> None:
-        self._scrub = False
+        """Scrub the index; later again if that fails, or another process reads just then."""
+        self._scrub_at = NEVER
+        why = "it is being read"
         try:
-            index.scrub()
+            if index.scrub():
+                return
         except TowerdError as error:
-            self._scrub = self._thread is not None
-            log.warning("deleted words stay in the index", extra={"error": error.message})
+            why = error.message
+        self._scrub_at = min(self._scrub_at, time.monotonic() + AGAIN_S)
+        log.warning("deleted words stay in the index", extra={"error": why})
 
     def _enter_turn(self, index: SearchIndex, item: _Recorded) -> None:
         """Enter a turn: what its tokens have beyond those of the turn before."""
@@ -247,7 +252,9 @@ class Search:
         self._last[key] = ids
         while len(self._last) > LAST_TURNS_MAX:
             self._last.popitem(last=False)
-        if last is None and not result.new_session:
+        known = index.indexed(key)
+        is_whole = known is not None and known.whole is not None
+        if is_whole or (last is None and not result.new_session):
             self._enter(index, info)
             return
         n_old = common_prefix(ids, last) if last is not None else 0
@@ -256,17 +263,21 @@ class Search:
         if result.new_session:
             question = first_question(self.reader.said(ids[: len(turn.prompt)]))
         passage = Passage(result.turn_id, info.updated, spoken(said))
-        index.add(key, info.created, [passage], question)
+        if index.add(key, info.created, [passage], question):
+            self._scrub_at = 0.0
         self._leave_if_gone(index, key)
 
     def _enter(self, index: SearchIndex, info: SessionInfo) -> None:
-        """Enter the turns of a session that the index lacks."""
+        """Enter the turns of a session that the index lacks, or all anew if what it has is one
+        passage that ends elsewhere, or turns where there can only be one passage."""
         key = self.reader.key(info)
         known = index.indexed(key)
-        is_same = known is not None and known.created == info.created
-        turns = index.turns(key) if is_same else set()
-        passages, question = self.reader.passages(info, turns)
-        index.add(key, info.created, passages, question)
+        is_apart = known is not None and known.created == info.created and known.whole is None
+        passages, question = self.reader.passages(info, index.turns(key) if is_apart else set())
+        whole = next((each.turn for each in passages if each.is_whole), None)
+        anew = known is not None and known.whole != whole
+        if index.add(key, info.created, passages, question, anew=anew):
+            self._scrub_at = 0.0
         self._leave_if_gone(index, key)
 
     def _compare(self, index: SearchIndex) -> Iterator[bool]:
@@ -284,7 +295,7 @@ class Search:
                     yield True
         gone = [key for key in index.keys() if key not in seen and not self._exists(key)]
         if index.forget(gone):
-            self._scrub = True
+            self._scrub_at = 0.0
 
     def _try_to_enter(self, index: SearchIndex, info: SessionInfo) -> None:
         """Enter a session; one that cannot be read is left out."""
@@ -299,17 +310,19 @@ class Search:
             )
 
     def _is_current(self, index: SearchIndex, info: SessionInfo) -> bool:
+        """Whether all of a session is entered, as far as it can be read here: the daemon of another
+        tokenizer knows the turns that are one passage here, and enters them one by one."""
         known = index.indexed(self.reader.key(info))
-        return (
-            known is not None
-            and known.created == info.created
-            and (bool(info.tokenizer) or known.n_turns >= info.n_turns)
-        )
+        if known is None or known.created != info.created:
+            return False
+        if known.whole is None:
+            return known.n_turns >= info.n_turns
+        return bool(info.tokenizer) and known.whole == leaf_of(info)
 
     def _leave_if_gone(self, index: SearchIndex, key: SessionKey) -> None:
         """Remove a session that was deleted while it was being entered."""
         if not self._exists(key) and index.forget([key]):
-            self._scrub = True
+            self._scrub_at = 0.0
 
     def _exists(self, key: SessionKey) -> bool:
         try:

@@ -50,7 +50,9 @@ class _TextRun:
 
 
 def messages(ids: Ids, vocabulary: KeptVocabulary) -> list[ChatMessage]:
-    """The messages in a run of tokens, which may begin and end inside of one."""
+    """The messages in a run of tokens, which may begin and end inside of one. Raises NotSupported if
+    their text is too long."""
+    vocabulary.check_size(ids)
     role, found = "", list[ChatMessage]()
     is_named = after_control = is_channel = False
     for part in _parts(ids, vocabulary):

@@ -2,8 +2,10 @@
 whichever model is served.
 
     tokenizers/DIGEST.vocab:  magic 4 | version 1 | BLAKE2b-128 of the rest | zstd of msgpack
-    tokenizers/DIGEST.words:  the same, of a tokenizer that was never served here: what the tokens of
-                              imported conversations stand for
+    tokenizers/DIGEST.TENANT.words:  the same, of a tokenizer that was never served here: what the
+                              tokens of the conversations that this tenant (a hash of its name)
+                              imported stand for. No tenant reads another's: which tokens are known
+                              tells what was said, and nobody can check what they stand for.
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import msgspec
+import numpy as np
 import zstandard
 
 from towerd.codec.base import vocabulary_hash
 from towerd.codec.errors import UnknownModel
-from towerd.errors import InvalidRequest, StoreError
+from towerd.errors import InvalidRequest, NotSupported, StoreError
 from towerd.slots.fingerprint import tokenizer_hash
 from towerd.store.catalog.identity import TokenizerIdentity
+from towerd.store.prefix.scope import tenant_of
 from towerd.store.segments import durable
 from towerd.tokens import Ids
 
@@ -34,8 +38,12 @@ MAGIC = b"TWRV"
 VERSION = 1
 BYTES_MAX = 1 << 28
 """Maximum of a vocabulary's bytes; that of 262,144 tokens takes four million."""
+TEXT_BYTES_MAX = 1 << 26
+"""Maximum of the bytes of a conversation's text: words of an imported one may be long, and its ids
+many."""
 MEDIUM = "<__media__>"
 """Stands in a text for a picture or a sound."""
+_TENANT_BYTES = 16
 _DIGEST = re.compile("[0-9a-f]{64}")
 _HEAD = struct.Struct("<4sB16s")
 T = TypeVar("T")
@@ -54,12 +62,30 @@ class KeptVocabulary:
         """Raises UnknownModel: how text is cut into tokens is not kept."""
         raise UnknownModel("This conversation is read as text only: serve its model to thaw it.")
 
+    def n_bytes(self, ids: Ids) -> int:
+        """The bytes that token ids stand for, without media."""
+        known = ids[(ids >= 0) & (ids < len(self.pieces))]
+        each, counts = np.unique(known, return_counts=True)
+        both = zip(each.tolist(), counts.tolist(), strict=True)
+        return sum(len(self.pieces[id] or self.names[id]) * n for id, n in both)
+
+    def check_size(self, ids: Ids) -> None:
+        """Raises NotSupported if the text of token ids is too long to be made."""
+        n_bytes = self.n_bytes(ids)
+        if n_bytes > TEXT_BYTES_MAX:
+            raise NotSupported(
+                f"The text of this conversation would have {n_bytes} bytes, and up to "
+                f"{TEXT_BYTES_MAX} are shown."
+            )
+
     def text(self, ids: Ids) -> str:
-        """The text of token ids, control tokens as they are written, media as MEDIUM."""
+        """The text of token ids, control tokens as they are written, media as MEDIUM. Raises
+        NotSupported if it is too long."""
         return self.spell(ids).decode("utf-8", "replace")
 
     def spell(self, ids: Ids) -> bytes:
-        """The bytes of `text`, which need not end with a whole character."""
+        """The bytes of `text`, which need not end with a whole character. Raises NotSupported."""
+        self.check_size(ids)
         parts: list[bytes] = []
         for id in ids.tolist():
             if 0 <= id < len(self.pieces):
@@ -150,18 +176,21 @@ class Vocabularies:
 
     def digests(self) -> list[bytes]:
         """The tokenizers of which something is kept."""
-        names = {path.stem for path in self.folder.glob("*") if path.suffix in (".vocab", ".words")}
+        kept = (path for path in self.folder.glob("*") if path.suffix in (".vocab", ".words"))
+        names = {path.name.partition(".")[0] for path in kept}
         return [bytes.fromhex(name) for name in sorted(names) if _DIGEST.fullmatch(name)]
 
     def keep(self, digest: bytes, vocabulary: KeptVocabulary) -> None:
         """Write a vocabulary durably, whole or not at all. Raises DiskFull or StoreError."""
         self._write(self._path(digest), [list(vocabulary.pieces), list(vocabulary.names)])
-        self._words_path(digest).unlink(missing_ok=True)
+        for path in self.folder.glob(f"{digest.hex()}*.words"):
+            path.unlink(missing_ok=True)
 
-    def add_words(self, digest: bytes, words: KnownWords) -> None:
-        """Keep what some tokens of a tokenizer stand for, beside what is known of others. Raises
-        InvalidRequest if the tokenizer has other words here, DiskFull or StoreError."""
-        before = self._some(digest)
+    def add_words(self, digest: bytes, scope: str, words: KnownWords) -> None:
+        """Keep what some tokens of a tokenizer stand for in a tenant's conversations, beside what it
+        knows of others. Raises InvalidRequest if the tokenizer has other words there, DiskFull or
+        StoreError."""
+        before = self._kept(digest, scope)
         if before is not None:
             before.check(words)
         if self.has(digest):
@@ -169,12 +198,14 @@ class Vocabularies:
         known = words.some() if before is None else before.some() | words.some()
         of, n_tokens = words.tokenizer, len(words.vocabulary.pieces)
         content = _SomeWords(n_tokens, known, words.hash, of.pieces, of.rules, words.model)
-        self._write(self._words_path(digest), content)
+        self._write(self._words_path(digest, scope), content)
+        (self.folder / f"{digest.hex()}.words").unlink(missing_ok=True)  # of no tenant: of old
 
-    def words(self, digest: bytes) -> KnownWords:
-        """What is kept of a vocabulary. Raises StoreError if nothing is, or it is damaged; it is then
-        set aside, and written anew when its model is served."""
-        found = self._some(digest)
+    def words(self, digest: bytes, scope: str | None = None) -> KnownWords:
+        """What is kept of a vocabulary, for the conversations of a tenant; None: the whole one.
+        Raises StoreError if nothing is, or it is damaged; it is then set aside, and written anew
+        when its model is served."""
+        found = self._kept(digest, scope)
         if found is None:
             message = (
                 "The vocabulary of this conversation is not kept here, because its model was last "
@@ -183,18 +214,38 @@ class Vocabularies:
             raise StoreError(message, public=message)
         return found
 
-    def read(self, digest: bytes) -> KeptVocabulary:
+    def read(self, digest: bytes, scope: str | None = None) -> KeptVocabulary:
         """A kept vocabulary. Raises as `words`."""
-        return self.words(digest).vocabulary
+        return self.words(digest, scope).vocabulary
 
-    def _some(self, digest: bytes) -> KnownWords | None:
+    def of_any(self, digest: bytes) -> list[KnownWords]:
+        """All that is kept of a vocabulary and not damaged, whosever it is: for what it says of the
+        tokenizer, and not to be shown."""
+        found: list[KnownWords | None] = []
+        with suppress(StoreError):
+            found.append(self._whole(digest))
+        for path in self.folder.glob(f"{digest.hex()}.*.words"):
+            with suppress(StoreError):
+                found.append(self._some(path))
+        return [each for each in found if each is not None]
+
+    def _kept(self, digest: bytes, scope: str | None) -> KnownWords | None:
+        whole = self._whole(digest)
+        if whole is not None or scope is None:
+            return whole
+        return self._some(self._words_path(digest, scope))
+
+    def _whole(self, digest: bytes) -> KnownWords | None:
         whole = self._load(self._path(digest), tuple[list[bytes], list[bytes]])
-        if whole is not None:
-            vocabulary = KeptVocabulary(*whole)
-            both = zip(vocabulary.pieces, vocabulary.names, strict=True)
-            of = TokenizerIdentity(tokenizer_hash(piece or name for piece, name in both))
-            return KnownWords(vocabulary, vocabulary_hash(vocabulary), of)
-        some = self._load(self._words_path(digest), _SomeWords)
+        if whole is None:
+            return None
+        vocabulary = KeptVocabulary(*whole)
+        both = zip(vocabulary.pieces, vocabulary.names, strict=True)
+        of = TokenizerIdentity(tokenizer_hash(piece or name for piece, name in both))
+        return KnownWords(vocabulary, vocabulary_hash(vocabulary), of)
+
+    def _some(self, path: Path) -> KnownWords | None:
+        some = self._load(path, _SomeWords)
         if some is None:
             return None
         of = TokenizerIdentity(some.tokenizer, some.rules)
@@ -245,8 +296,9 @@ class Vocabularies:
     def _path(self, digest: bytes) -> Path:
         return self.folder / f"{digest.hex()}.vocab"
 
-    def _words_path(self, digest: bytes) -> Path:
-        return self.folder / f"{digest.hex()}.words"
+    def _words_path(self, digest: bytes, scope: str) -> Path:
+        tenant = hashlib.blake2b(tenant_of(scope).encode(), digest_size=_TENANT_BYTES)
+        return self.folder / f"{digest.hex()}.{tenant.hexdigest()}.words"
 
 
 def _checksum(data: bytes) -> bytes:

@@ -14,11 +14,12 @@ from towerd.codec import varint
 from towerd.codec.base import TokenVocabulary
 from towerd.codec.codec import WrittenText, pack_ids, packed_ids
 from towerd.codec.errors import CodecError
+from towerd.codec.text import MARK_FIRST
 from towerd.codec.varint import VarintReader
 from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.sessions.history import History
 from towerd.store.sessions.sessions import NAME_CHARS_MAX, TITLE_CHARS_MAX
-from towerd.store.vocabularies import MEDIUM, KeptVocabulary
+from towerd.store.vocabularies import MEDIUM, TEXT_BYTES_MAX, KeptVocabulary
 from towerd.tower_file.fields import (
     TowerFileError,
     contradiction,
@@ -195,7 +196,25 @@ def _read_words(reader: VarintReader, file: TowerFile) -> TowerFile:
     file = replace(file, words=words, written=written)
     if not known.issuperset(_ids_of(file)):
         raise contradiction()
+    _check_text_size(file, words)
     return file
+
+
+def _check_text_size(file: TowerFile, words: KeptVocabulary) -> None:
+    """TowerFileError for a file whose words and ids make a text of more bytes than one may have. A
+    branch repeats no part of the stream, so none is longer than it."""
+    n_bytes = words.n_bytes(file.history.stream)
+    if file.written is not None:
+        text = file.written.text
+        n_bytes += len(text.text) + words.n_bytes(np.array(text.others, np.int64))
+        for kind, id in enumerate(text.kinds):
+            n_marks = text.text.count(bytes((MARK_FIRST + kind,)))
+            n_bytes += n_marks * words.n_bytes(np.array([id], np.int64))
+    if n_bytes > TEXT_BYTES_MAX:
+        raise TowerFileError(
+            f"The .tower file stands for a text of {n_bytes} bytes, and {TEXT_BYTES_MAX} is the "
+            "most that one may have."
+        )
 
 
 def _ids_of(file: TowerFile) -> set[int]:

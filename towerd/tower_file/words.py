@@ -13,7 +13,15 @@ from collections.abc import Iterable
 from towerd.codec import varint
 from towerd.codec.varint import VarintReader
 from towerd.store.vocabularies import KeptVocabulary, some_words
-from towerd.tower_file.fields import contradiction, put_compressed, read_compressed
+from towerd.tower_file.fields import (
+    TowerFileError,
+    contradiction,
+    put_compressed,
+    read_compressed,
+)
+
+WORD_BYTES_MAX = 1024
+"""Maximum of a piece's or name's bytes; known vocabularies have up to some hundred."""
 
 
 def put_words(ids: Iterable[int], vocabulary: KeptVocabulary) -> bytes:
@@ -22,6 +30,11 @@ def put_words(ids: Iterable[int], vocabulary: KeptVocabulary) -> bytes:
     for id in ids:
         name = vocabulary.names[id]
         piece = name or vocabulary.pieces[id]
+        if len(piece) > WORD_BYTES_MAX:
+            raise TowerFileError(
+                f"The session has a token of {len(piece)} bytes, and a .tower file holds up to "
+                f"{WORD_BYTES_MAX} of each."
+            )
         steps.append(id - before)
         sizes.append(2 * len(piece) + bool(name))
         pieces.append(piece)
@@ -39,7 +52,7 @@ def read_words(reader: VarintReader, n_tokens: int) -> tuple[set[int], KeptVocab
     id = 0
     for place, (step, size) in enumerate(zip(steps, sizes, strict=True)):
         id += step
-        if id >= n_tokens or (place and not step):
+        if id >= n_tokens or (place and not step) or size >> 1 > WORD_BYTES_MAX:
             raise contradiction()
         word = inner.take(size >> 1)
         found[id] = (b"", word) if size & 1 else (word, b"")

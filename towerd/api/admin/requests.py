@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from towerd.api.admin.overview import may_see_slot, require_overview
+from towerd.api.admin.overview import require_overview
 from towerd.api.admin.sessions import visible_scope
 from towerd.api.http.keys import CONFIG, LIMITS, service_of
 from towerd.api.http.query import integer_query
@@ -16,9 +17,15 @@ from towerd.api.http.recent import RECENT, REQUESTS_MAX
 from towerd.api.http.reply import json_reply
 from towerd.engine.base import SlotView
 from towerd.settings.config import Config
+from towerd.settings.llama_flags import canonical
+from towerd.store.prefix.scope import tenant_of
 
 SET = "(set)"
 """Stands for the value of a secret."""
+SECRET_FLAGS = frozenset(
+    "-hft --hf-token --api-key --mcp-servers-json --model-url -mu --mmproj-url -mmu".split()
+)
+"""llama-server's flags whose values are keys, or hold keys (links may be signed)."""
 
 
 async def get_requests(request: web.Request) -> web.Response:
@@ -27,11 +34,13 @@ async def get_requests(request: web.Request) -> web.Response:
     since = integer_query(request, "since", 0, 0, 10**12)
     most = min(REQUESTS_MAX, request.app[LIMITS].page_max)
     limit = integer_query(request, "limit", most, 1, most)
-    slots = service_of(request).engine.slots()
+    scope = visible_scope(request)
     running = [
-        _running(slot) for slot in slots if slot.is_processing and may_see_slot(request, slot)
+        _running(slot)
+        for slot in service_of(request).engine.slots()
+        if slot.is_processing and (scope is None or tenant_of(slot.scope) == tenant_of(scope))
     ]
-    finished = request.app[RECENT].since(since, visible_scope(request), limit)
+    finished = request.app[RECENT].since(since, scope, limit)
     return json_reply({"running": running, "finished": finished})
 
 
@@ -49,10 +58,11 @@ def _running(slot: SlotView) -> dict[str, Any]:
 async def get_settings(request: web.Request) -> web.Response:
     """The settings in force, without secrets."""
     require_overview(request)
-    return json_reply({"settings": _settings(request.app[CONFIG])})
+    return json_reply({"settings": shown_settings(request.app[CONFIG])})
 
 
-def _settings(config: Config) -> list[dict[str, Any]]:
+def shown_settings(config: Config) -> list[dict[str, Any]]:
+    """Every setting that people have, with SET in the place of each secret."""
     found: list[dict[str, Any]] = []
     for item in fields_of(config):
         spec = item.metadata.get("setting")
@@ -61,9 +71,24 @@ def _settings(config: Config) -> list[dict[str, Any]]:
         value = getattr(config, item.name)
         if not item.repr:
             value = SET if value else None
+        elif spec.kind == "args":
+            value = tuple(_without_secrets(value))
         elif isinstance(value, Path):
             value = str(value)
         elif not isinstance(value, str | int | float | tuple | None):
             value = str(value)
         found.append({"name": item.name, "flag": spec.flags[0], "value": value, "help": spec.help})
     return found
+
+
+def _without_secrets(words: Iterable[str]) -> Iterator[str]:
+    """llama-server's flags and values, SET in the place of each secret."""
+    is_value = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        is_secret = not is_value and canonical(name) in SECRET_FLAGS
+        if is_value:
+            yield SET
+        else:
+            yield f"{name}={SET}" if is_secret and equals else word
+        is_value = is_secret and not equals

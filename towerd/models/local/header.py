@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,8 @@ UNUSED_WINDOW = ("phi3",)
 NO_MODEL_TYPES = ("mmproj", "adapter", "imatrix")
 """Values of `general.type` of what is not a model."""
 F16_BYTES = 2
+LAYERS_MAX = 4096
+"""Far more than any model has."""
 MAGIC = b"GGUF"
 
 
@@ -55,7 +56,7 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """The header of the model whose first file is `path`. Raises ModelError if a file is missing,
-    cut short, or not a GGUF."""
+    cut short, not a GGUF, or says what no model has."""
     n_bytes = n_tensors = 0
     header: dict[str, Any] = {}
     for part in parts_of(path):
@@ -87,7 +88,7 @@ def _described(keys: GgufKeys) -> dict[str, Any]:
         "arch": arch,
         "title": str(keys.get("general.name", "")),
         "memory": _memory(keys, arch),
-        "n_ctx_train": _largest(keys.get(f"{arch}.context_length", 0)),
+        "n_ctx_train": keys.count(f"{arch}.context_length"),
         "token_bytes": _token_bytes(keys, arch),
         "has_chat_template": bool(keys.get("tokenizer.chat_template", "")),
         "is_model": bool(arch)
@@ -98,26 +99,22 @@ def _described(keys: GgufKeys) -> dict[str, Any]:
 
 def _memory(keys: GgufKeys, arch: str) -> Memory:
     if arch.startswith("rwkv") or any(keys.get(f"{arch}.{key}") is not None for key in STATE_KEYS):
-        n_head = _largest(keys.get(f"{arch}.attention.head_count", 0))
+        n_head = keys.count(f"{arch}.attention.head_count")
         return "hybrid" if n_head and not arch.startswith("rwkv") else "recurrent"
-    window = _largest(keys.get(f"{arch}.attention.sliding_window", 0))
+    window = keys.count(f"{arch}.attention.sliding_window")
     has_window = window > 0 or arch in WINDOWED_UNSAID
     return "window" if has_window and arch not in UNUSED_WINDOW else "dense"
 
 
 def _token_bytes(keys: GgufKeys, arch: str) -> int:
-    n_layer = _largest(keys.get(f"{arch}.block_count", 0))
-    n_head = keys.get(f"{arch}.attention.head_count", 0)
-    n_kv = keys.get(f"{arch}.attention.head_count_kv", n_head)
-    per_layer = n_kv if isinstance(n_kv, list) else [n_kv] * n_layer
-    step = int(keys.get(f"{arch}.full_attention_interval", 1) or 1)
-    n_rows = sum(int(n) for n in per_layer) // step
-    n_embd = _largest(keys.get(f"{arch}.embedding_length", 0))
-    head = keys.get(f"{arch}.attention.key_length", n_embd // max(1, _largest(n_head)))
-    value = keys.get(f"{arch}.attention.value_length", head)
-    return n_rows * (_largest(head) + _largest(value)) * F16_BYTES
-
-
-def _largest(value: int | Sequence[int]) -> int:
-    """A number, or the largest of a list that has one for each layer."""
-    return value if isinstance(value, int) else int(max(value, default=0))
+    n_layer = keys.count(f"{arch}.block_count", high=LAYERS_MAX)
+    n_head = keys.count(f"{arch}.attention.head_count")
+    n_kv = keys.counts(f"{arch}.attention.head_count")
+    if keys.get(f"{arch}.attention.head_count_kv") is not None:
+        n_kv = keys.counts(f"{arch}.attention.head_count_kv")
+    step = keys.count(f"{arch}.full_attention_interval", 1) or 1
+    n_rows = (n_kv[0] * n_layer if len(n_kv) == 1 else sum(n_kv)) // step
+    n_embd = keys.count(f"{arch}.embedding_length")
+    head = keys.count(f"{arch}.attention.key_length", n_embd // max(1, n_head))
+    value = keys.count(f"{arch}.attention.value_length", head)
+    return n_rows * (head + value) * F16_BYTES

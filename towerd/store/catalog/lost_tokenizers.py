@@ -18,7 +18,6 @@ from typing import TypeAlias
 import msgspec
 
 from towerd.codec import container
-from towerd.errors import StoreError
 from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store.catalog.identity import TokenizerIdentity, pieces_of
@@ -80,7 +79,9 @@ def _identify(db: sqlite3.Connection, pk: int, vocabularies: Vocabularies) -> Ca
     fitting = [
         each
         for each in kept
-        if blobs and vocabularies.words(each[0]).hash == container.claimed_vocabulary(blobs[0])
+        if blobs
+        and container.claimed_vocabulary(blobs[0])
+        in {words.hash for words in vocabularies.of_any(each[0])}
     ]
     return fitting[0] if len(fitting) == 1 else None
 
@@ -104,8 +105,8 @@ def _of_models(db: sqlite3.Connection, pk: int) -> Iterator[Candidate]:
 
 def _of_vocabularies(vocabularies: Vocabularies) -> Iterator[Candidate]:
     for digest in vocabularies.digests():
-        with suppress(StoreError):
-            yield digest, vocabularies.words(digest).tokenizer
+        for words in vocabularies.of_any(digest)[:1]:
+            yield digest, words.tokenizer
 
 
 def _proves(db: sqlite3.Connection, pk: int, digest: bytes) -> bool:

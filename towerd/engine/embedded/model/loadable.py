@@ -15,7 +15,7 @@ from towerd.errors import ModelError
 
 def check_loadable(path: Path) -> None:
     """Raises ModelError for a file that is cut short, a projector, a model that reads in both
-    directions, or latent attention without its RoPE dimensions. What ggml cannot read is left to
+    directions, or latent attention without its RoPE dimensions or with a rank that is none. What ggml cannot read is left to
     llama.cpp."""
     try:
         keys = GgufKeys(path)
@@ -42,8 +42,8 @@ def _reason(keys: GgufKeys, arch: str) -> str:
             "reads text in both directions (an embedding or diffusion model), so it keeps no "
             "state to continue from: serve a model that generates text from left to right"
         )
-    is_latent = keys.get(f"{arch}.attention.kv_lora_rank", 0) > 0
-    if is_latent and not keys.get(f"{arch}.rope.dimension_count", 0):
+    is_latent = keys.count(f"{arch}.attention.kv_lora_rank") > 0
+    if is_latent and not keys.count(f"{arch}.rope.dimension_count"):
         return (
             f"has latent attention but lacks {arch}.rope.dimension_count in its metadata: convert "
             "the model again, or download another conversion"

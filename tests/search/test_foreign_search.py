@@ -1,0 +1,77 @@
+"""Conversations of another tokenizer in the search, against what was said in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from store_tools import FINGERPRINT, OTHER_TOKENIZER, turn_of
+from waiting import until
+
+from towerd.codec import Codec
+from towerd.codec.prior import file
+from towerd.codec.vocabulary import GgufVocabulary
+from towerd.cold.coding import Coding, SessionModel, VocabularySource
+from towerd.models.bundled import bundled_model
+from towerd.search.index import FILE_NAME, SearchIndex
+from towerd.search.search import Search
+from towerd.store import Store
+from towerd.store.vocabularies import KeptVocabulary
+from towerd.transfer import export_session, import_session
+
+SAID = (b"the red otter", b" and a kilimanjaro")
+
+
+def exported(root: Path) -> list[bytes]:
+    """A conversation of the bundled model's tokenizer after its first and its second turn."""
+    files = []
+    with GgufVocabulary(bundled_model()) as vocabulary, Store.open(root, FINGERPRINT) as store:
+        model = SessionModel("here.gguf", "hash", Codec(vocabulary))
+        ids = [1]
+        for text in SAID:
+            prompt = [*ids, *map(int, vocabulary.tokenize(text))]
+            store.commit_turn(turn_of(prompt, [300, 301], session="chat"))
+            ids = [*prompt, 300, 301]
+            files.append(export_session(store, model, "chat", None))
+    return files
+
+
+@contextmanager
+def searched(store: Store, root: Path) -> Iterator[tuple[Search, SearchIndex]]:
+    """The store's search, whose thread compares with the catalog as if no request ever ran."""
+    index = SearchIndex(root / FILE_NAME)
+    search = Search(store, Coding(lambda: VocabularySource(bundled_model(), "hash")), index)
+    search.start(lambda: 100.0)
+    try:
+        yield search, index
+    finally:
+        search.close()
+
+
+def is_found(search: Search, word: str) -> bool:
+    return len(search.find(word, "local", 9)) == 1
+
+
+def test_what_is_imported_again_with_more_turns_is_found(tmp_path: Path) -> None:
+    """As one passage, and turn by turn when its model is served."""
+    root = tmp_path / "b"
+    with GgufVocabulary(file.PATH) as vocabulary, Store.open(root, OTHER_TOKENIZER) as store:
+        there = SessionModel("there.gguf", "other", Codec(vocabulary))
+        with searched(store, root) as (search, _):
+            for data, word in zip(exported(tmp_path / "a"), ("otter", "kilimanjaro"), strict=True):
+                import_session(store, there, data, "local")
+                search.changed()
+                until(partial(is_found, search, word))
+            assert len(search.find("otter kilimanjaro", "local", 9)) == 1
+    with GgufVocabulary(bundled_model()) as vocabulary, Store.open(root, FINGERPRINT) as store:
+        words = KeptVocabulary(vocabulary.pieces, vocabulary.names)
+        store.vocabularies.keep(store.state.identity.tokenizer_digest, words)
+        with searched(store, root) as (search, index):
+            key = search.reader.key(store.session("chat"))
+            until(lambda: index.turns(key) == {turn.id for turn in store.turns("chat")})
+            assert search.find("otter kilimanjaro", "local", 9) == []
+            for word, turn in zip(("otter", "kilimanjaro"), store.turns("chat"), strict=True):
+                ((hit, _),) = search.find(word, "local", 9)
+                assert hit.turn == turn.id
