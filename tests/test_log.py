@@ -66,6 +66,25 @@ def test_tracebacks_are_kept(stream: io.StringIO, format: str) -> None:
     assert "ValueError: broken" in stream.getvalue()
 
 
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_no_text_becomes_a_line_or_a_command(stream: io.StringIO, format: str) -> None:
+    """What strangers send is neither another line of the log nor obeyed by a terminal."""
+    forged = "a\n12:00:00 info    request: b\r\x1b[2J\x9b2J\u202e\u2028\ud800é"
+    log.configure("info", format, stream)
+    try:
+        raise ValueError(forged)
+    except ValueError:
+        logger("api").exception("POST %s", forged, extra={"error": forged, "path": "\x1b[2J"})
+    first, *trace = stream.getvalue().removesuffix("\n").split("\n")
+    assert all(line.startswith("    ") and line.isprintable() for line in trace)
+    assert first.isprintable()
+    assert "é" in first
+    if format == "json":
+        entry = json.loads(first)
+        assert (entry["message"], entry["error"]) == (f"POST {forged}", forged)
+        assert not trace
+
+
 def test_configuring_again_replaces(stream: io.StringIO) -> None:
     log.configure("info", "text", io.StringIO())
     log.configure("info", "text", stream)

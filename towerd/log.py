@@ -62,14 +62,15 @@ class TextFormatter(logging.Formatter):
     """`12:03:04 info  engine: model loaded  n_ctx=4096 path=...`"""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, followed by a traceback if there is one."""
+        """The line, followed by the indented lines of a traceback if there is one."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         name = record.name.removeprefix(ROOT + ".")
         line = f"{clock} {record.levelname.lower():<7} {name}: {record.getMessage()}"
         pairs = " ".join(f"{key}={_plain(value)}" for key, value in _fields(record).items())
         if pairs:
             line += "  " + pairs
-        return line + _traceback(self, record, "\n")
+        lines = [line, *_traceback(self, record).splitlines()]
+        return "\n    ".join(map(_shown, lines))  # indented: an error's text is no line of its own
 
 
 class JsonFormatter(logging.Formatter):
@@ -84,10 +85,10 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        trace = _traceback(self, record, "")
+        trace = _traceback(self, record)
         if trace:
             entry["traceback"] = trace
-        return json.dumps(entry, default=str, ensure_ascii=False)
+        return _shown(json.dumps(entry, default=str, ensure_ascii=False))
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
@@ -103,5 +104,12 @@ def _plain(value: Any) -> str:
     return json.dumps(text, ensure_ascii=False) if " " in text or "\n" in text else text
 
 
-def _traceback(formatter: logging.Formatter, record: logging.LogRecord, before: str) -> str:
-    return before + formatter.formatException(record.exc_info) if record.exc_info else ""
+def _shown(text: str) -> str:
+    """Text on one line that no terminal obeys: what cannot be printed is escaped as in JSON."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in text)
+
+
+def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    return formatter.formatException(record.exc_info) if record.exc_info else ""

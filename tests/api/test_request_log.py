@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient
+from yarl import URL
 
 from towerd.api.http.request_log import TITLE_CHARS_MAX, title_of, why_evaluated
 from towerd.engine.base import Reuse
@@ -35,6 +40,20 @@ from towerd.engine.base import Reuse
 def test_titles(body: Any, title: str) -> None:
     """The first thing that the user says, on one line that no terminal obeys."""
     assert title_of(json.dumps(body).encode()) == title
+
+
+async def test_paths_are_logged_as_sent(
+    make_client: Callable[..., Awaitable[TestClient[web.Request, web.Application]]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A path without a key is a stranger's, and its decoded characters are too."""
+    caplog.set_level(logging.INFO)
+    client = await make_client(api_keys=(("sk-ann", "ann"),))
+    path = "/foo%0A12:00:00%20info%1B[2J"
+    async with client.post(URL(path + "?key=hidden", encoded=True)) as reply:
+        assert reply.status == 401
+    (record,) = [each for each in caplog.records if each.name == "towerd.request"]
+    assert record.getMessage() == path
 
 
 @pytest.mark.parametrize(

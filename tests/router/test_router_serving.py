@@ -54,6 +54,16 @@ def test_a_request_waits_for_its_model(make_router: MakeRouter) -> None:
         pass
 
 
+def test_one_log_file(make_router: MakeRouter, tmp_path: Path) -> None:
+    """The models' lines are in it, which say which model."""
+    path = tmp_path / "all.log"
+    router = make_router("--log-file", str(path))
+    assert ask(router, "tales").status_code == 200
+    until(lambda: "request: " in path.read_text())
+    (line,) = [each for each in path.read_text().splitlines() if "request: " in each]
+    assert "model=tales" in line
+
+
 def test_an_unknown_model(make_router: MakeRouter) -> None:
     router = make_router()
     reply = ask(router, "nobody")

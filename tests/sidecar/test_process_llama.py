@@ -215,9 +215,18 @@ def test_flags_that_change_rows() -> None:
         "override.scaling": "yarn",
         "override.freq_scale": "0.5",
     }
+    assert row_overrides(["--rope_scale", "2", "--override_kv", "a=int:1"], {}) == {
+        "override.scale": "2.0",
+        "override.override_kv": "a=int:1",
+    }
     assert row_overrides(["-np", "4"], {}) == {}
     env = {"LLAMA_ARG_PORT": "1", "LLAMA_ARG_API_PREFIX": "/x", "LLAMA_ARG_THREADS": "3"}
     assert server_env(env) == {"LLAMA_ARG_THREADS": "3"}
     assert clashing(["--port=80", "-np", "2", "--api-key", "x"]) == ["--port=80", "--api-key"]
+    assert clashing(["--slot_save_path", "/x", "--api_key=k"]) == [
+        "--slot_save_path",
+        "--api_key=k",
+    ]
     assert names_model(["-hf", "a/b"])
+    assert names_model(["--hf_repo", "a/b"])
     assert not names_model(["-np", "2"])

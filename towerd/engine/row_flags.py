@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from towerd.settings.llama_flags import canonical
+
 _ROPE = {
     "--rope-scaling": "scaling",
     "--rope-scale": "scale",
@@ -46,7 +48,8 @@ def row_overrides(flags: Sequence[str], env: Mapping[str, str]) -> dict[str, str
             found[f"override.{_ROPE[flag]}"] = _number(env[variable])
     values = iter(flags)
     for item in values:
-        name, _, value = item.partition("=")
+        given, _, value = item.partition("=")
+        name = canonical(given)
         if name in _ROPE or name in _OTHER:
             key = f"override.{_ROPE.get(name) or _OTHER[name]}"
             text = _number(value or next(values, ""))

@@ -139,7 +139,8 @@ class Connection(RequestHandler):
             log.info("malformed request", extra={"client": request.remote, "error": error.message})
         else:
             error = TowerdError("Internal error; the daemon's log has it")
-            log.error("request failed: %s %s", request.method, request.path, exc_info=exc)
+            path = request.rel_url.raw_path
+            log.error("request failed: %s %s", request.method, path, exc_info=exc)
         if request.writer.output_size > 0:
             raise ConnectionError("the reply has begun")
         reply = error_reply(error, {"Server": "towerd"})

@@ -65,7 +65,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     except TowerdError as error:
         if error.status >= 500 and not isinstance(error, NotSupported | Unavailable):
-            log.warning("request failed: %s %s: %s", request.method, request.path, error.message)
+            path = request.rel_url.raw_path
+            log.warning("request failed: %s %s: %s", request.method, path, error.message)
             request[LOGGED] = True
         log_refused(request, error.status, error)
         return error_reply(error, in_full=is_owner_socket(request))
@@ -77,7 +78,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     except ConnectionError:
         raise
     except Exception:
-        log.exception("request failed: %s %s", request.method, request.path)
+        log.exception("request failed: %s %s", request.method, request.rel_url.raw_path)
         request[LOGGED] = True
         return error_reply(TowerdError("Internal error; the daemon's log has it"))
 

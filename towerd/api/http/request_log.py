@@ -120,7 +120,7 @@ def log_refused(request: web.Request, status: int, error: TowerdError | None = N
 
 def _line(request: web.Request, title: str, fields: dict[str, Any]) -> None:
     request[LOGGED] = True
-    log.info(f'"{title}"' if title else request.path, extra=fields)
+    log.info(f'"{title}"' if title else request.rel_url.raw_path, extra=fields)
 
 
 def _sources(reuse: Reuse) -> dict[str, int]:

@@ -30,7 +30,8 @@ def main() -> int:
     preload(sys.argv[1])
     config = _read_config()
     die_with_parent(STDIN)
-    log.configure(config.log_level, config.log_format, fields={"model": config.alias})
+    named = {"model": config.alias}
+    log.configure(config.log_level, config.log_format, fields=named, path=config.log_file)
     try:
         start(config, lambda url, model: _tell(report, {}))
     except TowerdError as error:

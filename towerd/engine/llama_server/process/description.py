@@ -25,6 +25,7 @@ from towerd.engine.row_flags import row_overrides
 from towerd.errors import ModelError
 from towerd.kernels.formats import BY_NAME
 from towerd.settings.config import Config
+from towerd.settings.llama_flags import canonical
 from towerd.slots.fingerprint import REPORTED_HASH_PREFIX, Fingerprint, tokenizer_hash
 from towerd.slots.layout import KVLayout, Plane
 from towerd.store import Catalog
@@ -69,7 +70,7 @@ def flag_notes(command: Command | None, *, is_ours: bool) -> tuple[str, ...]:
     if command is None:
         return ()
     notes: list[str] = []
-    flags = command.flags
+    flags = {canonical(flag) for flag in command.flags}
     if "--sleep-idle-seconds" in flags:
         notes.append(
             "It unloads its model when idle, and what its slots hold with it, so the next turn of "
@@ -77,7 +78,7 @@ def flag_notes(command: Command | None, *, is_ours: bool) -> tuple[str, ...]:
         )
     if is_ours:
         return tuple(notes)
-    if not any(flag in ("-cram", "--cache-ram") for flag in flags):
+    if flags.isdisjoint(("-cram", "--cache-ram")):
         notes.append(
             "It keeps a second copy of prompts, of all tenants together, in its own RAM cache: "
             "start llama-server with --cache-ram 0."

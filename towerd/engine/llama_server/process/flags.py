@@ -7,6 +7,7 @@ from pathlib import Path
 
 from towerd.models.known import metadata_of
 from towerd.settings.config import Config, defaults
+from towerd.settings.llama_flags import canonical
 
 OURS = frozenset(
     "--host --port --api-key --api-key-file --slot-save-path --reuse-port"
@@ -105,4 +106,4 @@ def names_model(extra: Sequence[str]) -> bool:
 
 
 def _name(flag: str) -> str:
-    return flag.partition("=")[0]
+    return canonical(flag.partition("=")[0])
