@@ -47,6 +47,8 @@ FLAGS = (
     *_rows("wire", 0, """
 --verbose --log-verbose -v | : --log-level debug
 --ignore-eos
+--escape -e
+--no-escape
 --special -sp
 --spm-infill
 --jinja
@@ -207,8 +209,6 @@ FLAGS = (
 --kv-unified -kvu | conversations always share one context
 --no-kv-unified -no-kvu | conversations always share one context; --ctx-size is the limit of each
 --warmup | the model is tried at every start
---escape -e | it is about a prompt on the command line
---no-escape | it is about a prompt on the command line
 --perf | towerd has timings of its own
 --no-perf | towerd has timings of its own
 --backend-sampling -bs | towerd samples on the CPU

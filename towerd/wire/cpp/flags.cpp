@@ -16,6 +16,9 @@ void take_flags(common_params & params, const std::vector<std::string> & words) 
     const auto is_among  = [](const std::vector<const char *> & names, const std::string & word) {
         return std::find(names.begin(), names.end(), word) != names.end();
     };
+    if (std::find(words.begin(), words.end(), "--dry-sequence-breaker") != words.end()) {
+        params.sampling.dry_sequence_breakers.clear();  // llama.cpp's handler does so for the first model of a process alone
+    }
     for (size_t i = 0; i < words.size(); ++i) {
         const std::string & word = words[i];
         const auto option = std::find_if(parser.options.begin(), parser.options.end(), [&](const auto & one) {
@@ -37,6 +40,11 @@ void take_flags(common_params & params, const std::vector<std::string> & words) 
         } catch (const std::exception & error) {
             throw std::runtime_error(word + ": " + error.what());
         }
+    }
+    if (params.escape) {
+        std::for_each(params.antiprompt.begin(), params.antiprompt.end(), string_process_escapes);
+        auto & breakers = params.sampling.dry_sequence_breakers;
+        std::for_each(breakers.begin(), breakers.end(), string_process_escapes);
     }
     common_log_set_verbosity_thold(-1);  // --verbose is for replies
 }

@@ -9,8 +9,8 @@
 
 namespace towerd::wire {
 
-// Applies `words`, flags and their values, to `params`, as parse_cli_args of common_params_parse does, which would print
-// errors and may end the process. Throws std::runtime_error that names the flag.
+// Applies `words`, flags and their values, to `params`, as common_params_parse does, which would print errors and may end
+// the process. Call it once: it replaces escapes such as \n in stop words. Throws std::runtime_error that names the flag.
 void take_flags(common_params & params, const std::vector<std::string> & words);
 
 // What flags say about how a model and its context are made.

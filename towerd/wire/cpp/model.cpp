@@ -35,6 +35,7 @@ Model::Model(const llama_model * model, const std::string & settings, Tokenizer 
     take_settings(values);
     take_defaults(values.at("defaults"));
     take_flags(params_, values.at("flags").get<std::vector<std::string>>());
+    take_biases();
     take_templates(values.at("chat_template").get<std::string>());
 }
 
@@ -71,6 +72,15 @@ void Model::take_defaults(const json & defaults) {
     params_.antiprompt        = parsed.antiprompt;
 }
 
+// As llama-server: the schema adds the biases itself only if a request asks for it.
+void Model::take_biases() {
+    auto & sampling     = params_.sampling;
+    sampling.ignore_eos = sampling.ignore_eos && llama_vocab_eos(vocab) != LLAMA_TOKEN_NULL;
+    if (sampling.ignore_eos) {
+        sampling.logit_bias.insert(sampling.logit_bias.end(), eog().begin(), eog().end());
+    }
+}
+
 void Model::take_templates(const std::string & source) {
     if (!source.empty() && source != "chatml") {
         const common_chat_template parsed(source, "", "");  // says what is wrong, which the next line does not
@@ -82,6 +92,7 @@ void Model::take_templates(const std::string & source) {
     chat_.chat_template_kwargs     = params_.default_template_kwargs;
     chat_.reasoning_budget         = params_.sampling.reasoning_budget_tokens;
     chat_.reasoning_budget_message = params_.sampling.reasoning_budget_message;
+    chat_.force_pure_content       = params_.force_pure_content_parser;
     chat_.enable_thinking          = params_.enable_reasoning != 0 && params_.use_jinja &&
                                      common_chat_templates_support_enable_thinking(chat_.tmpls.get());
     if (projector_) {

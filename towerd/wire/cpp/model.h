@@ -52,6 +52,7 @@ public:
 private:
     void take_settings(const json & settings);
     void take_defaults(const json & defaults);
+    void take_biases();
     void take_templates(const std::string & source);
 
     Tokenizer                tokenizer_;
