@@ -15,7 +15,7 @@ from waiting import until_async
 
 from towerd.app.daemon import build_app
 from towerd.models.bundled import bundled_model
-from towerd.search.index import FILE_NAME
+from towerd.search.file import FILE_NAME
 from towerd.service import open_service
 from towerd.settings.config import Config
 

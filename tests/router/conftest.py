@@ -28,10 +28,10 @@ def make_router(tmp_path: Path, models_dir: Path) -> Iterator[MakeRouter]:
     """`make_router(*flags, toml="")`: a router of this test's own, started; killed at the end."""
     made: list[Daemon] = []
 
-    def make(*flags: str, toml: str = "", name: str = "r") -> Daemon:
+    def make(*flags: str, toml: str = "", name: str = "r", folder: Path = models_dir) -> Daemon:
         file = tmp_path / f"{name}.toml"
         file.write_text(toml)
-        given = ("--models-dir", str(models_dir), "-c", "2048", "--config", str(file), *flags)
+        given = ("--models-dir", str(folder), "-c", "2048", "--config", str(file), *flags)
         made.append(Daemon(tmp_path / name, *given))
         return made[-1].start()
 

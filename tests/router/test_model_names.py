@@ -65,12 +65,34 @@ model = "{folder}/kimi/mtp-Kimi.gguf"
     assert found["mine"].path == folder / "kimi" / "mtp-Kimi.gguf"
 
 
+def test_names_of_one_file(folder: Path) -> None:
+    """With the same settings they are one model; with others the router knows that the file is one."""
+    (folder / "link.gguf").symlink_to(folder / "gemma" / "gemma-3-4b-it-Q8_0.gguf")
+    llama = folder / "llama-3.2-1b-Q4_K_M.gguf"
+    found = entries(
+        folder,
+        f"""
+[models.tiny]
+model = "{llama}"
+alias = "t"
+[models.long]
+model = "{folder}/../models/{llama.name}"
+ctx_size = 4096
+""",
+    )
+    assert list(found) == ["gemma", "kimi", "link", "long", "tiny"]
+    assert found["tiny"].aliases == ("llama-3.2-1b-Q4_K_M", "t")
+    assert found["long"].file_id == found["tiny"].file_id != found["gemma"].file_id
+    assert found["link"].file_id == found["gemma"].file_id  # which has a projector
+
+
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
         ('[models.x]\nalias = "gemma"\n', "Two models have the name gemma"),
         ("[models.x]\nctx_sise = 5\n", "did you mean ctx_size"),
         ("[models.x]\nidle = 5\n", "did you mean idle_s"),
+        ("[models.x]\nsearch = false\n", "a setting of the daemon"),
         ("[models.x]\nport = 5\n", "a setting of the daemon"),
         ("[models.x]\nkeep = 5\n", "must be true or false"),
         ("models = 5\n", "must be tables"),

@@ -22,6 +22,11 @@ def a(name: str, need: int, used: float, **more: bool) -> Occupant:
         (4, [a("x", 6, 1)], FITS),
         (5, [a("x", 6, 1)], Verdict(stop=("x",))),
         (99, [a("x", 1, 1)], Verdict(stop=("x",))),
+        # the same file under another name, however much room there is, and no other
+        (1, [a("x", 1, 1), a("y", 1, 2, is_twin=True)], Verdict(stop=("y",))),
+        (1, [a("x", 1, 2, is_twin=True, is_busy=True)], WAITS),
+        (1, [a("x", 1, 2, is_twin=True, is_leaving=True)], WAITS),
+        (1, [a("x", 1, 2, is_twin=True, keep=True)], NEVER),
         # the least recently used one
         (5, [a("x", 3, 2), a("y", 3, 1)], Verdict(stop=("y",))),
         # not the oldest if it is busy or kept

@@ -17,6 +17,8 @@ from daemon import Daemon, reuse_of, run_towerctl
 from routed import MakeRouter, children, states
 from waiting import until
 
+from towerd.models.bundled import bundled_model
+
 LONG = "Once upon a time there was a little girl named Lily who liked to play in the park. " * 6
 
 
@@ -203,6 +205,52 @@ def test_an_idle_model_leaves(make_router: MakeRouter) -> None:
     assert ask(router, "tales").status_code == 200
 
 
+def test_one_file_with_two_settings(make_router: MakeRouter, models_dir: Path) -> None:
+    """They take turns, each with its settings, also where there is room for both."""
+    toml = f"[models.brief]\nmodel = '{models_dir}/tales.gguf'\nhot_bytes = '1MiB'\n"
+    router = make_router(toml=toml)
+    for _ in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            replies = list(pool.map(lambda name: ask(router, name, LONG), ["tales", "brief"]))
+        assert [(each.status_code, each.text) for each in replies if each.status_code != 200] == []
+    assert len(children(router)) == 1
+
+
+def test_a_workflow_ends_in_all_models(make_router: MakeRouter) -> None:
+    """Also in one that was not used last."""
+    router = make_router()
+    body: dict[str, Any] = {"model": "tales", "prompt": LONG, "n_predict": 1}
+    headers = {"X-Towerd-Workflow": "w1", "X-Towerd-Agent": "a"}
+    requests.post(router.url + "/completion", json=body, headers=headers, timeout=60)
+    ask(router, "dice")
+    end = router.url + "/towerd/v1/workflows/w1/end"
+    assert requests.post(end, timeout=60).json()["ended"]["id"] == "w1"
+    again = requests.post(end, timeout=60)
+    assert (again.status_code, again.json()["error"]["type"]) == (404, "not_found_error")
+
+
+def test_a_reload_while_a_model_is_loading(make_router: MakeRouter, tmp_path: Path) -> None:
+    """Its files are others now: no process of the old ones stays, and its requests are answered."""
+    folder = tmp_path / "own"
+    (folder / "x").mkdir(parents=True)
+    (folder / "x.gguf").write_bytes(bundled_model().read_bytes())
+    router = make_router(folder=folder)
+    router.post("/models/load", {"model": "x"})
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ask, router, "x")
+        (folder / "x.gguf").rename(folder / "x" / "moved.gguf")
+        router.get("/models?reload=1")
+        assert waiting.result().status_code == 200
+    assert str(folder / "x" / "moved.gguf") in router.get("/models")["data"][0]["status"]["args"]
+    assert ask(router, "x").status_code == 200
+    assert len(children(router)) == 1
+    (folder / "x" / "moved.gguf").unlink()
+    router.get("/models?reload=1")
+    assert children(router) == set()
+    assert ask(router, "x").status_code == 404
+    assert router.stop() == 0, router.log
+
+
 def test_no_autoload(make_router: MakeRouter) -> None:
     router = make_router("--no-models-autoload")
     reply = ask(router, "tales")
@@ -242,6 +290,7 @@ def test_tenants_stay_apart(make_router: MakeRouter) -> None:
         listed = call("GET", "/towerd/v1/sessions", key).json()["sessions"]
         assert [each["scope"] for each in listed] == [name]
     assert call("GET", "/towerd/v1/pins", "a").status_code == 403
+    assert call("GET", "/models?reload=1", "a").status_code == 403
     assert call("POST", "/models/unload", "a", json={"model": "tales"}).status_code == 403
     listed = json.loads(run_towerctl(router, "sessions", "ls", "--json").stdout)
     assert {each["scope"] for each in listed["sessions"]} == {"ann", "bob"}

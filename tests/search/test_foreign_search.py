@@ -15,7 +15,8 @@ from towerd.codec.prior import file
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold.coding import Coding, SessionModel, VocabularySource
 from towerd.models.bundled import bundled_model
-from towerd.search.index import FILE_NAME, SearchIndex
+from towerd.search.file import FILE_NAME
+from towerd.search.index import SearchIndex
 from towerd.search.search import Search
 from towerd.store import Store
 from towerd.store.vocabularies import KeptVocabulary

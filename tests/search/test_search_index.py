@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from towerd.errors import Unavailable
-from towerd.search.index import FILE_NAME, Indexed, Passage, SearchIndex, SessionKey
+from towerd.search.file import FILE_NAME, remove_index
+from towerd.search.index import Indexed, Passage, SearchIndex, SessionKey
 
 WORDS = ("otter", "Otter", "ünïcode", "unicode", "snake_case", "naïve", "42", "AND", "NEAR", "x")
 TEXTS = st.lists(st.sampled_from(WORDS), max_size=6).map(" ".join)
@@ -166,23 +167,48 @@ def test_a_damaged_index_is_begun_anew(index: SearchIndex, damage: str) -> None:
     again.close()
 
 
+def meet_damage(index: SearchIndex) -> None:
+    """Write and read until SQLite looks at the damaged pages."""
+    for _ in range(3):
+        index.add(key(999), 1.0, [Passage(1, 1.0, "otter")])
+        index.search("otter", None, 9)
+
+
 def test_damage_in_use_is_said_and_repaired(index: SearchIndex) -> None:
     for number in range(200):
         index.add(key(number), 1.0, [Passage(1, 1.0, f"otter number{number} " * 50)])
     index.scrub()
     index.path.write_bytes(b"no database" * 1000)
-    again = None
-    for _ in range(3):
-        try:
-            index.add(key(999), 1.0, [Passage(1, 1.0, "otter")])
-            index.search("otter", None, 9)
-        except Unavailable as error:
-            again = error
-    assert again is not None
+    with pytest.raises(Unavailable):
+        meet_damage(index)
     index.repair()
     assert index.search("otter", None, 9) == []
     index.add(key(1), 1.0, [Passage(1, 1.0, "otter")])
     assert len(index.search("otter", None, 9)) == 1
+
+
+def test_one_process_begins_anew_and_the_others_follow(tmp_path: Path) -> None:
+    """None goes on with a file that is no longer there, and none removes the new one."""
+    one, two = (SearchIndex(tmp_path / FILE_NAME) for _ in range(2))
+    for number in range(200):
+        one.add(key(number), 1.0, [Passage(1, 1.0, f"otter number{number} " * 50)])
+    one.scrub()
+    one.path.write_bytes(b"no database" * 1000)
+    for index in (one, two):
+        with pytest.raises(Unavailable):
+            meet_damage(index)
+    one.repair()
+    one.add(key(3), 1.0, [Passage(1, 1.0, "otter")])
+    two.repair()
+    assert [hit.session for hit in two.search("otter", None, 9)] == [key(3)]
+    remove_index(tmp_path)
+    three = SearchIndex(tmp_path / FILE_NAME)
+    for number, index in enumerate((one, two, three), 5):
+        index.add(key(number), 1.0, [Passage(1, 1.0, "otter")])
+    for index in (one, two, three):
+        found = {hit.session for hit in index.search("otter", None, 9)}
+        assert found == {key(5), key(6), key(7)}
+        index.close()
 
 
 def test_several_processes_fill_one_index(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from towerd.router.http import endpoints, routes, streams
 from towerd.router.http.conversations import Conversations
 from towerd.router.http.forward import forward, forward_named, forward_store
 from towerd.router.http.keys import CONVERSATIONS, LAUNCHER, MODELS, TABLES
+from towerd.router.http.loaded import end_workflow
 from towerd.router.loading.launcher import Launcher
 from towerd.router.loading.models import Models
 from towerd.router.metrics import RouterMetrics
@@ -105,6 +106,7 @@ ROUTES = (
     ("POST", "/v1/streams/lookup", streams.post_lookup),
     *(("GET", path, forward_named) for path in endpoints.GET),
     *(("POST", path, forward) for path in endpoints.POST),
+    ("POST", endpoints.END_WORKFLOW, end_workflow),
     ("*", endpoints.STORE, forward_store),
     ("GET", "/", ui.get_root),
     ("GET", "/towerd", page.get_root),

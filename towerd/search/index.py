@@ -7,7 +7,6 @@ once.
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,55 +16,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from towerd.errors import DiskFull, StoreError, Unavailable
+from towerd.search.file import OpenFile, begin_anew, error_code, is_damage, open_file
 from towerd.search.query import MARKS, cut, expression, uncut
 from towerd.store.prefix.scope import MARK
 from towerd.store.segments import durable
 
-FILE_NAME = "search.sqlite"
-APPLICATION_ID = 0x54575253
-VERSION = 2
 SNIPPET_TOKENS = 28
 DAMAGED = "The search index is damaged and is being filled again: try in a minute"
 _AT_ONCE = 400
 """Rows of one query's parameters."""
-_DAMAGE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT})
 _FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR})
-_SETTINGS = (
-    "journal_mode = WAL",
-    "synchronous = NORMAL",
-    "busy_timeout = 5000",
-    "secure_delete = ON",
-    "temp_store = MEMORY",
-    "trusted_schema = OFF",
-)
-_SCHEMA = f"""
-BEGIN IMMEDIATE;
-CREATE TABLE sessions (
-    pk INTEGER PRIMARY KEY,
-    tokenizer TEXT NOT NULL,
-    scope TEXT NOT NULL,
-    id TEXT NOT NULL,
-    created REAL NOT NULL,
-    question TEXT NOT NULL,
-    whole INTEGER,
-    UNIQUE (tokenizer, scope, id)
-) STRICT;
-CREATE INDEX sessions_id ON sessions(id);
-CREATE TABLE passages (
-    rowid INTEGER PRIMARY KEY,
-    session INTEGER NOT NULL REFERENCES sessions,
-    turn INTEGER NOT NULL,
-    said REAL NOT NULL,
-    text TEXT NOT NULL,
-    UNIQUE (session, turn)
-) STRICT;
-CREATE VIRTUAL TABLE words USING fts5(
-    text, content = 'passages', tokenize = 'unicode61 remove_diacritics 2'
-);
-PRAGMA application_id = {APPLICATION_ID};
-PRAGMA user_version = {VERSION};
-COMMIT;
-"""
 _OF_TENANT = "(?1 IS NULL OR s.scope = ?1 OR s.scope > ?1 || '{0}' AND s.scope < ?1 || '{1}')"
 _WHOSE = _OF_TENANT.format(MARK, chr(ord(MARK) + 1))
 
@@ -121,29 +81,24 @@ class SearchIndex:
         self._is_damaged = False
         with durable.store_errors(f"the search index {path} cannot be opened"):
             try:
-                self._writer, self._reader = _open(path), _open(path)
-            except sqlite3.DatabaseError as error:
-                if not _is_damage(error):
-                    raise StoreError(
-                        f"the search index {path} cannot be opened: {error}"
-                    ) from error
-                remove_index(path.parent)
-                self._writer, self._reader = _open(path), _open(path)
+                self._writer, self._reader = open_file(path), open_file(path)
+            except sqlite3.Error as error:
+                raise StoreError(f"the search index {path} cannot be opened: {error}") from error
 
     def close(self) -> None:
         """Close the file."""
         with self._writing, self._reading:
-            self._writer.close()
-            self._reader.close()
+            self._writer.db.close()
+            self._reader.db.close()
 
     def repair(self) -> None:
-        """Begin with an empty file if this one is damaged."""
+        """Begin with an empty file if this one is damaged, and no other process has done so."""
         with self._writing, self._reading, self._guarded():
             if self._is_damaged:
-                self._writer.close()
-                self._reader.close()
-                remove_index(self.path.parent)
-                self._writer, self._reader = _open(self.path), _open(self.path)
+                self._writer.db.close()
+                self._reader.db.close()
+                begin_anew(self.path, self._writer)
+                self._writer, self._reader = open_file(self.path), open_file(self.path)
                 self._is_damaged = False
 
     # --- filling ---------------------------------------------------------------------------
@@ -203,8 +158,9 @@ class SearchIndex:
         while somebody reads what was there before. Takes time: the words of a full-text index lie
         together with those of other texts, and all are written anew."""
         with self._writing, self._guarded():
-            self._writer.execute("INSERT INTO words(words) VALUES ('optimize')")
-            is_busy, *_ = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            self._writer = self._current(self._writer)
+            self._writer.db.execute("INSERT INTO words(words) VALUES ('optimize')")
+            is_busy, *_ = self._writer.db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         return not is_busy
 
     # --- reading ---------------------------------------------------------------------------
@@ -286,7 +242,8 @@ class SearchIndex:
     def _changing(self) -> Iterator[sqlite3.Connection]:
         """A transaction, in which one writer at a time is."""
         with self._writing, self._guarded():
-            db = self._writer
+            self._writer = self._current(self._writer)
+            db = self._writer.db
             db.execute("BEGIN IMMEDIATE")
             try:
                 yield db
@@ -301,61 +258,26 @@ class SearchIndex:
         with self._reading, self._guarded():
             if self._is_damaged:
                 raise Unavailable(DAMAGED)
-            yield self._reader
+            self._reader = self._current(self._reader)
+            yield self._reader.db
+
+    def _current(self, opened: OpenFile) -> OpenFile:
+        """The connection; to the new file if another process has begun it anew."""
+        if not opened.is_replaced(self.path):
+            return opened
+        opened.db.close()
+        return open_file(self.path)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:
-            if _is_damage(error):
+            if is_damage(error):
                 self._is_damaged = True
                 raise Unavailable(DAMAGED) from error
-            kind = DiskFull if _code(error) in _FULL else StoreError
+            kind = DiskFull if error_code(error) in _FULL else StoreError
             raise kind(f"the search index {self.path} failed: {error}") from error
-
-
-def remove_index(store_dir: Path) -> None:
-    """Delete the index of a store, if it has one."""
-    for suffix in ("-wal", "-shm", ""):
-        (store_dir / (FILE_NAME + suffix)).unlink(missing_ok=True)
-
-
-def _open(path: Path) -> sqlite3.Connection:
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    try:
-        for setting in _SETTINGS:
-            db.execute(f"PRAGMA {setting}")
-        ids = [
-            db.execute(f"PRAGMA {name}").fetchone()[0]
-            for name in ("application_id", "user_version")
-        ]
-        if ids != [APPLICATION_ID, VERSION]:
-            if ids != [0, 0]:
-                raise _of_another_version()
-            _make(db)
-    except BaseException:
-        db.close()
-        raise
-    return db
-
-
-def _make(db: sqlite3.Connection) -> None:
-    """Create the tables, unless another process has just done so."""
-    try:
-        db.executescript(_SCHEMA)
-    except sqlite3.OperationalError:
-        if db.in_transaction:
-            db.execute("ROLLBACK")
-        if db.execute("PRAGMA user_version").fetchone()[0] != VERSION:
-            raise
-
-
-def _of_another_version() -> sqlite3.Error:
-    error = sqlite3.DatabaseError("it is of another version")
-    error.sqlite_errorcode = sqlite3.SQLITE_FORMAT
-    return error
 
 
 def _hit(db: sqlite3.Connection, row: int, query: str) -> Hit:
@@ -367,14 +289,6 @@ def _hit(db: sqlite3.Connection, row: int, query: str) -> Hit:
         (query, row),
     ).fetchone()
     return Hit(SessionKey(*found[:3]), found[3], found[4], _runs(found[5]))
-
-
-def _code(error: sqlite3.Error) -> int:
-    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
-
-
-def _is_damage(error: sqlite3.Error) -> bool:
-    return _code(error) in _DAMAGE
 
 
 def _insert(db: sqlite3.Connection, session: int, passage: Passage) -> None:

@@ -24,7 +24,8 @@ from towerd.errors import (
     TowerdError,
     Unavailable,
 )
-from towerd.search.index import FILE_NAME, Hit, Passage, SearchIndex, SessionKey, remove_index
+from towerd.search.file import FILE_NAME, remove_index
+from towerd.search.index import Hit, Passage, SearchIndex, SessionKey
 from towerd.search.reading import TurnReader, leaf_of
 from towerd.search.speech import first_question, spoken
 from towerd.store import SessionInfo, Store

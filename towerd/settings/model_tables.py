@@ -20,6 +20,7 @@ OF_ROUTER = frozenset(
     (
         *("host", "port", "socket", "api_keys", "api_key_file", "cors_origins", "store_dir"),
         *("request_bytes_max", "models_dir", "models_max", "models_autoload", "memory"),
+        "search",
     )
 )
 """Settings that no single model has."""

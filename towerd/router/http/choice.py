@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,15 +12,11 @@ from aiohttp import web
 
 from towerd.api.http.keys import LIMITS
 from towerd.errors import InvalidRequest, NotFound
+from towerd.router.http.form import boundary_of, field_of
 from towerd.router.loading.model import RoutedModel
 from towerd.router.loading.models import Models
 
 NAMES_SHOWN_MAX = 50
-_FORM_FIELD = re.compile(
-    rb"\r\ncontent-disposition:[^\r\n]*\bname=\"?model\"?(?=[;\r])[^\x00]*?\r\n\r\n([^\r\n]*)\r\n--",
-    re.IGNORECASE,
-)
-"""The field `model` of a form."""
 
 
 class AskedModel(msgspec.Struct, frozen=True):
@@ -30,15 +27,20 @@ class AskedModel(msgspec.Struct, frozen=True):
 
 
 async def asked_of(request: web.Request, body: bytes) -> AskedModel:
-    """What a body says of its model. Raises InvalidRequest if it is not valid JSON."""
-    if request.content_type == "multipart/form-data":
-        found = _FORM_FIELD.search(b"\r\n" + body)
-        return AskedModel(found[1].decode("utf-8", "replace") if found else None)
+    """What a body says of its model. Raises InvalidRequest if it is not valid JSON, or a form with
+    too many parts."""
     if not body:
         return AskedModel()
+    read: Callable[[bytes], AskedModel] = _decode
+    if request.content_type == "multipart/form-data":
+        read = partial(_read_form, boundary_of(request.headers["Content-Type"]))
     if len(body) <= request.app[LIMITS].inline_bytes_max:
-        return _decode(body)
-    return await asyncio.to_thread(_decode, body)
+        return read(body)
+    return await asyncio.to_thread(read, body)
+
+
+def _read_form(boundary: bytes, body: bytes) -> AskedModel:
+    return AskedModel(field_of(body, boundary, "model"))
 
 
 def _decode(body: bytes) -> AskedModel:

@@ -43,5 +43,7 @@ POST = (
     "/tools",
     "/cors-proxy",
 )
+END_WORKFLOW = "/towerd/v1/workflows/{id}/end"
+"""Goes to all loaded models: each knows the workflows of its own requests."""
 STORE = "/towerd/v1/{path:.*}"
 """towerd's own endpoints, which any model's process answers."""

@@ -19,8 +19,15 @@ class RoutedRequest:
     """`open` once, then read `reply`, then `close`."""
 
     def __init__(
-        self, models: Models, model: RoutedModel, request: web.Request, body: bytes
+        self,
+        models: Models,
+        model: RoutedModel,
+        request: web.Request,
+        body: bytes,
+        *,
+        is_use: bool = True,
     ) -> None:
+        """is_use: a client wants this model; GETs never count as that."""
         caller = caller_name(request[TENANT], on_socket=is_owner_socket(request))
         self.model = model
         self.reply: ClientResponse | None = None
@@ -31,7 +38,7 @@ class RoutedRequest:
         self._path = request.rel_url.raw_path_qs
         self._headers = to_towerd(request.headers, caller)
         self._body = body or None
-        self._is_use = request.method not in ("GET", "HEAD")
+        self._is_use = is_use and request.method not in ("GET", "HEAD")
 
     async def open(self) -> None:
         """Wait for the model and send the request; its head is in `reply` then. Raises TowerdError,

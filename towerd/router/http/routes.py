@@ -69,6 +69,7 @@ async def get_metrics(request: web.Request) -> web.StreamResponse:
 async def get_models(request: web.Request) -> web.Response:
     """All models, with their status. reload: what is in the directory now."""
     if request.query.get("reload"):
+        require_overview(request)
         found = await asyncio.to_thread(request.app[LAUNCHER].models)
         await request.app[MODELS].replace(found)
     models = request.app[MODELS].by_name.values()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -12,13 +11,12 @@ from towerd.api.http.body import decode, read_bytes
 from towerd.api.http.keys import TENANT
 from towerd.api.http.reply import json_reply
 from towerd.api.llama.streams import key_of
-from towerd.engine.llama_server.process.client import Lost, read_all
-from towerd.errors import InvalidRequest, NotFound, TowerdError, Unavailable
+from towerd.errors import InvalidRequest, NotFound, Unavailable
 from towerd.router.http.conversations import Key
 from towerd.router.http.forward import pass_on
-from towerd.router.http.keys import CONVERSATIONS, MODELS
-from towerd.router.http.request import RoutedRequest
-from towerd.router.loading.model import RoutedModel, State
+from towerd.router.http.keys import CONVERSATIONS
+from towerd.router.http.loaded import Answer, ask_loaded
+from towerd.router.loading.model import State
 
 
 async def get_stream(request: web.Request) -> web.StreamResponse:
@@ -48,22 +46,16 @@ async def post_lookup(request: web.Request) -> web.StreamResponse:
     body = await read_bytes(request)
     await decode(request, body)
     models = request.app[CONVERSATIONS].models_of(request[TENANT].scope)
-    asked = [_listed(request, each, body) for each in models if each.state is State.LOADED]
-    found = await asyncio.gather(*asked)
-    return json_reply([each for some in found for each in some])
+    answers = await ask_loaded(request, list(models), body)
+    return json_reply([each for answer in answers for each in _listed(answer)])
 
 
-async def _listed(request: web.Request, model: RoutedModel, body: bytes) -> list[Any]:
-    """What one model's process answers; nothing if it does not."""
-    routed = RoutedRequest(request.app[MODELS], model, request, body)
+def _listed(answer: Answer) -> list[Any]:
+    """What one model listed; nothing if it did not."""
     try:
-        await routed.open()
-        assert routed.reply is not None
-        said = msgspec.json.decode(await read_all(routed.reply))
-    except (TowerdError, Lost, msgspec.DecodeError):
+        said = msgspec.json.decode(answer.body)
+    except msgspec.DecodeError:
         return []
-    finally:
-        routed.close()
     return said if isinstance(said, list) else []
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from towerd.errors import ConfigError
-from towerd.settings.model_tables import ALL, ModelTables
+from towerd.settings.model_tables import ALL, FETCHED, ModelTables
 
 Source: TypeAlias = Literal["models_dir", "preset"]
 FIRST_SHARD = "-00001-of-"
 DRAFT_PREFIXES = ("mtp-", "dspark-", "dflash-")
 SUFFIX = ".gguf"
+OF_NAMES = frozenset(("alias", "tags", "model", *FETCHED))
+"""What a table says of a model's name and of where its file is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,8 @@ class ModelEntry:
     draft: Path | None = None
     aliases: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
+    file_id: str = ""
+    """Which file `path` is, whatever the names of that; "": it has none."""
 
     @property
     def server_args(self) -> tuple[str, ...]:
@@ -52,8 +56,9 @@ class ModelEntry:
 
 
 def find_entries(tables: ModelTables) -> dict[str, ModelEntry]:
-    """The models of the directory and of the tables, by name, in the order of their names. Raises
-    ConfigError: the directory does not exist, or two models have one name."""
+    """The models of the directory and of the tables, by name, in the order of their names. Those of
+    one file with equal settings are one, with the names of all. Raises ConfigError: the directory
+    does not exist, or two models have one name."""
     folder = tables.config.models_dir
     found = {} if folder is None else {each.name: each for each in _in_folder(folder)}
     for name, table in tables.tables.items():
@@ -73,8 +78,47 @@ def find_entries(tables: ModelTables) -> dict[str, ModelEntry]:
             tuple(sorted({*aliases} - {"", name})),
             table.values.get("tags", ()),
         )
-    _check_names(found.values())
-    return dict(sorted(found.items()))
+    entries = _joined(found.values(), tables)
+    _check_names(entries)
+    return {each.name: each for each in sorted(entries, key=lambda each: each.name)}
+
+
+def _joined(entries: Iterable[ModelEntry], tables: ModelTables) -> list[ModelEntry]:
+    """The entries, those of the same files and settings as one. Its name is one that a table has."""
+    of_file: dict[str, list[ModelEntry]] = {}
+    for entry in sorted(entries, key=lambda each: (each.source != "preset", each.name)):
+        entry = replace(entry, file_id=_file_id(entry.path))
+        known = of_file.setdefault(entry.file_id, [])
+        for i, other in enumerate(known):
+            if entry.file_id and _are_one(entry, other, tables):
+                names = {*other.aliases, *entry.aliases, entry.name} - {other.name}
+                tags = tuple(dict.fromkeys((*other.tags, *entry.tags)))
+                known[i] = replace(other, aliases=tuple(sorted(names)), tags=tags)
+                break
+        else:
+            known.append(entry)
+    return [entry for some in of_file.values() for entry in some]
+
+
+def _are_one(entry: ModelEntry, other: ModelEntry, tables: ModelTables) -> bool:
+    if (entry.projector, entry.draft) != (other.projector, other.draft):
+        return False
+    one, two = (tables.table(each.name) for each in (entry, other))
+    values = [
+        {key: value for key, value in each.values.items() if key not in OF_NAMES}
+        for each in (one, two)
+    ]
+    return values[0] == values[1] and (one.keep, one.idle_s) == (two.keep, two.idle_s)
+
+
+def _file_id(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        status = path.stat()
+    except OSError:
+        return str(path)
+    return f"{status.st_dev}:{status.st_ino}"
 
 
 def _in_folder(folder: Path) -> Iterator[ModelEntry]:

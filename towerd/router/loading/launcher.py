@@ -60,12 +60,18 @@ class Launcher:
         """A process for a model, which is not loaded yet. Raises ConfigError."""
         socket = self._folder / str(next(self._numbers))
         config = await asyncio.to_thread(self._config, model.entry, socket)
-        process, self._spare = self._spare, None
-        if process is None or process.engine != config.engine or process.exit_code is not None:
-            self._spare, process = process, await self._new(config.engine)
+        process = self._take_spare(config.engine) or await self._new(config.engine)
         process.assign(config)
         self.keep_spare(process)
         return process
+
+    def _take_spare(self, engine: str) -> ModelProcess | None:
+        """The process in reserve, if it lives and is one for this engine."""
+        spare = self._spare
+        if spare is None or spare.engine != engine:
+            return None
+        self._spare = None
+        return spare if spare.exit_code is None else None
 
     def keep_spare(self, after: ModelProcess | None = None) -> None:
         """Have a process in reserve that has its imports done, where there are models to switch

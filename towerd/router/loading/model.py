@@ -48,6 +48,10 @@ class RoutedModel:
     """When a request of a client began last; time.monotonic, 0: never."""
     is_yielding: bool = False
     """Another model has waited long for its room: it takes no new requests until it has left."""
+    is_unwanted: bool = False
+    """It was unloaded while it was loading."""
+    is_gone: bool = False
+    """It is not served any more, and is loaded for nobody."""
     exit_code: int = 0
     """How its process ended last."""
     failure: TowerdError | None = None
@@ -75,8 +79,13 @@ class RoutedModel:
         """The state in llama-server's words."""
         return "loaded" if self.state is State.STOPPING else self.state.value
 
-    def occupies(self) -> Occupant:
-        """What it takes of the room."""
+    def become(self, new: RoutedModel) -> None:
+        """Have other files from the next load on."""
+        self.entry, self.table, self.need_bytes = new.entry, new.table, new.need_bytes
+        self.failure = None
+
+    def occupies(self, beside: RoutedModel | None = None) -> Occupant:
+        """What it takes of the room that another model needs."""
         waits = self.n_waiting > 0 and not self.is_yielding
         return Occupant(
             self.name,
@@ -84,8 +93,13 @@ class RoutedModel:
             self.last_used_s,
             is_busy=self.n_running > 0 or waits or self.state is State.LOADING,
             keep=self.table.keep,
+            is_twin=beside is not None and self.is_twin_of(beside),
             is_leaving=self.state is State.STOPPING,
         )
+
+    def is_twin_of(self, other: RoutedModel) -> bool:
+        """Whether it is the same file, under another name with other settings."""
+        return bool(self.entry.file_id) and self.entry.file_id == other.entry.file_id
 
     def raise_recent_failure(self) -> None:
         """Raises why loading it failed, if that was just now."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ import msgspec
 
 from towerd.api.http.tenants import CALLER, SOCKET
 from towerd.engine.llama_server.process.client import Lost, NotHttp, Unreachable, read_all
-from towerd.errors import ModelError, TowerdError, Unavailable
+from towerd.errors import ModelError, NotFound, TowerdError, Unavailable
 from towerd.router.loading.events import ModelEvents
 from towerd.router.loading.model import RoutedModel, State
 from towerd.router.loading.process import ModelProcess
@@ -53,6 +52,7 @@ class Models:
         self._metrics = metrics
         self._turn = asyncio.Lock()
         """Who looks for room; fair."""
+        self._replacing = asyncio.Lock()
         self._changed = asyncio.Event()
         self._is_closing = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -86,6 +86,8 @@ class Models:
         model.n_waiting += 1
         try:
             while not model.takes_requests:
+                if model.is_gone:
+                    raise NotFound(f"model '{model.name}' not found: its file has left")
                 await asyncio.shield(self._loading(model))
         finally:
             model.n_waiting -= 1
@@ -158,18 +160,17 @@ class Models:
         async with self._turn:
             if model.takes_requests or not await self._find_room(model):
                 return
-            model.state = State.LOADING
+            model.state, model.is_unwanted = State.LOADING, False
         self.events.begins(model.name)
-        began = time.monotonic()
+        began, entry = time.monotonic(), model.entry
         try:
             await self._start(model)
-        except TowerdError as error:
-            self._failed(model, error)
-            raise
-        except OSError as error:
-            failure = ModelError(f"No process can be started: {error.strerror or error}.")
+        except Exception as error:
+            failure = error if isinstance(error, TowerdError) else _unforeseen(model, error)
             self._failed(model, failure)
-            raise failure from error
+            if model.entry is not entry:
+                return  # whoever waits for it loads its new files
+            raise failure from None
         took_s = time.monotonic() - began
         self._metrics.loaded(took_s)
         log.info("model loaded", extra={"model": model.name, "seconds": round(took_s, 3)})
@@ -178,11 +179,11 @@ class Models:
     async def _start(self, model: RoutedModel) -> None:
         process = model.process = await self._make(model)
         try:
-            self._check_open()
+            self._check_wanted(model)
             await process.load()
             model.info = await _model_info(process)
             resident = await asyncio.to_thread(resident_bytes, process.pid)
-            self._check_open()
+            self._check_wanted(model)
             if process.exit_code is not None:
                 raise ModelError(f"The process of the model {model.name} ended while loading.")
         except BaseException:
@@ -195,7 +196,7 @@ class Models:
 
     def _failed(self, model: RoutedModel, error: TowerdError) -> None:
         code = None if model.process is None else model.process.exit_code
-        if code != -signal.SIGKILL:  # a person unloaded it: it may be tried again at once
+        if not model.is_unwanted:  # else it may be tried again at once
             model.failure, model.failed_s = error, time.monotonic()
         log.error("model not loaded: %s", error.message, extra={"model": model.name})
         self._unloaded(model, code if code is not None else 1)
@@ -205,11 +206,12 @@ class Models:
         deadline_s = time.monotonic() + PATIENCE_S
         await self._measure()
         try:
-            while model.n_waiting and not self._is_closing:
+            while model.n_waiting and not self._is_closing and not model.is_gone:
                 self._changed.clear()
                 others = [each for each in self.by_name.values() if each.is_running]
                 if model not in others:
-                    verdict = self.room.verdict(model.need_bytes, [o.occupies() for o in others])
+                    occupants = [each.occupies(beside=model) for each in others]
+                    verdict = self.room.verdict(model.need_bytes, occupants)
                     if verdict.fits:
                         return True
                     if verdict.never:
@@ -228,13 +230,14 @@ class Models:
     async def _measure(self) -> None:
         """What the loaded models take, if it became more."""
         for each in self.loaded():
-            assert each.process is not None
+            if each.process is None:
+                continue  # it ended while another was measured
             resident = await asyncio.to_thread(resident_bytes, each.process.pid)
             each.need_bytes = max(each.need_bytes, resident)
 
     def _let_yield(self, model: RoutedModel, others: Sequence[RoutedModel]) -> None:
         """Those that would leave for a model if they were idle take no new requests."""
-        idle = [replace(each.occupies(), is_busy=False) for each in others]
+        idle = [replace(each.occupies(beside=model), is_busy=False) for each in others]
         for name in self.room.verdict(model.need_bytes, idle).stop:
             self.by_name[name].is_yielding = True
 
@@ -249,13 +252,14 @@ class Models:
 
     def begin_unload(self, model: RoutedModel) -> None:
         """Unload a model, in order; one that is being loaded is killed, as llama-server does."""
-        if model.process is None or model.state not in (State.LOADING, State.LOADED):
-            return
         if model.state is State.LOADING:
-            model.process.kill()
-            return
-        model.state = State.STOPPING
-        self._run(model.process.stop())
+            model.is_unwanted = True
+            if model.process is not None:
+                model.process.kill()
+        elif model.state is State.LOADED:
+            assert model.process is not None
+            model.state = State.STOPPING
+            self._run(model.process.stop())
 
     async def _watch(self, model: RoutedModel, process: ModelProcess) -> None:
         code = await process.wait()
@@ -276,24 +280,36 @@ class Models:
 
     async def replace(self, found: Mapping[str, RoutedModel]) -> None:
         """Serve these models from now on. One that is loaded, and is not among them or has other
-        files now, is unloaded first."""
-        old = [
-            each
-            for each in self.by_name.values()
-            if each.name not in found or found[each.name].entry != each.entry
-        ]
-        for each in old:
-            self.begin_unload(each)
-        for each in old:
-            ending = [task for task in (each.loading, each.watch) if task is not None]
-            if ending:
-                await asyncio.wait(ending)
-        kept = {name: each for name, each in self.by_name.items() if each not in old}
-        for each in kept.values():
-            if each.state is State.UNLOADED:
-                each.failure, each.exit_code = None, 0
-        self.by_name = {name: kept.get(name, each) for name, each in found.items()}
-        self.events.send("models_reload", "*")
+        files now, is unloaded first; requests that wait for it get the new one."""
+        async with self._replacing:
+            old: list[RoutedModel] = []
+            for each in self.by_name.values():
+                new = found.get(each.name)
+                if new is None:
+                    each.is_gone = True
+                elif new.entry != each.entry:
+                    each.become(new)
+                else:
+                    continue
+                old.append(each)
+            self._changed.set()
+            await asyncio.gather(*(self._unload_old(each) for each in old))
+            self.by_name = {name: self.by_name.get(name, each) for name, each in found.items()}
+            if self._last is not None and self._last.is_gone:
+                self._last = None
+            for each in self.by_name.values():
+                if each.state is State.UNLOADED:
+                    each.failure, each.exit_code = None, 0
+            self.events.send("models_reload", "*")
+
+    async def _unload_old(self, model: RoutedModel) -> None:
+        """Let a model finish loading, which requests may wait for; then unload it, in order."""
+        if model.state is State.LOADING and model.loading is not None:
+            await asyncio.wait((model.loading,))
+        if model.state is State.LOADED:
+            self.begin_unload(model)
+        if model.watch is not None:
+            await asyncio.wait((model.watch,))
 
     async def close(self) -> None:
         """Refuse new requests, let the running ones end, and unload all."""
@@ -304,6 +320,11 @@ class Models:
         while self._tasks:
             await asyncio.wait(self._tasks)
         self.events.close()
+
+    def _check_wanted(self, model: RoutedModel) -> None:
+        self._check_open()
+        if model.is_unwanted:
+            raise ModelError(f"The model {model.name} was unloaded while it was loading.")
 
     def _check_open(self) -> None:
         if self._is_closing:
@@ -320,10 +341,25 @@ class Models:
         return task
 
 
+def _unforeseen(model: RoutedModel, error: Exception) -> TowerdError:
+    """The error for what no model can be blamed for."""
+    if isinstance(error, OSError):
+        return ModelError(f"No process can be started: {error.strerror or error}.")
+    log.error("a load failed unexpectedly", exc_info=error, extra={"model": model.name})
+    return TowerdError(f"The model {model.name} cannot be loaded: the log says why")
+
+
 def _no_room(model: RoutedModel, others: Sequence[RoutedModel]) -> TowerdError:
-    kept = ", ".join(each.name for each in others if each.table.keep)
+    kept = [each for each in others if each.table.keep]
+    twin = next((each for each in kept if each.is_twin_of(model)), None)
+    if twin is not None:
+        return TowerdError(
+            f"The model {model.name} is the file of {twin.name}, which is kept loaded with other "
+            "settings"
+        )
+    names = ", ".join(each.name for each in kept)
     return TowerdError(
-        f"There is no room for the model {model.name} beside those that are kept: {kept}"
+        f"There is no room for the model {model.name} beside those that are kept: {names}"
     )
 
 

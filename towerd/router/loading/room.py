@@ -16,6 +16,8 @@ class Occupant:
     is_busy: bool = False
     """A request runs in it, or waits for it."""
     keep: bool = False
+    is_twin: bool = False
+    """It has the file of the model that needs room: a file is loaded once."""
     is_leaving: bool = False
     """It is being unloaded, and still takes its room."""
 
@@ -40,7 +42,8 @@ class Room:
     """Models loaded at once; 0: any number."""
 
     def verdict(self, need_bytes: int, occupants: Sequence[Occupant]) -> Verdict:
-        """What must leave for a model that needs so much. A model always fits alone."""
+        """What must leave for a model that needs so much. A model always fits alone,
+        and never beside one of its own file."""
         if self._fits(need_bytes, occupants):
             return Verdict(fits=True)
         if not self._fits(need_bytes, [each for each in occupants if each.keep]):
@@ -63,6 +66,8 @@ class Room:
         return Verdict(stop=tuple(each.name for each in stop))
 
     def _fits(self, need_bytes: int, others: Sequence[Occupant]) -> bool:
+        if any(each.is_twin for each in others):
+            return False
         if self.models_max and len(others) >= self.models_max:
             return False
         taken = sum(each.need_bytes for each in others)

@@ -1,0 +1,59 @@
+"""Requests that every loaded model answers, each for itself."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from towerd.api.http.body import read_bytes
+from towerd.api.proxy.headers import from_towerd
+from towerd.engine.llama_server.process.client import Lost, read_all
+from towerd.errors import NotFound, TowerdError
+from towerd.router.http.forward import forward_store
+from towerd.router.http.keys import MODELS
+from towerd.router.http.request import RoutedRequest
+from towerd.router.loading.model import RoutedModel, State
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one model said."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+async def ask_loaded(request: web.Request, models: list[RoutedModel], body: bytes) -> list[Answer]:
+    """The answers of those of the models that are loaded. One whose process ends has none; for none
+    of them it counts as a use."""
+    loaded = [each for each in models if each.state is State.LOADED]
+    answers = await asyncio.gather(*(_ask(request, each, body) for each in loaded))
+    return [each for each in answers if each is not None]
+
+
+async def _ask(request: web.Request, model: RoutedModel, body: bytes) -> Answer | None:
+    routed = RoutedRequest(request.app[MODELS], model, request, body, is_use=False)
+    try:
+        await routed.open()
+        assert routed.reply is not None
+        reply = routed.reply
+        return Answer(reply.status, dict(from_towerd(reply.headers)), await read_all(reply))
+    except (TowerdError, Lost):
+        return None
+    finally:
+        routed.close()
+
+
+async def end_workflow(request: web.Request) -> web.StreamResponse:
+    """End a workflow in every loaded model, or in the one that the query names. Raises NotFound if
+    none knows it."""
+    if request.query.get("model"):
+        return await forward_store(request)
+    answers = await ask_loaded(request, request.app[MODELS].loaded(), await read_bytes(request))
+    if not answers:
+        raise NotFound(f"there is no running workflow {request.match_info['id']!r}")
+    best = min(answers, key=lambda each: (each.status >= 400, each.status == 404))
+    return web.Response(status=best.status, headers=best.headers, body=best.body)
