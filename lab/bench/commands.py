@@ -191,7 +191,12 @@ def codec(
 @click.option(
     "--table",
     type=FILE,
-    help="Table that was built without the source; `mix` alone is measured with it.",
+    help="Table that was built without the source; `mix` alone is measured without --mini.",
+)
+@click.option(
+    "--mini",
+    type=FILE,
+    help="Mini model that was trained without the source, beside the table.",
 )
 @QUICK
 def unseen(quick: bool, **options: Any) -> None:

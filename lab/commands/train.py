@@ -65,6 +65,12 @@ OPTIONS = (
         help="Sources, licences and weights; default: the bundled manifest.",
     ),
     click.option(
+        "--without",
+        multiple=True,
+        metavar="SOURCE",
+        help="A source to leave out, to measure the model on its text; may be given again.",
+    ),
+    click.option(
         "--seed",
         type=int,
         default=1,

@@ -7,7 +7,7 @@ to train the maps and weights, so that they learn what counts mean for unseen te
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import click
@@ -33,36 +33,44 @@ WORTH = {"human": 2.0, "assistant": 1.3, "code": 1.2, "task": 0.5}
 """The value of a saved bit when tables are pruned, by kind of source: there are many prompts made
 from templates, which would crowd out text that people write."""
 
+WITHOUT = click.option(
+    "--without",
+    multiple=True,
+    metavar="SOURCE",
+    help="A source to leave out, to measure on its text; may be given again.",
+)
+
 
 @click.command()
 @click.argument("data", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("run", type=click.Path(file_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--mib", default=11.0, show_default=True, help="Size of the tables.")
-@click.option("--without", multiple=True, help="A source to leave out, to measure on its text.")
+@WITHOUT
 @click.option("--vocab", default=4096, show_default=True, help="Tokens, if RUN has no tokenizer.")
 def main(
     data: Path, run: Path, out: Path, mib: float, without: tuple[str, ...], vocab: int
 ) -> None:
     """Count, prune, train and write."""
-    bpe, train = read_corpus(data, run, vocab)
-    if unknown := sorted(set(without) - train.keys()):
-        raise click.ClickException(
-            f"There is no source {unknown[0]}; there are {', '.join(train)}."
-        )
-    train = {name: ids for name, ids in train.items() if name not in without}
+    bpe, train = read_corpus(data, run, vocab, without)
     manifest = read_manifest()
     build(bpe, train, {name: WORTH[manifest[name].kind] for name in train}, out, mib)
 
 
-def read_corpus(data: Path, run: Path, vocab: int) -> tuple[Bpe, dict[str, U32]]:
+def read_corpus(
+    data: Path, run: Path, vocab: int, without: Collection[str]
+) -> tuple[Bpe, dict[str, U32]]:
     """The tokenizer of a training run (of `vocab` tokens if it has none yet), and the ids of each
-    source."""
+    source but those `without`. Raises ClickException for one that is not there."""
     manifest = read_manifest()
     dataset = read_dataset(data, manifest)
     bpe = tokenizer_of(run / "tokenizer.json", dataset, manifest, vocab)
     corpus = build_corpus(dataset, manifest, MiniForm(bpe), run / "corpus")
-    return bpe, {name: np.asarray(ids) for name, ids in corpus.train.items()}
+    if unknown := sorted(set(without) - corpus.train.keys()):
+        known = ", ".join(corpus.train)
+        raise click.ClickException(f"There is no source {unknown[0]}; there are {known}.")
+    kept = corpus.train.keys() - set(without)
+    return bpe, {name: np.asarray(ids) for name, ids in corpus.train.items() if name in kept}
 
 
 def n_held(n_ids: int) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.progress import track
 
-from lab.prior.build import mixed, n_held, read_corpus, sessions
+from lab.prior.build import WITHOUT, mixed, n_held, read_corpus, sessions
 from lab.prior.save import save
 from towerd.codec.errors import UnknownModel
 from towerd.codec.models.base import TokenPredictor
@@ -42,10 +42,19 @@ U32 = npt.NDArray[np.uint32]
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
 )
 @click.option("--share", default=1.0, show_default=True, help="Of the held-out text.")
-def main(data: Path, run: Path, mini: Path, out: Path, path: Path, share: float) -> None:
+@WITHOUT
+def main(
+    data: Path,
+    run: Path,
+    mini: Path,
+    out: Path,
+    path: Path,
+    share: float,
+    without: tuple[str, ...],
+) -> None:
     """Train and write."""
     prior = file.load(path)
-    bpe, corpus = read_corpus(data, run, len(prior.ids))
+    bpe, corpus = read_corpus(data, run, len(prior.ids), without)
     held = mixed(held_out(prior, corpus))
     predictor = ExactPredictor(mini)
     learned, costs = prior.states["state"], []

@@ -48,6 +48,8 @@ class TrainingJob:
     manifest: Path | None = None
     eval_tokens: int = 32768
     n_threads: int | None = None
+    without: tuple[str, ...] = ()
+    """Sources to leave out, to measure the model on their text."""
 
 
 def train_mini(
@@ -166,7 +168,7 @@ def begin(job: TrainingJob) -> tuple[TrainingRun, Dataset, dict[str, TextSource]
     if job.n_threads is not None:
         torch.set_num_threads(job.n_threads)
     manifest = read_manifest(job.manifest)
-    data = read_dataset(job.data, manifest)
+    data = read_dataset(job.data, manifest).without(job.without)
     return TrainingRun(job.out, resume=job.resume), data, manifest
 
 
@@ -263,7 +265,11 @@ def finish(
         "tokens_per_s": round(trainer.n_tokens / max(trainer.elapsed_s, 1e-9)),
         "loss": round(trainer.smooth_loss, 4),
         "bits_per_byte": bits,
-        "sources": {n: {"origin": s.origin, "licence": s.licence} for n, s in manifest.items()},
+        "sources": {
+            name: {"origin": of.origin, "licence": of.licence}
+            for name, of in manifest.items()
+            if name in data.train
+        },
         "data": data.digests,
         **measure(path),
     }

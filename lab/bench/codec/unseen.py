@@ -2,7 +2,8 @@
 
 A figure of a source whose other records are in the table and the mini model says little about
 anybody's chats. Here each source is one that they never saw: either it is not in the manifest, or
-`table` was built without it, and then only `mix` is measured, because the mini model has seen it.
+`table` was built without it; then `network` is measured only with a `mini` model that was trained
+without it as well.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from towerd.cli.bench.harness.report import Report
 from towerd.cli.bench.texts.chat_records import ChatRecord
 from towerd.cli.bench.texts.chat_template import in_template, records, tokenized
 from towerd.codec import Codec
+from towerd.codec.forms import FormCoder
 from towerd.codec.mix import Mix
+from towerd.codec.models.mini import mini_network
 from towerd.codec.prior import file
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.models.bundled import bundled_model
@@ -36,9 +39,10 @@ async def run(
     source: str,
     vocab: Path | None,
     table: Path | None,
+    mini: Path | None,
 ) -> Report:
     """Measure one source; PPMd is primed with records of all others in `train`."""
-    _check(source, table)
+    _check(source, table, mini)
     found = [each for path in data for each in records(path)]
     texts = cut([in_template(each) for each in found if each.source == source])
     if not texts:
@@ -48,7 +52,7 @@ async def run(
     report = Report("unseen", vocab.stem)
     with GgufVocabulary(vocab) as vocabulary:
         ids = [tokenized(text, vocabulary) for text in texts]
-        sizes = _sizes(vocabulary, table, ids)
+        sizes = _sizes(vocabulary, table, mini, ids)
     classical = baselines(random_texts(_others(train, source), 2 * PRIME_BYTES))
     sizes["ppmd_primed"] = sum(map(classical["ppmd_primed"], track(texts, "PPMd")))
     n_bytes, n_tokens = sum(map(len, texts)), sum(map(len, ids))
@@ -61,18 +65,27 @@ async def run(
 
 
 def _sizes(
-    vocabulary: GgufVocabulary, table: Path | None, sessions: Sequence[list[int]]
+    vocabulary: GgufVocabulary,
+    table: Path | None,
+    mini: Path | None,
+    sessions: Sequence[list[int]],
 ) -> dict[str, int]:
     """Form -> bytes of all blobs."""
-    given = [] if table is None else [Mix(vocabulary, file.load(table))]
-    codec, forms = Codec(vocabulary, given), ("mix", "network") if table is None else ("mix",)
+    given: list[FormCoder] = []
+    if table is not None:
+        prior = file.load(table)
+        given = [Mix(vocabulary, prior)]
+        if mini is not None:
+            given.append(mini_network(vocabulary, mini, prior))
+    codec = Codec(vocabulary, given)
+    forms = [each.name for each in given] or ["mix", "network"]
     return {
         form: sum(len(codec.encode(ids, form=form)) for ids in track(sessions, form))
         for form in forms
     }
 
 
-def _check(source: str, table: Path | None) -> None:
+def _check(source: str, table: Path | None, mini: Path | None) -> None:
     known = read_manifest()
     if table is None and source in known:
         raise click.ClickException(
@@ -80,6 +93,10 @@ def _check(source: str, table: Path | None) -> None:
         )
     if table is not None and source not in known:
         raise click.ClickException(f"No table has {source}: leave --table out.")
+    if mini is not None and table is None:
+        raise click.ClickException(
+            "A --mini that was trained without a source wants a --table without it."
+        )
 
 
 def _others(train: Path, source: str) -> list[ChatRecord]:

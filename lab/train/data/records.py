@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,9 +30,19 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with any byte of any file."""
-        text = msgspec.json.encode(self.digests, order="sorted")
+        """Changes with any byte of any file, and with the sources that were left out."""
+        text = msgspec.json.encode([self.digests, sorted(self.train)], order="sorted")
         return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+    def without(self, left_out: Collection[str]) -> Dataset:
+        """This text without the sources `left_out`. Raises TrainError for one that is not there."""
+        if unknown := sorted(set(left_out) - self.train.keys()):
+            raise TrainError(f"There is no source {unknown[0]}; there are {', '.join(self.train)}.")
+        train = {name: of for name, of in self.train.items() if name not in left_out}
+        dev = {name: of for name, of in self.dev.items() if name not in left_out}
+        if not train or not dev:
+            raise TrainError("Leave at least one source with records of both splits.")
+        return Dataset(train, dev, self.digests)
 
 
 def read_dataset(folder: Path, manifest: dict[str, TextSource]) -> Dataset:

@@ -11,6 +11,7 @@ import zstandard
 from click.testing import CliRunner
 
 from towerd.cli.main import towerctl
+from towerd.codec.models import mini
 from towerd.codec.prior.file import PATH
 
 pytest.importorskip("brotli")
@@ -79,9 +80,17 @@ def test_bench_unseen(tmp_path: Path) -> None:
         figures["own_mix_vs_ppmd_primed"], rel=0.01
     )
     assert 0 < network < 8
+    left_out = [str(tmp_path / "train.jsonl.zst") if each == str(own) else each for each in args]
+    given = ["--table", str(PATH), "--mini", str(mini.PATH)]
+    result = CliRunner().invoke(towerctl, [*left_out, "gpteacher", *given])
+    assert result.exit_code == 0, result.output
+    measured = json.loads(result.output.splitlines()[-1])
+    assert measured["gpteacher_mix_bits_per_byte"] == mix
+    assert measured["gpteacher_network_bits_per_byte"] == network
     for source, options, message in (
         ("python", [], "trained on python"),
         ("own", ["--table", str(PATH)], "No table has own"),
+        ("own", ["--mini", str(mini.PATH)], "wants a --table"),
         ("other", [], "less than 16384 bytes"),
     ):
         result = CliRunner().invoke(towerctl, [*args, source, *options])

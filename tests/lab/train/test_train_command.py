@@ -107,15 +107,21 @@ def test_mini_continues_from_a_file(tmp_path: Path, data_folder: Path, manifest_
     first, second = tmp_path / "first", tmp_path / "second"
     begun = run_mini([*args, *sizes, "--ctx", "32", "--out", str(first), "--steps", "60"])
     more = ["--from", str(first / "mini.gguf"), "--ctx", "64", "--rope-base", "50000"]
-    continued = run_mini([*args, *more, "--out", str(second), "--steps", "1"])
+    less = ["--without", "notes"]
+    continued = run_mini([*args, *more, *less, "--out", str(second), "--steps", "1"])
     assert continued["n_vocab"] == 400
+    assert continued["sources"].keys() == begun["sources"].keys() - set(less)
+    assert "notes" not in continued["bits_per_byte"]["sources"]
     assert continued["parameters"] == begun["parameters"]
     assert continued["tokens"] == 2 * 64
-    assert continued["bits_per_byte"]["all"] == pytest.approx(
-        begun["bits_per_byte"]["all"], rel=0.02
-    )
+    now, then = (each["bits_per_byte"]["sources"]["talk"]["all"] for each in (continued, begun))
+    assert now == pytest.approx(then, rel=0.02)
     shape = PretrainedModel(second / "mini.gguf").shape
     assert (shape.n_ctx, shape.rope_freq_base, shape.n_embd) == (64, 50000, 16)
+    less = ["--without", "nobody", "--out", str(tmp_path / "none"), "--steps", "1"]
+    result = CliRunner().invoke(towerctl, ["train", "mini", *args, *less])
+    assert result.exit_code == 1
+    assert "There is no source nobody" in result.output
 
 
 def run_mini(args: list[str]) -> dict[str, Any]:
