@@ -16,6 +16,7 @@ from waiting import until_async
 from towerd.app.daemon import build_app
 from towerd.models.bundled import bundled_model
 from towerd.search.file import FILE_NAME
+from towerd.search.index import Passage, SearchIndex, SessionKey
 from towerd.service import open_service
 from towerd.settings.config import Config
 
@@ -144,11 +145,27 @@ async def test_deleted_conversations_leave_at_once(client: Client, tmp_path: Pat
     assert await find(client, "secretotter") == []
     await found(client, "otter", {other})
 
-    def is_scrubbed() -> bool:
-        files = (tmp_path / "store").glob(FILE_NAME + "*")
-        return not any(b"secretotter" in path.read_bytes() for path in files)
+    await until_async(lambda: not holds(tmp_path / "store", b"secretotter"))
 
-    await until_async(is_scrubbed)
+
+def holds(store: Path, word: bytes) -> bool:
+    """Whether a word is in the bytes of the index."""
+    return any(word in path.read_bytes() for path in store.glob(FILE_NAME + "*"))
+
+
+async def test_deleted_words_leave_after_a_restart(tmp_path: Path) -> None:
+    """A daemon that ended between removing a conversation and overwriting its words left them."""
+    async with open_service(config_of(tmp_path)):
+        pass
+    store = tmp_path / "store"
+    index = SearchIndex(store / FILE_NAME)
+    gone = SessionKey("00" * 32, "local", "gone")
+    index.add(gone, 1.0, [Passage(1, 1.0, "secretotter")])
+    index.forget([gone])
+    index.close()
+    assert holds(store, b"secretotter")
+    async with open_service(config_of(tmp_path)):
+        await until_async(lambda: not holds(store, b"secretotter"))
 
 
 async def test_tenants_find_their_own(make_client: MakeClient) -> None:

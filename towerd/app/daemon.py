@@ -11,6 +11,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from towerd.api.admin.ui import built_ui, ui_files
 from towerd.api.http.kept_stream import KeptStreams
 from towerd.api.http.keys import (
     CONFIG,
@@ -28,10 +29,9 @@ from towerd.api.http.keys import (
 from towerd.api.http.limits import Limits
 from towerd.api.http.metrics import Metrics
 from towerd.api.http.middleware import MIDDLEWARES, add_headers
-from towerd.api.http.recent import RECENT, RecentRequests
+from towerd.api.http.requests.recent import RECENT, RecentRequests
 from towerd.api.http.tenants import Tenants
 from towerd.api.llama.task import RUNNING
-from towerd.api.llama.ui import built_ui, ui_files
 from towerd.app.listening import listening
 from towerd.app.loop import run_on_loop, stop_event, tune_gc, watch_lag
 from towerd.app.routes import ROUTES, add_proxy_routes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from towerd.api.admin import calibration as own_calibration
-from towerd.api.admin import page, pins, precache
+from towerd.api.admin import page, pins, precache, ui
 from towerd.api.admin import requests as own_requests
 from towerd.api.admin import workflows as own_workflows
 from towerd.api.llama import (
@@ -16,7 +16,6 @@ from towerd.api.llama import (
     lora,
     streams,
     text,
-    ui,
     unsupported,
 )
 from towerd.app.store_routes import STORE_ROUTES, Route, add_routes

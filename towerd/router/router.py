@@ -8,13 +8,12 @@ from pathlib import Path
 
 from aiohttp import web
 
-from towerd.api.admin import page
+from towerd.api.admin import page, ui
+from towerd.api.admin.ui import built_ui, ui_files
 from towerd.api.http.keys import CONFIG, LIMITS, REQUESTS, TENANTS, UI
 from towerd.api.http.limits import Limits
 from towerd.api.http.middleware import account, add_headers, authenticate, guard
 from towerd.api.http.tenants import Tenants
-from towerd.api.llama import ui
-from towerd.api.llama.ui import built_ui, ui_files
 from towerd.app.listening import listening
 from towerd.app.loop import run_on_loop, stop_event, tune_gc, watch_lag
 from towerd.router.http import endpoints, routes, streams

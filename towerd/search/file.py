@@ -17,7 +17,7 @@ from pathlib import Path
 FILE_NAME = "search.sqlite"
 LOCK_NAME = "search.lock"
 APPLICATION_ID = 0x54575253
-VERSION = 2
+VERSION = 3
 _DAMAGE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT})
 _SETTINGS = (
     "journal_mode = WAL",
@@ -51,6 +51,8 @@ CREATE TABLE passages (
 CREATE VIRTUAL TABLE words USING fts5(
     text, content = 'passages', tokenize = 'unicode61 remove_diacritics 2'
 );
+CREATE TABLE scrubs (removals INTEGER NOT NULL, scrubbed INTEGER NOT NULL) STRICT;
+INSERT INTO scrubs VALUES (0, 0);
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {VERSION};
 COMMIT;

@@ -141,7 +141,7 @@ class SearchIndex:
 
     def forget(self, keys: Iterable[SessionKey]) -> int:
         """Remove sessions, and return how many there were. Their words leave the file's bytes with
-        the next `scrub`."""
+        the next `scrub`, of this process or a later one."""
         n = 0
         with self._changing() as db:
             for key in keys:
@@ -154,13 +154,20 @@ class SearchIndex:
         return n
 
     def scrub(self) -> bool:
-        """Overwrite what was removed, in the file and in its log; returns whether it is gone: not
-        while somebody reads what was there before. Takes time: the words of a full-text index lie
-        together with those of other texts, and all are written anew."""
+        """Overwrite what was removed since the last scrub, in the file and in its log; returns
+        whether it is gone: not while another connection reads what was there before. Takes time if
+        anything was removed: the words of a full-text index lie together with those of other texts,
+        and all are written anew."""
         with self._writing, self._guarded():
             self._writer = self._current(self._writer)
-            self._writer.db.execute("INSERT INTO words(words) VALUES ('optimize')")
-            is_busy, *_ = self._writer.db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            db = self._writer.db
+            removals, scrubbed = db.execute("SELECT removals, scrubbed FROM scrubs").fetchone()
+            if removals == scrubbed:
+                return True
+            db.execute("INSERT INTO words(words) VALUES ('optimize')")
+            is_busy, *_ = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            if not is_busy:  # what another process removed meanwhile is still to be scrubbed
+                db.execute("UPDATE scrubs SET scrubbed = max(scrubbed, ?)", (removals,))
         return not is_busy
 
     # --- reading ---------------------------------------------------------------------------
@@ -310,6 +317,7 @@ def _remove(db: sqlite3.Connection, session: int) -> None:
     )
     db.execute("DELETE FROM passages WHERE session = ?", (session,))
     db.execute("DELETE FROM sessions WHERE pk = ?", (session,))
+    db.execute("UPDATE scrubs SET removals = removals + 1")
 
 
 def _runs(snippet: str) -> list[str]:

@@ -44,7 +44,7 @@ FRESH_TURNS_MAX = 4
 QUEUE_MAX = 1024
 """Turns that wait to be entered. Beyond it they are found by a comparison."""
 QUIET_S = 1.0
-"""How long no request ran when a comparison goes on."""
+"""How long no request ran before a comparison continues."""
 AGAIN_S = 60.0
 """How long after a failure the index is compared or scrubbed again."""
 NEVER = float("inf")
@@ -73,7 +73,8 @@ class Search:
         self._closing = threading.Event()
         self._compare_at = 0.0
         self._comparison: Iterator[bool] | None = None
-        self._scrub_at = NEVER
+        self._scrub_at = 0.0
+        """An earlier process may have ended before it scrubbed what it removed."""
 
     def start(self, idle_s: Callable[[], float]) -> None:
         """Begin to fill the index. idle_s: seconds since the last request ended, 0 while one runs."""
@@ -218,7 +219,7 @@ class Search:
         self._compare_at = time.monotonic() + AGAIN_S
 
     def _rest(self, index: SearchIndex) -> None:
-        """No turn waits: clean up, and go on with a comparison."""
+        """No turn waits: clean up, and continue a comparison."""
         if self._scrub_at <= time.monotonic():
             self._clean(index)
         if self._comparison is None and self._compare_at <= time.monotonic():

@@ -13,8 +13,8 @@ from towerd.api.admin.overview import require_overview
 from towerd.api.admin.sessions import visible_scope
 from towerd.api.http.keys import CONFIG, LIMITS, service_of
 from towerd.api.http.query import integer_query
-from towerd.api.http.recent import RECENT, REQUESTS_MAX
 from towerd.api.http.reply import json_reply
+from towerd.api.http.requests.recent import RECENT, REQUESTS_MAX
 from towerd.engine.base import SlotView
 from towerd.settings.config import Config
 from towerd.settings.llama_flags import canonical

@@ -12,7 +12,7 @@ from aiohttp.typedefs import Handler
 
 from towerd.api.http.keys import CONFIG, GATE, REQUESTS, TENANT, TENANTS, UI
 from towerd.api.http.reply import error_reply, from_http
-from towerd.api.http.request_log import LOGGED, log_refused
+from towerd.api.http.requests.log import LOGGED, log_refused
 from towerd.api.http.tenants import CALLER, OWNER, SOCKET, Tenant
 from towerd.errors import Forbidden, NotSupported, TowerdError, Unauthorized, Unavailable
 from towerd.settings.addresses import is_loopback

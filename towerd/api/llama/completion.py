@@ -18,9 +18,9 @@ from towerd.api.http.body import read_bytes
 from towerd.api.http.hints import SESSION_HEADER, hints_of
 from towerd.api.http.kept_stream import KeptStream
 from towerd.api.http.keys import CONFIG, LIMITS, METRICS, STREAMS, TENANT, service_of
-from towerd.api.http.recent import RECENT
 from towerd.api.http.reply import error_event, raw_reply
-from towerd.api.http.request_log import log_finished, log_refused, title_for
+from towerd.api.http.requests.log import log_finished, log_refused, title_for
+from towerd.api.http.requests.recent import RECENT
 from towerd.api.http.sse import PING, ClientStalled, EventStream, Sink
 from towerd.api.llama.choice import ChoiceState
 from towerd.api.llama.fanout import Events, fan_out

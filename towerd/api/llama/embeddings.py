@@ -12,7 +12,7 @@ from aiohttp import web
 from towerd.api.http.body import read_bytes
 from towerd.api.http.keys import METRICS, service_of
 from towerd.api.http.reply import raw_reply
-from towerd.api.http.request_log import log_embedded
+from towerd.api.http.requests.log import log_embedded
 from towerd.api.llama.task import wire_of
 from towerd.engine.base import Embeds, Engine
 from towerd.errors import InvalidRequest, NotSupported

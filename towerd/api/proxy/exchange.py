@@ -12,9 +12,9 @@ from aiohttp import ClientResponse, web
 
 from towerd.api.http.hints import SESSION_HEADER
 from towerd.api.http.keys import METRICS, TENANT, service_of
-from towerd.api.http.recent import RECENT
 from towerd.api.http.reply import encode, error_event
-from towerd.api.http.request_log import log_finished
+from towerd.api.http.requests.log import log_finished
+from towerd.api.http.requests.recent import RECENT
 from towerd.api.http.sse import write_or_stall
 from towerd.api.llama.completion import REUSE_HEADER
 from towerd.api.proxy.forward import body_of, copy, head_of, read

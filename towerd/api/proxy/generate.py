@@ -11,7 +11,7 @@ from towerd.api.http.body import decode, read_bytes
 from towerd.api.http.hints import hints_of
 from towerd.api.http.keys import TENANT, TENANTS, service_of
 from towerd.api.http.off_loop import release
-from towerd.api.http.request_log import title_for
+from towerd.api.http.requests.log import title_for
 from towerd.api.proxy.conversations import with_conversation
 from towerd.api.proxy.exchange import Exchange
 from towerd.api.proxy.forward import copy
