@@ -149,8 +149,8 @@ class Config:
     rope_freq_scale: float = _set(0.0, "float", "--rope-freq-scale",
         "RoPE frequency factor; 1/N stretches the context N-fold.", low=0, auto="from the model")
     hot_bytes: int = _set(-1, "size", "--hot-bytes",
-        "RAM for conversations that are not live, beside the page cache, which serves those on disk.", low=-1,
-        auto="32 MiB, or an eighth of the RAM where warm-bytes is 0")
+        "RAM for conversations that are not live; those on disk are in the page cache besides.", low=-1,
+        auto="32 MiB; an eighth of the RAM where warm-bytes is 0")
     warm_bytes: int = _set(-1, "size", "--warm-bytes",
         "Disk for the attention state of conversations.", low=-1,
         auto="32 GiB, but at most half of what is free")
@@ -207,8 +207,7 @@ class Config:
     recall_layer_step: int = _set(3, "int", "--recall-layer-step",
         "Index the keys of every N-th layer for --retention icecache; 1: of all but the first two.", low=1, high=1024)
     recall_bytes: int = _set(-1, "size", "--recall-bytes",
-        "RAM for the rows and index that --retention icecache can recall for one chat; older rows go to disk. "
-        "Twice as much is for chats under a --retention policy that wait while others are live.",
+        "RAM for the rows and index that --retention icecache can recall for one chat; older rows go to disk.",
         low=-1, auto="a 64th of the RAM")
     recall_disk_bytes: int = _set(-1, "size", "--recall-disk-bytes",
         "Disk for rows of one chat beyond --recall-bytes; when it is full, the oldest are dropped. 0: none.",
