@@ -114,6 +114,7 @@ async def test_who_has_no_budget_notices_nothing(
         "retention": "h2o",
         "anticipate": bool(seed % 2),
         "hot_bytes": mix.chance.choice([1 << 20, 8 << 20, 1 << 28]),
+        "recall_bytes": mix.chance.choice([1 << 17, 1 << 20, 1 << 25]),
     }
     for _ in range(2):
         async with service_on(bundled_model(), **settings) as service:

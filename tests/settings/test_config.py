@@ -188,7 +188,8 @@ def test_keys_are_not_shown() -> None:
 
 def test_automatic_values_are_worked_out(tmp_path: Path) -> None:
     found = Config(store_dir=tmp_path / "not" / "there")
-    assert found.hot_bytes == psutil.virtual_memory().total // 8
+    assert found.hot_bytes == 32 * 2**20
+    assert Config(warm_bytes=0).hot_bytes == psutil.virtual_memory().total // 8
     assert 0 < found.warm_bytes <= 32 * 2**30
     assert found.threads >= 1
     assert found.threads_batch == found.threads

@@ -108,7 +108,6 @@ def test_file_that_goes_between_check_and_load(
     def rows(*args: object) -> object:
         monkeypatch.setattr(SegmentFile, "rows", unpatched)
         reencode(store, file, FormatRequest(4, 50, "q8"))
-        store.state.mappings.clear()
         raise FileNotFoundError(2, "gone")
 
     unpatched = SegmentFile.rows

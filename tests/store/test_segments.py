@@ -25,7 +25,6 @@ from towerd.errors import StoreError
 from towerd.slots.errors import StateError
 from towerd.slots.rows import KVRows
 from towerd.store import Store
-from towerd.store.segments import segment_file
 
 IDS = np.arange(100, 150, dtype=np.int32)
 
@@ -208,9 +207,8 @@ def test_modes_are_private(root: Path, store: Store) -> None:
         assert mode == (0o700 if path.is_dir() else 0o600), path
 
 
-def test_few_mappings_stay_open(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each mapping costs a descriptor, so only the last used stay, and what is in use."""
-    monkeypatch.setattr(segment_file, "MAPPED_MAX", 2)
+def test_mappings_last_as_long_as_their_rows(root: Path) -> None:
+    """Each costs a descriptor, and what was read through it counts as memory of the process."""
     with Store.open(root, FINGERPRINT) as store:
         leaves = [store.insert(ids_of(n, 1, 2), "local", [3])[-1] for n in range(20)]
         for leaf in leaves:
@@ -219,7 +217,7 @@ def test_few_mappings_stay_open(root: Path, monkeypatch: pytest.MonkeyPatch) -> 
         before = len(os.listdir("/dev/fd"))
         for leaf in leaves * 2:
             check_rows(store, leaf)
-        assert len(os.listdir("/dev/fd")) <= before + 2
+        assert len(os.listdir("/dev/fd")) == before
         assert_same_rows(held, rows_of([0, 1, 2]))
 
 

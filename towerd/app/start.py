@@ -8,10 +8,12 @@ from collections.abc import Callable
 from importlib import import_module
 
 from towerd.settings.config import Config
+from towerd.system.allocator import return_large_blocks
 
 
 def preload(engine: str) -> None:
-    """Import what a daemon with this engine needs."""
+    """Import what a daemon with this engine needs, once its allocator is set."""
+    return_large_blocks()
     gc.disable()  # until all is loaded: there is hardly any garbage, and collections take time
     # aiohttp reads the system's certificates, which no other import has to wait for.
     threading.Thread(target=import_module, args=("aiohttp",), name="towerd-import").start()

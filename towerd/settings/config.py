@@ -33,6 +33,8 @@ UNQUANTIZED = ("f32", "f16", "bf16")
 SOCKET_PATH_BYTES_MAX = 103
 """The capacity of sun_path on macOS; Linux allows four more."""
 WARM_BYTES_MAX = 32 * 2**30
+HOT_BYTES = 32 * 2**20
+"""Rows on disk are read from the system's page cache, about as fast as from memory of our own."""
 _SWITCH = {
     **dict.fromkeys(("1", "true", "enabled"), "on"),
     **dict.fromkeys(("0", "false", "disabled"), "off"),
@@ -147,7 +149,8 @@ class Config:
     rope_freq_scale: float = _set(0.0, "float", "--rope-freq-scale",
         "RoPE frequency factor; 1/N stretches the context N-fold.", low=0, auto="from the model")
     hot_bytes: int = _set(-1, "size", "--hot-bytes",
-        "RAM for conversations that are not live.", low=-1, auto="an eighth of the RAM")
+        "RAM for conversations that are not live; those on disk are in the page cache besides.", low=-1,
+        auto="32 MiB; an eighth of the RAM where warm-bytes is 0")
     warm_bytes: int = _set(-1, "size", "--warm-bytes",
         "Disk for the attention state of conversations.", low=-1,
         auto="32 GiB, but at most half of what is free")
@@ -205,7 +208,7 @@ class Config:
         "Index the keys of every N-th layer for --retention icecache; 1: of all but the first two.", low=1, high=1024)
     recall_bytes: int = _set(-1, "size", "--recall-bytes",
         "RAM for the rows and index that --retention icecache can recall for one chat; older rows go to disk.",
-        low=-1, auto="an eighth of hot-bytes")
+        low=-1, auto="a 64th of the RAM")
     recall_disk_bytes: int = _set(-1, "size", "--recall-disk-bytes",
         "Disk for rows of one chat beyond --recall-bytes; when it is full, the oldest are dropped. 0: none.",
         low=-1, auto="four times recall-bytes, at most a quarter of warm-bytes")
@@ -317,11 +320,11 @@ class Config:
         if self.threads_batch == 0:
             auto["threads_batch"] = auto.get("threads", self.threads)
         if self.hot_bytes == -1:
-            auto["hot_bytes"] = ram_bytes() // 8
+            auto["hot_bytes"] = HOT_BYTES if self.warm_bytes else ram_bytes() // 8
         if self.memory == -1:
             auto["memory"] = ram_bytes() * 4 // 5
         if self.recall_bytes == -1:
-            auto["recall_bytes"] = auto.get("hot_bytes", self.hot_bytes) // 8
+            auto["recall_bytes"] = ram_bytes() // 64
         if self.warm_bytes == -1:
             free = free_bytes(auto.get("store_dir", self.store_dir))
             auto["warm_bytes"] = min(WARM_BYTES_MAX, free // 2)

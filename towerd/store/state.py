@@ -14,7 +14,7 @@ from towerd.store.prefix.growth import Growth
 from towerd.store.prefix.node import Node
 from towerd.store.prefix.trie import Trie
 from towerd.store.segments.directory import Directory
-from towerd.store.segments.segment_file import Mappings, SegmentFile, quantized_bytes
+from towerd.store.segments.segment_file import SegmentFile, quantized_bytes
 
 
 class Held(NamedTuple):
@@ -38,7 +38,6 @@ class StoreState:
     """The fingerprint's."""
     identity: EnteredIdentity
     clock: Callable[[], float]
-    mappings: Mappings
     lock: Lock
     trie: Trie
     files: dict[int, SegmentFile]
@@ -131,7 +130,6 @@ class StoreState:
         for node in tuple(self.trie.viewers(file)):
             self.trie.unview(node)
         file.dropped = True
-        self.mappings.forget(file)
         if self.files.pop(file.id, None) is not None:
             self.warm_bytes -= file.nbytes
             self.listener.left_warm(file)

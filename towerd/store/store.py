@@ -112,7 +112,6 @@ class Store:
     def _release(self) -> None:
         """Release what the store has open, once."""
         self._pool.shutdown()
-        self.state.mappings.clear()
         self._closing.close()
 
     def listen(self, listener: Listener) -> None:

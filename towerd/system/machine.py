@@ -50,6 +50,14 @@ def free_bytes(path: Path) -> int:
     return 0
 
 
+def own_resident_bytes() -> int | None:
+    """RAM of this process; None where the system tells it only slowly."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def resident_bytes(pid: int) -> int:
     """RAM of a process and of those that it started; 0 if it has ended."""
     import psutil

@@ -31,8 +31,8 @@ DIRECT_BYTES_MIN = 6 << 20
 """A blob this large costs less to attach by itself than to be joined with its neighbours."""
 _HEADER_BYTES = 1 << 20
 """Room for the rest of a blob besides its rows: 12 bytes per cell and a few per plane."""
-_BLOBS_WARM = 4
-_BUFFER_BYTES_MAX = 72 << 20
+_BLOBS_WARM = 3
+_BUFFER_BYTES_MAX = 54 << 20
 _THREADS = max(1, THREADS - 1)
 """One core is left to the thread that attaches the previous blob. On two cores, 8,192 tokens of the
 1B shape take 0.099 s with one thread and 0.118 s with two."""

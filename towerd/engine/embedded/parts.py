@@ -25,8 +25,8 @@ from towerd.settings.config import Config
 from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
 
-PARKED_SHARE = 4
-"""Parked chats take at most 1 / PARKED_SHARE of --hot-bytes."""
+PARKED_CHATS = 2
+"""Parked chats take at most as much as this many times --recall-bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,6 @@ def _budgets(
         config.recall_bytes,
         config.recall_disk_bytes,
     )
-    parked_bytes = tiers.hot_bytes_max // PARKED_SHARE
+    parked_bytes = PARKED_CHATS * config.recall_bytes
     folder = tiers.store.state.directory.tmp
     return Budgets(tokens, core, pool, splicer, parked_bytes, limits, folder)

@@ -18,7 +18,7 @@ from towerd.store.prefix.scope import public_of
 from towerd.store.prefix.trie import Trie
 from towerd.store.segments.directory import Directory
 from towerd.store.segments.format_run import decode_runs
-from towerd.store.segments.segment_file import Mappings, SegmentFile
+from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.state import StoreState
 
 
@@ -34,8 +34,7 @@ def load_state(
     is held, will guard it."""
     entered = catalog.enter(identity, clock())
     catalog.open_model(entered)
-    mappings = Mappings()
-    files = load_files(catalog, entered.fingerprint, directory.segments, mappings)
+    files = load_files(catalog, entered.fingerprint, directory.segments)
     return StoreState(
         directory,
         catalog,
@@ -43,7 +42,6 @@ def load_state(
         identity.fingerprint.digest(),
         entered,
         clock,
-        mappings,
         lock,
         load_trie(catalog, entered, files),
         files,
@@ -66,9 +64,7 @@ def foreign_bytes(catalog: Catalog, fingerprint: int) -> int:
     return int(catalog.rows(sql, (fingerprint,))[0][0])
 
 
-def load_files(
-    catalog: Catalog, fingerprint: int, folder: Path, mappings: Mappings
-) -> dict[int, SegmentFile]:
+def load_files(catalog: Catalog, fingerprint: int, folder: Path) -> dict[int, SegmentFile]:
     """The files of one fingerprint by id; nothing is opened."""
     files = {}
     for id, name, p0, n_rows, n_bytes, text in catalog.rows(
@@ -81,7 +77,7 @@ def load_files(
             runs = decode_runs(text, n_rows)
         except StateError as error:
             raise catalog.damaged(f"file {id}: {error}") from error
-        files[id] = SegmentFile(id, folder / name, p0, n_rows, n_bytes, mappings, runs)
+        files[id] = SegmentFile(id, folder / name, p0, n_rows, n_bytes, runs)
     return files
 
 

@@ -330,7 +330,7 @@ def _adopt(
         )
         state.catalog.run_many("DELETE FROM files WHERE id = ?", [(old.id,) for old in unviewed])
     path = state.directory.segments / name
-    file = SegmentFile(id, path, p0, n_rows, n_bytes, state.mappings, runs)
+    file = SegmentFile(id, path, p0, n_rows, n_bytes, runs)
     for node in nodes:
         state.trie.view(node, file, node.p0 - p0)
     state.files[id] = file

@@ -40,7 +40,7 @@ from towerd.slots.kind import DENSE, WHOLE
 from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.selftest import check_slot_file, self_test
 from towerd.store import Catalog
-from towerd.system.machine import ram_bytes
+from towerd.system.machine import own_resident_bytes, ram_bytes
 from towerd.wire import Projector
 
 log = logging.getLogger(__name__)
@@ -125,7 +125,8 @@ def load_core(config: Config, catalog: Catalog) -> Core:
 
 
 def memory_line(weights: int, buffers: Mapping[str, int], n_cells: int, config: Config) -> str:
-    """What memory is reserved for, in one sentence. weights: bytes; buffers: see `buffers_made`."""
+    """What memory is reserved for and how much of it is in RAM, in one sentence. weights: bytes;
+    buffers: see `buffers_made`."""
     compute = buffers.get("compute", 0) + buffers.get("output", 0)
     live = sum(buffers.values()) - compute - buffers.get("model", 0)
     how = "mapped" if config.mmap else "read"
@@ -135,7 +136,9 @@ def memory_line(weights: int, buffers: Mapping[str, int], n_cells: int, config: 
         f"compute buffers {_mib(compute)}",
         f"up to {_mib(config.hot_bytes)} for hot conversations (--hot-bytes)",
     )
-    return ", ".join(parts)
+    resident = own_resident_bytes()
+    now = "" if resident is None else f"; {_mib(resident)} of RAM in use now"
+    return ", ".join(parts) + now
 
 
 def _mib(n_bytes: int) -> str:

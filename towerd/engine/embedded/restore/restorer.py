@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _SHARE_TOKENS_MIN = 32
 """A prompt waits for another's prefill if it gains at least this many tokens by it."""
-_BLOBS_AHEAD = 2
+_BLOBS_AHEAD = 1
 """Blobs that may wait for the inference thread; more would only use memory."""
 
 
