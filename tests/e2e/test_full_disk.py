@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import requests
 from daemon import Daemon, run_towerd
+from waiting import until
+
+from towerd.models.random_gguf import PRESETS, make_random_gguf
 
 Mount = Callable[..., None]
 
@@ -178,6 +181,26 @@ def test_restart_on_a_full_disk(make_daemon: Callable[..., Daemon], mount: Mount
     with daemon.start():
         assert "error" not in talk.say()
         talk.check()
+
+
+def test_no_room_to_load_a_model(
+    make_daemon: Callable[..., Daemon], mount: Mount, tmp_path: Path
+) -> None:
+    """A router's model that cannot open the store is a full disk too, in words that name no file."""
+    models = tmp_path / "models"
+    models.mkdir()
+    make_random_gguf(models / "dice.gguf", PRESETS["tiny"])
+    router = make_daemon("--models-dir", str(models), "-c", "1024")
+    mount(router.store_dir, "size=8m")
+    body: dict[str, Any] = {"model": "dice", "prompt": "Once", "n_predict": 4}
+    with router:
+        filler = fill(router.store_dir)
+        refused = router.post("/completion", body, status=507)
+        assert "The disk is full" in refused["error"]["message"]
+        assert str(tmp_path) not in str(refused)
+        filler.unlink()
+        until(lambda: requests.post(router.url + "/completion", json=body, timeout=60).ok)
+        assert router.stop() == 0
 
 
 def test_no_room_at_the_start(make_daemon: Callable[..., Daemon], mount: Mount) -> None:

@@ -55,6 +55,8 @@ class Chat:
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.session = ""
+        self.text = ""
+        """All of it, as the daemon that took the last turn showed it."""
 
     def say(self, daemon: Daemon, prompt: Any) -> dict[str, int]:
         """Have one more turn; where the tokens of its prompt came from."""
@@ -66,7 +68,8 @@ class Chat:
         session = reply.headers["X-Towerd-Session"]
         assert session == (self.session or session)
         self.session = session
-        self.ids = daemon.get(f"/towerd/v1/sessions/{session}?ids=1")["ids"]
+        kept = daemon.get(f"/towerd/v1/sessions/{session}?ids=1&text=1")
+        self.ids, self.text = kept["ids"], kept["text"]
         return reuse_of(reply.headers)
 
     def shown(self, daemon: Daemon) -> dict[str, Any]:
@@ -78,18 +81,17 @@ class Chat:
         return shown
 
     def resumes(self, daemon: Daemon) -> dict[str, int]:
-        """It reads the same and its next turn is recorded in it; where the tokens came from."""
-        text = self.shown(daemon)["text"]
-        assert text.strip().startswith(START) or text.startswith("<s>")
-        before = list(self.ids)
+        """It reads as it did and its next turn is recorded in it; where the tokens came from."""
+        assert self.shown(daemon)["text"] == self.text
+        before, text = list(self.ids), self.text
         reuse = self.say(daemon, [*before, 400, 401])
         assert self.ids[: len(before)] == before
+        assert self.text.startswith(text)
         return reuse
 
 
 def test_a_chat_outlives_everything(make_daemon: MakeDaemon, tmp_path: Path) -> None:
     chat = Chat()
-    store = tmp_path / "one" / "store"
 
     def served(*flags: str) -> Daemon:
         return make_daemon("-c", "1024", "-t", "1", "--fidelity", "exact", *flags, name="one")
@@ -119,12 +121,11 @@ def test_a_chat_outlives_everything(make_daemon: MakeDaemon, tmp_path: Path) -> 
         text = chat.shown(daemon)["text"]
         assert daemon.stop() == 0
     check_other_tokenizers(make_daemon, tmp_path, chat, text)
-    check_moved(make_daemon, tmp_path, chat, text)
-    unused_for(store, 30)
-    with served("--freeze-after", "3600") as daemon:
-        assert chat.shown(daemon)["text"] == text
-        assert chat.resumes(daemon)["prefill"] <= 3
-        assert daemon.stop() == 0
+    there = check_moved(make_daemon, tmp_path, chat, text)
+    unused_for(there.store_dir, 30)
+    with there.start():
+        assert chat.resumes(there)["prefill"] <= 3
+        assert there.stop() == 0
 
 
 def check_other_tokenizers(make_daemon: MakeDaemon, tmp_path: Path, chat: Chat, text: str) -> None:
@@ -150,16 +151,21 @@ def check_other_tokenizers(make_daemon: MakeDaemon, tmp_path: Path, chat: Chat, 
             assert daemon.stop() == 0
 
 
-def check_moved(make_daemon: MakeDaemon, tmp_path: Path, chat: Chat, text: str) -> None:
-    """Exported from here and imported elsewhere, it reads the same there."""
+def check_moved(make_daemon: MakeDaemon, tmp_path: Path, chat: Chat, text: str) -> Daemon:
+    """Exported from here and imported elsewhere, it reads the same there and continues there;
+    returns the other daemon, stopped."""
     path = tmp_path / "chat.tower"
     with make_daemon("-c", "1024", "-t", "1", name="one") as daemon:
         assert run_towerctl(daemon, "export", chat.session, "-o", str(path)).returncode == 0
         assert daemon.stop() == 0
-    quantized_there = str(tmp_path / "q8.gguf")
-    with make_daemon("-c", "1024", "-t", "1", "-m", quantized_there, name="two") as daemon:
-        assert run_towerctl(daemon, "import", str(path)).returncode == 0
-        assert chat.shown(daemon)["text"] == text
+    model = ("-m", str(tmp_path / "q8.gguf"))
+    there = make_daemon("-c", "1024", "-t", "1", "--freeze-after", "3600", *model, name="two")
+    with there:
+        assert run_towerctl(there, "import", str(path)).returncode == 0
+        assert chat.shown(there)["text"] == text
+        chat.resumes(there)
+        assert there.stop() == 0
+    return there
 
 
 def unused_for(store_dir: Path, days: int) -> None:

@@ -86,3 +86,19 @@ async def test_replaced_while_it_is_served(
         assert {file.path for file in service.store.files()} == {file.path for file in files}
         back = await ask(service, longer, session="s")
         assert back.finish.reuse.warm == first.finish.n_cached
+
+
+async def test_a_request_right_after_it_is_replaced(
+    service_on: OpenService, models: tuple[Path, Path]
+) -> None:
+    """It does not wait for the next look at the file: no row of the other model is used for it."""
+    served, other = models
+    prompt = some_ids(90).tolist()
+    async with service_on(served) as service:
+        first = await ask(service, prompt)
+        await settle(service)
+        assert (await ask(service, prompt)).finish.reuse.prefill < len(prompt)
+        overwrite(served, other)
+        again = await ask(service, prompt)
+        assert again.finish.reuse.prefill == len(prompt)
+        assert again.ids != first.ids

@@ -1,8 +1,8 @@
 """Checks, while a service runs, that its model's file is still what was loaded.
 
 Weights are mapped from the file, so a write to it changes the model that stored rows belong to. The
-thread here looks at the file every few seconds. A file that looks different is sampled at once. If
-only a time differs, or the file was not read for a day, it is read in full while the service is
+thread here looks at the file every few seconds, and an engine may before each request. A file that
+looks different is sampled at once. If only a time differs, or the file was not read for a day, it is read in full while the service is
 idle.
 """
 
@@ -76,7 +76,8 @@ class WeightsCheck:
             self._thread.join()
 
     def look(self) -> None:
-        """Look at the files now, which takes milliseconds. May be called by any thread."""
+        """Look at the files now: microseconds, or milliseconds where one looks different. May be
+        called by any thread that has not locked the store."""
         for file in self._files:
             try:
                 if self._follow and not file.is_in_place():
@@ -130,17 +131,17 @@ class WeightsCheck:
         self._part_at = time.monotonic()
 
     def _changed(self, file: ModelFile, since: float) -> None:
-        with self._lock:
+        with self._lock:  # whoever looks meanwhile waits until rows are void
             if self._has_changed:
                 return
             self._has_changed = True
-        log.error(
-            "the model's file is not what was loaded, so stored rows are neither read nor written "
-            "any more: put the right file there and start the server again",
-            extra={"path": str(file.path)},
-        )
-        try:
-            file.forget(self._memo)
-            self._on_change(since)
-        except Exception:
-            log.exception("what was stored may still be used")
+            log.error(
+                "the model's file is not what was loaded, so stored rows are neither read nor "
+                "written any more: put the right file there and start the server again",
+                extra={"path": str(file.path)},
+            )
+            try:
+                file.forget(self._memo)
+                self._on_change(since)
+            except Exception:
+                log.exception("what was stored may still be used")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -145,6 +145,8 @@ class EmbeddedEngine:
         }
         self.embedded_modules = EmbeddedModules(core, self.scheduler, self.parts.splicer)
         self.modules: ModuleMaker | None = self.embedded_modules
+        self.look_at_weights: Callable[[], None] = lambda: None
+        """Voids all rows if the model's file has changed; set by who opens the engine."""
         self._text = ThreadPoolExecutor(2, "towerd-text")
         self._big_text = ThreadPoolExecutor(1, "towerd-big-text")
 
@@ -170,6 +172,7 @@ class EmbeddedEngine:
         self.core.vocab.validate(ids[is_token(ids)])
         self.media.check(request, ids)
         self.budgets.check(request.live)
+        self.look_at_weights()  # before rows are chosen for it
         if len(ids) >= self.n_ctx and request.live.policy not in self.outgrowing:
             raise ContextExceeded.of_request(len(ids), self.n_ctx)
         generation = EmbeddedGeneration(self.scheduler, self._loop)

@@ -34,6 +34,7 @@ async def open_embedded(config: Config) -> AsyncIterator[OpenedEngine[EmbeddedEn
         try:
             engine = EmbeddedEngine(core, tiers, config, boundaries)
             weights = _weights_check(core, engine, store, boundaries)
+            engine.look_at_weights = weights.look
             try:
                 await asyncio.to_thread(engine.start)
                 weights.start()

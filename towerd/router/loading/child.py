@@ -35,7 +35,7 @@ def main() -> int:
     try:
         start(config, lambda url, model: _tell(report, {}))
     except TowerdError as error:
-        _tell(report, {"error": error.message})
+        _tell(report, {"error": error.message, "public": error.public, "kind": error.kind})
         return 1
     return 0
 

@@ -16,7 +16,7 @@ from aiohttp import ClientResponse
 
 from towerd.engine.llama_server.process.client import Body, Client
 from towerd.engine.llama_server.process.process import describe_exit
-from towerd.errors import ModelError
+from towerd.errors import DiskFull, ModelError, TowerdError
 from towerd.router.loading.child import LENGTH_BYTES
 from towerd.settings.config import Config
 
@@ -72,7 +72,7 @@ class ModelProcess:
 
     async def load(self) -> None:
         """Load the model, starting the process if it was not, and return when requests are answered.
-        Raises ModelError with the reason why that did not come about, and OSError; `exit_code` has
+        Raises ModelError or DiskFull with the reason why that did not come about, and OSError; `exit_code` has
         its status then."""
         try:
             if self._process is None:
@@ -97,7 +97,7 @@ class ModelProcess:
         if line.strip() != b"{}":
             raise await self._why_not(line)
 
-    async def _why_not(self, line: bytes) -> ModelError:
+    async def _why_not(self, line: bytes) -> TowerdError:
         """The error for a start that failed. Clients get the model's name where its file is meant."""
         await self.wait()
         assert self._config is not None
@@ -106,8 +106,11 @@ class ModelProcess:
             return ModelError(
                 f"The process of the model {name} {self.how_it_ended()} while loading."
             )
-        message = str(json.loads(line)["error"])
-        return ModelError(message, public=message.replace(str(self._config.model), name))
+        said = json.loads(line)
+        if said["kind"] == DiskFull.kind:
+            return DiskFull(said["error"])
+        public = said["public"].replace(str(self._config.model), name)
+        return ModelError(said["error"], public=public)
 
     def how_it_ended(self) -> str:
         """Its exit status in words."""
