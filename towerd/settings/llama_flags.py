@@ -133,6 +133,20 @@ def media_flags(args: Sequence[str]) -> MediaFlags:
     )
 
 
+_FILE_FLAGS = frozenset(("--spec-draft-model", "--grammar-file", "--json-schema-file"))
+
+
+def named_files(args: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The files that a checked llama-server command line needs to be there: flag and path."""
+    for flag, words in _split(args):
+        if flag.names[0] in _FILE_FLAGS:
+            yield words[0], words[1]
+    if projector := media_flags(args).path:
+        yield "--mmproj", projector
+    for adapter in adapter_files(args)[0]:
+        yield "--lora", adapter.path
+
+
 def refusal(name: str, instead: str = "") -> ConfigError:
     """The error for a flag that the embedded engine does not accept. instead: what to do."""
     instead = instead or f"leave it out, or use --engine llama-server and put {name} after --"
