@@ -16,7 +16,6 @@ from aiohttp import web
 
 from towerd.api.http.keys import TENANTS
 from towerd.engine.base import Reuse, Timings
-from towerd.errors import TowerdError
 
 log = logging.getLogger("towerd.request")
 
@@ -110,13 +109,13 @@ def log_embedded(request: web.Request, n_tokens: int) -> None:
     _line(request, "", {"evaluated": n_tokens})
 
 
-def log_refused(request: web.Request, status: int, error: TowerdError | None = None) -> None:
-    """Log a request that was refused or that failed, once."""
+def log_refused(request: web.Request, status: int, kind: str = "", message: str = "") -> None:
+    """Log a request that was refused or that failed, once; kind, message: of its error, if there is one."""
     if request.get(LOGGED) or request.method not in ("POST", "DELETE", "PATCH"):
         return
     fields: dict[str, Any] = {"status": status}
-    if error is not None:
-        fields["error"] = error.kind if request.app[TENANTS].required else _short(error.public)
+    if said := kind if request.app[TENANTS].required else _short(message):
+        fields["error"] = said
     _line(request, "", fields)
 
 
