@@ -72,6 +72,10 @@ def _configure_log(config: Config) -> None:
     if config.engine == "embedded":
         for name, why in without_effect(config.llama_server_args):
             logging.getLogger("towerd.serve").info("%s has no effect: %s", name, why)
+    if config.models_dir is not None and (config.model or config.hf_repo):
+        logging.getLogger("towerd.serve").info(
+            "--models-dir has no effect: one model is named, and is served alone"
+        )
 
 
 def _serves_default(config: Config) -> bool:

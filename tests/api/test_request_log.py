@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestClient
 from yarl import URL
 
 from towerd.api.http.requests.log import TITLE_CHARS_MAX, title_of, why_evaluated
-from towerd.engine.base import Reuse
+from towerd.engine.base import Reuse, Timings
 
 
 @pytest.mark.parametrize(
@@ -79,3 +79,32 @@ def test_deep_prompts_have_no_title() -> None:
 )
 def test_reasons(reuse: Reuse, why: str) -> None:
     assert why_evaluated(reuse) == why
+
+
+async def test_refusals_are_logged_as_they_are_said(
+    make_client: Callable[..., Awaitable[TestClient[web.Request, web.Application]]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A short quotation, such as a field's name, stays; a long one may be of the user's text."""
+    caplog.set_level(logging.INFO)
+    client = await make_client()
+    secret = "the user's own words, and a good many of them"
+    for body in (
+        {"prompt": "x", "temperature": "hot"},
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [{"type": secret}],
+        },
+    ):
+        path = "/completion" if "prompt" in body else "/v1/chat/completions"
+        async with client.post(path, json=body) as reply:
+            assert reply.status == 400
+    lines = [each.__dict__["error"] for each in caplog.records if each.name == "towerd.request"]
+    assert lines[0].endswith("type must be number, but is string")
+    assert "own words" not in lines[1]
+
+
+@pytest.mark.parametrize(("tokens", "speed"), [(0, None), (1, None), (2, 10.0), (11, 100.0)])
+def test_speed_is_of_the_tokens_after_the_first(tokens: int, speed: float | None) -> None:
+    timings = Timings(0, 0, 0.0, predicted_n=tokens, predicted_ms=100.0)
+    assert timings.tokens_per_second == speed

@@ -262,7 +262,7 @@ def test_without_a_projector(make_daemon: MakeDaemon) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--mmproj", "absent.gguf"], "--mmproj: Cannot read"),
+        (["--mmproj", "absent.gguf"], "--mmproj: there is no file absent.gguf."),
         (["--mmproj", str(bundled_model())], "cannot load the projector"),
         (["--mmproj", "x", "--image-max-tokens", "many"], "takes a whole number"),
     ],

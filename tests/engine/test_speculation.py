@@ -361,8 +361,11 @@ async def test_what_is_counted(opened: Any) -> None:
     [
         (("--spec-type", "draft-mtp"), "drafts from hidden states"),
         (("--spec-type", "draft-simple"), "name one with --model-draft"),
-        (("-md", "/nowhere.gguf"), "/nowhere.gguf cannot be loaded"),
-        (("-md", "/nowhere.gguf", "--spec-type", "ngram-mod"), "needs --spec-type draft-simple"),
+        (("-md", "/nowhere.gguf"), "-md: there is no file /nowhere.gguf"),
+        (
+            ("-md", str(bundled_model()), "--spec-type", "ngram-mod"),
+            "needs --spec-type draft-simple",
+        ),
         (("--spec-type", "ngram-cache", "-lcs", "/no/cache"), "/no/cache cannot be read"),
         (("--spec-type", "magic"), "--spec-type"),
         (("--draft-max", "4"), "use --spec-draft-n-max"),

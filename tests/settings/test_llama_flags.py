@@ -18,6 +18,7 @@ from towerd.engine.llama_server.process.binary import find_binary, library_env
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
 from towerd.settings.config import Config
+from towerd.settings.llama_flag_table import FLAGS
 from towerd.settings.llama_flags import check_flags, without_effect
 from towerd.wire import LoadFlags
 
@@ -182,3 +183,23 @@ def test_what_has_no_effect_says_why() -> None:
     assert without_effect(["--prio", "2", "--temp", "0"]) == [
         ("--prio", "the operating system ranks threads: start towerd with nice")
     ]
+
+
+NUMBERS_AND_MORE = {"--spec-draft-ngl", "--tensor-split", "--logit-bias", "--override-kv"}
+"""Flags whose values hold numbers beside words or signs."""
+
+
+def test_numbers_are_numbers() -> None:
+    """Every value that llama.cpp's own parser reads as a number is refused before a model is loaded."""
+    for flag in (each for each in FLAGS if each.n_values == 1 and each.use in ("wire", "load")):
+        if flag.names[0] in NUMBERS_AND_MORE:
+            continue
+        words = [flag.names[0], "hot"]
+        is_number = re.search(r"\bsto[a-z]+\b", refusal_of(words)) is not None
+        assert is_number == (flag.takes is not None), (flag.names, refusal_of(words))
+        if is_number:
+            with pytest.raises(ConfigError, match=f"{words[0]} takes a (whole )?number, not 'hot'"):
+                check_flags(words, {})
+            check_flags([flag.names[0], "1"], {})
+    with pytest.raises(ConfigError, match="--temp takes a number, not '0,5'"):
+        check_flags(["--temp", "0,5"], {})

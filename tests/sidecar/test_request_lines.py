@@ -55,6 +55,7 @@ def test_a_line_a_request(make_sidecar: MakeDaemon, engine: str) -> None:
     assert (long["message"], long["status"]) == ("/completion", 400)
     assert "exceeds the available context" in long["error"]
     assert (refused["message"], refused["status"]) == ("/v1/embeddings", 400)
+    assert "--embeddings" in refused["error"]
 
 
 @pytest.mark.parametrize("engine", ["embedded", "llama-server"])

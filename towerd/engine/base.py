@@ -122,6 +122,13 @@ class Timings:
     predicted_n: int
     predicted_ms: float
 
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Speed of the reply; None for a single token, since the time runs from the first one on."""
+        if self.predicted_n < 2 or self.predicted_ms <= 0:
+            return None
+        return 1e3 * (self.predicted_n - 1) / self.predicted_ms
+
 
 @dataclass(frozen=True, slots=True)
 class Reuse:

@@ -7,7 +7,7 @@ instead, or which flags of towerd say the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 Use: TypeAlias = Literal["wire", "load", "media", "lora", "setting", "ignored", "refused"]
@@ -28,10 +28,15 @@ class LlamaFlag:
     words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Value of the flag (empty for one without) -> flags of towerd that say the same; * stands for any other
     value, {} for the value itself."""
+    takes: type[int] | type[float] | None = None
+    """What the value has to be, where llama.cpp reads it as a number."""
 
 
-def _rows(use: Use, n_values: int, text: str) -> list[LlamaFlag]:
-    return [_row(use, n_values, line) for line in text.strip().splitlines()]
+def _rows(
+    use: Use, n_values: int, text: str, takes: type[int] | type[float] | None = None
+) -> list[LlamaFlag]:
+    rows = (_row(use, n_values, line) for line in text.strip().splitlines())
+    return [replace(row, takes=takes) for row in rows]
 
 
 def _row(use: Use, n_values: int, line: str) -> LlamaFlag:
@@ -68,67 +73,76 @@ FLAGS = (
 """),
     *_rows("wire", 1, """
 --samplers
---seed -s
 --sampler-seq --sampling-seq
+--dry-sequence-breaker
+--logit-bias -l
+--grammar
+--grammar-file
+--json-schema -j
+--json-schema-file -jf
+--reverse-prompt -r
+--reasoning-format
+--reasoning -rea
+--reasoning-effort
+--reasoning-budget-message
+--chat-template-kwargs
+--media-path
+--video-ffmpeg-dir
+--spec-type
+--spec-draft-model -md --model-draft
+--spec-draft-type-k -ctkd --cache-type-k-draft
+--spec-draft-type-v -ctvd --cache-type-v-draft
+--spec-draft-override-tensor -otd --override-tensor-draft
+--spec-draft-device -devd --device-draft
+--spec-draft-ngl -ngld --gpu-layers-draft --n-gpu-layers-draft
+--lookup-cache-static -lcs
+--lookup-cache-dynamic -lcd
+"""),
+    *_rows("wire", 1, """
 --temp --temperature
---top-k
 --top-p
 --min-p
 --top-nsigma --top-n-sigma
 --xtc-probability
 --xtc-threshold
 --typical --typical-p
---repeat-last-n
 --repeat-penalty
 --presence-penalty
 --frequency-penalty
 --dry-multiplier
 --dry-base
---dry-allowed-length
---dry-penalty-last-n
---dry-sequence-breaker
 --adaptive-target
 --adaptive-decay
 --dynatemp-range
 --dynatemp-exp
---mirostat
 --mirostat-lr
 --mirostat-ent
---logit-bias -l
---grammar
---grammar-file
---json-schema -j
---json-schema-file -jf
---keep
---reverse-prompt -r
---reasoning-format
---reasoning -rea
---reasoning-effort
---reasoning-budget
---reasoning-budget-message
---chat-template-kwargs
---media-path
---video-ffmpeg-dir
 --video-fps
+--spec-draft-p-split --draft-p-split
+--spec-draft-p-min --draft-p-min
+""", takes=float),
+    *_rows("wire", 1, """
+--seed -s
+--top-k
+--repeat-last-n
+--dry-allowed-length
+--dry-penalty-last-n
+--mirostat
+--keep
+--reasoning-budget
 --video-timestamp-interval
 --sse-ping-interval
 --embd-normalize
---spec-type
---spec-draft-model -md --model-draft
 --spec-draft-n-max
 --spec-draft-n-min
---draft --draft-n --draft-max
---draft-min --draft-n-min
---spec-draft-p-split --draft-p-split
---spec-draft-p-min --draft-p-min
 --spec-draft-threads -td --threads-draft
 --spec-draft-threads-batch -tbd --threads-batch-draft
---spec-draft-type-k -ctkd --cache-type-k-draft
---spec-draft-type-v -ctvd --cache-type-v-draft
---spec-draft-override-tensor -otd --override-tensor-draft
 --spec-draft-n-cpu-moe --spec-draft-ncmoe -ncmoed --n-cpu-moe-draft
---spec-draft-device -devd --device-draft
---spec-draft-ngl -ngld --gpu-layers-draft --n-gpu-layers-draft
+--draft --draft-n --draft-max
+--draft-min --draft-n-min
+--spec-ngram-size-n
+--spec-ngram-size-m
+--spec-ngram-min-hits
 --spec-ngram-mod-n-min
 --spec-ngram-mod-n-max
 --spec-ngram-mod-n-match
@@ -141,12 +155,7 @@ FLAGS = (
 --spec-ngram-map-k4v-size-n
 --spec-ngram-map-k4v-size-m
 --spec-ngram-map-k4v-min-hits
---spec-ngram-size-n
---spec-ngram-size-m
---spec-ngram-min-hits
---lookup-cache-static -lcs
---lookup-cache-dynamic -lcd
-"""),
+""", takes=int),
     *_rows("load", 0, """
 --kv-offload -kvo
 --no-kv-offload -nkvo
@@ -161,22 +170,26 @@ FLAGS = (
     *_rows("load", 1, """
 --override-kv
 --override-tensor -ot
---n-cpu-moe -ncmoe
---n-cpu-ffn -ncffn
 --device -dev
 --split-mode -sm
 --tensor-split -ts
---main-gpu -mg
 --lazy-mode -lzm
 --numa
 --rope-scaling
+"""),
+    *_rows("load", 1, """
 --rope-scale
---yarn-orig-ctx
 --yarn-ext-factor
 --yarn-attn-factor
 --yarn-beta-slow
 --yarn-beta-fast
-"""),
+""", takes=float),
+    *_rows("load", 1, """
+--n-cpu-moe -ncmoe
+--n-cpu-ffn -ncffn
+--main-gpu -mg
+--yarn-orig-ctx
+""", takes=int),
     *_rows("lora", 0, "--lora-init-without-apply"),
     *_rows("lora", 1, "--lora\n--lora-scaled"),
     *_rows("media", 0, """
@@ -188,9 +201,11 @@ FLAGS = (
 """),
     *_rows("media", 1, """
 --mmproj -mm
+"""),
+    *_rows("media", 1, """
 --image-min-tokens
 --image-max-tokens
-"""),
+""", takes=int),
     *_rows("setting", 0, """
 --context-shift | : --retention shift
 --no-context-shift | : --retention none

@@ -63,8 +63,18 @@ def check_flags(args: Sequence[str], own: Mapping[str, str]) -> None:
         if flag.use == "setting":
             same = " ".join(own_words(flag, words))
             raise ConfigError(f"{' '.join(words)} is {same} in towerd: write it before --.")
+        if flag.takes is not None:
+            _check_number(flag.takes, *words)
     adapter_files(args)
-    media_flags(args)
+
+
+def _check_number(kind: type[int] | type[float], name: str, value: str) -> None:
+    """llama.cpp reads the digits that a value begins with and passes over the rest."""
+    try:
+        kind(value)
+    except ValueError:
+        number = "whole number" if kind is int else "number"
+        raise ConfigError(f"{name} takes a {number}, not {value!r}.") from None
 
 
 def words_of(args: Sequence[str], use: Use) -> list[str]:
@@ -102,7 +112,7 @@ class MediaFlags:
 
 
 def media_flags(args: Sequence[str]) -> MediaFlags:
-    """The media options of a llama-server command line. Raises ConfigError."""
+    """The media options of a llama-server command line that `check_flags` accepts."""
     values: dict[str, str] = {}
     off: set[str] = set()
     for flag, words in _split(args):
@@ -117,18 +127,24 @@ def media_flags(args: Sequence[str]) -> MediaFlags:
     return MediaFlags(
         path="" if "--mmproj" in off else values.get("--mmproj", ""),
         offload="--mmproj-offload" not in off,
-        image_min_tokens=_integer("--image-min-tokens", values),
-        image_max_tokens=_integer("--image-max-tokens", values),
+        image_min_tokens=int(values.get("--image-min-tokens", -1)),
+        image_max_tokens=int(values.get("--image-max-tokens", -1)),
         warmup="--warmup" not in off,
     )
 
 
-def _integer(name: str, values: Mapping[str, str]) -> int:
-    value = values.get(name, "-1")
-    try:
-        return int(value)
-    except ValueError:
-        raise ConfigError(f"{name} takes a whole number, not {value!r}.") from None
+_FILE_FLAGS = frozenset(("--spec-draft-model", "--grammar-file", "--json-schema-file"))
+
+
+def named_files(args: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The files that a checked llama-server command line needs to be there: flag and path."""
+    for flag, words in _split(args):
+        if flag.names[0] in _FILE_FLAGS:
+            yield words[0], words[1]
+    if projector := media_flags(args).path:
+        yield "--mmproj", projector
+    for adapter in adapter_files(args)[0]:
+        yield "--lora", adapter.path
 
 
 def refusal(name: str, instead: str = "") -> ConfigError:

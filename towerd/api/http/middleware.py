@@ -68,7 +68,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
             path = request.rel_url.raw_path
             log.warning("request failed: %s %s: %s", request.method, path, error.message)
             request[LOGGED] = True
-        log_refused(request, error.status, error)
+        log_refused(request, error.status, error.kind, error.public)
         return error_reply(error, in_full=is_owner_socket(request))
     except web.HTTPException as error:
         if error.status < 400:

@@ -200,7 +200,7 @@ async def _pass_on(
             item = await _next(ping_s, stream, events)
         await stream.write(task.writer.end())
     except TowerdError as error:
-        log_refused(request, error.status, error)
+        log_refused(request, error.status, error.kind, error.public)
         await stream.write(task.error(error_event(error)))
     except ClientStalled:
         log.warning("a client stopped reading its stream; the request was cancelled")

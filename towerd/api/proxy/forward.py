@@ -8,9 +8,10 @@ from aiohttp import ClientResponse, hdrs, web
 from multidict import CIMultiDict
 
 from towerd.api.http.body import iter_bytes
+from towerd.api.http.request_log import log_refused
 from towerd.api.proxy.headers import to_client, to_upstream
 from towerd.api.proxy.link import LINK, LOST, llama_server_of
-from towerd.api.proxy.refusals import final_refusal, may_be_refusal
+from towerd.api.proxy.refusals import final_refusal, kind_and_message, may_be_refusal
 from towerd.api.proxy.relay import COPY_BYTES_MAX, relay
 from towerd.api.proxy.relay import read as relay_read
 from towerd.engine.llama_server.engine import LlamaServerEngine
@@ -74,7 +75,7 @@ async def copy(
     request: web.Request, reply: ClientResponse, extra: Mapping[str, str] | None = None
 ) -> web.StreamResponse:
     """Forward a reply as it arrives; a refusal under a status that clients do not retry."""
-    if request.method == "POST" and reply.status >= 500 and may_be_refusal(reply.content_length):
+    if request.method == "POST" and reply.status >= 400 and may_be_refusal(reply.content_length):
         return await _copy_failure(request, reply)
 
     def on_lost() -> TowerdError:
@@ -92,12 +93,14 @@ async def _copy_failure(request: web.Request, reply: ClientResponse) -> web.Stre
     except Unavailable as error:
         llama_server_of(request).notice(error)
         raise
-    refusal = final_refusal(body)
+    refusal = final_refusal(body) if reply.status >= 500 else None
     headers = to_client(reply.headers)
     headers.popall(hdrs.CONTENT_LENGTH, None)
+    status = reply.status if refusal is None else NotSupported.status
+    log_refused(request, status, *kind_and_message(refusal or body))
     if refusal is None:
-        return web.Response(body=body, status=reply.status, reason=reply.reason, headers=headers)
-    return web.Response(body=refusal, status=NotSupported.status, headers=headers)
+        return web.Response(body=body, status=status, reason=reply.reason, headers=headers)
+    return web.Response(body=refusal, status=status, headers=headers)
 
 
 async def read(reply: ClientResponse, bytes_max: int = COPY_BYTES_MAX) -> bytes:

@@ -28,13 +28,24 @@ def may_be_refusal(n_bytes: int | None) -> bool:
 def final_refusal(body: bytes) -> bytes | None:
     """The body to send with status 400 instead of this reply with 500 or more; None: it is a failure, which
     may not repeat itself."""
-    try:
-        reply: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
-        error: dict[str, Any] = msgspec.convert(reply["error"], dict[str, Any])
-    except (msgspec.MsgspecError, KeyError):
-        return None
+    reply, error = _read(body)
     message = str(error.get("message", ""))
     if error.get("type") != NotSupported.kind and not any(part in message for part in _FINAL):
         return None
     fields = {"code": NotSupported.status, "type": NotSupported.kind}
     return encode(reply | {"error": error | fields})
+
+
+def kind_and_message(body: bytes) -> tuple[str, str]:
+    """What an error of llama-server says; empty for what is none."""
+    _, error = _read(body)
+    return str(error.get("type", "")), str(error.get("message", ""))
+
+
+def _read(body: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The reply, and the error in it; empty for what is none."""
+    try:
+        reply: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
+        return reply, msgspec.convert(reply["error"], dict[str, Any])
+    except (msgspec.MsgspecError, KeyError):
+        return {}, {}

@@ -16,14 +16,15 @@ from aiohttp import web
 
 from towerd.api.http.keys import TENANTS
 from towerd.engine.base import Reuse, Timings
-from towerd.errors import TowerdError
 
 log = logging.getLogger("towerd.request")
 
 TITLE_CHARS_MAX = 40
 ERROR_CHARS_MAX = 160
 _INLINE_BYTES_MAX = 32 * 1024
-_QUOTED = re.compile(r"(['\"`])[^'\"`]{25,}(['\"`]|$)")
+_QUOTED = re.compile(r"(?<!\w)(['\"`])(.*?)(?:\1(?!\w)|$)", re.DOTALL)
+"""A quotation, up to its own closing quote; an apostrophe inside a word neither opens nor closes one."""
+_QUOTED_CHARS_MAX = 24
 _FIELDS = ("messages", "input", "prompt", "input_prefix")
 _raw = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _raws = msgspec.json.Decoder(list[msgspec.Raw])
@@ -94,8 +95,8 @@ def log_finished(
         fields["ttft_s"] = round(ttft_s, 3)
     if timings is not None and timings.predicted_n:
         fields["tokens"] = timings.predicted_n
-        if timings.predicted_ms > 0:
-            fields["tokens_per_s"] = round(1e3 * timings.predicted_n / timings.predicted_ms, 1)
+        if (speed := timings.tokens_per_second) is not None:
+            fields["tokens_per_s"] = round(speed, 1)
     if session:
         fields["session"] = session
     if end:
@@ -108,13 +109,13 @@ def log_embedded(request: web.Request, n_tokens: int) -> None:
     _line(request, "", {"evaluated": n_tokens})
 
 
-def log_refused(request: web.Request, status: int, error: TowerdError | None = None) -> None:
-    """Log a request that was refused or that failed, once."""
+def log_refused(request: web.Request, status: int, kind: str = "", message: str = "") -> None:
+    """Log a request that was refused or that failed, once; kind, message: of its error, if there is one."""
     if request.get(LOGGED) or request.method not in ("POST", "DELETE", "PATCH"):
         return
     fields: dict[str, Any] = {"status": status}
-    if error is not None:
-        fields["error"] = error.kind if request.app[TENANTS].required else _short(error.public)
+    if said := kind if request.app[TENANTS].required else _short(message):
+        fields["error"] = said
     _line(request, "", fields)
 
 
@@ -148,5 +149,10 @@ def why_evaluated(reuse: Reuse) -> str:
 def _short(message: str) -> str:
     """An error without longer quotations, which may be of the request's text."""
     said = message.partition("; last read")[0]  # the JSON parser quotes what it does not understand
-    hidden = _QUOTED.sub(r"\1…\1", said[: 4 * ERROR_CHARS_MAX])
+    hidden = _QUOTED.sub(_elided, said[: 4 * ERROR_CHARS_MAX])
     return hidden if len(hidden) <= ERROR_CHARS_MAX else hidden[: ERROR_CHARS_MAX - 1] + "…"
+
+
+def _elided(quotation: re.Match[str]) -> str:
+    mark, words = quotation.groups()
+    return quotation[0] if len(words) <= _QUOTED_CHARS_MAX else f"{mark}…{mark}"

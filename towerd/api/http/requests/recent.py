@@ -32,7 +32,7 @@ class AnsweredRequest:
         finish, timings = self.finish, self.finish.timings
         reuse = finish.reuse
         tiers = {name: getattr(reuse, name) for name in ("live", "hot", "warm", "prefill", "cold")}
-        steps, seconds = max(timings.predicted_n - 1, 0), timings.predicted_ms / 1e3
+        speed = timings.tokens_per_second
         return {
             "finished": self.finished,
             "session": finish.session,
@@ -40,7 +40,7 @@ class AnsweredRequest:
             "reuse": tiers,
             "ttft_ms": None if self.ttft_s is None else round(self.ttft_s * 1e3, 3),
             "generated": timings.predicted_n,
-            "tokens_per_second": round(steps / seconds, 3) if seconds > 0 else None,
+            "tokens_per_second": None if speed is None else round(speed, 3),
         }
 
 

@@ -33,7 +33,7 @@ from towerd.errors import ConfigError, ModelError
 from towerd.kernels.formats import BY_NAME
 from towerd.models.bundled import find_model
 from towerd.settings.config import WATCHING, Config
-from towerd.settings.llama_flags import adapter_files
+from towerd.settings.llama_flags import adapter_files, named_files
 from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint, tokenizer_hash
 from towerd.slots.kind import DENSE, WHOLE
@@ -85,11 +85,20 @@ class Core:
         self.model.close()
 
 
+def _check_files(config: Config) -> None:
+    """Files beside the model are looked for first: to load it may take minutes. Raises ConfigError."""
+    config.chat_template_source()
+    for flag, path in named_files(config.llama_server_args):
+        if not Path(path).is_file():
+            raise ConfigError(f"{flag}: there is no file {path}.")
+
+
 def load_core(config: Config, catalog: Catalog) -> Core:
     """Load `config.model` (or the default); `catalog` remembers the file's hash.
 
     Raises ModelError, also for a state format that fails the self-test (with the version), and
     ConfigError for sizes that are not possible."""
+    _check_files(config)
     model = LlamaModel(find_model(config.model), config)
     try:
         n_ctx, n_cells = _sizes(model, config)

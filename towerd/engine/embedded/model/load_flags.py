@@ -24,7 +24,8 @@ def take_load_flags(config: Config) -> LoadFlags | None:
     try:
         flags = LoadFlags(words)
     except RuntimeError as error:
-        raise ConfigError(f"llama.cpp refuses a flag: {str(error).rstrip('.')}.") from error
+        said = " ".join(str(error).split()).rstrip(" .")
+        raise ConfigError(f"llama.cpp refuses a flag: {said}.") from error
     if flags.numa:
         lib.llama_numa_init(flags.numa)
     return flags
