@@ -55,7 +55,15 @@ def test_systemd_unit() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["Containerfile", "README.md", "setup.sh", "llama.cpp/build.sh", "wheel.sh", "../README.md"],
+    [
+        "Containerfile",
+        "README.md",
+        "setup.sh",
+        "llama.cpp/build.sh",
+        "wheel.sh",
+        "sdist.sh",
+        "../README.md",
+    ],
 )
 def test_variables_that_are_named_exist(name: str) -> None:
     known = {ENV_PREFIX + setting.upper() for setting in settings()} | set(ENV_OTHER)
@@ -90,7 +98,7 @@ def listed(value: str | list[str] | None) -> list[str]:
 def test_one_place_names_llama_cpp() -> None:
     """The scripts read the version from the line that Python runs, and the set-up installed it."""
     line = r's/^VERSION = "\([0-9.]*\)".*/\1/p'
-    for script in ("setup.sh", "llama.cpp/fetch_source.sh"):
+    for script in ("setup.sh", "llama.cpp/fetch_source.sh", "llama.cpp/build_ui.sh"):
         assert line in (DEPLOY / script).read_text()
     done = subprocess.run(
         ["sed", "-n", line, str(ROOT / "towerd" / "llama_build.py")],
