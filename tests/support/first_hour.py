@@ -31,7 +31,7 @@ WAIT_MS = 30_000
 
 
 def chat_page(url: str, folder: str) -> None:
-    """Say something on the page at `/`, and take its picture once the model has answered. The page
+    """Say something on the page at `/`, and take its picture once it shows an answer. The page
     must ask nobody but the daemon for anything."""
     from browser import executable, screenshots
     from playwright.sync_api import Error, sync_playwright
