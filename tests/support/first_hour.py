@@ -47,7 +47,9 @@ def chat_page(url: str, folder: str) -> None:
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
         page.goto(url + "/")
-        if page.locator("#notice:has-text('make ui')").count():
+        explorer = page.locator("#notice:has-text('make ui')")
+        page.wait_for_selector("textarea, #notice:has-text('make ui')")
+        if explorer.count():
             raise SystemExit("the daemon has no chat page")
         page.fill("textarea", "Tell me about a purple dog.")
         page.keyboard.press("Enter")
