@@ -10,7 +10,7 @@ ARGS ?=
 NAME ?= resume
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve ui models test test-all lint bench docs conformance agents soak fuzz wheel first-hour clean
+.PHONY: help setup serve ui models test test-all lint bench docs conformance agents soak fuzz wheel sdist first-hour clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -63,7 +63,10 @@ fuzz: setup ## New examples for every property, then the C++ code under sanitize
 wheel: setup ## Build the wheel for this system and Python into dist/, with a llama.cpp for all CPUs in it (20 minutes on two cores)
 	@deploy/wheel.sh $(BIN)/python dist
 
-first-hour: wheel ## Install that wheel where no compiler is, chat, stop, start again and go on with the chat, timed
+sdist: wheel ## Build the sdist into dist/, and a wheel from it, which must have the same files
+	@deploy/sdist.sh $(BIN)/python dist
+
+first-hour: wheel ## Install that wheel where no compiler is; chat, chat page, tool call, kill -9, the same chat continued; timed
 	@PYTHON=$(BIN)/python tests/first_hour.sh dist/towerd-*.whl $(ARGS)
 
 clean: ## Remove build outputs and caches, but not .venv

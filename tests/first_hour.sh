@@ -1,18 +1,37 @@
 #!/usr/bin/env bash
-# first_hour.sh WHEEL [MODEL]: what a new user does, timed. Installs the wheel where no compiler is on PATH, chats by curl,
-# stops the daemon, starts it again and goes on with the chat, whose beginning must come from the store. MODEL is what
-# `towerd serve -m` takes, by default the bundled story model; PYTHON names the interpreter.
+# first_hour.sh WHEEL [MODEL]: what a new user does, timed. Installs the wheel where no compiler is to be found, lists the models,
+# chats by curl and in the chat page by a headless Chromium, has a model call a tool of the `openai` package, kills the
+# daemon (SIGKILL), starts it again and continues the chat, whose beginning must come from the store. MODEL is what
+# `towerd serve -m` takes, by default the bundled story model. PYTHON names an interpreter that has openai, playwright
+# and pytest; TOWERD_SCREENSHOTS a folder that keeps the picture of the chat page.
 set -euo pipefail
+SECONDS_MAX=60  # from the wheel at hand to the resumed chat
+HIDDEN=(cc c++ gcc g++ clang clang++ ld as make cmake ninja node npm)
+HERE=$(cd "$(dirname "$0")" && pwd)
+
+# In a mount namespace of its own, where the system lets one, these programs and libgomp cannot be run or loaded at all.
+# Elsewhere they are only not on the daemon's PATH.
+if [ "${1:-}" != --inside ] && unshare --map-root-user --mount true 2>/dev/null; then
+  exec unshare --map-root-user --mount "$HERE/first_hour.sh" --inside "$@"
+fi
+if [ "$1" = --inside ]; then
+  shift
+  for file in $(for name in "${HIDDEN[@]}"; do type -ap "$name" || true; done) /usr/lib/*/libgomp.so.*; do
+    [ ! -e "$file" ] || mount --bind /dev/null "$(realpath "$file")"
+  done
+fi
 WHEEL=$(realpath "$1")
 MODEL=${2:-}
-SECONDS_MAX=60  # from the wheel at hand to the resumed chat
 BASE=$("${PYTHON:-python3}" -c 'import sys; print(sys.executable)')
 CURL=$(command -v curl)
 WORK=$(mktemp -d "${TMPDIR:-/tmp}/first-hour.XXXXXX")
-DAEMON=
+CLIENT=("$BASE" "$HERE/support/first_hour.py")
 
 finish() {
-  [ -z "$DAEMON" ] || stop
+  local running
+  running=$(jobs -pr)
+  [ -z "$running" ] || kill -KILL $running
+  wait
   rm -rf "$WORK"
 }
 trap finish EXIT
@@ -43,13 +62,16 @@ examine() {
     grep -q 'native kernels' "$WORK/doctor.log"
 }
 
+models() { "${CLEAN[@]}" towerd models >"$WORK/models.log" && grep -q stories "$WORK/models.log"; }
+
+# $1: a name of its own; the rest: flags. Sets DAEMON and URL.
 start() {
-  : >"$WORK/towerd.log"
-  "${CLEAN[@]}" towerd serve ${MODEL:+-m "$MODEL"} --port 0 --store-dir "$WORK/store" --socket "$WORK/s.sock" \
-    </dev/null >"$WORK/towerd.log" 2>&1 &
+  local log=$WORK/$1.log
+  : >"$log"
+  "${CLEAN[@]}" towerd serve --port 0 --store-dir "$WORK/$1" "${@:2}" </dev/null >"$log" 2>&1 &
   DAEMON=$!
   for _ in $(seq 600); do
-    URL=$(grep -oE -m1 'http://[0-9.]+:[0-9]+' "$WORK/towerd.log") &&
+    URL=$(grep -oE -m1 'http://[0-9.]+:[0-9]+' "$log") &&
       "$CURL" --silent --fail --output /dev/null "$URL/health" && return
     kill -0 "$DAEMON" 2>/dev/null || return 1
     sleep 0.1
@@ -57,10 +79,25 @@ start() {
   return 1
 }
 
-stop() {
-  kill "$DAEMON"
-  wait "$DAEMON" || true
-  DAEMON=
+serve() { start chats ${MODEL:+-m "$MODEL"}; }
+
+# Nothing of it gets to say a last word.
+slay() {
+  kill -KILL "$DAEMON"
+  wait "$DAEMON" 2>/dev/null || true
+}
+
+chat_page() { "${CLIENT[@]}" chat-page "$URL" "$WORK" >"$WORK/page.log" 2>&1; }
+
+# In a second daemon beside the first: the story model calls no tools.
+tool_call() {
+  local url=$URL template
+  template=$("$WORK"/venv/bin/python -c 'import towerd, pathlib; print(pathlib.Path(towerd.__file__).parent / "data/templates/Qwen3.jinja")')
+  "$WORK/venv/bin/python" "$HERE/support/first_hour.py" tool-model "$WORK/caller.gguf" &&
+    start tools -m "$WORK/caller.gguf" --chat-template-file "$template" --ctx-size 8192 &&
+    "${CLIENT[@]}" tool-call "$URL" >"$WORK/tool.log" 2>&1 || return 1
+  slay
+  URL=$url
 }
 
 # $1: the messages as JSON. The reply goes to answer.json, its headers to headers.
@@ -88,16 +125,20 @@ BEGAN=$(now)
 
 timed 'install the wheel and what it needs' install
 timed 'towerctl doctor' examine
-timed 'towerd serve' start
+timed 'towerd models' models
+timed 'towerd serve' serve
+FIRST_DAEMON=$DAEMON
 timed 'the first answer' chat "[$FIRST]"
 [ "$(reused prefill)" -gt 0 ] || die 'the first answer evaluated nothing'
-timed 'stop' stop
-timed 'towerd serve, again' start
-timed 'the same chat goes on' chat "[$FIRST, {\"role\": \"assistant\", \"content\": $(said)}, {\"role\": \"user\", \"content\": \"And then?\"}]"
+timed 'the chat page, and its picture' chat_page
+timed 'a tool call by openai' tool_call
+DAEMON=$FIRST_DAEMON
+timed 'kill -9' slay
+timed 'towerd serve, again' serve
+timed 'the same chat, continued' chat "[$FIRST, {\"role\": \"assistant\", \"content\": $(said)}, {\"role\": \"user\", \"content\": \"And then?\"}]"
 stored=$(($(reused hot) + $(reused warm)))
 [ "$stored" -gt "$(reused prefill)" ] || die "of the chat $stored tokens came from the store, $(reused prefill) were evaluated"
 printf '  of the prompt %d tokens came from the store, %d were evaluated\n' "$stored" "$(reused prefill)"
-stop
 
 "$BASE" -c "
 total = $(now) - $BEGAN

@@ -9,6 +9,7 @@ import plistlib
 import re
 import subprocess
 import sys
+import tarfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -55,7 +56,15 @@ def test_systemd_unit() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["Containerfile", "README.md", "setup.sh", "llama.cpp/build.sh", "wheel.sh", "../README.md"],
+    [
+        "Containerfile",
+        "README.md",
+        "setup.sh",
+        "llama.cpp/build.sh",
+        "wheel.sh",
+        "sdist.sh",
+        "../README.md",
+    ],
 )
 def test_variables_that_are_named_exist(name: str) -> None:
     known = {ENV_PREFIX + setting.upper() for setting in settings()} | set(ENV_OTHER)
@@ -90,7 +99,7 @@ def listed(value: str | list[str] | None) -> list[str]:
 def test_one_place_names_llama_cpp() -> None:
     """The scripts read the version from the line that Python runs, and the set-up installed it."""
     line = r's/^VERSION = "\([0-9.]*\)".*/\1/p'
-    for script in ("setup.sh", "llama.cpp/fetch_source.sh"):
+    for script in ("setup.sh", "llama.cpp/fetch_source.sh", "llama.cpp/build_ui.sh"):
         assert line in (DEPLOY / script).read_text()
     done = subprocess.run(
         ["sed", "-n", line, str(ROOT / "towerd" / "llama_build.py")],
@@ -99,6 +108,30 @@ def test_one_place_names_llama_cpp() -> None:
         check=True,
     )
     assert done.stdout.strip() == version("llama-cpp-python").partition("+")[0]
+
+
+@pytest.mark.slow
+def test_sdist_has_every_file(tmp_path: Path) -> None:
+    """All that is under version control, the linked folders where the links to them are."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no clone")
+    build = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, check=True, timeout=300)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as sdist:
+        packed = {name.partition("/")[2] for name in sdist.getnames()}
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    links = {path.name for path in (ROOT / "towerd").iterdir() if path.is_symlink()}
+    wanted = {
+        f"towerd/{name}" if name.partition("/")[0] in links else name
+        for name in listed.stdout.splitlines()
+        if (ROOT / name).is_file()
+    }
+    assert wanted - packed == set()
+    assert {
+        name for name in packed if name.startswith(("build/", ".venv/", "towerd/data/ui/"))
+    } == set()
 
 
 def test_formula_names_the_release(tmp_path: Path) -> None:

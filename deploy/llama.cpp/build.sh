@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # build.sh PYTHON FOLDER: builds the llama.cpp that a wheel of towerd carries, for all CPUs of this architecture. FOLDER/lib
-# gets libraries, llama-server, and llama-cpp-python's declarations of the functions; the source is left in FOLDER/source.
+# gets libraries, llama-server, and llama-cpp-python's declarations of the functions; FOLDER/ui the chat page, where there
+# is npm; the source is left in FOLDER/source. A second call builds what has changed.
 # TOWERD_CMAKE_ARGS is given to CMake as well (-DGGML_CUDA=ON); CMAKE_BUILD_PARALLEL_LEVEL limits the compilers.
 set -euo pipefail
 PY=$1
@@ -35,3 +36,5 @@ for name in "${MODULES[@]}"; do
 done
 cp "$FOLDER/source/LICENSE" "$FOLDER/lib/llama.cpp.LICENSE"
 cp "$FOLDER/source/LICENSE.md" "$FOLDER/lib/llama_cpp/LICENSE.md"
+
+"$HERE/build_ui.sh" "$PY" "$FOLDER/ui" "$FOLDER/source" || printf 'This build goes without the chat page.\n' >&2

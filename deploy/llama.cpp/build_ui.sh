@@ -1,23 +1,29 @@
 #!/usr/bin/env bash
-# build_ui.sh PYTHON FOLDER: builds llama.cpp's web UI with npm and puts it into FOLDER. Its source is that inside the
-# sdist of the llama-cpp-python that pyproject.toml pins. Takes a minute or two, and 600 MB in a temporary folder.
+# build_ui.sh PYTHON FOLDER [SOURCE]: builds llama.cpp's web UI with npm and puts it into FOLDER, unless the one of this
+# version is there. SOURCE is llama.cpp's source as fetch_source.sh leaves it; without one it is fetched. Takes a minute or
+# two, and 600 MB in a temporary folder. Fails, and leaves nothing in FOLDER, where npm is missing or npm's registry is.
 set -euo pipefail
-PY=$1 FOLDER=$2
-ROOT=$(cd "$(dirname "$0")/../.." && pwd)
-VERSION=$(sed -n 's/^ *"llama-cpp-python==\([0-9.]*\)".*/\1/p' "$ROOT/pyproject.toml")
-INSIDE=llama_cpp_python-$VERSION/vendor/llama.cpp/tools/ui
+PY=$1 FOLDER=$2 SOURCE=${3:-}
+HERE=$(cd "$(dirname "$0")" && pwd)
+VERSION=$(sed -n 's/^VERSION = "\([0-9.]*\)".*/\1/p' "$HERE/../../towerd/llama_build.py")
+STAMP=of-version  # no file of the UI: the daemon does not send it
 
+if [ "$(cat "$FOLDER/$STAMP" 2>/dev/null)" = "$VERSION" ]; then exit; fi
+rm -rf "$FOLDER"
 command -v npm >/dev/null || { printf 'The chat page is built with npm, and there is none here.\n' >&2; exit 1; }
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
-"$PY" -m pip download --quiet --dest "$WORK" --no-deps --no-binary llama-cpp-python "llama-cpp-python==$VERSION"
-mkdir "$WORK/ui"
-tar -xzf "$WORK"/llama_cpp_python-*.tar.gz -C "$WORK/ui" --strip-components=5 "$INSIDE/"
+if [ -z "$SOURCE" ]; then
+  SOURCE=$WORK/source
+  "$HERE/fetch_source.sh" "$PY" "$SOURCE" whole
+fi
+cp -R "$SOURCE/tools/ui" "$WORK/ui"
 if ! (cd "$WORK/ui" && npm ci --no-audit --no-fund && npm run build) >"$WORK/log" 2>&1; then
   tail -n 20 "$WORK/log" >&2
+  printf 'The chat page could not be built by npm %s.\n' "$(npm --version)" >&2
   exit 1
 fi
 find "$WORK/ui/dist" -type f \( -name '*.js' -o -name '*.css' -o -name '*.html' -o -name '*.svg' \) -exec gzip -9kn {} +
-rm -rf "$FOLDER"
-mkdir -p "${FOLDER%/*}"
+printf '%s\n' "$VERSION" >"$WORK/ui/dist/$STAMP"
+mkdir -p "$(dirname "$FOLDER")"
 mv "$WORK/ui/dist" "$FOLDER"

@@ -19,9 +19,9 @@ from towerd.settings.setting import keys_from
 from towerd.system import paths
 
 ENV_PREFIX = "TOWERD_"
-ENV_OTHER = ("TOWERD_CMAKE_ARGS", "TOWERD_CONFIG", "TOWERD_KERNELS")
+ENV_OTHER = ("TOWERD_CMAKE_ARGS", "TOWERD_CONFIG", "TOWERD_KERNELS", "TOWERD_LLAMA_CPP_BUILD")
 """Variables that are not settings: how llama.cpp is compiled, the path of towerd.toml, the kernels
-to force."""
+to force, where a build of llama.cpp for a wheel is."""
 ENV_TEST_PREFIX = "TOWERD_TEST_"
 MODEL_NAMES = frozenset(("model", "hf_repo", "hf_file"))
 """Settings that together say which model is served."""

@@ -1,4 +1,4 @@
-"""llama.cpp's own web UI at /, from the files that `make ui` builds."""
+"""llama.cpp's own web UI at /, from the files that `make ui` builds and wheels carry."""
 
 from __future__ import annotations
 
