@@ -8,7 +8,7 @@ from aiohttp import ClientResponse, hdrs, web
 from multidict import CIMultiDict
 
 from towerd.api.http.body import iter_bytes
-from towerd.api.http.request_log import log_refused
+from towerd.api.http.requests.log import log_refused
 from towerd.api.proxy.headers import to_client, to_upstream
 from towerd.api.proxy.link import LINK, LOST, llama_server_of
 from towerd.api.proxy.refusals import final_refusal, kind_and_message, may_be_refusal
