@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import requests
 from daemon import Daemon
@@ -53,7 +54,7 @@ def test_gets_change_nothing(tmp_path: Path) -> None:
     with Daemon(tmp_path, "-c", "1024", "--freeze-after", "-1") as daemon:
         frozen, warm = (f"{name}-{number}" for number, name in enumerate(("frozen", "warm")))
         for name in (frozen, warm):
-            body = {"prompt": f"{name} {STORY}", "n_predict": 8}
+            body: dict[str, Any] = {"prompt": f"{name} {STORY}", "n_predict": 8}
             headers = {"X-Towerd-Session": name}
             assert requests.post(daemon.url + "/completion", json=body, headers=headers, timeout=60)
         daemon.stop()
