@@ -10,6 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from towerd import log
+from towerd.codec.prior import file
+from towerd.codec.vocabulary import GgufVocabulary
+from towerd.engine.llama_log import route_log
 
 
 def logger(name: str) -> logging.Logger:
@@ -90,3 +93,12 @@ def test_configuring_again_replaces(stream: io.StringIO) -> None:
     log.configure("info", "text", stream)
     logger("x").info("once")
     assert stream.getvalue().count("once") == 1
+
+
+def test_reading_the_codecs_table_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """It is a GGUF of integers, which llama.cpp does not know as weights."""
+    route_log()
+    with caplog.at_level(logging.DEBUG, "towerd.llama"), GgufVocabulary(file.PATH):
+        pass
+    assert "unknown type i32" in caplog.text
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
