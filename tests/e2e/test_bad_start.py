@@ -110,6 +110,13 @@ def test_foreign_architecture(fails: Callable[..., str], tmp_path: Path) -> None
     assert "clockwork" in said
 
 
+def test_a_header_that_is_cut_short(fails: Callable[..., str], tmp_path: Path) -> None:
+    path = tmp_path / "part.gguf"
+    path.write_bytes(bundled_model().read_bytes()[:3000])
+    said = fails("-m", str(path))
+    assert f"Error: {path} is damaged, its header cannot be read; download it again." in said
+
+
 def test_missing_model(fails: Callable[..., str], tmp_path: Path) -> None:
     """A path that leads nowhere, and names that no model of this machine has."""
     assert f"There is no model at {tmp_path / 'no.gguf'}" in fails("-m", str(tmp_path / "no.gguf"))

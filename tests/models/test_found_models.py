@@ -202,4 +202,6 @@ def test_a_path_is_never_taken_for_a_name(home: Path, put: Put) -> None:
     for path in (home / "mine", Path("../mine")):
         with pytest.raises(ModelError, match=f"There is no model at {path}"):
             find_entry(path)
+    with pytest.raises(ModelError, match="is a folder: name a file in it, or .* --models-dir"):
+        find_entry(home / "towerd")
     assert find_entry(Path("mine")).path == home / "towerd/mine.gguf"

@@ -65,6 +65,10 @@ def find_entry(model: Path | None) -> FoundModel:
     if path.is_file():
         return FoundModel(path.name, path, "")
     if path.is_absolute() or path.parts[:1] in ((), ("..",)):
+        if path.is_dir():
+            raise ModelError(
+                f"{path} is a folder: name a file in it, or serve all its models with --models-dir."
+            )
         raise ModelError(f"There is no model at {path}.")
     if (kept := paths.models_dir() / path).is_file():
         return FoundModel(path.name, kept, TOWERD)

@@ -63,6 +63,10 @@ def why_not_loaded(path: Path, complaints: str) -> str:
             f"{path} lacks {found[1]} in its metadata: convert the model again, or download "
             "another conversion."
         )
+    if (
+        "gguf_init_from_" in complaints
+    ):  # what llama.cpp logs there is about the file's header alone
+        return f"{path} is damaged, its header cannot be read; download it again."
     return (
         f"llama.cpp cannot load {path}: {complaints or 'no reason given'}; "
         "download the file again or use a GGUF that this build supports."
