@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import requests
-from daemon import Daemon, reuse_of, run_towerctl, run_towerd
+from daemon import Daemon, reuse_of, run_towerctl, run_towerd, wait_until_written
 from pictures import Said, answered, counts, look_at, say
 from vision_model import TOKENS_AN_IMAGE, make_projector, picture
 
@@ -51,18 +50,6 @@ def both(alone: str, daemon: Daemon, messages: list[Any]) -> Said:
     wanted, said = say(alone, messages), say(daemon.url, messages)
     assert (said.text, said.n_prompt) == (wanted.text, wanted.n_prompt)
     return said
-
-
-def wait_until_written(daemon: Daemon) -> None:
-    """Rows of everything recorded have reached the disk."""
-    deadline = time.monotonic() + 20
-    while True:
-        tiers = daemon.get("/towerd/v1/stats")["tiers"]
-        segments = daemon.get("/towerd/v1/segments")["segments"]
-        if tiers["unwritten_segments"] == 0 and all(each["warm"] for each in segments):
-            return
-        assert time.monotonic() < deadline, segments
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("end", ["SIGTERM", "kill"])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import requests
-from daemon import Daemon, reuse_of
+from daemon import Daemon, reuse_of, wait_until_written
 from waiting import until
 
 MakeDaemon = Callable[..., Daemon]
@@ -40,18 +39,6 @@ class Chat:
         self.n_tokens = answer["usage"]["total_tokens"]
         self.session = reply.headers["X-Towerd-Session"]
         return reuse_of(reply.headers)
-
-
-def wait_until_written(daemon: Daemon) -> None:
-    """Rows of everything recorded have reached the disk."""
-    deadline = time.monotonic() + 20
-    while True:
-        tiers = daemon.get("/towerd/v1/stats")["tiers"]
-        segments = daemon.get("/towerd/v1/segments")["segments"]
-        if tiers["unwritten_segments"] == 0 and all(each["warm"] for each in segments):
-            return
-        assert time.monotonic() < deadline, segments
-        time.sleep(0.02)
 
 
 def n_written(daemon: Daemon) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from format_oracle import STORED, plane_of, random_rows
+from reencoded import IDS, one_leaf, reencode
 from store_tools import (
     FINGERPRINT,
     LAYOUT,
@@ -27,26 +28,10 @@ from towerd.kernels.reference.transcode import decode
 from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
-from towerd.store import FormatRequest, Node, SegmentFile, Store
+from towerd.store import FormatRequest, Node, Store
 from towerd.store.segments.format_run import FormatRun
 from towerd.store.segments.reencode import differs
 from towerd.tokens import Provenance
-
-IDS = np.arange(100, 150, dtype=np.int32)
-
-
-def one_leaf(store: Store, ends: tuple[int, ...] = (50,)) -> tuple[Node, SegmentFile]:
-    """A path whose rows are in one file; its leaf."""
-    leaf = store.insert(IDS, "local", ends)[-1]
-    write_all(store, leaf)
-    assert leaf.file is not None
-    return leaf, leaf.file
-
-
-def reencode(store: Store, file: SegmentFile, *requests: FormatRequest) -> SegmentFile:
-    new = store.reencode(file, requests)
-    assert new is not None
-    return new
 
 
 @pytest.mark.parametrize("name", STORED)

@@ -11,34 +11,18 @@ import msgspec
 import numpy as np
 import pytest
 from old_segments import as_before_the_journal, in_planes
+from reencoded import IDS, one_leaf, reencode
 from store_tools import (
     FINGERPRINT,
     check_rows,
-    write_all,
 )
 
 from towerd.errors import RowsDamaged, StoreError
 from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE
-from towerd.store import FormatRequest, Node, SegmentFile, Store
+from towerd.store import FormatRequest, Store
 from towerd.store.segments.format_run import FormatRun, decode_runs, encode_runs
 from towerd.store.segments.segment_header import PREAMBLE, checksum, decode_head, page_up
-
-IDS = np.arange(100, 150, dtype=np.int32)
-
-
-def one_leaf(store: Store, ends: tuple[int, ...] = (50,)) -> tuple[Node, SegmentFile]:
-    """A path whose rows are in one file; its leaf."""
-    leaf = store.insert(IDS, "local", ends)[-1]
-    write_all(store, leaf)
-    assert leaf.file is not None
-    return leaf, leaf.file
-
-
-def reencode(store: Store, file: SegmentFile, *requests: FormatRequest) -> SegmentFile:
-    new = store.reencode(file, requests)
-    assert new is not None
-    return new
 
 
 def test_damage_is_not_copied(store: Store) -> None:

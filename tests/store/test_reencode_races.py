@@ -12,30 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from reencoded import IDS, one_leaf, reencode
 from store_tools import (
     check_rows,
-    write_all,
 )
 
 from towerd.errors import StoreError
-from towerd.store import FormatRequest, Node, SegmentFile, Store
+from towerd.store import FormatRequest, SegmentFile, Store
 
 SUPPORT = Path(__file__).resolve().parent.parent / "support"
-IDS = np.arange(100, 150, dtype=np.int32)
-
-
-def one_leaf(store: Store, ends: tuple[int, ...] = (50,)) -> tuple[Node, SegmentFile]:
-    """A path whose rows are in one file; its leaf."""
-    leaf = store.insert(IDS, "local", ends)[-1]
-    write_all(store, leaf)
-    assert leaf.file is not None
-    return leaf, leaf.file
-
-
-def reencode(store: Store, file: SegmentFile, *requests: FormatRequest) -> SegmentFile:
-    new = store.reencode(file, requests)
-    assert new is not None
-    return new
 
 
 def meanwhile(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:

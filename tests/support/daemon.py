@@ -247,6 +247,18 @@ def run_towerctl(daemon: Daemon, *args: str) -> subprocess.CompletedProcess[str]
     )
 
 
+def wait_until_written(daemon: Daemon) -> None:
+    """Rows of everything recorded have reached the disk."""
+    deadline = time.monotonic() + START_S
+    while True:
+        tiers = daemon.get("/towerd/v1/stats")["tiers"]
+        segments = daemon.get("/towerd/v1/segments")["segments"]
+        if tiers["unwritten_segments"] == 0 and all(each["warm"] for each in segments):
+            return
+        assert time.monotonic() < deadline, segments
+        time.sleep(2 * POLL_S)
+
+
 def reuse_of(headers: Mapping[str, str]) -> dict[str, int]:
     """X-Towerd-Reuse as numbers."""
     parts = (part.split("=") for part in headers["X-Towerd-Reuse"].split(","))
