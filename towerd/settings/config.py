@@ -152,7 +152,8 @@ class Config:
         "Disk for the attention state of conversations.", low=-1,
         auto="32 GiB, but at most half of what is free")
     boundary_bytes: int = _set(-1, "size", "--boundary-bytes",
-        "Disk for state checkpoints, from which models with recurrent layers resume.", low=-1,
+        "Disk for state checkpoints, from which models with recurrent layers resume; of several "
+        "models, for each.", low=-1,
         auto="a quarter of warm-bytes")
     boundary_tokens: int = _set(512, "int", "--boundary-tokens",
         "Tokens between state checkpoints near the end of a long prompt.", low=16, high=2**20)
@@ -264,6 +265,8 @@ class Config:
     behind_router: bool = False
     """Not for people: a router started this process, which listens on its socket alone and takes
     callers to be who the router says they are."""
+    progress_fd: int | None = None
+    """Not for people: the pipe to the router that is told how far loading is; None: nobody is."""
 
     def __post_init__(self) -> None:
         self._resolve()
