@@ -95,10 +95,11 @@ def test_configuring_again_replaces(stream: io.StringIO) -> None:
     assert stream.getvalue().count("once") == 1
 
 
-def test_reading_the_codecs_table_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """It is a GGUF of integers, which llama.cpp does not know as weights."""
+def test_reading_the_codecs_files_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Its table is a GGUF of integers, which llama.cpp does not know as weights."""
     route_log()
-    with caplog.at_level(logging.DEBUG, "towerd.llama"), GgufVocabulary(file.PATH):
-        pass
+    with caplog.at_level(logging.DEBUG, "towerd.llama"):
+        for path in sorted(file.PATH.parent.glob("*.gguf")):
+            GgufVocabulary(path).close()
     assert "unknown type i32" in caplog.text
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]

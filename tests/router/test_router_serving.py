@@ -66,6 +66,36 @@ def test_one_log_file(make_router: MakeRouter, tmp_path: Path) -> None:
     assert "model=tales" in line
 
 
+def test_a_log_that_cannot_be_written(make_router: MakeRouter, tmp_path: Path) -> None:
+    """Its folder leaves under a running router: clients get the reason in a sentence."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    router = make_router("--log-file", str(folder / "all.log"))
+    folder.rename(tmp_path / "elsewhere")
+    reply = ask(router, "tales")
+    assert reply.status_code == 500
+    message = f"Cannot write the log to {folder / 'all.log'}: No such file or directory."
+    assert reply.json()["error"]["message"] == message
+
+
+def test_the_share_that_is_loaded(make_router: MakeRouter) -> None:
+    """It rises from 0 to 1, with llama.cpp's shares between."""
+    router = make_router()
+    shares: list[float] = []
+    with requests.get(router.url + "/models/sse", stream=True, timeout=60) as reply:
+        assert ask(router, "dice").status_code == 200
+        for line in reply.iter_lines():
+            if line.startswith(b"data: "):
+                data = json.loads(line[6:])["data"]
+                if data.get("status") == "loaded":
+                    break
+                if "progress" in data:
+                    shares.append(data["progress"]["value"])
+    assert shares == sorted(set(shares))
+    assert (shares[0], shares[-1]) == (0, 1)
+    assert len(shares) > 5
+
+
 def test_an_unknown_model(make_router: MakeRouter) -> None:
     router = make_router()
     reply = ask(router, "nobody")

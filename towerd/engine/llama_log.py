@@ -32,7 +32,7 @@ def _on_log(level: int, text: bytes, _user: Any) -> None:
     if "special_eot_id is not in special_eog_ids" in line:
         level = 2  # llama.cpp adds it; a story of the bundled model ends where the next begins
     if line.endswith("unknown type i32"):
-        level = 2  # tensors of the codec's table, of which llama.cpp reads the tokenizer alone
+        level = 2  # of the tables of the codec, of which llama.cpp reads the vocabulary alone
     # llama.cpp's levels: 1 debug, 2 info, 3 warn, 4 error, 5 continuation of the line before.
     if level in (3, 4):
         _recent.append(line)

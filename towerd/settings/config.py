@@ -7,7 +7,7 @@ segment depend on is in `towerd.slots.fingerprint` instead.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from towerd.errors import ConfigError
 from towerd.policy import NAMES as POLICIES
 from towerd.settings.addresses import is_http_url, is_loopback
 from towerd.settings.llama_flags import check_flags, words_of
-from towerd.settings.setting import Kind, Setting
+from towerd.settings.setting import Setting
+from towerd.settings.setting import config_field as _set
 from towerd.system import paths
 from towerd.system.machine import free_bytes, ram_bytes, usable_cores
 from towerd.tiers.formats.fidelity import FIDELITIES, LevelFormats
@@ -41,28 +42,6 @@ _SWITCH = {
     "-1": "auto",
 }
 """llama-server's other words for on, off and auto."""
-
-
-def _set(
-    default: Any,
-    kind: Kind,
-    flags: str,
-    help: str,
-    *,
-    off: str = "",
-    low: float | None = None,
-    high: float | None = None,
-    choices: tuple[str, ...] = (),
-    auto: str = "",
-    secret: bool = False,
-    words: dict[str, str] | None = None,
-) -> Any:
-    """A Config field. `flags` and `off` are space-separated spellings. Secrets and keys are left
-    out of repr."""
-    names = tuple(flags.split()), tuple(off.split())
-    spec = Setting(kind, help, *names, low, high, choices, auto, words or {})
-    shown = kind != "keys" and not secret
-    return field(default=default, repr=shown, metadata={"setting": spec})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +134,8 @@ class Config:
         "Disk for the attention state of conversations.", low=-1,
         auto="32 GiB, but at most half of what is free")
     boundary_bytes: int = _set(-1, "size", "--boundary-bytes",
-        "Disk for state checkpoints, from which models with recurrent layers resume.", low=-1,
+        "Disk for state checkpoints, from which models with recurrent layers resume; of several "
+        "models, for each.", low=-1,
         auto="a quarter of warm-bytes")
     boundary_tokens: int = _set(512, "int", "--boundary-tokens",
         "Tokens between state checkpoints near the end of a long prompt.", low=16, high=2**20)
@@ -267,6 +247,8 @@ class Config:
     behind_router: bool = False
     """Not for people: a router started this process, which listens on its socket alone and takes
     callers to be who the router says they are."""
+    progress_fd: int | None = None
+    """Not for people: the pipe to the router that is told how far loading is; None: nobody is."""
 
     def __post_init__(self) -> None:
         self._resolve()

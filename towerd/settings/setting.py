@@ -77,6 +77,28 @@ class Setting:
             raise ConfigError(f"{place} must be at most {self.high:g}, not {value:g}.")
 
 
+def config_field(
+    default: Any,
+    kind: Kind,
+    flags: str,
+    help: str,
+    *,
+    off: str = "",
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+    auto: str = "",
+    secret: bool = False,
+    words: dict[str, str] | None = None,
+) -> Any:
+    """A Config field. `flags` and `off` are space-separated spellings. Secrets and keys are left
+    out of repr."""
+    names = tuple(flags.split()), tuple(off.split())
+    spec = Setting(kind, help, *names, low, high, choices, auto, words or {})
+    shown = kind != "keys" and not secret
+    return field(default=default, repr=shown, metadata={"setting": spec})
+
+
 def parse_size(raw: object, place: str) -> int:
     """Parse a size in bytes: 1048576, "8GiB", "500 MB", "1.5G" (K, M, G, T are powers of 1024)."""
     if isinstance(raw, int) and not isinstance(raw, bool):

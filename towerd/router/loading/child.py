@@ -1,8 +1,8 @@
 """The process of one model: `python -m towerd.router.loading.child ENGINE`, which only a router starts.
 
 It imports what the engine needs, and may then wait for its model as long as nobody asks for one. Standard input is a length, a pickled Config, and then open for as long as the router lives: so no
-secret is on a command line. Standard output is one line of JSON: `{}` once requests are answered,
-or why that did not come about. What the process itself prints goes to the log.
+secret is on a command line. Standard output is lines of JSON: how far loading the weights is, as
+`{"progress": 0.5}`, and at last `{}` once requests are answered, or why that did not come about. What the process itself prints goes to the log.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import json
 import os
 import pickle
 import sys
+from dataclasses import replace
 from typing import Any
 
 from towerd import log
 from towerd.app.start import preload, start
-from towerd.errors import TowerdError
+from towerd.errors import ConfigError, TowerdError
 from towerd.settings.config import Config
 from towerd.system.parent import die_with_parent
 
@@ -28,16 +29,25 @@ def main() -> int:
     report = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)
     preload(sys.argv[1])
-    config = _read_config()
+    config = replace(_read_config(), progress_fd=report)
     die_with_parent(STDIN)
-    named = {"model": config.alias}
-    log.configure(config.log_level, config.log_format, fields=named, path=config.log_file)
     try:
+        _configure_log(config)
         start(config, lambda url, model: _tell(report, {}))
     except TowerdError as error:
         _tell(report, {"error": error.message, "public": error.public, "kind": error.kind})
         return 1
     return 0
+
+
+def _configure_log(config: Config) -> None:
+    named = {"model": config.alias}
+    try:
+        log.configure(config.log_level, config.log_format, fields=named, path=config.log_file)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot write the log to {config.log_file}: {error.strerror}."
+        ) from error
 
 
 def _read_config() -> Config:
@@ -59,7 +69,7 @@ def _exactly(pipe: Any, n_bytes: int) -> bytes:
 
 
 def _tell(pipe: int, line: dict[str, str]) -> None:
-    """Report once; the router may have ended since."""
+    """Report the end of loading; the router may have ended since."""
     try:
         os.write(pipe, json.dumps(line).encode() + b"\n")
         os.close(pipe)

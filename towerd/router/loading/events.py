@@ -32,18 +32,19 @@ class ModelEvents:
     def begins(self, model: str) -> None:
         """A model is about to be loaded."""
         self.send("model_status", model, {"status": "loading"})
-        self._progress(model, 0.0)
+        self.progresses(model, 0.0)
 
     def has_loaded(self, model: str, info: dict[str, Any]) -> None:
         """A model is loaded. info: what GET /v1/models of its process says."""
-        self._progress(model, 1.0)
+        self.progresses(model, 1.0)
         self.send("status_change", model, {"status": "loaded", "info": info})
 
     def has_ended(self, model: str, exit_code: int) -> None:
         """The process of a model has ended, or did not come up."""
         self.send("status_change", model, {"status": "unloaded", "exit_code": exit_code})
 
-    def _progress(self, model: str, value: float) -> None:
+    def progresses(self, model: str, value: float) -> None:
+        """value: the share of its weights that is loaded, from 0 to 1."""
         progress = {"stages": [STAGE], "current": STAGE, "value": value}
         self.send("status_change", model, {"status": "loading", "progress": progress})
 

@@ -180,7 +180,7 @@ class Models:
         process = model.process = await self._make(model)
         try:
             self._check_wanted(model)
-            await process.load()
+            await process.load(partial(self.events.progresses, model.name))
             model.info = await _model_info(process)
             resident = await asyncio.to_thread(resident_bytes, process.pid)
             self._check_wanted(model)

@@ -9,7 +9,7 @@ import pickle
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from aiohttp import ClientResponse
@@ -70,18 +70,18 @@ class ModelProcess:
                 start_new_session=True,  # ^C is for the router, which then stops it in order
             )
 
-    async def load(self) -> None:
+    async def load(self, on_progress: Callable[[float], None]) -> None:
         """Load the model, starting the process if it was not, and return when requests are answered.
-        Raises ModelError or DiskFull with the reason why that did not come about, and OSError; `exit_code` has
-        its status then."""
+        on_progress: gets the share of the weights that is loaded, from 0 to 1, rising. Raises ModelError or DiskFull
+        with the reason why that did not come about, and OSError; `exit_code` has its status then."""
         try:
             if self._process is None:
                 await self.start()
-            await self._load()
+            await self._load(on_progress)
         finally:
             self.is_settled.set()
 
-    async def _load(self) -> None:
+    async def _load(self, on_progress: Callable[[float], None]) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -90,7 +90,11 @@ class ModelProcess:
             with contextlib.suppress(ConnectionError):  # it ended: its status says why
                 self._process.stdin.write(len(config).to_bytes(LENGTH_BYTES) + config)
                 await self._process.stdin.drain()
-            line = await self._process.stdout.readline()
+            while line := await self._process.stdout.readline():
+                said = json.loads(line)
+                if "progress" not in said:
+                    break
+                on_progress(said["progress"])
         except BaseException:
             self.kill()
             raise

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from towerd.engine.embedded.model.load_flags import take_load_flags
+from towerd.engine.embedded.model.load_progress import LoadProgress
 from towerd.engine.embedded.model.loadable import check_loadable, why_not_loaded
 from towerd.engine.llama_log import forget_errors, last_errors, route_log
 from towerd.engine.model_file import open_parts
@@ -72,6 +73,9 @@ class LlamaModel:
         params.n_gpu_layers = config.gpu_layers
         params.load_mode = _load_mode(config)
         params.vocab_only = vocab_only
+        if config.progress_fd is not None:
+            progress = LoadProgress(config.progress_fd)
+            params.progress_callback = progress.callback
         forget_errors()
         self.files = open_parts(path)
         """Opened before its weights were read; not identified yet."""
