@@ -1,7 +1,7 @@
 """`towerctl bench models`: two models in turn with room for one, against llama-server's router.
 
 Each model has a chat. At every switch the other model is unloaded, this one is loaded, and its chat
-goes on with a few tokens: three times that a user waits for, measured one by one on both servers, so
+continues with a few tokens: three times that a user waits for, measured one by one on both servers, so
 that what loading the weights takes can be left out. What it takes to evaluate the whole chat is
 measured by towerd when the chat begins.
 """
@@ -60,7 +60,7 @@ class SwitchTimes:
     unload: list[float] = field(default_factory=list)
     load: list[float] = field(default_factory=list)
     ttft: list[float] = field(default_factory=list)
-    """To the first token of a chat that goes on, from when its model is loaded."""
+    """To the first token of a chat that continues, from when its model is loaded."""
     evaluated: list[int] = field(default_factory=list)
     """Tokens of its prompt that were evaluated."""
 

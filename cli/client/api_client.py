@@ -9,7 +9,6 @@ import socket as sockets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -81,12 +80,7 @@ class ApiClient:
     def __enter__(self) -> ApiClient:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -10,7 +10,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 from agent_clients import NOTES, Client
@@ -124,12 +123,7 @@ class Desk:
     def __enter__(self) -> Desk:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if process.environ().get("HOME") == str(self._home):

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import requests
@@ -109,12 +108,7 @@ class Daemon:
     def __enter__(self) -> Daemon:
         return self if self.process is not None else self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.process is not None:
             self.kill()
 

@@ -2,7 +2,7 @@
 
 Templates mark speakers with control tokens, whose ids no user's text has. A name of a speaker stands
 in the control token itself (`<|user|>`, `[INST]`) or in the text behind it (`<|im_start|>user`).
-Text without such marks is one message of nobody.
+Text without such marks is one message without a role.
 """
 
 from __future__ import annotations

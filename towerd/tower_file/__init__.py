@@ -20,8 +20,8 @@ model with the same vocabulary is served.
 Numbers are little-endian or varints (`codec/varint.py`); a text is its length and UTF-8. The blob
 holds the token ids that each turn adds to its origin, in order (`store/sessions/history.py`), in
 the form that needs no table, so that later releases can read the file whatever tables they have.
-Of a session that was frozen under another tokenizer, nobody here has the ids; its text goes into the
-file instead, with what corrects it, and whoever has the tokenizer has the ids again.
+The ids of a session that was frozen under another tokenizer cannot be had without it: its text goes
+into the file instead, with what corrects it, and a reader that has the tokenizer has the ids again.
 
 The reader trusts no byte: nothing is decoded before the checksum was verified, and no more memory is
 allocated than the bytes justify. Files of version 1 have no words.

@@ -1,4 +1,4 @@
-"""Ids that nobody could make when the file was written, as their text and what corrects it.
+"""Ids that could not be made when the file was written, as their text and what corrects it.
 
 varint: ids | hash of the ids 16 | side information (`codec/text.py`) and media (`codec/media.py`),
 each after its length | compressed: the text

@@ -22,7 +22,7 @@ class TierCost:
     state_bytes: int
     """State checkpoints."""
     shared_tokens: int
-    """Leading tokens that other conversations, or branches, go on from."""
+    """Leading tokens that other conversations, or branches, continue from."""
     resumable_tokens: int
     """Leading tokens that need no evaluation."""
     pinned: bool

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from towerd.store.catalog.catalog import Catalog, Changed, EnteredIdentity, Lock, Names, Upkeep
@@ -204,12 +203,7 @@ class SharedLock:
                 raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             if self._depth == 1:
                 self._let_go()
