@@ -16,6 +16,7 @@ from daemon import clean_env
 from routed import MakeRouter
 from waiting import until
 
+from towerd.api.llama.unsupported import DISABLED
 from towerd.engine.llama_server.process.binary import find_binary, library_env
 from towerd.engine.llama_server.process.process import free_port
 from towerd.errors import ConfigError
@@ -122,3 +123,12 @@ def test_they_say_the_same(make_router: MakeRouter, rival: str) -> None:
     ours = life(make_router().url)
     for name, said in theirs.items():
         assert ours[name] == said, name
+
+
+def test_tools_and_the_proxy_need_no_model(make_router: MakeRouter, rival: str) -> None:
+    """The web UI asks for them before a model is chosen, and takes this answer for "there are none"."""
+    ours = make_router().url
+    for method, path in DISABLED:
+        theirs, said = (requests.request(method, url + path, timeout=60) for url in (rival, ours))
+        assert said.status_code == theirs.status_code == 403
+        assert said.json()["error"]["type"] == theirs.json()["error"]["type"]

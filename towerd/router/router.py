@@ -14,6 +14,7 @@ from towerd.api.http.keys import CONFIG, LIMITS, REQUESTS, TENANTS, UI
 from towerd.api.http.limits import Limits
 from towerd.api.http.middleware import account, add_headers, authenticate, guard
 from towerd.api.http.tenants import Tenants
+from towerd.api.llama import unsupported
 from towerd.app.listening import listening
 from towerd.app.loop import run_on_loop, stop_event, tune_gc, watch_lag
 from towerd.router.http import endpoints, routes, streams
@@ -103,6 +104,7 @@ ROUTES = (
     ("GET", "/v1/stream", streams.get_stream),
     ("DELETE", "/v1/stream", streams.delete_stream),
     ("POST", "/v1/streams/lookup", streams.post_lookup),
+    *((method, path, unsupported.refuse_disabled) for method, path in unsupported.DISABLED),
     *(("GET", path, forward_named) for path in endpoints.GET),
     *(("POST", path, forward) for path in endpoints.POST),
     ("POST", endpoints.END_WORKFLOW, end_workflow),

@@ -6,8 +6,6 @@ from __future__ import annotations
 GET = (
     "/slots",
     "/lora-adapters",
-    "/tools",
-    "/cors-proxy",
 )
 POST = (
     "/completion",
@@ -40,8 +38,6 @@ POST = (
     "/v1/audio/transcriptions",
     "/props",
     "/slots/{id_slot}",
-    "/tools",
-    "/cors-proxy",
 )
 END_WORKFLOW = "/towerd/v1/workflows/{id}/end"
 """Goes to all loaded models: each knows the workflows of its own requests."""
