@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from towerd.codec.base import TokenVocabulary, vocabulary_hash
-from towerd.codec.coder import Encoder, make_decoder, take_ranks
+from towerd.codec.coder import make_decoder, make_encoder, take_ranks
 from towerd.codec.container import CodedChunk
 from towerd.codec.forms import Coded
 from towerd.codec.mixer_pool import MixerPool, Symbols
@@ -117,7 +117,7 @@ class Mix:
         """One chunk."""
         text = from_ids(ids, self.vocabulary)
         symbols = self.mini.symbols(text.text)
-        encoder = Encoder()
+        encoder = make_encoder()
         with self._mixers.borrow(len(symbols), self._context(base, text.kinds)) as mixer:
             encoder.put(*mixer.encode(0, symbols))
         return Coded(text.side(), (CodedChunk(len(symbols), encoder.finish()),))

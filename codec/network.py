@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack
 import numpy as np
 
 from towerd.codec.base import TokenVocabulary
-from towerd.codec.coder import Encoder
+from towerd.codec.coder import make_encoder
 from towerd.codec.container import BY_NAME, CodedChunk
 from towerd.codec.errors import Damaged, UnknownModel
 from towerd.codec.forms import Coded
@@ -54,7 +54,7 @@ class Lanes:
     def encode(self, chunks: Sequence[Symbols], context: Symbols) -> list[bytes]:
         """The bits of each chunk."""
         sizes = [len(chunk) for chunk in chunks]
-        encoders = [Encoder() for _ in chunks]
+        encoders = [make_encoder() for _ in chunks]
         # All symbols are known, so the model evaluates several steps of a lane at once.
         before = [[self.first, *self.order[chunk[:-1]].tolist()][: len(chunk)] for chunk in chunks]
         with self._predictors.borrow() as predictor, self._mixer(sizes, context) as mixer:

@@ -117,6 +117,16 @@ class Kernels:
 def mixer_state_size(n_tokens: int) -> int:
     """Numbers in the state of a Mixer."""
 
+class RangeEncoder:
+    """Decisions to bits, as constriction's range encoder writes them."""
+
+    def __init__(self) -> None: ...
+    def put(self, bits: npt.NDArray[np.int32], chances: npt.NDArray[np.float64]) -> None:
+        """Append decisions, each with its probability of being 1, a multiple of 1 / 65536."""
+
+    def finish(self) -> bytes:
+        """The bytes of all decisions, without zeros at their end."""
+
 class RangeDecoder:
     """Decisions out of bits, as constriction's range decoder reads them."""
 

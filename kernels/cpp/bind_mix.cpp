@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "mix.h"
-#include "range_decoder.h"
+#include "range_coder.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -73,6 +73,36 @@ MixOrder checked(const Table & table, int order, std::size_t n_tokens) {
     }
     return {index.data(), data.data(), buckets};
 }
+
+class BoundEncoder {
+  public:
+    void put(const Array<std::int32_t> & bits, const Array<double> & chances) {
+        if (bits.shape(0) != chances.shape(0)) {
+            refuse("chances: one for each bit");
+        }
+        for (std::size_t i = 0; i < bits.shape(0); ++i) {
+            const double probability = chances.data()[i] * 65536;
+            if (!(probability >= 1 && probability <= 65535) || bits.data()[i] < 0 || bits.data()[i] > 1) {
+                refuse("bits: 0 or 1, with chances of 1 to 65535 out of 65536");
+            }
+            encoder_.put(bits.data()[i] == 1, static_cast<int>(probability));
+        }
+    }
+
+    nb::bytes finish() const {
+        std::string bytes;
+        for (const std::uint32_t word : encoder_.finish()) {
+            for (int shift = 0; shift < 32; shift += 8) {
+                bytes.push_back(static_cast<char>(word >> shift & 255));
+            }
+        }
+        bytes.resize(bytes.find_last_not_of('\0') + 1);
+        return nb::bytes(bytes.data(), bytes.size());
+    }
+
+  private:
+    RangeEncoder encoder_;
+};
 
 // nanobind tells types apart by name: no other file may use this name.
 class BoundDecoder {
@@ -269,6 +299,11 @@ RangeDecoder & decoder_of(nb::handle bound) {
 }
 
 void bind_mixer(nb::module_ & m) {
+    nb::class_<BoundEncoder>(m, "RangeEncoder", "Decisions to bits, as constriction's range encoder writes them.")
+        .def(nb::init<>())
+        .def("put", &BoundEncoder::put, "bits"_a, "chances"_a,
+             "Append decisions, each with its probability of being 1, a multiple of 1 / 65536.")
+        .def("finish", &BoundEncoder::finish, "The bytes of all decisions, without zeros at their end.");
     nb::class_<BoundDecoder>(m, "RangeDecoder", "Decisions out of bits, as constriction's range decoder reads them.")
         .def(nb::init<const nb::bytes &>(), "data"_a)
         .def("take", &BoundDecoder::take, "probability"_a,

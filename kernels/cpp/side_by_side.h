@@ -8,7 +8,7 @@
 
 #include "lm.h"
 #include "mix.h"
-#include "range_decoder.h"
+#include "range_coder.h"
 
 namespace towerd {
 

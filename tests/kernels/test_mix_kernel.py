@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.prior import tables
-from towerd.codec.coder import Decoder, Encoder
 from towerd.codec.prior import state
+from towerd.codec.reference_coder import ReferenceDecoder, ReferenceEncoder
 from towerd.kernels import mixing
 from towerd.kernels.reference import mix as reference_mix
 from towerd.kernels.reference.mix_lanes import Lane
@@ -107,7 +107,7 @@ def test_decisions_are_read_as_constriction_reads_them(native: Any, n_bytes: int
     n_ends = 0
     for round in range(60):
         data = rng.bytes(n_bytes) if round % 2 else bytes(rng.choice([0, 255], n_bytes).tolist())
-        ours, theirs = native.RangeDecoder(data), Decoder(data)
+        ours, theirs = native.RangeDecoder(data), ReferenceDecoder(data)
         chances = rng.integers(1, 65536, 400)
         chances[rng.integers(400, size=200)] = rng.choice([1, 2, 32767, 32768, 32769, 65535], 200)
         for chance in chances.tolist():
@@ -125,6 +125,32 @@ def test_decisions_are_read_as_constriction_reads_them(native: Any, n_bytes: int
             native.RangeDecoder(b"").take(chance)
 
 
+@pytest.mark.parametrize("kind", ["any", "sure", "even"])
+def test_decisions_are_written_as_constriction_writes_them(native: Any, kind: str) -> None:
+    """Likely and unlikely ones, with carries into long runs of words, in calls of any length."""
+    rng = np.random.default_rng(len(kind))
+    rare = {"any": range(1, 65536), "sure": (1, 2, 65534, 65535), "even": (32767, 32768, 32769)}
+    for round in range(300):
+        n = int(rng.integers(0, 300))
+        chances = rng.choice(np.array(rare[kind]), n) / 65536
+        bits = (rng.random(n) < (chances if round % 3 else 1 - chances)).astype(np.int32)
+        bits |= np.int32(round % 5 == 0)  # the upper end of every range: carries
+        ours, theirs = native.RangeEncoder(), ReferenceEncoder()
+        for i in range(0, n, 70):
+            ours.put(bits[i : i + 70], chances[i : i + 70])
+            theirs.put(bits[i : i + 70], chances[i : i + 70])
+        assert ours.finish() == theirs.finish()
+    for bad, of in (
+        ([2], [0.5]),
+        ([1], [0.0]),
+        ([1], [1.0]),
+        ([1], [float("nan")]),
+        ([1], []),
+    ):
+        with pytest.raises(ValueError, match=r"bits|chances"):
+            native.RangeEncoder().put(np.array(bad, np.int32), np.array(of, float))
+
+
 def test_tokens_are_decoded_as_by_the_reference(native: Any, parts: Any) -> None:
     """From the encoder's bits, in turn with and without a network's counts."""
     weights, tables_, start, kinds, corpus = parts
@@ -132,12 +158,12 @@ def test_tokens_are_decoded_as_by_the_reference(native: Any, parts: Any) -> None
     theirs = reference_mix.ReferenceMixer(weights, tables_, start, kinds)
     ranks, rng = text_like(corpus, 90, 1), np.random.default_rng(5)
     counts = [rng.integers(1, 1 << 24, N_TOKENS, dtype=np.uint32) for _ in range(30)]
-    encoder = Encoder()
+    encoder = ReferenceEncoder()
     for i, each in enumerate(counts):
         encoder.put(*theirs.encode(0, ranks[3 * i : 3 * i + 2]))
         encoder.put(*theirs.encode(0, ranks[3 * i + 2 : 3 * i + 3], each))
     data = encoder.finish()
-    for mixer, decoder in ((ours, native.RangeDecoder(data)), (theirs, Decoder(data))):
+    for mixer, decoder in ((ours, native.RangeDecoder(data)), (theirs, ReferenceDecoder(data))):
         mixer.reset()
         found: list[int] = []
         for each in counts:
