@@ -113,8 +113,10 @@ def test_models_are_found_by_path_and_by_name(models: Path, tmp_path: Path) -> N
     assert find_model(Path("stories")) == find_model(Path("stories260K.gguf")) == bundled_model()
     with pytest.raises(ModelError, match="no model other.gguf on this machine; nearest is m.gguf"):
         find_model(Path("other.gguf"))
-    with pytest.raises(ModelError, match="no model at"):
+    with pytest.raises(ModelError, match="is a folder"):
         find_model(tmp_path)
+    with pytest.raises(ModelError, match="no model at"):
+        find_model(tmp_path / "none" / "m.gguf")
     Path("stories").write_bytes(b"x")
     assert find_model(Path("stories")) == Path("stories"), "a file that is here comes first"
 
