@@ -4,13 +4,14 @@
 #   make bench NAME=switch ARGS="--quick"
 #   make soak
 #   make first-hour
+#   make arm64
 SHELL := /bin/bash
 BIN := .venv/bin
 ARGS ?=
 NAME ?= resume
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve ui models test test-all lint bench docs conformance agents soak fuzz wheel sdist first-hour clean
+.PHONY: help setup serve ui models test test-all lint bench docs conformance agents soak fuzz wheel sdist first-hour arm64 clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -68,6 +69,9 @@ sdist: wheel ## Build the sdist into dist/, and a wheel from it, which must have
 
 first-hour: wheel ## Install that wheel where no compiler is; chat, chat page, tool call, kill -9, the same chat continued; timed
 	@PYTHON=$(BIN)/python tests/first_hour.sh dist/towerd-*.whl $(ARGS)
+
+arm64: setup ## Kernels, blobs and a chat for Linux on arm64 under qemu-user (root on Debian; half an hour)
+	@tests/arm64.sh $(BIN)/python
 
 clean: ## Remove build outputs and caches, but not .venv
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

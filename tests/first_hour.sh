@@ -30,7 +30,7 @@ CLIENT=("$BASE" "$HERE/support/first_hour.py")
 finish() {
   local running
   running=$(jobs -pr)
-  [ -z "$running" ] || kill -KILL $running
+  [ -z "$running" ] || kill -KILL $running 2>/dev/null || true
   wait
   rm -rf "$WORK"
 }

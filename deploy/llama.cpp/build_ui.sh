@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # build_ui.sh PYTHON FOLDER [SOURCE]: builds llama.cpp's web UI with npm and puts it into FOLDER, unless the one of this
 # version is there. SOURCE is llama.cpp's source as fetch_source.sh leaves it; without one it is fetched. Takes a minute or
-# two, and 600 MB in a temporary folder. Fails, and leaves nothing in FOLDER, where npm is missing or npm's registry is.
+# two, and 600 MB in a temporary folder. Fails, and leaves FOLDER as it is, where npm is missing or npm's registry is.
 set -euo pipefail
 PY=$1 FOLDER=$2 SOURCE=${3:-}
 HERE=$(cd "$(dirname "$0")" && pwd)
@@ -9,7 +9,6 @@ VERSION=$(sed -n 's/^VERSION = "\([0-9.]*\)".*/\1/p' "$HERE/../../towerd/llama_b
 STAMP=of-version  # no file of the UI: the daemon does not send it
 
 if [ "$(cat "$FOLDER/$STAMP" 2>/dev/null)" = "$VERSION" ]; then exit; fi
-rm -rf "$FOLDER"
 command -v npm >/dev/null || { printf 'The chat page is built with npm, and there is none here.\n' >&2; exit 1; }
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
@@ -25,5 +24,7 @@ if ! (cd "$WORK/ui" && npm ci --no-audit --no-fund && npm run build) >"$WORK/log
 fi
 find "$WORK/ui/dist" -type f \( -name '*.js' -o -name '*.css' -o -name '*.html' -o -name '*.svg' \) -exec gzip -9kn {} +
 printf '%s\n' "$VERSION" >"$WORK/ui/dist/$STAMP"
+"$PY" "$HERE/npm_licences.py" "$WORK/ui/node_modules" >"$WORK/ui/dist/LICENSES.txt"
 mkdir -p "$(dirname "$FOLDER")"
+rm -rf "$FOLDER"
 mv "$WORK/ui/dist" "$FOLDER"

@@ -80,9 +80,9 @@ def decode_blocks(codec: str, rows: Bytes) -> Floats:
         raise ValueError(f"rows: not 2 dimensions of whole {codec} blocks")
     blocks = np.ascontiguousarray(rows).reshape(-1, code.block_bytes)
     header = np.ascontiguousarray(blocks[:, : code.header_bytes]).view(np.float16)
-    scale = header[:, :1].astype(np.float32)
     codes = _unpack(blocks[:, code.header_bytes :], code.bits)
     with np.errstate(all="ignore"):  # blocks may hold any bytes
+        scale = header[:, :1].astype(np.float32)
         if code.table is not None:
             values = scale * code.table[codes]
         elif code.asymmetric:

@@ -148,7 +148,8 @@ def decode(row: Format, rows: Bytes) -> Floats:
     if row.name == "bf16":
         return (tight.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     halves = tight.view(np.uint16)
-    values = halves.view(np.float16).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # numpy warns of signalling NaNs on some processors
+        values = halves.view(np.float16).astype(np.float32)
     # A NaN keeps its bits and is made quiet, as processors do it; numpy's rule varies.
     nan = (halves & 0x7FFF) > 0x7C00
     wide = halves.astype(np.uint32)

@@ -194,7 +194,8 @@ def make_trainer(
     fresh: InitWeights = init_weights,
 ) -> Trainer:
     """A trainer that resumes the run, or starts it from `fresh` weights."""
-    return Trainer(run, shape, form.fingerprint, objective, corpus.dev, job.config, fresh)
+    learned = " without ".join([form.fingerprint, *sorted(job.without)])
+    return Trainer(run, shape, learned, objective, corpus.dev, job.config, fresh)
 
 
 def note_steps(trainer: Trainer, progress: TrainingProgress | None) -> Callable[[Status], None]:

@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient
 from yarl import URL
 
-from towerd.api.http.requests.log import TITLE_CHARS_MAX, title_of, why_evaluated
+from towerd.api.http.requests.log import TITLE_CHARS_MAX, error_line, title_of, why_evaluated
 from towerd.engine.base import Reuse, Timings
 
 
@@ -40,6 +40,25 @@ from towerd.engine.base import Reuse, Timings
 def test_titles(body: Any, title: str) -> None:
     """The first thing that the user says, on one line that no terminal obeys."""
     assert title_of(json.dumps(body).encode()) == title
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("Field 'temperature': expected a number, got 'hot'", ...),
+        ("no model 'gpt' is here; there is 'stories'", ...),
+        ("the client's text can't be read", ...),
+        (
+            "bad value 'a' my diagnosis is HIV and my pin is 4711, tell nobody at all' here",
+            "bad value '…' here",
+        ),
+        ('bad: {"content": "I read \\"x\\" and my diagnosis is HIV", "a": 1}', 'bad: {"…": 1}'),
+        ("cut 'my diagnosis is HIV and my pin is 4711, tell nobody", "cut '…"),
+        ("Failed to parse tools: x; tools = [secret]", "Failed to parse tools: x"),
+    ],
+)
+def test_errors_are_logged_without_the_texts_that_they_quote(message: str, shown: Any) -> None:
+    assert error_line(message) == (message if shown is ... else shown)
 
 
 async def test_paths_are_logged_as_sent(

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from towerd.errors import ConfigError
 from towerd.settings.llama_flag_table import BY_NAME, LlamaFlag, Use
 
+F32_MIN, F32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""The smallest and the largest number that llama.cpp reads into a float."""
 _NEAR = 0.75
 """How alike an unknown flag and one that is suggested must be, from 0 to 1."""
 
@@ -69,12 +72,27 @@ def check_flags(args: Sequence[str], own: Mapping[str, str]) -> None:
 
 
 def _check_number(kind: type[int] | type[float], name: str, value: str) -> None:
-    """llama.cpp reads the digits that a value begins with and passes over the rest."""
+    """llama.cpp reads the digits that a value begins with, passes over the rest, and ends where a number
+    does not fit."""
+    if _is_int(value) if kind is int else _is_float(value):
+        return
+    number = "whole number" if kind is int else "number"
+    raise ConfigError(f"{name} takes a {number}, not {value!r}.")
+
+
+def _is_int(value: str) -> bool:
+    plain = re.fullmatch(r"\s*[+-]?\d+\s*", value, re.ASCII) is not None
+    return plain and -(2**31) <= int(value) < 2**32
+
+
+def _is_float(value: str) -> bool:
     try:
-        kind(value)
+        number = abs(float(value))
     except ValueError:
-        number = "whole number" if kind is int else "number"
-        raise ConfigError(f"{name} takes a {number}, not {value!r}.") from None
+        return False
+    fits = number == 0 or not math.isfinite(number) or F32_MIN <= number <= F32_MAX
+    typed = value.strip().lower().lstrip("+-")
+    return fits and "_" not in value and (math.isfinite(number) or typed[:3] in ("inf", "nan"))
 
 
 def words_of(args: Sequence[str], use: Use) -> list[str]:

@@ -27,11 +27,14 @@ class Dataset:
     dev: dict[str, list[ChatRecord]] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     """File name -> SHA-256 of the file."""
+    left_out: tuple[str, ...] = ()
+    """Sources that the files have and this text has not."""
 
     @property
     def fingerprint(self) -> str:
         """Changes with any byte of any file, and with the sources that were left out."""
-        text = msgspec.json.encode([self.digests, sorted(self.train)], order="sorted")
+        left_out = {"without": ",".join(self.left_out)} if self.left_out else {}
+        text = msgspec.json.encode(self.digests | left_out, order="sorted")
         return hashlib.blake2b(text, digest_size=16).hexdigest()
 
     def without(self, left_out: Collection[str]) -> Dataset:
@@ -42,7 +45,7 @@ class Dataset:
         dev = {name: of for name, of in self.dev.items() if name not in left_out}
         if not train or not dev:
             raise TrainError("Leave at least one source with records of both splits.")
-        return Dataset(train, dev, self.digests)
+        return Dataset(train, dev, self.digests, tuple(sorted(left_out)))
 
 
 def read_dataset(folder: Path, manifest: dict[str, TextSource]) -> Dataset:

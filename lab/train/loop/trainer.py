@@ -216,7 +216,9 @@ def _device(name: str) -> torch.device:
 
 def _check_same(found: TrainingCheckpoint, shape: NetworkShape, form: str) -> None:
     if found.form != form:
-        raise TrainError("This run was trained with another tokenizer or form: start a new one.")
+        raise TrainError(
+            "This run was trained with another tokenizer, form or choice of sources: start a new one."
+        )
     if found.shape != shape:
         raise TrainError(
             f"This run has another shape ({found.shape}): start a new one, or ask for it."

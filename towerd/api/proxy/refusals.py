@@ -39,7 +39,7 @@ def final_refusal(body: bytes) -> bytes | None:
 def kind_and_message(body: bytes) -> tuple[str, str]:
     """What an error of llama-server says; empty for what is none."""
     _, error = _read(body)
-    return str(error.get("type", "")), str(error.get("message", ""))
+    return str(error.get("type") or ""), str(error.get("message") or "")
 
 
 def _read(body: bytes) -> tuple[dict[str, Any], dict[str, Any]]:

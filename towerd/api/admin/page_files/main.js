@@ -8,7 +8,7 @@ import { showSettings } from "./settings.js";
 import { showTree } from "./tree.js";
 
 const POLL_MS = 4000;
-const NO_CHAT_PAGE = "The chat page is not built here: run “make ui”, which takes npm, and load this page again.";
+const NO_CHAT_PAGE = "This build has no chat page. In a working copy, “make ui” builds it with npm.";
 let shown = 0;
 let refresh = null;
 

@@ -22,9 +22,11 @@ log = logging.getLogger("towerd.request")
 TITLE_CHARS_MAX = 40
 ERROR_CHARS_MAX = 160
 _INLINE_BYTES_MAX = 32 * 1024
-_QUOTED = re.compile(r"(?<!\w)(['\"`])(.*?)(?:\1(?!\w)|$)", re.DOTALL)
-"""A quotation, up to its own closing quote; an apostrophe inside a word neither opens nor closes one."""
-_QUOTED_CHARS_MAX = 24
+_QUOTE = re.compile(r"(?<!\w)['\"`]")
+"""The beginning of a quotation; an apostrophe inside a word is none."""
+_QUOTED_CHARS_MAX = 48
+_DUMPS = ("; last read", "; tools = ", "; messages = ")
+"""What llama.cpp puts in front of parts of a request that it does not understand."""
 _FIELDS = ("messages", "input", "prompt", "input_prefix")
 _raw = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _raws = msgspec.json.Decoder(list[msgspec.Raw])
@@ -114,7 +116,7 @@ def log_refused(request: web.Request, status: int, kind: str = "", message: str 
     if request.get(LOGGED) or request.method not in ("POST", "DELETE", "PATCH"):
         return
     fields: dict[str, Any] = {"status": status}
-    if said := kind if request.app[TENANTS].required else _short(message):
+    if said := kind if request.app[TENANTS].required else error_line(message):
         fields["error"] = said
     _line(request, "", fields)
 
@@ -146,13 +148,23 @@ def why_evaluated(reuse: Reuse) -> str:
     return f"new from token {reused} on" if reused > 1 else "nothing of it was stored"
 
 
-def _short(message: str) -> str:
+def error_line(message: str) -> str:
     """An error without longer quotations, which may be of the request's text."""
-    said = message.partition("; last read")[0]  # the JSON parser quotes what it does not understand
-    hidden = _QUOTED.sub(_elided, said[: 4 * ERROR_CHARS_MAX])
-    return hidden if len(hidden) <= ERROR_CHARS_MAX else hidden[: ERROR_CHARS_MAX - 1] + "…"
+    for dump in _DUMPS:
+        message = message.partition(dump)[0]
+    said = _without_quotations(message[: 4 * ERROR_CHARS_MAX])
+    return said if len(said) <= ERROR_CHARS_MAX else said[: ERROR_CHARS_MAX - 1] + "…"
 
 
-def _elided(quotation: re.Match[str]) -> str:
-    mark, words = quotation.groups()
-    return quotation[0] if len(words) <= _QUOTED_CHARS_MAX else f"{mark}…{mark}"
+def _without_quotations(message: str) -> str:
+    """The message without what is between the first quotation mark and the last one of its kind, unless
+    that is short: a quoted text may have such marks of its own."""
+    opening = _QUOTE.search(message)
+    if opening is None:
+        return message
+    closing = message.rfind(opening[0], opening.end())
+    end = len(message) if closing < 0 else closing
+    hidden = end - opening.end() > _QUOTED_CHARS_MAX
+    quoted = "…" if hidden else message[opening.end() : end]
+    rest = message[end + 1 :]
+    return message[: opening.end()] + quoted + message[end : end + 1] + _without_quotations(rest)
