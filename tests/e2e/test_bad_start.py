@@ -117,6 +117,16 @@ def test_a_header_that_is_cut_short(fails: Callable[..., str], tmp_path: Path) -
     assert f"Error: {path} is damaged, its header cannot be read; download it again." in said
 
 
+def test_a_version_of_tomorrow(fails: Callable[..., str], tmp_path: Path) -> None:
+    """The file is whole: to download it again would not help."""
+    path = tmp_path / "new.gguf"
+    content = bundled_model().read_bytes()
+    path.write_bytes(content[:4] + (99).to_bytes(4, "little") + content[8:])
+    said = fails("-m", str(path))
+    assert "is damaged" not in said
+    assert "only supports up to version" in said
+
+
 def test_missing_model(fails: Callable[..., str], tmp_path: Path) -> None:
     """A path that leads nowhere, and names that no model of this machine has."""
     assert f"There is no model at {tmp_path / 'no.gguf'}" in fails("-m", str(tmp_path / "no.gguf"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -102,3 +103,21 @@ async def test_a_request_right_after_it_is_replaced(
         again = await ask(service, prompt)
         assert again.finish.reuse.prefill == len(prompt)
         assert again.ids != first.ids
+
+
+async def test_a_request_that_ran_while_it_was_replaced(
+    service_on: OpenService, models: tuple[Path, Path]
+) -> None:
+    """Its rows are of both models, so what follows it is evaluated anew."""
+    served, other = models
+    prompt = some_ids(90).tolist()
+    async with service_on(served, anticipate=False) as service:
+        running = asyncio.create_task(ask(service, prompt, 60))
+        while not service.engine.is_busy():
+            await asyncio.sleep(0)
+        overwrite(served, other)
+        await ask(service, [*prompt, 301])
+        reply = await running
+        longer = [*prompt, *reply.ids, 302]
+        assert (await ask(service, longer)).finish.reuse.prefill == len(longer)
+        assert (await ask(service, prompt)).finish.reuse.prefill == len(prompt)

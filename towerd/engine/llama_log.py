@@ -75,4 +75,4 @@ def forget_errors() -> None:
 
 def last_errors() -> str:
     """The last warnings and errors of llama.cpp, as one line."""
-    return "; ".join(list(_recent)[-3:])
+    return "; ".join(list(_recent)[-4:])

@@ -141,7 +141,10 @@ class WeightsCheck:
                 extra={"path": str(file.path)},
             )
             try:
-                file.forget(self._memo)
                 self._on_change(since)
             except Exception:
                 log.exception("what was stored may still be used")
+            try:
+                file.forget(self._memo)
+            except Exception:
+                log.exception("the hash of the old file is still remembered")

@@ -301,8 +301,6 @@ class Config:
             auto["threads"] = usable_cores()
         if self.threads_batch == 0:
             auto["threads_batch"] = auto.get("threads", self.threads)
-        if self.hot_bytes == -1:
-            auto["hot_bytes"] = HOT_BYTES if self.warm_bytes else ram_bytes() // 8
         if self.memory == -1:
             auto["memory"] = ram_bytes() * 4 // 5
         if self.recall_bytes == -1:
@@ -310,6 +308,9 @@ class Config:
         if self.warm_bytes == -1:
             free = free_bytes(auto.get("store_dir", self.store_dir))
             auto["warm_bytes"] = min(WARM_BYTES_MAX, free // 2)
+        if self.hot_bytes == -1:
+            on_disk = auto.get("warm_bytes", self.warm_bytes) > 0
+            auto["hot_bytes"] = HOT_BYTES if on_disk else ram_bytes() // 8
         if self.recall_disk_bytes == -1:
             most = auto.get("warm_bytes", self.warm_bytes) // 4
             auto["recall_disk_bytes"] = min(4 * auto.get("recall_bytes", self.recall_bytes), most)

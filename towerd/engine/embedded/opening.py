@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import cast
 
 from towerd.engine.embedded.engine import EmbeddedEngine
@@ -34,7 +35,7 @@ async def open_embedded(config: Config) -> AsyncIterator[OpenedEngine[EmbeddedEn
         try:
             engine = EmbeddedEngine(core, tiers, config, boundaries)
             weights = _weights_check(core, engine, store, boundaries)
-            engine.look_at_weights = weights.look
+            engine.look_at_weights = partial(_look, weights, store, engine)
             try:
                 await asyncio.to_thread(engine.start)
                 weights.start()
@@ -120,12 +121,20 @@ def _weights_check(
     """What follows when the file under the loaded weights changes: rows are void."""
 
     def changed(since: float) -> None:
+        engine.forget_live()
         store.rows.distrust(since)
         if boundaries is not None:
             boundaries.distrust(since)
-        engine.forget_live()
 
     return WeightsCheck(core.model.files, store, is_busy=engine.is_busy, on_change=changed)
+
+
+def _look(weights: WeightsCheck, store: Store, engine: EmbeddedEngine) -> None:
+    """Before rows are chosen for a request: once the model's file has changed there are none, also of
+    requests that ran at that moment."""
+    weights.look()
+    if not store.rows.is_trusted:
+        engine.forget_live()
 
 
 def _open_boundaries(config: Config, core: Core, store: Store) -> CheckpointTier | None:

@@ -50,6 +50,8 @@ class ParkedTowers:
 
     def add(self, parked: Parked) -> None:
         """Add a chat, and drop the least recently used ones; one that is too big is not kept."""
+        if parked.nbytes > self.bytes_max:
+            return
         self._by_age.append(parked)
         self.nbytes += parked.nbytes
         while self.nbytes > self.bytes_max:

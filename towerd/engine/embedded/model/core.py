@@ -90,7 +90,9 @@ def _check_files(config: Config) -> None:
     config.chat_template_source()
     for flag, path in named_files(config.llama_server_args):
         if not Path(path).is_file():
-            raise ConfigError(f"{flag}: there is no file {path}.")
+            raise ConfigError(
+                f"{flag}: there is no file {path}.", public=f"The file of {flag} is missing."
+            )
 
 
 def load_core(config: Config, catalog: Catalog) -> Core:

@@ -12,6 +12,11 @@ from pathlib import Path
 from towerd.engine.gguf_keys import GgufKeys
 from towerd.errors import ModelError
 
+_UNSUPPORTED = re.compile(
+    r"invalid ggml type|only supports up to version|no longer supported|endian|failed to open"
+)
+"""What llama.cpp says of a header that is whole."""
+
 
 def check_loadable(path: Path) -> None:
     """Raises ModelError for a file that is cut short, a projector, a model that reads in both
@@ -63,9 +68,8 @@ def why_not_loaded(path: Path, complaints: str) -> str:
             f"{path} lacks {found[1]} in its metadata: convert the model again, or download "
             "another conversion."
         )
-    if (
-        "gguf_init_from_" in complaints
-    ):  # what llama.cpp logs there is about the file's header alone
+    # What llama.cpp logs there is about the file's header alone.
+    if "gguf_init_from_" in complaints and not _UNSUPPORTED.search(complaints):
         return f"{path} is damaged, its header cannot be read; download it again."
     return (
         f"llama.cpp cannot load {path}: {complaints or 'no reason given'}; "
