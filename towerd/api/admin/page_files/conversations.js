@@ -5,8 +5,10 @@ import { ago, bytes, count, el, get } from "./dom.js";
 import { showChat } from "./chat.js";
 
 const LIMIT = 200;
+const LIMIT_MAX = 1000;
 const TYPING_MS = 150;
 let typed = "";
+let shown = LIMIT;
 
 export const addressOf = (session) =>
   `#/chat/${encodeURIComponent(session.id)}${query({ scope: session.scope, tokenizer: session.tokenizer })}`;
@@ -28,6 +30,15 @@ function markOpen(list) {
   }
 }
 
+function more(list) {
+  if (shown >= LIMIT_MAX) return el("li", { class: "quiet" }, "The search finds older ones.");
+  const grow = () => {
+    shown = Math.min(shown + LIMIT, LIMIT_MAX);
+    fill(list).catch((error) => list.replaceChildren(error.message));
+  };
+  return el("li", {}, el("button", { type: "button", click: grow }, "Show more"));
+}
+
 async function fill(list) {
   const words = typed.trim();
   let entries;
@@ -35,8 +46,9 @@ async function fill(list) {
     const { results } = await call(`/search${query({ q: words, limit: 50 })}`);
     entries = results.map((hit) => entry(hit.session, snippet(hit.snippet)));
   } else {
-    const { sessions } = await call(`/sessions?limit=${LIMIT}`);
+    const { sessions } = await call(`/sessions?limit=${shown}`);
     entries = sessions.map((session) => entry(session));
+    if (sessions.length === shown) entries.push(more(list));
   }
   if (words !== typed.trim()) return;
   if (!entries.length) entries = [el("li", { class: "quiet" }, words ? "Nothing was found." : "No conversations yet.")];

@@ -61,8 +61,19 @@ async function show() {
   }
 }
 
+let failed = false;
+
 async function poll() {
-  if (refresh && !document.hidden) await Promise.resolve(refresh()).catch((error) => say(error.message));
+  if (refresh && !document.hidden) {
+    try {
+      await refresh();
+      if (failed) say("");
+      failed = false;
+    } catch (error) {
+      failed = true;
+      say(error.message);
+    }
+  }
   setTimeout(poll, POLL_MS);
 }
 

@@ -1,5 +1,5 @@
 // The tree of shared prefixes as a picture: a column for each level, a box for each segment, as high as
-// what goes on from it. A click or Enter makes a segment the root.
+// what continues it. A click or Enter makes a segment the root.
 
 import { call, query } from "./api.js";
 import { bytes, count, el, facts, legend, moment, svg } from "./dom.js";
@@ -74,5 +74,5 @@ export async function showTree(main, { root = 0 }) {
   main.replaceChildren(el("h2", {}, "Shared prefixes"),
     legend([["hot", "in RAM"], ["warm", "on disk"], ["none", "tokens only"]]), ...about,
     tree.trie.length ? picture(tree.trie, open) : el("p", { class: "quiet" }, "Nothing goes on from here."));
-  if (tree.truncated) main.append(el("p", { class: "quiet" }, "There is more: open a segment to see what goes on from it."));
+  if (tree.truncated) main.append(el("p", { class: "quiet" }, "There is more: open a segment to see what continues it."));
 }
