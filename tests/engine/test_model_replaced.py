@@ -113,8 +113,7 @@ async def test_a_request_that_ran_while_it_was_replaced(
     prompt = some_ids(90).tolist()
     async with service_on(served, anticipate=False) as service:
         running = asyncio.create_task(ask(service, prompt, 60))
-        while not service.engine.is_busy():
-            await asyncio.sleep(0)
+        await until_async(service.engine.is_busy)
         overwrite(served, other)
         await ask(service, [*prompt, 301])
         reply = await running

@@ -187,9 +187,9 @@ def test_resumable_stream(slow: Daemon) -> None:
 
 
 def llama_server_of(daemon: Daemon) -> psutil.Process:
-    """The child of a towerd."""
+    """The child of a towerd that serves; one that only told its version may not be reaped yet."""
     for child in psutil.Process(daemon.pid).children(recursive=True):
-        if child.name() == "llama-server":
+        if child.name() == "llama-server" and child.status() != psutil.STATUS_ZOMBIE:
             return child
     raise AssertionError("it has no llama-server")
 
