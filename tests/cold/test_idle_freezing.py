@@ -108,7 +108,9 @@ async def test_it_is_frozen_when_its_rows_have_left(service_on: OpenService) -> 
             service.store.drop_file(file)
         for node in service.store.nodes():
             service.store.drop_hot(node)
-        await until(lambda: service.cold.stats()["freezes"] == 3)  # counted after the catalog's turn
+        await until(
+            lambda: service.cold.stats()["freezes"] == 3
+        )  # counted after the catalog's turn
         stats = service.cold.stats()
         assert (stats["copies"], stats["frozen_sessions"], stats["copied_sessions"]) == (3, 3, 0)
         with pytest.raises(SessionFrozen):

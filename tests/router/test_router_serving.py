@@ -222,6 +222,18 @@ def test_the_processes_end_with_the_router(make_router: MakeRouter) -> None:
         assert len(store.sessions()) == 1
 
 
+def test_models_have_the_session_and_not_the_signals_of_the_router(
+    make_router: MakeRouter,
+) -> None:
+    """^C in a terminal is for the router, which stops them in order; the priority of their threads
+    counts among all of them, and Linux lets it count within one session only."""
+    router = make_router()
+    ask(router, "tales")
+    (pid,) = children(router)
+    assert os.getsid(pid) == os.getsid(router.pid)
+    assert os.getpgid(pid) != os.getpgid(router.pid)
+
+
 def test_an_idle_model_leaves(make_router: MakeRouter) -> None:
     """GETs do not keep it."""
     router = make_router(toml="[models.tales]\nidle_s = 0.5\n[models.dice]\n")

@@ -4,23 +4,62 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 
 from towerd.settings.config import Config
 from towerd.system.allocator import return_large_blocks
+from towerd.system.priority import lower_priority
+
+_MODULES = (
+    "towerd.store",
+    "towerd.engine.base",
+    "towerd.cold",
+    "towerd.tiers.manager",
+    "towerd.service",
+    "towerd.engine.embedded.model.core",
+    "towerd.engine.embedded.scheduling.scheduler",
+    "towerd.engine.embedded.opening",
+    "towerd.app.daemon",
+)
+"""What the embedded engine needs, each after what it needs itself: none of them takes long alone."""
 
 
 def preload(engine: str) -> None:
     """Import what a daemon with this engine needs, once its allocator is set."""
-    return_large_blocks()
-    gc.disable()  # until all is loaded: there is hardly any garbage, and collections take time
+    _prepare()
     # aiohttp reads the system's certificates, which no other import has to wait for.
     threading.Thread(target=import_module, args=("aiohttp",), name="towerd-import").start()
-    if engine == "embedded":
-        import_module("towerd.service")
-        import_module("towerd.engine.embedded.opening")
-    import_module("towerd.app.daemon")
+    for module in _MODULES if engine == "embedded" else _MODULES[-1:]:
+        import_module(module)
+
+
+def _prepare() -> None:
+    return_large_blocks()
+    gc.disable()  # until all is loaded: there is hardly any garbage, and collections take time
+
+
+@contextmanager
+def preloading_quietly() -> Iterator[None]:
+    """Do what `preload` does for the embedded engine beside the body, on cores that nobody else
+    wants. What is not imported at its end is left to `preload`."""
+    is_over = threading.Event()
+
+    def run() -> None:
+        lower_priority()
+        for module in ("aiohttp", *_MODULES):
+            if is_over.is_set():
+                return
+            import_module(module)
+
+    _prepare()
+    import_module("numpy")  # here: its threads have the priority of the one that imports it
+    threading.Thread(target=run, name="towerd-import", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 def start(config: Config, on_ready: Callable[[str, str], None] | None = None) -> None:

@@ -1,7 +1,7 @@
-"""The process of one model: `python -m towerd.router.loading.child ENGINE`, which only a router starts.
+"""The process of one model: `python -m towerd.router.loading.child`, which only a router starts.
 
-It imports what the engine needs, and may then wait for its model as long as nobody asks for one. Standard input is a length, a pickled Config, and then open for as long as the router lives: so no
-secret is on a command line. Standard output is lines of JSON: how far loading the weights is, as
+While it has no model, it imports what the embedded engine needs. Standard input is a length, a pickled
+Config, and then open for as long as the router lives: so no secret is on a command line. Standard output is lines of JSON: how far loading the weights is, as
 `{"progress": 0.5}`, and at last `{}` once requests are answered, or why that did not come about. What the process itself prints goes to the log.
 """
 
@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import select
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 from towerd import log
-from towerd.app.start import preload, start
+from towerd.app.start import preloading_quietly, start
 from towerd.errors import ConfigError, TowerdError
 from towerd.settings.config import Config
 from towerd.system.parent import die_with_parent
@@ -26,10 +28,13 @@ STDIN, STDOUT, STDERR = 0, 1, 2
 
 def main() -> int:
     """Serve the model until SIGTERM; the exit status."""
+    # ^C is for the router, which then stops this in order. Not a session of its own: Linux would
+    # share the cores between sessions, whatever the priority of their threads.
+    os.setpgid(0, 0)
     report = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)
-    preload(sys.argv[1])
-    config = replace(_read_config(), progress_fd=report)
+    with preloading_quietly() if _must_wait() else nullcontext():
+        config = replace(_read_config(), progress_fd=report)
     die_with_parent(STDIN)
     try:
         _configure_log(config)
@@ -38,6 +43,11 @@ def main() -> int:
         _tell(report, {"error": error.message, "public": error.public, "kind": error.kind})
         return 1
     return 0
+
+
+def _must_wait() -> bool:
+    """Whether this process has no model yet."""
+    return not select.select((STDIN,), (), (), 0)[0]
 
 
 def _configure_log(config: Config) -> None:

@@ -63,11 +63,9 @@ class ModelProcess:
         with self._catalog:
             self._process = await asyncio.create_subprocess_exec(
                 *COMMAND,
-                self.engine,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 pass_fds=(self._catalog_fd,),
-                start_new_session=True,  # ^C is for the router, which then stops it in order
             )
 
     async def load(self, on_progress: Callable[[float], None]) -> None:
