@@ -6,7 +6,9 @@ import json
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from routed import MakeRouter, children, states
 from waiting import until
 
 from towerd.models.bundled import bundled_model
+from towerd.models.random_gguf import PRESETS, make_random_gguf
 
 LONG = "Once upon a time there was a little girl named Lily who liked to play in the park. " * 6
 
@@ -94,6 +97,52 @@ def test_the_share_that_is_loaded(make_router: MakeRouter) -> None:
     assert shares == sorted(set(shares))
     assert (shares[0], shares[-1]) == (0, 1)
     assert len(shares) > 5
+
+
+def loading_shares(router: Daemon, shares: list[float]) -> None:
+    """Add each share of a load that the router tells, until the model is loaded."""
+    with requests.get(router.url + "/models/sse", stream=True, timeout=60) as reply:
+        for line in reply.iter_lines():
+            data = json.loads(line[6:])["data"] if line.startswith(b"data: ") else {}
+            if data.get("status") == "loaded":
+                return
+            if "progress" in data:
+                shares.append(data["progress"]["value"])
+
+
+def test_who_waits_reads_how_far_the_load_is(make_router: MakeRouter, tmp_path: Path) -> None:
+    """In comments, which are no events; the answer follows them in the same stream."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "tales.gguf").write_bytes(bundled_model().read_bytes())
+    make_random_gguf(tmp_path / "m" / "big.gguf", replace(PRESETS["tiny"], n_layer=24))
+    router = make_router("--no-mmap", folder=tmp_path / "m")
+    until(lambda: bool(psutil.Process(router.pid).children()))
+    (process,) = psutil.Process(router.pid).children()
+    process.suspend()
+    shares: list[float] = []
+    body: Any = {"model": "big", "prompt": "Once", "n_predict": 2, "stream": True}
+    with ThreadPoolExecutor(2) as pool:
+        listening = pool.submit(loading_shares, router, shares)
+        asked = pool.submit(
+            requests.post, router.url + "/completion", json=body, stream=True, timeout=120
+        )
+        try:
+            until(lambda: states(router)["big"] == "loading")
+            while not shares or shares[-1] == 0:  # the process runs in steps shorter than its load
+                process.resume()
+                time.sleep(0.001)
+                process.suspend()
+            with asked.result() as reply:
+                lines = reply.iter_lines()
+                next(x for x in lines if x == f": the model is loading, {shares[-1]:.0%}".encode())
+                assert 0 < shares[-1] < 1
+                process.resume()
+                said = [line for line in lines if line and not line.startswith(b":")]
+        finally:
+            process.resume()
+        listening.result()
+    assert all(line.startswith(b"data: {") for line in said)
+    assert json.loads(said[-1][6:])["stop"]
 
 
 def test_an_unknown_model(make_router: MakeRouter) -> None:

@@ -38,6 +38,8 @@ class RoutedModel:
     state: State = State.UNLOADED
     process: ModelProcess | None = None
     loading: asyncio.Task[None] | None = None
+    loaded_share: float = 0.0
+    """While it is loading: the share of its weights that is loaded, from 0 to 1."""
     watch: asyncio.Task[None] | None = None
     """Waits for its process to end."""
     n_running: int = 0

@@ -160,7 +160,7 @@ class Models:
         async with self._turn:
             if model.takes_requests or not await self._find_room(model):
                 return
-            model.state, model.is_unwanted = State.LOADING, False
+            model.state, model.is_unwanted, model.loaded_share = State.LOADING, False, 0.0
         self.events.begins(model.name)
         began, entry = time.monotonic(), model.entry
         try:
@@ -180,7 +180,7 @@ class Models:
         process = model.process = await self._make(model)
         try:
             self._check_wanted(model)
-            await process.load(partial(self.events.progresses, model.name))
+            await process.load(partial(self._progresses, model))
             model.info = await _model_info(process)
             resident = await asyncio.to_thread(resident_bytes, process.pid)
             self._check_wanted(model)
@@ -193,6 +193,10 @@ class Models:
         model.state, model.failure, model.exit_code = State.LOADED, None, 0
         model.last_used_s = time.monotonic()
         model.watch = self._task(self._watch(model, process))
+
+    def _progresses(self, model: RoutedModel, share: float) -> None:
+        model.loaded_share = share
+        self.events.progresses(model.name, share)
 
     def _failed(self, model: RoutedModel, error: TowerdError) -> None:
         code = None if model.process is None else model.process.exit_code
