@@ -426,3 +426,22 @@ def test_towerctl_on_a_router(make_router: MakeRouter, tmp_path: Path) -> None:
     until(lambda: states(router)["dice"] == "unloaded")
     assert "dice" in run_towerctl(router, "stats").stdout
     assert states(router) == {"tales": "unloaded", "dice": "loaded", "junk": "unloaded"}
+
+
+def test_each_model_records_its_own_traffic(make_router: MakeRouter, tmp_path: Path) -> None:
+    """In a file of its own, whose name is the model's: whole lines, and those of its requests."""
+    toml = f"[models.'my/tales']\nmodel = '{bundled_model()}'\n"
+    router = make_router("--record", str(tmp_path / "trace.jsonl"), toml=toml)
+    n_tokens = {
+        name: [ask(router, model, prompt).json()["tokens_evaluated"] for prompt in ("Once", LONG)]
+        for name, model in (("my%2Ftales", "my/tales"), ("dice", "dice"))
+    }
+    assert router.stop() == 0, router.log
+    assert {each.name for each in tmp_path.glob("trace.*")} == {
+        f"trace.{n}.jsonl" for n in n_tokens
+    }
+    for name, evaluated in n_tokens.items():
+        text = (tmp_path / f"trace.{name}.jsonl").read_text()
+        head, *lines = [json.loads(line) for line in text.splitlines()]
+        assert head["format"] == "towerd-trace/1"
+        assert [line["in"] for line in lines] == evaluated
