@@ -8,6 +8,7 @@ import pytest
 
 from towerd.errors import ConfigError
 from towerd.router.loading.entry import ModelEntry, find_entries
+from towerd.router.loading.launcher import trace_of
 from towerd.settings.sources import load_models
 
 
@@ -129,3 +130,16 @@ def test_a_named_model_is_served_alone(tmp_path: Path) -> None:
     file.write_text("[models.x]\n")
     assert load_models({}, {}, file).are_many
     assert not load_models({"model": "m.gguf"}, {}, file).are_many
+
+
+def test_no_two_models_have_one_trace(tmp_path: Path) -> None:
+    """Whatever their names have of what files cannot, and where A and a are one file."""
+    long = "x" * 300
+    names = ("a", "A", "a/b", "a%2Fb", "a b", "..", "é", "e\u0301", f"{long}1", f"{long}2")
+    traces = [trace_of(tmp_path / "day.trace", name, names) for name in names]
+    assert {each.parent for each in traces} == {tmp_path}
+    assert len({each.name.casefold() for each in traces}) == len(names)
+    for each in traces:
+        each.touch()
+    assert trace_of(Path("t/trace"), "qwen3-8b", ()) == Path("t/trace.qwen3-8b")
+    assert trace_of(Path("trace.jsonl"), "Qwen3-8B.Q4_K", ()) == Path("trace.Qwen3-8B.Q4_K.jsonl")

@@ -13,25 +13,9 @@ from typing import Any
 import psutil
 import pytest
 import requests
-from daemon import Daemon, reuse_of, run_towerctl
-from routed import MakeRouter, children, states
+from daemon import reuse_of, run_towerctl
+from routed import LONG, MakeRouter, ask, children, metric, states
 from waiting import until
-
-from towerd.models.bundled import bundled_model
-
-LONG = "Once upon a time there was a little girl named Lily who liked to play in the park. " * 6
-
-
-def ask(router: Daemon, model: str | None, prompt: Any = "Once", **more: Any) -> requests.Response:
-    body = {"prompt": prompt, "n_predict": 8, "temperature": 0, "ignore_eos": True, **more}
-    if model is not None:
-        body["model"] = model
-    return requests.post(router.url + "/completion", json=body, timeout=120)
-
-
-def metric(router: Daemon, name: str) -> float:
-    text = requests.get(router.url + "/metrics", timeout=30).text
-    return float(next(line for line in text.splitlines() if line.startswith(name)).split()[1])
 
 
 def test_a_request_waits_for_its_model(make_router: MakeRouter) -> None:
@@ -78,24 +62,6 @@ def test_a_log_that_cannot_be_written(make_router: MakeRouter, tmp_path: Path) -
     assert reply.json()["error"]["message"] == message
 
 
-def test_the_share_that_is_loaded(make_router: MakeRouter) -> None:
-    """It rises from 0 to 1, with llama.cpp's shares between."""
-    router = make_router()
-    shares: list[float] = []
-    with requests.get(router.url + "/models/sse", stream=True, timeout=60) as reply:
-        assert ask(router, "dice").status_code == 200
-        for line in reply.iter_lines():
-            if line.startswith(b"data: "):
-                data = json.loads(line[6:])["data"]
-                if data.get("status") == "loaded":
-                    break
-                if "progress" in data:
-                    shares.append(data["progress"]["value"])
-    assert shares == sorted(set(shares))
-    assert (shares[0], shares[-1]) == (0, 1)
-    assert len(shares) > 5
-
-
 def test_an_unknown_model(make_router: MakeRouter) -> None:
     router = make_router()
     reply = ask(router, "nobody")
@@ -104,20 +70,6 @@ def test_an_unknown_model(make_router: MakeRouter) -> None:
     assert error["models"] == ["dice", "junk", "tales"]
     assert requests.get(router.url + "/favicon.ico", timeout=30).status_code == 404
     assert children(router) == set()
-
-
-def test_a_file_that_is_no_model(make_router: MakeRouter) -> None:
-    """All who wait get the reason in a sentence, which names no file; others are served."""
-    router = make_router()
-    with ThreadPoolExecutor(3) as pool:
-        replies = list(pool.map(lambda _: ask(router, "junk"), range(3)))
-    for reply in replies:
-        assert reply.status_code == 500
-        message = reply.json()["error"]["message"]
-        assert message == "junk is not a GGUF file; convert the model to GGUF first."
-    status = router.get("/models")["data"][1]["status"]
-    assert (status["value"], status["failed"], status["exit_code"]) == ("unloaded", True, 1)
-    assert ask(router, "tales").status_code == 200
 
 
 def test_room_for_one(make_router: MakeRouter) -> None:
@@ -269,28 +221,6 @@ def test_a_workflow_ends_in_all_models(make_router: MakeRouter) -> None:
     assert requests.post(end, timeout=60).json()["ended"]["id"] == "w1"
     again = requests.post(end, timeout=60)
     assert (again.status_code, again.json()["error"]["type"]) == (404, "not_found_error")
-
-
-def test_a_reload_while_a_model_is_loading(make_router: MakeRouter, tmp_path: Path) -> None:
-    """Its files are others now: no process of the old ones stays, and its requests are answered."""
-    folder = tmp_path / "own"
-    (folder / "x").mkdir(parents=True)
-    (folder / "x.gguf").write_bytes(bundled_model().read_bytes())
-    router = make_router(folder=folder)
-    router.post("/models/load", {"model": "x"})
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(ask, router, "x")
-        (folder / "x.gguf").rename(folder / "x" / "moved.gguf")
-        router.get("/models?reload=1")
-        assert waiting.result().status_code == 200
-    assert str(folder / "x" / "moved.gguf") in router.get("/models")["data"][0]["status"]["args"]
-    assert ask(router, "x").status_code == 200
-    assert len(children(router)) == 1
-    (folder / "x" / "moved.gguf").unlink()
-    router.get("/models?reload=1")
-    assert children(router) == set()
-    assert ask(router, "x").status_code == 404
-    assert router.stop() == 0, router.log
 
 
 def test_no_autoload(make_router: MakeRouter) -> None:

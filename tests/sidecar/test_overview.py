@@ -15,6 +15,7 @@ from waiting import until
 MakeDaemon = Callable[..., Daemon]
 KEYS = ("--api-key", "ann:sk-ann", "--api-key", "bob:sk-bob")
 ANN, BOB, MONITOR = ({"Authorization": f"Bearer sk-{name}"} for name in ("ann", "bob", "monitor"))
+SHOWN_OF_OTHERS = {"id", "n_ctx", "speculative", "is_processing"}
 LONG: dict[str, Any] = {"prompt": "Once", "n_predict": 30_000, "ignore_eos": True, "stream": True}
 
 
@@ -46,14 +47,21 @@ def test_activity_is_each_tenants_own(
             lines = reply.iter_lines()
             next(lines)
             until(lambda: busy(daemon.get("/slots", headers=ANN)) == 1)
-            assert busy(daemon.get("/slots", headers=MONITOR)) == 1
-            assert busy(owner_get(daemon, "/slots").json()) == 1
-            seen = daemon.get("/slots", headers=BOB)
-            assert busy(seen) == 0
-            assert {*seen[0]} == {"id", "n_ctx", "speculative", "is_processing"}
-            assert len(seen) == len(daemon.get("/slots", headers=ANN)) == 2
+            for caller, n_busy in ((MONITOR, 1), (BOB, 0)):
+                seen = daemon.get("/slots", headers=caller)
+                assert busy(seen) == n_busy
+                assert all(slot.keys() == SHOWN_OF_OTHERS for slot in seen)
+                assert len(seen) == 2
+            for seen in (owner_get(daemon, "/slots").json(), daemon.get("/slots", headers=ANN)):
+                (mine,) = (slot["params"] for slot in seen if slot["is_processing"])
+                assert mine["n_predict"] == LONG["n_predict"]
         until(lambda: busy(daemon.get("/slots", headers=MONITOR)) == 0)
-        seen = daemon.get("/slots", headers=BOB)
-        assert all("params" not in slot for slot in seen)
+        for caller in (MONITOR, BOB):
+            seen = daemon.get("/slots", headers=caller)
+            assert all(slot.keys() == SHOWN_OF_OTHERS for slot in seen)
         own = daemon.get("/slots", headers=ANN)
         assert not any("id_task" in slot for slot in own)
+        daemon.post("/completion", {"prompt": "Once", "n_predict": 3}, headers=MONITOR)
+        seen = daemon.get("/slots", headers=MONITOR)
+        (mine,) = (slot for slot in seen if "params" in slot)
+        assert (mine["params"]["n_predict"], "id_task" in mine) == (3, True)

@@ -257,9 +257,12 @@ class SlotView:
     speculative: bool = False
     """Replies may be drafted."""
 
-    def hidden(self) -> SlotView:
-        """The view for other tenants, to whom it looks idle."""
-        return SlotView(self.id, self.n_ctx, False, None, 0, 0, None, speculative=self.speculative)
+    def hidden(self, *, shows_busy: bool) -> SlotView:
+        """The view for other tenants, to whom it looks idle, or busy if they may see as much."""
+        is_busy = shows_busy and self.is_processing
+        return SlotView(
+            self.id, self.n_ctx, is_busy, None, 0, 0, None, speculative=self.speculative
+        )
 
 
 @dataclass(frozen=True, slots=True)

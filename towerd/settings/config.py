@@ -171,7 +171,8 @@ class Config:
         "Keep a full-text index of all conversations, which titles come from as well; without it "
         "the index is deleted.", off="--no-search")
     record: Path | None = _set(None, "path", "--record",
-        "File to append a trace of all requests to, for towerctl lab replay; texts stay secret.")
+        "File to append a trace of all requests to, for towerctl lab replay; texts stay secret. Of "
+        "several models each has its own beside it: trace.NAME.jsonl for trace.jsonl.")
     retention: str = _set("none", "text", "--retention",
         "What happens when a chat outgrows its context: an error, dropping its oldest turns, "
         "or a policy that keeps it within --live-budget.", choices=RETENTIONS)

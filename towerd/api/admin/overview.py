@@ -20,7 +20,13 @@ def require_overview(request: web.Request) -> None:
         )
 
 
-def may_see_slot(request: web.Request, slot: SlotView) -> bool:
-    """Whether the caller may see what a slot is doing, or did last."""
+def is_own_slot(request: web.Request, slot: SlotView) -> bool:
+    """Whether the caller may see what a slot is doing, or did last: the owner, and whose request
+    that is."""
     tenant = request[TENANT]
-    return tenant.sees_all or tenant_of(slot.scope) == tenant.scope
+    return tenant.admin or tenant_of(slot.scope) == tenant.scope
+
+
+def shows_busy(request: web.Request) -> bool:
+    """Whether the caller may see that a slot works for another tenant."""
+    return request[TENANT].sees_all

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import msgspec
 from aiohttp import web
 
-from towerd.api.admin.overview import may_see_slot
+from towerd.api.admin.overview import is_own_slot, shows_busy
 from towerd.api.admin.pins import require_admin
 from towerd.api.http.keys import CONFIG, GATE, TENANT
 from towerd.api.http.reply import json_reply
@@ -33,7 +33,7 @@ from towerd.errors import NotFound, NotSupported, SwitchedOff, TowerdError
 PRIVATE_FIELDS = ("prompt", "generated")
 """Fields of GET /slots that contain users' text."""
 IDLE_FIELDS = ("id", "n_ctx", "speculative")
-"""Fields shown of a slot that another tenant uses."""
+"""Fields shown of a slot that another tenant uses, beside whether it is busy."""
 
 
 def connect(app: web.Application) -> None:
@@ -56,7 +56,8 @@ async def get_props(request: web.Request) -> web.StreamResponse:
 
 
 async def get_slots(request: web.Request) -> web.StreamResponse:
-    """llama-server's slots, without any text. Those of other tenants look idle."""
+    """llama-server's slots, without any text. Of those of other tenants a caller with the overview
+    sees that they are busy; to others they look idle."""
     if not request.app[CONFIG].slots_endpoint:
         raise SwitchedOff("This server does not support slots endpoint. Start it with `--slots`")
     engine = llama_server_of(request)
@@ -70,17 +71,19 @@ async def get_slots(request: web.Request) -> web.StreamResponse:
     finally:
         reply.close()
     shown = [{k: v for k, v in slot.items() if k not in PRIVATE_FIELDS} for slot in slots]
-    if request[TENANT].sees_all:
+    if request[TENANT].admin:
         return json_reply(shown)
-    views = {view.id: view for view in engine.slots() if may_see_slot(request, view)}
-    return json_reply([_as_seen(slot, views.get(slot["id"])) for slot in shown])
+    views = {view.id: view for view in engine.slots() if is_own_slot(request, view)}
+    return json_reply([_as_seen(request, slot, views.get(slot["id"])) for slot in shown])
 
 
-def _as_seen(slot: dict[str, Any], view: SlotView | None) -> dict[str, Any]:
+def _as_seen(request: web.Request, slot: dict[str, Any], view: SlotView | None) -> dict[str, Any]:
     """What a tenant sees of a slot. view: towerd's view of it, if the tenant uses it."""
+    sees_busy = shows_busy(request)
     if view is None or view.is_processing != slot["is_processing"]:
-        return {k: slot[k] for k in IDLE_FIELDS if k in slot} | {"is_processing": False}
-    return {k: v for k, v in slot.items() if k != "id_task"}  # counts requests of all tenants
+        is_busy = sees_busy and slot["is_processing"]
+        return {k: slot[k] for k in IDLE_FIELDS if k in slot} | {"is_processing": is_busy}
+    return {k: v for k, v in slot.items() if sees_busy or k != "id_task"}
 
 
 async def post_slot(request: web.Request) -> web.StreamResponse:

@@ -9,7 +9,7 @@ from aiohttp import web
 from towerd.api.http.body import read_bytes
 from towerd.api.http.keys import TENANT
 from towerd.api.http.reply import error_event
-from towerd.api.http.sse import EventStream
+from towerd.api.http.sse import PING, EventStream
 from towerd.api.llama.streams import CONVERSATION
 from towerd.api.proxy.headers import from_towerd
 from towerd.api.proxy.relay import relay
@@ -20,9 +20,12 @@ from towerd.router.http.keys import CONVERSATIONS, MODELS, TABLES
 from towerd.router.http.request import RoutedRequest
 from towerd.router.loading.model import RoutedModel, State
 
-PING_S = 10.0
-"""A client that reads events gets one that says nothing, this often, while its model is loaded."""
+PATIENCE_S = 10.0
+"""A client that reads events gets comments if its model takes longer to load."""
+PING_S = 2.0
+"""And then this often."""
 LOADING = b": the model is loading\n\n"
+"""What they say while it waits for room."""
 
 
 async def forward(request: web.Request) -> web.StreamResponse:
@@ -56,7 +59,7 @@ async def pass_on(
         key = (request[TENANT].scope, conversation)
         request.app[CONVERSATIONS].add(key, routed, opening)
     try:
-        early = await _wait(request, opening, is_stream=is_stream)
+        early = await _wait(request, model, opening, is_stream=is_stream)
         response = await _answer(request, routed, opening, early)
     except BaseException:
         if conversation and not routed.is_stopped:
@@ -77,18 +80,25 @@ def check_autoload(request: web.Request, model: RoutedModel) -> None:
 
 
 async def _wait(
-    request: web.Request, opening: asyncio.Task[None], *, is_stream: bool
+    request: web.Request, model: RoutedModel, opening: asyncio.Task[None], *, is_stream: bool
 ) -> EventStream | None:
     """Wait for the head of the reply. If that takes long, a stream begins before it, and comments
     keep the client from giving up; returns that stream."""
     early: EventStream | None = None
-    pause_s = PING_S if is_stream else None
+    pause_s = PATIENCE_S if is_stream else None
     while not (await asyncio.wait((opening,), timeout=pause_s))[0]:
         if early is None:
-            early = EventStream(request)
+            early, pause_s = EventStream(request), PING_S
             await early.open({})
-        await early.write(LOADING)
+        await early.write(_progress(model))
     return early
+
+
+def _progress(model: RoutedModel) -> bytes:
+    """A comment in a stream of events, which clients skip and people can read."""
+    if model.state is State.LOADING:
+        return f": the model is loading, {model.loaded_share:.0%}\n\n".encode()
+    return LOADING if not model.is_running else PING
 
 
 async def _answer(

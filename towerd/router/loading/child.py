@@ -1,8 +1,11 @@
 """The process of one model: `python -m towerd.router.loading.child`, which only a router starts.
 
 While it has no model, it imports what the embedded engine needs. Standard input is a length, a pickled
-Config, and then open for as long as the router lives: so no secret is on a command line. Standard output is lines of JSON: how far loading the weights is, as
-`{"progress": 0.5}`, and at last `{}` once requests are answered, or why that did not come about. What the process itself prints goes to the log.
+Config, orders of a byte each, and then open for as long as the router lives: so no secret is on a
+command line. The order CHECK, which may come before LOAD, is for a model that has to wait for the room
+of others. Standard output is lines of JSON: `{"checked": true}`; how far loading the weights is, as
+`{"progress": 0.5}`; and at last `{}` once requests are answered, or why that did not come about. What
+the process itself prints goes to the log.
 """
 
 from __future__ import annotations
@@ -12,9 +15,10 @@ import os
 import pickle
 import select
 import sys
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from typing import IO, TypeVar
 
 from towerd import log
 from towerd.app.start import preloading_quietly, start
@@ -23,7 +27,10 @@ from towerd.settings.config import Config
 from towerd.system.parent import die_with_parent
 
 LENGTH_BYTES = 8
+CHECK, LOAD = b"c", b"l"
+"""What the router orders."""
 STDIN, STDOUT, STDERR = 0, 1, 2
+T = TypeVar("T")
 
 
 def main() -> int:
@@ -34,13 +41,16 @@ def main() -> int:
     report = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)
     with preloading_quietly() if _must_wait() else nullcontext():
-        config = replace(_read_config(), progress_fd=report)
-    die_with_parent(STDIN)
+        config = replace(_read(_config), progress_fd=report)
     try:
         _configure_log(config)
-        start(config, lambda url, model: _tell(report, {}))
+        while _read(_order) == CHECK:
+            _check(config)
+            _tell(report, {"checked": True})
+        die_with_parent(STDIN)
+        start(config, lambda url, model: _tell_last(report, {}))
     except TowerdError as error:
-        _tell(report, {"error": error.message, "public": error.public, "kind": error.kind})
+        _tell_last(report, {"error": error.message, "public": error.public, "kind": error.kind})
         return 1
     return 0
 
@@ -48,6 +58,17 @@ def main() -> int:
 def _must_wait() -> bool:
     """Whether this process has no model yet."""
     return not select.select((STDIN,), (), (), 0)[0]
+
+
+def _check(config: Config) -> None:
+    """Raises ModelError for a file that the engine would refuse for what its header says. What
+    another llama.cpp than ours will read is not known here."""
+    if config.engine == "embedded":
+        from towerd.engine.embedded.model.model import LlamaModel
+        from towerd.models.bundled import find_model
+
+        path = find_model(config.model)
+        LlamaModel(path, replace(config, progress_fd=None), vocab_only=True).close()
 
 
 def _configure_log(config: Config) -> None:
@@ -60,15 +81,23 @@ def _configure_log(config: Config) -> None:
         ) from error
 
 
-def _read_config() -> Config:
+def _read(what: Callable[[IO[bytes]], T]) -> T:
     with os.fdopen(STDIN, "rb", buffering=0, closefd=False) as pipe:
-        length = int.from_bytes(_exactly(pipe, LENGTH_BYTES))
-        config = pickle.loads(_exactly(pipe, length))
+        return what(pipe)
+
+
+def _config(pipe: IO[bytes]) -> Config:
+    length = int.from_bytes(_exactly(pipe, LENGTH_BYTES))
+    config = pickle.loads(_exactly(pipe, length))
     assert isinstance(config, Config)
     return config
 
 
-def _exactly(pipe: Any, n_bytes: int) -> bytes:
+def _order(pipe: IO[bytes]) -> bytes:
+    return _exactly(pipe, len(LOAD))
+
+
+def _exactly(pipe: IO[bytes], n_bytes: int) -> bytes:
     data = b""
     while len(data) < n_bytes:
         piece = pipe.read(n_bytes - len(data))
@@ -78,13 +107,16 @@ def _exactly(pipe: Any, n_bytes: int) -> bytes:
     return data
 
 
-def _tell(pipe: int, line: dict[str, str]) -> None:
-    """Report the end of loading; the router may have ended since."""
-    try:
+def _tell_last(pipe: int, line: dict[str, str]) -> None:
+    """Report the end of loading."""
+    _tell(pipe, line)
+    os.close(pipe)
+
+
+def _tell(pipe: int, line: Mapping[str, str | bool]) -> None:
+    """Write a line to the router, which may have ended."""
+    with suppress(OSError):
         os.write(pipe, json.dumps(line).encode() + b"\n")
-        os.close(pipe)
-    except OSError:
-        pass
 
 
 if __name__ == "__main__":

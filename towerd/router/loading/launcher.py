@@ -7,10 +7,13 @@ conversations is divided.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote
 
 from towerd.router.loading.entry import ModelEntry, find_entries
 from towerd.router.loading.model import RoutedModel
@@ -26,6 +29,8 @@ log = logging.getLogger(__name__)
 EMBEDDED = "embedded"
 CONTEXT_RAM_SHARE = 8
 """A live context whose size is not set takes at most this part of the RAM."""
+NAME_CHARS_MAX = 100
+"""Of a model's name in the name of a file."""
 PROCESS_BYTES = 150 * 2**20
 """What a process takes besides its model."""
 
@@ -107,7 +112,10 @@ class Launcher:
         if entry.path is not None:
             own["model"] = entry.path
         own["hot_bytes"] = self._hot_bytes(entry)
-        return self._tables.config_of(entry.name, entry.server_args, **own)
+        config = self._tables.config_of(entry.name, entry.server_args, **own)
+        if config.record is None:
+            return config
+        return replace(config, record=trace_of(config.record, entry.name, self._entries))
 
     def _hot_bytes(self, entry: ModelEntry) -> int:
         """A model's share of --hot-bytes: what its table says; the others divide what is left by how
@@ -122,6 +130,17 @@ class Launcher:
         n_others = len(self._entries) - len(said)
         n_at_once = min(n_others, self.room.models_max or n_others)
         return max(0, self._tables.config.hot_bytes - sum(said.values())) // n_at_once
+
+
+def trace_of(path: Path, name: str, names: Collection[str]) -> Path:
+    """The trace of one model beside `path`: `trace.NAME.jsonl` for `trace.jsonl`. No two of `names`
+    have the same, also where the file system does not tell cases apart."""
+    quoted = quote(name, safe=" ")
+    is_shared = sum(each.casefold() == name.casefold() for each in names) > 1
+    if is_shared or len(quoted) > NAME_CHARS_MAX:
+        digest = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+        quoted = f"{quoted[:NAME_CHARS_MAX]}+{digest}"  # `quote` leaves no "+"
+    return path.with_name(f"{path.stem}.{quoted}{path.suffix}")
 
 
 def _estimate(entry: ModelEntry, config: Config) -> int:

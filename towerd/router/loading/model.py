@@ -38,6 +38,8 @@ class RoutedModel:
     state: State = State.UNLOADED
     process: ModelProcess | None = None
     loading: asyncio.Task[None] | None = None
+    loaded_share: float = 0.0
+    """While it is loading: the share of its weights that is loaded, from 0 to 1."""
     watch: asyncio.Task[None] | None = None
     """Waits for its process to end."""
     n_running: int = 0
@@ -52,6 +54,8 @@ class RoutedModel:
     """It was unloaded while it was loading."""
     is_gone: bool = False
     """It is not served any more, and is loaded for nobody."""
+    was_loaded: bool = False
+    """Its files were loaded before."""
     exit_code: int = 0
     """How its process ended last."""
     failure: TowerdError | None = None
@@ -82,7 +86,7 @@ class RoutedModel:
     def become(self, new: RoutedModel) -> None:
         """Have other files from the next load on."""
         self.entry, self.table, self.need_bytes = new.entry, new.table, new.need_bytes
-        self.failure = None
+        self.failure, self.was_loaded = None, False
 
     def occupies(self, beside: RoutedModel | None = None) -> Occupant:
         """What it takes of the room that another model needs."""

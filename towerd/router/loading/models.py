@@ -22,6 +22,8 @@ import msgspec
 from towerd.api.http.tenants import CALLER, SOCKET
 from towerd.engine.llama_server.process.client import Lost, NotHttp, Unreachable, read_all
 from towerd.errors import ModelError, NotFound, TowerdError, Unavailable
+from towerd.router.loading.candidate import LoadCandidate
+from towerd.router.loading.entry import ModelEntry
 from towerd.router.loading.events import ModelEvents
 from towerd.router.loading.model import RoutedModel, State
 from towerd.router.loading.process import ModelProcess
@@ -157,30 +159,32 @@ class Models:
         self._changed.set()
 
     async def _load(self, model: RoutedModel) -> None:
-        async with self._turn:
-            if model.takes_requests or not await self._find_room(model):
-                return
-            model.state, model.is_unwanted = State.LOADING, False
-        self.events.begins(model.name)
-        began, entry = time.monotonic(), model.entry
+        candidate = LoadCandidate(model, self._make)
         try:
-            await self._start(model)
-        except Exception as error:
-            failure = error if isinstance(error, TowerdError) else _unforeseen(model, error)
-            self._failed(model, failure)
-            if model.entry is not entry:
-                return  # whoever waits for it loads its new files
-            raise failure from None
+            async with self._turn:
+                if model.takes_requests or not await self._find_room(candidate):
+                    return
+                model.state, model.is_unwanted, model.loaded_share = State.LOADING, False, 0.0
+            self.events.begins(model.name)
+            began, entry = time.monotonic(), model.entry
+            try:
+                await self._start(candidate)
+            except Exception as error:
+                self._failed(model, entry, error)
+                return
+        finally:
+            await candidate.close()
         took_s = time.monotonic() - began
         self._metrics.loaded(took_s)
         log.info("model loaded", extra={"model": model.name, "seconds": round(took_s, 3)})
         self.events.has_loaded(model.name, model.info)
 
-    async def _start(self, model: RoutedModel) -> None:
-        process = model.process = await self._make(model)
+    async def _start(self, candidate: LoadCandidate) -> None:
+        model = candidate.model
+        process = model.process = await candidate.take()
         try:
             self._check_wanted(model)
-            await process.load(partial(self.events.progresses, model.name))
+            await process.load(partial(self._progresses, model))
             model.info = await _model_info(process)
             resident = await asyncio.to_thread(resident_bytes, process.pid)
             self._check_wanted(model)
@@ -191,18 +195,41 @@ class Models:
             raise
         model.need_bytes = resident + process.hot_bytes
         model.state, model.failure, model.exit_code = State.LOADED, None, 0
-        model.last_used_s = time.monotonic()
+        model.was_loaded, model.last_used_s = True, time.monotonic()
         model.watch = self._task(self._watch(model, process))
 
-    def _failed(self, model: RoutedModel, error: TowerdError) -> None:
-        code = None if model.process is None else model.process.exit_code
-        if not model.is_unwanted:  # else it may be tried again at once
-            model.failure, model.failed_s = error, time.monotonic()
-        log.error("model not loaded: %s", error.message, extra={"model": model.name})
-        self._unloaded(model, code if code is not None else 1)
+    def _progresses(self, model: RoutedModel, share: float) -> None:
+        model.loaded_share = share
+        self.events.progresses(model.name, share)
 
-    async def _find_room(self, model: RoutedModel) -> bool:
-        """Wait until there is room for a model; False if nobody waits for it any more."""
+    def _failed(self, model: RoutedModel, entry: ModelEntry, error: Exception) -> None:
+        """Account for a load that failed. Raises why, unless the model has other files now than
+        `entry`: whoever waits for it loads those."""
+        failure = error if isinstance(error, TowerdError) else _unforeseen(model, error)
+        code = None if model.process is None else model.process.exit_code
+        if not model.is_unwanted and model.entry is entry:  # else it may be tried again at once
+            model.failure, model.failed_s = failure, time.monotonic()
+        log.error("model not loaded: %s", failure.message, extra={"model": model.name})
+        self._unloaded(model, code if code is not None else 1)
+        if model.entry is entry:
+            raise failure from None
+
+    async def _check(self, candidate: LoadCandidate) -> bool:
+        """Check a model's file before others leave for it; whether that took place now."""
+        model = candidate.model
+        entry = model.entry
+        try:
+            return await candidate.check()
+        except Exception as error:
+            model.is_unwanted = False
+            self.events.begins(model.name)
+            self._failed(model, entry, error)
+            return True
+
+    async def _find_room(self, candidate: LoadCandidate) -> bool:
+        """Wait until there is room for a model; False if nobody waits for it any more. Raises why it
+        cannot be loaded, before another leaves."""
+        model = candidate.model
         deadline_s = time.monotonic() + PATIENCE_S
         await self._measure()
         try:
@@ -216,6 +243,8 @@ class Models:
                         return True
                     if verdict.never:
                         raise _no_room(model, others)
+                    if await self._check(candidate):
+                        continue
                     for name in verdict.stop:
                         self.begin_unload(self.by_name[name])
                     if time.monotonic() >= deadline_s:

@@ -17,7 +17,7 @@ from aiohttp import ClientResponse
 from towerd.engine.llama_server.process.client import Body, Client
 from towerd.engine.llama_server.process.process import describe_exit
 from towerd.errors import DiskFull, ModelError, TowerdError
-from towerd.router.loading.child import LENGTH_BYTES
+from towerd.router.loading.child import CHECK, LENGTH_BYTES, LOAD
 from towerd.settings.config import Config
 
 STOP_S_MAX = 120.0
@@ -26,8 +26,8 @@ COMMAND = (sys.executable, "-P", "-m", "towerd.router.loading.child")
 
 
 class ModelProcess:
-    """Is started, gets its model, is asked, and stops: each once. Without a model it has imported
-    what it needs, and waits."""
+    """Is started, gets its model, may check it, loads it, is asked, and stops: each once. Without a
+    model it has imported what it needs, and waits."""
 
     def __init__(self, engine: str, catalog: socket.socket) -> None:
         """engine: of its model. catalog: a connection to the store's catalog, which the process
@@ -38,6 +38,8 @@ class ModelProcess:
         self._catalog = catalog
         self._catalog_fd = catalog.fileno()
         self._config: Config | None = None
+        self._has_config = False
+        """Whether the process has it."""
         self._client: Client | None = None
         self._process: asyncio.subprocess.Process | None = None
 
@@ -68,26 +70,30 @@ class ModelProcess:
                 pass_fds=(self._catalog_fd,),
             )
 
+    async def check(self) -> None:
+        """Check that the model's file says what a model does, without loading its weights. Raises as
+        `load`; the process is to be ended then, else `load` is next."""
+        await self._order(CHECK)
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        if not line or "error" in json.loads(line):
+            raise await self._why_not(line)
+
     async def load(self, on_progress: Callable[[float], None]) -> None:
         """Load the model, starting the process if it was not, and return when requests are answered.
         on_progress: gets the share of the weights that is loaded, from 0 to 1, rising. Raises ModelError or DiskFull
         with the reason why that did not come about, and OSError; `exit_code` has its status then."""
         try:
-            if self._process is None:
-                await self.start()
             await self._load(on_progress)
         finally:
             self.is_settled.set()
 
     async def _load(self, on_progress: Callable[[float], None]) -> None:
+        await self._order(LOAD)
         assert self._process is not None
-        assert self._process.stdin is not None
         assert self._process.stdout is not None
-        config = pickle.dumps(self._config)
         try:
-            with contextlib.suppress(ConnectionError):  # it ended: its status says why
-                self._process.stdin.write(len(config).to_bytes(LENGTH_BYTES) + config)
-                await self._process.stdin.drain()
             while line := await self._process.stdout.readline():
                 said = json.loads(line)
                 if "progress" not in said:
@@ -98,6 +104,20 @@ class ModelProcess:
             raise
         if line.strip() != b"{}":
             raise await self._why_not(line)
+
+    async def _order(self, what: bytes) -> None:
+        """Say what to do with the model; its settings come before the first such order."""
+        if self._process is None:
+            await self.start()
+        assert self._process is not None
+        assert self._process.stdin is not None
+        if not self._has_config:
+            config = pickle.dumps(self._config)
+            what = len(config).to_bytes(LENGTH_BYTES) + config + what
+            self._has_config = True
+        with contextlib.suppress(ConnectionError):  # it ended: its status says why
+            self._process.stdin.write(what)
+            await self._process.stdin.drain()
 
     async def _why_not(self, line: bytes) -> TowerdError:
         """The error for a start that failed. Clients get the model's name where its file is meant."""

@@ -1,0 +1,165 @@
+"""A router while it loads a model: what waits for it hears, and what a load that fails leaves alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+from daemon import Daemon
+from routed import LONG, MakeRouter, ask, children, metric, states
+from waiting import until
+
+from towerd.models.bundled import bundled_model
+from towerd.models.random_gguf import PRESETS, make_random_gguf
+
+
+def test_the_share_that_is_loaded(make_router: MakeRouter) -> None:
+    """It rises from 0 to 1, with llama.cpp's shares between."""
+    router = make_router()
+    shares: list[float] = []
+    with requests.get(router.url + "/models/sse", stream=True, timeout=60) as reply:
+        assert ask(router, "dice").status_code == 200
+        for line in reply.iter_lines():
+            if line.startswith(b"data: "):
+                data = json.loads(line[6:])["data"]
+                if data.get("status") == "loaded":
+                    break
+                if "progress" in data:
+                    shares.append(data["progress"]["value"])
+    assert shares == sorted(set(shares))
+    assert (shares[0], shares[-1]) == (0, 1)
+    assert len(shares) > 5
+
+
+def loading_shares(router: Daemon, shares: list[float]) -> None:
+    """Add each share of a load that the router tells, until the model is loaded."""
+    with requests.get(router.url + "/models/sse", stream=True, timeout=60) as reply:
+        for line in reply.iter_lines():
+            data = json.loads(line[6:])["data"] if line.startswith(b"data: ") else {}
+            if data.get("status") == "loaded":
+                return
+            if "progress" in data:
+                shares.append(data["progress"]["value"])
+
+
+def test_who_waits_reads_how_far_the_load_is(make_router: MakeRouter, tmp_path: Path) -> None:
+    """In comments, which are no events; the answer follows them in the same stream."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "tales.gguf").write_bytes(bundled_model().read_bytes())
+    make_random_gguf(tmp_path / "m" / "big.gguf", replace(PRESETS["tiny"], n_layer=24))
+    router = make_router("--no-mmap", folder=tmp_path / "m")
+    until(lambda: bool(psutil.Process(router.pid).children()))
+    (process,) = psutil.Process(router.pid).children()
+    process.suspend()
+    shares: list[float] = []
+    body: Any = {"model": "big", "prompt": "Once", "n_predict": 2, "stream": True}
+    with ThreadPoolExecutor(2) as pool:
+        listening = pool.submit(loading_shares, router, shares)
+        asked = pool.submit(
+            requests.post, router.url + "/completion", json=body, stream=True, timeout=120
+        )
+        try:
+            until(lambda: states(router)["big"] == "loading")
+            while not shares or shares[-1] == 0:  # the process runs in steps shorter than its load
+                process.resume()
+                time.sleep(0.001)
+                process.suspend()
+            with asked.result() as reply:
+                lines = reply.iter_lines()
+                next(x for x in lines if x == f": the model is loading, {shares[-1]:.0%}".encode())
+                assert 0 < shares[-1] < 1
+                process.resume()
+                said = [line for line in lines if line and not line.startswith(b":")]
+        finally:
+            process.resume()
+        listening.result()
+    assert all(line.startswith(b"data: {") for line in said)
+    assert json.loads(said[-1][6:])["stop"]
+
+
+@pytest.mark.parametrize("damage", ["page", "cut", "unknown"])
+def test_a_broken_file_unloads_no_model(
+    make_router: MakeRouter, tmp_path: Path, damage: str
+) -> None:
+    """Where one would have to leave for it, it is refused first, and says the same as where none
+    has to; `/models` says that it failed."""
+    folder, whole = tmp_path / "m", bundled_model().read_bytes()
+    folder.mkdir()
+    (folder / "tales.gguf").write_bytes(whole)
+    broken = {"page": b"<html>", "cut": whole[:-9], "unknown": whole.replace(b"llama", b"lloma")}
+    (folder / "broken.gguf").write_bytes(broken[damage])
+    router = make_router("--models-max", "1", folder=folder)
+    alone = ask(router, "broken")
+    assert alone.status_code == 500
+    assert ask(router, "tales").status_code == 200
+    before = children(router)
+    router.get("/models?reload=1")  # a failure is not remembered after that
+    beside = ask(router, "broken")
+    assert (beside.status_code, beside.json()) == (500, alone.json())
+    assert children(router) == before
+    status = router.get("/models")["data"][0]["status"]
+    assert (status["value"], status["failed"], status["exit_code"]) == ("unloaded", True, 1)
+    assert ask(router, "broken").json() == alone.json()
+    assert metric(router, "towerd_model_unloads_total") == 0
+
+
+def test_a_file_that_is_no_model(make_router: MakeRouter) -> None:
+    """All who wait get the reason in a sentence, which names no file; others are served."""
+    router = make_router()
+    with ThreadPoolExecutor(3) as pool:
+        replies = list(pool.map(lambda _: ask(router, "junk"), range(3)))
+    for reply in replies:
+        assert reply.status_code == 500
+        message = reply.json()["error"]["message"]
+        assert message == "junk is not a GGUF file; convert the model to GGUF first."
+    status = router.get("/models")["data"][1]["status"]
+    assert (status["value"], status["failed"], status["exit_code"]) == ("unloaded", True, 1)
+    assert ask(router, "tales").status_code == 200
+
+
+def test_a_reload_while_a_model_is_loading(make_router: MakeRouter, tmp_path: Path) -> None:
+    """Its files are others now: no process of the old ones stays, and its requests are answered."""
+    folder = tmp_path / "own"
+    (folder / "x").mkdir(parents=True)
+    (folder / "x.gguf").write_bytes(bundled_model().read_bytes())
+    router = make_router(folder=folder)
+    router.post("/models/load", {"model": "x"})
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ask, router, "x")
+        (folder / "x.gguf").rename(folder / "x" / "moved.gguf")
+        router.get("/models?reload=1")
+        assert waiting.result().status_code == 200
+    assert str(folder / "x" / "moved.gguf") in router.get("/models")["data"][0]["status"]["args"]
+    assert ask(router, "x").status_code == 200
+    assert len(children(router)) == 1
+    (folder / "x" / "moved.gguf").unlink()
+    router.get("/models?reload=1")
+    assert children(router) == set()
+    assert ask(router, "x").status_code == 404
+    assert router.stop() == 0, router.log
+
+
+def test_each_model_records_its_own_traffic(make_router: MakeRouter, tmp_path: Path) -> None:
+    """In a file of its own, whose name is the model's: whole lines, and those of its requests."""
+    toml = f"[models.'my/tales']\nmodel = '{bundled_model()}'\n"
+    router = make_router("--record", str(tmp_path / "trace.jsonl"), toml=toml)
+    n_tokens = {
+        name: [ask(router, model, prompt).json()["tokens_evaluated"] for prompt in ("Once", LONG)]
+        for name, model in (("my%2Ftales", "my/tales"), ("dice", "dice"))
+    }
+    assert router.stop() == 0, router.log
+    assert {each.name for each in tmp_path.glob("trace.*")} == {
+        f"trace.{n}.jsonl" for n in n_tokens
+    }
+    for name, evaluated in n_tokens.items():
+        text = (tmp_path / f"trace.{name}.jsonl").read_text()
+        head, *lines = [json.loads(line) for line in text.splitlines()]
+        assert head["format"] == "towerd-trace/1"
+        assert [line["in"] for line in lines] == evaluated
