@@ -68,7 +68,7 @@ def test_an_unknown_model(make_router: MakeRouter) -> None:
     error = reply.json()["error"]
     assert (reply.status_code, error["code"], error["type"]) == (404, 404, "not_found_error")
     assert error["models"] == ["dice", "junk", "tales"]
-    assert requests.get(router.url + "/favicon.ico", timeout=30).status_code == 404
+    assert requests.get(router.url + "/no-such-file.ico", timeout=30).status_code == 404
     assert children(router) == set()
 
 
