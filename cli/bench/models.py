@@ -43,7 +43,7 @@ class SwitchedModels:
     @property
     def ctx_size(self) -> int:
         """Room for a chat at its end."""
-        turns = (self.switches + 1) * (self.user_tokens + self.reply_tokens)
+        turns = (2 * self.switches + 1) * (self.user_tokens + self.reply_tokens)
         return -(-(self.prompt_tokens + turns) // 256) * 256
 
 
@@ -61,6 +61,8 @@ class SwitchTimes:
     load: list[float] = field(default_factory=list)
     ttft: list[float] = field(default_factory=list)
     """To the first token of a chat that continues, from when its model is loaded."""
+    live: list[float] = field(default_factory=list)
+    """To that of the turn after it: nothing is restored, so that no server is faster."""
     evaluated: list[int] = field(default_factory=list)
     """Tokens of its prompt that were evaluated."""
 
@@ -101,6 +103,8 @@ def _figures(load: SwitchedModels, ours: SwitchTimes, theirs: SwitchTimes) -> di
         "prefill_s": median(ours.first),
         "ttft_p50_s": median(ours.ttft),
         "ratio": median(ours.first) / median(ours.ttft),
+        "live_ttft_p50_s": median(ours.live),
+        "ratio_limit": median(ours.first) / median(ours.live),
         "prompt_tokens_evaluated_p50": median(ours.evaluated),
         "unload_p50_s": median(ours.unload),
         "load_p50_s": median(ours.load),
@@ -127,17 +131,17 @@ async def drive(made: ServerProcess, load: SwitchedModels, n_vocab: int) -> Swit
                 unload_s = await _change(session, server.url, "unload", other) if turn else 0.0
                 load_s = await _change(session, server.url, "load", name)
                 is_first = turn < len(NAMES)
-                n_said = 0 if is_first else load.user_tokens
-                chat = chats[name] + random_prompt(rng, n_said, n_vocab).tolist()
-                done = await complete(session, server.url, chat, load.reply_tokens, model=name)
-                chats[name] = chat + done.tokens
-                if is_first:
-                    times.first.append(done.ttft_s)
-                    continue
-                times.unload.append(unload_s)
-                times.load.append(load_s)
-                times.ttft.append(done.ttft_s)
-                times.evaluated.append(int(done.timings["prompt_n"]))
+                for ttft_s in (times.first,) if is_first else (times.ttft, times.live):
+                    n_said = 0 if is_first else load.user_tokens
+                    chat = chats[name] + random_prompt(rng, n_said, n_vocab).tolist()
+                    done = await complete(session, server.url, chat, load.reply_tokens, model=name)
+                    chats[name] = chat + done.tokens
+                    ttft_s.append(done.ttft_s)
+                    if ttft_s is times.ttft:
+                        times.evaluated.append(int(done.timings["prompt_n"]))
+                if not is_first:
+                    times.unload.append(unload_s)
+                    times.load.append(load_s)
     return times
 
 

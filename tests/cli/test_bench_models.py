@@ -37,5 +37,5 @@ async def test_both_routers_switch(folder: Path) -> None:
     assert ours.evaluated == [LOAD.user_tokens + 1] * LOAD.switches
     assert theirs.evaluated == [LOAD.prompt_tokens + n_turn] * LOAD.switches
     for times in (ours, theirs):
-        assert len(times.first) == len(NAMES)
-        assert min(*times.first, *times.ttft, *times.load, *times.unload) > 0
+        assert (len(times.first), len(times.live)) == (len(NAMES), LOAD.switches)
+        assert min(*times.first, *times.ttft, *times.live, *times.load, *times.unload) > 0
