@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from gguf import GGUFWriter
 from lab.train.objectives.teacher import silence_llama_cpp
 from towerd.engine.embedded.model.core import load_core
 from towerd.engine.embedded.model.model import init_backend
-from towerd.errors import ModelError
+from towerd.errors import ConfigError, ModelError
 from towerd.models.random_gguf import PRESETS, make_random_gguf
 from towerd.models.vocabulary import synthetic
 from towerd.settings.config import Config
@@ -24,18 +25,22 @@ N_LAYER, N_EMBD, N_FF, N_CTX = 2, 64, 128, 512
 
 def refused(path: Path, tmp_path: Path) -> str:
     """What is said when a daemon is to serve it."""
-    config = Config(model=path, store_dir=tmp_path / "store", ctx_size=256)
-    catalog = SqliteCatalog(tmp_path / "catalog.sqlite")
-    try:
-        with pytest.raises(ModelError) as failed:
-            load_core(config, catalog).close()
-    finally:
-        catalog.close()
+    with pytest.raises(ModelError) as failed:
+        load(path, tmp_path)
     said = failed.value.message
     assert str(path) in said
     assert said.endswith(".")
     assert "\n" not in said
     return said
+
+
+def load(path: Path, tmp_path: Path, *flags: str) -> None:
+    config = Config(model=path, store_dir=tmp_path / "store", ctx_size=256, llama_server_args=flags)
+    catalog = SqliteCatalog(tmp_path / "catalog.sqlite")
+    try:
+        load_core(config, catalog).close()
+    finally:
+        catalog.close()
 
 
 def header_only(path: Path, arch: str, kind: str = "") -> Path:
@@ -128,3 +133,21 @@ def make_bert(path: Path) -> None:
         layer(block + "ffn_up", N_FF, N_EMBD)
         layer(block + "ffn_down", N_EMBD, N_FF)
     finish(writer)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [
+        ("--spec-draft-ngl", "abc", "--spec-draft-ngl does not take this value."),
+        ("--draft", "8", "--draft: the argument has been removed. use --spec-draft-n-max"),
+        ("--logit-bias", "x", "--logit-bias: invalid input format."),
+        ("--media-path", "/nowhere", "--media-path: not a directory: /nowhere."),
+    ],
+)
+def test_flags_are_read_before_the_model(
+    tmp_path: Path, flag: str, value: str, reason: str
+) -> None:
+    """Loading it may take minutes; this one could not be loaded."""
+    path = header_only(tmp_path / "model.gguf", "llama")
+    with pytest.raises(ConfigError, match=f"refuses a flag: {re.escape(reason)}"):
+        load(path, tmp_path, flag, value)

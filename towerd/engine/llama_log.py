@@ -31,6 +31,10 @@ def _on_log(level: int, text: bytes, _user: Any) -> None:
         level = 2  # sequences share the context's cells, and towerd limits each of them
     if "special_eot_id is not in special_eog_ids" in line:
         level = 2  # llama.cpp adds it; a story of the bundled model ends where the next begins
+    if "using full-size SWA cache" in line:
+        level = 2  # towerd asks for it: rows that slid out of a window are stored as well
+    if "was not control-type; this is probably a bug in the model" in line:
+        level = 2  # llama.cpp corrects it, and who serves the model can do nothing else
     if line.endswith("unknown type i32"):
         level = 2  # of the tables of the codec, of which llama.cpp reads the vocabulary alone
     # llama.cpp's levels: 1 debug, 2 info, 3 warn, 4 error, 5 continuation of the line before.

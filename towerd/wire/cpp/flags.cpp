@@ -38,7 +38,8 @@ void take_flags(common_params & params, const std::vector<std::string> & words) 
                 option->handler_string(params, words.at(++i));
             }
         } catch (const std::exception & error) {
-            throw std::runtime_error(word + ": " + error.what());
+            const std::string said = error.what();  // of text that is no number the C++ library says "stoi"
+            throw std::runtime_error(word + (said.rfind("sto", 0) == 0 ? " does not take this value" : ": " + said));
         }
     }
     if (params.escape) {

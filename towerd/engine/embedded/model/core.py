@@ -24,6 +24,7 @@ from towerd.engine.embedded.media.projector import open_projector
 from towerd.engine.embedded.memory import SequenceMemory, n_seqs_of, open_memory
 from towerd.engine.embedded.model.adapters import Adapters, load_adapters
 from towerd.engine.embedded.model.context import LlamaContext
+from towerd.engine.embedded.model.load_flags import check_reply_flags
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.model.vocab import Vocab
 from towerd.engine.llama_log import buffers_made
@@ -101,6 +102,7 @@ def load_core(config: Config, catalog: Catalog) -> Core:
     Raises ModelError, also for a state format that fails the self-test (with the version), and
     ConfigError for sizes that are not possible."""
     _check_files(config)
+    check_reply_flags(config)
     model = LlamaModel(find_model(config.model), config)
     try:
         n_ctx, n_cells = _sizes(model, config)
