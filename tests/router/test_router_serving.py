@@ -17,6 +17,9 @@ from daemon import reuse_of, run_towerctl
 from routed import LONG, MakeRouter, ask, children, metric, states
 from waiting import until
 
+from towerd.router.loading.launcher import CONTEXT_RAM_SHARE
+from towerd.system.machine import ram_bytes
+
 
 def test_a_request_waits_for_its_model(make_router: MakeRouter) -> None:
     """However many wait, it is loaded once; a request without a model goes to the only loaded one."""
@@ -125,6 +128,21 @@ def test_the_memory_bounds_what_is_loaded(make_router: MakeRouter) -> None:
     assert refused.status_code == 500
     assert "no room for the model dice beside those that are kept: tales" in refused.text
     assert states(tight)["tales"] == "loaded"
+
+
+def test_chats_that_left_the_context_count_as_memory(make_router: MakeRouter) -> None:
+    """What a retention may keep of them, 3 GiB for each model, is more than the two have room for."""
+    memory = ram_bytes() // CONTEXT_RAM_SHARE + 2 * 2**30  # of the second its context is estimated
+    flags = ("--memory", str(memory), "--hot-bytes", "64MiB", "--recall-bytes", "1GiB")
+    router = make_router(*flags, "--retention", "streaming")
+    for name in ("tales", "dice"):
+        assert ask(router, name).status_code == 200
+    assert states(router)["tales"] == "unloaded"
+    assert "up to 3,072 MiB for what left the context (--recall-bytes)" in router.log
+    roomy = make_router(*flags, name="roomy")
+    for name in ("tales", "dice"):
+        assert ask(roomy, name).status_code == 200
+    assert states(roomy)["tales"] == "loaded"
 
 
 def test_a_killed_model_takes_no_others_answers(make_router: MakeRouter) -> None:

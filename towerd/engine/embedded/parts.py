@@ -25,9 +25,6 @@ from towerd.settings.config import Config
 from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
 
-PARKED_CHATS = 2
-"""Parked chats take at most as much as this many times --recall-bytes."""
-
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -107,6 +104,5 @@ def _budgets(
         config.recall_bytes,
         config.recall_disk_bytes,
     )
-    parked_bytes = PARKED_CHATS * config.recall_bytes
     folder = tiers.store.state.directory.tmp
-    return Budgets(tokens, core, pool, splicer, parked_bytes, limits, folder)
+    return Budgets(tokens, core, pool, splicer, config.parked_bytes, limits, folder)

@@ -146,4 +146,4 @@ def trace_of(path: Path, name: str, names: Collection[str]) -> Path:
 def _estimate(entry: ModelEntry, config: Config) -> int:
     """RAM that a model takes before it was measured: rather too much than too little."""
     context = ram_bytes() // CONTEXT_RAM_SHARE
-    return entry.file_bytes() + context + config.hot_bytes + PROCESS_BYTES
+    return entry.file_bytes() + context + config.chats_bytes + PROCESS_BYTES

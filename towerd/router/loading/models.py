@@ -193,7 +193,7 @@ class Models:
         except BaseException:
             await process.end()
             raise
-        model.need_bytes = resident + process.hot_bytes
+        model.need_bytes = resident + process.chats_bytes
         model.state, model.failure, model.exit_code = State.LOADED, None, 0
         model.was_loaded, model.last_used_s = True, time.monotonic()
         model.watch = self._task(self._watch(model, process))

@@ -44,10 +44,10 @@ class ModelProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     @property
-    def hot_bytes(self) -> int:
+    def chats_bytes(self) -> int:
         """RAM that it may yet take for conversations that are not live."""
         assert self._config is not None
-        return self._config.hot_bytes
+        return self._config.chats_bytes
 
     @property
     def pid(self) -> int:

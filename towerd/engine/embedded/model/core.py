@@ -143,12 +143,14 @@ def memory_line(weights: int, buffers: Mapping[str, int], n_cells: int, config: 
     compute = buffers.get("compute", 0) + buffers.get("output", 0)
     live = sum(buffers.values()) - compute - buffers.get("model", 0)
     how = "mapped" if config.mmap else "read"
-    parts = (
+    parts = [
         f"weights {_mib(weights)} ({how})",
         f"{n_cells:,} live tokens {_mib(live)}",
         f"compute buffers {_mib(compute)}",
         f"up to {_mib(config.hot_bytes)} for hot conversations (--hot-bytes)",
-    )
+    ]
+    if (partial := config.chats_bytes - config.hot_bytes) > 0:
+        parts.append(f"up to {_mib(partial)} for what left the context (--recall-bytes)")
     resident = own_resident_bytes()
     now = "" if resident is None else f"; {_mib(resident)} of RAM in use now"
     return ", ".join(parts) + now
