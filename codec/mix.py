@@ -13,13 +13,13 @@ from typing import Protocol
 import numpy as np
 
 from towerd.codec.base import TokenVocabulary, vocabulary_hash
-from towerd.codec.coder import make_decoder, make_encoder, take_ranks
 from towerd.codec.container import CodedChunk
 from towerd.codec.forms import Coded
 from towerd.codec.mixer_pool import MixerPool, Symbols
 from towerd.codec.prior.file import Prior
 from towerd.codec.prior.state import bits_of
 from towerd.codec.probe import probe
+from towerd.codec.range_coder.coder import make_decoder, make_encoder, take_ranks
 from towerd.codec.text import MARK_FIRST, Text, as_context, from_ids, parse, split, to_ids
 from towerd.tokens import Ids
 

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, ExitStack
 import numpy as np
 
 from towerd.codec.base import TokenVocabulary
-from towerd.codec.coder import make_encoder
 from towerd.codec.container import BY_NAME, CodedChunk
 from towerd.codec.errors import Damaged, UnknownModel
 from towerd.codec.forms import Coded
@@ -26,6 +25,7 @@ from towerd.codec.models.predictor_pool import PredictorPool
 from towerd.codec.models.side_by_side import n_cores, read_texts
 from towerd.codec.prior.file import Prior
 from towerd.codec.prior.state import bits_of
+from towerd.codec.range_coder.coder import make_encoder
 from towerd.codec.text import Text, as_context, from_ids, parse, to_ids
 from towerd.kernels.mixing import Mixer
 from towerd.tokens import Ids

@@ -14,12 +14,12 @@ from types import ModuleType
 import numpy as np
 import numpy.typing as npt
 
-from towerd.codec.coder import make_decoder, take_ranks
 from towerd.codec.errors import Damaged
 from towerd.codec.models.base import TokenPredictor
 from towerd.codec.models.exact import ExactPredictor
 from towerd.codec.models.marks import MarkedPredictor
 from towerd.codec.models.predictor_pool import PredictorPool
+from towerd.codec.range_coder.coder import make_decoder, take_ranks
 from towerd.kernels import mixing
 from towerd.kernels.mixing import Mixer
 

@@ -10,7 +10,7 @@ import pytest
 from towerd.codec import Codec, container
 from towerd.codec.errors import CodecError, UnknownModel, WrongBase
 from towerd.codec.prior import file
-from towerd.codec.reference_coder import ReferenceDecoder, ReferenceEncoder
+from towerd.codec.range_coder.reference import ReferenceDecoder, ReferenceEncoder
 from towerd.codec.vocabulary import GgufVocabulary
 
 CHAT = (

@@ -102,7 +102,7 @@ def test_decisions_lead_back_to_the_tokens(
 @pytest.fixture
 def coder() -> Any:
     """constriction's range coder, which has no build for Linux on arm64."""
-    return pytest.importorskip("towerd.codec.reference_coder")
+    return pytest.importorskip("towerd.codec.range_coder.reference")
 
 
 @pytest.mark.parametrize("n_bytes", [0, 1, 4, 7, 8, 12, 200])

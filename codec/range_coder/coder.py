@@ -34,7 +34,7 @@ def make_encoder() -> Encoder:
     """An encoder of the kernels, or constriction's."""
     kernels = native()
     if kernels is None:
-        from towerd.codec.reference_coder import ReferenceEncoder
+        from towerd.codec.range_coder.reference import ReferenceEncoder
 
         return ReferenceEncoder()
     encoder: Encoder = kernels.RangeEncoder()
@@ -45,7 +45,7 @@ def make_decoder(mixer: Mixer, data: bytes) -> Decisions:
     """A decoder that this mixer can read from."""
     kernels = native()
     if kernels is None or not isinstance(mixer, kernels.Mixer):
-        from towerd.codec.reference_coder import ReferenceDecoder
+        from towerd.codec.range_coder.reference import ReferenceDecoder
 
         return ReferenceDecoder(data)
     decoder: Decisions = kernels.RangeDecoder(data)

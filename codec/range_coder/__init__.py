@@ -1,0 +1,3 @@
+"""Binary decisions to bits and back."""
+
+from __future__ import annotations
