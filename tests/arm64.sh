@@ -20,6 +20,9 @@ inside() { (enter "$@"); }
 
 step "a Debian for arm64"
 mkdir -p "$FOLDER"
+binfmt=/proc/sys/fs/binfmt_misc  # where systemd has not mounted it, nothing is registered either
+mountpoint -q "$binfmt" || mount -t binfmt_misc binfmt_misc "$binfmt"
+[ -e "$binfmt/qemu-aarch64" ] || update-binfmts --enable qemu-aarch64
 if [ ! -x "$ROOT/venv/bin/python" ]; then
   debootstrap --arch=arm64 --variant=minbase --include=python3,python3-venv,libpython3-dev,libgomp1,libstdc++6,ca-certificates \
     bookworm "$ROOT" >"$FOLDER/debootstrap.log"

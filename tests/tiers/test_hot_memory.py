@@ -82,8 +82,8 @@ def test_little_is_left_of_what_was_cut(store: Store, tiers: Tiers) -> None:
 
 
 def test_a_pinned_base_stays(store: Store, tiers: Tiers, caplog: pytest.LogCaptureFixture) -> None:
-    """The least recently used of all, and yet in RAM while it is pinned; of pinned ones that do not
-    fit by themselves some leave, and the log says so once."""
+    """The least recently used of all, and yet in RAM while it is pinned, beyond --hot-bytes, too; of
+    pinned ones that do not fit into their own share some leave, and the log says so once."""
     pinned, other = np.arange(1000, 1060, dtype=np.int32), np.arange(2000, 2100, dtype=np.int32)
     for at, ids in enumerate((pinned, other, IDS)):
         tip = store.insert(ids, HERE, [len(ids)])[-1]
@@ -96,9 +96,12 @@ def test_a_pinned_base_stays(store: Store, tiers: Tiers, caplog: pytest.LogCaptu
     base, middle, last = (
         store.match(np.array([first], np.int32), HERE).nodes[0] for first in (1000, 2000, 0)
     )
-    evict(tiers, 260)
+    tiers.pinned_bytes_max = 260 * TOKEN
+    tiers.hot_bytes_max = 30 * TOKEN
+    tiers.flush()
     assert [node.hot is not None for node in (base, middle, last)] == [True, False, True]
     assert not caplog.records
+    tiers.pinned_bytes_max = 0
     evict(tiers, 200)
     assert [node.hot is not None for node in (base, last)] == [False, True]
     assert ["do not fit into RAM" in record.message for record in caplog.records] == [True]

@@ -128,7 +128,8 @@ class Config:
     rope_freq_scale: float = _set(0.0, "float", "--rope-freq-scale",
         "RoPE frequency factor; 1/N stretches the context N-fold.", low=0, auto="from the model")
     hot_bytes: int = _set(-1, "size", "--hot-bytes",
-        "RAM for conversations that are not live; those on disk are in the page cache besides.", low=-1,
+        "RAM for conversations that are not live; those on disk are in the page cache besides. Pinned ones may take an "
+        "eighth of the RAM.", low=-1,
         auto="32 MiB; an eighth of the RAM where warm-bytes is 0")
     warm_bytes: int = _set(-1, "size", "--warm-bytes",
         "Disk for the attention state of conversations.", low=-1,
@@ -268,6 +269,11 @@ class Config:
     def load_words(self) -> list[str]:
         """What llama-server's flags say about how the embedded engine makes the model and its context."""
         return words_of(self.llama_server_args, "load") if self.engine == "embedded" else []
+
+    @property
+    def pinned_bytes(self) -> int:
+        """RAM for rows of precached and pinned prompts, if it is more than `hot_bytes`."""
+        return ram_bytes() // 8
 
     @property
     def parked_bytes(self) -> int:

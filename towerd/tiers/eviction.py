@@ -32,10 +32,12 @@ class Evictor:
         self._has_complained = False
         """Whether the log says that pinned segments do not fit."""
 
-    def evict_hot(self, bytes_max: int) -> None:
+    def evict_hot(self, bytes_max: int, pinned_bytes_max: int) -> None:
         """Drop rows in RAM until they fit. Rows whose file was evicted for space may go, too; only
-        unwritten rows must wait. Those of pinned segments stay, unless they alone do not fit."""
+        unwritten rows must wait. Those of pinned segments leave only if they do not fit into
+        `pinned_bytes_max`, or `bytes_max` if that is more."""
         self._evict_hot(lambda: self._store.hot_bytes - bytes_max, self._can_drop_hot)
+        bytes_max = max(bytes_max, pinned_bytes_max)
         if self._store.hot_bytes <= bytes_max:
             return
         too_much = self._pinned_bytes() - bytes_max

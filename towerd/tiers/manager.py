@@ -71,6 +71,7 @@ class Tiers(Listener):
         shrink_after_s: float = 600.0,
         promote_delay_s: float = 30.0,
         prefetch_bytes: int = 0,
+        pinned_bytes: int = 0,
         tail: bytes = b"",
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -80,10 +81,12 @@ class Tiers(Listener):
         promote_delay_s: rows that were read from disk are copied into RAM when the request that
             needed them is recorded, or after this long
         prefetch_bytes: bandwidth of prefetch in bytes per second; 0: no prefetch
+        pinned_bytes: RAM that rows of pinned segments may take, if it is more than `hot_bytes`
         tail: bytes that every composed blob must end with"""
         self.store = store
         self.layout = layout
         self.hot_bytes_max = hot_bytes
+        self.pinned_bytes_max = pinned_bytes
         self.warm_bytes_max = warm_bytes
         self.counters = TierCounters()
         self.ranking = Ranking(policy, clock, predictor, layout.token_bytes)
@@ -411,7 +414,7 @@ class Tiers(Listener):
     def _enforce(self) -> None:
         """Evict hot rows that have a file, then files, until both budgets hold."""
         self.prefetcher.give_back(self.store.hot_bytes - self.hot_bytes_max)
-        self.evictor.evict_hot(self.hot_bytes_max)
+        self.evictor.evict_hot(self.hot_bytes_max, self.pinned_bytes_max)
         self.evictor.evict_warm(self.warm_bytes_max)
 
 

@@ -104,6 +104,7 @@ def _open_tiers(config: Config, core: Core, store: Store) -> Tiers:
         core.layout,
         v_trans=core.context.v_trans,
         hot_bytes=config.hot_bytes,
+        pinned_bytes=config.pinned_bytes,
         warm_bytes=config.warm_bytes,
         policy=config.policy,
         predictor=config.predictor,

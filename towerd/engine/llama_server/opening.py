@@ -102,6 +102,7 @@ def _open_tiers(config: Config, backend: LlamaServerBackend, store: Store) -> Ti
         store.state.fingerprint.layout,
         v_trans=spec is not None and spec.v_trans,
         hot_bytes=config.hot_bytes,
+        pinned_bytes=config.pinned_bytes,
         warm_bytes=config.warm_bytes,
         policy=config.policy,
         predictor=config.predictor,
