@@ -271,22 +271,6 @@ class Config:
         return words_of(self.llama_server_args, "load") if self.engine == "embedded" else []
 
     @property
-    def pinned_bytes(self) -> int:
-        """RAM for rows of precached and pinned prompts, if it is more than `hot_bytes`."""
-        return ram_bytes() // 8
-
-    @property
-    def parked_bytes(self) -> int:
-        """RAM for rows of chats that --retention made partial and that left the context."""
-        return 2 * self.recall_bytes
-
-    @property
-    def chats_bytes(self) -> int:
-        """RAM that conversations may take beside the context."""
-        of_retention = 0 if self.retention == "none" else self.recall_bytes + self.parked_bytes
-        return self.hot_bytes + of_retention
-
-    @property
     def aliases(self) -> tuple[str, ...]:
         """The model's names that were set, in llama-server's order (sorted)."""
         names = (self.alias or "").split(",")

@@ -14,6 +14,7 @@ from towerd.engine.opened_engine import OpenedEngine
 from towerd.engine.tokenizer_rules import check_tokenizer, keep_vocabulary, tokenizer_rules
 from towerd.engine.weights_check import WeightsCheck
 from towerd.settings.config import Config
+from towerd.settings.ram_shares import pinned_bytes
 from towerd.store import Catalog, Node, Store
 from towerd.store.catalog.identity import ModelIdentity
 from towerd.store.segments.checkpoints import ANYWHERE, CUT_META
@@ -104,7 +105,7 @@ def _open_tiers(config: Config, core: Core, store: Store) -> Tiers:
         core.layout,
         v_trans=core.context.v_trans,
         hot_bytes=config.hot_bytes,
-        pinned_bytes=config.pinned_bytes,
+        pinned_bytes=pinned_bytes(),
         warm_bytes=config.warm_bytes,
         policy=config.policy,
         predictor=config.predictor,

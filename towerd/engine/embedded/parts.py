@@ -22,6 +22,7 @@ from towerd.engine.embedded.scheduling.pool import LivePool
 from towerd.engine.embedded.scheduling.scheduler import Scheduler
 from towerd.engine.embedded.scheduling.speculation import Speculator
 from towerd.settings.config import Config
+from towerd.settings.ram_shares import parked_bytes
 from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
 
@@ -105,4 +106,4 @@ def _budgets(
         config.recall_disk_bytes,
     )
     folder = tiers.store.state.directory.tmp
-    return Budgets(tokens, core, pool, splicer, config.parked_bytes, limits, folder)
+    return Budgets(tokens, core, pool, splicer, parked_bytes(config), limits, folder)

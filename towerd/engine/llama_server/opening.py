@@ -15,6 +15,7 @@ from towerd.engine.llama_server.process.description import ModelDescription, des
 from towerd.engine.opened_engine import OpenedEngine
 from towerd.engine.tokenizer_rules import check_tokenizer, keep_vocabulary, tokenizer_rules
 from towerd.settings.config import Config
+from towerd.settings.ram_shares import pinned_bytes
 from towerd.store import Catalog, Node, Store
 from towerd.store.catalog.identity import ModelIdentity
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
@@ -102,7 +103,7 @@ def _open_tiers(config: Config, backend: LlamaServerBackend, store: Store) -> Ti
         store.state.fingerprint.layout,
         v_trans=spec is not None and spec.v_trans,
         hot_bytes=config.hot_bytes,
-        pinned_bytes=config.pinned_bytes,
+        pinned_bytes=pinned_bytes(),
         warm_bytes=config.warm_bytes,
         policy=config.policy,
         predictor=config.predictor,

@@ -21,6 +21,7 @@ from towerd.router.loading.process import ModelProcess
 from towerd.router.loading.room import Room
 from towerd.settings.config import Config
 from towerd.settings.model_tables import ModelTables
+from towerd.settings.ram_shares import chats_bytes
 from towerd.store.catalog.shared.broker import CatalogBroker
 from towerd.system.machine import ram_bytes
 
@@ -146,4 +147,4 @@ def trace_of(path: Path, name: str, names: Collection[str]) -> Path:
 def _estimate(entry: ModelEntry, config: Config) -> int:
     """RAM that a model takes before it was measured: rather too much than too little."""
     context = ram_bytes() // CONTEXT_RAM_SHARE
-    return entry.file_bytes() + context + config.chats_bytes + PROCESS_BYTES
+    return entry.file_bytes() + context + chats_bytes(config) + PROCESS_BYTES

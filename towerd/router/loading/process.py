@@ -19,6 +19,7 @@ from towerd.engine.llama_server.process.process import describe_exit
 from towerd.errors import DiskFull, ModelError, TowerdError
 from towerd.router.loading.child import CHECK, LENGTH_BYTES, LOAD
 from towerd.settings.config import Config
+from towerd.settings.ram_shares import chats_bytes
 
 STOP_S_MAX = 120.0
 """For the requests that run, and for writing what is live; then the process is killed."""
@@ -47,7 +48,7 @@ class ModelProcess:
     def chats_bytes(self) -> int:
         """RAM that it may yet take for conversations that are not live."""
         assert self._config is not None
-        return self._config.chats_bytes
+        return chats_bytes(self._config)
 
     @property
     def pid(self) -> int:

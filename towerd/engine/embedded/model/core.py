@@ -35,6 +35,7 @@ from towerd.kernels.formats import BY_NAME
 from towerd.models.bundled import find_model
 from towerd.settings.config import WATCHING, Config
 from towerd.settings.llama_flags import adapter_files, named_files
+from towerd.settings.ram_shares import partial_bytes
 from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint, tokenizer_hash
 from towerd.slots.kind import DENSE, WHOLE
@@ -149,7 +150,7 @@ def memory_line(weights: int, buffers: Mapping[str, int], n_cells: int, config: 
         f"compute buffers {_mib(compute)}",
         f"up to {_mib(config.hot_bytes)} for hot conversations (--hot-bytes)",
     ]
-    if (partial := config.chats_bytes - config.hot_bytes) > 0:
+    if (partial := partial_bytes(config)) > 0:
         parts.append(f"up to {_mib(partial)} for what left the context (--recall-bytes)")
     resident = own_resident_bytes()
     now = "" if resident is None else f"; {_mib(resident)} of RAM in use now"
