@@ -1,7 +1,9 @@
-"""Several tenants: what one does shows to it and to the operator alone, on either engine."""
+"""Several tenants: what one does, and how fast it is, shows to it and to the operator alone, on either
+engine."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,11 @@ def busy(slots: list[dict[str, Any]]) -> int:
     return sum(slot["is_processing"] for slot in slots)
 
 
+def running(daemon: Daemon, key: dict[str, str]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = daemon.get("/towerd/v1/requests", headers=key)["running"]
+    return found
+
+
 @pytest.mark.parametrize("engine", ["embedded", "llama-server"])
 def test_activity_is_each_tenants_own(
     make_sidecar: MakeDaemon, slow_model: Path, engine: str
@@ -43,6 +50,7 @@ def test_activity_is_each_tenants_own(
             assert requests.get(daemon.url + path, headers=MONITOR, timeout=30).status_code == 200
             assert owner_get(daemon, path).status_code == 200
         url = daemon.url + "/completion"
+        began = time.monotonic()
         with requests.post(url, json=LONG, headers=ANN, stream=True, timeout=30) as reply:
             lines = reply.iter_lines()
             next(lines)
@@ -55,6 +63,13 @@ def test_activity_is_each_tenants_own(
             for seen in (owner_get(daemon, "/slots").json(), daemon.get("/slots", headers=ANN)):
                 (mine,) = (slot["params"] for slot in seen if slot["is_processing"])
                 assert mine["n_predict"] == LONG["n_predict"]
+            until(lambda: running(daemon, ANN)[0]["generated"] > 1)
+            (own,) = running(daemon, ANN)
+            reply_s = (own["generated"] - 1) / own["tokens_per_second"]
+            assert 0 < own["ttft_ms"] / 1e3 < time.monotonic() - began - reply_s
+            n = own["prompt_evaluated"] + own["generated"]
+            assert own["tokens"] in (n - 1, n)  # the newest one is not evaluated yet
+            assert running(daemon, BOB) == []
         until(lambda: busy(daemon.get("/slots", headers=MONITOR)) == 0)
         for caller in (MONITOR, BOB):
             seen = daemon.get("/slots", headers=caller)

@@ -124,10 +124,14 @@ class Timings:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Speed of the reply; None for a single token, since the time runs from the first one on."""
-        if self.predicted_n < 2 or self.predicted_ms <= 0:
-            return None
-        return 1e3 * (self.predicted_n - 1) / self.predicted_ms
+        """Speed of the reply."""
+        return tokens_per_second(self.predicted_n, self.predicted_ms / 1e3)
+
+
+def tokens_per_second(n: int, seconds: float) -> float | None:
+    """Speed of a reply of `n` tokens; None for a single one, since the time runs from the first
+    one on."""
+    return (n - 1) / seconds if n > 1 and seconds > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +260,10 @@ class SlotView:
     has_new_line: bool = False
     speculative: bool = False
     """Replies may be drafted."""
+    ttft_s: float | None = None
+    """How long its request waited for the first token; None: there is none yet, or it is not known."""
+    tokens_per_second: float | None = None
+    """Speed of the reply from the first token until now; None before there are two."""
 
     def hidden(self, *, shows_busy: bool) -> SlotView:
         """The view for other tenants, to whom it looks idle, or busy if they may see as much."""
@@ -397,6 +405,10 @@ class Engine(Protocol):
 
     def slots(self) -> list[SlotView]:
         """A snapshot of the live sequences."""
+        ...
+
+    async def running(self) -> list[SlotView]:
+        """Those of `slots` that work on a client's request, and how far it is."""
         ...
 
     async def kept(self, ids: Ids, scope: str) -> Kept | None:

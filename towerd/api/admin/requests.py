@@ -14,7 +14,7 @@ from towerd.api.admin.sessions import visible_scope
 from towerd.api.http.keys import CONFIG, LIMITS, service_of
 from towerd.api.http.query import integer_query
 from towerd.api.http.reply import json_reply
-from towerd.api.http.requests.recent import RECENT, REQUESTS_MAX
+from towerd.api.http.requests.recent import RECENT, REQUESTS_MAX, speeds_json
 from towerd.engine.base import SlotView
 from towerd.settings.config import Config
 from towerd.settings.llama_flags import canonical
@@ -37,8 +37,8 @@ async def get_requests(request: web.Request) -> web.Response:
     scope = visible_scope(request)
     running = [
         _running(slot)
-        for slot in service_of(request).engine.slots()
-        if slot.is_processing and (scope is None or tenant_of(slot.scope) == tenant_of(scope))
+        for slot in await service_of(request).engine.running()
+        if scope is None or tenant_of(slot.scope) == tenant_of(scope)
     ]
     finished = request.app[RECENT].since(since, scope, limit)
     return json_reply({"running": running, "finished": finished})
@@ -52,6 +52,7 @@ def _running(slot: SlotView) -> dict[str, Any]:
         "prompt_evaluated": slot.n_prompt_processed,
         "prompt_reused": slot.n_prompt_cached,
         "generated": slot.n_decoded,
+        **speeds_json(slot.ttft_s, slot.tokens_per_second),
     }
 
 

@@ -92,6 +92,8 @@ class Exchange:
         slot = self.lease.slot if self.lease is not None else None
         link = self._request.app[LINK]
         body = await self._plan.bytes_for(slot)
+        if self.lease is not None:
+            self.lease.t_began = self._began
         if self.lease is not None and not self._plan.can_pin:
             self._prefill = SlotPrefill(link, self._engine, self.lease, self._plan)
             await self._prefill.run()

@@ -232,6 +232,9 @@ class EmbeddedEngine:
         speculative = self.scheduler.speculator.is_on
         return [replace(view, speculative=speculative) for view in views]
 
+    async def running(self) -> list[SlotView]:
+        return [view for view in self.slots() if view.is_processing]
+
     async def kept(self, ids: Ids, scope: str) -> Kept | None:
         found = self.scheduler.call(lambda: self.budgets.kept(ids, scope))
         return await asyncio.wrap_future(found)

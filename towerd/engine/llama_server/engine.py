@@ -18,6 +18,7 @@ from towerd.engine.llama_server.process.backend import LlamaServerBackend
 from towerd.engine.llama_server.process.description import ModelDescription
 from towerd.engine.llama_server.process.upstream_counters import without
 from towerd.engine.llama_server.process.upstream_weights import UpstreamWeights
+from towerd.engine.llama_server.running import running_views
 from towerd.engine.llama_server.slots.chat_text import ChatText
 from towerd.engine.llama_server.slots.expected_reuse import ExpectedReuse, expect_reuse
 from towerd.engine.llama_server.slots.launch_gate import LaunchGate
@@ -344,6 +345,9 @@ class LlamaServerEngine:
 
     def slots(self) -> list[SlotView]:
         return [slot.view(self.n_ctx) for slot in self.table.slots]
+
+    async def running(self) -> list[SlotView]:
+        return await running_views(list(self._open), self.upstream, self.n_ctx)
 
     async def kept(self, ids: Ids, scope: str) -> Kept | None:
         """A llama-server keeps all of a chat, or moves it in ways of its own."""

@@ -45,6 +45,10 @@ function chart(name, buckets, stacks) {
     svg("text", { x: 0, y: 12 }, `at most ${count(Math.round(top))}`));
 }
 
+const wait = (request) => (request.ttft_ms == null ? "–" : `${request.ttft_ms.toFixed(0)} ms`);
+const speed = (request) =>
+  (request.tokens_per_second == null ? "–" : request.tokens_per_second.toFixed(1));
+
 function history(finished, titles) {
   if (!finished.length) return [el("p", { class: "quiet" }, "No request was answered since the start.")];
   const { start, buckets } = bucketed(finished);
@@ -63,8 +67,7 @@ function history(finished, titles) {
         moment(each.finished),
         each.session ? el("a", { href: `#/chat/${encodeURIComponent(each.session)}` }, titles.get(each.session) || each.session) : "–",
         count(each.reuse.live + each.reuse.hot + each.reuse.warm), count(each.reuse.prefill),
-        each.ttft_ms == null ? "–" : `${each.ttft_ms.toFixed(0)} ms`,
-        count(each.generated), each.tokens_per_second == null ? "–" : each.tokens_per_second.toFixed(1),
+        wait(each), count(each.generated), speed(each),
       ])),
   ];
 }
@@ -82,9 +85,9 @@ function tiers({ engine, tiers: held, space }) {
 
 function running(requests) {
   if (!requests.length) return el("p", { class: "quiet" }, "Nothing runs.");
-  return table(["slot", "conversation", "tokens", "prompt reused", "prompt evaluated", "generated"],
+  return table(["slot", "conversation", "tokens", "reused", "evaluated", "first token", "generated", "tokens/s"],
     requests.map((each) => [String(each.slot), each.session ?? "–", count(each.tokens),
-      count(each.prompt_reused), count(each.prompt_evaluated), count(each.generated)]));
+      count(each.prompt_reused), count(each.prompt_evaluated), wait(each), count(each.generated), speed(each)]));
 }
 
 export async function showLive(main, _, stats) {

@@ -32,16 +32,22 @@ class AnsweredRequest:
         finish, timings = self.finish, self.finish.timings
         reuse = finish.reuse
         tiers = {name: getattr(reuse, name) for name in ("live", "hot", "warm", "prefill", "cold")}
-        speed = timings.tokens_per_second
         return {
             "finished": self.finished,
             "session": finish.session,
             "stop": finish.stop,
             "reuse": tiers,
-            "ttft_ms": None if self.ttft_s is None else round(self.ttft_s * 1e3, 3),
             "generated": timings.predicted_n,
-            "tokens_per_second": None if speed is None else round(speed, 3),
+            **speeds_json(self.ttft_s, timings.tokens_per_second),
         }
+
+
+def speeds_json(ttft_s: float | None, tokens_per_second: float | None) -> dict[str, float | None]:
+    """How fast a request is, or was; null for what is not known."""
+    return {
+        "ttft_ms": None if ttft_s is None else round(ttft_s * 1e3, 3),
+        "tokens_per_second": None if tokens_per_second is None else round(tokens_per_second, 3),
+    }
 
 
 class RecentRequests:

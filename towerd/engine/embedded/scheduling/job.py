@@ -17,6 +17,7 @@ from towerd.engine.base import (
     Started,
     StopType,
     Timings,
+    tokens_per_second,
 )
 from towerd.engine.embedded.longchat.live_set import Observed
 from towerd.engine.embedded.model.adapters import Adapted
@@ -205,13 +206,14 @@ class Job:
         """What GET /slots says of it; may be called by any thread."""
         n_predict, runs = self.request.n_predict, self.phase is not JobPhase.DONE
         cached = self.reuse.live + self.reuse.hot + self.reuse.warm
+        first, n_decoded = self.t_first, len(self.reply) if runs else 0
         return SlotView(
             id=self.slot,
             n_ctx=n_ctx,
             is_processing=runs,
             session=self.request.session,
             n_tokens=self.n,
-            n_decoded=len(self.reply) if runs else 0,
+            n_decoded=n_decoded,
             request=None if self.output is None else self.output.request,
             scope=self.request.scope,
             id_task=self.task,
@@ -220,6 +222,8 @@ class Job:
             n_remain=n_predict - len(self.reply) if runs and n_predict >= 0 else -1,
             has_next_token=runs,
             has_new_line=self.output is not None and self.output.has_new_line,
+            ttft_s=first - self.t_submit if runs and first else None,
+            tokens_per_second=tokens_per_second(n_decoded, time.monotonic() - first),
         )
 
     def finish(self, stop: StopType, word: str, n_kept: int) -> Finish:

@@ -95,6 +95,10 @@ class SlotLease:
         """The chat request with its reply, if it was one."""
         self._engine = engine
         self._slot = slot
+        self.t_began = time.monotonic()
+        """When its request was parsed."""
+        self.t_first: float | None = None
+        """When its reply began; None before, or if that does not show until its end."""
         self._started_s = time.time()
         self._epoch = engine.epoch
         self._is_placing = True
@@ -133,6 +137,7 @@ class SlotLease:
         """Called when the reply begins: work that would have delayed it may be done now."""
         if self._is_awaited:
             self._is_awaited = False
+            self.t_first = time.monotonic()
             self._engine.upkeep.n_awaited -= 1
 
     def ran_elsewhere(self) -> None:
