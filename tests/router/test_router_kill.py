@@ -14,6 +14,7 @@ import pytest
 import requests
 from daemon import Daemon
 from routed import MakeRouter
+from waiting import until
 
 N_KILLS, N_KILLS_MAX = 6, 40
 
@@ -68,6 +69,7 @@ def test_killed_between_two_models(make_router: MakeRouter) -> None:
         is_over = threading.Event()
         with ThreadPoolExecutor(2) as pool:
             turns = [pool.submit(each.continue_until, router, is_over) for each in chats]
+            until(lambda: any(chat.n_answers for chat in chats))  # the store has a model's fingerprint
             time.sleep(chance.uniform(0.5, 3.0))
             try:
                 kill_one(router, chance)
@@ -80,7 +82,7 @@ def test_killed_between_two_models(make_router: MakeRouter) -> None:
         router.start()
         for chat in chats:
             if chat.session:
-                path = f"/towerd/v1/sessions/{chat.session}?ids=1&model={chat.model}"
+                path = f"/towerd/v1/sessions/{chat.session}?ids=1&model={chat.model}&autoload=1"
                 kept = router.get(path)["ids"]
                 assert kept[: len(chat.ids)] == chat.ids
         if n >= N_KILLS and all(chat.n_answers for chat in chats):

@@ -14,6 +14,9 @@ from towerd.errors import TowerdError
 from towerd.router.loading.model import RoutedModel
 from towerd.router.loading.models import Models
 
+READING = ("GET", "HEAD")
+"""Methods that change nothing, and load no model."""
+
 
 class RoutedRequest:
     """`open` once, then read `reply`, then `close`."""
@@ -26,8 +29,10 @@ class RoutedRequest:
         body: bytes,
         *,
         is_use: bool = True,
+        may_load: bool = True,
     ) -> None:
-        """is_use: a client wants this model; GETs never count as that."""
+        """is_use: a client wants this model; what only reads never counts as that. may_load: as for
+        `Models.enter`, for what is no use."""
         caller = caller_name(request[TENANT], on_socket=is_owner_socket(request))
         self.model = model
         self.reply: ClientResponse | None = None
@@ -38,13 +43,16 @@ class RoutedRequest:
         self._path = request.rel_url.raw_path_qs
         self._headers = to_towerd(request.headers, caller)
         self._body = body or None
-        self._is_use = is_use and request.method not in ("GET", "HEAD")
+        self._is_use = is_use and request.method not in READING
+        self._may_load = may_load or self._is_use
 
     async def open(self) -> None:
         """Wait for the model and send the request; its head is in `reply` then. Raises TowerdError,
         and is closed then."""
         for is_last in (False, True):
-            process = await self._models.enter(self.model, is_use=self._is_use)
+            process = await self._models.enter(
+                self.model, is_use=self._is_use, may_load=self._may_load
+            )
             try:
                 self.reply = await process.send(self._method, self._path, self._headers, self._body)
                 self._body = None  # a conversation remembers this request for long

@@ -21,7 +21,7 @@ import msgspec
 
 from towerd.api.http.tenants import CALLER, SOCKET
 from towerd.engine.llama_server.process.client import Lost, NotHttp, Unreachable, read_all
-from towerd.errors import ModelError, NotFound, TowerdError, Unavailable
+from towerd.errors import InvalidRequest, ModelError, NotFound, TowerdError, Unavailable
 from towerd.router.loading.candidate import LoadCandidate
 from towerd.router.loading.entry import ModelEntry
 from towerd.router.loading.events import ModelEvents
@@ -74,22 +74,27 @@ class Models:
         return sorted(found, key=lambda each: -each.last_used_s)
 
     def last_used(self) -> RoutedModel | None:
-        """The loaded one that was used last; if none is loaded, the one that was; None: none was."""
-        loaded = self.loaded()
-        return loaded[0] if loaded else self._last
+        """The one that was used last, loaded or not; None: none was, or it is gone."""
+        return self._last
 
     # ---- requests ---------------------------------------------------------------------------
 
-    async def enter(self, model: RoutedModel, *, is_use: bool = True) -> ModelProcess:
+    async def enter(
+        self, model: RoutedModel, *, is_use: bool = True, may_load: bool = True
+    ) -> ModelProcess:
         """Begin a request, when its model is loaded; `leave` ends it. is_use: it counts for who was
-        used last. Raises why the model cannot be loaded, and Unavailable at shutdown."""
+        used last; others are short, and enter a model that yields as well. may_load: else the model
+        is loaded already, or is being loaded. Raises why the model cannot be loaded, InvalidRequest
+        if it is not to be, and Unavailable at shutdown."""
         if not model.takes_requests:
             model.raise_recent_failure()
         model.n_waiting += 1
         try:
-            while not model.takes_requests:
+            while not (model.takes_requests if is_use else model.state is State.LOADED):
                 if model.is_gone:
                     raise NotFound(f"model '{model.name}' not found: its file has left")
+                if not may_load and model.state is not State.LOADING:
+                    raise InvalidRequest("model is not loaded")
                 await asyncio.shield(self._loading(model))
         finally:
             model.n_waiting -= 1
