@@ -69,7 +69,7 @@ def test_killed_between_two_models(make_router: MakeRouter) -> None:
         is_over = threading.Event()
         with ThreadPoolExecutor(2) as pool:
             turns = [pool.submit(each.continue_until, router, is_over) for each in chats]
-            until(lambda: any(chat.n_answers for chat in chats))  # the store has a model's fingerprint
+            until(lambda: any(chat.n_answers for chat in chats))  # else the store is empty
             time.sleep(chance.uniform(0.5, 3.0))
             try:
                 kill_one(router, chance)

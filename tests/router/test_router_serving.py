@@ -164,6 +164,28 @@ def test_a_killed_model_takes_no_others_answers(make_router: MakeRouter) -> None
     assert children(router) > {tales}
 
 
+def test_a_process_that_accepts_no_connection_for_a_while(make_router: MakeRouter) -> None:
+    """It is asked again, and not killed with all that it has."""
+    router = make_router()
+    url = router.url + "/completion"
+    body: Any = {"model": "tales", "prompt": LONG, "n_predict": 1000, "stream": True}
+    ask(router, "tales")
+    (pid,) = children(router)
+    used = (Path(each.laddr) for each in psutil.Process(pid).net_connections("unix"))
+    (folder,) = {each.parent for each in used if "towerd-models-" in str(each)}
+    (socket,) = folder.iterdir()
+    with ThreadPoolExecutor(1) as pool, requests.post(url, json=body, stream=True) as running:
+        lines = running.iter_lines()
+        next(lines)  # it has the connection that was kept
+        hidden = socket.rename(socket.with_name("hidden"))
+        asked = pool.submit(ask, router, "tales")
+        until(lambda: "accepted no connection" in router.log)
+        hidden.rename(socket)
+        assert asked.result().status_code == 200
+        assert children(router) == {pid}
+        assert json.loads([line for line in lines if line][-1][6:])["stop"]
+
+
 def test_the_processes_end_with_the_router(make_router: MakeRouter) -> None:
     router = make_router()
     ask(router, "tales")

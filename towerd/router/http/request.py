@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from aiohttp import ClientResponse, web
 
 from towerd.api.http.keys import TENANT
@@ -14,6 +16,8 @@ from towerd.errors import TowerdError
 from towerd.router.loading.model import RoutedModel
 from towerd.router.loading.models import Models
 
+REFUSED_S_MAX = 30.0
+"""A process that accepts no connection for so long is given up."""
 READING = ("GET", "HEAD")
 """Methods that change nothing, and load no model."""
 
@@ -49,7 +53,8 @@ class RoutedRequest:
     async def open(self) -> None:
         """Wait for the model and send the request; its head is in `reply` then. Raises TowerdError,
         and is closed then."""
-        for is_last in (False, True):
+        deadline_s = 0.0
+        while True:
             process = await self._models.enter(
                 self.model, is_use=self._is_use, may_load=self._may_load
             )
@@ -62,9 +67,11 @@ class RoutedRequest:
                 raise self.lost() from error
             except Unreachable as error:
                 self._leave()
-                if is_last:
+                deadline_s = deadline_s or time.monotonic() + REFUSED_S_MAX
+                if time.monotonic() > deadline_s:
+                    self._models.give_up(self.model, process)
                     raise self.lost() from error
-                await self._models.gone(self.model, process)
+                await self._models.refused(self.model, process)
             except BaseException:
                 self._leave()
                 raise

@@ -34,6 +34,8 @@ from towerd.system.machine import resident_bytes
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 10.0
+REFUSED_S = 0.1
+"""Between two connections to a process that does not accept them."""
 
 
 class Models:
@@ -128,11 +130,17 @@ class Models:
             log.info("unloading an idle model", extra={"model": model.name})
             self.begin_unload(model)
 
-    async def gone(self, model: RoutedModel, process: ModelProcess) -> None:
-        """A process does not accept connections: end it, if it did not end by itself."""
-        await process.end()
+    async def refused(self, model: RoutedModel, process: ModelProcess) -> None:
+        """A process did not accept a connection: wait until it has ended, if it is ending, or a moment
+        for one that has more of them than it can take."""
+        log.warning("a model accepted no connection", extra={"model": model.name})
         if model.process is process and model.watch is not None:
-            await asyncio.shield(model.watch)
+            await asyncio.wait((model.watch,), timeout=REFUSED_S)
+
+    def give_up(self, model: RoutedModel, process: ModelProcess) -> None:
+        """A process accepts no connections, and did not end either: end it, in order if it can."""
+        if model.process is process:
+            self.begin_unload(model)
 
     # ---- loading ----------------------------------------------------------------------------
 
@@ -183,6 +191,7 @@ class Models:
         self._metrics.loaded(took_s)
         log.info("model loaded", extra={"model": model.name, "seconds": round(took_s, 3)})
         self.events.has_loaded(model.name, model.info)
+        self._watch_idle(model)  # all who waited for it may have left
 
     async def _start(self, candidate: LoadCandidate) -> None:
         model = candidate.model
