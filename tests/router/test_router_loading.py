@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,20 @@ def loading_shares(router: Daemon, shares: list[float]) -> None:
 
 
 def suspended_reserve(router: Daemon) -> psutil.Process:
-    """The process that the next model is loaded in, which stands still."""
-    until(lambda: bool(psutil.Process(router.pid).children()))
-    (process,) = psutil.Process(router.pid).children()
+    """The process that the next model is loaded in, which stands still. Before it has become a
+    program of its own the router would stand still as well."""
+
+    found: list[psutil.Process] = []
+
+    def is_there() -> bool:
+        with suppress(psutil.NoSuchProcess):  # one that was unloaded just now
+            loaded, processes = children(router), psutil.Process(router.pid).children()
+            own = [each for each in processes if "towerd.router.loading.child" in each.cmdline()]
+            found[:] = [each for each in own if each.pid not in loaded]
+        return bool(found)
+
+    until(is_there)
+    (process,) = found
     process.suspend()
     return process
 
@@ -133,11 +145,31 @@ def test_a_model_that_nobody_waits_for_any_more(make_router: MakeRouter) -> None
     assert metric(router, "towerd_model_loads_total") == 1
 
 
+def test_a_model_that_is_unloaded_while_it_is_loading(make_router: MakeRouter) -> None:
+    """Who waits for it reads that, not how its process ended; so when the router leaves."""
+    router = make_router()
+    suspended_reserve(router)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, router, "tales")
+        until(lambda: states(router)["tales"] == "loading")
+        router.post("/models/unload", {"model": "tales"})
+        assert "tales was unloaded while it was loading" in asked.result().text
+        assert ask(router, "tales").status_code == 200  # that is no failure to remember
+        suspended_reserve(router)
+        asked = pool.submit(ask, router, "dice")
+        until(lambda: states(router)["dice"] == "loading")
+        router.signal(signal.SIGTERM)
+        reply = asked.result()
+    assert reply.status_code == 503
+    assert "shutting down" in reply.json()["error"]["message"]
+    assert router.wait() == 0, router.log
+
+
 def test_requests_that_failed_are_not_kept(make_router: MakeRouter) -> None:
     """Those of conversations are remembered for their streams, of which these have none."""
     router = make_router()
     memory = psutil.Process(router.pid).memory_info
-    body = {"model": "junk", "prompt": "x" * 8 * 2**20, "stream": True}
+    body: Any = {"model": "junk", "prompt": "x" * 8 * 2**20, "stream": True}
     taken = []
     for n in range(24):
         headers = {"X-Conversation-Id": str(n)}

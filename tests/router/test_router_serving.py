@@ -171,7 +171,7 @@ def test_a_process_that_accepts_no_connection_for_a_while(make_router: MakeRoute
     body: Any = {"model": "tales", "prompt": LONG, "n_predict": 1000, "stream": True}
     ask(router, "tales")
     (pid,) = children(router)
-    used = (Path(each.laddr) for each in psutil.Process(pid).net_connections("unix"))
+    used = (Path(str(each.laddr)) for each in psutil.Process(pid).net_connections("unix"))
     (folder,) = {each.parent for each in used if "towerd-models-" in str(each)}
     (socket,) = folder.iterdir()
     with ThreadPoolExecutor(1) as pool, requests.post(url, json=body, stream=True) as running:

@@ -219,7 +219,7 @@ class Models:
     def _failed(self, model: RoutedModel, entry: ModelEntry, error: Exception) -> None:
         """Account for a load that failed. Raises why, unless the model has other files now than
         `entry`: whoever waits for it loads those."""
-        failure = error if isinstance(error, TowerdError) else _unforeseen(model, error)
+        failure = self._reason(model, error)
         code = None if model.process is None else model.process.exit_code
         if not model.is_unwanted and model.entry is entry:  # else it may be tried again at once
             model.failure, model.failed_s = failure, time.monotonic()
@@ -227,6 +227,14 @@ class Models:
         self._unloaded(model, code if code is not None else 1)
         if model.entry is entry:
             raise failure from None
+
+    def _reason(self, model: RoutedModel, error: Exception) -> TowerdError:
+        """Why a load failed: that it was to end comes before how its process ended."""
+        try:
+            self._check_wanted(model)
+        except TowerdError as ordered:
+            return ordered
+        return error if isinstance(error, TowerdError) else _unforeseen(model, error)
 
     async def _check(self, candidate: LoadCandidate) -> bool:
         """Check a model's file before others leave for it; whether that took place now."""
