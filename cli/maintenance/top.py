@@ -136,7 +136,9 @@ def _slots(view: Json, before: Json | None) -> Iterator[str]:
 
 
 def _slot(slot: Json, before: Json | None, seconds: float) -> str:
-    """The line of a request that runs."""
+    """The line of a request that runs; of another tenant's no more than that it does."""
+    if "n_prompt_tokens" not in slot:
+        return f"{slot['id']:>4}  busy"
     written, cached = _written(slot), slot.get("n_prompt_tokens_cache", 0)
     evaluated = slot.get("n_prompt_tokens_processed", 0)
     prompt = max(0, slot.get("n_prompt_tokens", 0) - written)

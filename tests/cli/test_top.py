@@ -89,6 +89,8 @@ def test_what_changed_between_two_views(server: Daemon, ctl_json: CtlJson) -> No
     assert any("1,234 +1,234" in line for line in shown)
     other = {**after, "slots": [{**after["slots"][0], "id_task": 8}]}
     assert any(line.endswith("-") and "writing" in line for line in frame(other, before))
+    others = frame({**after, "slots": [{"id": 0, "n_ctx": 512, "is_processing": True}]}, before)
+    assert others[-1].split() == ["0", "busy"]
     hidden = frame({**after, "slots": None}, None)
     assert "not shown" in hidden[-1]
 

@@ -8,8 +8,9 @@ import pytest
 
 from towerd.errors import ConfigError
 from towerd.router.loading.entry import ModelEntry, find_entries
-from towerd.router.loading.launcher import trace_of
+from towerd.router.loading.launcher import Launcher, trace_of
 from towerd.settings.sources import load_models
+from towerd.store.catalog.shared.broker import CatalogBroker
 
 
 def entries(folder: Path, toml: str = "") -> dict[str, ModelEntry]:
@@ -143,3 +144,24 @@ def test_no_two_models_have_one_trace(tmp_path: Path) -> None:
         each.touch()
     assert trace_of(Path("t/trace"), "qwen3-8b", ()) == Path("t/trace.qwen3-8b")
     assert trace_of(Path("trace.jsonl"), "Qwen3-8B.Q4_K", ()) == Path("trace.Qwen3-8B.Q4_K.jsonl")
+
+
+async def test_a_model_that_left_when_it_was_about_to_load(tmp_path: Path) -> None:
+    """It still has settings, and its share of what others had."""
+    file = tmp_path / "m" / "x.gguf"
+    file.parent.mkdir()
+    file.touch()
+    (tmp_path / "none.toml").touch()
+    tables = load_models({"models_dir": str(file.parent)}, {}, tmp_path / "none.toml")
+    broker = CatalogBroker(tmp_path / "store")
+    launcher = Launcher(tables, tmp_path, broker)
+    try:
+        (model,) = launcher.models().values()
+        file.unlink()
+        assert launcher.models() == {}
+        process = await launcher.process(model)
+        assert process.hot_bytes == tables.config.hot_bytes
+        await process.end()
+    finally:
+        await launcher.close()
+        broker.close()

@@ -87,7 +87,7 @@ def test_killed_between_two_models(make_router: MakeRouter) -> None:
         router.start()
         for chat in chats:
             if chat.session:
-                path = f"/towerd/v1/sessions/{chat.session}?ids=1&model={chat.model}"
+                path = f"/towerd/v1/sessions/{chat.session}?ids=1&model={chat.model}&autoload=1"
                 kept = router.get(path)["ids"]
                 assert kept[: len(chat.ids)] == chat.ids
     assert all(chat.n_answers for chat in chats)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,15 +51,32 @@ def loading_shares(router: Daemon, shares: list[float]) -> None:
                 shares.append(data["progress"]["value"])
 
 
+def suspended_reserve(router: Daemon) -> psutil.Process:
+    """The process that the next model is loaded in, which stands still. Before it has become a
+    program of its own the router would stand still as well."""
+
+    found: list[psutil.Process] = []
+
+    def is_there() -> bool:
+        with suppress(psutil.NoSuchProcess):  # one that was unloaded just now
+            loaded, processes = children(router), psutil.Process(router.pid).children()
+            own = [each for each in processes if "towerd.router.loading.child" in each.cmdline()]
+            found[:] = [each for each in own if each.pid not in loaded]
+        return bool(found)
+
+    until(is_there)
+    (process,) = found
+    process.suspend()
+    return process
+
+
 def test_who_waits_reads_how_far_the_load_is(make_router: MakeRouter, tmp_path: Path) -> None:
     """In comments, which are no events; the answer follows them in the same stream."""
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "tales.gguf").write_bytes(bundled_model().read_bytes())
     make_random_gguf(tmp_path / "m" / "big.gguf", replace(PRESETS["tiny"], n_layer=24))
     router = make_router("--no-mmap", folder=tmp_path / "m")
-    until(lambda: bool(psutil.Process(router.pid).children()))
-    (process,) = psutil.Process(router.pid).children()
-    process.suspend()
+    process = suspended_reserve(router)
     shares: list[float] = []
     body: Any = {"model": "big", "prompt": "Once", "n_predict": 2, "stream": True}
     with ThreadPoolExecutor(2) as pool:
@@ -108,6 +127,56 @@ def test_a_broken_file_unloads_no_model(
     assert (status["value"], status["failed"], status["exit_code"]) == ("unloaded", True, 1)
     assert ask(router, "broken").json() == alone.json()
     assert metric(router, "towerd_model_unloads_total") == 0
+    until(lambda: len(psutil.Process(router.pid).children()) == 2)  # one is in reserve again
+
+
+def test_a_model_that_nobody_waits_for_any_more(make_router: MakeRouter) -> None:
+    """Its client left while it was loading: it is loaded, and unloaded for want of use."""
+    router = make_router(toml="[models.tales]\nidle_s = 0.1\n")
+    process = suspended_reserve(router)
+    with closing(requests.Session()) as client, ThreadPoolExecutor(1) as pool:
+        url, body = router.url + "/completion", {"model": "tales", "prompt": "Once"}
+        asked = pool.submit(client.post, url, json=body, timeout=(5, 0.5))
+        until(lambda: states(router)["tales"] == "loading")
+        assert isinstance(asked.exception(), requests.ReadTimeout)
+        until(lambda: metric(router, "towerd_model_requests_waiting") == 0)
+    process.resume()
+    until(lambda: metric(router, "towerd_model_unloads_total") == 1)
+    assert metric(router, "towerd_model_loads_total") == 1
+
+
+def test_a_model_that_is_unloaded_while_it_is_loading(make_router: MakeRouter) -> None:
+    """Who waits for it reads that, not how its process ended; so when the router leaves."""
+    router = make_router()
+    suspended_reserve(router)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, router, "tales")
+        until(lambda: states(router)["tales"] == "loading")
+        router.post("/models/unload", {"model": "tales"})
+        assert "tales was unloaded while it was loading" in asked.result().text
+        assert ask(router, "tales").status_code == 200  # that is no failure to remember
+        suspended_reserve(router)
+        asked = pool.submit(ask, router, "dice")
+        until(lambda: states(router)["dice"] == "loading")
+        router.signal(signal.SIGTERM)
+        reply = asked.result()
+    assert reply.status_code == 503
+    assert "shutting down" in reply.json()["error"]["message"]
+    assert router.wait() == 0, router.log
+
+
+def test_requests_that_failed_are_not_kept(make_router: MakeRouter) -> None:
+    """Those of conversations are remembered for their streams, of which these have none."""
+    router = make_router()
+    memory = psutil.Process(router.pid).memory_info
+    body: Any = {"model": "junk", "prompt": "x" * 8 * 2**20, "stream": True}
+    taken = []
+    for n in range(24):
+        headers = {"X-Conversation-Id": str(n)}
+        reply = requests.post(router.url + "/completion", json=body, headers=headers, timeout=60)
+        assert reply.status_code == 500
+        taken.append(memory().rss)
+    assert taken[-1] - taken[3] < 80 * 2**20
 
 
 def test_a_file_that_is_no_model(make_router: MakeRouter) -> None:

@@ -182,6 +182,28 @@ def test_a_killed_model_takes_no_others_answers(make_router: MakeRouter) -> None
     assert children(router) > {tales}
 
 
+def test_a_process_that_accepts_no_connection_for_a_while(make_router: MakeRouter) -> None:
+    """It is asked again, and not killed with all that it has."""
+    router = make_router()
+    url = router.url + "/completion"
+    body: Any = {"model": "tales", "prompt": LONG, "n_predict": 1000, "stream": True}
+    ask(router, "tales")
+    (pid,) = children(router)
+    used = (Path(str(each.laddr)) for each in psutil.Process(pid).net_connections("unix"))
+    (folder,) = {each.parent for each in used if "towerd-models-" in str(each)}
+    (socket,) = folder.iterdir()
+    with ThreadPoolExecutor(1) as pool, requests.post(url, json=body, stream=True) as running:
+        lines = running.iter_lines()
+        next(lines)  # it has the connection that was kept
+        hidden = socket.rename(socket.with_name("hidden"))
+        asked = pool.submit(ask, router, "tales")
+        until(lambda: "accepted no connection" in router.log)
+        hidden.rename(socket)
+        assert asked.result().status_code == 200
+        assert children(router) == {pid}
+        assert json.loads([line for line in lines if line][-1][6:])["stop"]
+
+
 def test_the_processes_end_with_the_router(make_router: MakeRouter) -> None:
     router = make_router()
     ask(router, "tales")
@@ -329,11 +351,55 @@ def test_a_resumable_stream(make_router: MakeRouter) -> None:
     assert requests.get(router.url + "/v1/stream?conv_id=c1", timeout=60).status_code == 404
 
 
-def test_towerctl_on_a_router(make_router: MakeRouter, tmp_path: Path) -> None:
-    """What it asks is answered by the model used last, which is loaded if none is."""
+READS = (
+    "/towerd/v1/stats",
+    "/towerd/v1/sessions?model=dice",
+    *(f"{path}?model=dice" for path in ("/slots", "/props", "/metrics", "/lora-adapters")),
+)
+
+
+def test_reading_loads_no_model(make_router: MakeRouter) -> None:
+    """One that is loaded answers for the store. If none is, the one to load is named, and a query can
+    say that it is to be loaded."""
     router = make_router()
     ask(router, "dice")
     router.post("/models/unload", {"model": "dice"})
     until(lambda: states(router)["dice"] == "unloaded")
-    assert "dice" in run_towerctl(router, "stats").stdout
-    assert states(router) == {"tales": "unloaded", "dice": "loaded", "junk": "unloaded"}
+    said = run_towerctl(router, "stats")
+    assert said.returncode == 1
+    assert "No model is loaded" in said.stderr
+    assert "such as dice, and ask again" in said.stderr
+    for path in READS:
+        for method in ("GET", "HEAD"):
+            assert requests.request(method, router.url + path, timeout=60).status_code == 400, path
+    assert set(states(router).values()) == {"unloaded"}
+    ask(router, "tales")
+    assert "tales" in run_towerctl(router, "stats").stdout
+    assert len(router.get("/towerd/v1/sessions")["sessions"]) == 2
+    assert states(router) == {"tales": "loaded", "dice": "unloaded", "junk": "unloaded"}
+    router.get("/slots?model=dice&autoload=1")
+    assert states(router) == {"tales": "loaded", "dice": "loaded", "junk": "unloaded"}
+
+
+def test_reading_a_model_that_has_to_leave(make_router: MakeRouter) -> None:
+    """It takes no new requests until another has had its turn, but is there to be looked at."""
+    toml = "[models.other]\nmodel = 'stories'\ncache_type_k = 'bf16'\n"
+    router = make_router("--models-max", "1", "-c", "65536", toml=toml)
+    body: Any = {"model": "tales", "prompt": "Once", "n_predict": 60_000, "ignore_eos": True}
+    url = router.url + "/completion"
+    with (
+        ThreadPoolExecutor(2) as pool,
+        requests.post(url, json=body | {"stream": True}, stream=True, timeout=60) as running,
+    ):
+        lines = running.iter_lines()
+        next(lines)
+        waiting = [pool.submit(ask, router, "other")]
+        until(lambda: metric(router, "towerd_model_requests_waiting") == 1)
+        while metric(router, "towerd_model_requests_waiting") < 2:
+            if len(waiting) == 1 or waiting[-1].done():
+                waiting.append(pool.submit(ask, router, "tales"))
+        slots = router.get("/slots?model=tales")
+        assert sum(slot["is_processing"] for slot in slots) == 1
+        assert metric(router, "towerd_model_requests_waiting") == 2
+        running.close()
+        assert {each.result().status_code for each in waiting} == {200}

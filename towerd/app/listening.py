@@ -19,6 +19,8 @@ from towerd.errors import ConfigError
 from towerd.settings.config import Config
 
 BACKLOG = 512
+UNIX_BACKLOG = 4096
+"""A Unix socket refuses what is beyond it at once, where clients of TCP try again."""
 
 
 @asynccontextmanager
@@ -84,7 +86,7 @@ async def _unix(runner: web.AppRunner, path: Path | None) -> Path | None:
             f"Cannot listen on the socket {path}: {error.strerror or error}. "
             "Give another with --socket."
         ) from error
-    await web.SockSite(runner, sock, backlog=BACKLOG).start()
+    await web.SockSite(runner, sock, backlog=UNIX_BACKLOG).start()
     return path
 
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from towerd.api.http.keys import LIMITS
 from towerd.errors import InvalidRequest, NotFound
 from towerd.router.http.form import boundary_of, field_of
-from towerd.router.loading.model import RoutedModel
+from towerd.router.loading.model import RoutedModel, State
 from towerd.router.loading.models import Models
 
 NAMES_SHOWN_MAX = 50
@@ -68,12 +68,24 @@ def choose(models: Models, name: object) -> RoutedModel:
     raise InvalidRequest("model name is missing from the request")
 
 
-def choose_for_store(models: Models, name: str | None) -> RoutedModel:
-    """The model that answers for the store: the named one, else the one used last."""
+def choose_for_store(models: Models, name: str | None, *, reads: bool) -> RoutedModel:
+    """The model that answers for the store: the named one, else a loaded one, that used last, or one
+    that is being loaded. If there is none, a change of the store loads the one used last. Raises
+    InvalidRequest if it only `reads`: any model would do, and a person can choose a small one."""
     if name:
         return choose(models, name)
-    if (last := models.last_used()) is not None:
-        return last
-    if not models.by_name:
+    if loaded := models.loaded():
+        return loaded[0]
+    known = list(models.by_name.values())
+    for model in known:
+        if model.state is State.LOADING:
+            return model
+    if not known:
         raise NotFound("There is no model: put GGUFs into the models directory")
-    return next(iter(models.by_name.values()))
+    usual = models.last_used() or known[0]
+    if reads:
+        raise InvalidRequest(
+            "No model is loaded, and reading the store loads none: load one with POST /models/load, "
+            f"such as {usual.name}, and ask again"
+        )
+    return usual

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from contextlib import suppress
+from functools import partial
 from typing import TypeAlias
 
 from towerd.errors import TowerdError
@@ -32,8 +33,15 @@ class Conversations:
         """Remember a request."""
         self._requests[key] = (routed, opening)
         self._requests.move_to_end(key)
+        opening.add_done_callback(partial(self._opened, key))
         while len(self._requests) > CONVERSATIONS_MAX:
             self._requests.popitem(last=False)
+
+    def _opened(self, key: Key, opening: Opening) -> None:
+        """Forget a request that has no reply: it would be kept with its body."""
+        if opening.cancelled() or opening.exception() is not None:
+            if (found := self._requests.get(key)) is not None and found[1] is opening:
+                del self._requests[key]
 
     def model_of(self, key: Key) -> RoutedModel | None:
         """The model whose process has the conversation."""

@@ -17,7 +17,7 @@ from towerd.engine.llama_server.process.client import Lost, read_all
 from towerd.errors import InvalidRequest, TowerdError
 from towerd.router.http.choice import asked_of, choose, choose_for_store
 from towerd.router.http.keys import CONVERSATIONS, MODELS, TABLES
-from towerd.router.http.request import RoutedRequest
+from towerd.router.http.request import READING, RoutedRequest
 from towerd.router.loading.model import RoutedModel, State
 
 PATIENCE_S = 10.0
@@ -43,16 +43,24 @@ async def forward_named(request: web.Request) -> web.StreamResponse:
 
 async def forward_store(request: web.Request) -> web.StreamResponse:
     """Pass on a request about what is stored: any model's process knows it."""
-    model = choose_for_store(request.app[MODELS], request.query.get("model"))
+    name, reads = request.query.get("model"), request.method in READING
+    model = choose_for_store(request.app[MODELS], name, reads=reads)
     return await pass_on(request, model, await read_bytes(request))
 
 
 async def pass_on(
-    request: web.Request, model: RoutedModel, body: bytes = b"", *, is_stream: bool = False
+    request: web.Request,
+    model: RoutedModel,
+    body: bytes = b"",
+    *,
+    is_stream: bool = False,
+    is_use: bool = True,
 ) -> web.StreamResponse:
-    """Pass a request on to a model, which is loaded first if need be."""
-    check_autoload(request, model)
-    routed = RoutedRequest(request.app[MODELS], model, request, body)
+    """Pass a request on to a model, which is loaded first if it is a use of it and need be."""
+    may_load = check_autoload(request, model) and is_use
+    routed = RoutedRequest(
+        request.app[MODELS], model, request, body, is_use=is_use, may_load=may_load
+    )
     opening = asyncio.create_task(routed.open())
     conversation = request.headers.get(CONVERSATION) if is_stream else None
     if conversation:
@@ -71,12 +79,15 @@ async def pass_on(
     return response
 
 
-def check_autoload(request: web.Request, model: RoutedModel) -> None:
-    """Raises InvalidRequest if the model is not loaded and is not to be loaded by a request."""
+def check_autoload(request: web.Request, model: RoutedModel) -> bool:
+    """Whether the request may load its model: what only reads does it if its query says so. Raises
+    InvalidRequest if it may not, and the model is not loaded."""
     said = request.query.get("autoload", "")
-    may = request.app[TABLES].config.models_autoload if not said else said in ("true", "1")
+    usual = request.app[TABLES].config.models_autoload and request.method not in READING
+    may = usual if not said else said in ("true", "1")
     if not may and model.state not in (State.LOADING, State.LOADED):
         raise InvalidRequest("model is not loaded")
+    return may
 
 
 async def _wait(

@@ -35,7 +35,7 @@ async def ask_loaded(request: web.Request, models: list[RoutedModel], body: byte
 
 
 async def _ask(request: web.Request, model: RoutedModel, body: bytes) -> Answer | None:
-    routed = RoutedRequest(request.app[MODELS], model, request, body, is_use=False)
+    routed = RoutedRequest(request.app[MODELS], model, request, body, is_use=False, may_load=False)
     try:
         await routed.open()
         assert routed.reply is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from aiohttp import ClientResponse, web
 
 from towerd.api.http.keys import TENANT
@@ -13,6 +15,11 @@ from towerd.engine.llama_server.process.client import Lost, NotHttp, Unreachable
 from towerd.errors import TowerdError
 from towerd.router.loading.model import RoutedModel
 from towerd.router.loading.models import Models
+
+REFUSED_S_MAX = 30.0
+"""A process that accepts no connection for so long is given up."""
+READING = ("GET", "HEAD")
+"""Methods that change nothing, and load no model."""
 
 
 class RoutedRequest:
@@ -26,8 +33,10 @@ class RoutedRequest:
         body: bytes,
         *,
         is_use: bool = True,
+        may_load: bool = True,
     ) -> None:
-        """is_use: a client wants this model; GETs never count as that."""
+        """is_use: a client wants this model; what only reads never counts as that. may_load: as for
+        `Models.enter`, for what is no use."""
         caller = caller_name(request[TENANT], on_socket=is_owner_socket(request))
         self.model = model
         self.reply: ClientResponse | None = None
@@ -38,13 +47,17 @@ class RoutedRequest:
         self._path = request.rel_url.raw_path_qs
         self._headers = to_towerd(request.headers, caller)
         self._body = body or None
-        self._is_use = is_use and request.method not in ("GET", "HEAD")
+        self._is_use = is_use and request.method not in READING
+        self._may_load = may_load or self._is_use
 
     async def open(self) -> None:
         """Wait for the model and send the request; its head is in `reply` then. Raises TowerdError,
         and is closed then."""
-        for is_last in (False, True):
-            process = await self._models.enter(self.model, is_use=self._is_use)
+        deadline_s = 0.0
+        while True:
+            process = await self._models.enter(
+                self.model, is_use=self._is_use, may_load=self._may_load
+            )
             try:
                 self.reply = await process.send(self._method, self._path, self._headers, self._body)
                 self._body = None  # a conversation remembers this request for long
@@ -54,9 +67,11 @@ class RoutedRequest:
                 raise self.lost() from error
             except Unreachable as error:
                 self._leave()
-                if is_last:
+                deadline_s = deadline_s or time.monotonic() + REFUSED_S_MAX
+                if time.monotonic() > deadline_s:
+                    self._models.give_up(self.model, process)
                     raise self.lost() from error
-                await self._models.gone(self.model, process)
+                await self._models.refused(self.model, process)
             except BaseException:
                 self._leave()
                 raise

@@ -37,7 +37,7 @@ async def delete_stream(request: web.Request) -> web.StreamResponse:
     model = request.app[CONVERSATIONS].model_of(key)
     request.app[CONVERSATIONS].stop(key)
     if model is not None and model.state is State.LOADED:
-        return await pass_on(request, model)
+        return await pass_on(request, model, is_use=False)
     return web.Response(status=204)
 
 

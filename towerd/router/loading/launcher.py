@@ -128,7 +128,7 @@ class Launcher:
         }
         if entry.name in said:
             return said[entry.name]
-        n_others = len(self._entries) - len(said)
+        n_others = max(1, len(self._entries) - len(said))  # this one may have just left
         n_at_once = min(n_others, self.room.models_max or n_others)
         return max(0, self._tables.config.hot_bytes - sum(said.values())) // n_at_once
 

@@ -21,7 +21,7 @@ import msgspec
 
 from towerd.api.http.tenants import CALLER, SOCKET
 from towerd.engine.llama_server.process.client import Lost, NotHttp, Unreachable, read_all
-from towerd.errors import ModelError, NotFound, TowerdError, Unavailable
+from towerd.errors import InvalidRequest, ModelError, NotFound, TowerdError, Unavailable
 from towerd.router.loading.candidate import LoadCandidate
 from towerd.router.loading.entry import ModelEntry
 from towerd.router.loading.events import ModelEvents
@@ -34,6 +34,8 @@ from towerd.system.machine import resident_bytes
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 10.0
+REFUSED_S = 0.1
+"""Between two connections to a process that does not accept them."""
 
 
 class Models:
@@ -74,22 +76,27 @@ class Models:
         return sorted(found, key=lambda each: -each.last_used_s)
 
     def last_used(self) -> RoutedModel | None:
-        """The loaded one that was used last; if none is loaded, the one that was; None: none was."""
-        loaded = self.loaded()
-        return loaded[0] if loaded else self._last
+        """The one that was used last, loaded or not; None: none was, or it is gone."""
+        return self._last
 
     # ---- requests ---------------------------------------------------------------------------
 
-    async def enter(self, model: RoutedModel, *, is_use: bool = True) -> ModelProcess:
+    async def enter(
+        self, model: RoutedModel, *, is_use: bool = True, may_load: bool = True
+    ) -> ModelProcess:
         """Begin a request, when its model is loaded; `leave` ends it. is_use: it counts for who was
-        used last. Raises why the model cannot be loaded, and Unavailable at shutdown."""
+        used last; others are short, and enter a model that yields as well. may_load: else the model
+        is loaded already, or is being loaded. Raises why the model cannot be loaded, InvalidRequest
+        if it is not to be, and Unavailable at shutdown."""
         if not model.takes_requests:
             model.raise_recent_failure()
         model.n_waiting += 1
         try:
-            while not model.takes_requests:
+            while not (model.takes_requests if is_use else model.state is State.LOADED):
                 if model.is_gone:
                     raise NotFound(f"model '{model.name}' not found: its file has left")
+                if not may_load and model.state is not State.LOADING:
+                    raise InvalidRequest("model is not loaded")
                 await asyncio.shield(self._loading(model))
         finally:
             model.n_waiting -= 1
@@ -123,11 +130,17 @@ class Models:
             log.info("unloading an idle model", extra={"model": model.name})
             self.begin_unload(model)
 
-    async def gone(self, model: RoutedModel, process: ModelProcess) -> None:
-        """A process does not accept connections: end it, if it did not end by itself."""
-        await process.end()
+    async def refused(self, model: RoutedModel, process: ModelProcess) -> None:
+        """A process did not accept a connection: wait until it has ended, if it is ending, or a moment
+        for one that has more of them than it can take."""
+        log.warning("a model accepted no connection", extra={"model": model.name})
         if model.process is process and model.watch is not None:
-            await asyncio.shield(model.watch)
+            await asyncio.wait((model.watch,), timeout=REFUSED_S)
+
+    def give_up(self, model: RoutedModel, process: ModelProcess) -> None:
+        """A process accepts no connections, and did not end either: end it, in order if it can."""
+        if model.process is process:
+            self.begin_unload(model)
 
     # ---- loading ----------------------------------------------------------------------------
 
@@ -178,6 +191,7 @@ class Models:
         self._metrics.loaded(took_s)
         log.info("model loaded", extra={"model": model.name, "seconds": round(took_s, 3)})
         self.events.has_loaded(model.name, model.info)
+        self._watch_idle(model)  # all who waited for it may have left
 
     async def _start(self, candidate: LoadCandidate) -> None:
         model = candidate.model
@@ -205,7 +219,7 @@ class Models:
     def _failed(self, model: RoutedModel, entry: ModelEntry, error: Exception) -> None:
         """Account for a load that failed. Raises why, unless the model has other files now than
         `entry`: whoever waits for it loads those."""
-        failure = error if isinstance(error, TowerdError) else _unforeseen(model, error)
+        failure = self._reason(model, error)
         code = None if model.process is None else model.process.exit_code
         if not model.is_unwanted and model.entry is entry:  # else it may be tried again at once
             model.failure, model.failed_s = failure, time.monotonic()
@@ -213,6 +227,14 @@ class Models:
         self._unloaded(model, code if code is not None else 1)
         if model.entry is entry:
             raise failure from None
+
+    def _reason(self, model: RoutedModel, error: Exception) -> TowerdError:
+        """Why a load failed: that it was to end comes before how its process ended."""
+        try:
+            self._check_wanted(model)
+        except TowerdError as ordered:
+            return ordered
+        return error if isinstance(error, TowerdError) else _unforeseen(model, error)
 
     async def _check(self, candidate: LoadCandidate) -> bool:
         """Check a model's file before others leave for it; whether that took place now."""

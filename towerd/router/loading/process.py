@@ -35,7 +35,7 @@ class ModelProcess:
         inherits under its number; closed here then."""
         self.engine = engine
         self.is_settled = asyncio.Event()
-        """Set when its model is loaded, or cannot be."""
+        """Set when its model is loaded, or will not be."""
         self._catalog = catalog
         self._catalog_fd = catalog.fileno()
         self._config: Config | None = None
@@ -172,6 +172,8 @@ class ModelProcess:
 
     async def end(self) -> None:
         """End it at once, if it was started, and wait until it has."""
+        self.is_settled.set()
+        self._catalog.close()
         self.kill()
         if self._process is not None:
             await self.wait()
