@@ -160,7 +160,7 @@ async def test_a_model_that_left_when_it_was_about_to_load(tmp_path: Path) -> No
         file.unlink()
         assert launcher.models() == {}
         process = await launcher.process(model)
-        assert process.hot_bytes == tables.config.hot_bytes
+        assert process.chats_bytes == tables.config.hot_bytes
         await process.end()
     finally:
         await launcher.close()

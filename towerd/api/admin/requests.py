@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from towerd.api.admin.overview import require_overview
-from towerd.api.admin.sessions import visible_scope
+from towerd.api.admin.sessions import served_tokenizer, visible_scope
 from towerd.api.http.keys import CONFIG, LIMITS, service_of
 from towerd.api.http.query import integer_query
 from towerd.api.http.reply import json_reply
@@ -41,13 +41,15 @@ async def get_requests(request: web.Request) -> web.Response:
         if scope is None or tenant_of(slot.scope) == tenant_of(scope)
     ]
     finished = request.app[RECENT].since(since, scope, limit)
-    return json_reply({"running": running, "finished": finished})
+    tokenizer = served_tokenizer(request)
+    return json_reply({"running": running, "finished": finished, "tokenizer": tokenizer})
 
 
 def _running(slot: SlotView) -> dict[str, Any]:
     return {
         "slot": slot.id,
         "session": slot.session,
+        "scope": slot.scope,
         "tokens": slot.n_tokens,
         "prompt_evaluated": slot.n_prompt_processed,
         "prompt_reused": slot.n_prompt_cached,

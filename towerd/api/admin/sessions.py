@@ -83,10 +83,17 @@ async def _in_either(
     at once the one of `?tokenizer=`. Raises NotFound."""
     name, scope = request.match_info["id"], visible_scope(request)
     tokenizer = request.query.get("tokenizer", "")
+    if tokenizer == served_tokenizer(request):
+        return await asyncio.to_thread(own, name, scope)
     if not tokenizer:
         with suppress(NotFound):
             return await asyncio.to_thread(own, name, scope)
     return await asyncio.to_thread(foreign, name, scope, tokenizer)
+
+
+def served_tokenizer(request: web.Request) -> str:
+    """The hex digest of the served model's tokenizer."""
+    return service_of(request).search.reader.own_tokenizer
 
 
 async def get_session(request: web.Request) -> web.Response:

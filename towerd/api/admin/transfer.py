@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from aiohttp import web
 
-from towerd.api.admin.sessions import visible_scope
+from towerd.api.admin.sessions import served_tokenizer, visible_scope
 from towerd.api.http.body import read_bytes
 from towerd.api.http.keys import TENANT, TRANSFER, service_of
 from towerd.api.http.reply import json_reply
@@ -22,12 +22,16 @@ async def get_export(request: web.Request) -> web.Response:
 
     tokenizer = request.query.get("tokenizer", "")
 
+    def export_own() -> bytes:
+        found = service.store.session(id, scope)  # before the vocabulary is loaded
+        return export_session(service.store, service.cold.coding.model(), id, found.scope)
+
     def work() -> bytes:
+        if tokenizer == served_tokenizer(request):
+            return export_own()
         if not tokenizer:
             with suppress(NotFound):
-                found = service.store.session(id, scope)  # before the vocabulary is loaded
-                model = service.cold.coding.model()
-                return export_session(service.store, model, id, found.scope)
+                return export_own()
         return export_foreign(service.store, id, scope, tokenizer)
 
     return web.Response(body=await transfer.run(work), content_type="application/octet-stream")

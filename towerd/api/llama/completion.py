@@ -121,20 +121,20 @@ async def _body(
     body = b""
     while (item := await events.next()) is not None:
         index, event = item
-        _absorb(request, choices[index], event)
+        _absorb(request, task, choices[index], event)
         if isinstance(event, Finish):
             body = await task.final(index, event)
     return body
 
 
-def _absorb(request: web.Request, choice: ChoiceState, event: Event) -> None:
+def _absorb(request: web.Request, task: Task, choice: ChoiceState, event: Event) -> None:
     choice.absorb(event)
     metrics = request.app[METRICS]
     if isinstance(event, Started):
         metrics.started(choice.began)
     elif isinstance(event, Finish):
         metrics.finished(event)
-        request.app[RECENT].add(request[TENANT].scope, event, choice.ttft_s)
+        request.app[RECENT].add(task.template.scope, event, choice.ttft_s)
 
 
 def _headers(choices: Sequence[ChoiceState]) -> dict[str, str]:
@@ -195,7 +195,7 @@ async def _pass_on(
             item = await _next(ping_s, stream, events)
         while item is not None:
             index, event = item
-            _absorb(request, choices[index], event)
+            _absorb(request, task, choices[index], event)
             await stream.write(await task.events(index, event))
             item = await _next(ping_s, stream, events)
         await stream.write(task.writer.end())

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from aiohttp import ClientResponse, web
 
 from towerd.api.http.hints import SESSION_HEADER
-from towerd.api.http.keys import METRICS, TENANT, service_of
+from towerd.api.http.keys import METRICS, service_of
 from towerd.api.http.reply import encode, error_event
 from towerd.api.http.requests.log import log_finished
 from towerd.api.http.requests.recent import RECENT
@@ -258,7 +258,7 @@ class Exchange:
         if leased is not None:
             self._session = await self._recorder.record(leased.turn, answered=leased.answered)
         if watch.stop is not None:
-            self._count()
+            self._count(lease.scope)
         log_finished(
             self._request,
             self._plan.title,
@@ -269,7 +269,7 @@ class Exchange:
             end="" if watch.stop is not None else "cut off",
         )
 
-    def _count(self) -> None:
+    def _count(self, scope: str) -> None:
         watch = self._watch
         timings = watch.final_timings()
         n_tokens = watch.n_prompt + max(watch.n_predicted - 1, 0)
@@ -278,7 +278,7 @@ class Exchange:
             stop, "", tuple(watch.ids), n_tokens, timings, self._reuse, session=self._session
         )
         self._request.app[METRICS].finished(finish)
-        self._request.app[RECENT].add(self._request[TENANT].scope, finish, self._ttft_s)
+        self._request.app[RECENT].add(scope, finish, self._ttft_s)
 
     def _continues(self) -> bool:
         reply = self._reply

@@ -1,9 +1,10 @@
-// Requests to /towerd/v1. The key stays in this tab; until it is right, nothing is shown.
+// Requests to the daemon. The key stays in this tab; until it is right, nothing is shown.
 
 import { get } from "./dom.js";
 
 const KEY = "towerd-key";
-export const OWN = "/towerd/v1";
+const OWN = "/towerd/v1";
+let asked = null;
 
 export class ApiError extends Error {
   constructor(status, message) {
@@ -12,12 +13,12 @@ export class ApiError extends Error {
   }
 }
 
-async function send(path, method, body) {
+async function send(url, method, body) {
   const headers = {};
   const key = sessionStorage.getItem(KEY);
   if (key) headers.Authorization = `Bearer ${key}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
-  const reply = await fetch(OWN + path, {
+  const reply = await fetch(url, {
     method, headers, body: body === undefined ? undefined : JSON.stringify(body),
   });
   if (reply.ok) return reply;
@@ -26,12 +27,32 @@ async function send(path, method, body) {
   throw new ApiError(reply.status, error?.error?.message ?? reply.statusText);
 }
 
+// Of several models, which one answers from now on; null: there is only one.
+export function ask(model) {
+  asked = model;
+}
+
+// A look never loads a model.
+function addressed(path, model) {
+  if (model === null) return OWN + path;
+  return `${OWN}${path}${path.includes("?") ? "&" : "?"}${new URLSearchParams({ model, autoload: "false" })}`;
+}
+
 export async function call(path, method = "GET", body = undefined) {
+  return (await send(addressed(path, asked), method, body)).json();
+}
+
+export async function callModel(model, path) {
+  return (await send(addressed(path, model), "GET")).json();
+}
+
+// An endpoint that is not towerd's own.
+export async function callServer(path, method = "GET", body = undefined) {
   return (await send(path, method, body)).json();
 }
 
 export async function download(path, name) {
-  const url = URL.createObjectURL(await (await send(path, "GET")).blob());
+  const url = URL.createObjectURL(await (await send(addressed(path, asked), "GET")).blob());
   const link = document.createElement("a");
   link.href = url;
   link.download = name;
@@ -42,6 +63,7 @@ export async function download(path, name) {
 function askForKey() {
   get("main").replaceChildren();
   get("model").textContent = "";
+  get("choice").hidden = true;
   get("login").hidden = false;
   get("key").focus();
 }

@@ -11,7 +11,8 @@ function pathOf(chat, more = {}) {
 }
 
 function actionPath(chat, action) {
-  return `/sessions/${encodeURIComponent(chat.id)}/${action}${query({ scope: chat.scope })}`;
+  const which = { scope: chat.scope, tokenizer: chat.tokenizer };
+  return `/sessions/${encodeURIComponent(chat.id)}/${action}${query(which)}`;
 }
 
 function tierFacts(session, cost) {
@@ -63,7 +64,6 @@ function actions(chat, found, again) {
       : button("Pin", () => call("/pins", "POST", { segment: leaf })),
     session.cold_bytes ? null : button("Freeze", () => call(actionPath(chat, "freeze"), "POST", {})),
     button("Warm up", () => call(actionPath(chat, "thaw"), "POST", {})),
-    button("Export", () => download(actionPath(chat, "export"), `${session.id}.tower`)),
   ];
   return el("div", { class: "actions" },
     button("Rename", async () => {
@@ -71,6 +71,7 @@ function actions(chat, found, again) {
       if (title !== null) await call(pathOf(chat), "PATCH", { title });
     }),
     ...own,
+    button("Export", () => download(actionPath(chat, "export"), `${session.id}.tower`)),
     button("Delete", async () => {
       if (!confirm(`Delete “${session.title || session.id}” for ever?`)) return;
       await call(pathOf(chat), "DELETE");
@@ -82,12 +83,14 @@ const message = ({ role, text }) =>
   el("article", { class: `message ${role in NAMES ? role : ""}` },
     role in NAMES ? el("h4", {}, NAMES[role]) : null, el("pre", { class: "text" }, text));
 
-export async function showChat(pane, chat, changed) {
+// opened: called with the session that is shown. changed: called after an action.
+export async function showChat(pane, chat, opened, changed) {
   const found = await call(pathOf(chat, { cost: 1 }));
   const { session, cost, turns } = found;
+  opened(session);
   const again = async () => {
     await changed();
-    if (location.hash.startsWith("#/chat/")) await showChat(pane, chat, changed);
+    if (location.hash.startsWith("#/chat/")) await showChat(pane, chat, opened, changed);
   };
   const text = el("div", {}, el("p", { class: "quiet" }, session.cold_bytes ? "Decoding…" : "Reading…"));
   pane.replaceChildren(...[

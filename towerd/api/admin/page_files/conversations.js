@@ -9,14 +9,17 @@ const LIMIT_MAX = 1000;
 const TYPING_MS = 150;
 let typed = "";
 let shown = LIMIT;
+let open = null;
 
-export const addressOf = (session) =>
+const addressOf = (session) =>
   `#/chat/${encodeURIComponent(session.id)}${query({ scope: session.scope, tokenizer: session.tokenizer })}`;
+
+const nameOf = ({ scope, id, tokenizer }) => JSON.stringify([scope, id, tokenizer]);
 
 function entry(session, more) {
   const state = session.cold_bytes ? ` · frozen, ${bytes(session.cold_bytes)}` : "";
   const other = session.tokenizer ? " · of another model" : "";
-  return el("li", {}, el("a", { href: addressOf(session) },
+  return el("li", {}, el("a", { href: addressOf(session), "data-name": nameOf(session) },
     session.title || session.id, more,
     el("small", {}, `${ago(session.updated)} · ${count(session.n_tokens)} tokens${state}${other}`)));
 }
@@ -26,7 +29,8 @@ const snippet = (runs) =>
 
 function markOpen(list) {
   for (const link of list.querySelectorAll("a")) {
-    if (link.getAttribute("href") === location.hash) link.setAttribute("aria-current", "true");
+    if (link.dataset.name === open) link.setAttribute("aria-current", "true");
+    else link.removeAttribute("aria-current");
   }
 }
 
@@ -83,6 +87,11 @@ export async function showConversations(main, chat) {
   const pane = el("section", { class: "chat", "aria-live": "polite" });
   main.replaceChildren(el("div", { class: chat ? "panes one" : "panes" }, aside, pane));
   if (!chat) pane.append(el("p", { class: "quiet" }, "Choose a conversation. “/” goes to the search."));
-  await Promise.all([fill(list), chat ? showChat(pane, chat, () => fill(list)) : null]);
+  const opened = (session) => {
+    open = nameOf(session);
+    markOpen(list);
+  };
+  open = null;
+  await Promise.all([fill(list), chat ? showChat(pane, chat, opened, () => fill(list)) : null]);
   return () => (typed || list.contains(document.activeElement) ? null : fill(list));
 }

@@ -1,7 +1,8 @@
 // What runs, how full the tiers are, and the last hours: reuse, time to first token, speed.
 
-import { call } from "./api.js";
+import { call, callModel, query } from "./api.js";
 import { bytes, count, el, legend, moment, svg, table } from "./dom.js";
+import { chosen, hasSeveral, loaded } from "./models.js";
 
 const SOURCES = ["live", "hot", "warm", "cold", "prefill"];
 const BUCKETS = 48;
@@ -49,6 +50,18 @@ const wait = (request) => (request.ttft_ms == null ? "–" : `${request.ttft_ms.
 const speed = (request) =>
   (request.tokens_per_second == null ? "–" : request.tokens_per_second.toFixed(1));
 
+const heads = () => (hasSeveral() ? ["model", "conversation"] : ["conversation"]);
+
+// The model, where there are several, and the conversation, which its id alone may not tell from others. The
+// first turn of one is recorded when it ends: until then there is nothing to open.
+function conversation({ session, scope, tokenizer, model, finished }, titles) {
+  const name = nameOf({ scope, id: session, tokenizer });
+  const href = `#/chat/${encodeURIComponent(session ?? "")}${query({ scope, tokenizer, model })}`;
+  const shown = titles.get(name) || session || "–";
+  const link = session && (finished || titles.has(name)) ? el("a", { href }, shown) : shown;
+  return model === null ? [link] : [model, link];
+}
+
 function history(finished, titles) {
   if (!finished.length) return [el("p", { class: "quiet" }, "No request was answered since the start.")];
   const { start, buckets } = bucketed(finished);
@@ -62,10 +75,9 @@ function history(finished, titles) {
     el("h3", {}, "Time to first token, median, ms"), chart("Time to first token", buckets, one((each) => each.ttft_ms)),
     el("h3", {}, "Tokens a second, median"), chart("Tokens a second", buckets, one((each) => each.tokens_per_second)),
     el("h3", {}, "Last requests"),
-    table(["when", "conversation", "reused", "evaluated", "first token", "generated", "tokens/s"],
+    table(["when", ...heads(), "reused", "evaluated", "first token", "generated", "tokens/s"],
       finished.slice(0, ROWS).map((each) => [
-        moment(each.finished),
-        each.session ? el("a", { href: `#/chat/${encodeURIComponent(each.session)}` }, titles.get(each.session) || each.session) : "–",
+        moment(each.finished), ...conversation(each, titles),
         count(each.reuse.live + each.reuse.hot + each.reuse.warm), count(each.reuse.prefill),
         wait(each), count(each.generated), speed(each),
       ])),
@@ -83,20 +95,45 @@ function tiers({ engine, tiers: held, space }) {
   ]);
 }
 
-function running(requests) {
+function running(requests, titles) {
   if (!requests.length) return el("p", { class: "quiet" }, "Nothing runs.");
-  return table(["slot", "conversation", "tokens", "reused", "evaluated", "first token", "generated", "tokens/s"],
-    requests.map((each) => [String(each.slot), each.session ?? "–", count(each.tokens),
+  return table(["slot", ...heads(), "tokens", "reused", "evaluated", "first token", "generated", "tokens/s"],
+    requests.map((each) => [String(each.slot), ...conversation(each, titles), count(each.tokens),
       count(each.prompt_reused), count(each.prompt_evaluated), wait(each), count(each.generated), speed(each)]));
+}
+
+// The requests of all loaded models together, each with its model and the tokenizer of its conversation.
+async function allRequests() {
+  const names = loaded();
+  if (names === null) return [await call("/requests")].map(named(null));
+  const answers = await Promise.allSettled(names.map((name) => callModel(name, "/requests").then(named(name))));
+  const got = answers.filter((each) => each.status === "fulfilled").map((each) => each.value);
+  if (!got.length) throw answers[0].reason;  // one that was just unloaded is left out
+  return got;
+}
+
+const named = (model) => ({ running, finished, tokenizer }) => {
+  const label = (each) => ({ ...each, model, tokenizer });
+  return { model, tokenizer, running: running.map(label), finished: finished.map(label) };
+};
+
+const nameOf = ({ scope, id, tokenizer }) => JSON.stringify([scope, id, tokenizer]);
+
+// The listed model's own conversations are listed without their tokenizer.
+function titlesOf(sessions, answers) {
+  const own = answers.find((each) => each.model === chosen())?.tokenizer;
+  return new Map(sessions.map((each) => [nameOf({ ...each, tokenizer: each.tokenizer || own }), each.title]));
 }
 
 export async function showLive(main, _, stats) {
   const fill = async () => {
-    const [requests, figures, { sessions }] = await Promise.all([call("/requests"), stats(), call("/sessions?limit=200")]);
-    const titles = new Map(sessions.map((session) => [session.id, session.title]));
-    main.replaceChildren(el("h2", {}, "Running"), running(requests.running),
-      ...(figures ? [el("h2", {}, "Tiers"), tiers(figures)] : []),
-      el("h2", {}, "Last hours"), ...history(requests.finished, titles));
+    const [answers, figures, { sessions }] = await Promise.all([allRequests(), stats(), call("/sessions?limit=200")]);
+    const titles = titlesOf(sessions, answers);
+    const finished = answers.flatMap((each) => each.finished).sort((a, b) => b.finished - a.finished);
+    const model = chosen();
+    main.replaceChildren(el("h2", {}, "Running"), running(answers.flatMap((each) => each.running), titles),
+      ...(figures ? [el("h2", {}, model === null ? "Tiers" : `Tiers of ${model}`), tiers(figures)] : []),
+      el("h2", {}, "Last hours"), ...history(finished, titles));
   };
   await fill();
   return fill;

@@ -1,7 +1,8 @@
 // The address behind # says which page is shown; this module shows it and keeps it fresh.
 
-import { ApiError, call, onKey, say } from "./api.js";
+import { ApiError, call, onKey, query, say } from "./api.js";
 import { get } from "./dom.js";
+import { choose, findModels, loaded, showModels } from "./models.js";
 import { showConversations } from "./conversations.js";
 import { showLive } from "./live.js";
 import { showSettings } from "./settings.js";
@@ -10,13 +11,16 @@ import { showTree } from "./tree.js";
 const POLL_MS = 4000;
 const NO_CHAT_PAGE = "This build has no chat page. In a working copy, “make ui” builds it with npm.";
 let shown = 0;
+let shownModel = null;
 let refresh = null;
+let failed = false;
 
 // The daemon's figures; null for a tenant who may not see what all do together.
 async function stats() {
   try {
     const found = await call("/stats");
-    get("model").textContent = `${found.model} · version ${found.version}`;
+    const version = `version ${found.version}`;
+    get("model").textContent = loaded() ? version : `${found.model} · ${version}`;
     return found;
   } catch (error) {
     if (error instanceof ApiError && error.status === 403) return null;
@@ -24,14 +28,18 @@ async function stats() {
   }
 }
 
-function pageOf(hash) {
+function addressOf(hash) {
   const [path, search = ""] = hash.replace(/^#/, "").split("?");
-  const parameters = Object.fromEntries(new URLSearchParams(search));
-  const [, name = "", id] = path.split("/");
+  const [, name = "", id = ""] = path.split("/");
+  return { name, id: decodeURIComponent(id), parameters: new URLSearchParams(search) };
+}
+
+function pageOf({ name, id, parameters }) {
+  const given = Object.fromEntries(parameters);
   switch (name) {
-    case "chat": return (main) => showConversations(main, { ...parameters, id: decodeURIComponent(id ?? "") });
-    case "tree": return (main) => showTree(main, parameters);
-    case "live": return (main) => showLive(main, parameters, stats);
+    case "chat": return (main) => showConversations(main, { ...given, id });
+    case "tree": return (main) => showTree(main, given);
+    case "live": return (main) => showLive(main, given, stats);
     case "settings": return (main) => showSettings(main);
     default: return (main) => showConversations(main, null);
   }
@@ -51,32 +59,58 @@ async function show() {
   refresh = null;
   markPage();
   say(location.hash === "#/no-chat-page" ? NO_CHAT_PAGE : "");
+  const address = addressOf(location.hash);
+  if (address.parameters.has("model")) choose(address.parameters.get("model"));
   try {
+    shownModel = await findModels();
+    if (turn !== shown) return;
+    if (shownModel === undefined) {
+      showModels(get("main"));
+      return;
+    }
     if (!get("model").textContent) await stats();
     if (turn !== shown) return;
-    const again = await pageOf(location.hash)(get("main"));
+    const again = await pageOf(address)(get("main"));
     if (turn === shown) refresh = again ?? null;
+    failed = false;
   } catch (error) {
-    if (error.status !== 401) say(error.message);
+    if (error.status === 401) return;
+    failed = !(error.status >= 400 && error.status < 500);
+    say(error.message);
   }
 }
 
-let failed = false;
-
-async function poll() {
-  if (refresh && !document.hidden) {
-    try {
+// Shows the page anew if its model was unloaded, one was loaded, or the daemon did not answer before.
+async function freshen() {
+  const turn = shown;
+  try {
+    const model = await findModels();
+    if (turn !== shown) return;
+    if (model !== shownModel || (failed && !refresh)) {
+      await show();
+    } else if (refresh) {
       await refresh();
       if (failed) say("");
       failed = false;
-    } catch (error) {
-      failed = true;
-      say(error.message);
     }
+  } catch (error) {
+    failed = true;
+    say(error.message);
   }
+}
+
+async function poll() {
+  if (!document.hidden && get("login").hidden) await freshen();
   setTimeout(poll, POLL_MS);
 }
 
+get("models").addEventListener("change", (event) => {
+  choose(event.target.value);
+  const { parameters } = addressOf(location.hash);
+  parameters.delete("model");
+  history.replaceState(null, "", `${location.hash.split("?")[0] || "#/"}${query(Object.fromEntries(parameters))}`);
+  show();
+});
 document.addEventListener("keydown", (event) => {
   const typing = event.target instanceof HTMLInputElement;
   if (event.key === "/" && !typing && get("search")) {
@@ -89,4 +123,4 @@ document.addEventListener("keydown", (event) => {
 addEventListener("hashchange", show);
 onKey(show);
 show();
-poll();
+setTimeout(poll, POLL_MS);

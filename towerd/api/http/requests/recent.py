@@ -35,6 +35,7 @@ class AnsweredRequest:
         return {
             "finished": self.finished,
             "session": finish.session,
+            "scope": self.scope,
             "stop": finish.stop,
             "reuse": tiers,
             "generated": timings.predicted_n,

@@ -1,0 +1,88 @@
+"""The explorer in front of several models, in a real browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from browser import open_browser, screenshots
+from daemon import Daemon
+from routed import MakeRouter, states
+
+pytestmark = pytest.mark.slow
+
+WAIT_MS = 60_000
+
+
+def say(router: Daemon, model: str, prompt: str, **more: Any) -> requests.Response:
+    """A turn of the session `twin`, which every model has one of."""
+    body = {"model": model, "prompt": prompt, "n_predict": 4, "ignore_eos": True, **more}
+    headers = {"X-Towerd-Session": "twin"}
+    return requests.post(
+        router.url + "/completion", json=body, headers=headers, timeout=120, stream=True
+    )
+
+
+def test_models_side_by_side(make_router: MakeRouter, tmp_path: Path) -> None:
+    """Looking loads none; requests of all are shown, and lead to their own model's conversation."""
+    router = make_router("-c", "32768", "--live-tokens", "65536")
+    with open_browser() as browser:
+        page = browser.new_page()
+        page.set_default_timeout(WAIT_MS)
+        page.goto(router.url + "/towerd/#/live")
+        page.wait_for_selector("h2:has-text('No model is loaded')")
+        assert set(states(router).values()) == {"unloaded"}
+        page.click("button:has-text('tales')")
+        page.wait_for_selector("h2:has-text('Tiers of tales')")
+        assert say(router, "tales", "the red otter").status_code == 200
+        assert say(router, "dice", "!!! a roll").status_code == 200
+        last = page.locator("h3:has-text('Last requests') + div tbody tr")
+        for model in ("tales", "dice"):
+            last.locator(f":scope:has-text('{model}')").wait_for()
+        long = {"n_predict": 30_000, "stream": True}
+        with say(router, "dice", "!!! again", **long) as reply:
+            parts = reply.iter_content(1)
+            assert next(parts)
+            page.wait_for_selector("h2:has-text('Running') + div tr:has-text('dice')")
+            row = page.inner_text("h2:has-text('Running') + div tbody tr").split("\t")
+            assert float(row[-1]) > 0
+            assert row[6].endswith(" ms")
+        page.screenshot(path=screenshots(tmp_path) / "models.png", full_page=True)
+        for model, prompt in (("tales", "the red otter"), ("dice", "!!! again")):
+            page.goto(router.url + "/towerd/#/live")
+            last.locator(f":scope:has-text('{model}') a").last.click()
+            page.wait_for_selector(f"pre.text:has-text('{prompt}')")
+            page.wait_for_selector("dd:has-text('on disk'), button:has-text('Freeze')")
+            assert page.input_value("#models") == model
+        page.click("nav >> text=Settings")
+        page.wait_for_selector("h2:has-text('for dice')")
+        page.select_option("#models", "tales")
+        page.wait_for_selector("h2:has-text('for tales')")
+        requests.post(router.url + "/models/unload", json={"model": "tales"}, timeout=30)
+        page.wait_for_selector("h2:has-text('for dice')")
+        assert states(router) == {"tales": "unloaded", "dice": "loaded", "junk": "unloaded"}
+
+
+def test_a_tokenizer_names_a_conversation(make_router: MakeRouter) -> None:
+    """Whichever model is asked, also the one that has it."""
+    router = make_router()
+    for model, prompt in (("tales", "the red otter"), ("dice", "!!! a roll")):
+        assert say(router, model, prompt).status_code == 200
+    for model in ("tales", "dice"):
+        found = router.get(f"/towerd/v1/requests?model={model}")
+        (request,) = found["finished"]
+        which = f"scope={request['scope']}&tokenizer={found['tokenizer']}"
+        read = []
+        for asked in ("tales", "dice"):
+            path = f"/towerd/v1/sessions/{request['session']}"
+            query = f"?{which}&model={asked}"
+            read.append(router.get(path + query + "&messages=1")["messages"])
+            exported = requests.get(router.url + path + "/export" + query, timeout=60)
+            assert exported.status_code == 200
+        assert read[0] == read[1] != []
+    tokenizers = {
+        router.get(f"/towerd/v1/requests?model={model}")["tokenizer"] for model in ("tales", "dice")
+    }
+    assert len(tokenizers) == 2
