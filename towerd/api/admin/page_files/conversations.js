@@ -84,7 +84,7 @@ export async function showConversations(main, chat) {
     },
   });
   const aside = el("section", { class: "list", keydown: (event) => walk(event, list) }, search, list);
-  const pane = el("section", { class: "chat", "aria-live": "polite" });
+  const pane = el("section", { class: "chat" });
   main.replaceChildren(el("div", { class: chat ? "panes one" : "panes" }, aside, pane));
   if (!chat) pane.append(el("p", { class: "quiet" }, "Choose a conversation. “/” goes to the search."));
   const opened = (session) => {

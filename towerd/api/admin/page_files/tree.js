@@ -1,5 +1,5 @@
 // The tree of shared prefixes as a picture: a column for each level, a box for each segment, as high as
-// what continues it. A click or Enter makes a segment the root.
+// what continues it. A click or Enter makes a segment the root; the arrow keys walk.
 
 import { call, query } from "./api.js";
 import { bytes, count, el, facts, legend, moment, svg } from "./dom.js";
@@ -21,7 +21,8 @@ function label(segment) {
 function box(segment, depth, row, open) {
   const height = leaves(segment) * ROW - 3;
   const node = svg("g", {
-    class: "node", tabindex: 0, role: "link", "aria-label": `${count(segment.tokens)} tokens: ${label(segment)}`,
+    class: "node", tabindex: -1, role: "treeitem", "aria-level": depth + 1,
+    "aria-label": `${count(segment.tokens)} tokens: ${label(segment)}`,
     transform: `translate(${depth * COLUMN} ${row * ROW})`,
     click: () => open(segment.id),
     keydown: (event) => { if (event.key === "Enter") open(segment.id); },
@@ -32,22 +33,45 @@ function box(segment, depth, row, open) {
   return node;
 }
 
+// The number of the box that a key leads to from box `at`; undefined for other keys, or where there is none.
+function step(key, at, parents) {
+  const child = parents[at + 1] === at ? at + 1 : undefined;
+  const to = {
+    ArrowDown: at + 1, ArrowUp: at - 1, ArrowLeft: parents[at], ArrowRight: child, Home: 0, End: parents.length - 1,
+  }[key];
+  return to in parents ? to : undefined;
+}
+
+// Tab goes to one box of all, as in every tree: to that which had the focus last.
+function walk(event, boxes, parents) {
+  const at = boxes.indexOf(event.target);
+  const to = step(event.key, at, parents);
+  if (to === undefined) return;
+  event.preventDefault();
+  boxes[at].setAttribute("tabindex", -1);
+  boxes[to].setAttribute("tabindex", 0);
+  boxes[to].focus();
+}
+
 function picture(segments, open) {
-  const boxes = [];
+  const [boxes, parents] = [[], []];
   let depths = 1;
-  const place = (list, depth, row) => {
+  const place = (list, depth, row, parent) => {
     depths = Math.max(depths, depth + 1);
     for (const segment of list) {
       boxes.push(box(segment, depth, row, open));
-      if (segment.children.length) place(segment.children, depth + 1, row);
+      parents.push(parent);
+      if (segment.children.length) place(segment.children, depth + 1, row, boxes.length - 1);
       row += leaves(segment);
     }
     return row;
   };
-  const rows = place(segments, 0, 0);
+  const rows = place(segments, 0, 0, undefined);
+  boxes[0].setAttribute("tabindex", 0);
   const [width, height] = [depths * COLUMN, Math.max(rows, 1) * ROW];
   return el("div", { class: "scroll" },
-    svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "group", "aria-label": "Tree of shared prefixes" }, boxes));
+    svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "tree", "aria-label": "Tree of shared prefixes",
+      keydown: (event) => walk(event, boxes, parents) }, boxes));
 }
 
 async function details(id) {
