@@ -31,7 +31,7 @@ finish() {
   local running
   running=$(jobs -pr)
   [ -z "$running" ] || kill -KILL $running 2>/dev/null || true
-  wait
+  wait 2>/dev/null
   rm -rf "$WORK"
 }
 trap finish EXIT
