@@ -66,9 +66,10 @@ class Launcher:
         """A process for a model, which is not loaded yet. Raises ConfigError."""
         socket = self._folder / str(next(self._numbers))
         config = await asyncio.to_thread(self._config, model.entry, socket)
-        process = self._take_spare(config.engine) or await self._new(config.engine)
+        spare = self._take_spare(config.engine)
+        process = spare or await self._new(config.engine)
         process.assign(config)
-        self.keep_spare(process)
+        self.keep_spare(after=process if spare is None else None)
         return process
 
     def _take_spare(self, engine: str) -> ModelProcess | None:
@@ -81,7 +82,8 @@ class Launcher:
 
     def keep_spare(self, after: ModelProcess | None = None) -> None:
         """Have a process in reserve that has its imports done, where there are models to switch
-        between. after: the process whose model is loaded first."""
+        between. after: a process that has yet to do its own, whose model is loaded first. The one
+        in reserve does them while a model is loaded, which keeps one core busy."""
         if len(self._entries) > 1 and (self._sparing is None or self._sparing.done()):
             self._sparing = asyncio.create_task(self._make_spare(after))
 
