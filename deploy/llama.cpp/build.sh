@@ -37,4 +37,7 @@ done
 cp "$FOLDER/source/LICENSE" "$FOLDER/lib/llama.cpp.LICENSE"
 cp "$FOLDER/source/LICENSE.md" "$FOLDER/lib/llama_cpp/LICENSE.md"
 
-"$HERE/build_ui.sh" "$PY" "$FOLDER/ui" "$FOLDER/source" || printf 'This build goes without the chat page.\n' >&2
+if ! "$HERE/build_ui.sh" "$PY" "$FOLDER/ui" "$FOLDER/source"; then
+  rm -rf "$FOLDER/ui"  # that of another llama.cpp, which no wheel may get
+  printf 'This build goes without the chat page.\n' >&2
+fi

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # build_ui.sh PYTHON FOLDER [SOURCE]: builds llama.cpp's web UI with npm and puts it into FOLDER, unless the one of this
 # version is there. SOURCE is llama.cpp's source as fetch_source.sh leaves it; without one it is fetched. Takes a minute or
-# two, and 600 MB in a temporary folder. Fails where npm is missing or npm's registry is, and takes away the UI of another
-# version, so that no wheel gets it.
+# two, and 600 MB in a temporary folder. Fails, and leaves FOLDER as it is, where npm is missing or npm's registry is.
 set -euo pipefail
 PY=$1 FOLDER=$2 SOURCE=${3:-}
 HERE=$(cd "$(dirname "$0")" && pwd)
@@ -10,10 +9,6 @@ VERSION=$(sed -n 's/^VERSION = "\([0-9.]*\)".*/\1/p' "$HERE/../../towerd/llama_b
 STAMP=of-version  # no file of the UI: the daemon does not send it
 
 if [ "$(cat "$FOLDER/$STAMP" 2>/dev/null)" = "$VERSION" ]; then exit; fi
-if [ -d "$FOLDER" ]; then
-  printf 'The chat page in %s is not that of llama-cpp-python %s, and is removed.\n' "$FOLDER" "$VERSION" >&2
-  rm -rf "$FOLDER"
-fi
 command -v npm >/dev/null || { printf 'The chat page is built with npm, and there is none here.\n' >&2; exit 1; }
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
@@ -32,4 +27,5 @@ printf '%s\n' "$VERSION" >"$WORK/ui/dist/$STAMP"
 "$PY" "$HERE/npm_licences.py" "$WORK/ui/node_modules" >"$WORK/ui/dist/LICENSES.txt"
 [ -s "$WORK/ui/dist/LICENSES.txt" ]
 mkdir -p "$(dirname "$FOLDER")"
+rm -rf "$FOLDER"
 mv "$WORK/ui/dist" "$FOLDER"

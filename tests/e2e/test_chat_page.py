@@ -1,33 +1,38 @@
-"""llama.cpp's chat page at `/` in a real browser, where it is built: branches, a key, several models."""
+"""llama.cpp's own web UI in a real browser: branches, reasoning, pictures, a key, several models."""
 
 from __future__ import annotations
 
+import base64
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 from browser import open_browser, screenshots
 from daemon import Daemon
 from scripted_model import make_scripted_model
+from vision_model import make_projector, picture
 
-import towerd
-from towerd.api.admin.ui import built_ui
+from towerd.api.admin.ui import INDEX, built_ui
 from towerd.models.bundled import bundled_model
+from towerd.models.random_gguf import PRESETS, make_random_gguf
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(built_ui() is None, reason="the chat page is not built (make ui)"),
+    pytest.mark.skipif(not (built_ui() / INDEX).is_file(), reason="`make ui` has not built it"),
 ]
 
-ANSWER = "[aria-label='Assistant message with actions']"
-IS_DONE = """n => { const found = document.querySelectorAll("[aria-label='Assistant message with actions']");
-    return found.length == n && /[0-9.]+ t\\/s/.test(found[n - 1].innerText); }"""
+MakeDaemon = Callable[..., Daemon]
 WAIT_MS = 60_000
-SMALL = ("--ctx-size", "2048", "--threads", "1", "--warm-bytes", "1GiB")
-TEMPLATE = Path(towerd.__file__).parent / "data/templates/Qwen3.jinja"
-THOUGHT = ("<think>\n", "I count. ", "\n</think>\n\n", "Forty-two.")
+SMALL = ("--ctx-size", "2048", "--threads", "1", "--n-predict", "8")
+QWEN = Path(str(bundled_model())).parent / "templates" / "Qwen3.jinja"
+ANSWER = "[aria-label='Assistant message with actions']"
+ANSWERED = """([selector, count]) => {
+    const found = document.querySelectorAll(selector);
+    const isBusy = [...document.querySelectorAll("button")].some((it) => it.innerText === "Stop");
+    return found.length === count && !isBusy && / t\\/s/.test(found[count - 1].innerText);
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -37,107 +42,128 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def open_page(browser: Any) -> Iterator[Callable[[Daemon], Any]]:
-    """`open_page(daemon)`: the chat page of a new visitor; a test fails if any script of it does."""
+def page(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    """A page; the test fails if any script of it does. Its picture is taken at the end."""
     context = browser.new_context()
+    found = context.new_page()
+    found.set_default_timeout(WAIT_MS)
     problems: list[str] = []
-
-    def open_it(daemon: Daemon) -> Any:
-        page = context.new_page()
-        page.set_default_timeout(WAIT_MS)
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.goto(daemon.url + "/")
-        return page
-
-    yield open_it
+    found.on("pageerror", lambda error: problems.append(str(error)))
+    yield found
+    found.screenshot(path=screenshots(tmp_path) / "chat-page.png")
     context.close()
     assert problems == []
 
 
-def say(page: Any, text: str, n_answers: int = 1) -> None:
-    """Send a message, and wait until the last of so many answers is there."""
+def say(page: Any, text: str, n_answers: int = 1) -> str:
+    """Say something; the last of so many answers, when it is complete."""
     page.fill("textarea", text)
     page.keyboard.press("Enter")
-    is_done(page, n_answers)
+    return answer(page, n_answers)
 
 
-def is_done(page: Any, n_answers: int = 1) -> None:
-    page.wait_for_function(IS_DONE, arg=n_answers)
-    page.get_by_role("button", name="Stop", exact=True).wait_for(state="detached")
+def answer(page: Any, n_answers: int = 1) -> str:
+    """The last of so many answers, when it is complete."""
+    page.wait_for_function(ANSWERED, arg=[ANSWER, n_answers])
+    return str(page.locator(ANSWER).last.inner_text())
 
 
-def choose(page: Any, model: str) -> None:
-    """Pick a model from the page's list, which loads it."""
-    page.locator("form button:has(.lucide-package)").last.click()
-    page.fill("[placeholder='Search models...']", model)
-    page.locator(".models-list [role=option]").first.click()
-    page.wait_for_selector(f"text=Model loaded: {model}")
+def prefilled(daemon: Daemon) -> list[int]:
+    """Tokens that each request evaluated, the first first."""
+    finished = daemon.get("/towerd/v1/requests")["finished"]
+    return [each["reuse"]["prefill"] for each in reversed(finished)]
 
 
-def evaluated(daemon: Daemon) -> list[int]:
-    """Prompt tokens that each request of the page evaluated, the first request first."""
-    answered = daemon.get("/towerd/v1/requests")["finished"]
-    return [each["reuse"]["prefill"] for each in reversed(answered)]
-
-
-def test_branches(open_page: Callable[[Daemon], Any], tmp_path: Path) -> None:
-    """Another answer to a question evaluates none of it; an edited one what is new. The page goes back
-    to what it had."""
-    with Daemon(tmp_path / "d", "-m", "stories", *SMALL) as daemon:
-        page = open_page(daemon)
-        say(page, "Tell me of a dog that finds a red ball and takes it home.")
+def test_branches_reuse_the_prefix(page: Any, make_daemon: MakeDaemon) -> None:
+    """A message that is edited and an answer that is made again leave the others where they were,
+    and evaluate nothing that was known."""
+    with make_daemon("-m", "stories", *SMALL) as daemon:
+        page.goto(daemon.url + "/")
+        say(page, "Once upon a time there was a purple dog in a garden. He sat.")
         page.get_by_role("button", name="Regenerate").click()
         page.get_by_label("Message version 2 of 2").wait_for()
-        is_done(page)
-        page.get_by_label("User message with actions").get_by_role("button", name="Edit").click()
-        edited = page.locator("textarea").first
-        edited.fill("Tell me of a dog that finds a red ball and hides it.")
-        edited.press("Enter")
-        page.wait_for_selector("text=hides it")
-        is_done(page)
-        first, again, other = evaluated(daemon)
-        assert first > 10
-        assert again <= 1
-        assert other < first
+        answer(page)
+        page.get_by_role("button", name="Edit").first.click()
+        page.locator("textarea").first.fill(
+            "Once upon a time there was a purple dog in a garden. He ran."
+        )
+        page.locator("textarea").first.press("Enter")
+        page.wait_for_selector("text=He ran.")
+        answer(page)
+        first, again, edited = prefilled(daemon)
+        assert again == 1
+        assert edited < first / 2
         page.get_by_label("Previous version").first.click()
-        page.wait_for_selector("text=takes it home")
+        page.wait_for_selector("text=He sat.")
+        titles = [each["title"] for each in daemon.get("/towerd/v1/sessions")["sessions"]]
+        assert any("He sat." in title for title in titles)
+        assert any("He ran." in title for title in titles)
 
 
-def test_a_key(open_page: Callable[[Daemon], Any], tmp_path: Path) -> None:
-    """The page asks for it, takes no other, and keeps it."""
-    with Daemon(tmp_path / "d", "-m", "stories", "--api-key", "opensesame", *SMALL) as daemon:
-        page = open_page(daemon)
+def test_reasoning_is_shown_as_such(page: Any, make_daemon: MakeDaemon, tmp_path: Path) -> None:
+    script = ("<think>\nI", " wonder.\n</think>\n\n", "Forty-", "two.")
+    make_scripted_model(tmp_path / "thinker.gguf", script)
+    model = ("-m", str(tmp_path / "thinker.gguf"), "--chat-template-file", str(QWEN))
+    with make_daemon(*model, "--ctx-size", "4096", "--threads", "1") as daemon:
+        page.goto(daemon.url + "/")
+        said = say(page, "What is it?")
+        assert "Forty-two." in said
+        assert "wonder" not in said
+        page.get_by_role("button", name=re.compile("Reasoning")).last.click()
+        page.wait_for_selector(f"{ANSWER} >> text=I wonder.")
+
+
+def test_a_picture(page: Any, make_daemon: MakeDaemon, tmp_path: Path) -> None:
+    """It is shown, and evaluated once."""
+    make_projector(tmp_path / "eyes.gguf", PRESETS["tiny"].n_embd)
+    make_random_gguf(tmp_path / "tiny.gguf", PRESETS["tiny"])
+    (tmp_path / "blocks.png").write_bytes(base64.b64decode(picture(3)))
+    model = ("-m", str(tmp_path / "tiny.gguf"), "--mmproj", str(tmp_path / "eyes.gguf"))
+    with make_daemon(*model, *SMALL) as daemon:
+        page.goto(daemon.url + "/")
+        page.locator("input[type=file]").first.set_input_files(tmp_path / "blocks.png")
+        page.wait_for_selector("img[alt='blocks.png']")
+        say(page, "What is this?")
+        page.get_by_role("button", name="Regenerate").click()
+        page.get_by_label("Message version 2 of 2").wait_for()
+        answer(page)
+        first, again = prefilled(daemon)
+        assert first > 4
+        assert again == 1
+
+
+def test_the_page_asks_for_the_key(page: Any, make_daemon: MakeDaemon) -> None:
+    with make_daemon("-m", "stories", *SMALL, "--api-key", "opensesame") as daemon:
+        page.goto(daemon.url + "/")
         page.get_by_role("button", name="Enter API Key").click()
-        for key in ("wrong", "opensesame"):
-            page.wait_for_function("() => !document.querySelector('#api-key-input').disabled")
-            page.fill("#api-key-input", key)
-            page.keyboard.press("Enter")
-            page.wait_for_selector("text=Invalid API key" if key == "wrong" else "textarea")
-        say(page, "Hello.")
-        page.reload()
-        page.wait_for_selector(ANSWER)
+        page.fill("#api-key-input", "wrong")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("text=Invalid API key")
+        page.wait_for_selector("#api-key-input:enabled")
+        page.fill("#api-key-input", "opensesame")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("textarea")
+        say(page, "Once upon a time")
 
 
-def test_several_models(open_page: Callable[[Daemon], Any], tmp_path: Path) -> None:
-    """The one that is chosen is loaded and answers; what it thinks is shown apart."""
+def test_a_tenant_chooses_another_model(page: Any, make_daemon: MakeDaemon, tmp_path: Path) -> None:
+    """It is loaded, and answers from then on."""
     folder = tmp_path / "models"
     folder.mkdir()
     (folder / "tales.gguf").write_bytes(bundled_model().read_bytes())
-    make_scripted_model(folder / "thinker.gguf", THOUGHT)
-    config = tmp_path / "towerd.toml"
-    config.write_text(f"[models.thinker]\nchat_template_file = '{TEMPLATE}'\n")
-    flags = ("--models-dir", str(folder), "--config", str(config), *SMALL)
-    with Daemon(tmp_path / "d", *flags) as daemon:
-        page = open_page(daemon)
-        choose(page, "thinker")
-        say(page, "Think.")
-        answer = page.locator(ANSWER).first
-        assert "Forty-two." in answer.inner_text()
-        assert "I count." not in answer.inner_text()
-        answer.get_by_text("Reasoning").click()
-        answer.get_by_text("I count.").wait_for()
-        choose(page, "tales")
-        say(page, "Tell me of a dog.", 2)
-        page.screenshot(path=screenshots(tmp_path) / "chat-page-models.png")
-        listed = requests.get(daemon.url + "/models", timeout=30).json()["data"]
-        assert {each["status"]["value"] for each in listed} == {"loaded"}
+    make_scripted_model(folder / "yes-man.gguf", ("Yes", " indeed."))
+    keys = ("--api-key", "alice:opensesame", "--api-key", "bob:other")
+    with make_daemon("--models-dir", str(folder), *SMALL, *keys) as router:
+        page.goto(router.url + "/")
+        page.get_by_role("button", name="Enter API Key").click()
+        page.fill("#api-key-input", "opensesame")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("textarea")
+        for n, (model, said) in enumerate((("tales", ""), ("yes-man", "Yes indeed.")), 1):
+            page.locator("form button:has(.lucide-package)").last.click()
+            page.fill("[placeholder='Search models...']", model)
+            page.locator(".models-list [role=option]").first.click()
+            page.wait_for_selector(f"text=Model loaded: {model}")
+            shown = say(page, "Is it so?", n)
+            assert said in shown
+            assert model in shown

@@ -304,6 +304,7 @@ def test_tenants_stay_apart(make_router: MakeRouter) -> None:
     assert call("GET", "/towerd/v1/pins", "a").status_code == 403
     assert call("GET", "/models?reload=1", "a").status_code == 403
     assert call("POST", "/models/unload", "a", json={"model": "tales"}).status_code == 403
+    assert call("POST", "/models/load", "a", json={"model": "dice"}).status_code == 200
     listed = json.loads(run_towerctl(router, "sessions", "ls", "--json").stdout)
     assert {each["scope"] for each in listed["sessions"]} == {"ann", "bob"}
 

@@ -120,8 +120,9 @@ def _preset(model: RoutedModel) -> str:
 
 
 async def post_load(request: web.Request) -> web.Response:
-    """Begin to load a model."""
-    require_overview(request)
+    """Begin to load a model. Whose requests load models may do so: the chat page asks for it."""
+    if not request.app[TABLES].config.models_autoload:
+        require_overview(request)
     model = await _named(request)
     if model is None:
         raise NotFound("model is not found")
