@@ -34,6 +34,8 @@ def test_models_side_by_side(make_router: MakeRouter, tmp_path: Path) -> None:
         page.goto(router.url + "/towerd/#/live")
         page.wait_for_selector("h2:has-text('No model is loaded')")
         assert set(states(router).values()) == {"unloaded"}
+        page.click("button:has-text('junk')")
+        page.wait_for_selector("#notice:has-text('junk cannot be loaded')")
         page.click("button:has-text('tales')")
         page.wait_for_selector("h2:has-text('Tiers of tales')")
         assert say(router, "tales", "the red otter").status_code == 200

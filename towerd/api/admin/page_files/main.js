@@ -2,7 +2,7 @@
 
 import { ApiError, call, onKey, query, say } from "./api.js";
 import { get } from "./dom.js";
-import { choose, findModels, loaded, showModels } from "./models.js";
+import { choose, findModels, loaded, reportLoad, showModels } from "./models.js";
 import { showConversations } from "./conversations.js";
 import { showLive } from "./live.js";
 import { showSettings } from "./settings.js";
@@ -88,6 +88,8 @@ async function freshen() {
     if (turn !== shown) return;
     if (model !== shownModel || (failed && !refresh)) {
       await show();
+    } else if (model === undefined) {
+      reportLoad();
     } else if (refresh) {
       await refresh();
       if (failed) say("");

@@ -6,6 +6,7 @@ import { el, get } from "./dom.js";
 
 const CHOSEN = "towerd-model";
 let several = null;
+let awaited = null;
 let wanted = sessionStorage.getItem(CHOSEN);
 
 const names = () => several.filter((each) => each.status.value === "loaded").map((each) => each.id);
@@ -48,11 +49,19 @@ function fillChoice(name) {
   list.value = name;
 }
 
+// Says that the load which a button began has failed.
+export function reportLoad() {
+  if (!several.find((each) => each.id === awaited)?.status.failed) return;
+  say(`${awaited} cannot be loaded: the daemon's log says why.`);
+  awaited = null;
+}
+
 // What is shown while no model is loaded.
 export function showModels(main) {
   const load = async (model) => {
     try {
       await callServer("/models/load", "POST", { model });
+      awaited = model;
       say(`${model} is loading…`);
     } catch (error) {
       say(error.message);
