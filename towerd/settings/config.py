@@ -129,7 +129,7 @@ class Config:
         "RoPE frequency factor; 1/N stretches the context N-fold.", low=0, auto="from the model")
     hot_bytes: int = _set(-1, "size", "--hot-bytes",
         "RAM for conversations that are not live; those on disk are in the page cache besides. Pinned ones may take an "
-        "eighth of the RAM.", low=-1,
+        "eighth of the RAM; of several models, those of each.", low=-1,
         auto="32 MiB; an eighth of the RAM where warm-bytes is 0")
     warm_bytes: int = _set(-1, "size", "--warm-bytes",
         "Disk for the attention state of conversations.", low=-1,

@@ -43,9 +43,9 @@ class Evictor:
         too_much = self._pinned_bytes() - bytes_max
         if too_much > 0 and not self._has_complained:
             log.warning(
-                "the rows of precached and pinned prompts do not fit into RAM: raise --hot-bytes, or "
-                "unpin some; until then those that are worth least are read from disk",
-                extra={"bytes_too_much": too_much, "hot_bytes": bytes_max},
+                "the rows of precached and pinned prompts do not fit into RAM: unpin some, or set "
+                "--hot-bytes to what they take; until then those worth least are read from disk",
+                extra={"pinned_bytes": too_much + bytes_max, "pinned_bytes_max": bytes_max},
             )
         self._has_complained = too_much > 0
         if too_much > 0:

@@ -13,7 +13,7 @@ from aiohttp import web
 from towerd.api.http.keys import LIMITS
 from towerd.errors import InvalidRequest, NotFound
 from towerd.router.http.form import boundary_of, field_of
-from towerd.router.loading.model import RoutedModel, State
+from towerd.router.loading.model import RoutedModel
 from towerd.router.loading.models import Models
 
 NAMES_SHOWN_MAX = 50
@@ -78,7 +78,7 @@ def choose_for_store(models: Models, name: str | None, *, reads: bool) -> Routed
         return loaded[0]
     known = list(models.by_name.values())
     for model in known:
-        if model.state is State.LOADING:
+        if model.is_on_its_way:
             return model
     if not known:
         raise NotFound("There is no model: put GGUFs into the models directory")

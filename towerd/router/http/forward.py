@@ -85,7 +85,7 @@ def check_autoload(request: web.Request, model: RoutedModel) -> bool:
     said = request.query.get("autoload", "")
     usual = request.app[TABLES].config.models_autoload and request.method not in READING
     may = usual if not said else said in ("true", "1")
-    if not may and model.state not in (State.LOADING, State.LOADED):
+    if not may and model.state is not State.LOADED and not model.is_on_its_way:
         raise InvalidRequest("model is not loaded")
     return may
 

@@ -53,7 +53,7 @@ class RoutedRequest:
     async def open(self) -> None:
         """Wait for the model and send the request; its head is in `reply` then. Raises TowerdError,
         and is closed then."""
-        deadline_s = 0.0
+        deadline_s, refusing = 0.0, None
         while True:
             process = await self._models.enter(
                 self.model, is_use=self._is_use, may_load=self._may_load
@@ -67,7 +67,8 @@ class RoutedRequest:
                 raise self.lost() from error
             except Unreachable as error:
                 self._leave()
-                deadline_s = deadline_s or time.monotonic() + REFUSED_S_MAX
+                if process is not refusing:
+                    deadline_s, refusing = time.monotonic() + REFUSED_S_MAX, process
                 if time.monotonic() > deadline_s:
                     self._models.give_up(self.model, process)
                     raise self.lost() from error

@@ -102,7 +102,7 @@ def _exactly(pipe: IO[bytes], n_bytes: int) -> bytes:
     while len(data) < n_bytes:
         piece = pipe.read(n_bytes - len(data))
         if not piece:
-            raise SystemExit("The router ended before it said what to serve.")
+            os._exit(1)  # the router ended: an import that runs in a thread is not waited for
         data += piece
     return data
 
@@ -110,7 +110,8 @@ def _exactly(pipe: IO[bytes], n_bytes: int) -> bytes:
 def _tell_last(pipe: int, line: dict[str, str]) -> None:
     """Report the end of loading."""
     _tell(pipe, line)
-    os.close(pipe)
+    with suppress(OSError):
+        os.close(pipe)
 
 
 def _tell(pipe: int, line: Mapping[str, str | bool]) -> None:

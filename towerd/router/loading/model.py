@@ -83,6 +83,11 @@ class RoutedModel:
         """The state in llama-server's words."""
         return "loaded" if self.state is State.STOPPING else self.state.value
 
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether it is being loaded, or waits for room to be."""
+        return self.state is State.LOADING or self.loading is not None
+
     def become(self, new: RoutedModel) -> None:
         """Have other files from the next load on."""
         self.entry, self.table, self.need_bytes = new.entry, new.table, new.need_bytes

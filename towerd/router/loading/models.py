@@ -34,6 +34,9 @@ from towerd.system.machine import resident_bytes
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 10.0
+"""Before busy models that are in the way take no new requests."""
+CHECK_S_MAX = 60.0
+"""For reading the header and the vocabulary of a file, also from a slow disk."""
 REFUSED_S = 0.1
 """Between two connections to a process that does not accept them."""
 
@@ -95,7 +98,7 @@ class Models:
             while not (model.takes_requests if is_use else model.state is State.LOADED):
                 if model.is_gone:
                     raise NotFound(f"model '{model.name}' not found: its file has left")
-                if not may_load and model.state is not State.LOADING:
+                if not may_load and not model.is_on_its_way:
                     raise InvalidRequest("model is not loaded")
                 await asyncio.shield(self._loading(model))
         finally:
@@ -241,12 +244,16 @@ class Models:
         model = candidate.model
         entry = model.entry
         try:
-            return await candidate.check()
-        except Exception as error:
-            model.is_unwanted = False
-            self.events.begins(model.name)
-            self._failed(model, entry, error)
-            return True
+            return await asyncio.wait_for(candidate.check(), CHECK_S_MAX)
+        except TimeoutError:
+            said = f"The file of the model {model.name} cannot be read within {CHECK_S_MAX:.0f} s."
+            error: Exception = ModelError(said)
+        except Exception as refused:
+            error = refused
+        model.is_unwanted = False
+        self.events.begins(model.name)
+        self._failed(model, entry, error)
+        return True
 
     async def _find_room(self, candidate: LoadCandidate) -> bool:
         """Wait until there is room for a model; False if nobody waits for it any more. Raises why it
