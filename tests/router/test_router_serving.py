@@ -186,13 +186,17 @@ def test_a_process_that_accepts_no_connection_for_a_while(make_router: MakeRoute
     """It is asked again, and not killed with all that it has."""
     router = make_router()
     url = router.url + "/completion"
-    body: Any = {"model": "tales", "prompt": LONG, "n_predict": 1000, "stream": True}
+    body: Any = {"model": "tales", "prompt": LONG, "n_predict": 1400, "ignore_eos": True}
+    body["stream"] = True
     ask(router, "tales")
     (pid,) = children(router)
     used = (Path(str(each.laddr)) for each in psutil.Process(pid).net_connections("unix"))
     (folder,) = {each.parent for each in used if "towerd-models-" in str(each)}
     (socket,) = folder.iterdir()
-    with ThreadPoolExecutor(1) as pool, requests.post(url, json=body, stream=True) as running:
+    with (
+        ThreadPoolExecutor(1) as pool,
+        requests.post(url, json=body, stream=True, timeout=120) as running,
+    ):
         lines = running.iter_lines()
         next(lines)  # it has the connection that was kept
         hidden = socket.rename(socket.with_name("hidden"))

@@ -63,8 +63,14 @@ def test_activity_is_each_tenants_own(
             for seen in (owner_get(daemon, "/slots").json(), daemon.get("/slots", headers=ANN)):
                 (mine,) = (slot["params"] for slot in seen if slot["is_processing"])
                 assert mine["n_predict"] == LONG["n_predict"]
-            until(lambda: running(daemon, ANN)[0]["generated"] > 1)
-            (own,) = running(daemon, ANN)
+            found: list[Any] = []
+
+            def is_fast() -> bool:
+                found[:] = running(daemon, ANN)
+                return found[0]["tokens_per_second"] is not None
+
+            until(is_fast)
+            (own,) = found
             reply_s = (own["generated"] - 1) / own["tokens_per_second"]
             assert 0 < own["ttft_ms"] / 1e3 < time.monotonic() - began - reply_s
             n = own["prompt_evaluated"] + own["generated"]

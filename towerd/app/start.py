@@ -42,8 +42,8 @@ def _prepare() -> None:
 
 @contextmanager
 def preloading_quietly() -> Iterator[None]:
-    """Do what `preload` does for the embedded engine beside the body, on cores that nobody else
-    wants. What is not imported at its end is left to `preload`."""
+    """Do what `preload` does for the embedded engine beside the body, at low priority. What is not
+    imported at its end is left to `preload`."""
     is_over = threading.Event()
 
     def run() -> None:

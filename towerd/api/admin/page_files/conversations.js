@@ -88,6 +88,7 @@ export async function showConversations(main, chat) {
   main.replaceChildren(el("div", { class: chat ? "panes one" : "panes" }, aside, pane));
   if (!chat) pane.append(el("p", { class: "quiet" }, "Choose a conversation. “/” goes to the search."));
   const opened = (session) => {
+    if (!pane.isConnected) return;
     open = nameOf(session);
     markOpen(list);
   };

@@ -1,6 +1,6 @@
 // The address behind # says which page is shown; this module shows it and keeps it fresh.
 
-import { ApiError, call, onKey, query, say } from "./api.js";
+import { ApiError, call, onKey, say } from "./api.js";
 import { get } from "./dom.js";
 import { choose, findModels, loaded, reportLoad, showModels } from "./models.js";
 import { showConversations } from "./conversations.js";
@@ -59,12 +59,13 @@ async function show() {
   refresh = null;
   markPage();
   say(location.hash === "#/no-chat-page" ? NO_CHAT_PAGE : "");
-  const address = addressOf(location.hash);
-  if (address.parameters.has("model")) choose(address.parameters.get("model"));
   try {
+    const address = addressOf(location.hash);
+    if (address.parameters.has("model")) choose(address.parameters.get("model"));
     shownModel = await findModels();
     if (turn !== shown) return;
     if (shownModel === undefined) {
+      failed = false;
       showModels(get("main"));
       return;
     }
@@ -108,9 +109,8 @@ async function poll() {
 
 get("models").addEventListener("change", (event) => {
   choose(event.target.value);
-  const { parameters } = addressOf(location.hash);
-  parameters.delete("model");
-  history.replaceState(null, "", `${location.hash.split("?")[0] || "#/"}${query(Object.fromEntries(parameters))}`);
+  const { name } = addressOf(location.hash);  // what else is there names what the other model has
+  history.replaceState(null, "", name === "chat" ? "#/" : `#/${name}`);
   show();
 });
 document.addEventListener("keydown", (event) => {

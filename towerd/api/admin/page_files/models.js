@@ -30,7 +30,10 @@ export function choose(name) {
 export async function findModels() {
   if (several === null || several.length) {
     const { data } = await callServer("/models");
-    several = data.filter((each) => each.status);
+    several = data.length ? data.filter((each) => each.status) : null;  // there may be some later
+  }
+  if (several?.find((each) => each.id === awaited)?.status.value === "loaded") {
+    awaited = null;
   }
   const name = chosen();
   ask(name);

@@ -44,6 +44,7 @@ function step(key, at, parents) {
 
 // Tab goes to one box of all, as in every tree: to that which had the focus last.
 function walk(event, boxes, parents) {
+  if (event.altKey || event.ctrlKey || event.metaKey) return;
   const at = boxes.indexOf(event.target);
   const to = step(event.key, at, parents);
   if (to === undefined) return;
