@@ -195,7 +195,7 @@ def test_numbers_are_numbers() -> None:
         if flag.names[0] in NUMBERS_AND_MORE:
             continue
         words = [flag.names[0], "hot"]
-        is_number = re.search(r"\bsto[a-z]+\b", refusal_of(words)) is not None
+        is_number = "does not take this value" in refusal_of(words)
         assert is_number == (flag.takes is not None), (flag.names, refusal_of(words))
         if is_number:
             with pytest.raises(ConfigError, match=f"{words[0]} takes a (whole )?number, not 'hot'"):
