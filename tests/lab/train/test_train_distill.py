@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +28,10 @@ from lab.train.objectives.teacher import BATCH, Teacher, TeacherForm
 from towerd.cli.bench.texts.chat_records import ChatRecord, Message
 from towerd.codec import Codec
 from towerd.codec.vocabulary import GgufVocabulary
-from towerd.models.random_gguf import Shape, make_random_gguf
+from towerd.models.random_gguf import PRESETS, Shape, make_random_gguf
 
 BUNDLED = Path(towerd.__file__).parent / "data" / "stories260K.gguf"
+REPOSITORY = Path(__file__).parents[3]
 N_CTX = 64
 
 
@@ -207,3 +211,24 @@ def test_gain_is_that_of_conversations_held_out_whole(
     assert ("do not use it" in advice(found, BUNDLED)) == (found["gain"] <= 0)
     (tmp_path / "x.gguf").write_text("no model")
     assert "x.gguf is no mini model" in advice(gain(BUNDLED, tmp_path / "x.gguf", unseen), BUNDLED)
+
+
+BESIDE_BFLOAT16 = """
+import sys, numpy, torch
+from pathlib import Path
+from lab.train.objectives.teacher import Teacher
+
+ids = numpy.arange(3, 51, dtype=numpy.uint32)
+with Teacher(Path(sys.argv[1]), 64) as teacher:
+    before = teacher.targets(ids, 3)
+    torch.ones(512, 512, dtype=torch.bfloat16) @ torch.ones(512, 512, dtype=torch.bfloat16)
+    after = teacher.targets(ids, 3)
+assert numpy.array_equal(before.ids, after.ids) and numpy.array_equal(before.p, after.p)
+"""
+
+
+def test_a_student_in_bfloat16_leaves_its_teacher_alone(tmp_path: Path) -> None:
+    """On a CPU with AMX both use its tile registers: see lab/__init__.py."""
+    path = tmp_path / "teacher.gguf"
+    make_random_gguf(path, replace(PRESETS["small"], n_layer=1))
+    subprocess.run([sys.executable, "-c", BESIDE_BFLOAT16, path], check=True, cwd=REPOSITORY)
