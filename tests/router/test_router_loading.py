@@ -90,7 +90,7 @@ def test_who_waits_reads_how_far_the_load_is(make_router: MakeRouter, tmp_path: 
                 process.resume()
                 time.sleep(0.001)
                 process.suspend()
-                time.sleep(0.05)  # so that the share is here before it goes on
+                time.sleep(0.05)  # the share arrives before the process continues
             with asked.result() as reply:
                 lines = reply.iter_lines()
                 if shares[-1] < 1:  # else it was loaded before it could be suspended

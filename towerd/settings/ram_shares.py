@@ -22,5 +22,5 @@ def partial_bytes(config: Config) -> int:
 
 
 def chats_bytes(config: Config) -> int:
-    """For rows that nobody pinned."""
+    """For rows that are not pinned."""
     return config.hot_bytes + partial_bytes(config)
