@@ -101,13 +101,27 @@ def divergence(expected: Logits, probs: Sequence[TokenProbs]) -> float:
 
 
 def noise(oracle: Oracle, prompt: Ids, sizes: Sequence[int], answer: Answer | Said) -> float:
-    """The divergence that the model has from itself where the reply stands in one batch with the
-    last of these, instead of one token after the other."""
+    """The divergence that the model has from itself in other batches: the reply in one with the
+    last of these instead of one token after the other, or what comes before that in pieces of 64.
+    The larger of both: on some processors one of them rounds alike, and is zero."""
     expected = in_batches(oracle, prompt, sizes, answer)
-    whole = joined(prompt, answer.ids[:-1])
-    last = sizes[-1] + len(answer.ids) - 1
-    rows = oracle.logprobs_in(whole, len(prompt) - 1, [*sizes[:-1], last])
+    n_before = len(prompt) - sizes[-1]
+    pieces = [min(64, n_before - at) for at in range(0, n_before, 64)]
+    n_replied = len(answer.ids) - 1
+    return max(
+        _self_divergence(oracle, prompt, [*sizes[:-1], sizes[-1] + n_replied], answer, expected),
+        _self_divergence(oracle, prompt, [*pieces, sizes[-1]], answer, expected),
+    )
 
+
+def _self_divergence(
+    oracle: Oracle,
+    prompt: Ids,
+    sizes: Sequence[int],
+    answer: Answer | Said,
+    expected: Logits,
+) -> float:
+    rows = oracle.logprobs_in(joined(prompt, answer.ids[:-1]), len(prompt) - 1, sizes)
     probs = [
         TokenProbs(each.id, float(row[each.id]), {token: float(row[token]) for token in each.top})
         for row, each in zip(rows, answer.probs, strict=True)
