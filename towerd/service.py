@@ -11,6 +11,7 @@ from typing import Any, Generic
 from towerd.cold import Coding, ColdTier, check_codec_model, vocabulary_source
 from towerd.engine.base import LiveBudget
 from towerd.engine.opened_engine import EngineT, OpenedEngine
+from towerd.policy.factory import make_policy
 from towerd.search.search import Search, open_search
 from towerd.sessions.recorder import TurnRecorder
 from towerd.sessions.sessions import Sessions
@@ -41,8 +42,7 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
 
     At the end, running requests are cancelled and recorded, new rows are written, and the catalog
     is closed. Raises ModelError, StoreError or ConfigError."""
-    if config.codec_model is not None:
-        await asyncio.to_thread(check_codec_model, config.codec_model)
+    await asyncio.to_thread(check_own_models, config)
     async with await asyncio.to_thread(_opening, config) as opened:
         engine, store, tiers = opened.engine, opened.store, opened.tiers
         traffic = await asyncio.to_thread(open_traffic, config, store, tiers)
@@ -71,6 +71,15 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
             await sessions.drain()
             await asyncio.to_thread(traffic.close)
             await asyncio.to_thread(search.close)
+
+
+def check_own_models(config: Config) -> None:
+    """Try the models that towerd itself uses: to load the served one may take minutes. Raises
+    ConfigError."""
+    if config.codec_model is not None:
+        check_codec_model(config.codec_model)
+    if config.predictor is not None:
+        make_policy(config.policy, config.predictor)
 
 
 def _opening(config: Config) -> AbstractAsyncContextManager[OpenedEngine[Any]]:

@@ -13,7 +13,7 @@ from tenants_talk import Client
 
 from towerd.api.admin.ui import ui_files
 from towerd.app.daemon import build_app
-from towerd.settings.config import Config
+from towerd.settings.config import Config, with_server_args
 
 ServeApp = Callable[..., Awaitable[Client]]
 SCRIPT = b"let x = 1;" * 100
@@ -61,10 +61,13 @@ async def test_files_of_the_ui(
     assert (await client.get("/v1/models")).status in (401, 503)
 
 
-async def test_properties_say_whether_there_is_a_ui(
+async def test_properties_say_what_the_ui_is_to_know(
     built: dict[str, Path], client: Client, service: EmbeddedService, aiohttp_client: ServeApp
 ) -> None:
-    assert (await (await client.get("/props")).json())["ui"] is False
-    app = build_app(service.config, service=service, ui=built)
-    other = await aiohttp_client(app)
-    assert (await (await other.get("/props")).json())["ui"] is True
+    """Whether it is there, and how it is configured."""
+    props = await (await client.get("/props")).json()
+    assert (props["ui"], props["ui_settings"]) == (False, {})
+    config = with_server_args(service.config, ("--ui-config", '{"theme": "dark"}'))
+    other = await aiohttp_client(build_app(config, service=service, ui=built))
+    props = await (await other.get("/props")).json()
+    assert (props["ui"], props["ui_settings"]) == (True, {"theme": "dark"})

@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 import numpy as np
 import pytest
-from oracle import Answer, OpenService, ask
-from services import EmbeddedService
+from oracle import Answer, ask
+from services import EmbeddedService, OpenService
 
 from towerd.codec import varint
 from towerd.errors import SessionFrozen, ThawError

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import OpenService, ask
+from oracle import ask
 from seams import connections
+from services import OpenService
 from store_tools import FINGERPRINT, turn_of
 
 from towerd.codec import Codec, container

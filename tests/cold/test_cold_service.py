@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from oracle import GREEDY, Answer, OpenService, ask
-from services import EmbeddedService
+from oracle import GREEDY, Answer, ask
+from services import EmbeddedService, OpenService
 from waiting import until_async
 
 from towerd.codec import Codec
@@ -333,7 +333,7 @@ async def test_a_student_is_needed_once(service_on: OpenService, tmp_path: Path)
         await settle(service)
         said = service.store.session_ids("story").tolist()
         assert await service.cold.freeze("story")
-    assert list((tmp_path / "a" / "tables").glob("start-*.zst"))
+    assert list((tmp_path / "store" / "tables").glob("start-*.zst"))
     await asyncio.to_thread(student.unlink)
     async with service_on(bundled_model()) as service:
         assert await service.cold.thaw("story")

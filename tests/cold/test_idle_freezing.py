@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from oracle import OpenService, ask
-from services import EmbeddedService
+from oracle import ask
+from services import EmbeddedService, OpenService
 from store_tools import FINGERPRINT, turn_of, write_all
 
 from towerd.codec import Codec
@@ -82,7 +82,7 @@ async def test_a_year_later_it_resumes_from_its_rows(
         first = await ask(service, prompt, session="s")
         await settle(service)
         service.store.commit_turn(turn_of(words(40, 2), [5, 6], session="rowless"))
-    a_year_passes(tmp_path / "a")
+    a_year_passes(tmp_path / "store")
     async with service_on(bundled_model(), freeze_after_s=0.1) as service:
         await until(lambda: service.cold.stats()["frozen_sessions"] == 1)
         await until(lambda: service.cold.stats()["copied_sessions"] == 1)

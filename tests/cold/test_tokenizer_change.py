@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 from cold_population import N_BASES, name_of, record, said
-from oracle import OpenService, ask
+from oracle import ask
 from reworded import Reworded
+from services import OpenService
 from store_tools import FINGERPRINT, turn_of
 from waiting import until_async
 

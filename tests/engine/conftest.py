@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from oracle import OpenService, Oracle
-from services import EmbeddedService
+from oracle import Oracle
+from services import OpenService, opener
 
 from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import PRESETS, make_random_gguf
-from towerd.service import open_service
-from towerd.settings.config import Config
 
 
 @pytest.fixture(scope="session")
@@ -33,26 +29,7 @@ def model_path(request: pytest.FixtureRequest, tiny_model: Path) -> Path:
 
 @pytest.fixture
 def service_on(tmp_path: Path) -> OpenService:
-    """`async with service_on(model, ctx_size=...)`: a service on this test's own store."""
-
-    @asynccontextmanager
-    async def open_it(model: Path, **settings: Any) -> AsyncIterator[EmbeddedService]:
-        values: dict[str, Any] = {
-            "model": model,
-            "store_dir": tmp_path / "store",
-            "socket": tmp_path / "s",
-            "ctx_size": 512,
-            "live_tokens": 2048,
-            "live_sequences": 8,
-            "parallel": 4,
-            "threads": 1,
-            "hot_bytes": 1 << 30,
-            "warm_bytes": 1 << 30,
-        }
-        async with open_service(Config(**(values | settings))) as service:
-            yield service
-
-    return open_it
+    return opener(tmp_path, ctx_size=512, live_tokens=2048)
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from oracle import OpenService, check_integrity, inside, job_for, settle
-from services import EmbeddedService
+from oracle import check_integrity, inside, job_for, settle
+from services import EmbeddedService, OpenService
 from waiting import until, until_async
 
 from towerd.api.http.hints import Hints

@@ -7,8 +7,8 @@ from collections.abc import Awaitable
 from pathlib import Path
 
 import numpy as np
-from oracle import OpenService, Oracle, TokenProbs, ask, check_answer, settle
-from services import EmbeddedService
+from oracle import Oracle, TokenProbs, ask, check_answer, settle
+from services import EmbeddedService, OpenService
 from waiting import until_async
 
 from towerd.store.segments.segment_header import decode_head

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import Answer, OpenService, Oracle, ask
-from services import EmbeddedService
+from oracle import Answer, Oracle, ask
+from services import EmbeddedService, OpenService
 
 from towerd.models.random_gguf import Shape, make_random_gguf
 

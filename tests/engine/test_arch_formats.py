@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import Answer, OpenService, Oracle, ask, check_greedy
-from services import EmbeddedService
+from oracle import Answer, Oracle, ask, check_greedy
+from services import EmbeddedService, OpenService
 from waiting import until_async
 
 from towerd.engine.embedded.calibration.calibrate import Calibrator

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from compressed_model import make_compressed_model
 from gguf import GGUFWriter
-from oracle import Answer, OpenService, Oracle, ask, check_greedy
-from services import EmbeddedService
+from oracle import Answer, Oracle, ask, check_greedy
+from services import EmbeddedService, OpenService
 
 from towerd.models import recurrent
 from towerd.models.architectures import ARCHITECTURES

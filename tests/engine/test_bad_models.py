@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFWriter
+from services import OpenService
 
 from lab.train.objectives.teacher import silence_llama_cpp
 from towerd.engine.embedded.model.core import load_core
@@ -141,6 +142,7 @@ def make_bert(path: Path) -> None:
         ("--spec-draft-ngl", "abc", "--spec-draft-ngl does not take this value."),
         ("--draft", "8", "--draft: the argument has been removed. use --spec-draft-n-max"),
         ("--logit-bias", "x", "--logit-bias: invalid input format."),
+        ("--json-schema", "x", "--json-schema takes JSON: parse error at line 1, column 1"),
         ("--media-path", "/nowhere", "--media-path: not a directory: /nowhere."),
     ],
 )
@@ -151,3 +153,12 @@ def test_flags_are_read_before_the_model(
     path = header_only(tmp_path / "model.gguf", "llama")
     with pytest.raises(ConfigError, match=f"refuses a flag: {re.escape(reason)}"):
         load(path, tmp_path, flag, value)
+
+
+async def test_a_predictor_is_read_before_the_model(
+    service_on: OpenService, tmp_path: Path
+) -> None:
+    path, missing = header_only(tmp_path / "model.gguf", "llama"), tmp_path / "missing"
+    with pytest.raises(ConfigError, match=f"^{missing} is no predictor: No such file"):
+        async with service_on(path, predictor=missing):
+            pass

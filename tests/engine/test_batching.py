@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from oracle import GREEDY, OpenService, ask, job_for
+from oracle import GREEDY, ask, job_for
+from services import OpenService
 
 from towerd.engine.base import GenerateRequest, Piece
 from towerd.engine.embedded.model.context import Batch

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from oracle import OpenService, ask, settle, some_ids
+from oracle import ask, settle, some_ids
+from services import OpenService
 
 from towerd.cli.bench.longchat.perplexity import live_by_token, ratio
 from towerd.cli.bench.longchat.reading import last_attention, read

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from oracle import OpenService, Oracle, ask, check_answer, settle
+from oracle import Oracle, ask, check_answer, settle
+from services import OpenService
 
 from towerd.tiers.composer import Composer, Piece
 from towerd.tiers.plan import Composed

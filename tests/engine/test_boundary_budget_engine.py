@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from oracle import OpenService, ask
+from oracle import ask
+from services import OpenService
 
 from towerd.models.random_gguf import PRESETS, make_random_gguf
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import OpenService, ask, check_integrity, settle
-from services import EmbeddedService
+from oracle import ask, check_integrity, settle
+from services import EmbeddedService, OpenService
 
 from towerd.drift import Drift
 from towerd.engine.embedded.calibration.calibrate import Calibrator, calibration_text

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from oracle import OpenService, Oracle, ask, check_answer, check_integrity, settle
-from services import EmbeddedService
+from oracle import Oracle, ask, check_answer, check_integrity, settle
+from services import EmbeddedService, OpenService
 
 from towerd.engine.base import GenerateRequest, Piece
 from towerd.tokens import Ids

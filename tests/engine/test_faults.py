@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from oracle import OpenService, ask, check_integrity
+from oracle import ask, check_integrity
+from services import OpenService
 
 from towerd.engine.embedded.scheduling import idle
 from towerd.errors import TowerdError

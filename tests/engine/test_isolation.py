@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import OpenService, ask, check_integrity, settle, some_ids
+from oracle import ask, check_integrity, settle, some_ids
+from services import OpenService
 
 from towerd.engine.base import GenerateRequest, LiveBudget
 from towerd.engine.embedded.longchat.budgets import Budgets

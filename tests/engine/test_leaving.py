@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import OpenService, ask
+from oracle import ask
+from services import OpenService
 from waiting import until_async
 
 from towerd.engine.base import GenerateRequest

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import OpenService, job_for, settle
-from services import EmbeddedService
+from oracle import job_for, settle
+from services import EmbeddedService, OpenService
 from vision_model import TOKENS_AN_IMAGE, make_projector, picture
 
 from towerd.engine.base import Finish, GenerateRequest

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import GREEDY, Answer, OpenService, Oracle, ask, settle
-from services import EmbeddedService
+from oracle import GREEDY, Answer, Oracle, ask, settle
+from services import EmbeddedService, OpenService
 
 from towerd.engine.base import GenerateRequest, LiveBudget
 from towerd.models.bundled import bundled_model

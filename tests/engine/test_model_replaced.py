@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from oracle import OpenService, ask, settle, some_ids
+from oracle import ask, settle, some_ids
+from services import OpenService
 from waiting import until_async
 
 from towerd.models.random_gguf import PRESETS, make_random_gguf

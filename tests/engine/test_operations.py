@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import Answer, OpenService, Oracle, ask, check_answer, check_integrity, settle
-from services import EmbeddedService
+from oracle import Answer, Oracle, ask, check_answer, check_integrity, settle
+from services import EmbeddedService, OpenService
 from waiting import until_async
 
 from towerd.models.bundled import bundled_model

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from oracle import OpenService, ask, bounded_sequences, check_integrity, inside, settle, some_ids
-from services import EmbeddedService
+from oracle import ask, bounded_sequences, check_integrity, inside, settle, some_ids
+from services import EmbeddedService, OpenService
 
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.longchat.budgets import bounded

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import OpenService, ask, check_integrity, inside, job_for, live_sets, settle, some_ids
-from services import EmbeddedService
+from oracle import ask, check_integrity, inside, job_for, live_sets, settle, some_ids
+from services import EmbeddedService, OpenService
 
 from towerd.engine.base import GenerateRequest, LiveBudget, Progress
 from towerd.engine.embedded.longchat import indexing

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from oracle import OpenService, ask, check_integrity, inside, live_sets, settle, some_ids
-from services import EmbeddedService
+from oracle import ask, check_integrity, inside, live_sets, settle, some_ids
+from services import EmbeddedService, OpenService
 from unnamed import HAS_PROC, unnamed_files
 
 from towerd.engine.base import LiveBudget

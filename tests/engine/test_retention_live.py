@@ -12,8 +12,8 @@ import llama_cpp.llama_cpp as lib
 import numpy as np
 import numpy.typing as npt
 import pytest
-from oracle import OpenService, ask, bounded_sequences, settle, some_ids
-from services import EmbeddedService
+from oracle import ask, bounded_sequences, settle, some_ids
+from services import EmbeddedService, OpenService
 
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.longchat.budgets import bounded

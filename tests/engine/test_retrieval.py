@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from oracle import OpenService, ask, settle
-from services import EmbeddedService
+from oracle import ask, settle
+from services import EmbeddedService, OpenService
 
 from towerd.cli.bench.texts.tasks import passkey
 from towerd.cli.bench.texts.tokenizer import TextTokenizer

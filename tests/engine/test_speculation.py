@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import OpenService, Oracle, ask, check_greedy, settle, some_ids
+from oracle import Oracle, ask, check_greedy, settle, some_ids
 from scripted_model import make_scripted_model
-from services import EmbeddedService
+from services import EmbeddedService, OpenService
 
 from towerd.api.http.metrics import Metrics
 from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Piece

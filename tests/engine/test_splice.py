@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from oracle import OpenService, Oracle, ask, settle, some_ids
+from oracle import Oracle, ask, settle, some_ids
+from services import OpenService
 from spliced import (
     GAP,
     KL,

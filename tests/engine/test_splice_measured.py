@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from oracle import OpenService, ask, settle, some_ids
+from oracle import ask, settle, some_ids
+from services import OpenService
 from spliced import MODULE, N_KEPT, OTHER, PROMPT, add_module
 
 from towerd.drift import Drift

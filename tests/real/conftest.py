@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import real_models
-from oracle import OpenService, Oracle
+from oracle import Oracle
 from real_checks import EXACT
-from services import EmbeddedService
-
-from towerd.service import open_service
-from towerd.settings.config import Config
+from services import OpenService, opener
 
 
 @pytest.fixture(scope="session")
@@ -44,23 +39,4 @@ def gemma_oracle(gemma: Path) -> Iterator[Oracle]:
 
 @pytest.fixture
 def service_on(tmp_path: Path) -> OpenService:
-    """`async with service_on(model, name="a", ...)`: a service on a store of this test."""
-
-    @asynccontextmanager
-    async def open_it(
-        model: Path, name: str = "a", **settings: Any
-    ) -> AsyncIterator[EmbeddedService]:
-        values: dict[str, Any] = {
-            "model": model,
-            "store_dir": tmp_path / name,
-            "socket": tmp_path / "s",
-            "live_sequences": 8,
-            "parallel": 4,
-            "hot_bytes": 1 << 30,
-            "warm_bytes": 1 << 30,
-            "freeze_after_s": -1.0,
-        }
-        async with open_service(Config(**(values | EXACT | settings))) as service:
-            yield service
-
-    return open_it
+    return opener(tmp_path, freeze_after_s=-1.0, **EXACT)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from oracle import OpenService, Oracle, ask, settle
+from oracle import Oracle, ask, settle
 from real_checks import check_bits, drop_live, ids_of, joined
 from real_text import CLOCK, QUESTIONS, RIVER
+from services import OpenService
 
 N = 8
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from oracle import OpenService, Oracle, ask, settle
+from oracle import Oracle, ask, settle
 from real_checks import check_bits, divergence_in, ids_of, joined, noise
 from real_text import BREAD, CLOCK, QUESTIONS
+from services import OpenService
 from waiting import until_async
 
 from towerd.tiers.shrink import SINKS, TAIL

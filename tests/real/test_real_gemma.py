@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from daemon import Daemon
-from oracle import OpenService, Oracle, ask
+from oracle import Oracle, ask
 from real_checks import (
     check_bits,
     check_rows,
@@ -20,7 +20,7 @@ from real_checks import (
     said,
 )
 from real_text import BREAD, CLOCK, LETTER, QUESTIONS, RIVER, STORY
-from services import EmbeddedService
+from services import EmbeddedService, OpenService
 
 from towerd.tokens import Ids
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from oracle import OpenService, Oracle, ask, settle
+from oracle import Oracle, ask, settle
 from real_checks import check_bits, divergence_in, ids_of, joined, noise
 from real_text import BREAD, QUESTIONS, RIVER
+from services import OpenService
 
 from towerd.tiers.formats.calibration import allows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from oracle import OpenService, Oracle, ask, settle
+from oracle import Oracle, ask, settle
 from real_checks import (
     ROUNDING,
     check_bits,
@@ -17,7 +17,7 @@ from real_checks import (
     noise,
 )
 from real_text import BREAD, CLOCK, QUESTIONS
-from services import EmbeddedService
+from services import EmbeddedService, OpenService
 
 from towerd.tokens import Ids
 

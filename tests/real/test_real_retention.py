@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from oracle import OpenService, Oracle, ask, settle
+from oracle import Oracle, ask, settle
 from real_checks import check_bits, ids_of, joined
 from real_text import BREAD, CLOCK, LETTER, QUESTIONS, RIVER
+from services import OpenService
 
 from towerd.engine.base import LiveBudget
 from towerd.settings.config import RETENTIONS, UNBOUNDED

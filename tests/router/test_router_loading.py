@@ -135,6 +135,27 @@ def test_a_broken_file_unloads_no_model(
     until(lambda: len(psutil.Process(router.pid).children()) == 2)  # one is in reserve again
 
 
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ('llama_server_args = ["--mmproj", "/missing"]', "The file of --mmproj is missing."),
+        ('llama_server_args = ["--logit-bias", "x"]', "refuses a flag: --logit-bias"),
+        ('predictor = "/missing"', "is no predictor"),
+    ],
+)
+def test_settings_that_cannot_be_unload_no_model(
+    make_router: MakeRouter, setting: str, reason: str
+) -> None:
+    router = make_router(
+        "--models-max", "1", toml=f'[models.wrong]\nmodel = "{bundled_model()}"\n{setting}\n'
+    )
+    assert ask(router, "tales").status_code == 200
+    before = children(router)
+    reply = ask(router, "wrong")
+    assert reason in reply.json()["error"]["message"]
+    assert children(router) == before
+
+
 def test_a_model_that_nobody_waits_for_any_more(make_router: MakeRouter) -> None:
     """Its client left while it was loading: it is loaded, and unloaded for want of use."""
     router = make_router(toml="[models.tales]\nidle_s = 0.1\n")

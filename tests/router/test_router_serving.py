@@ -23,8 +23,9 @@ from towerd.system.machine import ram_bytes
 
 def test_a_request_waits_for_its_model(make_router: MakeRouter) -> None:
     """However many wait, it is loaded once; a request without a model goes to the only loaded one."""
-    router = make_router()
+    router = make_router("--ui-config", '{"theme": "dark"}')
     assert set(states(router).values()) == {"unloaded"}
+    assert router.get("/props")["ui_settings"] == {"theme": "dark"}
     missing = ask(router, None)
     assert (missing.status_code, missing.json()["error"]["message"]) == (
         400,
@@ -36,7 +37,8 @@ def test_a_request_waits_for_its_model(make_router: MakeRouter) -> None:
     assert states(router) == {"tales": "loaded", "dice": "unloaded", "junk": "unloaded"}
     assert metric(router, "towerd_model_loads_total") == 1
     assert ask(router, None).json()["model"] == "tales"
-    assert router.get("/props?model=tales")["model_alias"] == "tales"
+    props = router.get("/props?model=tales")
+    assert (props["model_alias"], props["ui_settings"]) == ("tales", {"theme": "dark"})
     assert router.get("/v1/models")["data"][2]["meta"]["n_ctx"] == 2048
     assert router.stop() == 0, router.log
     with router.stored():

@@ -19,7 +19,7 @@ from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
 from towerd.settings.config import Config
 from towerd.settings.llama_flag_table import FLAGS
-from towerd.settings.llama_flags import check_flags, without_effect
+from towerd.settings.llama_flags import check_flags, ui_settings, without_effect
 from towerd.wire import LoadFlags
 
 _NAMES = re.compile(r"--?[A-Za-z][\w.-]*(?:,\s+--?[A-Za-z][\w.-]*)*")
@@ -183,6 +183,23 @@ def test_what_has_no_effect_says_why() -> None:
     assert without_effect(["--prio", "2", "--temp", "0"]) == [
         ("--prio", "the operating system ranks threads: start towerd with nice")
     ]
+
+
+def test_settings_of_the_chat_page(tmp_path: Path) -> None:
+    """The last one counts, as in llama-server."""
+    file = tmp_path / "page.json"
+    file.write_text('{"theme": "dark"}')
+    given = ["--webui-config", '{"theme": "light"}', "--temp", "0"]
+    assert ui_settings(given) == {"theme": "light"}
+    assert ui_settings([*given, "--ui-config-file", str(file)]) == {"theme": "dark"}
+    assert ui_settings(["--temp", "0"]) == {}
+    for words, said in (
+        (["--ui-config", "dark"], "--ui-config takes JSON: "),
+        (["--ui-config", "[1]"], "--ui-config takes a JSON object"),
+        (["--ui-config-file", str(tmp_path / "none")], "cannot be read: No such file"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            ui_settings(words)
 
 
 NUMBERS_AND_MORE = {"--spec-draft-ngl", "--tensor-split", "--logit-bias", "--override-kv"}

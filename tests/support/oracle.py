@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +36,6 @@ from towerd.wire import Reply, Request, Writer
 T = TypeVar("T")
 Logits = npt.NDArray[np.float64]
 GREEDY = {"temperature": 0.0, "n_probs": 4, "ignore_eos": True}
-OpenService = Callable[..., AbstractAsyncContextManager[EmbeddedService]]
 
 
 @dataclass(frozen=True, slots=True)

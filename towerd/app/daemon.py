@@ -23,6 +23,7 @@ from towerd.api.http.keys import (
     TENANTS,
     TRANSFER,
     UI,
+    UI_SETTINGS,
     ApiService,
     ServiceGate,
 )
@@ -37,6 +38,7 @@ from towerd.app.loop import run_on_loop, stop_event, tune_gc, watch_lag
 from towerd.app.routes import ROUTES, add_proxy_routes
 from towerd.app.store_routes import add_routes
 from towerd.settings.config import Config
+from towerd.settings.llama_flags import ui_settings
 from towerd.transfer import Transfer
 
 log = logging.getLogger("towerd.app")
@@ -60,6 +62,9 @@ def build_app(
     app[METRICS] = app[REQUESTS] = metrics or Metrics()
     app[TENANTS] = Tenants(config.api_keys)
     app[UI] = ui or {}
+    app[UI_SETTINGS] = (
+        {} if config.engine == "llama-server" else ui_settings(config.llama_server_args)
+    )
     app[RUNNING] = {}
     app[STREAMS] = KeptStreams()
     app[TRANSFER] = Transfer()

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from towerd.api.admin import page, ui
 from towerd.api.admin.ui import built_ui, ui_files
-from towerd.api.http.keys import CONFIG, LIMITS, REQUESTS, TENANTS, UI
+from towerd.api.http.keys import CONFIG, LIMITS, REQUESTS, TENANTS, UI, UI_SETTINGS
 from towerd.api.http.limits import Limits
 from towerd.api.http.middleware import account, add_headers, authenticate, guard
 from towerd.api.http.tenants import Tenants
@@ -25,6 +25,7 @@ from towerd.router.http.loaded import end_workflow
 from towerd.router.loading.launcher import Launcher
 from towerd.router.loading.models import Models
 from towerd.router.metrics import RouterMetrics
+from towerd.settings.llama_flags import ui_settings
 from towerd.settings.model_tables import ModelTables
 from towerd.store.catalog.shared.broker import CatalogBroker
 from towerd.system.socket_folder import socket_folder
@@ -79,6 +80,7 @@ def build_app(
     app[REQUESTS] = metrics
     app[TENANTS] = Tenants(tables.config.api_keys)
     app[UI] = ui_files(built_ui())
+    app[UI_SETTINGS] = ui_settings(tables.config.llama_server_args)
     app.cleanup_ctx.append(watch_lag)
     app.on_response_prepare.append(add_headers)
     for method, path, handler in ROUTES:

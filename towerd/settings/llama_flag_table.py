@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-Use: TypeAlias = Literal["wire", "load", "media", "lora", "setting", "ignored", "refused"]
+Use: TypeAlias = Literal["wire", "load", "media", "lora", "ui", "setting", "ignored", "refused"]
 """wire: llama.cpp reads it with a request's defaults; load: llama.cpp reads it with the model's and the
-context's parameters; media, lora: towerd reads it; setting: flags of towerd say the same; ignored: it has
+context's parameters; media, lora, ui: towerd reads it; setting: flags of towerd say the same; ignored: it has
 no effect here; refused: it cannot be had here."""
 
 
@@ -192,6 +192,10 @@ FLAGS = (
 """, takes=int),
     *_rows("lora", 0, "--lora-init-without-apply"),
     *_rows("lora", 1, "--lora\n--lora-scaled"),
+    *_rows("ui", 1, """
+--ui-config --webui-config
+--ui-config-file --webui-config-file
+"""),
     *_rows("media", 0, """
 --mmproj-auto
 --no-mmproj --no-mmproj-auto
@@ -274,8 +278,6 @@ FLAGS = (
 --fit-target -fitt | the context is sized by --ctx-size and --live-tokens
 --fit-ctx -fitc | the context is sized by --ctx-size and --live-tokens
 --mtmd-batch-max-tokens | a picture is encoded at once
---ui-config --webui-config | it configures llama-server's page
---ui-config-file --webui-config-file | it configures llama-server's page
 --cors-methods | pages of --cors-origins may use any method of the API
 --cors-headers | pages of --cors-origins may send any header
 """),

@@ -8,10 +8,13 @@ llama-server command line works unchanged. The llama-server engine accepts all o
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from towerd.errors import ConfigError
 from towerd.settings.llama_flag_table import BY_NAME, LlamaFlag, Use
@@ -149,6 +152,28 @@ def media_flags(args: Sequence[str]) -> MediaFlags:
         image_max_tokens=int(values.get("--image-max-tokens", -1)),
         warmup="--warmup" not in off,
     )
+
+
+def ui_settings(args: Sequence[str]) -> dict[str, Any]:
+    """What a llama-server command line sets in the chat page. Raises ConfigError: what is given is no
+    JSON object, or its file cannot be read."""
+    settings: dict[str, Any] = {}
+    for flag, words in _split(args):
+        if flag.use == "ui":
+            settings = _json_object(words[0], words[1], is_path=words[0].endswith("-file"))
+    return settings
+
+
+def _json_object(name: str, value: str, *, is_path: bool) -> dict[str, Any]:
+    try:
+        found = json.loads(Path(value).read_bytes() if is_path else value)
+    except OSError as error:
+        raise ConfigError(f"{name}: {value} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ConfigError(f"{name} takes JSON: {error}.") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name} takes a JSON object, the settings of the chat page by name.")
+    return found
 
 
 _FILE_FLAGS = frozenset(("--spec-draft-model", "--grammar-file", "--json-schema-file"))

@@ -126,9 +126,18 @@ def _attention(
         return y.view(batch, n, shape.n_head, shape.head_size).transpose(1, 2)
 
     q, k = _rotate(heads("q"), cos, sin), _rotate(heads("k"), cos, sin)
-    y = F.scaled_dot_product_attention(q, k, heads("v"), is_causal=True)
+    y = _attend(q, k, heads("v"))
     y = y.transpose(1, 2).reshape(batch, n, shape.n_embd)
     return F.linear(y, weights[f"{layer}attn_output.weight"])
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if q.device.type != "cpu":
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    # Autocast's bfloat16 would take 1.8 times as long, and with AMX release the tiles of llama.cpp: see
+    # lab/__init__.py.
+    with torch.autocast("cpu", enabled=False):
+        return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
 
 
 def _feed_forward(weights: Weights, layer: str, x: Tensor) -> Tensor:

@@ -216,12 +216,17 @@ def test_gain_is_that_of_conversations_held_out_whole(
 BESIDE_BFLOAT16 = """
 import sys, numpy, torch
 from pathlib import Path
+from lab.train.model.network import NetworkShape, init_weights, logits
 from lab.train.objectives.teacher import Teacher
 
+shape = NetworkShape(512, n_embd=512, n_layer=1, n_head=8)
+weights = init_weights(shape, 0)
 ids = numpy.arange(3, 51, dtype=numpy.uint32)
 with Teacher(Path(sys.argv[1]), 64) as teacher:
     before = teacher.targets(ids, 3)
-    torch.ones(512, 512, dtype=torch.bfloat16) @ torch.ones(512, 512, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = logits(weights, shape, torch.arange(512)[None])
+    found.sum().backward()
     after = teacher.targets(ids, 3)
 assert numpy.array_equal(before.ids, after.ids) and numpy.array_equal(before.p, after.p)
 """

@@ -100,6 +100,8 @@ REQUESTS = web.AppKey("requests", RequestMetrics)
 TENANTS = web.AppKey("tenants", Tenants)
 UI: web.AppKey[Mapping[str, Path]] = web.AppKey("ui")
 """The files of llama.cpp's web UI by their paths below `/`; none where it is not served."""
+UI_SETTINGS: web.AppKey[Mapping[str, Any]] = web.AppKey("ui_settings")
+"""What --ui-config sets in it."""
 STREAMS: web.AppKey[KeptStreams] = web.AppKey("streams")
 TRANSFER: web.AppKey[Transfer] = web.AppKey("transfer")
 TENANT = web.RequestKey("tenant", Tenant)

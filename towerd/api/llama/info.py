@@ -11,14 +11,13 @@ from aiohttp import web
 
 from towerd import __version__
 from towerd.api.admin.overview import is_own_slot, require_overview, shows_busy
-from towerd.api.http.keys import CONFIG, METRICS, TENANT, UI, ApiService, service_of
+from towerd.api.http.keys import CONFIG, METRICS, TENANT, UI, UI_SETTINGS, ApiService, service_of
 from towerd.api.http.reply import json_reply
 from towerd.api.llama.build import BUILD_INFO
 from towerd.api.llama.models import ftype, models_json
 from towerd.api.llama.task import wire_of
-from towerd.engine.base import Engine, SlotView
+from towerd.engine.base import SlotView
 from towerd.errors import SwitchedOff, Unavailable
-from towerd.settings.config import Config
 
 
 async def get_health(request: web.Request) -> web.Response:
@@ -36,26 +35,26 @@ async def get_props(request: web.Request) -> web.Response:
     config = request.app[CONFIG]
     if not config.props_endpoint:
         raise SwitchedOff("This server does not support props endpoint. Start it with `--props`")
-    return json_reply(_props_json(service_of(request).engine, config, bool(request.app[UI])))
-
-
-def _props_json(engine: Engine, config: Config, has_ui: bool) -> dict[str, Any]:
+    engine = service_of(request).engine
     info = engine.info
     props: dict[str, Any] = msgspec.json.decode(wire_of(engine).model.props())
-    return props | {
-        "total_slots": engine.n_slots,
-        "model_alias": info.alias,
-        "model_ftype": ftype(info),
-        "model_path": info.path,
-        "endpoint_slots": config.slots_endpoint,
-        "endpoint_props": False,
-        "endpoint_metrics": config.metrics_endpoint,
-        "ui": has_ui,
-        "ui_settings": {},
-        "build_info": BUILD_INFO,
-        "is_sleeping": False,
-        "cors_proxy_enabled": False,
-    }
+    return json_reply(
+        props
+        | {
+            "total_slots": engine.n_slots,
+            "model_alias": info.alias,
+            "model_ftype": ftype(info),
+            "model_path": info.path,
+            "endpoint_slots": config.slots_endpoint,
+            "endpoint_props": False,
+            "endpoint_metrics": config.metrics_endpoint,
+            "ui": bool(request.app[UI]),
+            "ui_settings": request.app[UI_SETTINGS],
+            "build_info": BUILD_INFO,
+            "is_sleeping": False,
+            "cors_proxy_enabled": False,
+        }
+    )
 
 
 async def get_slots(request: web.Request) -> web.Response:

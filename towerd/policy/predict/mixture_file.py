@@ -78,7 +78,8 @@ def load(path: Path) -> MixtureWeights:
     try:
         arrays = _read(path)
     except _UNREADABLE as error:
-        raise ConfigError(f"{path} is no predictor: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path} is no predictor: {why}") from error
     if str(arrays.get("format", "")) != FORMAT:
         raise ConfigError(f"{path} is no predictor of format {FORMAT}; train it again")
     agents = _names(arrays.get("agents"))

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from towerd.api.admin.overview import require_overview
 from towerd.api.http.body import read_object
-from towerd.api.http.keys import REQUESTS
+from towerd.api.http.keys import REQUESTS, UI_SETTINGS
 from towerd.api.http.reply import json_reply
 from towerd.api.http.sse import EventStream
 from towerd.api.llama.build import BUILD_INFO
@@ -42,7 +42,7 @@ async def get_props(request: web.Request) -> web.StreamResponse:
             "model_alias": "llama-server",
             "model_path": "none",
             "default_generation_settings": {"params": None, "n_ctx": 0},
-            "ui_settings": {},
+            "ui_settings": request.app[UI_SETTINGS],
             "build_info": BUILD_INFO,
             "cors_proxy_enabled": False,
         }

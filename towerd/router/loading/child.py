@@ -61,12 +61,18 @@ def _must_wait() -> bool:
 
 
 def _check(config: Config) -> None:
-    """Raises ModelError for a file that the engine would refuse for what its header says. What
+    """Raises ModelError for a file that the engine would refuse for what its header says, and
+    ConfigError for files beside it that are missing and flags that llama.cpp does not take. What
     another llama.cpp than ours will read is not known here."""
+    from towerd.service import check_own_models
+
+    check_own_models(config)
     if config.engine == "embedded":
+        from towerd.engine.embedded.model.core import check_before_loading
         from towerd.engine.embedded.model.model import LlamaModel
         from towerd.models.bundled import find_model
 
+        check_before_loading(config)
         path = find_model(config.model)
         LlamaModel(path, replace(config, progress_fd=None), vocab_only=True).close()
 

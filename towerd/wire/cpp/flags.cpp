@@ -9,6 +9,17 @@
 
 namespace towerd::wire {
 
+// What follows the flag in the error for its value; said: by llama.cpp's handler.
+static std::string reason_of(const std::string & said) {
+    if (said.rfind("sto", 0) == 0) {  // of text that is no number the C++ library says "stoi"
+        return " does not take this value";
+    }
+    if (said.rfind("[json.", 0) == 0) {  // "[json.exception.parse_error.101] parse error at line 1, column 1: ..."
+        return " takes JSON: " + said.substr(std::min(said.size(), said.find("] ") + 2));
+    }
+    return ": " + said;
+}
+
 void take_flags(common_params & params, const std::vector<std::string> & words) {
     const int n_parallel = params.n_parallel;
     auto      parser     = common_params_parser_init(params, LLAMA_EXAMPLE_SERVER, nullptr);
@@ -38,8 +49,7 @@ void take_flags(common_params & params, const std::vector<std::string> & words) 
                 option->handler_string(params, words.at(++i));
             }
         } catch (const std::exception & error) {
-            const std::string said = error.what();  // of text that is no number the C++ library says "stoi"
-            throw std::runtime_error(word + (said.rfind("sto", 0) == 0 ? " does not take this value" : ": " + said));
+            throw std::runtime_error(word + reason_of(error.what()));
         }
     }
     if (params.escape) {

@@ -87,14 +87,16 @@ class Core:
         self.model.close()
 
 
-def _check_files(config: Config) -> None:
-    """Files beside the model are looked for first: to load it may take minutes. Raises ConfigError."""
+def check_before_loading(config: Config) -> None:
+    """Look for the files beside the model, and read the flags about replies: to load it may take minutes.
+    Raises ConfigError."""
     config.chat_template_source()
     for flag, path in named_files(config.llama_server_args):
         if not Path(path).is_file():
             raise ConfigError(
                 f"{flag}: there is no file {path}.", public=f"The file of {flag} is missing."
             )
+    check_reply_flags(config)
 
 
 def load_core(config: Config, catalog: Catalog) -> Core:
@@ -102,8 +104,7 @@ def load_core(config: Config, catalog: Catalog) -> Core:
 
     Raises ModelError, also for a state format that fails the self-test (with the version), and
     ConfigError for sizes that are not possible."""
-    _check_files(config)
-    check_reply_flags(config)
+    check_before_loading(config)
     model = LlamaModel(find_model(config.model), config)
     try:
         n_ctx, n_cells = _sizes(model, config)
