@@ -35,10 +35,10 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint ## Format check, lint, type check, the quick tests on all cores; ARGS="-n 0 -k config" for one process
-	$(BIN)/pytest -n auto --dist loadfile -m "not soak and not slow" $(ARGS)
+	$(BIN)/pytest -n auto --dist loadfile --max-worker-restart 0 -m "not soak and not slow" $(ARGS)
 
 test-all: lint ## All of that and the slow tests: daemons, llama-server, trained models; what CI runs
-	$(BIN)/pytest -n auto --dist loadfile $(ARGS)
+	$(BIN)/pytest -n auto --dist loadfile --max-worker-restart 0 $(ARGS)
 
 bench: setup ## Run one benchmark: NAME=resume|switch|store|concurrency ARGS=--quick
 	@$(BIN)/towerctl bench $(NAME) $(ARGS)
