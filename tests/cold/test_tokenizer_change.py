@@ -57,11 +57,11 @@ async def test_another_llama_cpp(
 ) -> None:
     """It is said once, and by doctor for as long as it matters; conversations are renewed where their
     ids can be had; others are read as text, and answered when a client continues them."""
-    config = Config(store_dir=tmp_path / "a")
+    config = Config(store_dir=tmp_path / "store")
     async with service_on(bundled_model()):
         pass
     assert doctor.catalog(config).status == "OK"
-    ids = coded_before(tmp_path / "a", codec)
+    ids = coded_before(tmp_path / "store", codec)
     with caplog.at_level(logging.WARNING):
         async with service_on(bundled_model()):
             pass

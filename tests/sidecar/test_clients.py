@@ -363,3 +363,14 @@ def test_web_ui_requests(sidecar: Daemon) -> None:
     assert chunks[-1]["timings"]["predicted_n"] == 8
     found = sidecar.post("/v1/streams/lookup", {"conversation_ids": ["c1"]})
     assert [stream["is_done"] for stream in found] == [True]
+
+
+def test_progress_is_no_first_token(sidecar: Daemon) -> None:
+    body: Any = {"messages": [{"role": "user", "content": "Tell me a story. " * 60}]}
+    body |= {"stream": True, "return_progress": True, "timings_per_token": True, "max_tokens": 2}
+    url = sidecar.url + "/v1/chat/completions"
+    reply = requests.post(url, json=body, timeout=30)
+    chunks = [json.loads(x[6:]) for x in reply.text.split("\n\n") if x.startswith("data: {")]
+    assert "prompt_progress" in chunks[0]
+    last = sidecar.get("/towerd/v1/requests")["finished"][0]
+    assert last["ttft_ms"] >= chunks[-1]["timings"]["prompt_ms"]

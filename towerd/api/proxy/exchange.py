@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 CONVERSATION = "X-Conversation-Id"
 READ_INLINE_BYTES_MAX = 256 * 1024
 EVENT_BYTES_MAX = 16 * 1024
+PROGRESS = b'"prompt_progress":'
+"""What is in an event about the prompt, before the first token; in a text its quotes are escaped."""
 """Bytes of a stream processed in one step of the event loop: about a hundred events."""
 
 
@@ -197,10 +199,11 @@ class Exchange:
         `last`, to be sent after the turn is recorded."""
         watch = self._watch
         ready: list[bytes] = []
-        self._note_start()
         for event in self._splitter.feed(chunk):
             if data := event_data(event):
                 watch.see(data)
+                if PROGRESS not in data:
+                    self._note_start()
             (last if watch.is_over else ready).append(event)
         return b"".join(ready)
 
