@@ -366,7 +366,7 @@ def test_web_ui_requests(sidecar: Daemon) -> None:
 
 
 def test_progress_is_no_first_token(sidecar: Daemon) -> None:
-    body: Any = {"messages": [{"role": "user", "content": "Tell me a story. " * 60}]}
+    body: Any = {"messages": [{"role": "user", "content": "Tell me a story. " * 25}]}
     body |= {"stream": True, "return_progress": True, "timings_per_token": True, "max_tokens": 2}
     url = sidecar.url + "/v1/chat/completions"
     reply = requests.post(url, json=body, timeout=30)
