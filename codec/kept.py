@@ -25,11 +25,12 @@ from towerd.codec.network import Network, network_hash
 from towerd.codec.prior import file
 from towerd.codec.prior.file import Prior, name_of
 from towerd.codec.prior.start import MixStart, unpack
+from towerd.system.folder_lock import folder_locked
 
 
 def keep(folder: Path, coder: FormCoder) -> None:
     """Copy the files that a form needs into `folder`, unless they are there. Each copy is durable,
-    and whole or absent. For one thread of one process at a time. Raises OSError, also for a file
+    and whole or absent. Raises OSError, also for a file
     that was replaced since it was read."""
     if isinstance(coder, Student) and coder.start is not None:
         _write(_start_path(folder, coder.model), coder.start.pack())
@@ -147,16 +148,17 @@ def _write(path: Path, data: bytes) -> None:
         return
     path.parent.mkdir(mode=0o700, exist_ok=True)
     half = path.with_suffix(".half")
-    half.unlink(missing_ok=True)  # left by a process that was killed
-    try:
-        with open(half, "wb", opener=_private) as copy:
-            copy.write(data)
-            copy.flush()
-            os.fsync(copy.fileno())
-        half.replace(path)
-        _sync(path.parent)
-    finally:
-        half.unlink(missing_ok=True)
+    with folder_locked(path.parent):
+        half.unlink(missing_ok=True)  # left by a process that was killed
+        try:
+            with open(half, "wb", opener=_private) as copy:
+                copy.write(data)
+                copy.flush()
+                os.fsync(copy.fileno())
+            half.replace(path)
+            _sync(path.parent)
+        finally:
+            half.unlink(missing_ok=True)
 
 
 def _private(path: str, flags: int) -> int:

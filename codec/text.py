@@ -27,6 +27,7 @@ MARK_FIRST, MARK_OTHER = 0xF8, 0xFF
 KINDS_MAX = MARK_OTHER - MARK_FIRST
 _MARKS = re.compile(rb"([\xf8-\xff])")
 _ROUNDS = 8
+_IDS_END = 1 << 31
 
 KIND_NAMES: tuple[tuple[bytes, ...], ...] = (
     (
@@ -77,19 +78,24 @@ class Text:
 
 
 def parse(text: bytes, side: bytes) -> Text:
-    """The Text of a text and its `side()`. Damaged if they do not fit together."""
+    """The Text of a text and its `side()`. Damaged if they do not fit together, or the text is not valid:
+    llama.cpp's tokenizers end the process at some bytes."""
     reader = varint.VarintReader(side)
     strip = bool(reader.number(2))
-    kinds = tuple(i - 1 for i in reader.numbers(reader.number(KINDS_MAX + 1)))
-    others = tuple(reader.numbers(reader.number()))
+    kinds = tuple(i - 1 for i in reader.numbers(reader.number(KINDS_MAX + 1), _IDS_END + 1))
+    others = tuple(reader.numbers(reader.number(), _IDS_END))
     exceptions, at = [], 0
     for _ in range(reader.number(len(side))):
         start = at + reader.number()
         n = reader.number()
-        ids = tuple(reader.numbers(reader.number()))
+        ids = tuple(reader.numbers(reader.number(), _IDS_END))
         exceptions.append(Patch(start, n, ids))
         at = start + n
     reader.end()
+    try:
+        _MARKS.sub(b"\0", text).decode()  # a mark is no part of a character, as 0 is none
+    except UnicodeDecodeError as error:
+        raise Damaged("The blob is damaged: its text is not valid UTF-8.") from error
     return Text(text, kinds, others, tuple(exceptions), strip)
 
 

@@ -55,11 +55,12 @@ class VarintReader:
                 return value
         raise Damaged("The blob is damaged: a number does not end.")
 
-    def numbers(self, n: int) -> list[int]:
-        """The next `n` numbers; allocates no more than the remaining bytes can hold."""
+    def numbers(self, n: int, below: int = 1 << VALUE_BITS) -> list[int]:
+        """The next `n` numbers, which must be under `below`; allocates no more than the remaining bytes
+        can hold."""
         if n > len(self.data) - self.at:
             raise Damaged("The blob is damaged: a list is longer than the blob.")
-        return [self.number() for _ in range(n)]
+        return [self.number(below) for _ in range(n)]
 
     def rest(self) -> bytes:
         """All remaining bytes."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ _INT32_P = ctypes.POINTER(ctypes.c_int32)
 
 
 class GgufVocabulary:
-    """The `TokenVocabulary` of a GGUF file. Close it, or use it as a context manager."""
+    """The `TokenVocabulary` of a GGUF file. Close it, or use it as a context manager. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         """UnknownModel if the file cannot be read or has no tokenizer."""
@@ -29,6 +31,7 @@ class GgufVocabulary:
         if not self._model:
             raise UnknownModel(f"{path} cannot be loaded: it must be a GGUF with a tokenizer.")
         self._ptr = lib.llama_model_get_vocab(self._model)
+        self._n_running, self._changed = 0, threading.Condition()
         self.n_tokens = int(lib.llama_vocab_n_tokens(self._ptr))
         self._pieces, self._names = self._read()
 
@@ -43,25 +46,43 @@ class GgufVocabulary:
         return self._names
 
     def tokenize(self, text: bytes) -> Ids:
-        """int32[n] ids of UTF-8 text; nothing is added and no control token parsed."""
+        """int32[n] ids of UTF-8 text; nothing is added and no control token parsed. UnknownModel once
+        it is closed."""
         room = len(text) + 8
-        for _ in range(2):
-            out = np.empty(room, np.int32)
-            n = int(
-                lib.llama_tokenize(
-                    self._ptr, text, len(text), out.ctypes.data_as(_INT32_P), room, False, False
+        with self._open():
+            for _ in range(2):
+                out = np.empty(room, np.int32)
+                n = int(
+                    lib.llama_tokenize(
+                        self._ptr, text, len(text), out.ctypes.data_as(_INT32_P), room, False, False
+                    )
                 )
-            )
-            if n >= 0:
-                return out[:n]
-            room = -n
+                if n >= 0:
+                    return out[:n]
+                room = -n
         raise ValueError("The text makes more than 2^31 tokens.")
 
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """The model is not freed during the block."""
+        with self._changed:
+            if not self._model:
+                raise UnknownModel("The vocabulary is closed: the daemon is stopping.")
+            self._n_running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._n_running -= 1
+                self._changed.notify_all()
+
     def close(self) -> None:
-        """Free the model."""
-        if self._model:
-            lib.llama_model_free(self._model)
-            self._model = None
+        """Free the model, once no thread uses it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._n_running == 0)
+            if self._model:
+                lib.llama_model_free(self._model)
+                self._model = None
 
     def __enter__(self) -> GgufVocabulary:
         return self

@@ -179,7 +179,7 @@ install_project() {
   # The installation maps modules to files, so it is made again when there is another folder.
   wanted=$({
     find pyproject.toml CMakeLists.txt kernels/cpp towerd/wire/cpp "$STAMPS/llama" "$STAMPS/source" -type f |
-      LC_ALL=C sort | xargs cat
+      LC_ALL=C sort | tr '\n' '\0' | xargs -0 cat
     find -L towerd -name __pycache__ -prune -o -type d -print | LC_ALL=C sort
   } | cksum)
   [ -f "$STAMPS/project" ] && [ "$(cat "$STAMPS/project")" = "$wanted" ] && return

@@ -67,10 +67,11 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
         finally:
             tiers.prefetcher.stop()
             await sessions.stop_anticipating()
-            await cold.close()
-            await sessions.drain()
+            await cold.stop()
+            await sessions.drain()  # may wait for a thaw
             await asyncio.to_thread(traffic.close)
             await asyncio.to_thread(search.close)
+            await cold.close()  # reading for the search used its vocabulary
 
 
 def check_own_models(config: Config) -> None:

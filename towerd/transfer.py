@@ -52,7 +52,7 @@ class Transfer:
 
 def export_session(store: Store, model: SessionModel, id: str, scope: str | None) -> bytes:
     """A session of the served model's tokenizer as the bytes of a `.tower` file; a frozen session
-    stays frozen. Raises NotFound, StoreError (several tenants have a session with this id),
+    stays frozen. Raises NotFound, InvalidRequest (several tenants have a session with this id),
     ThawError or TowerFileError."""
     from towerd.tower_file import Source, TowerFile, write
 

@@ -136,6 +136,11 @@ class ApiClient:
         found: list[Json] = self._get(f"{OWN}/sessions", **query)["sessions"]
         return found
 
+    def whole_id(self, id: str, scope: str | None = None) -> str:
+        """The id of the session that is named, maybe by the beginning of its id."""
+        found = self._of_session(id, scope, lambda path: self._get(path, scope=scope))
+        return str(found["session"]["id"])
+
     def export_session(self, id: str, scope: str | None = None) -> bytes:
         """The session as a `.tower` file."""
         query = urlencode({"scope": scope} if scope is not None else {})

@@ -78,8 +78,8 @@ def _row(segment: Json) -> tuple[object, ...]:
         tiers(segment),
         segment["format"] or "-",
         size(segment["bytes"]),
-        segment["hits"],
-        ago(segment["last_used"]),
+        "-" if segment["hits"] is None else segment["hits"],
+        "-" if segment["last_used"] is None else ago(segment["last_used"]),
         "pinned" if segment["pinned"] else "",
     )
 
@@ -118,9 +118,9 @@ def _print(found: Json, *, whole_text: bool) -> None:
         ("reuse", _CUTS[found["cut"]]),
         ("boundary", size(found["boundary_bytes"]) if found["boundary_bytes"] else "-"),
         ("pinned", "yes" if found["pinned"] else "no"),
-        ("hits", found["hits"]),
-        ("last used", moment(found["last_used"])),
     ]
+    if found["hits"] is not None:
+        facts += [("hits", found["hits"]), ("last used", moment(found["last_used"]))]
     if "ids" in found:
         facts.append(("ids", " ".join(map(str, found["ids"]))))
     if "text" in found and not whole_text:

@@ -46,9 +46,10 @@ def export(
     """Write the whole history of SESSION to a file that another machine can import."""
     from towerd.cli.output import echo_json, size
 
-    path = output if output is not None else Path(file_name(session))
-    _check_place(path, force)
     with connect(replace(target, model=model)) as backend:
+        session = backend.whole_id(session, scope)
+        path = output if output is not None else Path(file_name(session))
+        _check_place(path, force)
         data = backend.export_session(session, scope)
     _write(path, data, force)
     if as_json:

@@ -16,7 +16,8 @@ WORK=$(mktemp -d "${FOLDER%/*}/fetching.XXXXXX")
 trap 'rm -rf "$WORK"' EXIT
 "$PY" -m pip download --quiet --dest "$WORK" --no-deps --no-binary llama-cpp-python "llama-cpp-python==$VERSION"
 mkdir "$WORK/llama.cpp"
-unpack() { tar -xzf "$WORK/$SDIST.tar.gz" -C "$WORK/llama.cpp" "$@"; }
+# With the time of now: the sdist's files are all of one moment in 2022, and ninja would compile none again.
+unpack() { tar -xmzf "$WORK/$SDIST.tar.gz" -C "$WORK/llama.cpp" "$@"; }
 if [ "${3:-}" = whole ]; then
   unpack --strip-components=3 "$INSIDE"
   unpack --strip-components=1 "$SDIST/llama_cpp" "$SDIST/LICENSE.md"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from aiohttp import ClientSession, UnixConnector, web
 from aiohttp.test_utils import TestClient
@@ -26,7 +27,13 @@ def test_keys_are_read_as_llama_server_does() -> None:
     assert tenants.identify("Bearer sk-ann", "").scope == "ann"
     assert tenants.identify("sk-ann", "").scope == "ann"
     assert tenants.identify("", "sk-bob").scope == "bob"
-    for authorization, key in (("", ""), ("Bearer x", ""), ("Bearer x", "sk-ann"), ("é", "")):
+    for authorization, key in (
+        ("", ""),
+        ("Bearer x", ""),
+        ("Bearer x", "sk-ann"),
+        ("é", ""),
+        ("Bearer \udcff", ""),  # a byte that is no UTF-8, as aiohttp reads it
+    ):
         with pytest.raises(Unauthorized):
             tenants.identify(authorization, key)
     assert Tenants(()).identify("", "") is OWNER
@@ -82,6 +89,32 @@ async def test_tenants_see_only_their_own(make_client: MakeClient) -> None:
             assert (await reply.json())[path] == []
     async with client.delete("/towerd/v1/sessions/diary", headers=bob) as reply:
         assert reply.status == 404
+
+
+async def test_tenants_see_no_uses_of_public_segments(make_client: MakeClient) -> None:
+    """They are those of all. The operator's key sees them."""
+    client = await make_client(api_keys=(*KEYS, ("sk-monitor", "local")))
+    assert client.app is not None
+    store = client.app[GATE].open().store
+    ids = np.arange(300, 340, dtype=np.int32)
+    (top,) = store.insert(ids, "public", [len(ids)])
+    store.insert(np.append(ids, [7]).astype(np.int32), "bob", [len(ids) + 1])
+    seen = {}
+    for key in ("sk-ann", "sk-monitor"):
+        headers = {"X-Api-Key": key}
+        async with client.get(f"/towerd/v1/segments/{top.id}", headers=headers) as reply:
+            seen[key] = (await reply.json())["segment"]
+        async with client.get(f"/towerd/v1/segments/{top.id}/why", headers=headers) as reply:
+            assert reply.status == (403 if key == "sk-ann" else 200)
+        async with client.get("/towerd/v1/trie?depth=1", headers=headers) as reply:
+            assert (await reply.json())["truncated"] is False
+        async with client.get("/towerd/v1/segments?sort=hits", headers=headers) as reply:
+            assert [each["children"] for each in (await reply.json())["segments"]] == [0]
+    assert (seen["sk-ann"]["hits"], seen["sk-ann"]["last_used"]) == (None, None)
+    assert (seen["sk-monitor"]["hits"], seen["sk-monitor"]["last_used"]) == (
+        top.hits,
+        top.last_used,
+    )
 
 
 async def test_owner_only(make_client: MakeClient) -> None:
@@ -158,7 +191,13 @@ async def test_preflight(make_client: MakeClient) -> None:
 
 async def test_rebound_host(client: Client) -> None:
     """On loopback a foreign name in Host is DNS rebinding."""
-    for host, status in (("evil.example", 403), ("localhost:1", 200), ("[::1]", 200), ("[", 403)):
+    for host, status in (
+        ("evil.example", 403),
+        ("localhost:1", 200),
+        ("[::1]", 200),
+        ("[", 403),
+        ("x\udcff", 403),
+    ):
         async with client.get("/health", headers={"Host": host}) as reply:
             assert reply.status == status, host
 

@@ -58,7 +58,7 @@ async def test_the_owner_names_a_tenant(client: Client) -> None:
     found = await (await client.post(f"{IMPORT}?scope=guest", data=data)).json()
     assert (found["added"], found["session"]["scope"]) == (1, "guest")
     ambiguous = await client.get(f"/towerd/v1/sessions/{id}/export")
-    assert "guest, local" in await refusal(ambiguous, 500)
+    assert "guest, local" in await refusal(ambiguous, 400)
     assert "public" in await refusal(await client.post(f"{IMPORT}?scope=public", data=data), 400)
 
 

@@ -160,7 +160,7 @@ def test_the_beginning_of_an_id_will_do(
     file = server.root / "x.tower"
     for where in (at(server), ("--store-dir", server.store_dir)):
         assert ctl_json("sessions", "show", id[:8], *where)["session"]["id"] == id
-        ctl("export", id[:4], "-o", file, "--force", *where)
+        assert ctl_json("export", id[:4], "-o", file, "--force", *where)["session"] == id
         assert ctl_json("freeze", id[:6], *where)["frozen"][0]["session"]["id"] == id
         assert ctl_json("recode", id[:6], *where)["recoded"][0]["changed"]
         assert ctl_json("thaw", id[:6], *where)["thawed"][0]["changed"]

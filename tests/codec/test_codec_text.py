@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from towerd.codec.errors import CodecError
 from towerd.codec.text import MARK_FIRST, Patch, Text, from_ids, parse, to_ids
 from towerd.codec.vocabulary import GgufVocabulary
+from towerd.models.bundled import bundled_model
 
 HARD = (
     "",
@@ -107,6 +108,29 @@ def test_hostile_side_information(small: GgufVocabulary, text: bytes, side: byte
         to_ids(parse(text, side), small)
     except CodecError:
         pass
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"a\xf7\xbf\xbf\xbfb", b"\xf4\x90\x80\x80", b"\xed\xa0\x80", b"\xe2\xf8\x82\xac", b"\xc3"],
+)
+def test_a_text_that_is_not_valid_is_damage(text: bytes) -> None:
+    """Tokenizers of llama.cpp end the process at some of these."""
+    with pytest.raises(CodecError, match="not valid UTF-8"):
+        parse(text, Text(b"").side())
+
+
+def test_an_id_beyond_any_vocabulary_is_damage() -> None:
+    for text in (Text(b"", exceptions=(Patch(0, 0, (1 << 33,)),)), Text(b"\xff", (), (1 << 33,))):
+        with pytest.raises(CodecError, match="not under"):
+            parse(text.text, text.side())
+
+
+def test_a_closed_vocabulary_is_not_used() -> None:
+    vocabulary = GgufVocabulary(bundled_model())
+    vocabulary.close()
+    with pytest.raises(CodecError, match="closed"):
+        vocabulary.tokenize(b"the red otter")
 
 
 def test_an_exception_outside_its_run_is_damage(small: GgufVocabulary) -> None:

@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 from oracle import ask
 from services import EmbeddedService, OpenService
-from store_tools import FINGERPRINT, turn_of, write_all
+from store_tools import FINGERPRINT, OTHER_MODEL, turn_of, write_all
 
 from towerd.codec import Codec
+from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold import cold_history, freeze, thaw, write_copy
 from towerd.errors import DiskFull, SessionFrozen
 from towerd.models.bundled import bundled_model
 from towerd.store import Store
 from towerd.store.maintenance.space import space
+from towerd.store.segments.checkpoint_file import CUT_META
+from towerd.store.segments.checkpoints import CheckpointTable
 from towerd.store.sessions.frozen import SessionBusy
 from towerd.store.sessions.idle import START, IdleSession
 
@@ -253,3 +256,22 @@ def test_a_full_disk_costs_nothing(store: Store, codec: Codec) -> None:
         assert freeze(store, codec, name)
     store.check_integrity(keys=True)
     assert store.verify().ok
+
+
+def test_a_state_of_another_model_is_no_want_of_rows(tmp_path: Path) -> None:
+    """A recurrent model has checkpoints and no rows; the daemon of another one freezes none of its chats."""
+    ids = words(60, 1)
+    with Store.open(tmp_path, OTHER_MODEL) as store:
+        store.set_meta(CUT_META + store.state.digest.hex(), "end")
+        store.commit_turn(turn_of(ids, [5, 6], session="s"))
+        table = CheckpointTable(store)
+        states = {len(ids): (np.zeros(64, np.uint8), False)}
+        for node in table.attach(np.array(ids, np.int32), "local", states):
+            table.write(node)
+    with GgufVocabulary(bundled_model()) as vocabulary, Store.open(tmp_path, FINGERPRINT) as store:
+        assert write_copy(store, Codec(vocabulary), "s", "local")
+        assert pages(store)["s"].has_rows
+        assert store.gc().bytes_freed == 0
+    with Store.open(tmp_path, OTHER_MODEL) as store:
+        (found,) = CheckpointTable(store).all()
+        assert found.position == len(ids)

@@ -55,6 +55,11 @@ def is_found(search: Search, word: str) -> bool:
     return len(search.find(word, "local", 9)) == 1
 
 
+def keep_own_vocabulary(store: Store, vocabulary: GgufVocabulary) -> None:
+    words = KeptVocabulary(vocabulary.pieces, vocabulary.names)
+    store.vocabularies.keep(store.state.identity.tokenizer_digest, words)
+
+
 def test_what_is_imported_again_with_more_turns_is_found(tmp_path: Path) -> None:
     """As one passage, and turn by turn when its model is served."""
     root = tmp_path / "b"
@@ -67,8 +72,7 @@ def test_what_is_imported_again_with_more_turns_is_found(tmp_path: Path) -> None
                 until(partial(is_found, search, word))
             assert len(search.find("otter kilimanjaro", "local", 9)) == 1
     with GgufVocabulary(bundled_model()) as vocabulary, Store.open(root, FINGERPRINT) as store:
-        words = KeptVocabulary(vocabulary.pieces, vocabulary.names)
-        store.vocabularies.keep(store.state.identity.tokenizer_digest, words)
+        keep_own_vocabulary(store, vocabulary)
         with searched(store, root) as (search, index):
             key = search.reader.key(store.session("chat"))
             until(lambda: index.turns(key) == {turn.id for turn in store.turns("chat")})
@@ -76,3 +80,29 @@ def test_what_is_imported_again_with_more_turns_is_found(tmp_path: Path) -> None
             for word, turn in zip(("otter", "kilimanjaro"), store.turns("chat"), strict=True):
                 ((hit, _),) = search.find(word, "local", 9)
                 assert hit.turn == turn.id
+
+
+def test_a_session_without_words_hides_no_other(tmp_path: Path) -> None:
+    """Its tokenizer's vocabulary is not kept; those behind it are entered all the same."""
+    with Store.open(tmp_path, OTHER_TOKENIZER) as store:
+        store.commit_turn(turn_of([1, 5, 6], [7, 8], session="wordless"))
+    with GgufVocabulary(bundled_model()) as vocabulary, Store.open(tmp_path, FINGERPRINT) as store:
+        keep_own_vocabulary(store, vocabulary)
+        prompt = [1, *map(int, vocabulary.tokenize(SAID[0]))]
+        store.commit_turn(turn_of(prompt, [300, 301], session="mine"))
+        with searched(store, tmp_path) as (search, _):
+            until(partial(is_found, search, "otter"))
+
+
+def test_a_name_that_is_used_again(tmp_path: Path) -> None:
+    """Another process deleted the first session of the name: the second one is found by all its words."""
+    with GgufVocabulary(bundled_model()) as vocabulary, Store.open(tmp_path, FINGERPRINT) as store:
+        keep_own_vocabulary(store, vocabulary)
+        turn = turn_of([1, *map(int, vocabulary.tokenize(SAID[0]))], [300, 301], session="chat")
+        with searched(store, tmp_path) as (search, index):
+            search.recorded(turn, store.commit_turn(turn))
+            until(partial(is_found, search, "otter"))
+            store.delete_session("chat")
+            index.forget([key for key in index.keys() if key.id == "chat"])
+            search.recorded(turn, store.commit_turn(turn))
+            until(partial(is_found, search, "otter"))

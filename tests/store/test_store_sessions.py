@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from store_tools import FINGERPRINT, OTHER_TOKENIZER, ids_of, turn_of, write_all
 
-from towerd.errors import InvalidRequest, NotFound, StoreError
+from towerd.errors import InvalidRequest, NotFound
 from towerd.store import Store
 
 BASE = list(range(1000, 1020))
@@ -111,7 +111,7 @@ def test_named_sessions_are_kept_by_scope(store: Store) -> None:
     far = store.commit_turn(turn_of([50, 51], [52], session="chat"))
     assert (far.session_id, far.new_session) == ("chat", False)
     assert store.turns("chat", "local")[1].parent is None
-    with pytest.raises(StoreError, match="bob, local"):
+    with pytest.raises(InvalidRequest, match="bob, local"):
         store.session("chat")
     assert store.session_ids("chat", "bob").tolist() == [8, 9, 3]
     assert [info.scope for info in store.sessions("bob")] == ["bob"]

@@ -104,13 +104,17 @@ class ColdTier:
         self._task = asyncio.create_task(freezer.run())
         return self.ahead
 
-    async def close(self) -> None:
-        """Stop automatic freezing, and wait for the current freeze or thaw to end."""
+    async def stop(self) -> None:
+        """Stop freezing automatically and thawing ahead. Requests may go on to use the tier."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         if self.ahead is not None:
             await self.ahead.close()
+
+    async def close(self) -> None:
+        """Stop, and wait for the current freeze or thaw to end."""
+        await self.stop()
         await asyncio.to_thread(self._shut_down)
 
     def _shut_down(self) -> None:
@@ -305,6 +309,7 @@ class ColdTier:
             self.store.session(id, scope)  # before the vocabulary is loaded
             done = freeze(self.store, self.coding.codec, id, scope, may_drop)
         if done is not None:
+            self._damaged.discard((tenant_of(done.scope), done.id))  # an earlier one of its name
             self._notify(done)
             with self._counting:
                 self.n_frozen += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from towerd.cold.coding import Coding
 from towerd.cold.freezing import cold_history
 from towerd.cold.reading import TextReader
@@ -86,8 +88,9 @@ class TurnReader:
         return messages(ids, self._vocabulary(self.own_tokenizer))
 
     def _branch_ids(self, info: SessionInfo, turn: int | None) -> Ids:
-        if turn is None and not info.cold_bytes:
-            return self._store.session_ids(info.id, info.scope)
+        if turn is None:
+            with suppress(SessionFrozen):  # its end may have its tokens: it went on without a thaw
+                return self._store.session_ids(info.id, info.scope)
         history = self._history(info)
         place = history.leaf
         if turn is not None:

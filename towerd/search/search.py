@@ -18,9 +18,6 @@ from towerd.cold.coding import Coding
 from towerd.errors import (
     NotFound,
     NotSupported,
-    SessionFrozen,
-    ThawError,
-    TokensLost,
     TowerdError,
     Unavailable,
 )
@@ -251,6 +248,8 @@ class Search:
         key = self.reader.key(info)
         ids = ids_array(ids_bytes(turn.prompt) + ids_bytes(turn.reply))
         last = self._last.pop(key, None)
+        if result.new_session:
+            last = None  # of one that another process deleted
         self._last[key] = ids
         while len(self._last) > LAST_TURNS_MAX:
             self._last.popitem(last=False)
@@ -271,11 +270,21 @@ class Search:
 
     def _enter(self, index: SearchIndex, info: SessionInfo) -> None:
         """Enter the turns of a session that the index lacks, or all anew if what it has is one
-        passage that ends elsewhere, or turns where there can only be one passage."""
+        passage that ends elsewhere, or turns where there can only be one passage. One that cannot
+        be read is left out."""
         key = self.reader.key(info)
         known = index.indexed(key)
         is_apart = known is not None and known.created == info.created and known.whole is None
-        passages, question = self.reader.passages(info, index.turns(key) if is_apart else set())
+        try:
+            passages, question = self.reader.passages(info, index.turns(key) if is_apart else set())
+        except NotFound:
+            return  # it was deleted just now
+        except TowerdError as error:
+            log.info(
+                "a session cannot be searched",
+                extra={"session": info.id, "error": error.message},
+            )
+            return
         whole = next((each.turn for each in passages if each.is_whole), None)
         anew = known is not None and known.whole != whole
         if index.add(key, info.created, passages, question, anew=anew):
@@ -293,23 +302,11 @@ class Search:
                 after = row
                 seen.add(self.reader.key(info))
                 if not self._is_current(index, info):
-                    self._try_to_enter(index, info)
+                    self._enter(index, info)
                     yield True
         gone = [key for key in index.keys() if key not in seen and not self._exists(key)]
         if index.forget(gone):
             self._scrub_at = 0.0
-
-    def _try_to_enter(self, index: SearchIndex, info: SessionInfo) -> None:
-        """Enter a session; one that cannot be read is left out."""
-        try:
-            self._enter(index, info)
-        except NotFound:
-            pass  # it was deleted just now
-        except (NotSupported, ThawError, TokensLost, SessionFrozen) as error:
-            log.info(
-                "a session cannot be searched",
-                extra={"session": info.id, "error": error.message},
-            )
 
     def _is_current(self, index: SearchIndex, info: SessionInfo) -> bool:
         """Whether all of a session is entered, as far as it can be read here: the daemon of another

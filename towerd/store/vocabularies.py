@@ -15,8 +15,8 @@ import os
 import re
 import secrets
 import struct
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -32,6 +32,7 @@ from towerd.slots.fingerprint import tokenizer_hash
 from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.prefix.scope import tenant_of
 from towerd.store.segments import durable
+from towerd.system.folder_lock import folder_locked
 from towerd.tokens import Ids
 
 MAGIC = b"TWRV"
@@ -182,24 +183,26 @@ class Vocabularies:
 
     def keep(self, digest: bytes, vocabulary: KeptVocabulary) -> None:
         """Write a vocabulary durably, whole or not at all. Raises DiskFull or StoreError."""
-        self._write(self._path(digest), [list(vocabulary.pieces), list(vocabulary.names)])
-        for path in self.folder.glob(f"{digest.hex()}*.words"):
-            path.unlink(missing_ok=True)
+        with self._alone():
+            self._write(self._path(digest), [list(vocabulary.pieces), list(vocabulary.names)])
+            for path in self.folder.glob(f"{digest.hex()}*.words"):
+                path.unlink(missing_ok=True)
 
     def add_words(self, digest: bytes, scope: str, words: KnownWords) -> None:
         """Keep what some tokens of a tokenizer stand for in a tenant's conversations, beside what it
         knows of others. Raises InvalidRequest if the tokenizer has other words there, DiskFull or
         StoreError."""
-        before = self._kept(digest, scope)
-        if before is not None:
-            before.check(words)
-        if self.has(digest):
-            return
-        known = words.some() if before is None else before.some() | words.some()
-        of, n_tokens = words.tokenizer, len(words.vocabulary.pieces)
-        content = _SomeWords(n_tokens, known, words.hash, of.pieces, of.rules, words.model)
-        self._write(self._words_path(digest, scope), content)
-        (self.folder / f"{digest.hex()}.words").unlink(missing_ok=True)  # of no tenant: of old
+        with self._alone():
+            before = self._kept(digest, scope)
+            if before is not None:
+                before.check(words)
+            if self.has(digest):
+                return
+            known = words.some() if before is None else before.some() | words.some()
+            of, n_tokens = words.tokenizer, len(words.vocabulary.pieces)
+            content = _SomeWords(n_tokens, known, words.hash, of.pieces, of.rules, words.model)
+            self._write(self._words_path(digest, scope), content)
+            (self.folder / f"{digest.hex()}.words").unlink(missing_ok=True)  # of no tenant: of old
 
     def words(self, digest: bytes, scope: str | None = None) -> KnownWords:
         """What is kept of a vocabulary, for the conversations of a tenant; None: the whole one.
@@ -251,12 +254,20 @@ class Vocabularies:
         of = TokenizerIdentity(some.tokenizer, some.rules)
         return KnownWords(some_words(some.n_tokens, some.known), some.hash, of, some.model)
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Of all processes of this store. Raises DiskFull or StoreError."""
+        with ExitStack() as stack:
+            with durable.store_errors("a vocabulary cannot be kept"):
+                self.folder.mkdir(mode=0o700, exist_ok=True)
+                stack.enter_context(folder_locked(self.folder))
+            yield
+
     def _write(self, path: Path, content: Any) -> None:
         packed = zstandard.ZstdCompressor().compress(msgspec.msgpack.encode(content))
         data = _HEAD.pack(MAGIC, VERSION, _checksum(packed)) + packed
         half = self.folder / f"{secrets.token_hex(8)}.tmp"
         with durable.store_errors("a vocabulary cannot be kept"):
-            self.folder.mkdir(mode=0o700, exist_ok=True)
             for left in self.folder.glob("*.tmp"):  # by a kill
                 left.unlink(missing_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

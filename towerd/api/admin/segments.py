@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Callable
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from towerd.api.admin.sessions import visible_scope
-from towerd.api.http.keys import LIMITS, service_of
+from towerd.api.http.keys import LIMITS, TENANT, service_of
 from towerd.api.http.query import flag, integer_query, segment_id
 from towerd.api.http.reply import json_reply
 from towerd.errors import InvalidRequest, NotFound
@@ -26,15 +27,48 @@ DEPTH_MAX = 200
 _ORDERS = {"used": "last_used", "tokens": "n", "id": "id", "hits": "hits"}
 
 
-def may_see(node: Node, scope: str | None) -> bool:
-    """Whether a caller of `scope` (None: the owner) may see this segment."""
-    return scope is None or is_public(node.scope) or is_of(node.scope, scope)
+@dataclass(frozen=True, slots=True)
+class Viewer:
+    """What a caller may see of the prefix tree."""
+
+    scope: str | None
+    """Whose segments are shown, beside public ones; None: all."""
+    sees_all: bool
+    """Also how much all tenants use a public segment, and when."""
+
+    def may_see(self, node: Node) -> bool:
+        """Whether this segment is shown."""
+        return self.scope is None or is_public(node.scope) or is_of(node.scope, self.scope)
+
+    def may_see_uses(self, node: Node) -> bool:
+        """Whether it is shown how often and when a segment was used."""
+        return self.sees_all or not is_public(node.scope)
+
+    def children(self, node: Node) -> list[Node]:
+        """The segments below one that are shown."""
+        return [child for child in list(node.children) if self.may_see(child)]
+
+    def node(self, store: Store, node_id: int) -> Node:
+        """A segment that is shown. Raises NotFound. Not for the event loop."""
+        node = store.node(node_id)
+        if not self.may_see(node):
+            raise NotFound(f"there is no segment {node_id}")
+        return node
 
 
-def segment_json(node: Node, store: Store) -> dict[str, Any]:
+OWNER_VIEW = Viewer(None, True)
+
+
+def viewer_of(request: web.Request) -> Viewer:
+    """What the caller may see."""
+    return Viewer(visible_scope(request), request[TENANT].sees_all)
+
+
+def segment_json(node: Node, store: Store, viewer: Viewer = OWNER_VIEW) -> dict[str, Any]:
     """One segment without its tokens."""
     parent = node.parent.id if node.parent is not None else 0
     held = store.held(node)
+    has_uses = viewer.may_see_uses(node)
     return {
         "id": node.id,
         "parent": parent,
@@ -48,15 +82,15 @@ def segment_json(node: Node, store: Store) -> dict[str, Any]:
         "bytes": held.nbytes,
         "boundary_bytes": checkpoint_bytes(store, node),
         "pinned": node.pinned,
-        "hits": node.hits,
-        "last_used": node.last_used,
-        "children": len(node.children),
+        "hits": node.hits if has_uses else None,
+        "last_used": node.last_used if has_uses else None,
+        "children": len(viewer.children(node)),
     }
 
 
 async def list_segments(request: web.Request) -> web.Response:
     """A page of segments; `?sort=` used, tokens, hits (descending) or id."""
-    store, scope = service_of(request).store, visible_scope(request)
+    store, viewer = service_of(request).store, viewer_of(request)
     page_max = request.app[LIMITS].page_max
     limit = integer_query(request, "limit", 100, 1, page_max)
     offset = integer_query(request, "offset", 0, 0, 1_000_000)
@@ -64,12 +98,19 @@ async def list_segments(request: web.Request) -> web.Response:
     if order not in _ORDERS:
         raise InvalidRequest(f"Query parameter 'sort' must be one of {', '.join(_ORDERS)}")
 
+    by = attrgetter(_ORDERS[order])
+
+    def place(node: Node) -> float:
+        is_told = order in ("tokens", "id") or viewer.may_see_uses(node)
+        return float(by(node)) if is_told else 0.0
+
     def page() -> dict[str, Any]:
-        nodes = [node for node in store.nodes() if may_see(node, scope)]
+        nodes = [node for node in store.nodes() if viewer.may_see(node)]
         # A full sort of a big store would hold the GIL for too long.
         pick = heapq.nsmallest if order == "id" else heapq.nlargest
-        shown = pick(offset + limit, nodes, key=attrgetter(_ORDERS[order]))[offset:]
-        return {"segments": [segment_json(node, store) for node in shown], "total": len(nodes)}
+        shown = pick(offset + limit, nodes, key=place)[offset:]
+        found = [segment_json(node, store, viewer) for node in shown]
+        return {"segments": found, "total": len(nodes)}
 
     return json_reply(await asyncio.to_thread(page))
 
@@ -77,12 +118,12 @@ async def list_segments(request: web.Request) -> web.Response:
 async def get_segment(request: web.Request) -> web.Response:
     """One segment with its path; `?text=1` adds its text, `?ids=1` its token ids."""
     service = service_of(request)
-    store, scope = service.store, visible_scope(request)
-    node = await asyncio.to_thread(visible_node, store, segment_id(request), scope)
-    out = await asyncio.to_thread(segment_json, node, store)
+    store, viewer = service.store, viewer_of(request)
+    node = await asyncio.to_thread(viewer.node, store, segment_id(request))
+    out = await asyncio.to_thread(segment_json, node, store, viewer)
     out["cut"] = await asyncio.to_thread(cut_of, store)
     out["path"] = [each.id for each in node.path()]
-    out["children"] = [child.id for child in list(node.children) if may_see(child, scope)]
+    out["children"] = [child.id for child in viewer.children(node)]
     ids = _run_ids(node)
     if flag(request, "ids"):
         out["ids"] = ids
@@ -95,27 +136,19 @@ def _run_ids(node: Node) -> list[int]:
     return memoryview(node.ids).cast("i").tolist()
 
 
-def visible_node(store: Store, node_id: int, scope: str | None) -> Node:
-    """The segment, if the caller may see it. Raises NotFound. Not for the event loop."""
-    node = store.node(node_id)
-    if not may_see(node, scope):
-        raise NotFound(f"there is no segment {node_id}")
-    return node
-
-
 async def get_trie(request: web.Request) -> web.Response:
     """The tree below `?root=` (default: all), `?depth=` levels, at most `?limit=` segments; `?text=1`
     adds how the text of each begins."""
     service = service_of(request)
-    store, scope = service.store, visible_scope(request)
+    store, viewer = service.store, viewer_of(request)
     begins = service.search.reader.begins if flag(request, "text") else None
     limit = integer_query(request, "limit", 200, 1, request.app[LIMITS].page_max)
     depth = integer_query(request, "depth", DEPTH_MAX, 1, DEPTH_MAX)
     root = integer_query(request, "root", 0, 0, 2**62)
 
     def tree() -> dict[str, Any]:
-        top = store.root if root == 0 else visible_node(store, root, scope)
-        return _tree(store, top, scope, depth, limit, begins)
+        top = store.root if root == 0 else viewer.node(store, root)
+        return _tree(store, top, viewer, depth, limit, begins)
 
     return json_reply(await asyncio.to_thread(tree))
 
@@ -123,7 +156,7 @@ async def get_trie(request: web.Request) -> web.Response:
 def _tree(
     store: Store,
     top: Node,
-    scope: str | None,
+    viewer: Viewer,
     depth: int,
     limit: int,
     begins: Callable[[Ids], str] | None,
@@ -135,19 +168,17 @@ def _tree(
     for _ in range(depth):
         below: list[tuple[Node, list[dict[str, Any]]]] = []
         for parent, entries in level:
-            for child in sorted(parent.children, key=attrgetter("last_used"), reverse=True):
-                if not may_see(child, scope):
-                    continue
+            for child in sorted(viewer.children(parent), key=attrgetter("last_used"), reverse=True):
                 if n == limit:
                     truncated = True
                     break
                 n += 1
-                entry = segment_json(child, store)
+                entry = segment_json(child, store, viewer)
                 entry["children"] = []
                 if begins is not None:
                     entry["text"] = begins(ids_array(child.ids))
                 entries.append(entry)
                 below.append((child, entry["children"]))
         level = below
-    truncated = truncated or any(node.children for node, _ in level)
+    truncated = truncated or any(viewer.children(node) for node, _ in level)
     return {"root": top.id, "trie": root, "segments": n, "truncated": truncated}

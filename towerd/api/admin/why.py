@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from towerd.api.admin.segments import segment_json, visible_node
-from towerd.api.admin.sessions import visible_scope
+from towerd.api.admin.overview import require_overview
+from towerd.api.admin.segments import segment_json, viewer_of
 from towerd.api.http.keys import service_of
 from towerd.api.http.query import segment_id
 from towerd.api.http.reply import json_reply
@@ -21,10 +21,13 @@ async def get_why(request: web.Request) -> web.Response:
     """How the policies rank one segment: score, prediction, pin and place."""
     service = service_of(request)
     ranking: Ranking = service.tiers.ranking
-    number, scope = segment_id(request), visible_scope(request)
+    number, viewer = segment_id(request), viewer_of(request)
 
     def why() -> dict[str, Any]:
-        node = visible_node(service.store, number, scope)
-        return {"segment": segment_json(node, service.store), "why": ranking.explain(node)}
+        node = viewer.node(service.store, number)
+        if not viewer.may_see_uses(node):
+            require_overview(request)
+        segment = segment_json(node, service.store, viewer)
+        return {"segment": segment, "why": ranking.explain(node)}
 
     return json_reply(await asyncio.to_thread(why))

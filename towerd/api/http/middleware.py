@@ -89,7 +89,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     allowed."""
     if not is_owner_socket(request) and not request.app[CONFIG].behind_router:
         if not _host_allowed(request):
-            raise Forbidden(f"Host '{request.host[:100]}' is not served here")
+            raise Forbidden(f"Host {ascii(request.host[:100])} is not served here")
         if not origin_allowed(request):
             raise Forbidden(
                 "This web page may not call the API; allow its origin with --cors-origins"

@@ -69,7 +69,9 @@ class Tenants:
         Raises Unauthorized."""
         if not self._keys:
             return OWNER
-        offered = (authorization or x_api_key).removeprefix("Bearer ").encode()
+        offered = (
+            (authorization or x_api_key).removeprefix("Bearer ").encode("utf-8", "surrogateescape")
+        )
         found: Tenant | None = None
         for key, tenant in self._keys:
             if hmac.compare_digest(key, offered):

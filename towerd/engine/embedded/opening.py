@@ -17,7 +17,7 @@ from towerd.settings.config import Config
 from towerd.settings.ram_shares import pinned_bytes
 from towerd.store import Catalog, Node, Store
 from towerd.store.catalog.identity import ModelIdentity
-from towerd.store.segments.checkpoints import ANYWHERE, CUT_META
+from towerd.store.segments.checkpoint_file import ANYWHERE, CUT_META
 from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.manager import Tiers

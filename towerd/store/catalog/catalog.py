@@ -70,6 +70,8 @@ class Catalog(ABC):
     path: Path
     writing: Names
     """The segment files that any process of this store is writing."""
+    is_shared = False
+    """Whether other processes change it, too."""
 
     # --- using it -------------------------------------------------------------------------
 

@@ -7,9 +7,14 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from towerd.slots.errors import StateError
+from towerd.store.prefix.keys import segment_key
+from towerd.store.prefix.node import Node
 from towerd.store.segments.checkpoint_file import (
+    ANYWHERE,
+    CUT_META,
     FOLDER,
     HALF,
+    file_name,
     fingerprint_of,
     parse_name,
     verify_checkpoint,
@@ -42,6 +47,23 @@ def checkpoint_files(root: Path) -> Iterator[tuple[Path, int]]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.is_file() and not path.is_symlink():
             yield path, path.stat().st_size
+
+
+_STATEFUL_OTHERS = (
+    "SELECT f.digest FROM fingerprints f JOIN meta m ON m.key = ?1 || lower(hex(f.digest))"
+    " WHERE f.tokenizer = ?2 AND f.digest != ?3 AND m.value != ?4"
+)
+
+
+def is_checkpointed_elsewhere(state: StoreState, node: Node) -> bool:
+    """Whether another model of this tokenizer has a state checkpoint at the end of a segment. Runs under
+    the lock."""
+    which = CUT_META, state.identity.tokenizer, state.digest, ANYWHERE
+    others = state.catalog.rows(_STATEFUL_OTHERS, which)
+    prefix = node.prefix_bytes() if others else b""
+    keys = (segment_key(digest, node.scope, prefix) for (digest,) in others)
+    folder = state.directory.root / FOLDER
+    return any((folder / file_name(key, how)).exists() for key in keys for how in (False, True))
 
 
 def stray_checkpoints(state: StoreState, removed: Collection[int] = ()) -> list[Path]:

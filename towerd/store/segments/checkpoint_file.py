@@ -27,6 +27,9 @@ from towerd.store.segments.segment_header import PREAMBLE, PREFIX_BYTES, checksu
 
 MAGIC = b"TWRBND"
 VERSION = 1
+CUT_META = "state_cut:"
+"""With the fingerprint's digest behind it: where this model's stored state can be cut."""
+ANYWHERE = "anywhere"
 FOLDER = "boundaries"
 """The folder of these files in a store."""
 SUFFIX = ".twb"

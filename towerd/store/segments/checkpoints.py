@@ -21,6 +21,8 @@ from towerd.store.prefix.node import Node
 from towerd.store.segments import durable
 from towerd.store.segments.checkpoint_check import checkpoint_files, digest_in, is_left_over
 from towerd.store.segments.checkpoint_file import (
+    ANYWHERE,
+    CUT_META,
     FOLDER,
     file_name,
     parse_name,
@@ -30,9 +32,6 @@ from towerd.store.segments.checkpoint_file import (
 from towerd.store.store import Store
 from towerd.tokens import Ids
 
-CUT_META = "state_cut:"
-"""With the fingerprint's digest behind it: where this model's stored state can be cut."""
-ANYWHERE = "anywhere"
 Bytes = npt.NDArray[np.uint8]
 
 

@@ -68,7 +68,8 @@ class ColdTable:
         self._mine = state.identity.tokenizer
         self._prefix_hashes = PrefixHashIndex()
         self._prefix_hashes.load(prefix_hash_rows(state))
-        self.is_empty = not state.catalog.rows("SELECT 1 FROM cold LIMIT 1")
+        is_known = not state.catalog.is_shared  # what others freeze is learned under the lock
+        self.is_empty = is_known and not state.catalog.rows("SELECT 1 FROM cold LIMIT 1")
         """False as soon as any session is about to be frozen; may be read without the lock."""
 
     # --- looking --------------------------------------------------------------------------

@@ -50,6 +50,8 @@ def _copy_history(state: StoreState, table: SessionTable, session: SessionRow) -
     """The data of a session's history, as `history.copy_history` takes it from the prefix tree."""
     table.check_thawed(session)
     rows = turn_rows(state, session)
+    if not rows:  # damage destroyed all of them
+        raise tokens_lost(session)
     nodes: dict[int, tuple[int, bytes]] = {}
     ends = {0: 0}
     for row in rows:

@@ -185,6 +185,8 @@ def copy_history(
     table.check_thawed(session)
     info = table.info(session)
     rows = turn_rows(state, session)
+    if not rows:  # damage destroyed all of them
+        raise tokens_lost(session)
     nodes: dict[int, tuple[int, bytes]] = {}
     for row in rows:
         node = state.trie.nodes[row[2]] if row[2] else state.trie.root

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from towerd.store.maintenance.prune import OtherUsers, own_nodes, unneeded
 from towerd.store.prefix.node import Node
+from towerd.store.segments.checkpoint_check import is_checkpointed_elsewhere
 from towerd.store.state import StoreState
 
 Place: TypeAlias = tuple[float, int]
@@ -81,6 +82,7 @@ def _has_rows(
 
 
 def is_viewed(state: StoreState, node: Node) -> bool:
-    """Whether any model has rows of a segment on disk: those of others stay until their space is
-    needed, too."""
-    return bool(state.catalog.rows("SELECT 1 FROM views WHERE node = ? LIMIT 1", (node.id,)))
+    """Whether any model has rows of a segment on disk, or another one a state checkpoint at its end:
+    those of others stay until their space is needed, too."""
+    rows = state.catalog.rows("SELECT 1 FROM views WHERE node = ? LIMIT 1", (node.id,))
+    return bool(rows) or is_checkpointed_elsewhere(state, node)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from towerd.errors import InvalidRequest, NotFound, SessionFrozen, StoreError, TokensLost
+from towerd.errors import InvalidRequest, NotFound, SessionFrozen, TokensLost
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.prefix.node import Node
 from towerd.store.prefix.scope import MARK, TENANT_SQL, tenant_of
@@ -60,7 +60,8 @@ class SessionTable:
 
     def find(self, id: str, scope: str | None) -> SessionRow:
         """The session with this id; of several of one tenant, which differ in their adapters, that
-        of `scope` itself, or else the one used last. Raises NotFound; StoreError if scope is None and several tenants have one."""
+        of `scope` itself, or else the one used last. Raises NotFound, and
+        InvalidRequest if scope is None and several tenants have one."""
         rows = self.catalog.rows(
             "SELECT pk, id, scope FROM sessions WHERE tokenizer = ? AND id = ?"
             " ORDER BY updated DESC, pk DESC",
@@ -73,8 +74,7 @@ class SessionTable:
         tenants = {tenant_of(row[2]) for row in rows}
         if len(tenants) > 1:
             scopes = ", ".join(sorted(tenants))
-            message = f"several tenants have a session {id!r}: name one of {scopes}"
-            raise StoreError(message, public=message)
+            raise InvalidRequest(f"several tenants have a session {id!r}: name one of {scopes}")
         return SessionRow(rows[0][0], rows[0][1])
 
     def enter(self, turn: Turn, known: Iterable[Node], now: float) -> tuple[SessionRow, bool]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from towerd.store.prefix.node import Node
-from towerd.store.segments.checkpoints import ANYWHERE, checkpoint_bytes, cut_of
+from towerd.store.segments.checkpoint_file import ANYWHERE
+from towerd.store.segments.checkpoints import checkpoint_bytes, cut_of
 from towerd.store.sessions.turn import TurnInfo
 from towerd.store.store import Store
 

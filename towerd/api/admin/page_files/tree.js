@@ -27,7 +27,7 @@ function box(segment, depth, row, open) {
     click: () => open(segment.id),
     keydown: (event) => { if (event.key === "Enter") open(segment.id); },
   },
-  svg("title", {}, `${segment.text ?? ""}\n${count(segment.tokens)} tokens, ${segment.hits} uses`),
+  svg("title", {}, `${segment.text ?? ""}\n${count(segment.tokens)} tokens${segment.hits === null ? "" : `, ${segment.hits} uses`}`),
   svg("rect", { class: tierOf(segment), width: COLUMN - 6, height, rx: 4 }),
   svg("text", { x: 6, y: 18 }, `${segment.pinned ? "📌" : ""}${label(segment)}`));
   return node;
@@ -85,7 +85,7 @@ async function details(id) {
       ["tokens", `${count(segment.tokens)}, from ${count(segment.p0)} on`],
       ["rows", segment.hot ? "in RAM" : segment.warm ? "on disk" : "none: tokens only"],
       ["takes", segment.hot || segment.warm ? `${bytes(segment.bytes)}, ${segment.format}` : "–"],
-      ["used", `${count(segment.hits)} times, last ${moment(segment.last_used)}`],
+      ["used", segment.hits === null ? "–" : `${count(segment.hits)} times, last ${moment(segment.last_used)}`],
     ]),
     el("pre", { class: "text message" }, segment.text),
   ];

@@ -19,6 +19,8 @@ class RemoteCatalog(Catalog):
     """Every operation is one message to the broker, which runs it while no other process has the
     lock. When the broker is gone every operation raises StoreError."""
 
+    is_shared = True
+
     def __init__(self, fd: int) -> None:
         """fd: a socket from `CatalogBroker.connect`, which this object then owns."""
         self._channel = Channel(socket.socket(fileno=fd))
