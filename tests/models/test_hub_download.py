@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,21 @@ def test_what_is_needed_is_fetched_once(hub: HubServer) -> None:
     hub.downloads.clear()
     assert get() == found
     assert hub.downloads == []
+
+
+def test_a_cache_that_is_only_read(hub: HubServer, tmp_path: Path) -> None:
+    """A model that is here needs no write; nor does it fail if the commit cannot be noted."""
+    found = get()
+    (refs,) = (tmp_path / "cache").rglob("refs")
+    before = (refs / "main").stat().st_ino
+    get()
+    assert (refs / "main").stat().st_ino == before
+    shutil.rmtree(refs)
+    refs.write_text("no folder can be made here")
+    assert get() == found
+    shutil.rmtree(found.path.parent)
+    with pytest.raises(ModelError, match=f"Cannot write {REPO}"):
+        get()
 
 
 def test_split_files_come_together(hub: HubServer) -> None:

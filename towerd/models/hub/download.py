@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -125,7 +125,9 @@ class _Hub:
                 self._check_space(to_fetch)
                 self._watcher.begin(str(self._wanted), sum(to_fetch.values()))
             paths = [self._get(file, commit, is_new=file in missing) for file in choice.files]
-            set_main(self._cache, self._wanted.repo, commit)
+            # A model that is here is served from a cache that cannot be written, too.
+            with nullcontext() if missing else suppress(OSError):
+                set_main(self._cache, self._wanted.repo, commit)
         folder = paths[0].parents[choice.model.path.count("/")]
         return HubModel.of(self._wanted, choice, folder)
 
