@@ -45,7 +45,7 @@ def daemon(config: Config) -> Finding:
 def directory(config: Config) -> Finding:
     """The access rights of the store directory."""
     root = config.store_dir
-    if not root.exists():
+    if not os.path.exists(root):
         above = existing(root)
         if not os.access(above, os.W_OK | os.X_OK):
             return fail(f"{above} cannot be written", "Choose another place with --store-dir.")

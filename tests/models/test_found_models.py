@@ -215,3 +215,10 @@ def test_a_path_is_never_taken_for_a_name(home: Path, put: Put) -> None:
     with pytest.raises(ModelError, match="is a folder: name a file in it, or .* --models-dir"):
         find_entry(home / "towerd")
     assert find_entry(Path("mine")).path == home / "towerd/mine.gguf"
+
+
+def test_a_name_that_no_file_can_have(home: Path) -> None:
+    name = "x" * 300
+    for path in (home / name, Path(name)):
+        with pytest.raises(ModelError, match="There is no model "):
+            find_entry(path)

@@ -29,10 +29,11 @@ def hub_cache(env: Mapping[str, str] = os.environ) -> Path:
     """The folder in which huggingface_hub keeps repositories, by its variables."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if env.get(variable):
-            return Path(env[variable]).expanduser()
+            return Path(os.path.expanduser(env[variable]))
     if env.get("HF_HOME"):
-        return Path(env["HF_HOME"]).expanduser() / "hub"
-    return Path(env.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface" / "hub"
+        return Path(os.path.expanduser(env["HF_HOME"])) / "hub"
+    above = os.path.expanduser(env.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(above, "huggingface", "hub")
 
 
 def snapshots(cache: Path) -> Iterator[Snapshot]:
