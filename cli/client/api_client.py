@@ -220,17 +220,28 @@ class ApiClient:
         """All statistics; those that only a daemon has are None without one."""
         return self._get(f"{OWN}/stats")
 
-    def slots(self) -> list[Json] | None:
-        """What each slot does; None if the daemon was told not to show it."""
-        reply = self._send("GET", "/slots", None, TIMEOUT_S)
-        data = self._read(reply)
-        if reply.status != HTTPStatus.OK:
+    def routed(self) -> list[Json] | None:
+        """The models of a router, each with its `status`; None if the daemon serves one model."""
+        if self._get("/props").get("role") != "router":
             return None
+        found: list[Json] = self._get("/models")["data"]
+        return found
+
+    def slots(self, model: str) -> list[Json] | None:
+        """What each slot of a model does; None if the daemon was told not to show it."""
+        reply = self._send("GET", f"/slots?{_query({'model': model})}", None, TIMEOUT_S)
+        data = self._read(reply)
+        if reply.status == HTTPStatus.NOT_IMPLEMENTED:
+            return None
+        if reply.status != HTTPStatus.OK:
+            self._decode(reply, data)
         try:
             found = json.loads(data)
         except ValueError as error:
             raise self._broken(error) from error
-        return found if isinstance(found, list) else None
+        if not isinstance(found, list):
+            raise self._broken("slots that are no list")
+        return found
 
     def verify(self, repair: bool, progress: OnBytes) -> Json:
         report: Json | None = None

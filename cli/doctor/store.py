@@ -34,6 +34,9 @@ def daemon(config: Config) -> Finding:
     if not listens(config.socket):
         return ok(f"none listens on {config.socket}")
     with ApiClient.at_socket(config.socket) as backend:
+        if (models := backend.routed()) is not None:
+            n = sum(model["status"]["value"] == "loaded" for model in models)
+            return ok(f"a router at {config.socket}, {n} of {len(models)} models are loaded")
         stats = backend.stats()
     engine = stats["engine"]
     found = f"serves {stats['model']} at {config.socket}"
