@@ -66,16 +66,18 @@ class ApiClient:
     def at_url(cls, url: str, key: str | None) -> ApiClient:
         """The daemon at http(s)://host[:port]. Raises ConfigError."""
         kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+        wrong = ConfigError(f"--url must be like http://127.0.0.1:8080, not {url!r}.")
         try:
             parts = urlsplit(url)
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            host, port, parts = None, None, urlsplit("")
-        if parts.scheme not in kinds or not host or parts.path.strip("/"):
-            raise ConfigError(f"--url must be like http://127.0.0.1:8080, not {url!r}.")
+            if parts.scheme not in kinds or not parts.hostname or parts.path.strip("/"):
+                raise wrong
+            parts.hostname.encode("idna")  # as connecting does
+            connection = kinds[parts.scheme](parts.hostname, parts.port, timeout=TIMEOUT_S)
+        except (ValueError, http.client.InvalidURL):
+            raise wrong from None
         if key is not None and not (key.isascii() and key.isprintable()):
             raise ConfigError("--api-key must be printable ASCII text.")
-        return cls(kinds[parts.scheme](host, port, timeout=TIMEOUT_S), url, key)
+        return cls(connection, url, key)
 
     def __enter__(self) -> ApiClient:
         return self
@@ -143,7 +145,7 @@ class ApiClient:
 
     def export_session(self, id: str, scope: str | None = None) -> bytes:
         """The session as a `.tower` file."""
-        query = urlencode({"scope": scope} if scope is not None else {})
+        query = _query({"scope": scope} if scope is not None else {})
         return self._of_session(id, scope, lambda path: self._file(f"{path}/export?{query}"))
 
     def import_session(self, data: bytes, scope: str | None = None) -> Json:
@@ -223,17 +225,28 @@ class ApiClient:
         """All statistics; those that only a daemon has are None without one."""
         return self._get(f"{OWN}/stats")
 
-    def slots(self) -> list[Json] | None:
-        """What each slot does; None if the daemon was told not to show it."""
-        reply = self._send("GET", "/slots", None, TIMEOUT_S)
-        data = self._read(reply)
-        if reply.status != HTTPStatus.OK:
+    def routed(self) -> list[Json] | None:
+        """The models of a router, each with its `status`; None if the daemon serves one model."""
+        if self._get("/props").get("role") != "router":
             return None
+        found: list[Json] = self._get("/models")["data"]
+        return found
+
+    def slots(self, model: str) -> list[Json] | None:
+        """What each slot of a model does; None if the daemon was told not to show it."""
+        reply = self._send("GET", f"/slots?{_query({'model': model})}", None, TIMEOUT_S)
+        data = self._read(reply)
+        if reply.status == HTTPStatus.NOT_IMPLEMENTED:
+            return None
+        if reply.status != HTTPStatus.OK:
+            self._decode(reply, data)
         try:
             found = json.loads(data)
         except ValueError as error:
             raise self._broken(error) from error
-        return found if isinstance(found, list) else None
+        if not isinstance(found, list):
+            raise self._broken("slots that are no list")
+        return found
 
     def verify(self, repair: bool, progress: OnBytes) -> Json:
         report: Json | None = None
@@ -326,7 +339,7 @@ class ApiClient:
     ) -> Json:
         """One request and its JSON object."""
         asked = {key: value for key, value in (query or {}).items() if value is not None}
-        target = f"{path}?{urlencode(asked)}" if asked else path
+        target = f"{path}?{_query(asked)}" if asked else path
         reply = self._send(method, target, body, timeout_s)
         return self._decode(reply, self._read(reply))
 
@@ -355,6 +368,8 @@ class ApiClient:
             for line in reply:
                 if line.startswith(b"data: "):
                     event = json.loads(line[len(b"data: ") :])
+                    if not isinstance(event, dict):
+                        raise self._broken("an event without a JSON object; is it a towerd?")
                     _raise_if_error(event, reply.status)
                     yield event
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -388,6 +403,8 @@ class ApiClient:
         if not isinstance(value, dict):
             raise self._broken(f"status {reply.status} without a JSON object; is it a towerd?")
         _raise_if_error(value, reply.status)
+        if reply.status >= HTTPStatus.BAD_REQUEST:
+            raise self._broken(f"status {reply.status} without an error object; is it a towerd?")
         return value
 
     def _broken(self, why: object) -> TowerdError:
@@ -412,12 +429,13 @@ def _raise_if_error(value: Json, status: int) -> None:
     error = value.get("error")
     if not isinstance(error, dict):
         return
-    message = str(error.get("message"))
+    message = str(error.get("message") or f"status {status}")
     if status == 401:
         message = f"{message}: give the daemon's key with --api-key"
     if status == 503:
         message = f"The daemon cannot answer now ({message}); try again in a moment"
-    raise RemoteError(message, int(error.get("code") or status))
+    code = error.get("code")
+    raise RemoteError(message, code if isinstance(code, int) and code else status)
 
 
 def _path(session: str) -> str:
@@ -425,5 +443,17 @@ def _path(session: str) -> str:
 
 
 def _name(text: str) -> str:
-    """A name as one component of a URL path."""
-    return quote(text, safe="")
+    """A name as one component of a URL path. Raises ConfigError."""
+    return quote(_utf8(text), safe="")
+
+
+def _query(asked: Mapping[str, Any]) -> str:
+    """The query of a URL. Raises ConfigError."""
+    return urlencode({key: _utf8(str(value)) for key, value in asked.items()})
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{text!r} is not UTF-8, which all names and texts here are.") from None

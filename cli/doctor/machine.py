@@ -89,7 +89,7 @@ def shared_memory(config: Config) -> Finding:
 
 def existing(path: Path) -> Path:
     """The nearest folder at or above `path` that exists."""
-    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    return next(folder for folder in (path, *path.absolute().parents) if os.path.exists(folder))
 
 
 CHECKS = (

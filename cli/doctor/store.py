@@ -34,6 +34,9 @@ def daemon(config: Config) -> Finding:
     if not listens(config.socket):
         return ok(f"none listens on {config.socket}")
     with ApiClient.at_socket(config.socket) as backend:
+        if (models := backend.routed()) is not None:
+            n = sum(model["status"]["value"] == "loaded" for model in models)
+            return ok(f"a router at {config.socket}, {n} of {len(models)} models are loaded")
         stats = backend.stats()
     engine = stats["engine"]
     found = f"serves {stats['model']} at {config.socket}"
@@ -45,7 +48,7 @@ def daemon(config: Config) -> Finding:
 def directory(config: Config) -> Finding:
     """The access rights of the store directory."""
     root = config.store_dir
-    if not root.exists():
+    if not os.path.exists(root):
         above = existing(root)
         if not os.access(above, os.W_OK | os.X_OK):
             return fail(f"{above} cannot be written", "Choose another place with --store-dir.")

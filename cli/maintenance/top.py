@@ -72,7 +72,8 @@ def _look(backend: ApiClient) -> Json:
             f"No daemon runs on {backend.where}: start one with towerd serve, or name it with "
             "--socket, --url or --store-dir."
         )
-    return {"stats": stats, "slots": backend.slots(), "at": time.monotonic()}
+    # A router has the statistics of one of its loaded models.
+    return {"stats": stats, "slots": backend.slots(stats["model"]), "at": time.monotonic()}
 
 
 def frame(view: Json, before: Json | None) -> list[str]:

@@ -162,6 +162,12 @@ def test_store_rights(config: Config, with_store: Path) -> None:
     assert (finding.status, f"chmod 700 {with_store}" in finding.advice) == ("WARN", True)
 
 
+def test_a_store_that_no_disk_can_have(config: Config) -> None:
+    """The checks of the disk look above it."""
+    long = replace(config, store_dir=config.store_dir / ("x" * 300))
+    assert str(config.store_dir.parent) in find("disk", long).found
+
+
 def test_store_is_a_file(config: Config) -> None:
     config.store_dir.write_text("hello")
     assert find("directory", config).status == "FAIL"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 from daemon import Daemon
+from hub_server import hub_server
 
 from towerd.cli.client.api_client import ApiClient
 from towerd.cli.client.target import Target, connect
@@ -294,6 +295,8 @@ def test_over_tcp(server: Daemon, chats: list[str], ctl: Ctl, ctl_json: CtlJson)
         (("--url", "ftp://x"), "--url must be like http://127.0.0.1:8080"),
         (("--url", "http://[::1"), "--url must be like"),
         (("--url", "http://x:99999"), "--url must be like"),
+        (("--url", "http://foo..bar:80"), "--url must be like"),
+        (("--url", "http://foo bar"), "--url must be like"),
         (("--url", "http://127.0.0.1:1"), "The daemon at http://127.0.0.1:1 does not answer"),
         (("--url", "http://127.0.0.1:1", "--api-key", "ä"), "--api-key must be printable ASCII"),
         (("--api-key", "k"), "--api-key goes with --url"),
@@ -311,6 +314,23 @@ def test_no_daemon_to_ask(ctl: Ctl, args: tuple[str, ...], said: str) -> None:
     assert result.stderr.startswith("Error: ")
     assert said in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_server_that_is_no_towerd(ctl: Ctl) -> None:
+    """One sentence for whatever it answers."""
+    with hub_server() as other:
+        at = ("--url", other.url)
+        said = ctl("stats", *at, code=1).stderr
+        assert "does not answer properly: status 404 without an error object; is it" in said
+        other.page = b'{"error": {"code": "not_found", "message": "No such page"}}'
+        assert ctl("stats", *at, code=1).stderr == "Error: No such page\n"
+
+
+def test_names_that_are_not_utf8(ctl: Ctl) -> None:
+    at = ("--url", "http://127.0.0.1:1")
+    for args in (("sessions", "show", "\udcff"), ("sessions", "ls", "--scope", "\udcff")):
+        said = ctl(*args, *at, code=1).stderr
+        assert said.startswith("Error: '\\udcff' is not UTF-8")
 
 
 def test_no_daemon_and_no_store(ctl: Ctl, tmp_path: Path) -> None:

@@ -149,6 +149,16 @@ def test_a_file_counts_once_and_broken_entries_do_not(home: Path, put: Put) -> N
     assert names() == {"same.gguf": "towerd", "o/m:Q8_0": "Hugging Face"}
 
 
+def test_a_repository_with_a_broken_part(home: Path, put: Put) -> None:
+    """Neither a dangling link nor the lack of refs hides its other snapshots."""
+    snapshot = put_repo(put, ".cache/huggingface/hub", "o/m", "m-Q4_0.gguf")
+    (snapshot.parent / ("b" * 40)).symlink_to("nowhere")
+    (snapshot.parents[1] / "refs/other").write_bytes(b"\xff")
+    assert names() == {"o/m:Q4_0": "Hugging Face"}
+    shutil.rmtree(snapshot.parents[1] / "refs")
+    assert names() == {"o/m:Q4_0": "Hugging Face"}
+
+
 MODELS = [
     FoundModel(name, Path(name), "here")
     for name in (
@@ -205,3 +215,10 @@ def test_a_path_is_never_taken_for_a_name(home: Path, put: Put) -> None:
     with pytest.raises(ModelError, match="is a folder: name a file in it, or .* --models-dir"):
         find_entry(home / "towerd")
     assert find_entry(Path("mine")).path == home / "towerd/mine.gguf"
+
+
+def test_a_name_that_no_file_can_have(home: Path) -> None:
+    name = "x" * 300
+    for path in (home / name, Path(name)):
+        with pytest.raises(ModelError, match="There is no model "):
+            find_entry(path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +62,21 @@ def test_what_is_needed_is_fetched_once(hub: HubServer) -> None:
     assert hub.downloads == []
 
 
+def test_a_cache_that_is_only_read(hub: HubServer, tmp_path: Path) -> None:
+    """A model that is here needs no write; nor does it fail if the commit cannot be noted."""
+    found = get()
+    (refs,) = (tmp_path / "cache").rglob("refs")
+    before = (refs / "main").stat().st_ino
+    get()
+    assert (refs / "main").stat().st_ino == before
+    shutil.rmtree(refs)
+    refs.write_text("no folder can be made here")
+    assert get() == found
+    shutil.rmtree(found.path.parent)
+    with pytest.raises(ModelError, match=f"Cannot write {REPO}"):
+        get()
+
+
 def test_split_files_come_together(hub: HubServer) -> None:
     found = get(f"{REPO}:F16", with_projector=False)
     assert found.projector is None
@@ -85,6 +102,31 @@ def test_a_cut_download_is_resumed(
     ranges = [asked for name, asked in hub.downloads if name == "tiny-Q4_K_M.gguf"]
     assert ranges[0] == ""
     assert 0 < int(ranges[-1].removeprefix("bytes=").rstrip("-")) <= 1 << 20
+
+
+def test_what_is_here_takes_no_more_space(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the beginning of a cut download, nor what an earlier commit has, too."""
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)
+    hub.cut_at, hub.is_down_when_cut = 1 << 20, True
+    with pytest.raises(ModelError, match="it answered 503"):
+        get(with_projector=False)
+    hub.is_down = False
+    (part,) = (tmp_path / "cache").rglob("*.part")
+    rest = len(MODEL) - part.stat().st_size
+    assert rest < len(MODEL)
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage(rest - 1))
+    with pytest.raises(ModelError, match="takes 2 MiB in .* are free"):
+        get(with_projector=False)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage(rest))
+    get(with_projector=False)
+    hub.commit = "3" * 40
+    hub.downloads.clear()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage(0))
+    assert get(with_projector=False).path.read_bytes() == MODEL
+    assert hub.downloads == []
 
 
 def test_damage_on_the_way_is_found(hub: HubServer, tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -108,6 +111,23 @@ def test_wrong_tables(folder: Path, toml: str, message: str) -> None:
 def test_no_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         entries(tmp_path / "none")
+
+
+def test_a_folder_that_cannot_be_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is passed over with a warning."""
+    (folder / "lost+found").mkdir()
+    listed = Path.iterdir
+
+    def iterdir(path: Path) -> Iterator[Path]:
+        if path.name == "lost+found":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert list(entries(folder)) == ["gemma", "kimi", "llama-3.2-1b-Q4_K_M"]
+    assert "lost+found, which cannot be read: Permission denied" in caplog.text
 
 
 def test_which_setting_wins(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from daemon import reuse_of, run_towerctl
 from routed import LONG, MakeRouter, ask, children, metric, states
 from waiting import until
 
+from towerd.cli.doctor import store as doctor
 from towerd.router.loading.launcher import CONTEXT_RAM_SHARE
+from towerd.settings.config import Config
 from towerd.system.machine import ram_bytes
 
 
@@ -386,6 +388,20 @@ def test_reading_loads_no_model(make_router: MakeRouter) -> None:
     assert states(router) == {"tales": "loaded", "dice": "unloaded", "junk": "unloaded"}
     router.get("/slots?model=dice&autoload=1")
     assert states(router) == {"tales": "loaded", "dice": "loaded", "junk": "unloaded"}
+
+
+def test_what_towerctl_shows_of_a_router(make_router: MakeRouter) -> None:
+    """doctor finds nothing wrong if no model is loaded; top shows the slots of one of two."""
+    router = make_router()
+    config = Config(store_dir=router.store_dir, socket=router.socket)
+    found = doctor.daemon(config)
+    assert (found.status, "0 of 3 models are loaded" in found.found) == ("OK", True)
+    ask(router, "dice")
+    ask(router, "tales")
+    assert "2 of 3 models are loaded" in doctor.daemon(config).found
+    shown = run_towerctl(router, "top", "--once").stdout
+    assert "tales, context" in shown
+    assert "slots are idle." in shown
 
 
 def test_reading_a_model_that_has_to_leave(make_router: MakeRouter) -> None:

@@ -93,6 +93,11 @@ def test_sizes(text: str, size: int) -> None:
         ({"TOWERD_ROPE_FREQ_BASE": "nan"}, "TOWERD_ROPE_FREQ_BASE must be a finite number."),
         ({"TOWERD_FLASH_ATTN": "perhaps"}, "TOWERD_FLASH_ATTN must be one of auto, on, off"),
         ({"TOWERD_MODEL": ""}, "TOWERD_MODEL must be a path."),
+        (
+            {"TOWERD_MODEL": "~nosuchuser/m.gguf"},
+            "TOWERD_MODEL is in a home folder that is not known: ~nosuchuser/m.gguf.",
+        ),
+        ({"TOWERD_CONFIG": "~nosuchuser/t.toml"}, "TOWERD_CONFIG is in a home folder that"),
         ({"TOWERD_FIDELITY": "high"}, "TOWERD_FIDELITY must be one of exact, near, small"),
         ({"TOWERD_SHRINK_AFTER_S": "-1"}, "TOWERD_SHRINK_AFTER_S must be at least 0, not -1."),
         ({"TOWERD_LEVEL_FORMATS": "0=q9"}, "level_formats: 'q9' is no stored format"),

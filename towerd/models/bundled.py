@@ -3,6 +3,7 @@ can answer, and one trained for retrieval, to measure which tokens a long chat m
 
 from __future__ import annotations
 
+import os
 from importlib.resources import files
 from pathlib import Path
 
@@ -19,7 +20,7 @@ RETRIEVAL_NAME = "retrieval.gguf"
 def bundled_model(name: str = NAME) -> Path:
     """The path of a bundled GGUF. Raises ModelError if the installation lacks it."""
     path = Path(str(files("towerd") / "data" / name))
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ModelError(f"{path} is missing: install towerd again, or name a model with -m.")
     return path
 
@@ -62,15 +63,15 @@ def find_entry(model: Path | None) -> FoundModel:
     What is no file is looked up in the models directory, then among the names of known models
     (`stories` is the bundled one), then among all models of this machine. Raises ModelError."""
     path = default_model() if model is None else model
-    if path.is_file():
+    if os.path.isfile(path):  # unlike Path.is_file it raises nothing, whatever the name
         return FoundModel(path.name, path, "")
     if path.is_absolute() or path.parts[:1] in ((), ("..",)):
-        if path.is_dir():
+        if os.path.isdir(path):
             raise ModelError(
                 f"{path} is a folder: name a file in it, or serve all its models with --models-dir."
             )
         raise ModelError(f"There is no model at {path}.")
-    if (kept := paths.models_dir() / path).is_file():
+    if os.path.isfile(kept := paths.models_dir() / path):
         return FoundModel(path.name, kept, TOWERD)
     if path.name in (NAME, SHORT_NAME):
         return FoundModel(NAME, bundled_model(), BUNDLED)

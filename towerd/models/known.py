@@ -3,6 +3,7 @@ their metadata it replaces."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +52,7 @@ class KnownModel:
     def is_at(self, path: Path) -> bool:
         """Whether `path` is its file, by name and size: the hash was checked when it was fetched,
         and reading a model at every start would take longer than loading it."""
-        return path.name == self.file and path.is_file() and path.stat().st_size == self.bytes
+        return path.name == self.file and os.path.isfile(path) and path.stat().st_size == self.bytes
 
 
 SMOLLM2 = KnownModel(

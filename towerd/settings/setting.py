@@ -145,11 +145,15 @@ def _text(raw: object, place: str) -> str:
     return raw
 
 
-def _path(raw: object, place: str) -> Path:
+def parse_path(raw: object, place: str) -> Path:
+    """A path, in which `~` is the home of the user. Raises ConfigError."""
     text = _text(raw, place)
     if not text or "\0" in text:
         raise ConfigError(f"{place} must be a path.")
-    return Path(text).expanduser()
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{place} is in a home folder that is not known: {text}.") from None
 
 
 def _list(raw: object, place: str) -> tuple[str, ...]:
@@ -207,7 +211,7 @@ _PARSERS: dict[Kind, Callable[[object, str], Any]] = {
     "float": _float,
     "bool": _bool,
     "text": _text,
-    "path": _path,
+    "path": parse_path,
     "size": parse_size,
     "list": _list,
     "args": _args,

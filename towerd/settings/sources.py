@@ -15,7 +15,7 @@ from typing import Any
 from towerd.errors import ConfigError
 from towerd.settings.config import Config, settings
 from towerd.settings.model_tables import ModelTables, parse_table, tables_from, unknown_setting
-from towerd.settings.setting import keys_from
+from towerd.settings.setting import keys_from, parse_path
 from towerd.system import paths
 
 ENV_PREFIX = "TOWERD_"
@@ -50,7 +50,7 @@ def load_models(
     """As `load`, with the [models.NAME] tables of the file. Raises ConfigError."""
     env = os.environ if env is None else env
     if toml_path is None and env.get("TOWERD_CONFIG"):
-        toml_path = Path(env["TOWERD_CONFIG"]).expanduser()
+        toml_path = parse_path(env["TOWERD_CONFIG"], "TOWERD_CONFIG")
     table, place = _read_toml(toml_path)
     tables = tables_from(table.pop("models", {}), place)
     in_file = parse_table(table, place)

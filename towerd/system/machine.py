@@ -45,7 +45,7 @@ def usable_cores() -> int:
 def free_bytes(path: Path) -> int:
     """Free bytes on the disk that contains `path`, or will."""
     for folder in (path, *path.absolute().parents):
-        if folder.exists():
+        if os.path.exists(folder):
             return shutil.disk_usage(folder).free
     return 0
 

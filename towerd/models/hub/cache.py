@@ -29,10 +29,11 @@ def hub_cache(env: Mapping[str, str] = os.environ) -> Path:
     """The folder in which huggingface_hub keeps repositories, by its variables."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if env.get(variable):
-            return Path(env[variable]).expanduser()
+            return Path(os.path.expanduser(env[variable]))
     if env.get("HF_HOME"):
-        return Path(env["HF_HOME"]).expanduser() / "hub"
-    return Path(env.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface" / "hub"
+        return Path(os.path.expanduser(env["HF_HOME"])) / "hub"
+    above = os.path.expanduser(env.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(above, "huggingface", "hub")
 
 
 def snapshots(cache: Path) -> Iterator[Snapshot]:
@@ -49,14 +50,15 @@ def snapshots_of(cache: Path, repo: str) -> list[Snapshot]:
     Others than towerd set the ref before its files are there, so that an older snapshot may have
     files that the first one lacks."""
     folder = repo_folder(cache, repo)
-    with suppress(OSError, UnicodeDecodeError):
-        refs = sorted((folder / "refs").iterdir(), key=lambda path: path.name != "main")
-        commits = [path.read_text().strip() for path in refs if path.is_file()]
-        found = list((folder / "snapshots").iterdir())
-        found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-        found.sort(key=lambda path: commits.index(path.name) if path.name in commits else len(refs))
-        return [Snapshot(repo, path, _files(path)) for path in found if path.is_dir()]
-    return []
+    commits = _named_commits(folder / "refs")
+    found: list[tuple[int, float, Snapshot]] = []
+    for path in _entries(folder / "snapshots"):
+        with suppress(OSError):
+            rank = commits.index(path.name) if path.name in commits else len(commits)
+            age = -path.stat().st_mtime
+            if path.is_dir():
+                found.append((rank, age, Snapshot(repo, path, _files(path))))
+    return [snapshot for _, _, snapshot in sorted(found, key=lambda each: each[:2])]
 
 
 def repo_folder(cache: Path, repo: str) -> Path:
@@ -67,12 +69,32 @@ def repo_folder(cache: Path, repo: str) -> Path:
 def set_main(cache: Path, repo: str, commit: str) -> None:
     """Note that `commit`, whose files are here, is the newest. Raises OSError."""
     main = repo_folder(cache, repo) / "refs" / "main"
+    if main.is_file() and main.read_bytes() == commit.encode():  # the cache may be read-only
+        return
     main.parent.mkdir(parents=True, exist_ok=True)
     part = main.with_name(f"main.{os.getpid()}.part")
     part.write_text(commit)
     part.replace(main)
 
 
+def _named_commits(refs: Path) -> list[str]:
+    """Those that refs name, `main` first."""
+    commits = []
+    for ref in sorted(_entries(refs), key=lambda path: path.name != "main"):
+        with suppress(OSError, UnicodeDecodeError):
+            if ref.is_file():
+                commits.append(ref.read_text().strip())
+    return commits
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What is in a folder; nothing if it cannot be read."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
 def _files(folder: Path) -> tuple[str, ...]:
-    found = (path for path in folder.rglob("*") if path.is_file())
+    found = (path for path in folder.rglob("*") if os.path.isfile(path))
     return tuple(sorted(path.relative_to(folder).as_posix() for path in found))

@@ -9,8 +9,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -116,15 +116,18 @@ class _Hub:
             api = HfApi(endpoint=endpoint(), token=self._token)
             commit = str(api.repo_info(self._wanted.repo).sha)  # at once, or not: without retries
             tree = api.list_repo_tree(self._wanted.repo, recursive=True, revision=commit)
-            sizes = {each.path: each.size for each in tree if isinstance(each, RepoFile)}
-            choice = take(sizes)
+            files = {each.path: each for each in tree if isinstance(each, RepoFile)}
+            choice = take(files)
             missing = [file for file in choice.files if file not in self._files_of(commit)]
-            if missing:
-                n_bytes = sum(sizes[file] for file in missing)
-                self._check_space(n_bytes)
-                self._watcher.begin(str(self._wanted), n_bytes)
+            blobs = {self._blob(files[file]): files[file].size for file in missing}
+            to_fetch = {blob: size for blob, size in blobs.items() if not blob.exists()}
+            if to_fetch:
+                self._check_space(to_fetch)
+                self._watcher.begin(str(self._wanted), sum(to_fetch.values()))
             paths = [self._get(file, commit, is_new=file in missing) for file in choice.files]
-            set_main(self._cache, self._wanted.repo, commit)
+            # A model that is here is served from a cache that cannot be written, too.
+            with nullcontext() if missing else suppress(OSError):
+                set_main(self._cache, self._wanted.repo, commit)
         folder = paths[0].parents[choice.model.path.count("/")]
         return HubModel.of(self._wanted, choice, folder)
 
@@ -155,9 +158,9 @@ class _Hub:
         name, size = about.etag or "", about.size or 0
         if not re.fullmatch(r"[0-9a-f]{64}", name) or size > MAX_HTTP_DOWNLOAD_SIZE:
             return
-        blob = repo_folder(self._cache, self._wanted.repo) / "blobs" / name
+        blob = self._blobs / name
         blob.parent.mkdir(parents=True, exist_ok=True)
-        part = blob.with_name(f"{name}.part")
+        part = _part(blob)
         with part.open("ab") as out:
             fcntl.flock(out, fcntl.LOCK_EX)  # another process may be fetching it
             if blob.exists():
@@ -183,7 +186,18 @@ class _Hub:
                 )
             part.replace(blob)
 
-    def _check_space(self, n_bytes: int) -> None:
+    @property
+    def _blobs(self) -> Path:
+        return repo_folder(self._cache, self._wanted.repo) / "blobs"
+
+    def _blob(self, file: RepoFile) -> Path:
+        """Where the content of a file is, or will be; another commit may have it, too."""
+        return self._blobs / (file.lfs.sha256 if file.lfs else file.blob_id)
+
+    def _check_space(self, to_fetch: Mapping[Path, int]) -> None:
+        """Raises ModelError if the disk cannot hold blobs of these sizes, or the rest of those that
+        an earlier start began."""
+        n_bytes = sum(max(0, size - _size(_part(blob))) for blob, size in to_fetch.items())
         self._cache.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self._cache).free
         if free < n_bytes:
@@ -248,6 +262,19 @@ def _bar_class(add: Callable[[int], None]) -> type[HubBar]:
 
 def _reason(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def _part(blob: Path) -> Path:
+    """What has arrived of a blob."""
+    return blob.with_name(f"{blob.name}.part")
+
+
+def _size(path: Path) -> int:
+    """0 if there is no such file."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _sha256(path: Path) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +11,8 @@ from typing import Literal, TypeAlias
 
 from towerd.errors import ConfigError
 from towerd.settings.model_tables import ALL, FETCHED, ModelTables
+
+log = logging.getLogger(__name__)
 
 Source: TypeAlias = Literal["models_dir", "preset"]
 FIRST_SHARD = "-00001-of-"
@@ -130,7 +134,7 @@ def _in_folder(folder: Path) -> Iterator[ModelEntry]:
             f"The models directory {folder} cannot be read: {error.strerror}."
         ) from error
     for path in inner:
-        if path.is_dir():
+        if os.path.isdir(path):
             yield from _of_parts(path)
         elif path.name.endswith(SUFFIX) and not _is_projector(path) and not _is_draft(path):
             yield ModelEntry(path.name.replace(SUFFIX, ""), "models_dir", path)
@@ -138,7 +142,11 @@ def _in_folder(folder: Path) -> Iterator[ModelEntry]:
 
 def _of_parts(folder: Path) -> Iterator[ModelEntry]:
     """The model of a folder: shards, or one file, with its projector and its draft model."""
-    files = [each for each in sorted(folder.iterdir()) if each.name.endswith(SUFFIX)]
+    try:
+        files = [each for each in sorted(folder.iterdir()) if each.name.endswith(SUFFIX)]
+    except OSError as error:  # lost+found of a disk, say
+        log.warning(f"passed over {folder}, which cannot be read: {error.strerror}")
+        return
     projectors = [each for each in files if _is_projector(each)]
     drafts = [each for each in files if _is_draft(each) and each not in projectors]
     own = [each for each in files if each not in projectors and each not in drafts]
