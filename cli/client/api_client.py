@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import urlsplit
 
+from towerd.cli.client.url_text import part_of_url, query_of
 from towerd.errors import ConfigError, NotFound, TowerdError
 
 Json: TypeAlias = dict[str, Any]
@@ -145,7 +146,7 @@ class ApiClient:
 
     def export_session(self, id: str, scope: str | None = None) -> bytes:
         """The session as a `.tower` file."""
-        query = _query({"scope": scope} if scope is not None else {})
+        query = query_of({"scope": scope} if scope is not None else {})
         return self._of_session(id, scope, lambda path: self._file(f"{path}/export?{query}"))
 
     def import_session(self, data: bytes, scope: str | None = None) -> Json:
@@ -210,7 +211,7 @@ class ApiClient:
         return found
 
     def remove_base(self, name: str, scope: str) -> None:
-        self._ask("DELETE", f"{OWN}/bases/{_name(name)}", query={"scope": scope})
+        self._ask("DELETE", f"{OWN}/bases/{part_of_url(name)}", query={"scope": scope})
 
     # --- maintenance ----------------------------------------------------------------------
 
@@ -234,7 +235,7 @@ class ApiClient:
 
     def slots(self, model: str) -> list[Json] | None:
         """What each slot of a model does; None if the daemon was told not to show it."""
-        reply = self._send("GET", f"/slots?{_query({'model': model})}", None, TIMEOUT_S)
+        reply = self._send("GET", f"/slots?{query_of({'model': model})}", None, TIMEOUT_S)
         data = self._read(reply)
         if reply.status == HTTPStatus.NOT_IMPLEMENTED:
             return None
@@ -339,7 +340,7 @@ class ApiClient:
     ) -> Json:
         """One request and its JSON object."""
         asked = {key: value for key, value in (query or {}).items() if value is not None}
-        target = f"{path}?{_query(asked)}" if asked else path
+        target = f"{path}?{query_of(asked)}" if asked else path
         reply = self._send(method, target, body, timeout_s)
         return self._decode(reply, self._read(reply))
 
@@ -439,21 +440,4 @@ def _raise_if_error(value: Json, status: int) -> None:
 
 
 def _path(session: str) -> str:
-    return f"{OWN}/sessions/{_name(session)}"
-
-
-def _name(text: str) -> str:
-    """A name as one component of a URL path. Raises ConfigError."""
-    return quote(_utf8(text), safe="")
-
-
-def _query(asked: Mapping[str, Any]) -> str:
-    """The query of a URL. Raises ConfigError."""
-    return urlencode({key: _utf8(str(value)) for key, value in asked.items()})
-
-
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"{text!r} is not UTF-8, which all names and texts here are.") from None
+    return f"{OWN}/sessions/{part_of_url(session)}"
