@@ -6,11 +6,29 @@ from pathlib import Path
 
 import psutil
 
-from towerd.system.machine import free_bytes, physical_cores, ram_bytes
+from towerd.system.machine import free_bytes, memory_limits, physical_cores, ram_bytes
 
 
 def test_ram() -> None:
-    assert ram_bytes() == psutil.virtual_memory().total
+    own = Path("/proc/self/cgroup")
+    limits = memory_limits(own.read_text()) if own.exists() else []
+    assert ram_bytes() == min([psutil.virtual_memory().total, *limits])
+
+
+def test_limits_of_a_container(tmp_path: Path) -> None:
+    """The least one counts. A path from outside of the container is not there; its top is."""
+    unit = tmp_path / "a.slice" / "b.service"
+    unit.mkdir(parents=True)
+    (unit / "memory.max").write_text("max\n")
+    (unit.parent / "memory.max").write_text("4294967296\n")
+    (tmp_path / "memory.max").write_text("8589934592\n")
+    assert memory_limits("0::/a.slice/b.service\n", tmp_path) == [1 << 32, 1 << 33]
+    assert memory_limits("0::/outside/of/it\n", tmp_path) == [1 << 33]
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("1073741824\n")
+    groups = "9:name=systemd:/\n8:pids:/x\n7:cpu,memory:/x\n"
+    assert memory_limits(groups, tmp_path) == [1 << 30]
+    assert memory_limits("", tmp_path) == []
 
 
 def test_cores() -> None:

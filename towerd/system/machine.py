@@ -10,16 +10,39 @@ from pathlib import Path
 
 SIBLINGS = "cpu[0-9]*/topology/thread_siblings_list"
 CPUS = Path("/sys/devices/system/cpu")
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 def ram_bytes() -> int:
-    """Bytes of RAM."""
+    """Bytes of RAM, or of what this process's container or unit may have of it."""
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         import psutil
 
-        return int(psutil.virtual_memory().total)
+        installed = int(psutil.virtual_memory().total)
+    try:
+        groups = Path("/proc/self/cgroup").read_text()
+    except OSError:
+        return installed
+    return min([installed, *memory_limits(groups)])
+
+
+def memory_limits(groups: str, root: Path = CGROUPS) -> list[int]:
+    """The limits, in bytes, of the control groups that a process is in and of those above them. groups: its
+    `/proc/PID/cgroup`, whose paths inside a container may be those outside of it (cgroups(7))."""
+    limits = []
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "memory" if controllers else root
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        group = top / path.strip("/")
+        for folder in (group, *(each for each in group.parents if each.is_relative_to(top))):
+            with suppress(OSError, ValueError):  # none here, or "max"
+                limits.append(int((folder / name).read_text()))
+    return limits
 
 
 def physical_cores() -> int:
