@@ -150,15 +150,13 @@ def _other_models(rows: list[Json]) -> list[tuple[str, str]]:
 
 
 def _print(found: Json, path: list[Json], *, whole_text: bool) -> None:
-    from towerd.cli.output import clean, moment, show_facts, show_table, size, tiers
+    from towerd.cli.output import moment, show_facts
 
     session, by_tier = found["session"], _by_tier(found["session"], path)
+    is_recognised = "" if session["named"] else " (recognised by its tokens)"
     show_facts(
         (
-            (
-                "session",
-                session["id"] + ("" if session["named"] else " (recognised by its tokens)"),
-            ),
+            ("session", session["id"] + is_recognised),
             ("tenant", session["scope"]),
             ("title", session["title"] or "-"),
             ("created", moment(session["created"])),
@@ -169,6 +167,14 @@ def _print(found: Json, path: list[Json], *, whole_text: bool) -> None:
             *kept_facts(found["kept"]),
         )
     )
+    _print_turns(found["turns"])
+    _print_path(path)
+    _print_text(found["text"], whole=whole_text)
+
+
+def _print_turns(turns: list[Json]) -> None:
+    from towerd.cli.output import moment, show_table
+
     show_table(
         ("TURN", "AFTER", ">PROMPT", ">REPLY", "AT", "STATE"),
         [
@@ -181,9 +187,14 @@ def _print(found: Json, path: list[Json], *, whole_text: bool) -> None:
                 ("current" if turn["current"] else "abandoned branch")
                 + ("" if turn["finished"] else ", cut off"),
             )
-            for turn in found["turns"]
+            for turn in turns
         ],
     )
+
+
+def _print_path(path: list[Json]) -> None:
+    from towerd.cli.output import show_table, size, tiers
+
     show_table(
         (">SEGMENT", "TOKENS", ">COUNT", "ROWS", ">BYTES", "PINNED"),
         [
@@ -198,10 +209,14 @@ def _print(found: Json, path: list[Json], *, whole_text: bool) -> None:
             for each in path
         ],
     )
-    text = found["text"]
+
+
+def _print_text(text: str | None, *, whole: bool) -> None:
+    from towerd.cli.output import clean
+
     if text is None:
         click.echo("Its text shows when the daemon runs.")
-    elif whole_text or len(text) <= TEXT_HEAD + TEXT_END:
+    elif whole or len(text) <= TEXT_HEAD + TEXT_END:
         click.echo(clean(text, lines=True))
     else:
         left_out = len(text) - TEXT_HEAD - TEXT_END
