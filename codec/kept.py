@@ -30,8 +30,7 @@ from towerd.system.folder_lock import folder_locked
 
 def keep(folder: Path, coder: FormCoder) -> None:
     """Copy the files that a form needs into `folder`, unless they are there. Each copy is durable,
-    and whole or absent. Raises OSError, also for a file
-    that was replaced since it was read."""
+    and whole or absent. Raises OSError, also for a file that was replaced since it was read."""
     if isinstance(coder, Student) and coder.start is not None:
         _write(_start_path(folder, coder.model), coder.start.pack())
     elif isinstance(coder, Mix | Network):

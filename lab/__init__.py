@@ -10,6 +10,5 @@ import os
 
 # On a CPU with AMX, PyTorch's bfloat16 products release the tile registers of the thread, and llama.cpp,
 # which sets them up once for each thread (ggml-cpu/amx/mmq.cpp), ends with SIGILL at its next product.
-# This is for products of matrices; PyTorch's fused attention does not heed it: see
-# lab/train/model/network.py.
+# PyTorch's fused attention does so in spite of this: see lab/train/model/network.py.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")

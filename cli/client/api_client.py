@@ -227,11 +227,10 @@ class ApiClient:
         return self._get(f"{OWN}/stats")
 
     def routed(self) -> list[Json] | None:
-        """The models of a router, each with its `status`; None if the daemon serves one model."""
-        if self._get("/props").get("role") != "router":
-            return None
+        """The models of a router, each with its `status`; None if the daemon serves one model, which
+        has none."""
         found: list[Json] = self._get("/models")["data"]
-        return found
+        return found if all("status" in each for each in found) else None
 
     def slots(self, model: str) -> list[Json] | None:
         """What each slot of a model does; None if the daemon was told not to show it."""

@@ -256,7 +256,7 @@ class Search:
         known = index.indexed(key)
         is_whole = known is not None and known.whole is not None
         if is_whole or (last is None and not result.new_session):
-            self._enter(index, info)
+            self._enter(index, info, *self._read(index, info))
             return
         n_old = common_prefix(ids, last) if last is not None else 0
         said = self.reader.said(ids[n_old:])
@@ -268,15 +268,28 @@ class Search:
             self._scrub_at = 0.0
         self._leave_if_gone(index, key)
 
-    def _enter(self, index: SearchIndex, info: SessionInfo) -> None:
-        """Enter the turns of a session that the index lacks, or all anew if what it has is one
-        passage that ends elsewhere, or turns where there can only be one passage. One that cannot
-        be read is left out."""
-        key = self.reader.key(info)
-        known = index.indexed(key)
+    def _read(self, index: SearchIndex, info: SessionInfo) -> tuple[list[Passage], str]:
+        """The turns of a session that the index lacks, and the first question. Raises as `TurnReader`."""
+        known = index.indexed(key := self.reader.key(info))
         is_apart = known is not None and known.created == info.created and known.whole is None
+        return self.reader.passages(info, index.turns(key) if is_apart else set())
+
+    def _enter(
+        self, index: SearchIndex, info: SessionInfo, passages: list[Passage], question: str
+    ) -> None:
+        """Enter turns of a session; all anew if what the index has is one passage that ends elsewhere, or
+        turns where there can only be one passage."""
+        known = index.indexed(key := self.reader.key(info))
+        whole = next((each.turn for each in passages if each.is_whole), None)
+        anew = known is not None and known.whole != whole
+        if index.add(key, info.created, passages, question, anew=anew):
+            self._scrub_at = 0.0
+        self._leave_if_gone(index, key)
+
+    def _try_to_enter(self, index: SearchIndex, info: SessionInfo) -> None:
+        """Enter a session; one that cannot be read is left out."""
         try:
-            passages, question = self.reader.passages(info, index.turns(key) if is_apart else set())
+            passages, question = self._read(index, info)
         except NotFound:
             return  # it was deleted just now
         except TowerdError as error:
@@ -285,11 +298,7 @@ class Search:
                 extra={"session": info.id, "error": error.message},
             )
             return
-        whole = next((each.turn for each in passages if each.is_whole), None)
-        anew = known is not None and known.whole != whole
-        if index.add(key, info.created, passages, question, anew=anew):
-            self._scrub_at = 0.0
-        self._leave_if_gone(index, key)
+        self._enter(index, info, passages, question)
 
     def _compare(self, index: SearchIndex) -> Iterator[bool]:
         """Enter what the catalog has more than the index, a session in each step, and remove what
@@ -302,7 +311,7 @@ class Search:
                 after = row
                 seen.add(self.reader.key(info))
                 if not self._is_current(index, info):
-                    self._enter(index, info)
+                    self._try_to_enter(index, info)
                     yield True
         gone = [key for key in index.keys() if key not in seen and not self._exists(key)]
         if index.forget(gone):

@@ -44,6 +44,10 @@ class Viewer:
         """Whether it is shown how often and when a segment was used."""
         return self.sees_all or not is_public(node.scope)
 
+    def last_used(self, node: Node) -> float:
+        """When a segment was used (Unix time); 0 where that is not shown."""
+        return node.last_used if self.may_see_uses(node) else 0.0
+
     def children(self, node: Node) -> list[Node]:
         """The segments below one that are shown."""
         return [child for child in list(node.children) if self.may_see(child)]
@@ -168,7 +172,7 @@ def _tree(
     for _ in range(depth):
         below: list[tuple[Node, list[dict[str, Any]]]] = []
         for parent, entries in level:
-            for child in sorted(viewer.children(parent), key=attrgetter("last_used"), reverse=True):
+            for child in sorted(viewer.children(parent), key=viewer.last_used, reverse=True):
                 if n == limit:
                     truncated = True
                     break
