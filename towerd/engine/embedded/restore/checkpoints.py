@@ -8,7 +8,7 @@ restored after them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,7 @@ from towerd.store.segments.checkpoints import StateCheckpoint
 from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import RestorePlan
-from towerd.tokens import Provenance, Provenances, are_exact, are_storable, common_prefix
+from towerd.tokens import Ids, Provenance, Provenances, are_exact, are_storable, common_prefix
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,8 @@ class LoadedState:
     data: Buffer
     provenance: Provenances
     found: StateCheckpoint
+    is_hot: bool
+    """It was in RAM."""
 
 
 class Checkpoints:
@@ -132,7 +134,8 @@ class Checkpoints:
             log.warning("a state checkpoint cannot be used", extra={"error": str(error)})
             return None
         n_bare = plan.n - plan.n_rows
-        return LoadedState(data, np.full(n_bare, Provenance.EXACT, np.uint8), found)
+        provenance = np.full(n_bare, Provenance.EXACT, np.uint8)
+        return LoadedState(data, provenance, found, plan.n_hot > 0)
 
     def attach(self, job: Job, seq: LiveSeq, state: LoadedState) -> None:
         """Restore a state after the rows that were loaded. Raises TowerdError if llama.cpp refuses
@@ -157,12 +160,19 @@ class Checkpoints:
 
     def export(self, seq: LiveSeq) -> None:
         """Hand the checkpoints of a sequence to the store."""
+        states, seq.states = seq.states, {}
+        self.export_states(seq.tokens(), seq.scope, seq.provenance, states)
+
+    def export_states(
+        self, ids: Ids, scope: str, provenance: Provenances, states: Mapping[int, Buffer]
+    ) -> None:
+        """Hand checkpoints to the store: of the tokens `ids`, whose rows have `provenance`, by
+        position. Those of a splice or of dropped tokens, and those beyond the end, are left out."""
         taken = {}
-        for position, state in seq.states.items():
-            if position <= seq.n:
-                taken[position] = state, not are_exact(seq.provenance[:position])
-        seq.states = {}
-        self.boundaries.accept(seq.tokens(), seq.scope, taken)
+        for position, state in states.items():
+            if position <= len(ids) and are_storable(provenance[:position]):
+                taken[position] = state, not are_exact(provenance[:position])
+        self.boundaries.accept(ids, scope, taken)
 
     # ---- private ----------------------------------------------------------------------------
 
@@ -178,7 +188,7 @@ class Checkpoints:
             seq = self.pool.branch(source, n, scope, capacity)
         else:
             seq = self.pool.open(scope, capacity)
-        if n < source.n:
+        if n < source.n and n in source.states:  # else a preempted job brings its own state
             self.memory.restore(seq.id, source.states[n])
         if seq.n == 0:
             self.pool.append(seq, source.ids[:n], source.provenance[:n])

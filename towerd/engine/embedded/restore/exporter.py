@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from towerd.engine.embedded.memory import SequenceMemory
 from towerd.engine.embedded.restore.checkpoints import Checkpoints
+from towerd.engine.embedded.restore.saved import Saved
 from towerd.engine.embedded.scheduling.pool import LiveSeq
+from towerd.slots.rows import KVRows
 from towerd.tiers.manager import Tiers
-from towerd.tokens import has_derived
+from towerd.tiers.plan import Gap
+from towerd.tokens import Ids, Provenances, has_derived
 
 
 class Exporter:
@@ -39,11 +42,16 @@ class Exporter:
         provenance = seq.provenance[: seq.n]
         for gap in self._tiers.gaps(seq.tokens(), seq.scope, provenance):
             rows = self._memory.rows(seq.id, gap.p0, gap.p1)
-            if rows is None:
-                continue
-            self.bytes_out += rows.nbytes
-            derived = has_derived(provenance[gap.p0 : gap.p1])
-            self._tiers.accept(gap, rows, derived=derived)
+            if rows is not None:
+                self._accept(gap, rows, provenance)
+
+    def export_saved(self, saved: Saved) -> None:
+        """Hand over the rows and states of a preempted job that the store lacks."""
+        if self._checkpoints is not None:
+            states = saved.states if saved.state is None else saved.states | {saved.n: saved.state}
+            self._checkpoints.export_states(saved.ids, saved.scope, saved.provenance, states)
+        if saved.rows is not None:
+            self._export_copy(saved.ids, saved.scope, saved.provenance, saved.rows)
 
     def _export_exact_prefix(self, seq: LiveSeq) -> None:
         """Export the rows of a partial sequence from before its first eviction: only these are what
@@ -51,10 +59,17 @@ class Exporter:
         exact = seq.live_set.take_exact_prefix()
         if exact is None:
             return
-        ids, provenance, rows = exact.ids, exact.provenance, exact.rows
-        derived = has_derived(provenance)
-        self._tiers.cut(ids, seq.scope)  # it ends within a turn, if the first prompt was too long
-        for gap in self._tiers.gaps(ids, seq.scope, provenance):
-            part = rows.slice(gap.p0, gap.p1)
-            self.bytes_out += part.nbytes
-            self._tiers.accept(gap, part.copy(), derived=derived)
+        self._tiers.cut(
+            exact.ids, seq.scope
+        )  # it ends within a turn, if the first prompt was too long
+        self._export_copy(exact.ids, seq.scope, exact.provenance, exact.rows)
+
+    def _export_copy(self, ids: Ids, scope: str, provenance: Provenances, rows: KVRows) -> None:
+        """Export of `rows`, which are those of all of `ids`, what the store lacks."""
+        for gap in self._tiers.gaps(ids, scope, provenance):
+            self._accept(gap, rows.slice(gap.p0, gap.p1).copy(), provenance)
+
+    def _accept(self, gap: Gap, rows: KVRows, provenance: Provenances) -> None:
+        self.bytes_out += rows.nbytes
+        derived = has_derived(provenance[gap.p0 : gap.p1])
+        self._tiers.accept(gap, rows, derived=derived)

@@ -19,15 +19,16 @@ from towerd.engine.embedded.memory import SequenceMemory
 from towerd.engine.embedded.model.context import Buffer
 from towerd.engine.embedded.restore.branching import NOTHING_FOUND, Branching, Evict, Found
 from towerd.engine.embedded.restore.checkpoints import Checkpoints, LoadedState
+from towerd.engine.embedded.restore.saved import save
 from towerd.engine.embedded.restore.splice import Splicer
 from towerd.engine.embedded.restore.splice_pieces import SplicePiece
-from towerd.engine.embedded.scheduling.job import Job, JobPhase, Saved
+from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq
 from towerd.errors import TowerdError
 from towerd.media_ids import whole
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import Composed, RestorePlan
-from towerd.tokens import Provenances, common_prefix, count_approximate
+from towerd.tokens import Provenances, common_prefix
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ _BLOBS_AHEAD = 1
 class Loaded:
     """Rows ready to append for load number `load` of a job; `is_last` ends that load.
 
-    `composed` from the store, or `blob` alone: a preempted job's own rows."""
+    `composed` from the store, or `blob` alone: rows to be spliced in."""
 
     load: int
     provenance: Provenances | None
@@ -54,7 +55,6 @@ class Loaded:
     """The piece to be spliced in: `blob` has its rows, or is None if they cannot be read."""
     state: LoadedState | None = None
     """The state checkpoint that ends the load: `provenance` is then that of tokens without rows."""
-    saved: Saved | None = None
     is_short: bool = False
     """Rows that were planned turned out to be damaged or gone."""
 
@@ -62,6 +62,20 @@ class Loaded:
     def n(self) -> int:
         """Tokens that the blob or state covers."""
         return 0 if self.provenance is None else len(self.provenance)
+
+    @property
+    def n_hot(self) -> int:
+        """Tokens of the store that came from RAM."""
+        if self.composed is not None:
+            return self.composed.n_hot
+        return self.n if self.state is not None and self.state.is_hot else 0
+
+    @property
+    def n_warm(self) -> int:
+        """Tokens of the store that came from files."""
+        if self.composed is not None:
+            return self.composed.n_warm
+        return self.n if self.state is not None and not self.state.is_hot else 0
 
 
 class RowsMissing(TowerdError):
@@ -105,35 +119,66 @@ class Restorer:
     # ---- in ---------------------------------------------------------------------------------
 
     def begin(self, job: Job, capacity: int, evict: Evict) -> bool:
-        """Give `job` a busy sequence holding its live prefix; set its phase and reuse.
+        """Give `job` a busy sequence with the longest of what is live of its prefix and what it had
+        before it was preempted, and plan to load what the store has beyond that; set its phase and
+        reuse.
 
         At least the last prompt token is left to decode: restored rows carry no logits.
-        `evict` frees one idle sequence, if there is one. Returns False if there is no sequence."""
+        `evict` frees one idle sequence, if there is one. Returns False if there is no sequence, or
+        there are no cells for what it had."""
         hook = self._hooks.of_job(job)
-        seq = hook.open(job, self._find(job), capacity, evict)
+        found = self._find(job)
+        seq = hook.open(job, found, capacity, evict)
         if seq is None:
             return False
         seq.busy = True
+        hook.enter(job, seq)
+        if job.saved is not None and not self._has_room(job.saved.n - seq.n, evict):
+            seq.busy = False
+            return False
         seq.session = job.request.session
         job.seq = seq
         self._pool.touch(seq)
-        hook.enter(job, seq)
+        try:
+            continues = self._put_back(job, seq) or (job.n_preempted > 0 and seq.is_partial)
+        except TowerdError as error:
+            log.warning("a preempted prompt begins again", extra={"reason": str(error)})
+            self._pool.drop(seq)
+            return self.begin(job, capacity, evict)
         plan = self._plan(job, seq)
-        if job.saved is None:  # else it continues where it was
-            job.splice = None
-            if hook.can_splice:
-                job.splice = self._splicer.plan(job, seq, plan.n, self._workers)
+        if job.splice is not None:
+            job.splice.abandon()
+        job.splice = None
+        if hook.can_splice:
+            job.splice = self._splicer.plan(job, seq, plan.n, self._workers)
+        if not continues:
             job.n_loaded_hot = job.n_loaded_warm = 0
-            if not job.t_first and not (job.was_preempted and seq.is_partial):
-                self._report(job, seq.n, plan.n_hot, plan.n_warm, plan.n_approximate)
-        elif not job.t_first and (job.splice is None or not job.splice.counted):
-            self._correct_reuse(job, job.saved.provenance)
-        if plan.n or job.saved is not None:
+        if not job.t_first:
+            hot, warm = job.n_loaded_hot + plan.n_hot, job.n_loaded_warm + plan.n_warm
+            self._report(job, job.reuse.live if continues else seq.n, hot, warm, plan.n_approximate)
+        if plan.n:
             self._plans[id(job)] = plan
             job.phase = JobPhase.LOADING
             seq.is_whole = self._checkpoints is None
         else:
             job.phase = JobPhase.PREFILL
+        return True
+
+    def _has_room(self, n_cells: int, evict: Evict) -> bool:
+        """Evict idle sequences until `n_cells` are free; False if that is not enough."""
+        while self._pool.cells_free < n_cells:
+            if not evict():
+                return False
+        return True
+
+    def _put_back(self, job: Job, seq: LiveSeq) -> bool:
+        """Make live what the job had before it was preempted, if that is more than `seq` has.
+        Returns whether it was."""
+        saved, job.saved = job.saved, None
+        if saved is None or saved.n <= seq.n:
+            return False
+        saved.put_back(self._memory, self._pool, seq)
+        self.bytes_in += 0 if saved.rows is None else saved.rows.nbytes
         return True
 
     def load(self, job: Job, on_loaded: Callable[[Job, Loaded | TowerdError], None]) -> None:
@@ -142,10 +187,6 @@ class Restorer:
         plan = self._plans.pop(id(job))
         job.loads += 1
         load = job.loads
-        if job.saved is not None:
-            saved, job.saved = job.saved, None
-            on_loaded(job, Loaded(load, saved.provenance, saved.blob, None, True, saved=saved))
-            return
 
         def work() -> None:
             try:
@@ -201,8 +242,6 @@ class Restorer:
                 self.bytes_in += len(loaded.blob)
                 ids = job.ids[seq.n : seq.n + loaded.n]
                 self._pool.append(seq, ids, loaded.provenance)
-            if loaded.saved is not None:
-                loaded.saved.give_back(seq)
             if loaded.state is not None and self._checkpoints is not None:
                 self.bytes_in += len(loaded.state.data)
                 try:
@@ -217,10 +256,9 @@ class Restorer:
         else:
             if loaded.piece is not None:
                 self._splicer.attached(job, loaded.piece)
-            if loaded.composed is not None:
-                job.n_loaded_hot += loaded.composed.n_hot
-                job.n_loaded_warm += loaded.composed.n_warm
-            elif loaded.is_last and not job.t_first and loaded.blob is None and not loaded.n:
+            job.n_loaded_hot += loaded.n_hot
+            job.n_loaded_warm += loaded.n_warm
+            if loaded.is_last and not job.t_first and loaded.blob is None and not loaded.n:
                 # Rows that turned out damaged or gone are prefilled: report those that came.
                 self._report(job, job.reuse.live, job.n_loaded_hot, job.n_loaded_warm, 0)
         finally:
@@ -277,36 +315,44 @@ class Restorer:
             reuse = replace(reuse, drift=self._splicer.drift(job, job.seq, reuse))
         job.reuse = reuse
 
-    def _correct_reuse(self, job: Job, saved: Provenances) -> None:
-        """Correct the reuse of a preempted job, whose planned rows may not all have come: it
-        evaluates the missing ones. saved: the provenance of the tokens that it has"""
-        hot, warm, live = job.n_loaded_hot, job.n_loaded_warm, job.reuse.live
-        n_approximate = count_approximate(saved)
-        job.reuse = replace(
-            job.reuse,
-            hot=hot,
-            warm=warm,
-            prefill=job.n_prompt - live - hot - warm,
-            approximate=n_approximate,
-            drift=job.reuse.drift if n_approximate else None,
-        )
-
     def _plan(self, job: Job, seq: LiveSeq) -> RestorePlan:
-        n = 0 if job.saved is not None else self._hooks.of_job(job).n_loadable(job, seq)
+        n = self._hooks.of_job(job).n_loadable(job, seq)
         return self._branching.plan(job, seq, n) if n else RestorePlan.nothing()
 
     def _find(self, job: Job) -> Found:
-        if job.saved is not None or not job.request.cache_prompt:
+        """The live sequence to continue from, or, for a preempted job that had more, the one whose
+        cells its rows can share."""
+        if not job.request.cache_prompt:
             return NOTHING_FOUND
-        return self._hooks.of_job(job).find(job)
+        found = self._hooks.of_job(job).find(job)
+        if job.saved is None or found.n >= job.saved.n:
+            return found
+        source, n = self._pool.best_prefix(job.saved.ids, job.saved.scope)
+        if source is None or not job.saved.can_extend(source, n):
+            return NOTHING_FOUND
+        is_there = n == source.n or self._memory.can_branch(source.id, n)
+        return Found(source, n) if is_there else NOTHING_FOUND
 
     def n_live_prefix(self, job: Job) -> int:
         """How many of its tokens the job could continue from now, stored rows not counted."""
-        if job.saved is not None:
-            return len(job.saved.provenance)
-        return self._hooks.of_job(job).n_live_prefix(job) if job.request.cache_prompt else 0
+        n = self._hooks.of_job(job).n_live_prefix(job) if job.request.cache_prompt else 0
+        return n if job.saved is None else max(n, job.saved.n)
+
+    def n_shared(self, job: Job) -> int:
+        """How many of the cells that the job needs are cells of running jobs."""
+        if job.n > job.n_cells:  # it evicts tokens, and then has rows of its own
+            return 0
+        found = self._find(job)
+        if found.source is None or not (self._memory.kind.has_rows or found.n == found.source.n):
+            return 0
+        return self._pool.n_busy_cells(found.source, found.n)
 
     # ---- out ------------------------------------------------------------------------------
+
+    def save(self, job: Job) -> None:
+        """Copy what is live of a job that is to be preempted."""
+        assert job.seq is not None
+        job.saved = save(self._memory, job.seq)
 
     def drop(self, seq: LiveSeq) -> None:
         """Drop a sequence from the context, after its hook has saved what only it has."""

@@ -96,9 +96,11 @@ class Splicer:
         if self._core.why_not_spliceable:
             return None
         start, stop = seq.n + n_stored, job.n - 1  # the last token has to be evaluated
-        splice = Splice()
+        splice, spliced = Splice(), seq.spliced()
         for placed in self.modules.find(job.ids, request.scope):
             runs = kept_runs(placed, start, stop)
+            if spliced[placed.at : placed.end].any():
+                splice.counted.add(placed.at)
             if sum(p1 - p0 for p0, p1 in runs) >= TOKENS_MIN // 2:
                 future = workers.submit(self._compose, placed, runs, request.scope)
                 splice.pieces += [SplicePiece(placed, p0, p1, future) for p0, p1 in runs]
@@ -113,6 +115,10 @@ class Splicer:
         assert job.splice is not None
         job.splice.pieces.remove(piece)
         self.n_spliced += piece.n
+        blobs = piece.blobs.result()
+        hot = piece.n if blobs is not None and blobs.is_hot else 0
+        job.n_loaded_hot += hot
+        job.n_loaded_warm += piece.n - hot
         if job.t_first:
             return
         drift = job.reuse.drift
@@ -123,8 +129,6 @@ class Splicer:
             elif drift is not None:
                 drift = combined((drift, own))
         job.splice.counted.add(piece.placed.at)
-        blobs = piece.blobs.result()
-        hot = piece.n if blobs is not None and blobs.is_hot else 0
         reuse = job.reuse
         job.reuse = replace(
             reuse,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 
-from towerd.engine.embedded.model.context import LlamaContext
 from towerd.engine.embedded.restore.restorer import Restorer
 from towerd.engine.embedded.scheduling.idle import IdleSequences
 from towerd.engine.embedded.scheduling.job import Job, JobPhase
@@ -21,7 +20,6 @@ class CellRoom:
 
     def __init__(
         self,
-        context: LlamaContext,
         pool: LivePool,
         restorer: Restorer,
         idle: IdleSequences,
@@ -29,7 +27,6 @@ class CellRoom:
         waiting: deque[Job],
     ) -> None:
         self.n_preemptions = 0
-        self._context = context
         self._pool = pool
         self._restorer = restorer
         self._idle = idle
@@ -51,16 +48,15 @@ class CellRoom:
     def preempt(self) -> None:
         """Push the youngest running job back to the queue; its rows wait in RAM."""
         job = max((j for j in self._active if j.seq is not None), key=lambda j: j.t_submit)
-        assert job.seq is not None
-        if job.n_live and job.seq.is_whole and not job.seq.is_partial:
-            job.save(self._context.get_state(job.seq.id))
+        self._restorer.save(job)
         self.n_preemptions += 1
-        job.was_preempted = True
+        job.n_preempted += 1
         self.requeue(job)
 
     def requeue(self, job: Job) -> None:
         """Put a running job back to the front of the queue, without its sequence."""
         assert job.seq is not None
+        self._idle.export_recorded(job.seq)
         self._restorer.drop(job.seq)
         job.seq = None
         job.phase = JobPhase.WAITING

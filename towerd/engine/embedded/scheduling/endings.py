@@ -7,6 +7,7 @@ from typing import Any
 
 from towerd.engine.base import StopType
 from towerd.engine.embedded.restore.restorer import Restorer
+from towerd.engine.embedded.scheduling.idle import IdleSequences
 from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.engine.embedded.scheduling.pool import LivePool
 from towerd.errors import TowerdError
@@ -21,12 +22,14 @@ class Endings:
         self,
         pool: LivePool,
         restorer: Restorer,
+        idle: IdleSequences,
         active: list[Job],
         deliver: Callable[[Events], None],
     ) -> None:
         """deliver: hands events to their clients"""
         self._pool = pool
         self._restorer = restorer
+        self._idle = idle
         self._active = active
         self._deliver = deliver
         self._events: Events = []
@@ -63,7 +66,9 @@ class Endings:
     def fail(self, job: Job, error: TowerdError) -> None:
         """Emit the error; nothing is kept of the job's sequence."""
         self._leave(job)
+        job.saved = None
         if job.seq is not None:
+            self._idle.export_recorded(job.seq)
             self._pool.drop(job.seq)
             job.seq = None
         self.emit(job, error)
@@ -71,15 +76,19 @@ class Endings:
     def release(self, job: Job) -> None:
         """Free what a job held that is recorded or given up."""
         job.path.release()
-        seq = job.seq
+        saved, job.saved = job.saved, None
+        if saved is not None:
+            self._idle.export_saved(saved)
+        seq, job.seq = job.seq, None
         if seq is None:
             return
-        job.seq = None
         self._restorer.released(seq)
         if seq.n == 0:
             self._pool.drop(seq)
 
     def _leave(self, job: Job) -> None:
+        if job.seq is not None and not job.seq.is_whole:
+            self._idle.export_recorded(job.seq)
         self._restorer.left(job)
         job.phase = JobPhase.DONE
         if job in self._active:

@@ -10,6 +10,7 @@ import time
 
 from towerd.engine.embedded.restore.exporter import Exporter
 from towerd.engine.embedded.restore.restorer import Restorer
+from towerd.engine.embedded.restore.saved import Saved
 from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,19 @@ class IdleSequences:
         self._export(seq)
         self._restorer.drop(seq)
         return True
+
+    def export_recorded(self, seq: LiveSeq) -> None:
+        """Export what the store lacks of a sequence that its job gives up: the rows of the turns
+        before."""
+        if seq.dirty:
+            self._export(seq)
+
+    def export_saved(self, saved: Saved) -> None:
+        """Export what a job had that was preempted and ended without running again."""
+        try:
+            self._exporter.export_saved(saved)
+        except Exception:
+            log.exception("the rows of a preempted request are not stored")
 
     def _export(self, seq: LiveSeq) -> None:
         """Export `seq`. A failure is logged, so that it does not keep the sequence's cells in

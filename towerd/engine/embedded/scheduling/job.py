@@ -19,14 +19,14 @@ from towerd.engine.base import (
     Timings,
     tokens_per_second,
 )
-from towerd.engine.embedded.longchat.live_set import Observed
 from towerd.engine.embedded.model.adapters import Adapted
 from towerd.engine.embedded.model.context import Buffer
+from towerd.engine.embedded.restore.saved import Saved
 from towerd.engine.embedded.restore.splice_pieces import Splice
 from towerd.engine.embedded.scheduling.pool import LiveSeq
 from towerd.media_ids import Span
 from towerd.store import Handle
-from towerd.tokens import Ids, Provenances, common_prefix
+from towerd.tokens import Ids, common_prefix
 from towerd.wire import Reply
 
 _ROOM_MIN = 64
@@ -40,22 +40,6 @@ class JobPhase(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     DONE = "done"
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """The sequence of a preempted job: each token's provenance, the blob, the state checkpoints
-    and, if its chat has a budget, the observed queries."""
-
-    provenance: Provenances
-    blob: Buffer
-    states: dict[int, Buffer]
-    observed: tuple[Observed, ...] = ()
-
-    def give_back(self, seq: LiveSeq) -> None:
-        """Give `seq`, which has the rows again, the checkpoints and queries."""
-        seq.states = self.states
-        seq.live_set.give_back(self.observed)
 
 
 @dataclass(eq=False, slots=True)
@@ -88,8 +72,10 @@ class Job:
     """The sampled tokens."""
     saved: Saved | None = None
     """What a preempted job had live."""
-    was_preempted: bool = False
-    """Whether it was preempted: a parked chat that it finds may then be its own."""
+    n_preempted: int = 0
+    """How often it was preempted; if ever, a parked chat that it finds may be its own."""
+    n_passed: int = 0
+    """How many jobs began before it while there was no room for it."""
     media: tuple[Span, ...] = ()
     """Where media stand in its prompt, ascending."""
     checkpoints_at: tuple[int, ...] = ()
@@ -105,7 +91,9 @@ class Job:
     loads: int = 0
     """How many loads were started; blobs of an earlier one are stale."""
     n_loaded_hot: int = 0
+    """Tokens whose rows came from RAM, those that were spliced in among them."""
     n_loaded_warm: int = 0
+    """Tokens whose rows came from files."""
     in_batch: Ids = field(default_factory=lambda: np.empty(0, np.int32))
     """Its tokens in the batch, the draft among them."""
     logits_index: int = -1
@@ -142,6 +130,11 @@ class Job:
         return self.seq.n if self.seq is not None else 0
 
     @property
+    def n_had(self) -> int:
+        """Tokens whose rows are in the context, or were before it was preempted."""
+        return self.n_live if self.saved is None else self.saved.n
+
+    @property
     def n_to_evaluate(self) -> int:
         """Tokens up to the next splice, medium, state checkpoint or eviction, or the end."""
         stop = None if self.splice is None else self.splice.p0
@@ -167,12 +160,6 @@ class Job:
         """The medium that begins at token `n`."""
         return next((span for span in self.media if span[0] == n), None)
 
-    def save(self, blob: Buffer) -> None:
-        """Save its live rows, given as `blob`, before its sequence is dropped."""
-        assert self.seq is not None
-        provenance, observed = self.seq.provenance[: self.n_live].copy(), self.seq.live_set.observed
-        self.saved = Saved(provenance, blob, self.seq.states, observed)
-
     def push(self, token: int) -> None:
         """Append a sampled token; it still has to be decoded."""
         n = len(self.ids)
@@ -182,6 +169,11 @@ class Job:
         self._room[n] = token
         self.ids = self._room[: n + 1]
         self.reply.append(token)
+
+    def n_cells_wanted(self, n_ctx: int, n_reply: int) -> int:
+        """Cells for its tokens so far and up to `n_reply` more, which the reply may still get."""
+        n_left = self.n_reply_max(n_ctx) - len(self.reply) if self.request.n_predict else 0
+        return self.request.live.n_cells(min(n_ctx, self.n + max(0, min(n_reply, n_left))))
 
     def n_reply_max(self, n_ctx: int) -> int:
         """The most tokens of the reply. If a chat may outgrow its context, a model that never ends
@@ -239,7 +231,7 @@ class Job:
             predicted_n=len(self.reply),
             predicted_ms=(now - first) * 1e3 if self.t_first else 0.0,
         )
-        n_cached = min(self.n_live, self.n_prompt + n_kept)
+        n_cached = min(self.n_had, self.n_prompt + n_kept)
         if self.truncated:  # the live tokens are not a prefix of the conversation's
             n_cached = len(self.request.ids) + max(0, n_kept - 1)
         return Finish(

@@ -151,6 +151,21 @@ class LivePool:
         runs = {id(r): r.n for s in self._live.values() if s.busy for r in s.runs}
         return sum(runs.values())
 
+    def n_own_cells(self, seq: LiveSeq) -> int:
+        """Cells of `seq` that no other sequence shares."""
+        return sum(run.n for run in seq.runs if len(run.owners) == 1)
+
+    def n_busy_cells(self, seq: LiveSeq, n: int) -> int:
+        """How many of the cells of the first `n` tokens of `seq` running sequences hold."""
+        n_left, n_busy = seq.live_set.rank(n), 0
+        for run in seq.runs:
+            if any(self._live[owner].busy for owner in run.owners):
+                n_busy += min(run.n, n_left)
+            n_left -= run.n
+            if n_left <= 0:
+                break
+        return n_busy
+
     def touch(self, seq: LiveSeq) -> None:
         """Make `seq` the most recently used."""
         self._clock += 1

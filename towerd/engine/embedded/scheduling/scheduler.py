@@ -23,6 +23,7 @@ from towerd.engine.embedded.memory import SequenceMemory
 from towerd.engine.embedded.model.context import DecodeError, Interrupted, LlamaContext
 from towerd.engine.embedded.restore.exporter import Exporter
 from towerd.engine.embedded.restore.restorer import Loaded, Restorer, RowsMissing
+from towerd.engine.embedded.scheduling.admission import Admission
 from towerd.engine.embedded.scheduling.background import Background, is_background, nothing_to_evict
 from towerd.engine.embedded.scheduling.batching import Batching
 from towerd.engine.embedded.scheduling.cell_room import CellRoom
@@ -42,8 +43,8 @@ _INTERNAL = "Internal error in the inference thread; the daemon's log has it."
 _CLOSE_WAIT_S = 10.0
 """How long a shutdown waits for finished turns to be recorded before it exports their rows."""
 _CLOSE_POLL_S = 0.05
-_HEADROOM_TOKENS = 32
-"""Cells kept free for each running job at an admission, to avoid preemptions."""
+_PASSES_MAX = 8
+"""Jobs that may begin before one that there is no room for: then all wait until there is."""
 
 
 class Scheduler:
@@ -80,8 +81,9 @@ class Scheduler:
         self.counters = dict.fromkeys(_COUNTERS, 0)
         self._batching = Batching(context)
         self.idle = IdleSequences(pool, restorer, exporter)
-        self.room = CellRoom(context, pool, restorer, self.idle, self.active, self.waiting)
-        self._endings = Endings(pool, restorer, self.active, deliver)
+        self.room = CellRoom(pool, restorer, self.idle, self.active, self.waiting)
+        self._admission = Admission(pool, restorer, n_ctx)
+        self._endings = Endings(pool, restorer, self.idle, self.active, deliver)
         self._inbox = Inbox()
         self.background = Background(
             memory, pool, restorer, self._inbox, lambda job: self._endings.finish(job, "cancelled")
@@ -206,33 +208,38 @@ class Scheduler:
         return not busy or time.monotonic() > self._close_deadline
 
     def _admit(self) -> None:
-        """Start waiting jobs in order; one that waits for another's prefix lets others pass."""
+        """Start waiting jobs in order. One that waits for another's prefix lets others pass, and so
+        does one that there is no room for, a few times."""
         self.background.drop(everything=self._closing)
+        for job in [job for job in self.waiting if self._closing or job.cancelled]:
+            self._give_up(job)
         if self.waiting:
             self.background.give_way(self.active)
         elif not self.active and not self.idle.is_dirty and (job := self.background.next()):
             self.waiting.append(job)
+        left_out: Job | None = None
+        n_left = _PASSES_MAX
         for job in list(self.waiting):
-            if self._closing or job.cancelled:
-                self.waiting.remove(job)
-                self._endings.finish(job, "cancelled")
-            elif len(self.active) >= self.parallel:
+            if len(self.active) >= self.parallel or n_left <= 0:
                 break
-            elif not self._fits(job) or self.restorer.is_coming(job, self.active):
+            if left_out is not None:
+                n_left -= 1
+            if self.restorer.is_coming(job, self.active):
                 self._stalled = True
-            elif not self._begin(job):
-                if is_background(job):
-                    # Nothing is evicted for it, so it would block the queue for ever.
-                    self.waiting.remove(job)
-                    self._endings.finish(job, "cancelled")
-                    continue
+            elif self._admission.can_begin(job, self.active) and self._begin(job):
+                if left_out is not None:
+                    left_out.n_passed += 1
+            elif is_background(job):  # nothing is evicted for it: it would block the queue for ever
+                self._give_up(job)
+            else:
                 self._stalled = True
-                break
+                if left_out is None:
+                    left_out, n_left = job, _PASSES_MAX - job.n_passed
 
-    def _fits(self, job: Job) -> bool:
-        """Its cells can be had by evicting idle sequences; a lone job always fits."""
-        busy, headroom = self.pool.cells_busy(), _HEADROOM_TOKENS * len(self.active)
-        return not busy or busy + job.n_cells + headroom <= self.pool.n_cells
+    def _give_up(self, job: Job) -> None:
+        """End a waiting job with what it has."""
+        self.waiting.remove(job)
+        self._endings.finish(job, "cancelled")
 
     def _begin(self, job: Job) -> bool:
         """Give the job a sequence with its live rows and start loading stored ones. False when no
@@ -273,10 +280,8 @@ class Scheduler:
             self.restorer.discard(loaded)
             return
         try:
-            if not self.room.make(loaded.n):
+            if not self._make_room(job, loaded.n):
                 self.restorer.discard(loaded)
-                if job in self.active:
-                    self.room.requeue(job)
                 return
             self.restorer.attach(job, loaded)
             if loaded.is_last:
@@ -291,6 +296,13 @@ class Scheduler:
             return
         job.phase = JobPhase.PREFILL
         self._endings.emit_progress(job)
+
+    def _make_room(self, job: Job, n_cells: int) -> bool:
+        """Make room for rows of a running job; False if it was preempted itself."""
+        while not self.room.make(n_cells):
+            if job not in self.active:
+                return False
+        return True
 
     def _drop_cancelled(self) -> None:
         for job in list(self.active):
@@ -319,9 +331,7 @@ class Scheduler:
         if ready.medium is None and is_background(job):
             self._endings.finish(job, "cancelled")  # the tokens before it are evaluated
             return
-        if not self.media.evaluate(job, ready, self.room.make):
-            if job in self.active:
-                self.room.requeue(job)
+        if not self.media.evaluate(job, ready, lambda n: self._make_room(job, n)):
             return
         self.counters["tokens_decoded"] += job.n_in_batch
         job.phase = JobPhase.PREFILL
