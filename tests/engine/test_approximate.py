@@ -174,7 +174,7 @@ async def test_preempted_requests_keep_their_label(
 
 async def run_all(service: EmbeddedService, prompts: list[Ids]) -> None:
     """All at once, long replies."""
-    asked: list[Awaitable[object]] = [ask(service, prompt, 60) for prompt in prompts]
+    asked: list[Awaitable[object]] = [ask(service, prompt, 90) for prompt in prompts]
     await asyncio.gather(*asked)
 
 

@@ -420,6 +420,19 @@ async def test_cells_that_all_slots_share(sidecar_on: OpenSidecar) -> None:
         assert engine.stats()["live_missed"] == 0
 
 
+async def test_prompts_that_do_not_fit_together(sidecar_on: OpenSidecar) -> None:
+    """They are answered one after the other; llama-server alone would fail them all."""
+    async with sidecar_on(parallel=4, ctx_size=512) as sidecar:
+        base = prompt(100, 1)
+        prompts = [np.concatenate([base, prompt(220, seed)]) for seed in range(2, 5)]
+        first = await asyncio.gather(*(ask(sidecar, each, 4) for each in prompts))
+        longer = [np.append(each, 300) for each in prompts]
+        again = await asyncio.gather(*(ask(sidecar, each, 4) for each in longer))
+        assert [done.timings.predicted_n for _, done in (*first, *again)] == [4] * 6
+        assert [done.reuse.prefill for _, done in again] == [1] * 3
+        assert sidecar.engine.stats()["live_missed"] == 0
+
+
 async def test_idle_chats_are_saved(sidecar_on: OpenSidecar) -> None:
     """A chat without requests for a while is in the store, so that a crash costs nothing."""
     async with sidecar_on() as sidecar:

@@ -55,6 +55,45 @@ async def test_who_leaves_gives_the_slot_back(policy: PlacementPolicy) -> None:
     assert (table.n_busy, table.n_waiting) == (0, 0)
 
 
+async def granted(table: SlotTable, *n_tokens: int) -> list[asyncio.Task[SlotChoice]]:
+    """Requests of so many tokens each, in this order; done are those that were granted."""
+    requests = (SlotRequest(some_ids(n, i), "a") for i, n in enumerate(n_tokens))
+    tasks = [asyncio.create_task(table.acquire(request)) for request in requests]
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def test_prompts_that_do_not_fit_together_take_turns(policy: PlacementPolicy) -> None:
+    """Where all slots share the cells, for llama-server fails all requests that exceed them."""
+    table = SlotTable(policy, 4, queue_max=9, verify=lambda: None, cells=512)
+    first, second, third = await granted(table, 300, 300, 500)
+    assert (first.done(), second.done(), third.done()) == (True, False, False)
+    table.free(first.result().slot)
+    await asyncio.sleep(0)
+    assert (second.done(), third.done()) == (True, False)
+    table.free(second.result().slot)
+    table.free((await third).slot)  # alone it has to do with what there is
+    apart = SlotTable(policy, 4, queue_max=9, verify=lambda: None)
+    assert all(task.done() for task in await granted(apart, 300, 300, 500))
+
+
+async def test_small_prompts_do_not_pass_a_large_one_for_ever(policy: PlacementPolicy) -> None:
+    table = SlotTable(policy, 4, queue_max=20, verify=lambda: None, cells=512)
+    running, large, *small = await granted(table, 200, 400, *[20] * 12)
+    n_passed = 0
+    while not large.done():
+        passing = [task for task in small if task.done()]
+        n_passed += len(passing)
+        small = [task for task in small if not task.done()]
+        for slot in {(await task).slot for task in passing or [running]}:
+            table.free(slot)
+        await asyncio.sleep(0)
+    assert n_passed == len(table.slots)
+    table.free(large.result().slot)
+    for task in small:
+        table.free((await task).slot)
+
+
 async def test_the_gate_keeps_the_two_kinds_apart() -> None:
     """An unpinned request waits for leases that are being placed, and holds new ones up."""
     gate = LaunchGate()

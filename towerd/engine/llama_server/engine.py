@@ -85,6 +85,7 @@ class LlamaServerEngine:
             found.n_slots,
             queue_max=config.queue_max,
             verify=self.upkeep.verify_soon,
+            cells=found.cells,
         )
         self._weights = UpstreamWeights(backend, described, store, self.placer, self.notes)
         self.reuse_check = ReuseCheck(self.placer, self.upkeep, self.notes)
@@ -212,7 +213,7 @@ class LlamaServerEngine:
         n = slot.n + text.bytes_after(slot.chat.n) + _TEMPLATE_TOKENS
         if n >= self.n_ctx or not self.placer.has_room(slot, n) or not self._gate.try_placing():
             return None
-        self.table.take(slot, scope)
+        self.table.take(slot, scope, n)
         self.placer.counters.chats_gone_on += 1
         return self._opened(SlotLease(self, slot, None, scope, session=session))
 

@@ -33,8 +33,6 @@ log = logging.getLogger(__name__)
 
 _SHORT_TOKENS = 256
 """A prompt that adds no more than this to a live slot is not looked up in the store first."""
-_RESERVE_CELLS = 256
-"""Cells to leave for replies where all slots share them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,6 @@ class Placer:
             extends_only=found.extends_only,
             can_store=found.can_compose,
         )
-        self._cells = found.cells
         self._keeps_idle = found.keeps_idle_slots
         self._upstream = backend.upstream
         self._tiers = tiers
@@ -115,11 +112,8 @@ class Placer:
         """Whether the slot can come to hold `n` tokens while all others stay as they are."""
         if not self._keeps_idle:
             return False
-        n_others = sum(each.n for each in self.table.slots if each is not slot)
-        return not self._cells or self._fits(n_others, n)
-
-    def _fits(self, n_others: int, n: int) -> bool:
-        return n_others + n + min(_RESERVE_CELLS, self._cells // 8) <= self._cells
+        n_others = sum(each.n_needed for each in self.table.slots if each is not slot)
+        return self.table.fits(n_others, n)
 
     def is_in_place(self, request: SlotRequest, choice: SlotChoice) -> bool:
         """Whether a choice needs nothing but the request itself."""
@@ -172,7 +166,7 @@ class Placer:
         plan = await self.look_up(request)
         if plan.n == 0:
             return None
-        room = asyncio.create_task(self._make_room(slot, plan.n))
+        room = asyncio.create_task(self._make_room(slot, request.n))
         try:
             restored = await self._restorer.restore(slot.id, request.ids, plan, room)
         except UpstreamGone:
@@ -209,24 +203,25 @@ class Placer:
     async def _make_room(self, slot: Slot, n: int) -> None:
         """If all slots share the cells, empty idle ones until `n` tokens fit: with a full cache
         llama-server would empty them itself, in its own order."""
-        if not self._cells:
-            return
         others = [each for each in self.table.slots if each is not slot]
-        idle = sorted((s for s in others if not s.busy and s.n), key=lambda s: s.last_used)
-        n_held = sum(each.n for each in others)
-        for victim in idle:
-            if self._fits(n_held, n):
+        while not self.table.fits(sum(each.n_needed for each in others), n):
+            idle = [each for each in others if each.n and not each.busy]
+            if idle:
+                await self._empty(min(idle, key=lambda each: each.last_used))
+            elif any(each.busy and not each.n_promised for each in others):
+                await self.table.freed()  # it is only saved or emptied
+            else:
                 return
-            if victim.busy:  # it was granted while another was emptied
-                continue
-            n_held -= victim.n
-            victim.busy, victim.holder = True, ""
-            try:
-                if self.policy.worth_saving(victim, 0):
-                    await self.capture(victim)
-                await self.erase(victim)
-            finally:
-                self.table.free(victim, used=False)
+
+    async def _empty(self, victim: Slot) -> None:
+        """Empty an idle slot, after saving it if that is worth it."""
+        victim.busy, victim.holder = True, ""
+        try:
+            if self.policy.worth_saving(victim, 0):
+                await self.capture(victim)
+            await self.erase(victim)
+        finally:
+            self.table.free(victim, used=False)
 
     async def _give_up_idle(self, slot: Slot) -> None:
         """If llama-server clears idle slots when another one runs, save what they hold first."""

@@ -39,6 +39,8 @@ class Slot:
     busy: bool = False
     holder: str = ""
     """Scope of the request that uses it, while busy."""
+    n_promised: int = 0
+    """Cells that the request which uses it was granted, for its prompt and some of its reply."""
     saving: bool = False
     """Busy only because it is being saved: it holds the same afterwards."""
     sure: bool = True
@@ -57,6 +59,11 @@ class Slot:
     def n(self) -> int:
         """How many tokens it holds."""
         return len(self.tokens)
+
+    @property
+    def n_needed(self) -> int:
+        """Cells that it takes, or will take with the request that uses it."""
+        return self.n_promised or self.n
 
     @property
     def n_unsaved(self) -> int:

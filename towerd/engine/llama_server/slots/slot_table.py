@@ -12,6 +12,9 @@ from towerd.engine.llama_server.slots.placement import PlacementPolicy, SlotChoi
 from towerd.engine.llama_server.slots.slot import Slot
 from towerd.errors import TowerdError, Unavailable
 
+_RESERVE_CELLS = 256
+"""Cells to leave for each reply where all slots share them."""
+
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
@@ -22,17 +25,28 @@ class _Waiting:
 class SlotTable:
     """Grants slots as the policy decides. Used on the event loop only.
 
-    verify: called when a free slot's content is in doubt; it settles that and calls `pump`."""
+    verify: called when a free slot's content is in doubt; it settles that and calls `pump`.
+    cells: how many cells all slots share; 0: each has its own. llama-server fails every running
+    request when they are used up, so a request waits until it fits beside those that run."""
 
     def __init__(
-        self, policy: PlacementPolicy, n_slots: int, *, queue_max: int, verify: Callable[[], None]
+        self,
+        policy: PlacementPolicy,
+        n_slots: int,
+        *,
+        queue_max: int,
+        verify: Callable[[], None],
+        cells: int = 0,
     ) -> None:
         self.policy = policy
         self.slots = [Slot(i) for i in range(n_slots)]
         self.queue_max = queue_max
+        self._cells = cells
+        self._reserve = min(_RESERVE_CELLS, cells // 8)
         self._verify = verify
         self._waiting: list[_Waiting] = []
         self._n_leases = 0
+        self._freed = asyncio.Event()
         self._displaced: deque[bool] = deque(maxlen=2 * n_slots)
 
     @property
@@ -75,35 +89,48 @@ class SlotTable:
         slots = (slot for slot in self.slots if self.policy.continues_in(slot, text, scope))
         return next(slots, None)
 
-    def take(self, slot: Slot, scope: str) -> None:
-        """Mark a free slot busy for the chat that continues there."""
+    def take(self, slot: Slot, scope: str, n: int) -> None:
+        """Mark a free slot busy for the chat of about `n` tokens that continues there."""
         self._take(SlotChoice(slot, slot.n), SlotRequest(None, scope))
+        self._promise(slot, n)
+
+    def fits(self, n_others: int, n: int) -> bool:
+        """Whether a request of `n` tokens fits beside `n_others` cells of other slots."""
+        return not self._cells or n_others + n + self._reserve <= self._cells
 
     def undo(self, choice: SlotChoice) -> None:
         """Give back a choice that was not used; its slots hold what they held."""
         for slot in {choice.slot, choice.capture or choice.slot}:
-            slot.busy = slot.saving = False
+            self._set_free(slot)
         self.pump()
 
     def free(self, slot: Slot, *, used: bool = True) -> None:
         """Give a slot back. `used`: a request ran in it, rather than upkeep."""
-        slot.busy = slot.saving = False
+        self._set_free(slot)
         if used:
             self._n_leases += 1
             slot.last_used = self._n_leases
         self.pump()
 
+    async def freed(self) -> None:
+        """Wait until a slot may have been given back."""
+        await self._freed.wait()
+
     def pump(self) -> None:
         """Grant slots to as many waiting requests as possible."""
+        self._freed.set()
+        self._freed = asyncio.Event()
         while self._waiting:
             if any(not slot.sure and not slot.busy for slot in self.slots):
                 self._verify()
                 return
-            pair = self.policy.next([each.request for each in self._waiting], self.slots)
+            pair = self.policy.next(self._fitting(), self.slots)
             if pair is None:
                 return
             request, choice = pair
             waiting = next(each for each in self._waiting if each.request is request)
+            for each in self._waiting[: self._waiting.index(waiting)]:
+                each.request.overtaken += not self._has_room(each.request)
             self._waiting.remove(waiting)
             if waiting.granted.cancelled():
                 continue
@@ -117,11 +144,36 @@ class SlotTable:
             if not each.granted.done():
                 each.granted.set_exception(error)
 
+    def _fitting(self) -> list[SlotRequest]:
+        """The requests that fit beside those that run, in order. Later ones go before one that does
+        not fit a limited number of times."""
+        found: list[SlotRequest] = []
+        for each in self._waiting:
+            if self._has_room(each.request):
+                found.append(each.request)
+            elif each.request.overtaken >= len(self.slots):
+                break
+        return found
+
+    def _has_room(self, request: SlotRequest) -> bool:
+        """Whether the cells of idle slots are enough for a request; one that is alone has to do
+        with those that there are."""
+        running = [slot.n_needed for slot in self.slots if slot.busy and not slot.saving]
+        return not running or self.fits(sum(running), request.n)
+
+    def _promise(self, slot: Slot, n: int) -> None:
+        slot.n_promised = n + self._reserve
+
+    def _set_free(self, slot: Slot) -> None:
+        slot.busy = slot.saving = False
+        slot.n_promised = 0
+
     def _take(self, choice: SlotChoice, request: SlotRequest) -> None:
         slot = choice.slot
         leaves = (slot.n > 0 or not slot.known) and choice.n_reused < slot.n
         self._displaced.append(choice.restore or leaves)
         slot.busy, slot.holder = True, request.scope
+        self._promise(slot, request.n)
         if choice.capture is not None:
             choice.capture.busy = True
             choice.capture.saving = choice.capture is not slot
