@@ -40,7 +40,7 @@ from towerd.slots.blob import emit_blob
 from towerd.slots.kind import DENSE
 from towerd.slots.rows import KVRows, join
 from towerd.slots.shift import compose_at
-from towerd.tokens import Ids, Provenance, common_prefix
+from towerd.tokens import Ids, common_prefix
 
 _BUDGET_MIN = 16
 
@@ -178,7 +178,7 @@ class Budgets(Hook):
     def n_loadable(self, job: Job, seq: LiveSeq) -> int:
         """See Hook.n_loadable. If the policy can recall, rows beyond the budget are offloaded."""
         budget, n = job.request.live, super().n_loadable(job, seq)
-        if seq.is_partial and not (can_recall(budget.policy) and is_loaded(seq)):
+        if seq.is_partial and not (can_recall(budget.policy) and seq.was_only_loaded):
             return 0
         if can_recall(budget.policy):
             return min(n, max(seq.n, self._core.n_ctx - 1))
@@ -434,13 +434,6 @@ def bounded(seq: LiveSeq) -> BoundedSet:
     """The live set of a sequence whose chat has a budget."""
     assert isinstance(seq.live_set, BoundedSet), "a chat with a budget has everything live"
     return seq.live_set
-
-
-def is_loaded(seq: LiveSeq) -> bool:
-    """Whether no row was computed over a partial live set, so that stored ones may follow: the load
-    of its chat was interrupted."""
-    was_moved = seq.place_next != seq.n
-    return not was_moved and not (seq.provenance[: seq.n] == Provenance.PARTIAL).any()
 
 
 def runs_of(rows: KVRows) -> list[KVRows]:

@@ -83,6 +83,13 @@ class LiveSeq:
         return self.live_set.is_partial
 
     @property
+    def was_only_loaded(self) -> bool:
+        """Whether no row was computed over a partial live set, so that stored rows may follow: it
+        is partial because its load was interrupted."""
+        was_moved = self.place_next != self.n
+        return not was_moved and not (self.provenance[: self.n] == Provenance.PARTIAL).any()
+
+    @property
     def n_cells(self) -> int:
         """Tokens that are live."""
         return self.live_set.n_cells(self.n)

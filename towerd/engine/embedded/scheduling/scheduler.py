@@ -211,12 +211,12 @@ class Scheduler:
         """Start waiting jobs in order. One that waits for another's prefix lets others pass, and so
         does one that there is no room for, a few times."""
         self.background.drop(everything=self._closing)
-        for job in [job for job in self.waiting if self._closing or job.cancelled]:
-            self._give_up(job)
+        for gone in [job for job in self.waiting if self._closing or job.cancelled]:
+            self._give_up(gone)
         if self.waiting:
             self.background.give_way(self.active)
-        elif not self.active and not self.idle.is_dirty and (job := self.background.next()):
-            self.waiting.append(job)
+        elif not self.active and not self.idle.is_dirty and (quiet := self.background.next()):
+            self.waiting.append(quiet)
         left_out: Job | None = None
         n_left = _PASSES_MAX
         for job in list(self.waiting):
