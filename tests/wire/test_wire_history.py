@@ -94,7 +94,7 @@ BAD: dict[str, tuple[list[Any], list[Any]]] = {
         [USER, {"role": "assistant", "content": ""}, MORE],
     ),
     "no content": (
-        [{"role": "user"}, {"role": "assistant"}, MORE],
+        [{"role": "user", "content": None}, {"role": "assistant"}, MORE],
         [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}, MORE],
     ),
     "an empty array": ([{"role": "user", "content": []}], [{"role": "user", "content": ""}]),

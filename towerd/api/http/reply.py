@@ -110,8 +110,9 @@ def event_of_reply(path: str, body: bytes) -> bytes:
 def reshaped(path: str, body: bytes) -> bytes:
     """llama-server's error reply in the shape of the path's API; unchanged if it is none."""
     api, said = api_of(path), _decoded(body)
-    is_kept = said is None or api is Api.LLAMA
-    return body if is_kept else encode(said | shaped(api, said["error"]))
+    if said is None or api is Api.LLAMA:
+        return body
+    return encode(said | shaped(api, said["error"]))
 
 
 def reshaped_event(path: str, data: bytes) -> bytes | None:

@@ -166,7 +166,9 @@ private:
 
     void chat_content(json & message) {
         if (is_missing(message, "content")) {
-            if (!has_array(message, "tool_calls") || message.at("tool_calls").empty()) {
+            const bool has_calls = has_array(message, "tool_calls") && !message.at("tool_calls").empty();
+            const bool is_made   = is_assistant(message) || text_in(message, "role") == "tool";
+            if (!has_calls && (is_made || message.contains("content"))) {
                 set(message, "content", "");
             }
             return;
@@ -343,7 +345,7 @@ private:
         }
         json & messages = body.at("messages");
         for (json & message : messages) {
-            if (message.is_object() && (message.contains("content") || !is_assistant(message))) {
+            if (message.is_object() && message.contains("content")) {
                 anthropic_content(message);
             }
         }
@@ -354,7 +356,7 @@ private:
     void anthropic_content(json & message) {
         if (!has_array(message, "content")) {
             if (!has_text(message, "content")) {
-                set(message, "content", message.contains("content") ? as_text(message.at("content")) : "");
+                set(message, "content", as_text(message.at("content")));
             }
             return;
         }
