@@ -4,7 +4,6 @@ the client had sent them right."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -126,8 +125,8 @@ BAD: dict[str, tuple[list[Any], list[Any]]] = {
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def templated(request: pytest.FixtureRequest, story: Talker) -> Iterator[Model]:
-    yield story.model(chat_template=(TEMPLATES / f"{request.param}.jinja").read_text())
+def templated(request: pytest.FixtureRequest, story: Talker) -> Model:
+    return story.model(chat_template=(TEMPLATES / f"{request.param}.jinja").read_text())
 
 
 def prompt(model: Model, messages: list[Any]) -> str:
