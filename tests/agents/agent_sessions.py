@@ -34,7 +34,8 @@ TEMPLATE = ROOT / "towerd" / "data" / "templates" / "Qwen3.jinja"
 ANSWER = "The notes say forty-two."
 CTX_SIZE, CTX_SIZE_SMALL = 32768, 512
 LONG_QUESTION = QUESTION + " Tell me all." * CTX_SIZE_SMALL
-REASON = "exceeds the available context size"
+REASONS = "exceeds the available context size", "prompt is too long"
+"""What a program shows of a refusal, in the words of its API."""
 
 
 def main() -> None:
@@ -96,7 +97,7 @@ def refusal(client: Client, engine: str) -> str:
     also = "".join(f", {n} with status {status}" for status, n in odd.items())
     if text is None:
         also += f", no end within {ANSWER_S_MAX} s"
-    elif REASON not in " ".join(text.split()):
+    elif not any(reason in " ".join(text.split()).lower() for reason in REASONS):
         also += ", does not say why"
     return f"{counts['400']}{also}"
 

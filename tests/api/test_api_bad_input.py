@@ -67,8 +67,8 @@ async def error(client: Client, path: str, body: Any, status: int = 400) -> dict
         assert reply.status == status, (path, body, text)
         assert reply.content_type == "application/json"
     found: dict[str, Any] = json.loads(text)["error"]
-    assert found["code"] == status
-    assert set(found) >= {"code", "message", "type"}
+    wanted = {"message", "type"} if path.startswith("/v1/messages") else {"code", "message", "type"}
+    assert set(found) >= wanted
     return found
 
 
@@ -100,7 +100,6 @@ async def test_prompt_over_the_context(client: Client) -> None:
         ("/completion", {"prompt": ["a", [300] * 512]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}),
         ("/v1/responses", {"input": long}),
-        ("/v1/messages", {"messages": [{"role": "user", "content": long}], "stream": True}),
     ):
         found = await error(client, path, fields)
         assert found["type"] == "exceed_context_size_error"

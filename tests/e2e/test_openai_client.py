@@ -261,6 +261,7 @@ def test_errors_become_exceptions(openai: OpenAI) -> None:
             model=MODEL, messages=user("word " * 2000), extra_body={"retention": "none"}
         )
     assert too_long.value.type == "exceed_context_size_error"
+    assert too_long.value.code == "context_length_exceeded"
 
 
 def test_wrong_key(make_daemon: Any) -> None:

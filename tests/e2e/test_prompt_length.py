@@ -57,15 +57,22 @@ def some_ids(n: int, seed: int) -> list[int]:
 def test_refused_by_default(
     daemon: Daemon, path: str, prompt: dict[str, Any], more: dict[str, Any]
 ) -> None:
-    """llama-server's error, with the right number; no other prompt of the request is evaluated,
-    and nothing is recorded."""
+    """llama-server's error, with the right number, for OpenAI's programs in their words as well; no other
+    prompt of the request is evaluated, and nothing is recorded."""
     before = n_recorded(daemon)
     error = daemon.post(path, prompt | more, 400)["error"]
     n = error["n_prompt_tokens"]
+    words = (
+        f"request ({n} tokens) exceeds the available context size ({N_CTX} tokens), "
+        "try increasing it"
+    )
+    is_openai = path.startswith("/v1/")
+    most = (
+        f"This model's maximum context length is {N_CTX} tokens. However, you requested {n} tokens"
+    )
     assert error == {
-        "code": 400,
-        "message": f"request ({n} tokens) exceeds the available context size ({N_CTX} tokens), "
-        "try increasing it",
+        "code": "context_length_exceeded" if is_openai else 400,
+        "message": f"{most}: {words}" if is_openai else words,
         "type": "exceed_context_size_error",
         "n_prompt_tokens": n,
         "n_ctx": N_CTX,

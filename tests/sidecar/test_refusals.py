@@ -69,14 +69,24 @@ def one_slot(llama_server: Path) -> Iterator[str]:
 def test_a_prompt_longer_than_the_context(
     embedded: Daemon, sidecar: Daemon, one_slot: str, path: str, body: dict[str, Any], stream: bool
 ) -> None:
-    """The reply is llama-server's to the letter, on every route."""
+    """On both engines the same reply on every route: llama-server's to the letter, or with the words and the
+    shape that programs of another API look for."""
     replies = [
         requests.post(url + path, json=body | {"stream": stream}, timeout=60)
         for url in (one_slot, embedded.url, sidecar.url)
     ]
     assert [reply.status_code for reply in replies] == [400] * 3
     theirs, *ours = [reply.json() for reply in replies]
-    assert theirs["error"]["type"] == "exceed_context_size_error"
+    error = theirs["error"]
+    assert error["type"] == "exceed_context_size_error"
+    words = ours[0]["error"]["message"]
+    if path == "/v1/messages":
+        most = f"prompt is too long: {error['n_prompt_tokens']} tokens > {error['n_ctx']} maximum"
+        theirs = {"type": "error", "error": {"type": "invalid_request_error", "message": most}}
+    elif path != "/completion":
+        assert words.endswith(error["message"])
+        assert f"maximum context length is {error['n_ctx']} tokens." in words
+        error |= {"code": "context_length_exceeded", "message": words}
     assert ours == [theirs, theirs]
 
 

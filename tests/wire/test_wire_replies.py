@@ -219,16 +219,6 @@ def test_fields_of_our_own(story: Talker, model: Model) -> None:
             assert last["towerd"] == {"reuse": 1}
 
 
-def test_errors_in_a_stream(model: Model) -> None:
-    """In each dialect, an error event."""
-    error = {"code": 500, "message": "No.", "type": "server_error"}
-    for endpoint, fields in DIALECTS:
-        writer = Writer(Request(model, endpoint, json.dumps(fields).encode()))
-        found = events(writer.error(json.dumps(error).encode()))
-        name, data = ("error", error) if endpoint == "messages" else ("", {"error": error})
-        assert found == [(name, data)]
-
-
 def check(
     server: LlamaServer, talker: Talker, model: Model, endpoint: Any, fields: dict[str, Any]
 ) -> bytes:

@@ -30,6 +30,8 @@ from towerd.wire._wire import (
     RerankRequest,
     Speculation,
     Writer,
+    mended_body,
+    mended_json,
 )
 from towerd.wire.endpoint import Endpoint
 from towerd.wire.error import WireError
@@ -55,6 +57,8 @@ __all__ = [
     "WireError",
     "WireThreads",
     "Writer",
+    "mended_body",
+    "mended_json",
     "recommended",
 ]
 del _lib

@@ -219,6 +219,7 @@ async def _stream(
             item = await events.next()
         await stream.send([await _enter(service, spec, finish)])
     except TowerdError as error:
-        await stream.send([error_event(error, in_full=is_owner_socket(request))])
+        in_full = is_owner_socket(request)
+        await stream.write(error_event(request.path, error, in_full=in_full))
     await stream.close()
     return stream.response

@@ -64,7 +64,8 @@ async def _stream_verify(
                 await stream.send([{"progress": {"done": sent[0], "total": sent[1]}}])
         await stream.send([running.result()])
     except TowerdError as error:
-        await stream.send([error_event(error, in_full=is_owner_socket(request))])
+        in_full = is_owner_socket(request)
+        await stream.write(error_event(request.path, error, in_full=in_full))
     finally:
         gone.set()
         await asyncio.gather(running, return_exceptions=True)

@@ -12,6 +12,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from towerd.api.http.fields import json_type
+from towerd.api.http.json_text import decode_json
 from towerd.api.http.keys import CONFIG, LIMITS
 from towerd.api.http.limits import Limits
 from towerd.api.http.reply import PayloadTooLarge, RequestTimeout, reason_of
@@ -44,7 +45,7 @@ def _decode(data: bytes, limits: Limits) -> Any:
     if data.count(b",") > limits.values_max:
         raise InvalidRequest(f"The request body has more than {limits.values_max} values")
     try:
-        value = msgspec.json.decode(data)
+        value = decode_json(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"The request body is not valid JSON: {error}") from error
     limits.check(value)

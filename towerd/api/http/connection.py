@@ -155,10 +155,10 @@ class Connection(RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send a reply. aiohttp's own errors get llama-server's shape. A half-closed connection is
+        """Send a reply. aiohttp's own errors get the shape of ours. A half-closed connection is
         closed after its last reply."""
         if isinstance(resp, web.HTTPException) and resp.status >= 400:
-            resp = error_reply(from_http(resp))
+            resp = error_reply(from_http(resp), path=request.path)
         finished = await super().finish_response(request, resp, start_time)
         self._n_answered += 1
         if self._is_half_closed and not self._is_serving:

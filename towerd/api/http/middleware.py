@@ -69,18 +69,19 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
             log.warning("request failed: %s %s: %s", request.method, path, error.message)
             request[LOGGED] = True
         log_refused(request, error.status, error.kind, error.public)
-        return error_reply(error, in_full=is_owner_socket(request))
+        return error_reply(error, path=request.path, in_full=is_owner_socket(request))
     except web.HTTPException as error:
         if error.status < 400:
             raise
         allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-        return error_reply(from_http(error), allowed)
+        return error_reply(from_http(error), allowed, path=request.path)
     except ConnectionError:
         raise
     except Exception:
         log.exception("request failed: %s %s", request.method, request.rel_url.raw_path)
         request[LOGGED] = True
-        return error_reply(TowerdError("Internal error; the daemon's log has it"))
+        hidden = TowerdError("Internal error; the daemon's log has it")
+        return error_reply(hidden, path=request.path)
 
 
 @web.middleware

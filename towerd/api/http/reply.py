@@ -1,4 +1,4 @@
-"""JSON replies and errors, in llama-server's shapes."""
+"""JSON replies, and errors in the shape of the API that was asked."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, InvalidURLError, LineTooLong
 
+from towerd.api.http.error_shape import Api, api_of, event_fields, has_event_name, shaped
 from towerd.errors import (
     DiskFull,
     Forbidden,
@@ -79,17 +80,64 @@ def raw_reply(body: bytes) -> web.Response:
 
 
 def error_reply(
-    error: TowerdError, headers: dict[str, str] | None = None, *, in_full: bool = False
+    error: TowerdError,
+    headers: dict[str, str] | None = None,
+    *,
+    path: str = "",
+    in_full: bool = False,
 ) -> web.Response:
-    """`{"error": {"code", "message", "type"}}` with the error's status."""
-    return json_reply(error.body(in_full=in_full), status=error.status, headers=headers)
+    """An error with its status. path: of the request, which says whose shape it has; empty:
+    llama-server's, `{"error": {"code", "message", "type"}}`."""
+    body = shaped(api_of(path), error.body(in_full=in_full)["error"])
+    return json_reply(body, status=error.status, headers=headers)
 
 
-def error_event(error: TowerdError, *, in_full: bool = False) -> dict[str, Any]:
-    """The same body for a stream that has begun. Details that clients must not see are logged."""
+def error_event(path: str, error: TowerdError, *, in_full: bool = False) -> bytes:
+    """The same as an event, for a stream that has begun. Details that clients must not see are
+    logged."""
     if error.public != error.message:
         log.warning("request failed: %s", error.message)
-    return error.body(in_full=in_full)
+    api = api_of(path)
+    return _event(api, shaped(api, error.body(in_full=in_full)["error"]))
+
+
+def event_of_reply(path: str, body: bytes) -> bytes:
+    """The event for the body of an error reply that another towerd made for this path."""
+    said = _decoded(body)
+    return b"data: %s\n\n" % body if said is None else _event(api_of(path), said)
+
+
+def reshaped(path: str, body: bytes) -> bytes:
+    """llama-server's error reply in the shape of the path's API; unchanged if it is none."""
+    api, said = api_of(path), _decoded(body)
+    if said is None or api is Api.LLAMA:
+        return body
+    return encode(said | shaped(api, said["error"]))
+
+
+def reshaped_event(path: str, data: bytes) -> bytes | None:
+    """The event for the data of llama-server's error event; None: it is none."""
+    said = _decoded(data) or _decoded(b'{"error":%s}' % data)
+    if said is None or "message" not in said["error"]:
+        return None
+    api = api_of(path)
+    return _event(api, shaped(api, said["error"]))
+
+
+def _event(api: Api, body: dict[str, Any]) -> bytes:
+    name = b"event: error\n" if has_event_name(api) else b""
+    return b"%sdata: %s\n\n" % (name, encode(event_fields(api, body)))
+
+
+def _decoded(body: bytes) -> dict[str, Any] | None:
+    """A JSON object with the object `error`; None: it is not one."""
+    try:
+        said = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    if not isinstance(said, dict) or not isinstance(said.get("error"), dict):
+        return None
+    return said
 
 
 def from_http(error: web.HTTPException) -> TowerdError:

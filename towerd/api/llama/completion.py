@@ -201,7 +201,7 @@ async def _pass_on(
         await stream.write(task.writer.end())
     except TowerdError as error:
         log_refused(request, error.status, error.kind, error.public)
-        await stream.write(task.error(error_event(error)))
+        await stream.write(error_event(request.path, error))
     except ClientStalled:
         log.warning("a client stopped reading its stream; the request was cancelled")
         raise
@@ -210,7 +210,7 @@ async def _pass_on(
     except Exception:
         log.exception("a stream failed")
         hidden = TowerdError("Internal error; the daemon's log has it")
-        await stream.write(task.error(hidden.body()))
+        await stream.write(error_event(request.path, hidden))
 
 
 async def _next(ping_s: float | None, stream: Sink, events: Events) -> tuple[int, Event] | None:

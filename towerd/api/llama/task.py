@@ -141,10 +141,6 @@ class Task:
         # Off the loop: a reply that is being sampled makes others wait.
         return await self._threads.call(0, _end_reasoning, replies)
 
-    def error(self, body: dict[str, Any]) -> bytes:
-        """The event of an error in the middle of a stream."""
-        return self.writer.error(encode(body["error"]))
-
     def close(self) -> None:
         """The task was answered or abandoned."""
         for chat in self._chats.values():

@@ -13,10 +13,6 @@ import msgspec
 
 Json = dict[str, Any]
 
-_BILLING = "x-anthropic-billing-header:"
-_STAMP = "cch="
-_STAMP_CHARS = 5
-
 
 class NotText(Exception):
     """The request contains more than text, or has an unknown form."""
@@ -53,19 +49,9 @@ def from_messages(body: Mapping[str, Any]) -> Json:
 
 def _system(value: Any) -> str:
     if isinstance(value, str):
-        return _without_stamp(value)
+        return value
     texts = [block.get("text") for block in _objects(value) if _type(block) == "text"]
-    return "".join(_without_stamp(text) for text in texts if isinstance(text, str))
-
-
-def _without_stamp(text: str) -> str:
-    """Normalize the stamp that Claude Code puts into its first line, as llama-server does: it
-    differs in every request."""
-    at = text.find(_STAMP, len(_BILLING)) + len(_STAMP)
-    end = at + _STAMP_CHARS
-    if not text.startswith(_BILLING) or at < len(_STAMP) or text[end : end + 1] != ";":
-        return text
-    return text[:at] + "f" * _STAMP_CHARS + text[end:]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _anthropic_message(message: Json) -> list[Json]:

@@ -12,7 +12,7 @@ from aiohttp import ClientResponse, web
 
 from towerd.api.http.hints import SESSION_HEADER
 from towerd.api.http.keys import METRICS, service_of
-from towerd.api.http.reply import encode, error_event
+from towerd.api.http.reply import error_event, reshaped_event
 from towerd.api.http.requests.log import log_finished
 from towerd.api.http.requests.recent import RECENT
 from towerd.api.http.sse import write_or_stall
@@ -37,9 +37,11 @@ log = logging.getLogger(__name__)
 CONVERSATION = "X-Conversation-Id"
 READ_INLINE_BYTES_MAX = 256 * 1024
 EVENT_BYTES_MAX = 16 * 1024
+"""Bytes of a stream processed in one step of the event loop: about a hundred events."""
 PROGRESS = b'"prompt_progress":'
 """What is in an event about the prompt, before the first token; in a text its quotes are escaped."""
-"""Bytes of a stream processed in one step of the event loop: about a hundred events."""
+ERROR = b"event: error"
+"""How llama-server's error event begins in streams of `/v1/messages`."""
 
 
 class Exchange:
@@ -188,7 +190,7 @@ class Exchange:
         except TowerdError as error:
             self._engine.notice(error)
             await self._keep()
-            last = [self._error_event(error)]
+            last = [error_event(self._request.path, error)]
         await self._leave()  # before the end is sent: the client's next request may need this slot
         await write_or_stall(request, response, b"".join(last))
         await response.write_eof()
@@ -204,6 +206,9 @@ class Exchange:
                 watch.see(data)
                 if PROGRESS not in data:
                     self._note_start()
+                if watch.failed or event.startswith(ERROR):
+                    watch.failed = True
+                    event = reshaped_event(self._request.path, data) or event
             (last if watch.is_over else ready).append(event)
         return b"".join(ready)
 
@@ -215,13 +220,6 @@ class Exchange:
                 self.lease.answering()
             self._ttft_s = time.monotonic() - self._began
             self._request.app[METRICS].started(self._began)
-
-    def _error_event(self, error: TowerdError) -> bytes:
-        body = error_event(error)
-        if self._plan.dialect is not Dialect.MESSAGES:
-            return b"data: %s\n\n" % encode(body)
-        inner = {"type": error.kind, "message": error.public}
-        return b"event: error\ndata: %s\n\n" % encode({"type": "error", "error": inner})
 
     # --- the end --------------------------------------------------------------------------
 

@@ -8,9 +8,11 @@ from aiohttp import ClientResponse, hdrs, web
 from multidict import CIMultiDict
 
 from towerd.api.http.body import iter_bytes
+from towerd.api.http.reply import reshaped
 from towerd.api.http.requests.log import log_refused
 from towerd.api.proxy.headers import to_client, to_upstream
 from towerd.api.proxy.link import LINK, LOST, llama_server_of
+from towerd.api.proxy.mending import mended_body_of
 from towerd.api.proxy.refusals import final_refusal, kind_and_message, may_be_refusal
 from towerd.api.proxy.relay import COPY_BYTES_MAX, relay
 from towerd.api.proxy.relay import read as relay_read
@@ -51,7 +53,8 @@ async def send(
     auth: Mapping[str, str],
     path: str | None = None,
 ) -> ClientResponse:
-    """Forward the request, with its body as it arrives; returns when the reply's head is there.
+    """Forward the request, with its body as it arrives, or mended; returns when the reply's head is
+    there.
 
     Raises the errors of reading the body, and Unavailable."""
     headers = to_upstream(request.headers, auth)
@@ -59,6 +62,8 @@ async def send(
     target = path or request.rel_url.raw_path_qs
     if not request.body_exists:
         return await link.request(engine, request.method, target, headers)
+    if (body := await mended_body_of(request, engine)) is not None:
+        return await link.request(engine, request.method, target, headers, body)
     if request.content_length is not None and hdrs.CONTENT_ENCODING not in request.headers:
         headers[hdrs.CONTENT_LENGTH] = str(request.content_length)
     return await link.request(engine, request.method, target, headers, iter_bytes(request))
@@ -98,9 +103,9 @@ async def _copy_failure(request: web.Request, reply: ClientResponse) -> web.Stre
     headers.popall(hdrs.CONTENT_LENGTH, None)
     status = reply.status if refusal is None else NotSupported.status
     log_refused(request, status, *kind_and_message(refusal or body))
-    if refusal is None:
-        return web.Response(body=body, status=status, reason=reply.reason, headers=headers)
-    return web.Response(body=refusal, status=status, headers=headers)
+    shaped = reshaped(request.path, refusal or body)
+    reason = reply.reason if refusal is None else None
+    return web.Response(body=shaped, status=status, reason=reason, headers=headers)
 
 
 async def read(reply: ClientResponse, bytes_max: int = COPY_BYTES_MAX) -> bytes:

@@ -17,6 +17,7 @@ from towerd.api.proxy.exchange import Exchange
 from towerd.api.proxy.forward import copy
 from towerd.api.proxy.headers import to_upstream
 from towerd.api.proxy.link import LINK, llama_server_of
+from towerd.api.proxy.mending import mended
 from towerd.api.proxy.plan import Placement, ProxyPlan, check_fits, learn, make_plan
 from towerd.api.proxy.watch import Dialect
 from towerd.cold.cold_tier import RequestGuard
@@ -56,7 +57,7 @@ async def post_messages(request: web.Request) -> web.StreamResponse:
 async def post_infill(request: web.Request) -> web.StreamResponse:
     """Fill in the middle. Only llama-server knows how it assembles the prompt."""
     engine = llama_server_of(request)
-    data = await read_bytes(request)
+    data = await mended(request, Dialect.NATIVE, await read_bytes(request), engine)
     plan = ProxyPlan(Dialect.NATIVE, data, Placement.OPAQUE, label=INFILL)
     try:
         body = await decode(request, data)
@@ -77,7 +78,7 @@ async def _generate(
 ) -> web.StreamResponse:
     engine = llama_server_of(request)
     hints_of(request)  # refuse invalid hints before anything else
-    data = await read_bytes(request)
+    data = await mended(request, dialect, await read_bytes(request), engine)
     body = await decode(request, data)
     if not isinstance(body, dict) or not _has_prompt(dialect, body):
         return await _as_it_is(request, engine, ProxyPlan(dialect, data, Placement.FREE))

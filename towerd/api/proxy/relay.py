@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from aiohttp import ClientResponse, web
 
-from towerd.api.http.reply import encode, error_event
+from towerd.api.http.reply import error_event
 from towerd.api.http.sse import write_or_stall
 from towerd.engine.llama_server.process import client
 from towerd.engine.llama_server.process.client import Lost
@@ -54,4 +54,4 @@ async def cut_off(request: web.Request, response: web.StreamResponse, error: Tow
         if request.transport is not None:
             request.transport.abort()
         raise ConnectionResetError(error.message) from error
-    await write_or_stall(request, response, b"data: %s\n\n" % encode(error_event(error)))
+    await write_or_stall(request, response, error_event(request.path, error))

@@ -104,6 +104,12 @@ class LlamaServerEngine:
         return self._availability.is_running
 
     @property
+    def takes_argument_text(self) -> bool:
+        """Whether the chat template takes the arguments of calls as text, and as nothing else."""
+        caps = self.probe.props.get("chat_template_caps")
+        return isinstance(caps, dict) and caps.get("supports_object_arguments") is False
+
+    @property
     def epoch(self) -> int:
         """The number of restarts of llama-server; a lease of an older epoch is void."""
         return self.placer.epoch

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from towerd.api.http.json_text import decode_json
 from towerd.api.http.keys import LIMITS
 from towerd.errors import InvalidRequest, NotFound
 from towerd.router.http.form import boundary_of, field_of
@@ -45,7 +46,8 @@ def _read_form(boundary: bytes, body: bytes) -> AskedModel:
 
 def _decode(body: bytes) -> AskedModel:
     try:
-        return msgspec.json.decode(body, type=AskedModel)
+        asked: AskedModel = decode_json(body, AskedModel)
+        return asked
     except msgspec.ValidationError:  # not an object
         return AskedModel()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from towerd.api.http.body import read_bytes
 from towerd.api.http.keys import TENANT
-from towerd.api.http.reply import error_event
+from towerd.api.http.reply import error_event, event_of_reply
 from towerd.api.http.sse import PING, EventStream
 from towerd.api.llama.streams import CONVERSATION
 from towerd.api.proxy.headers import from_towerd
@@ -126,7 +126,7 @@ async def _answer(
     except TowerdError as error:
         if early is None:
             raise
-        await early.send([error_event(error)])
+        await early.write(error_event(request.path, error))
         await early.close()
         return early.response
     reply = routed.reply
@@ -139,8 +139,8 @@ async def _answer(
     if reply.status == 200:
         return await relay(request, reply, early.response, routed.lost)
     try:
-        await early.write(b"data: %s\n\n" % await read_all(reply))
+        await early.write(event_of_reply(request.path, await read_all(reply)))
     except Lost:
-        await early.send([error_event(routed.lost())])
+        await early.write(error_event(request.path, routed.lost()))
     await early.close()
     return early.response

@@ -17,6 +17,7 @@
 
 #include "bounds.h"
 #include "flags.h"
+#include "history.h"
 #include "interruption.h"
 #include "media.h"
 #include "prompts.h"
@@ -364,8 +365,6 @@ void bind_writer(nb::module_ & m) {
              },
              "reply"_a, "id_slot"_a, "n_cached"_a, "extra"_a)
         .def("end", [](const Writer & w) { return bytes_of(w.end()); })
-        .def("error", [](const Writer & w, const nb::bytes & error) { return bytes_of(w.error(text_of(error))); },
-             "error"_a)
         .def("message", [](const Writer & w, size_t choice) {
             return bytes_of(unlocked([&] { return w.message(choice); }));
         }, "choice"_a);
@@ -382,6 +381,14 @@ void bind_interruption(nb::module_ & m) {
 }
 
 void bind_others(nb::module_ & m) {
+    m.def("mended_json", [](const nb::bytes & body) {
+        std::string text = text_of(body);
+        return bytes_of(unlocked([&] { return mended_json(std::move(text)); }));
+    }, "body"_a);
+    m.def("mended_body", [](const std::string & endpoint, const nb::bytes & body, bool takes_text) {
+        std::string text = text_of(body);
+        return bytes_of(unlocked([&] { return mended_body(endpoint_named(endpoint).type, std::move(text), takes_text); }));
+    }, "endpoint"_a, "body"_a, "takes_text"_a);
     nb::class_<EmbeddingRequest>(m, "EmbeddingRequest")
         .def(
             "__init__",

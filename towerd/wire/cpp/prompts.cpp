@@ -5,6 +5,7 @@
 
 #include "base64.hpp"
 #include "bounds.h"
+#include "history.h"
 #include "refused.h"
 #include "request.h"
 
@@ -13,12 +14,13 @@ namespace towerd::wire {
 namespace {
 
 json parsed(const std::string & body) {
-    check_json(body);
-    return json::parse(body);
+    const std::string text = mended_json(body);
+    check_json(text);
+    return json::parse(text);
 }
 
 json chat_data(const Model & model, task_response_type type, const std::string & body, std::vector<raw_buffer> & files) {
-    json chat = as_chat_body(type, parsed(body));
+    json chat = as_chat_body(model, type, parsed(body));
     if (model.projector()) {
         refuse_remote_media(chat);
     }

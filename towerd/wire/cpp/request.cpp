@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "bounds.h"
+#include "history.h"
 #include "prompts.h"
 #include "refused.h"
 #include "server-chat.h"
@@ -104,9 +105,7 @@ void take_thinking_out(json & reply, const json & messages) {
 // JSON with one blank after each comma and colon and no others, as models write it; values, and a text that is not JSON,
 // are left unchanged.
 std::string respaced(const std::string & text) {
-    try {
-        (void) json::parse(text);
-    } catch (const std::exception &) {
+    if (json::parse_no_throw(text).is_discarded()) {
         return text;
     }
     std::string out;
@@ -127,12 +126,20 @@ std::string respaced(const std::string & text) {
     return out;
 }
 
-// Clients send calls back with spacing of their own. A template that takes arguments as text gets them normalized, so
-// that a chat's history stays the same from turn to turn.
-void respace_tool_arguments(json & messages) {
+// Whether the chat template takes the arguments of calls as text, and as nothing else.
+bool takes_text(const Model & model) {
+    const auto caps = common_chat_templates_get_caps(model.chat().tmpls.get());
+    const auto said = caps.find("supports_object_arguments");
+    return said != caps.end() && !said->second;
+}
+
+// Arguments that are no JSON become some. Clients send calls back with spacing of their own: a template that takes
+// arguments as text gets them normalized, so that a chat's history stays the same from turn to turn.
+void mend_tool_arguments(const Model & model, json & messages) {
     if (!messages.is_array()) {
         return;
     }
+    const bool is_text = takes_text(model);
     for (auto & message : messages) {
         if (!message.is_object() || !message.contains("tool_calls") || !message.at("tool_calls").is_array()) {
             continue;
@@ -143,7 +150,8 @@ void respace_tool_arguments(json & messages) {
             }
             json & function = call.at("function");
             if (function.contains("arguments") && function.at("arguments").is_string()) {
-                function["arguments"] = respaced(function.at("arguments").get<std::string>());
+                const std::string text = function.at("arguments").get<std::string>();
+                function["arguments"]  = respaced(mended_arguments(text, is_text));
             }
         }
     }
@@ -169,7 +177,8 @@ const Endpoint & endpoint_named(const std::string & name) {
     throw std::invalid_argument("there is no endpoint " + name);
 }
 
-json as_chat_body(task_response_type type, json body) {
+json as_chat_body(const Model & model, task_response_type type, json body) {
+    mend_history(type, body);
     if (type == TASK_RESPONSE_TYPE_OAI_RESP) {
         body = server_chat_convert_responses_to_chatcmpl(body);
     } else if (type == TASK_RESPONSE_TYPE_ANTHROPIC) {
@@ -183,7 +192,7 @@ json as_chat_body(task_response_type type, json body) {
             refuse("Field 'messages': at most " + std::to_string(bounds::kMessagesMax) + " messages are allowed");
         }
         check_tool_arguments(body.at("messages"));
-        respace_tool_arguments(body.at("messages"));
+        mend_tool_arguments(model, body.at("messages"));
     }
     if (body.contains("tools")) {
         check_tools(body.at("tools"));
@@ -208,7 +217,7 @@ Request::Request(std::shared_ptr<const Model> model, const Endpoint & endpoint, 
         if (endpoint.is_infill) {
             check_can_infill(*model_);
         }
-        json                    data = parsed_body(body);
+        json                    data = parsed_body(mended_json(body));
         std::vector<raw_buffer> files;
         keep_fields(data);
         refuse_internal_fields(data, is_chat(type_));
@@ -238,7 +247,7 @@ void Request::keep_fields(const json & body) {
 }
 
 json Request::chat_data(json & body, std::vector<raw_buffer> & files) {
-    body   = as_chat_body(type_, std::move(body));
+    body   = as_chat_body(*model_, type_, std::move(body));
     agent_ = agent_of(body);
     for (const char * name : {"tools", "json_schema", "response_format"}) {
         has_structure_ = has_structure_ || (body.contains(name) && !body.at(name).empty());
@@ -333,7 +342,7 @@ llama_tokens Request::next_prompt(const std::string & message) const {
         json reply = json::parse(message);
         json said = json::array({reply});
         check_tool_arguments(said);
-        respace_tool_arguments(said);
+        mend_tool_arguments(*model_, said);
         reply = said.at(0);
         if (!speaks_reasoning(type_, chat_.at("messages"))) {
             reply.erase("reasoning_content");

@@ -75,7 +75,7 @@ private:
     mutable bool                       grammar_checked_ = false;
 };
 
-// A chat body in any dialect as the one of /v1/chat/completions, within its bounds.
-json as_chat_body(task_response_type type, json body);
+// A chat body in any dialect as the one of /v1/chat/completions, repaired and within its bounds.
+json as_chat_body(const Model & model, task_response_type type, json body);
 
 }  // namespace towerd::wire

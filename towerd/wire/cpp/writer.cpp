@@ -175,15 +175,6 @@ std::string Writer::end() const {
     }
 }
 
-std::string Writer::error(const std::string & error) const {
-    return answering(ERROR_TYPE_SERVER, [&] {
-        const json data = json::parse(error);
-        return request_->params().res_type == TASK_RESPONSE_TYPE_ANTHROPIC
-            ? format_anthropic_sse({{"event", "error"}, {"data", data}})
-            : format_oai_sse(json{{"error", data}});
-    });
-}
-
 std::string Writer::message(size_t choice) const {
     return answering(ERROR_TYPE_SERVER, [&] {
         const std::lock_guard<std::mutex> lock(mutex_);

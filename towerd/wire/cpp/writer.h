@@ -25,8 +25,6 @@ public:
     std::string final(const Reply & reply, int id_slot, int32_t n_cached, const std::string & extra);
     // The bytes after the last choice of a stream.
     std::string end() const;
-    // An error in the middle of a stream. `error`: the JSON of llama-server's error object.
-    std::string error(const std::string & error) const;
     // The message that a choice has become so far, as its client may send it back.
     std::string message(size_t choice) const;
 

@@ -1,0 +1,643 @@
+#include "history.h"
+
+#include <algorithm>
+#include <cctype>
+#include <deque>
+#include <utility>
+
+#include "bounds.h"
+#include "refused.h"
+
+namespace towerd::wire {
+
+namespace {
+
+bool has_text(const json & object, const char * key) {
+    return object.is_object() && object.contains(key) && object.at(key).is_string();
+}
+
+bool has_array(const json & object, const char * key) {
+    return object.is_object() && object.contains(key) && object.at(key).is_array();
+}
+
+std::string text_in(const json & object, const char * key) {
+    return has_text(object, key) ? object.at(key).get<std::string>() : std::string();
+}
+
+bool is_missing(const json & object, const char * key) {
+    return !object.contains(key) || object.at(key).is_null();
+}
+
+bool is_assistant(const json & message) {
+    return text_in(message, "role") == "assistant";
+}
+
+bool is_system(const json & message) {
+    const std::string role = text_in(message, "role");
+    return role == "system" || role == "developer";
+}
+
+// Any value as text: JSON of what is none.
+std::string as_text(const json & value) {
+    return value.is_string() ? value.get<std::string>() : value.is_null() ? "" : value.dump_safe();
+}
+
+bool is_blank(const std::string & text) {
+    return std::all_of(text.begin(), text.end(), [](unsigned char c) { return std::isspace(c); });
+}
+
+// The length of the billing line at the start of a text, with the blanks behind it; 0: there is none. It is a name, then
+// `cc...=...;` any number of times; the instructions may follow in the same line.
+size_t billing_bytes(const std::string & text) {
+    static const std::string kName = "x-anthropic-billing-header:";
+    if (text.compare(0, kName.size(), kName) != 0) {
+        return 0;
+    }
+    size_t end = kName.size();
+    while (true) {
+        const size_t key   = text.find_first_not_of(" \t", end);
+        const size_t stop  = key == std::string::npos ? key : text.find_first_of(";\r\n", key);
+        const size_t equal = key == std::string::npos ? key : text.find('=', key);
+        if (key == std::string::npos || text.compare(key, 2, "cc") != 0 || equal > std::min(stop, text.size())) {
+            break;
+        }
+        const bool is_name = std::all_of(text.begin() + key, text.begin() + equal,
+                                         [](unsigned char c) { return std::isalnum(c) || c == '_'; });
+        if (!is_name) {
+            break;
+        }
+        end = stop == std::string::npos ? text.size() : text[stop] == ';' ? stop + 1 : stop;
+    }
+    return end == kName.size() ? 0 : std::min(text.find_first_not_of(" \t\r\n", end), text.size());
+}
+
+// The four digits of an escaped character; -1: they are none.
+int escaped(const std::string & text, size_t at) {
+    if (at + 6 > text.size() || text[at] != '\\' || text[at + 1] != 'u') {
+        return -1;
+    }
+    int value = 0;
+    for (size_t i = at + 2; i < at + 6; ++i) {
+        const unsigned char c = static_cast<unsigned char>(text[i]);
+        if (!std::isxdigit(c)) {
+            return -1;
+        }
+        value = value * 16 + (std::isdigit(c) ? c - '0' : std::tolower(c) - 'a' + 10);
+    }
+    return value;
+}
+
+bool is_high(int unit) { return unit >= 0xD800 && unit <= 0xDBFF; }
+bool is_low(int unit) { return unit >= 0xDC00 && unit <= 0xDFFF; }
+
+// One body. It repairs in place and remembers whether it did.
+class Mender {
+public:
+    bool run(task_response_type type, json & body) {
+        if (body.is_object()) {
+            switch (type) {
+                case TASK_RESPONSE_TYPE_OAI_RESP:  responses(body); break;
+                case TASK_RESPONSE_TYPE_ANTHROPIC: anthropic(body); break;
+                default:                           chat(body); break;
+            }
+        }
+        return changed_;
+    }
+
+private:
+    void set(json & place, json value) {
+        place    = std::move(value);
+        changed_ = true;
+    }
+
+    void set(json & object, const char * key, json value) { set(object[key], std::move(value)); }
+
+    template <typename Key>
+    void erase(json & holder, Key key) {
+        holder.erase(key);
+        changed_ = true;
+    }
+
+    // Clients write null for what they do not say.
+    void erase_null(json & object, const char * key) {
+        if (object.contains(key) && object.at(key).is_null()) {
+            erase(object, std::string(key));
+        }
+    }
+
+    // ---- OpenAI's chats
+
+    void chat(json & body) {
+        if (!has_array(body, "messages")) {
+            return;
+        }
+        json & messages = body.at("messages");
+        for (json & message : messages) {
+            if (message.is_object()) {
+                chat_message(message);
+            }
+        }
+        pair_chat_results(messages);
+        take_billing_from(messages, "text");
+        if (is_missing(body, "continue_final_message")) {
+            join_chat_replies(messages);
+        }
+    }
+
+    void chat_message(json & message) {
+        if (text_in(message, "role") == "function") {
+            set(message, "role", "tool");
+        }
+        for (const char * key : {"name", "tool_call_id", "reasoning_content"}) {
+            erase_null(message, key);
+        }
+        if (is_assistant(message) && is_missing(message, "tool_calls") && message.contains("function_call") &&
+            message.at("function_call").is_object()) {
+            set(message, "tool_calls", json::array({json{{"function", message.at("function_call")}}}));
+            erase(message, std::string("function_call"));
+        }
+        if (has_array(message, "tool_calls")) {
+            for (json & call : message.at("tool_calls")) {
+                chat_call(call);
+            }
+        }
+        chat_content(message);
+    }
+
+    void chat_content(json & message) {
+        if (is_missing(message, "content")) {
+            const bool has_calls = has_array(message, "tool_calls") && !message.at("tool_calls").empty();
+            const bool is_made   = is_assistant(message) || text_in(message, "role") == "tool";
+            if (!has_calls && (is_made || message.contains("content"))) {
+                set(message, "content", "");
+            }
+            return;
+        }
+        json & content = message.at("content");
+        if (content.is_object() && has_text(content, "text")) {
+            set(content, json::array({content}));
+        }
+        if (content.is_array()) {
+            parts(content, "text");
+        } else if (!content.is_string()) {
+            set(content, as_text(content));
+        }
+    }
+
+    // Parts that carry a text become texts of this type; those that say nothing to a model are left out. Others are left
+    // as they are, and an empty array becomes an empty text.
+    void parts(json & content, const char * type) {
+        for (size_t i = 0; i < content.size();) {
+            json &            part = content.at(i);
+            const std::string kind = text_in(part, "type");
+            const bool        says = part.is_object() && kind != "thinking" && kind != "redacted_thinking";
+            if (part.is_string()) {
+                set(part, json{{"type", type}, {"text", part}});
+            } else if (!says) {
+                erase(content, i);
+                continue;
+            } else if (kind == type && !has_text(part, "text")) {
+                set(part, "text", part.contains("text") ? as_text(part.at("text")) : "");
+            } else if (kind != type && has_text(part, "refusal")) {
+                set(part, json{{"type", type}, {"text", part.at("refusal")}});
+            } else if (kind != type && has_text(part, "text")) {
+                set(part, "type", type);
+            }
+            ++i;
+        }
+        if (content.empty()) {
+            set(content, "");
+        }
+    }
+
+    void chat_call(json & call) {
+        if (!call.is_object()) {
+            return;
+        }
+        if (call.contains("custom") && call.at("custom").is_object()) {
+            const json & custom = call.at("custom");
+            set(call, "function", json{{"name", text_in(custom, "name")}, {"arguments", input_of(custom)}});
+            erase(call, std::string("custom"));
+        }
+        if (!call.contains("function") && has_text(call, "name")) {
+            set(call, "function", json{{"name", call.at("name")}, {"arguments", call.value("arguments", json())}});
+        }
+        if (!call.contains("function") || !call.at("function").is_object()) {
+            return;
+        }
+        if (text_in(call, "type") != "function") {
+            set(call, "type", "function");
+        }
+        erase_null(call, "id");
+        if (call.contains("id") && !has_text(call, "id")) {
+            set(call, "id", as_text(call.at("id")));
+        }
+        text_fields(call.at("function"), {"name", "arguments"});
+    }
+
+    // Calls and results without an id get one, in their order; templates may look for it. A result before any call, which
+    // is left of a history that was cut, becomes the user's.
+    void pair_chat_results(json & messages) {
+        std::deque<std::string> open;
+        size_t                  n_calls = 0;
+        for (json & message : messages) {
+            if (is_assistant(message) && has_array(message, "tool_calls")) {
+                open.clear();
+                for (json & call : message.at("tool_calls")) {
+                    if (call.is_object() && is_missing(call, "id")) {
+                        set(call, "id", nth_id(n_calls));
+                    }
+                    open.push_back(text_in(call, "id"));
+                    ++n_calls;
+                }
+            } else if (text_in(message, "role") == "tool") {
+                chat_result(message, open, n_calls > 0);
+            }
+        }
+    }
+
+    void chat_result(json & message, std::deque<std::string> & open, bool has_calls) {
+        if (!has_calls) {
+            set(message, "role", "user");
+        } else if (is_missing(message, "tool_call_id") && !open.empty()) {
+            set(message, "tool_call_id", open.front());
+        }
+        const auto answered = std::find(open.begin(), open.end(), text_in(message, "tool_call_id"));
+        if (answered != open.end()) {
+            open.erase(answered);
+        }
+    }
+
+    // Nine characters: Mistral's templates take no others.
+    static std::string nth_id(size_t n) {
+        const std::string digits = std::to_string(100'000 + n % 100'000).substr(1);
+        return "call" + digits;
+    }
+
+    // Makes them texts, JSON of what is none.
+    void text_fields(json & object, std::initializer_list<const char *> keys) {
+        for (const char * key : keys) {
+            if (!has_text(object, key)) {
+                set(object, key, object.contains(key) ? as_text(object.at(key)) : "");
+            }
+        }
+    }
+
+    static std::string input_of(const json & call) {
+        return json{{"input", call.contains("input") ? call.at("input") : json("")}}.dump_safe();
+    }
+
+    // llama.cpp continues a reply at the end of a chat, but not two of them.
+    void join_chat_replies(json & messages) {
+        while (messages.size() >= 2 && is_assistant(messages.back()) && is_assistant(messages.at(messages.size() - 2))) {
+            const json last = messages.back();
+            messages.erase(messages.size() - 1);
+            json & reply = messages.back();
+            changed_     = true;
+            if (has_array(reply, "tool_calls") && !reply.at("tool_calls").empty()) {
+                const json calls = reply.at("tool_calls");
+                for (const json & call : calls) {
+                    messages.push_back(json{{"role", "tool"}, {"tool_call_id", text_in(call, "id")}, {"content", ""}});
+                }
+                messages.push_back(last);
+                return;
+            }
+            join(reply, last);
+        }
+    }
+
+    void join(json & reply, const json & last) {
+        for (const char * key : {"content", "reasoning_content"}) {
+            const json more = last.value(key, json());
+            if (is_missing(reply, key) || reply.at(key).empty() || reply.at(key) == "") {
+                if (!more.is_null()) {
+                    reply[key] = more;
+                }
+            } else if (reply.at(key).is_array() || more.is_array()) {
+                json all = as_parts(reply.at(key));
+                all.insert(as_parts(more));
+                reply[key] = all;
+            } else if (more.is_string() && more != "") {
+                reply[key] = reply.at(key).get<std::string>() + "\n" + more.get<std::string>();
+            }
+        }
+        if (last.contains("tool_calls")) {
+            reply["tool_calls"] = last.at("tool_calls");
+        }
+    }
+
+    static json as_parts(const json & content) {
+        if (content.is_array()) {
+            return content;
+        }
+        const std::string text = as_text(content);
+        return text.empty() ? json::array() : json::array({json{{"type", "text"}, {"text", text}}});
+    }
+
+    // ---- Anthropic's messages
+
+    void anthropic(json & body) {
+        if (body.contains("system")) {
+            take_billing(body, "system", "text");
+        }
+        if (!has_array(body, "messages")) {
+            return;
+        }
+        json & messages = body.at("messages");
+        for (json & message : messages) {
+            if (message.is_object() && message.contains("content")) {
+                anthropic_content(message);
+            }
+        }
+        take_billing_from(messages, "text");
+        join_anthropic_replies(messages);
+    }
+
+    void anthropic_content(json & message) {
+        if (!has_array(message, "content")) {
+            if (!has_text(message, "content")) {
+                set(message, "content", as_text(message.at("content")));
+            }
+            return;
+        }
+        for (json & block : message.at("content")) {
+            const std::string kind = text_in(block, "type");
+            has_calls_ = has_calls_ || kind == "tool_use";
+            if (block.is_string()) {
+                set(block, json{{"type", "text"}, {"text", block}});
+            } else if (kind == "text" && !has_text(block, "text")) {
+                set(block, "text", block.contains("text") ? as_text(block.at("text")) : "");
+            } else if (kind == "tool_use") {
+                anthropic_input(block);
+            } else if (kind == "tool_result" && has_array(block, "content")) {
+                parts(block.at("content"), "text");
+            } else if (kind == "tool_result" && !is_missing(block, "content") && !has_text(block, "content")) {
+                set(block, "content", as_text(block.at("content")));
+            } else if (kind == "document" && block.contains("source") && has_text(block.at("source"), "data") &&
+                       text_in(block.at("source"), "type") == "text") {
+                set(block, json{{"type", "text"}, {"text", block.at("source").at("data")}});
+            }
+        }
+        if (!has_calls_) {
+            results_to_texts(message.at("content"));
+        }
+    }
+
+    // Results before any call become the user's.
+    void results_to_texts(json & blocks) {
+        json out = json::array();
+        for (const json & block : blocks) {
+            if (text_in(block, "type") == "tool_result") {
+                out.insert(as_parts(block.value("content", json())));
+                changed_ = true;
+            } else {
+                out.push_back(block);
+            }
+        }
+        blocks = out;
+    }
+
+    void anthropic_input(json & block) {
+        if (is_missing(block, "input")) {
+            set(block, "input", json::object());
+        } else if (!block.at("input").is_object()) {
+            set(block, "input", json::parse(mended_arguments(as_text(block.at("input")), false)));
+        }
+    }
+
+    void join_anthropic_replies(json & messages) {
+        while (messages.size() >= 2 && is_assistant(messages.back()) && is_assistant(messages.at(messages.size() - 2))) {
+            const json last = messages.back();
+            messages.erase(messages.size() - 1);
+            json & reply   = messages.back();
+            json   blocks  = as_parts(reply.value("content", json()));
+            json   results = json::array();
+            for (const json & block : blocks) {
+                if (text_in(block, "type") == "tool_use") {
+                    results.push_back(json{{"type", "tool_result"}, {"tool_use_id", text_in(block, "id")}, {"content", ""}});
+                }
+            }
+            changed_ = true;
+            if (!results.empty()) {
+                messages.push_back(json{{"role", "user"}, {"content", results}});
+                messages.push_back(last);
+                return;
+            }
+            blocks.insert(as_parts(last.value("content", json())));
+            reply["content"] = blocks;
+        }
+    }
+
+    // ---- OpenAI's Responses
+
+    void responses(json & body) {
+        if (has_text(body, "instructions")) {
+            take_billing(body, "instructions", "input_text");
+        }
+        if (!has_array(body, "input")) {
+            return;
+        }
+        json & items = body.at("input");
+        for (size_t i = 0; i < items.size();) {
+            json & item = items.at(i);
+            if (item.is_object() && !item_says(item)) {
+                erase(items, i);
+            } else {
+                ++i;
+            }
+        }
+        take_billing_from(items, "input_text");
+    }
+
+    // Repairs an item; false for one that says nothing to a model.
+    bool item_says(json & item) {
+        const std::string kind = text_in(item, "type");
+        if (kind == "web_search_call") {
+            return false;
+        }
+        if (kind == "reasoning") {
+            return reasoning_says(item);
+        }
+        if (kind == "custom_tool_call") {
+            set(item, "arguments", input_of(item));
+            set(item, "type", "function_call");
+        } else if (kind == "custom_tool_call_output") {
+            set(item, "type", "function_call_output");
+        }
+        if (kind == "function_call" || kind == "custom_tool_call") {
+            has_calls_ = true;
+            item_id(item);
+            text_fields(item, {"name", "arguments"});
+        } else if (kind == "function_call_output" || kind == "custom_tool_call_output") {
+            item_id(item);
+            if (has_array(item, "output")) {
+                parts(item.at("output"), "input_text");
+            } else {
+                text_fields(item, {"output"});
+            }
+            if (!has_calls_) {
+                set(item, json{{"role", "user"}, {"content", item.at("output")}});
+            }
+        } else if (has_text(item, "role")) {
+            item_message(item);
+        }
+        return true;
+    }
+
+    void item_id(json & item) {
+        if (!has_text(item, "call_id")) {
+            set(item, "call_id", text_in(item, "id"));
+        }
+    }
+
+    void item_message(json & item) {
+        const char * type = is_assistant(item) ? "output_text" : "input_text";
+        if (is_assistant(item) && text_in(item, "type") != "message") {
+            set(item, "type", "message");
+        }
+        if (has_array(item, "content")) {
+            parts(item.at("content"), type);
+        } else if (!has_text(item, "content")) {
+            set(item, "content", item.contains("content") ? as_text(item.at("content")) : "");
+        }
+    }
+
+    // llama.cpp takes reasoning as its first content alone; what other servers keep to themselves comes without one.
+    bool reasoning_says(json & item) {
+        if (!has_array(item, "summary")) {
+            set(item, "summary", json::array());
+        }
+        if (has_array(item, "content") && !item.at("content").empty() && has_text(item.at("content").front(), "text")) {
+            return true;
+        }
+        std::string text;
+        for (const json & part : item.at("summary")) {
+            text += (text.empty() ? "" : "\n") + text_in(part, "text");
+        }
+        if (!text.empty()) {
+            set(item, "content", json::array({json{{"type", "reasoning_text"}, {"text", text}}}));
+        }
+        return !text.empty();
+    }
+
+    // ---- Claude Code's billing line
+
+    void take_billing_from(json & messages, const char * type) {
+        if (!messages.empty() && is_system(messages.front()) && messages.front().contains("content") &&
+            !take_billing(messages.front(), "content", type)) {
+            messages.erase(size_t(0));
+        }
+    }
+
+    // Takes the line from the start of a text, or of the first part of several; false if there was nothing else. A field
+    // that is empty without the line is removed.
+    bool take_billing(json & holder, const char * key, const char * type) {
+        json & field = holder.at(key);
+        if (field.is_array() && !field.empty() && text_in(field.front(), "type") == type) {
+            if (!take_billing(field.front(), "text", type)) {
+                field.erase(size_t(0));
+            }
+            return !field.empty();
+        }
+        const size_t n = field.is_string() ? billing_bytes(field.get<std::string>()) : 0;
+        if (n == 0) {
+            return true;
+        }
+        const std::string rest = field.get<std::string>().substr(n);
+        if (rest.empty()) {
+            erase(holder, std::string(key));
+        } else {
+            set(field, rest);
+        }
+        return !rest.empty();
+    }
+
+    bool changed_   = false;
+    bool has_calls_ = false;  // so far
+};
+
+// Repairs the arguments of the calls of a body that `mend_history` has seen. Returns whether any changed.
+bool mend_arguments(task_response_type type, json & body, bool takes_text) {
+    bool       changed = false;
+    const auto mend    = [&](json & call) {
+        if (has_text(call, "arguments")) {
+            const std::string text   = call.at("arguments").get<std::string>();
+            std::string       mended = mended_arguments(text, takes_text);
+            if (mended != text) {
+                call["arguments"] = std::move(mended);
+                changed           = true;
+            }
+        }
+    };
+    if (type == TASK_RESPONSE_TYPE_OAI_RESP && has_array(body, "input")) {
+        for (json & item : body.at("input")) {
+            mend(item);
+        }
+    } else if (type == TASK_RESPONSE_TYPE_OAI_CHAT && has_array(body, "messages")) {
+        for (json & message : body.at("messages")) {
+            if (!has_array(message, "tool_calls")) {
+                continue;
+            }
+            for (json & call : message.at("tool_calls")) {
+                if (call.is_object() && call.contains("function")) {
+                    mend(call.at("function"));
+                }
+            }
+        }
+    }
+    return changed;
+}
+
+}  // namespace
+
+std::string mended_json(std::string text) {
+    static const std::string kMark = "\xEF\xBB\xBF";
+    if (text.compare(0, kMark.size(), kMark) == 0) {
+        text.erase(0, kMark.size());
+    }
+    for (size_t at = text.find('\\'); at != std::string::npos; at = text.find('\\', at)) {
+        const int unit = escaped(text, at);
+        if (is_high(unit) && is_low(escaped(text, at + 6))) {
+            at += 12;
+            continue;
+        }
+        if (is_high(unit) || is_low(unit)) {
+            text.replace(at + 2, 4, "fffd");
+        }
+        at += unit < 0 ? 2 : 6;
+    }
+    return text;
+}
+
+std::string mended_arguments(const std::string & text, bool takes_text) {
+    if (is_blank(text)) {
+        return "{}";
+    }
+    json parsed = json::parse_no_throw(text);
+    if (!parsed.is_discarded() && parsed.is_object()) {
+        return text;
+    }
+    const std::string mended = mended_json(text);
+    parsed = json::parse_no_throw(mended);
+    if (!parsed.is_discarded() && (parsed.is_object() || parsed.is_null())) {
+        return parsed.is_null() ? "{}" : mended;
+    }
+    return takes_text ? text : json{{"arguments", text}}.dump_safe();
+}
+
+bool mend_history(task_response_type type, json & body) {
+    return Mender().run(type, body);
+}
+
+std::string mended_body(task_response_type type, std::string text, bool takes_text) {
+    text = mended_json(std::move(text));
+    try {
+        json       body        = parsed_body(text);
+        const bool has_changed = mend_history(type, body);
+        return mend_arguments(type, body, takes_text) || has_changed ? body.dump() : text;
+    } catch (const std::exception &) {
+        return text;  // whoever reads it says what is wrong
+    }
+}
+
+}  // namespace towerd::wire
