@@ -67,9 +67,9 @@ class Session:
             is_begun = any(ids[: len(prompt)] == prompt for prompt in self.prompts)
             assert ids == self.ids or is_begun, f"{self.name}: {ids} instead of {self.ids}"
             assert len(found["turns"]) >= self.n_turns, f"{self.name} lost a turn"
-            if self.title or self.titles:
+            if self.title:  # else its first question stands for one
                 assert title in (self.title, *self.titles), f"{self.name} has the title {title}"
-                self.title = title if title in self.titles else self.title
+            self.title = title if title in self.titles else self.title
             self.ids, self.n_turns = ids, len(found["turns"])
         self.prompts, self.titles = [], []
         self.may_be_deleted = self.may_be_back = False
