@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,24 @@ def test_a_picture_that_is_none(both: tuple[str, str]) -> None:
     assert replies[0].status_code == replies[1].status_code == 400
     assert replies[0].json() == replies[1].json()
     assert say(both[0], [look_at(1)]) == say(both[1], [look_at(1)])
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/completion"])
+def test_a_picture_that_ends_the_decoder(both: tuple[str, str], path: str) -> None:
+    """It is refused before llama-server gets it, which would end."""
+    data = base64.b64encode(
+        b"\x53\x80\xf6\x34" + bytes(84) + b"PICT" + struct.pack(">HH8x", 4000, 4000) + bytes(9)
+    ).decode()
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": [part]}], **GREEDY}
+    if path == "/completion":
+        marker = requests.get(both[1] + "/props", timeout=30).json()["media_marker"]
+        body = {"prompt": {"prompt_string": marker, "multimodal_data": [data]}, **GREEDY}
+    reply = requests.post(both[1] + path, json=body, timeout=60)
+    assert reply.status_code == 400
+    assert "this format" in reply.json()["error"]["message"]
+    stats = requests.get(both[1] + "/towerd/v1/stats", timeout=30).json()["engine"]
+    assert stats["restarts"] == 0
 
 
 ADDRESSES = ("http://127.0.0.1:{port}/p.png", "https://127.0.0.1:{port}/p.png")

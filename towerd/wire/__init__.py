@@ -30,6 +30,7 @@ from towerd.wire._wire import (
     RerankRequest,
     Speculation,
     Writer,
+    check_medium,
 )
 from towerd.wire.endpoint import Endpoint
 from towerd.wire.error import WireError
@@ -55,6 +56,7 @@ __all__ = [
     "WireError",
     "WireThreads",
     "Writer",
+    "check_medium",
     "recommended",
 ]
 del _lib

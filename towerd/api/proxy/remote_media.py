@@ -1,11 +1,15 @@
-"""Refuses media that llama-server would fetch: it asks any address that a chat names, from this machine.
+"""Refuses media that llama-server must not get: addresses, which it would fetch, and bombs.
 
-A client could reach the machine's own services and its network that way, or be led there by a
-redirect. Neither engine fetches anything.
+It asks any address that a chat names, from this machine. A client could reach the machine's own services
+and its network that way, or be led there by a redirect: neither engine fetches anything. A file that
+takes gigabytes once it is decoded, or that ends the decoder, would end the answers of all others.
 """
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import binascii
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,10 +29,16 @@ FETCHED = "http"
 
 
 async def check_media(body: Any) -> None:
-    """Raises InvalidRequest if a chat, in any of its forms, has media that would be fetched."""
-    if isinstance(body, Mapping):
-        lists = [body.get("messages"), body.get("input")]
-        await by_size(count(lists), _refuse_remote, lists)
+    """Raises InvalidRequest if a request that generates, in any of its forms, has media that would be
+    fetched or must not be decoded."""
+    if not isinstance(body, Mapping):
+        return
+    lists = [body.get("messages"), body.get("input"), body.get("prompt")]
+    found = await by_size(count(lists), _media, lists)
+    if any(address.startswith(FETCHED) for address in found):
+        raise InvalidRequest("Media are not fetched from elsewhere: send the bytes in a data: URI")
+    if found:
+        await asyncio.to_thread(_check_bytes, found)
 
 
 async def forward_chat(request: web.Request) -> web.StreamResponse:
@@ -50,13 +60,27 @@ async def forward_chat(request: web.Request) -> web.StreamResponse:
         reply.close()
 
 
-def _refuse_remote(lists: Any) -> None:
-    for items in lists:
-        for part in _parts(items):
-            if any(address.startswith(FETCHED) for address in _addresses(part)):
-                raise InvalidRequest(
-                    "Media are not fetched from elsewhere: send the bytes in a data: URI"
-                )
+def _media(lists: Any) -> list[str]:
+    """The media of a request: addresses, data: URIs, and bytes in base64."""
+    messages, items, prompts = lists
+    chats = (*_parts(messages), *_parts(items))
+    found = [address for part in chats for address in _addresses(part)]
+    for prompt in prompts if isinstance(prompts, list) else (prompts,):
+        data = prompt.get("multimodal_data") if isinstance(prompt, Mapping) else None
+        found += [each for each in data or () if isinstance(each, str)]
+    return found
+
+
+def _check_bytes(media: list[str]) -> None:
+    from towerd.wire import WireError, check_medium
+
+    for each in media:
+        try:  # what is no base64 is for llama-server to refuse
+            check_medium(base64.b64decode(each.rpartition(",")[2]))
+        except binascii.Error:
+            continue
+        except WireError as error:
+            raise InvalidRequest(error.message) from error
 
 
 def _parts(items: Any) -> Iterator[Mapping[str, Any]]:
