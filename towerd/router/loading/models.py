@@ -195,7 +195,10 @@ class Models:
             await candidate.close()
         took_s = time.monotonic() - began
         self._metrics.loaded(took_s)
-        log.info("model loaded", extra={"model": model.name, "seconds": round(took_s, 3)})
+        told = {"model": model.name, "seconds": round(took_s, 3)}
+        if model.process is not None:  # else it has ended already
+            told["pid"] = model.process.pid
+        log.info("model loaded", extra=told)
         self.events.has_loaded(model.name, model.info)
         self._watch_idle(model)  # all who waited for it may have left
 

@@ -65,6 +65,11 @@ class ModelProcess:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def pid_if_started(self) -> int | None:
+        """The process; None before it has started."""
+        return None if self._process is None else self._process.pid
+
     def assign(self, config: Config) -> None:
         """Choose the model that `load` loads."""
         self._config = replace(config, catalog_fd=self._catalog_fd)
