@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from daemon import Daemon, run_towerctl
-from mixed_clients import OPERATIONS, Killed, MixedClient
+from mixed_clients import Killed, MixedClient
 from oracle import Oracle, check_greedy
 
 from towerd.models.random_gguf import PRESETS, make_random_gguf
@@ -95,8 +95,9 @@ def test_kill_under_mixed_operations(tmp_path: Path, arch: str, n_kills: int, se
             daemon.kill()
     done = run_towerctl(daemon, "verify")
     assert done.returncode == 0, done.stdout + done.stderr
-    if n_kills == SOAK_KILLS:  # otherwise nothing was tried
-        assert {name for each in clients for name in each.done} == set(OPERATIONS)
+    n_done = sum(sum(each.done.values()) for each in clients)
+    print(f"{arch}: {n_done} operations besides begun sessions", flush=True)
+    assert n_done > n_kills  # otherwise nothing was tried
 
 
 def check_an_answer(oracle: Oracle, clients: list[MixedClient], chance: random.Random) -> None:
