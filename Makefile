@@ -53,7 +53,7 @@ agents: setup ## Agent programs from npm and PyPI in a session with towerd; writ
 	@PYTHONPATH=tests/support $(BIN)/python tests/agents/agent_sessions.py $(ARGS)
 
 soak: setup ## The long attacks of the suite, then 10,000 requests under budgets that are far too small; about an hour
-	$(BIN)/pytest -m soak
+	$(BIN)/pytest -m soak -v
 	@$(BIN)/towerctl bench soak
 
 fuzz: setup ## New examples for every property, then the C++ code under sanitizers for twice ten minutes; FUZZ_SECONDS=60 for less

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import sys
 import tempfile
 import time
 from collections import deque
@@ -44,6 +45,15 @@ FAILURES_MAX = 5
 """After this many failures the daemon counts as broken."""
 RSS_MB_MAX = 4096
 """A daemon that takes more is stopped before it takes all memory of the machine."""
+RSS_KB_MAX = 4.0
+"""RSS for each further request in the second half; what a turn leaves in the prefix tree is part of it."""
+FDS_MORE_MAX = 8
+THREADS_MORE_MAX = 4
+"""What the second half may have more than the first."""
+JUDGED_MIN = 1000
+"""With fewer requests the caches still fill, and growth says nothing."""
+TOLD_S = 60.0
+"""Progress is told this often where nobody watches a terminal."""
 SAMPLE_S = 1.0
 SAMPLES_SHOWN = 12
 _WORDS = (
@@ -139,7 +149,8 @@ async def run(model: Path | None, quick: bool) -> Report:
 def report_of(model: str, load: SoakRun, stats: dict[str, Any], seconds: float) -> Report:
     """The figures of one run."""
     report, samples = Report("soak", model), load.samples
-    later = samples[len(samples) // 2 :]
+    half = len(samples) // 2
+    first, later = samples[: half + 1], samples[half:]
     report.figures |= {
         "done": load.done,
         "failed": len(load.errors),
@@ -150,7 +161,9 @@ def report_of(model: str, load: SoakRun, stats: dict[str, Any], seconds: float) 
         "rss_mb_max": max(sample.rss_mb for sample in samples),
         "rss_kb_per_request": slope(later) * 1e3,
         "fds_max": max(sample.fds for sample in samples),
+        "fds_more": max(each.fds for each in later) - max(each.fds for each in first),
         "threads_max": max(sample.threads for sample in samples),
+        "threads_more": max(each.threads for each in later) - max(each.threads for each in first),
         "hot_mb_max": max(sample.hot_mb for sample in samples),
         "warm_mb_max": max(sample.warm_mb for sample in samples),
         "hot_evictions": stats.get("hot_evictions", 0),
@@ -161,6 +174,10 @@ def report_of(model: str, load: SoakRun, stats: dict[str, Any], seconds: float) 
         report.figures["stopped"] = load.stopped
     report.details["samples"] = [asdict(sample) for sample in thinned(samples)]
     report.target("failed", most=0)
+    if load.done >= JUDGED_MIN:
+        report.target("rss_kb_per_request", most=RSS_KB_MAX)
+        report.target("fds_more", most=FDS_MORE_MAX)
+        report.target("threads_more", most=THREADS_MORE_MAX)
     for key in ("hot_evictions", "warm_evictions"):
         report.target(key, least=1)
     return report
@@ -252,9 +269,13 @@ async def _ask(session: aiohttp.ClientSession, url: str, request: SoakRequest) -
 async def _keep_looking(
     session: aiohttp.ClientSession, server: ServerProcess, load: SoakRun, began: float
 ) -> None:
+    told_s = began
     while not load.stopped:
         await asyncio.sleep(SAMPLE_S)
         await _look(session, server, load, began)
+        if time.monotonic() - told_s >= TOLD_S and load.samples:
+            told_s = time.monotonic()
+            print(f"{load.done:,} requests, {load.samples[-1].rss_mb:,.0f} MB", file=sys.stderr)
 
 
 async def _look(

@@ -232,6 +232,14 @@ class ApiClient:
         found: list[Json] = self._get("/models")["data"]
         return found if all("status" in each for each in found) else None
 
+    def processes(self) -> list[Json]:
+        """The processes of a router, each with its `role`; none if the daemon serves one model."""
+        reply = self._send("GET", f"{OWN}/processes", None, TIMEOUT_S)
+        data = self._read(reply)
+        if reply.status == HTTPStatus.NOT_FOUND:
+            return []
+        return list(self._decode(reply, data)["processes"])
+
     def slots(self, model: str) -> list[Json] | None:
         """What each slot of a model does; None if the daemon was told not to show it."""
         reply = self._send("GET", f"/slots?{query_of({'model': model})}", None, TIMEOUT_S)

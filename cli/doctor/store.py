@@ -36,7 +36,11 @@ def daemon(config: Config) -> Finding:
     with ApiClient.at_socket(config.socket) as backend:
         if (models := backend.routed()) is not None:
             n = sum(model["status"]["value"] == "loaded" for model in models)
-            return ok(f"a router at {config.socket}, {n} of {len(models)} models are loaded")
+            broker = next(each["pid"] for each in backend.processes() if each["is_broker"])
+            return ok(
+                f"a router at {config.socket}, {n} of {len(models)} models are loaded; process {broker} "
+                "has the catalog for all of them"
+            )
         stats = backend.stats()
     engine = stats["engine"]
     found = f"serves {stats['model']} at {config.socket}"

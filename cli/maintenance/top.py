@@ -65,7 +65,7 @@ def _watch(backend: ApiClient, view: Json, interval_s: float) -> None:
 
 
 def _look(backend: ApiClient) -> Json:
-    """`stats`, `slots` (None if they are not shown) and the time."""
+    """`stats`, `slots` (None if they are not shown), a router's `processes`, and the time."""
     stats = backend.stats()
     if stats["engine"] is None:
         raise ConfigError(
@@ -73,14 +73,26 @@ def _look(backend: ApiClient) -> Json:
             "--socket, --url or --store-dir."
         )
     # A router has the statistics of one of its loaded models.
-    return {"stats": stats, "slots": backend.slots(stats["model"]), "at": time.monotonic()}
+    return {
+        "stats": stats,
+        "slots": backend.slots(stats["model"]),
+        "processes": backend.processes(),
+        "at": time.monotonic(),
+    }
 
 
 def frame(view: Json, before: Json | None) -> list[str]:
     """The lines of one view. before: the view before it, which tells what changed."""
     from towerd.cli.output import clean
 
-    lines = [*_head(view["stats"]), "", *_tiers(view, before), "", *_slots(view, before)]
+    lines = [
+        *_head(view["stats"]),
+        *_processes(view["processes"]),
+        "",
+        *_tiers(view, before),
+        "",
+        *_slots(view, before),
+    ]
     return [clean(line)[:COLUMNS] for line in lines]
 
 
@@ -96,6 +108,18 @@ def _head(stats: Json) -> Iterator[str]:
     total = sum(stats["reuse"].values())
     parts = ", ".join(f"{name} {tokens:,}" for name, tokens in stats["reuse"].items() if tokens)
     yield f"prompts   {total:,} tokens{f': {parts}' if parts else ''}"
+
+
+def _processes(processes: list[Json]) -> Iterator[str]:
+    """A router's."""
+    if processes:
+        said = (
+            f"{each.get('model', each['role'])} {each['pid']}"
+            f"{' (broker)' if each['is_broker'] else ''}"
+            f"{' (does not answer)' if each.get('silent') else ''}"
+            for each in processes
+        )
+        yield f"processes {', '.join(said)}"
 
 
 def _tiers(view: Json, before: Json | None) -> Iterator[str]:

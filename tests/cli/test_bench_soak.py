@@ -74,6 +74,36 @@ def test_the_load() -> None:
     assert max(len(prompt.split()) for prompt in prompts) <= soak.WORDS[1]
 
 
+@pytest.mark.parametrize(
+    ("key", "fields"),
+    [
+        ("rss_kb_per_request", {"rss_mb": 0.02}),
+        ("fds_more", {"fds": 0.01}),
+        ("threads_more", {"threads": 0.01}),
+    ],
+)
+def test_growth_is_judged(key: str, fields: dict[str, float]) -> None:
+    """What grows with every request misses its target; what is flat meets it."""
+    for growth, missed in (({}, []), (fields, [key])):
+        load = new_load(1)
+        load.done = 2000
+        load.samples = [
+            SoakSample(
+                float(n),
+                n,
+                100.0 + n * growth.get("rss_mb", 0),
+                round(9 + n * growth.get("fds", 0)),
+                round(3 + n * growth.get("threads", 0)),
+                0.0,
+                0.0,
+                n,
+            )
+            for n in range(0, 2001, 100)
+        ]
+        stats = {"hot_evictions": 1, "warm_evictions": 1}
+        assert soak.report_of("m", load, stats, 1.0).as_json()["missed"] == missed
+
+
 async def test_a_daemon_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run ends after a few failures, and says which."""
     monkeypatch.setattr(soak, "ANSWER_S_MAX", 0.2)

@@ -66,7 +66,8 @@ def test_once(server: Daemon, ctl: Ctl, ctl_json: CtlJson) -> None:
             "cold",
         }
     view = ctl_json("top", *at)
-    assert set(view) == {"stats", "slots", "at"}
+    assert set(view) == {"stats", "slots", "processes", "at"}
+    assert view["processes"] == []  # one model has one
     assert len(view["slots"]) == view["stats"]["n_slots"]
 
 

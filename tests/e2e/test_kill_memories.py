@@ -84,17 +84,9 @@ def damage(daemon: Daemon, chance: random.Random) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("n_kills", "seed"),
-    [
-        (3, 1),
-        pytest.param(40, random.SystemRandom().getrandbits(32), marks=pytest.mark.soak, id="soak"),
-    ],
-)
-def test_kill_at_random_moments(tmp_path: Path, model: Model, n_kills: int, seed: int) -> None:
+def test_kill_at_random_moments(tmp_path: Path, model: Model) -> None:
     """Every acknowledged token is there, and answers are those of monolithic prefill."""
-    print(f"seed {seed}")  # shown when the test fails
-    daemon, chats = killed(tmp_path, model, n_kills, seed)
+    daemon, chats = killed(tmp_path, model, 3, seed=1)
     assert sum(bool(chat.ids) for chat in chats) > 0
     with daemon.stored():  # reads every file, states too
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +14,14 @@ import psutil
 import pytest
 import requests
 from daemon import Daemon
-from routed import MakeRouter
+from mixed_clients import MixedClient
+from routed import MakeRouter, ask
 from waiting import until
 
 N_KILLS = 6
+SOAK_KILLS = 24
+VOCABULARIES = {"tales": range(260, 500), "dice": range(360, 448)}
+"""Ids of ordinary tokens."""
 
 
 class Chat:
@@ -91,3 +96,66 @@ def test_killed_between_two_models(make_router: MakeRouter) -> None:
                 kept = router.get(path)["ids"]
                 assert kept[: len(chat.ids)] == chat.ids
     assert all(chat.n_answers for chat in chats)
+
+
+def process_of(router: Daemon, role: str, chance: random.Random) -> int | None:
+    """One of the processes of this role; the router says which is which."""
+    processes = router.get("/towerd/v1/processes")["processes"]
+    found = [each["pid"] for each in processes if each["role"] == role and each["pid"]]
+    return chance.choice(found) if found else None
+
+
+def test_the_router_is_the_broker(make_router: MakeRouter) -> None:
+    """Its list of processes says so, with each model's and the one in reserve; so does its log."""
+    router = make_router()
+    assert ask(router, "tales").status_code == 200
+    until(lambda: process_of(router, "reserve", random.Random()) is not None)
+    listed = router.get("/towerd/v1/processes")["processes"]
+    running = {each.pid for each in psutil.Process(router.pid).children()} | {router.pid}
+    assert {each["pid"] for each in listed} == running
+    (broker,) = (each for each in listed if each["is_broker"])
+    assert (broker["pid"], broker["role"]) == (router.pid, "router")
+    (model,) = (each for each in listed if each["role"] == "model")
+    assert (model["model"], model["state"], model["silent"]) == ("tales", "loaded", None)
+    assert f"the catalog's broker  pid={router.pid}" in router.log
+    if sys.platform == "linux":
+        names = {each["role"]: psutil.Process(each["pid"]).name() for each in listed}
+        assert names["router"] == "towerd-router"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_kill_every_process(make_router: MakeRouter) -> None:
+    """Clients do everything in two models while a model's process, the one in reserve or the router, which
+    has the catalog, is killed: what was acknowledged is there, and requests are answered again."""
+    seed = random.SystemRandom().getrandbits(32)
+    print(f"seed {seed}", flush=True)
+    chance = random.Random(seed)
+    router = make_router("--freeze-after", "0", "-np", "4")
+    clients = [
+        MixedClient(router, seed + n, VOCABULARIES[model], model)
+        for n, model in enumerate(("tales", "dice", "tales", "dice"))
+    ]
+    for n in range(SOAK_KILLS):
+        is_over = threading.Event()
+        with ThreadPoolExecutor(len(clients)) as pool:
+            working = [pool.submit(each.run, is_over) for each in clients]
+            time.sleep(chance.uniform(0.2, 4.0))
+            role = ("model", "reserve", "router")[n % 3]
+            pid = process_of(router, role, chance)
+            if pid == router.pid:
+                router.kill()
+            elif pid is not None:
+                with suppress(psutil.NoSuchProcess):
+                    psutil.Process(pid).kill()
+                time.sleep(chance.uniform(0.2, 2.0))
+            is_over.set()
+            for each in working:
+                each.result()
+        if router.process is None:
+            with router.stored():
+                pass
+            router.start()
+        for client in clients:
+            client.check()
+    assert router.stop() == 0, router.log

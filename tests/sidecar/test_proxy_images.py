@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import requests
 from daemon import Daemon
+from fake_llama_server import Asked, answering
 from vision_model import make_projector, picture
 
 from towerd.cli.bench.harness.servers import llama_server as llama_server_alone
@@ -104,3 +107,70 @@ def test_a_picture_that_is_none(both: tuple[str, str]) -> None:
     assert replies[0].status_code == replies[1].status_code == 400
     assert replies[0].json() == replies[1].json()
     assert say(both[0], [look_at(1)]) == say(both[1], [look_at(1)])
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/completion"])
+def test_a_picture_that_ends_the_decoder(both: tuple[str, str], path: str) -> None:
+    """It is refused before llama-server gets it, which would end."""
+    data = base64.b64encode(
+        b"\x53\x80\xf6\x34" + bytes(84) + b"PICT" + struct.pack(">HH8x", 4000, 4000) + bytes(9)
+    ).decode()
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": [part]}], **GREEDY}
+    if path == "/completion":
+        marker = requests.get(both[1] + "/props", timeout=30).json()["media_marker"]
+        body = {"prompt": {"prompt_string": marker, "multimodal_data": [data]}, **GREEDY}
+    reply = requests.post(both[1] + path, json=body, timeout=60)
+    assert reply.status_code == 400
+    assert "this format" in reply.json()["error"]["message"]
+    stats = requests.get(both[1] + "/towerd/v1/stats", timeout=30).json()["engine"]
+    assert stats["restarts"] == 0
+
+
+ADDRESSES = ("http://127.0.0.1:{port}/p.png", "https://127.0.0.1:{port}/p.png")
+CHATS = {
+    "/v1/chat/completions": "image_url",
+    "/chat/completions": "image_url",
+    "/v1/responses": "input_image",
+    "/v1/messages": "image",
+    "/apply-template": "image_url",
+    "/v1/chat/completions/input_tokens": "image_url",
+    "/v1/responses/input_tokens": "input_image",
+    "/v1/messages/count_tokens": "image",
+}
+
+
+def chat_about(kind: str, address: str) -> dict[str, Any]:
+    """A request in the shape of an endpoint that names a picture by its address."""
+    if kind == "input_image":
+        parts = [{"type": kind, "image_url": address}]
+        return {"input": [{"role": "user", "content": parts}], "max_output_tokens": 4}
+    if kind == "image_url":
+        picture_part: dict[str, Any] = {"type": kind, "image_url": {"url": address}}
+    else:
+        inner = {"type": kind, "source": {"type": "url", "url": address}}
+        picture_part = {"type": "tool_result", "tool_use_id": "a", "content": [inner]}
+    return {"messages": [{"role": "user", "content": [picture_part]}], "max_tokens": 4}
+
+
+@pytest.mark.parametrize("path", CHATS)
+def test_nothing_is_fetched(both: tuple[str, str], path: str) -> None:
+    """An address in a chat is refused, whatever the endpoint, and nobody is asked for it; without
+    towerd llama-server asks."""
+    asked: list[str] = []
+
+    def note(request: Asked) -> None:
+        asked.append(request.path)
+        request.connection.close()
+
+    with answering({}, talks={"/": note}) as elsewhere:
+        port = elsewhere.rpartition(":")[2]
+        for address in ADDRESSES:
+            body = chat_about(CHATS[path], address.format(port=port))
+            reply = requests.post(both[1] + path, json=body, timeout=60)
+            assert reply.status_code == 400
+            assert "send the bytes" in reply.json()["error"]["message"]
+        assert asked == []
+        body = chat_about(CHATS[path], ADDRESSES[0].format(port=port))
+        requests.post(both[0] + path, json=body, timeout=60)
+        assert asked == ["/p.png"]

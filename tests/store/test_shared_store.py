@@ -41,7 +41,7 @@ class Shared:
         self._closing.callback(self.broker.close)
 
     def open(self, model: Fingerprint) -> Store:
-        store = Store.open(self.root, model, catalog_fd=self.broker.connect().detach())
+        store = Store.open(self.root, model, catalog_fd=self.broker.connect().socket.detach())
         self._closing.callback(store.close)
         return store
 
@@ -63,7 +63,7 @@ class SharedStoreMachine(StoreMachine):
         self.broker = CatalogBroker(self.root)
         self.sides = []
         for model in (FINGERPRINT, OTHER_MODEL):
-            fd = self.broker.connect().detach()
+            fd = self.broker.connect().socket.detach()
             store = Store.open(self.root, model, clock=self.clock, catalog_fd=fd)
             ranking = Ranking(self.policy, self.clock, token_bytes=LAYOUT.token_bytes)
             store.listen(ranking)
@@ -89,7 +89,7 @@ class SharedStoreMachine(StoreMachine):
         model = gone.state.fingerprint
         self.requests = [each for each in self.requests if each[0] is not gone]
         gone.close()
-        fd = self.broker.connect().detach()
+        fd = self.broker.connect().socket.detach()
         store = Store.open(self.root, model, clock=self.clock, catalog_fd=fd)
         ranking = Ranking(self.policy, self.clock, token_bytes=LAYOUT.token_bytes)
         store.listen(ranking)
@@ -138,7 +138,7 @@ def test_rows_stay_apart_and_survive_the_splits_of_the_other(shared: Shared) -> 
 def test_what_is_written_while_a_model_is_being_opened(shared: Shared) -> None:
     """A process that has connected, and has read nothing yet, is told of no changes."""
     one = shared.open(FINGERPRINT)
-    late = shared.broker.connect()
+    late = shared.broker.connect().socket
     path = one.insert(IDS, "local", [40])
     make_hot(one, path[-1])
     one.write_rows(path)
@@ -305,7 +305,7 @@ def test_a_store_with_a_broker_is_locked(shared: Shared) -> None:
 
 def test_without_its_broker_a_store_fails_in_a_sentence(root: Path) -> None:
     broker = CatalogBroker(root)
-    store = Store.open(root, FINGERPRINT, catalog_fd=broker.connect().detach())
+    store = Store.open(root, FINGERPRINT, catalog_fd=broker.connect().socket.detach())
     broker.close()
     with pytest.raises(StoreError, match="start towerd again"):
         store.sessions()
@@ -331,7 +331,7 @@ with store.locked(), store.state.growing() as growth:
 
 def test_a_killed_process_leaves_nothing_half_done(shared: Shared) -> None:
     """It is killed inside a transaction, with the lock: others go on with what it had committed."""
-    one, theirs = shared.open(FINGERPRINT), shared.broker.connect()
+    one, theirs = shared.open(FINGERPRINT), shared.broker.connect().socket
     victim = subprocess.Popen(
         [sys.executable, "-c", _VICTIM, str(shared.root), str(theirs.fileno())],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()],

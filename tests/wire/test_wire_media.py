@@ -25,6 +25,7 @@ from towerd.wire import (
     Request,
     Settings,
     WireError,
+    check_medium,
 )
 
 PNG = "data:image/png;base64,"
@@ -157,6 +158,34 @@ def test_pictures_that_promise_too_much(seeing: Model) -> None:
                 Request(seeing, "completion", json.dumps({"prompt": one}).encode())
     with pytest.raises(WireError, match="Failed to load"):  # it promises little, and has less
         asked(seeing, parts[0], parts[0])
+
+
+def softimage_of(width: int, height: int) -> bytes:
+    """The beginning of a Softimage picture, whose decoder in stb_image ends the process."""
+    return (
+        b"\x53\x80\xf6\x34" + bytes(84) + b"PICT" + struct.pack(">HH8x", width, height) + bytes(9)
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (softimage_of(4000, 4000), "this format"),
+        (b"P6\n64 64\n255\n" + bytes(64 * 64 * 3), "this format"),
+        (b"GIF89a" + struct.pack("<HH", 9000, 9000) + bytes(30), "its file was cut off"),
+        (png_of(12_000, 12_000) + bytes(100_000), "more than 384 MiB when it is decoded"),
+    ],
+)
+def test_pictures_that_are_not_decoded(seeing: Model, data: bytes, reason: str) -> None:
+    """Formats that nobody sends, whose decoders are not to be trusted; sizes that no camera has, and
+    those that the file has no bytes for."""
+    part = {"type": "image_url", "image_url": {"url": PNG + base64.b64encode(data).decode()}}
+    with pytest.raises(WireError, match=reason) as refused:
+        asked(seeing, part)
+    assert refused.value.status == 400
+    with pytest.raises(WireError, match=reason):
+        check_medium(data)
+    check_medium(base64.b64decode(picture(1)))
 
 
 def test_sounds_that_promise_too_much(story: Talker, paths: dict[str, Path]) -> None:

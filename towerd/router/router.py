@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from pathlib import Path
 
 from aiohttp import web
@@ -22,6 +23,7 @@ from towerd.router.http.conversations import Conversations
 from towerd.router.http.forward import forward, forward_named, forward_store
 from towerd.router.http.keys import CONVERSATIONS, LAUNCHER, MODELS, TABLES
 from towerd.router.http.loaded import end_workflow
+from towerd.router.http.processes import get_processes
 from towerd.router.loading.launcher import Launcher
 from towerd.router.loading.models import Models
 from towerd.router.metrics import RouterMetrics
@@ -29,6 +31,7 @@ from towerd.settings.llama_flags import ui_settings
 from towerd.settings.model_tables import ModelTables
 from towerd.store.catalog.shared.broker import CatalogBroker
 from towerd.system.socket_folder import socket_folder
+from towerd.system.title import name_process
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +43,9 @@ def run(tables: ModelTables) -> None:
 
 async def _serve(tables: ModelTables) -> None:
     stopping = stop_event()
+    name_process("towerd-router")
     broker = await asyncio.to_thread(CatalogBroker, tables.config.store_dir)
+    log.info("this process is the router and the catalog's broker", extra={"pid": os.getpid()})
     try:
         with socket_folder("towerd-models-") as folder:
             launcher = Launcher(tables, Path(folder), broker)
@@ -103,6 +108,7 @@ ROUTES = (
     ("POST", "/models/load", routes.post_load),
     ("POST", "/models/unload", routes.post_unload),
     ("GET", "/models/sse", routes.get_sse),
+    ("GET", "/towerd/v1/processes", get_processes),
     ("GET", "/v1/stream", streams.get_stream),
     ("DELETE", "/v1/stream", streams.delete_stream),
     ("POST", "/v1/streams/lookup", streams.post_lookup),

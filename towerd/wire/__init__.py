@@ -30,6 +30,7 @@ from towerd.wire._wire import (
     RerankRequest,
     Speculation,
     Writer,
+    check_medium,
     mended_body,
     mended_json,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "WireError",
     "WireThreads",
     "Writer",
+    "check_medium",
     "mended_body",
     "mended_json",
     "recommended",

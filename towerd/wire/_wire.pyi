@@ -18,6 +18,10 @@ class Medium:
 class Encoded:
     """A medium encoded by a projector."""
 
+def check_medium(data: bytes) -> None:
+    """Raises WireError for a picture or sound that must not be decoded: a bomb, or of a format whose
+    decoder is not to be trusted. What is neither passes."""
+
 class LoadFlags:
     """What flags of llama-server say about how a model and its contexts are made. It must live as long
     as they do."""

@@ -132,7 +132,12 @@ class Connection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The reply if no handler has answered. Raises ConnectionError if a reply has begun."""
+        """The reply if no handler has answered. Raises ConnectionError if a reply has begun, or its client
+        has left."""
+        if isinstance(exc, ConnectionError) and (
+            request.transport is None or request.transport.is_closing()
+        ):
+            raise exc  # the client left in the middle of its reply
         error: TowerdError
         if isinstance(exc, HttpProcessingError):
             error = InvalidRequest(f"Malformed HTTP request: {reason_of(exc)}")

@@ -185,11 +185,13 @@ class Exchange:
                 await write_or_stall(request, response, self._take(chunk, last))
             last.append(self._splitter.rest())
             if not self._watch.is_over and not self._plan.hides_end:
-                raise Unavailable(LOST)
+                raise self._engine.failure(LOST)
             await self._record()
         except TowerdError as error:
             self._engine.notice(error)
             await self._keep()
+            if isinstance(error, Unavailable):
+                error = self._engine.failure(error.message)
             last = [error_event(self._request.path, error)]
         await self._leave()  # before the end is sent: the client's next request may need this slot
         await write_or_stall(request, response, b"".join(last))

@@ -84,8 +84,9 @@ async def copy(
         return await _copy_failure(request, reply)
 
     def on_lost() -> TowerdError:
-        error = Unavailable(LOST)
-        llama_server_of(request).notice(error)
+        engine = llama_server_of(request)
+        error = engine.failure(LOST)
+        engine.notice(error)
         return error
 
     return await relay(request, reply, head_of(reply, extra), on_lost)

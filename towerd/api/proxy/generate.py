@@ -19,6 +19,7 @@ from towerd.api.proxy.headers import to_upstream
 from towerd.api.proxy.link import LINK, llama_server_of
 from towerd.api.proxy.mending import mended
 from towerd.api.proxy.plan import Placement, ProxyPlan, check_fits, learn, make_plan
+from towerd.api.proxy.remote_media import check_media
 from towerd.api.proxy.watch import Dialect
 from towerd.cold.cold_tier import RequestGuard
 from towerd.engine.base import GenerateRequest
@@ -83,6 +84,7 @@ async def _generate(
     if not isinstance(body, dict) or not _has_prompt(dialect, body):
         return await _as_it_is(request, engine, ProxyPlan(dialect, data, Placement.FREE))
     try:
+        await check_media(body)
         plan = await make_plan(dialect, data, body, engine, can_pin=can_pin)
     finally:
         await release(body)

@@ -12,7 +12,7 @@ from aiohttp import ClientResponse, web
 from towerd.api.http.keys import service_of
 from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.engine.llama_server.process.client import Body, Lost, NotHttp, Unreachable
-from towerd.errors import TowerdError, Unavailable
+from towerd.errors import TowerdError
 
 LOST = "llama-server ended while it answered; try again"
 _BAD_HTTP = "llama-server's reply is not valid HTTP"
@@ -71,13 +71,13 @@ class Link:
         head is there. Raises Unavailable if llama-server is unavailable, TowerdError if its reply
         cannot be read, and the errors of iterating the body."""
         if not engine.is_running:
-            raise Unavailable(_DOWN)
+            raise engine.failure(_DOWN)
         try:
             return await engine.upstream.send(method, path, headers, body)
         except NotHttp as error:
             raise TowerdError(_BAD_HTTP) from error
         except (Lost, Unreachable) as error:
-            failure = Unavailable(LOST if isinstance(error, Lost) else _DOWN)
+            failure = engine.failure(LOST if isinstance(error, Lost) else _DOWN)
             # llama-server closes the connection on a body that it refuses; it may still be well.
             if not isinstance(body, AsyncIterator):
                 engine.notice(failure)

@@ -27,6 +27,7 @@ from towerd.api.proxy.generate import (
 )
 from towerd.api.proxy.link import LINK, Link, llama_server_of
 from towerd.api.proxy.metrics import get_metrics
+from towerd.api.proxy.remote_media import forward_chat
 from towerd.engine.base import SlotView
 from towerd.errors import NotFound, NotSupported, SwitchedOff, TowerdError
 
@@ -173,12 +174,12 @@ PROXY: tuple[tuple[str, str, Any], ...] = (
     ("POST", "/infill", post_infill),
     ("POST", "/tokenize", forward),
     ("POST", "/detokenize", forward),
-    ("POST", "/apply-template", forward),
-    ("POST", "/chat/completions/input_tokens", forward),
-    ("POST", "/v1/chat/completions/input_tokens", forward),
-    ("POST", "/responses/input_tokens", forward),
-    ("POST", "/v1/responses/input_tokens", forward),
-    ("POST", "/v1/messages/count_tokens", forward),
+    ("POST", "/apply-template", forward_chat),
+    ("POST", "/chat/completions/input_tokens", forward_chat),
+    ("POST", "/v1/chat/completions/input_tokens", forward_chat),
+    ("POST", "/responses/input_tokens", forward_chat),
+    ("POST", "/v1/responses/input_tokens", forward_chat),
+    ("POST", "/v1/messages/count_tokens", forward_chat),
     ("POST", "/embedding", forward_unpinned),
     ("POST", "/embeddings", forward_unpinned),
     ("POST", "/v1/embeddings", forward_unpinned),

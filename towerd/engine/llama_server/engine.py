@@ -30,7 +30,7 @@ from towerd.engine.llama_server.slots.slot_lease import SlotLease
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
 from towerd.engine.llama_server.slots.unpinned_request import UnpinnedRequest
-from towerd.errors import ContextExceeded, InvalidRequest, NotSupported, TowerdError
+from towerd.errors import ContextExceeded, InvalidRequest, NotSupported, TowerdError, Unavailable
 from towerd.settings.config import Config
 from towerd.store import Store
 from towerd.system.priority import shorten_slice
@@ -102,6 +102,10 @@ class LlamaServerEngine:
     def is_running(self) -> bool:
         """Whether llama-server can take requests now."""
         return self._availability.is_running
+
+    def failure(self, otherwise: str) -> Unavailable:
+        """The error of a request that llama-server does not answer; see `Availability.failure`."""
+        return self._availability.failure(otherwise)
 
     @property
     def takes_argument_text(self) -> bool:
@@ -391,6 +395,8 @@ class LlamaServerEngine:
         await self.upkeep.settle()
 
     async def drain(self, grace_s: float) -> None:
+        if self.backend.process is not None:
+            self.backend.process.wake()
         try:
             await asyncio.wait_for(self._all_ended.wait(), grace_s)
         except TimeoutError:
@@ -407,5 +413,6 @@ class LlamaServerEngine:
             generation.stop()
             await asyncio.wait((generation.task,))
         await self.upkeep.close(save=self.is_running)
+        await self._availability.close()
         await asyncio.to_thread(self._workers.shutdown)
         self._text.shutdown(wait=False)

@@ -78,7 +78,9 @@ class RoutedRequest:
                 raise
 
     def lost(self) -> TowerdError:
-        """What a client gets whose model's process ended."""
+        """What a client gets whose model's process ended, or does not answer."""
+        if self.model.silent:
+            return self.model.unanswered()
         return TowerdError(
             f"The process of the model {self.model.name} ended while it answered; the next request "
             "loads the model again"

@@ -25,6 +25,7 @@ from towerd.app.start import preloading_quietly, start
 from towerd.errors import ConfigError, TowerdError
 from towerd.settings.config import Config
 from towerd.system.parent import die_with_parent
+from towerd.system.title import name_process
 
 LENGTH_BYTES = 8
 CHECK, LOAD = b"c", b"l"
@@ -40,8 +41,10 @@ def main() -> int:
     os.setpgid(0, 0)
     report = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)
+    name_process("towerd-reserve")
     with preloading_quietly() if _must_wait() else nullcontext():
         config = replace(_read(_config), progress_fd=report)
+    name_process(f"towerd {config.alias}")
     try:
         _configure_log(config)
         while _read(_order) == CHECK:

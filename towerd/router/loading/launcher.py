@@ -50,6 +50,12 @@ class Launcher:
         self._sparing: asyncio.Task[None] | None = None
         self._entries: Mapping[str, ModelEntry] = {}
 
+    @property
+    def spare_pid(self) -> int | None:
+        """The process in reserve, if there is one."""
+        spare = self._spare
+        return None if spare is None or spare.exit_code is not None else spare.pid
+
     def models(self) -> dict[str, RoutedModel]:
         """All models that there are now, not loaded. Raises ConfigError if the directory cannot be
         read, or a model cannot have its settings."""

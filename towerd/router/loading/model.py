@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from towerd.errors import TowerdError
+from towerd.errors import TowerdError, Unavailable
 from towerd.router.loading.entry import ModelEntry
 from towerd.router.loading.process import ModelProcess
 from towerd.router.loading.room import Occupant
@@ -56,6 +56,8 @@ class RoutedModel:
     """It is not served any more, and is loaded for nobody."""
     was_loaded: bool = False
     """Its files were loaded before."""
+    silent: str = ""
+    """Why its process does not answer, as a part of a sentence; empty while it does."""
     exit_code: int = 0
     """How its process ended last."""
     failure: TowerdError | None = None
@@ -109,6 +111,12 @@ class RoutedModel:
     def is_twin_of(self, other: RoutedModel) -> bool:
         """Whether it is the same file, under another name with other settings."""
         return bool(self.entry.file_id) and self.entry.file_id == other.entry.file_id
+
+    def unanswered(self) -> Unavailable:
+        """The error of a request while the process does not answer."""
+        return Unavailable(
+            f"The process of the model {self.name} {self.silent}: try again when it answers"
+        )
 
     def raise_recent_failure(self) -> None:
         """Raises why loading it failed, if that was just now."""

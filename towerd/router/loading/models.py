@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from towerd.api.http.tenants import CALLER, SOCKET
-from towerd.engine.llama_server.process.client import Lost, NotHttp, Unreachable, read_all
+from towerd.engine.llama_server.process.client import ClientFailure, read_all
 from towerd.errors import InvalidRequest, ModelError, NotFound, TowerdError, Unavailable
 from towerd.router.loading.candidate import LoadCandidate
 from towerd.router.loading.entry import ModelEntry
@@ -28,6 +28,7 @@ from towerd.router.loading.events import ModelEvents
 from towerd.router.loading.model import RoutedModel, State
 from towerd.router.loading.process import ModelProcess
 from towerd.router.loading.room import Room
+from towerd.router.loading.silence import watch_silence
 from towerd.router.metrics import RouterMetrics
 from towerd.system.machine import resident_bytes
 
@@ -90,7 +91,7 @@ class Models:
         """Begin a request, when its model is loaded; `leave` ends it. is_use: it counts for who was
         used last; others are short, and enter a model that yields as well. may_load: else the model
         is loaded already, or is being loaded. Raises why the model cannot be loaded, InvalidRequest
-        if it is not to be, and Unavailable at shutdown."""
+        if it is not to be, and Unavailable at shutdown and while its process does not answer."""
         if not model.takes_requests:
             model.raise_recent_failure()
         model.n_waiting += 1
@@ -104,6 +105,8 @@ class Models:
         finally:
             model.n_waiting -= 1
             self._changed.set()
+        if model.silent:
+            raise model.unanswered()
         assert model.process is not None
         model.n_running += 1
         if is_use:
@@ -192,7 +195,10 @@ class Models:
             await candidate.close()
         took_s = time.monotonic() - began
         self._metrics.loaded(took_s)
-        log.info("model loaded", extra={"model": model.name, "seconds": round(took_s, 3)})
+        told = {"model": model.name, "seconds": round(took_s, 3)}
+        if model.process is not None:  # else it has ended already
+            told["pid"] = model.process.pid
+        log.info("model loaded", extra=told)
         self.events.has_loaded(model.name, model.info)
         self._watch_idle(model)  # all who waited for it may have left
 
@@ -320,7 +326,10 @@ class Models:
             self._run(model.process.stop())
 
     async def _watch(self, model: RoutedModel, process: ModelProcess) -> None:
+        silence = asyncio.create_task(watch_silence(model, process))
         code = await process.wait()
+        silence.cancel()
+        model.silent = ""
         if model.state is not State.STOPPING:
             self._metrics.crashes.inc()
             log.error("model ended: %s", process.how_it_ended(), extra={"model": model.name})
@@ -424,11 +433,12 @@ def _no_room(model: RoutedModel, others: Sequence[RoutedModel]) -> TowerdError:
 async def _model_info(process: ModelProcess) -> dict[str, Any]:
     """What a process says of its model in GET /v1/models. Raises ModelError."""
     try:
-        reply = await process.send("GET", "/v1/models", {CALLER: SOCKET})
-        try:
-            listed = msgspec.json.decode(await read_all(reply))
-        finally:
-            reply.close()
+        async with asyncio.timeout(CHECK_S_MAX):
+            reply = await process.send("GET", "/v1/models", {CALLER: SOCKET})
+            try:
+                listed = msgspec.json.decode(await read_all(reply))
+            finally:
+                reply.close()
         return dict(listed["data"][0])
-    except (Lost, NotHttp, Unreachable, msgspec.DecodeError, LookupError) as error:
+    except (ClientFailure, TimeoutError, msgspec.DecodeError, LookupError) as error:
         raise ModelError(f"The process of a model does not say what it serves: {error}.") from error

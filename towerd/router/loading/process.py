@@ -7,22 +7,27 @@ import contextlib
 import json
 import pickle
 import signal
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from aiohttp import ClientResponse
 
+from towerd.api.http.tenants import CALLER, SOCKET
 from towerd.engine.llama_server.process.client import Body, Client
 from towerd.engine.llama_server.process.process import describe_exit
+from towerd.engine.llama_server.process.silence import LOOK_S
 from towerd.errors import DiskFull, ModelError, TowerdError
 from towerd.router.loading.child import CHECK, LENGTH_BYTES, LOAD
 from towerd.settings.config import Config
 from towerd.settings.ram_shares import chats_bytes
+from towerd.store.catalog.shared.broker import CatalogConnection
+from towerd.system.stopped import is_stopped
 
 STOP_S_MAX = 120.0
 """For the requests that run, and for writing what is live; then the process is killed."""
+STOPPED_S_MAX = 30.0
+"""A process that is stopped for so long while it loads is ended."""
 COMMAND = (sys.executable, "-P", "-m", "towerd.router.loading.child")
 
 
@@ -30,17 +35,21 @@ class ModelProcess:
     """Is started, gets its model, may check it, loads it, is asked, and stops: each once. Without a
     model it has imported what it needs, and waits."""
 
-    def __init__(self, engine: str, catalog: socket.socket) -> None:
-        """engine: of its model. catalog: a connection to the store's catalog, which the process
+    def __init__(self, engine: str, catalog: CatalogConnection) -> None:
+        """engine: of its model. catalog: a connection to the store's catalog, whose socket the process
         inherits under its number; closed here then."""
         self.engine = engine
+        self.blocks_others = catalog.blocks_others
+        """Whether processes of other models wait for this one."""
         self.is_settled = asyncio.Event()
         """Set when its model is loaded, or will not be."""
-        self._catalog = catalog
-        self._catalog_fd = catalog.fileno()
+        self._catalog = catalog.socket
+        self._catalog_fd = catalog.socket.fileno()
         self._config: Config | None = None
         self._has_config = False
         """Whether the process has it."""
+        self._was_stopped = False
+        """Whether it was ended because it was stopped while it loaded."""
         self._client: Client | None = None
         self._process: asyncio.subprocess.Process | None = None
 
@@ -55,6 +64,11 @@ class ModelProcess:
         """The process, once it has started."""
         assert self._process is not None
         return self._process.pid
+
+    @property
+    def pid_if_started(self) -> int | None:
+        """The process; None before it has started."""
+        return None if self._process is None else self._process.pid
 
     def assign(self, config: Config) -> None:
         """Choose the model that `load` loads."""
@@ -94,6 +108,7 @@ class ModelProcess:
         await self._order(LOAD)
         assert self._process is not None
         assert self._process.stdout is not None
+        stopping = asyncio.create_task(self._end_if_stopped())
         try:
             while line := await self._process.stdout.readline():
                 said = json.loads(line)
@@ -103,8 +118,20 @@ class ModelProcess:
         except BaseException:
             self.kill()
             raise
+        finally:
+            stopping.cancel()
         if line.strip() != b"{}":
             raise await self._why_not(line)
+
+    async def _end_if_stopped(self) -> None:
+        """End the process when it is stopped for long while it loads: its requests would wait for ever,
+        and those of others if it has the catalog's turn."""
+        n_looks = 0
+        while n_looks * LOOK_S < STOPPED_S_MAX:
+            await asyncio.sleep(LOOK_S)
+            n_looks = n_looks + 1 if is_stopped(self.pid) else 0
+        self._was_stopped = True
+        self.kill()
 
     async def _order(self, what: bytes) -> None:
         """Say what to do with the model; its settings come before the first such order."""
@@ -125,6 +152,11 @@ class ModelProcess:
         await self.wait()
         assert self._config is not None
         name = str(self._config.alias)
+        if self._was_stopped:
+            return ModelError(
+                f"The process of the model {name} was stopped while loading, and was ended after "
+                f"{STOPPED_S_MAX:.0f} s."
+            )
         if not line:
             return ModelError(
                 f"The process of the model {name} {self.how_it_ended()} while loading."
@@ -159,6 +191,7 @@ class ModelProcess:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
+                self._process.send_signal(signal.SIGCONT)  # one that is stopped hears nothing else
         try:
             await asyncio.wait_for(self.wait(), STOP_S_MAX)
         except TimeoutError:
@@ -177,6 +210,15 @@ class ModelProcess:
         self.kill()
         if self._process is not None:
             await self.wait()
+
+    async def drop_requests(self) -> None:
+        """End the requests that wait for it: they raise Lost."""
+        if self._client is not None:
+            await self._client.drop()
+
+    async def answer(self) -> None:
+        """Return when it answers for its health. Raises as `Client.send`."""
+        (await self.send("GET", "/health", {CALLER: SOCKET})).close()
 
     async def send(
         self, method: str, path: str, headers: Mapping[str, str], body: Body = None

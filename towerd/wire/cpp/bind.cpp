@@ -163,6 +163,14 @@ struct Encoded {
 };
 
 void bind_media(nb::module_ & m) {
+    m.def(
+        "check_medium",
+        [](const nb::bytes & data) {
+            const auto * begin = reinterpret_cast<const uint8_t *>(data.c_str());
+            const raw_buffer file(begin, begin + data.size());
+            unlocked([&] { answering(ERROR_TYPE_INVALID_REQUEST, [&] { check_medium(file); }); });
+        },
+        "data"_a);
     nb::class_<Medium>(m, "Medium").def_prop_ro("ids", [](const Medium & medium) { return nb::cast(ids_of(medium.ids)); });
     nb::class_<Encoded>(m, "Encoded");
     nb::class_<Projector>(m, "Projector")

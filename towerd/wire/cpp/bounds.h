@@ -38,6 +38,11 @@ constexpr float  kDynamicMin      = 1e-5f;  // lowest of a dynamic temperature, 
 constexpr size_t kKeptBytesMax    = 65'536;  // of a field that towerd reads itself, on the event loop
 constexpr size_t kMediaBytesMax   = 1u << 30;  // all media of a prompt, decoded
 
+// A picture, decoded to three bytes a pixel; no camera's file takes less than a byte for so many bytes of it.
+constexpr size_t kPictureBytesMax     = 384u << 20;
+constexpr size_t kPictureBytesPerByte = 8192;
+constexpr size_t kPictureBytesFree    = 1u << 20;
+
 // A JSON schema, as it is written out.
 constexpr size_t kSchemaNodesMax        = 20'000;
 constexpr size_t kSchemaRefsMax         = 1'000;

@@ -73,6 +73,9 @@ llama_tokens text_of(const llama_tokens & ids);
 // Raises Refused for media that would take too much memory once they are decoded.
 void check_media(const Model & model, const std::vector<raw_buffer> & files);
 
+// The same of one file, for a llama-server of its own. Raises Refused.
+void check_medium(const raw_buffer & file);
+
 // llama-server fetches what a chat links to; a daemon that any browser may reach does not. Raises Refused.
 void refuse_remote_media(const json & body);
 

@@ -11,9 +11,11 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
+from weakref import WeakSet
 
 from aiohttp import (
     BaseConnector,
+    ClientConnectionError,
     ClientConnectorError,
     ClientError,
     ClientResponse,
@@ -43,15 +45,19 @@ _ADDED = (hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE, hdrs.USER_AGENT)
 Body: TypeAlias = "bytes | bytearray | AsyncIterator[bytes] | None"
 
 
-class Unreachable(Exception):
+class ClientFailure(Exception):
+    """There is no reply."""
+
+
+class Unreachable(ClientFailure):
     """Nothing listens at the address."""
 
 
-class Lost(Exception):
+class Lost(ClientFailure):
     """The connection ended before the reply did."""
 
 
-class NotHttp(Exception):
+class NotHttp(ClientFailure):
     """The reply is not HTTP."""
 
 
@@ -64,6 +70,9 @@ class Client:
         self._session: ClientSession | None = None
         """Made by the first request: it belongs to an event loop."""
         self._is_closed = False
+        self.n_waiting = 0
+        """Requests that wait for the head of their reply."""
+        self._replies: WeakSet[ClientResponse] = WeakSet()
 
     async def send(
         self, url: str, method: str, path: str, headers: Mapping[str, str], body: Body = None
@@ -83,6 +92,7 @@ class Client:
             body = _pieces(body)
         session = self._session = self._session or _open_session(self._socket)
         target = URL(url + path, encoded=True)
+        self.n_waiting += 1
         try:
             reply = await session.request(
                 method, target, headers=headers, data=body, allow_redirects=False
@@ -95,16 +105,28 @@ class Client:
             if isinstance(error.__cause__, TowerdError):
                 raise error.__cause__ from None
             raise Lost(str(error)) from error
+        finally:
+            self.n_waiting -= 1
         if reply.status < 200:
             reply.close()
             raise NotHttp("it switches to another protocol")
+        self._replies.add(reply)
         return reply
+
+    async def drop(self) -> None:
+        """End all requests: their replies are lost. Later ones are sent as before."""
+        session, self._session = self._session, None
+        for reply in self._replies:  # closing the session would leave their readers waiting
+            if not reply.content.is_eof():
+                reply.content.set_exception(ClientConnectionError("the reply was given up"))
+        self._replies.clear()
+        if session is not None:
+            await session.close()
 
     async def aclose(self) -> None:
         """Close the session; replies that are still being read are lost."""
         self._is_closed = True
-        if self._session is not None:
-            await self._session.close()
+        await self.drop()
 
 
 def _open_session(socket: Path | None) -> ClientSession:

@@ -19,12 +19,16 @@ from pathlib import Path
 
 from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.errors import ConfigError
+from towerd.system.stopped import is_stopped
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.02
 START_S_MAX = 1800.0
 """The most time for loading; a big model on a slow disk takes minutes."""
+STOPPED_S_MAX = 30.0
+"""One that is stopped by a signal for so long while it starts is given up."""
+HEALTH_S_MAX = 5.0
 STOP_S_MAX = 10.0
 BACK_OFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Pause before the n-th start in a row; the last one repeats."""
@@ -95,11 +99,17 @@ class LlamaServerProcess:
         process = self._process
         if process is not None and process.returncode is None:
             self._signal(process, signal.SIGTERM)
+            self.wake()
             try:
                 await asyncio.wait_for(process.wait(), STOP_S_MAX)
             except TimeoutError:
                 await self._kill()
         await self.upstream.aclose()
+
+    def wake(self) -> None:
+        """Continue it if it is stopped: it hears no other signal before SIGKILL."""
+        if self._process is not None and self._process.returncode is None:
+            self._signal(self._process, signal.SIGCONT)
 
     # ---- one start ------------------------------------------------------------------------
 
@@ -129,14 +139,26 @@ class LlamaServerProcess:
 
     async def _wait_healthy(self) -> None:
         assert self._process is not None
-        deadline = asyncio.get_running_loop().time() + START_S_MAX
-        while not await self.upstream.is_healthy():
+        loop = asyncio.get_running_loop()
+        runs_s = loop.time()
+        deadline = runs_s + START_S_MAX
+        while not await self._is_healthy():
+            if not is_stopped(self._process.pid):
+                runs_s = loop.time()
+            if loop.time() - runs_s > STOPPED_S_MAX:
+                raise ConfigError("llama-server was stopped by a signal while starting.")
             if self._process.returncode is not None:
                 reason = describe_exit(self._process.returncode)
                 raise ConfigError(f"llama-server {reason} while starting: {self._last_words()}")
-            if asyncio.get_running_loop().time() > deadline:
+            if loop.time() > deadline:
                 raise ConfigError(f"llama-server did not start in {START_S_MAX:.0f} s.")
             await asyncio.sleep(POLL_S)
+
+    async def _is_healthy(self) -> bool:
+        try:
+            return await asyncio.wait_for(self.upstream.is_healthy(), HEALTH_S_MAX)
+        except TimeoutError:
+            return False
 
     async def _kill(self) -> None:
         process = self._process

@@ -78,6 +78,15 @@ class UpstreamClient:
         """Close the client; replies that are still being read are lost."""
         await self._client.aclose()
 
+    @property
+    def n_waiting(self) -> int:
+        """Requests that wait for the head of their reply."""
+        return self._client.n_waiting
+
+    async def drop_requests(self) -> None:
+        """End the requests that wait for it, and those whose replies are being read."""
+        await self._client.drop()
+
     async def send(
         self, method: str, path: str, headers: Mapping[str, str], body: Body = None
     ) -> ClientResponse:

@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,17 @@ log = logging.getLogger(__name__)
 
 FOLLOWED = frozenset(("segments", "pins", "bases", "files", "cold"))
 """Tables whose rows a process has in memory in part: those of its tokenizer, where they name one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogConnection:
+    """A process's connection to the broker."""
+
+    socket: socket.socket
+    """The process's end, for `RemoteCatalog`. Close it here once that process has inherited it."""
+    blocks_others: Callable[[], bool]
+    """Whether the process is at something for which all others wait: it has the turn, or keeps the
+    catalog from being maintained. Such moments are short unless it is stopped or hangs."""
 
 
 class CatalogBroker:
@@ -62,15 +74,14 @@ class CatalogBroker:
         self._resting = threading.Thread(target=self._rest, name="catalog-rest", daemon=True)
         self._resting.start()
 
-    def connect(self) -> socket.socket:
-        """The other end of a new connection, for `RemoteCatalog` in a process that inherits it.
-        Close it here once that process runs."""
+    def connect(self) -> CatalogConnection:
+        """A new connection, for a process that inherits it."""
         ours, theirs = socket.socketpair()
         client = BrokerClient(self, self._catalog, ours)
         with self.turn:
             self._clients.add(client)
         threading.Thread(target=client.serve, name="catalog-client", daemon=True).start()
-        return theirs
+        return CatalogConnection(theirs, client.blocks_others)
 
     def close(self) -> None:
         """End all connections, close the catalog and release the lock."""
@@ -196,6 +207,10 @@ class BrokerClient:
     def close(self) -> None:
         """End the connection."""
         self._channel.close()
+
+    def blocks_others(self) -> bool:
+        """See `CatalogConnection`."""
+        return self._n_turns > 0 or self._maintenance.is_paused
 
     def _answer(self, operation: str, arguments: Sequence[Any]) -> Any:
         with self._broker.turn:

@@ -26,12 +26,14 @@ class BrokerMaintenance:
     def __init__(self, upkeep: Upkeep, rest: Callable[[], None]) -> None:
         """rest: makes the broker maintain its catalog soon."""
         ours, self.theirs = socket.socketpair()
+        self.is_paused = False
+        """Whether the client keeps the catalog from being maintained."""
         self._upkeep = upkeep
         self._channel = Channel(ours)
         self._pauses = ExitStack()
         self._operations: dict[str, Callable[[], None]] = {
             "pause": self._pause,
-            "resume": self._pauses.close,
+            "resume": self._resume,
             "rest": rest,
             "purge": upkeep.purge,
             "repair": upkeep.repair,
@@ -61,6 +63,11 @@ class BrokerMaintenance:
 
     def _pause(self) -> None:
         self._pauses.enter_context(self._upkeep.paused())
+        self.is_paused = True
+
+    def _resume(self) -> None:
+        self.is_paused = False
+        self._pauses.close()
 
 
 class RemoteUpkeep(Upkeep):
