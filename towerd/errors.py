@@ -147,6 +147,14 @@ class SessionFrozen(StoreError):
     stands_for = ""
 
 
+class SessionDeleted(StoreError):
+    """A session was deleted while something was on its way into it, which is not recorded (409)."""
+
+    status = 409
+    kind = "invalid_request_error"
+    stands_for = ""
+
+
 class TokensLost(StoreError):
     """No readable copy of a session's tokens is left."""
 

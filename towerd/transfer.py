@@ -22,6 +22,7 @@ from towerd.cold.freezing import cold_history, thaw
 from towerd.errors import InvalidRequest, NotFound, SessionFrozen, ThawError
 from towerd.store import History, SessionInfo, Store
 from towerd.store.prefix.scope import is_public, public_of
+from towerd.store.sessions.deletions import DeletionWatch
 from towerd.store.sessions.frozen import FrozenSession
 from towerd.store.vocabularies import KeptVocabulary, KnownWords
 
@@ -113,13 +114,20 @@ def _frozen_file(
     return TowerFile(source, replace(history, stream=frozen.base), words, found)
 
 
-def import_session(store: Store, model: SessionModel, data: bytes, scope: str) -> dict[str, Any]:
+def import_session(
+    store: Store,
+    model: SessionModel,
+    data: bytes,
+    scope: str,
+    since: DeletionWatch | None = None,
+) -> dict[str, Any]:
     """Enter the session of a `.tower` file for a tenant; one of another vocabulary is listed and read
     as text. Returns `session`, `added` (the number of turns that were not here) and `bases` (the
     precached prompts that it begins with, and whether each of them is here).
 
     Raises TowerFileError, InvalidRequest (another session has its id), ThawError or SessionFrozen
-    (the session here is frozen and cannot be compared) or DiskFull."""
+    (the session here is frozen and cannot be compared), SessionDeleted (it was deleted `since`) or
+    DiskFull."""
     from towerd.tower_file import read
 
     if is_public(scope):
@@ -129,17 +137,21 @@ def import_session(store: Store, model: SessionModel, data: bytes, scope: str) -
     file = read(data)
     codec = model.codec
     if file.source.vocabulary != codec.vocabulary_hash:
-        return _import_foreign(store, model, file, scope)
+        return _import_foreign(store, model, file, scope, since)
     history = file.whole(codec.vocabulary)
     with suppress(NotFound):
         thaw(store, codec, history.id, scope)
-    added = store.add_history(history, scope)
+    added = store.add_history(history, scope, since)
     here = {base.digest for base in store.bases() if base.scope in (scope, public_of(scope))}
     return _imported(store.session(history.id, scope), added, history, here)
 
 
 def _import_foreign(
-    store: Store, model: SessionModel, file: TowerFile, scope: str
+    store: Store,
+    model: SessionModel,
+    file: TowerFile,
+    scope: str,
+    since: DeletionWatch | None,
 ) -> dict[str, Any]:
     """Enter the session of a file whose vocabulary is not that of the served model."""
     source = file.source
@@ -148,7 +160,8 @@ def _import_foreign(
     digest = store.foreign.enter(source.tokenizer)
     words = KnownWords(file.words, source.vocabulary, source.tokenizer, source.name)
     store.vocabularies.add_words(digest, scope, words)  # first: what is listed can be read
-    added = store.foreign.add_history(file.history, scope, digest)
+    added = store.foreign.add_history(file.history, scope, digest, since)
+    store.vocabularies.add_words(digest, scope, words)  # unless a gc thought that nothing uses them
     info = store.foreign.session(file.history.id, scope, digest.hex()).info
     return _imported(info, added, replace(file.history, bases=()), set())
 

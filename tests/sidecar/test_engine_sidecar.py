@@ -91,6 +91,20 @@ async def test_leases(sidecar_on: OpenSidecar) -> None:
         assert {info.id for info in infos} == {session, "my-chat"}
 
 
+async def test_a_slot_keeps_nothing_of_a_deleted_session(sidecar_on: OpenSidecar) -> None:
+    """It has the tokens until another request needs it, and would then be captured."""
+    async with sidecar_on(parallel=1) as sidecar:
+        store, ids = sidecar.store, prompt(70)
+        _, _, session = await turn(sidecar, ids)
+        await asyncio.to_thread(store.delete_session, session)
+        await asyncio.to_thread(store.gc)
+        await turn(sidecar, prompt(70, 1))
+        await sidecar.engine.settle()
+        match = await asyncio.to_thread(store.match, ids, "local")
+        assert match.n <= 1  # the first token begins every prompt
+        assert len(await asyncio.to_thread(store.sessions)) == 1
+
+
 async def test_tenants_do_not_share_slots(sidecar_on: OpenSidecar) -> None:
     """The same prompt of another tenant is computed anew: nothing tells that it was asked."""
     async with sidecar_on(parallel=1) as sidecar:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_tools import FINGERPRINT, OTHER_MODEL, check_rows, make_hot, turn_of
+from store_tools import FINGERPRINT, OTHER_MODEL, check_rows, make_hot, turn_of, write_all
 
 from towerd.errors import RowsDamaged, StoreError, StoreVersion
 from towerd.slots.errors import StateError
@@ -27,6 +27,7 @@ from towerd.store.segments.segment_header import (
     decode_head,
     encode_head,
 )
+from towerd.store.vocabularies import KeptVocabulary
 
 IDS = np.arange(100, 150, dtype=np.int32)
 
@@ -191,6 +192,38 @@ def test_files_cannot_stand_in_for_each_other(root: Path, whole: bool, message: 
                 part = store.plan_rows(node, node.p0, node.p1)[0]
                 with pytest.raises(RowsDamaged, match=message):
                     store.load_rows(part)
+
+
+@pytest.mark.parametrize("scope", ["bob", "local~59ce0aab@0.5"])
+def test_files_of_other_scopes_do_not_stand_in(root: Path, scope: str) -> None:
+    """Another tenant's rows of the same tokens, or those made under an adapter, which are others."""
+    with Store.open(root, FINGERPRINT) as store:
+        paths = []
+        for each in ("local", scope):
+            turn = turn_of(IDS[:30].tolist(), IDS[30:].tolist(), scope=each)
+            node = store.commit_turn(turn).node
+            write_all(store, node)
+            assert node.file is not None
+            paths.append(node.file.path)
+    shutil.copy(paths[1], paths[0])
+    with Store.open(root, FINGERPRINT) as store:
+        assert len(store.verify().problems) == 1
+        with pytest.raises(RowsDamaged, match="another tenant"):
+            check_rows(store, store.match(IDS, "local").nodes[-1])
+        assert check_rows(store, store.match(IDS, scope).nodes[-1]) == 49
+
+
+def test_vocabularies_do_not_stand_in_for_each_other(store: Store) -> None:
+    """A conversation must not be read with the words of another tokenizer, or of another tenant."""
+    kept = store.vocabularies
+    for digest in (bytes(32), bytes([1] * 32)):
+        kept.keep(digest, KeptVocabulary([b"%d" % digest[0], b"x"], [b"", b""]))
+    assert kept.read(bytes(32)).text(IDS[:0]) == ""
+    files = sorted(kept.folder.glob("*.vocab"))
+    shutil.copy(files[1], files[0])
+    with pytest.raises(StoreError, match="damaged"):
+        kept.read(bytes(32))
+    assert kept.read(bytes([1] * 32)).pieces[0] == b"1"
 
 
 def test_verify_can_repair(root: Path) -> None:

@@ -33,6 +33,7 @@ from ten_sessions import (
 
 from towerd.errors import NotFound, StoreError, StoreVersion, TokensLost
 from towerd.store import Store
+from towerd.store.catalog.journal.chain import read_chain
 
 AFTER_A_KILL: dict[str, Damage] = {
     "a bit of the first frame of the WAL": lambda root: flip(root / WAL, 32 + 24 + 100),
@@ -172,14 +173,19 @@ def test_a_damaged_catalog_without_a_journal_is_refused(root: Path) -> None:
     assert (root / DATABASE).read_bytes() == b"garbage " * 1000
 
 
-def test_another_stores_journal_is_set_aside(root: Path, tmp_path: Path) -> None:
-    """The catalog counts, and gets a journal of its own."""
+def test_another_stores_journal_is_refused(root: Path, tmp_path: Path) -> None:
+    """Whichever counted, the conversations of the other one would be gone. Without it the catalog
+    has a journal of its own again."""
     closed(root)
     with Store.open(tmp_path / "other", FINGERPRINT) as store:
         for n in range(100):
             store.commit_turn(turn_of([n, 1, 2], [3], session=str(n)))
     remove("journal")(root)
     shutil.copytree(tmp_path / "other" / "journal", root / "journal")
+    with pytest.raises(StoreError, match="different stores"):
+        Store.open(root, FINGERPRINT)
+    assert read_chain(root / "journal").records
+    remove("journal")(root)
     check(root)
     remove(DATABASE)(root)
     check(root)

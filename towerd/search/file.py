@@ -17,7 +17,7 @@ from pathlib import Path
 FILE_NAME = "search.sqlite"
 LOCK_NAME = "search.lock"
 APPLICATION_ID = 0x54575253
-VERSION = 3
+VERSION = 4
 _DAMAGE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT})
 _SETTINGS = (
     "journal_mode = WAL",
@@ -46,6 +46,7 @@ CREATE TABLE passages (
     turn INTEGER NOT NULL,
     said REAL NOT NULL,
     text TEXT NOT NULL,
+    seal INTEGER NOT NULL,
     UNIQUE (session, turn)
 ) STRICT;
 CREATE VIRTUAL TABLE words USING fts5(
@@ -80,7 +81,7 @@ def open_file(path: Path) -> OpenFile:
     with _alone(path):
         try:
             return _open(path)
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             if not is_damage(error):
                 raise
             _remove(path)
@@ -152,6 +153,18 @@ def error_code(error: sqlite3.Error) -> int:
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
-def is_damage(error: sqlite3.Error) -> bool:
-    """Whether an error says that the file is damaged, or not this kind of file."""
-    return error_code(error) in _DAMAGE
+def damaged(what: str) -> sqlite3.Error:
+    """An error that says that the file is damaged."""
+    error = sqlite3.DatabaseError(what)
+    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+    return error
+
+
+def is_damage(error: sqlite3.Error | UnicodeDecodeError) -> bool:
+    """Whether an error says that the file is damaged, or not this kind of file. Statements fail as
+    such if the schema is not what it was, and bytes that are no text get into texts and errors."""
+    if isinstance(error, UnicodeDecodeError):
+        return True
+    is_of_query = str(error).startswith("fts5: syntax error")
+    is_of_schema = error_code(error) == sqlite3.SQLITE_ERROR and not is_of_query
+    return is_of_schema or error_code(error) in _DAMAGE or "UTF-8" in str(error)

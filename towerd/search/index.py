@@ -15,8 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+import xxhash
+
 from towerd.errors import DiskFull, StoreError, Unavailable
-from towerd.search.file import OpenFile, begin_anew, error_code, is_damage, open_file
+from towerd.search.file import (
+    OpenFile,
+    begin_anew,
+    damaged,
+    error_code,
+    is_damage,
+    open_file,
+)
 from towerd.search.query import MARKS, cut, expression, uncut
 from towerd.store.prefix.scope import MARK
 from towerd.store.segments import durable
@@ -64,6 +74,8 @@ class Hit:
     second one, from the second on, matched."""
 
     session: SessionKey
+    created: float
+    """Of the session that it is of: another one of this name may have taken its place."""
     turn: int
     said: float
     snippet: list[str]
@@ -82,7 +94,7 @@ class SearchIndex:
         with durable.store_errors(f"the search index {path} cannot be opened"):
             try:
                 self._writer, self._reader = open_file(path), open_file(path)
-            except sqlite3.Error as error:
+            except (sqlite3.Error, UnicodeDecodeError) as error:
                 raise StoreError(f"the search index {path} cannot be opened: {error}") from error
 
     def close(self) -> None:
@@ -136,7 +148,7 @@ class SearchIndex:
                     (question, pk),
                 )
             for each in passages:
-                _insert(db, pk, each)
+                _insert(db, pk, key, each)
         return is_replaced
 
     def forget(self, keys: Iterable[SessionKey]) -> int:
@@ -200,19 +212,19 @@ class SearchIndex:
             ).fetchall()
         return [SessionKey(*row) for row in rows]
 
-    def questions(self, keys: Sequence[SessionKey]) -> dict[SessionKey, str]:
-        """The first question of each session that is entered."""
-        found: dict[SessionKey, str] = {}
+    def questions(self, keys: Sequence[SessionKey]) -> dict[tuple[SessionKey, float], str]:
+        """The first question of each session that is entered, by its name and when it was created."""
+        found: dict[tuple[SessionKey, float], str] = {}
         for start in range(0, len(keys), _AT_ONCE):
             some = keys[start : start + _AT_ONCE]
             marks = ", ".join(["(?, ?, ?)"] * len(some))
             with self._looking() as db:
                 rows = db.execute(
-                    "SELECT tokenizer, scope, id, question FROM sessions"
+                    "SELECT tokenizer, scope, id, created, question FROM sessions"
                     f" WHERE (tokenizer, scope, id) IN (VALUES {marks})",
                     [part for key in some for part in key],
                 ).fetchall()
-            found |= {SessionKey(*row[:3]): row[3] for row in rows}
+            found |= {(SessionKey(*row[:3]), row[3]): row[4] for row in rows}
         return found
 
     def search(self, typed: str, scope: str | None, limit: int) -> list[Hit]:
@@ -279,8 +291,8 @@ class SearchIndex:
     def _guarded(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
-            if is_damage(error):
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            if isinstance(error, UnicodeDecodeError) or is_damage(error):
                 self._is_damaged = True
                 raise Unavailable(DAMAGED) from error
             kind = DiskFull if error_code(error) in _FULL else StoreError
@@ -289,21 +301,30 @@ class SearchIndex:
 
 def _hit(db: sqlite3.Connection, row: int, query: str) -> Hit:
     found = db.execute(
-        "SELECT s.tokenizer, s.scope, s.id, p.turn, p.said,"
-        f" snippet(words, 0, char(2), char(3), '…', {SNIPPET_TOKENS})"
+        "SELECT s.tokenizer, s.scope, s.id, s.created, p.turn, p.said,"
+        f" snippet(words, 0, char(2), char(3), '…', {SNIPPET_TOKENS}), p.text, p.seal"
         " FROM words JOIN passages p ON p.rowid = words.rowid JOIN sessions s ON s.pk = p.session"
         " WHERE words MATCH ? AND words.rowid = ?",
         (query, row),
     ).fetchone()
-    return Hit(SessionKey(*found[:3]), found[3], found[4], _runs(found[5]))
+    key, (created, turn, said, snippet, text, seal) = SessionKey(*found[:3]), found[3:]
+    if _seal(key, turn, said, text) != seal:
+        raise damaged("a passage is not what was entered")
+    return Hit(key, created, turn, said, _runs(snippet))
 
 
-def _insert(db: sqlite3.Connection, session: int, passage: Passage) -> None:
+def _seal(key: SessionKey, turn: int, said: float, text: str) -> int:
+    """The checksum of a passage and whose it is, which SQLite does not check: a signed integer."""
+    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode((*key, turn, said, text))) - (1 << 63)
+
+
+def _insert(db: sqlite3.Connection, session: int, key: SessionKey, passage: Passage) -> None:
     """Enter a passage, unless it is entered."""
     text = cut(passage.text)
+    turn, said = passage.turn, float(passage.said)
     entered = db.execute(
-        "INSERT OR IGNORE INTO passages(session, turn, said, text) VALUES (?, ?, ?, ?)",
-        (session, passage.turn, passage.said, text),
+        "INSERT OR IGNORE INTO passages(session, turn, said, text, seal) VALUES (?, ?, ?, ?, ?)",
+        (session, turn, said, text, _seal(key, turn, said, text)),
     )
     if entered.rowcount:
         db.execute("INSERT INTO words(rowid, text) VALUES (?, ?)", (entered.lastrowid, text))

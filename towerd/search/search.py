@@ -125,6 +125,31 @@ class Search:
         else:
             self._put(None)
 
+    def erase(self) -> None:
+        """Nothing stays in the index's file of sessions that the catalog does not have: some process
+        may have been killed between their deletion and `deleted`. Raises StoreError."""
+        index = self._index
+        if index is None:
+            return
+        try:
+            index.forget([key for key in index.keys() if not self._is_of_now(index, key)])
+        except Unavailable:  # it is damaged, and derived: an empty one takes its place
+            index.repair()
+        self.changed()  # one of the same name has to be entered again
+        self._clean(index)
+
+    def _is_of_now(self, index: SearchIndex, key: SessionKey) -> bool:
+        known = index.indexed(key)
+        return known is not None and self._of(key, known.created) is not None
+
+    def _of(self, key: SessionKey, created: float) -> SessionInfo | None:
+        """The session with this name that was created then; None if it was deleted since."""
+        try:
+            info = self.reader.info(key)
+        except NotFound:
+            return None
+        return info if (info.scope, info.created) == (key.scope, created) else None
+
     def find(self, typed: str, scope: str | None, limit: int) -> list[tuple[Hit, SessionInfo]]:
         """The conversations of a tenant (None: of all) in which all that was typed occurs in one
         turn, the best match first. Raises StoreError, Unavailable, NotSupported."""
@@ -137,9 +162,10 @@ class Search:
             self.changed()
             raise
         for hit in hits:
-            try:
-                found.append((hit, self.reader.info(hit.session)))
-            except NotFound:
+            info = self._of(hit.session, hit.created)
+            if info is not None:
+                found.append((hit, info))
+            else:
                 self.changed()
         return found
 
@@ -148,14 +174,17 @@ class Search:
         while that is not known."""
         keys = [self.reader.key(info) for info in infos]
         untitled = [key for key, info in zip(keys, infos, strict=True) if not info.title]
-        questions: dict[SessionKey, str] = {}
+        questions: dict[tuple[SessionKey, float], str] = {}
         try:
             if self._index is not None:
                 questions = self._index.questions(untitled)
         except TowerdError as error:
             log.warning("titles are not known", extra={"error": error.message})
         both = zip(keys, infos, strict=True)
-        return [info.title or questions.get(key) or self._question(info) for key, info in both]
+        return [
+            info.title or questions.get((key, info.created)) or self._question(info)
+            for key, info in both
+        ]
 
     def _question(self, info: SessionInfo) -> str:
         """The first question of a session that is so new that the index need not have it yet."""

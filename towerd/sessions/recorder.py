@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
+from towerd.errors import SessionDeleted
 from towerd.search.search import Search
 from towerd.sessions.traffic import Traffic
 from towerd.store import Store
+from towerd.store.sessions.deletions import DeletionWatch
 from towerd.store.sessions.turn import Turn
+
+log = logging.getLogger(__name__)
 
 
 class TurnRecorder:
@@ -20,15 +25,23 @@ class TurnRecorder:
         self._traffic = traffic
         self._search = search
 
+    def watch_deletions(self) -> DeletionWatch:
+        """What is deleted from now on, for the turn of a request that begins."""
+        return self._store.watch_deletions()
+
     async def record(self, turn: Turn, *, answered: bool = True) -> str:
         """Make a turn durable and return its session's id. Of a prompt without an answer, the
-        cached tokens are kept for reuse, outside any session; the id is then "".
+        cached tokens are kept for reuse, outside any session; the id is then "". Nothing is kept of
+        a turn whose session was deleted while its request ran.
 
         Raises DiskFull or another StoreError."""
-        if answered:
-            return await asyncio.to_thread(self._commit, turn)
-        if turn.n_cached:
-            await asyncio.to_thread(self._keep_prompt, turn)
+        try:
+            if answered:
+                return await asyncio.to_thread(self._commit, turn)
+            if turn.n_cached:
+                await asyncio.to_thread(self._keep_prompt, turn)
+        except SessionDeleted:
+            log.info("a turn was not recorded: its session was deleted while it was answered")
         return ""
 
     def _commit(self, turn: Turn) -> str:
@@ -40,6 +53,7 @@ class TurnRecorder:
         return result.session_id
 
     def _keep_prompt(self, turn: Turn) -> None:
-        path = self._store.insert(turn.prompt[: turn.n_cached], turn.scope, [turn.n_cached])
+        prompt, n = turn.prompt[: turn.n_cached], turn.n_cached
+        path = self._store.insert(prompt, turn.scope, [n], turn.since)
         if self._traffic is not None:
             self._traffic.kept(path[-1], turn.started_s)

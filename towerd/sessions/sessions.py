@@ -30,6 +30,7 @@ from towerd.engine.base import (
 from towerd.errors import TowerdError
 from towerd.sessions.anticipation import Anticipator
 from towerd.sessions.recorder import TurnRecorder
+from towerd.store.sessions.deletions import DeletionWatch
 from towerd.store.sessions.turn import Turn
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ class RequestRun:
     use: RequestGuard | None
     """Its use of the cold tier, which thaws the session that it continues."""
     started_s: float
+    since: DeletionWatch
+    """What is deleted while it runs."""
     generation: Generation | None = None
     recording: asyncio.Future[Finish] | None = None
 
@@ -98,7 +101,7 @@ class Sessions:
         Tokens generated until then are kept. The Finish event is yielded only after the turn is
         durable. Raises what `Engine.generate` raises, and DiskFull."""
         use = self._cold.enter(request) if self._cold is not None else None
-        run = RequestRun(request, use, time.time())
+        run = RequestRun(request, use, time.time(), self.recorder.watch_deletions())
         if self._anticipator is not None:
             self._anticipator.asked(request)
         try:
@@ -208,6 +211,7 @@ class Sessions:
             workflow=request.workflow,
             agent=request.agent,
             n_rows=finish.n_rows,
+            since=run.since,
         )
         recorded = await self.recorder.record(turn, answered=answered)
         return dataclasses.replace(finish, session=recorded) if answered else finish

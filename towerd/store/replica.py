@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from towerd.store.catalog.catalog import Changed
+from towerd.store.catalog.catalog import DELETED, Changed
 from towerd.store.maintenance.collect import detach
 from towerd.store.prefix.loader import count_pins, foreign_bytes
 from towerd.store.prefix.node import Node
 from towerd.store.sessions.bases import BaseTable
 from towerd.store.sessions.cold import ColdTable
+from towerd.store.sessions.deletions import Deletion, Deletions
 from towerd.store.state import StoreState
 
 _SEGMENTS = (
@@ -52,6 +53,7 @@ class Replica:
     state: StoreState
     bases: BaseTable
     cold: ColdTable
+    deletions: Deletions
 
     def apply(self, changed: Changed) -> None:
         """Change what is in memory as other processes changed the catalog. After an error the same
@@ -65,6 +67,8 @@ class Replica:
             count_pins(self.state.catalog, self.state.trie)
         if ids := changed.get("cold"):
             self.cold.read_again(ids)
+        for each in changed.get(DELETED, ()):
+            self.deletions.note(Deletion(*each))
 
     # --- segments -------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from towerd.slots.rows import KVRows
 from towerd.slots.runs import Runs
 from towerd.store.listener import Listener
 from towerd.store.maintenance.collect import GcReport, collect, drop_foreign
+from towerd.store.maintenance.erase import erase
 from towerd.store.maintenance.integrity import problems
 from towerd.store.maintenance.verify import VerifyReport, verify
 from towerd.store.opening import WhichModel, identify, open_catalog
@@ -32,6 +33,7 @@ from towerd.store.segments.rows import RowsPart, RowStore
 from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.sessions.bases import BaseTable
 from towerd.store.sessions.cold import ColdTable
+from towerd.store.sessions.deletions import Deletions, DeletionWatch
 from towerd.store.sessions.foreign import ForeignSessions
 from towerd.store.sessions.history import History, add_history, copy_history
 from towerd.store.sessions.pins import PinTable
@@ -58,14 +60,16 @@ class Store:
         self._sessions = SessionTable(state.catalog, state.identity.tokenizer)
         self._bases = BaseTable(state)
         self._pins = PinTable(state)
+        self._deletions = Deletions()
         self._is_open = True
         self.vocabularies = Vocabularies(state.directory.tokenizers)
         """The vocabularies of the tokenizers whose sessions the store has."""
-        self.foreign = ForeignSessions(state, self._open_lock)
+        self.foreign = ForeignSessions(state, self._deletions, self._open_lock)
         """The sessions of other tokenizers."""
         self.cold = ColdTable(state, self._sessions, self._bases, self._open_lock)
         self._upkeep = state.catalog.upkeep(self._open_lock)
-        state.catalog.follow(Replica(state, self._bases, self.cold).apply, state.trie.held_ids)
+        replica = Replica(state, self._bases, self.cold, self._deletions)
+        state.catalog.follow(replica.apply, state.trie.held_ids)
 
     @classmethod
     def open(
@@ -141,11 +145,15 @@ class Store:
         with self._open_lock():
             return self.state.trie.holds_any(nodes, self.state.catalog.held_elsewhere())
 
-    def insert(self, ids: Ids, scope: str, ends: Sequence[int]) -> list[Node]:
+    def insert(
+        self, ids: Ids, scope: str, ends: Sequence[int], since: DeletionWatch | None = None
+    ) -> list[Node]:
         """Make a path for `ids[:ends[-1]]` with a node end at exactly each of `ends` (strictly
-        ascending, from 1 to len(ids)); returns its nodes. One durable transaction."""
+        ascending, from 1 to len(ids)); returns its nodes. One durable transaction. Raises
+        SessionDeleted if `ids` are those of a session that was deleted `since`."""
         data = path_bytes(ids, ends)
         with self._open_lock():
+            self._sessions.check_not_deleted(since, None, scope, data, self.state.trie)
             with self.state.growing() as growth:
                 path = growth.grow(data, scope, ends)
             self.state.touch(path[-1])
@@ -290,7 +298,8 @@ class Store:
     # --- turns and sessions ---------------------------------------------------------------
 
     def commit_turn(self, turn: Turn) -> TurnResult:
-        """Record a turn: its tokens and its session, in one transaction; durable on return."""
+        """Record a turn: its tokens and its session, in one transaction; durable on return. Raises
+        SessionDeleted if the session that it continues was deleted since its request began."""
         prompt, reply = ids_bytes(turn.prompt), ids_bytes(turn.reply)
         data = prompt + reply
         n_prompt, n_cached = len(prompt) // ID_BYTES, turn.n_cached
@@ -301,6 +310,8 @@ class Store:
             # under whatever adapters: other rows, but the same conversation
             others = self._sessions.other_scopes(turn.scope)
             known = self.state.trie.matched(prompt, turn.scope, others)
+            whose = turn.since, turn.session, turn.scope
+            self._sessions.check_not_deleted(*whose, data, self.state.trie)
             with self.state.growing() as growth:
                 node_ends = growth.grow_turn(data, turn.scope, n_prompt, n_cached)
                 session, is_new = self._sessions.enter(turn, known, growth.now)
@@ -358,10 +369,12 @@ class Store:
             taken = copy_history(self.state, self._sessions, self._bases, found)
         return taken.history()
 
-    def add_history(self, history: History, scope: str) -> int:
+    def add_history(self, history: History, scope: str, since: DeletionWatch | None = None) -> int:
         """Add the turns that the session with the history's id lacks, in one transaction; returns
-        their number. Raises InvalidRequest if the two diverge."""
+        their number. Raises InvalidRequest if the two diverge, and SessionDeleted if it was deleted
+        `since`."""
         with self._open_lock(), self.state.growing() as growth:
+            self._sessions.check_not_deleted(since, history.id, scope)
             return add_history(self.state, self._sessions, growth, history, scope)
 
     def rename_session(self, id: str, title: str, scope: str | None = None) -> SessionInfo:
@@ -372,9 +385,15 @@ class Store:
             return self._sessions.info(found)
 
     def delete_session(self, id: str, scope: str | None = None) -> None:
-        """Forget a session; `gc` then frees what nothing else needs. Raises as `session`."""
+        """Forget a session; `gc` then frees what nothing else needs, and overwrites it. What is on
+        its way into it is not recorded (`watch_deletions`). Raises as `session`."""
         with self._open_lock():
-            self.cold.forget(self._sessions.delete(self._sessions.find(id, scope)))
+            found, nodes = self._sessions.find(id, scope), self.state.trie.nodes
+            self.cold.forget(self._sessions.delete(found, nodes, self._deletions))
+
+    def watch_deletions(self) -> DeletionWatch:
+        """What is deleted from now on, for whoever will record something later. Takes no lock."""
+        return self._deletions.watch()
 
     # --- pins and bases -------------------------------------------------------------------
 
@@ -430,12 +449,13 @@ class Store:
     # --- upkeep ---------------------------------------------------------------------------
 
     def gc(self, *, quarantine_days: float = 30, dry_run: bool = False) -> GcReport:
-        """Remove, or only count, what no session, base, pin or running request needs."""
+        """Remove, or only count, what no session, base, pin or running request needs. Then nothing
+        of deleted sessions is left in any file."""
         with self._open_lock():
             report = collect(self.state, quarantine_days, self.rows.writing, dry_run=dry_run)
-        if not dry_run:
-            self._upkeep.purge()
-        return report
+        if dry_run:
+            return report
+        return erase(self.state, self.rows, self.vocabularies, self._upkeep, report)
 
     def verify(
         self, progress: Callable[[int, int], None] | None = None, *, repair: bool = False

@@ -1,7 +1,9 @@
 """The vocabularies of tokenizers whose conversations a store has, so that these stay readable as text
 whichever model is served.
 
-    tokenizers/DIGEST.vocab:  magic 4 | version 1 | BLAKE2b-128 of the rest | zstd of msgpack
+    tokenizers/DIGEST.vocab:  magic 4 | version 1 | BLAKE2b-128 of the name and the rest, so that no
+                              file takes the place of another (in version 1 of the rest alone) |
+                              zstd of msgpack
     tokenizers/DIGEST.TENANT.words:  the same, of a tokenizer that was never served here: what the
                               tokens of the conversations that this tenant (a hash of its name)
                               imported stand for. No tenant reads another's: which tokens are known
@@ -15,7 +17,7 @@ import os
 import re
 import secrets
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +38,8 @@ from towerd.system.folder_lock import folder_locked
 from towerd.tokens import Ids
 
 MAGIC = b"TWRV"
-VERSION = 1
+VERSION = 2
+VERSION_NAMELESS = 1
 BYTES_MAX = 1 << 28
 """Maximum of a vocabulary's bytes; that of 262,144 tokens takes four million."""
 TEXT_BYTES_MAX = 1 << 26
@@ -177,7 +180,10 @@ class Vocabularies:
 
     def digests(self) -> list[bytes]:
         """The tokenizers of which something is kept."""
-        kept = (path for path in self.folder.glob("*") if path.suffix in (".vocab", ".words"))
+        return self._digests_of((".vocab", ".words"))
+
+    def _digests_of(self, suffixes: Sequence[str]) -> list[bytes]:
+        kept = (path for path in self.folder.glob("*") if path.suffix in suffixes)
         names = {path.name.partition(".")[0] for path in kept}
         return [bytes.fromhex(name) for name in sorted(names) if _DIGEST.fullmatch(name)]
 
@@ -203,6 +209,28 @@ class Vocabularies:
             content = _SomeWords(n_tokens, known, words.hash, of.pieces, of.rules, words.model)
             self._write(self._words_path(digest, scope), content)
             (self.folder / f"{digest.hex()}.words").unlink(missing_ok=True)  # of no tenant: of old
+
+    def known_in_part(self) -> list[bytes]:
+        """The tokenizers of which tenants' words or damaged files are kept."""
+        return self._digests_of((".words", ".damaged"))
+
+    def keep_words(self, digest: bytes, said: Mapping[str, Collection[int]]) -> None:
+        """Keep, of a tokenizer that is known in part, what the tokens stand for that each tenant has:
+        `said` has them by tenant. Raises DiskFull or StoreError."""
+        mine = {self._words_path(digest, tenant): ids for tenant, ids in said.items()}
+        with self._alone():
+            for path in self.folder.glob(f"{digest.hex()}*.words"):
+                some = None
+                with suppress(StoreError):  # a damaged one is set aside
+                    some = self._load(path, _SomeWords)
+                wanted = mine.get(path, ())
+                known = {} if some is None else {i: w for i, w in some.known.items() if i in wanted}
+                if some is None or not known:
+                    path.unlink(missing_ok=True)
+                elif len(known) < len(some.known):
+                    self._write(path, msgspec.structs.replace(some, known=known))
+            for path in self.folder.glob(f"{digest.hex()}*.damaged"):
+                path.unlink(missing_ok=True)
 
     def words(self, digest: bytes, scope: str | None = None) -> KnownWords:
         """What is kept of a vocabulary, for the conversations of a tenant; None: the whole one.
@@ -265,7 +293,7 @@ class Vocabularies:
 
     def _write(self, path: Path, content: Any) -> None:
         packed = zstandard.ZstdCompressor().compress(msgspec.msgpack.encode(content))
-        data = _HEAD.pack(MAGIC, VERSION, _checksum(packed)) + packed
+        data = _HEAD.pack(MAGIC, VERSION, _checksum(path.name.encode() + packed)) + packed
         half = self.folder / f"{secrets.token_hex(8)}.tmp"
         with durable.store_errors("a vocabulary cannot be kept"):
             for left in self.folder.glob("*.tmp"):  # by a kill
@@ -291,7 +319,10 @@ class Vocabularies:
         try:
             magic, version, expected = _HEAD.unpack_from(data)
             packed = data[_HEAD.size :]
-            if (magic, version, expected) != (MAGIC, VERSION, _checksum(packed)):
+            named = b"" if version == VERSION_NAMELESS else path.name.encode()
+            if magic != MAGIC or version not in (VERSION, VERSION_NAMELESS):
+                raise ValueError("version")
+            if expected != _checksum(named + packed):
                 raise ValueError("checksum")
             body = zstandard.ZstdDecompressor().decompress(packed, max_output_size=BYTES_MAX)
             return msgspec.msgpack.decode(body, type=type)

@@ -42,10 +42,11 @@ async def post_import(request: web.Request) -> web.Response:
     name another with `?scope=`."""
     service, transfer = service_of(request), request.app[TRANSFER]
     scope = visible_scope(request) or request[TENANT].scope
+    since = service.store.watch_deletions()
     data = await read_bytes(request)
 
     def work() -> dict[str, object]:
-        return import_session(service.store, service.cold.coding.model(), data, scope)
+        return import_session(service.store, service.cold.coding.model(), data, scope, since)
 
     imported = await transfer.run(work)
     service.search.changed()

@@ -85,6 +85,8 @@ async def post_gc(request: web.Request) -> web.Response:
         raise InvalidRequest("Field 'quarantine_days': must not be negative")
     dry_run = fields.boolean(body, "dry_run", False)
     report = await asyncio.to_thread(store.gc, quarantine_days=days_kept, dry_run=dry_run)
+    if not dry_run:
+        await asyncio.to_thread(service_of(request).search.erase)
     return json_reply({"gc": asdict(report)})
 
 

@@ -33,6 +33,7 @@ from towerd.engine.llama_server.slots.unpinned_request import UnpinnedRequest
 from towerd.errors import ContextExceeded, InvalidRequest, NotSupported, TowerdError, Unavailable
 from towerd.settings.config import Config
 from towerd.store import Store
+from towerd.store.sessions.deletions import DeletionWatch
 from towerd.system.priority import shorten_slice
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids
@@ -87,6 +88,7 @@ class LlamaServerEngine:
             verify=self.upkeep.verify_soon,
             cells=found.cells,
         )
+        self._store = store
         self._weights = UpstreamWeights(backend, described, store, self.placer, self.notes)
         self.reuse_check = ReuseCheck(self.placer, self.upkeep, self.notes)
         self._availability = Availability(backend, self.placer, self.upkeep, self._weights)
@@ -293,6 +295,10 @@ class LlamaServerEngine:
         self.upkeep.capture_later(slot)
         if not self._open:
             self._all_ended.set()
+
+    def watch_deletions(self) -> DeletionWatch:
+        """What is deleted from now on."""
+        return self._store.watch_deletions()
 
     async def guess(self, text: str) -> Ids:
         """The tokens that a reply of this text probably had."""

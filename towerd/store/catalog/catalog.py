@@ -21,8 +21,10 @@ from towerd.store.catalog.lost_tokenizers import UNKNOWN
 Undo: TypeAlias = list[Callable[[], None]]
 Lock: TypeAlias = AbstractContextManager[object]
 """A reentrant lock."""
-Changed: TypeAlias = Mapping[str, Collection[int]]
-"""Table -> the keys of its rows that other processes entered, changed or deleted."""
+Changed: TypeAlias = Mapping[str, Collection[Any]]
+"""Table -> the keys of its rows that other processes entered, changed or deleted; DELETED -> what
+they told of sessions that they deleted."""
+DELETED = "deleted"
 
 
 class Names(Collection[str], Protocol):
@@ -246,6 +248,9 @@ class Catalog(ABC):
         """Call `changed`, each time that the lock is taken, with what other processes changed since
         it was last held; `held`, before it is released, for the segments that running requests end
         in."""
+
+    def tell(self, deletion: Sequence[Any]) -> None:  # noqa: B027
+        """Tell other processes that a session was deleted, before the lock is released."""
 
     def held_elsewhere(self) -> Collection[int]:
         """The segments that running requests of other processes end in."""

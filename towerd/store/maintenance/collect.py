@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
 
 from towerd.errors import DiskFull
+from towerd.store.prefix.loader import foreign_bytes, load_foreign
 from towerd.store.prefix.node import Node
 from towerd.store.segments.checkpoint_check import stray_checkpoints
 from towerd.store.segments.directory import remove_file
@@ -38,27 +39,34 @@ def collect(
     """Remove leaves until every leaf is needed, then the files that nothing views. Runs under
     the lock. With `dry_run` only report."""
     doomed = _unneeded(state)
-    ids = {node.id for node in doomed}
+    elsewhere = list(_unneeded_elsewhere(state))
+    ids = {node.id for nodes in (doomed, *(nodes for _, nodes in elsewhere)) for node in nodes}
     viewers = state.trie.viewers
     unviewed = [file for file in state.files.values() if all(n.id in ids for n in viewers(file))]
     strays = orphans(state, writing)
-    checkpoints = stray_checkpoints(state, ids)
+    checkpoints = stray_checkpoints(state, writing, ids)
     n_files = len(unviewed) + len(strays) + len(checkpoints)
     directory = state.directory
     if dry_run:
         names = [file.path.name for file in unviewed] + list(strays)
         freed = sum(directory.size(name) for name in names)
         freed += sum(path.stat().st_size for path in checkpoints)
-        return GcReport(len(doomed), n_files, freed + directory.leftovers(writing, quarantine_days))
+        return GcReport(len(ids), n_files, freed + directory.leftovers(writing, quarantine_days))
+    freed = 0
+    for other, nodes in elsewhere:
+        with state.catalog.transaction():
+            foreign = delete(other, nodes, [])
+        freed += forget(other, nodes, [], foreign)
     with state.catalog.transaction():
         foreign = delete(state, doomed, unviewed)
-    freed = forget(state, doomed, unviewed, foreign)
+    freed += forget(state, doomed, unviewed, foreign)
+    state.foreign_bytes = foreign_bytes(state.catalog, state.identity.fingerprint)
     freed += sum(directory.remove(name) for name in strays)
     freed += sum(remove_file(path) for path in checkpoints)
     freed += directory.sweep_tmp(writing)
     freed += directory.empty_quarantine(quarantine_days)
     state.catalog.shrink()
-    return GcReport(len(doomed), n_files, freed)
+    return GcReport(len(ids), n_files, freed)
 
 
 def delete(
@@ -118,7 +126,7 @@ def drop_foreign(state: StoreState, bytes_needed: int) -> int:
         if of in sizes:
             sizes[of] += n_bytes
         elif freed < bytes_needed:
-            freed += _drop_foreign_file(state, id, name, n_bytes)
+            freed += drop_foreign_file(state, id, name, n_bytes)
     if freed < bytes_needed and sizes:
         freed += _drop_of_larger(state, bytes_needed - freed, sizes)
     return freed
@@ -137,7 +145,7 @@ def _drop_of_larger(state: StoreState, bytes_needed: int, sizes: dict[int, int])
             continue
         id, name, n_bytes = files[largest].pop(0)
         sizes[largest] -= n_bytes
-        freed += _drop_foreign_file(state, id, name, n_bytes)
+        freed += drop_foreign_file(state, id, name, n_bytes)
     return freed
 
 
@@ -160,7 +168,8 @@ def _ids(keys: Collection[int]) -> str:
     return msgspec.json.encode(list(keys)).decode()
 
 
-def _drop_foreign_file(state: StoreState, id: int, name: str, n_bytes: int) -> int:
+def drop_foreign_file(state: StoreState, id: int, name: str, n_bytes: int) -> int:
+    """Delete a file of another fingerprint; returns its bytes. Runs under the lock."""
     try:
         uncatalogue(state.catalog, id)
     except DiskFull:
@@ -171,6 +180,25 @@ def _drop_foreign_file(state: StoreState, id: int, name: str, n_bytes: int) -> i
     state.directory.remove(name)
     state.foreign_bytes -= n_bytes
     return n_bytes
+
+
+_WITH_UNNEEDED = (
+    "SELECT id, digest FROM tokenizers WHERE id != ? AND EXISTS (SELECT 1 FROM segments AS s"
+    " WHERE s.tokenizer = tokenizers.id"
+    " AND NOT EXISTS (SELECT 1 FROM segments WHERE parent = s.id)"
+    " AND NOT EXISTS (SELECT 1 FROM turns WHERE prompt_node = s.id)"
+    " AND NOT EXISTS (SELECT 1 FROM turns WHERE reply_node = s.id)"
+    " AND NOT EXISTS (SELECT 1 FROM pins WHERE node = s.id)"
+    " AND NOT EXISTS (SELECT 1 FROM bases WHERE node = s.id)"
+    " AND NOT EXISTS (SELECT 1 FROM cold WHERE base = s.id))"
+)
+
+
+def _unneeded_elsewhere(state: StoreState) -> Iterator[tuple[StoreState, list[Node]]]:
+    """The state of each other tokenizer of which some segments are unneeded, and these."""
+    for pk, digest in state.catalog.rows(_WITH_UNNEEDED, (state.identity.tokenizer,)):
+        other = load_foreign(state, pk, digest)
+        yield other, _unneeded(other)
 
 
 def _unneeded(state: StoreState) -> list[Node]:

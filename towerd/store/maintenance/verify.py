@@ -70,7 +70,7 @@ def verify(
     """Check the invariants, then every file of every fingerprint and every frozen session."""
     with upkeep.paused(), state.lock:
         found = problems(state, keys=True) + state.catalog.journal_problems()
-        n_orphans = len(orphans(state, rows.writing)) + len(stray_checkpoints(state))
+        n_orphans = len(orphans(state, rows.writing)) + len(stray_checkpoints(state, rows.writing))
         n_segments = len(state.trie)
         n_sessions = int(state.catalog.rows("SELECT count(*) FROM sessions")[0][0])
         files = state.catalog.rows(
@@ -133,7 +133,7 @@ def _file_problem(state: StoreState, pool: Executor, row: tuple[Any, ...]) -> st
         fingerprint = Fingerprint.from_json(msgspec.json.decode(text))
         with state.lock:
             views = state.catalog.rows(
-                "SELECT p0, ids, node FROM views JOIN segments ON segments.id = node"
+                "SELECT p0, ids, node, scope FROM views JOIN segments ON segments.id = node"
                 " WHERE file = ? ORDER BY p1",
                 (id,),
             )
@@ -145,7 +145,8 @@ def _file_problem(state: StoreState, pool: Executor, row: tuple[Any, ...]) -> st
         if (header.p0, header.n, header.run_table) != (p0, n_rows, decode_runs(runs, n_rows)):
             return "the catalog describes another file under this name"
         check_layout(header, fingerprint.layout)
-        check_claim(header, Claim(fingerprint, prefix, [view[:2] for view in views]))
+        *_, scope = views[-1]
+        check_claim(header, Claim(fingerprint, scope, prefix, [view[:2] for view in views]))
         check_pieces(data, header.pieces, start, pool)
         _check_blobs(data, header, start, fingerprint)
     except (StateError, OSError, msgspec.DecodeError) as error:

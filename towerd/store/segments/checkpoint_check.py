@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Container, Iterator
 from pathlib import Path
 
 from towerd.slots.errors import StateError
+from towerd.store.catalog.catalog import EnteredIdentity
 from towerd.store.prefix.keys import segment_key
+from towerd.store.prefix.loader import load_trie
 from towerd.store.prefix.node import Node
 from towerd.store.segments.checkpoint_file import (
     ANYWHERE,
@@ -21,16 +22,8 @@ from towerd.store.segments.checkpoint_file import (
 )
 from towerd.store.state import StoreState
 
-_HALF_WRITTEN_S = 3600.0
-"""A file that is still being written is younger than this."""
-
-
-def is_left_over(path: Path) -> bool:
-    """Whether this is a half-written file of a killed process, not one that is being written."""
-    try:
-        return path.suffix == HALF and path.stat().st_mtime < time.time() - _HALF_WRITTEN_S
-    except OSError:
-        return False
+_UNCLAIMED = -1
+"""Stands for the tokenizer of a fingerprint that the catalog does not have; it has no segments."""
 
 
 def digest_in(path: Path) -> bytes | None:
@@ -66,29 +59,35 @@ def is_checkpointed_elsewhere(state: StoreState, node: Node) -> bool:
     return any((folder / file_name(key, how)).exists() for key in keys for how in (False, True))
 
 
-def stray_checkpoints(state: StoreState, removed: Collection[int] = ()) -> list[Path]:
-    """Files that no segment of their model claims, and partial files left by a crash. Those of
-    models with another tokenizer than the open one count as claimed.
-    `removed`: ids of segments about to be removed. Runs under the lock."""
+def stray_checkpoints(
+    state: StoreState, writing: Container[str], removed: Collection[int] = ()
+) -> list[Path]:
+    """Files that no segment of their model claims, and partial files left by a crash, which are
+    not among those that are being written. `removed`: ids of segments about to be removed. Runs
+    under the lock."""
     gone = set(removed)
-    tokenizers = dict(state.catalog.rows("SELECT digest, tokenizer FROM fingerprints"))
+    fingerprints = state.catalog.rows("SELECT digest, tokenizer FROM fingerprints")
+    tokenizers: dict[bytes, int | None] = dict(fingerprints)
+    tries = {state.identity.tokenizer: state.trie}
     keys: dict[bytes, set[bytes]] = {}
     strays = []
     for path, _ in checkpoint_files(state.directory.root):
         named = parse_name(path.name)
         if named is None:
-            if is_left_over(path):
+            if path.suffix == HALF and path.name not in writing:
                 strays.append(path)
             continue
         try:
             of = fingerprint_of(path)
         except OSError:
             continue  # deleted meanwhile, or for verify to report
-        if of is None or tokenizers.get(of, state.identity.tokenizer) != state.identity.tokenizer:
+        tokenizer = tokenizers.get(of, _UNCLAIMED) if of is not None else None
+        if of is None or tokenizer is None:  # it cannot be known whose it is
             continue
         if of not in keys:
-            is_known = of in tokenizers
-            found = state.trie.keys(of) if is_known else ()
+            if tokenizer not in tries:
+                tries[tokenizer] = load_trie(state.catalog, EnteredIdentity(0, tokenizer, b""), {})
+            found = tries[tokenizer].keys(of)
             keys[of] = {key for node, key in found if node.id not in gone}
         if named[0] not in keys[of]:
             strays.append(path)

@@ -74,17 +74,29 @@ def parse_name(name: str) -> tuple[bytes, bool] | None:
     return (key, derived) if len(key) == 32 else None
 
 
+def new_half() -> str:
+    """A random, unique name for a file while it is written."""
+    return secrets.token_hex(8) + HALF
+
+
 def write_checkpoint(
-    folder: Path, fingerprint: bytes, key: bytes, position: int, derived: bool, state: Bytes
+    folder: Path,
+    half: str,
+    fingerprint: bytes,
+    key: bytes,
+    position: int,
+    derived: bool,
+    state: Bytes,
 ) -> int:
-    """Write the file of `key` durably, or not at all; returns its size. Raises OSError."""
+    """Write the file of `key` durably, or not at all; returns its size. `half`: its name until it
+    is complete. Raises OSError."""
     data = np.ascontiguousarray(state).data
     header = CheckpointHeader(fingerprint, key, position, derived, len(data), checksum(data))
     body = _encode(header)
     prefix = PREAMBLE.pack(MAGIC, VERSION, len(body), 0, bytes(16))[:PREFIX_BYTES]
     head = prefix + checksum(prefix, body) + body
     head = head.ljust(page_up(len(head)), b"\0")
-    path = folder / f"{secrets.token_hex(8)}{HALF}"
+    path = folder / half
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -104,11 +116,15 @@ def write_checkpoint(
     return len(head) + len(data)
 
 
-def read_checkpoint(path: Path, fingerprint: bytes, key: bytes, position: int) -> Bytes:
+def read_checkpoint(
+    path: Path, fingerprint: bytes, key: bytes, position: int, derived: bool
+) -> Bytes:
     """The state, every byte checked. Raises StateError (damaged, or another's) or OSError."""
     header, state = _read(path)
     if (header.fingerprint, header.key, header.position) != (fingerprint, key, position):
         raise StateError("the state is of another prefix or model")
+    if header.derived != derived:
+        raise StateError("the state is not as exact as the file's name says")
     return state
 
 

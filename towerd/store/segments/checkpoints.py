@@ -19,12 +19,14 @@ from towerd.slots.errors import StateError
 from towerd.store.prefix.keys import segment_key
 from towerd.store.prefix.node import Node
 from towerd.store.segments import durable
-from towerd.store.segments.checkpoint_check import checkpoint_files, digest_in, is_left_over
+from towerd.store.segments.checkpoint_check import checkpoint_files, digest_in
 from towerd.store.segments.checkpoint_file import (
     ANYWHERE,
     CUT_META,
     FOLDER,
+    HALF,
     file_name,
+    new_half,
     parse_name,
     read_checkpoint,
     write_checkpoint,
@@ -114,13 +116,19 @@ class CheckpointTable:
         found = self.at(node)
         if found is None or found.data is None or found.has_file:
             return 0
-        state, key = self.store.state, self._key(node)
-        with durable.store_errors("a state checkpoint cannot be written"):
-            size = write_checkpoint(
-                self.folder, state.digest, key, node.p1, found.derived, found.data
-            )
+        state, key, half = self.store.state, self._key(node), new_half()
+        state.catalog.writing.add(half)
+        try:
+            with durable.store_errors("a state checkpoint cannot be written"):
+                size = write_checkpoint(
+                    self.folder, half, state.digest, key, node.p1, found.derived, found.data
+                )
+        finally:
+            state.catalog.writing.discard(half)
+        with self.store.locked():  # a gc either sees the file, or has removed the node
+            is_removed = node.removed
         with self._lock:
-            if self._found.get(node.id) is not found:  # dropped meanwhile
+            if is_removed or self._found.get(node.id) is not found:  # dropped meanwhile
                 self._unlink(file_name(key, found.derived))
                 return 0
             found.has_file, found.data, found.nbytes = True, None, size
@@ -135,7 +143,8 @@ class CheckpointTable:
         key, node = self._key(found.node), found.node
         name = file_name(key, found.derived)
         try:
-            return read_checkpoint(self.folder / name, self.store.state.digest, key, node.p1)
+            digest, derived = self.store.state.digest, found.derived
+            return read_checkpoint(self.folder / name, digest, key, node.p1, derived)
         except FileNotFoundError as error:
             self._forget(found)
             raise RowsDamaged(f"the state checkpoint {name} is gone") from error
@@ -201,7 +210,7 @@ class CheckpointTable:
         for path, size in files:
             named = parse_name(path.name)
             if named is None:
-                if is_left_over(path):
+                if path.suffix == HALF and path.name not in state.catalog.writing:
                     path.unlink(missing_ok=True)
                 continue
             self.file_bytes += size

@@ -65,8 +65,8 @@ class Directory:
             return False  # gone or unmovable: the catalog forgets it either way
         return True
 
-    def empty_quarantine(self, days: float) -> int:
-        """Delete what was set aside more than `days` ago; returns the bytes freed."""
+    def empty_quarantine(self, days: float | None = None) -> int:
+        """Delete what was set aside more than `days` ago, or all; returns the bytes freed."""
         return sum(remove_file(path) for path in self._set_aside_before(days))
 
     def size(self, name: str) -> int:
@@ -80,7 +80,9 @@ class Directory:
     def _halves(self, writing: Container[str]) -> list[Path]:
         return [path for path in self.tmp.iterdir() if path.name not in writing]
 
-    def _set_aside_before(self, days: float) -> list[Path]:
+    def _set_aside_before(self, days: float | None) -> list[Path]:
+        if days is None:
+            return list(self.quarantine.iterdir())
         oldest = time.time() - days * DAY_S
         return [path for path in self.quarantine.iterdir() if path.lstat().st_mtime <= oldest]
 

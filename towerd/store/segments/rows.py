@@ -281,7 +281,7 @@ class RowStore:
     def _claim(self, file: SegmentFile, node: Node) -> Claim:
         with self._state.lock:
             views = [(viewer.p0, viewer.ids) for viewer in self._state.trie.viewers(file)]
-            return Claim(self._state.fingerprint, node.prefix_bytes(), views)
+            return Claim(self._state.fingerprint, node.scope, node.prefix_bytes(), views)
 
     def _damaged(self, file: SegmentFile, error: Exception) -> StoreError:
         """Quarantine `file` and return the error to raise."""

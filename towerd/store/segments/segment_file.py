@@ -40,6 +40,8 @@ class Claim:
     """The catalog's record of a file's content. The file must match it before it is used."""
 
     fingerprint: Fingerprint
+    scope: str
+    """Of every node that views the file."""
     prefix: bytes
     """Ids [0, p) of a path through the file's rows, p > the file's p0."""
     views: Sequence[tuple[int, bytes]]
@@ -239,10 +241,12 @@ def quantized_bytes(files: Iterable[SegmentFile], native: KVLayout) -> int:
 
 
 def check_claim(header: SegmentHeader, claim: Claim) -> None:
-    """Raises StateError unless fingerprint, key and ids match the catalog."""
+    """Raises StateError unless fingerprint, scope, key and ids match the catalog."""
     digest = claim.fingerprint.digest()
     if header.fingerprint != digest:
         raise StateError("the file belongs to another model or configuration")
+    if header.scope != claim.scope:  # adapters are part of it: they make other rows
+        raise StateError("the file belongs to another tenant, or was made under other adapters")
     before = claim.prefix[: header.p0 * ID_BYTES]
     if segment_key(digest, header.scope, before + header.ids) != header.key:
         raise StateError("the file's key is not that of its tokens")

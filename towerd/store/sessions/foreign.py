@@ -16,6 +16,7 @@ from towerd.errors import InvalidRequest, NotFound
 from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.prefix.loader import load_foreign
 from towerd.store.sessions.coded import read_coded
+from towerd.store.sessions.deletions import Deletions, DeletionWatch
 from towerd.store.sessions.frozen import FrozenSession, damaged_session
 from towerd.store.sessions.history import History, HistoryCopy, add_history, turn_rows
 from towerd.store.sessions.sessions import SessionRow, SessionTable, tokens_lost
@@ -77,8 +78,9 @@ class ForeignSessions:
     `tokenizer`, the hex digest of one, tells sessions of one id apart; of several, the one used
     last is meant."""
 
-    def __init__(self, state: StoreState, lock: Lock) -> None:
+    def __init__(self, state: StoreState, deletions: Deletions, lock: Lock) -> None:
         self._state = state
+        self._deletions = deletions
         self._lock = lock
 
     def listing(self, scope: str | None, limit: int) -> list[SessionInfo]:
@@ -164,15 +166,18 @@ class ForeignSessions:
                 )
             return bytes(catalog.rows("SELECT digest FROM tokenizers WHERE id = ?", (pk,))[0][0])
 
-    def add_history(self, history: History, scope: str, digest: bytes) -> int:
+    def add_history(
+        self, history: History, scope: str, digest: bytes, since: DeletionWatch | None = None
+    ) -> int:
         """Enter a history, or the turns that the session with its id lacks, under an entered
         tokenizer, in one transaction; returns how many turns were added. Raises InvalidRequest if the
-        two diverge, SessionFrozen or DiskFull."""
+        two diverge, SessionDeleted if the session was deleted `since`, SessionFrozen or DiskFull."""
         with self._lock():
             ((pk,),) = self._state.catalog.rows(
                 "SELECT id FROM tokenizers WHERE digest = ?", (digest,)
             )
             state, table = load_foreign(self._state, pk, digest), self._table(pk)
+            table.check_not_deleted(since, history.id, scope)
             with state.growing() as growth:
                 return add_history(state, table, growth, history, scope)
 
@@ -186,11 +191,13 @@ class ForeignSessions:
             return replace(table.info(row), tokenizer=digest.hex())
 
     def delete(self, id: str, scope: str | None = None, tokenizer: str = "") -> None:
-        """Forget a session; `gc` frees its segments when its tokenizer is open again. Raises as
-        `session`."""
+        """Forget a session; `gc` then frees what nothing else needs. Raises as `session`."""
         with self._lock():
-            table, row, _ = self._find(id, scope, tokenizer)
-            table.delete(row)
+            table, row, digest = self._find(id, scope, tokenizer)
+            nodes = {}
+            if self._state.catalog.is_shared:  # another process may be answering it
+                nodes = load_foreign(self._state, table.tokenizer, digest).trie.nodes
+            table.delete(row, nodes, self._deletions)
 
     def _find(
         self, id: str, scope: str | None, tokenizer: str

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from towerd.errors import InvalidRequest, NotFound, SessionFrozen, TokensLost
+from towerd.errors import InvalidRequest, NotFound, SessionDeleted, SessionFrozen, TokensLost
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.prefix.node import Node
 from towerd.store.prefix.scope import MARK, TENANT_SQL, tenant_of
+from towerd.store.prefix.trie import Trie
+from towerd.store.sessions.deletions import (
+    Deletion,
+    Deletions,
+    DeletionWatch,
+    decode_hashes,
+    hashes_at,
+)
 from towerd.store.sessions.turn import SessionInfo, Turn, TurnInfo
 
 NAME_CHARS_MAX = 200
 TITLE_CHARS_MAX = 500
+DELETED_META = "deleted"
+"""Set while copies of deleted sessions may be where only `gc` looks."""
 RECOGNISED_TOKENS_MIN = 2
 """Every conversation begins with the BOS token, of which an empty prompt consists."""
 
@@ -253,17 +263,58 @@ class SessionTable:
         with self.catalog.transaction():
             self.catalog.run("UPDATE sessions SET title = ? WHERE pk = ?", (title, session.pk))
 
-    def delete(self, session: SessionRow) -> int:
-        """Delete the session and its turns; the next gc removes its segments. Returns its row
-        id."""
+    def _deletion(self, session: SessionRow, nodes: Mapping[int, Node]) -> Deletion:
+        """What running requests have to know when a session is deleted, before it is."""
+        pk = (session.pk,)
+        ((scope,),) = self.catalog.rows("SELECT scope FROM sessions WHERE pk = ?", pk)
+        rows = self.catalog.rows(
+            "SELECT prompt_node FROM turns WHERE session = ?1"
+            " UNION SELECT reply_node FROM turns WHERE session = ?1",
+            pk,
+        )
+        ends = [nodes[id] for (id,) in rows if id in nodes]
+        hashes = hashes_at([end for end in ends if end.p1 >= RECOGNISED_TOKENS_MIN], scope)
+        for (marks,) in self.catalog.rows("SELECT marks FROM cold WHERE session = ?", pk):
+            hashes |= decode_hashes(marks)
+        return Deletion(self.tokenizer, scope, session.id, tuple(hashes))
+
+    def check_not_deleted(
+        self,
+        since: DeletionWatch | None,
+        id: str | None,
+        scope: str,
+        ids: bytes = b"",
+        trie: Trie | None = None,
+    ) -> None:
+        """Raises SessionDeleted if the session `id`, or without one the session that `ids` continue,
+        was deleted `since`; `trie`: that of its tokenizer."""
+        if since is None:
+            return
+        if id is not None:
+            is_deleted = since.has_named(self.tokenizer, scope, id)
+        else:
+            n = since.deepest(ids, scope)
+            known = trie.matched(ids, scope, self.other_scopes(scope)) if n and trie else ()
+            as_far = (node for node in known if node.p1 >= n)
+            is_deleted = n > 0 and self.recognise(as_far, scope) is None
+        if is_deleted:
+            raise SessionDeleted("The conversation was deleted while this was on its way into it.")
+
+    def delete(self, session: SessionRow, nodes: Mapping[int, Node], deletions: Deletions) -> int:
+        """Delete the session and its turns, and tell whoever watches, in any process; the next gc
+        removes its segments. `nodes`: those of its tokenizer. Returns its row id."""
+        deletion = self._deletion(session, nodes)
         with self.catalog.transaction():
-            pk = (session.pk,)
+            pk, meta = (session.pk,), (DELETED_META,)
             self.catalog.run("UPDATE sessions SET leaf = NULL WHERE pk = ?", pk)
             self.catalog.run("UPDATE turns SET parent = NULL WHERE session = ?", pk)
             self.catalog.run("DELETE FROM turns WHERE session = ?", pk)
             self.catalog.run("DELETE FROM blobs WHERE session = ?", pk)
             self.catalog.run("DELETE FROM cold WHERE session = ?", pk)
             self.catalog.run("DELETE FROM sessions WHERE pk = ?", pk)
+            self.catalog.run("INSERT OR REPLACE INTO meta(key, value) VALUES (?, '')", meta)
+        deletions.note(deletion)
+        self.catalog.tell(deletion)
         return session.pk
 
     def check_thawed(self, session: SessionRow) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from towerd.store.prefix.module import Module
 from towerd.store.prefix.node import Node
+from towerd.store.sessions.deletions import DeletionWatch
 from towerd.tokens import Ids
 
 
@@ -33,6 +34,8 @@ class Turn:
     """The agent, named by the client or told apart by system prompt and tools; None if unknown."""
     n_rows: int | None = None
     """Leading tokens whose rows the store has or gets; None: the first `n_cached`."""
+    since: DeletionWatch | None = None
+    """What was deleted since its request began."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.engine.llama_server.slots.image import ImageSpec, SlotImage, parse_image
 from towerd.engine.llama_server.slots.slot import Slot
 from towerd.engine.llama_server.slots.slotdir import SlotDir
-from towerd.errors import TowerdError
+from towerd.errors import SessionDeleted, TowerdError
 from towerd.slots.errors import StateError
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Provenances, has_derived
@@ -74,12 +74,15 @@ class Capturer:
         # Tokens other than the known ones come from a reply whose ids were not reported, or from
         # a request that was cut off: they are computed rows, after the known ones.
         provenance = slot.provenance_of(image.n)
-        return image, self._store(image, slot.scope, provenance)
+        try:
+            return image, self._store(image, slot, provenance)
+        except SessionDeleted:
+            return image, 0
 
-    def _store(self, image: SlotImage, scope: str, provenance: Provenances) -> int:
-        store, tokens = self._tiers.store, image.tokens
+    def _store(self, image: SlotImage, slot: Slot, provenance: Provenances) -> int:
+        store, tokens, scope = self._tiers.store, image.tokens, slot.scope
         if store.match(tokens, scope).n < image.n:
-            store.insert(tokens, scope, [image.n])
+            store.insert(tokens, scope, [image.n], slot.since)
         n_kept = 0
         for gap in self._tiers.gaps(tokens, scope, provenance):
             rows = image.rows(self.spec.layout, gap.p0, gap.p1)

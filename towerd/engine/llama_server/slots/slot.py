@@ -8,6 +8,7 @@ import numpy as np
 
 from towerd.engine.base import SlotView
 from towerd.engine.llama_server.slots.chat_text import AnsweredChat
+from towerd.store.sessions.deletions import DeletionWatch
 from towerd.tokens import Ids, Provenances, common_prefix, computed_after
 
 _EMPTY: Ids = np.zeros(0, np.int32)
@@ -49,6 +50,8 @@ class Slot:
     """Count of leases when it was last released; 0: never."""
     chat: AnsweredChat | None = None
     """The chat request that it ran last, if it holds that and its reply."""
+    since: DeletionWatch | None = None
+    """What was deleted since its last request began: it may hold that."""
     is_continued: bool = False
     """Whether its last request began with all that it certainly held then, as the next turn of that
     chat will."""

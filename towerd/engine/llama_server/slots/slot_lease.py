@@ -15,6 +15,7 @@ from towerd.engine.llama_server.slots.expected_reuse import ExpectedReuse
 from towerd.engine.llama_server.slots.reuse_check import ReuseCheck
 from towerd.engine.llama_server.slots.slot import Slot
 from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
+from towerd.store.sessions.deletions import DeletionWatch
 from towerd.store.sessions.turn import Turn
 from towerd.tokens import Ids
 
@@ -39,6 +40,10 @@ class Lender(Protocol):
 
     def placed(self) -> None:
         """Called when the request was launched, or will not be."""
+        ...
+
+    def watch_deletions(self) -> DeletionWatch:
+        """What is deleted from now on."""
         ...
 
     async def guess(self, text: str) -> Ids:
@@ -100,6 +105,7 @@ class SlotLease:
         self.t_first: float | None = None
         """When its reply began; None before, or if that does not show until its end."""
         self._started_s = time.time()
+        self._since = engine.watch_deletions()
         self._epoch = engine.epoch
         self._is_placing = True
         self._is_awaited = True
@@ -183,6 +189,7 @@ class SlotLease:
             stop="tool_use" if self.calls_tools else TURN_STOPS.get(stop, ""),
             workflow=self.workflow,
             agent=self.agent,
+            since=self._since,
         )
         # A reply that is all tool calls has no text, and is one all the same.
         answered = len(reply) > 0 or (reply_ids is None and stop != "cancelled")
@@ -207,6 +214,7 @@ class SlotLease:
         if self.ids is None or self.is_stale:
             return
         self._is_open = False
+        self._slot.since = self._since
         tokens = np.concatenate([self.ids, reply[:-1]])
         room = self._engine.n_ctx - (0 if is_certain else _GUESS_TOKENS)
         if self._ran_elsewhere:

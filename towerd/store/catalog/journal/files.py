@@ -168,9 +168,10 @@ class Journal:
             return True
 
     @property
-    def has_log(self) -> bool:
-        """Whether anything was appended since the last rewrite."""
-        return self._end > 0
+    def has_history(self) -> bool:
+        """Whether the files have more than the catalog's rows: changes since the last rewrite, or
+        what a rewrite that failed or was killed has left."""
+        return self._end > 0 or bool(self._older(seq_of(self._path) or 0))
 
     @property
     def is_grown(self) -> bool:

@@ -164,7 +164,11 @@ class _Opening:
         """Apply the last changes that a catalog lacks, before any migration."""
         ledger = _ledger_of(db)
         if not self._chain.is_empty and self._chain.store != ledger.store:
-            self._set_journal_aside("It is another store's")
+            # one of them was put here: whichever gave way, all its conversations would be gone
+            raise StoreError(
+                f"the catalog {self._path} and the journal beside it are of different stores: move "
+                "away the one that does not belong here; the other one then replaces it"
+            )
         n = self._chain.last - ledger.seq
         if n <= 0:
             return

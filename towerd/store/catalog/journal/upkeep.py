@@ -74,11 +74,11 @@ class CatalogUpkeep:
         Failures are logged."""
         with self._logged():
             with self._lock():
-                is_due = self._catalog.journal.has_log
+                is_due = self._catalog.journal.has_history
             if is_due:
                 self.compact()
-                with self._lock():
-                    self._catalog.flush(truncate=True)
+            with self._lock():  # a killed process may have left a log of its own
+                self._catalog.flush(truncate=True)
 
     def repair(self) -> None:
         """Rebuild a damaged database from the journal, or rewrite a damaged journal from the

@@ -17,7 +17,7 @@ from typing import Any
 
 from towerd.errors import StoreError, StoreLocked
 from towerd.store.catalog import database
-from towerd.store.catalog.catalog import Undo
+from towerd.store.catalog.catalog import DELETED, Undo
 from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.catalog.journal.changes import TableChange
 from towerd.store.catalog.shared.maintenance import BrokerMaintenance
@@ -122,6 +122,12 @@ class CatalogBroker:
                 if not unseen:
                     del client.unseen[table]
 
+    def tell(self, by: BrokerClient, deletion: Sequence[Any]) -> None:
+        """Note for every other client that a session was deleted. Called in the turn of `by`."""
+        tokenizer, scope, id, hashes = deletion
+        for client in self.others(by):
+            client.unseen[DELETED].add((tokenizer, scope, id, tuple(hashes)))
+
     def others(self, client: BrokerClient) -> list[BrokerClient]:
         """The other clients that have a model open. Called in a turn."""
         return [each for each in self._clients if each is not client and each.fingerprint]
@@ -151,8 +157,8 @@ class BrokerClient:
 
     def __init__(self, broker: CatalogBroker, catalog: SqliteCatalog, sock: socket.socket) -> None:
         self.fingerprint = self.tokenizer = 0
-        self.unseen: defaultdict[str, set[int]] = defaultdict(set)
-        """Rows that other clients changed, by table."""
+        self.unseen: defaultdict[str, set[Any]] = defaultdict(set)
+        """Rows that other clients changed, by table, and what they told."""
         self.held: Collection[int] = ()
         self.names: set[str] = set()
         self._broker, self._catalog = broker, catalog
@@ -181,6 +187,7 @@ class BrokerClient:
             "problems": catalog.problems,
             "journal_problems": catalog.journal_problems,
             "recognise_lost": lambda *wanted: catalog.recognise_lost(TokenizerIdentity(*wanted)),
+            "tell": lambda *deletion: broker.tell(self, deletion),
             "held_elsewhere": lambda: [id for each in broker.others(self) for id in each.held],
             "open_elsewhere": lambda: [each.fingerprint for each in broker.others(self)],
             "names": lambda: list(catalog.writing),
@@ -227,7 +234,7 @@ class BrokerClient:
                 log.exception("an operation of the catalog failed")
                 return error_to_wire(StoreError(f"the catalog failed: {error}"))
 
-    def _lock(self) -> dict[str, list[int]]:
+    def _lock(self) -> dict[str, list[Any]]:
         self._take_turn()
         return {table: list(keys) for table, keys in self.unseen.items()}
 

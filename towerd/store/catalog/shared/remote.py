@@ -107,6 +107,9 @@ class RemoteCatalog(Catalog):
     ) -> None:
         self._changed, self._held = changed, held
 
+    def tell(self, deletion: Sequence[Any]) -> None:
+        self._call("tell", *deletion)
+
     def held_elsewhere(self) -> Collection[int]:
         return frozenset(self._call("held_elsewhere"))
 

@@ -1,0 +1,101 @@
+"""Erasing what a deletion leaves where the catalog does not look.
+
+A segment file has the ids of all its tokens in its header, and keeps them while any of its segments
+is needed; the quarantine keeps whole catalogs and journals; a vocabulary that is known in part tells
+which words were said.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from towerd.errors import StoreError
+from towerd.store.catalog.catalog import Upkeep
+from towerd.store.maintenance.collect import GcReport, drop_foreign_file
+from towerd.store.prefix.scope import tenant_of
+from towerd.store.segments.reencode import reencode
+from towerd.store.segments.rows import RowStore
+from towerd.store.segments.segment_file import SegmentFile
+from towerd.store.sessions.sessions import DELETED_META
+from towerd.store.state import StoreState
+from towerd.store.vocabularies import Vocabularies
+from towerd.tokens import ids_array
+
+_LONGER = (
+    "SELECT files.id, name, bytes, fingerprint FROM files JOIN views ON file = files.id"
+    " JOIN segments ON segments.id = views.node"
+    " GROUP BY files.id HAVING files.p0 + n_rows > max(p1)"
+)
+_FORGET_NAMES = (
+    "UPDATE invocations SET session = ''"
+    " WHERE session != '' AND session NOT IN (SELECT id FROM sessions)"
+)
+_SAID = (
+    "SELECT scope, ids FROM segments WHERE tokenizer = ?1 UNION ALL"
+    " SELECT scope, tail FROM turns JOIN sessions ON pk = session WHERE tokenizer = ?1"
+)
+
+
+def erase(
+    state: StoreState,
+    rows: RowStore,
+    vocabularies: Vocabularies,
+    upkeep: Upkeep,
+    report: GcReport,
+) -> GcReport:
+    """Erase what a collection has left; returns its report with the bytes freed here as well. The
+    lock is not held while files are written. Raises StoreError."""
+    with state.lock:
+        longer = _longer_files(state)
+    for file in longer:
+        _cut_file(state, rows, file)
+    with state.lock:
+        freed = _erase_copies(state, vocabularies)
+    upkeep.purge()
+    return replace(report, bytes_freed=report.bytes_freed + freed)
+
+
+def _longer_files(state: StoreState) -> list[SegmentFile]:
+    """The files with tokens behind those of their last segment. Those of other fingerprints, which
+    cannot be written here, are deleted; their rows are evaluated again. Runs under the lock."""
+    found = []
+    for id, name, n_bytes, fingerprint in state.catalog.rows(_LONGER):
+        if fingerprint != state.identity.fingerprint:
+            drop_foreign_file(state, id, name, n_bytes)
+        elif id in state.files:
+            found.append(state.files[id])
+    return found
+
+
+def _cut_file(state: StoreState, rows: RowStore, file: SegmentFile) -> None:
+    """Write a file again without the tokens behind its last segment; without room, or if it is
+    damaged, its rows go."""
+    try:
+        reencode(state, rows, file, ())
+    except StoreError:
+        rows.drop_file(file)
+
+
+def _erase_copies(state: StoreState, vocabularies: Vocabularies) -> int:
+    """If sessions were deleted since the last time, empty the quarantine, and forget their names and
+    words that only they used; returns the bytes freed. Runs under the lock. Raises StoreError."""
+    if state.catalog.get_meta(DELETED_META) is None:
+        return 0
+    freed = state.directory.empty_quarantine()
+    for digest in vocabularies.known_in_part():
+        vocabularies.keep_words(digest, _words_said(state, digest))
+    with state.catalog.transaction():
+        state.catalog.run(_FORGET_NAMES)
+        state.catalog.run("DELETE FROM meta WHERE key = ?", (DELETED_META,))
+    return freed
+
+
+def _words_said(state: StoreState, tokenizer: bytes) -> dict[str, set[int]]:
+    """Which tokens occur in what each tenant has of a tokenizer."""
+    said: defaultdict[str, set[int]] = defaultdict(set)
+    of = state.catalog.rows("SELECT id FROM tokenizers WHERE digest = ?", (tokenizer,))
+    for row in of:
+        for scope, ids in state.catalog.rows(_SAID, row):
+            said[tenant_of(scope)].update(ids_array(ids).tolist())
+    return said
