@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from towerd.engine.base import Reuse
 from towerd.engine.embedded.longchat.hooks import Hooks
 from towerd.engine.embedded.memory import SequenceMemory
+from towerd.engine.embedded.memory.cell_pages import CellPages
 from towerd.engine.embedded.model.context import Buffer
 from towerd.engine.embedded.restore.branching import NOTHING_FOUND, Branching, Evict, Found
 from towerd.engine.embedded.restore.checkpoints import Checkpoints, LoadedState
@@ -75,6 +76,7 @@ class Restorer:
     def __init__(
         self,
         memory: SequenceMemory,
+        pages: CellPages,
         pool: LivePool,
         tiers: Tiers,
         splicer: Splicer,
@@ -84,6 +86,7 @@ class Restorer:
     ) -> None:
         self.bytes_in = 0
         self._memory = memory
+        self.pages = pages
         self._pool = pool
         self._tiers = tiers
         self._splicer = splicer
@@ -96,6 +99,7 @@ class Restorer:
     def close(self) -> None:
         """End the threads. No job may run any more."""
         self._workers.shutdown()
+        self.pages.close()
 
     @property
     def can_restore_evicted(self) -> bool:
@@ -119,6 +123,8 @@ class Restorer:
         self._pool.touch(seq)
         hook.enter(job, seq)
         plan = self._plan(job, seq)
+        if plan.n:
+            self.pages.ask(self._pool.cells_busy() + plan.n)
         if job.saved is None:  # else it continues where it was
             job.splice = None
             if hook.can_splice:
