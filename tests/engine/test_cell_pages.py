@@ -18,7 +18,7 @@ from services import OpenService
 from waiting import until_async
 
 from towerd.engine.embedded.memory import SequenceMemory, open_memory
-from towerd.engine.embedded.memory.cell_pages import SPARE_TOKENS, CellPages
+from towerd.engine.embedded.memory.cell_pages import SPARE_CELLS, CellPages
 from towerd.engine.embedded.model.context import Buffer, LlamaContext
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.model.zero_pages import HostBuffer
@@ -113,10 +113,10 @@ async def test_a_spare_is_kept_after_the_first_request(
         assert len(kv) == 1
         await settle(service)
         idle = bytes_in_ram(kv)
-        assert idle < SPARE_TOKENS * token_bytes
+        assert idle < SPARE_CELLS * token_bytes
         await ask(service, np.arange(300, 332, dtype=np.int32), 8)
         await settle(service)
-        await until_async(lambda: bytes_in_ram(kv) >= SPARE_TOKENS * token_bytes)
+        await until_async(lambda: bytes_in_ram(kv) >= SPARE_CELLS * token_bytes)
         await ask(service, np.arange(300, 340, dtype=np.int32), 8)
         await settle(service)
-        assert bytes_in_ram(kv) < 3 * SPARE_TOKENS * token_bytes
+        assert bytes_in_ram(kv) < 3 * SPARE_CELLS * token_bytes

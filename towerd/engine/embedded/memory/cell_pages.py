@@ -17,13 +17,14 @@ from towerd.engine.embedded.model.zero_pages import HostBuffer
 from towerd.kernels.pages import populate
 from towerd.slots.layout import KVLayout
 
-SPARE_TOKENS = 2048
-"""The cells of a conversation of so many tokens have pages once the first request was answered."""
+SPARE_CELLS = 1792
+"""Cells that have pages once the first request was answered. With 2,048 a transposed V of two-byte
+elements would need a second page for every channel: 24 MB for SmolLM2."""
 SPARE_BYTES_MAX = 64 << 20
-"""What these take at most."""
+"""What their rows take at most."""
 _BLOCK_CELLS = 256
-"""Cells are asked for in blocks of this size, of which a context has whole ones, and one block more
-than are needed: idle sequences keep about as many cells (`scheduling/idle.py`)."""
+"""Cells are asked for in blocks of this size, of which a context has whole ones. A load asks for one
+block more than it needs: idle sequences keep about as many cells (`scheduling/idle.py`)."""
 
 
 class _Plane(NamedTuple):
@@ -46,7 +47,7 @@ class CellPages:
         not laid out as llama.cpp does it on a CPU: tensor after tensor, K before V in each layer."""
         self._n_cells = n_cells
         self._planes = _find_planes(buffers, layout, n_cells, v_trans)
-        self._n_spare = min(SPARE_TOKENS, SPARE_BYTES_MAX // max(1, layout.token_bytes))
+        self._n_spare = min(SPARE_CELLS, SPARE_BYTES_MAX // max(1, layout.token_bytes))
         self._n_asked = 0 if self._planes else n_cells
         self._worker = ThreadPoolExecutor(1, "towerd-cells")
 
@@ -55,16 +56,20 @@ class CellPages:
         self._worker.shutdown(cancel_futures=True)
 
     def ask(self, n: int) -> None:
-        """Running requests are about to have `n` cells: see that these have pages soon."""
-        n = min(self._n_cells, (-(-n // _BLOCK_CELLS) + 1) * _BLOCK_CELLS)
-        if n > self._n_asked:
-            self._worker.submit(self._populate, self._n_asked, n)
-            self._n_asked = n
+        """Rows are about to be restored, after which running requests have `n` cells: see that these
+        have pages soon."""
+        self._ask((-(-n // _BLOCK_CELLS) + 1) * _BLOCK_CELLS)
 
     def ask_spare(self) -> None:
         """A request was answered, nothing is being loaded: see that the next conversation finds
         pages. Until then a daemon takes no memory for it."""
-        self.ask(self._n_spare)
+        self._ask(self._n_spare)
+
+    def _ask(self, n: int) -> None:
+        n = min(self._n_cells, n)
+        if n > self._n_asked:
+            self._worker.submit(self._populate, self._n_asked, n)
+            self._n_asked = n
 
     def _populate(self, start: int, end: int) -> None:
         for plane in self._planes:
