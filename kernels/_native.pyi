@@ -29,6 +29,9 @@ def hazard_chances(
 ) -> npt.NDArray[np.float64]:
     """Probabilities of return by bin; the contract is in towerd.kernels.reference.hazard."""
 
+def populate(start: int, stride: int, n: int, run_bytes: int) -> bool:
+    """Has the pages of n runs of bytes in RAM; the contract is in towerd.kernels.pages."""
+
 # Arguments are checked in C++: any buffer of the right shape and format is taken.
 class Kernels:
     """All kernels for one instruction set. ValueError if it is not available."""

@@ -6,6 +6,7 @@
 #include "bind_hazard.h"
 #include "bind_lm.h"
 #include "bind_mix.h"
+#include "bind_pages.h"
 #include "bind_side_by_side.h"
 #include "bind_taps.h"
 
@@ -105,6 +106,7 @@ NB_MODULE(_native, m) {
     towerd::bind_hazard(m);
     towerd::bind_lm(m);
     towerd::bind_mixer(m);
+    towerd::bind_pages(m);
     towerd::bind_side_by_side(m);
     towerd::bind_taps(m);
 }

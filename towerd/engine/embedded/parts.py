@@ -11,6 +11,7 @@ from towerd.engine.embedded.longchat.hooks import Hooks
 from towerd.engine.embedded.longchat.recall import RecallLimits
 from towerd.engine.embedded.longchat.shift import ContextShift
 from towerd.engine.embedded.media.media import Media
+from towerd.engine.embedded.memory.cell_pages import CellPages
 from towerd.engine.embedded.model.core import Core
 from towerd.engine.embedded.restore.branching import Branching, TokenBranching
 from towerd.engine.embedded.restore.checkpoints import Checkpoints
@@ -59,7 +60,10 @@ def assemble(
 ) -> Parts:
     """Construct the parts. boundaries: needed for a model whose memory has a state; deliver: hands
     events to their clients."""
-    memory = core.memory
+    memory, context = core.memory, core.context
+    pages = CellPages(
+        context.host_buffers, memory.layout, n_cells=context.n_cells, v_trans=context.v_trans
+    )
     pool = LivePool(memory, n_seqs=memory.n_live, n_cells=core.context.n_cells)
     splicer = Splicer(core, tiers)
     checkpoints = None
@@ -71,7 +75,7 @@ def assemble(
     branching: Branching = checkpoints or tokens
     budgets = _budgets(core, tiers, config, pool, splicer, tokens)
     hooks = Hooks(Hook(branching), ContextShift(branching, tiers), budgets, core.observer)
-    restorer = Restorer(memory, pool, tiers, splicer, hooks, branching, checkpoints)
+    restorer = Restorer(memory, pages, pool, tiers, splicer, hooks, branching, checkpoints)
     media = Media(core.projector, core.context, pool, restorer)
     scheduler = Scheduler(
         core.context,

@@ -126,8 +126,10 @@ class LlamaContext:
         if taps is not None:
             function, params.cb_eval_user_data = taps.callback
             params.cb_eval = lib.ggml_backend_sched_eval_callback(function)
-        with zero_pages_returned():
+        with zero_pages_returned() as buffers:
             self.ptr: Any = lib.llama_init_from_model(model.ptr, params)
+        self.host_buffers = buffers
+        """Its buffers in main memory whose unused pages were given back."""
         if not self.ptr:
             raise ModelError(
                 f"llama.cpp cannot make a context of {n_cells} tokens: "

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes.util import find_library
+from typing import NamedTuple
 
 from towerd.llama_library import lib
 
@@ -28,13 +29,23 @@ _ALLOC_BUFFER = 1
 _Alloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
+class HostBuffer(NamedTuple):
+    """Main memory that llama.cpp has allocated."""
+
+    base: int
+    """Address of its first byte."""
+    n_bytes: int
+
+
 @contextmanager
-def zero_pages_returned() -> Iterator[None]:
+def zero_pages_returned() -> Iterator[list[HostBuffer]]:
     """Give back the pages of zeros in what llama.cpp allocates inside the block, in this thread and
-    in main memory. Elsewhere than on Linux, and where ggml is built otherwise, nothing happens."""
+    in main memory. The list has these buffers after the block, in order. Elsewhere than on Linux,
+    and where ggml is built otherwise, nothing happens, and the list stays empty."""
     ggml = _ggml()
+    found: list[HostBuffer] = []
     if ggml is None:
-        yield
+        yield found
         return
     functions = (ctypes.c_void_p * 2).from_address(ggml.ggml_backend_cpu_buffer_type())
     real = functions[_ALLOC_BUFFER]
@@ -52,12 +63,13 @@ def zero_pages_returned() -> Iterator[None]:
     recorder = _Alloc(record)
     functions[_ALLOC_BUFFER] = ctypes.cast(recorder, ctypes.c_void_p).value
     try:
-        yield
+        yield found
     finally:
         functions[_ALLOC_BUFFER] = real
     for buffer in buffers:
         base = ggml.ggml_backend_buffer_get_base(buffer)
-        _return_zeros(base, ggml.ggml_backend_buffer_get_size(buffer))
+        found.append(HostBuffer(base, ggml.ggml_backend_buffer_get_size(buffer)))
+        _return_zeros(*found[-1])
 
 
 def _return_zeros(base: int, n_bytes: int) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from towerd.engine.base import Reuse
 from towerd.engine.embedded.longchat.hooks import Hooks
 from towerd.engine.embedded.memory import SequenceMemory
+from towerd.engine.embedded.memory.cell_pages import CellPages
 from towerd.engine.embedded.model.context import Buffer
 from towerd.engine.embedded.restore.branching import NOTHING_FOUND, Branching, Evict, Found
 from towerd.engine.embedded.restore.checkpoints import Checkpoints, LoadedState
@@ -89,6 +90,7 @@ class Restorer:
     def __init__(
         self,
         memory: SequenceMemory,
+        pages: CellPages,
         pool: LivePool,
         tiers: Tiers,
         splicer: Splicer,
@@ -98,6 +100,7 @@ class Restorer:
     ) -> None:
         self.bytes_in = 0
         self._memory = memory
+        self.pages = pages
         self._pool = pool
         self._tiers = tiers
         self._splicer = splicer
@@ -110,6 +113,7 @@ class Restorer:
     def close(self) -> None:
         """End the threads. No job may run any more."""
         self._workers.shutdown()
+        self.pages.close()
 
     @property
     def can_restore_evicted(self) -> bool:
@@ -146,6 +150,8 @@ class Restorer:
             self._pool.drop(seq)
             return self.begin(job, capacity, evict)
         plan = self._plan(job, seq)
+        if plan.n:
+            self.pages.ask(self._pool.cells_busy() + plan.n)
         if job.splice is not None:
             job.splice.abandon()
         job.splice = None

@@ -165,6 +165,8 @@ class Scheduler:
         self.idle.evict_surplus(sum(not is_background(job) for job in self.active))
         stepped = self._step()
         self._endings.flush()
+        if stepped and all(job.phase is JobPhase.DECODE for job in self.active):
+            self.restorer.pages.ask_spare()
         if not stepped or self.idle.is_export_due:
             self.idle.export_one()
         later, self._later = self._later, []

@@ -1,0 +1,9 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace towerd {
+
+void bind_pages(nanobind::module_ & m);
+
+}  // namespace towerd
