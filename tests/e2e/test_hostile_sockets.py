@@ -7,7 +7,7 @@ import json
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,7 +27,7 @@ HEALTH_S_MAX = 5.0
 RSS_MB_MAX = 64
 """What a round may leave behind, after the first ones."""
 HOLD_S = 0.5
-Attack = Callable[[str, int, random.Random], Awaitable[None]]
+Attack = Callable[[str, int, random.Random], Coroutine[None, None, None]]
 STREAM = json.dumps(
     {"prompt": "Once", "n_predict": 200, "ignore_eos": True, "stream": True}
 ).encode()
@@ -154,7 +154,9 @@ ATTACKS: tuple[Attack, ...] = (
 async def attack_once(daemon: Daemon, chance: random.Random, n_each: int) -> float:
     """All attacks at once, so many of each; the longest that /health took meanwhile."""
     host, port = daemon.url.removeprefix("http://").split(":")
-    attackers = [asyncio.create_task(each(host, int(port), chance)) for each in ATTACKS * n_each]
+    attackers: list[asyncio.Task[None]] = [
+        asyncio.create_task(each(host, int(port), chance)) for each in ATTACKS * n_each
+    ]
     slowest = 0.0
     pending: set[asyncio.Task[None]] = set(attackers)
     while pending:

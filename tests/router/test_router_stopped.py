@@ -93,7 +93,7 @@ def test_a_process_that_is_stopped_in_its_turn(make_router: MakeRouter) -> None:
 def tales_can_write(router: Daemon) -> bool:
     """Whether the other model has the store within a moment."""
     try:
-        body = {"model": "tales", "prompt": "Once", "n_predict": 1}
+        body: Any = {"model": "tales", "prompt": "Once", "n_predict": 1}
         requests.post(router.url + "/completion", json=body, timeout=1)
     except requests.ReadTimeout:
         return False

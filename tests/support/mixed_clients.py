@@ -289,7 +289,9 @@ class MixedClient:
         stream: bool = False,
     ) -> requests.Response | None:
         """The reply; None if it was not ready, or is leaving. Raises Killed."""
-        reply = self._guarded(lambda: self._now(method, path, body, headers=headers, stream=stream))
+        reply: requests.Response = self._guarded(
+            lambda: self._now(method, path, body, headers=headers, stream=stream)
+        )
         if reply.status_code == 503 or (self._model and reply.status_code == 500):
             return (
                 None  # loading or leaving; behind a router also a model's process that was killed
