@@ -9,6 +9,8 @@ import pytest
 import requests
 from daemon import Daemon
 
+from towerd.api.http.reply import reshaped
+
 STORY = "Once upon a time there was a little girl who"
 CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Tell me a story."}]
 TOOL = {"name": "look", "description": "Look at it.", "parameters": {"type": "object"}}
@@ -194,7 +196,8 @@ def test_everything_else(sidecar: Daemon, alone: str, method: str, path: str, bo
     assert got.status_code == expected.status_code, (got.text, expected.text)
     assert got.headers.get("Content-Type") == expected.headers.get("Content-Type")
     if expected.text.startswith(("{", "[")):
-        assert scrubbed(got.json()) == scrubbed(expected.json())
+        said = expected.content if expected.ok else reshaped(path, expected.content)
+        assert scrubbed(got.json()) == scrubbed(json.loads(said))
     else:
         assert got.content == expected.content
 

@@ -28,7 +28,6 @@ NO_JSON = [
     b"null",
     b'{"prompt": "\xff"}',
     b'{"prompt": "a", "n_predict": 1e999}',
-    b'{"prompt": "\\ud800"}',
 ]
 PROMPTS: list[Any] = [
     3,
@@ -67,16 +66,10 @@ CHATS: list[Any] = [
     {"messages": [{}]},
     {"messages": [{"role": "user"}]},
     {"messages": [{"role": 3, "content": "x"}]},
-    {"messages": [{"role": "user", "content": 3}]},
-    {"messages": [{"role": "assistant"}]},
     {"messages": [{"role": "user", "content": [{"type": "what"}]}]},
-    {"messages": [{"role": "user", "content": [3]}]},
-    {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-    {"messages": [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]},
-    {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"type": "x"}]}]},
     {
         "messages": [
-            {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+            {"role": "assistant", "content": None, "tool_calls": [{"type": "x", "id": "c"}]}
         ]
     },
     {"messages": IMAGE},
@@ -113,7 +106,6 @@ OTHERS: list[tuple[str, Any]] = [
     ("responses", {}), ("responses", {"input": 3}), ("responses", {"input": [{}]}),
     ("responses", {"input": [{"role": "user", "content": [{"type": "input_file"}]}]}),
     ("responses", {"input": "x", "previous_response_id": "y"}), ("responses", {"input": "x", "tools": 3}),
-    ("responses", {"input": [{"type": "function_call_output", "call_id": "c", "output": 3}]}),
     ("responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": PIXEL}]}]}),
     ("messages", {}), ("messages", {"messages": 3}), ("messages", {"messages": [{"role": "user"}]}),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "image", "source": {
