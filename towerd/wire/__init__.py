@@ -30,6 +30,7 @@ from towerd.wire._wire import (
     RerankRequest,
     Speculation,
     Writer,
+    token_bytes_max,
 )
 from towerd.wire.endpoint import Endpoint
 from towerd.wire.error import WireError
@@ -56,5 +57,6 @@ __all__ = [
     "WireThreads",
     "Writer",
     "recommended",
+    "token_bytes_max",
 ]
 del _lib
