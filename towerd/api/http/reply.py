@@ -14,6 +14,7 @@ from towerd.errors import (
     Forbidden,
     InvalidRequest,
     NotFound,
+    TooLarge,
     TowerdError,
     Unauthorized,
     Unavailable,
@@ -25,12 +26,6 @@ JSON_TYPE = "application/json; charset=utf-8"
 REASON_CHARS_MAX = 200
 
 _encoder = msgspec.json.Encoder()
-
-
-class PayloadTooLarge(InvalidRequest):
-    """The body exceeds `request_bytes_max` (413)."""
-
-    status = 413
 
 
 class RequestTimeout(InvalidRequest):
@@ -51,7 +46,7 @@ _BY_STATUS: dict[int, type[TowerdError]] = {
     404: NotFound,
     405: MethodNotAllowed,
     408: RequestTimeout,
-    413: PayloadTooLarge,
+    413: TooLarge,
     503: Unavailable,
     507: DiskFull,
 }
