@@ -40,16 +40,26 @@ class InvalidRequest(TowerdError):
     kind = "invalid_request_error"
 
 
+class TooLarge(InvalidRequest):
+    """The request, or a text in it, has more bytes than are taken at once (413)."""
+
+    status = 413
+
+
 class ContextExceeded(InvalidRequest):
     """The prompt does not fit the context (400, with `n_prompt_tokens` and `n_ctx`)."""
 
     kind = "exceed_context_size_error"
 
     @classmethod
-    def of_request(cls, n_prompt_tokens: int, n_ctx: int) -> ContextExceeded:
-        """The error of a prompt, as llama-server words it."""
+    def of_request(
+        cls, n_prompt_tokens: int, n_ctx: int, *, is_least: bool = False
+    ) -> ContextExceeded:
+        """The error of a prompt, as llama-server words it. is_least: the prompt may have more
+        tokens, since it was not tokenized."""
+        least = "at least " if is_least else ""
         return cls(
-            f"request ({n_prompt_tokens} tokens) exceeds the available context size "
+            f"request ({least}{n_prompt_tokens} tokens) exceeds the available context size "
             f"({n_ctx} tokens), try increasing it",
             n_prompt_tokens=n_prompt_tokens,
             n_ctx=n_ctx,

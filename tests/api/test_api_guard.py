@@ -155,6 +155,12 @@ ORIGINS = [
     ("http://localhost.evil.example", False),
     ("http://[", False),
     ("http://127.0.0.1.evil.example", False),
+    ("http://[::1]evil.example", False),
+    ("http://localhost@evil.example", False),
+    ("http://evil.example@localhost", False),
+    ("http://localhost:evil", False),
+    ("http://localhost/evil.example", False),
+    ("localhost", False),
 ]
 
 
@@ -194,9 +200,29 @@ async def test_rebound_host(client: Client) -> None:
     for host, status in (
         ("evil.example", 403),
         ("localhost:1", 200),
+        ("LOCALHOST", 200),
+        ("127.0.0.1:", 200),
+        ("127.9.9.9:80", 200),
         ("[::1]", 200),
+        ("[0:0:0:0:0:0:0:1]:65535", 200),
         ("[", 403),
         ("x\udcff", 403),
+        ("[::1]evil.example", 403),
+        ("evil.example[::1]", 403),
+        ("[::1%evil]", 403),
+        ("[127.0.0.1]", 403),
+        ("localhost:evil", 403),
+        ("localhost:80@evil.example", 403),
+        ("evil.example@localhost", 403),
+        ("localhost/evil.example", 403),
+        ("localhost evil", 403),
+        ("localhost.", 403),
+        ("localhost.evil.example", 403),
+        ("127.1", 403),
+        ("0x7f000001", 403),
+        ("2130706433", 403),
+        ("0.0.0.0", 403),
+        ("", 403),
     ):
         async with client.get("/health", headers={"Host": host}) as reply:
             assert reply.status == status, host

@@ -6,6 +6,7 @@ import json
 import random
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -159,6 +160,36 @@ def test_an_unanswered_prompt_leaves_what_can_be_reused(daemon: Daemon) -> None:
     before = n_recorded(daemon)
     daemon.post("/completion", {"prompt": some_ids(4000, 8), "n_predict": 0, **SHIFT})
     assert n_recorded(daemon) < before + N_CTX
+
+
+@pytest.mark.skipif(not psutil.LINUX, reason="the peak of memory is read from /proc")
+@pytest.mark.parametrize(
+    ("path", "status", "n_mib"),
+    [("/completion", 400, 12), ("/v1/chat/completions", 400, 12), ("/tokenize", 413, 17),
+     ("/v1/chat/completions", 413, 20), ("/v1/messages/count_tokens", 413, 20)],
+)  # fmt: skip
+def test_texts_that_cannot_fit_are_not_tokenized(
+    daemon: Daemon, path: str, status: int, n_mib: int
+) -> None:
+    """They are refused by their length: tokenizing takes forty times their memory."""
+    text = "once upon a time " * (n_mib * 2**20 // 17)
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    if path in ("/completion", "/tokenize"):
+        body = {"prompt": text, "content": text}
+    before = peak_bytes(daemon)
+    for more in ({}, SHIFT) if status == 400 else ({},):
+        error = daemon.post(path, body | more, status)["error"]
+        if status == 400:
+            assert error["type"] == "exceed_context_size_error"
+            assert len(text) / 20 < error["n_prompt_tokens"] <= len(text)
+            assert error["message"].startswith("request (at least ")
+    assert peak_bytes(daemon) - before < 24 * len(text)
+
+
+def peak_bytes(daemon: Daemon) -> int:
+    """The most memory that the process had so far."""
+    status = Path(f"/proc/{daemon.pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
 def test_too_many_ids_are_not_decoded(daemon: Daemon) -> None:

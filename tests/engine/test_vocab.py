@@ -19,6 +19,7 @@ from towerd.engine.embedded.media import deepstack
 from towerd.engine.embedded.model.model import init_backend
 from towerd.engine.embedded.model.vocab import Vocab
 from towerd.errors import InvalidRequest
+from towerd.wire import token_bytes_max
 
 BUNDLED = Path(towerd.engine.base.__file__).parents[1] / "data" / "stories260K.gguf"
 VOCAB_DIR = os.environ.get("TOWERD_TEST_VOCABS", "")
@@ -176,3 +177,19 @@ def test_deep_calls_pass_errors_on() -> None:
     assert deepstack.call_deep(lambda: 7, 100_000) == 7
     with pytest.raises(KeyError):
         deepstack.call_deep(lambda: os.environ["no such name"], 100_000)
+
+
+@pytest.mark.parametrize("path", [BUNDLED, *VOCABS], ids=lambda path: path.stem)
+def test_no_token_stands_for_more_text(path: Path) -> None:
+    """A text has at least as many tokens as its length says, whatever it consists of."""
+    model, vocab = load(path)
+    try:
+        most = token_bytes_max(ctypes.cast(model, ctypes.c_void_p).value or 0)
+        longest = sorted(vocab.pieces, key=len)[-20:]
+        texts = [piece.decode("utf-8", "replace") for piece in longest]
+        for text in (*texts, *COMMON, "\u2581", "\u2581 ", " \n", "  a", "\ufffd", "x\u2581x"):
+            data = (text * 300).encode()
+            assert vocab.tokenize(data, False, True).size * most >= len(data) or not most
+        assert most or any(name in path.stem for name in (*LOSSY, "phi-3"))
+    finally:
+        lib.llama_model_free(model)

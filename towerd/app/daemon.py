@@ -12,6 +12,8 @@ from pathlib import Path
 from aiohttp import web
 
 from towerd.api.admin.ui import built_ui, ui_files
+from towerd.api.http.backlog import BACKLOGS, Backlogs
+from towerd.api.http.bodies import BODIES, Bodies
 from towerd.api.http.kept_stream import KeptStreams
 from towerd.api.http.keys import (
     CONFIG,
@@ -67,6 +69,8 @@ def build_app(
     )
     app[RUNNING] = {}
     app[STREAMS] = KeptStreams()
+    app[BODIES] = Bodies(config.request_bytes_max)
+    app[BACKLOGS] = Backlogs()
     app[TRANSFER] = Transfer()
     app[RECENT] = RecentRequests()
     app.cleanup_ctx.append(watch_lag)

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from towerd import __version__
 from towerd.api.admin.pins import base_json
+from towerd.api.http.bodies import BODIES, Bodies
 from towerd.api.http.keys import (
     CONFIG,
     GATE,
@@ -118,6 +119,7 @@ async def open_store_app(config: Config) -> AsyncIterator[web.Application]:
     search = await asyncio.to_thread(open_search, store, coding, config.search)
     app[GATE] = ServiceGate(StoreService(store, cold, search))
     app[LIMITS] = Limits()
+    app[BODIES] = Bodies(config.request_bytes_max)
     app[METRICS] = app[REQUESTS] = Metrics()
     app[TENANTS] = Tenants(())
     app[TRANSFER] = Transfer()

@@ -371,6 +371,8 @@ class Engine(Protocol):
     """Sequences that may run at once."""
     modules: ModuleMaker | None
     """None: this engine splices nothing."""
+    token_bytes_max: int
+    """Bytes of text that one token stands for, at most; 0: any number."""
     outgrowing: Collection[str]
     """The policies of a `LiveBudget` under which a prompt may be longer than the context."""
 
@@ -387,7 +389,7 @@ class Engine(Protocol):
         ...
 
     async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Ids:
-        """Text to ids, off the loop."""
+        """Text to ids, off the loop. Raises TooLarge."""
         ...
 
     async def detokenize(self, ids: Sequence[int] | Ids) -> bytes:

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from towerd.api.admin import page, ui
 from towerd.api.admin.ui import built_ui, ui_files
+from towerd.api.http.bodies import BODIES, Bodies
 from towerd.api.http.keys import CONFIG, LIMITS, REQUESTS, TENANTS, UI, UI_SETTINGS
 from towerd.api.http.limits import Limits
 from towerd.api.http.middleware import account, add_headers, authenticate, guard
@@ -82,6 +83,7 @@ def build_app(
     app[MODELS] = models
     app[CONVERSATIONS] = Conversations()
     app[LIMITS] = Limits()
+    app[BODIES] = Bodies(tables.config.request_bytes_max)
     app[REQUESTS] = metrics
     app[TENANTS] = Tenants(tables.config.api_keys)
     app[UI] = ui_files(built_ui())

@@ -31,6 +31,8 @@ WATCHING = ("h2o", "snapkv", "buzz", "latem", "icecache")
 """Those that observe attention."""
 POOLINGS = ("none", "mean", "cls", "last", "rank")
 UNQUANTIZED = ("f32", "f16", "bf16")
+TEXT_BYTES_MAX = 16 * 2**20
+TEXT_BYTES_PER_TOKEN = 16
 SOCKET_PATH_BYTES_MAX = 103
 """The capacity of sun_path on macOS; Linux allows four more."""
 WARM_BYTES_MAX = 32 * 2**30
@@ -216,7 +218,7 @@ class Config:
     cors_origins: tuple[str, ...] = _set((), "list", "--cors-origins",
         "Origins whose web pages may call the API besides this machine's own; * is any.")
     request_bytes_max: int = _set(64 * 2**20, "size", "--request-bytes-max",
-        "Largest request body.", low=1024, high=2**31)
+        "Largest request body, unpacked; those that are not parsed yet take at most four times as much together.", low=1024, high=2**31)
     engine: str = _set(None, "text", "--engine",
         "What evaluates the model: llama.cpp inside the daemon, or a llama-server behind it.",
         choices=ENGINES, auto="embedded; with --upstream llama-server")
@@ -275,6 +277,11 @@ class Config:
         """The model's names that were set, in llama-server's order (sorted)."""
         names = (self.alias or "").split(",")
         return tuple(sorted({name.strip() for name in names} - {""}))
+
+    def text_bytes_max(self, n_ctx: int) -> int:
+        """Bytes of text that are tokenized at once: llama.cpp takes some fifty times as many, and
+        no prompt that is allowed is so long."""
+        return max(TEXT_BYTES_MAX, TEXT_BYTES_PER_TOKEN * max(n_ctx, self.prompt_tokens_max))
 
     def chat_template_source(self) -> str | None:
         """The chat template that was set, read from its file if need be; None: the model's own.

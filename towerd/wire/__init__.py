@@ -33,6 +33,7 @@ from towerd.wire._wire import (
     check_medium,
     mended_body,
     mended_json,
+    token_bytes_max,
 )
 from towerd.wire.endpoint import Endpoint
 from towerd.wire.error import WireError
@@ -62,5 +63,6 @@ __all__ = [
     "mended_body",
     "mended_json",
     "recommended",
+    "token_bytes_max",
 ]
 del _lib

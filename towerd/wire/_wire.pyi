@@ -66,6 +66,11 @@ class Projector:
         `ctx`; call it on that context's thread. Raises WireError (500), possibly after a part was
         evaluated."""
 
+def token_bytes_max(model: int) -> int:
+    """Bytes of text that one token stands for, at most; 0: any number, where the tokenizer may drop
+    text or change it, or a special token takes the space beside it. model: the address of a
+    `llama_model`."""
+
 class Model:
     """A model as llama-server serves it: its vocabulary, chat templates and defaults. Never
     changes; any thread may use it."""
@@ -88,6 +93,10 @@ class Model:
         Raises RuntimeError: a chat template that does not parse or cannot render an example, a
         setting that llama.cpp does not know."""
 
+    @property
+    def token_bytes_max(self) -> int:
+        """See the function of this name."""
+
     def props(self) -> bytes:
         """Templates, defaults and special tokens, as in GET /props: a JSON object."""
 
@@ -103,9 +112,19 @@ class Model:
 class Request:
     """One completion request. Never changes; any thread may use it."""
 
-    def __init__(self, model: Model, endpoint: Endpoint, body: bytes) -> None:
-        """Parse and tokenize. Raises WireError with a status below 500, except for features that
-        this model does not support (501)."""
+    def __init__(
+        self,
+        model: Model,
+        endpoint: Endpoint,
+        body: bytes,
+        check_fit: Callable[[dict[str, bytes], list[int]], None] | None = None,
+    ) -> None:
+        """Parse and tokenize. check_fit: called before prompts are tokenized of which one is longer
+        than the context for certain, with the kept fields of the body and the least number of
+        tokens of each prompt; what it raises becomes WireError.
+
+        Raises WireError with a status below 500, except for features that this model does not
+        support (501)."""
 
     @property
     def id(self) -> str:

@@ -42,6 +42,8 @@ class Settings:
     """Tokens that one sequence may hold."""
     n_parallel: int
     """Choices that one prompt may have."""
+    text_bytes_max: int = 0
+    """Bytes of text that are tokenized at once; 0: any number."""
     n_batch: int = 2048
     """Limits how much of an infill's text is used."""
     chat_template: str = ""

@@ -1,4 +1,4 @@
-"""Reading a request's JSON body, with bounds on its size, on stalls and on time on the loop."""
+"""Reading a request's body, with bounds on its size, on stalls and on time on the loop."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from io import BytesIO
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from towerd.api.http.bodies import hold_body
+from towerd.api.http.content_coding import coding_of, unpack
+from towerd.api.http.expectation import let_send
 from towerd.api.http.fields import json_type
 from towerd.api.http.json_text import decode_json
 from towerd.api.http.keys import CONFIG, LIMITS
 from towerd.api.http.limits import Limits
-from towerd.api.http.reply import PayloadTooLarge, RequestTimeout, reason_of
-from towerd.errors import InvalidRequest
+from towerd.api.http.reply import RequestTimeout, reason_of
+from towerd.errors import InvalidRequest, TooLarge
 
 
 async def read_object(request: web.Request) -> dict[str, Any]:
     """The body as a JSON object; an empty body is an empty object.
 
-    Raises InvalidRequest (not JSON, not an object), PayloadTooLarge, RequestTimeout."""
+    Raises InvalidRequest (not JSON, not an object), TooLarge, RequestTimeout."""
     data = await read_bytes(request)
     if not data:
         return {}
@@ -52,37 +55,51 @@ def _decode(data: bytes, limits: Limits) -> Any:
     return value
 
 
-async def read_bytes(request: web.Request) -> bytes:
-    """The whole body. Raises InvalidRequest, PayloadTooLarge, RequestTimeout."""
+async def read_bytes(request: web.Request, bytes_max: int = 0) -> bytes:
+    """The whole body, which counts among the `Bodies` until `release_body`, or the end of the
+    request. Takes and raises what `iter_bytes` does, and Unavailable if other bodies take all the room."""
     data = BytesIO()
-    async for chunk in iter_bytes(request):
+    held = hold_body(request)
+    async for chunk in iter_bytes(request, bytes_max):
+        held.add(len(chunk))
         data.write(chunk)
     return data.getvalue()  # not a copy: copying 64 MiB would block the loop for 50 ms
 
 
-def iter_bytes(request: web.Request) -> AsyncIterator[bytes]:
-    """The body as it arrives. Raises as `read_bytes`. A body whose Content-Length is too large is
-    refused immediately."""
-    bytes_max = request.app[CONFIG].request_bytes_max
-    too_large = PayloadTooLarge(f"The request body exceeds the limit of {bytes_max} bytes")
+def iter_bytes(request: web.Request, bytes_max: int = 0) -> AsyncIterator[bytes]:
+    """The body as it arrives, unpacked. bytes_max: a lower limit than `request_bytes_max`; 0: none.
+
+    A body whose Content-Length is too large, or that is compressed in an unknown way, is refused
+    before any of it is read. Raises InvalidRequest, TooLarge, RequestTimeout."""
+    most = request.app[CONFIG].request_bytes_max
+    bytes_max = min(most, bytes_max or most)
+    too_large = TooLarge(f"The request body exceeds the limit of {bytes_max} bytes")
     if (request.content_length or 0) > bytes_max:
         raise too_large
-    return _chunks(request, bytes_max, too_large)
+    coding = coding_of(request.headers.get(hdrs.CONTENT_ENCODING, ""))
+    chunks = _bounded(_chunks(request), bytes_max, too_large)
+    return _bounded(unpack(coding, chunks), bytes_max, too_large) if coding else chunks
 
 
-async def _chunks(
-    request: web.Request, bytes_max: int, too_large: PayloadTooLarge
+async def _bounded(
+    chunks: AsyncIterator[bytes], bytes_max: int, too_large: TooLarge
 ) -> AsyncIterator[bytes]:
     n = 0
+    async for chunk in chunks:
+        n += len(chunk)
+        if n > bytes_max:
+            raise too_large
+        yield chunk
+
+
+async def _chunks(request: web.Request) -> AsyncIterator[bytes]:
+    await let_send(request)
     try:
         while True:
             async with asyncio.timeout(request.app[LIMITS].read_stall_s):
                 chunk = await request.content.readany()
             if not chunk:
                 return
-            n += len(chunk)
-            if n > bytes_max:
-                raise too_large
             yield chunk
     except TimeoutError:
         raise RequestTimeout("The request body stopped arriving") from None

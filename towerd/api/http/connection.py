@@ -1,5 +1,8 @@
 """One client's connection: where towerd differs from aiohttp below the application.
 
+A body is neither asked for nor unpacked before a handler reads it. What is left of it behind the
+reply is dropped within bounds.
+
 A request that is not valid HTTP gets an error in llama-server's shape and one line in the log.
 
 A client may shut down its sending side after its request and still read the reply. It differs from
@@ -13,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, cast
 
 from aiohttp import web
@@ -21,6 +25,7 @@ from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
+from towerd.api.http.expectation import WAITS, is_expecting, without_expectation
 from towerd.api.http.reply import error_reply, from_http, reason_of
 from towerd.errors import InvalidRequest, TowerdError
 
@@ -29,6 +34,13 @@ log = logging.getLogger(__name__)
 
 COMMON = b"HTTP/1."
 """The bytes that every reply begins with."""
+LEFT_S_MAX = 5.0
+"""How long the rest of a body that was not read may arrive behind the reply. A connection that is
+closed while data arrives is reset, and the client may lose the reply."""
+LEFT_BYTES_MAX = 16 << 20
+"""How much of it may arrive."""
+LEFT_BYTES_KEPT = 64 * 1024
+"""Behind a body up to this length the connection is used again."""
 LOOK_S_MIN = 0.05
 LOOK_S_MAX = 1.0
 """The pause between two checks of a half-closed connection grows from the first to the second."""
@@ -69,6 +81,10 @@ class Connection(RequestHandler):
         super().__init__(*args, **kwargs)
         self._is_half_closed = False
         self._n_answered = 0
+        self._n_left: int | None = None
+        """How much of a body was dropped behind the reply; None: nothing is to be dropped."""
+        self._all_left = self._loop.create_future()
+        """Done when no more of it is dropped."""
 
     @property
     def _is_serving(self) -> bool:
@@ -76,6 +92,9 @@ class Connection(RequestHandler):
         return self._n_answered < self._request_count
 
     def data_received(self, data: bytes) -> None:
+        if self._n_left is not None:
+            self._drop(data)
+            return
         n_before = len(self._messages)
         super().data_received(data)
         if len(self._messages) > n_before and self._is_refused():
@@ -164,11 +183,52 @@ class Connection(RequestHandler):
         closed after its last reply."""
         if isinstance(resp, web.HTTPException) and resp.status >= 400:
             resp = error_reply(from_http(resp), path=request.path)
+        is_left = not request.content.is_eof()
+        is_kept = is_left and not _waits(request) and 0 < _n_bytes(request) <= LEFT_BYTES_KEPT
+        if is_left and not is_kept and not resp.prepared:
+            resp.force_close()
         finished = await super().finish_response(request, resp, start_time)
         self._n_answered += 1
         if self._is_half_closed and not self._is_serving:
             self.close()
+        elif is_left and not self._is_half_closed:
+            with suppress(TimeoutError, web.RequestPayloadError):
+                async with asyncio.timeout(LEFT_S_MAX):
+                    await (_read_left(request) if is_kept else self._drop_left())
         return finished
+
+    async def _drop_left(self) -> None:
+        """Tell the client that this connection ends, and drop what it still sends."""
+        transport = self.transport
+        if transport is None:
+            return
+        self._n_left = 0
+        transport.write_eof()
+        with suppress(RuntimeError):  # it is reading
+            transport.resume_reading()
+        await self._all_left
+
+    def _drop(self, data: bytes) -> None:
+        assert self._n_left is not None
+        self._n_left += len(data)
+        if self._n_left > LEFT_BYTES_MAX and not self._all_left.done():
+            self._all_left.set_result(None)
+
+
+def _waits(request: web.BaseRequest) -> bool:
+    """Whether the client waits for the word to send its body."""
+    return bool(request.get(WAITS))
+
+
+def _n_bytes(request: web.BaseRequest) -> int:
+    """The length of its body; 0 if that is not known."""
+    return request.content_length or 0
+
+
+async def _read_left(request: web.BaseRequest) -> None:
+    """Read a body to its end."""
+    while not request.content.is_eof():
+        await request.content.readany()
 
 
 class _Server(web.Server):
@@ -183,8 +243,23 @@ class ConnectionRunner(web.AppRunner):
         made = await super()._make_server()
         return _Server(
             made.request_handler,
-            request_factory=made.request_factory,
+            request_factory=_deferring(made.request_factory),
             handler_cancellation=made.handler_cancellation,
             loop=made._loop,
+            auto_decompress=False,
+            lingering_time=0.0,
             **made._kwargs,
         )
+
+
+def _deferring(make: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequest]:
+    """As `make`, but nobody is told to send a body before it is read."""
+
+    def factory(message: RawRequestMessage, *args: Any) -> web.BaseRequest:
+        if not is_expecting(message):
+            return make(message, *args)
+        request = make(without_expectation(message), *args)
+        request[WAITS] = True
+        return request
+
+    return factory

@@ -15,6 +15,10 @@ KEEP_S = 300.0
 """How long a finished stream can be read, as in llama-server."""
 BYTES_MAX = 4 << 20
 """How many of the last bytes of a stream are kept, as in llama-server."""
+FINISHED_BYTES_MAX = 128 << 20
+"""What finished streams may take together; beyond that the one that ended first is dropped."""
+READ_BYTES_MAX = 64 * 1024
+"""What a reader gets at once: a stream that is not read must not be copied at every step."""
 STREAMS_MAX = 256
 """Finished streams that are kept; beyond that the one that ended first is dropped."""
 Key: TypeAlias = tuple[str, str]
@@ -25,20 +29,30 @@ class KeptStream:
     """The bytes of one event stream, during generation and after. Event loop only."""
 
     def __init__(self) -> None:
-        self.n_dropped = 0
-        """Bytes from the beginning that are no longer kept."""
         self.is_done = False
         self.started_s = int(time.time())
         self.completed_s = 0
         self._begun: asyncio.Future[Mapping[str, str]] = asyncio.get_running_loop().create_future()
         self.work: asyncio.Task[None] | None = None
         self._data = bytearray()
+        self._n_cut = 0
+        """Bytes from the beginning that `_data` does not have any more."""
         self._more = asyncio.Event()
 
     @property
     def n_bytes(self) -> int:
         """Bytes written so far, including dropped ones."""
-        return self.n_dropped + len(self._data)
+        return self._n_cut + len(self._data)
+
+    @property
+    def n_dropped(self) -> int:
+        """Bytes from the beginning that are no longer kept."""
+        return max(0, self.n_bytes - BYTES_MAX)
+
+    @property
+    def n_kept(self) -> int:
+        """Bytes that are in memory."""
+        return len(self._data)
 
     async def open(self, headers: Mapping[str, str]) -> None:
         """See `EventStream.open`."""
@@ -51,9 +65,10 @@ class KeptStream:
     async def write(self, data: bytes) -> None:
         """Append encoded events."""
         self._data += data
-        n_over = max(0, len(self._data) - BYTES_MAX)
-        del self._data[:n_over]
-        self.n_dropped += n_over
+        n_over = len(self._data) - BYTES_MAX
+        if n_over > BYTES_MAX // 4:  # not at every event: what is kept is moved
+            del self._data[:n_over]
+            self._n_cut += n_over
         self._wake()
 
     def end(self, error: BaseException | None = None) -> None:
@@ -70,7 +85,8 @@ class KeptStream:
         have been dropped."""
         while at >= self.n_dropped:
             if at < self.n_bytes:
-                data = bytes(self._data[at - self.n_dropped :])
+                start = at - self._n_cut
+                data = bytes(memoryview(self._data)[start : start + READ_BYTES_MAX])
                 at += len(data)
                 yield data
             elif self.is_done:
@@ -140,8 +156,12 @@ class KeptStreams:
     def _keep(self, key: Key, stream: KeptStream) -> None:
         del self._streams[key]
         self._streams[key] = stream  # after those that ended earlier
-        ended = [each for each, one in self._streams.items() if one.is_done]
-        for each in ended[: max(0, len(ended) - STREAMS_MAX)]:
+        ended = [each for each in self._streams.items() if each[1].is_done]
+        n_bytes = sum(one.n_kept for _, one in ended)
+        for n_left, (each, one) in zip(range(len(ended), 0, -1), ended, strict=True):
+            if n_left <= STREAMS_MAX and n_bytes <= FINISHED_BYTES_MAX:
+                break
+            n_bytes -= one.n_kept
             del self._streams[each]
         asyncio.get_running_loop().call_later(KEEP_S, self._forget, key, stream)
 

@@ -21,6 +21,10 @@ class Limits:
     """Bodies up to this size are decoded on the event loop (well under a millisecond)."""
     events_max: int = 64
     """Events of one response that may wait to be written; beyond that the producers wait."""
+    backlog_bytes_max: int = 4 << 20
+    """Bytes of a stream that its client has not taken; beyond that it is cut off."""
+    backlogs_bytes_max: int = 64 << 20
+    """The same of all clients together; beyond that the one that is furthest behind is cut off."""
     grace_s: float = 10.0
     """How long generations may continue at shutdown before they are cancelled."""
     linger_s: float = 1.0

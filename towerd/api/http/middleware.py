@@ -5,17 +5,17 @@ from __future__ import annotations
 import ipaddress
 import logging
 from contextlib import suppress
-from urllib.parse import urlsplit
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
+from towerd.api.http.bodies import release_body
 from towerd.api.http.keys import CONFIG, GATE, REQUESTS, TENANT, TENANTS, UI
 from towerd.api.http.reply import error_reply, from_http
 from towerd.api.http.requests.log import LOGGED, log_refused
 from towerd.api.http.tenants import CALLER, OWNER, SOCKET, Tenant
 from towerd.errors import Forbidden, NotSupported, TowerdError, Unauthorized, Unavailable
-from towerd.settings.addresses import is_loopback
+from towerd.settings.addresses import host_of, is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ async def account(request: web.Request, handler: Handler) -> web.StreamResponse:
         status = redirection.status
         raise
     finally:
+        release_body(request)
         resource = request.match_info.route.resource
         route = resource.canonical if resource is not None else "unknown"
         request.app[REQUESTS].requests.labels(route, str(status)).inc()
@@ -90,7 +91,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     allowed."""
     if not is_owner_socket(request) and not request.app[CONFIG].behind_router:
         if not _host_allowed(request):
-            raise Forbidden(f"Host {ascii(request.host[:100])} is not served here")
+            raise Forbidden(f"Host {ascii(_host(request)[:100])} is not served here")
         if not origin_allowed(request):
             raise Forbidden(
                 "This web page may not call the API; allow its origin with --cors-origins"
@@ -169,7 +170,7 @@ def _host_allowed(request: web.Request) -> bool:
     config = request.app[CONFIG]
     if not all(is_loopback(host) for host in config.hosts):
         return True
-    name = _host_name("//" + request.host)
+    name = host_of(_host(request))
     return name is not None and (is_loopback(name) or name in config.hosts)
 
 
@@ -182,10 +183,17 @@ def origin_allowed(request: web.Request) -> bool:
     allowed = request.app[CONFIG].cors_origins
     if "*" in allowed or origin in allowed:
         return True
-    name = _host_name(origin)
+    authority = origin.partition("://")[2]
+    name = host_of(authority)
     if name is None:
         return False
-    return _is_this_machine(name) or urlsplit(origin).netloc == request.host
+    return _is_this_machine(name) or authority == _host(request)
+
+
+def _host(request: web.Request) -> str:
+    """The Host header. aiohttp would ask the system for the machine's name where there is none,
+    which may take seconds."""
+    return request.headers.get(hdrs.HOST, "")
 
 
 def _is_this_machine(name: str) -> bool:
@@ -195,13 +203,6 @@ def _is_this_machine(name: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
-
-
-def _host_name(url: str) -> str | None:
-    try:
-        return urlsplit(url).hostname
-    except ValueError:
-        return None
 
 
 def _preflight(request: web.Request) -> web.Response:

@@ -15,6 +15,7 @@ from towerd.errors import (
     Forbidden,
     InvalidRequest,
     NotFound,
+    TooLarge,
     TowerdError,
     Unauthorized,
     Unavailable,
@@ -26,12 +27,6 @@ JSON_TYPE = "application/json; charset=utf-8"
 REASON_CHARS_MAX = 200
 
 _encoder = msgspec.json.Encoder()
-
-
-class PayloadTooLarge(InvalidRequest):
-    """The body exceeds `request_bytes_max` (413)."""
-
-    status = 413
 
 
 class RequestTimeout(InvalidRequest):
@@ -52,7 +47,7 @@ _BY_STATUS: dict[int, type[TowerdError]] = {
     404: NotFound,
     405: MethodNotAllowed,
     408: RequestTimeout,
-    413: PayloadTooLarge,
+    413: TooLarge,
     503: Unavailable,
     507: DiskFull,
 }

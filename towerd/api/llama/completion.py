@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from towerd.api.http.backlog import QueuedStream
+from towerd.api.http.bodies import release_body
 from towerd.api.http.body import read_bytes
 from towerd.api.http.hints import SESSION_HEADER, hints_of
 from towerd.api.http.kept_stream import KeptStream
@@ -21,7 +23,7 @@ from towerd.api.http.keys import CONFIG, LIMITS, METRICS, STREAMS, TENANT, servi
 from towerd.api.http.reply import error_event, raw_reply
 from towerd.api.http.requests.log import log_finished, log_refused, title_for
 from towerd.api.http.requests.recent import RECENT
-from towerd.api.http.sse import PING, ClientStalled, EventStream, Sink
+from towerd.api.http.sse import PING, ClientStalled, Sink
 from towerd.api.llama.choice import ChoiceState
 from towerd.api.llama.fanout import Events, fan_out
 from towerd.api.llama.reuse import timings_of, total
@@ -75,15 +77,16 @@ async def _complete(request: web.Request, endpoint: Endpoint) -> web.StreamRespo
     task = await parse_task(endpoint, body, caller, service.engine, request.app[CONFIG])
     title = await title_for(request, body)
     del body
+    release_body(request)
     if not task.wire.stream:
         return await _whole(request, task, title)
     if name := request.headers.get(CONVERSATION):
         kept = KeptStream()
         request.app[STREAMS].start(key_of(request, name), kept, _stream(request, task, kept, title))
         return await follow(request, kept, 0)
-    stream = EventStream(request)
-    await _stream(request, task, stream, title)
-    await stream.close()
+    with QueuedStream(request) as stream:
+        await _stream(request, task, stream, title)
+        await stream.close()
     return stream.response
 
 

@@ -19,6 +19,7 @@ Parts: TypeAlias = list["str | Ids"]
 
 TEXTS_MAX = 16_384
 """Texts in one prompt, each of which is tokenized separately."""
+COUNTED_CHARS_MAX = 1 << 20
 _FORMS = (
     '"prompt" elements must be a string, a list of tokens, a JSON object containing a prompt '
     "string, or a list of mixed strings & tokens."
@@ -33,15 +34,17 @@ class PromptLimit:
     outgrown_max: int = 0
     """Total tokens of the prompts that exceed the context; 0: none may exceed it."""
 
-    def check(self, lengths: Sequence[int]) -> None:
-        """Raises ContextExceeded unless prompts of these lengths may be evaluated."""
+    def check(self, lengths: Sequence[int], *, are_least: bool = False) -> None:
+        """Raises ContextExceeded unless prompts of these lengths may be evaluated. are_least: they
+        may be longer, since they were not tokenized."""
         outgrown = [n for n in lengths if n >= self.n_ctx]
         if not outgrown or sum(outgrown) <= self.outgrown_max:
             return
         if not self.outgrown_max:
-            raise ContextExceeded.of_request(outgrown[0], self.n_ctx)
+            raise ContextExceeded.of_request(outgrown[0], self.n_ctx, is_least=are_least)
+        least = "at least " if are_least else ""
         raise ContextExceeded(
-            f"request ({sum(outgrown)} tokens) exceeds the limit of prompts longer than the context "
+            f"request ({least}{sum(outgrown)} tokens) exceeds the limit of prompts longer than the context "
             f"({self.outgrown_max} tokens), see --prompt-tokens-max",
             n_prompt_tokens=sum(outgrown),
             n_ctx=self.n_ctx,
@@ -56,6 +59,7 @@ async def tokenize_prompts(
     Raises InvalidRequest, ContextExceeded."""
     n_vocab = engine.info.n_vocab
     plans = await by_size(size_of(prompt), _plan, prompt, n_vocab, limit, prompts_max)
+    limit.check([least_tokens(plan, engine.token_bytes_max) for plan in plans], are_least=True)
     prompts = [await _tokenize(p, engine, add_special=True, parse_special=True) for p in plans]
     if not prompts or not all(len(ids) for ids in prompts):
         raise InvalidRequest('"prompt" must not be empty')
@@ -73,6 +77,16 @@ async def tokenize_mixed(
         raise fields.wrong_type("content", "string or array", content)
     parts = await by_size(size_of(content), _parts, content, engine.info.n_vocab)
     return await _tokenize(parts, engine, add_special=add_special, parse_special=parse_special)
+
+
+def least_tokens(parts: Parts, token_bytes_max: int) -> int:
+    """How many tokens a prompt has at least, by its length alone. Texts that are not very long are
+    left out: they are counted, as clients shorten theirs by the right number."""
+    texts = [len(part) for part in parts if isinstance(part, str)]
+    if not token_bytes_max or max(texts, default=0) <= COUNTED_CHARS_MAX:
+        return 0
+    n_ids = sum(len(part) for part in parts if not isinstance(part, str))
+    return n_ids + sum(n // token_bytes_max for n in texts)  # a character is a byte or more
 
 
 def checked_ids(values: Any, n_vocab: int) -> Ids:

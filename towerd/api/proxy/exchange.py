@@ -10,12 +10,12 @@ from urllib.parse import quote
 
 from aiohttp import ClientResponse, web
 
+from towerd.api.http.backlog import Backlog
 from towerd.api.http.hints import SESSION_HEADER
 from towerd.api.http.keys import METRICS, service_of
 from towerd.api.http.reply import error_event, reshaped_event
 from towerd.api.http.requests.log import log_finished
 from towerd.api.http.requests.recent import RECENT
-from towerd.api.http.sse import write_or_stall
 from towerd.api.llama.completion import REUSE_HEADER
 from towerd.api.proxy.forward import body_of, copy, head_of, read
 from towerd.api.proxy.headers import to_client, to_upstream
@@ -179,10 +179,22 @@ class Exchange:
         response = head_of(reply, {REUSE_HEADER: self._reuse.header()})
         response.headers.popall("Content-Length", None)
         await response.prepare(request)  # send the head now: the client reads it while it waits
+        with Backlog(request, response) as backlog:
+            last = await self._pass_on(reply, backlog)
+            # Before the end is sent: the client's next request may need this slot.
+            await self._leave()
+            await backlog.write(b"".join(last))
+            await backlog.sent()
+        await response.write_eof()
+        return response
+
+    async def _pass_on(self, reply: ClientResponse, backlog: Backlog) -> list[bytes]:
+        """Send the events of a reply, and record its turn; returns the last ones, which are not
+        sent yet."""
         last: list[bytes] = []
         try:
             while chunk := await read(reply, EVENT_BYTES_MAX):
-                await write_or_stall(request, response, self._take(chunk, last))
+                await backlog.write(self._take(chunk, last))
             last.append(self._splitter.rest())
             if not self._watch.is_over and not self._plan.hides_end:
                 raise self._engine.failure(LOST)
@@ -193,10 +205,7 @@ class Exchange:
             if isinstance(error, Unavailable):
                 error = self._engine.failure(error.message)
             last = [error_event(self._request.path, error)]
-        await self._leave()  # before the end is sent: the client's next request may need this slot
-        await write_or_stall(request, response, b"".join(last))
-        await response.write_eof()
-        return response
+        return last
 
     def _take(self, chunk: bytes, last: list[bytes]) -> bytes:
         """The events that may be sent now. Events from the reply's last part on are appended to

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 
 from aiohttp import ClientResponse, hdrs, web
 from multidict import CIMultiDict
@@ -31,6 +31,17 @@ async def forward(request: web.Request) -> web.StreamResponse:
         reply.close()
 
 
+async def forward_text(request: web.Request) -> web.StreamResponse:
+    """Forward a text that is only tokenized, whose length no context limits."""
+    engine = llama_server_of(request)
+    auth = engine.upstream.auth()
+    reply = await send(request, engine, auth=auth, bytes_max=engine.text_bytes_max)
+    try:
+        return await copy(request, reply)
+    finally:
+        reply.close()
+
+
 async def forward_unpinned(request: web.Request) -> web.StreamResponse:
     """Forward a request that may take any slot: embeddings, reranking, transcriptions, and unknown
     endpoints of a newer llama-server."""
@@ -52,21 +63,45 @@ async def send(
     *,
     auth: Mapping[str, str],
     path: str | None = None,
+    bytes_max: int = 0,
 ) -> ClientResponse:
-    """Forward the request, with its body as it arrives, or mended; returns when the reply's head is
-    there.
+    """Forward the request, with its body as it arrives unless it only reads, or mended; returns when
+    the reply's head is there. bytes_max: as for `iter_bytes`.
 
     Raises the errors of reading the body, and Unavailable."""
     headers = to_upstream(request.headers, auth)
     link = request.app[LINK]
     target = path or request.rel_url.raw_path_qs
-    if not request.body_exists:
+    if not request.body_exists or request.method in ("GET", "HEAD"):
         return await link.request(engine, request.method, target, headers)
-    if (body := await mended_body_of(request, engine)) is not None:
-        return await link.request(engine, request.method, target, headers, body)
+    if (mended := await mended_body_of(request, engine, bytes_max)) is not None:
+        return await link.request(engine, request.method, target, headers, mended)
     if request.content_length is not None and hdrs.CONTENT_ENCODING not in request.headers:
         headers[hdrs.CONTENT_LENGTH] = str(request.content_length)
-    return await link.request(engine, request.method, target, headers, iter_bytes(request))
+    body = _Body(iter_bytes(request, bytes_max))
+    try:
+        return await link.request(engine, request.method, target, headers, aiter(body))
+    except TowerdError:
+        if body.error is not None:
+            raise body.error from None
+        raise
+
+
+class _Body:
+    """A body that is passed on. If it cannot be read to its end, llama-server loses its connection,
+    which may be noticed before the reason."""
+
+    def __init__(self, pieces: AsyncIterator[bytes]) -> None:
+        self.error: TowerdError | None = None
+        self._pieces = pieces
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            async for piece in self._pieces:
+                yield piece
+        except TowerdError as error:
+            self.error = error
+            raise
 
 
 def head_of(reply: ClientResponse, extra: Mapping[str, str] | None = None) -> web.StreamResponse:

@@ -45,13 +45,15 @@ _DIALECTS: dict[Dialect, Endpoint] = {
 }
 
 
-async def mended_body_of(request: web.Request, engine: LlamaServerEngine) -> bytes | None:
+async def mended_body_of(
+    request: web.Request, engine: LlamaServerEngine, bytes_max: int
+) -> bytes | None:
     """The body of a request that is forwarded as it is otherwise; None if it is to pass as it
-    arrives. Raises the errors of reading it."""
+    arrives. bytes_max: as for `iter_bytes`. Raises the errors of reading it."""
     endpoint = _CHATS.get(request.path)
     if request.method != "POST" or (endpoint is None and request.path not in _TEXTS):
         return None
-    return await _mended(request, endpoint, await read_bytes(request), engine)
+    return await _mended(request, endpoint, await read_bytes(request, bytes_max), engine)
 
 
 async def mended(

@@ -11,7 +11,7 @@ from typing import Any
 from towerd.api.http.hints import agent_of
 from towerd.api.http.off_loop import by_size, count
 from towerd.api.llama.live import refuse_live
-from towerd.api.llama.prompts import PromptLimit, tokenize_prompts
+from towerd.api.llama.prompts import PromptLimit, least_tokens, tokenize_prompts
 from towerd.api.proxy.chat import NotText, from_messages, from_responses, has_media
 from towerd.api.proxy.splice import with_fields
 from towerd.api.proxy.watch import Dialect
@@ -128,7 +128,14 @@ async def learn(plan: ProxyPlan, engine: LlamaServerEngine) -> None:
     except NotSupported:
         plan.placement, plan.label = Placement.OPAQUE, "media"
     else:
-        plan.ids = await engine.tokenize(text, add_special=True, parse_special=True)
+        plan.ids = await _tokenized(text, engine)
+
+
+async def _tokenized(text: str, engine: LlamaServerEngine) -> Ids:
+    """The tokens of a chat's text. Raises ContextExceeded, at once if it is much too long."""
+    least = least_tokens([text], engine.token_bytes_max)
+    PromptLimit(engine.n_ctx).check([least], are_least=True)
+    return await engine.tokenize(text, add_special=True, parse_special=True)
 
 
 async def _plan_completion(
@@ -177,7 +184,7 @@ async def _plan_chat(plan: ProxyPlan, body: Mapping[str, Any], engine: LlamaServ
             raise NotText
         if plan.dialect is not Dialect.CHAT:
             text = await engine.apply_template(body)
-            plan.ids = await engine.tokenize(text, add_special=True, parse_special=True)
+            plan.ids = await _tokenized(text, engine)
             return
     except (NotText, NotSupported):
         plan.placement = Placement.OPAQUE if plan.can_pin else Placement.FREE

@@ -16,7 +16,7 @@ from towerd.api.admin.pins import require_admin
 from towerd.api.http.keys import CONFIG, GATE, TENANT
 from towerd.api.http.reply import json_reply
 from towerd.api.proxy.conversations import delete_stream, get_stream, post_lookup
-from towerd.api.proxy.forward import body_of, copy, forward, forward_unpinned, send
+from towerd.api.proxy.forward import body_of, copy, forward, forward_text, forward_unpinned, send
 from towerd.api.proxy.generate import (
     post_chat,
     post_completion,
@@ -172,7 +172,7 @@ PROXY: tuple[tuple[str, str, Any], ...] = (
     ("POST", "/v1/responses", post_responses),
     ("POST", "/v1/messages", post_messages),
     ("POST", "/infill", post_infill),
-    ("POST", "/tokenize", forward),
+    ("POST", "/tokenize", forward_text),
     ("POST", "/detokenize", forward),
     ("POST", "/apply-template", forward_chat),
     ("POST", "/chat/completions/input_tokens", forward_chat),
@@ -202,4 +202,4 @@ PROXY: tuple[tuple[str, str, Any], ...] = (
 )
 """(method, path, handler) of every endpoint of llama-server."""
 
-_RULED = frozenset(path for _, path, handler in PROXY if handler is not forward)
+_RULED = frozenset(path for _, path, handler in PROXY if handler not in (forward, forward_text))

@@ -34,6 +34,7 @@ from towerd.engine.embedded.restore.modules import EmbeddedModules
 from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.engine.embedded.scheduling.scheduler import Scheduler
 from towerd.engine.embedded.scheduling.speculation import Speculator, open_speculation
+from towerd.engine.text_limit import check_text
 from towerd.errors import (
     ConfigError,
     ContextExceeded,
@@ -111,6 +112,8 @@ class EmbeddedEngine:
         if config.embeddings or config.reranking:
             self._embedder = self.embedder = Embedder(core.model, config, core.n_ctx, core.adapters)
         self.n_ctx = core.n_ctx
+        self.token_bytes_max = self.wire.model.token_bytes_max
+        self.text_bytes_max = config.text_bytes_max(core.n_ctx)
         self.n_slots = config.parallel
         self.core = core
         self.store = tiers.store
@@ -200,6 +203,7 @@ class EmbeddedEngine:
         return Reply(Request(self.wire.model, "completion", encode(asked)), 0)
 
     async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Ids:
+        check_text(text, self.text_bytes_max)
         # A text of megabytes takes seconds: others must not wait for it.
         pool = self._text if len(text) <= _TEXT_CHARS_MAX else self._big_text
         return await self._loop.run_in_executor(

@@ -30,6 +30,7 @@ from towerd.engine.llama_server.slots.slot_lease import SlotLease
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
 from towerd.engine.llama_server.slots.unpinned_request import UnpinnedRequest
+from towerd.engine.text_limit import check_text
 from towerd.errors import ContextExceeded, InvalidRequest, NotSupported, TowerdError, Unavailable
 from towerd.settings.config import Config
 from towerd.store import Store
@@ -75,6 +76,8 @@ class LlamaServerEngine:
         self.notes: list[str] = [*found.notes, *described.notes]
         """Sentences about what does not work on this llama-server."""
         self._vocab = described.vocab
+        self.token_bytes_max = described.token_bytes_max
+        self.text_bytes_max = config.text_bytes_max(found.n_ctx)
         self._workers = ThreadPoolExecutor(4, "towerd-slots")
         self._text = ThreadPoolExecutor(2, "towerd-text", initializer=shorten_slice)
         """Separate from the others: a text of megabytes takes seconds."""
@@ -332,6 +335,7 @@ class LlamaServerEngine:
         return generation
 
     async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Ids:
+        check_text(text, self.text_bytes_max)
         if self._vocab is None:
             return await self.upstream.tokenize(
                 text, add_special=add_special, parse_special=parse_special

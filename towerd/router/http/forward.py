@@ -45,7 +45,7 @@ async def forward_store(request: web.Request) -> web.StreamResponse:
     """Pass on a request about what is stored: any model's process knows it."""
     name, reads = request.query.get("model"), request.method in READING
     model = choose_for_store(request.app[MODELS], name, reads=reads)
-    return await pass_on(request, model, await read_bytes(request))
+    return await pass_on(request, model, b"" if reads else await read_bytes(request))
 
 
 async def pass_on(

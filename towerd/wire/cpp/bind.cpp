@@ -9,6 +9,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -157,6 +158,21 @@ DeepStack deep_stack_of(const nb::object & function) {
     };
 }
 
+FitCheck fit_check_of(const nb::object & function) {
+    if (function.is_none()) {
+        return {};
+    }
+    return [function = held(function)](const std::map<std::string, std::string> & kept, const std::vector<size_t> & least) {
+        asked([&] {
+            nb::dict fields;
+            for (const auto & [name, value] : kept) {
+                fields[name.c_str()] = bytes_of(value);
+            }
+            (*function)(fields, nb::cast(least));
+        });
+    };
+}
+
 // An encoded medium, opaque to Python.
 struct Encoded {
     std::vector<float> rows;
@@ -206,6 +222,7 @@ void bind_flags(nb::module_ & m) {
 }
 
 void bind_model(nb::module_ & m) {
+    m.def("token_bytes_max", [](uintptr_t model) { return token_bytes_max(at<llama_model>(model)); }, "model"_a);
     nb::class_<Model>(m, "Model")
         .def(
             "__init__",
@@ -219,6 +236,7 @@ void bind_model(nb::module_ & m) {
                 });
             },
             "model"_a, "settings"_a, "tokenizer"_a = nb::none(), "projector"_a = nb::none(), "deep_stack"_a = nb::none())
+        .def_prop_ro("token_bytes_max", &Model::token_bytes_max)
         .def("props", [](const Model & model) {
             return bytes_of(unlocked([&] { return safe_json_to_str(model.props()); }));
         })
@@ -246,11 +264,13 @@ void bind_request(nb::module_ & m) {
     nb::class_<Request>(m, "Request")
         .def(
             "__init__",
-            [](Request * self, std::shared_ptr<const Model> model, const std::string & endpoint, const nb::bytes & body) {
-                const std::string text = text_of(body);
-                unlocked([&] { new (self) Request(std::move(model), endpoint_named(endpoint), text); });
+            [](Request * self, std::shared_ptr<const Model> model, const std::string & endpoint, const nb::bytes & body,
+               const nb::object & check_fit) {
+                const std::string text  = text_of(body);
+                const FitCheck    check = fit_check_of(check_fit);
+                unlocked([&] { new (self) Request(std::move(model), endpoint_named(endpoint), text, check); });
             },
-            "model"_a, "endpoint"_a, "body"_a)
+            "model"_a, "endpoint"_a, "body"_a, "check_fit"_a = nb::none())
         .def_prop_ro("id", [](const Request & r) { return r.params().oaicompat_cmpl_id; })
         .def_prop_ro("prompts", [](const Request & r) { return arrays_of(r.prompts()); })
         .def_prop_ro("n_choices", &Request::n_choices)

@@ -21,6 +21,7 @@ constexpr size_t kValuesMax = 4'000'000;
 // Fields.
 constexpr size_t kPromptsMax      = 1'024;
 constexpr size_t kMessagesMax     = 65'536;  // rendering one takes some 60 us
+constexpr size_t kCountedBytesMax = 1u << 20;  // text that is tokenized even if it cannot fit, to say how long it is
 constexpr size_t kProbsMax        = 1'024;
 constexpr size_t kStopsMax        = 1'024;
 constexpr size_t kStopBytesMax    = 32'768;

@@ -31,6 +31,7 @@ Model::Model(const llama_model * model, const std::string & settings, Tokenizer 
             params_.sampling.logit_bias_eog.push_back({token, -INFINITY});
         }
     }
+    token_bytes_max_  = towerd::wire::token_bytes_max(model);
     const json values = json::parse(settings);
     take_settings(values);
     take_defaults(values.at("defaults"));
@@ -40,8 +41,9 @@ Model::Model(const llama_model * model, const std::string & settings, Tokenizer 
 }
 
 void Model::take_settings(const json & settings) {
-    name_        = settings.at("name").get<std::string>();
-    kept_fields_ = settings.at("kept_fields").get<std::vector<std::string>>();
+    name_           = settings.at("name").get<std::string>();
+    text_bytes_max_ = settings.at("text_bytes_max").get<size_t>();
+    kept_fields_    = settings.at("kept_fields").get<std::vector<std::string>>();
 
     params_.n_ctx             = settings.at("n_ctx").get<int>();
     params_.n_batch           = settings.at("n_batch").get<int>();
@@ -120,6 +122,15 @@ mtmd_helper_init_opt Model::helper_options() const {
     options.video_params.timestamp_interval_ms = params_.video_timestamp_interval_ms;
     options.video_params.ffmpeg_bin_dir        = folder.empty() ? kNowhere : folder.c_str();
     return options;
+}
+
+void Model::check_text(size_t n_bytes) const {
+    if (text_bytes_max_ != 0 && n_bytes > text_bytes_max_) {
+        throw Refused({{"code", 413},
+                       {"message", "The text has " + std::to_string(n_bytes) + " bytes; at most " +
+                                       std::to_string(text_bytes_max_) + " are tokenized at once"},
+                       {"type", "invalid_request_error"}});
+    }
 }
 
 llama_tokens Model::tokenize(const std::string & text) const {

@@ -33,6 +33,10 @@ public:
     const std::vector<llama_logit_bias> & eog() const { return params_.sampling.logit_bias_eog; }
     const std::string &           name() const { return name_; }
     int                           n_ctx() const { return params_.n_ctx; }
+    // Bytes of text that a token stands for, at most; 0: any number.
+    size_t                        token_bytes_max() const { return token_bytes_max_; }
+    // Raises Refused (413) for a text that is too long to be tokenized: that takes many times its bytes.
+    void                          check_text(size_t n_bytes) const;
     // Null if it takes text alone.
     const std::shared_ptr<const Projector> & projector() const { return projector_; }
     mtmd_context *                mtmd() const { return projector_ ? projector_->context() : nullptr; }
@@ -61,6 +65,8 @@ private:
     common_params            params_;
     server_chat_params       chat_;
     std::string              name_;
+    size_t                   token_bytes_max_ = 0;
+    size_t                   text_bytes_max_  = 0;
     std::vector<std::string> kept_fields_;
 };
 

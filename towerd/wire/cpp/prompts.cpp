@@ -1,6 +1,7 @@
 #include "prompts.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 
 #include "base64.hpp"
@@ -24,6 +25,7 @@ json chat_data(const Model & model, task_response_type type, const std::string &
     if (model.projector()) {
         refuse_remote_media(chat);
     }
+    check_chat_text(model, chat);
     return oaicompat_chat_params_parse(chat, model.chat(), files);
 }
 
@@ -70,6 +72,45 @@ const server_chat_params & text_only() {
     return params;
 }
 
+size_t least_of_text(const Model & model, size_t n_bytes, size_t n_media = 0) {
+    const size_t per_token = model.token_bytes_max();
+    const size_t markers   = n_media * std::strlen(get_media_marker());  // a medium may be one token
+    // A prompt that is not very long is counted: clients shorten theirs by the right number.
+    return per_token == 0 || n_bytes <= std::max(markers, bounds::kCountedBytesMax) ? 0 : (n_bytes - markers + per_token - 1) / per_token;
+}
+
+size_t least_of(const Model & model, const json & prompt, size_t n_media = 0) {
+    if (prompt.is_string()) {
+        return least_of_text(model, prompt.get<std::string>().size(), n_media);
+    }
+    size_t n = 0;
+    if (prompt.is_array()) {
+        size_t n_ids = 0;
+        for (const json & part : prompt) {
+            n += part.is_string() ? least_of(model, part) : 0;
+            n_ids += part.is_string() ? 0 : 1;
+        }
+        n += n == 0 ? 0 : n_ids;  // ids alone are counted
+    } else if (prompt.is_object() && prompt.contains("prompt_string")) {
+        const bool has_media = prompt.contains("multimodal_data") && prompt.at("multimodal_data").is_array();
+        n = least_of(model, prompt.at("prompt_string"), has_media ? prompt.at("multimodal_data").size() : 0);
+    }
+    return n;
+}
+
+// What an embedding model could not take: a text is evaluated as a whole.
+void check_fits(const Model & model, size_t n_least) {
+    const size_t n_ctx = static_cast<size_t>(model.n_ctx());
+    if (n_least > n_ctx) {
+        json error = format_error_response("input (at least " + std::to_string(n_least) + " tokens) is larger than the max " +
+                                               "context size (" + std::to_string(n_ctx) + " tokens). skipping",
+                                           ERROR_TYPE_EXCEED_CONTEXT_SIZE);
+        error["n_prompt_tokens"] = n_least;
+        error["n_ctx"]           = n_ctx;
+        throw Refused(error);
+    }
+}
+
 // The media of a prompt that is not a chat, as llama.cpp decodes them: up to the first character that is not base64.
 std::vector<raw_buffer> media_in(const json & prompt) {
     static const std::string kAlphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
@@ -88,8 +129,43 @@ std::vector<raw_buffer> media_in(const json & prompt) {
 
 }  // namespace
 
+size_t text_bytes(const json & value) {
+    size_t n = 0;
+    if (value.is_string()) {
+        n = value.get<std::string>().size();
+    } else if (value.is_array()) {
+        for (const json & part : value) {
+            n += text_bytes(part);
+        }
+    } else if (value.is_object()) {
+        for (const char * name : {"prompt_string", "content", "text"}) {
+            n += value.contains(name) ? text_bytes(value.at(name)) : 0;
+        }
+    }
+    return n;
+}
+
+void check_chat_text(const Model & model, const json & chat) {
+    if (chat.is_object() && chat.contains("messages")) {
+        model.check_text(text_bytes(chat.at("messages")));
+    }
+}
+
+std::vector<size_t> least_tokens(const Model & model, const json & prompt, size_t n_files) {
+    std::vector<size_t> out;
+    if (is_several(prompt)) {
+        for (const json & one : prompt) {
+            out.push_back(least_of(model, one));
+        }
+    } else {
+        out.push_back(least_of(model, prompt, n_files));
+    }
+    return out;
+}
+
 std::vector<server_tokens> tokenized(const Model & model, const json & prompt,
                                      const std::vector<raw_buffer> & files, bool are_counted) {
+    model.check_text(text_bytes(prompt));
     if (!files.empty()) {
         check_media(model, files);
         std::vector<server_tokens> out;
@@ -148,6 +224,11 @@ json infill_data(const Model & model, json data) {
         }
     }
     const json prompt = json_value(data, "prompt", std::string());
+    size_t     n_bytes = text_bytes(prompt) + text_bytes(extra);
+    for (const char * name : {"input_prefix", "input_suffix"}) {
+        n_bytes += data.contains(name) ? text_bytes(data.at(name)) : 0;
+    }
+    model.check_text(n_bytes);
     const auto begun  = tokenize_input_prompts(model.vocab, nullptr, prompt, false, true, model.helper_options());
     data["prompt"]    = format_prompt_infill(model.vocab, data.at("input_prefix"), data.at("input_suffix"), extra,
                                              model.params().n_batch, model.params().n_predict, model.n_ctx(),
@@ -215,6 +296,8 @@ EmbeddingRequest::EmbeddingRequest(const Model & model, bool openai, const std::
             }
         }
         const auto take = [&](const json & one) {
+            model.check_text(text_bytes(one));
+            check_fits(model, least_of(model, one));
             server_tokens tokens = one.is_object() && one.contains("content")
                 ? tokenize_oai_content_array(model.vocab, nullptr, text_only(), one.at("content"), true, true, model.helper_options())
                 : tokenize_input_subprompt(model.vocab, nullptr, one, true, true, model.helper_options());
@@ -284,6 +367,8 @@ RerankRequest::RerankRequest(const Model & model, const std::string & body) : mo
         top_n_ = std::clamp(json_value(data, "top_n", static_cast<int>(documents_.size())), 0,
                             static_cast<int>(documents_.size()));
         for (const auto & document : documents_) {
+            model.check_text(document.size() + text_bytes(query));
+            check_fits(model, least_of_text(model, text_bytes(query) + document.size()));
             prompts_.push_back(
                 format_prompt_rerank(model.model, model.vocab, nullptr, query, document, model.helper_options()).get_tokens());
         }

@@ -13,6 +13,16 @@ namespace towerd::wire {
 std::vector<server_tokens> tokenized(const Model & model, const json & prompt,
                                      const std::vector<raw_buffer> & files = {}, bool are_counted = false);
 
+// Bytes of all texts in a prompt, in several, or in the messages of a chat.
+size_t text_bytes(const json & value);
+
+// Raises Refused (413) for a chat with more text than is tokenized at once, before it is rendered.
+void check_chat_text(const Model & model, const json & chat);
+
+// How many tokens each prompt has at least, by its length alone: a token stands for no more than some bytes of text. 0 is a
+// prompt of which that is not known, or one that is short enough to be counted. `n_files`: media of a chat, whose markers stand in the prompt.
+std::vector<size_t> least_tokens(const Model & model, const json & prompt, size_t n_files = 0);
+
 // Raises Refused if one is neither the vocabulary's nor a medium's.
 void check_tokens(const Model & model, const llama_tokens & tokens);
 

@@ -211,7 +211,8 @@ json as_chat_body(const Model & model, task_response_type type, json body) {
     return body;
 }
 
-Request::Request(std::shared_ptr<const Model> model, const Endpoint & endpoint, const std::string & body) :
+Request::Request(std::shared_ptr<const Model> model, const Endpoint & endpoint, const std::string & body,
+                 const FitCheck & check_fit) :
     model_(std::move(model)), type_(endpoint.type) {
     answering(ERROR_TYPE_INVALID_REQUEST, [&] {
         if (endpoint.is_infill) {
@@ -228,8 +229,20 @@ Request::Request(std::shared_ptr<const Model> model, const Endpoint & endpoint, 
         } else if (data.contains("json_schema")) {
             check_schema(data.at("json_schema"));
         }
+        check_length(data.at("prompt"), files.size(), check_fit);
         take(data, files);
     });
+}
+
+void Request::check_length(const json & prompt, size_t n_files, const FitCheck & check_fit) const {
+    if (!check_fit) {
+        return;
+    }
+    const auto   least = least_tokens(*model_, prompt, n_files);
+    const size_t n_ctx = static_cast<size_t>(model_->n_ctx());
+    if (std::any_of(least.begin(), least.end(), [&](size_t n) { return n >= n_ctx; })) {
+        check_fit(kept_, least);
+    }
 }
 
 void Request::keep_fields(const json & body) {
@@ -259,6 +272,7 @@ json Request::chat_data(json & body, std::vector<raw_buffer> & files) {
     if (model_->projector()) {
         refuse_remote_media(body);
     }
+    check_chat_text(*model_, body);
     return oaicompat_chat_params_parse(body, model_->chat(), files);
 }
 

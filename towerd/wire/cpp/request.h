@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -22,10 +23,15 @@ struct Endpoint {
 // Throws std::invalid_argument for an unknown name.
 const Endpoint & endpoint_named(const std::string & name);
 
+// Raises Refused unless prompts of at least so many tokens may be evaluated, for a body with these kept fields.
+using FitCheck = std::function<void(const std::map<std::string, std::string> & kept, const std::vector<size_t> & least)>;
+
 class Request {
 public:
+    // `check_fit`, unless it is empty, is called before a prompt is tokenized that is longer than the context.
     // Raises Refused, as llama-server would answer; where llama-server answers 500 for what the client sent, with 400.
-    Request(std::shared_ptr<const Model> model, const Endpoint & endpoint, const std::string & body);
+    Request(std::shared_ptr<const Model> model, const Endpoint & endpoint, const std::string & body,
+            const FitCheck & check_fit = {});
 
     const Model &                             model() const { return *model_; }
     task_response_type                        type() const { return type_; }
@@ -57,6 +63,7 @@ public:
 private:
     void keep_fields(const json & body);
     json chat_data(json & body, std::vector<raw_buffer> & files);
+    void check_length(const json & prompt, size_t n_files, const FitCheck & check_fit) const;
     void take(const json & data, const std::vector<raw_buffer> & files);
     llama_tokens rendered(json body) const;
 

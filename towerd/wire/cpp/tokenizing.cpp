@@ -1,7 +1,10 @@
 #include "tokenizing.h"
 
 #include <algorithm>
+#include <bitset>
+#include <cstring>
 #include <exception>
+#include <iterator>
 #include <memory>
 #include <mutex>
 
@@ -10,6 +13,9 @@
 namespace towerd::wire {
 
 namespace {
+
+// Tokenizers whose tokens stand for every byte of a text, as long as there is a token for each single byte.
+constexpr const char * kWholeText[] = {"gpt2", "llama", "gemma4"};
 
 constexpr size_t kTextBytesSafe = 2'000;  // shorter texts fit any stack
 
@@ -50,6 +56,29 @@ void run(const void * by, const std::string & text, Work && work) {
 }
 
 }  // namespace
+
+size_t token_bytes_max(const llama_model * model) {
+    char name[32] = {};
+    llama_model_meta_val_str(model, "tokenizer.ggml.model", name, sizeof(name));
+    if (std::find(std::begin(kWholeText), std::end(kWholeText), std::string(name)) == std::end(kWholeText)) {
+        return 0;
+    }
+    const llama_vocab * vocab = llama_model_get_vocab(model);
+    std::bitset<256>    bytes;
+    size_t              longest = 0;
+    for (llama_token token = 0; token < llama_vocab_n_tokens(vocab); ++token) {
+        if (llama_vocab_get_attr(vocab, token) & (LLAMA_TOKEN_ATTR_LSTRIP | LLAMA_TOKEN_ATTR_RSTRIP)) {
+            return 0;
+        }
+        const std::string piece = common_token_to_piece(vocab, token, true);
+        if (piece.size() == 1) {
+            bytes.set(static_cast<unsigned char>(piece[0]));
+        }
+        // As the vocabulary writes it, a space may be a character of three bytes, which a text may have as well.
+        longest = std::max({longest, piece.size(), std::strlen(llama_vocab_get_text(vocab, token))});
+    }
+    return bytes.all() ? longest : 0;
+}
 
 void on_deep_stack(const llama_vocab * vocab, const std::string & text, const std::function<void()> & work) {
     run(vocab, text, work);

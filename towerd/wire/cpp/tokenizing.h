@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <cstddef>
 #include <functional>
 #include <string>
 #include <vector>
@@ -24,6 +25,10 @@ using DeepStack = std::function<void(const std::string & text, const std::functi
 
 // Runs `work`, which tokenizes `text`, on the deep stack that the vocabulary needs, if it needs one. Raises Refused.
 void on_deep_stack(const llama_vocab * vocab, const std::string & text, const std::function<void()> & work);
+
+// Bytes of text that a token stands for, at most. 0: any number, where the tokenizer may drop text or change it, or a
+// special token takes the space beside it.
+size_t token_bytes_max(const llama_model * model);
 
 // While one is alive, what is tokenized with a vocabulary or a projector goes through it.
 class TokenizingGuard {

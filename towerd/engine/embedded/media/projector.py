@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 from towerd.engine.embedded.model.model import LlamaModel
@@ -33,10 +32,8 @@ def open_projector(model: LlamaModel, config: Config, memo: Memo) -> Projector |
         image_max_tokens=flags.image_max_tokens,
         warmup=flags.warmup,
     )
-    address = ctypes.cast(model.ptr, ctypes.c_void_p).value
-    assert address is not None
     try:
-        projector = Projector(address, options.encode())
+        projector = Projector(model.address, options.encode())
     except RuntimeError as error:
         raise ConfigError(f"--mmproj: {error}: {last_errors() or 'no reason given'}.") from error
     if projector.uses_mrope:

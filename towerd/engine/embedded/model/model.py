@@ -107,6 +107,11 @@ class LlamaModel:
             file.close()
 
     @property
+    def address(self) -> int:
+        """The address of the `llama_model`, as towerd.wire takes it."""
+        return int(ctypes.cast(self.ptr, ctypes.c_void_p).value or 0)
+
+    @property
     def arch(self) -> str:
         """`general.architecture`."""
         return self.metadata.get("general.architecture", "")

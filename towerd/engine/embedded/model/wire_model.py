@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +26,7 @@ def open_wire(core: Core, config: Config, retokenizer: Retokenizer) -> Model:
     settings = Settings(
         name=core.info.alias,
         n_ctx=core.n_ctx,
+        text_bytes_max=config.text_bytes_max(core.n_ctx),
         n_parallel=config.parallel,
         n_batch=config.batch_size,
         chat_template=config.chat_template_source() or _known_template(core),
@@ -34,15 +34,13 @@ def open_wire(core: Core, config: Config, retokenizer: Retokenizer) -> Model:
         flags=tuple(words_of(config.llama_server_args, "wire")),
         kept_fields=KEPT_FIELDS,
     )
-    address = ctypes.cast(core.model.ptr, ctypes.c_void_p).value
-    assert address is not None
 
     def tokenize(text: str) -> Any:
         return retokenizer.tokenize(text, add_special=True, parse_special=True)
 
     try:
         deep_stack = core.vocab.with_deep_stack if core.vocab.is_deep else None
-        return Model(address, settings.encode(), tokenize, core.projector, deep_stack)
+        return Model(core.model.address, settings.encode(), tokenize, core.projector, deep_stack)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"llama.cpp refuses a chat template or flag: {error}.") from error
 

@@ -29,6 +29,7 @@ from towerd.settings.llama_flags import canonical
 from towerd.slots.fingerprint import REPORTED_HASH_PREFIX, Fingerprint, tokenizer_hash
 from towerd.slots.layout import KVLayout, Plane
 from towerd.store import Catalog
+from towerd.wire import token_bytes_max
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,8 @@ class ModelDescription:
     notes: tuple[str, ...] = ()
     adapters: tuple[ModelFile, ...] = ()
     """The files of the adapters in force that can be read here."""
+    token_bytes_max: int = 0
+    """Bytes of text that one token stands for, at most; 0: any number, or not known."""
 
     @property
     def files(self) -> tuple[ModelFile, ...]:
@@ -151,7 +154,8 @@ def describe(
             long_context=model.is_long_context(found.n_ctx),
         )
     info = _info(found, model, vocab, meta, fingerprint)
-    return ModelDescription(info, vocab, model, notes, tuple(adapters.values()))
+    token_bytes = 0 if model is None else token_bytes_max(model.address)
+    return ModelDescription(info, vocab, model, notes, tuple(adapters.values()), token_bytes)
 
 
 _NO_LAYOUT = KVLayout((Plane(BY_NAME["f16"].type_id, 2),), ())
