@@ -42,8 +42,11 @@ def sentences(segment: Json, known: Json) -> Iterator[str]:
         yield f"From {_PLACES[tier]} {order}: {reasons} ({known['policy']})."
 
 
-def _order(place: int | None, n: int) -> str:
-    """Where it stands in the order of eviction. place: how many leave before it."""
+def _order(place: int | None, n: int | None) -> str:
+    """Where it stands in the order of eviction. place: how many of n leave before it; n is None for
+    one of several tenants, who is not told."""
+    if n is None:
+        return "its place in the order is not shown"
     if place is None:
         return "it leaves after its continuations"
     if place == 0:
