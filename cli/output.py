@@ -9,6 +9,7 @@ import sys
 import time
 import unicodedata
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +17,8 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
+
+    from towerd.cli.progress import Shown
 
 PIPE_WIDTH = 200
 """Columns of a table that is not shown on a terminal."""
@@ -37,8 +40,22 @@ def console(*, stderr: bool = False) -> Console:
     return Console(file=file, width=width, markup=False, highlight=False, emoji=False)
 
 
-def progress_bar(columns: Sequence[Any], *, quiet: bool) -> Progress:
-    """A progress bar on stderr, if that is a terminal; it disappears when it is done."""
+def progress_bar(
+    columns: Sequence[Any] = (), *, quiet: bool = False
+) -> AbstractContextManager[Shown]:
+    """What a long command shows of its tasks on stderr: bars on a terminal, which disappear when they
+    are done; elsewhere a line a minute. quiet: nothing."""
+    from towerd.cli.progress import Lines
+
+    if quiet:
+        return Lines(lambda line: None)
+    if not sys.stderr.isatty():
+        return Lines(lambda line: click.echo(line, err=True))
+    return terminal_bar(columns, quiet=False)
+
+
+def terminal_bar(columns: Sequence[Any], *, quiet: bool) -> Progress:
+    """Bars on stderr, if that is a terminal; they disappear when they are done."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     return Progress(

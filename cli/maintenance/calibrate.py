@@ -81,8 +81,6 @@ def _measure(daemon: ApiClient, *, again: bool, quiet: bool) -> Json:
             found = daemon.calibration()
             done, total = found["progress"]["done"], found["progress"]["total"]
             bar.update(task, completed=done, total=total or None)
-            if 0 < total <= done:  # how many checkpoints a choice takes is not known in advance
-                bar.update(task, description="measuring the choices", total=None)
     if found["state"] == "failed" or found["calibration"] is None:
         raise TowerdError(f"The calibration failed: {found['why']}")
     return found
