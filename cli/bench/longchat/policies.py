@@ -22,7 +22,7 @@ from towerd.cli.output import progress_bar, show_table
 from towerd.codec.prior import sample
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.engine import EmbeddedEngine
-from towerd.models.bundled import default_model
+from towerd.models.bundled import default_model, retrieval_model
 from towerd.models.random_gguf import PRESETS
 from towerd.retention.icecache import IceCacheConfig
 from towerd.service import Service, open_service
@@ -83,7 +83,8 @@ async def run(
     pairs: Path | None,
 ) -> Report:
     """Perplexity, retrieval, recall and the cost of the index. Raises TowerdError."""
-    path = default_model() if model is None else model
+    # One that is small and was trained to find again what it read: quick, and told apart all the same.
+    path = model or (retrieval_model() if quick else default_model())
     budgets = QUICK_BUDGETS if quick else BUDGETS
     report = LongchatReport("longchat", path.name)
     texts = {SAMPLE: sample.load().decode()} if text is None else {text.name: read_text(text)}
