@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from towerd.cli.progress import Lines, Shown, duration
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
-
-    from towerd.cli.progress import Shown
 
 PIPE_WIDTH = 200
 """Columns of a table that is not shown on a terminal."""
@@ -45,8 +45,6 @@ def progress_bar(
 ) -> AbstractContextManager[Shown]:
     """What a long command shows of its tasks on stderr: bars on a terminal, which disappear when they
     are done; elsewhere a line a minute. quiet: nothing."""
-    from towerd.cli.progress import Lines
-
     if quiet:
         return Lines(lambda line: None)
     if not sys.stderr.isatty():
@@ -133,14 +131,6 @@ def size(n_bytes: float) -> str:
 def ago(unix_s: float) -> str:
     """The time since a moment, such as "5 min ago"."""
     return f"{duration(max(0.0, time.time() - unix_s))} ago"
-
-
-def duration(seconds: float) -> str:
-    """A time in its largest unit, such as "5 min"."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def short_ids(ids: Sequence[str]) -> dict[str, str]:

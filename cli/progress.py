@@ -117,8 +117,6 @@ class Lines:
 
 def _line(task: _Task) -> str:
     """Such as `calibrating: 35 %, 2 min so far, about 4 min to go`."""
-    from towerd.cli.output import duration
-
     passed_s = time.monotonic() - task.began_s
     said = f"{duration(passed_s)} so far"
     if not task.total:
@@ -126,3 +124,11 @@ def _line(task: _Task) -> str:
     share = task.completed / task.total
     left = f", about {duration(passed_s * (1 - share) / share)} to go" if share > 0 else ""
     return f"{task.description}: {share:.0%}, {said}{left}"
+
+
+def duration(seconds: float) -> str:
+    """A time in its largest unit, such as "5 min"."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"

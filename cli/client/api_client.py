@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import socket as sockets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
@@ -15,28 +14,26 @@ from urllib.parse import urlsplit
 import msgspec
 
 from towerd.cli.client import replies
+from towerd.cli.client.transport import (
+    TIMEOUT_S,
+    Json,
+    RemoteError,
+    UnixConnection,
+    json_of,
+    raise_if_error,
+)
 from towerd.cli.client.url_text import part_of_url, query_of
 from towerd.errors import ConfigError, NotFound, TowerdError
 
-Json: TypeAlias = dict[str, Any]
 OnBytes: TypeAlias = Callable[[int, int], None]
 """Called with (bytes done, bytes in total)."""
 
 PAGE_MAX = 1000
 """The most entries that one listing returns."""
-TIMEOUT_S = 60.0
 OWN = "/towerd/v1"
 T = TypeVar("T")
 _PREFIX = re.compile("[0-9a-f]{4,15}")
 """The beginning of an id that towerd generated."""
-
-
-class RemoteError(TowerdError):
-    """An error reply of the daemon; `status` is its HTTP status."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class ApiClient:
@@ -64,7 +61,7 @@ class ApiClient:
         cls, path: Path, where: str | None = None, *, has_model: bool = True
     ) -> ApiClient:
         """The daemon on a Unix socket, whose owner needs no key. where: its name in messages."""
-        return cls(_UnixConnection(path), where or str(path), has_model=has_model)
+        return cls(UnixConnection(path), where or str(path), has_model=has_model)
 
     @classmethod
     def at_url(cls, url: str, key: str | None) -> ApiClient:
@@ -98,7 +95,7 @@ class ApiClient:
     def sessions(self, limit: int, scope: str | None = None) -> list[Json]:
         """The sessions, most recently used first."""
         found: list[Json] = self._get(
-            f"{OWN}/sessions", replies.Sessions, limit=limit, scope=scope
+            f"{OWN}/sessions", replies.SessionsShape, limit=limit, scope=scope
         )["sessions"]
         return found
 
@@ -109,17 +106,17 @@ class ApiClient:
         is live of a chat with a budget, or None. tokenizer: "" for the served model's."""
         query = {"scope": scope, "text": int(text), "kept": int(self.has_model)}
         query |= {"tokenizer": tokenizer} if tokenizer else {}
-        shape = replies.WholeSession
+        shape = replies.WholeSessionShape
         found = self._of_session(id, scope, lambda path: self._get(path, shape, **query))
         return {"text": None, "kept": None, **found}
 
     def search(self, typed: str, limit: int, scope: str | None = None) -> Json:
         """`results`: for each conversation `session`, `turn`, `said` and `snippet`."""
-        return self._get(f"{OWN}/search", replies.Search, q=typed, limit=limit, scope=scope)
+        return self._get(f"{OWN}/search", replies.SearchShape, q=typed, limit=limit, scope=scope)
 
     def delete_session(self, id: str, scope: str | None = None, tokenizer: str = "") -> None:
         query = {"scope": scope} | ({"tokenizer": tokenizer} if tokenizer else {})
-        self._ask("DELETE", _path(id), replies.Deleted, query=query)
+        self._ask("DELETE", _path(id), replies.DeletedShape, query=query)
 
     def freeze_session(self, id: str, scope: str | None = None) -> Json:
         """Freeze a session: `session`, and `changed`: it was not frozen yet."""
@@ -136,19 +133,21 @@ class ApiClient:
     def coded_sessions(self, after: int, limit: int, scope: str | None = None) -> list[Json]:
         """`pk`, `id` and `scope` of sessions that have a coded form, which follow row `after`."""
         query = {"limit": limit, "scope": scope, "coded_after": after}
-        found: list[Json] = self._get(f"{OWN}/sessions", replies.CodedSessions, **query)["sessions"]
+        found: list[Json] = self._get(f"{OWN}/sessions", replies.CodedSessionsShape, **query)[
+            "sessions"
+        ]
         return found
 
     def idle_sessions(self, idle_s: int, limit: int, scope: str | None = None) -> list[Json]:
         """Sessions that can be frozen and were unused for `idle_s`, least recently used first."""
         query = {"limit": limit, "scope": scope, "idle_s": idle_s}
-        found: list[Json] = self._get(f"{OWN}/sessions", replies.Sessions, **query)["sessions"]
+        found: list[Json] = self._get(f"{OWN}/sessions", replies.SessionsShape, **query)["sessions"]
         return found
 
     def whole_id(self, id: str, scope: str | None = None) -> str:
         """The id of the session that is named, maybe by the beginning of its id."""
         found = self._of_session(
-            id, scope, lambda path: self._get(path, replies.WholeSession, scope=scope)
+            id, scope, lambda path: self._get(path, replies.WholeSessionShape, scope=scope)
         )
         return str(found["session"]["id"])
 
@@ -160,11 +159,11 @@ class ApiClient:
     def import_session(self, data: bytes, scope: str | None = None) -> Json:
         """Import the session of a `.tower` file: `session`, `added` (turns) and `bases`."""
         path, query = f"{OWN}/sessions/import", {"scope": scope}
-        return self._ask("POST", path, replies.Imported, data, query, timeout_s=None)
+        return self._ask("POST", path, replies.ImportedShape, data, query, timeout_s=None)
 
     def _post_session(self, id: str, scope: str | None, verb: str) -> Json:
         def post(path: str) -> Json:
-            asked, shape = {"scope": scope}, replies.ChangedSession
+            asked, shape = {"scope": scope}, replies.ChangedSessionShape
             return self._ask("POST", f"{path}/{verb}", shape, {}, asked, timeout_s=None)
 
         return self._of_session(id, scope, post)
@@ -178,7 +177,7 @@ class ApiClient:
             if error.status != NotFound.status or not _PREFIX.fullmatch(id):
                 raise
             query = {"begins": id, "scope": scope, "limit": 3}
-            found = self._get(f"{OWN}/sessions", replies.Sessions, **query)["sessions"]
+            found = self._get(f"{OWN}/sessions", replies.SessionsShape, **query)["sessions"]
             ids = list(dict.fromkeys(each["id"] for each in found))
             if not ids:
                 raise
@@ -189,12 +188,12 @@ class ApiClient:
     def segments(self, sort: str, limit: int, offset: int = 0, scope: str | None = None) -> Json:
         """`segments`, sorted by used, tokens, hits or id, and `total`."""
         query = {"sort": sort, "limit": limit, "offset": offset, "scope": scope}
-        return self._get(f"{OWN}/segments", replies.Segments, **query)
+        return self._get(f"{OWN}/segments", replies.SegmentsShape, **query)
 
     def segment(self, id: int, *, text: bool = False, ids: bool = False) -> Json:
         """One segment with `path` and `children` ids; with `text` and `ids` if requested."""
         query = {"text": int(text), "ids": int(ids)}
-        found: Json = self._get(f"{OWN}/segments/{id}", replies.OneSegment, **query)["segment"]
+        found: Json = self._get(f"{OWN}/segments/{id}", replies.OneSegmentShape, **query)["segment"]
         if text and "text" not in found or ids and "ids" not in found:
             raise self._broken(
                 "a segment without the text or the ids that were asked for; is it a towerd?"
@@ -203,35 +202,35 @@ class ApiClient:
 
     def why(self, id: int) -> Json:
         """`segment`, and `why`: how the policies of the running daemon rank it."""
-        return self._get(f"{OWN}/segments/{id}/why", replies.Why)
+        return self._get(f"{OWN}/segments/{id}/why", replies.WhyShape)
 
     def trie(self, root: int, depth: int, limit: int, scope: str | None = None) -> Json:
         """`root`, `trie` (segments with nested `children`), `segments` (how many), `truncated`."""
-        shape = replies.Trie
+        shape = replies.TrieShape
         return self._get(f"{OWN}/trie", shape, root=root, depth=depth, limit=limit, scope=scope)
 
     # --- pins and bases -------------------------------------------------------------------
 
     def pins(self) -> list[Json]:
-        found: list[Json] = self._get(f"{OWN}/pins", replies.Pins)["pins"]
+        found: list[Json] = self._get(f"{OWN}/pins", replies.PinsShape)["pins"]
         return found
 
     def pin(self, segment: int) -> Json:
-        found: Json = self._ask("POST", f"{OWN}/pins", replies.Pinned, {"segment": segment})[
+        found: Json = self._ask("POST", f"{OWN}/pins", replies.PinnedShape, {"segment": segment})[
             "pinned"
         ]
         return found
 
     def unpin(self, segment: int) -> None:
-        self._ask("DELETE", f"{OWN}/pins/{segment}", replies.Unpinned)
+        self._ask("DELETE", f"{OWN}/pins/{segment}", replies.UnpinnedShape)
 
     def bases(self) -> list[Json]:
-        found: list[Json] = self._get(f"{OWN}/bases", replies.Bases)["bases"]
+        found: list[Json] = self._get(f"{OWN}/bases", replies.BasesShape)["bases"]
         return found
 
     def remove_base(self, name: str, scope: str) -> None:
         path = f"{OWN}/bases/{part_of_url(name)}"
-        self._ask("DELETE", path, replies.Deleted, query={"scope": scope})
+        self._ask("DELETE", path, replies.DeletedShape, query={"scope": scope})
 
     # --- maintenance ----------------------------------------------------------------------
 
@@ -244,15 +243,15 @@ class ApiClient:
 
     def stats(self) -> Json:
         """All statistics; those that only a daemon has are None without one."""
-        found = self._get(f"{OWN}/stats", replies.Stats)
+        found = self._get(f"{OWN}/stats", replies.StatsShape)
         if found["engine"] is not None:
-            self._checked(found, replies.DaemonStats)
+            self._checked(found, replies.DaemonStatsShape)
         return found
 
     def routed(self) -> list[Json] | None:
         """The models of a router, each with its `status`; None if the daemon serves one model, which
         has none."""
-        found: list[Json] = self._get("/models", replies.Models)["data"]
+        found: list[Json] = self._get("/models", replies.ModelsShape)["data"]
         return found if all("status" in each for each in found) else None
 
     def slots(self, model: str) -> list[Json] | None:
@@ -263,12 +262,12 @@ class ApiClient:
             return None
         if reply.status != HTTPStatus.OK:
             self._decode(reply, data)
-        found: list[Json] = self._checked(_json(data), list[replies.Slot])
+        found: list[Json] = self._checked(json_of(data), list[replies.SlotShape])
         return found
 
     def verify(self, repair: bool, progress: OnBytes) -> Json:
         report: Json | None = None
-        for event in self._events(f"{OWN}/verify", replies.VerifyEvent, {"repair": repair}):
+        for event in self._events(f"{OWN}/verify", replies.VerifyEventShape, {"repair": repair}):
             report = event.get("verify", report)
             if "progress" in event:
                 progress(event["progress"]["done"], event["progress"]["total"])
@@ -278,12 +277,12 @@ class ApiClient:
 
     def gc(self, quarantine_days: float, dry_run: bool) -> Json:
         body = {"quarantine_days": quarantine_days, "dry_run": dry_run}
-        report: Json = self._ask("POST", f"{OWN}/gc", replies.Gc, body, timeout_s=None)["gc"]
+        report: Json = self._ask("POST", f"{OWN}/gc", replies.GcShape, body, timeout_s=None)["gc"]
         return report
 
     def calibration(self) -> Json:
         """The progress of the calibration, and its result (`calibration`, may be None)."""
-        found: Json = self._get(f"{OWN}/calibration", replies.Calibrating)["calibration"]
+        found: Json = self._get(f"{OWN}/calibration", replies.CalibratingShape)["calibration"]
         return found
 
     # --- what needs the model -------------------------------------------------------------
@@ -292,19 +291,19 @@ class ApiClient:
         """The ids of a text, in which special tokens are parsed. whole: a whole prompt, with
         BOS."""
         body = {"content": text, "add_special": whole, "parse_special": True}
-        ids: list[int] = self._ask("POST", "/tokenize", replies.Tokens, body)["tokens"]
+        ids: list[int] = self._ask("POST", "/tokenize", replies.TokensShape, body)["tokens"]
         return ids
 
     def calibrate(self, *, again: bool) -> Json:
         """Start a calibration unless there is a result (again: in any case); see `calibration`."""
-        asked = self._ask("POST", f"{OWN}/calibration", replies.Calibrating, {"again": again})
+        asked = self._ask("POST", f"{OWN}/calibration", replies.CalibratingShape, {"again": again})
         found: Json = asked["calibration"]
         return found
 
     def apply_template(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt text of `messages`, without the generation prompt."""
         body = {"messages": list(messages), "add_generation_prompt": False}
-        text: str = self._ask("POST", "/apply-template", replies.Prompt, body)["prompt"]
+        text: str = self._ask("POST", "/apply-template", replies.PromptShape, body)["prompt"]
         return text
 
     def precache(
@@ -333,7 +332,7 @@ class ApiClient:
         if recompute is not None:
             body |= {"reuse": ANYWHERE, "recompute": recompute}
         result: Json | None = None
-        for event in self._events(f"{OWN}/precache", replies.PrecacheEvent, body):
+        for event in self._events(f"{OWN}/precache", replies.PrecacheEventShape, body):
             if "base" in event:
                 if "reuse" not in event:
                     raise self._broken("a base without its reuse; is it a towerd?")
@@ -389,10 +388,10 @@ class ApiClient:
                 return
             for line in reply:
                 if line.startswith(b"data: "):
-                    event = _json(line[len(b"data: ") :])
+                    event = json_of(line[len(b"data: ") :])
                     if not isinstance(event, dict):
                         raise self._broken("an event without a JSON object; is it a towerd?")
-                    _raise_if_error(event, reply.status)
+                    raise_if_error(event, reply.status)
                     yield self._checked(event, shape)
         except (OSError, http.client.HTTPException) as error:
             raise self._broken(error) from error
@@ -418,10 +417,10 @@ class ApiClient:
             raise self._broken(error) from error
 
     def _decode(self, reply: http.client.HTTPResponse, data: bytes) -> Json:
-        value = _json(data)
+        value = json_of(data)
         if not isinstance(value, dict):
             raise self._broken(f"status {reply.status} without a JSON object; is it a towerd?")
-        _raise_if_error(value, reply.status)
+        raise_if_error(value, reply.status)
         if reply.status >= HTTPStatus.BAD_REQUEST:
             raise self._broken(f"status {reply.status} without an error object; is it a towerd?")
         return value
@@ -438,40 +437,6 @@ class ApiClient:
         text = str(why) or type(why).__name__
         end = "" if text.endswith((".", "?")) else "."
         return TowerdError(f"The daemon at {self.where} does not answer properly: {text}{end}")
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=TIMEOUT_S)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = sockets.socket(sockets.AF_UNIX)
-        self.sock.settimeout(TIMEOUT_S)
-        self.sock.connect(str(self._path))
-
-
-def _json(data: bytes) -> Any:
-    """The JSON value; None for what is none."""
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _raise_if_error(value: Json, status: int) -> None:
-    error = value.get("error")
-    if not isinstance(error, dict):
-        return
-    message = str(error.get("message") or f"status {status}")
-    if status == 401:
-        message = f"{message}: give the daemon's key with --api-key"
-    if status == 503:
-        message = f"The daemon cannot answer now ({message}); try again in a moment"
-    code = error.get("code")
-    raise RemoteError(message, code if isinstance(code, int) and code else status)
 
 
 def _path(session: str) -> str:

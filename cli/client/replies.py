@@ -12,7 +12,7 @@ Moment = Annotated[float, Meta(ge=0, lt=2.5e11)]
 """Unix time, of years that have four digits."""
 
 
-class Session(TypedDict):
+class SessionShape(TypedDict):
     """A session as it is listed."""
 
     id: str
@@ -27,11 +27,11 @@ class Session(TypedDict):
     tokenizer: str
 
 
-class Sessions(TypedDict):
-    sessions: list[Session]
+class SessionsShape(TypedDict):
+    sessions: list[SessionShape]
 
 
-class CodedSession(TypedDict):
+class CodedSessionShape(TypedDict):
     """A session that has a coded form; `pk` is its place in their order."""
 
     id: str
@@ -39,11 +39,11 @@ class CodedSession(TypedDict):
     pk: int
 
 
-class CodedSessions(TypedDict):
-    sessions: list[CodedSession]
+class CodedSessionsShape(TypedDict):
+    sessions: list[CodedSessionShape]
 
 
-class Turn(TypedDict):
+class TurnShape(TypedDict):
     """One recorded turn of a session."""
 
     id: int
@@ -56,7 +56,7 @@ class Turn(TypedDict):
     current: bool
 
 
-class Rows(TypedDict):
+class RowsShape(TypedDict):
     """What a model has of a session."""
 
     arch: str
@@ -66,7 +66,7 @@ class Rows(TypedDict):
     is_served: bool
 
 
-class Kept(TypedDict):
+class KeptShape(TypedDict):
     """What is live of a chat with a budget."""
 
     policy: str
@@ -75,54 +75,54 @@ class Kept(TypedDict):
     runs: list[tuple[int, int]]
 
 
-class WholeSession(TypedDict):
+class WholeSessionShape(TypedDict):
     """One session with its turns."""
 
-    session: Session
-    turns: list[Turn]
-    rows: list[Rows]
+    session: SessionShape
+    turns: list[TurnShape]
+    rows: list[RowsShape]
     text: NotRequired[str | None]
-    kept: NotRequired[Kept | None]
+    kept: NotRequired[KeptShape | None]
 
 
-class ChangedSession(TypedDict):
+class ChangedSessionShape(TypedDict):
     """A session after it was frozen, thawed or coded again."""
 
-    session: Session
+    session: SessionShape
     changed: bool
 
 
-class ImportedBase(TypedDict):
+class ImportedBaseShape(TypedDict):
     name: str
     here: bool
 
 
-class Imported(TypedDict):
+class ImportedShape(TypedDict):
     """The session of an imported file."""
 
-    session: Session
+    session: SessionShape
     added: int
-    bases: list[ImportedBase]
+    bases: list[ImportedBaseShape]
 
 
-class FoundSession(TypedDict):
+class FoundSessionShape(TypedDict):
     """A result of a search."""
 
-    session: Session
+    session: SessionShape
     turn: int
     said: Moment
     snippet: list[str]
 
 
-class Search(TypedDict):
-    results: list[FoundSession]
+class SearchShape(TypedDict):
+    results: list[FoundSessionShape]
 
 
-class Deleted(TypedDict):
+class DeletedShape(TypedDict):
     deleted: str
 
 
-class Segment(TypedDict):
+class SegmentShape(TypedDict):
     """A segment as it is listed."""
 
     id: int
@@ -141,12 +141,12 @@ class Segment(TypedDict):
     last_used: Moment | None
 
 
-class Segments(TypedDict):
-    segments: list[Segment]
+class SegmentsShape(TypedDict):
+    segments: list[SegmentShape]
     total: int
 
 
-class PlacedSegment(Segment):
+class PlacedSegmentShape(SegmentShape):
     """A segment with its neighbours."""
 
     path: list[int]
@@ -156,23 +156,23 @@ class PlacedSegment(Segment):
     ids: NotRequired[list[int]]
 
 
-class OneSegment(TypedDict):
-    segment: PlacedSegment
+class OneSegmentShape(TypedDict):
+    segment: PlacedSegmentShape
 
 
-class Branch(Segment):
+class BranchShape(SegmentShape):
     """A segment with those below it."""
 
-    children: list[Branch]
+    children: list[BranchShape]
 
 
-class Trie(TypedDict):
+class TrieShape(TypedDict):
     root: int
-    trie: list[Branch]
+    trie: list[BranchShape]
     truncated: bool
 
 
-class Rank(TypedDict):
+class RankShape(TypedDict):
     """How a policy ranks a segment."""
 
     score: Number
@@ -185,32 +185,32 @@ class Rank(TypedDict):
     trusts: NotRequired[bool]
 
 
-class Ranks(TypedDict):
+class RanksShape(TypedDict):
     policy: str
-    hot: Rank | None
-    warm: Rank | None
+    hot: RankShape | None
+    warm: RankShape | None
     n_hot: int | None
     n_warm: int | None
 
 
-class Why(TypedDict):
-    segment: Segment
-    why: Ranks
+class WhyShape(TypedDict):
+    segment: SegmentShape
+    why: RanksShape
 
 
-class Pins(TypedDict):
-    pins: list[Segment]
+class PinsShape(TypedDict):
+    pins: list[SegmentShape]
 
 
-class Pinned(TypedDict):
-    pinned: Segment
+class PinnedShape(TypedDict):
+    pinned: SegmentShape
 
 
-class Unpinned(TypedDict):
+class UnpinnedShape(TypedDict):
     unpinned: int
 
 
-class Module(TypedDict):
+class ModuleShape(TypedDict):
     """A base that may stand anywhere."""
 
     tokens: int
@@ -224,7 +224,7 @@ class Module(TypedDict):
     digest: str
 
 
-class Base(TypedDict):
+class BaseShape(TypedDict):
     """A precached prompt."""
 
     name: str
@@ -232,17 +232,17 @@ class Base(TypedDict):
     public: bool
     level: int
     format: str | None
-    module: Module | None
+    module: ModuleShape | None
     segment: int
     tokens: int
     digest: str
 
 
-class Bases(TypedDict):
-    bases: list[Base]
+class BasesShape(TypedDict):
+    bases: list[BaseShape]
 
 
-class EngineStats(TypedDict):
+class EngineStatsShape(TypedDict):
     """Of either engine, as far as people are shown it."""
 
     running: int
@@ -255,7 +255,7 @@ class EngineStats(TypedDict):
     state_kind: NotRequired[str]
 
 
-class TierStats(TypedDict):
+class TierStatsShape(TypedDict):
     hot_bytes: int
     hot_bytes_max: int
     hot_evictions: int
@@ -267,7 +267,7 @@ class TierStats(TypedDict):
     write_errors: int
 
 
-class StoreStats(TypedDict):
+class StoreStatsShape(TypedDict):
     sessions: int
     frozen_sessions: int
     copied_sessions: int
@@ -281,21 +281,21 @@ class StoreStats(TypedDict):
     journal_bytes: int
 
 
-class Space(TypedDict):
+class SpaceShape(TypedDict):
     tokens_resumable: int
     tokens_to_prefill: int
     bytes_wanted: int
 
 
-class Stats(TypedDict):
+class StatsShape(TypedDict):
     """Of a store; `engine` is None without a running daemon."""
 
     version: str
-    engine: EngineStats | None
-    store: StoreStats
+    engine: EngineStatsShape | None
+    store: StoreStatsShape
 
 
-class DaemonStats(Stats):
+class DaemonStatsShape(StatsShape):
     """Of a running daemon."""
 
     model: str
@@ -304,30 +304,28 @@ class DaemonStats(Stats):
     uptime_s: Number
     fidelity: str
     reuse: dict[str, int]
-    tiers: TierStats
-    space: Space
+    tiers: TierStatsShape
+    space: SpaceShape
 
 
-class LoadState(TypedDict):
+class LoadStateShape(TypedDict):
     value: str
 
 
-class Model(TypedDict):
-    """A model of a router, which has a status, or of a daemon."""
-
+class ModelShape(TypedDict):
     id: str
-    status: NotRequired[LoadState]
+    status: NotRequired[LoadStateShape]
 
 
-class Models(TypedDict):
-    data: list[Model]
+class ModelsShape(TypedDict):
+    data: list[ModelShape]
 
 
-class NextToken(TypedDict):
+class NextTokenShape(TypedDict):
     n_decoded: NotRequired[int]
 
 
-class Slot(TypedDict):
+class SlotShape(TypedDict):
     """llama-server's, and what it does if it may be seen."""
 
     id: int
@@ -336,10 +334,10 @@ class Slot(TypedDict):
     n_prompt_tokens: NotRequired[int]
     n_prompt_tokens_processed: NotRequired[int]
     n_prompt_tokens_cache: NotRequired[int]
-    next_token: NotRequired[list[NextToken]]
+    next_token: NotRequired[list[NextTokenShape]]
 
 
-class Verified(TypedDict):
+class VerifiedShape(TypedDict):
     ok: bool
     files: int
     bytes_read: int
@@ -352,29 +350,29 @@ class Verified(TypedDict):
     problems: list[str]
 
 
-class Done(TypedDict):
+class DoneShape(TypedDict):
     done: int
     total: int
 
 
-class VerifyEvent(TypedDict):
+class VerifyEventShape(TypedDict):
     """Bytes that are checked, or the result."""
 
-    progress: NotRequired[Done]
-    verify: NotRequired[Verified]
+    progress: NotRequired[DoneShape]
+    verify: NotRequired[VerifiedShape]
 
 
-class Collected(TypedDict):
+class CollectedShape(TypedDict):
     segments: int
     files: int
     bytes_freed: int
 
 
-class Gc(TypedDict):
-    gc: Collected
+class GcShape(TypedDict):
+    gc: CollectedShape
 
 
-class Floor(TypedDict):
+class FloorShape(TypedDict):
     kl: Number
     ci: Number
     top1: Number
@@ -382,7 +380,7 @@ class Floor(TypedDict):
     shape: str
 
 
-class Cost(TypedDict):
+class CostShape(TypedDict):
     kl: Number
     excess: Number
     ci: Number
@@ -390,62 +388,60 @@ class Cost(TypedDict):
     n_tokens: int
 
 
-class Choice(TypedDict):
+class ChoiceShape(TypedDict):
     levels: list[str]
     bits: Number
-    cost: Cost
+    cost: CostShape
     bound: Number
 
 
-class Grid(TypedDict):
-    uniform: dict[str, Cost]
+class GridShape(TypedDict):
+    uniform: dict[str, CostShape]
 
 
-class Calibration(TypedDict):
-    """What stored formats cost."""
-
+class CalibrationShape(TypedDict):
     made_unix: Moment
-    floor: Floor
+    floor: FloorShape
     bits: dict[str, Number]
-    choices: dict[str, Choice]
-    grid: Grid
+    choices: dict[str, ChoiceShape]
+    grid: GridShape
 
 
-class CalibrationState(TypedDict):
+class CalibrationStateShape(TypedDict):
     state: str
     why: str
     fidelity: str | None
     level_formats: str | None
-    progress: Done
-    calibration: Calibration | None
+    progress: DoneShape
+    calibration: CalibrationShape | None
 
 
-class Calibrating(TypedDict):
-    calibration: CalibrationState
+class CalibratingShape(TypedDict):
+    calibration: CalibrationStateShape
 
 
-class Tokens(TypedDict):
+class TokensShape(TypedDict):
     tokens: list[int]
 
 
-class Prompt(TypedDict):
+class PromptShape(TypedDict):
     prompt: str
 
 
-class Processed(TypedDict):
+class ProcessedShape(TypedDict):
     processed: int
     total: int
 
 
-class Reuse(TypedDict):
+class ReuseShape(TypedDict):
     live: int
     hot: int
     warm: int
 
 
-class PrecacheEvent(TypedDict):
+class PrecacheEventShape(TypedDict):
     """Tokens that are evaluated, or the base."""
 
-    progress: NotRequired[Processed]
-    base: NotRequired[Base]
-    reuse: NotRequired[Reuse]
+    progress: NotRequired[ProcessedShape]
+    base: NotRequired[BaseShape]
+    reuse: NotRequired[ReuseShape]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -468,15 +467,6 @@ class Store:
         """Durable when it returns."""
         with self._open_lock():
             self.state.catalog.set_meta(key, value)
-
-    def secret(self, name: str) -> bytes:
-        """32 random bytes that the store keeps under this name, made when first asked for."""
-        with self._open_lock():
-            known = self.state.catalog.get_meta(name)
-            if known is None:
-                known = secrets.token_hex(32)
-                self.state.catalog.set_meta(name, known)
-        return bytes.fromhex(known)
 
     @contextmanager
     def _open_lock(self) -> Iterator[None]:

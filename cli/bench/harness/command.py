@@ -45,7 +45,7 @@ def run_benchmark(module: str, model: Path | None, quick: bool, **options: Any) 
     from towerd.cli.bench.harness.work import QUICK_WORK
     from towerd.cli.output import duration, progress_bar
 
-    name = module.removeprefix("towerd.cli.").removeprefix("lab.")
+    name = module.removeprefix("towerd.cli.")
     benchmark = importlib.import_module(module)
     if quick and model is None and name in QUICK_WORK:
         said = duration(QUICK_WORK[name].seconds)

@@ -7,13 +7,17 @@ them, one for one, that tell nothing; it may use them in later requests.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from towerd.api.http.keys import TENANT, service_of
+
+if TYPE_CHECKING:
+    from towerd.store import Store
 
 SECRET = "tenants_numbers"
 """The name of the secret that the numbers are made with, in the store."""
@@ -90,5 +94,15 @@ async def numbers_of(request: web.Request) -> Numbers:
     tenant = request[TENANT]
     if tenant.sees_all:
         return PLAIN
-    secret = await asyncio.to_thread(service_of(request).store.secret, SECRET)
+    secret = await asyncio.to_thread(_secret, service_of(request).store)
     return TenantNumbers(secret, tenant.scope)
+
+
+def _secret(store: Store) -> bytes:
+    """32 random bytes that the store keeps, made when they are first needed."""
+    with store.locked():
+        known = store.get_meta(SECRET)
+        if known is None:
+            known = secrets.token_hex(32)
+            store.set_meta(SECRET, known)
+    return bytes.fromhex(known)
