@@ -10,7 +10,7 @@ import time
 import unicodedata
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -49,7 +49,7 @@ def progress_bar(
         return Lines(lambda line: None)
     if not sys.stderr.isatty():
         return Lines(lambda line: click.echo(line, err=True))
-    return terminal_bar(columns, quiet=False)
+    return cast("AbstractContextManager[Shown]", terminal_bar(columns, quiet=False))
 
 
 def terminal_bar(columns: Sequence[Any], *, quiet: bool) -> Progress:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from towerd.cli.client.api_client import Json
 from towerd.cli.client.target import Target, json_option, setting_option, target_options
+from towerd.cli.client.transport import Json
 from towerd.errors import TowerdError
 
 if TYPE_CHECKING:

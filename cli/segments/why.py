@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import click
 
-from towerd.cli.client.api_client import Json
 from towerd.cli.client.target import Target, connect, json_option, target_options
+from towerd.cli.client.transport import Json
 
 _PLACES = {"hot": "RAM", "warm": "disk"}
 
@@ -56,7 +56,8 @@ def _order(place: int | None, n: int | None) -> str:
 
 def _reasons(known: Json) -> Iterator[str]:
     """What the policy knows of it, as ends of a sentence."""
-    from towerd.cli.output import ago, duration
+    from towerd.cli.output import ago
+    from towerd.cli.progress import duration
 
     yield f"it was last used {ago(known['used'])}"
     if known.get("expected"):

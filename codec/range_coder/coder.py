@@ -44,9 +44,11 @@ def make_encoder() -> Encoder:
 def make_decoder(mixer: Mixer, data: bytes) -> Decisions:
     """A decoder that this mixer can read from."""
     kernels = native()
-    is_native = kernels is not None and isinstance(mixer, kernels.Mixer)
-    coder = kernels.RangeDecoder if is_native else _reference().ReferenceDecoder
-    decoder: Decisions = coder(data)
+    if kernels is None or not isinstance(mixer, kernels.Mixer):
+        kernels, name = _reference(), "ReferenceDecoder"
+    else:
+        name = "RangeDecoder"
+    decoder: Decisions = getattr(kernels, name)(data)
     return decoder
 
 

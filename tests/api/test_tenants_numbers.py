@@ -54,12 +54,12 @@ async def test_a_tenants_numbers(make_client: MakeClient) -> None:
             return await reply.json()
 
     async def found_by(word: str) -> list[Any]:
+        hits: list[Any] = []
         for _ in range(2000):  # turns are read in the background
             if hits := (await get(f"search?q={word}"))["results"]:
                 break
             await asyncio.sleep(0.01)
-        found: list[Any] = hits
-        return found
+        return hits
 
     body = {"n_predict": 3, "temperature": 0, "id_slot": 1}
     for prompt in ("Once upon a", "Once upon a red", "Once upon a red ball"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -106,10 +107,14 @@ def test_an_idle_daemon_reserves_what_its_longest_conversation_takes(
     monkeypatch.setattr("towerd.tiers.composer.BLOB_BYTES", BLOB_BYTES)
     composer = Composer(LAYOUT, v_trans=False, tail=b"")
     n_blob = -(-BLOB_BYTES // LAYOUT.token_bytes)
+
+    def has_blobs(n: int) -> bool:
+        return tracemalloc.get_traced_memory()[0] // BLOB_BYTES == n
+
     tracemalloc.start()
     try:
         for n_tokens, n_blobs in ((0, 0), (n_blob - 1, 0), (2 * n_blob, 2), (10**9, 3), (10**9, 3)):
             composer.reserve(n_tokens)
-            until(lambda n=n_blobs: tracemalloc.get_traced_memory()[0] // BLOB_BYTES == n)
+            until(partial(has_blobs, n_blobs))
     finally:
         tracemalloc.stop()

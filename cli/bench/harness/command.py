@@ -43,7 +43,8 @@ def run_benchmark(module: str, model: Path | None, quick: bool, **options: Any) 
     """Call `run` of a module, which is imported now, and show its report, with how long it took; while
     it runs, that it does. A quick one says first how long it takes on two slow cores."""
     from towerd.cli.bench.harness.work import QUICK_WORK
-    from towerd.cli.output import duration, progress_bar
+    from towerd.cli.output import progress_bar
+    from towerd.cli.progress import duration
 
     name = module.removeprefix("towerd.cli.")
     benchmark = importlib.import_module(module)
