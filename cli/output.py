@@ -9,9 +9,12 @@ import sys
 import time
 import unicodedata
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, cast
 
 import click
+
+from towerd.cli.progress import Lines, Shown, duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,8 +40,20 @@ def console(*, stderr: bool = False) -> Console:
     return Console(file=file, width=width, markup=False, highlight=False, emoji=False)
 
 
-def progress_bar(columns: Sequence[Any], *, quiet: bool) -> Progress:
-    """A progress bar on stderr, if that is a terminal; it disappears when it is done."""
+def progress_bar(
+    columns: Sequence[Any] = (), *, quiet: bool = False
+) -> AbstractContextManager[Shown]:
+    """What a long command shows of its tasks on stderr: bars on a terminal, which disappear when they
+    are done; elsewhere a line a minute. quiet: nothing."""
+    if quiet:
+        return Lines(lambda line: None)
+    if not sys.stderr.isatty():
+        return Lines(lambda line: click.echo(line, err=True))
+    return cast("AbstractContextManager[Shown]", terminal_bar(columns, quiet=False))
+
+
+def terminal_bar(columns: Sequence[Any], *, quiet: bool) -> Progress:
+    """Bars on stderr, if that is a terminal; they disappear when they are done."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     return Progress(
@@ -116,14 +131,6 @@ def size(n_bytes: float) -> str:
 def ago(unix_s: float) -> str:
     """The time since a moment, such as "5 min ago"."""
     return f"{duration(max(0.0, time.time() - unix_s))} ago"
-
-
-def duration(seconds: float) -> str:
-    """A time in its largest unit, such as "5 min"."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def short_ids(ids: Sequence[str]) -> dict[str, str]:

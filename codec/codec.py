@@ -151,15 +151,6 @@ class Codec:
         elif parsed.form.name not in self._networks:
             kept.keep(self._tables, self._coder(parsed.form.name))
 
-    def can_decode(self, blob: bytes) -> bool:
-        """Whether everything that the blob needs besides its base is available."""
-        parsed = container.read(blob)
-        try:
-            self._check_model(parsed, self._coder_of(parsed))
-        except CodecError:
-            return False
-        return parsed.vocabulary == self.vocabulary_hash
-
     def is_current(self, blob: bytes) -> bool:
         """Whether a blob is of a form that is still written, with the table and model that new ones
         have, or with a model of the user's of which there is a copy."""

@@ -7,20 +7,14 @@ The server packs the section as -1, 1, n, tokens, n_media; a plain list of token
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from towerd.kernels import dispatch
-from towerd.slots.blob import writable
-from towerd.slots.compose import StateFrame, check_parts, state_size, write_state
 from towerd.slots.errors import StateError
 from towerd.slots.layout import STATE_VERSION, KVLayout
 from towerd.slots.reader import ByteReader, Data
-from towerd.slots.rows import KVRows
 from towerd.slots.state import SequenceState, check_layout, parse_state
 
 FILE_MAGIC = 0x67677371
@@ -66,36 +60,6 @@ def parse_slot_file(
     state = parse_state(reader, cell_ext=cell_ext)
     check_layout(state.rows.layout, layout)
     return SlotFile(tokens, state, packed)
-
-
-def emit_slot_file(
-    tokens: npt.NDArray[np.int32],
-    parts: Sequence[KVRows],
-    *,
-    layout: KVLayout | None = None,
-    packed: bool = True,
-    n_stream: int = 1,
-    stream: int = 0,
-    v_trans: bool = False,
-    seq_id: int = 0,
-    out: Any = None,
-    n_threads: int = dispatch.THREADS,
-) -> memoryview:
-    """Compose consecutive parts into one slot file; the other arguments as for `emit_blob`.
-
-    Also raises StateError unless there is one token per row: llama-server would fail later."""
-    frame = StateFrame(n_stream, stream, v_trans, seq_id)
-    layout = check_parts(parts, frame, layout)
-    if layout.n_window:
-        raise StateError("slot files of sliding-window models are composed elsewhere")
-    n = sum(len(part) for part in parts)
-    if len(tokens) != n:
-        raise StateError(f"{len(tokens)} tokens for {n} rows")
-    section = token_section(tokens, packed)
-    size = HEADER_BYTES + section.nbytes + state_size(layout, n, n_stream)
-    target = np.empty(size, np.uint8) if out is None else writable(out, size)
-    write_state(_write_head(target, section), parts, frame, None, n_threads, layout)
-    return target.data
 
 
 def token_section(tokens: npt.NDArray[np.int32], packed: bool) -> npt.NDArray[np.int32]:

@@ -5,35 +5,35 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import socket as sockets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
+import msgspec
+
+from towerd.cli.client import replies
+from towerd.cli.client.transport import (
+    TIMEOUT_S,
+    Json,
+    RemoteError,
+    UnixConnection,
+    json_of,
+    raise_if_error,
+)
 from towerd.cli.client.url_text import part_of_url, query_of
 from towerd.errors import ConfigError, NotFound, TowerdError
 
-Json: TypeAlias = dict[str, Any]
 OnBytes: TypeAlias = Callable[[int, int], None]
 """Called with (bytes done, bytes in total)."""
 
 PAGE_MAX = 1000
 """The most entries that one listing returns."""
-TIMEOUT_S = 60.0
 OWN = "/towerd/v1"
 T = TypeVar("T")
 _PREFIX = re.compile("[0-9a-f]{4,15}")
 """The beginning of an id that towerd generated."""
-
-
-class RemoteError(TowerdError):
-    """An error reply of the daemon; `status` is its HTTP status."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class ApiClient:
@@ -61,7 +61,7 @@ class ApiClient:
         cls, path: Path, where: str | None = None, *, has_model: bool = True
     ) -> ApiClient:
         """The daemon on a Unix socket, whose owner needs no key. where: its name in messages."""
-        return cls(_UnixConnection(path), where or str(path), has_model=has_model)
+        return cls(UnixConnection(path), where or str(path), has_model=has_model)
 
     @classmethod
     def at_url(cls, url: str, key: str | None) -> ApiClient:
@@ -94,7 +94,9 @@ class ApiClient:
 
     def sessions(self, limit: int, scope: str | None = None) -> list[Json]:
         """The sessions, most recently used first."""
-        found: list[Json] = self._get(f"{OWN}/sessions", limit=limit, scope=scope)["sessions"]
+        found: list[Json] = self._get(
+            f"{OWN}/sessions", replies.SessionsShape, limit=limit, scope=scope
+        )["sessions"]
         return found
 
     def session(
@@ -104,16 +106,17 @@ class ApiClient:
         is live of a chat with a budget, or None. tokenizer: "" for the served model's."""
         query = {"scope": scope, "text": int(text), "kept": int(self.has_model)}
         query |= {"tokenizer": tokenizer} if tokenizer else {}
-        found = self._of_session(id, scope, lambda path: self._get(path, **query))
+        shape = replies.WholeSessionShape
+        found = self._of_session(id, scope, lambda path: self._get(path, shape, **query))
         return {"text": None, "kept": None, **found}
 
     def search(self, typed: str, limit: int, scope: str | None = None) -> Json:
         """`results`: for each conversation `session`, `turn`, `said` and `snippet`."""
-        return self._get(f"{OWN}/search", q=typed, limit=limit, scope=scope)
+        return self._get(f"{OWN}/search", replies.SearchShape, q=typed, limit=limit, scope=scope)
 
     def delete_session(self, id: str, scope: str | None = None, tokenizer: str = "") -> None:
         query = {"scope": scope} | ({"tokenizer": tokenizer} if tokenizer else {})
-        self._ask("DELETE", _path(id), query=query)
+        self._ask("DELETE", _path(id), replies.DeletedShape, query=query)
 
     def freeze_session(self, id: str, scope: str | None = None) -> Json:
         """Freeze a session: `session`, and `changed`: it was not frozen yet."""
@@ -130,18 +133,22 @@ class ApiClient:
     def coded_sessions(self, after: int, limit: int, scope: str | None = None) -> list[Json]:
         """`pk`, `id` and `scope` of sessions that have a coded form, which follow row `after`."""
         query = {"limit": limit, "scope": scope, "coded_after": after}
-        found: list[Json] = self._get(f"{OWN}/sessions", **query)["sessions"]
+        found: list[Json] = self._get(f"{OWN}/sessions", replies.CodedSessionsShape, **query)[
+            "sessions"
+        ]
         return found
 
     def idle_sessions(self, idle_s: int, limit: int, scope: str | None = None) -> list[Json]:
         """Sessions that can be frozen and were unused for `idle_s`, least recently used first."""
         query = {"limit": limit, "scope": scope, "idle_s": idle_s}
-        found: list[Json] = self._get(f"{OWN}/sessions", **query)["sessions"]
+        found: list[Json] = self._get(f"{OWN}/sessions", replies.SessionsShape, **query)["sessions"]
         return found
 
     def whole_id(self, id: str, scope: str | None = None) -> str:
         """The id of the session that is named, maybe by the beginning of its id."""
-        found = self._of_session(id, scope, lambda path: self._get(path, scope=scope))
+        found = self._of_session(
+            id, scope, lambda path: self._get(path, replies.WholeSessionShape, scope=scope)
+        )
         return str(found["session"]["id"])
 
     def export_session(self, id: str, scope: str | None = None) -> bytes:
@@ -151,11 +158,13 @@ class ApiClient:
 
     def import_session(self, data: bytes, scope: str | None = None) -> Json:
         """Import the session of a `.tower` file: `session`, `added` (turns) and `bases`."""
-        return self._ask("POST", f"{OWN}/sessions/import", data, {"scope": scope}, timeout_s=None)
+        path, query = f"{OWN}/sessions/import", {"scope": scope}
+        return self._ask("POST", path, replies.ImportedShape, data, query, timeout_s=None)
 
     def _post_session(self, id: str, scope: str | None, verb: str) -> Json:
         def post(path: str) -> Json:
-            return self._ask("POST", f"{path}/{verb}", {}, {"scope": scope}, timeout_s=None)
+            asked, shape = {"scope": scope}, replies.ChangedSessionShape
+            return self._ask("POST", f"{path}/{verb}", shape, {}, asked, timeout_s=None)
 
         return self._of_session(id, scope, post)
 
@@ -167,7 +176,8 @@ class ApiClient:
         except RemoteError as error:
             if error.status != NotFound.status or not _PREFIX.fullmatch(id):
                 raise
-            found = self._get(f"{OWN}/sessions", begins=id, scope=scope, limit=3)["sessions"]
+            query = {"begins": id, "scope": scope, "limit": 3}
+            found = self._get(f"{OWN}/sessions", replies.SessionsShape, **query)["sessions"]
             ids = list(dict.fromkeys(each["id"] for each in found))
             if not ids:
                 raise
@@ -177,41 +187,50 @@ class ApiClient:
 
     def segments(self, sort: str, limit: int, offset: int = 0, scope: str | None = None) -> Json:
         """`segments`, sorted by used, tokens, hits or id, and `total`."""
-        return self._get(f"{OWN}/segments", sort=sort, limit=limit, offset=offset, scope=scope)
+        query = {"sort": sort, "limit": limit, "offset": offset, "scope": scope}
+        return self._get(f"{OWN}/segments", replies.SegmentsShape, **query)
 
     def segment(self, id: int, *, text: bool = False, ids: bool = False) -> Json:
         """One segment with `path` and `children` ids; with `text` and `ids` if requested."""
         query = {"text": int(text), "ids": int(ids)}
-        found: Json = self._get(f"{OWN}/segments/{id}", **query)["segment"]
+        found: Json = self._get(f"{OWN}/segments/{id}", replies.OneSegmentShape, **query)["segment"]
+        if text and "text" not in found or ids and "ids" not in found:
+            raise self._broken(
+                "a segment without the text or the ids that were asked for; is it a towerd?"
+            )
         return found
 
     def why(self, id: int) -> Json:
         """`segment`, and `why`: how the policies of the running daemon rank it."""
-        return self._get(f"{OWN}/segments/{id}/why")
+        return self._get(f"{OWN}/segments/{id}/why", replies.WhyShape)
 
     def trie(self, root: int, depth: int, limit: int, scope: str | None = None) -> Json:
         """`root`, `trie` (segments with nested `children`), `segments` (how many), `truncated`."""
-        return self._get(f"{OWN}/trie", root=root, depth=depth, limit=limit, scope=scope)
+        shape = replies.TrieShape
+        return self._get(f"{OWN}/trie", shape, root=root, depth=depth, limit=limit, scope=scope)
 
     # --- pins and bases -------------------------------------------------------------------
 
     def pins(self) -> list[Json]:
-        found: list[Json] = self._get(f"{OWN}/pins")["pins"]
+        found: list[Json] = self._get(f"{OWN}/pins", replies.PinsShape)["pins"]
         return found
 
     def pin(self, segment: int) -> Json:
-        found: Json = self._ask("POST", f"{OWN}/pins", {"segment": segment})["pinned"]
+        found: Json = self._ask("POST", f"{OWN}/pins", replies.PinnedShape, {"segment": segment})[
+            "pinned"
+        ]
         return found
 
     def unpin(self, segment: int) -> None:
-        self._ask("DELETE", f"{OWN}/pins/{segment}")
+        self._ask("DELETE", f"{OWN}/pins/{segment}", replies.UnpinnedShape)
 
     def bases(self) -> list[Json]:
-        found: list[Json] = self._get(f"{OWN}/bases")["bases"]
+        found: list[Json] = self._get(f"{OWN}/bases", replies.BasesShape)["bases"]
         return found
 
     def remove_base(self, name: str, scope: str) -> None:
-        self._ask("DELETE", f"{OWN}/bases/{part_of_url(name)}", query={"scope": scope})
+        path = f"{OWN}/bases/{part_of_url(name)}"
+        self._ask("DELETE", path, replies.DeletedShape, query={"scope": scope})
 
     # --- maintenance ----------------------------------------------------------------------
 
@@ -224,12 +243,15 @@ class ApiClient:
 
     def stats(self) -> Json:
         """All statistics; those that only a daemon has are None without one."""
-        return self._get(f"{OWN}/stats")
+        found = self._get(f"{OWN}/stats", replies.StatsShape)
+        if found["engine"] is not None:
+            self._checked(found, replies.DaemonStatsShape)
+        return found
 
     def routed(self) -> list[Json] | None:
         """The models of a router, each with its `status`; None if the daemon serves one model, which
         has none."""
-        found: list[Json] = self._get("/models")["data"]
+        found: list[Json] = self._get("/models", replies.ModelsShape)["data"]
         return found if all("status" in each for each in found) else None
 
     def processes(self) -> list[Json]:
@@ -248,32 +270,27 @@ class ApiClient:
             return None
         if reply.status != HTTPStatus.OK:
             self._decode(reply, data)
-        try:
-            found = json.loads(data)
-        except ValueError as error:
-            raise self._broken(error) from error
-        if not isinstance(found, list):
-            raise self._broken("slots that are no list")
+        found: list[Json] = self._checked(json_of(data), list[replies.SlotShape])
         return found
 
     def verify(self, repair: bool, progress: OnBytes) -> Json:
         report: Json | None = None
-        for event in self._events(f"{OWN}/verify", {"repair": repair}):
+        for event in self._events(f"{OWN}/verify", replies.VerifyEventShape, {"repair": repair}):
             report = event.get("verify", report)
             if "progress" in event:
                 progress(event["progress"]["done"], event["progress"]["total"])
         if report is None:
-            raise self._broken("it ended before the verification did")
+            raise self._broken("it ended before the verification did; is it a towerd?")
         return report
 
     def gc(self, quarantine_days: float, dry_run: bool) -> Json:
         body = {"quarantine_days": quarantine_days, "dry_run": dry_run}
-        report: Json = self._ask("POST", f"{OWN}/gc", body, timeout_s=None)["gc"]
+        report: Json = self._ask("POST", f"{OWN}/gc", replies.GcShape, body, timeout_s=None)["gc"]
         return report
 
     def calibration(self) -> Json:
         """The progress of the calibration, and its result (`calibration`, may be None)."""
-        found: Json = self._get(f"{OWN}/calibration")["calibration"]
+        found: Json = self._get(f"{OWN}/calibration", replies.CalibratingShape)["calibration"]
         return found
 
     # --- what needs the model -------------------------------------------------------------
@@ -282,19 +299,19 @@ class ApiClient:
         """The ids of a text, in which special tokens are parsed. whole: a whole prompt, with
         BOS."""
         body = {"content": text, "add_special": whole, "parse_special": True}
-        ids: list[int] = self._ask("POST", "/tokenize", body)["tokens"]
+        ids: list[int] = self._ask("POST", "/tokenize", replies.TokensShape, body)["tokens"]
         return ids
 
     def calibrate(self, *, again: bool) -> Json:
         """Start a calibration unless there is a result (again: in any case); see `calibration`."""
-        asked = self._ask("POST", f"{OWN}/calibration", {"again": again})
+        asked = self._ask("POST", f"{OWN}/calibration", replies.CalibratingShape, {"again": again})
         found: Json = asked["calibration"]
         return found
 
     def apply_template(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt text of `messages`, without the generation prompt."""
         body = {"messages": list(messages), "add_generation_prompt": False}
-        text: str = self._ask("POST", "/apply-template", body)["prompt"]
+        text: str = self._ask("POST", "/apply-template", replies.PromptShape, body)["prompt"]
         return text
 
     def precache(
@@ -323,33 +340,37 @@ class ApiClient:
         if recompute is not None:
             body |= {"reuse": ANYWHERE, "recompute": recompute}
         result: Json | None = None
-        for event in self._events(f"{OWN}/precache", body):
+        for event in self._events(f"{OWN}/precache", replies.PrecacheEventShape, body):
             if "base" in event:
+                if "reuse" not in event:
+                    raise self._broken("a base without its reuse; is it a towerd?")
                 result = event
             if "progress" in event:
                 progress(event["progress"]["processed"], event["progress"]["total"])
         if result is None:
-            raise self._broken(f"it ended before {name} was evaluated")
+            raise self._broken(f"it ended before {name} was evaluated; is it a towerd?")
         return result
 
     # --- HTTP -----------------------------------------------------------------------------
 
-    def _get(self, path: str, **query: Any) -> Json:
-        return self._ask("GET", path, query=query)
+    def _get(self, path: str, shape: Any, **query: Any) -> Json:
+        return self._ask("GET", path, shape, query=query)
 
     def _ask(
         self,
         method: str,
         path: str,
+        shape: Any,
         body: Json | bytes | None = None,
         query: Mapping[str, Any] | None = None,
         timeout_s: float | None = TIMEOUT_S,
     ) -> Json:
-        """One request and its JSON object."""
+        """One request and its JSON object, which must have a shape of `replies`."""
         asked = {key: value for key, value in (query or {}).items() if value is not None}
         target = f"{path}?{query_of(asked)}" if asked else path
         reply = self._send(method, target, body, timeout_s)
-        return self._decode(reply, self._read(reply))
+        found: Json = self._checked(self._decode(reply, self._read(reply)), shape)
+        return found
 
     def _file(self, path: str) -> bytes:
         """The bytes of a file."""
@@ -358,7 +379,7 @@ class ApiClient:
         if reply.headers.get_content_type() == "application/octet-stream":
             return data
         self._decode(reply, data)
-        raise self._broken("it sent no file")
+        raise self._broken("it sent no file; is it a towerd?")
 
     def _read(self, reply: http.client.HTTPResponse) -> bytes:
         try:
@@ -366,21 +387,21 @@ class ApiClient:
         except (OSError, http.client.HTTPException) as error:
             raise self._broken(error) from error
 
-    def _events(self, path: str, body: Json) -> Iterator[Json]:
-        """The events of a streamed reply."""
+    def _events(self, path: str, shape: Any, body: Json) -> Iterator[Json]:
+        """The events of a streamed reply, each of which must have a shape of `replies`."""
         reply = self._send("POST", path, {**body, "stream": True}, None)
         try:
             if not reply.headers.get_content_type() == "text/event-stream":
-                yield self._decode(reply, reply.read())
+                yield self._checked(self._decode(reply, reply.read()), shape)
                 return
             for line in reply:
                 if line.startswith(b"data: "):
-                    event = json.loads(line[len(b"data: ") :])
+                    event = json_of(line[len(b"data: ") :])
                     if not isinstance(event, dict):
                         raise self._broken("an event without a JSON object; is it a towerd?")
-                    _raise_if_error(event, reply.status)
-                    yield event
-        except (OSError, http.client.HTTPException, ValueError) as error:
+                    raise_if_error(event, reply.status)
+                    yield self._checked(event, shape)
+        except (OSError, http.client.HTTPException) as error:
             raise self._broken(error) from error
         finally:
             if not reply.isclosed():  # the rest of it would be read as the next reply
@@ -404,46 +425,26 @@ class ApiClient:
             raise self._broken(error) from error
 
     def _decode(self, reply: http.client.HTTPResponse, data: bytes) -> Json:
-        try:
-            value = json.loads(data)
-        except (ValueError, RecursionError):
-            value = None
+        value = json_of(data)
         if not isinstance(value, dict):
             raise self._broken(f"status {reply.status} without a JSON object; is it a towerd?")
-        _raise_if_error(value, reply.status)
+        raise_if_error(value, reply.status)
         if reply.status >= HTTPStatus.BAD_REQUEST:
             raise self._broken(f"status {reply.status} without an error object; is it a towerd?")
         return value
 
+    def _checked(self, value: Any, shape: Any) -> Any:
+        """The value, whole, if it has the shape."""
+        try:
+            msgspec.convert(value, shape)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise self._broken(f"{error}; is it a towerd of this version?") from error
+        return value
+
     def _broken(self, why: object) -> TowerdError:
         text = str(why) or type(why).__name__
-        return TowerdError(f"The daemon at {self.where} does not answer properly: {text}.")
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=TIMEOUT_S)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = sockets.socket(sockets.AF_UNIX)
-        self.sock.settimeout(TIMEOUT_S)
-        self.sock.connect(str(self._path))
-
-
-def _raise_if_error(value: Json, status: int) -> None:
-    error = value.get("error")
-    if not isinstance(error, dict):
-        return
-    message = str(error.get("message") or f"status {status}")
-    if status == 401:
-        message = f"{message}: give the daemon's key with --api-key"
-    if status == 503:
-        message = f"The daemon cannot answer now ({message}); try again in a moment"
-    code = error.get("code")
-    raise RemoteError(message, code if isinstance(code, int) and code else status)
+        end = "" if text.endswith((".", "?")) else "."
+        return TowerdError(f"The daemon at {self.where} does not answer properly: {text}{end}")
 
 
 def _path(session: str) -> str:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from towerd.cli.client.api_client import Json
 from towerd.cli.client.target import Target, connect, json_option, setting_option, target_options
+from towerd.cli.client.transport import Json
 from towerd.errors import TowerdError
 
 if TYPE_CHECKING:
@@ -81,8 +81,6 @@ def _measure(daemon: ApiClient, *, again: bool, quiet: bool) -> Json:
             found = daemon.calibration()
             done, total = found["progress"]["done"], found["progress"]["total"]
             bar.update(task, completed=done, total=total or None)
-            if 0 < total <= done:  # how many checkpoints a choice takes is not known in advance
-                bar.update(task, description="measuring the choices", total=None)
     if found["state"] == "failed" or found["calibration"] is None:
         raise TowerdError(f"The calibration failed: {found['why']}")
     return found

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import click
 
-from towerd.cli.client.api_client import Json
 from towerd.cli.client.target import Target, connect, json_option, target_options
+from towerd.cli.client.transport import Json
 
 
 @click.command()

@@ -9,8 +9,9 @@ from contextlib import suppress
 
 import click
 
-from towerd.cli.client.api_client import ApiClient, Json
+from towerd.cli.client.api_client import ApiClient
 from towerd.cli.client.target import Target, connect, json_option, target_options
+from towerd.cli.client.transport import Json
 from towerd.errors import ConfigError
 
 COLUMNS = 100
@@ -97,7 +98,7 @@ def frame(view: Json, before: Json | None) -> list[str]:
 
 
 def _head(stats: Json) -> Iterator[str]:
-    from towerd.cli.output import duration
+    from towerd.cli.progress import duration
 
     engine = stats["engine"]
     yield (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from towerd.cli.client.api_client import Json
 from towerd.cli.client.target import Target, connect, json_option, target_options
+from towerd.cli.client.transport import Json
 
 
 @click.command()

@@ -131,9 +131,9 @@ class _Display:
         """A display whose bar is there until the block ends."""
         from rich.progress import DownloadColumn
 
-        from towerd.cli.output import progress_bar
+        from towerd.cli.output import terminal_bar
 
-        with progress_bar([DownloadColumn(binary_units=True)], quiet=False) as bar:
+        with terminal_bar([DownloadColumn(binary_units=True)], quiet=False) as bar:
             yield cls(bar)
 
     def expect(self, title: str, n_bytes: int, note: str = "") -> None:

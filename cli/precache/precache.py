@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from towerd.cli.client.api_client import Json
 from towerd.cli.client.target import Target, json_option, setting_option, target_options
+from towerd.cli.client.transport import Json
 from towerd.errors import TowerdError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from towerd.cli.client.api_client import ApiClient
     from towerd.cli.precache.spec import Prompt
+    from towerd.cli.progress import Shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +227,7 @@ def _evaluate(daemon: ApiClient, plan: list[Planned], reports: list[Json], *, qu
             bar.advance(overall, len(base.ids))
 
 
-def _evaluate_one(daemon: ApiClient, base: Planned, bar: Progress) -> Json:
+def _evaluate_one(daemon: ApiClient, base: Planned, bar: Shown) -> Json:
     prompt = base.prompt
     task = bar.add_task(prompt.name, total=len(base.ids))
     try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import click
 
-from towerd.cli.client.api_client import ApiClient, Json
+from towerd.cli.client.api_client import ApiClient
 from towerd.cli.client.target import Target, connect, json_option, target_options
+from towerd.cli.client.transport import Json
 from towerd.cli.sessions.sessions import leaf_segment
 from towerd.errors import ConfigError, NotFound, SessionFrozen
 

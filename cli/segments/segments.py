@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import click
 
-from towerd.cli.client.api_client import PAGE_MAX, Json
+from towerd.cli.client.api_client import PAGE_MAX
 from towerd.cli.client.target import Target, connect, json_option, target_options
+from towerd.cli.client.transport import Json
 from towerd.settings.setting import LOCAL_TENANT
 
 _CUTS = {

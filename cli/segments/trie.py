@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from towerd.cli.client.api_client import PAGE_MAX, ApiClient, Json
+from towerd.cli.client.api_client import PAGE_MAX, ApiClient
 from towerd.cli.client.target import Target, connect, json_option, target_options
+from towerd.cli.client.transport import Json
 
 if TYPE_CHECKING:
     from rich.text import Text

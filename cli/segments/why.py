@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import click
 
-from towerd.cli.client.api_client import Json
 from towerd.cli.client.target import Target, connect, json_option, target_options
+from towerd.cli.client.transport import Json
 
 _PLACES = {"hot": "RAM", "warm": "disk"}
 
@@ -42,8 +42,11 @@ def sentences(segment: Json, known: Json) -> Iterator[str]:
         yield f"From {_PLACES[tier]} {order}: {reasons} ({known['policy']})."
 
 
-def _order(place: int | None, n: int) -> str:
-    """Where it stands in the order of eviction. place: how many leave before it."""
+def _order(place: int | None, n: int | None) -> str:
+    """Where it stands in the order of eviction. place: how many of n leave before it; n is None for
+    one of several tenants, who is not told."""
+    if n is None:
+        return "its place in the order is not shown"
     if place is None:
         return "it leaves after its continuations"
     if place == 0:
@@ -53,7 +56,8 @@ def _order(place: int | None, n: int) -> str:
 
 def _reasons(known: Json) -> Iterator[str]:
     """What the policy knows of it, as ends of a sentence."""
-    from towerd.cli.output import ago, duration
+    from towerd.cli.output import ago
+    from towerd.cli.progress import duration
 
     yield f"it was last used {ago(known['used'])}"
     if known.get("expected"):

@@ -9,8 +9,9 @@ from datetime import timedelta
 
 import click
 
-from towerd.cli.client.api_client import PAGE_MAX, ApiClient, Json
+from towerd.cli.client.api_client import PAGE_MAX, ApiClient
 from towerd.cli.client.target import Target, connect, json_option, setting_option, target_options
+from towerd.cli.client.transport import Json
 from towerd.errors import TowerdError
 
 SCOPE_HELP = "Whose, if several tenants have one of this name."

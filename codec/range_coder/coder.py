@@ -1,18 +1,21 @@
 """Binary decisions to bits and back: constriction's range coder.
 
 The output has no trailing zero bytes; the decoder adds them again. The kernels have a coder of their
-own that writes and reads the same bits: a call for each decision would take most of the time, and
-constriction has no build for Linux on arm64.
+own that writes and reads the same bits, and constriction is what the tests compare it with: a call for
+each decision would take most of the time, and constriction has no build for Linux on arm64.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from types import ModuleType
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from towerd.codec.errors import Damaged
+from towerd.errors import NotSupported
 from towerd.kernels.mixing import Decisions, Mixer, native
 
 U32 = npt.NDArray[np.uint32]
@@ -33,11 +36,8 @@ class Encoder(Protocol):
 def make_encoder() -> Encoder:
     """An encoder of the kernels, or constriction's."""
     kernels = native()
-    if kernels is None:
-        from towerd.codec.range_coder.reference import ReferenceEncoder
-
-        return ReferenceEncoder()
-    encoder: Encoder = kernels.RangeEncoder()
+    coder = _reference().ReferenceEncoder if kernels is None else kernels.RangeEncoder
+    encoder: Encoder = coder()
     return encoder
 
 
@@ -45,11 +45,23 @@ def make_decoder(mixer: Mixer, data: bytes) -> Decisions:
     """A decoder that this mixer can read from."""
     kernels = native()
     if kernels is None or not isinstance(mixer, kernels.Mixer):
-        from towerd.codec.range_coder.reference import ReferenceDecoder
-
-        return ReferenceDecoder(data)
-    decoder: Decisions = kernels.RangeDecoder(data)
+        kernels, name = _reference(), "ReferenceDecoder"
+    else:
+        name = "RangeDecoder"
+    decoder: Decisions = getattr(kernels, name)(data)
     return decoder
+
+
+def _reference() -> ModuleType:
+    """constriction's coder, for the reference kernels, which development uses. NotSupported if it
+    is not installed."""
+    try:
+        return import_module("towerd.codec.range_coder.reference")
+    except ImportError as error:
+        raise NotSupported(
+            "The reference kernels code with constriction, which is not installed here: "
+            "pip install 'constriction==0.5.*', or leave TOWERD_KERNELS out."
+        ) from error
 
 
 def take_ranks(

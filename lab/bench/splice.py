@@ -203,7 +203,7 @@ class Bench:
         """One line for each of PERCENTS."""
         sums = {percent: _Sums() for percent in PERCENTS}
         starts = np.linspace(0, len(self._text) - self.n_module, n_modules).astype(int)
-        with progress_bar((), quiet=False) as bar:
+        with progress_bar() as bar:
             task = bar.add_task("modules", total=n_modules * len(PERCENTS))
             for start in starts.tolist():
                 ids = self._text[start : start + self.n_module]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from towerd.cli.client.api_client import Json
 from towerd.cli.client.target import Target, connect, json_option, setting_option, target_options
+from towerd.cli.client.transport import Json
 from towerd.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from towerd.cli.client.api_client import Json
 from towerd.cli.client.target import json_option
+from towerd.cli.client.transport import Json
 from towerd.cli.precache.spec import LEVELS, Prompt, SpecError
 from towerd.errors import ConfigError, TowerdError
 from towerd.tiers.module_text import ANYWHERE

@@ -313,10 +313,10 @@ class _Bar:
     def __init__(self, *, quiet: bool) -> None:
         from rich.progress import TextColumn
 
-        from towerd.cli.output import progress_bar
+        from towerd.cli.output import terminal_bar
 
         self._quiet = quiet
-        self._bar = progress_bar([TextColumn("{task.fields[facts]}", markup=False)], quiet=quiet)
+        self._bar = terminal_bar([TextColumn("{task.fields[facts]}", markup=False)], quiet=quiet)
         self._task = self._bar.add_task("starting", total=None, facts="")
         self._next_line_s = 0.0
         self._is_stopping = False

@@ -102,9 +102,10 @@ async def test_tenants_see_no_uses_of_public_segments(make_client: MakeClient) -
     seen = {}
     for key in ("sk-ann", "sk-monitor"):
         headers = {"X-Api-Key": key}
-        async with client.get(f"/towerd/v1/segments/{top.id}", headers=headers) as reply:
-            seen[key] = (await reply.json())["segment"]
-        async with client.get(f"/towerd/v1/segments/{top.id}/why", headers=headers) as reply:
+        async with client.get("/towerd/v1/segments", headers=headers) as reply:
+            (seen[key],) = (await reply.json())["segments"]
+        path = f"/towerd/v1/segments/{seen[key]['id']}/why"
+        async with client.get(path, headers=headers) as reply:
             assert reply.status == (403 if key == "sk-ann" else 200)
         async with client.get("/towerd/v1/trie?depth=1", headers=headers) as reply:
             assert (await reply.json())["truncated"] is False

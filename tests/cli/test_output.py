@@ -7,7 +7,8 @@ import time
 import pytest
 
 from towerd.cli import output
-from towerd.cli.output import ago, clean, duration, preview, short_ids, show_table, size
+from towerd.cli.output import ago, clean, preview, short_ids, show_table, size
+from towerd.cli.progress import duration
 
 
 @pytest.mark.parametrize(

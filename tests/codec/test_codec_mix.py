@@ -87,7 +87,6 @@ def test_another_table_is_named(small: GgufVocabulary) -> None:
     codec = Codec(small)
     blob = container.read(codec.encode(small.tokenize(CHAT), form="mix"))
     other = container.write(dataclasses.replace(blob, model=b"12345678"))
-    assert not codec.can_decode(other)
     with pytest.raises(UnknownModel, match="use the version of towerd that wrote it"):
         codec.decode(other)
 

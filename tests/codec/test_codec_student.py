@@ -112,7 +112,6 @@ def test_says_which_model_is_missing(small: GgufVocabulary, tmp_path: Path, stud
     copy.write_bytes(data)
     with pytest.raises(UnknownModel, match=f"{copy}.* is damaged"):
         Codec(small, tables=tmp_path / "tables").decode(blob)
-    assert not Codec(small, tables=tmp_path / "tables").can_decode(blob)
 
 
 @pytest.mark.parametrize("with_the_tables_tokens", [False, True])

@@ -91,18 +91,6 @@ def test_thaws_after_an_upgrade(store: Store, release: Release, make_codec: Make
     assert said(store) == ids
 
 
-def test_says_which_blobs_it_can_read(
-    tmp_path: Path, release: Release, make_codec: MakeCodec
-) -> None:
-    release(1)
-    old = make_codec(tables=tmp_path / "tables")
-    blob = old.encode(old.vocabulary.tokenize(TEXT), form="mix")
-    old.keep(blob)
-    release(2)
-    assert not make_codec(tables=tmp_path / "elsewhere").can_decode(blob)
-    assert make_codec(tables=tmp_path / "tables").can_decode(blob)
-
-
 def test_a_damaged_table_is_no_table(store: Store, release: Release, make_codec: MakeCodec) -> None:
     """The session stays as it is, and thaws once the table is there again."""
     release(1)

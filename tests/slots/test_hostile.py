@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from towerd.slots.blob import parse_blob
 from towerd.slots.compose import STREAMS_MAX
 from towerd.slots.errors import StateError
-from towerd.slots.slotfile import emit_slot_file, parse_slot_file
+from towerd.slots.slotfile import SlotFile, parse_slot_file
 
 Blobs = dict[str, tuple[bytes, bool]]
 NAMES = ["f16", "q8_0", "v_trans", "streams", "permuted", "mrope", "mla"]
@@ -75,9 +75,9 @@ def test_edited_slot_files(
     real_blobs: Blobs, changes: list[tuple[str, float, int]], packed: bool
 ) -> None:
     """The same for slot files."""
-    rows = parse_blob(real_blobs["f16"][0]).rows
-    tokens = np.arange(len(rows), dtype=np.int32)
-    data = _edited(bytes(emit_slot_file(tokens, [rows], packed=packed)), changes)
+    state = parse_blob(real_blobs["f16"][0])
+    tokens = np.arange(len(state.rows), dtype=np.int32)
+    data = _edited(SlotFile(tokens, state, packed).to_bytes(), changes)
     try:
         parsed = parse_slot_file(data)
     except StateError:

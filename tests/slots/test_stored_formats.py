@@ -18,7 +18,6 @@ from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout, Plane
 from towerd.slots.rows import KVRows
 from towerd.slots.runs import Runs
-from towerd.slots.slotfile import emit_slot_file, parse_slot_file
 
 
 def layout_of(name: str, *, cell_ext: bool = False) -> KVLayout:
@@ -234,16 +233,6 @@ def test_what_cannot_be_composed() -> None:
             emit_blob(parts, layout=layout)
     with pytest.raises(StateError, match="cannot be transposed"):
         emit_blob([rows], layout=layout_of("q8_0"), v_trans=True)
-    with pytest.raises(StateError, match="stored formats"):
-        emit_slot_file(np.arange(8, dtype=np.int32), [rows])
-
-
-def test_slot_files_take_them_too() -> None:
-    """The same state behind another head."""
-    rows = [stored(random_rows(F16, 0, 5), "q4h"), random_rows(F16, 5, 8)]
-    data = emit_slot_file(np.arange(8, dtype=np.int32), rows, layout=F16)
-    found = parse_slot_file(data, layout=F16).state.rows
-    assert same(found, parse_blob(emit_blob(rows, layout=F16)).rows)
 
 
 @pytest.mark.parametrize("name", STORED)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_tools import rows_of
+from waiting import until
 
 from towerd.slots.blob import emit_blob, parse_blob, parse_rows
 from towerd.slots.layout import KVLayout, Plane
@@ -16,7 +19,7 @@ from towerd.slots.rows import KVRows, join
 from towerd.slots.runs import Runs
 from towerd.store import Node, RowsPart
 from towerd.store.segments.rows import Tier
-from towerd.tiers.composer import Composer, Piece
+from towerd.tiers.composer import BLOB_BYTES, Composer, Piece
 from towerd.tiers.plan import Composed
 
 LAYOUT = KVLayout((Plane(1, 16),) * 2, (Plane(1, 32),) * 2)
@@ -95,3 +98,23 @@ def test_keys_alone_are_joined() -> None:
     composer = Composer(layout, v_trans=True, tail=b"")
     part = RowsPart(NODE, 0, 60, "warm", Runs.of(rows))
     assert all(each.buffer is not None for each in composer.blobs([(part, rows)]))
+
+
+def test_an_idle_daemon_reserves_what_its_longest_conversation_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing for one that is less than a blob; never more than three blobs; nothing twice."""
+    monkeypatch.setattr("towerd.tiers.composer.BLOB_BYTES", BLOB_BYTES)
+    composer = Composer(LAYOUT, v_trans=False, tail=b"")
+    n_blob = -(-BLOB_BYTES // LAYOUT.token_bytes)
+
+    def has_blobs(n: int) -> bool:
+        return tracemalloc.get_traced_memory()[0] // BLOB_BYTES == n
+
+    tracemalloc.start()
+    try:
+        for n_tokens, n_blobs in ((0, 0), (n_blob - 1, 0), (2 * n_blob, 2), (10**9, 3), (10**9, 3)):
+            composer.reserve(n_tokens)
+            until(partial(has_blobs, n_blobs))
+    finally:
+        tracemalloc.stop()

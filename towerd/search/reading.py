@@ -96,7 +96,7 @@ class TurnReader:
         if turn is not None:
             ids = [each.id for each in self._store.turns(info.id, info.scope)]
             if turn not in ids[: len(history.turns)]:
-                raise NotFound(f"session {info.id!r} has no turn {turn}")
+                raise NotFound(f"session {info.id!r} has no such turn")
             place = ids.index(turn)
         return history.ids(place) if history.turns else history.stream
 

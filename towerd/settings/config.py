@@ -143,7 +143,8 @@ class Config:
     boundary_tokens: int = _set(512, "int", "--boundary-tokens",
         "Tokens between state checkpoints near the end of a long prompt.", low=16, high=2**20)
     fidelity: str = _set("near", "text", "--fidelity",
-        "How faithfully unused attention state is stored on disk: as computed, or within a measured bound.",
+        "How faithfully unused attention state is stored on disk: as computed, or within a measured bound; in front "
+        "of a llama-server, where nothing is measured, as computed.",
         choices=FIDELITIES)
     level_formats: str | None = _set(None, "text", "--level-formats",
         "Stored formats to use, by level, such as 0=q4h,1=q6h,2=q8.", auto="what calibration finds")

@@ -265,7 +265,7 @@ FLAGS = (
 --spec-draft-poll --poll-draft | threads wait as OpenMP has them wait
 --spec-draft-poll-batch --poll-batch-draft | threads wait as OpenMP has them wait
 --cache-ram -cram | the RAM for idle conversations is --hot-bytes
---cache-reuse | whatever part of a prompt is stored is used again
+--cache-reuse | what a prompt begins with is used again, and nothing in its middle
 --ctx-checkpoints -ctxcp --swa-checkpoints | state checkpoints are kept on disk, see --boundary-bytes
 --checkpoint-min-step -cms | state checkpoints are --boundary-tokens apart
 --slot-prompt-similarity -sps | a conversation is found by its tokens

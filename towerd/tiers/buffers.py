@@ -27,16 +27,16 @@ class BufferPool:
                 best = min(reversed(fitting), key=len)  # the last one used: it may be in cache
                 self._idle = [b for b in self._idle if b is not best]
                 return best
-        return np.empty(-(-size // _ROUND_BYTES) * _ROUND_BYTES, np.uint8)
+        return _new(size)
 
     def warm_up(self, size: int, count: int) -> None:
-        """Make `count` buffers of `size` bytes on a separate thread and touch their pages, so that
-        the first acquisitions cause no page faults."""
+        """Make `count` more buffers of `size` bytes on a separate thread and touch their pages, so
+        that the first acquisitions cause no page faults."""
         threading.Thread(target=self._warm_up, args=(size, count), daemon=True).start()
 
     def _warm_up(self, size: int, count: int) -> None:
-        made = [self.acquire(size) for _ in range(count)]
-        for buffer in made:
+        for _ in range(count):
+            buffer = _new(size)
             buffer.fill(0)
             self.release(buffer)
 
@@ -47,3 +47,8 @@ class BufferPool:
             self._idle.sort(key=len, reverse=True)
             while len(self._idle) > 1 and sum(map(len, self._idle)) > self._bytes_max:
                 self._idle.pop()
+
+
+def _new(size: int) -> npt.NDArray[np.uint8]:
+    """A new buffer, whose pages are not touched."""
+    return np.empty(-(-size // _ROUND_BYTES) * _ROUND_BYTES, np.uint8)

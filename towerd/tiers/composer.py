@@ -7,6 +7,7 @@ and llama.cpp's, and the caller can attach one while the next is made.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
@@ -45,7 +46,18 @@ class Composer:
         """v_trans: whether the context has V transposed. tail: bytes that end every blob."""
         self._layout, self._v_trans, self._tail = layout, v_trans, tail
         self._buffers = BufferPool(_BUFFER_BYTES_MAX)
-        self._buffers.warm_up(BLOB_BYTES + _HEADER_BYTES, _BLOBS_WARM)
+        self._n_reserved = 0
+        self._lock = threading.Lock()
+
+    def reserve(self, n_tokens: int) -> None:
+        """Have buffers ready, soon, for joining the rows of a conversation of `n_tokens`: as many
+        blobs as it fills, at most _BLOBS_WARM. What was reserved stays."""
+        n_blobs = min(_BLOBS_WARM, n_tokens * self._layout.token_bytes // BLOB_BYTES)
+        with self._lock:
+            n_more = n_blobs - self._n_reserved
+            if n_more > 0:
+                self._n_reserved = n_blobs
+                self._buffers.warm_up(BLOB_BYTES + _HEADER_BYTES, n_more)
 
     def blobs(self, pieces: Iterable[Piece]) -> Iterator[Composed]:
         """Consecutive rows as blobs. Raises ValueError for rows that the context cannot hold."""

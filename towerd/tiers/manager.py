@@ -114,6 +114,7 @@ class Tiers(Listener):
         with store.locked():
             store.listen(self)
             self.ranking.found(store.nodes())
+            self._reserve(node for node in store.nodes() if node.file is not None)
         self._thread = threading.Thread(target=self._run, name="towerd-tiers", daemon=True)
         self._thread.start()
 
@@ -335,9 +336,15 @@ class Tiers(Listener):
         with self._lock:
             self._writer.unwritten.discard(node.id)
 
+    def _reserve(self, nodes: Iterable[Node]) -> None:
+        """Be ready to restore the longest conversation: an idle daemon that has none takes no memory
+        for that."""
+        self._composer.reserve(max((node.p1 for node in nodes), default=0))
+
     def became_hot(self, nodes: Sequence[Node]) -> None:
         """See Listener.became_hot. Policies do not see prefetched rows until they are used."""
         self.ranking.became_hot([node for node in nodes if not self.prefetcher.holds(node)])
+        self._reserve(nodes)
         with self._lock:
             self._writer.unwritten.update(
                 node.id for node in nodes if self._writer.is_unwritten(node)

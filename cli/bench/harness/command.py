@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,7 +26,7 @@ MODEL = click.option(
     type=FILE,
     help="GGUF to measure; default: random weights of the 1B shape (written once).",
 )
-QUICK = click.option("--quick", is_flag=True, help="A smaller shape; about two minutes.")
+QUICK = click.option("--quick", is_flag=True, help="A smaller shape; five minutes at most.")
 
 
 def trained_model_option(text: str) -> Callable[[Command], Command]:
@@ -39,7 +40,21 @@ def plot_option(text: str) -> Callable[[Command], Command]:
 
 
 def run_benchmark(module: str, model: Path | None, quick: bool, **options: Any) -> Report:
-    """Call `run` of a module, which is imported now, and show its report."""
-    report: Report = asyncio.run(importlib.import_module(module).run(model, quick, **options))
+    """Call `run` of a module, which is imported now, and show its report, with how long it took; while
+    it runs, that it does. A quick one says first how long it takes on two slow cores."""
+    from towerd.cli.bench.harness.work import QUICK_WORK
+    from towerd.cli.output import progress_bar
+    from towerd.cli.progress import duration
+
+    name = module.removeprefix("towerd.cli.")
+    benchmark = importlib.import_module(module)
+    if quick and model is None and name in QUICK_WORK:
+        said = duration(QUICK_WORK[name].seconds)
+        click.echo(f"{name} --quick: about {said} on two slow cores.", err=True)
+    began = time.monotonic()
+    with progress_bar() as bar:
+        bar.add_task(name, total=None)
+        report: Report = asyncio.run(benchmark.run(model, quick, **options))
+    report.details["took_s"] = round(time.monotonic() - began, 1)
     report.show()
     return report

@@ -22,7 +22,7 @@ from towerd.cli.output import progress_bar, show_table
 from towerd.codec.prior import sample
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.engine import EmbeddedEngine
-from towerd.models.bundled import default_model
+from towerd.models.bundled import default_model, retrieval_model
 from towerd.models.random_gguf import PRESETS
 from towerd.retention.icecache import IceCacheConfig
 from towerd.service import Service, open_service
@@ -34,11 +34,14 @@ SAMPLE = "sample.txt"
 POLICIES = tuple(name for name in RETENTIONS if LiveBudget(name).is_bounded)
 TEXT_TOKENS_MAX = 8191
 """The longest text that is read at once: one token less than the longest context."""
-QUICK_TEXT_TOKENS = 2047
+QUICK_TEXT_TOKENS = 1023
 BUDGETS = (256, 512)
 QUICK_BUDGETS = (256,)
 LENGTHS = (1024, 2048, 4096, 8192)
 """Lengths of prompts with facts, including the question."""
+QUICK_LENGTHS = (512,)
+QUICK_FACTS = 4
+"""How many of the facts are asked for. Each question may evaluate its whole prompt under each policy."""
 QUESTION_TOKENS = 64
 N_PAIRS = 8
 RECALL_TOKENS = 2048
@@ -80,7 +83,8 @@ async def run(
     pairs: Path | None,
 ) -> Report:
     """Perplexity, retrieval, recall and the cost of the index. Raises TowerdError."""
-    path = default_model() if model is None else model
+    # One that is small and was trained to find again what it read: quick, and told apart all the same.
+    path = model or (retrieval_model() if quick else default_model())
     budgets = QUICK_BUDGETS if quick else BUDGETS
     report = LongchatReport("longchat", path.name)
     texts = {SAMPLE: sample.load().decode()} if text is None else {text.name: read_text(text)}
@@ -130,9 +134,9 @@ async def _perplexity(
     windows: Mapping[str, Ids],
     budgets: Sequence[int],
 ) -> None:
-    with progress_bar((), quiet=False) as bar:
+    with progress_bar() as bar:
         total = perplexity.n_tokens(windows, POLICIES, budgets)
-        task = bar.add_task("perplexity", total=total)
+        task = bar.add_task("perplexity, tokens", total=total)
         full, report.perplexity = await perplexity.measure(
             service.engine, windows, POLICIES, budgets, lambda n: bar.advance(task, n)
         )
@@ -164,14 +168,15 @@ def _tasks(
     n_ctx: int,
     quick: bool,
 ) -> list[retrieval.RetrievalTask]:
-    lengths = [n for n in LENGTHS if n <= n_ctx] or [n_ctx]
-    lengths = [n - QUESTION_TOKENS for n in (lengths[:1] if quick else lengths)]
-    tasks = [retrieval.facts(tokenizer, text, n) for n in lengths]
+    lengths = [n for n in (QUICK_LENGTHS if quick else LENGTHS) if n <= n_ctx] or [n_ctx]
+    lengths = [n - QUESTION_TOKENS for n in lengths]
+    n_asked = QUICK_FACTS if quick else len(retrieval.FACTS)
+    tasks = [retrieval.facts(tokenizer, text, n, n_asked) for n in lengths]
     if pairs is None:
         report.details["pairs"] = "not measured: name the key-value examples with --pairs"
         return tasks
     told = read_pairs(pairs)
-    return tasks + [retrieval.pairs(tokenizer, told, n, N_PAIRS) for n in lengths]
+    return tasks + [retrieval.pairs(tokenizer, told, n, min(N_PAIRS, n_asked)) for n in lengths]
 
 
 async def _retrieval(
@@ -181,11 +186,12 @@ async def _retrieval(
     budgets: Sequence[int],
 ) -> None:
     budgets = [n for n in budgets if n < service.engine.n_ctx]
-    with progress_bar((), quiet=False) as bar:
-        n_runs = len(tasks) * (1 + len(budgets) * len(POLICIES))
-        task = bar.add_task("retrieval", total=n_runs)
+    with progress_bar() as bar:
+        n_runs = 1 + len(budgets) * len(POLICIES)
+        n_asked = sum(len(each.asked) for each in tasks)
+        task = bar.add_task("retrieval, questions", total=n_runs * n_asked)
         report.retrieval = await retrieval.measure(
-            service, tasks, POLICIES, budgets, lambda: bar.advance(task)
+            service, tasks, POLICIES, budgets, lambda n: bar.advance(task, n)
         )
     for budget in budgets:
         for policy in POLICIES:

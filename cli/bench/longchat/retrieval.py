@@ -56,8 +56,8 @@ class RetrievalTask:
     asked: tuple[Asked, ...]
 
 
-def facts(tokenizer: TextTokenizer, text: str, n: int) -> RetrievalTask:
-    """FACTS, spread over a text of n tokens, stated and asked for in the same words, as pass keys
+def facts(tokenizer: TextTokenizer, text: str, n: int, n_asked: int = len(FACTS)) -> RetrievalTask:
+    """FACTS, of which `n_asked` are asked for, spread over a text of n tokens, stated and asked for in the same words, as pass keys
     are in "Landmark Attention" (Mohtashami and Jaggi, 2023). Raises ConfigError if the text is too
     short."""
     told = [f"\nRemember this: {fact.begin} {fact.answer}.\n" for fact in FACTS]
@@ -65,7 +65,8 @@ def facts(tokenizer: TextTokenizer, text: str, n: int) -> RetrievalTask:
     cuts = np.linspace(len(tokenizer.bos), len(filler), len(FACTS) + 2).astype(int)
     runs = [tokenizer.text(filler[a:b]) for a, b in pairwise(cuts)]
     whole = runs[0] + "".join(f"{fact}{run}" for fact, run in zip(told, runs[1:], strict=True))
-    return RetrievalTask("facts", n, whole, FACTS)
+    at = np.linspace(0, len(FACTS) - 1, n_asked).round().astype(int)
+    return RetrievalTask("facts", n, whole, tuple(FACTS[i] for i in at))
 
 
 def pairs(tokenizer: TextTokenizer, given: Sequence[Fact], n: int, n_asked: int) -> RetrievalTask:
@@ -122,21 +123,22 @@ async def measure(
     tasks: Sequence[RetrievalTask],
     policies: Sequence[str],
     budgets: Sequence[int],
-    advance: Callable[[], object],
+    advance: Callable[[int], object],
 ) -> list[dict[str, Any]]:
     """A row for each task and budget: how many facts the full cache finds, and how many of these
-    each policy finds; `depths` has the result for each fact."""
+    each policy finds; `depths` has the result for each fact. advance: called with the number of
+    questions that were asked, or need not be: what the full cache does not find."""
     rows = []
     for task in tasks:
         full = await found(service, task, LiveBudget(), task.asked)
-        advance()
+        advance(len(task.asked))
         known = [fact for fact, is_known in zip(task.asked, full, strict=True) if is_known]
         for budget in budgets:
             depths: dict[str, list[bool]] = {"full": full}
             for policy in policies:
                 live = LiveBudget(policy, budget)
                 depths[policy] = await found(service, task, live, known) if known else []
-                advance()
+                advance(len(task.asked))
             counts: Mapping[str, int] = {name: sum(right) for name, right in depths.items()}
             place = {"task": task.name, "tokens": task.n, "live": budget, "asked": len(full)}
             rows.append({**place, **counts, "depths": depths})

@@ -164,7 +164,7 @@ def probe_layout(scratch: Scratch) -> KVLayout:
 def _formats(report: QualityReport, path: Path, text: str, n_checkpoints: int) -> None:
     """Run the calibration's own measurement and search, and measure every other stored format."""
     began = time.monotonic()
-    with measurer_on(path, text, n_checkpoints) as measurer, progress_bar((), quiet=False) as bar:
+    with measurer_on(path, text, n_checkpoints) as measurer, progress_bar() as bar:
         layout = measurer.layout
         bits = sizes(layout)
         task = bar.add_task("formats", total=coarse_tokens(measurer.plan, bits))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 from aiohttp import web
 
 from towerd.api.http.keys import TENANT
@@ -27,6 +30,25 @@ def is_own_slot(request: web.Request, slot: SlotView) -> bool:
     return tenant.admin or tenant_of(slot.scope) == tenant.scope
 
 
-def shows_busy(request: web.Request) -> bool:
-    """Whether the caller may see that a slot works for another tenant."""
-    return request[TENANT].sees_all
+def slot_numbers(request: web.Request, slots: Iterable[SlotView]) -> dict[int, int]:
+    """By its id, the number by which the caller knows each slot. For one of several tenants its own
+    running requests come first: which slots are theirs says what the other tenants take."""
+    if request[TENANT].sees_all:
+        return {slot.id: slot.id for slot in slots}
+
+    def place(slot: SlotView) -> tuple[bool, int]:
+        return not (slot.is_processing and is_own_slot(request, slot)), slot.id
+
+    return {slot.id: number for number, slot in enumerate(sorted(slots, key=place))}
+
+
+def seen_slots(request: web.Request, slots: list[SlotView]) -> list[SlotView]:
+    """The slots as the caller may see them."""
+    numbers, sees_all = slot_numbers(request, slots), request[TENANT].sees_all
+    seen = []
+    for slot in slots:
+        # A slot that only did its last request would show when another tenant takes it.
+        is_told = is_own_slot(request, slot) and (sees_all or slot.is_processing)
+        view = slot if is_told else slot.hidden(shows_busy=sees_all)
+        seen.append(replace(view, id=numbers[slot.id]))
+    return sorted(seen, key=lambda slot: slot.id)

@@ -11,6 +11,7 @@ from towerd.api.admin.segments import segment_json
 from towerd.api.http import fields
 from towerd.api.http.body import read_object
 from towerd.api.http.keys import TENANT, service_of
+from towerd.api.http.numbers import numbers_of
 from towerd.api.http.query import segment_id
 from towerd.api.http.reply import json_reply
 from towerd.api.http.scope import own_scope
@@ -119,7 +120,9 @@ async def list_bases(request: web.Request) -> web.Response:
     bases = await asyncio.to_thread(service_of(request).store.bases)
     shown = [b for b in bases if tenant.admin or is_public(b.scope) or is_of(b.scope, tenant.scope)]
     fidelity = service_of(request).tiers.fidelity
-    return json_reply({"bases": [base_json(base, fidelity) for base in shown]})
+    numbers = await numbers_of(request)
+    bases_json = [numbers.with_shown(base_json(base, fidelity), ("segment",)) for base in shown]
+    return json_reply({"bases": bases_json})
 
 
 async def delete_base(request: web.Request) -> web.Response:

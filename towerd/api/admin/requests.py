@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from towerd.api.admin.overview import require_overview
+from towerd.api.admin.overview import require_overview, slot_numbers
 from towerd.api.admin.sessions import served_tokenizer, visible_scope
 from towerd.api.http.keys import CONFIG, LIMITS, service_of
 from towerd.api.http.query import integer_query
@@ -35,9 +35,11 @@ async def get_requests(request: web.Request) -> web.Response:
     most = min(REQUESTS_MAX, request.app[LIMITS].page_max)
     limit = integer_query(request, "limit", most, 1, most)
     scope = visible_scope(request)
+    slots = await service_of(request).engine.running()
+    numbers = slot_numbers(request, slots)
     running = [
-        _running(slot)
-        for slot in await service_of(request).engine.running()
+        _running(slot, numbers[slot.id])
+        for slot in slots
         if scope is None or tenant_of(slot.scope) == tenant_of(scope)
     ]
     finished = request.app[RECENT].since(since, scope, limit)
@@ -45,9 +47,9 @@ async def get_requests(request: web.Request) -> web.Response:
     return json_reply({"running": running, "finished": finished, "tokenizer": tokenizer})
 
 
-def _running(slot: SlotView) -> dict[str, Any]:
+def _running(slot: SlotView, number: int) -> dict[str, Any]:
     return {
-        "slot": slot.id,
+        "slot": number,
         "session": slot.session,
         "scope": slot.scope,
         "tokens": slot.n_tokens,

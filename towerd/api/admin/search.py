@@ -9,6 +9,7 @@ from aiohttp import web
 
 from towerd.api.admin.sessions import sessions_json, visible_scope
 from towerd.api.http.keys import LIMITS, service_of
+from towerd.api.http.numbers import numbers_of
 from towerd.api.http.query import integer_query
 from towerd.api.http.reply import json_reply
 from towerd.errors import InvalidRequest
@@ -26,8 +27,14 @@ async def get_search(request: web.Request) -> web.Response:
     limit = integer_query(request, "limit", 20, 1, request.app[LIMITS].page_max)
     found = await asyncio.to_thread(search.find, typed, visible_scope(request), limit)
     listed = await sessions_json(request, [info for _, info in found])
+    numbers = await numbers_of(request)
     results: list[dict[str, Any]] = [
-        {"session": session, "turn": hit.turn, "said": hit.said, "snippet": hit.snippet}
+        {
+            "session": session,
+            "turn": numbers.shown(hit.turn),
+            "said": hit.said,
+            "snippet": hit.snippet,
+        }
         for session, (hit, _) in zip(listed, found, strict=True)
     ]
     return json_reply({"query": typed, "results": results})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from aiohttp import web
 
 from towerd.api.admin.sessions import visible_scope
 from towerd.api.http.keys import LIMITS, TENANT, service_of
+from towerd.api.http.numbers import PLAIN, Numbers, numbers_of
 from towerd.api.http.query import flag, integer_query, segment_id
 from towerd.api.http.reply import json_reply
 from towerd.errors import InvalidRequest, NotFound
@@ -35,6 +37,8 @@ class Viewer:
     """Whose segments are shown, beside public ones; None: all."""
     sees_all: bool
     """Also how much all tenants use a public segment, and when."""
+    numbers: Numbers = field(default_factory=lambda: PLAIN)
+    """By which it knows segments."""
 
     def may_see(self, node: Node) -> bool:
         """Whether this segment is shown."""
@@ -52,20 +56,23 @@ class Viewer:
         """The segments below one that are shown."""
         return [child for child in list(node.children) if self.may_see(child)]
 
-    def node(self, store: Store, node_id: int) -> Node:
-        """A segment that is shown. Raises NotFound. Not for the event loop."""
-        node = store.node(node_id)
-        if not self.may_see(node):
-            raise NotFound(f"there is no segment {node_id}")
+    def node(self, store: Store, number: int) -> Node:
+        """The segment that is shown under a number. Raises NotFound. Not for the event loop."""
+        node = None
+        with suppress(NotFound):
+            node = store.node(self.numbers.real(number))
+        if node is None or not self.may_see(node):
+            raise NotFound(f"there is no segment {number}")
         return node
 
 
 OWNER_VIEW = Viewer(None, True)
 
 
-def viewer_of(request: web.Request) -> Viewer:
+async def viewer_of(request: web.Request) -> Viewer:
     """What the caller may see."""
-    return Viewer(visible_scope(request), request[TENANT].sees_all)
+    numbers = await numbers_of(request)
+    return Viewer(visible_scope(request), request[TENANT].sees_all, numbers)
 
 
 def segment_json(node: Node, store: Store, viewer: Viewer = OWNER_VIEW) -> dict[str, Any]:
@@ -74,8 +81,8 @@ def segment_json(node: Node, store: Store, viewer: Viewer = OWNER_VIEW) -> dict[
     held = store.held(node)
     has_uses = viewer.may_see_uses(node)
     return {
-        "id": node.id,
-        "parent": parent,
+        "id": viewer.numbers.shown(node.id),
+        "parent": viewer.numbers.shown(parent),
         "scope": node.scope,
         "p0": node.p0,
         "p1": node.p1,
@@ -94,7 +101,7 @@ def segment_json(node: Node, store: Store, viewer: Viewer = OWNER_VIEW) -> dict[
 
 async def list_segments(request: web.Request) -> web.Response:
     """A page of segments; `?sort=` used, tokens, hits (descending) or id."""
-    store, viewer = service_of(request).store, viewer_of(request)
+    store, viewer = service_of(request).store, await viewer_of(request)
     page_max = request.app[LIMITS].page_max
     limit = integer_query(request, "limit", 100, 1, page_max)
     offset = integer_query(request, "offset", 0, 0, 1_000_000)
@@ -122,12 +129,12 @@ async def list_segments(request: web.Request) -> web.Response:
 async def get_segment(request: web.Request) -> web.Response:
     """One segment with its path; `?text=1` adds its text, `?ids=1` its token ids."""
     service = service_of(request)
-    store, viewer = service.store, viewer_of(request)
+    store, viewer = service.store, await viewer_of(request)
     node = await asyncio.to_thread(viewer.node, store, segment_id(request))
     out = await asyncio.to_thread(segment_json, node, store, viewer)
     out["cut"] = await asyncio.to_thread(cut_of, store)
-    out["path"] = [each.id for each in node.path()]
-    out["children"] = [child.id for child in viewer.children(node)]
+    out["path"] = [viewer.numbers.shown(each.id) for each in node.path()]
+    out["children"] = [viewer.numbers.shown(child.id) for child in viewer.children(node)]
     ids = _run_ids(node)
     if flag(request, "ids"):
         out["ids"] = ids
@@ -144,7 +151,7 @@ async def get_trie(request: web.Request) -> web.Response:
     """The tree below `?root=` (default: all), `?depth=` levels, at most `?limit=` segments; `?text=1`
     adds how the text of each begins."""
     service = service_of(request)
-    store, viewer = service.store, viewer_of(request)
+    store, viewer = service.store, await viewer_of(request)
     begins = service.search.reader.begins if flag(request, "text") else None
     limit = integer_query(request, "limit", 200, 1, request.app[LIMITS].page_max)
     depth = integer_query(request, "depth", DEPTH_MAX, 1, DEPTH_MAX)
@@ -185,4 +192,9 @@ def _tree(
                 below.append((child, entry["children"]))
         level = below
     truncated = truncated or any(viewer.children(node) for node, _ in level)
-    return {"root": top.id, "trie": root, "segments": n, "truncated": truncated}
+    return {
+        "root": viewer.numbers.shown(top.id),
+        "trie": root,
+        "segments": n,
+        "truncated": truncated,
+    }

@@ -14,14 +14,17 @@ from aiohttp import web
 from towerd.api.http import fields
 from towerd.api.http.body import read_object
 from towerd.api.http.keys import LIMITS, TENANT, service_of
+from towerd.api.http.numbers import numbers_of
 from towerd.api.http.query import flag, integer_query
 from towerd.api.http.reply import json_reply
 from towerd.errors import InvalidRequest, NotFound, ThawError
-from towerd.store import SessionInfo, Store
+from towerd.store import SessionInfo, Store, TurnInfo
 from towerd.store.sessions.foreign import ForeignSession
 from towerd.store.sessions.stored_rows import stored_rows
 from towerd.store.sessions.tier_cost import tier_cost
 
+TURN_NUMBERS = ("id", "parent", "prompt_node", "reply_node")
+"""Of a turn: its own, that of the turn before it, and those of its segments."""
 T = TypeVar("T")
 U = TypeVar("U")
 IDLE_S_MAX = 10**10
@@ -42,9 +45,11 @@ async def list_sessions(request: web.Request) -> web.Response:
     limit = integer_query(request, "limit", 100, 1, request.app[LIMITS].page_max)
     scope = visible_scope(request)
     if "coded_after" in request.query:
-        after = integer_query(request, "coded_after", 0, 0, ROW_MAX)
+        numbers = await numbers_of(request)
+        after = numbers.real(integer_query(request, "coded_after", 0, 0, ROW_MAX))
         coded = await asyncio.to_thread(store.cold.coded, after, limit, scope)
-        return json_reply({"sessions": [asdict(session) for session in coded]})
+        rows = [numbers.with_shown(asdict(session), ("pk",)) for session in coded]
+        return json_reply({"sessions": rows})
     if "begins" in request.query:
         begins = store.sessions_beginning
         sessions = await asyncio.to_thread(begins, request.query["begins"], scope, limit)
@@ -61,7 +66,11 @@ async def sessions_json(request: web.Request, infos: Sequence[SessionInfo]) -> l
     titles = [info.title for info in infos]
     if not all(titles):
         titles = await asyncio.to_thread(service_of(request).search.titles, infos)
-    return [asdict(info) | {"title": title} for info, title in zip(infos, titles, strict=True)]
+    numbers = await numbers_of(request)
+    return [
+        numbers.with_shown(asdict(info), ("leaf",)) | {"title": title}
+        for info, title in zip(infos, titles, strict=True)
+    ]
 
 
 async def _session_json(request: web.Request, info: SessionInfo) -> dict[str, Any]:
@@ -110,7 +119,7 @@ async def get_session(request: web.Request) -> web.Response:
     rows = await asyncio.to_thread(stored_rows, store, turns)
     out: dict[str, Any] = {
         "session": await _session_json(request, info),
-        "turns": [asdict(turn) for turn in turns],
+        "turns": await _turns_json(request, turns),
         "rows": [asdict(each) for each in rows],
     }
     if flag(request, "cost"):
@@ -122,6 +131,11 @@ async def get_session(request: web.Request) -> web.Response:
     if flag(request, "text") or flag(request, "ids"):
         await _add_tokens(request, out, name, info.scope)
     return json_reply(out)
+
+
+async def _turns_json(request: web.Request, turns: Sequence[TurnInfo]) -> list[dict[str, Any]]:
+    numbers = await numbers_of(request)
+    return [numbers.with_shown(asdict(turn), TURN_NUMBERS) for turn in turns]
 
 
 async def _add_tokens(request: web.Request, out: dict[str, Any], name: str, scope: str) -> None:
@@ -145,7 +159,8 @@ async def _add_tokens(request: web.Request, out: dict[str, Any], name: str, scop
 async def _messages(request: web.Request, info: SessionInfo) -> list[dict[str, Any]]:
     """Who said what on the branch that ends with `?turn=`, by default the current one."""
     reader = service_of(request).search.reader
-    turn = integer_query(request, "turn", 0, 0, ROW_MAX) or None
+    numbers = await numbers_of(request)
+    turn = numbers.real(integer_query(request, "turn", 0, 0, ROW_MAX)) or None
     return [asdict(each) for each in await asyncio.to_thread(reader.branch, info, turn)]
 
 
@@ -155,7 +170,7 @@ async def _get_foreign(request: web.Request, name: str, found: ForeignSession) -
     which = name, info.scope, info.tokenizer
     out: dict[str, Any] = {
         "session": await _session_json(request, info),
-        "turns": [asdict(turn) for turn in found.turns],
+        "turns": await _turns_json(request, found.turns),
         "rows": [],
     }
     if flag(request, "cost"):

@@ -72,7 +72,8 @@ async def post_messages(request: web.Request) -> web.StreamResponse:
 
 async def _complete(request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
     service = service_of(request)
-    caller = Caller(request[TENANT].scope, hints_of(request))
+    tenant = request[TENANT]
+    caller = Caller(tenant.scope, hints_of(request), tenant.sees_all)
     body = await read_bytes(request)
     task = await parse_task(endpoint, body, caller, service.engine, request.app[CONFIG])
     title = await title_for(request, body)

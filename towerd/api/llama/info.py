@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from towerd import __version__
-from towerd.api.admin.overview import is_own_slot, require_overview, shows_busy
+from towerd.api.admin.overview import require_overview, seen_slots
 from towerd.api.http.keys import CONFIG, METRICS, TENANT, UI, UI_SETTINGS, ApiService, service_of
 from towerd.api.http.reply import json_reply
 from towerd.api.llama.build import BUILD_INFO
@@ -62,14 +62,10 @@ async def get_slots(request: web.Request) -> web.Response:
     sees that they are busy; to others they look idle."""
     if not request.app[CONFIG].slots_endpoint:
         raise SwitchedOff("This server does not support slots endpoint. Start it with `--slots`")
-    slots = service_of(request).engine.slots()
+    slots = seen_slots(request, service_of(request).engine.slots())
     if request.query.get("fail_on_no_slot") and all(slot.is_processing for slot in slots):
         raise Unavailable("no slot available")
-    is_busy_shown = shows_busy(request)
-    shown = [
-        _slot_json(slot if is_own_slot(request, slot) else slot.hidden(shows_busy=is_busy_shown))
-        for slot in slots
-    ]
+    shown = [_slot_json(slot) for slot in slots]
     if not request[TENANT].sees_all:
         for slot_json in shown:
             slot_json.pop("id_task", None)  # counts the requests of all tenants

@@ -39,6 +39,8 @@ class Caller:
 
     scope: str
     hints: Hints = _NO_HINTS
+    sees_slots: bool = True
+    """Whether replies name their slot (`id_slot`): which one it is says how much others ask."""
 
 
 class ChoiceChat:
@@ -83,6 +85,8 @@ class Task:
         self.n_choices = wire.n_choices
         self.template = GenerateRequest(ids=prompts[0])
         """The common part of all its requests."""
+        self.sees_slots = True
+        """See `Caller`."""
         self._replies: dict[int, Reply] = {0: first}
         self._chats: dict[int, ChoiceChat] = {}
         self._is_slow = False
@@ -131,9 +135,8 @@ class Task:
         elif finish.truncated:  # OpenAI's shapes have no field for it
             extra = encode({"towerd": {"truncated": True}})
         reply = self._replies.pop(choice)
-        data = await self._threads.call(
-            0, self.writer.final, reply, finish.slot, finish.n_cached, extra
-        )
+        slot = finish.slot if self.sees_slots else 0
+        data = await self._threads.call(0, self.writer.final, reply, slot, finish.n_cached, extra)
         self._chats[choice].complete()
         return data
 
@@ -175,7 +178,7 @@ async def parse_task(
         limit.check(least, are_least=True)
 
     task = await threads.call(len(body), _parse, threads, endpoint, body, check_fit)
-    wire = task.wire
+    wire, task.sees_slots = task.wire, caller.sees_slots
     live = _live(wire.field, config, engine)
     scope = scope_of(engine, caller.scope, _decoded(wire.field("lora")))
     task.template = _template(wire, task.prompts, scope, caller.hints, live)

@@ -12,7 +12,7 @@ from aiohttp import ClientResponse, web
 
 from towerd.api.http.backlog import Backlog
 from towerd.api.http.hints import SESSION_HEADER
-from towerd.api.http.keys import METRICS, service_of
+from towerd.api.http.keys import METRICS, TENANT, service_of
 from towerd.api.http.reply import error_event, reshaped_event
 from towerd.api.http.requests.log import log_finished
 from towerd.api.http.requests.recent import RECENT
@@ -23,7 +23,7 @@ from towerd.api.proxy.link import LINK, LOST
 from towerd.api.proxy.plan import ProxyPlan
 from towerd.api.proxy.relay import EVENT_STREAM
 from towerd.api.proxy.slot_prefill import SlotPrefill
-from towerd.api.proxy.splice import without_token_ids
+from towerd.api.proxy.splice import without_slot, without_token_ids
 from towerd.api.proxy.watch import Dialect, EventSplitter, ReplyWatch, event_data
 from towerd.cold.cold_tier import RequestGuard
 from towerd.engine.base import Finish, Reuse
@@ -67,6 +67,7 @@ class Exchange:
         self._prefill: SlotPrefill | None = None
         # Taken now: while the daemon stops it is not to be had, but turns that end are recorded.
         self._recorder = service_of(request).sessions.recorder
+        self._sees_slots = request[TENANT].sees_all
         self._session = ""
         self._started = False
         self._recording: asyncio.Task[None] | None = None
@@ -172,7 +173,8 @@ class Exchange:
     def _look(self, body: bytes) -> bytes:
         self._watch.see(body)
         self._watch.stop = self._watch.stop or "eos"  # the reply is complete in any case
-        return without_token_ids(body) if self._plan.hides_ids else body
+        body = without_token_ids(body) if self._plan.hides_ids else body
+        return body if self._sees_slots else without_slot(body)
 
     async def _stream(self, reply: ClientResponse) -> web.StreamResponse:
         request = self._request
@@ -220,6 +222,8 @@ class Exchange:
                 if watch.failed or event.startswith(ERROR):
                     watch.failed = True
                     event = reshaped_event(self._request.path, data) or event
+            if not self._sees_slots:
+                event = without_slot(event)
             (last if watch.is_over else ready).append(event)
         return b"".join(ready)
 

@@ -8,6 +8,7 @@ from aiohttp import ClientResponse, hdrs, web
 from multidict import CIMultiDict
 
 from towerd.api.http.body import iter_bytes
+from towerd.api.http.keys import TENANT
 from towerd.api.http.reply import reshaped
 from towerd.api.http.requests.log import log_refused
 from towerd.api.proxy.headers import to_client, to_upstream
@@ -16,6 +17,7 @@ from towerd.api.proxy.mending import mended_body_of
 from towerd.api.proxy.refusals import final_refusal, kind_and_message, may_be_refusal
 from towerd.api.proxy.relay import COPY_BYTES_MAX, relay
 from towerd.api.proxy.relay import read as relay_read
+from towerd.api.proxy.splice import SlotHider
 from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.engine.llama_server.process.client import Lost
 from towerd.errors import NotSupported, TowerdError, Unavailable
@@ -124,7 +126,9 @@ async def copy(
         engine.notice(error)
         return error
 
-    return await relay(request, reply, head_of(reply, extra), on_lost)
+    tenant = request.get(TENANT)  # none for a file of the web UI, asked for without a key
+    edit = None if tenant is None or tenant.sees_all else SlotHider()
+    return await relay(request, reply, head_of(reply, extra), on_lost, edit)
 
 
 async def _copy_failure(request: web.Request, reply: ClientResponse) -> web.StreamResponse:

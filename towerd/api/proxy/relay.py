@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
 from aiohttp import ClientResponse, web
 
@@ -18,20 +19,35 @@ COPY_BYTES_MAX = 256 * 1024
 """Bytes of a reply that are copied in one step of the event loop."""
 
 
+class Edit(Protocol):
+    """Changes a reply that arrives in parts."""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What can be sent now."""
+        ...
+
+    def rest(self) -> bytes:
+        """What is left at the end."""
+        ...
+
+
 async def relay(
     request: web.Request,
     reply: ClientResponse,
     response: web.StreamResponse,
     on_lost: Callable[[], TowerdError],
+    edit: Edit | None = None,
 ) -> web.StreamResponse:
     """Write the body of `reply` as that of `response`, whose head is sent here if it was not.
 
-    on_lost: called if the process ended before the reply did; the error is told to the client."""
+    edit: changes the body on its way, not its length. on_lost: called if the process ended before the reply did; the error is told to the client."""
     if not response.prepared:
         await response.prepare(request)
     try:
         while chunk := await read(reply):
-            await write_or_stall(request, response, chunk)
+            await write_or_stall(request, response, edit.feed(chunk) if edit else chunk)
+        if edit is not None:
+            await write_or_stall(request, response, edit.rest())
     except Lost:
         await cut_off(request, response, on_lost())
     await response.write_eof()

@@ -5,13 +5,14 @@ Requests to other endpoints are forwarded as well; see `unknown`.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 from urllib.parse import unquote
 
 import msgspec
 from aiohttp import web
 
-from towerd.api.admin.overview import is_own_slot, shows_busy
+from towerd.api.admin.overview import is_own_slot, slot_numbers
 from towerd.api.admin.pins import require_admin
 from towerd.api.http.keys import CONFIG, GATE, TENANT
 from towerd.api.http.reply import json_reply
@@ -62,7 +63,9 @@ async def get_slots(request: web.Request) -> web.StreamResponse:
     if not request.app[CONFIG].slots_endpoint:
         raise SwitchedOff("This server does not support slots endpoint. Start it with `--slots`")
     engine = llama_server_of(request)
-    reply = await send(request, engine, auth=engine.upstream.auth())
+    # Whether all are busy (`?fail_on_no_slot=`) is not told to one of several tenants.
+    path = None if request[TENANT].sees_all else "/slots"
+    reply = await send(request, engine, auth=engine.upstream.auth(), path=path)
     try:
         if reply.status != 200:
             return await copy(request, reply)
@@ -74,17 +77,24 @@ async def get_slots(request: web.Request) -> web.StreamResponse:
     shown = [{k: v for k, v in slot.items() if k not in PRIVATE_FIELDS} for slot in slots]
     if request[TENANT].admin:
         return json_reply(shown)
-    views = {view.id: view for view in engine.slots() if is_own_slot(request, view)}
-    return json_reply([_as_seen(request, slot, views.get(slot["id"])) for slot in shown])
+    views = engine.slots()
+    numbers = slot_numbers(request, views)
+    own = {view.id: view for view in views if is_own_slot(request, view)}
+    seen = [
+        _as_seen(request, slot, own.get(slot["id"])) | {"id": numbers.get(slot["id"], slot["id"])}
+        for slot in shown
+    ]
+    return json_reply(sorted(seen, key=itemgetter("id")))
 
 
 def _as_seen(request: web.Request, slot: dict[str, Any], view: SlotView | None) -> dict[str, Any]:
     """What a tenant sees of a slot. view: towerd's view of it, if the tenant uses it."""
-    sees_busy = shows_busy(request)
-    if view is None or view.is_processing != slot["is_processing"]:
-        is_busy = sees_busy and slot["is_processing"]
+    sees_all = request[TENANT].sees_all
+    is_shown = view is not None and view.is_processing == slot["is_processing"]
+    if not is_shown or not (sees_all or slot["is_processing"]):
+        is_busy = sees_all and slot["is_processing"]
         return {k: slot[k] for k in IDLE_FIELDS if k in slot} | {"is_processing": is_busy}
-    return {k: v for k, v in slot.items() if sees_busy or k != "id_task"}
+    return {k: v for k, v in slot.items() if sees_all or k != "id_task"}
 
 
 async def post_slot(request: web.Request) -> web.StreamResponse:

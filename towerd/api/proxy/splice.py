@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+_SLOT = re.compile(rb'(?<=[{,])"id_slot":(-?\d+)')
+_SLOT_BYTES_MAX = 32
 _SPACE = b" \t\r\n"
 _TOKENS = re.compile(rb'(?<=[{,])"tokens":\[[\d,]*\]')
 _encoder = msgspec.json.Encoder()
@@ -36,3 +38,35 @@ def without_token_ids(document: bytes) -> bytes:
 
     A JSON string cannot contain an unescaped quote, so the first match is the key itself."""
     return _TOKENS.sub(b'"tokens":[]', document, count=1)
+
+
+class SlotHider:
+    """Replaces each `id_slot` of a reply that arrives in parts by 0, in as many bytes, so that the
+    reply's length stays."""
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What can be sent of the bytes so far: all but an end that may be half an `id_slot`."""
+        data = self._held + chunk
+        cut = len(data)
+        if not data.endswith(b"\n"):  # at the end of an event there is nothing to wait for
+            start = max(data.rfind(b","), data.rfind(b"{"))
+            cut = start if 0 <= start and cut - start <= _SLOT_BYTES_MAX else cut
+        self._held = data[cut:]
+        return _SLOT.sub(_zero, data[:cut])
+
+    def rest(self) -> bytes:
+        """The end of the reply."""
+        held, self._held = self._held, b""
+        return _SLOT.sub(_zero, held)
+
+
+def without_slot(document: bytes) -> bytes:
+    """A whole reply, or an event, with 0 for each `id_slot`."""
+    return _SLOT.sub(_zero, document)
+
+
+def _zero(found: re.Match[bytes]) -> bytes:
+    return b'"id_slot":' + b"0".rjust(len(found[1]))

@@ -193,12 +193,13 @@ class Calibrator:
                 f"It takes {plan.n_cells} cells; the live context has {core.context.n_cells}."
             )
         bits = sizes(core.layout)
-        self._progress = CalibrationProgress(0, plan.n_prefix + coarse_tokens(plan, bits))
+        self._progress = CalibrationProgress(0, plan.n_prefix + expected_tokens(plan, bits))
         measurer = Measurer(
             scratch, plan, run_step=self._step, step_s=_STEP_S, progress=self._advance
         )
         measurer.prepare()
         floor, grid, choices = calibrate(measurer, bits)
+        self._progress = CalibrationProgress(self._progress.total, self._progress.total)
         return Calibration(
             fingerprint=core.info.fingerprint.digest().hex(),
             formats=formats_digest(),
@@ -212,7 +213,8 @@ class Calibrator:
 
     def _advance(self, n_tokens: int) -> None:
         done = self._progress.done + n_tokens
-        self._progress = CalibrationProgress(done, max(done, self._progress.total))
+        # It is not done before it ends: how many tables the search tries is not known in advance.
+        self._progress = CalibrationProgress(done, max(done + NEXT_TOKENS, self._progress.total))
 
     def _apply(self, found: Calibration) -> None:
         choice = found.choices.get(self.fidelity)
@@ -266,6 +268,12 @@ def coarse_tokens(plan: MeasurePlan, bits: Mapping[str, float]) -> int:
     and the floor, beside native rows."""
     n = min(COARSE, len(plan.continuations))
     return NEXT_TOKENS * n * (len(coarse_tables([*bits][:-1])) + LEVELS + 2)
+
+
+def expected_tokens(plan: MeasurePlan, bits: Mapping[str, float]) -> int:
+    """Those, and what the choices take if the first table of each passes on all of the text."""
+    n_more = len(plan.continuations) - min(COARSE, len(plan.continuations))
+    return coarse_tokens(plan, bits) + NEXT_TOKENS * n_more * (len(BOUNDS) + 2)
 
 
 def plan_for(

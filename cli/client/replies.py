@@ -1,0 +1,447 @@
+"""The replies that towerctl reads, as far as it reads them: a server that is no towerd, or another
+version of it, is told by their shape."""
+
+from __future__ import annotations
+
+from typing import Annotated, NotRequired, TypedDict
+
+from msgspec import Meta
+
+Number = float
+Moment = Annotated[float, Meta(ge=0, lt=2.5e11)]
+"""Unix time, of years that have four digits."""
+
+
+class SessionShape(TypedDict):
+    """A session as it is listed."""
+
+    id: str
+    scope: str
+    title: str
+    named: bool
+    n_tokens: int
+    n_turns: int
+    created: Moment
+    updated: Moment
+    cold_bytes: int
+    tokenizer: str
+
+
+class SessionsShape(TypedDict):
+    sessions: list[SessionShape]
+
+
+class CodedSessionShape(TypedDict):
+    """A session that has a coded form; `pk` is its place in their order."""
+
+    id: str
+    scope: str
+    pk: int
+
+
+class CodedSessionsShape(TypedDict):
+    sessions: list[CodedSessionShape]
+
+
+class TurnShape(TypedDict):
+    """One recorded turn of a session."""
+
+    id: int
+    parent: int | None
+    reply_node: int
+    n_prompt: int
+    n_reply: int
+    created: Moment
+    finished: bool
+    current: bool
+
+
+class RowsShape(TypedDict):
+    """What a model has of a session."""
+
+    arch: str
+    model_hash: str
+    cache_types: str
+    n_tokens: int
+    is_served: bool
+
+
+class KeptShape(TypedDict):
+    """What is live of a chat with a budget."""
+
+    policy: str
+    budget: int
+    n: int
+    runs: list[tuple[int, int]]
+
+
+class WholeSessionShape(TypedDict):
+    """One session with its turns."""
+
+    session: SessionShape
+    turns: list[TurnShape]
+    rows: list[RowsShape]
+    text: NotRequired[str | None]
+    kept: NotRequired[KeptShape | None]
+
+
+class ChangedSessionShape(TypedDict):
+    """A session after it was frozen, thawed or coded again."""
+
+    session: SessionShape
+    changed: bool
+
+
+class ImportedBaseShape(TypedDict):
+    name: str
+    here: bool
+
+
+class ImportedShape(TypedDict):
+    """The session of an imported file."""
+
+    session: SessionShape
+    added: int
+    bases: list[ImportedBaseShape]
+
+
+class FoundSessionShape(TypedDict):
+    """A result of a search."""
+
+    session: SessionShape
+    turn: int
+    said: Moment
+    snippet: list[str]
+
+
+class SearchShape(TypedDict):
+    results: list[FoundSessionShape]
+
+
+class DeletedShape(TypedDict):
+    deleted: str
+
+
+class SegmentShape(TypedDict):
+    """A segment as it is listed."""
+
+    id: int
+    parent: int
+    scope: str
+    p0: int
+    p1: int
+    tokens: int
+    hot: bool
+    warm: bool
+    format: str | None
+    bytes: int
+    boundary_bytes: int
+    pinned: bool
+    hits: int | None
+    last_used: Moment | None
+
+
+class SegmentsShape(TypedDict):
+    segments: list[SegmentShape]
+    total: int
+
+
+class PlacedSegmentShape(SegmentShape):
+    """A segment with its neighbours."""
+
+    path: list[int]
+    children: list[int]
+    cut: str
+    text: NotRequired[str]
+    ids: NotRequired[list[int]]
+
+
+class OneSegmentShape(TypedDict):
+    segment: PlacedSegmentShape
+
+
+class BranchShape(SegmentShape):
+    """A segment with those below it."""
+
+    children: list[BranchShape]
+
+
+class TrieShape(TypedDict):
+    root: int
+    trie: list[BranchShape]
+    truncated: bool
+
+
+class RankShape(TypedDict):
+    """How a policy ranks a segment."""
+
+    score: Number
+    place: int | None
+    used: Moment
+    expected: NotRequired[bool]
+    retired: NotRequired[bool]
+    ended: NotRequired[bool]
+    returns_per_s: NotRequired[Number | None]
+    trusts: NotRequired[bool]
+
+
+class RanksShape(TypedDict):
+    policy: str
+    hot: RankShape | None
+    warm: RankShape | None
+    n_hot: int | None
+    n_warm: int | None
+
+
+class WhyShape(TypedDict):
+    segment: SegmentShape
+    why: RanksShape
+
+
+class PinsShape(TypedDict):
+    pins: list[SegmentShape]
+
+
+class PinnedShape(TypedDict):
+    pinned: SegmentShape
+
+
+class UnpinnedShape(TypedDict):
+    unpinned: int
+
+
+class ModuleShape(TypedDict):
+    """A base that may stand anywhere."""
+
+    tokens: int
+    recompute: Number
+    recomputed: int
+    kl: Number
+    floor_kl: Number
+    top1: Number
+    fidelity: str
+    spliced: bool
+    digest: str
+
+
+class BaseShape(TypedDict):
+    """A precached prompt."""
+
+    name: str
+    scope: str
+    public: bool
+    level: int
+    format: str | None
+    module: ModuleShape | None
+    segment: int
+    tokens: int
+    digest: str
+
+
+class BasesShape(TypedDict):
+    bases: list[BaseShape]
+
+
+class EngineStatsShape(TypedDict):
+    """Of either engine, as far as people are shown it."""
+
+    running: int
+    waiting: int
+    live_cells_used: int
+    live_cells: int
+    can_slice: NotRequired[bool]
+    why_not_sliceable: NotRequired[str]
+    state_cut: NotRequired[str]
+    state_kind: NotRequired[str]
+
+
+class TierStatsShape(TypedDict):
+    hot_bytes: int
+    hot_bytes_max: int
+    hot_evictions: int
+    warm_bytes: int
+    warm_bytes_max: int
+    warm_evictions: int
+    unwritten_segments: int
+    damaged_segments: int
+    write_errors: int
+
+
+class StoreStatsShape(TypedDict):
+    sessions: int
+    frozen_sessions: int
+    copied_sessions: int
+    cold_bytes: int
+    bases: int
+    segments: int
+    tokens: int
+    files: int
+    disk_bytes: int
+    catalog_bytes: int
+    journal_bytes: int
+
+
+class SpaceShape(TypedDict):
+    tokens_resumable: int
+    tokens_to_prefill: int
+    bytes_wanted: int
+
+
+class StatsShape(TypedDict):
+    """Of a store; `engine` is None without a running daemon."""
+
+    version: str
+    engine: EngineStatsShape | None
+    store: StoreStatsShape
+
+
+class DaemonStatsShape(StatsShape):
+    """Of a running daemon."""
+
+    model: str
+    model_path: str
+    n_ctx: int
+    uptime_s: Number
+    fidelity: str
+    reuse: dict[str, int]
+    tiers: TierStatsShape
+    space: SpaceShape
+
+
+class LoadStateShape(TypedDict):
+    value: str
+
+
+class ModelShape(TypedDict):
+    id: str
+    status: NotRequired[LoadStateShape]
+
+
+class ModelsShape(TypedDict):
+    data: list[ModelShape]
+
+
+class NextTokenShape(TypedDict):
+    n_decoded: NotRequired[int]
+
+
+class SlotShape(TypedDict):
+    """llama-server's, and what it does if it may be seen."""
+
+    id: int
+    is_processing: bool
+    id_task: NotRequired[int]
+    n_prompt_tokens: NotRequired[int]
+    n_prompt_tokens_processed: NotRequired[int]
+    n_prompt_tokens_cache: NotRequired[int]
+    next_token: NotRequired[list[NextTokenShape]]
+
+
+class VerifiedShape(TypedDict):
+    ok: bool
+    files: int
+    bytes_read: int
+    segments: int
+    sessions: int
+    frozen_sessions: int
+    quarantined: int
+    orphans: int
+    recovered: list[str]
+    problems: list[str]
+
+
+class DoneShape(TypedDict):
+    done: int
+    total: int
+
+
+class VerifyEventShape(TypedDict):
+    """Bytes that are checked, or the result."""
+
+    progress: NotRequired[DoneShape]
+    verify: NotRequired[VerifiedShape]
+
+
+class CollectedShape(TypedDict):
+    segments: int
+    files: int
+    bytes_freed: int
+
+
+class GcShape(TypedDict):
+    gc: CollectedShape
+
+
+class FloorShape(TypedDict):
+    kl: Number
+    ci: Number
+    top1: Number
+    n_tokens: int
+    shape: str
+
+
+class CostShape(TypedDict):
+    kl: Number
+    excess: Number
+    ci: Number
+    top1: Number
+    n_tokens: int
+
+
+class ChoiceShape(TypedDict):
+    levels: list[str]
+    bits: Number
+    cost: CostShape
+    bound: Number
+
+
+class GridShape(TypedDict):
+    uniform: dict[str, CostShape]
+
+
+class CalibrationShape(TypedDict):
+    made_unix: Moment
+    floor: FloorShape
+    bits: dict[str, Number]
+    choices: dict[str, ChoiceShape]
+    grid: GridShape
+
+
+class CalibrationStateShape(TypedDict):
+    state: str
+    why: str
+    fidelity: str | None
+    level_formats: str | None
+    progress: DoneShape
+    calibration: CalibrationShape | None
+
+
+class CalibratingShape(TypedDict):
+    calibration: CalibrationStateShape
+
+
+class TokensShape(TypedDict):
+    tokens: list[int]
+
+
+class PromptShape(TypedDict):
+    prompt: str
+
+
+class ProcessedShape(TypedDict):
+    processed: int
+    total: int
+
+
+class ReuseShape(TypedDict):
+    live: int
+    hot: int
+    warm: int
+
+
+class PrecacheEventShape(TypedDict):
+    """Tokens that are evaluated, or the base."""
+
+    progress: NotRequired[ProcessedShape]
+    base: NotRequired[BaseShape]
+    reuse: NotRequired[ReuseShape]
