@@ -201,7 +201,9 @@ def test_another_process_hears_of_it(root: Path) -> None:
     with ExitStack() as closing:
         closing.callback(broker.close)
         stores = [
-            closing.enter_context(Store.open(root, model, catalog_fd=broker.connect().detach()))
+            closing.enter_context(
+                Store.open(root, model, catalog_fd=broker.connect().socket.detach())
+            )
             for model in models
         ]
         answering, beside, foreign = stores
