@@ -220,6 +220,27 @@ def test_another_process_hears_of_it(root: Path) -> None:
         assert found_in(root) == []
 
 
+@pytest.mark.parametrize("name", ["gone", None])
+def test_a_chat_that_begins_after_a_deletion_in_another_process(
+    root: Path, name: str | None
+) -> None:
+    """Its process hears of the deletion only then, and the chat may have the same name, or begin alike."""
+    talk(root)
+    broker = CatalogBroker(root)
+    with ExitStack() as closing:
+        closing.callback(broker.close)
+        answering, foreign = (
+            closing.enter_context(
+                Store.open(root, model, catalog_fd=broker.connect().socket.detach())
+            )
+            for model in (FINGERPRINT, OTHER_TOKENIZER)
+        )
+        foreign.foreign.delete("gone")
+        begun = answering.watch_deletions()
+        turn = turn_of([*GONE[:60], 1], [2, 3], session=name)
+        assert answering.commit_turn(replace(turn, since=begun)).new_session
+
+
 def test_what_another_model_has_of_it_goes(root: Path) -> None:
     """Rows, states and tokens of a conversation that is deleted and collected while a model of
     another tokenizer is served, and rows of another model of its own."""

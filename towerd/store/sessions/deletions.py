@@ -8,6 +8,7 @@ session. Imports take time as well. Both therefore ask what was deleted since th
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 from weakref import WeakSet
@@ -28,32 +29,39 @@ class Deletion(NamedTuple):
     id: str
     hashes: Collection[int]
     """Prefix hashes of the places where its prompts and replies ended."""
+    at: float
+    """When it was durable, by the monotonic clock, which all processes of a machine have in common."""
 
 
 class DeletionWatch:
     """What was deleted since it was made. The store's lock is held around every call."""
 
-    __slots__ = ("__weakref__", "_hashes", "_names")
+    __slots__ = ("__weakref__", "_began", "_hashes", "_names")
 
     def __init__(self) -> None:
+        self._began = time.monotonic()
         self._names: set[tuple[int, str, str]] = set()
-        self._hashes: dict[str, set[int]] = {}
+        self._hashes: dict[tuple[int, str], set[int]] = {}
 
     def note(self, deletion: Deletion) -> None:
-        """A session was deleted."""
-        self._names.add((deletion.tokenizer, tenant_of(deletion.scope), deletion.id))
-        self._hashes.setdefault(deletion.scope, set()).update(deletion.hashes)
+        """A session was deleted. One that another process deleted before this watch was made may be
+        told only now, and is nothing to it: the name may have been given to a new session since."""
+        if deletion.at < self._began:
+            return
+        tokenizer, scope = deletion.tokenizer, deletion.scope
+        self._names.add((tokenizer, tenant_of(scope), deletion.id))
+        self._hashes.setdefault((tokenizer, scope), set()).update(deletion.hashes)
 
     def has_named(self, tokenizer: int, scope: str, id: str) -> bool:
         """Whether the session of this name was deleted, under whatever adapters."""
         return (tokenizer, tenant_of(scope), id) in self._names
 
-    def deepest(self, ids: bytes, scope: str) -> int:
+    def deepest(self, tokenizer: int, ids: bytes, scope: str) -> int:
         """How many leading tokens of `ids` (int32 LE) were a whole prompt or reply of a session
         of this tenant that was deleted; 0 for none."""
-        tenant, longest = tenant_of(scope), 0
-        for of, known in self._hashes.items():
-            if tenant_of(of) == tenant and known:
+        mine, longest = (tokenizer, tenant_of(scope)), 0
+        for (whose, of), known in self._hashes.items():
+            if (whose, tenant_of(of)) == mine and known:
                 found = np.isin(prefix_hashes(ids, of), np.array(sorted(known), np.uint64))
                 longest = max(longest, int(np.flatnonzero(found)[-1]) + 1 if found.any() else 0)
         return longest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -263,8 +264,9 @@ class SessionTable:
         with self.catalog.transaction():
             self.catalog.run("UPDATE sessions SET title = ? WHERE pk = ?", (title, session.pk))
 
-    def _deletion(self, session: SessionRow, nodes: Mapping[int, Node]) -> Deletion:
-        """What running requests have to know when a session is deleted, before it is."""
+    def _known_by(self, session: SessionRow, nodes: Mapping[int, Node]) -> tuple[str, set[int]]:
+        """The scope of a session and its prefix hashes, by which the turns of running requests are
+        known to be its own when it is deleted."""
         pk = (session.pk,)
         ((scope,),) = self.catalog.rows("SELECT scope FROM sessions WHERE pk = ?", pk)
         rows = self.catalog.rows(
@@ -276,7 +278,7 @@ class SessionTable:
         hashes = hashes_at([end for end in ends if end.p1 >= RECOGNISED_TOKENS_MIN], scope)
         for (marks,) in self.catalog.rows("SELECT marks FROM cold WHERE session = ?", pk):
             hashes |= decode_hashes(marks)
-        return Deletion(self.tokenizer, scope, session.id, tuple(hashes))
+        return scope, hashes
 
     def check_not_deleted(
         self,
@@ -293,7 +295,7 @@ class SessionTable:
         if id is not None:
             is_deleted = since.has_named(self.tokenizer, scope, id)
         else:
-            n = since.deepest(ids, scope)
+            n = since.deepest(self.tokenizer, ids, scope)
             known = trie.matched(ids, scope, self.other_scopes(scope)) if n and trie else ()
             as_far = (node for node in known if node.p1 >= n)
             is_deleted = n > 0 and self.recognise(as_far, scope) is None
@@ -303,7 +305,7 @@ class SessionTable:
     def delete(self, session: SessionRow, nodes: Mapping[int, Node], deletions: Deletions) -> int:
         """Delete the session and its turns, and tell whoever watches, in any process; the next gc
         removes its segments. `nodes`: those of its tokenizer. Returns its row id."""
-        deletion = self._deletion(session, nodes)
+        scope, hashes = self._known_by(session, nodes)
         with self.catalog.transaction():
             pk, meta = (session.pk,), (DELETED_META,)
             self.catalog.run("UPDATE sessions SET leaf = NULL WHERE pk = ?", pk)
@@ -313,6 +315,7 @@ class SessionTable:
             self.catalog.run("DELETE FROM cold WHERE session = ?", pk)
             self.catalog.run("DELETE FROM sessions WHERE pk = ?", pk)
             self.catalog.run("INSERT OR REPLACE INTO meta(key, value) VALUES (?, '')", meta)
+        deletion = Deletion(self.tokenizer, scope, session.id, tuple(hashes), time.monotonic())
         deletions.note(deletion)
         self.catalog.tell(deletion)
         return session.pk

@@ -124,9 +124,9 @@ class CatalogBroker:
 
     def tell(self, by: BrokerClient, deletion: Sequence[Any]) -> None:
         """Note for every other client that a session was deleted. Called in the turn of `by`."""
-        tokenizer, scope, id, hashes = deletion
+        tokenizer, scope, id, hashes, at = deletion
         for client in self.others(by):
-            client.unseen[DELETED].add((tokenizer, scope, id, tuple(hashes)))
+            client.unseen[DELETED].add((tokenizer, scope, id, tuple(hashes), at))
 
     def others(self, client: BrokerClient) -> list[BrokerClient]:
         """The other clients that have a model open. Called in a turn."""
