@@ -272,6 +272,29 @@ def test_rows_that_others_need_stay(root: Path) -> None:
         assert store.verify().ok
 
 
+def test_rows_of_another_model_stay_unless_something_was_deleted(root: Path) -> None:
+    """Its files end with tokens that nothing needs any more, and cannot be written again by this one."""
+    talk(root)
+    ids, tail = np.array([*KEPT, 1, 2, 3, 4], np.int32), np.array([*GONE[:60], 5, 6], np.int32)
+    with Store.open(root, OTHER_MODEL) as store:
+        for prompt in (ids, tail):  # of requests that were not answered
+            write_all(store, store.insert(prompt, "local", [len(prompt)])[-1])
+    with Store.open(root, FINGERPRINT) as store:
+        assert store.gc().segments == 2
+    with Store.open(root, OTHER_MODEL) as store:
+        kept = store.node(store.turns("kept")[0].reply_node)
+        assert check_rows(store, kept) == kept.p1
+        deleted = store.node(store.turns("gone")[0].reply_node)
+        write_all(store, deleted)
+    with Store.open(root, FINGERPRINT) as store:
+        with store.hold(np.array(GONE, np.int32), "local") as running:
+            running.match()
+            store.delete_session("gone")
+            store.gc()
+        store.gc()
+        assert found_in(root) == []
+
+
 def test_what_was_set_aside_goes_with_a_deletion(root: Path) -> None:
     """A damaged catalog and its journal are kept for a month, with every conversation of then."""
     talk(root)

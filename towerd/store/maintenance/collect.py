@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from towerd.errors import DiskFull
+from towerd.store.catalog.catalog import Catalog
 from towerd.store.prefix.loader import foreign_bytes, load_foreign
 from towerd.store.prefix.node import Node
 from towerd.store.segments.checkpoint_check import stray_checkpoints
@@ -182,16 +183,24 @@ def drop_foreign_file(state: StoreState, id: int, name: str, n_bytes: int) -> in
     return n_bytes
 
 
-_WITH_UNNEEDED = (
-    "SELECT id, digest FROM tokenizers WHERE id != ? AND EXISTS (SELECT 1 FROM segments AS s"
-    " WHERE s.tokenizer = tokenizers.id"
-    " AND NOT EXISTS (SELECT 1 FROM segments WHERE parent = s.id)"
+_UNNEEDED = (
+    "SELECT 1 FROM segments AS s"
+    " WHERE NOT EXISTS (SELECT 1 FROM segments WHERE parent = s.id)"
     " AND NOT EXISTS (SELECT 1 FROM turns WHERE prompt_node = s.id)"
     " AND NOT EXISTS (SELECT 1 FROM turns WHERE reply_node = s.id)"
     " AND NOT EXISTS (SELECT 1 FROM pins WHERE node = s.id)"
     " AND NOT EXISTS (SELECT 1 FROM bases WHERE node = s.id)"
-    " AND NOT EXISTS (SELECT 1 FROM cold WHERE base = s.id))"
+    " AND NOT EXISTS (SELECT 1 FROM cold WHERE base = s.id)"
 )
+_WITH_UNNEEDED = (
+    "SELECT id, digest FROM tokenizers"
+    f" WHERE id != ? AND EXISTS ({_UNNEEDED} AND s.tokenizer = tokenizers.id)"
+)
+
+
+def has_unneeded(catalog: Catalog) -> bool:
+    """Whether there are segments that only running requests need, or that came since a collection."""
+    return bool(catalog.rows(f"{_UNNEEDED} LIMIT 1"))
 
 
 def _unneeded_elsewhere(state: StoreState) -> Iterator[tuple[StoreState, list[Node]]]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from towerd.errors import StoreError
 from towerd.store.catalog.catalog import Upkeep
-from towerd.store.maintenance.collect import GcReport, drop_foreign_file
+from towerd.store.maintenance.collect import GcReport, drop_foreign_file, has_unneeded
 from towerd.store.prefix.scope import tenant_of
 from towerd.store.segments.reencode import reencode
 from towerd.store.segments.rows import RowStore
@@ -57,12 +57,15 @@ def erase(
 
 
 def _longer_files(state: StoreState) -> list[SegmentFile]:
-    """The files with tokens behind those of their last segment. Those of other fingerprints, which
-    cannot be written here, are deleted; their rows are evaluated again. Runs under the lock."""
+    """The files with tokens behind those of their last segment. Those of other fingerprints cannot
+    be written here: they are deleted if these may be tokens of a deleted session, and their rows are
+    evaluated again. Otherwise they stay. Runs under the lock."""
     found = []
+    was_deleted = state.catalog.get_meta(DELETED_META) is not None
     for id, name, n_bytes, fingerprint in state.catalog.rows(_LONGER):
         if fingerprint != state.identity.fingerprint:
-            drop_foreign_file(state, id, name, n_bytes)
+            if was_deleted:
+                drop_foreign_file(state, id, name, n_bytes)
         elif id in state.files:
             found.append(state.files[id])
     return found
@@ -87,7 +90,8 @@ def _erase_copies(state: StoreState, vocabularies: Vocabularies) -> int:
         vocabularies.keep_words(digest, _words_said(state, digest))
     with state.catalog.transaction():
         state.catalog.run(_FORGET_NAMES)
-        state.catalog.run("DELETE FROM meta WHERE key = ?", (DELETED_META,))
+        if not has_unneeded(state.catalog):  # else the next gc finds more of them
+            state.catalog.run("DELETE FROM meta WHERE key = ?", (DELETED_META,))
     return freed
 
 
