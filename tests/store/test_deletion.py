@@ -275,22 +275,28 @@ def test_rows_that_others_need_stay(root: Path) -> None:
 def test_rows_of_another_model_stay_unless_something_was_deleted(root: Path) -> None:
     """Its files end with tokens that nothing needs any more, and cannot be written again by this one."""
     talk(root)
-    ids, tail = np.array([*KEPT, 1, 2, 3, 4], np.int32), np.array([*GONE[:60], 5, 6], np.int32)
     with Store.open(root, OTHER_MODEL) as store:
-        for prompt in (ids, tail):  # of requests that were not answered
+        for begun in (GONE[:60], KEPT):  # requests that were not answered
+            prompt = np.array([*begun, 1, 2], np.int32)
             write_all(store, store.insert(prompt, "local", [len(prompt)])[-1])
     with Store.open(root, FINGERPRINT) as store:
         assert store.gc().segments == 2
     with Store.open(root, OTHER_MODEL) as store:
         kept = store.node(store.turns("kept")[0].reply_node)
         assert check_rows(store, kept) == kept.p1
-        deleted = store.node(store.turns("gone")[0].reply_node)
-        write_all(store, deleted)
+
+
+def test_what_a_running_request_still_needs_goes_with_the_next_gc(root: Path) -> None:
+    """In the files of another model, too, although nothing was deleted since the gc before."""
+    talk(root)
+    with Store.open(root, OTHER_MODEL) as store:
+        write_all(store, store.node(store.turns("gone")[0].reply_node))
     with Store.open(root, FINGERPRINT) as store:
         with store.hold(np.array(GONE, np.int32), "local") as running:
             running.match()
             store.delete_session("gone")
             store.gc()
+            assert found_in(root)
         store.gc()
         assert found_in(root) == []
 
