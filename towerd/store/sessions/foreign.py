@@ -15,6 +15,7 @@ from functools import partial
 from towerd.errors import InvalidRequest, NotFound
 from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.prefix.loader import load_foreign
+from towerd.store.prefix.node import Node
 from towerd.store.sessions.coded import read_coded
 from towerd.store.sessions.deletions import Deletions, DeletionWatch
 from towerd.store.sessions.frozen import FrozenSession, damaged_session
@@ -22,7 +23,7 @@ from towerd.store.sessions.history import History, HistoryCopy, add_history, tur
 from towerd.store.sessions.sessions import SessionRow, SessionTable, tokens_lost
 from towerd.store.sessions.turn import SessionInfo, TurnInfo
 from towerd.store.state import StoreState
-from towerd.tokens import Ids, ids_array
+from towerd.tokens import ID_BYTES, Ids, ids_array
 
 Lock = Callable[[], AbstractContextManager[None]]
 
@@ -62,6 +63,26 @@ def _copy_history(state: StoreState, table: SessionTable, session: SessionRow) -
         if ends.get(row[2]) != row[5]:
             raise tokens_lost(session)
     return HistoryCopy(table.info(session), rows, nodes, [])
+
+
+_ENDS = (
+    "SELECT id FROM segments WHERE id IN (SELECT prompt_node FROM turns WHERE session = ?1"
+    " UNION SELECT reply_node FROM turns WHERE session = ?1) ORDER BY p1 DESC"
+)
+
+
+def _nodes_of(state: StoreState, session: SessionRow) -> dict[int, Node]:
+    """The nodes that a session's prompts and replies end in, and all above them, by id; without those
+    of which the catalog lost what comes before. Their scopes are not read."""
+    nodes = {0: Node(0, None, "", 0, b"")}
+    for (end,) in state.catalog.rows(_ENDS, (session.pk,)):
+        if end in nodes:
+            continue
+        for id, parent, ids, p1 in reversed(state.catalog.rows(_ABOVE, (end,))):
+            above, p0 = nodes.get(parent), p1 - len(ids) // ID_BYTES
+            if id not in nodes and above is not None and above.p1 == p0:
+                nodes[id] = Node(id, above, "", p0, ids)
+    return nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +214,10 @@ class ForeignSessions:
     def delete(self, id: str, scope: str | None = None, tokenizer: str = "") -> None:
         """Forget a session; `gc` then frees what nothing else needs. Raises as `session`."""
         with self._lock():
-            table, row, digest = self._find(id, scope, tokenizer)
+            table, row, _ = self._find(id, scope, tokenizer)
             nodes = {}
             if self._state.catalog.is_shared:  # another process may be answering it
-                nodes = load_foreign(self._state, table.tokenizer, digest).trie.nodes
+                nodes = _nodes_of(self._state, row)
             table.delete(row, nodes, self._deletions)
 
     def _find(

@@ -304,7 +304,7 @@ class SessionTable:
 
     def delete(self, session: SessionRow, nodes: Mapping[int, Node], deletions: Deletions) -> int:
         """Delete the session and its turns, and tell whoever watches, in any process; the next gc
-        removes its segments. `nodes`: those of its tokenizer. Returns its row id."""
+        removes its segments. `nodes`: those of its turns, at least. Returns its row id."""
         scope, hashes = self._known_by(session, nodes)
         with self.catalog.transaction():
             pk, meta = (session.pk,), (DELETED_META,)
