@@ -3,6 +3,7 @@ anything of what was deleted."""
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import tempfile
@@ -23,7 +24,7 @@ from store_tools import (
     write_all,
 )
 
-from towerd.errors import SessionDeleted
+from towerd.errors import SessionDeleted, StoreError
 from towerd.store import Store
 from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.catalog.journal.chain import read_chain
@@ -341,6 +342,34 @@ def test_words_that_only_the_deleted_chat_used_go(root: Path) -> None:
         store.gc()
         assert not list((root / "tokenizers").glob("*.words"))
         assert len(store.sessions()) == 2
+
+
+def test_words_that_cannot_be_read_now_stay(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without descriptors left does not take them for gone, and neither forgets nor replaces
+    them; the next gc erases what this one could not."""
+    talk(root)
+    with Store.open(root, FINGERPRINT) as store:
+        digest = store.foreign.enter(TokenizerIdentity("never served here"))
+        said = {id: (b"word %d" % id, b"") for id in KEPT}
+        words = KnownWords(some_words(1 << 24, said), b"8 bytes!", TokenizerIdentity("x"))
+        store.vocabularies.add_words(digest, "local", words)
+        store.foreign.add_history(store.history("kept"), "local", digest)
+        store.delete_session("gone")
+
+        def exhausted(path: Path) -> bytes:
+            raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "read_bytes", exhausted)
+            with pytest.raises(StoreError, match="Too many open files"):
+                store.gc()
+            with pytest.raises(StoreError, match="Too many open files"):
+                store.vocabularies.add_words(
+                    digest, "local", replace(words, vocabulary=some_words(1 << 24, {}))
+                )
+        store.gc()
+        assert store.vocabularies.words(digest, "local").some() == said
+        assert found_in(root) == []
 
 
 def test_a_journal_that_could_not_be_rewritten(root: Path) -> None:

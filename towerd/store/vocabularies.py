@@ -218,19 +218,26 @@ class Vocabularies:
         """Keep, of a tokenizer that is known in part, what the tokens stand for that each tenant has:
         `said` has them by tenant. Raises DiskFull or StoreError."""
         mine = {self._words_path(digest, tenant): ids for tenant, ids in said.items()}
-        with self._alone():
-            for path in self.folder.glob(f"{digest.hex()}*.words"):
-                some = None
-                with suppress(StoreError):  # a damaged one is set aside
-                    some = self._load(path, _SomeWords)
-                wanted = mine.get(path, ())
-                known = {} if some is None else {i: w for i, w in some.known.items() if i in wanted}
-                if some is None or not known:
-                    path.unlink(missing_ok=True)
-                elif len(known) < len(some.known):
-                    self._write(path, msgspec.structs.replace(some, known=known))
-            for path in self.folder.glob(f"{digest.hex()}*.damaged"):
+        with self._alone(), durable.store_errors("a vocabulary cannot be kept"):
+            for path in list(self.folder.glob(f"{digest.hex()}*.words")):
+                self._keep_only(path, mine.get(path, ()))
+            for path in list(self.folder.glob(f"{digest.hex()}*.damaged")):
                 path.unlink(missing_ok=True)
+
+    def _keep_only(self, path: Path, wanted: Collection[int]) -> None:
+        try:
+            some = self._load(path, _SomeWords)
+        except StoreError:
+            if path.exists():
+                raise  # it may be sound, and cannot be read now
+            return
+        if some is None:
+            return
+        known = {id: both for id, both in some.known.items() if id in wanted}
+        if not known:
+            path.unlink(missing_ok=True)
+        elif len(known) < len(some.known):
+            self._write(path, msgspec.structs.replace(some, known=known))
 
     def words(self, digest: bytes, scope: str | None = None) -> KnownWords:
         """What is kept of a vocabulary, for the conversations of a tenant; None: the whole one.
@@ -311,11 +318,13 @@ class Vocabularies:
             durable.sync_dir(self.folder)
 
     def _load(self, path: Path, type: type[T]) -> T | None:
-        """The content of a file; None if there is none. Raises StoreError."""
-        try:
-            data = path.read_bytes()
-        except OSError:
-            return None
+        """The content of a file; None if there is none. Raises StoreError, if it is damaged or cannot
+        be read now; a damaged one is set aside."""
+        with durable.store_errors("a kept vocabulary cannot be read"):
+            try:
+                data = path.read_bytes()
+            except FileNotFoundError:
+                return None
         try:
             magic, version, expected = _HEAD.unpack_from(data)
             packed = data[_HEAD.size :]
