@@ -4,6 +4,7 @@ anything of what was deleted."""
 from __future__ import annotations
 
 import errno
+import os
 import re
 import shutil
 import tempfile
@@ -285,6 +286,29 @@ def test_rows_of_another_model_stay_unless_something_was_deleted(root: Path) -> 
     with Store.open(root, OTHER_MODEL) as store:
         kept = store.node(store.turns("kept")[0].reply_node)
         assert check_rows(store, kept) == kept.p1
+
+
+def test_without_room_rows_go_only_after_a_deletion(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that ends with tokens that nothing needs any more cannot be written again then."""
+
+    def full(fd: int, offset: int, n_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    talk(root)
+    with Store.open(root, FINGERPRINT) as store:
+        kept = store.node(store.turns("kept")[0].reply_node)
+        prompt = np.array([*KEPT, 1, 2], np.int32)  # of a request that was not answered
+        write_all(store, store.insert(prompt, "local", [len(prompt)])[-1])
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "posix_fallocate", full)
+            assert store.gc().segments > 0
+            assert check_rows(store, kept) == kept.p1
+            store.delete_session("gone")
+            store.gc()
+        assert found_in(root) == []
+        assert check_rows(store, kept) == 0
 
 
 def test_what_a_running_request_still_needs_goes_with_the_next_gc(root: Path) -> None:

@@ -47,21 +47,21 @@ def erase(
     """Erase what a collection has left; returns its report with the bytes freed here as well. The
     lock is not held while files are written. Raises StoreError."""
     with state.lock:
-        longer = _longer_files(state)
+        was_deleted = state.catalog.get_meta(DELETED_META) is not None
+        longer = _longer_files(state, was_deleted)
     for file in longer:
-        _cut_file(state, rows, file)
+        _cut_file(state, rows, file, was_deleted)
     with state.lock:
         freed = _erase_copies(state, vocabularies)
     upkeep.purge()
     return replace(report, bytes_freed=report.bytes_freed + freed)
 
 
-def _longer_files(state: StoreState) -> list[SegmentFile]:
+def _longer_files(state: StoreState, was_deleted: bool) -> list[SegmentFile]:
     """The files with tokens behind those of their last segment. Those of other fingerprints cannot
     be written here: they are deleted if these may be tokens of a deleted session, and their rows are
     evaluated again. Otherwise they stay. Runs under the lock."""
     found = []
-    was_deleted = state.catalog.get_meta(DELETED_META) is not None
     for id, name, n_bytes, fingerprint in state.catalog.rows(_LONGER):
         if fingerprint != state.identity.fingerprint:
             if was_deleted:
@@ -71,13 +71,14 @@ def _longer_files(state: StoreState) -> list[SegmentFile]:
     return found
 
 
-def _cut_file(state: StoreState, rows: RowStore, file: SegmentFile) -> None:
-    """Write a file again without the tokens behind its last segment; without room, or if it is
-    damaged, its rows go."""
+def _cut_file(state: StoreState, rows: RowStore, file: SegmentFile, was_deleted: bool) -> None:
+    """Write a file again without the tokens behind its last segment. Without room, its rows go if
+    these may be tokens of a deleted session; those of a damaged one go in any case."""
     try:
         reencode(state, rows, file, ())
     except StoreError:
-        rows.drop_file(file)
+        if was_deleted:
+            rows.drop_file(file)
 
 
 def _erase_copies(state: StoreState, vocabularies: Vocabularies) -> int:
