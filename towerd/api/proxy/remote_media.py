@@ -20,6 +20,7 @@ from towerd.api.http.off_loop import by_size, count, release
 from towerd.api.proxy.forward import copy
 from towerd.api.proxy.headers import to_upstream
 from towerd.api.proxy.link import LINK, llama_server_of
+from towerd.api.proxy.mending import mended_chat
 from towerd.errors import InvalidRequest
 
 HOLDERS = ("image_url", "input_audio", "input_video", "video_url")
@@ -44,7 +45,7 @@ async def check_media(body: Any) -> None:
 async def forward_chat(request: web.Request) -> web.StreamResponse:
     """Forward a chat that is only counted or rendered: llama-server fetches its media all the same."""
     engine = llama_server_of(request)
-    data = await read_bytes(request)
+    data = await mended_chat(request, await read_bytes(request), engine)
     body = await decode(request, data) if data else None
     try:
         await check_media(body)
