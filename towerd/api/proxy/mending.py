@@ -29,9 +29,6 @@ _TEXTS = frozenset(
     (
         "/tokenize",
         "/detokenize",
-        "/embedding",
-        "/embeddings",
-        "/v1/embeddings",
         "/rerank",
         "/reranking",
         "/v1/rerank",
@@ -52,7 +49,12 @@ async def mended_text_of(
     it arrives. bytes_max: as for `iter_bytes`. Raises the errors of reading it."""
     if request.method != "POST" or request.path not in _TEXTS:
         return None
-    return await _mended(request, None, await read_bytes(request, bytes_max), engine)
+    return await mended_text(request, await read_bytes(request, bytes_max), engine)
+
+
+async def mended_text(request: web.Request, data: bytes, engine: LlamaServerEngine) -> bytes:
+    """The body of a request about texts that are no chat."""
+    return await _mended(request, None, data, engine)
 
 
 async def mended_chat(request: web.Request, data: bytes, engine: LlamaServerEngine) -> bytes:
