@@ -174,3 +174,16 @@ def test_nothing_is_fetched(both: tuple[str, str], path: str) -> None:
         body = chat_about(CHATS[path], ADDRESSES[0].format(port=port))
         requests.post(both[0] + path, json=body, timeout=60)
         assert asked == ["/p.png"]
+
+
+@pytest.mark.parametrize("name", ["input", "content"])
+@pytest.mark.parametrize("many", [False, True])
+def test_nothing_is_fetched_to_embed(both: tuple[str, str], name: str, many: bool) -> None:
+    """llama-server embeds pictures too, and would fetch them."""
+    parts = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/p.png"}}]
+    asked: Any = {"content": parts}
+    for path in ("/embedding", "/embeddings", "/v1/embeddings"):
+        body = {name: [asked] if many else asked}
+        reply = requests.post(both[1] + path, json=body, timeout=60)
+        assert reply.status_code == 400
+        assert "send the bytes" in reply.json()["error"]["message"]

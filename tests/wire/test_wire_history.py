@@ -4,6 +4,7 @@ the client had sent them right."""
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -244,6 +245,51 @@ def test_forwarded_as_it_is(story: Talker) -> None:
         assert mended_body("chat", body, False) == body
     with pytest.raises(WireError):
         Request(story.model(), "chat", b'{"messages": [3]}')
+
+
+def test_nested_input(story: Talker) -> None:
+    """The input of a call that is text becomes JSON, which llama.cpp writes out by recursion."""
+    nested = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    for spare in ("", "\ufeff"):
+        use = {"type": "tool_use", "id": "c", "name": "f", "input": spare + nested}
+        messages = {"messages": [USER, {"role": "assistant", "content": [use]}, MORE]}
+        chat = {"messages": [USER, turn(call(spare + nested)), MORE]}
+        endpoint: Any
+        for endpoint, body in (("messages", messages), ("chat", chat)):
+            sent = json.dumps(body).encode()
+            assert mended_body(endpoint, sent, False).endswith(b"}")
+            with pytest.raises(WireError, match="more than 200 levels"):
+                Request(story.model(), endpoint, sent)
+
+
+SAID = {"role": "assistant", "content": "said"}
+MANY: dict[str, Any] = {
+    "parts that say nothing": ("chat", {"messages": [{"role": "user", "content": [1] * 60_000}]}),
+    "items that say nothing": ("responses", {"input": [{"type": "web_search_call"}] * 60_000}),
+    "replies at the end": ("chat", {"messages": [USER, *[SAID] * 40_000]}),
+    "replies of blocks": ("messages", {"messages": [USER, *[SAID] * 40_000]}),
+    "calls and results": (
+        "chat",
+        {
+            "messages": [
+                USER,
+                turn(*[call("")] * 30_000),
+                *[RESULT | {"tool_call_id": "x"}] * 30_000,
+            ]
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_many_bad_items(name: str) -> None:
+    """Repairing takes a time that grows with the body, not with its square."""
+    endpoint: Any
+    endpoint, body = MANY[name]
+    sent = json.dumps(body).encode()
+    began = time.thread_time()
+    assert mended_body(endpoint, sent, False) != sent
+    assert time.thread_time() - began < 2
 
 
 def test_halves_of_pairs() -> None:

@@ -219,7 +219,7 @@ class Config:
     cors_origins: tuple[str, ...] = _set((), "list", "--cors-origins",
         "Origins whose web pages may call the API besides this machine's own; * is any.")
     request_bytes_max: int = _set(64 * 2**20, "size", "--request-bytes-max",
-        "Largest request body, unpacked; those that are not parsed yet take at most four times as much together.", low=1024, high=2**31)
+        "Largest request body, unpacked; those that are neither parsed nor passed on yet take at most four times as much together.", low=1024, high=2**31)
     engine: str = _set(None, "text", "--engine",
         "What evaluates the model: llama.cpp inside the daemon, or a llama-server behind it.",
         choices=ENGINES, auto="embedded; with --upstream llama-server")

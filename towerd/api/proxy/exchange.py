@@ -11,6 +11,7 @@ from urllib.parse import quote
 from aiohttp import ClientResponse, web
 
 from towerd.api.http.backlog import Backlog
+from towerd.api.http.bodies import release_body
 from towerd.api.http.hints import SESSION_HEADER
 from towerd.api.http.keys import METRICS, TENANT, service_of
 from towerd.api.http.reply import error_event, reshaped_event
@@ -104,6 +105,7 @@ class Exchange:
             await self._prefill.run()
         path = self._request.rel_url.raw_path_qs
         self._reply = await link.request(self._engine, "POST", path, self.headers, body)
+        release_body(self._request)  # those that still wait for a slot count
         if self.unpinned is not None:
             self.unpinned.launched()
         if self.lease is not None:

@@ -13,7 +13,7 @@ from towerd.api.http.reply import reshaped
 from towerd.api.http.requests.log import log_refused
 from towerd.api.proxy.headers import to_client, to_upstream
 from towerd.api.proxy.link import LINK, LOST, llama_server_of
-from towerd.api.proxy.mending import mended_body_of
+from towerd.api.proxy.mending import mended_text_of
 from towerd.api.proxy.refusals import final_refusal, kind_and_message, may_be_refusal
 from towerd.api.proxy.relay import COPY_BYTES_MAX, relay
 from towerd.api.proxy.relay import read as relay_read
@@ -76,7 +76,7 @@ async def send(
     target = path or request.rel_url.raw_path_qs
     if not request.body_exists or request.method in ("GET", "HEAD"):
         return await link.request(engine, request.method, target, headers)
-    if (mended := await mended_body_of(request, engine, bytes_max)) is not None:
+    if (mended := await mended_text_of(request, engine, bytes_max)) is not None:
         return await link.request(engine, request.method, target, headers, mended)
     if request.content_length is not None and hdrs.CONTENT_ENCODING not in request.headers:
         headers[hdrs.CONTENT_LENGTH] = str(request.content_length)

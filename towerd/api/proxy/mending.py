@@ -29,9 +29,6 @@ _TEXTS = frozenset(
     (
         "/tokenize",
         "/detokenize",
-        "/embedding",
-        "/embeddings",
-        "/v1/embeddings",
         "/rerank",
         "/reranking",
         "/v1/rerank",
@@ -45,15 +42,24 @@ _DIALECTS: dict[Dialect, Endpoint] = {
 }
 
 
-async def mended_body_of(
+async def mended_text_of(
     request: web.Request, engine: LlamaServerEngine, bytes_max: int
 ) -> bytes | None:
-    """The body of a request that is forwarded as it is otherwise; None if it is to pass as it
-    arrives. bytes_max: as for `iter_bytes`. Raises the errors of reading it."""
-    endpoint = _CHATS.get(request.path)
-    if request.method != "POST" or (endpoint is None and request.path not in _TEXTS):
+    """The body of a request about texts that is forwarded as it is otherwise; None if it is to pass as
+    it arrives. bytes_max: as for `iter_bytes`. Raises the errors of reading it."""
+    if request.method != "POST" or request.path not in _TEXTS:
         return None
-    return await _mended(request, endpoint, await read_bytes(request, bytes_max), engine)
+    return await mended_text(request, await read_bytes(request, bytes_max), engine)
+
+
+async def mended_text(request: web.Request, data: bytes, engine: LlamaServerEngine) -> bytes:
+    """The body of a request about texts that are no chat."""
+    return await _mended(request, None, data, engine)
+
+
+async def mended_chat(request: web.Request, data: bytes, engine: LlamaServerEngine) -> bytes:
+    """The body of a chat that is only counted or rendered."""
+    return await _mended(request, _CHATS[request.path], data, engine)
 
 
 async def mended(

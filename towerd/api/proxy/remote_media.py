@@ -13,13 +13,15 @@ import binascii
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from aiohttp import web
+from aiohttp import ClientResponse, web
 
 from towerd.api.http.body import decode, read_bytes
 from towerd.api.http.off_loop import by_size, count, release
 from towerd.api.proxy.forward import copy
 from towerd.api.proxy.headers import to_upstream
 from towerd.api.proxy.link import LINK, llama_server_of
+from towerd.api.proxy.mending import mended_chat, mended_text
+from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.errors import InvalidRequest
 
 HOLDERS = ("image_url", "input_audio", "input_video", "video_url")
@@ -29,11 +31,11 @@ FETCHED = "http"
 
 
 async def check_media(body: Any) -> None:
-    """Raises InvalidRequest if a request that generates, in any of its forms, has media that would be
-    fetched or must not be decoded."""
+    """Raises InvalidRequest if a request, in any of its forms, has media that would be fetched or must
+    not be decoded."""
     if not isinstance(body, Mapping):
         return
-    lists = [body.get("messages"), body.get("input"), body.get("prompt")]
+    lists = [body.get(name) for name in ("messages", "input", "prompt", "content")]
     found = await by_size(count(lists), _media, lists)
     if any(address.startswith(FETCHED) for address in found):
         raise InvalidRequest("Media are not fetched from elsewhere: send the bytes in a data: URI")
@@ -44,7 +46,22 @@ async def check_media(body: Any) -> None:
 async def forward_chat(request: web.Request) -> web.StreamResponse:
     """Forward a chat that is only counted or rendered: llama-server fetches its media all the same."""
     engine = llama_server_of(request)
-    data = await read_bytes(request)
+    data = await mended_chat(request, await read_bytes(request), engine)
+    return await _copy(request, await _sent(request, engine, data))
+
+
+async def forward_embeddings(request: web.Request) -> web.StreamResponse:
+    """Forward what is to be embedded, which may be media, and may take any slot."""
+    engine = llama_server_of(request)
+    data = await mended_text(request, await read_bytes(request), engine)
+    async with engine.unpinned() as unpinned:
+        reply = await _sent(request, engine, data)
+        unpinned.launched()
+        return await _copy(request, reply)
+
+
+async def _sent(request: web.Request, engine: LlamaServerEngine, data: bytes) -> ClientResponse:
+    """The head of the reply to a body whose media were checked. Raises InvalidRequest."""
     body = await decode(request, data) if data else None
     try:
         await check_media(body)
@@ -53,7 +70,10 @@ async def forward_chat(request: web.Request) -> web.StreamResponse:
             await release(body)
     headers = to_upstream(request.headers, engine.upstream.auth())
     path = request.rel_url.raw_path_qs
-    reply = await request.app[LINK].request(engine, request.method, path, headers, data)
+    return await request.app[LINK].request(engine, request.method, path, headers, data)
+
+
+async def _copy(request: web.Request, reply: ClientResponse) -> web.StreamResponse:
     try:
         return await copy(request, reply)
     finally:
@@ -62,12 +82,13 @@ async def forward_chat(request: web.Request) -> web.StreamResponse:
 
 def _media(lists: Any) -> list[str]:
     """The media of a request: addresses, data: URIs, and bytes in base64."""
-    messages, items, prompts = lists
-    chats = (*_parts(messages), *_parts(items))
-    found = [address for part in chats for address in _addresses(part)]
-    for prompt in prompts if isinstance(prompts, list) else (prompts,):
-        data = prompt.get("multimodal_data") if isinstance(prompt, Mapping) else None
-        found += [each for each in data or () if isinstance(each, str)]
+    found: list[str] = []
+    for each in lists:
+        items = each if isinstance(each, list) else [each]
+        found += [address for part in _parts(items) for address in _addresses(part)]
+        for item in items:
+            data = item.get("multimodal_data") if isinstance(item, Mapping) else None
+            found += [one for one in data or () if isinstance(one, str)]
     return found
 
 

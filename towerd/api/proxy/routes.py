@@ -28,7 +28,7 @@ from towerd.api.proxy.generate import (
 )
 from towerd.api.proxy.link import LINK, Link, llama_server_of
 from towerd.api.proxy.metrics import get_metrics
-from towerd.api.proxy.remote_media import forward_chat
+from towerd.api.proxy.remote_media import forward_chat, forward_embeddings
 from towerd.engine.base import SlotView
 from towerd.errors import NotFound, NotSupported, SwitchedOff, TowerdError
 
@@ -190,9 +190,9 @@ PROXY: tuple[tuple[str, str, Any], ...] = (
     ("POST", "/responses/input_tokens", forward_chat),
     ("POST", "/v1/responses/input_tokens", forward_chat),
     ("POST", "/v1/messages/count_tokens", forward_chat),
-    ("POST", "/embedding", forward_unpinned),
-    ("POST", "/embeddings", forward_unpinned),
-    ("POST", "/v1/embeddings", forward_unpinned),
+    ("POST", "/embedding", forward_embeddings),
+    ("POST", "/embeddings", forward_embeddings),
+    ("POST", "/v1/embeddings", forward_embeddings),
     ("POST", "/rerank", forward_unpinned),
     ("POST", "/reranking", forward_unpinned),
     ("POST", "/v1/rerank", forward_unpinned),

@@ -6,6 +6,7 @@ import asyncio
 
 from aiohttp import web
 
+from towerd.api.http.bodies import release_body
 from towerd.api.http.body import read_bytes
 from towerd.api.http.keys import TENANT
 from towerd.api.http.reply import error_event, event_of_reply
@@ -68,6 +69,7 @@ async def pass_on(
         request.app[CONVERSATIONS].add(key, routed, opening)
     try:
         early = await _wait(request, model, opening, is_stream=is_stream)
+        release_body(request)  # those that still wait for their model count
         response = await _answer(request, routed, opening, early)
     except BaseException:
         if conversation and not routed.is_stopped:

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cctype>
 #include <deque>
+#include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "bounds.h"
 #include "refused.h"
@@ -90,7 +92,38 @@ int escaped(const std::string & text, size_t at) {
 bool is_high(int unit) { return unit >= 0xD800 && unit <= 0xDBFF; }
 bool is_low(int unit) { return unit >= 0xDC00 && unit <= 0xDFFF; }
 
-// One body. It repairs in place and remembers whether it did.
+// The ids of calls without a result so far, in their order. Ids may be equal.
+class OpenCalls {
+public:
+    void add(const std::string & id) {
+        ids_.push_back(id);
+        ++n_open_[id];
+    }
+
+    void answer(const std::string & id) {
+        const auto found = n_open_.find(id);
+        if (found != n_open_.end() && found->second > 0) {
+            --found->second;
+            ++n_answered_[id];
+        }
+    }
+
+    // The first of them; null: there is none.
+    const std::string * first() {
+        while (!ids_.empty() && n_answered_[ids_.front()] > 0) {
+            --n_answered_[ids_.front()];
+            ids_.pop_front();
+        }
+        return ids_.empty() ? nullptr : &ids_.front();
+    }
+
+private:
+    std::deque<std::string>                 ids_;  // also of some that were answered
+    std::unordered_map<std::string, size_t> n_open_;
+    std::unordered_map<std::string, size_t> n_answered_;  // of those in ids_
+};
+
+// One body. It repairs in place and remembers whether it did, in a time that grows with the body's length alone.
 class Mender {
 public:
     bool run(task_response_type type, json & body) {
@@ -118,6 +151,25 @@ private:
         changed_ = true;
     }
 
+    // Repairs every item with `mend`, and leaves out those for which it returns false.
+    template <typename Mend>
+    void mend_each(json & items, Mend && mend) {
+        std::vector<bool> says;
+        for (json & item : items) {
+            says.push_back(mend(item));
+        }
+        if (std::all_of(says.begin(), says.end(), [](bool each) { return each; })) {
+            return;
+        }
+        json kept = json::array();
+        for (size_t i = 0; i < says.size(); ++i) {
+            if (says[i]) {
+                kept.push_back(std::move(items.at(i)));
+            }
+        }
+        set(items, std::move(kept));
+    }
+
     // Clients write null for what they do not say.
     void erase_null(json & object, const char * key) {
         if (object.contains(key) && object.at(key).is_null()) {
@@ -140,7 +192,7 @@ private:
         pair_chat_results(messages);
         take_billing_from(messages, "text");
         if (is_missing(body, "continue_final_message")) {
-            join_chat_replies(messages);
+            join_replies(messages, Replies::kTexts);
         }
     }
 
@@ -187,27 +239,27 @@ private:
     // Parts that carry a text become texts of this type; those that say nothing to a model are left out. Others are left
     // as they are, and an empty array becomes an empty text.
     void parts(json & content, const char * type) {
-        for (size_t i = 0; i < content.size();) {
-            json &            part = content.at(i);
-            const std::string kind = text_in(part, "type");
-            const bool        says = part.is_object() && kind != "thinking" && kind != "redacted_thinking";
-            if (part.is_string()) {
-                set(part, json{{"type", type}, {"text", part}});
-            } else if (!says) {
-                erase(content, i);
-                continue;
-            } else if (kind == type && !has_text(part, "text")) {
-                set(part, "text", part.contains("text") ? as_text(part.at("text")) : "");
-            } else if (kind != type && has_text(part, "refusal")) {
-                set(part, json{{"type", type}, {"text", part.at("refusal")}});
-            } else if (kind != type && has_text(part, "text")) {
-                set(part, "type", type);
-            }
-            ++i;
-        }
+        mend_each(content, [&](json & part) { return part_says(part, type); });
         if (content.empty()) {
             set(content, "");
         }
+    }
+
+    // Repairs a part; false for one that says nothing to a model.
+    bool part_says(json & part, const char * type) {
+        const std::string kind = text_in(part, "type");
+        if (part.is_string()) {
+            set(part, json{{"type", type}, {"text", part}});
+        } else if (!part.is_object() || kind == "thinking" || kind == "redacted_thinking") {
+            return false;
+        } else if (kind == type && !has_text(part, "text")) {
+            set(part, "text", part.contains("text") ? as_text(part.at("text")) : "");
+        } else if (kind != type && has_text(part, "refusal")) {
+            set(part, json{{"type", type}, {"text", part.at("refusal")}});
+        } else if (kind != type && has_text(part, "text")) {
+            set(part, "type", type);
+        }
+        return true;
     }
 
     void chat_call(json & call) {
@@ -238,16 +290,16 @@ private:
     // Calls and results without an id get one, in their order; templates may look for it. A result before any call, which
     // is left of a history that was cut, becomes the user's.
     void pair_chat_results(json & messages) {
-        std::deque<std::string> open;
-        size_t                  n_calls = 0;
+        OpenCalls open;
+        size_t    n_calls = 0;
         for (json & message : messages) {
             if (is_assistant(message) && has_array(message, "tool_calls")) {
-                open.clear();
+                open = OpenCalls();
                 for (json & call : message.at("tool_calls")) {
                     if (call.is_object() && is_missing(call, "id")) {
                         set(call, "id", nth_id(n_calls));
                     }
-                    open.push_back(text_in(call, "id"));
+                    open.add(text_in(call, "id"));
                     ++n_calls;
                 }
             } else if (text_in(message, "role") == "tool") {
@@ -256,16 +308,14 @@ private:
         }
     }
 
-    void chat_result(json & message, std::deque<std::string> & open, bool has_calls) {
+    void chat_result(json & message, OpenCalls & open, bool has_calls) {
+        const std::string * first = open.first();
         if (!has_calls) {
             set(message, "role", "user");
-        } else if (is_missing(message, "tool_call_id") && !open.empty()) {
-            set(message, "tool_call_id", open.front());
+        } else if (is_missing(message, "tool_call_id") && first != nullptr) {
+            set(message, "tool_call_id", *first);
         }
-        const auto answered = std::find(open.begin(), open.end(), text_in(message, "tool_call_id"));
-        if (answered != open.end()) {
-            open.erase(answered);
-        }
+        open.answer(text_in(message, "tool_call_id"));
     }
 
     // Nine characters: Mistral's templates take no others.
@@ -287,43 +337,97 @@ private:
         return json{{"input", call.contains("input") ? call.at("input") : json("")}}.dump_safe();
     }
 
-    // llama.cpp continues a reply at the end of a chat, but not two of them.
-    void join_chat_replies(json & messages) {
-        while (messages.size() >= 2 && is_assistant(messages.back()) && is_assistant(messages.at(messages.size() - 2))) {
-            const json last = messages.back();
+    // How the replies of a chat are put together.
+    enum class Replies { kTexts, kBlocks };
+
+    // llama.cpp continues a reply at the end of a chat, but not two of them: those behind the last one with calls become
+    // one, and its calls get results.
+    void join_replies(json & messages, Replies form) {
+        const size_t n     = messages.size();
+        size_t       first = n;
+        while (first > 0 && is_assistant(messages.at(first - 1)) && (first == n || calls_of(messages.at(first - 1)).empty())) {
+            --first;
+        }
+        const bool follows_calls = first > 0 && first < n && is_assistant(messages.at(first - 1));
+        if (n - first < 2 && !follows_calls) {
+            return;
+        }
+        json joined = reply_of(messages, first, form);
+        while (messages.size() > first) {
             messages.erase(messages.size() - 1);
-            json & reply = messages.back();
-            changed_     = true;
-            if (has_array(reply, "tool_calls") && !reply.at("tool_calls").empty()) {
-                const json calls = reply.at("tool_calls");
-                for (const json & call : calls) {
-                    messages.push_back(json{{"role", "tool"}, {"tool_call_id", text_in(call, "id")}, {"content", ""}});
-                }
-                messages.push_back(last);
-                return;
+        }
+        if (follows_calls) {
+            add_empty_results(messages, calls_of(messages.back()), form);
+        }
+        messages.push_back(std::move(joined));
+        changed_ = true;
+    }
+
+    // The ids of a reply's calls.
+    static std::vector<std::string> calls_of(const json & reply) {
+        std::vector<std::string> ids;
+        if (has_array(reply, "tool_calls")) {
+            for (const json & call : reply.at("tool_calls")) {
+                ids.push_back(text_in(call, "id"));
             }
-            join(reply, last);
+        }
+        if (has_array(reply, "content")) {
+            for (const json & block : reply.at("content")) {
+                if (text_in(block, "type") == "tool_use") {
+                    ids.push_back(text_in(block, "id"));
+                }
+            }
+        }
+        return ids;
+    }
+
+    static void add_empty_results(json & messages, const std::vector<std::string> & ids, Replies form) {
+        json blocks = json::array();
+        for (const std::string & id : ids) {
+            if (form == Replies::kTexts) {
+                messages.push_back(json{{"role", "tool"}, {"tool_call_id", id}, {"content", ""}});
+            } else {
+                blocks.push_back(json{{"type", "tool_result"}, {"tool_use_id", id}, {"content", ""}});
+            }
+        }
+        if (form == Replies::kBlocks) {
+            messages.push_back(json{{"role", "user"}, {"content", blocks}});
         }
     }
 
-    void join(json & reply, const json & last) {
+    // The replies from `first` on as one.
+    static json reply_of(const json & messages, size_t first, Replies form) {
+        json reply = messages.at(first);
+        if (messages.size() - first < 2) {
+            return reply;
+        }
         for (const char * key : {"content", "reasoning_content"}) {
-            const json more = last.value(key, json());
-            if (is_missing(reply, key) || reply.at(key).empty() || reply.at(key) == "") {
-                if (!more.is_null()) {
-                    reply[key] = more;
-                }
-            } else if (reply.at(key).is_array() || more.is_array()) {
-                json all = as_parts(reply.at(key));
-                all.insert(as_parts(more));
-                reply[key] = all;
-            } else if (more.is_string() && more != "") {
-                reply[key] = reply.at(key).get<std::string>() + "\n" + more.get<std::string>();
+            json joined = joined_field(messages, first, key, form);
+            if (!joined.empty()) {
+                reply[key] = std::move(joined);
             }
         }
-        if (last.contains("tool_calls")) {
-            reply["tool_calls"] = last.at("tool_calls");
+        if (messages.back().contains("tool_calls")) {
+            reply["tool_calls"] = messages.back().at("tool_calls");
         }
+        return reply;
+    }
+
+    static json joined_field(const json & messages, size_t first, const char * key, Replies form) {
+        bool has_parts = form == Replies::kBlocks;
+        for (size_t i = first; i < messages.size(); ++i) {
+            has_parts = has_parts || has_array(messages.at(i), key);
+        }
+        json        parts = json::array();
+        std::string text;
+        for (size_t i = first; i < messages.size(); ++i) {
+            if (has_parts) {
+                parts.insert(as_parts(messages.at(i).value(key, json())));
+            } else if (const std::string more = text_in(messages.at(i), key); !more.empty()) {
+                text += (text.empty() ? "" : "\n") + more;
+            }
+        }
+        return has_parts ? parts : text.empty() ? json() : json(text);
     }
 
     static json as_parts(const json & content) {
@@ -350,7 +454,7 @@ private:
             }
         }
         take_billing_from(messages, "text");
-        join_anthropic_replies(messages);
+        join_replies(messages, Replies::kBlocks);
     }
 
     void anthropic_content(json & message) {
@@ -401,30 +505,9 @@ private:
         if (is_missing(block, "input")) {
             set(block, "input", json::object());
         } else if (!block.at("input").is_object()) {
-            set(block, "input", json::parse(mended_arguments(as_text(block.at("input")), false)));
-        }
-    }
-
-    void join_anthropic_replies(json & messages) {
-        while (messages.size() >= 2 && is_assistant(messages.back()) && is_assistant(messages.at(messages.size() - 2))) {
-            const json last = messages.back();
-            messages.erase(messages.size() - 1);
-            json & reply   = messages.back();
-            json   blocks  = as_parts(reply.value("content", json()));
-            json   results = json::array();
-            for (const json & block : blocks) {
-                if (text_in(block, "type") == "tool_use") {
-                    results.push_back(json{{"type", "tool_result"}, {"tool_use_id", text_in(block, "id")}, {"content", ""}});
-                }
-            }
-            changed_ = true;
-            if (!results.empty()) {
-                messages.push_back(json{{"role", "user"}, {"content", results}});
-                messages.push_back(last);
-                return;
-            }
-            blocks.insert(as_parts(last.value("content", json())));
-            reply["content"] = blocks;
+            const std::string text = mended_arguments(as_text(block.at("input")), false);
+            check_json(text);  // it is written out by recursion
+            set(block, "input", json::parse(text));
         }
     }
 
@@ -438,14 +521,7 @@ private:
             return;
         }
         json & items = body.at("input");
-        for (size_t i = 0; i < items.size();) {
-            json & item = items.at(i);
-            if (item.is_object() && !item_says(item)) {
-                erase(items, i);
-            } else {
-                ++i;
-            }
-        }
+        mend_each(items, [&](json & item) { return !item.is_object() || item_says(item); });
         take_billing_from(items, "input_text");
     }
 
