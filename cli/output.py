@@ -52,6 +52,12 @@ def progress_bar(
     return cast("AbstractContextManager[Shown]", terminal_bar(columns, quiet=False))
 
 
+def progress_lines(*, quiet: bool = False) -> Lines:
+    """A line a minute on stderr, also on a terminal: for a command that prints its results meanwhile,
+    which a bar would get in the way of. quiet: nothing."""
+    return Lines(lambda line: None if quiet else click.echo(line, err=True))
+
+
 def terminal_bar(columns: Sequence[Any], *, quiet: bool) -> Progress:
     """Bars on stderr, if that is a terminal; they disappear when they are done."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

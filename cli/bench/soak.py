@@ -33,9 +33,10 @@ from towerd.models.bundled import bundled_model
 from towerd.store import Store, latest_fingerprint
 
 REQUESTS = 10_000
-REQUESTS_QUICK = 2_000
+REQUESTS_QUICK = 500
 CLIENTS = 8
 FLAGS = ("--ctx-size", "512", "--hot-bytes", "32M", "--warm-bytes", "64M")
+FLAGS_QUICK = ("--ctx-size", "512", "--hot-bytes", "16M", "--warm-bytes", "32M")
 REPLY_TOKENS = 8
 WORDS = (12, 120)
 """Words of a prompt. The bundled model has two to three times as many tokens, so that the rows of
@@ -136,7 +137,8 @@ async def run(model: Path | None, quick: bool) -> Report:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
         root = Path(folder) / "store"
-        with towerd_server(path, root, *FLAGS) as server:
+        flags = FLAGS_QUICK if quick else FLAGS
+        with towerd_server(path, root, *flags) as server:
             stats = await press(server, load)
         seconds = time.monotonic() - began
         if not load.stopped:

@@ -20,9 +20,10 @@ from towerd.cli.client.target import Target, connect, json_option, target_option
 @target_options
 def gc(dry_run: bool, quarantine_days: float, as_json: bool, target: Target) -> None:
     """Remove segments that no session, base or pin needs, and the files they leave behind."""
-    from towerd.cli.output import echo_json, size
+    from towerd.cli.output import echo_json, progress_bar, size
 
-    with connect(target) as backend:
+    with connect(target) as backend, progress_bar(quiet=as_json) as bar:
+        bar.add_task("looking for what nothing needs", total=None)
         report = backend.gc(quarantine_days, dry_run)
     if as_json:
         echo_json({"dry_run": dry_run, **report})

@@ -13,6 +13,7 @@ import click
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from towerd.cli.progress import Lines
     from towerd.models.hub.kept import HubModel
     from towerd.models.known import KnownModel
 
@@ -115,10 +116,11 @@ def fetch_from_hub(
 
 
 class _Display:
-    """The progress of a fetch: a bar, or without a terminal a line for each quarter."""
+    """The progress of a fetch: a bar, or without a terminal a line for each quarter, and each minute."""
 
-    def __init__(self, bar: Progress) -> None:
-        self._bar = bar
+    def __init__(self, bar: Progress, lines: Lines) -> None:
+        self._bar, self._lines = bar, lines
+        self._line = lines.add_task("fetching", total=None)
         self._task = bar.add_task("", visible=False)
         self._title = self._note = ""
         self._n_total = 1
@@ -131,15 +133,20 @@ class _Display:
         """A display whose bar is there until the block ends."""
         from rich.progress import DownloadColumn
 
-        from towerd.cli.output import terminal_bar
+        from towerd.cli.output import progress_lines, terminal_bar
 
-        with terminal_bar([DownloadColumn(binary_units=True)], quiet=False) as bar:
-            yield cls(bar)
+        columns = [DownloadColumn(binary_units=True)]
+        with (
+            terminal_bar(columns, quiet=False) as bar,
+            progress_lines(quiet=not bar.disable) as lines,
+        ):
+            yield cls(bar, lines)
 
     def expect(self, title: str, n_bytes: int, note: str = "") -> None:
         """What will be fetched, and how much of it; `note` is said with the size."""
         self._title, self._n_total, self._note = title, max(1, n_bytes), note
         self._bar.update(self._task, description=title, total=self._n_total)
+        self._lines.update(self._line, description=title, total=self._n_total)
 
     def add(self, n_bytes: int) -> None:
         """Show that so many more have arrived; negative: that they are fetched again."""
@@ -155,6 +162,7 @@ class _Display:
             self._say(f"Fetching {self._title} ({size(self._n_total)}{note})")
             self._line_at = LINE_SHARE
         self._bar.update(self._task, completed=n_bytes, visible=True)
+        self._lines.update(self._line, completed=n_bytes)
         share = n_bytes / self._n_total
         if self._bar.disable and share >= self._line_at:
             self._say(f"  {share:.0%}")

@@ -62,7 +62,10 @@ def freeze(
     itself when it is continued."""
     if bool(names) == (idle is not None):
         raise click.UsageError("Name sessions, or give --idle.")
-    with connect(replace(target, model=model)) as backend:
+    from towerd.cli.output import progress_lines
+
+    with connect(replace(target, model=model)) as backend, progress_lines(quiet=as_json) as lines:
+        lines.add_task("freezing", total=None)
         if idle is not None:
             due = _idle(backend, idle, scope)
             found = _of_each(due, lambda name, of: _freeze(backend, name, of, as_json))
@@ -86,10 +89,11 @@ def thaw(
     names: tuple[str, ...], scope: str | None, model: str | None, as_json: bool, target: Target
 ) -> None:
     """Restore the tokens of each frozen SESSION. A daemon evaluates its rows in idle time."""
-    from towerd.cli.output import echo_json
+    from towerd.cli.output import echo_json, progress_lines
 
     thawed: list[Json] = []
-    with connect(replace(target, model=model)) as backend:
+    with connect(replace(target, model=model)) as backend, progress_lines(quiet=as_json) as lines:
+        lines.add_task("thawing", total=None)
         for name in dict.fromkeys(names):
             found = backend.thaw_session(name, scope)
             thawed.append(found)
@@ -120,7 +124,10 @@ def recode(
     of this release. The new form is checked before it replaces the old one."""
     if bool(names) == everything:
         raise click.UsageError("Name sessions, or give --all.")
-    with connect(replace(target, model=model)) as backend:
+    from towerd.cli.output import progress_lines
+
+    with connect(replace(target, model=model)) as backend, progress_lines(quiet=as_json) as lines:
+        lines.add_task("coding again", total=None)
         if everything:
             coded = _coded(backend, scope)
             found = _of_each(coded, lambda name, of: _recode(backend, name, of, as_json))

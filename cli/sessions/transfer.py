@@ -105,17 +105,19 @@ def import_(
     files: tuple[Path, ...], scope: str | None, model: str | None, as_json: bool, target: Target
 ) -> None:
     """Import the session of each FILE that towerctl export wrote."""
-    from towerd.cli.output import echo_json
+    from towerd.cli.output import echo_json, progress_lines
 
     contents = [_read(path) for path in files]
     imported: list[Json] = []
-    with connect(replace(target, model=model)) as backend:
+    with connect(replace(target, model=model)) as backend, progress_lines(quiet=as_json) as lines:
+        task = lines.add_task("importing", total=len(files))
         for path, data in zip(files, contents, strict=True):
             try:
                 found = backend.import_session(data, scope)
             except TowerdError as error:
                 raise TowerdError(f"{path}: {error.message}") from error
             imported.append({"file": str(path), **found})
+            lines.advance(task)
             if not as_json:
                 click.echo(_said(imported[-1]))
     if as_json:

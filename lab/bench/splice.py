@@ -48,7 +48,7 @@ PERCENTS = (0, 5, 10, 15, 25, 50, 75, 100)
 KL_ROUNDING_MAX = 1e-4
 """Nats by which full prefill may always differ from itself, because its batches have other sizes; a
 model with more noise may differ by its noise floor."""
-MODULE_TOKENS_MAX = 1024
+MODULE_TOKENS_MAX, MODULE_TOKENS_QUICK = 1024, 512
 CONTEXT_TOKENS_MAX = 2048
 MODULES, MODULES_QUICK = 6, 2
 _ROUNDS = 3
@@ -125,7 +125,8 @@ async def run(model: Path | None, quick: bool, *, text: Path | None = None) -> R
     path = default_model() if model is None else model
     source = calibration_text() if text is None else read_text(text)
     report = SpliceReport("splice", path.name)
-    with bench_on(path, source) as bench:
+    n_module = MODULE_TOKENS_QUICK if quick else MODULE_TOKENS_MAX
+    with bench_on(path, source, n_module) as bench:
         report.lines = bench.measure(MODULES_QUICK if quick else MODULES)
         figures = report.figures
         figures["floor_kl"] = bench.floor_kl
@@ -177,13 +178,15 @@ class _Sums:
 class Bench:
     """Modules cut out of a text, each measured after other parts of it."""
 
-    def __init__(self, context: LlamaContext, rope: Rope, *, head: Ids, text: Ids) -> None:
+    def __init__(
+        self, context: LlamaContext, rope: Rope, *, head: Ids, text: Ids, n_module: int
+    ) -> None:
         """text: ids without special tokens. Raises ConfigError if it is too short."""
         self._context = context
         self._rope = rope
         self._head = head
         self._text = text
-        self.n_module = min(MODULE_TOKENS_MAX, context.n_cells // 2, len(text) // 3)
+        self.n_module = min(n_module, context.n_cells // 2, len(text) // 3)
         self.n_compared = 0
         self._noise: list[DriftSample] = []
         if self.n_module < 2 * NEXT_TOKENS:
@@ -257,8 +260,8 @@ class Bench:
 
 
 @contextmanager
-def bench_on(path: Path, text: str) -> Iterator[Bench]:
-    """A Bench on a model of its own."""
+def bench_on(path: Path, text: str, n_module: int) -> Iterator[Bench]:
+    """A Bench on a model of its own, with modules of at most `n_module` tokens."""
     config = Config(model=path)
     model = LlamaModel(path, config)
     try:
@@ -274,7 +277,8 @@ def bench_on(path: Path, text: str) -> Iterator[Bench]:
             check_spliceable(context, model)
             rope = rope_of(model, model.rope(config), context.n_cells)
             head = np.array([vocab.bos_id] if vocab.add_bos else [], np.int32)
-            yield Bench(context, rope, head=head, text=vocab.tokenize(text, False, False))
+            ids = vocab.tokenize(text, False, False)
+            yield Bench(context, rope, head=head, text=ids, n_module=n_module)
         finally:
             context.close()
     finally:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
+import click
 import pytest
 
-from towerd.cli.bench.harness.work import QUICK_S_MAX, QUICK_WORK
+from lab.bench.commands import bench as lab_bench
+from towerd.cli.bench.commands import bench
+from towerd.cli.bench.harness.work import OF_FILES, QUICK_S_MAX, QUICK_WORK
 from towerd.cli.bench.longchat import perplexity, policies
 from towerd.cli.progress import Lines
 from towerd.tokens import ids_array
@@ -15,6 +19,28 @@ from towerd.tokens import ids_array
 @pytest.mark.parametrize("name", QUICK_WORK)
 def test_quick_benchmarks_end_in_time(name: str) -> None:
     assert QUICK_WORK[name].seconds <= QUICK_S_MAX
+
+
+@pytest.mark.parametrize(("group", "prefix"), [(bench, "bench"), (lab_bench, "lab.bench")])
+def test_each_quick_benchmark_has_an_estimate(group: click.Group, prefix: str) -> None:
+    """Except for one that reads files which the user names."""
+    known = [*QUICK_WORK, *OF_FILES]
+    for name, command in group.commands.items():
+        if any(option.name == "quick" for option in command.params):
+            assert command.callback is not None
+            runs = [
+                f"{prefix}.{each}"
+                for each in command.callback.__code__.co_consts
+                if isinstance(each, str) and re.fullmatch(r"[a-z_.]+", each)
+            ]
+            assert set(runs) & set(known), name
+
+
+def test_what_has_no_estimate_reads_files() -> None:
+    for name in OF_FILES:
+        short = name.split(".")[3] if name.endswith(("sizes", "unseen")) else "policy"
+        command = lab_bench.commands["codec" if short == "sizes" else short]
+        assert any(option.name == "data" for option in command.params)
 
 
 def test_the_work_of_longchat_is_what_it_reads() -> None:

@@ -122,7 +122,7 @@ class Calibrator:
             raise NotSupported(f"This model has nothing to calibrate: {self.why_off}.")
         if self._state != "running" and (again or self._state != "done"):
             self._asked = True
-            self._state, self._error = "running", ""
+            self._state, self._error, self._progress = "running", "", CalibrationProgress()
             self._wake.set()
 
     def view(self) -> dict[str, Any]:
@@ -181,6 +181,7 @@ class Calibrator:
             return
         self._found = found
         self._apply(found)
+        self._progress = CalibrationProgress(self._progress.total, self._progress.total)
         self._state = "done"
         log.info("calibrated", extra={"seconds": round(time.monotonic() - started, 1)})
 
@@ -199,7 +200,6 @@ class Calibrator:
         )
         measurer.prepare()
         floor, grid, choices = calibrate(measurer, bits)
-        self._progress = CalibrationProgress(self._progress.total, self._progress.total)
         return Calibration(
             fingerprint=core.info.fingerprint.digest().hex(),
             formats=formats_digest(),
