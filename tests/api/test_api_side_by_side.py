@@ -214,9 +214,31 @@ def test_same_shape(ours: str, theirs: str, path: str, body: Any) -> None:
     ],
 )
 def test_same_values(ours: str, theirs: str, path: str, body: Any) -> None:
-    """Where nothing is random or timed the replies are equal, errors included."""
+    """Where nothing is random or timed the replies are equal; errors have the shape of the API."""
     got, expected = both(ours, theirs, path, body)
-    assert got.json() == expected.json()
+    assert got.json() == in_shape(path, expected.json())
+
+
+def in_shape(path: str, reply: Any) -> Any:
+    """llama-server's reply, but for errors of other APIs, in the shape that their clients read."""
+    if not isinstance(reply, dict) or "error" not in reply or not path.startswith("/v1/"):
+        return reply
+    error = reply["error"]
+    is_too_long = error["type"] == "exceed_context_size_error"
+    if path.startswith("/v1/messages"):
+        words = error["message"]
+        if is_too_long:
+            words = (
+                f"prompt is too long: {error['n_prompt_tokens']} tokens > {error['n_ctx']} maximum"
+            )
+        return {"type": "error", "error": {"type": "invalid_request_error", "message": words}}
+    if not is_too_long:
+        return reply
+    words = (
+        f"This model's maximum context length is {error['n_ctx']} tokens. However, you requested "
+        f"{error['n_prompt_tokens']} tokens: {error['message']}"
+    )
+    return {"error": error | {"code": "context_length_exceeded", "message": words}}
 
 
 @pytest.mark.parametrize("body", [{}, {"input_prefix": "a", "input_suffix": "b"}])
@@ -236,7 +258,7 @@ def test_mistakes_are_the_clients(ours: str, theirs: str, path: str) -> None:
     got, expected = (requests.post(base + path, data=data, timeout=60) for base in (ours, theirs))
     assert (got.status_code, expected.status_code) == (400, 500)
     changed = {"code": 400, "type": "invalid_request_error"}
-    assert got.json()["error"] == expected.json()["error"] | changed
+    assert got.json() == in_shape(path, {"error": expected.json()["error"] | changed})
 
 
 def test_same_text(ours: str, theirs: str) -> None:

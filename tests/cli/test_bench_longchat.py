@@ -189,7 +189,7 @@ def test_a_quick_run(
         assert row["mean_live"]["buzz"] < row["mean_live"]["streaming"] < 40
         assert row["mean_live"]["buzz_mean"] >= row["mean_live"]["streaming"] - 1
     tasks = {(row["task"], row["tokens"], row["live"]) for row in line["retrieval"]}
-    assert tasks == {("facts", 356, 40), ("pairs", 356, 40)}
+    assert tasks == {("facts", 448, 40), ("pairs", 448, 40)}
     for row in line["retrieval"]:
         assert len(row["depths"]["full"]) == row["asked"]
         assert len(row["depths"]["icecache"]) == row["full"] >= row["icecache"]

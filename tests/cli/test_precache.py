@@ -139,12 +139,6 @@ def test_what_the_model_refuses_names_the_line(
     assert f"{path}:6: 'a/long': " in said
     assert "tokens do not fit the context of 512" in said
     assert ctl_json("pin", *at)["bases"] == []
-    path.write_text(
-        "platform:\n  name: a\n  messages:\n    - {role: assistant, content: x}\n"
-        "    - {role: assistant, content: y}\n"
-    )
-    said = ctl("precache", path, *at, code=1).output
-    assert f"{path}:2: 'a': the chat template refused: " in said
 
 
 def test_the_daemons_model_is_the_one_asked_for(

@@ -214,7 +214,7 @@ def test_llama_server_dies_in_mid_stream(make_sidecar: MakeDaemon, slow_model: P
         event = json.loads(last.removeprefix(b"data: "))
         assert event["error"]["type"] == "unavailable_error", path
         assert "llama-server ended" in event["error"]["message"]
-        assert (before == b"event: error") == (path == "/v1/messages")
+        assert (before == b"event: error") == (path in ("/v1/messages", "/v1/responses"))
     wait_until(lambda: requests.get(daemon.url + "/health", timeout=30).status_code == 200)
     assert daemon.complete("another", 4)["tokens"]
     assert daemon.session_ids("k") == kept

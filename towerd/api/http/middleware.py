@@ -168,8 +168,8 @@ def _host_allowed(request: web.Request) -> bool:
     """Whether the Host is ours. On loopback a foreign Host means DNS rebinding; on other addresses
     the key protects."""
     config = request.app[CONFIG]
-    if not all(is_loopback(host) for host in config.hosts):
-        return True
+    if not all(is_loopback(host) for host in config.hosts) or hdrs.HOST not in request.headers:
+        return True  # a client of HTTP/1.0 need not say it; browsers always do
     name = host_of(_host(request))
     return name is not None and (is_loopback(name) or name in config.hosts)
 
