@@ -212,7 +212,8 @@ def test_llama_server_dies_in_mid_stream(make_sidecar: MakeDaemon, slow_model: P
     for (path, _), stream in zip(BODIES, streams, strict=True):
         *_, before, last = [line for line in stream if line]
         event = json.loads(last.removeprefix(b"data: "))
-        assert event["error"]["type"] == "unavailable_error", path
+        kind = "overloaded_error" if path == "/v1/messages" else "unavailable_error"
+        assert event["error"]["type"] == kind, path
         assert "llama-server ended" in event["error"]["message"]
         assert (before == b"event: error") == (path in ("/v1/messages", "/v1/responses"))
     wait_until(lambda: requests.get(daemon.url + "/health", timeout=30).status_code == 200)
