@@ -334,6 +334,8 @@ class Restorer:
         if job.saved is None or found.n >= job.saved.n:
             return found
         source, n = self._pool.best_prefix(job.saved.ids, job.saved.scope)
+        if job.saved.state is not None:  # it is restored behind the last row, which is put back
+            n = min(n, job.saved.n - 1)
         if source is None or not job.saved.can_extend(source, n):
             return NOTHING_FOUND
         is_there = n == source.n or self._memory.can_branch(source.id, n)
