@@ -271,6 +271,30 @@ async def test_what_is_shared_stays_shared(
         await settle(service)
 
 
+async def test_another_request_with_the_same_tokens_is_ahead(
+    service_on: OpenService, model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one behind gives way, and comes back with its own state: that of the other is of a later
+    position."""
+    prompt = message(200, 6)
+    ahead: list[Job] = []
+
+    def is_behind(job: Job) -> bool:
+        first, *others = sorted(service.engine.scheduler.active, key=lambda one: one.t_submit)
+        ahead[:] = [first]
+        return bool(others) and job is others[-1] and len(job.reply) == 6
+
+    async with service_on(model, **FULL) as service:
+        preempting(service, monkeypatch, is_behind)
+        first = asyncio.create_task(ask(service, prompt, 300))
+        await until_async(lambda: bool(ahead) and len(ahead[0].reply) > 20)
+        answer = await ask(service, prompt, 30)
+        assert n_preemptions(service) == 1
+        check_greedy(oracle, prompt, answer.ids)
+        assert answer.ids == (await first).ids[: len(answer.ids)]
+        await settle(service)
+
+
 async def test_a_client_that_leaves_while_its_request_waits_again(
     service_on: OpenService, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
