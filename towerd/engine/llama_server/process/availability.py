@@ -114,16 +114,17 @@ class Availability:
     # ---- silence --------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        watch = SilenceWatch(
-            lambda: self._upstream.get("/health"), pid=self._pid, is_busy=self._is_busy
-        )
+        watch = SilenceWatch(self._upstream.answer, pid=self._pid, is_busy=self._is_busy)
         while True:
             self._silent = await watch.until_silent()
             log.error("llama-server %s", self._silent, extra={"pid": self._pid()})
             self._forget(self._silent)
             await self._upstream.drop_requests()
             await watch.until_answer()
-            await self._found_again()
+            try:
+                await self._found_again()
+            except Exception:
+                log.exception("the slots of a llama-server that answers again are not known")
             self._silent = ""
             log.warning("llama-server answers again", extra={"pid": self._pid()})
 

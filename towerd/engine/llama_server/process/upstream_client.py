@@ -110,6 +110,11 @@ class UpstreamClient:
         """As `post`, of a body that is JSON already."""
         return await _json(path, await self._ask("POST", path, body))
 
+    async def answer(self) -> None:
+        """Return when it answers for its health, whatever it says: a server behind another one may
+        have no such path. Raises as `send`."""
+        (await self.send("GET", "/health", self.auth())).close()
+
     async def is_healthy(self) -> bool:
         """Whether it answers and its model is loaded."""
         try:
