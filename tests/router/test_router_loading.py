@@ -88,9 +88,9 @@ def test_who_waits_reads_how_far_the_load_is(make_router: MakeRouter, tmp_path: 
             until(lambda: states(router)["big"] == "loading")
             while not shares or shares[-1] == 0:  # the process runs in steps shorter than its load
                 process.resume()
-                time.sleep(0.001)
+                time.sleep(0.004)
                 process.suspend()
-                time.sleep(0.05)  # the share arrives before the process continues
+                time.sleep(0.03)  # the share arrives before the process continues
             with asked.result() as reply:
                 lines = reply.iter_lines()
                 if shares[-1] < 1:  # else it was loaded before it could be suspended

@@ -206,9 +206,10 @@ def _sha256(path: Path) -> str:
 def _bytes_below(folder: Path) -> int:
     """The size of everything in `folder`, where pip may be moving files."""
     total = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            total += path.lstat().st_size
+    for parent, _, names in os.walk(folder):  # passes over folders that are gone by now
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(parent, name)).st_size
     return total
 
 
