@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,23 @@ def test_one_file_with_two_settings(make_router: MakeRouter, models_dir: Path) -
             replies = list(pool.map(lambda name: ask(router, name, LONG), ["tales", "brief"]))
         assert [(each.status_code, each.text) for each in replies if each.status_code != 200] == []
     assert len(children(router)) == 1
+
+
+def test_a_request_that_arrives_as_its_model_leaves(make_router: MakeRouter) -> None:
+    """Its process was told to end before it could read the request: the next one answers."""
+    router = make_router()
+    body = json.dumps({"model": "tales", "prompt": LONG, "n_predict": 4})
+    for _ in range(3):
+        ask(router, "tales")
+        (pid,) = children(router)
+        os.kill(pid, signal.SIGSTOP)
+        client = HTTPConnection(router.url.removeprefix("http://"), timeout=100)
+        client.request("POST", "/completion", body)
+        router.post("/models/unload", {"model": "tales"})
+        reply = client.getresponse()
+        assert reply.status == 200, reply.read()
+        client.close()
+        assert children(router) != {pid}
 
 
 def test_a_workflow_ends_in_all_models(make_router: MakeRouter) -> None:

@@ -59,9 +59,14 @@ class RoutedRequest:
                 self.model, is_use=self._is_use, may_load=self._may_load
             )
             try:
-                self.reply = await process.send(self._method, self._path, self._headers, self._body)
-                self._body = None  # a conversation remembers this request for long
-                return
+                reply = await process.send(self._method, self._path, self._headers, self._body)
+                if reply.status != 503 or not self._models.is_leaving(self.model, process):
+                    self.reply = reply
+                    self._body = None  # a conversation remembers this request for long
+                    return
+                reply.close()  # it had been told to end when the request arrived
+                self._leave()
+                await self._models.refused(self.model, process)
             except (Lost, NotHttp) as error:
                 self._leave()
                 raise self.lost() from error

@@ -22,17 +22,18 @@ class LoadCandidate:
         self._entry: ModelEntry | None = None
         """Whose files `_process` checked."""
 
-    async def check(self) -> bool:
-        """Check the model's file, if that was not done and it was never loaded; whether it was done
-        now. Raises TowerdError and OSError: it cannot be loaded."""
+    @property
+    def needs_check(self) -> bool:
+        """Whether the model's file was neither checked nor ever loaded."""
+        return not self.model.was_loaded and self._entry is not self.model.entry
+
+    async def check(self) -> None:
+        """Check the model's file. Raises TowerdError and OSError: it cannot be loaded."""
         entry = self.model.entry
-        if self.model.was_loaded or self._entry is entry:
-            return False
         await self.close()
         process = self._process = await self._make(self.model)
         await process.check()
         self._entry = entry
-        return True
 
     async def take(self) -> ModelProcess:
         """The process to load the model in. Raises TowerdError."""

@@ -136,6 +136,10 @@ class Models:
             log.info("unloading an idle model", extra={"model": model.name})
             self.begin_unload(model)
 
+    def is_leaving(self, model: RoutedModel, process: ModelProcess) -> bool:
+        """Whether a process was told to end, or has ended."""
+        return model.process is not process or model.state is State.STOPPING
+
     async def refused(self, model: RoutedModel, process: ModelProcess) -> None:
         """A process did not accept a connection: wait until it has ended, if it is ending, or a moment
         for one that has more of them than it can take."""
@@ -245,12 +249,13 @@ class Models:
             return ordered
         return error if isinstance(error, TowerdError) else _unforeseen(model, error)
 
-    async def _check(self, candidate: LoadCandidate) -> bool:
-        """Check a model's file before others leave for it; whether that took place now."""
+    async def _check(self, candidate: LoadCandidate) -> None:
+        """Check a model's file before others leave for it. Raises as `_failed`."""
         model = candidate.model
         entry = model.entry
         try:
-            return await asyncio.wait_for(candidate.check(), CHECK_S_MAX)
+            await asyncio.wait_for(candidate.check(), CHECK_S_MAX)
+            return
         except TimeoutError:
             said = f"The file of the model {model.name} cannot be read within {CHECK_S_MAX:.0f} s."
             error: Exception = ModelError(said)
@@ -259,7 +264,6 @@ class Models:
         model.is_unwanted = False
         self.events.begins(model.name)
         self._failed(model, entry, error)
-        return True
 
     async def _find_room(self, candidate: LoadCandidate) -> bool:
         """Wait until there is room for a model; False if nobody waits for it any more. Raises why it
@@ -278,8 +282,9 @@ class Models:
                         return True
                     if verdict.never:
                         raise _no_room(model, others)
-                    if await self._check(candidate):
-                        continue
+                    if candidate.needs_check:
+                        await self._check(candidate)
+                        continue  # requests may have entered the others in the meantime
                     for name in verdict.stop:
                         self.begin_unload(self.by_name[name])
                     if time.monotonic() >= deadline_s:
