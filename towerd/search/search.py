@@ -1,7 +1,8 @@
 """Search over all conversations of a store: kept up to date behind the requests, never before them.
 
-A recorded turn is entered by a background thread. At the start, and after anything went wrong, that
-thread compares the index with the catalog while no request runs, and enters what is missing.
+A recorded turn is entered by a background thread, once no request runs: the next turn often follows
+at once, and reading a vocabulary beside it would cost it a third of its time. At the start, and after
+anything went wrong, that thread compares the index with the catalog, and enters what is missing.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ FRESH_TURNS_MAX = 4
 QUEUE_MAX = 1024
 """Turns that wait to be entered. Beyond it they are found by a comparison."""
 QUIET_S = 1.0
-"""How long no request ran before a comparison continues."""
+"""How long no request ran before a turn is entered, or a comparison continues."""
+TURN_S_MAX = 10.0
+"""How long a turn waits for that; then it is entered beside the requests."""
 AGAIN_S = 60.0
 """How long after a failure the index is compared or scrubbed again."""
 NEVER = float("inf")
@@ -51,6 +54,8 @@ NEVER = float("inf")
 class _Recorded:
     turn: Turn
     result: TurnResult
+    since_s: float
+    """When it was committed; time.monotonic."""
 
 
 class Search:
@@ -96,7 +101,7 @@ class Search:
 
     def recorded(self, turn: Turn, result: TurnResult) -> None:
         """A turn was committed, on whatever thread. Returns at once."""
-        self._put(_Recorded(turn, result))
+        self._put(_Recorded(turn, result, time.monotonic()))
 
     def changed(self) -> None:
         """Sessions came without being recorded. Returns at once."""
@@ -219,6 +224,7 @@ class Search:
                 item = None
             try:
                 if isinstance(item, _Recorded):
+                    self._await_quiet(item.since_s + TURN_S_MAX)
                     self._enter_turn(index, item)
                 else:
                     self._rest(index)
@@ -231,6 +237,12 @@ class Search:
             return 0.0 if self._is_quiet() else QUIET_S
         due_s = min(self._compare_at, self._scrub_at) - time.monotonic()
         return None if due_s == NEVER else max(due_s, QUIET_S)
+
+    def _await_quiet(self, until_s: float) -> None:
+        """Wait until no request runs, but not beyond `until_s`."""
+        while not self._is_quiet() and time.monotonic() < until_s:
+            if self._closing.wait(QUIET_S / 4):
+                return
 
     def _is_quiet(self) -> bool:
         return self._idle_s() >= QUIET_S

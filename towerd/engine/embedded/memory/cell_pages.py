@@ -17,14 +17,15 @@ from towerd.engine.embedded.model.zero_pages import HostBuffer
 from towerd.kernels.pages import populate
 from towerd.slots.layout import KVLayout
 
-SPARE_CELLS = 1792
-"""Cells that have pages once the first request was answered. With 2,048 a transposed V of two-byte
-elements would need a second page for every channel: 24 MB for SmolLM2."""
+SPARE_CELLS = 2048
+"""Cells that have pages once the first request was answered."""
+SPARE_CELLS_TRANSPOSED = 1792
+"""The same where V is transposed: with 2,048 one of two-byte elements would need a second page for
+every channel, 24 MB for SmolLM2."""
 SPARE_BYTES_MAX = 64 << 20
 """What their rows take at most."""
-_BLOCK_CELLS = 256
-"""Cells are asked for in blocks of this size, of which a context has whole ones. A load asks for one
-block more than it needs: idle sequences keep about as many cells (`scheduling/idle.py`)."""
+_BLOCK_CELLS = 64
+"""Cells are asked for in blocks of this size, of which a context has whole ones."""
 
 
 class _Plane(NamedTuple):
@@ -47,7 +48,8 @@ class CellPages:
         not laid out as llama.cpp does it on a CPU: tensor after tensor, K before V in each layer."""
         self._n_cells = n_cells
         self._planes = _find_planes(buffers, layout, n_cells, v_trans)
-        self._n_spare = min(SPARE_CELLS, SPARE_BYTES_MAX // max(1, layout.token_bytes))
+        n_spare = SPARE_CELLS_TRANSPOSED if v_trans else SPARE_CELLS
+        self._n_spare = min(n_spare, SPARE_BYTES_MAX // max(1, layout.token_bytes))
         self._n_asked = 0 if self._planes else n_cells
         self._worker = ThreadPoolExecutor(1, "towerd-cells")
 
@@ -56,9 +58,9 @@ class CellPages:
         self._worker.shutdown(cancel_futures=True)
 
     def ask(self, n: int) -> None:
-        """Rows are about to be restored, after which running requests have `n` cells: see that these
-        have pages soon."""
-        self._ask((-(-n // _BLOCK_CELLS) + 1) * _BLOCK_CELLS)
+        """Rows are about to be restored, after which `n` cells are in use: see that these have pages
+        soon."""
+        self._ask(-(-n // _BLOCK_CELLS) * _BLOCK_CELLS)
 
     def ask_spare(self) -> None:
         """A request was answered, nothing is being loaded: see that the next conversation finds

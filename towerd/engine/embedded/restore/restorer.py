@@ -151,7 +151,7 @@ class Restorer:
             return self.begin(job, capacity, evict)
         plan = self._plan(job, seq)
         if plan.n:
-            self.pages.ask(self._pool.cells_busy() + plan.n)
+            self.pages.ask(self._pool.cells_used + plan.n)
         if job.splice is not None:
             job.splice.abandon()
         job.splice = None
