@@ -187,7 +187,7 @@ def rss_mb(daemon: Daemon) -> float:
 @pytest.fixture(params=["embedded", "llama-server", "router"])
 def attacked(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Daemon]:
     """A daemon of each kind, with a session named `mine`."""
-    flags: tuple[str, ...] = ("-c", "1024", "-np", "2")
+    flags: tuple[str, ...] = ("-c", "1024", "-np", "2", "--hot-bytes", "16MiB")
     if request.param == "llama-server":
         try:
             find_binary()

@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,10 @@ def test_few_resources(tmp_path: Path, oracle: Oracle, what: str) -> None:
     daemon = Daemon(tmp_path / "daemon", *FLAGS)
     with daemon.start():
         chats = [Chats(daemon, seed) for seed in range(8)]
+        with ThreadPoolExecutor(
+            len(chats)
+        ) as pool:  # glibc aborts where a new thread finds no memory
+            list(pool.map(lambda n: chats[n].say(f"chat-{n}-0"), range(len(chats))))
         LIMITS[what](daemon)
 
         def talk(number: int) -> None:

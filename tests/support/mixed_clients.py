@@ -253,6 +253,9 @@ class MixedClient:
         """Everything that was acknowledged is there, and nothing that was deleted."""
         for session in self.sessions:
             reply = self._now("GET", f"{self._path(session)}?ids=1")
+            while "while loading" in reply.text:  # its process was killed: asked again, it is loaded
+                time.sleep(0.2)
+                reply = self._now("GET", f"{self._path(session)}?ids=1")
             assert reply.status_code in (200, 404), reply.text
             session.check(reply.json() if reply.status_code == 200 else None)
         for name, text in self.texts.items():
