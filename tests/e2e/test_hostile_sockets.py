@@ -236,6 +236,16 @@ async def test_hostile_sockets(attacked: Daemon, n_rounds: int, n_each: int) -> 
     assert rss_mb(attacked) < settled + RSS_MB_MAX
 
 
+async def test_what_is_refused_is_not_kept(attacked: Daemon) -> None:
+    """Request lines of two megabytes leave nothing behind, long before a full collection is due."""
+    host, port = attacked.url.removeprefix("http://").split(":")
+    line = b"GET /" + b"a" * 2_000_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    before = rss_mb(attacked)
+    for _ in range(6):
+        await asyncio.gather(*(talk(host, int(port), line, HOLD_S) for _ in range(20)))
+    assert rss_mb(attacked) < before + RSS_MB_MAX
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("n", [200, pytest.param(3000, marks=pytest.mark.soak, id="soak")])
 async def test_idle_connections(attacked: Daemon, n: int) -> None:

@@ -254,7 +254,7 @@ class MixedClient:
         """Everything that was acknowledged is there, and nothing that was deleted."""
         for session in self.sessions:
             reply = self._now("GET", f"{self._path(session)}?ids=1")
-            while "while loading" in reply.text:  # its process was killed: asked again, it is loaded
+            while "while loading" in reply.text:  # its process was killed; the next one is whole
                 time.sleep(0.2)
                 reply = self._now("GET", f"{self._path(session)}?ids=1")
             assert reply.status_code in (200, 404), reply.text

@@ -98,11 +98,19 @@ class Connection(RequestHandler):
         n_before = len(self._messages)
         super().data_received(data)
         if len(self._messages) > n_before and self._is_refused():
+            self._forget_frames()
             self._end_bodies("its chunks are malformed")
 
     def _is_refused(self) -> bool:
         """Whether the last message is not valid HTTP."""
         return not isinstance(self._messages[-1][0], RawRequestMessage)
+
+    def _forget_frames(self) -> None:
+        """Keep why the last message is refused without the frames that raised it: these have what was
+        received, and lie in a circle with it that the rare full collections alone would free."""
+        why: BaseException | None = self._messages[-1][0].exc  # type: ignore[union-attr]
+        while why is not None:
+            why.__traceback__, why = None, why.__context__
 
     def _end_bodies(self, reason: str) -> None:
         """No more body data will arrive: reading an incomplete body fails from now on."""
