@@ -37,7 +37,7 @@ PAGE = 200
 """Sessions that are compared with the catalog at once."""
 LAST_TURNS_MAX = 8
 """Sessions whose last turn stays in memory, to tell what their next one adds."""
-FRESH_TURNS_MAX = 4
+FRESH_TURNS_MAX = 16
 """Turns of a session whose title is read from its tokens where the index does not know it yet."""
 QUEUE_MAX = 1024
 """Turns that wait to be entered. Beyond it they are found by a comparison."""
