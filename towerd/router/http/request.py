@@ -60,13 +60,6 @@ class RoutedRequest:
             )
             try:
                 reply = await process.send(self._method, self._path, self._headers, self._body)
-                if reply.status != 503 or not self._models.is_leaving(self.model, process):
-                    self.reply = reply
-                    self._body = None  # a conversation remembers this request for long
-                    return
-                reply.close()  # it had been told to end when the request arrived
-                self._leave()
-                await self._models.refused(self.model, process)
             except (Lost, NotHttp) as error:
                 self._leave()
                 raise self.lost() from error
@@ -81,6 +74,14 @@ class RoutedRequest:
             except BaseException:
                 self._leave()
                 raise
+            else:
+                if reply.status != 503 or not self._models.is_leaving(self.model, process):
+                    self.reply = reply
+                    self._body = None  # a conversation remembers this request for long
+                    return
+                reply.close()  # it had been told to end when the request arrived
+                self._leave()
+                await self._models.refused(self.model, process)
 
     def lost(self) -> TowerdError:
         """What a client gets whose model's process ended, or does not answer."""
