@@ -83,9 +83,22 @@ def test_something_else(fails: Fails, slot_dir: Path) -> None:
 def test_vulnerable_build(fails: Fails, slot_dir: Path) -> None:
     """Builds whose restore can be made to overflow are refused."""
     with answering(props("b5000-0123abc")) as url:
-        said = fails(**attach(url, slot_dir))
+        said = fails(**attach(url, slot_dir), model=bundled_model())
     assert "CVE-2026-43629" in said
     assert "--allow-vulnerable" in said
+
+
+def test_a_model_that_is_not_here(fails: Fails, slot_dir: Path, tiny_model: Path) -> None:
+    """Its vocabulary is asked for, and has to be the right one."""
+    with answering(props("b99999-0123abc"), save_to=slot_dir) as url:
+        said = fails(**attach(url, slot_dir))
+        assert "none.gguf" in said
+        assert "-m FILE" in said
+    answers = props("b99999-0123abc") | {"/v1/models": {"data": [{"meta": {"n_vocab": 77}}]}}
+    with answering(answers, save_to=slot_dir) as url:
+        said = fails(**attach(url, slot_dir), model=tiny_model)
+        assert "one of 77" in said
+        assert "-m" in said
 
 
 def test_wrong_key(fails: Fails, slot_dir: Path) -> None:
@@ -236,7 +249,8 @@ def test_costly_flags(llama_server: Path, slot_dir: Path, tmp_path: Path) -> Non
 def test_slot_files_of_another_version(slot_dir: Path, tmp_path: Path) -> None:
     """A newer llama-server passes through, without towers."""
     with answering(props("b99999-0123abc"), save_to=slot_dir) as url:
-        with attached_to(tmp_path / "d", url, slot_dir) as daemon:
+        model = ("-m", str(bundled_model()))
+        with attached_to(tmp_path / "d", url, slot_dir, *model) as daemon:
             notes = " ".join(daemon.get("/towerd/v1/stats")["engine"]["notes"])
             assert "slot file version 99" in notes
             assert daemon.post("/completion", {"prompt": [5, 6], "n_predict": 1})["stop"]

@@ -24,7 +24,7 @@ from towerd.tokens import Ids
 
 
 async def complete(sidecar: Sidecar, lease: SlotLease, ids: Ids, n: int = 8) -> dict[str, Any]:
-    """What the pass-through does with a lease."""
+    """A request in a leased slot."""
     body = {"prompt": ids.tolist(), "id_slot": lease.slot, "n_predict": n, "temperature": 0.0}
     body |= {"ignore_eos": True, "return_tokens": True}
     reply: dict[str, Any] = await sidecar.engine.upstream.post("/completion", body)
@@ -32,26 +32,11 @@ async def complete(sidecar: Sidecar, lease: SlotLease, ids: Ids, n: int = 8) -> 
     return reply
 
 
-async def record(sidecar: Sidecar, lease: SlotLease, reply: dict[str, Any]) -> str:
-    """The end of a lease; the session that its turn is recorded under."""
-    leased = await lease.finished(
-        reply_ids=reply["tokens"],
-        reply_text=reply["content"],
-        cache_n=reply["timings"]["cache_n"],
-        stop="limit",
-    )
-    assert leased is not None
-    return await sidecar.sessions.recorder.record(leased.turn, answered=leased.answered)
-
-
-async def turn(
-    sidecar: Sidecar, ids: Ids, scope: str = "local", session: str | None = None
-) -> tuple[dict[str, Any], SlotLease, str]:
-    """One leased request: the reply, the lease and the session."""
-    async with await sidecar.engine.lease(ids, scope, session) as lease:
-        reply = await complete(sidecar, lease, ids)
-        recorded = await record(sidecar, lease, reply)
-    return reply, lease, recorded
+def ended(lease: SlotLease, reply: dict[str, Any]) -> None:
+    """Tell the lease what its reply was."""
+    timings = reply["timings"]
+    lease.observe(timings["cache_n"], timings["prompt_ms"])
+    lease.hold(np.array(reply["tokens"], np.int32), is_certain=True, hidden=False)
 
 
 async def test_a_chat_comes_back(sidecar_on: OpenSidecar) -> None:
@@ -73,32 +58,29 @@ async def test_a_chat_comes_back(sidecar_on: OpenSidecar) -> None:
         assert engine.stats()["restores_missed"] == 0
 
 
-async def test_leases(sidecar_on: OpenSidecar) -> None:
-    """What the pass-through sees: the slot, where tokens came from, the recorded session."""
+async def test_turns(sidecar_on: OpenSidecar) -> None:
+    """The slot, where tokens came from, the recorded session."""
     async with sidecar_on() as sidecar:
-        reply, lease, session = await turn(sidecar, prompt(50))
-        assert (lease.reuse.prefill, lease.expected_reuse.n_cached) == (50, 0)
-        assert reply["id_slot"] == lease.slot
-        longer = np.concatenate([prompt(50), np.array(reply["tokens"], np.int32), prompt(9, 1)])
-        again, second, same = await turn(sidecar, longer)
-        assert (second.slot, same) == (lease.slot, session)
-        assert (
-            second.expected_reuse.n_cached == again["timings"]["cache_n"] == second.reuse.live == 57
-        )
-        _, _, named = await turn(sidecar, prompt(30, 2), session="my-chat")
-        assert named == "my-chat"
+        _, done = await ask(sidecar, prompt(50))
+        assert (done.reuse.prefill, done.timings.cache_n) == (50, 0)
+        longer = np.concatenate([prompt(50), np.array(done.ids, np.int32), prompt(9, 1)])
+        _, again = await ask(sidecar, longer)
+        assert (again.slot, again.session) == (done.slot, done.session)
+        assert again.timings.cache_n == again.reuse.live == 57
+        _, named = await ask(sidecar, prompt(30, 2), session="my-chat")
+        assert named.session == "my-chat"
         infos = await asyncio.to_thread(sidecar.store.sessions)
-        assert {info.id for info in infos} == {session, "my-chat"}
+        assert {info.id for info in infos} == {done.session, "my-chat"}
 
 
 async def test_a_slot_keeps_nothing_of_a_deleted_session(sidecar_on: OpenSidecar) -> None:
     """It has the tokens until another request needs it, and would then be captured."""
     async with sidecar_on(parallel=1) as sidecar:
         store, ids = sidecar.store, prompt(70)
-        _, _, session = await turn(sidecar, ids)
-        await asyncio.to_thread(store.delete_session, session)
+        _, done = await ask(sidecar, ids)
+        await asyncio.to_thread(store.delete_session, done.session)
         await asyncio.to_thread(store.gc)
-        await turn(sidecar, prompt(70, 1))
+        await ask(sidecar, prompt(70, 1))
         await sidecar.engine.settle()
         match = await asyncio.to_thread(store.match, ids, "local")
         assert match.n <= 1  # the first token begins every prompt
@@ -109,11 +91,11 @@ async def test_tenants_do_not_share_slots(sidecar_on: OpenSidecar) -> None:
     """The same prompt of another tenant is computed anew: nothing tells that it was asked."""
     async with sidecar_on(parallel=1) as sidecar:
         ids = prompt(70)
-        await turn(sidecar, ids, "alice")
-        reply, lease, _ = await turn(sidecar, ids, "bob")
-        assert reply["timings"]["cache_n"] == lease.reuse.live == 0
-        back, lease, _ = await turn(sidecar, ids, "alice")
-        assert back["timings"]["cache_n"] == lease.reuse.hot == 69
+        await ask(sidecar, ids, scope="alice")
+        _, done = await ask(sidecar, ids, scope="bob")
+        assert done.timings.cache_n == done.reuse.live == 0
+        _, back = await ask(sidecar, ids, scope="alice")
+        assert back.timings.cache_n == back.reuse.hot == 69
 
 
 async def test_a_public_base_is_shared(sidecar_on: OpenSidecar) -> None:
@@ -128,8 +110,8 @@ async def test_a_public_base_is_shared(sidecar_on: OpenSidecar) -> None:
         await sidecar.engine.settle()
         for tenant in ("alice", "bob"):
             own = np.concatenate([base, prompt(20, ord(tenant[0]))])
-            reply, lease, _ = await turn(sidecar, own, tenant)
-            assert reply["timings"]["cache_n"] == lease.reuse.live + lease.reuse.hot == 80
+            _, done = await ask(sidecar, own, scope=tenant)
+            assert done.timings.cache_n == done.reuse.live + done.reuse.hot == 80
 
 
 async def test_opaque_prompts(sidecar_on: OpenSidecar) -> None:
@@ -138,8 +120,6 @@ async def test_opaque_prompts(sidecar_on: OpenSidecar) -> None:
         engine = sidecar.engine
         async with await engine.lease_opaque("alice", label="images") as lease:
             await complete(sidecar, lease, prompt(40))
-            ended = await lease.finished(reply_ids=None, reply_text="x", cache_n=0, stop="eos")
-            assert ended is None
         async with await engine.lease_opaque("alice", label="images") as again:
             assert again.slot == lease.slot
             reply = await complete(sidecar, again, prompt(40))
@@ -161,15 +141,15 @@ async def test_requests_that_the_server_places(sidecar_on: OpenSidecar) -> None:
     """After one of those, slots are asked what they hold before anything is believed."""
     async with sidecar_on(parallel=1) as sidecar:
         engine = sidecar.engine
-        first, _, _ = await turn(sidecar, prompt(60))
+        _, first = await ask(sidecar, prompt(60))
         async with engine.unpinned() as unpinned:
             body = {"prompt": prompt(45, 5).tolist(), "n_predict": 4}
             await engine.upstream.post("/completion", body)
             unpinned.launched()
-        longer = np.concatenate([prompt(60), np.array(first["tokens"], np.int32), prompt(4, 1)])
-        reply, lease, _ = await turn(sidecar, longer)
-        assert lease.reuse.live == 0  # it was overwritten, and that was noticed
-        assert reply["timings"]["cache_n"] == 0
+        longer = np.concatenate([prompt(60), np.array(first.ids, np.int32), prompt(4, 1)])
+        _, done = await ask(sidecar, longer)
+        assert done.reuse.live == 0  # it was overwritten, and that was noticed
+        assert done.timings.cache_n == 0
 
 
 async def test_an_unstreamed_reply_blocks_no_other(sidecar_on: OpenSidecar) -> None:
@@ -194,14 +174,14 @@ async def test_shifted_rows_are_never_stored(sidecar_on: OpenSidecar) -> None:
         assert sidecar.engine.stats()["saves"] == 0
     async with sidecar_on(None, parallel=1) as sidecar:
         engine = sidecar.engine
-        await turn(sidecar, prompt(120))
+        await ask(sidecar, prompt(120))
         moved = np.concatenate([prompt(120)[:10], prompt(120)[30:], prompt(4, 2)])
         async with await engine.lease(moved, "local", None) as lease:
             body = {"prompt": moved, "id_slot": lease.slot, "n_predict": 4, "n_cache_reuse": 16}
             reply = await engine.upstream.post("/completion", {**body, "return_tokens": True})
             cache_n = reply["timings"]["cache_n"]
             assert cache_n >= 90
-            await record(sidecar, lease, reply)
+            ended(lease, reply)
         saves = engine.stats()["saves"]
         await engine.settle()
         assert engine.stats()["saves"] == saves
@@ -264,7 +244,7 @@ async def test_bad_prompts(sidecar_on: OpenSidecar) -> None:
         with pytest.raises(ContextExceeded):
             engine.generate(GenerateRequest(prompt(600)))
         bad = {**GREEDY, "grammar": "root ::= ("}
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(TowerdError, match="grammar"):
             async for _ in sidecar.sessions.run(
                 GenerateRequest(prompt(5), fields=bad, n_predict=3)
             ):
@@ -394,7 +374,7 @@ async def test_a_restore_that_does_not_take(sidecar_on: OpenSidecar) -> None:
                 assert lease.restored
                 await engine.upstream.erase(lease.slot)  # as a build would that drops it
                 reply = await complete(sidecar, lease, prompt(60, (missed + 1) % 2))
-                await record(sidecar, lease, reply)
+                ended(lease, reply)
             assert engine.stats()["restores_missed"] == missed
         assert any("Nothing is restored any more" in note for note in engine.notes)
         assert engine.stats()["reuse_works"] == 0

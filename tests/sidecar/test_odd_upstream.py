@@ -19,6 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import until
 
+from towerd.models.bundled import bundled_model
+
 WAIT_S = 30.0
 STALL_S = 1.0
 PAUSE_S = 0.01
@@ -67,7 +69,8 @@ def attached(upstream: Upstream, tmp_path_factory: pytest.TempPathFactory) -> It
     slots.mkdir(mode=0o700)
     talks = {"/odd": upstream.answer}
     with answering(props("b99999-0123abc"), save_to=slots, talks=talks) as url:
-        with Daemon(root / "d", "--upstream", url, "--slot-dir", str(slots)) as daemon:
+        flags = ("--upstream", url, "--slot-dir", str(slots), "-m", str(bundled_model()))
+        with Daemon(root / "d", *flags) as daemon:
             yield daemon
             assert daemon.stop() == 0, daemon.log
 
@@ -190,7 +193,8 @@ def test_no_server_there(tmp_path: Path) -> None:
     slots = tmp_path / "slots"
     slots.mkdir(mode=0o700)
     with answering(props("b99999-0123abc"), save_to=slots) as url:
-        daemon = Daemon(tmp_path / "d", "--upstream", url, "--slot-dir", str(slots)).start()
+        flags = ("--upstream", url, "--slot-dir", str(slots), "-m", str(bundled_model()))
+        daemon = Daemon(tmp_path / "d", *flags).start()
     with daemon:
         reply = ask(daemon, path="/v1/models")
         assert reply.status_code == 503

@@ -213,10 +213,9 @@ def test_conversations_are_each_tenants_own(guarded: Daemon) -> None:
     assert requests.get(url, headers=BOB, timeout=30).status_code == 200
 
 
-@pytest.mark.parametrize("fields", [{}, {"n": 2}])
-def test_no_tenant_learns_what_others_asked(guarded: Daemon, fields: dict[str, Any]) -> None:
+def test_no_tenant_learns_what_others_asked(guarded: Daemon) -> None:
     """What one tenant asked is not cached for another, and the reply says so."""
-    body = {"prompt": "The secret of the old house " * 4, "max_tokens": 1, **fields}
+    body: Any = {"prompt": "The secret of the old house " * 4, "max_tokens": 1}
     for key in (ANN, BOB):
         reply = requests.post(guarded.url + "/v1/completions", json=body, headers=key, timeout=30)
         details = reply.json()["usage"]["prompt_tokens_details"]

@@ -64,7 +64,6 @@ def test_what_is_there_is_continued(
         n_storable=data.draw(st.integers(0, len(ids) - 1)),
         n_public=data.draw(st.integers(0, 2)),
         cache_prompt=data.draw(st.booleans()),
-        pinned=data.draw(st.booleans()),
     )
     fields: dict[str, Any] = {
         "window": data.draw(st.sampled_from([0, 0, 2])),

@@ -153,18 +153,6 @@ def test_opaque_conversations_keep_their_slot(policy: PlacementPolicy) -> None:
     assert (other.slot, other.erase) == (slots[1], True)
 
 
-def test_a_request_that_cannot_name_its_slot(policy: PlacementPolicy) -> None:
-    """It gets the slot that the server would pick, or any that it would pick once prepared."""
-    chat = ids(100)
-    slots = [filled(0, ids(50, 1)), filled(1, chat[:99]), filled(2, chat)]
-    request = SlotRequest(chat, "a", n_storable=99, pinned=False)
-    assert choose(policy, request, *slots).slot is slots[2]
-    slots[2].busy = True
-    assert choose(policy, request, *slots).slot is slots[1]
-    slots[1].busy = True
-    assert choose(policy, request, *slots).slot is slots[0]
-
-
 def test_all_busy(policy: PlacementPolicy) -> None:
     slot = filled(0, ids(10))
     slot.busy = True

@@ -37,11 +37,12 @@ def props(build: str) -> dict[str, Any]:
         "/props": {"build_info": build, "total_slots": 1, "default_generation_settings": settings,
                    "model_path": "none.gguf", "model_alias": "none"},
         "/slots": [{"id": 0, "n_ctx": 512, "is_processing": False, "speculative": False}],
-        "/lora-adapters": [], "/health": {"status": "ok"}, "/v1/models": {"data": [{"id": "none", "meta": {"n_vocab": 32}}]},
+        "/lora-adapters": [], "/health": {"status": "ok"}, "/v1/models": {"data": [{"id": "none", "meta": {"n_vocab": 512}}]},
         "/tokenize": {"tokens": [5, 6, 7]}, "/slots/0": {"id_slot": 0, "n_saved": 3, "n_written": 16, "n_erased": 0,
                      "timings": {"save_ms": 1.0}},
-        "/completion": {"content": "", "tokens": [], "stop": True,
-                        "timings": {"cache_n": 0, "prompt_n": 3, "prompt_ms": 1.0}},
+        "/completion": {"content": "", "tokens": [], "stop": True, "stop_type": "limit", "stopping_word": "",
+                        "truncated": False, "has_new_line": False, "tokens_predicted": 0,
+                        "timings": {"cache_n": 0, "prompt_n": 3, "prompt_ms": 1.0, "predicted_ms": 0.0}},
     }  # fmt: skip
 
 
@@ -71,8 +72,10 @@ def answering(
                 (save_to / name).write_bytes(struct.pack("<4sIII", b"qsgg", 99, 0, 0))
             answer = answers.get(self.path.partition("?")[0])
             self.send_response(404 if answer is None else 200)
-            self.send_header("Content-Type", "application/json")
             data = json.dumps(answer).encode()
+            if b'"stream":true' in body:
+                data = b"data: %s\n\n" % data
+            self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)

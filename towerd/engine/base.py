@@ -109,7 +109,7 @@ class Piece:
     text: str
     ids: tuple[int, ...]
     chunk: Chunk | None = None
-    """Source of the events on the wire; None: another process writes them."""
+    """Source of the events on the wire."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +293,8 @@ class Generation(Protocol):
         ...
 
     async def cancel(self) -> Finish | None:
-        """End it now: the Finish of what was generated, None if it had ended or failed."""
+        """End it now: the Finish of what was generated, None if it had ended. Of one that failed,
+        what was generated before, if the engine still has it."""
         ...
 
     def release(self) -> None:
@@ -361,8 +362,8 @@ class Engine(Protocol):
     name: str
     """`embedded` or `llama-server`."""
     info: ModelInfo
-    wire: WireThreads | None
-    """How requests to this model are parsed; None: another process does it."""
+    wire: WireThreads
+    """How requests to this model are parsed, and replies shaped."""
     embedder: Embeds | None
     """None: this engine gives no embeddings, or was not told to."""
     n_ctx: int
@@ -399,6 +400,10 @@ class Engine(Protocol):
     async def apply_template(self, body: Mapping[str, Any]) -> str:
         """A chat request body (`messages`, `add_generation_prompt`, `chat_template_kwargs`...)
         to the prompt text. Raises InvalidRequest."""
+        ...
+
+    async def end_reasoning(self, replies: Sequence[Reply]) -> bool:
+        """End the reasoning of running replies with their next tokens; False: none is reasoning."""
         ...
 
     def pieces(self, ids: Sequence[int]) -> list[bytes]:

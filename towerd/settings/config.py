@@ -372,9 +372,9 @@ class Config:
             raise ConfigError(
                 "--hf-file is a file of a repository: give --hf-repo OWNER/REPO, too."
             )
-        if self.upstream is not None and (self.hf_repo or self.hf_repo_draft):
+        if self.upstream is not None and self.hf_repo_draft:
             raise ConfigError(
-                "A model of --hf-repo is for an engine that towerd starts: leave it out."
+                "A draft model of --hf-repo-draft is for an engine that towerd starts: leave it out."
             )
 
     def _check_retention(self) -> None:

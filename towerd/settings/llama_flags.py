@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,22 @@ def _is_float(value: str) -> bool:
 def words_of(args: Sequence[str], use: Use) -> list[str]:
     """The words of the flags of this use in a llama-server command line."""
     return [word for flag, words in _split(args) if flag.use == use for word in words]
+
+
+def words_found(args: Sequence[str], use: Use) -> list[str]:
+    """The same for the command line of any llama-server, whose other flags may be unknown here."""
+    found: list[str] = []
+    words = iter(args)
+    for word in words:
+        given, is_joined, value = word.partition("=")
+        flag = BY_NAME.get(canonical(given))
+        if flag is None:
+            continue
+        n_values = 0 if is_joined else flag.n_values
+        taken = [canonical(given), *([value] if is_joined else []), *islice(words, n_values)]
+        if flag.use == use:
+            found += taken
+    return found
 
 
 def without_effect(args: Sequence[str]) -> list[tuple[str, str]]:

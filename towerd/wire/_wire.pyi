@@ -166,6 +166,15 @@ class Request:
     def agent(self) -> bytes:
         """JSON of a chat's leading system messages and its tools; empty if it has neither."""
 
+    @property
+    def has_reasoning_control(self) -> bool:
+        """Whether its reasoning may be ended while it runs."""
+
+    def upstream_body(self, choice: int, own: bytes) -> bytes:
+        """The body of a llama-server's POST /completion for one choice: what llama-server's own
+        endpoints make of this request, with the prompt as token ids, and the fields of `own`, a
+        JSON object. Only with `Settings.is_upstream`."""
+
     def spans(self, prompt: int) -> npt.NDArray[np.int32]:
         """int32[n, 3]: role, first token and length of each message of a prompt, found by the
         template's delimiters; `ROLES` names the roles. Empty for a template without delimiters."""
@@ -198,12 +207,46 @@ class Chunk:
     def stop(self) -> Literal["", "eos", "word", "limit"]:
         """Why the reply ends here; empty: it continues."""
 
+class Received:
+    """What one event of a llama-server's stream adds to a reply."""
+
+    @property
+    def progress(self) -> tuple[int, int, int, int] | None:
+        """(total, cached, processed, time_ms) of the prompt; None: the event is not about that."""
+
+    @property
+    def chunk(self) -> Chunk | None: ...
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Tokens of the reply that are known since this event. llama-server names no token that ends
+        within a character; such tokens are found by their text."""
+
+    @property
+    def is_last(self) -> bool: ...
+
 class Reply:
     """One choice while it is generated: its sampler and its text. Any thread may use it; calls are
-    serialized."""
+    serialized. If the request is for a llama-server, it has no sampler and its events come in by
+    `received`."""
 
     def __init__(self, request: Request, choice: int) -> None:
         """Raises WireError for invalid samplers or a grammar that does not parse."""
+
+    def received(self, event: bytes) -> Received:
+        """Add an event of a llama-server's POST /completion, a JSON object. Raises WireError: the
+        error that it is."""
+
+    @property
+    def upstream_id(self) -> str:
+        """llama-server's name of a received reply; empty if it did not say."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the ids of a received reply are certainly those that were sampled."""
+
+    @property
+    def n_unnamed(self) -> int:
+        """Tokens of a received reply whose ids are not known: they came after the last text."""
 
     def accept_prompt(self, ids: Ids) -> None:
         """Let the penalties see the tokens that are evaluated before the reply."""

@@ -68,6 +68,8 @@ class Settings:
     """Words of a llama-server command line, which override the fields above."""
     kept_fields: tuple[str, ...] = ()
     """Top-level fields of a body that `Request.field` returns."""
+    is_upstream: bool = False
+    """Whether a llama-server evaluates the requests: they keep what `Request.upstream_body` sends it."""
 
     def encode(self) -> bytes:
         """The JSON that the C++ side reads."""

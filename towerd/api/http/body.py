@@ -55,9 +55,22 @@ def _decode(data: bytes, limits: Limits) -> Any:
     return value
 
 
+PEEKED = web.RequestKey("peeked", bytes)
+
+
+async def peek_bytes(request: web.Request) -> bytes:
+    """The whole body, for `read_bytes` to return once more. Raises as that does."""
+    data = request[PEEKED] = await read_bytes(request)
+    return data
+
+
 async def read_bytes(request: web.Request, bytes_max: int = 0) -> bytes:
     """The whole body, which counts among the `Bodies` until `release_body`, or the end of the
     request. Takes and raises what `iter_bytes` does, and Unavailable if other bodies take all the room."""
+    if PEEKED in request:
+        peeked = request[PEEKED]
+        del request[PEEKED]
+        return peeked
     data = BytesIO()
     held = hold_body(request)
     async for chunk in iter_bytes(request, bytes_max):

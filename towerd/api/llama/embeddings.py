@@ -13,7 +13,6 @@ from towerd.api.http.body import read_bytes
 from towerd.api.http.keys import METRICS, service_of
 from towerd.api.http.reply import raw_reply
 from towerd.api.http.requests.log import log_embedded
-from towerd.api.llama.task import wire_of
 from towerd.engine.base import Embeds, Engine
 from towerd.errors import InvalidRequest, NotSupported
 
@@ -39,7 +38,7 @@ async def post_rerank(request: web.Request) -> web.Response:
     if engine.embedder is None or engine.embedder.pooling != "rank":
         raise NotSupported("This server does not support reranking. Start it with `--reranking`")
     body = await read_bytes(request)
-    wire = wire_of(engine)
+    wire = engine.wire
     asked = await wire.call(len(body), _rerank_request, wire.model, body)
     prompts = asked.prompts
     scores = await _all([engine.embedder.score(ids) for ids in prompts])
@@ -55,7 +54,7 @@ async def _embed(request: web.Request, *, openai: bool) -> web.Response:
             "Pooling type 'none' is not OAI compatible. Please use a different pooling type"
         )
     body = await read_bytes(request)
-    wire = wire_of(engine)
+    wire = engine.wire
     asked = await wire.call(len(body), _embedding_request, wire.model, openai, body)
     prompts = asked.prompts
     rows = await _all([embedder.embed(ids, asked.normalize) for ids in prompts])

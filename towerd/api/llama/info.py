@@ -15,7 +15,6 @@ from towerd.api.http.keys import CONFIG, METRICS, TENANT, UI, UI_SETTINGS, ApiSe
 from towerd.api.http.reply import json_reply
 from towerd.api.llama.build import BUILD_INFO
 from towerd.api.llama.models import ftype, models_json
-from towerd.api.llama.task import wire_of
 from towerd.engine.base import SlotView
 from towerd.errors import SwitchedOff, Unavailable
 
@@ -37,7 +36,7 @@ async def get_props(request: web.Request) -> web.Response:
         raise SwitchedOff("This server does not support props endpoint. Start it with `--props`")
     engine = service_of(request).engine
     info = engine.info
-    props: dict[str, Any] = msgspec.json.decode(wire_of(engine).model.props())
+    props: dict[str, Any] = msgspec.json.decode(engine.wire.model.props())
     return json_reply(
         props
         | {

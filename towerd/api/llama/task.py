@@ -19,7 +19,7 @@ from towerd.api.llama.live import parse_live
 from towerd.api.llama.prompts import PromptLimit
 from towerd.api.llama.reuse import towerd_json
 from towerd.engine.base import Engine, Event, Finish, GenerateRequest, LiveBudget, Piece, Progress
-from towerd.errors import InvalidRequest, NotSupported
+from towerd.errors import InvalidRequest
 from towerd.settings.config import Config
 from towerd.tokens import Ids
 
@@ -75,10 +75,11 @@ class Task:
     """One HTTP completion request: one GenerateRequest for each choice, and how to answer it."""
 
     def __init__(
-        self, threads: WireThreads, wire: Request, first: Reply, prompts: list[Ids], writer: Writer
+        self, engine: Engine, wire: Request, first: Reply, prompts: list[Ids], writer: Writer
     ) -> None:
         """first: the reply of the first choice."""
-        self._threads = threads
+        self._engine = engine
+        self._threads = engine.wire
         self.wire = wire
         self.writer = writer
         self.prompts = prompts
@@ -142,9 +143,7 @@ class Task:
 
     async def end_reasoning(self) -> bool:
         """End the reasoning of its choices with the next tokens; False: none is reasoning."""
-        replies = list(self._replies.values())
-        # Off the loop: a reply that is being sampled makes others wait.
-        return await self._threads.call(0, _end_reasoning, replies)
+        return await self._engine.end_reasoning(list(self._replies.values()))
 
     def close(self) -> None:
         """The task was answered or abandoned."""
@@ -160,24 +159,17 @@ class Task:
         return data
 
 
-def wire_of(engine: Engine) -> WireThreads:
-    """The engine's wire. Raises NotSupported if another process parses the requests."""
-    if engine.wire is None:
-        raise NotSupported("This engine takes requests in llama-server's own process")
-    return engine.wire
-
-
 async def parse_task(
     endpoint: Endpoint, body: bytes, caller: Caller, engine: Engine, config: Config
 ) -> Task:
     """Check and tokenize a request body. Raises WireError, InvalidRequest, ContextExceeded."""
-    threads = wire_of(engine)
+    threads = engine.wire
 
     def check_fit(kept: dict[str, bytes], least: list[int]) -> None:
         limit = _limit(_live(kept.get, config, engine), config, engine)
         limit.check(least, are_least=True)
 
-    task = await threads.call(len(body), _parse, threads, endpoint, body, check_fit)
+    task = await threads.call(len(body), _parse, engine, endpoint, body, check_fit)
     wire, task.sees_slots = task.wire, caller.sees_slots
     live = _live(wire.field, config, engine)
     scope = scope_of(engine, caller.scope, _decoded(wire.field("lora")))
@@ -197,25 +189,20 @@ def _limit(live: LiveBudget, config: Config, engine: Engine) -> PromptLimit:
     return PromptLimit(engine.n_ctx, config.prompt_tokens_max if may_outgrow else 0)
 
 
-def _parse(threads: WireThreads, endpoint: Endpoint, body: bytes, check_fit: FitCheck) -> Task:
+def _parse(engine: Engine, endpoint: Endpoint, body: bytes, check_fit: FitCheck) -> Task:
     from towerd.wire import Reply, Request, Writer
 
-    request = Request(threads.model, endpoint, body or b"{}", check_fit)
+    request = Request(engine.wire.model, endpoint, body or b"{}", check_fit)
     prompts = request.prompts
     if not prompts or not all(len(ids) for ids in prompts):
         raise InvalidRequest('"prompt" must not be empty')
-    return Task(threads, request, Reply(request, 0), prompts, Writer(request))
+    return Task(engine, request, Reply(request, 0), prompts, Writer(request))
 
 
 def _new_reply(request: Request, choice: int) -> Reply:
     from towerd.wire import Reply
 
     return Reply(request, choice)
-
-
-def _end_reasoning(replies: list[Reply]) -> bool:
-    """End the reasoning of all replies; whether any was reasoning."""
-    return sum(reply.end_reasoning() for reply in replies) > 0
 
 
 def _decoded(value: bytes | None) -> Any:

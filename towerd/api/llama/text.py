@@ -15,7 +15,6 @@ from towerd.api.http.off_loop import by_size
 from towerd.api.http.reply import encode, json_reply, raw_reply
 from towerd.api.http.scope import own_scope
 from towerd.api.llama.prompts import tokenize_mixed
-from towerd.api.llama.task import wire_of
 from towerd.engine.base import Engine
 from towerd.tokens import Ids
 
@@ -66,7 +65,7 @@ def _piece(piece: bytes) -> str | list[int]:
 
 async def post_detokenize(request: web.Request) -> web.Response:
     """Convert ids to text."""
-    wire = wire_of(service_of(request).engine)
+    wire = service_of(request).engine.wire
     body = bytes(await read_bytes(request)) or b"{}"
     return raw_reply(await wire.call(len(body), wire.model.detokenize, body))
 
@@ -74,7 +73,7 @@ async def post_detokenize(request: web.Request) -> web.Response:
 async def post_apply_template(request: web.Request) -> web.Response:
     """Convert a chat request to the prompt text that it would be evaluated as."""
     _announce(request)
-    wire = wire_of(service_of(request).engine)
+    wire = service_of(request).engine.wire
     body = await read_bytes(request)
     return raw_reply(await wire.call(len(body), wire.model.apply_template, body))
 
@@ -96,7 +95,7 @@ async def post_messages_tokens(request: web.Request) -> web.Response:
 
 async def _count(request: web.Request, endpoint: Endpoint) -> web.Response:
     _announce(request)
-    wire = wire_of(service_of(request).engine)
+    wire = service_of(request).engine.wire
     body = await read_bytes(request)
     return raw_reply(await wire.call(len(body), wire.model.count_tokens, endpoint, body))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING
 
 from aiohttp import ClientResponse, hdrs, web
 from multidict import CIMultiDict
@@ -13,14 +14,15 @@ from towerd.api.http.reply import reshaped
 from towerd.api.http.requests.log import log_refused
 from towerd.api.proxy.headers import to_client, to_upstream
 from towerd.api.proxy.link import LINK, LOST, llama_server_of
-from towerd.api.proxy.mending import mended_text_of
 from towerd.api.proxy.refusals import final_refusal, kind_and_message, may_be_refusal
 from towerd.api.proxy.relay import COPY_BYTES_MAX, relay
 from towerd.api.proxy.relay import read as relay_read
 from towerd.api.proxy.splice import SlotHider
-from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.engine.llama_server.process.client import Lost
 from towerd.errors import NotSupported, TowerdError, Unavailable
+
+if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is listened on
+    from towerd.engine.llama_server.engine import LlamaServerEngine
 
 
 async def forward(request: web.Request) -> web.StreamResponse:
@@ -33,20 +35,9 @@ async def forward(request: web.Request) -> web.StreamResponse:
         reply.close()
 
 
-async def forward_text(request: web.Request) -> web.StreamResponse:
-    """Forward a text that is only tokenized, whose length no context limits."""
-    engine = llama_server_of(request)
-    auth = engine.upstream.auth()
-    reply = await send(request, engine, auth=auth, bytes_max=engine.text_bytes_max)
-    try:
-        return await copy(request, reply)
-    finally:
-        reply.close()
-
-
 async def forward_unpinned(request: web.Request) -> web.StreamResponse:
-    """Forward a request that may take any slot: embeddings, reranking, transcriptions, and unknown
-    endpoints of a newer llama-server."""
+    """Forward a request that may take any slot: transcriptions, and unknown endpoints of a newer
+    llama-server."""
     if request.method in ("GET", "HEAD"):
         return await forward(request)
     engine = llama_server_of(request)
@@ -65,22 +56,17 @@ async def send(
     *,
     auth: Mapping[str, str],
     path: str | None = None,
-    bytes_max: int = 0,
 ) -> ClientResponse:
-    """Forward the request, with its body as it arrives unless it only reads, or mended; returns when
-    the reply's head is there. bytes_max: as for `iter_bytes`.
-
-    Raises the errors of reading the body, and Unavailable."""
+    """Forward the request, with its body as it arrives unless it only reads; returns when the
+    reply's head is there. Raises the errors of reading the body, and Unavailable."""
     headers = to_upstream(request.headers, auth)
     link = request.app[LINK]
     target = path or request.rel_url.raw_path_qs
     if not request.body_exists or request.method in ("GET", "HEAD"):
         return await link.request(engine, request.method, target, headers)
-    if (mended := await mended_text_of(request, engine, bytes_max)) is not None:
-        return await link.request(engine, request.method, target, headers, mended)
     if request.content_length is not None and hdrs.CONTENT_ENCODING not in request.headers:
         headers[hdrs.CONTENT_LENGTH] = str(request.content_length)
-    body = _Body(iter_bytes(request, bytes_max))
+    body = _Body(iter_bytes(request))
     try:
         return await link.request(engine, request.method, target, headers, aiter(body))
     except TowerdError:

@@ -1,18 +1,18 @@
-"""The connection to llama-server: raw requests, and the tasks that continue after their client left."""
+"""The connection to llama-server for requests that are passed on as they are."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, cast
 
 from aiohttp import ClientResponse, web
 
 from towerd.api.http.keys import service_of
-from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.engine.llama_server.process.client import Body, Lost, NotHttp, Unreachable
 from towerd.errors import TowerdError
+
+if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is listened on
+    from towerd.engine.llama_server.engine import LlamaServerEngine
 
 LOST = "llama-server ended while it answered; try again"
 _BAD_HTTP = "llama-server's reply is not valid HTTP"
@@ -21,43 +21,11 @@ _DOWN = "llama-server is not running at the moment; try again"
 
 def llama_server_of(request: web.Request) -> LlamaServerEngine:
     """The engine behind the proxy; see `service_of`."""
-    return cast(LlamaServerEngine, service_of(request).engine)
+    return cast("LlamaServerEngine", service_of(request).engine)
 
 
 class Link:
-    """The connection to llama-server, and the tasks that continue after their client has left."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._unattended: set[asyncio.Event] = set()
-        self._is_closing = False
-
-    async def run(self, app: web.Application) -> AsyncIterator[None]:
-        """For `app.cleanup_ctx`."""
-        yield
-        self._is_closing = True
-        for leaving in self._unattended:
-            leaving.set()
-        while self._tasks:
-            await asyncio.wait(self._tasks)
-
-    @contextmanager
-    def unattended(self) -> Iterator[asyncio.Event]:
-        """A context for reading a reply without a client; the event is set at shutdown."""
-        leaving = asyncio.Event()
-        if self._is_closing:
-            leaving.set()
-        self._unattended.add(leaving)
-        try:
-            yield leaving
-        finally:
-            self._unattended.discard(leaving)
-
-    def later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` in a task of its own, independent of its request."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    """The connection to llama-server."""
 
     async def request(
         self,

@@ -15,20 +15,12 @@ from aiohttp import web
 from towerd.api.admin.overview import is_own_slot, slot_numbers
 from towerd.api.admin.pins import require_admin
 from towerd.api.http.keys import CONFIG, GATE, TENANT
-from towerd.api.http.reply import json_reply
-from towerd.api.proxy.conversations import delete_stream, get_stream, post_lookup
-from towerd.api.proxy.forward import body_of, copy, forward, forward_text, forward_unpinned, send
-from towerd.api.proxy.generate import (
-    post_chat,
-    post_completion,
-    post_infill,
-    post_messages,
-    post_openai_completion,
-    post_responses,
-)
+from towerd.api.http.reply import json_reply, raw_reply
+from towerd.api.llama import completion, control, streams, text
+from towerd.api.proxy.forward import body_of, copy, forward, forward_unpinned, send
 from towerd.api.proxy.link import LINK, Link, llama_server_of
+from towerd.api.proxy.media import forward_embeddings, with_counted_media, with_media
 from towerd.api.proxy.metrics import get_metrics
-from towerd.api.proxy.remote_media import forward_chat, forward_embeddings
 from towerd.engine.base import SlotView
 from towerd.errors import NotFound, NotSupported, SwitchedOff, TowerdError
 
@@ -39,10 +31,8 @@ IDLE_FIELDS = ("id", "n_ctx", "speculative")
 
 
 def connect(app: web.Application) -> None:
-    """Give the application its connections to llama-server."""
-    link = Link()
-    app[LINK] = link
-    app.cleanup_ctx.append(link.run)
+    """Give the application its connection to llama-server."""
+    app[LINK] = Link()
 
 
 async def get_health(request: web.Request) -> web.StreamResponse:
@@ -112,13 +102,19 @@ async def forward_admin(request: web.Request) -> web.StreamResponse:
 
 
 async def post_lora(request: web.Request) -> web.StreamResponse:
-    """Set the scales of LoRA adapters; rows made under other scales are no longer used."""
+    """Set the scales of LoRA adapters, for requests from now on; rows of other scales are others."""
     require_admin(request)
-    try:
-        async with llama_server_of(request).unpinned():
-            return await forward(request)
-    finally:
-        await llama_server_of(request).lora_changed()
+    engine = llama_server_of(request)
+    async with engine.unpinned():
+        reply = await send(request, engine, auth=engine.upstream.auth())
+        try:
+            if reply.status != 200:
+                return await copy(request, reply)
+            body = await body_of(reply)
+        finally:
+            reply.close()
+        await engine.lora_changed()
+    return raw_reply(body)
 
 
 async def get_root(request: web.Request) -> web.StreamResponse:
@@ -172,38 +168,38 @@ PROXY: tuple[tuple[str, str, Any], ...] = (
     ("GET", "/metrics", get_metrics),
     ("GET", "/slots", get_slots),
     ("POST", "/slots/{id_slot}", post_slot),
-    ("POST", "/completion", post_completion),
-    ("POST", "/completions", post_completion),
-    ("POST", "/v1/completions", post_openai_completion),
-    ("POST", "/chat/completions", post_chat),
-    ("POST", "/v1/chat/completions", post_chat),
-    ("POST", "/v1/chat/completions/control", forward),
-    ("POST", "/responses", post_responses),
-    ("POST", "/v1/responses", post_responses),
-    ("POST", "/v1/messages", post_messages),
-    ("POST", "/infill", post_infill),
-    ("POST", "/tokenize", forward_text),
-    ("POST", "/detokenize", forward),
-    ("POST", "/apply-template", forward_chat),
-    ("POST", "/chat/completions/input_tokens", forward_chat),
-    ("POST", "/v1/chat/completions/input_tokens", forward_chat),
-    ("POST", "/responses/input_tokens", forward_chat),
-    ("POST", "/v1/responses/input_tokens", forward_chat),
-    ("POST", "/v1/messages/count_tokens", forward_chat),
+    ("POST", "/completion", with_media(completion.post_completion)),
+    ("POST", "/completions", with_media(completion.post_completion)),
+    ("POST", "/v1/completions", with_media(completion.post_openai_completion)),
+    ("POST", "/chat/completions", with_media(completion.post_chat)),
+    ("POST", "/v1/chat/completions", with_media(completion.post_chat)),
+    ("POST", "/v1/chat/completions/control", control.post_control),
+    ("POST", "/responses", with_media(completion.post_responses)),
+    ("POST", "/v1/responses", with_media(completion.post_responses)),
+    ("POST", "/v1/messages", with_media(completion.post_messages)),
+    ("POST", "/infill", completion.post_infill),
+    ("POST", "/tokenize", text.post_tokenize),
+    ("POST", "/detokenize", text.post_detokenize),
+    ("POST", "/apply-template", with_counted_media(text.post_apply_template)),
+    ("POST", "/chat/completions/input_tokens", with_counted_media(text.post_chat_tokens)),
+    ("POST", "/v1/chat/completions/input_tokens", with_counted_media(text.post_chat_tokens)),
+    ("POST", "/responses/input_tokens", with_counted_media(text.post_responses_tokens)),
+    ("POST", "/v1/responses/input_tokens", with_counted_media(text.post_responses_tokens)),
+    ("POST", "/v1/messages/count_tokens", with_counted_media(text.post_messages_tokens)),
     ("POST", "/embedding", forward_embeddings),
     ("POST", "/embeddings", forward_embeddings),
     ("POST", "/v1/embeddings", forward_embeddings),
-    ("POST", "/rerank", forward_unpinned),
-    ("POST", "/reranking", forward_unpinned),
-    ("POST", "/v1/rerank", forward_unpinned),
-    ("POST", "/v1/reranking", forward_unpinned),
+    ("POST", "/rerank", forward_embeddings),
+    ("POST", "/reranking", forward_embeddings),
+    ("POST", "/v1/rerank", forward_embeddings),
+    ("POST", "/v1/reranking", forward_embeddings),
     ("POST", "/audio/transcriptions", forward_unpinned),
     ("POST", "/v1/audio/transcriptions", forward_unpinned),
     ("GET", "/lora-adapters", forward),
     ("POST", "/lora-adapters", post_lora),
-    ("GET", "/v1/stream", get_stream),
-    ("DELETE", "/v1/stream", delete_stream),
-    ("POST", "/v1/streams/lookup", post_lookup),
+    ("GET", "/v1/stream", streams.get_stream),
+    ("DELETE", "/v1/stream", streams.delete_stream),
+    ("POST", "/v1/streams/lookup", streams.post_lookup),
     ("GET", "/tools", forward),
     ("POST", "/tools", forward),
     ("GET", "/cors-proxy", forward),
@@ -212,4 +208,4 @@ PROXY: tuple[tuple[str, str, Any], ...] = (
 )
 """(method, path, handler) of every endpoint of llama-server."""
 
-_RULED = frozenset(path for _, path, handler in PROXY if handler not in (forward, forward_text))
+_RULED = frozenset(path for _, path, handler in PROXY if handler is not forward)

@@ -16,7 +16,6 @@ import msgspec
 _SLOT = re.compile(rb'(?<=[{,])"id_slot":(-?\d+)')
 _SLOT_BYTES_MAX = 32
 _SPACE = b" \t\r\n"
-_TOKENS = re.compile(rb'(?<=[{,])"tokens":\[[\d,]*\]')
 _encoder = msgspec.json.Encoder()
 
 
@@ -31,13 +30,6 @@ def with_fields(document: bytes, fields: Mapping[str, Any]) -> bytes:
         return body
     comma = b"" if head == b"{" else b","
     return head + comma + _encoder.encode(dict(fields))[1:]
-
-
-def without_token_ids(document: bytes) -> bytes:
-    """A /completion reply with an empty `tokens`, as for a client that did not ask for ids.
-
-    A JSON string cannot contain an unescaped quote, so the first match is the key itself."""
-    return _TOKENS.sub(b'"tokens":[]', document, count=1)
 
 
 class SlotHider:
@@ -61,11 +53,6 @@ class SlotHider:
         """The end of the reply."""
         held, self._held = self._held, b""
         return _SLOT.sub(_zero, held)
-
-
-def without_slot(document: bytes) -> bytes:
-    """A whole reply, or an event, with 0 for each `id_slot`."""
-    return _SLOT.sub(_zero, document)
 
 
 def _zero(found: re.Match[bytes]) -> bytes:

@@ -105,7 +105,7 @@ class EmbeddedEngine:
         """boundaries: needed for a model whose memory has a state"""
         self.info = core.info
         self.retokenizer = Retokenizer(core.vocab)
-        self.wire: WireThreads | None = WireThreads(open_wire(core, config, self.retokenizer))
+        self.wire = WireThreads(open_wire(core, config, self.retokenizer))
         self.adapters = core.adapters
         self.embedder: Embeds | None = None
         self._embedder: Embedder | None = None
@@ -198,7 +198,6 @@ class EmbeddedEngine:
         """Make the reply of a request that no client made. Raises InvalidRequest."""
         if request.n_predict == 0:
             return None
-        assert self.wire is not None
         asked = {"prompt": request.ids, "n_predict": request.n_predict, **request.fields}
         return Reply(Request(self.wire.model, "completion", encode(asked)), 0)
 
@@ -216,10 +215,13 @@ class EmbeddedEngine:
         return await self._loop.run_in_executor(self._text, self.core.vocab.detokenize, array)
 
     async def apply_template(self, body: Mapping[str, Any]) -> str:
-        assert self.wire is not None
         data = encode(body)
         reply = await self.wire.call(len(data), self.wire.model.apply_template, data)
         return str(msgspec.json.decode(reply)["prompt"])
+
+    async def end_reasoning(self, replies: Sequence[Reply]) -> bool:
+        # Off the loop: a reply that is being sampled makes others wait.
+        return await self.wire.call(0, _end_reasoning, replies)
 
     def pieces(self, ids: Sequence[int]) -> list[bytes]:
         return [self.core.vocab.pieces[i] for i in ids]
@@ -311,8 +313,7 @@ class EmbeddedEngine:
     async def close(self) -> None:
         await asyncio.to_thread(self.calibrator.close)
         await asyncio.to_thread(self.embedded_modules.close)
-        if self.wire is not None:
-            await asyncio.to_thread(self.wire.close)
+        await asyncio.to_thread(self.wire.close)
         if self._embedder is not None:
             await asyncio.to_thread(self._embedder.close)
         await asyncio.to_thread(self.parts.close)
@@ -338,3 +339,8 @@ class EmbeddedEngine:
         del self._generations[id(job)]
         if not self._generations:
             self._all_ended.set()
+
+
+def _end_reasoning(replies: Sequence[Reply]) -> bool:
+    """End the reasoning of all replies; whether any was reasoning."""
+    return sum(reply.end_reasoning() for reply in replies) > 0

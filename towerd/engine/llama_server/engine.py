@@ -7,20 +7,22 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from towerd.engine.base import Embeds, GenerateRequest, Kept, ModelInfo, ModuleMaker, SlotView
+from towerd.engine.embedded.model.wire_model import encode
 from towerd.engine.llama_server.generation import LlamaServerGeneration
 from towerd.engine.llama_server.process.availability import Availability
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
 from towerd.engine.llama_server.process.description import ModelDescription
+from towerd.engine.llama_server.process.upstream_adapters import UpstreamAdapters
 from towerd.engine.llama_server.process.upstream_counters import without
 from towerd.engine.llama_server.process.upstream_weights import UpstreamWeights
 from towerd.engine.llama_server.running import running_views
-from towerd.engine.llama_server.slots.chat_text import ChatText
-from towerd.engine.llama_server.slots.expected_reuse import ExpectedReuse, expect_reuse
+from towerd.engine.llama_server.slots.expected_reuse import expect_reuse
 from towerd.engine.llama_server.slots.launch_gate import LaunchGate
 from towerd.engine.llama_server.slots.placement import SlotChoice, SlotRequest
 from towerd.engine.llama_server.slots.placer import PlacedPrompt, Placer
@@ -31,30 +33,23 @@ from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
 from towerd.engine.llama_server.slots.unpinned_request import UnpinnedRequest
 from towerd.engine.text_limit import check_text
-from towerd.errors import ContextExceeded, InvalidRequest, NotSupported, TowerdError, Unavailable
+from towerd.errors import ContextExceeded, InvalidRequest, TowerdError, Unavailable
 from towerd.settings.config import Config
 from towerd.store import Store
 from towerd.store.sessions.deletions import DeletionWatch
 from towerd.system.priority import shorten_slice
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids
-
-if TYPE_CHECKING:
-    from towerd.wire import WireThreads
+from towerd.wire import Reply, WireThreads
 
 LAUNCH_POLL_S = 0.05
-_TEMPLATE_TOKENS = 256
-"""More tokens than a chat template adds to a few messages."""
-_NO_IDS: Ids = np.zeros(0, np.int32)
 
 
 class LlamaServerEngine:
     """Make it on the event loop; see `towerd.engine.llama_server.opening`."""
 
     name = "llama-server"
-    wire: WireThreads | None = None
     embedder: Embeds | None = None
-    adapters: None = None
     modules: ModuleMaker | None = None
     outgrowing: Collection[str] = ()  # it refuses such a prompt even where it shifts its context
 
@@ -75,13 +70,15 @@ class LlamaServerEngine:
         self.n_slots = found.n_slots
         self.notes: list[str] = [*found.notes, *described.notes]
         """Sentences about what does not work on this llama-server."""
+        self.wire = WireThreads(described.wire)
+        self.adapters = UpstreamAdapters(found.loras, described.adapter_names)
         self._vocab = described.vocab
-        self.token_bytes_max = described.token_bytes_max
+        self.token_bytes_max = self.wire.model.token_bytes_max
         self.text_bytes_max = config.text_bytes_max(found.n_ctx)
         self._workers = ThreadPoolExecutor(4, "towerd-slots")
         self._text = ThreadPoolExecutor(2, "towerd-text", initializer=shorten_slice)
         """Separate from the others: a text of megabytes takes seconds."""
-        self.placer = Placer(backend, tiers, self._workers)
+        self.placer = Placer(backend, tiers, self._workers, self.adapters)
         self._gate = LaunchGate()
         self.upkeep = SlotUpkeep(self.placer, backend.upstream)
         self.table = self.placer.table = SlotTable(
@@ -95,7 +92,6 @@ class LlamaServerEngine:
         self._weights = UpstreamWeights(backend, described, store, self.placer, self.notes)
         self.reuse_check = ReuseCheck(self.placer, self.upkeep, self.notes)
         self._availability = Availability(backend, self.placer, self.upkeep, self._weights)
-        self._lora_differs = False
         self._all_ended = asyncio.Event()
         self._all_ended.set()
         self._open: set[SlotLease] = set()
@@ -113,12 +109,6 @@ class LlamaServerEngine:
         return self._availability.failure(otherwise)
 
     @property
-    def takes_argument_text(self) -> bool:
-        """Whether the chat template takes the arguments of calls as text, and as nothing else."""
-        caps = self.probe.props.get("chat_template_caps")
-        return isinstance(caps, dict) and caps.get("supports_object_arguments") is False
-
-    @property
     def epoch(self) -> int:
         """The number of restarts of llama-server; a lease of an older epoch is void."""
         return self.placer.epoch
@@ -130,31 +120,24 @@ class LlamaServerEngine:
         session: str | None,
         *,
         compose: bool = True,
-        pinned: bool = True,
     ) -> SlotLease:
         """Wait for a slot for this prompt, and bring as much of the prompt into it as is worth it.
 
-        compose=False: the client wants nothing reused
-        pinned=False: the request cannot name its slot; it gets one that llama-server picks itself
-        if it holds all of the prompt but the last token
-        Raises Unavailable when too many wait or llama-server is not running, and InvalidRequest
+        compose=False: the client wants nothing reused. Raises Unavailable when too many wait or llama-server is not running, and InvalidRequest
         for ids out of range."""
         self._availability.check()
         ids = np.ascontiguousarray(ids, np.int32)
-        if self._lora_differs or not len(ids):
-            return await self.lease_opaque(scope, label=session or "")
-        if self._vocab is not None:
-            self._vocab.validate(ids)
+        self._vocab.validate(ids)
         can_reuse = compose and len(ids) < self.n_ctx
         with self.placer.path_of(ids, scope) as path:
-            request = SlotRequest(ids, scope, cache_prompt=can_reuse, path=path, pinned=pinned)
+            request = SlotRequest(ids, scope, cache_prompt=can_reuse, path=path)
             if not self.placer.is_continuation(request):
                 await self.placer.look_up(request)
             return await self._lease(request, session)
 
     async def lease_opaque(self, scope: str, *, label: str) -> SlotLease:
-        """A slot for a prompt whose tokens are not known (images, adapters of its own): the one
-        that the same (scope, label) had last, if it is free. It is never stored."""
+        """A slot for a prompt whose tokens are not known (pictures, sounds): the one that
+        the same (scope, label) had last, if it is free. It is never stored."""
         self._availability.check()
         return await self._lease(SlotRequest(None, scope, label), None)
 
@@ -217,29 +200,6 @@ class LlamaServerEngine:
         self._all_ended.clear()
         return lease
 
-    def lease_chat(self, text: ChatText, scope: str, session: str | None) -> SlotLease | None:
-        """The slot of a chat that continues in its slot, before its tokens are known (see
-        `SlotLease.learn`); None when a slot has to be chosen."""
-        if self._availability.is_draining or self._lora_differs or not self.is_running:
-            return None
-        slot = self.table.slot_of_chat(text, scope)
-        if slot is None or slot.chat is None:
-            return None
-        n = slot.n + text.bytes_after(slot.chat.n) + _TEMPLATE_TOKENS
-        if n >= self.n_ctx or not self.placer.has_room(slot, n) or not self._gate.try_placing():
-            return None
-        self.table.take(slot, scope, n)
-        self.placer.counters.chats_gone_on += 1
-        return self._opened(SlotLease(self, slot, None, scope, session=session))
-
-    def learned(self, ids: Ids, slot: Slot) -> ExpectedReuse:
-        """The expected reuse of a chat that continues in this slot, now that its tokens are
-        known."""
-        request, policy = SlotRequest(ids, slot.scope), self.placer.policy
-        slot.is_continued = policy.begins_with(request, slot)
-        live, _ = policy.live(request, slot)
-        return expect_reuse(policy, request, slot, PlacedPrompt(min(live, request.n - 1), None))
-
     @asynccontextmanager
     async def unpinned(self) -> AsyncIterator[UnpinnedRequest]:
         """Wraps a request that llama-server places itself. It starts when no lease is between its
@@ -270,14 +230,8 @@ class LlamaServerEngine:
             await asyncio.sleep(LAUNCH_POLL_S)
 
     async def lora_changed(self) -> None:
-        """Read the adapters' scales again. While they differ from those at the start, nothing is
-        stored or restored, because rows depend on them."""
-        loras = await self.upstream.get("/lora-adapters")
-        before = [each["scale"] for each in self.probe.loras]
-        self._lora_differs = [each["scale"] for each in loras] != before
-        for slot in self.table.slots:
-            if not slot.busy:
-                slot.hold_unknown("")
+        """Read the adapters' scales again: rows of requests from now on depend on them."""
+        self.adapters.reread(await self.upstream.get("/lora-adapters"))
 
     def without_own(self, metrics: bytes) -> bytes:
         """llama-server's Prometheus text without what towerd's probe added to it; a restarted
@@ -302,12 +256,6 @@ class LlamaServerEngine:
     def watch_deletions(self) -> DeletionWatch:
         """What is deleted from now on."""
         return self._store.watch_deletions()
-
-    async def guess(self, text: str) -> Ids:
-        """The tokens that a reply of this text probably had."""
-        if not text:
-            return _NO_IDS
-        return await self.tokenize(text, add_special=False, parse_special=True)
 
     def frozen(self, prefixes: Collection[tuple[str, bytes]]) -> None:
         """The store dropped the segments with these (scope, ids): slots that hold them are not
@@ -336,32 +284,30 @@ class LlamaServerEngine:
 
     async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Ids:
         check_text(text, self.text_bytes_max)
-        if self._vocab is None:
-            return await self.upstream.tokenize(
-                text, add_special=add_special, parse_special=parse_special
-            )
         return await asyncio.get_running_loop().run_in_executor(
             self._text, self._vocab.tokenize, text, add_special, parse_special
         )
 
     async def detokenize(self, ids: Sequence[int] | Ids) -> bytes:
-        if self._vocab is None:
-            return (await self.upstream.detokenize(ids)).encode()
         array = self._vocab.validate(np.asarray(ids, np.int32))
         return await asyncio.get_running_loop().run_in_executor(
             self._text, self._vocab.detokenize, array
         )
 
     async def apply_template(self, body: Mapping[str, Any]) -> str:
-        return await self.upstream.apply_template(body)
+        data = encode(body)
+        reply = await self.wire.call(len(data), self.wire.model.apply_template, data)
+        return str(msgspec.json.decode(reply)["prompt"])
 
-    async def text_of_chat(self, data: bytes | bytearray) -> str:
-        """A chat request, as its client wrote it, to the prompt text. Raises TowerdError."""
-        return await self.upstream.text_of_chat(data)
+    async def end_reasoning(self, replies: Sequence[Reply]) -> bool:
+        is_any = False
+        for name in filter(None, (reply.upstream_id for reply in replies)):
+            asked = {"id": name, "action": "reasoning_end"}
+            said = await self.upstream.post("/v1/chat/completions/control", asked)
+            is_any = is_any or said.get("success") is True
+        return is_any
 
     def pieces(self, ids: Sequence[int]) -> list[bytes]:
-        if self._vocab is None:
-            raise NotSupported("The model file is not readable here, so tokens have no bytes.")
         return [self._vocab.pieces[i] for i in ids]
 
     def slots(self) -> list[SlotView]:
@@ -422,6 +368,7 @@ class LlamaServerEngine:
         for generation in list(self._generations):
             generation.stop()
             await asyncio.wait((generation.task,))
+        await asyncio.to_thread(self.wire.close)
         await self.upkeep.close(save=self.is_running)
         await self._availability.close()
         await asyncio.to_thread(self._workers.shutdown)

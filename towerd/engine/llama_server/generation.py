@@ -1,28 +1,39 @@
-"""A request of our own on a llama-server: /completion with token ids, as engine events."""
+"""A request on a llama-server: POST /completion with token ids, its stream as engine events."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgspec
 import numpy as np
+from aiohttp import ClientResponse
 
-from towerd.engine.base import Event, Finish, GenerateRequest, Reuse, Started, StopType, Timings
-from towerd.engine.llama_server.completion import (
-    chunks,
-    completion_body,
-    piece_of,
-    progress_of,
-    timings_of,
+from towerd.engine.base import (
+    Event,
+    Finish,
+    GenerateRequest,
+    Piece,
+    Progress,
+    Reuse,
+    Started,
+    StopType,
+    Timings,
 )
+from towerd.engine.embedded.model.wire_model import encode
+from towerd.engine.llama_server.process.client import read
+from towerd.engine.llama_server.process.upstream_adapters import UpstreamAdapters
 from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.engine.llama_server.slots.slot_lease import SlotLease
-from towerd.errors import TowerdError
-from towerd.tokens import Ids
+from towerd.errors import TowerdError, Unavailable
+from towerd.wire import Received, Reply, Request, WireThreads
 
-_STOPS: dict[str, StopType] = {"eos": "eos", "word": "word", "limit": "limit"}
+READ_BYTES_MAX = 16 * 1024
+"""Bytes of a stream that are worked through in one step of the event loop: about a hundred events."""
+LOST = "llama-server ended while it answered; try again"
 _NO_TIME = Timings(0, 0, 0.0, 0, 0.0)
+_DATA = b"data: {"
 
 
 class Host(Protocol):
@@ -31,10 +42,20 @@ class Host(Protocol):
     @property
     def upstream(self) -> UpstreamClient: ...
 
+    @property
+    def wire(self) -> WireThreads: ...
+
+    @property
+    def adapters(self) -> UpstreamAdapters: ...
+
     async def lease(
-        self, ids: Ids, scope: str, session: str | None, *, compose: bool = True
+        self, ids: Any, scope: str, session: str | None, *, compose: bool = True
     ) -> SlotLease:
         """A slot with as much of `ids` in it as the store has. Raises Unavailable."""
+        ...
+
+    def failure(self, otherwise: str) -> Unavailable:
+        """The error of a request that llama-server does not answer."""
         ...
 
     def notice(self, error: TowerdError) -> None:
@@ -48,11 +69,15 @@ class LlamaServerGeneration:
     def __init__(self, engine: Host, request: GenerateRequest) -> None:
         self._engine = engine
         self._request = request
+        self._reply = request.reply
         self._events: asyncio.Queue[Event | TowerdError] = asyncio.Queue()
         self._lease: SlotLease | None = None
         self._ids: list[int] = []
+        """The reply's tokens that are known, also those that a stop string cuts off."""
         self._is_started = False
         self._ended = False
+        self._cut_off: Finish | None = None
+        """What was generated before the request failed."""
         self.task = asyncio.get_running_loop().create_task(self._run())
 
     async def __aiter__(self) -> AsyncIterator[Event]:
@@ -66,7 +91,7 @@ class LlamaServerGeneration:
 
     async def cancel(self) -> Finish | None:
         if self._ended:
-            return None
+            return self._cut_off
         self.stop()
         try:
             async for event in self:
@@ -74,7 +99,7 @@ class LlamaServerGeneration:
                     return event
         except TowerdError:
             pass
-        return None
+        return self._cut_off
 
     def stop(self) -> None:
         """End it now, with a Finish of what was generated."""
@@ -88,61 +113,126 @@ class LlamaServerGeneration:
         try:
             self._events.put_nowait(await self._generate())
         except asyncio.CancelledError:
-            self._events.put_nowait(self._finish("cancelled", "", _NO_TIME))
+            self._events.put_nowait(self._finish("cancelled", _NO_TIME))
         except TowerdError as error:
             self._engine.notice(error)
-            self._events.put_nowait(error)
-            self.release()
+            if self._ids:
+                self._cut_off = self._finish("cancelled", _NO_TIME)
+            else:
+                self.release()
+            is_lost = self._lease is not None and isinstance(error, Unavailable)
+            self._events.put_nowait(self._engine.failure(LOST) if is_lost else error)
 
     async def _generate(self) -> Finish:
         request = self._request
+        reply = self._reply = request.reply or await self._quiet_reply()
         lease = self._lease = await self._engine.lease(
             request.ids, request.scope, request.session, compose=request.cache_prompt
         )
-        body = completion_body(request, lease.slot)
-        async with self._engine.upstream.stream("/completion", body) as reply:
-            async for chunk in chunks(reply):
-                await lease.launched()
-                progress = progress_of(chunk)
-                if progress is not None:
-                    self._events.put_nowait(progress)
-                    continue
-                self._start()
-                if chunk["stop"]:
-                    timings = timings_of(chunk)
-                    lease.observe(timings.cache_n, timings.prompt_ms)
-                    return self._last(chunk["stop_type"], chunk.get("stopping_word", ""), timings)
-                piece = piece_of(chunk)
-                self._ids += piece.ids
-                self._events.put_nowait(piece)
-        raise TowerdError("llama-server ended its reply early.")
+        # Only this endpoint says how llama-server calls the reply.
+        is_named = reply.request.has_reasoning_control
+        path = "/v1/completions" if is_named else "/completion"
+        own = encode(self._own_fields(lease.slot, verbose=is_named))
+        body = await self._engine.wire.call(0, reply.request.upstream_body, reply.choice, own)
+        async with self._engine.upstream.stream(path, body) as stream:
+            await lease.launched()
+            async for data in events(stream):
+                if self._take(lease, reply.received(data)):
+                    return self._last(lease, reply)
+        raise Unavailable(LOST)
 
-    def _start(self) -> None:
+    def _own_fields(self, slot: int, *, verbose: bool) -> dict[str, Any]:
+        lora = self._engine.adapters.entries(self._request.scope)
+        fields: dict[str, Any] = {
+            "id_slot": slot,
+            "stream": True,
+            "return_tokens": True,
+            "return_progress": True,
+            "cache_prompt": self._request.cache_prompt,
+            "n_cache_reuse": 0,  # moved rows are approximations, and the slot is stored later
+        }
+        fields |= {"lora": lora} if lora else {}
+        return fields | ({"verbose": True} if verbose else {})
+
+    async def _quiet_reply(self) -> Reply:
+        """The reply of a request that no client made."""
+        request, wire = self._request, self._engine.wire
+        body = {"prompt": request.ids, "n_predict": request.n_predict, **request.fields}
+
+        def make() -> Reply:
+            return Reply(Request(wire.model, "completion", encode(body)), 0)
+
+        return await wire.call(len(request.ids), make)
+
+    def _take(self, lease: SlotLease, received: Received) -> bool:
+        """Emit what an event says; whether it was the last one."""
+        if received.progress is not None:
+            if self._request.return_progress:
+                self._events.put_nowait(Progress(*received.progress))
+            return False
+        if received.chunk is not None or received.is_last:
+            self._start(lease)
+        self._ids += received.ids
+        if received.chunk is not None:
+            text = received.chunk.text.decode("utf-8", "replace")
+            self._events.put_nowait(Piece(text, received.ids, received.chunk))
+        return received.is_last
+
+    def _start(self, lease: SlotLease) -> None:
         """Emit Started once, when the prompt is evaluated."""
         if not self._is_started:
-            assert self._lease is not None
+            assert self._reply is not None
             self._is_started = True
-            self._lease.answering()
-            self._events.put_nowait(Started(self._lease.reuse, len(self._request.ids)))
+            lease.answering()
+            _, _, prompt_ms, _, _ = self._reply.timings
+            self._events.put_nowait(Started(lease.reuse, len(self._request.ids), prompt_ms))
 
-    def _last(self, stop_type: str, word: str, timings: Timings) -> Finish:
-        stop = _STOPS.get(stop_type, "limit")
-        return self._finish(stop, word, timings)
+    def _last(self, lease: SlotLease, reply: Reply) -> Finish:
+        timings = Timings(*reply.timings)
+        lease.observe(timings.cache_n, timings.prompt_ms)
+        return self._finish(reply.stop or "limit", timings)
 
-    def _finish(self, stop: StopType, word: str, timings: Timings) -> Finish:
+    def _finish(self, stop: StopType, timings: Timings) -> Finish:
         """The Finish, after updating the record of what the slot holds."""
-        n_prompt = len(self._request.ids)
-        lease, reply = self._lease, np.array(self._ids, np.int32)
-        n_cached = 0
+        n_prompt, lease, reply = len(self._request.ids), self._lease, self._reply
+        kept, n_cached, word = self._ids, 0, ""
+        is_exact, hidden = True, stop == "cancelled"
+        if reply is not None:
+            kept, is_exact = self._ids[: reply.n_kept], reply.is_exact
+            hidden = hidden or reply.n_unnamed > 0
+            word = reply.stopping_word.decode("utf-8", "replace")
         if lease is not None and (self._is_started or stop != "cancelled"):
             # llama-server never evaluates the last token that it samples.
-            n_cached = n_prompt + max(0, len(reply) - 1)
-            lease.hold(reply, is_certain=True, hidden=stop in ("word", "cancelled"))
+            n_cached = n_prompt + min(len(kept), max(0, len(self._ids) - 1))
+            lease.hold(np.array(self._ids, np.int32), is_certain=is_exact, hidden=hidden)
         return Finish(
             stop=stop,
             stopping_word=word,
-            ids=tuple(self._ids),
-            n_cached=n_cached,
+            ids=tuple(kept),
+            n_cached=n_cached if is_exact else n_prompt,
             timings=timings,
             reuse=lease.reuse if lease is not None else Reuse(prefill=n_prompt),
+            slot=-1 if lease is None else lease.slot,
         )
+
+
+async def events(reply: ClientResponse) -> AsyncIterator[bytes]:
+    """The JSON objects of a stream of server-sent events. Raises TowerdError: an error that has no
+    event's shape."""
+    rest = b""
+    while data := await read(reply, READ_BYTES_MAX):
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(_DATA):
+                yield line[len(_DATA) - 1 :].rstrip(b"\r")
+            elif line.startswith(b"error: {"):
+                raise _error(line[len(b"error: ") :])
+        if len(data) == READ_BYTES_MAX:
+            await asyncio.sleep(0)
+
+
+def _error(data: bytes) -> TowerdError:
+    try:
+        return TowerdError(str(msgspec.json.decode(data)["message"]))
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return TowerdError("llama-server failed")

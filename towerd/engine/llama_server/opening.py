@@ -75,10 +75,8 @@ async def _open_store(
         )
         stack.callback(described.close)
         found.append((backend, described))
-        known, model = described.info.fingerprint, described.model
-        rules = None
-        if model is not None:
-            rules = await asyncio.to_thread(tokenizer_rules, model.path, known.model_hash, catalog)
+        known, path = described.info.fingerprint, described.model.path
+        rules = await asyncio.to_thread(tokenizer_rules, path, known.model_hash, catalog)
         return ModelIdentity(known, rules)
 
     def identity(catalog: Catalog) -> ModelIdentity:
@@ -88,11 +86,10 @@ async def _open_store(
     store = await asyncio.to_thread(opening, config.store_dir, identity)
     backend, described = found[0]
     stack.push_async_callback(asyncio.to_thread, store.close)
-    if described.vocab is not None:
-        vocab = described.vocab
-        await asyncio.to_thread(keep_vocabulary, store, vocab.pieces, vocab.ptr)
-        tokenize = partial(vocab.tokenize, add_special=False, parse_special=False)
-        await asyncio.to_thread(check_tokenizer, store, tokenize)
+    vocab = described.vocab
+    await asyncio.to_thread(keep_vocabulary, store, vocab.pieces, vocab.ptr)
+    tokenize = partial(vocab.tokenize, add_special=False, parse_special=False)
+    await asyncio.to_thread(check_tokenizer, store, tokenize)
     return backend, described, store
 
 

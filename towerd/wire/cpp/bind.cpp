@@ -22,6 +22,7 @@
 #include "interruption.h"
 #include "media.h"
 #include "prompts.h"
+#include "received.h"
 #include "refused.h"
 #include "reply.h"
 #include "request.h"
@@ -291,6 +292,13 @@ void bind_request(nb::module_ & m) {
                  return bytes_of(unlocked([&] { return safe_json_to_str(r.params().to_json(brief)); }));
              },
              "brief"_a)
+        .def_prop_ro("has_reasoning_control", &Request::has_reasoning_control)
+        .def("upstream_body",
+             [](const Request & r, size_t choice, const nb::bytes & own) {
+                 const std::string text = text_of(own);
+                 return bytes_of(unlocked([&] { return r.upstream_body(choice, text); }));
+             },
+             "choice"_a, "own"_a)
         .def("next_prompt",
              [](const Request & r, const nb::bytes & message) {
                  const std::string text = text_of(message);
@@ -306,6 +314,19 @@ void bind_reply(nb::module_ & m) {
         .def_ro("is_sent", &Chunk::is_sent)
         .def_prop_ro("stop", [](const Chunk & c) { return name_of(c.stop); });
 
+    nb::class_<Received>(m, "Received")
+        .def_prop_ro("progress",
+                     [](const Received & r) -> nb::object {
+                         if (!r.progress) {
+                             return nb::none();
+                         }
+                         const PromptProgress & p = *r.progress;
+                         return nb::make_tuple(p.total, p.cached, p.processed, p.time_ms);
+                     })
+        .def_prop_ro("chunk", [](const Received & r) { return r.chunk ? nb::cast(*r.chunk) : nb::none(); })
+        .def_prop_ro("ids", [](const Received & r) { return nb::tuple(nb::cast(r.ids)); })
+        .def_ro("is_last", &Received::is_last);
+
     nb::class_<Reply>(m, "Reply")
         .def(
             "__init__",
@@ -313,6 +334,15 @@ void bind_reply(nb::module_ & m) {
                 unlocked([&] { new (self) Reply(std::move(request), choice); });
             },
             "request"_a, "choice"_a)
+        .def("received",
+             [](Reply & r, const nb::bytes & event) {
+                 const std::string text = text_of(event);
+                 return unlocked([&] { return r.received(text); });
+             },
+             "event"_a)
+        .def_prop_ro("upstream_id", &Reply::upstream_id)
+        .def_prop_ro("is_exact", &Reply::is_exact)
+        .def_prop_ro("n_unnamed", &Reply::n_unnamed)
         .def("accept_prompt",
              [](Reply & r, const Given & ids) {
                  unlocked([&] { r.accept_prompt(ids.data(), ids.shape(0)); });

@@ -44,6 +44,7 @@ void Model::take_settings(const json & settings) {
     name_           = settings.at("name").get<std::string>();
     text_bytes_max_ = settings.at("text_bytes_max").get<size_t>();
     kept_fields_    = settings.at("kept_fields").get<std::vector<std::string>>();
+    is_upstream_    = settings.at("is_upstream").get<bool>();
 
     params_.n_ctx             = settings.at("n_ctx").get<int>();
     params_.n_batch           = settings.at("n_batch").get<int>();
@@ -135,6 +136,35 @@ void Model::check_text(size_t n_bytes) const {
 
 llama_tokens Model::tokenize(const std::string & text) const {
     return tokenizer_ ? tokenizer_(text) : towerd_tokenize(vocab, text, true, true);
+}
+
+std::string Model::piece(llama_token token, const std::set<llama_token> & kept) const {
+    return common_token_to_piece(vocab, token, params_.special || kept.count(token) != 0);
+}
+
+void Model::find_broken_pieces() const {
+    std::call_once(broken_once_, [&] {
+        for (llama_token token = 0; token < llama_vocab_n_tokens(vocab); ++token) {
+            const std::string text = piece(token);
+            const bool is_broken = !text.empty() && ((text[0] & 0xC0) == 0x80 || validate_utf8(text) < text.size());
+            if (is_broken) {
+                broken_[text].push_back(token);
+                broken_bytes_max_ = std::max(broken_bytes_max_, text.size());
+            }
+        }
+    });
+}
+
+const std::vector<llama_token> & Model::broken_pieces(const std::string & text) const {
+    static const std::vector<llama_token> kNone;
+    find_broken_pieces();
+    const auto found = broken_.find(text);
+    return found == broken_.end() ? kNone : found->second;
+}
+
+size_t Model::broken_piece_bytes_max() const {
+    find_broken_pieces();
+    return broken_bytes_max_;
 }
 
 json Model::props() const {

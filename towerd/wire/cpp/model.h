@@ -4,7 +4,10 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <set>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "media.h"
@@ -43,6 +46,15 @@ public:
     // Fields of a body that are towerd's own: a request keeps them for it.
     const std::vector<std::string> & kept_fields() const { return kept_fields_; }
 
+    // Whether requests keep what is sent to a llama-server for them.
+    bool                          is_upstream() const { return is_upstream_; }
+
+    // The text of a token in a reply; of a special one empty, unless it is kept.
+    std::string                   piece(llama_token token, const std::set<llama_token> & kept = {}) const;
+    // The tokens with this text, where it begins or ends within a character.
+    const std::vector<llama_token> & broken_pieces(const std::string & text) const;
+    size_t                        broken_piece_bytes_max() const;
+
     // How bytes of media are read.
     mtmd_helper_init_opt          helper_options() const;
 
@@ -58,6 +70,7 @@ private:
     void take_defaults(const json & defaults);
     void take_biases();
     void take_templates(const std::string & source);
+    void find_broken_pieces() const;
 
     Tokenizer                tokenizer_;
     std::shared_ptr<const Projector> projector_;
@@ -68,6 +81,11 @@ private:
     size_t                   token_bytes_max_ = 0;
     size_t                   text_bytes_max_  = 0;
     std::vector<std::string> kept_fields_;
+    bool                     is_upstream_ = false;
+
+    mutable std::once_flag                                            broken_once_;
+    mutable std::unordered_map<std::string, std::vector<llama_token>> broken_;
+    mutable size_t                                                    broken_bytes_max_ = 0;
 };
 
 }  // namespace towerd::wire

@@ -84,14 +84,21 @@ void check_logits(llama_context * ctx, int index, int n_vocab) {
 
 }  // namespace
 
-Reply::Reply(std::shared_ptr<const Request> request, size_t choice) :
-    request_(std::move(request)), choice_(choice), sampler_(made_sampler(*request_, choice)) {
+Reply::Reply(std::shared_ptr<const Request> request, size_t choice) : request_(std::move(request)), choice_(choice) {
+    if (request_->model().is_upstream()) {
+        request_->sampling_of(choice);  // checks the grammar
+    } else {
+        sampler_ = made_sampler(*request_, choice);
+    }
 }
 
 void Reply::accept_prompt(const llama_token * tokens, size_t n) {
     answering(ERROR_TYPE_SERVER, [&] {
         const std::lock_guard<std::mutex> lock(mutex_);
-        const auto &                      sampling = request_->params().sampling;
+        if (!sampler_) {
+            return;
+        }
+        const auto & sampling = request_->params().sampling;
         // Nothing looks further back.
         const size_t window = std::max({sampling.penalty_last_n, sampling.dry_penalty_last_n, sampling.n_prev});
         for (size_t i = n - std::min(n, window); i < n; ++i) {
@@ -313,12 +320,12 @@ void Reply::truncate() {
 
 bool Reply::end_reasoning() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return common_sampler_reasoning_budget_force(sampler_.get());
+    return sampler_ && common_sampler_reasoning_budget_force(sampler_.get());
 }
 
 uint32_t Reply::seed() const {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return common_sampler_get_seed(sampler_.get());
+    return sampler_ ? common_sampler_get_seed(sampler_.get()) : request_->seed_of(choice_);
 }
 
 std::string Reply::text() const {
@@ -347,6 +354,9 @@ server_slot_stats Reply::stats() const {
 
 size_t Reply::n_kept() const {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (!sampler_ && stop_ != STOP_TYPE_WORD) {
+        return ends_.size();
+    }
     return std::upper_bound(ends_.begin(), ends_.end(), generated_text_.size()) - ends_.begin();
 }
 

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,9 +27,13 @@ struct Chunk {
     stop_type               stop            = STOP_TYPE_NONE;
 };
 
+struct PromptProgress;
+struct Received;
+
 class Reply {
 public:
-    // Raises Refused: samplers that cannot be made, a bad grammar.
+    // Of a request for a llama-server it is received, not sampled. Raises Refused: samplers that cannot be made, a bad
+    // grammar.
     Reply(std::shared_ptr<const Request> request, size_t choice);
 
     const Request &                request() const { return *request_; }
@@ -46,6 +51,14 @@ public:
     // drafted right, and the one after them; fewer if the reply ends before. `n_room`: how many tokens there is room for;
     // the one after them ends the reply.
     std::vector<Chunk> steps(llama_context * ctx, int index, const llama_tokens & draft, int32_t n_room);
+    // What an event of a llama-server's stream, a JSON object, adds to the reply. Raises Refused: the error that it is.
+    Received received(const std::string & event);
+    // The name that llama-server has for it; empty if it did not say.
+    std::string upstream_id() const;
+    // Whether the ids of a received reply are certainly those that were sampled.
+    bool is_exact() const;
+    // Tokens of a received reply whose ids are not known: they were evaluated after the last text that was sent.
+    size_t n_unnamed() const;
     // Ends it at a limit other than the request's.
     void limit(bool truncated);
     // Tokens before it were dropped because the context was full.
@@ -74,9 +87,17 @@ private:
     void   check_indent();
     void   end(stop_type stop);
 
+    void         take_progress(const PromptProgress & progress);
+    void         take_timings(const json & said);
+    Chunk        take_token(const json & said, llama_tokens & ids);
+    void         take_probs(const json & said, completion_token_output & out) const;
+    llama_tokens name_tokens();
+    void         keep(const llama_tokens & named);
+    llama_tokens take_end(const json & said);
+
     std::shared_ptr<const Request> request_;
     const size_t                   choice_;
-    common_sampler_ptr             sampler_;
+    common_sampler_ptr             sampler_;  // null if it is received
     mutable std::mutex             mutex_;
 
     // As in server_slot.
@@ -93,6 +114,12 @@ private:
     bool                                 truncated_      = false;
 
     std::vector<size_t> ends_;  // of each token: where its text ends
+
+    // Of a received reply.
+    std::vector<std::optional<llama_token>> unnamed_;  // the last tokens, from the first unknown one on
+    size_t                                  n_named_bytes_ = 0;
+    bool                                    is_exact_      = true;
+    std::string                             upstream_id_;
 };
 
 }  // namespace towerd::wire

@@ -166,6 +166,22 @@ json next_message(const json & reply, const char * content) {
     return {{"role", "user"}, {"content", content}};
 }
 
+// What has its effect here already: it became the prompt, or is about the reply's shape.
+constexpr const char * kNotSent[] = {
+    "prompt", "messages", "input", "instructions", "system", "tools", "tool_choice", "response_format", "chat_parser",
+    "chat_format", "chat_template_kwargs", "input_prefix", "input_suffix", "input_extra", "model", "n", "n_cmpl",
+    "best_of", "stream_options", "response_fields", "verbose", "echo", "metadata", "user", "id_slot",
+};
+
+// The fields of a request for llama-server, also those that only a newer one knows.
+json sent_fields(const json & data) {
+    json sent = data;
+    for (const char * name : kNotSent) {
+        sent.erase(name);
+    }
+    return sent;
+}
+
 }  // namespace
 
 const Endpoint & endpoint_named(const std::string & name) {
@@ -292,6 +308,9 @@ void Request::take(const json & data, const std::vector<raw_buffer> & files) {
     params_.oaicompat_cmpl_id = gen_chatcmplid();
     params_.oaicompat_model   = model_->name();
     id_slot_                  = json_value(data, "id_slot", -1);
+    if (model_->is_upstream()) {
+        sent_ = sent_fields(data);
+    }
     for (const auto & input : inputs) {
         Prompt prompt = prompt_of_tokens(input, model_->projector().get());
         prompts_.push_back(std::move(prompt.ids));
@@ -325,6 +344,19 @@ common_params_sampling Request::sampling_of(size_t choice) const {
     common_params_sampling sampling = params_.sampling;
     sampling.seed                   = seed_of(choice);
     return sampling;
+}
+
+std::string Request::upstream_body(size_t choice, const std::string & own) const {
+    json body = sent_;
+    if (params_.n_cmpl > 1 && params_.sampling.seed != LLAMA_DEFAULT_SEED) {
+        body["seed"] = seed_of(choice);
+    }
+    body["prompt"]    = prompt_of(choice);
+    const json fields = json::parse(own);
+    for (const auto & [name, value] : fields.items()) {
+        body[name] = value;
+    }
+    return safe_json_to_str(body);
 }
 
 // Its media are this request's, in the same order: nothing is hashed again.

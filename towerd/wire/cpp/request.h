@@ -56,6 +56,12 @@ public:
     // Sampling parameters of one choice. The grammar is checked once. Raises Refused.
     common_params_sampling sampling_of(size_t choice) const;
 
+    // The body of a llama-server's POST /completion for one choice, as JSON: what llama-server's own routes would make of
+    // this request, with the prompt as tokens, and the fields of `own`, a JSON object. Only where `Model::is_upstream`.
+    std::string upstream_body(size_t choice, const std::string & own) const;
+    // Whether its reasoning may be ended while it runs.
+    bool has_reasoning_control() const { return params_.sampling.reasoning_control; }
+
     // The tokens that every next request of this chat begins with, if `message` (JSON) is sent back as the reply.
     // Raises Refused; empty for a request that is not a chat.
     llama_tokens next_prompt(const std::string & message) const;
@@ -77,6 +83,7 @@ private:
     std::map<std::string, std::string> kept_;
     std::string                        agent_;
     bool                               has_structure_ = false;
+    json                               sent_;  // the fields that a llama-server gets
     json                               chat_;  // the body in OpenAI's form, of a chat that is not too long
     mutable std::mutex                 grammar_mutex_;
     mutable bool                       grammar_checked_ = false;

@@ -42,8 +42,8 @@ class LlamaServerBackend:
     probe: ProbeResult
     process: LlamaServerProcess | None
     """None when it was attached: towerd does not start or stop it."""
-    model: LlamaModel | None
-    """Its model file without weights; None when that cannot be read here."""
+    model: LlamaModel
+    """Its model file without weights, or another one with the same vocabulary."""
     command: Command | None
     """How it was started; None when that cannot be seen."""
     added: CounterValues
@@ -74,7 +74,7 @@ async def _started(config: Config) -> AsyncIterator[LlamaServerBackend]:
     build.check(allow_vulnerable=config.allow_vulnerable)
     named_there = config.model is None and names_model(extra)
     path = None if named_there else await asyncio.to_thread(find_model, config.model)
-    model = await asyncio.to_thread(open_vocab, path, config)
+    model = None if path is None else await asyncio.to_thread(open_vocab, path, config)
     slotdir = await asyncio.to_thread(SlotDir.private, config.slot_dir)
     env = {**server_env(os.environ), **library_env(binary)}
 
@@ -126,7 +126,7 @@ async def _probed(
     is_stale = False
     if model is None:
         path = Path(str(props.get("model_path", "")))
-        model = await asyncio.to_thread(open_vocab, path, config)
+        model = await asyncio.to_thread(_open_served, path, config)
         if command is not None and command.pid:
             is_stale = await asyncio.to_thread(may_have_loaded_another, command.pid, path)
     try:
@@ -142,5 +142,17 @@ async def _probed(
             log.warning("slot states go through a disk", extra={"path": str(slotdir.path)})
         yield LlamaServerBackend(upstream, slotdir, found, process, model, command, added, is_stale)
     finally:
-        if model is not None:
-            model.close()
+        model.close()
+
+
+def _open_served(path: Path, config: Config) -> LlamaModel:
+    """The file that an attached llama-server serves, or what `config` names in its place. Raises
+    ConfigError."""
+    if path.is_file():
+        return open_vocab(path, config)
+    if config.model is None:
+        raise ConfigError(
+            f"towerd tokenizes and parses itself, and {path}, which the --upstream serves, cannot "
+            "be read here: name the same GGUF, or its vocabulary, with -m FILE or -hf OWNER/REPO."
+        )
+    return open_vocab(find_model(config.model), config)

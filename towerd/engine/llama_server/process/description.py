@@ -20,22 +20,23 @@ from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.model.vocab import Vocab
 from towerd.engine.llama_server.process.attached import Command
 from towerd.engine.llama_server.process.probe import ProbeResult
+from towerd.engine.llama_server.wire_model import open_upstream_wire
 from towerd.engine.model_file import ModelFile, weights_hash
 from towerd.engine.row_flags import row_overrides
-from towerd.errors import ModelError
+from towerd.errors import ConfigError
 from towerd.kernels.formats import BY_NAME
 from towerd.settings.config import Config
 from towerd.settings.llama_flags import canonical
 from towerd.slots.fingerprint import REPORTED_HASH_PREFIX, Fingerprint, tokenizer_hash
 from towerd.slots.layout import KVLayout, Plane
 from towerd.store import Catalog
-from towerd.wire import token_bytes_max
+from towerd.wire import Model
 
 log = logging.getLogger(__name__)
 
 _NO_FILE_NOTE = (
-    "The model file is not readable here, so its rows are kept apart from those of the embedded "
-    "engine."
+    "The file that this llama-server serves is not readable here, so its rows are kept apart from "
+    "those of the embedded engine."
 )
 _NO_COMMAND_NOTE = (
     "The command line of llama-server cannot be seen, so its RoPE flags are taken never to change; "
@@ -45,22 +46,19 @@ _NO_COMMAND_NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """The model behind an upstream. `vocab` None: its file cannot be read here."""
+    """The model behind an upstream, and its file here, without weights."""
 
     info: ModelInfo
-    vocab: Vocab | None
-    model: LlamaModel | None
+    vocab: Vocab
+    model: LlamaModel
+    wire: Model
+    adapter_names: tuple[str, ...]
+    """What identifies the file of each of its LoRA adapters."""
     notes: tuple[str, ...] = ()
     adapters: tuple[ModelFile, ...] = ()
-    """The files of the adapters in force that can be read here."""
-    token_bytes_max: int = 0
-    """Bytes of text that one token stands for, at most; 0: any number, or not known."""
-
-    @property
-    def files(self) -> tuple[ModelFile, ...]:
-        """Every file that the fingerprint has the hash of."""
-        own = () if self.model is None else self.model.files
-        return own + self.adapters
+    """The files of its adapters that can be read here."""
+    files: tuple[ModelFile, ...] = ()
+    """Every file that the fingerprint has the hash of."""
 
     def close(self) -> None:
         """Close the adapters; the model belongs to the backend."""
@@ -94,15 +92,9 @@ def flag_notes(command: Command | None, *, is_ours: bool) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def open_vocab(path: Path | None, config: Config) -> LlamaModel | None:
-    """The model file without its weights, or None when it is not here or not readable."""
-    if path is None or not path.is_file():
-        return None
-    try:
-        return LlamaModel(path, config, vocab_only=True)
-    except ModelError as error:
-        log.warning("the upstream's model file cannot be read here", extra={"error": error.message})
-        return None
+def open_vocab(path: Path, config: Config) -> LlamaModel:
+    """The model file without its weights. Raises ModelError."""
+    return LlamaModel(path, config, vocab_only=True)
 
 
 def sliding_window(model: LlamaModel | None) -> int:
@@ -114,48 +106,79 @@ def sliding_window(model: LlamaModel | None) -> int:
 def describe(
     config: Config,
     found: ProbeResult,
-    model: LlamaModel | None,
+    model: LlamaModel,
     command: Command | None,
     meta: Mapping[str, Any],
     catalog: Catalog,
 ) -> ModelDescription:
-    """What `found` serves. `command`: how it was started, None if that cannot be seen;
-    `meta`: the model's entry in /v1/models; `catalog` remembers the file's hash."""
+    """What `found` serves. `model`: its file, or one of the same vocabulary; `command`: how it was
+    started, None if that cannot be seen; `meta`: the model's entry in /v1/models; `catalog`
+    remembers the file's hash. Raises ConfigError: the file has another vocabulary."""
+    vocab = Vocab(model.ptr)
+    _check_vocabulary(model, vocab, meta)
     layout = found.spec.layout if found.spec is not None else _NO_LAYOUT
-    in_force = [each for each in found.loras if float(each["scale"]) != 0.0]
-    paths = [Path(str(each.get("path", ""))) for each in in_force]
+    paths = [Path(str(each.get("path", ""))) for each in found.loras]
     adapters = {path: ModelFile(path) for path in dict.fromkeys(paths) if path.is_file()}
     names = [adapters[p].identify(catalog) if p in adapters else str(p) for p in paths]
     lora = tuple(
-        f"{name}@{float(each['scale'])!r}" for name, each in zip(names, in_force, strict=True)
+        f"{name}@{float(each['scale'])!r}"
+        for name, each in zip(names, found.loras, strict=True)
+        if float(each["scale"]) != 0.0
     )
     notes = flag_notes(command, is_ours=config.upstream is None)
-    vocab = Vocab(model.ptr) if model is not None else None
-    if model is None or vocab is None:
-        notes += (_NO_FILE_NOTE,)
-        fingerprint = _reported_fingerprint(found, meta, layout, lora)
-    else:
-        rope = model.rope(config) if command is not None else {"upstream": "unseen"}
+    files = tuple(adapters.values())
+    if Path(found.model_path).is_file():
+        files += tuple(model.files)
         if command is None:
-            rope |= model.rope(config)
             notes += (_NO_COMMAND_NOTE,)
-            command = Command()
-        rotated = command.env.get("LLAMA_ATTN_ROT_DISABLE", "0") in ("", "0")
-        n_head_kv = int(model.key("attention.head_count_kv", "1").strip("[]").split(",")[0]) or 1
-        fingerprint = Fingerprint(
-            model_hash=weights_hash(model.files, catalog),
-            arch=model.arch,
-            tokenizer=tokenizer_hash(vocab.pieces),
-            rope=rope | row_overrides(command.flags, command.env),
-            lora=lora,
-            layout=layout,
-            rot_k=rotated and is_rotated(layout.k[0], n_head_kv),
-            rot_v=rotated and bool(layout.v) and is_rotated(layout.v[0], n_head_kv),
-            long_context=model.is_long_context(found.n_ctx),
-        )
+        fingerprint = _own_fingerprint(config, found, model, vocab, command, layout, lora, catalog)
+    else:
+        notes += (_NO_FILE_NOTE,)
+        fingerprint = _reported_fingerprint(found, vocab, meta, layout, lora)
     info = _info(found, model, vocab, meta, fingerprint)
-    token_bytes = 0 if model is None else token_bytes_max(model.address)
-    return ModelDescription(info, vocab, model, notes, tuple(adapters.values()), token_bytes)
+    wire = open_upstream_wire(model, vocab, found, command, config)
+    return ModelDescription(
+        info, vocab, model, wire, tuple(names), notes, tuple(adapters.values()), files
+    )
+
+
+def _check_vocabulary(model: LlamaModel, vocab: Vocab, meta: Mapping[str, Any]) -> None:
+    n_vocab = int(meta.get("n_vocab", vocab.n_vocab))
+    if n_vocab != vocab.n_vocab:
+        raise ConfigError(
+            f"{model.path} has a vocabulary of {vocab.n_vocab} tokens, the model of the "
+            f"--upstream one of {n_vocab}: give the GGUF that it serves with -m."
+        )
+
+
+def _own_fingerprint(
+    config: Config,
+    found: ProbeResult,
+    model: LlamaModel,
+    vocab: Vocab,
+    command: Command | None,
+    layout: KVLayout,
+    lora: tuple[str, ...],
+    catalog: Catalog,
+) -> Fingerprint:
+    """The fingerprint that the embedded engine has for the same file, flags and cache."""
+    rope = model.rope(config)
+    if command is None:
+        rope = {"upstream": "unseen", **rope}
+        command = Command()
+    rotated = command.env.get("LLAMA_ATTN_ROT_DISABLE", "0") in ("", "0")
+    n_head_kv = int(model.key("attention.head_count_kv", "1").strip("[]").split(",")[0]) or 1
+    return Fingerprint(
+        model_hash=weights_hash(model.files, catalog),
+        arch=model.arch,
+        tokenizer=tokenizer_hash(vocab.pieces),
+        rope=rope | row_overrides(command.flags, command.env),
+        lora=lora,
+        layout=layout,
+        rot_k=rotated and is_rotated(layout.k[0], n_head_kv),
+        rot_v=rotated and bool(layout.v) and is_rotated(layout.v[0], n_head_kv),
+        long_context=model.is_long_context(found.n_ctx),
+    )
 
 
 _NO_LAYOUT = KVLayout((Plane(BY_NAME["f16"].type_id, 2),), ())
@@ -164,8 +187,8 @@ _NO_LAYOUT = KVLayout((Plane(BY_NAME["f16"].type_id, 2),), ())
 
 def _info(
     found: ProbeResult,
-    model: LlamaModel | None,
-    vocab: Vocab | None,
+    model: LlamaModel,
+    vocab: Vocab,
     meta: Mapping[str, Any],
     fingerprint: Fingerprint,
 ) -> ModelInfo:
@@ -174,7 +197,7 @@ def _info(
         path=found.model_path,
         alias=str(props.get("model_alias") or Path(found.model_path).name),
         description=str(meta.get("ftype", "")),
-        n_vocab=vocab.n_vocab if vocab is not None else int(meta.get("n_vocab", 0)),
+        n_vocab=vocab.n_vocab,
         n_ctx_train=int(meta.get("n_ctx_train", 0)),
         n_embd=int(meta.get("n_embd", 0)),
         n_params=int(meta.get("n_params", 0)),
@@ -185,12 +208,20 @@ def _info(
         chat_template=str(props.get("chat_template", "")),
         fingerprint=fingerprint,
         kv_bytes_per_token=fingerprint.layout.token_bytes if found.spec is not None else 0,
-        metadata=model.metadata if model is not None else {},
+        metadata=model.metadata,
+        has_media=any(bool(props.get("modalities", {}).get(name)) for name in _MEDIA),
     )
 
 
+_MEDIA = ("vision", "audio", "video")
+
+
 def _reported_fingerprint(
-    found: ProbeResult, meta: Mapping[str, Any], layout: KVLayout, lora: tuple[str, ...]
+    found: ProbeResult,
+    vocab: Vocab,
+    meta: Mapping[str, Any],
+    layout: KVLayout,
+    lora: tuple[str, ...],
 ) -> Fingerprint:
     """A fingerprint from what the server says about its model."""
     known = {key: meta.get(key) for key in ("n_vocab", "n_embd", "n_params", "size", "ftype")}
@@ -199,7 +230,7 @@ def _reported_fingerprint(
         model_hash=REPORTED_HASH_PREFIX
         + hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
         arch="",
-        tokenizer=str(meta.get("vocab_type", "")),
+        tokenizer=tokenizer_hash(vocab.pieces),
         rope={"upstream": "unseen", "n_ctx": float(found.n_ctx)},
         lora=lora,
         layout=layout,

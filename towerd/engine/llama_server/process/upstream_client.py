@@ -180,11 +180,16 @@ class UpstreamClient:
         reply = await self.post("/completion", body)
         return int(reply["timings"]["cache_n"])
 
+    async def adapt(self, slot: int, token: int, lora: Sequence[Mapping[str, Any]]) -> None:
+        """Have the slot apply these LoRA adapters, by evaluating a token under them."""
+        body = {"prompt": [token], "n_predict": 0, "id_slot": slot, "lora": lora}
+        await self.post("/completion", body)
+
     @asynccontextmanager
-    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[ClientResponse]:
+    async def stream(self, path: str, body: bytes) -> AsyncIterator[ClientResponse]:
         """A reply that is read as it comes."""
         with self._translated():
-            reply = await self._send("POST", path, _ENCODER.encode(body))
+            reply = await self._send("POST", path, body)
             try:
                 if reply.status != 200:
                     raise _error(reply.status, await read_all(reply))

@@ -11,9 +11,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from towerd.engine.llama_server.slots.chat_text import ChatText
 from towerd.engine.llama_server.slots.slot import Slot
 from towerd.store import Handle
+from towerd.store.prefix.scope import adapters_of
 from towerd.tokens import Ids
 
 _SMOOTHING = 0.2
@@ -78,8 +78,6 @@ class SlotRequest:
     cache_prompt: bool = True
     path: Handle | None = None
     """What the store knows of its prompt but the last token; None: nothing of it is restored."""
-    pinned: bool = True
-    """False: the request cannot name its slot, so it has to be the one the server would pick."""
     overtaken: int = 0
     """How often a later request went first."""
 
@@ -129,8 +127,6 @@ class PlacementPolicy:
         continuation = self._continuation(request, free, slots)
         if continuation is not None:
             return continuation
-        if not request.pinned:
-            free = self._picked(request, free)
         used = sorted(slot.last_used for slot in slots)
         if request.ids is None:
             options = [self._opaque(request, slot, used) for slot in free]
@@ -146,7 +142,7 @@ class PlacementPolicy:
         """Continue in a slot that holds only the beginning of the prompt, if no other place has
         more of it. Every turn of a chat in its slot is such a case. Nothing has to leave and every
         other option evaluates more, so none has to be weighed."""
-        if request.ids is None or not request.pinned:
+        if request.ids is None:
             return None
         shared = max(slot.common(request.ids) for slot in slots)
         if shared == 0 or request.n_storable > shared:
@@ -177,14 +173,6 @@ class PlacementPolicy:
         ]
         return kept + restored
 
-    def _picked(self, request: SlotRequest, free: list[Slot]) -> list[Slot]:
-        """If a free slot holds all but the last token of this prompt, the one that llama-server
-        would pick: the first of those that share most. Otherwise all free slots."""
-        assert request.ids is not None
-        shared = [(-slot.common(request.ids), slot.id, slot) for slot in free if slot.known]
-        rivals = [each for each in shared if -each[0] >= request.n - 1]
-        return [min(rivals)[2]] if rivals else free
-
     def live(self, request: SlotRequest, slot: Slot) -> tuple[int, bool]:
         """How many of the request's tokens can be used in the slot, and whether the slot has to be
         emptied first because the server would use other tokens as well."""
@@ -196,6 +184,8 @@ class PlacementPolicy:
             return 0, True
         if not request.cache_prompt:
             return 0, False
+        if slot.adapters != adapters_of(request.scope):
+            return 0, True
         allowed = common if slot.scope == request.scope else min(common, request.n_public)
         if allowed < common:
             return 0, True
@@ -214,14 +204,6 @@ class PlacementPolicy:
             return False
         is_whole = self.window > 0 or self.extends_only
         return slot.common(request.ids) >= (slot.n if is_whole else max(slot.n_certain, 1))
-
-    def continues_in(self, slot: Slot, text: ChatText, scope: str) -> bool:
-        """Whether a chat continues in this slot, so that no choice is needed."""
-        if slot.busy or not slot.known or not slot.sure or slot.scope != scope:
-            return False
-        if slot.chat is None or not slot.is_continued or (self.window and slot.window_from):
-            return False
-        return text.continues(slot.chat)
 
     def _keep(
         self, request: SlotRequest, slot: Slot, used: Sequence[int], live: int, erase: bool

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
+from towerd.engine.llama_server.process.upstream_adapters import UpstreamAdapters
 from towerd.engine.llama_server.process.upstream_client import UpstreamGone
 from towerd.engine.llama_server.slots.capture import Captured, Capturer
 from towerd.engine.llama_server.slots.placement import (
@@ -25,6 +26,7 @@ from towerd.engine.llama_server.slots.slot_counters import SlotCounters
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.errors import TowerdError
 from towerd.store import Handle
+from towerd.store.prefix.scope import adapters_of
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import RestorePlan
 from towerd.tokens import Ids
@@ -49,7 +51,11 @@ class Placer:
     table: SlotTable
 
     def __init__(
-        self, backend: LlamaServerBackend, tiers: Tiers, workers: ThreadPoolExecutor
+        self,
+        backend: LlamaServerBackend,
+        tiers: Tiers,
+        workers: ThreadPoolExecutor,
+        adapters: UpstreamAdapters,
     ) -> None:
         found = backend.probe
         self.counters = SlotCounters()
@@ -66,6 +72,7 @@ class Placer:
         )
         self._keeps_idle = found.keeps_idle_slots
         self._upstream = backend.upstream
+        self._adapters = adapters
         self._tiers = tiers
         self._workers = workers
         self._restorer: SlotRestorer | None = None
@@ -166,6 +173,7 @@ class Placer:
         plan = await self.look_up(request)
         if plan.n == 0:
             return None
+        await self._adapt(slot, request)
         room = asyncio.create_task(self._make_room(slot, request.n))
         try:
             restored = await self._restorer.restore(slot.id, request.ids, plan, room)
@@ -184,6 +192,17 @@ class Placer:
         tokens = request.ids[: restored.n]
         slot.hold_restored(tokens, request.scope, restored.window_from, restored.provenance)
         return restored
+
+    async def _adapt(self, slot: Slot, request: SlotRequest) -> None:
+        """Have the slot apply the request's adapters: llama-server empties a slot whose next request
+        names others."""
+        assert request.ids is not None
+        wanted = adapters_of(request.scope)
+        if slot.adapters != wanted:
+            await self._upstream.adapt(
+                slot.id, int(request.ids[0]), self._adapters.entries(request.scope)
+            )
+            slot.adapters = wanted
 
     def _count_restore(self, restored: Restored) -> None:
         counters = self.counters
@@ -254,9 +273,8 @@ class Placer:
             return
         self._count_capture(captured)
         if epoch == self.epoch:
-            chat = slot.chat
             slot.hold(captured.image.tokens, slot.scope)
-            slot.n_stored, slot.chat = slot.n, chat
+            slot.n_stored = slot.n
 
     def _count_capture(self, captured: Captured) -> None:
         self.counters.saves += 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from towerd.engine.base import SlotView
-from towerd.engine.llama_server.slots.chat_text import AnsweredChat
+from towerd.store.prefix.scope import adapters_of
 from towerd.store.sessions.deletions import DeletionWatch
 from towerd.tokens import Ids, Provenances, common_prefix, computed_after
 
@@ -48,8 +48,8 @@ class Slot:
     """False: it may have changed without towerd's knowledge; ask before relying on it."""
     last_used: int = 0
     """Count of leases when it was last released; 0: never."""
-    chat: AnsweredChat | None = None
-    """The chat request that it ran last, if it holds that and its reply."""
+    adapters: str = ""
+    """The LoRA adapters of its last request, as in a scope."""
     since: DeletionWatch | None = None
     """What was deleted since its last request began: it may hold that."""
     is_continued: bool = False
@@ -86,7 +86,7 @@ class Slot:
         self.tokens, self.scope = tokens, scope
         self.n_certain = len(tokens) if n_certain is None else n_certain
         self.known, self.sure, self.hidden, self.label = True, True, hidden, ""
-        self.chat = None
+        self.adapters = adapters_of(scope)
 
     def hold_restored(
         self, tokens: Ids, scope: str, window_from: int, provenance: Provenances
@@ -96,7 +96,7 @@ class Slot:
         self.n_certain = self.n_stored = len(tokens)
         self.window_from, self.label = window_from, ""
         self.known, self.sure, self.hidden = True, True, False
-        self.chat, self.is_continued = None, False
+        self.is_continued = False
 
     def provenance_of(self, n: int) -> Provenances:
         """The provenance of `n` tokens: tokens after a row that is not exact are derived."""

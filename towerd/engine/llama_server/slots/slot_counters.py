@@ -28,5 +28,3 @@ class SlotCounters:
     erases: int = 0
     live_missed: int = 0
     """Prompts for which a slot did not hold the tokens that it was believed to hold."""
-    chats_gone_on: int = 0
-    """Chat requests that were forwarded before their tokens were known."""

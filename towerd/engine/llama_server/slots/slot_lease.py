@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from towerd.engine.base import TURN_STOPS, Reuse
-from towerd.engine.llama_server.slots.chat_text import AnsweredChat
+from towerd.engine.base import Reuse
 from towerd.engine.llama_server.slots.expected_reuse import ExpectedReuse
 from towerd.engine.llama_server.slots.reuse_check import ReuseCheck
 from towerd.engine.llama_server.slots.slot import Slot
 from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
 from towerd.store.sessions.deletions import DeletionWatch
-from towerd.store.sessions.turn import Turn
 from towerd.tokens import Ids
 
 
@@ -34,10 +30,6 @@ class Lender(Protocol):
     @property
     def n_ctx(self) -> int: ...
 
-    def learned(self, ids: Ids, slot: Slot) -> ExpectedReuse:
-        """The reuse of a chat that continues in `slot`, now that its tokens are known."""
-        ...
-
     def placed(self) -> None:
         """Called when the request was launched, or will not be."""
         ...
@@ -46,22 +38,9 @@ class Lender(Protocol):
         """What is deleted from now on."""
         ...
 
-    async def guess(self, text: str) -> Ids:
-        """The tokens that a reply of this text probably had."""
-        ...
-
     def give_back(self, lease: SlotLease, slot: Slot) -> None:
         """Called when the lease ended."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class LeasedTurn:
-    """The turn of a request that is over, to be recorded."""
-
-    turn: Turn
-    answered: bool
-    """Whether there was a reply, if only one of tool calls."""
 
 
 class SlotLease:
@@ -88,30 +67,20 @@ class SlotLease:
         """Whether the tokens in place come from a restore for this request."""
         self.is_exact = True
         """False: the slot's rows are not what evaluating its tokens gives."""
-        self.workflow: str | None = None
-        """The workflow that the client names."""
         self.session = session
-        """The session that its turn is recorded under; None: it is recognised then."""
-        self.agent: str | None = None
-        """Who asks, named or told apart by system prompt and tools."""
-        self.calls_tools = False
-        """Whether the reply ended with a call of a tool."""
-        self.answered: AnsweredChat | None = None
-        """The chat request with its reply, if it was one."""
+        """The session that its client names."""
         self._engine = engine
         self._slot = slot
         self.t_began = time.monotonic()
         """When its request was parsed."""
         self.t_first: float | None = None
         """When its reply began; None before, or if that does not show until its end."""
-        self._started_s = time.time()
         self._since = engine.watch_deletions()
         self._epoch = engine.epoch
         self._is_placing = True
         self._is_awaited = True
         self._is_open = True
         self._is_released = False
-        self._ran_elsewhere = False
 
     @property
     def slot(self) -> int:
@@ -128,11 +97,6 @@ class SlotLease:
         """Whether llama-server was restarted since, so that the slot is empty."""
         return self._epoch != self._engine.epoch
 
-    def learn(self, ids: Ids) -> None:
-        """Set the prompt's tokens, for a chat whose slot was known before they were."""
-        self.ids = ids
-        self.expected_reuse = self._engine.learned(ids, self._slot)
-
     async def launched(self) -> None:
         """Called when the request runs in its slot: others may be placed from now on."""
         if self._is_placing:
@@ -146,62 +110,13 @@ class SlotLease:
             self.t_first = time.monotonic()
             self._engine.upkeep.n_awaited -= 1
 
-    def ran_elsewhere(self) -> None:
-        """Called, before `finished`, when the request ran in another slot: this one holds all of
-        the prompt but its last token, and free slots have to be asked what they hold."""
-        self._ran_elsewhere = True
-        self._engine.upkeep.doubt()
-
-    async def finished(
-        self,
-        *,
-        reply_ids: Sequence[int] | None,
-        reply_text: str,
-        cache_n: int | None,
-        stop: str,
-        prompt_ms: float | None = None,
-    ) -> LeasedTurn | None:
-        """Say what the slot holds now, and return the turn that is to be recorded; None of a
-        prompt whose tokens are not known. Call it before the last bytes of the reply go out.
-
-        reply_ids: the generated tokens, or None when only their text is known
-        cache_n: how many prompt tokens llama-server says it reused (None: it did not say)
-        prompt_ms: how long it says the others took"""
+    def observe(self, cache_n: int, prompt_ms: float) -> None:
+        """Compare what the reply says with what was prepared for it: how many prompt tokens were
+        reused, and how long the others took."""
         if self.ids is None:
-            return None
-        self.observe(cache_n, prompt_ms)
-        if reply_ids is not None:
-            reply = np.asarray(reply_ids, np.int32)
-        else:
-            reply = await self._engine.guess(reply_text)
-        is_certain = reply_ids is not None
-        self.hold(reply, is_certain=is_certain, hidden=not is_certain or stop in _CUT_SHORT)
-        n_cached = len(self.ids) - self._ran_elsewhere
-        n_cached += max(0, len(reply) - 1) if is_certain and not self._ran_elsewhere else 0
-        turn = Turn(
-            scope=self.scope,
-            session=self.session,
-            prompt=self.ids,
-            reply=reply,
-            n_cached=n_cached,
-            started_s=self._started_s,
-            finished=stop != "cancelled",
-            stop="tool_use" if self.calls_tools else TURN_STOPS.get(stop, ""),
-            workflow=self.workflow,
-            agent=self.agent,
-            since=self._since,
-        )
-        # A reply that is all tool calls has no text, and is one all the same.
-        answered = len(reply) > 0 or (reply_ids is None and stop != "cancelled")
-        return LeasedTurn(turn, answered)
-
-    def observe(self, cache_n: int | None, prompt_ms: float | None) -> None:
-        """Compare what the reply says with what was prepared for it; see `finished`."""
-        if cache_n is None or self.ids is None:
             return
         check, expected = self._engine.reuse_check, self.expected_reuse
-        if prompt_ms is not None:
-            check.prefilled(len(self.ids) - cache_n, prompt_ms)
+        check.prefilled(len(self.ids) - cache_n, prompt_ms)
         if expected.n_live_max is not None and cache_n > expected.n_live_max:
             # It moved rows from elsewhere in the slot (--cache-reuse), which is not exact.
             self.is_exact = False
@@ -217,15 +132,12 @@ class SlotLease:
         self._slot.since = self._since
         tokens = np.concatenate([self.ids, reply[:-1]])
         room = self._engine.n_ctx - (0 if is_certain else _GUESS_TOKENS)
-        if self._ran_elsewhere:
-            self._slot.hold(self.ids[:-1], self.scope)
-        elif not self.is_exact or len(tokens) >= room:
+        if not self.is_exact or len(tokens) >= room:
             # Moved rows or a context shift, which must never be stored.
             self._slot.hold_unknown(self.scope)
         else:
             n_certain = len(tokens) if is_certain else len(self.ids)
             self._slot.hold(tokens, self.scope, n_certain=n_certain, hidden=hidden)
-            self._slot.chat = self.answered
 
     async def __aenter__(self) -> SlotLease:
         return self
@@ -234,7 +146,7 @@ class SlotLease:
         self.release()
 
     def release(self) -> None:
-        """Give the slot back. Without `finished` its content counts as unknown."""
+        """Give the slot back. Without `hold` its content counts as unknown."""
         engine, slot = self._engine, self._slot
         if self._is_placing:
             self._is_placing = False
@@ -253,6 +165,4 @@ class SlotLease:
 
 
 _GUESS_TOKENS = 64
-"""How far off the number of tokens may be that is guessed from a reply's text."""
-_CUT_SHORT = ("word", "cancelled")
-"""Ends after which the server may have evaluated more tokens than it sent."""
+"""How far off the number of tokens may be where some ids are not certain."""

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from towerd.engine.llama_server.slots.chat_text import ChatText
 from towerd.engine.llama_server.slots.placement import PlacementPolicy, SlotChoice, SlotRequest
 from towerd.engine.llama_server.slots.slot import Slot
 from towerd.errors import TowerdError, Unavailable
@@ -80,19 +79,6 @@ class SlotTable:
             elif waiting.granted.done() and not waiting.granted.cancelled():
                 self.undo(waiting.granted.result())
             raise
-
-    def slot_of_chat(self, text: ChatText, scope: str) -> Slot | None:
-        """The free slot where this chat continues; None if there is none, or a request waits for a
-        slot."""
-        if self._waiting:
-            return None
-        slots = (slot for slot in self.slots if self.policy.continues_in(slot, text, scope))
-        return next(slots, None)
-
-    def take(self, slot: Slot, scope: str, n: int) -> None:
-        """Mark a free slot busy for the chat of about `n` tokens that continues there."""
-        self._take(SlotChoice(slot, slot.n), SlotRequest(None, scope))
-        self._promise(slot, n)
 
     def fits(self, n_others: int, n: int) -> bool:
         """Whether a request of `n` tokens fits beside `n_others` cells of other slots."""

@@ -1,0 +1,68 @@
+"""The model of a llama-server as `towerd.wire` takes it: its vocabulary, with that server's templates
+and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from towerd.engine.embedded.model.model import LlamaModel
+from towerd.engine.embedded.model.vocab import Vocab
+from towerd.engine.embedded.model.wire_model import KEPT_FIELDS
+from towerd.engine.llama_server.process.attached import Command
+from towerd.engine.llama_server.process.probe import ProbeResult
+from towerd.errors import ConfigError
+from towerd.settings.config import Config
+from towerd.settings.llama_flags import words_found
+from towerd.wire import Model, Settings
+
+_NOT_DEFAULTS = frozenset(
+    (
+        "stream",
+        "chat_format",
+        "reasoning_format",
+        "reasoning_in_content",
+        "generation_prompt",
+        "speculative.types",
+        "lora",
+        "backend_sampling",
+    )
+)
+"""Parameters in GET /props that are no fields of a request, or no defaults."""
+
+
+def open_upstream_wire(
+    model: LlamaModel, vocab: Vocab, found: ProbeResult, command: Command | None, config: Config
+) -> Model:
+    """model: the file without its weights. command: how llama-server was started; None: that cannot
+    be seen, and its flags about templates and reasoning are taken not to be set.
+
+    Raises ConfigError: a chat template that does not parse here, a flag that this llama.cpp does
+    not have."""
+    params = found.props.get("default_generation_settings", {}).get("params", {})
+    template = str(found.props.get("chat_template", ""))
+    is_own = template == model.metadata.get("tokenizer.chat_template", "")
+    flags = () if command is None else tuple(words_found(command.flags, "wire"))
+    settings = Settings(
+        name=str(found.props.get("model_alias") or model.path.name),
+        n_ctx=found.n_ctx,
+        n_parallel=found.n_slots,
+        text_bytes_max=config.text_bytes_max(found.n_ctx),
+        chat_template="" if is_own else template,
+        defaults=_defaults(params),
+        flags=flags,
+        kept_fields=KEPT_FIELDS,
+        is_upstream=True,
+    )
+    try:
+        deep_stack = vocab.with_deep_stack if vocab.is_deep else None
+        return Model(model.address, settings.encode(), deep_stack=deep_stack)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"towerd's llama.cpp refuses a chat template or flag of this llama-server: {error}."
+        ) from error
+
+
+def _defaults(params: Mapping[str, Any]) -> dict[str, Any]:
+    """llama-server's default sampling parameters, as fields of a request."""
+    return {name: value for name, value in params.items() if name not in _NOT_DEFAULTS}
