@@ -11,7 +11,7 @@ from typing import Any, Generic
 from towerd.cold import Coding, ColdTier, check_codec_model, vocabulary_source
 from towerd.engine.base import LiveBudget
 from towerd.engine.opened_engine import EngineT, OpenedEngine
-from towerd.policy.factory import make_policy
+from towerd.policy.factory import load_predictor
 from towerd.search.search import Search, open_search
 from towerd.sessions.recorder import TurnRecorder
 from towerd.sessions.sessions import Sessions
@@ -80,7 +80,7 @@ def check_own_models(config: Config) -> None:
     if config.codec_model is not None:
         check_codec_model(config.codec_model)
     if config.predictor is not None:
-        make_policy(config.policy, config.predictor)
+        load_predictor(config.policy, config.predictor)
 
 
 def _opening(config: Config) -> AbstractAsyncContextManager[OpenedEngine[Any]]:

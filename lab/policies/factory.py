@@ -10,7 +10,7 @@ from lab.policies.sieve import Sieve
 from towerd import policy as product
 from towerd.errors import ConfigError
 
-_RIVALS: dict[str, Callable[[], product.Policy]] = {
+_RIVALS: dict[str, Callable[[product.Tree], product.Policy]] = {
     "gdsf": GDSF,
     "kvflow": KVFlow,
     "sieve": Sieve,
@@ -18,9 +18,9 @@ _RIVALS: dict[str, Callable[[], product.Policy]] = {
 NAMES = tuple(sorted((*product.NAMES, *_RIVALS)))
 
 
-def make_policy(name: str) -> product.Policy:
-    """A fresh policy. Raises ConfigError for a name that is not in NAMES."""
+def make_policy(name: str, tree: product.Tree) -> product.Policy:
+    """A fresh policy over `tree`. Raises ConfigError for a name that is not in NAMES."""
     if name not in NAMES:
         raise ConfigError(f"there is no policy {name!r}; choose one of: {', '.join(NAMES)}")
     rival = _RIVALS.get(name)
-    return product.make_policy(name) if rival is None else rival()
+    return product.make_policy(name, tree) if rival is None else rival(tree)

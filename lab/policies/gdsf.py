@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from towerd.policy.base import Key
+from towerd.policy.base import Key, Tree
 from towerd.policy.tree import Entry, Rank, TreePolicy
 
 _MEAN_WEIGHT = 0.01
@@ -20,8 +20,8 @@ class GDSF(TreePolicy):
 
     walks_path = True
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tree: Tree) -> None:
+        super().__init__(tree)
         self._age = 0.0
         self._mean_nbytes = 0.0
         self._offered: dict[Key, Rank] = {}
@@ -40,8 +40,13 @@ class GDSF(TreePolicy):
         if entry.key in self._offered:
             self._age = max(self._age, self._offered.pop(entry.key)[0])
 
-    def victims(self, bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
+    def victims(
+        self,
+        bytes_needed: int,
+        is_evictable: Callable[[Key], bool],
+        frees: Callable[[Key], int] | None = None,
+    ) -> list[Key]:
         """See Policy.victims."""
-        offers = self._offers(bytes_needed, is_evictable)
+        offers = self._offers(bytes_needed, is_evictable, frees)
         self._offered = {entry.key: rank for rank, entry in offers}
         return list(self._offered)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from towerd.policy.base import Key
+from towerd.policy.base import Key, Tree
 from towerd.policy.predict.base import NoPrediction
 from towerd.policy.tree import Entry, Rank
 from towerd.policy.workflow_tree import AGENTS_MAX, WorkflowRun, WorkflowTree
@@ -23,8 +23,8 @@ class KVFlow(WorkflowTree):
     """graph: the agents that may follow each agent; without one, edges are added as they are
     seen."""
 
-    def __init__(self, graph: Mapping[str, set[str]] | None = None) -> None:
-        super().__init__(NoPrediction())
+    def __init__(self, tree: Tree, graph: Mapping[str, set[str]] | None = None) -> None:
+        super().__init__(tree, NoPrediction())
         self._is_given = graph is not None
         self._edges: dict[str, set[str]] = {a: set(bs) for a, bs in (graph or {}).items()}
         self._from: dict[str, dict[str, int]] = {}

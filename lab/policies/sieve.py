@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from towerd.policy.base import Key
+from towerd.policy.base import Key, Tree
 from towerd.policy.tree import Entry, Rank, TreePolicy
 
 
@@ -20,8 +20,8 @@ class Sieve(TreePolicy):
 
     walks_path = True
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tree: Tree) -> None:
+        super().__init__(tree)
         self._hand: Rank = (0.0, 0.0)
         self._n_inserted = 0
         self._offered: dict[Key, Rank] = {}
@@ -71,8 +71,13 @@ class Sieve(TreePolicy):
                 entry.ranked = (rank[0] + 1, rank[1])
                 heapq.heappush(self._heap, (entry.ranked, key))
 
-    def victims(self, bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
+    def victims(
+        self,
+        bytes_needed: int,
+        is_evictable: Callable[[Key], bool],
+        frees: Callable[[Key], int] | None = None,
+    ) -> list[Key]:
         """See Policy.victims. Simulates the hand's moves; only `remove` makes them."""
-        offers = self._offers(bytes_needed, is_evictable)
+        offers = self._offers(bytes_needed, is_evictable, frees)
         self._offered = {entry.key: rank for rank, entry in offers}
         return list(self._offered)

@@ -40,11 +40,11 @@ def compare(
     """A cell per capacity, given as a share of the distinct blocks. Raises ConfigError for an
     unknown policy."""
     for policy in policies:
-        make_policy(policy)
+        make_policy(policy, trace)
     for capacity in capacities:
         n_blocks = int(capacity * trace.n_distinct_blocks)
         outcomes = {
-            name: replay(trace, make_policy(name), n_blocks, end_hints=end_hints)
+            name: replay(trace, make_policy(name, trace), n_blocks, end_hints=end_hints)
             for name in dict.fromkeys((BASELINE, *policies))
         }
         outcomes[BOUND] = outcome_of(trace, belady_hits(trace, n_blocks))

@@ -62,8 +62,8 @@ def outcome_of(trace: Trace, hits: list[int]) -> ReplayOutcome:
 def replay(
     trace: Trace, policy: Policy, capacity_blocks: int, *, end_hints: bool = False
 ) -> ReplayOutcome:
-    """Serve the trace from a cache of `capacity_blocks` that starts empty. Sizes given to the
-    policy are in blocks. `end_hints`: tell the policy when no request will continue an input, and
+    """Serve the trace from a cache of `capacity_blocks` that starts empty. The policy
+    was made for this trace; sizes given to it are in blocks. `end_hints`: tell the policy when no request will continue an input, and
     the steps and ends of workflows."""
     outcome = ReplayOutcome(trace.block_tokens)
     depths = trace.depths()
@@ -104,7 +104,7 @@ def _serve(trace: Trace, depths: list[int], policy: Policy, call: Call, now: flo
     if n_there:
         policy.access(path[n_there - 1], now)
     for i in range(n_there, len(path)):
-        policy.insert(path[i], trace.n_blocks[path[i]], now, path[i - 1] if i else None)
+        policy.insert(path[i], trace.n_blocks[path[i]], now)
     return depths[path[n_there - 1]] if n_there else 0
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from towerd.errors import TowerdError
+from towerd.policy import Key
 
 
 class TraceError(TowerdError):
@@ -35,7 +37,8 @@ class Call:
 
 @dataclass(slots=True)
 class Trace:
-    """Requests in order of time over a tree of segments.
+    """Requests in order of time over a tree of segments: the Tree of the policies that it is
+    replayed with.
 
     A segment is a run of blocks that every request uses as a whole; parents[s] is the segment
     before s (-1: none), and n_blocks[s] the length of s in blocks of `block_tokens` tokens."""
@@ -47,6 +50,21 @@ class Trace:
     calls: list[Call] = field(default_factory=list)
     is_woven: bool = True
     """False: every session begins at time 0, see `interleave`."""
+    _children: dict[int, list[int]] | None = field(default=None, init=False, repr=False)
+    """Built when a policy asks first."""
+
+    def parent(self, key: Key) -> Key | None:
+        """See Tree.parent."""
+        above = self.parents[key]
+        return above if above >= 0 else None
+
+    def children(self, key: Key) -> Iterable[Key]:
+        """See Tree.children."""
+        if self._children is None:
+            self._children = {}
+            for segment in range(len(self.parents) - 1, -1, -1):
+                self._children.setdefault(self.parents[segment], []).append(segment)
+        return self._children.get(key, ())
 
     @property
     def n_distinct_blocks(self) -> int:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from store_tools import FINGERPRINT, LAYOUT, check_rows, turn_of, write_all
+from store_tools import FINGERPRINT, check_rows, turn_of, write_all
 
 from towerd.codec import Codec
 from towerd.codec.vocabulary import GgufVocabulary
@@ -72,7 +72,7 @@ class ColdMachine(RuleBasedStateMachine):
 
     def open_store(self) -> None:
         self.store = Store.open(self.root, FINGERPRINT, clock=self.clock)
-        self.ranking = Ranking("foresight", self.clock, token_bytes=LAYOUT.token_bytes)
+        self.ranking = Ranking("foresight", self.store, self.clock)
         self.store.listen(self.ranking)
         self.ranking.found(self.store.nodes())
 
@@ -130,7 +130,8 @@ class ColdMachine(RuleBasedStateMachine):
             turn_of(prompt, reply, scope=scope, session=name, n_cached=n_cached)
         )
         with self.store.locked():
-            self.ranking.visited(result.node.path(), self.now, self.store.bytes_of)
+            nbytes = self.store.bytes_of
+            self.ranking.visited(result.node.path(), self.now, nbytes, nbytes)
         key = f"{scope}/{result.session_id}"
         assert result.new_session == (key not in self.chats)
         assert key == expected if expected in self.chats or name else result.new_session
@@ -246,7 +247,7 @@ class ColdMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         self.store.check_integrity(keys=True)
-        self.ranking.check_integrity(self.store)
+        self.ranking.check_integrity()
         assert {f"{each.scope}/{each.id}" for each in self.store.sessions()} == self.chats.keys()
         idle = self.store.cold.page(self.now + 1, START, 100, lambda node: node.has_rows)
         copies = {f"{each.scope}/{each.id}": each.has_copy for each in idle}

@@ -240,7 +240,7 @@ async def test_hundreds_of_turns(service_on: OpenService) -> None:
         assert np.array_equal(stored, ids[: len(stored)])
         assert len(stored) == len(ids) - 6
         ranking, nodes = service.tiers.ranking, service.store.nodes()
-        ranking.check_integrity(service.store)
+        ranking.check_integrity()
         with_rows = {node.id for node in nodes if node.hot is not None or node.file is not None}
         assert len(with_rows) * 4 < len(nodes)
         without = [node for node in nodes if node.id not in with_rows]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import tracemalloc
 from array import array
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planted import planted
 
 from towerd.policy.foresight import Foresight
 from towerd.policy.lru import LRU
@@ -182,7 +184,7 @@ def test_visits_follow_a_conversation() -> None:
 
 def test_a_turn_that_leaves_the_last_input_early_is_a_return() -> None:
     """The tip was split: the conversation continues from its upper part."""
-    policy = Foresight()
+    policy = planted(Foresight)
     policy.insert(1, 100, 0.0, None)
     policy.insert(2, 100, 10.0, None)
     policy.insert(7, 100, 15.0, None)
@@ -225,7 +227,7 @@ def test_what_a_visit_takes() -> None:
 
 def test_ended_conversations_go_first() -> None:
     """Even when they were used last; the base they share with others stays."""
-    policy = Foresight()
+    policy = planted(Foresight)
     policy.insert(1, 10, 0.0, None)
     policy.insert(2, 10, 0.0, 1)
     policy.insert(3, 10, 1.0, 1)
@@ -235,7 +237,7 @@ def test_ended_conversations_go_first() -> None:
 
 def test_what_is_above_an_inner_end_goes_on() -> None:
     """An end from an inner key on does not change the ranks of its ancestors."""
-    policy = Foresight()
+    policy = planted(Foresight)
     policy.insert(9, 10, 0.0, None)
     for key, parent in ((1, None), (2, 1), (3, 2)):
         policy.insert(key, 10, 1.0, parent)
@@ -248,7 +250,7 @@ def test_what_is_above_an_inner_end_goes_on() -> None:
 
 def test_a_base_outlives_its_last_conversation() -> None:
     """Many began on it, so that others will, although the last one is over."""
-    policy = Foresight()
+    policy = planted(Foresight)
     policy.insert(50, 10, 0.0, None)
     policy.insert(1, 10, 1.0, None)
     for i in range(2, 6):
@@ -259,7 +261,7 @@ def test_a_base_outlives_its_last_conversation() -> None:
     assert policy.victims(50, always) == [2, 3, 4, 5, 50]
 
 
-def serve(policy: Foresight | LRU, path: list[int], now: float, room: int) -> int:
+def serve(policy: Any, path: list[int], now: float, room: int) -> int:
     """One request for a chain of keys of one byte; returns the keys found."""
     n = next((i for i, key in enumerate(path) if key not in policy), len(path))
     if n:
@@ -285,8 +287,8 @@ def fast_and_slow(policy: Foresight | LRU) -> int:
 
 def test_foresight_knows_who_returns() -> None:
     """It learns the two kinds from their past alone."""
-    assert fast_and_slow(LRU()) == 0
-    policy = Foresight()
+    assert fast_and_slow(planted(LRU)) == 0
+    policy = planted(Foresight)
     assert fast_and_slow(policy) > 1000
     assert policy.trusts
 
@@ -311,7 +313,7 @@ def coming_back(policy: Foresight, first: int, n: int, soon: str, after_s: int) 
 def test_the_guard_changes_sides() -> None:
     """The real cache uses the strategy that hit more, and the shadow runs the other one within the
     room that the real one has: with more it would lead at once."""
-    policy = Foresight()
+    policy = planted(Foresight)
     for i in range(50):
         serve(policy, [i % 9], float(i), 6)
         assert not policy.trusts, "forecasts must earn trust"

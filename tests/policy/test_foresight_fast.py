@@ -8,11 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import log, log1p
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planted import planted
 
 from lab.replay.load import load
 from lab.replay.simulate import replay
@@ -36,7 +38,7 @@ class PlainRanking(ReturnRanking):
             self._heap.clear()
         for key in sorted(self._entries if self._is_unranked else self._unranked):
             entry = self._entries.get(key)
-            if entry is not None and key not in self._n_children:
+            if entry is not None and self._is_leaf(key):
                 entry.ranked = self._rank(entry)
                 heapq.heappush(self._heap, (entry.ranked, key))
         self._is_unranked = False
@@ -47,10 +49,10 @@ class PlainForesight(Foresight, PlainRanking):
     """Foresight over it, and so is its shadow."""
 
     def _forecast_shadow(self) -> ReturnRanking:
-        return PlainRanking(self.visits, self.predictor)
+        return PlainRanking(self.tree, self.visits, self.predictor)
 
 
-def live(policy: Foresight, seed: int, room: int, n: int) -> list[list[Key]]:
+def live(policy: Any, seed: int, room: int, n: int) -> list[list[Key]]:
     """Conversations over two bases that continue, end and begin at random; the victims of each
     request, forecasts leading from the 200th on. Sizes and times have no ties."""
     rng = np.random.default_rng(seed)
@@ -88,7 +90,9 @@ def live(policy: Foresight, seed: int, room: int, n: int) -> list[list[Key]]:
 @settings(deadline=None, max_examples=2)
 @given(st.integers(0, 1000))
 def test_the_same_victims(seed: int) -> None:
-    assert live(Foresight(), seed, 9000, 400) == live(PlainForesight(), seed, 9000, 400)
+    assert live(planted(Foresight), seed, 9000, 400) == live(
+        planted(PlainForesight), seed, 9000, 400
+    )
 
 
 def of_trace(policy: Foresight, trace: Trace) -> list[list[Key]]:
@@ -96,8 +100,12 @@ def of_trace(policy: Foresight, trace: Trace) -> list[list[Key]]:
     found: list[list[Key]] = []
     choose = policy.victims
 
-    def victims(bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
-        found.append(choose(bytes_needed, is_evictable))
+    def victims(
+        bytes_needed: int,
+        is_evictable: Callable[[Key], bool],
+        frees: Callable[[Key], int] | None = None,
+    ) -> list[Key]:
+        found.append(choose(bytes_needed, is_evictable, frees))
         return found[-1]
 
     policy.trusts = True
@@ -110,9 +118,9 @@ def of_trace(policy: Foresight, trace: Trace) -> list[list[Key]]:
 def test_the_same_victims_of_a_recorded_trace() -> None:
     trace = load(TRACES / "mooncake_conversation.jsonl.zst", 16384)
     part = replace(trace, calls=trace.calls[:1200])
-    found = of_trace(Foresight(), part)
+    found = of_trace(Foresight(part), part)
     assert len(found) > 100
-    assert found == of_trace(PlainForesight(), part)
+    assert found == of_trace(PlainForesight(part), part)
 
 
 @settings(deadline=None, max_examples=30)
@@ -131,7 +139,7 @@ def test_what_is_served_is_what_the_network_says(seed: int, n: int) -> None:
 
 def test_a_rank_holds_no_longer_than_its_bin() -> None:
     """At the edges of bins, by a clock with a large beginning, and when the table changes."""
-    policy, start_s = Foresight(), 1.7e9 + 1 / 3
+    policy, start_s = planted(Foresight), 1.7e9 + 1 / 3
     now = start_s
     policy.insert(1, 10, start_s, None)
     policy.trusts = True

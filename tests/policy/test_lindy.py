@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from planted import planted
+
 from towerd.policy.lindy import BASE_BRANCHES, Lindy
 
 
@@ -11,7 +13,7 @@ def always(key: int) -> bool:
 
 def test_lindy_age_earns_credit() -> None:
     """Of two keys used at nearly the same time the one with the longer past stays."""
-    lindy = Lindy()
+    lindy = planted(Lindy)
     lindy.insert(1, 10, 0.0, None)
     lindy.insert(2, 10, 99.0, None)
     lindy.access(1, 100.0)
@@ -23,7 +25,7 @@ def test_lindy_age_earns_credit() -> None:
 
 def test_lindy_bases_go_last() -> None:
     """A key with many continuations stays, even after those have left."""
-    lindy = Lindy()
+    lindy = planted(Lindy)
     lindy.insert(1, 10, 0.0, None)
     for i in range(BASE_BRANCHES):
         lindy.insert(10 + i, 10, 1.0 + i, 1)
@@ -35,7 +37,7 @@ def test_lindy_bases_go_last() -> None:
 
 def test_lindy_one_continuation_that_comes_back_counts_once() -> None:
     """A conversation that is evicted and returns does not make a base."""
-    lindy = Lindy()
+    lindy = planted(Lindy)
     lindy.insert(1, 10, 0.0, None)
     for now in range(10):
         lindy.insert(2, 10, 1.0 + now, 1)
@@ -46,7 +48,7 @@ def test_lindy_one_continuation_that_comes_back_counts_once() -> None:
 
 def test_lindy_age_survives_eviction() -> None:
     """Accumulated age is the age of the conversation, not of its copy in this tier."""
-    lindy = Lindy()
+    lindy = planted(Lindy)
     lindy.insert(1, 10, 0.0, None)
     lindy.remove(1)
     lindy.insert(1, 10, 100.0, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from planted import planted
 
 from towerd.policy.lru import LRU
 
@@ -14,7 +15,7 @@ def always(key: int) -> bool:
 
 def test_least_recent_goes_first() -> None:
     """Plain LRU without a tree."""
-    lru = LRU()
+    lru = planted(LRU)
     for key in (1, 2, 3):
         lru.insert(key, 10, float(key), None)
     lru.access(1, 4.0)
@@ -26,7 +27,7 @@ def test_least_recent_goes_first() -> None:
 
 def test_a_parent_outlives_its_children() -> None:
     """An access to a leaf keeps its whole path, and ties go to the deeper."""
-    lru = LRU()
+    lru = planted(LRU)
     lru.insert(1, 10, 0.0, None)
     lru.insert(2, 10, 1.0, 1)
     lru.insert(3, 10, 2.0, 2)
@@ -38,7 +39,7 @@ def test_a_parent_outlives_its_children() -> None:
 
 def test_what_must_stay_keeps_its_parents() -> None:
     """A pinned or live node is skipped, and so are its ancestors."""
-    lru = LRU()
+    lru = planted(LRU)
     lru.insert(1, 10, 0.0, None)
     lru.insert(2, 10, 1.0, 1)
     lru.insert(3, 10, 2.0, 2)
@@ -48,7 +49,7 @@ def test_what_must_stay_keeps_its_parents() -> None:
 
 def test_insert_again_changes_size_and_place() -> None:
     """The total bytes are updated."""
-    lru = LRU()
+    lru = planted(LRU)
     lru.insert(1, 10, 0.0, None)
     lru.insert(2, 5, 1.0, None)
     lru.insert(1, 7, 2.0, None)
@@ -62,7 +63,7 @@ def test_insert_again_changes_size_and_place() -> None:
 
 def test_split_moves_bytes_to_the_upper_part() -> None:
     """The upper part is the lower one's parent and counts as used."""
-    lru = LRU()
+    lru = planted(LRU)
     lru.insert(1, 10, 0.0, None)
     lru.insert(2, 30, 1.0, 1)
     lru.insert(3, 10, 2.0, None)
@@ -83,7 +84,7 @@ def events(draw: st.DrawFn) -> list[tuple[str, int, int]]:
 @given(events=events(), blocked=st.sets(st.integers(0, 30)), wanted=st.integers(0, 300))
 def test_random_events(events: list[tuple[str, int, int]], blocked: set[int], wanted: int) -> None:
     """Sums hold; no victim has a child that stays; enough is freed if it can be."""
-    lru, sizes, parents = LRU(), dict[int, int](), dict[int, int | None]()
+    lru, sizes, parents = planted(LRU), dict[int, int](), dict[int, int | None]()
     fresh = 10
     for now, (kind, key, nbytes) in enumerate(events):
         if kind == "insert":

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planted import Planted, planted
 
 from towerd.policy.pbkv import PBKV
 from towerd.policy.predict.base import END, N_STEPS, Forecast, NoPrediction, survival
@@ -71,7 +72,7 @@ def test_score_is_equation_2(
 ) -> None:
     """After any steps, ends and removals; victims are in its order, retired ones first."""
     predictor = Fixed(seed)
-    policy = PBKV(predictor, gamma=gamma)
+    policy = planted(lambda tree: PBKV(tree, predictor, gamma=gamma))
     users: dict[int, dict[str, set[str]]] = {}
     paths: dict[str, list[str]] = {}
     over: dict[int, int] = {}
@@ -108,10 +109,11 @@ def test_regret_stays_under_its_bound(noise: float) -> None:
     gamma = 0.7
     for seed in range(40):
         rng = random.Random(seed)
-        noisy, truth = PBKV(Fixed(seed, noise), gamma=gamma), PBKV(Fixed(seed), gamma=gamma)
+        noisy = PBKV(Planted(), Fixed(seed, noise), gamma=gamma)
+        truth = PBKV(Planted(), Fixed(seed), gamma=gamma)
         for key in range(20):
             for policy in (noisy, truth):
-                policy.insert(key, 1, 0.0, None)
+                policy.insert(key, 1, 0.0)
         for i in range(30):
             key, workflow, agent = rng.randrange(20), f"w{rng.randrange(5)}", rng.choice(AGENTS)
             for policy in (noisy, truth):
@@ -139,7 +141,7 @@ def _error(noisy: PBKV, truth: PBKV, key: int, gamma: float) -> float:
 
 def test_a_path_belongs_to_the_step() -> None:
     """All keys of the path are used by the agent; parents are evicted after their children."""
-    policy = PBKV()
+    policy = planted(PBKV)
     for key in range(1, 5):
         policy.insert(key, 10, 0.0, key - 1 if key > 1 else None)
     policy.stepped(4, 1.0, "w", "coder")
@@ -161,7 +163,7 @@ class ByUse(WorkflowTree):
 
 def test_endless_workflows_age_out_and_floods_are_bounded() -> None:
     """Without an end signal, and with ids that never repeat."""
-    policy = ByUse(NoPrediction())
+    policy = planted(lambda tree: ByUse(tree, NoPrediction()))
     policy.insert(1, 10, 0.0, None)
     for i in range(RUNS_MAX + 50):
         policy.stepped(1, i / 1e6, f"w{i}", "a")
@@ -178,7 +180,7 @@ def test_endless_workflows_age_out_and_floods_are_bounded() -> None:
 
 def test_a_lie_about_an_end_costs_only_the_liar() -> None:
     """A workflow that continues after its end is active again; others are not affected."""
-    policy = PBKV()
+    policy = planted(PBKV)
     policy.insert(1, 10, 0.0, None)
     policy.insert(2, 10, 0.0, None)
     for i in range(4):

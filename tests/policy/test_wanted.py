@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
+
+from planted import planted
 
 from towerd.policy.base import ReuseForecaster
 from towerd.policy.foresight import Foresight
@@ -11,7 +14,7 @@ from towerd.policy.lru import LRU
 from towerd.policy.pbkv import PBKV
 
 
-def a_day(policy: Foresight) -> float:
+def a_day(policy: Any) -> float:
     """Tools return in seconds, people in minutes: two hundred of each, so that it is learned."""
     now = 0.0
     for key in range(0, 800, 4):
@@ -26,7 +29,7 @@ def a_day(policy: Foresight) -> float:
 
 
 def test_the_soonest_first() -> None:
-    policy = Foresight()
+    policy = planted(Foresight)
     now = a_day(policy)
     policy.trusts = True
     policy.insert(5001, 10, now, None)
@@ -48,23 +51,23 @@ def test_the_soonest_first() -> None:
 
 
 def test_nothing_while_forecasts_are_not_trusted() -> None:
-    policy = Foresight()
+    policy = planted(Foresight)
     now = a_day(policy)
     policy.trusts = False
     assert policy.wanted(now, 10) == []
-    assert Foresight().wanted(0.0, 10) == []
+    assert planted(Foresight).wanted(0.0, 10) == []
 
 
 def test_which_policies_forecast_reuse() -> None:
-    assert isinstance(Foresight(), ReuseForecaster)
-    assert not isinstance(LRU(), ReuseForecaster)
-    assert isinstance(PBKV(), ReuseForecaster)
-    assert isinstance(Lindy(), ReuseForecaster)
+    assert isinstance(planted(Foresight), ReuseForecaster)
+    assert not isinstance(planted(LRU), ReuseForecaster)
+    assert isinstance(planted(PBKV), ReuseForecaster)
+    assert isinstance(planted(Lindy), ReuseForecaster)
 
 
 def test_lindy_wants_what_has_lived_longer_than_it_is_idle() -> None:
     """By its end, evicted or not, and from where the next prompt parts; one visit is no life."""
-    policy = Lindy()
+    policy = planted(Lindy)
     policy.insert(1, 100, 0.0, None)  # what all begin with
     policy.insert(10, 10, 1.0, 1)
     policy.insert(20, 10, 2.0, 1)
@@ -82,7 +85,7 @@ def test_lindy_wants_what_has_lived_longer_than_it_is_idle() -> None:
 
 def test_pbkv_wants_the_prompts_of_the_next_agents() -> None:
     """Equation 1: the probability that the agent is next, over all workflows."""
-    policy = PBKV()
+    policy = planted(PBKV)
     for now in range(20):
         policy.insert(1, 10, 3.0 * now, None)
         policy.stepped(1, 3.0 * now, "w", "plan")

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import precondition, rule
 from store_machine import StoreMachine
-from store_tools import FINGERPRINT, LAYOUT, OTHER_MODEL, OTHER_TOKENIZER, make_hot, turn_of
+from store_tools import FINGERPRINT, OTHER_MODEL, OTHER_TOKENIZER, make_hot, turn_of
 
 from towerd.errors import NotFound, StoreError, StoreLocked
 from towerd.slots.fingerprint import Fingerprint
@@ -65,7 +65,7 @@ class SharedStoreMachine(StoreMachine):
         for model in (FINGERPRINT, OTHER_MODEL):
             fd = self.broker.connect().socket.detach()
             store = Store.open(self.root, model, clock=self.clock, catalog_fd=fd)
-            ranking = Ranking(self.policy, self.clock, token_bytes=LAYOUT.token_bytes)
+            ranking = Ranking(self.policy, store, self.clock)
             store.listen(ranking)
             ranking.found(store.nodes())
             self.sides.append((store, ranking))
@@ -91,7 +91,7 @@ class SharedStoreMachine(StoreMachine):
         gone.close()
         fd = self.broker.connect().socket.detach()
         store = Store.open(self.root, model, clock=self.clock, catalog_fd=fd)
-        ranking = Ranking(self.policy, self.clock, token_bytes=LAYOUT.token_bytes)
+        ranking = Ranking(self.policy, store, self.clock)
         store.listen(ranking)
         ranking.found(store.nodes())
         self.sides.append((store, ranking))
@@ -99,7 +99,7 @@ class SharedStoreMachine(StoreMachine):
     def check(self) -> None:
         for store, ranking in self.sides:
             store.check_integrity()
-            ranking.check_integrity(store)
+            ranking.check_integrity()
 
 
 SharedStoreMachine.TestCase.settings = settings(

@@ -157,7 +157,7 @@ class Heard(Listener):
     def became_warm(self, file: SegmentFile, nodes: Sequence[Node]) -> None:
         self._events.append(("warm", file.id))
 
-    def left_warm(self, file: SegmentFile) -> None:
+    def left_warm(self, file: SegmentFile, nodes: Sequence[Node]) -> None:
         after = file.successor
         self._events.append(("gone", file.id, 0 if after is None else after.id))
 

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from towerd.policy import Policy, make_policy
+from towerd.policy import Policy, Tree, make_policy
 from towerd.store.catalog import database
 
 
 @contextmanager
-def hot_policy(policy: Policy) -> Iterator[None]:
-    """The next `Ranking` that is made ranks the hot tier, which it asks for first, by `policy`."""
-    waiting = [policy]
+def hot_policy(make: Callable[[Tree], Policy]) -> Iterator[list[Any]]:
+    """The next `Ranking` that is made ranks the hot tier, for which it asks first, by the policy
+    that `make` makes; it is in the list then."""
+    made: list[Any] = []
 
-    def made(name: str, predictor: Path | None = None) -> Policy:
-        return waiting.pop() if waiting else make_policy(name, predictor)
+    def policy(name: str, tree: Tree, predictor: Path | None = None) -> Policy:
+        made.append(make_policy(name, tree, predictor) if made else make(tree))
+        new: Policy = made[-1]
+        return new
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("towerd.tiers.ranking.make_policy", made)
-        yield
+        patch.setattr("towerd.tiers.ranking.make_policy", policy)
+        yield made
 
 
 @contextmanager

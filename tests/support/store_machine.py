@@ -58,7 +58,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def open_store(self) -> None:
         self.store = Store.open(self.root, FINGERPRINT, clock=self.clock)
-        self.ranking = Ranking(self.policy, self.clock, token_bytes=LAYOUT.token_bytes)
+        self.ranking = Ranking(self.policy, self.store, self.clock)
         self.store.listen(self.ranking)
         self.ranking.found(self.store.nodes())
 
@@ -199,8 +199,11 @@ class StoreMachine(RuleBasedStateMachine):
                 return node.hot.nbytes
             return self.store.bytes_of(node) if is_expected else 0
 
+        def on_disk(node: Node) -> int:
+            return self.store.state.file_bytes(node) or nbytes(node)
+
         with self.store.locked():
-            self.ranking.visited(tip.path(), self.clock(), nbytes)
+            self.ranking.visited(tip.path(), self.clock(), nbytes, on_disk)
         if stop is not None:
             self.ranking.stepped(tip, "workflow", "agent")
             self.ranking.answered(tip, self.clock(), stop)
@@ -344,7 +347,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def check(self) -> None:
         self.store.check_integrity()
-        self.ranking.check_integrity(self.store)
+        self.ranking.check_integrity()
 
     @invariant()
     def accounts_agree(self) -> None:

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planted import Planted
 from seams import hot_policy
+from store_tools import FINGERPRINT
 
 from lab.predict.runs import FinishedRun
 from lab.predict.train_mixture import train_mixture
@@ -25,20 +27,24 @@ from towerd.policy.predict.markov import CONTEXTS_KEPT, Markov, learn
 from towerd.policy.predict.memory import PARTS
 from towerd.policy.predict.mixture_file import save
 from towerd.policy.predict.trained import Trained
+from towerd.store import Store
 from towerd.tiers.learned import BYTES_MAX, META_KEY, Learned, pack, unpack
 from towerd.tiers.ranking import Ranking
 
 
-def a_day(policy: Any) -> Any:
+def a_day(name: str) -> Any:
     """Tools return in seconds, people in minutes; two agents take turns."""
+    tree = Planted()
+    policy: Any = make_policy(name, tree)
     now = 0.0
     for key in range(0, 800, 4):
         for start, gap_s, stop in ((key, 2.0, "tool_use"), (key + 2, 200.0, "end_turn")):
-            policy.insert(start, 10, now, None)
+            policy.insert(start, 10, now)
             policy.stepped(start, now, "w", stop)
             policy.answered(start, now + 0.5, stop)
             now += gap_s
-            policy.insert(start + 1, 10, now, start)
+            tree.above[start + 1] = start
+            policy.insert(start + 1, 10, now)
             now += 1.0
     return policy
 
@@ -46,8 +52,8 @@ def a_day(policy: Any) -> Any:
 @pytest.mark.parametrize("name", ["foresight", "pbkv"])
 def test_resumes_where_it_stopped(name: str) -> None:
     """Another policy that recalls what one learned predicts the same."""
-    old: Any = a_day(make_policy(name))
-    new: Any = make_policy(name)
+    old: Any = a_day(name)
+    new: Any = make_policy(name, Planted())
     assert all(isinstance(each, Learning) for each in (old, new))
     new.recall(json.loads(json.dumps(old.learned())))
     path = ["tool_use", "end_turn", "tool_use"]
@@ -55,7 +61,7 @@ def test_resumes_where_it_stopped(name: str) -> None:
     if name == "foresight":
         assert new.visits.stops == ["tool_use", "end_turn"]
         for policy in (old, new):
-            policy.insert(9001, 10, 1e6, None)
+            policy.insert(9001, 10, 1e6)
             policy.answered(9001, 1e6 + 1, "tool_use")
         index = [
             p.visits.index(p.visits.tips.get(9001) or p.visits.current, 1e6 + 2) for p in (old, new)
@@ -64,15 +70,17 @@ def test_resumes_where_it_stopped(name: str) -> None:
         assert index[1] > 0.0
 
 
-def test_the_catalog_keeps_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_catalog_keeps_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Both tiers' policies; a text that is damaged, another policy's or no text is ignored."""
     meta: dict[str, str] = {}
 
+    store = Store.open(tmp_path / "store", FINGERPRINT)
+
     def opened(policy: str) -> tuple[Ranking, Learned]:
-        ranking = Ranking(policy, lambda: 0.0)
+        ranking = Ranking(policy, store, lambda: 0.0)
         return ranking, Learned(ranking, meta.get, meta.__setitem__)
 
-    with hot_policy(a_day(make_policy("foresight"))):
+    with hot_policy(lambda tree: a_day("foresight")):
         _, learned = opened("foresight")
     learned.keep(now=False)
     assert META_KEY not in meta, "not every moment"
@@ -95,10 +103,11 @@ def test_the_catalog_keeps_it(caplog: pytest.LogCaptureFixture) -> None:
             caplog.clear()
             fresh, _ = opened(policy)
             assert "lost" in caplog.text
-            assert fresh.learned() == Ranking(policy, lambda: 0.0).learned()
+            assert fresh.learned() == Ranking(policy, store, lambda: 0.0).learned()
     lru, nothing = opened("lru")
     nothing.keep(now=True)
     assert lru.learned() is None
+    store.close()
 
 
 @given(st.data())
@@ -133,7 +142,7 @@ def test_markov_keeps_what_was_used_last() -> None:
 def test_names_that_clients_choose_do_not_push_out_the_rest() -> None:
     """However long and strange they are, all that was learned fits the catalog's text."""
     chance = np.random.default_rng(3)
-    old: Any = a_day(make_policy("foresight"))
+    old: Any = a_day("foresight")
     for step in range(1500):
         name = "".join(map(chr, chance.integers(0x4E00, 0x9F00, 128)))
         old.stepped(3, 1e5 + step, f"flood {step // 3}", "tenant\n" + name)
@@ -143,7 +152,7 @@ def test_names_that_clients_choose_do_not_push_out_the_rest() -> None:
     assert learned["steps"]["Markov"]["contexts"]
     text = pack("foresight", {"hot": learned, "warm": learned})
     assert text is not None
-    new: Any = make_policy("foresight")
+    new: Any = make_policy("foresight", Planted())
     new.recall(unpack("foresight", text)["hot"])
     assert new.visits.model.learned()
 
@@ -176,7 +185,7 @@ def test_a_trained_predictor_leads_while_it_is_right(tmp_path: Path) -> None:
     alone[..., PARTS.index("markov1")] = 1.0  # which does not copy what it sees
     path = tmp_path / "p.npz"
     save(replace(weights, weights=alone), path)
-    policy: Any = make_policy("pbkv", path)
+    policy: Any = make_policy("pbkv", Planted(), path)
     predictor = policy.predictor
     assert isinstance(predictor.leader, Trained)
     said = predictor.forecast(["tenant\nplan"])[0]
@@ -190,6 +199,6 @@ def test_a_trained_predictor_leads_while_it_is_right(tmp_path: Path) -> None:
 
 def test_predictors_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="asks no predictor"):
-        make_policy("lru", tmp_path / "p.npz")
+        make_policy("lru", Planted(), tmp_path / "p.npz")
     with pytest.raises(ConfigError, match="is no predictor"):
-        make_policy("foresight", tmp_path / "missing.npz")
+        make_policy("foresight", Planted(), tmp_path / "missing.npz")

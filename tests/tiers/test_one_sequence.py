@@ -17,7 +17,8 @@ from store_tools import FINGERPRINT, LAYOUT, insert_in_vain, rows_of
 from waiting import until
 
 from towerd.errors import StoreError
-from towerd.policy import Policy, make_policy
+from towerd.policy import Policy, Tree
+from towerd.policy.foresight import Foresight
 from towerd.policy.lru import LRU
 from towerd.store import Node, Store
 from towerd.tiers.manager import Tiers
@@ -49,7 +50,10 @@ class Bench:
     """Tiers with a chat that is about to be cut, and others before it."""
 
     def __init__(
-        self, root: Path, policy: Policy | None = None, clock: Callable[[], float] = time.time
+        self,
+        root: Path,
+        policy: Callable[[Tree], Policy] = Foresight,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         with connections() as opened:
             self.store = Store.open(root, FINGERPRINT)
@@ -57,11 +61,12 @@ class Bench:
         self.db.execute("PRAGMA synchronous = OFF")  # there are many
         self.lock = WatchedLock(self.store.state.lock)
         self.store.state.lock = self.lock
-        with hot_policy(make_policy("foresight") if policy is None else policy):
+        with hot_policy(policy) as made:
             self.tiers = Tiers(
                 self.store, LAYOUT, v_trans=False, hot_bytes=1 << 30, warm_bytes=1 << 30,
                 policy="foresight", prefetch_bytes=1 << 30, clock=clock,
             )  # fmt: skip
+        self.policy = made[0]
         self.now = 0.0
         self.ids = np.zeros(N, np.int32)
         self.tip = self.other = self.begin()
@@ -343,12 +348,11 @@ class Seer(LRU):
 @pytest.mark.parametrize("at", ["load_rows", "attach_hot", None])
 def test_cut_while_it_is_fetched_ahead(tmp_path: Path, at: str | None) -> None:
     """Both parts are unused and are evicted first; one that is used stays."""
-    seer = Seer()
     now = 0.0
-    bench = Bench(tmp_path / "store", seer, lambda: now)
+    bench = Bench(tmp_path / "store", Seer, lambda: now)
     try:
         STATES["warm"](bench)
-        seer.said = (bench.tip.id,)
+        bench.policy.said = (bench.tip.id,)
         prefetcher = bench.tiers.prefetcher
         prefetcher.step(0)  # bandwidth accrues from here on
         now = 1.0
@@ -363,7 +367,7 @@ def test_cut_while_it_is_fetched_ahead(tmp_path: Path, at: str | None) -> None:
         path = bench.tip.path()
         assert [node.hot is None for node in path] == [False, False]
         bench.check()
-        assert not any(node.id in seer for node in path)
+        assert not any(node.id in bench.policy for node in path)
         bench.visit(path[0])
         bench.check()
         assert prefetcher.give_back(1 << 30) == LAYOUT.token_bytes * (N - CUT)

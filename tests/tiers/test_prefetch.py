@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from format_oracle import plane_of
 from seams import hot_policy
 from store_tools import FINGERPRINT, rows_of
 
-from towerd.policy import Policy
+from towerd.policy import Policy, Tree
 from towerd.policy.lru import LRU
 from towerd.slots.layout import KVLayout
 from towerd.store import Node, Store
@@ -25,8 +25,8 @@ TOKEN = LAYOUT.token_bytes
 class Seer(LRU):
     """LRU that was told what will be wanted."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tree: Tree) -> None:
+        super().__init__(tree)
         self.said: list[int] = []
 
     def wanted(self, now: float, most: int) -> list[tuple[int, float]]:
@@ -36,11 +36,12 @@ class Seer(LRU):
 class Bench:
     """Tiers of which 100 tokens fit into RAM, with 10 chats of 20 tokens on disk."""
 
-    def __init__(self, root: Path, bytes_per_s: int, policy: Policy | None = None) -> None:
+    def __init__(
+        self, root: Path, bytes_per_s: int, policy: Callable[[Tree], Policy] = Seer
+    ) -> None:
         self.now = 100.0
         self.store = Store.open(root, replace(FINGERPRINT, layout=LAYOUT), clock=lambda: self.now)
-        self.seer = Seer()
-        with hot_policy(self.seer if policy is None else policy):
+        with hot_policy(policy) as made:
             self.tiers = Tiers(
                 self.store,
                 LAYOUT,
@@ -52,6 +53,7 @@ class Bench:
                 prefetch_bytes=bytes_per_s,
                 clock=lambda: self.now,
             )
+        self.seer = made[0]
         self.prefetcher = self.tiers.prefetcher
         self.prefetcher.start(lambda: True)
         self._step = self.prefetcher.step
@@ -176,7 +178,7 @@ def test_off_without_bandwidth_or_foresight(tmp_path: Path) -> None:
     bench.seer.said = [bench.tips[0].id]
     assert bench.step() == [5, 6, 7, 8, 9]
     assert bench.prefetcher.wait_s() == float("inf")
-    plain = Bench(tmp_path / "plain", 1 << 30, LRU())
+    plain = Bench(tmp_path / "plain", 1 << 30, LRU)
     assert not plain.tiers.ranking.predicts_reuse
     assert plain.tiers.ranking.wanted(5) == []
     assert plain.prefetcher.wait_s() == float("inf")

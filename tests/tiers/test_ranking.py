@@ -13,11 +13,13 @@ from store_tools import FINGERPRINT, rows_of
 
 from lab.replay.load import load
 from lab.replay.simulate import replay
+from lab.replay.trace import Trace
 from towerd.policy import NAMES, make_policy
 from towerd.sessions.trace_recorder import TraceRecorder
 from towerd.slots.layout import KVLayout
-from towerd.store import FormatRequest, Node, Store, Turn
+from towerd.store import FormatRequest, Node, SegmentFile, Store, Turn
 from towerd.tiers.manager import Tiers
+from towerd.tiers.plan import Gap
 from towerd.tiers.ranking import Ranking
 from towerd.tokens import Ids
 
@@ -34,6 +36,7 @@ class Ask:
     ids: Ids
     stop: str
     service_s: float
+    agent: str | None = None
 
 
 def a_day(seed: int, n: int = 110) -> list[Ask]:
@@ -50,7 +53,8 @@ def a_day(seed: int, n: int = 110) -> list[Ask]:
         said = rng.integers(500 + 50 * at, 550 + 50 * at, int(rng.integers(3, 25)))
         chats[at] = np.concatenate([chats[at], said.astype(np.int32)])
         stop = str(rng.choice(["tool_use", "end_turn"]))
-        asks.append(Ask(t, str(at), chats[at], stop, 0.5))
+        agent = str(rng.choice(["plan", "code", "test"]))
+        asks.append(Ask(t, str(at), chats[at], stop, 0.5, agent))
         t += float(rng.choice([2.0, 5.0, 90.0]))
     return asks
 
@@ -58,12 +62,13 @@ def a_day(seed: int, n: int = 110) -> list[Ask]:
 class Daemon:
     """Store and tiers with a clock set by hand, and the rows that left RAM."""
 
-    def __init__(self, root: Path, policy: str, hot_tokens: int) -> None:
+    def __init__(self, root: Path, policy: str, hot_tokens: int, layout: KVLayout = LAYOUT) -> None:
         self.now = 0.0
-        self.hot_bytes = hot_tokens * LAYOUT.token_bytes
-        self.store = Store.open(root, replace(FINGERPRINT, layout=LAYOUT), clock=lambda: self.now)
+        self.layout = layout
+        self.hot_bytes = hot_tokens * layout.token_bytes
+        self.store = Store.open(root, replace(FINGERPRINT, layout=layout), clock=lambda: self.now)
         self.tiers = Tiers(
-            self.store, LAYOUT, v_trans=False, hot_bytes=1 << 40, warm_bytes=1 << 40,
+            self.store, layout, v_trans=False, hot_bytes=1 << 40, warm_bytes=1 << 40,
             policy=policy, fidelity="exact", clock=lambda: self.now,
         )  # fmt: skip
         self.left: list[tuple[int, ...]] = []
@@ -84,15 +89,24 @@ class Daemon:
         self.tiers.hot_bytes_max = 1 << 40
         tip = self.store.insert(ask.ids, "local", [len(ask.ids)])[-1]
         self.tiers.visited(tip, ask.t)
+        if ask.agent is not None:
+            self.tiers.ranking.stepped(tip, ask.session, ask.agent)
         for gap in self.tiers.gaps(ask.ids, "local"):
-            self.tiers.accept(gap, rows_of(ask.ids[: gap.p1], gap.p0, LAYOUT))
+            for node in gap.nodes:  # each has a file of its own
+                rows = rows_of(ask.ids[: node.p1], node.p0, self.layout)
+                self.tiers.accept(Gap((node,), node.p0, node.p1), rows)
+                self.tiers.flush()
         self.tiers.flush()
         assert all(node.hot is not None for node in tip.path())
         self.tiers.hot_bytes_max = self.hot_bytes
         self.tiers.flush()
+        self._enforce_disk()
         self.now = ask.t + ask.service_s
         self.tiers.ranking.answered(tip, self.now, ask.stop)
         return tip
+
+    def _enforce_disk(self) -> None:
+        """For a test of the disk tier."""
 
     def close(self) -> None:
         self.tiers.close()
@@ -104,7 +118,17 @@ def recorded(path: Path, asks: list[Ask]) -> Path:
     meta: dict[str, str] = {}
     trace = TraceRecorder.open(path, meta.get, meta.__setitem__, 0.0, block_tokens=1)
     for ask in asks:
-        turn = Turn("local", ask.session, ask.ids, NOTHING, len(ask.ids), ask.t, stop=ask.stop)
+        turn = Turn(
+            "local",
+            ask.session,
+            ask.ids,
+            NOTHING,
+            len(ask.ids),
+            ask.t,
+            stop=ask.stop,
+            workflow=ask.session,
+            agent=ask.agent,
+        )
         trace.add(turn, ask.session, ask.t + ask.service_s)
     trace.close()
     return path
@@ -113,8 +137,8 @@ def recorded(path: Path, asks: list[Ask]) -> Path:
 class Watched:
     """A policy, and what the replayer took out of it."""
 
-    def __init__(self, name: str) -> None:
-        self.policy = make_policy(name)
+    def __init__(self, name: str, trace: Trace) -> None:
+        self.policy = make_policy(name, trace)
         self.left: list[int] = []
         real = self.policy.remove
 
@@ -137,16 +161,112 @@ def test_the_replayer_decides_as_the_daemon(name: str, tmp_path: Path) -> None:
         daemon.tiers.check_integrity()
         assert daemon.store.hot_bytes <= daemon.hot_bytes
     daemon.close()
-    trace = load(recorded(tmp_path / "day.trace", asks), 1 << 20)
+    assert replayed(tmp_path / "day.trace", asks, name, hot_tokens) == daemon.left
+    assert len(daemon.left) > 50
+
+
+def replayed(path: Path, asks: list[Ask], name: str, tokens: int) -> list[tuple[int, ...]]:
+    """What leaves a cache of so many tokens in a replay, steps and ends of workflows told, by the
+    ids up to its end."""
+    trace = load(recorded(path, asks), 1 << 20)
     text_of = {
         segment: tuple(ask.ids[: sum(trace.n_blocks[s] for s in call.path[: i + 1])].tolist())
         for ask, call in zip(asks, trace.calls, strict=True)
         for i, segment in enumerate(call.path)
     }
-    watched = Watched(name)
-    replay(trace, watched.policy, hot_tokens)
-    assert [text_of[key] for key in watched.left] == daemon.left
-    assert len(daemon.left) > 50
+    trace.calls = [replace(call, ends=()) for call in trace.calls]
+    watched = Watched(name, trace)
+    replay(trace, watched.policy, tokens, end_hints=True)
+    return [text_of[key] for key in watched.left]
+
+
+WIDE = KVLayout((plane_of("f16", 8192),), (plane_of("f16", 8192),))
+"""A row is far larger than all that a file has besides rows."""
+
+
+class Disk(Daemon):
+    """Rows are on disk alone, of which so many tokens fit there."""
+
+    def __init__(self, root: Path, policy: str, tokens: int) -> None:
+        super().__init__(root, policy, 0, WIDE)
+        self.tokens = tokens
+        self.left.clear()
+        real = self.tiers.ranking.warm_victims
+
+        def watch(
+            bytes_needed: int, is_evictable: Callable[[SegmentFile], bool]
+        ) -> list[SegmentFile]:
+            found = real(bytes_needed, is_evictable)
+            self.gone += [
+                tuple(node.prefix_ids().tolist())
+                for file in found
+                for node in self.store.viewers(file)
+            ]
+            return found
+
+        self.gone: list[tuple[int, ...]] = []
+        self.tiers.ranking.warm_victims = watch  # type: ignore[method-assign]
+
+    def _enforce_disk(self) -> None:
+        rows = sum(self.store.state.file_bytes(node) for node in self.store.nodes())
+        besides = self.store.warm_bytes - rows
+        self.tiers.warm_bytes_max = self.tokens * WIDE.token_bytes + besides
+        self.tiers.flush()
+        self.tiers.warm_bytes_max = 1 << 40
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_disk_tier_decides_as_the_replayer(name: str, tmp_path: Path) -> None:
+    """Steps of workflows included: the same segments leave the disk in the same order."""
+    asks = a_day(11, 60)
+    disk = Disk(tmp_path / "store", name, 300)
+    for ask in asks:
+        disk.serve(ask)
+        disk.tiers.check_integrity()
+    disk.close()
+    assert replayed(tmp_path / "day.trace", asks, name, 300) == disk.gone
+    assert len(disk.gone) > 30
+
+
+def test_what_running_workflows_share_stays_on_disk(tmp_path: Path) -> None:
+    """A base under the prompts of three running workflows outlives what nobody shares, though it
+    was used before; it goes last of all."""
+    disk = Disk(tmp_path / "store", "pbkv", 10_000)
+    base, rng = np.arange(40, dtype=np.int32), np.random.default_rng(5)
+
+    def below(*ids: int) -> Ids:
+        return np.concatenate([base, np.array(ids, np.int32)])
+
+    first = disk.serve(Ask(1.0, "base", base, "stop", 0.1))
+    for step in range(6):
+        for workflow in range(3):
+            at = 10.0 + 3 * step + workflow
+            ids = below(*range(100 * workflow + 100, 100 * workflow + 102 + step))
+            disk.serve(Ask(at, f"w{workflow}", ids, "stop", 0.1, ("plan", "code")[step % 2]))
+    alone = disk.serve(Ask(50.0, "x", rng.integers(900, 990, 30).astype(np.int32), "stop", 0.1))
+    ranking = disk.tiers.ranking
+    order = ranking.warm_victims(1 << 40, lambda file: True)
+    assert ranking.explain(first)["warm"]["score"] > ranking.explain(alone)["warm"]["score"] == 0.0
+    assert order[0] is alone.file
+    assert order[-1] is first.file
+    disk.close()
+
+
+def test_a_file_goes_with_the_last_that_is_in_it(tmp_path: Path) -> None:
+    """The beginning of what was cut is in use: the file stays, and another one goes."""
+    disk = Disk(tmp_path / "store", "lru", 10_000)
+    ids = np.arange(40, dtype=np.int32)
+    cut = disk.serve(Ask(1.0, "a", ids, "stop", 0.1))
+    other = disk.serve(Ask(2.0, "b", ids[:30] + 500, "stop", 0.1))
+    disk.serve(Ask(3.0, "c", np.append(ids[:20], 99).astype(np.int32), "stop", 0.1))
+    upper = cut.parent
+    assert upper is not None
+    assert upper.file is cut.file is not None
+    ranking = disk.tiers.ranking
+    assert ranking.warm_victims(1, lambda file: True) == [other.file]
+    assert ranking.warm_victims(1 << 40, lambda file: True)[-1] is cut.file
+    disk.tiers.check_integrity()
+    disk.close()
 
 
 @pytest.fixture
@@ -168,13 +288,13 @@ def test_rows_that_never_come_are_forgotten(daemon: Daemon) -> None:
     ids = np.arange(30, dtype=np.int32)
     tip = daemon.store.insert(ids, "local", [30])[-1]
     daemon.tiers.visited(tip, 1.0)
-    ranking.check_integrity(daemon.store)
+    ranking.check_integrity()
     assert ranking.hot_victims(1, lambda key: True) == []
     assert expected(ranking, [tip]) == [tip]
     daemon.now = 62.0
     assert ranking.hot_victims(1, lambda key: True) == []
     assert ranking.explain(tip)["hot"] is None
-    ranking.check_integrity(daemon.store)
+    ranking.check_integrity()
 
 
 def test_rows_that_never_come_do_not_pile_up(daemon: Daemon) -> None:
@@ -211,7 +331,7 @@ def test_a_split_belongs_to_the_visit_that_caused_it(daemon: Daemon) -> None:
     first = daemon.serve(Ask(1.0, "a", np.arange(30, dtype=np.int32), "end_turn", 0.5))
     daemon.serve(Ask(5.0, "b", np.array([*range(20), 99], np.int32), "end_turn", 0.5))
     assert daemon.store.hot_bytes == 31 * LAYOUT.token_bytes
-    ranking.check_integrity(daemon.store)
+    ranking.check_integrity()
     assert ranking.explain(first)["hot"]["used"] == 1.0
     upper = first.parent
     assert upper is not None
@@ -222,7 +342,7 @@ def test_a_split_belongs_to_the_visit_that_caused_it(daemon: Daemon) -> None:
     daemon.tiers.visited(path[-1], 9.0)
     daemon.store.insert(np.arange(200, 210, dtype=np.int32), "local", [10])
     assert ranking.hot_victims(1, lambda key: True) == [first.id]
-    ranking.check_integrity(daemon.store)
+    ranking.check_integrity()
 
 
 def test_files_are_used_by_the_visit_that_wrote_them(daemon: Daemon) -> None:

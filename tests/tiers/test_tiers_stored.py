@@ -264,9 +264,9 @@ def test_eviction_waits_for_no_other_thread(
     open_tiers: OpenTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A split that comes while victims are chosen holds the store's lock and waits for ours."""
-    policy = LRU()
-    with hot_policy(policy):
+    with hot_policy(LRU) as made:
         store, tiers = open_tiers()
+    policy = made[0]
     put(store, tiers)
     splitting = threading.Thread(target=lambda: store.insert(IDS, "local", [300]))
     real = policy.victims
@@ -278,11 +278,12 @@ def test_eviction_waits_for_no_other_thread(
             return False
         return True
 
-    def victims(n_bytes: int, may_go: Callable[[int], bool]) -> list[int]:
+    def victims(n_bytes: int, may_go: Callable[[int], bool], frees: None) -> list[int]:
         if splitting.ident is None:
             splitting.start()
             until(store_is_busy)
-        return real(n_bytes, may_go)
+        found: list[int] = real(n_bytes, may_go, frees)
+        return found
 
     monkeypatch.setattr(policy, "victims", victims)
     tiers.hot_bytes_max = 1

@@ -1,6 +1,6 @@
 """Eviction policies. Pure and synchronous, one class per file."""
 
-from towerd.policy.base import Key, Policy
+from towerd.policy.base import Key, Policy, Tree
 from towerd.policy.factory import NAMES, make_policy
 
-__all__ = ["NAMES", "Key", "Policy", "make_policy"]
+__all__ = ["NAMES", "Key", "Policy", "Tree", "make_policy"]

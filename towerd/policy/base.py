@@ -1,27 +1,40 @@
 """The policy protocol: events in, victims out.
 
 A policy sees keys (node ids), sizes and times, never tokens or rows, so the daemon and a trace
-replayer run the same code. It does no I/O and reads no clock."""
+replayer run the same code over their trees. It does no I/O and reads no clock."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 Key: TypeAlias = int
 
 
+class Tree(Protocol):
+    """The prefix tree as policies read it, whatever tier its nodes are in. It may have changed
+    since the event that a policy is told of; then it says what is now."""
+
+    def parent(self, key: Key) -> Key | None:
+        """The node above; None for the first of a path and for a node that is unknown."""
+        ...
+
+    def children(self, key: Key) -> Iterable[Key]:
+        """The nodes right below, the newest first."""
+        ...
+
+
 class Policy(Protocol):
-    """Chooses what to evict from one tier. Keys form a tree: a node is useless without its
-    ancestors, so a parent is never chosen before those of its children that are in the policy.
-    Events may arrive in any order: a parent that would close a cycle is ignored.
+    """Chooses what to evict from one tier. It is made for one Tree, of which some keys are in the
+    tier: a node is useless without its ancestors, so a parent is never chosen before those of its
+    children that are in the policy.
 
     Times need not be exact; a time earlier than the latest one seen counts as the latest one.
     Several uses of a key at the same time count as one."""
 
-    def insert(self, key: Key, nbytes: int, now: float, parent: Key | None) -> None:
-        """`key` is in the tier from now on, below `parent` (which may be elsewhere). Counts as
-        an access. If `key` is in the tier already, only its size and parent change."""
+    def insert(self, key: Key, nbytes: int, now: float) -> None:
+        """`key` is in the tier from now on. Counts as an access. If it is in the tier already, its
+        size changes."""
         ...
 
     def access(self, key: Key, now: float) -> None:
@@ -32,8 +45,12 @@ class Policy(Protocol):
         """`key` left the tier. Unknown keys are ignored."""
         ...
 
+    def forget(self, key: Key) -> None:
+        """`key` leaves the tree, and with it the tier."""
+        ...
+
     def split(self, lower: Key, upper: Key, upper_nbytes: int, now: float) -> None:
-        """`upper` took the first `upper_nbytes` of `lower` and is its parent now. Counts as an
+        """`upper` took the first `upper_nbytes` of `lower`, and is its parent. Counts as an
         access of `upper` if `now` is later than every earlier time. Ignored if `lower` is
         unknown."""
         ...
@@ -70,19 +87,31 @@ class Policy(Protocol):
         policy knows. Empty for unknown keys. Changes nothing."""
         ...
 
-    def victims(self, bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
+    def victims(
+        self,
+        bytes_needed: int,
+        is_evictable: Callable[[Key], bool],
+        frees: Callable[[Key], int] | None = None,
+    ) -> list[Key]:
         """Keys to evict, in order, that free at least `bytes_needed`, or all evictable keys.
-        Changes nothing: the caller removes the keys that it actually evicts."""
+        frees: the bytes that the eviction of a key frees after that of the keys before it, for
+        which it was called; None: the key's own. Changes nothing: the caller removes the keys that
+        it actually evicts."""
         ...
 
-    def lowest(self, nbytes: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
+    def lowest(
+        self,
+        nbytes: int,
+        is_evictable: Callable[[Key], bool],
+        frees: Callable[[Key], int] | None = None,
+    ) -> list[Key]:
         """The keys that come first in the order of eviction, `nbytes` of them; none is about to be
-        evicted. Changes nothing."""
+        evicted. frees: see `victims`. Changes nothing."""
         ...
 
-    def check_integrity(self, known: Mapping[Key, tuple[Key | None, int]] | None = None) -> None:
-        """Raises AssertionError if the tree has a cycle, or if leaves, sums and order disagree
-        with the keys. known: the parent and the size that each key must have."""
+    def check_integrity(self, known: Mapping[Key, int] | None = None) -> None:
+        """Raises AssertionError if leaves, sums and order disagree with the keys and the tree.
+        known: the size that each key must have."""
         ...
 
     def __contains__(self, key: Key) -> bool: ...

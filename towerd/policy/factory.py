@@ -6,7 +6,8 @@ import importlib
 from pathlib import Path
 
 from towerd.errors import ConfigError
-from towerd.policy.base import Policy
+from towerd.policy.base import Policy, Tree
+from towerd.policy.predict.base import Predictor
 
 _POLICIES = {  # imported when one is made: some need numpy, and --help has to be quick
     "foresight": "towerd.policy.foresight:Foresight",
@@ -21,21 +22,26 @@ NAMES = tuple(sorted(_POLICIES))
 _PREDICTING = ("foresight", "pbkv")
 
 
-def make_policy(name: str, predictor: Path | None = None) -> Policy:
-    """A fresh policy. predictor: a file of `towerctl train predictor`, which is used while it is
-    right often enough; then the Markov model is, then none. Raises ConfigError for a name that is
-    not in NAMES, a policy that uses no predictor, and a file that is not a predictor."""
+def make_policy(name: str, tree: Tree, predictor: Path | None = None) -> Policy:
+    """A fresh policy over `tree`. predictor: a file of `towerctl train predictor`, which is used
+    while it is right often enough; then the Markov model is, then none. Raises ConfigError for a
+    name that is not in NAMES, a policy that uses no predictor, and a file that is not a
+    predictor."""
     where = _POLICIES.get(name)
     if where is None:
         raise ConfigError(f"there is no policy {name!r}; choose one of: {', '.join(NAMES)}")
     module, attribute = where.split(":")
     make = getattr(importlib.import_module(module), attribute)
-    if predictor is None:
-        policy: Policy = make()
-        return policy
+    loaded = () if predictor is None else (load_predictor(name, predictor),)
+    policy: Policy = make(tree, *loaded)
+    return policy
+
+
+def load_predictor(name: str, predictor: Path) -> Predictor:
+    """The predictor of a file, for the policy `name`. Raises ConfigError."""
     if name not in _PREDICTING:
         raise ConfigError(
             f"the policy {name} asks no predictor; choose one of: {', '.join(_PREDICTING)}"
         )
-    policy = make(importlib.import_module("towerd.policy.predict.trained").load(predictor))
-    return policy
+    found: Predictor = importlib.import_module("towerd.policy.predict.trained").load(predictor)
+    return found

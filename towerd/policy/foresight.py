@@ -18,7 +18,7 @@ from heapq import nlargest
 from itertools import islice
 from typing import Any
 
-from towerd.policy.base import Key, Learning
+from towerd.policy.base import Key, Learning, Tree
 from towerd.policy.lru import LRU
 from towerd.policy.predict.base import Forecast, Predictor, survival
 from towerd.policy.predict.fallback import Fallback
@@ -46,8 +46,8 @@ _MARGIN = 0.002
 class ReturnRanking(WorkflowTree):
     """Ranks by expected return alone. Several caches can share one record of visits."""
 
-    def __init__(self, visits: Visits, predictor: Predictor) -> None:
-        super().__init__(predictor)
+    def __init__(self, tree: Tree, visits: Visits, predictor: Predictor) -> None:
+        super().__init__(tree, predictor)
         self.visits = visits
 
     def _rank(self, entry: Entry) -> Rank:
@@ -188,8 +188,8 @@ class _ForecastOnly:
 class Foresight(ReturnRanking):
     """The policy. `trusts`: whether it uses forecasts now, or LRU."""
 
-    def __init__(self, predictor: Predictor | None = None) -> None:
-        super().__init__(Visits(), predictor or Fallback([Markov()]))
+    def __init__(self, tree: Tree, predictor: Predictor | None = None) -> None:
+        super().__init__(tree, Visits(), predictor or Fallback([Markov()]))
         self.trusts = False
         """False at first: the model knows nothing yet, and forecasts must prove themselves."""
         self._shadow: TreePolicy = self._forecast_shadow()
@@ -225,7 +225,7 @@ class Foresight(ReturnRanking):
             if entry is None or entry.used >= now:
                 break
             path.append(entry)
-            at = entry.parent
+            at = self.tree.parent(at)
         self._compare(path)
         self._found += [entry.key for entry in path if entry.used > float("-inf")]
         tips = self.visits.tips
@@ -256,12 +256,17 @@ class Foresight(ReturnRanking):
         if path and len(missing) < len(path):
             shadow.access(path[len(missing)].key, self._now)
         for entry in reversed(missing):
-            shadow.insert(entry.key, entry.nbytes, self._now, entry.parent)
+            shadow.insert(entry.key, entry.nbytes, self._now)
 
     def _on_remove(self, entry: Entry) -> None:
         super()._on_remove(entry)
         if self._room is None:
             self._shadow.remove(entry.key)
+
+    def forget(self, key: Key) -> None:
+        """See Policy.forget. The shadow will never hit it."""
+        super().forget(key)
+        self._shadow.remove(key)
 
     def split(self, lower: Key, upper: Key, upper_nbytes: int, now: float) -> None:
         """See Policy.split. An evicted key may still be in the shadow, and may come back."""
@@ -284,7 +289,7 @@ class Foresight(ReturnRanking):
     def ended(self, key: Key, now: float) -> None:
         """See Policy.ended."""
         entry = self._entries.get(key)
-        if entry is not None and key not in self._n_children:
+        if entry is not None and key in self._leaves:
             self.visits.ended(key)
         elif entry is not None:
             entry.visit.ended, entry.visit.ended_from = True, key
@@ -320,7 +325,7 @@ class Foresight(ReturnRanking):
             }
         return found
 
-    def check_integrity(self, known: Mapping[Key, tuple[Key | None, int]] | None = None) -> None:
+    def check_integrity(self, known: Mapping[Key, int] | None = None) -> None:
         """See Policy.check_integrity. Checks the shadow, too."""
         super().check_integrity(known)
         self._shadow.check_integrity()
@@ -348,10 +353,15 @@ class Foresight(ReturnRanking):
         best = nlargest(most, [(value, tip) for value, tip in ranked if tip is not None])
         return [(tip, value) for value, tip in best if value > 0.0]
 
-    def victims(self, bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
+    def victims(
+        self,
+        bytes_needed: int,
+        is_evictable: Callable[[Key], bool],
+        frees: Callable[[Key], int] | None = None,
+    ) -> list[Key]:
         """See Policy.victims. Sets the capacity of the shadow."""
         self._room = max(0, self.nbytes - max(0, bytes_needed))
-        return super().victims(bytes_needed, is_evictable)
+        return super().victims(bytes_needed, is_evictable, frees)
 
     def _begin_visit(self) -> None:
         """Before a new visit uses anything: shrink the shadow, and use the better strategy."""
@@ -377,7 +387,7 @@ class Foresight(ReturnRanking):
     def _swap_strategies(self) -> None:
         """Swap strategies. The shadow starts from what the real cache holds, so that both start
         equal; the counts in favour of each strategy are kept."""
-        self._shadow = self._forecast_shadow() if self.trusts else LRU()
+        self._shadow = self._forecast_shadow() if self.trusts else LRU(self.tree)
         self._shadow.copy_from(self)
         self.trusts = not self.trusts
         self._lead = -self._lead
@@ -390,7 +400,7 @@ class Foresight(ReturnRanking):
             self._shadow.rerank(now)
 
     def _forecast_shadow(self) -> ReturnRanking:
-        return ReturnRanking(self.visits, _ForecastOnly(self.predictor))
+        return ReturnRanking(self.tree, self.visits, _ForecastOnly(self.predictor))
 
     def _refresh_both(self, key: Key, now: float) -> None:
         self.refresh(key, now)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from towerd.policy.base import Key
+from towerd.policy.base import Key, Tree
 from towerd.policy.predict.next_use import InterArrival
 from towerd.policy.tree import Entry, Rank, TreePolicy
 
@@ -54,8 +54,8 @@ class LatemTree(TreePolicy):
 
     walks_path = True
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tree: Tree) -> None:
+        super().__init__(tree)
         self.trust = Trust(*EPS)
         self._next_use = InterArrival()
         self._phase_s = float("-inf")
@@ -92,12 +92,17 @@ class LatemTree(TreePolicy):
             if not self.predicts:
                 self._rerank()
 
-    def victims(self, bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
+    def victims(
+        self,
+        bytes_needed: int,
+        is_evictable: Callable[[Key], bool],
+        frees: Callable[[Key], int] | None = None,
+    ) -> list[Key]:
         """See Policy.victims. A new phase begins when every leaf is marked."""
         self._rank_leaves()
         if all(rank[0] for rank, key in self._heap if self._is_current(rank, key)):
             self._begin_phase()
-        chosen = super().victims(bytes_needed, is_evictable)
+        chosen = super().victims(bytes_needed, is_evictable, frees)
         self._offered = set(chosen)
         return chosen
 
@@ -113,4 +118,4 @@ class LatemTree(TreePolicy):
 
     def _rerank(self) -> None:
         self._heap.clear()
-        self._unranked.update(key for key in self._entries if key not in self._n_children)
+        self._unranked.update(self._leaves)

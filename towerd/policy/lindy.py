@@ -12,7 +12,7 @@ from collections import OrderedDict
 from heapq import nlargest
 from itertools import islice
 
-from towerd.policy.base import Key
+from towerd.policy.base import Key, Tree
 from towerd.policy.tree import Entry, Rank, TreePolicy
 
 BASE_BRANCHES = 3
@@ -29,8 +29,8 @@ class Lindy(TreePolicy):
     """Rank = (is a base, last use + credit for the time between first and last use). The first
     use and the number of continuations are remembered beyond eviction, within a bound."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tree: Tree) -> None:
+        super().__init__(tree)
         self._past: OrderedDict[Key, tuple[float, int]] = OrderedDict()
         self._tips: OrderedDict[Key, tuple[float, float]] = OrderedDict()
         """Where conversations end, in the tier or not: when each began, and its last use."""
@@ -61,11 +61,11 @@ class Lindy(TreePolicy):
         super()._use(key)
         entry = self._entries.get(key)
         born = self._now
-        at = entry
-        while at is not None:
-            before = self._tips.pop(at.key, None)
+        at: Key | None = key
+        while at is not None and at in self._entries:
+            before = self._tips.pop(at, None)
             born = born if before is None else min(born, before[0])
-            at = None if at.parent is None else self._entries.get(at.parent)
+            at = self.tree.parent(at)
         if entry is not None:
             self._tips[key] = (born, self._now)
             if len(self._tips) > _TIPS_MAX:
@@ -87,8 +87,8 @@ class Lindy(TreePolicy):
 
     def _count_branch(self, entry: Entry) -> None:
         """Count a continuation that was never seen before for its parent."""
-        parent = self._entries.get(entry.parent) if entry.parent is not None else None
-        if parent is not None:
+        above = self.tree.parent(entry.key)
+        if above is not None and (parent := self._entries.get(above)) is not None:
             parent.seq += 1
 
     def _on_remove(self, entry: Entry) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from heapq import nlargest
 from typing import Any
 
-from towerd.policy.base import Key, Learning
+from towerd.policy.base import Key, Learning, Tree
 from towerd.policy.predict.base import END, Predictor, survival
 from towerd.policy.predict.markov import Markov
 from towerd.policy.tree import Entry, Rank
@@ -26,8 +26,10 @@ class PBKV(WorkflowTree):
     """A step of a workflow updates its forecast and the ranks of the leaves it used: O(log n)
     each, as ranks are put on the heap when victims are requested."""
 
-    def __init__(self, predictor: Predictor | None = None, *, gamma: float = GAMMA) -> None:
-        super().__init__(Markov() if predictor is None else predictor)
+    def __init__(
+        self, tree: Tree, predictor: Predictor | None = None, *, gamma: float = GAMMA
+    ) -> None:
+        super().__init__(tree, Markov() if predictor is None else predictor)
         if not 0 < gamma < 1:
             raise ValueError(f"gamma is {gamma}, not between 0 and 1")
         self.gamma = gamma

@@ -1,7 +1,7 @@
-"""The shared base of all policies: sizes, the tree, and a heap of the leaves.
+"""The shared base of all policies: sizes, and a heap of the leaves.
 
 Only a leaf, a key without children in the tier, can be evicted, so only leaves are ranked, and
-only when victims are requested. A use of a key is a use of its path, but an inner key's use
+only when victims are requested. What a leaf is, the tree says when it matters. A use of a key is a use of its path, but an inner key's use
 time is not needed until its last child is evicted and passes it on. So an access costs
 O(1), an eviction O(log n); a subclass that counts uses walks the path.
 """
@@ -9,12 +9,11 @@ O(1), an eviction O(log n); a subclass that counts uses walks the path.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from towerd.policy.base import Key
+from towerd.policy.base import Key, Tree
 
 Rank = tuple[float, float]
 _COMPACT_MIN = 1024
@@ -30,7 +29,6 @@ class Entry:
 
     key: Key
     nbytes: int
-    parent: Key | None
     born: float
     used: float = _NEVER
     weight: float = 0.0
@@ -49,12 +47,14 @@ class TreePolicy:
     walks_path: ClassVar[bool] = False
     """Whether `_on_use` must be called for every key of a path."""
 
-    def __init__(self) -> None:
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
         self._entries: dict[Key, Entry] = {}
-        self._n_children: dict[Key, int] = {}
-        """Children in the tier, by parent; the parent may be outside the tier."""
+        self._child: dict[Key, Key] = {}
+        """By key: the child in the tier that was met last. It may have left, or the tree may have
+        changed."""
         self._leaves: dict[Key, Entry] = {}
-        """The keys without children."""
+        """Every leaf, and keys that have got a child by a split since."""
         self._heap: list[tuple[Rank, Key]] = []
         """Holds every ranked leaf, and stale pairs."""
         self._unranked: set[Key] = set()
@@ -112,16 +112,14 @@ class TreePolicy:
 
     # ---- events -----------------------------------------------------------------------------
 
-    def insert(self, key: Key, nbytes: int, now: float, parent: Key | None) -> None:
+    def insert(self, key: Key, nbytes: int, now: float) -> None:
         """See Policy.insert."""
         self._tick(now)
         entry = self._entries.get(key)
         if entry is None:
-            above = None if self._would_cycle(parent, key) else parent
-            self._add(Entry(key, nbytes, above, self._now))
+            self._add(Entry(key, nbytes, self._now))
         else:
             self._resize(entry, nbytes)
-            self._move(entry, parent)
         self._use(key)
 
     def access(self, key: Key, now: float) -> None:
@@ -137,27 +135,33 @@ class TreePolicy:
         self._nbytes -= entry.nbytes
         self._leaves.pop(key, None)
         self._unranked.discard(key)
-        self._leave(entry)
+        self._child.pop(key, None)
+        above = self._above(key)
+        if above is not None:
+            self._inherit(above, entry)
+            if self._is_leaf(above.key):
+                self._leaves[above.key] = above
+                self._push(above.key)
         self._on_remove(entry)
+
+    def forget(self, key: Key) -> None:
+        """See Policy.forget."""
+        self.remove(key)
 
     def split(self, lower: Key, upper: Key, upper_nbytes: int, now: float) -> None:
         """See Policy.split. The lower part keeps its rank. A late split, when `upper` is in the
-        tier already, only moves the bytes and the lower part."""
+        tier already, only moves the bytes."""
         entry = self._entries.get(lower)
-        if entry is None or lower == upper:
+        if entry is None:
             return
         is_use = now > self._now
         self._tick(now)
         self._resize(entry, max(0, entry.nbytes - upper_nbytes))
-        if upper in self._entries:
-            self._move(entry, upper)
-        else:
-            parent = None if self._would_cycle(entry.parent, upper) else entry.parent
-            above = Entry(upper, upper_nbytes, parent, entry.born)
+        if upper not in self._entries:
+            above = Entry(upper, upper_nbytes, entry.born)
             above.weight, above.seq, above.used = entry.weight, entry.seq, entry.used
             above.visit = entry.visit
             self._add(above)
-            self._link(entry, upper)
             self._on_split(entry, above)
         if is_use:
             self._use(upper)
@@ -186,7 +190,7 @@ class TreePolicy:
         if entry is None:
             return {}
         self._rank_leaves()
-        if key in self._n_children:
+        if not self._is_leaf(key):
             return {"score": self._rank(entry)[0], "place": None, "used": self._last_use(key)}
         leaves = {pair for pair in self._heap if self._is_current(*pair)}
         place = sum(pair < (entry.ranked, key) for pair in leaves)
@@ -194,27 +198,37 @@ class TreePolicy:
 
     def _last_use(self, key: Key) -> float:
         """The latest use in the subtree of an inner key."""
-        below = {key}
-        for other in self._entries:
-            path: list[Key] = []
-            at: Key | None = other
-            while at is not None and at not in below and at in self._entries:
-                path.append(at)
-                at = self._entries[at].parent
-            if at in below:
-                below.update(path)
-        return max(self._entries[each].used for each in below)
+        used, stack = _NEVER, [key]
+        while stack:
+            entry = self._entries.get(stack.pop())
+            if entry is not None:
+                used = max(used, entry.used)
+                stack += self.tree.children(entry.key)
+        return used
 
-    def victims(self, bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
+    def victims(
+        self,
+        bytes_needed: int,
+        is_evictable: Callable[[Key], bool],
+        frees: Callable[[Key], int] | None = None,
+    ) -> list[Key]:
         """See Policy.victims."""
-        return [entry.key for _, entry in self._offers(bytes_needed, is_evictable)]
+        return [entry.key for _, entry in self._offers(bytes_needed, is_evictable, frees)]
 
-    def lowest(self, nbytes: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
+    def lowest(
+        self,
+        nbytes: int,
+        is_evictable: Callable[[Key], bool],
+        frees: Callable[[Key], int] | None = None,
+    ) -> list[Key]:
         """See Policy.lowest."""
-        return [entry.key for _, entry in self._offers(nbytes, is_evictable)]
+        return [entry.key for _, entry in self._offers(nbytes, is_evictable, frees)]
 
     def _offers(
-        self, bytes_needed: int, is_evictable: Callable[[Key], bool]
+        self,
+        bytes_needed: int,
+        is_evictable: Callable[[Key], bool],
+        frees: Callable[[Key], int] | None,
     ) -> list[tuple[Rank, Entry]]:
         """The victims with the ranks at which they are evicted."""
         offers: list[tuple[Rank, Entry]] = []
@@ -225,42 +239,32 @@ class TreePolicy:
             if offer is None:
                 break
             offers.append(offer)
-            freed += offer[1].nbytes
+            freed += offer[1].nbytes if frees is None else frees(offer[1].key)
         order.close()
         return offers
 
     def copy_from(self, other: TreePolicy) -> None:
         """Become a copy of `other`, with its times and visits."""
         self._entries = {k: replace(entry, until_s=_NEVER) for k, entry in other._entries.items()}
-        self._n_children = dict(other._n_children)
+        self._child = dict(other._child)
         self._leaves = {key: self._entries[key] for key in other._leaves}
         self._nbytes, self._now = other._nbytes, other._now
         self._heap = []
         self._is_unranked = True
 
-    def check_integrity(self, known: Mapping[Key, tuple[Key | None, int]] | None = None) -> None:
+    def check_integrity(self, known: Mapping[Key, int] | None = None) -> None:
         """See Policy.check_integrity."""
-        entries, ends = self._entries, set[Key]()
-        for key in entries:
-            path: dict[Key, None] = {}
-            at: Key | None = key
-            while at is not None and at not in ends and at in entries:
-                assert at not in path, f"{at} stands on itself"
-                path[at] = None
-                at = entries[at].parent
-            ends.update(path)
-        children = Counter(e.parent for e in entries.values() if e.parent is not None)
-        assert self._n_children == children, "children are miscounted"
-        leaves = {key: entry for key, entry in entries.items() if key not in children}
-        assert self._leaves == leaves, "other keys than the leaves are listed as such"
+        entries = self._entries
         assert self._nbytes == sum(e.nbytes for e in entries.values()), "bytes are miscounted"
+        leaves = {key for key in entries if self._is_leaf(key)}
+        assert leaves <= self._leaves.keys() <= entries.keys(), "leaves are not listed as such"
         ranked = {key for rank, key in self._heap if self._is_current(rank, key)}
-        lost = leaves.keys() - ranked - self._unranked
+        lost = leaves - ranked - self._unranked
         assert self._is_unranked or not lost, f"the leaves {lost} are never ranked"
         if known is not None:
-            found = {key: (entry.parent, entry.nbytes) for key, entry in entries.items()}
+            found = {key: entry.nbytes for key, entry in entries.items()}
             wrong = [k for k in {*found, *known} if found.get(k) != known.get(k)]
-            assert not wrong, f"{wrong[0]} is {found.get(wrong[0])}, not {known.get(wrong[0])}"
+            assert not wrong, f"{wrong[0]} has {found.get(wrong[0])}, not {known.get(wrong[0])}"
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -272,8 +276,7 @@ class TreePolicy:
         self._rank_leaves()
         heap, taken = self._heap, list[Key]()
         extra: list[tuple[Rank, Key]] = []
-        met: set[Key] = set()
-        n_gone: dict[Key, int] = {}
+        met, gone = set[Key](), set[Key]()
         try:
             while heap or extra:
                 if not heap or (extra and extra[0] < heap[0]):
@@ -293,32 +296,60 @@ class TreePolicy:
                     heapq.heappush(extra, (later, key))
                     continue
                 yield rank, entry
-                parent = self._entries.get(entry.parent) if entry.parent is not None else None
-                if parent is None:
+                gone.add(key)
+                parent = self._above(key)
+                if parent is None or parent.key in self._leaves:
                     continue
                 self._inherit(parent, entry)
-                gone = n_gone.get(parent.key, 0) + 1
-                n_gone[parent.key] = gone
-                if gone == self._n_children[parent.key]:
+                if parent.key not in met and self._is_leaf(parent.key, gone):
                     heapq.heappush(extra, (self._rank_after(parent, rank), parent.key))
         finally:
             for key in taken:
                 self._push(key)
 
     def _is_current(self, rank: Rank, key: Key) -> bool:
-        entry = self._entries.get(key)
-        return entry is not None and entry.ranked == rank and key not in self._n_children
+        """Whether this pair of the heap is a leaf with its rank."""
+        entry = self._leaves.get(key)
+        if entry is None or entry.ranked != rank:
+            return False
+        if self._is_leaf(key):
+            return True
+        del self._leaves[key]
+        return False
+
+    def _is_leaf(self, key: Key, gone: Collection[Key] = ()) -> bool:
+        """Whether no child of `key` is in the tier, apart from those in `gone`."""
+        entries, tree = self._entries, self.tree
+        last = self._child.get(key)
+        if last in entries and last not in gone and tree.parent(last) == key:
+            return False
+        for child in tree.children(key):
+            if child in entries and child not in gone:
+                self._child[key] = child
+                return False
+        return True
+
+    def _above(self, key: Key) -> Entry | None:
+        """The nearest key above it that is in the tier."""
+        at = self.tree.parent(key)
+        while at is not None and at not in self._entries:
+            at = self.tree.parent(at)
+        return None if at is None else self._entries[at]
 
     def _tick(self, now: float) -> None:
         if now > self._now:
             self._now = now
 
     def _add(self, entry: Entry) -> None:
-        self._entries[entry.key] = entry
-        if entry.key not in self._n_children:
-            self._leaves[entry.key] = entry
+        key = entry.key
+        self._entries[key] = entry
         self._nbytes += entry.nbytes
-        self._join(entry.parent)
+        if self._is_leaf(key):
+            self._leaves[key] = entry
+        parent = self.tree.parent(key)
+        if parent is not None:
+            self._child[parent] = key
+            self._leaves.pop(parent, None)
 
     def _use(self, key: Key) -> None:
         """Use `key`, and its ancestors up to the first one that was already used at this time."""
@@ -331,7 +362,7 @@ class TreePolicy:
             entry.used = self._now
             if not self.walks_path:
                 break
-            at = entry.parent
+            at = self.tree.parent(at)
         self._push(key)
 
     def _push_leaves(self) -> None:
@@ -364,50 +395,9 @@ class TreePolicy:
             self._heap = [pair for pair in set(self._heap) if self._is_current(*pair)]
             heapq.heapify(self._heap)
 
-    def _would_cycle(self, key: Key | None, below: Key) -> bool:
-        """Whether `below` is `key` or one of its ancestors, so that `key` cannot be its parent."""
-        if key != below and below not in self._n_children:
-            return False
-        while key is not None and key != below:
-            entry = self._entries.get(key)
-            key = None if entry is None else entry.parent
-        return key is not None
-
-    def _move(self, entry: Entry, parent: Key | None) -> None:
-        """Change the parent of a key, unless that would close a cycle."""
-        if entry.parent != parent and not self._would_cycle(parent, entry.key):
-            self._link(entry, parent)
-
-    def _link(self, entry: Entry, parent: Key | None) -> None:
-        if entry.parent != parent:
-            self._leave(entry)
-            entry.parent = parent
-            self._join(parent)
-
     def _resize(self, entry: Entry, nbytes: int) -> None:
         self._nbytes += nbytes - entry.nbytes
         entry.nbytes = nbytes
-
-    def _join(self, parent: Key | None) -> None:
-        if parent is not None:
-            self._n_children[parent] = self._n_children.get(parent, 0) + 1
-            self._leaves.pop(parent, None)
-
-    def _leave(self, child: Entry) -> None:
-        """`child` is no longer below its parent."""
-        if child.parent is None:
-            return
-        parent = self._entries.get(child.parent)
-        if parent is not None:
-            self._inherit(parent, child)
-        left = self._n_children[child.parent] - 1
-        if left:
-            self._n_children[child.parent] = left
-        else:
-            del self._n_children[child.parent]
-            if parent is not None:
-                self._leaves[child.parent] = parent
-                self._push(child.parent)
 
     def _inherit(self, parent: Entry, child: Entry) -> None:
         """A use of a child counts as a use of its parent."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from towerd.policy.base import Key
+from towerd.policy.base import Key, Tree
 from towerd.policy.predict.base import END, Forecast, Predictor
 from towerd.policy.tree import Entry, TreePolicy
 
@@ -48,8 +48,8 @@ class WorkflowRun:
 class WorkflowTree(TreePolicy):
     """Keeps `users`: per key and workflow the agents that used it (PBKV's A_w(c))."""
 
-    def __init__(self, predictor: Predictor) -> None:
-        super().__init__()
+    def __init__(self, tree: Tree, predictor: Predictor) -> None:
+        super().__init__(tree)
         self.predictor = predictor
         self.step_s = 1.0
         """Recent mean duration of a step of a workflow."""
@@ -80,10 +80,10 @@ class WorkflowTree(TreePolicy):
         run.path.append(agent)
         del run.path[:-PATH_MAX]
         at: Key | None = key
-        while at is not None and (entry := self._entries.get(at)) is not None:
+        while at is not None and at in self._entries:
             self.users.setdefault(at, {}).setdefault(workflow, set()).add(agent)
             run.keys.add(at)
-            at = entry.parent
+            at = self.tree.parent(at)
         self.predictor.observe(run.path)
         run.forecast = self.predictor.forecast(run.path)
         self._on_step(run)
@@ -134,7 +134,7 @@ class WorkflowTree(TreePolicy):
 
     def _push_all(self, run: WorkflowRun) -> None:
         for key in run.keys:
-            if key not in self._n_children:
+            if key in self._leaves:
                 self._push(key)
 
     def _age(self) -> None:

@@ -29,6 +29,6 @@ class Listener:
     def became_warm(self, file: SegmentFile, nodes: Sequence[Node]) -> None:
         """A file was written with the rows of `nodes`."""
 
-    def left_warm(self, file: SegmentFile) -> None:
-        """A file was removed and no node views it. If another file replaced it, that is its
-        `successor`, which the next `became_warm` reports."""
+    def left_warm(self, file: SegmentFile, nodes: Sequence[Node]) -> None:
+        """A file was removed, and with it the rows of `nodes` on disk. If another file replaced
+        it, that is its `successor`, which the next `became_warm` reports."""

@@ -116,6 +116,7 @@ class Replica:
         for id, file, row0 in self.state.catalog.rows(_VIEWS, (mine, _keys(ids))):
             if file in files and trie.nodes[id].file is None:
                 trie.view(trie.nodes[id], files[file], row0)
+                self.state.listener.became_warm(files[file], [trie.nodes[id]])
 
     # --- files ----------------------------------------------------------------------------
 

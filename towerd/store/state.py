@@ -14,6 +14,7 @@ from towerd.store.prefix.growth import Growth
 from towerd.store.prefix.node import Node
 from towerd.store.prefix.trie import Trie
 from towerd.store.segments.directory import Directory
+from towerd.store.segments.format_run import FormatRun
 from towerd.store.segments.segment_file import SegmentFile, quantized_bytes
 
 
@@ -95,13 +96,22 @@ class StoreState:
             return Held("+".join(dict.fromkeys(names)), node.hot.nbytes)
         if node.file is None:
             return Held(None, node.n * layout.token_bytes)
-        first, end = node.file_row0, node.file_row0 + node.n
-        runs = [run for run in node.file.runs if run.row0 < end and first < run.end]
-        n_bytes = sum(
+        names = [run.format for run in self._runs(node)]
+        return Held("+".join(dict.fromkeys(names)), self.file_bytes(node))
+
+    def file_bytes(self, node: Node) -> int:
+        """Bytes of a node's rows on disk; 0 if there are none."""
+        first, end, layout = node.file_row0, node.file_row0 + node.n, self.fingerprint.layout
+        return sum(
             (min(end, run.end) - max(first, run.row0)) * layout.stored_as(run.format).token_bytes
-            for run in runs
+            for run in self._runs(node)
         )
-        return Held("+".join(dict.fromkeys(run.format for run in runs)), n_bytes)
+
+    def _runs(self, node: Node) -> list[FormatRun]:
+        """The runs of the node's file that hold its rows."""
+        first, end = node.file_row0, node.file_row0 + node.n
+        runs = () if node.file is None else node.file.runs
+        return [run for run in runs if run.row0 < end and first < run.end]
 
     def stats(self) -> dict[str, Any]:
         """Counts and sizes of the store's content."""
@@ -127,9 +137,10 @@ class StoreState:
 
     def forget_file(self, file: SegmentFile) -> None:
         """Remove a file from memory; rows that are still viewed stay readable."""
-        for node in tuple(self.trie.viewers(file)):
+        nodes = tuple(self.trie.viewers(file))
+        for node in nodes:
             self.trie.unview(node)
         file.dropped = True
         if self.files.pop(file.id, None) is not None:
             self.warm_bytes -= file.nbytes
-            self.listener.left_warm(file)
+            self.listener.left_warm(file, nodes)

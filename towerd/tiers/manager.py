@@ -89,7 +89,7 @@ class Tiers(Listener):
         self.pinned_bytes_max = pinned_bytes
         self.warm_bytes_max = warm_bytes
         self.counters = TierCounters()
-        self.ranking = Ranking(policy, clock, predictor, layout.token_bytes)
+        self.ranking = Ranking(policy, store, clock, predictor)
         self._learned = Learned(self.ranking, store.get_meta, store.set_meta)
         self._promoter = Promoter(
             store, self.counters, lambda: self.hot_bytes_max // 4, promote_delay_s
@@ -224,20 +224,31 @@ class Tiers(Listener):
                 last = last.parent
             path = last.path()
             self.prefetcher.covered(path)
-            self.ranking.visited(path, arrived_s, lambda node: self._bytes_expected(node, n_rows))
+            self.ranking.visited(
+                path,
+                arrived_s,
+                lambda node: self._hot_bytes(node, n_rows),
+                lambda node: self._warm_bytes(node, n_rows),
+            )
             is_due = self._promoter.used(path)
         if is_due:
             self._work.put(("look", None))
         self.ranking.settle()
         return last
 
-    def _bytes_expected(self, node: Node, n_rows: int) -> int:
+    def _hot_bytes(self, node: Node, n_rows: int) -> int:
         """The bytes that a node's rows take in RAM, now or soon; 0 if none are expected there."""
         if node.hot is not None:
             return node.hot.nbytes
         if node.file is None:
             return self.store.bytes_of(node) if node.p1 <= n_rows else 0
         return self.store.held(node).nbytes if self._promoter.waits(node) else 0
+
+    def _warm_bytes(self, node: Node, n_rows: int) -> int:
+        """The bytes that a node's rows take on disk, now or soon; 0 if none are expected there."""
+        if node.file is not None:
+            return self.store.state.file_bytes(node)
+        return self.store.bytes_of(node) if node.hot is not None or node.p1 <= n_rows else 0
 
     # ---- rows out (from live) ---------------------------------------------------------------
 
@@ -312,7 +323,7 @@ class Tiers(Listener):
         with self.store.locked():
             self.store.check_integrity()
             unused = {node.id for node in self.store.nodes() if self.prefetcher.holds(node)}
-            self.ranking.check_integrity(self.store, unused)
+            self.ranking.check_integrity(unused)
             known = {node.id for node in self.store.nodes()}
             assert self._writer.unwritten <= known, "removed segments are queued for writing"
 
@@ -363,9 +374,9 @@ class Tiers(Listener):
         with self._lock:
             self._writer.unwritten.difference_update(node.id for node in nodes)
 
-    def left_warm(self, file: SegmentFile) -> None:
+    def left_warm(self, file: SegmentFile, nodes: Sequence[Node]) -> None:
         """See Listener.left_warm."""
-        self.ranking.left_warm(file)
+        self.ranking.left_warm(file, nodes)
 
     # ---- the tier thread --------------------------------------------------------------------
 

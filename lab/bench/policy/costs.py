@@ -90,7 +90,7 @@ def of_decisions(chat: Trace) -> dict[str, float]:
 
 
 def _replayed(chat: Trace) -> _Times:
-    policy = make_policy("foresight")
+    policy = make_policy("foresight", chat)
     assert isinstance(policy, Foresight)
     ranked: list[int] = []
     anew: list[int] = []

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
+from planted import planted
 
 from lab.bench.agents import load as table
 from lab.bench.agents.latency import LOAD, QUICK, SHARE, SHARE_QUICK, AgentOutcome
@@ -101,7 +102,8 @@ class Server:
     """Serves one request at a time, 50 tokens a second; what a policy keeps is found again."""
 
     def __init__(self, policy: str, load: AgentLoad, room: int) -> None:
-        self.policy, self.load, self.room = make_policy(policy), load, room
+        self.policy: Any = planted(lambda tree: make_policy(policy, tree))
+        self.load, self.room = load, room
         self.n_tokens: dict[int, int] = dict.fromkeys(range(load.kinds), load.system_tokens)
         self.n_evaluated = 0
         self.waits_s: list[float] = []

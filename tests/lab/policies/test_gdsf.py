@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from planted import planted
+
 from lab.policies.gdsf import GDSF
 
 
@@ -11,7 +13,7 @@ def always(key: int) -> bool:
 
 def test_gdsf_small_and_often_used_stay() -> None:
     """Uses per byte decide."""
-    gdsf = GDSF()
+    gdsf = planted(GDSF)
     gdsf.insert(1, 10, 1.0, None)
     gdsf.insert(2, 100, 2.0, None)
     gdsf.insert(3, 10, 3.0, None)
@@ -21,7 +23,7 @@ def test_gdsf_small_and_often_used_stay() -> None:
 
 def test_gdsf_old_fame_fades() -> None:
     """What was given up raises the worth of what comes later."""
-    gdsf = GDSF()
+    gdsf = planted(GDSF)
     gdsf.insert(0, 10, 0.0, None)
     for now in range(1, 4):
         gdsf.access(0, float(now))

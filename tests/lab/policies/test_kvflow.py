@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from planted import planted
+
 from lab.policies.kvflow import FAR, KVFlow
 
 
@@ -14,7 +16,7 @@ def always(key: int) -> bool:
 def test_kvflow_counts_steps_on_its_graph() -> None:
     """Against breadth-first search by hand; loops, ends and what cannot be reached."""
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set[str]()}
-    policy = KVFlow(graph)
+    policy = planted(lambda tree: KVFlow(tree, graph))
     for key, agent in enumerate("abcd"):
         policy.insert(key, 10, 0.0, None)
         policy.stepped(key, float(key), "w", agent)
@@ -32,7 +34,7 @@ def test_kvflow_counts_steps_on_its_graph() -> None:
     assert policy.victims(40, always) == [0, 1, 3, 2]
     policy.workflow_ended("w", 6.0)
     assert policy.steps_to_execution(2) == FAR
-    learned = KVFlow()
+    learned = planted(KVFlow)
     learned.insert(1, 10, 0.0, None)
     for agent in "aba":
         learned.stepped(1, 0.0, "w", agent)

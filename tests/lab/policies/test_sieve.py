@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from planted import planted
 
 from lab.policies.sieve import Sieve
 
@@ -40,7 +41,7 @@ class Queue:
 @given(st.lists(st.integers(0, 9), max_size=200), st.integers(1, 6))
 def test_equals_the_queue_of_the_paper(keys: list[int], capacity: int) -> None:
     """Without a tree the same keys are in the cache after every use."""
-    queue, sieve = Queue(capacity), Sieve()
+    queue, sieve = Queue(capacity), planted(Sieve)
     for now, key in enumerate(keys):
         if not queue.use(key) and len(sieve) >= capacity:
             for victim in sieve.victims(1, lambda key: True):
@@ -54,7 +55,7 @@ def test_equals_the_queue_of_the_paper(keys: list[int], capacity: int) -> None:
 
 def test_what_was_used_stays_once() -> None:
     """A mark saves a key from one pass of the hand."""
-    sieve = Sieve()
+    sieve = planted(Sieve)
     for key in (1, 2, 3):
         sieve.insert(key, 1, float(key), None)
     sieve.access(1, 4.0)
@@ -64,7 +65,7 @@ def test_what_was_used_stays_once() -> None:
 
 def test_parents_stay() -> None:
     """Inner keys are passed over."""
-    sieve = Sieve()
+    sieve = planted(Sieve)
     sieve.insert(1, 1, 1.0, None)
     sieve.insert(2, 1, 2.0, 1)
     sieve.insert(3, 1, 3.0, None)

@@ -67,7 +67,7 @@ def test_a_recorded_trace_replays(tmp_path: Path, meta: dict[str, str]) -> None:
     agents = [call.agent for call in trace.calls]
     assert agents[0] == agents[1] != "" == agents[2]
     assert [call.session for call in trace.calls][0] == trace.calls[1].session
-    outcome = replay(trace, make_policy("lru"), 100)
+    outcome = replay(trace, make_policy("lru", trace), 100)
     assert outcome.hits == [0, 3, 2, 0, 2]
 
 

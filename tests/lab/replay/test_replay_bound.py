@@ -69,7 +69,7 @@ def test_belady_is_never_beaten(
 ) -> None:
     """By no policy, at no capacity, with segments of any size."""
     trace = trace_of(prompts, blocks_max)
-    outcome = replay(trace, make_policy(name), capacity, end_hints=hints)
+    outcome = replay(trace, make_policy(name, trace), capacity, end_hints=hints)
     assert sum(outcome.hits) <= sum(belady_hits(trace, capacity))
 
 
@@ -77,7 +77,7 @@ def test_belady_is_never_beaten(
 def test_with_room_for_all_every_policy_is_optimal(prompts: list[list[int]]) -> None:
     trace = trace_of(prompts, 3)
     n = trace.n_distinct_blocks
-    assert replay(trace, LRU(), n).hits == belady_hits(trace, n)
+    assert replay(trace, LRU(trace), n).hits == belady_hits(trace, n)
     assert sum(belady_hits(trace, 0)) == 0
 
 
@@ -95,7 +95,7 @@ class Checked(LRU):
 def test_the_cache_keeps_its_capacity(prompts: list[list[int]]) -> None:
     """And Belady's outcome counts as the replayer's does."""
     trace = trace_of(prompts, 2)
-    outcome = replay(trace, Checked(), Checked.capacity)
+    outcome = replay(trace, Checked(trace), Checked.capacity)
     again = outcome_of(trace, outcome.hits)
     assert again == outcome
     n_blocks = sum(len(prompt) for prompt in prompts)
