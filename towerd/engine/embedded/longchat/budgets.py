@@ -32,7 +32,8 @@ from towerd.engine.embedded.model.core import Core
 from towerd.engine.embedded.restore.branching import Evict, Found, TokenBranching
 from towerd.engine.embedded.restore.splice import Splicer
 from towerd.engine.embedded.scheduling.job import Job, JobPhase
-from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq, is_better_source
+from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq, as_source
+from towerd.engine.longest_prefix import longest_prefix
 from towerd.errors import InvalidRequest, NotSupported, Unavailable
 from towerd.retention import Positions, Signal, can_recall, retention_config
 from towerd.settings.config import RETENTIONS, WATCHING
@@ -40,7 +41,7 @@ from towerd.slots.blob import emit_blob
 from towerd.slots.kind import DENSE
 from towerd.slots.rows import KVRows, join
 from towerd.slots.shift import compose_at
-from towerd.tokens import Ids, common_prefix
+from towerd.tokens import Ids
 
 _BUDGET_MIN = 16
 
@@ -147,18 +148,18 @@ class Budgets(Hook):
     def _best(self, job: Job) -> tuple[LiveSeq | None, int]:
         """The sequence of this budget that shares the longest prefix with the job's prompt and can
         continue from the end of it, and the prefix's length."""
-        best: LiveSeq | None = None
-        best_n = 0
-        for seq in self._pool:
+        request = job.request
+
+        def n_shared(seq: LiveSeq) -> int:
             live = seq.live_set
-            if not isinstance(live, BoundedSet) or live.budget != job.request.live:
-                continue
-            n = common_prefix(seq.tokens(), job.ids[: job.n - 1])
-            if seq.scope != job.request.scope or not live.can_continue_from(n):
-                continue
-            if n > best_n or (best is not None and n == best_n and is_better_source(seq, best)):
-                best, best_n = seq, n
-        return best, best_n
+            is_alike = isinstance(live, BoundedSet) and live.budget == request.live
+            return seq.n if is_alike and seq.scope == request.scope else 0
+
+        def n_usable(seq: LiveSeq, n: int) -> int:
+            return n if bounded(seq).can_continue_from(n) else 0
+
+        ids = job.ids[: job.n - 1]
+        return longest_prefix(self._pool, ids, n_shared, n_usable, as_source)
 
     def open(self, job: Job, found: Found, capacity: int, evict: Evict) -> LiveSeq | None:
         """See Hook.open."""
@@ -392,19 +393,16 @@ class Budgets(Hook):
 
     def kept(self, ids: Ids, scope: str) -> Kept | None:
         """The kept positions of the chat whose tokens are `ids`, live or parked."""
-        best: BoundedSet | None = None
-        best_n = 0
-        live = [(seq.tokens(), seq.scope, seq.live_set) for seq in self._pool]
-        for tokens, its_scope, live_set in [*live, *self.parked.entries()]:
-            n = common_prefix(tokens, ids)
-            if not isinstance(live_set, BoundedSet) or its_scope != scope:
-                continue
-            if n < min(len(tokens), len(ids)):
-                continue
-            if n > best_n:
-                best, best_n = live_set, n
-        if best is None:
+        chats: list[LiveSeq | Parked] = [*self._pool, *self.parked]
+        chat, _ = longest_prefix(
+            [c for c in chats if c.scope == scope and isinstance(c.live_set, BoundedSet)],
+            ids,
+            lambda each: each.n,
+            lambda each, n: n if n == min(each.n, len(ids)) else 0,
+        )
+        if chat is None:
             return None
+        best = bounded(chat)
         breaks = np.flatnonzero(np.diff(best.kept) > 1)
         starts = best.kept[np.concatenate([[0], breaks + 1])]
         ends = best.kept[np.concatenate([breaks, [len(best.kept) - 1]])] + 1
@@ -415,7 +413,7 @@ class Budgets(Hook):
         """Counters and gauges. May be called by any thread."""
         sets = [seq.live_set for seq in list(self._pool)]  # read once: it may be replaced meanwhile
         live = [each for each in sets if isinstance(each, BoundedSet)]
-        parked = [live_set for _, _, live_set in self.parked.entries()]
+        parked = [each.live_set for each in list(self.parked)]
         files = {file for live_set in (*live, *parked) for file in live_set.offloaded.files}
         return {
             "retention_evictions": self.n_evictions,
@@ -430,8 +428,8 @@ class Budgets(Hook):
         }
 
 
-def bounded(seq: LiveSeq) -> BoundedSet:
-    """The live set of a sequence whose chat has a budget."""
+def bounded(seq: LiveSeq | Parked) -> BoundedSet:
+    """The live set of a chat that has a budget."""
     assert isinstance(seq.live_set, BoundedSet), "a chat with a budget has everything live"
     return seq.live_set
 

@@ -7,12 +7,14 @@ are evaluated again under its budget. Called by the inference thread only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.longchat.live_set import BoundedSet
 from towerd.engine.embedded.model.context import Buffer
-from towerd.tokens import Ids, Provenances, common_prefix
+from towerd.engine.longest_prefix import longest_prefix
+from towerd.tokens import Ids, Provenances
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,15 +62,14 @@ class ParkedTowers:
     def best(self, ids: Ids, scope: str, budget: LiveBudget) -> tuple[Parked | None, int]:
         """The chat of this budget that shares the longest prefix with `ids` and can continue from
         it, and the prefix's length; among equals the most recently used."""
-        best: Parked | None = None
-        best_n = 0
-        for each in self._by_age:
-            if each.scope != scope or each.live_set.budget != budget:
-                continue
-            n = common_prefix(each.ids, ids)
-            if n and n >= best_n and each.live_set.can_continue_from(n):
-                best, best_n = each, n
-        return best, best_n
+
+        def n_shared(each: Parked) -> int:
+            return each.n if each.scope == scope and each.live_set.budget == budget else 0
+
+        def n_usable(each: Parked, n: int) -> int:
+            return n if each.live_set.can_continue_from(n) else 0
+
+        return longest_prefix(reversed(self._by_age), ids, n_shared, n_usable)
 
     def clear(self) -> None:
         """Drop all chats."""
@@ -80,6 +81,5 @@ class ParkedTowers:
         self._by_age.remove(parked)
         self.nbytes -= parked.nbytes
 
-    def entries(self) -> list[tuple[Ids, str, BoundedSet]]:
-        """Tokens, scope and live set of each chat."""
-        return [(each.ids, each.scope, each.live_set) for each in self._by_age]
+    def __iter__(self) -> Iterator[Parked]:
+        return iter(self._by_age)

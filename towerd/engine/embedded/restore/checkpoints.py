@@ -19,12 +19,13 @@ from towerd.engine.embedded.restore.branching import Evict, Found
 from towerd.engine.embedded.restore.checkpoint_positions import plan_checkpoints
 from towerd.engine.embedded.scheduling.job import Job
 from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq
+from towerd.engine.longest_prefix import longest_prefix
 from towerd.errors import StoreError, TowerdError
 from towerd.store.segments.checkpoints import StateCheckpoint
 from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import RestorePlan
-from towerd.tokens import Ids, Provenance, Provenances, are_exact, are_storable, common_prefix
+from towerd.tokens import Ids, Provenance, Provenances, are_exact, are_storable
 
 log = logging.getLogger(__name__)
 
@@ -69,20 +70,15 @@ class Checkpoints:
     def find(self, job: Job) -> Found:
         """See Branching.find."""
         ids, scope = job.ids[: job.n - 1], job.request.scope
-        best: LiveSeq | None = None
-        best_n = 0
-        for seq in self.pool:
-            if not seq.is_whole:
-                continue
-            common = common_prefix(seq.ids[: seq.n_visible(scope)], ids)
-            n = (
-                common
-                if common == seq.n
-                else max((p for p in seq.states if p <= common), default=0)
-            )
-            if n > best_n or (best is not None and n == best_n and best.busy and not seq.busy):
-                best, best_n = seq, n
-        return Found(best, best_n)
+
+        def n_shared(seq: LiveSeq) -> int:
+            return seq.n_visible(scope) if seq.is_whole else 0
+
+        def n_usable(seq: LiveSeq, n: int) -> int:
+            return n if n == seq.n else max((p for p in seq.states if p <= n), default=0)
+
+        found = longest_prefix(self.pool, ids, n_shared, n_usable, lambda seq: not seq.busy)
+        return Found(*found)
 
     def n_live_prefix(self, job: Job) -> int:
         """See Branching.n_live_prefix. Tokens after the last checkpoint count as well: waiting for
@@ -117,8 +113,8 @@ class Checkpoints:
             checkpoint = self.boundaries.deepest(job.path, seq.n, end)
             if checkpoint is not None:
                 plan = found.up_to(checkpoint)
-        others = (s for s in self.pool if s is not seq and s.scope == seq.scope)
-        live = max((common_prefix(s.tokens(), ids) for s in others), default=0)
+        others = [s for s in self.pool if s is not seq and s.scope == seq.scope]
+        _, live = longest_prefix(others, ids, lambda other: other.n)
         start = seq.n + plan.n
         job.checkpoints_at = self._checkpoint_positions(job, start, {n_known, live})
         return plan

@@ -25,11 +25,12 @@ from towerd.engine.embedded.restore.splice import Splicer
 from towerd.engine.embedded.restore.splice_pieces import SplicePiece
 from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq
+from towerd.engine.longest_prefix import longest_prefix
 from towerd.errors import TowerdError
 from towerd.media_ids import whole
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import Composed, RestorePlan
-from towerd.tokens import Provenances, common_prefix
+from towerd.tokens import Provenances
 
 log = logging.getLogger(__name__)
 
@@ -288,16 +289,19 @@ class Restorer:
         is worth waiting for."""
         if not job.request.cache_prompt:
             return False
-        have = self.n_live_prefix(job)
-        for other in active:
-            if (
-                other.phase in (JobPhase.LOADING, JobPhase.PREFILL)
-                and other.request.scope == job.request.scope
-            ):
-                common = common_prefix(other.ids[: self._n_sharable(other, job)], job.ids)
-                if common >= have + _SHARE_TOKENS_MIN and other.n_live < common:
-                    return True
-        return False
+        others = [
+            other
+            for other in active
+            if other.phase in (JobPhase.LOADING, JobPhase.PREFILL)
+            and other.request.scope == job.request.scope
+        ]
+        _, n = longest_prefix(
+            others,
+            job.ids,
+            lambda other: self._n_sharable(other, job),
+            lambda other, common: common if other.n_live < common else 0,
+        )
+        return n >= self.n_live_prefix(job) + _SHARE_TOKENS_MIN
 
     def _n_sharable(self, other: Job, job: Job) -> int:
         """How many leading tokens of `other` its sequence can share with `job`."""

@@ -23,13 +23,13 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.engine.embedded.longchat.live_set import EVERYTHING, BoundedSet, LiveSet
+from towerd.engine.longest_prefix import longest_prefix
 from towerd.retention import Positions
 from towerd.store.prefix.scope import adapters_of
 from towerd.tokens import (
     Ids,
     Provenance,
     Provenances,
-    common_prefix,
     computed_after,
     count_approximate,
 )
@@ -185,18 +185,14 @@ class LivePool:
 
         Idle sequences win ties, because an idle one can be taken over without a branch.
         unspliced: count only tokens before the first spliced one"""
-        best: LiveSeq | None = None
-        best_n = 0
-        for seq in self._live.values():
+
+        def n_shared(seq: LiveSeq) -> int:
             if seq.is_partial:
-                continue
-            limit = seq.n_visible(scope)
-            if unspliced:
-                limit = min(limit, seq.n_unspliced())
-            n = common_prefix(seq.ids[:limit], ids)
-            if n > best_n or (best is not None and n == best_n and is_better_source(seq, best)):
-                best, best_n = seq, n
-        return best, best_n
+                return 0
+            n = seq.n_visible(scope)
+            return min(n, seq.n_unspliced()) if unspliced else n
+
+        return longest_prefix(self, ids, n_shared, rank=as_source)
 
     def can_open(self) -> bool:
         return bool(self._free)
@@ -409,7 +405,7 @@ class LivePool:
             runs[at:at] = lower
 
 
-def is_better_source(seq: LiveSeq, other: LiveSeq) -> bool:
-    """Whether `seq` is the better of two sequences that share as much: idle before busy, then the
-    shorter, then the last used."""
-    return (not seq.busy, -(seq.n), seq.last_used) > (not other.busy, -(other.n), other.last_used)
+def as_source(seq: LiveSeq) -> tuple[bool, int, int]:
+    """The rank among sequences that share as much: idle before busy, then the shorter, then the
+    last used."""
+    return not seq.busy, -seq.n, seq.last_used
