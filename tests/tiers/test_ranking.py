@@ -174,7 +174,10 @@ def replayed(path: Path, asks: list[Ask], name: str, tokens: int) -> list[tuple[
         for ask, call in zip(asks, trace.calls, strict=True)
         for i, segment in enumerate(call.path)
     }
-    trace.calls = [replace(call, ends=()) for call in trace.calls]
+    trace.calls = [  # agents have other names in a trace, which may turn ties
+        replace(call, ends=(), agent=ask.agent or "")
+        for ask, call in zip(asks, trace.calls, strict=True)
+    ]
     watched = Watched(name, trace)
     replay(trace, watched.policy, tokens, end_hints=True)
     return [text_of[key] for key in watched.left]
