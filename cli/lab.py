@@ -1,10 +1,13 @@
-"""`towerctl lab` and `towerctl train`: commands of the laboratory, which only a checkout has."""
+"""The laboratory, which only a checkout has: `towerctl lab`, `train` and `model`, and where the
+modules are that other commands find there."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -26,6 +29,45 @@ TRAIN_COMMANDS = {
     "predictor": "lab.commands.train_predictor:predictor",
     "retrieval": "lab.commands.train:retrieval",
 }
+MODEL_COMMANDS = {
+    "random": "lab.commands.make:random",
+    "stories": "lab.commands.make:stories",
+}
+BENCHMARKS = {
+    name: f"lab.bench.daemon_commands:{name}"
+    for name in ("memory concurrency tools models proxy soak store quality cold longchat".split())
+}
+"""Benchmarks of `towerctl bench`."""
+MOVED_BENCHMARKS = {
+    name: f"towerctl lab bench {name}"
+    for name in "agents anticipation codec footprint kernels latem policy splice".split()
+}
+ARCHITECTURES = "lab.bench.architectures"
+"""The benchmark of `towerctl bench resume --arch`."""
+RANDOM_MODELS = "lab.models.kept"
+
+
+def found(checkout: Path = CHECKOUT) -> bool:
+    """Whether the laboratory is there; if so, make it importable."""
+    if not (checkout / "lab" / "__init__.py").is_file():
+        return False
+    if str(checkout) not in sys.path:
+        sys.path.insert(0, str(checkout))  # processes that are spawned get it, too
+    return True
+
+
+def require(command: str, checkout: Path = CHECKOUT) -> None:
+    """Raises ClickException, one sentence, unless the laboratory is there."""
+    if not found(checkout):
+        raise click.ClickException(
+            f"The laboratory is not installed: `{command}` works in a checkout of "
+            "towerd's repository, with towerd installed from there by `make setup`."
+        )
+
+
+def random_models() -> ModuleType | None:
+    """The module that makes models of random weights; None without a laboratory."""
+    return importlib.import_module(RANDOM_MODELS) if found() else None
 
 
 class Laboratory(LazyGroup):
@@ -43,23 +85,12 @@ class Laboratory(LazyGroup):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Fail with one sentence if there is no laboratory."""
-        if not self._found() and not ctx.resilient_parsing:
-            raise click.ClickException(
-                f"The laboratory is not installed: `{ctx.command_path}` works in a checkout of "
-                "towerd's repository, with towerd installed from there by `make setup`."
-            )
+        if not ctx.resilient_parsing:
+            require(ctx.command_path, self.checkout)
         return super().parse_args(ctx, args)
 
     def _present(self, name: str) -> bool:
-        return self._found() and super()._present(name)
-
-    def _found(self) -> bool:
-        """Whether the laboratory is there; if so, make it importable."""
-        if not (self.checkout / "lab" / "__init__.py").is_file():
-            return False
-        if str(self.checkout) not in sys.path:
-            sys.path.insert(0, str(self.checkout))  # processes that are spawned get it, too
-        return True
+        return found(self.checkout) and super()._present(name)
 
 
 @click.group(cls=Laboratory, table=LAB_COMMANDS)
@@ -72,3 +103,8 @@ def lab() -> None:
 def train() -> None:
     """Train small models: the language models of the codec, the predictor of workflows (in a
     checkout)."""
+
+
+@click.group(cls=Laboratory, table=MODEL_COMMANDS)
+def model() -> None:
+    """Make GGUF files: random weights of any shape, or a llama2.c story model (in a checkout)."""

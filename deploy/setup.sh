@@ -150,7 +150,7 @@ llama_works() {
   PYTHONPATH=$PWD "$PY" - "$model/probe.gguf" <<'PROBE' || return 1
 import sys
 from pathlib import Path
-from towerd.models.random_gguf import Shape, make_random_gguf
+from lab.models.random_gguf import Shape, make_random_gguf
 
 make_random_gguf(Path(sys.argv[1]), Shape(1, 256, 4, 2, 512, 512, n_ctx_train=512))
 PROBE

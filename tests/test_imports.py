@@ -93,12 +93,11 @@ def test_folders_import_lower_floors_alone() -> None:
     assert upward == []
 
 
-def test_two_files_name_modules_of_the_laboratory() -> None:
-    """No module imports it, not even by a string; only the lazy groups of cli/lab.py name its modules,
-    and the table of how long benchmarks take."""
+def test_one_file_names_modules_of_the_laboratory() -> None:
+    """No module imports it, not even by a string; only the tables of cli/lab.py name its modules."""
     naming = [
         name
         for name, path in modules().items()
         if name.split(".")[0] != "lab" and re.search(r"""["']lab[.]""", path.read_text())
     ]
-    assert sorted(naming) == ["cli.bench.harness.work", "cli.lab"]
+    assert sorted(naming) == ["cli.lab"]

@@ -7,15 +7,9 @@ from typing import Any
 
 import click
 
-from towerd.cli.bench.harness.command import (
-    FILE,
-    FOLDER,
-    MODEL,
-    QUICK,
-    plot_option,
-    run_benchmark,
-    trained_model_option,
-)
+from lab.bench.options import FOLDER, plot_option, trained_model_option
+from lab.bench.work import QUICK_WORK
+from towerd.cli.bench.harness.command import FILE, MODEL, QUICK, run_benchmark
 from towerd.policy import NAMES as POLICIES
 
 
@@ -205,4 +199,4 @@ def unseen(quick: bool, **options: Any) -> None:
 
 
 def _run(name: str, model: Path | None, quick: bool, **options: Any) -> None:
-    run_benchmark(f"lab.bench.{name}", model, quick, **options)
+    run_benchmark(f"lab.bench.{name}", model, quick, QUICK_WORK.get(name), **options)

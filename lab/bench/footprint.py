@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from towerd.cli.bench.harness.disk import disk_bytes
-from towerd.cli.bench.harness.plot import new_figure, require
+from lab.bench.disk import disk_bytes
+from lab.bench.plot import new_figure, require
 from towerd.cli.bench.harness.report import Report
 from towerd.kernels.formats import BY_NAME
 from towerd.slots.compose import state_size

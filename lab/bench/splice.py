@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import psutil
 
+from lab.bench.quality.formats import check_spliceable, read_text
 from towerd.cli.bench.harness.report import Report
-from towerd.cli.bench.quality.formats import check_spliceable, read_text
 from towerd.cli.output import progress_bar, show_table
 from towerd.engine.embedded.calibration.calibrate import calibration_text
 from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lab.models.gguf_file import writing
+from lab.models.vocabulary import Vocabulary
 from towerd.codec.prior.file import U16, U32
-from towerd.models.gguf_file import writing
-from towerd.models.vocabulary import Vocabulary
 
 ARCHITECTURE = "llama"
 """llama.cpp only reads the tokenizer of a known architecture; the file contains no model."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lab.models.vocabulary import Vocabulary, from_gguf
 from lab.train.data.bpe import Bpe
 from lab.train.data.corpus import Corpus, Windows, build_corpus
 from lab.train.data.form import MiniForm, TextForm
@@ -30,7 +31,6 @@ from lab.train.model.pretrained import PretrainedModel
 from lab.train.objectives.distillation import DistillationObjective
 from lab.train.objectives.objective import Objective, TextObjective
 from lab.train.objectives.teacher import Teacher, TeacherForm
-from towerd.models.vocabulary import Vocabulary, from_gguf
 
 DEV_TOKENS = 4096
 """Number of tokens on which a student is compared with its teacher."""

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lab.bench.texts.tasks import Fact, passkey, random_pair
 from lab.train.data.bpe import BEGIN, CONTROLS, Bpe
 from lab.train.data.corpus import Windows
 from lab.train.data.form import Ids, MiniForm
@@ -35,7 +36,6 @@ from lab.train.loop.progress import TrainingProgress
 from lab.train.model.export import Card
 from lab.train.model.induction import induction_weights
 from lab.train.model.network import EMBEDDING, NetworkShape, Weights, device_of, hidden, logits
-from towerd.cli.bench.texts.tasks import Fact, passkey, random_pair
 
 Row: TypeAlias = tuple[Ids, npt.NDArray[np.bool_]]
 """Ids [n] and which of them are answers [n]."""

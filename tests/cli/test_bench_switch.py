@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from click.testing import Result
 
+from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.cli.bench.harness.client import complete, new_session
 from towerd.cli.bench.harness.disk import can_count_written, written_bytes
 from towerd.cli.bench.harness.models import random_prompt, vocab_size
@@ -22,7 +23,6 @@ from towerd.cli.bench.switch import SwitchLoad
 from towerd.engine.llama_server.process.binary import find_binary
 from towerd.engine.llama_server.slots.slotdir import SlotDir
 from towerd.errors import TowerdError
-from towerd.models.random_gguf import PRESETS, make_random_gguf
 
 LAYERS = 2
 ROW_BYTES = LAYERS * 2 * 2 * 64 * 2

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from llama_reader import LlamaReader
 
 import towerd
+from lab.models.random_gguf import Shape, make_random_gguf
 from towerd.codec import Codec, container
 from towerd.codec.errors import CodecError, UnknownModel
 from towerd.codec.models import exact, mini
@@ -33,7 +34,6 @@ from towerd.codec.network import Network
 from towerd.codec.prior import file
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.kernels import dispatch
-from towerd.models.random_gguf import Shape, make_random_gguf
 
 BUNDLED = Path(towerd.__file__).parent / "data" / "stories260K.gguf"
 STORY = (

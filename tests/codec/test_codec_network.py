@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lab.models.random_gguf import Shape, make_random_gguf
 from towerd.codec import Codec, container
 from towerd.codec.container import CodedChunk
 from towerd.codec.errors import CodecError, Damaged
@@ -18,7 +19,6 @@ from towerd.codec.models.exact import ExactPredictor
 from towerd.codec.network import Network, cut
 from towerd.codec.prior import file
 from towerd.codec.vocabulary import GgufVocabulary
-from towerd.models.random_gguf import Shape, make_random_gguf
 
 STORY = (
     b" Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "

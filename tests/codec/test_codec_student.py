@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lab.models.random_gguf import Shape, make_random_gguf
 from towerd.codec import Codec, container
 from towerd.codec.errors import UnknownModel
 from towerd.codec.models import mini
@@ -17,7 +18,6 @@ from towerd.codec.models.student import check_student
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.kernels import dispatch
 from towerd.models.bundled import bundled_model
-from towerd.models.random_gguf import Shape, make_random_gguf
 
 STORY = (
     b" Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "

@@ -14,11 +14,11 @@ import pytest
 from cold_population import ALL_NETWORK, coder, form_of, name_of, record, said
 from store_tools import FINGERPRINT
 
+from lab.models.random_gguf import Shape, make_random_gguf
 from towerd.codec import container
 from towerd.codec.models import mini
 from towerd.codec.prior import file
 from towerd.cold import cold_history, freeze, thaw
-from towerd.models.random_gguf import Shape, make_random_gguf
 from towerd.store import Store
 
 N = 2000

@@ -17,13 +17,13 @@ from oracle import GREEDY, Answer, ask
 from services import EmbeddedService, OpenService
 from waiting import until_async
 
+from lab.models.random_gguf import Shape, make_random_gguf
 from towerd.codec import Codec
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold import Coding
 from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Progress, Started
 from towerd.errors import ConfigError, NotFound
 from towerd.models.bundled import bundled_model
-from towerd.models.random_gguf import Shape, make_random_gguf
 from towerd.store.sessions.frozen import SessionBusy
 from towerd.tokens import Ids
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from store_tools import FINGERPRINT, turn_of
 
+from lab.models.random_gguf import Shape, make_random_gguf
 from towerd.codec import Codec
 from towerd.codec.models import mini
 from towerd.codec.prior import file
@@ -19,7 +20,6 @@ from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold import Coding, VocabularySource, freeze, thaw
 from towerd.errors import DiskFull, ThawError
 from towerd.models.bundled import bundled_model
-from towerd.models.random_gguf import Shape, make_random_gguf
 from towerd.store import Store
 from towerd.transfer import export_session
 

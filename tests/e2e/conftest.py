@@ -9,7 +9,7 @@ import pytest
 from daemon import Daemon
 from openai import OpenAI
 
-from towerd.models.random_gguf import PRESETS, make_random_gguf
+from lab.models.random_gguf import PRESETS, make_random_gguf
 
 MakeDaemon = Callable[..., Daemon]
 

@@ -14,9 +14,9 @@ from daemon import Daemon
 from scripted_model import make_scripted_model
 from vision_model import make_projector, picture
 
+from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.api.admin.ui import INDEX, built_ui
 from towerd.models.bundled import bundled_model
-from towerd.models.random_gguf import PRESETS, make_random_gguf
 
 pytestmark = [
     pytest.mark.slow,

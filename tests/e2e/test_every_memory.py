@@ -18,8 +18,8 @@ from click.testing import CliRunner
 from daemon import Daemon, reuse_of
 from oracle import Oracle, check_greedy
 
+from lab.models.random_gguf import Shape, make_random_gguf
 from towerd.cli.main import towerctl
-from towerd.models.random_gguf import Shape, make_random_gguf
 
 MakeDaemon = Callable[..., Daemon]
 

@@ -15,7 +15,7 @@ import requests
 from daemon import Daemon, run_towerd
 from waiting import until
 
-from towerd.models.random_gguf import PRESETS, make_random_gguf
+from lab.models.random_gguf import PRESETS, make_random_gguf
 
 Mount = Callable[..., None]
 

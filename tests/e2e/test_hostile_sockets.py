@@ -17,10 +17,10 @@ import requests
 from daemon import Daemon
 from waiting import until
 
+from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.engine.llama_server.process.binary import find_binary
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
-from towerd.models.random_gguf import PRESETS, make_random_gguf
 
 HEALTH_S_MAX = 5.0
 """On a machine with other work; within which /health answers, whoever else is connected."""

@@ -18,9 +18,9 @@ from daemon import Daemon, reuse_of, run_towerctl
 from gguf import GGUFReader
 from lora_adapter import write_adapter
 
+from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.llama_library import lib
 from towerd.models.bundled import bundled_model
-from towerd.models.random_gguf import PRESETS, make_random_gguf
 from towerd.store import Store, latest_fingerprint
 
 MakeDaemon = Callable[..., Daemon]

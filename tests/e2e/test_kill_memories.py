@@ -15,7 +15,7 @@ import requests
 from daemon import Daemon, run_towerctl
 from oracle import Oracle, check_greedy
 
-from towerd.models.random_gguf import PRESETS, make_random_gguf
+from lab.models.random_gguf import PRESETS, make_random_gguf
 
 N_CHATS = 3
 EVERY = "32"

@@ -14,7 +14,7 @@ from daemon import Daemon, run_towerctl
 from mixed_clients import Killed, MixedClient
 from oracle import Oracle, check_greedy
 
-from towerd.models.random_gguf import PRESETS, make_random_gguf
+from lab.models.random_gguf import PRESETS, make_random_gguf
 
 N_CLIENTS = 3
 VOCABULARY = range(360, 448)

@@ -17,8 +17,8 @@ import pytest
 from loop_steps import time_steps
 from served import served, tuned
 
+from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.app.daemon import build_app
-from towerd.models.random_gguf import PRESETS, make_random_gguf
 from towerd.service import open_service
 from towerd.settings.config import Config
 

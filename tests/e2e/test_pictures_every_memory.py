@@ -12,9 +12,9 @@ from daemon import Daemon, run_towerd
 from pictures import answered, counts, look_at, say
 from vision_model import TOKENS_AN_IMAGE, make_projector
 
+from lab.models.random_gguf import make_random_gguf
+from lab.models.shape import Arch, Shape
 from towerd.cli.bench.harness.servers import llama_server
-from towerd.models.random_gguf import make_random_gguf
-from towerd.models.shape import Arch, Shape
 
 MakeDaemon = Callable[..., Daemon]
 SHAPE = Shape(

@@ -11,9 +11,9 @@ import requests
 from click.testing import CliRunner
 from daemon import Daemon, reuse_of
 
+from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.cli.main import towerctl
 from towerd.models.bundled import bundled_model
-from towerd.models.random_gguf import PRESETS, make_random_gguf
 
 MakeDaemon = Callable[..., Daemon]
 START = "Once upon a time there was a little girl named Lily. "

@@ -10,8 +10,8 @@ import pytest
 from oracle import Oracle
 from services import OpenService, opener
 
+from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.models.bundled import bundled_model
-from towerd.models.random_gguf import PRESETS, make_random_gguf
 
 
 @pytest.fixture(scope="session")

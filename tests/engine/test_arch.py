@@ -13,7 +13,7 @@ import pytest
 from oracle import Answer, Oracle, ask
 from services import EmbeddedService, OpenService
 
-from towerd.models.random_gguf import Shape, make_random_gguf
+from lab.models.random_gguf import Shape, make_random_gguf
 
 BASE = Shape(
     4, 128, 4, 2, 128, 448, n_ctx_train=2048, rope_freq_base=10000.0, ftype="F32", window=48

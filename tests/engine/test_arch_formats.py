@@ -14,9 +14,9 @@ from oracle import Answer, Oracle, ask, check_greedy
 from services import EmbeddedService, OpenService
 from waiting import until_async
 
+from lab.models.random_gguf import Shape, make_random_gguf
 from towerd.engine.embedded.calibration.calibrate import Calibrator
 from towerd.errors import NotSupported
-from towerd.models.random_gguf import Shape, make_random_gguf
 from towerd.slots.layout import NATIVE
 
 SHAPE = Shape(

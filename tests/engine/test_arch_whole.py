@@ -15,9 +15,9 @@ from gguf import GGUFWriter
 from oracle import Answer, Oracle, ask, check_greedy
 from services import EmbeddedService, OpenService
 
-from towerd.models import recurrent
-from towerd.models.architectures import ARCHITECTURES
-from towerd.models.random_gguf import Shape, make_random_gguf
+from lab.models import recurrent
+from lab.models.architectures import ARCHITECTURES
+from lab.models.random_gguf import Shape, make_random_gguf
 
 SHAPE = Shape(
     4, 128, 4, 2, 128, 448, n_ctx_train=2048, rope_freq_base=10000.0, ftype="F32", arch="lfm2"

@@ -7,8 +7,8 @@ import pytest
 from oracle import ask, settle, some_ids
 from services import OpenService
 
-from towerd.cli.bench.longchat.perplexity import live_by_token, ratio
-from towerd.cli.bench.longchat.reading import last_attention, read
+from lab.bench.longchat.perplexity import live_by_token, ratio
+from lab.bench.longchat.reading import last_attention, read
 from towerd.engine.base import LiveBudget
 from towerd.errors import InvalidRequest
 from towerd.models.bundled import bundled_model

@@ -10,7 +10,7 @@ import numpy as np
 from oracle import ask
 from services import OpenService
 
-from towerd.models.random_gguf import PRESETS, make_random_gguf
+from lab.models.random_gguf import PRESETS, make_random_gguf
 
 N_STATES = 8
 END = 4

@@ -17,14 +17,14 @@ from oracle import ask, settle
 from services import OpenService
 from waiting import until_async
 
+from lab.models.random_gguf import PRESETS, make_random_gguf
+from lab.models.shape import Arch
 from towerd.engine.embedded.memory import SequenceMemory, open_memory
 from towerd.engine.embedded.memory.cell_pages import SPARE_CELLS, CellPages
 from towerd.engine.embedded.model.context import Buffer, LlamaContext
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.model.zero_pages import HostBuffer
 from towerd.kernels.pages import populate
-from towerd.models.random_gguf import PRESETS, make_random_gguf
-from towerd.models.shape import Arch
 from towerd.settings.config import Config
 
 N_CELLS = 1 << 14

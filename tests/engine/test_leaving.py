@@ -14,8 +14,8 @@ from oracle import ask
 from services import OpenService
 from waiting import until_async
 
+from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.engine.base import GenerateRequest
-from towerd.models.random_gguf import PRESETS, make_random_gguf
 from towerd.store.sessions.turn import Turn, TurnResult
 
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
+from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.engine.embedded.calibration.calibrate import calibration_text, plan_for
 from towerd.engine.embedded.calibration.measure import Measurer, log_softmax
 from towerd.engine.embedded.calibration.measure_plan import (
@@ -24,7 +25,6 @@ from towerd.engine.embedded.model.vocab import Vocab
 from towerd.engine.embedded.restore.scratch import Pace, Scratch
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
-from towerd.models.random_gguf import PRESETS, make_random_gguf
 from towerd.settings.config import Config
 from towerd.slots.layout import NATIVE
 from towerd.tiers.formats.levels import uniform

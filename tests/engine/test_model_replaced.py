@@ -12,7 +12,7 @@ from oracle import ask, settle, some_ids
 from services import OpenService
 from waiting import until_async
 
-from towerd.models.random_gguf import PRESETS, make_random_gguf
+from lab.models.random_gguf import PRESETS, make_random_gguf
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from oracle import Answer, Oracle, ask, check_greedy, inside, some_ids
 from services import EmbeddedService, OpenService
 from waiting import until_async
 
+from lab.models.random_gguf import Shape, make_random_gguf
 from towerd.engine.base import GenerateRequest, LiveBudget
 from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
-from towerd.models.random_gguf import Shape, make_random_gguf
 from towerd.tiers import composer
 
 SHAPE = Shape(

@@ -15,6 +15,7 @@ import pytest
 from oracle import ask, bounded_sequences, settle, some_ids
 from services import EmbeddedService, OpenService
 
+from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.longchat.budgets import bounded
 from towerd.engine.embedded.longchat.live_set import BoundedSet
@@ -25,7 +26,6 @@ from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.scheduling.pool import LiveSeq
 from towerd.errors import ConfigError, ContextExceeded, InvalidRequest, NotSupported
 from towerd.models.bundled import bundled_model
-from towerd.models.random_gguf import PRESETS, make_random_gguf
 from towerd.retention import View, can_recall
 from towerd.retention.streaming import StreamingConfig
 from towerd.settings.config import RETENTIONS, UNBOUNDED, WATCHING, Config

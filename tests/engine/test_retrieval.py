@@ -9,8 +9,8 @@ import pytest
 from oracle import ask, settle
 from services import EmbeddedService, OpenService
 
-from towerd.cli.bench.texts.tasks import passkey
-from towerd.cli.bench.texts.tokenizer import TextTokenizer
+from lab.bench.texts.tasks import passkey
+from lab.bench.texts.tokenizer import TextTokenizer
 from towerd.codec.prior import sample
 from towerd.engine.base import LiveBudget
 from towerd.models.bundled import retrieval_model

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from gguf import GGUFValueType, GGUFWriter
 
+from lab.models.gguf_file import writing
 from towerd.engine.gguf_keys import GgufKeys
-from towerd.models.gguf_file import writing
 
 VALUES: dict[str, tuple[GGUFValueType, Any]] = {
     "u8": (GGUFValueType.UINT8, 200),

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 
+from lab.models.gguf_file import writing
+from lab.models.random_gguf import Shape, make_random_gguf
 from towerd.engine.rope import PLAIN, REASONS, WITH_FACTORS, Running, read_rope
-from towerd.models.gguf_file import writing
-from towerd.models.random_gguf import Shape, make_random_gguf
 from towerd.slots.errors import StateError
 
 NORM, NEOX, MROPE, IMROPE = 0, 2, 8, 40

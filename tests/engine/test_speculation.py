@@ -16,12 +16,12 @@ from oracle import Oracle, ask, check_greedy, settle, some_ids
 from scripted_model import make_scripted_model
 from services import EmbeddedService, OpenService
 
+from lab.models.random_gguf import PRESETS, Shape, make_random_gguf
 from towerd.api.http.metrics import Metrics
 from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Piece
 from towerd.engine.embedded.model.wire_model import encode
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
-from towerd.models.random_gguf import PRESETS, Shape, make_random_gguf
 from towerd.wire import Reply, Request, Writer
 
 STORY = "Once upon a time there was a little dog. Once upon a time there was a little"

@@ -1,4 +1,4 @@
-"""`towerctl lab` in a checkout and without one."""
+"""`towerctl lab` and `towerctl bench` in a checkout and without one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from towerd.cli.lab import LAB_COMMANDS, Laboratory
+from towerd.cli.bench.group import TABLE, Benchmarks
+from towerd.cli.lab import BENCHMARKS, LAB_COMMANDS, Laboratory
 from towerd.cli.main import towerctl
 
 
@@ -26,3 +27,23 @@ def test_without_a_checkout_one_sentence_says_so(tmp_path: Path, args: list[str]
     assert result.exit_code == 1
     assert result.output.count("\n") == 1
     assert "works in a checkout" in result.output
+
+
+def test_bench_keeps_every_name() -> None:
+    result = CliRunner().invoke(towerctl, ["bench", "--help"])
+    assert result.exit_code == 0
+    assert all(f"\n  {name}" in result.output for name in (*TABLE, *BENCHMARKS))
+
+
+def test_without_a_checkout_bench_says_where_the_rest_is(tmp_path: Path) -> None:
+    group = click.Group("towerctl")
+    group.add_command(Benchmarks("bench", table=TABLE | BENCHMARKS, checkout=tmp_path))
+    runner = CliRunner()
+    listed = runner.invoke(group, ["bench", "--help"]).output
+    assert "\n  resume" in listed
+    assert "\n  memory" not in listed
+    result = runner.invoke(group, ["bench", "memory", "--quick"])
+    assert result.exit_code == 1
+    assert result.output.count("\n") == 1
+    assert "is in the source checkout" in result.output
+    assert runner.invoke(group, ["bench", "nothing"]).exit_code == 2

@@ -12,6 +12,8 @@ import pytest
 import real_models
 from split_gguf import split
 
+from lab.models.random_gguf import Shape, make_random_gguf
+from lab.models.shape import Arch
 from towerd.engine.embedded.model.loadable import check_loadable
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.errors import ModelError
@@ -19,8 +21,6 @@ from towerd.models.bundled import bundled_model
 from towerd.models.local.found import FoundModel
 from towerd.models.local.header import Header, read_header
 from towerd.models.local.listing import ListedModel
-from towerd.models.random_gguf import Shape, make_random_gguf
-from towerd.models.shape import Arch
 from towerd.settings.config import Config
 
 SHAPE = Shape(

@@ -9,8 +9,8 @@ import pytest
 from daemon import Daemon
 from routed import MakeRouter
 
+from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.models.bundled import bundled_model
-from towerd.models.random_gguf import PRESETS, make_random_gguf
 
 
 @pytest.fixture(scope="session")

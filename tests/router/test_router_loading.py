@@ -18,8 +18,8 @@ from daemon import Daemon
 from routed import LONG, MakeRouter, ask, children, metric, states
 from waiting import until
 
+from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.models.bundled import bundled_model
-from towerd.models.random_gguf import PRESETS, make_random_gguf
 
 
 def test_the_share_that_is_loaded(make_router: MakeRouter) -> None:

@@ -13,12 +13,12 @@ from daemon import Daemon
 from sidecar_tools import OpenSidecar, Sidecar, SteadyCosts
 from window_model import make_window_model
 
+from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.cli.bench.harness.servers import llama_server as llama_server_alone
 from towerd.engine.llama_server.opening import open_llama_server
 from towerd.engine.llama_server.process.binary import find_binary
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
-from towerd.models.random_gguf import PRESETS, make_random_gguf
 from towerd.sessions.recorder import TurnRecorder
 from towerd.sessions.sessions import Sessions
 from towerd.settings.config import Config

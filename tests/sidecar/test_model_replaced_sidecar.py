@@ -14,7 +14,7 @@ import pytest
 from sidecar_tools import OpenSidecar, alone, ask, prompt
 from waiting import until_async
 
-from towerd.models.random_gguf import PRESETS, make_random_gguf
+from lab.models.random_gguf import PRESETS, make_random_gguf
 
 
 async def test_llama_server_starts_again_with_another_model(

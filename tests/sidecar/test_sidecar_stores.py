@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from sidecar_tools import OpenSidecar, ask, prompt
 
+from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.engine.base import Finish
 from towerd.errors import ConfigError, TowerdError
-from towerd.models.random_gguf import PRESETS, make_random_gguf
 from towerd.service import open_service
 from towerd.settings.config import Config
 

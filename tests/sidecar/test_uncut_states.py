@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from sidecar_tools import OpenSidecar, Sidecar, alone, ask, prompt
 
+from lab.models.random_gguf import PRESETS, make_random_gguf
+from lab.models.shape import Arch
 from towerd.engine.base import Finish
 from towerd.engine.llama_server.process.upstream_client import UpstreamClient
-from towerd.models.random_gguf import PRESETS, make_random_gguf
-from towerd.models.shape import Arch
 from towerd.tokens import Ids
 
 ARCHS: tuple[Any, ...] = ("lfm2", "mamba", "jamba")

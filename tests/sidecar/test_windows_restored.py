@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from sidecar_tools import OpenSidecar, alone, ask, prompt
 
-from towerd.models.random_gguf import PRESETS, make_random_gguf
+from lab.models.random_gguf import PRESETS, make_random_gguf
 
 WINDOW = 48
 N_PREDICT = 8

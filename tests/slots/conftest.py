@@ -14,9 +14,9 @@ import numpy.typing as npt
 import pytest
 from gguf import GGUFWriter
 
-from towerd.models.gguf_file import writing
-from towerd.models.random_gguf import Shape, make_random_gguf
-from towerd.models.vocabulary import synthetic
+from lab.models.gguf_file import writing
+from lab.models.random_gguf import Shape, make_random_gguf
+from lab.models.vocabulary import synthetic
 
 N_VOCAB = 448
 OpenContext = Callable[..., "Context"]

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from gguf import GGUFWriter, LlamaFileType, TokenType
 
+from lab.models.gguf_file import writing
+from lab.models.vocabulary import Vocabulary, from_gguf
 from towerd.codec.models.mini import PATH as TOKENIZER
-from towerd.models.gguf_file import writing
-from towerd.models.vocabulary import Vocabulary, from_gguf
 
 TOOLS_MARK, RESULT_MARK = "<tools>", "<tool_response>"
 """What a template of Qwen's kind writes before the tools, and before a tool's answer."""

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from gguf import GGUFWriter
 
-from towerd.models.gguf_file import writing
-from towerd.models.templates import CHATML
-from towerd.models.vocabulary import synthetic
+from lab.models.gguf_file import writing
+from lab.models.templates import CHATML
+from lab.models.vocabulary import synthetic
 
 N_EMBD, N_HEAD, HEAD, N_ROT, N_VOCAB = 128, 4, 64, 32, 448
 RATIOS = (0, 4, 128, 0)

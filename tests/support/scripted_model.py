@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from gguf import GGUFWriter, LlamaFileType, TokenType
 
-from towerd.models.gguf_file import writing
+from lab.models.gguf_file import writing
 
 N_EMBD = 64
 N_FF = 32

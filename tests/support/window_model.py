@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from towerd.models.gguf_file import writing
-from towerd.models.templates import CHATML
-from towerd.models.vocabulary import synthetic
+from lab.models.gguf_file import writing
+from lab.models.templates import CHATML
+from lab.models.vocabulary import synthetic
 
 N_LAYER, N_EMBD, N_HEAD, N_KV, HEAD, N_FF, N_VOCAB = 4, 64, 4, 2, 32, 128, 512
 

@@ -1,4 +1,3 @@
-"""Finds, fetches and makes GGUF files: known models, the bundled story model and random-weight
-models of any shape."""
+"""Finds and fetches GGUF files: known models, the bundled ones, those of this machine."""
 
 from __future__ import annotations

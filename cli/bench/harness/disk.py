@@ -1,4 +1,4 @@
-"""The bytes that stores take on disk, and those that processes write to it."""
+"""The bytes that processes write to disks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ import tempfile
 from pathlib import Path
 
 from towerd.engine.llama_server.slots.slotdir import SlotDir
-
-
-def disk_bytes(root: Path) -> int:
-    """Disk space allocated to a store: files, catalog, directories."""
-    return sum(path.lstat().st_blocks * 512 for path in (root, *root.rglob("*")))
 
 
 def can_count_written() -> bool:

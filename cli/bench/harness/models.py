@@ -1,4 +1,4 @@
-"""The models that benchmarks run on: the user's own, or random weights of a known shape."""
+"""The model that a benchmark runs on, and prompts for it."""
 
 from __future__ import annotations
 
@@ -6,32 +6,26 @@ from pathlib import Path
 
 import click
 import numpy as np
-from platformdirs import user_cache_path
 
-from towerd.models.random_gguf import PRESETS, Shape, make_random_gguf
+from towerd.cli.lab import random_models
+from towerd.errors import ModelError
+from towerd.models.bundled import default_model, has_default
 from towerd.tokens import Ids
 
 
 def bench_model(model: Path | None, preset: str) -> Path:
-    """`model`, or the preset's GGUF, written to the user's cache on first use."""
+    """`model`; without one, random weights of the preset where there is a laboratory to make them, else
+    SmolLM2. Raises ModelError."""
     if model is not None:
         return model
-    return random_model(preset, PRESETS[preset], announce=True)
-
-
-def random_model(name: str, shape: Shape, *, seed: int = 0, announce: bool = False) -> Path:
-    """NAME.gguf with random weights, written to the user's cache on first use; `announce` says so
-    on stderr."""
-    path = user_cache_path("towerd") / "bench" / f"{name}.gguf"
-    if not path.exists():
-        if announce:
-            said = f"Writing the {name} model with random weights to {path} (once) ..."
-            click.echo(said, err=True)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        make_random_gguf(temporary, shape, seed=seed)
-        temporary.replace(path)
-    return path
+    if (models := random_models()) is not None:
+        path: Path = models.preset_model(preset)
+        return path
+    if not has_default():
+        raise ModelError(
+            "There is no model to measure: name one with --model, or run towerd models get smollm2."
+        )
+    return default_model()
 
 
 def random_prompt(rng: np.random.Generator, n: int, n_vocab: int) -> Ids:

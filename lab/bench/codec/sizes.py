@@ -15,9 +15,9 @@ from rich.progress import track
 
 from lab.bench.codec.baselines import PRIME_BYTES, baselines
 from lab.bench.codec.texts import KINDS, sessions, training
+from lab.bench.texts.chat_template import MARKS, tokenized
 from lab.codec.lossy import reduce
 from towerd.cli.bench.harness.report import Report
-from towerd.cli.bench.texts.chat_template import MARKS, tokenized
 from towerd.codec import Codec, container
 from towerd.codec.models.mini import PATH, mini_network
 from towerd.codec.prior import file

@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 import numpy as np
 
+from lab.bench.texts.chat_records import ChatRecord
+from lab.bench.texts.chat_template import in_template, records
 from lab.train.data.manifest import read_manifest
 from lab.train.data.records import TRAIN
-from towerd.cli.bench.texts.chat_records import ChatRecord
-from towerd.cli.bench.texts.chat_template import in_template, records
 
 SESSION_BYTES = 16384
 KINDS = ("human", "assistant", "code", "mixed")

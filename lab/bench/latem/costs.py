@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from lab.bench.latem.plot import plot
+from lab.bench.plot import require
 from lab.latem.algorithm import LatemCache
 from lab.latem.cases import CASES, TOKEN_COST, Advice, LatemCase
 from lab.latem.curves import Point, curve, robustness, total_cost
 from lab.latem.optimum import Request, optimum_cost
-from towerd.cli.bench.harness.plot import require
 from towerd.cli.bench.harness.report import Report
 from towerd.cli.output import show_table
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lab.bench.plot import new_figure
 from lab.latem.cases import CASES
 from lab.latem.curves import Point, robustness
-from towerd.cli.bench.harness.plot import new_figure
 
 
 def plot(path: Path, curves: Mapping[str, Sequence[Point]]) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from lab.bench.plot import require
 from lab.bench.policy import agent_workflows, costs
 from lab.bench.policy.plot import plot
 from lab.replay.cells import ReplayTask, TraceSource, Workers, workers
 from lab.replay.compare import BASELINE, BOUND, Cell
-from towerd.cli.bench.harness.plot import require
 from towerd.cli.bench.harness.report import Report
 from towerd.cli.output import show_table
 from towerd.errors import ConfigError

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from lab.bench.plot import new_figure
 from lab.replay.compare import Cell
 from lab.replay.trace import Trace
-from towerd.cli.bench.harness.plot import new_figure
 
 _WINDOWS = 60
 

@@ -23,9 +23,9 @@ from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer, Split
 from tokenizers.pre_tokenizers import Sequence as Steps
 from tokenizers.trainers import BpeTrainer
 
+from lab.models.vocabulary import Field, Vocabulary, from_gguf
 from lab.train.errors import TrainError
 from towerd.errors import ModelError
-from towerd.models.vocabulary import Field, Vocabulary, from_gguf
 
 CONTROLS = ("<|begin|>", "<|im_start|>", "<|im_end|>", *(f"<|special_{i}|>" for i in range(13)))
 """Ids 0 to 15: before a session, before a role's name, after a message, and 13 for special tokens

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
+from lab.bench.texts.chat_records import ChatRecord
 from lab.train.data.form import ROLES, Ids, Marks, TextForm, mark_of
 from lab.train.data.manifest import TextSource
 from lab.train.data.records import Dataset
 from lab.train.errors import TrainError
-from towerd.cli.bench.texts.chat_records import ChatRecord
 
 ENCODE_AT_ONCE = 512
 CYCLE = 1000

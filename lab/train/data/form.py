@@ -20,8 +20,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from lab.bench.texts.chat_records import ChatRecord
 from lab.train.data.bpe import BEGIN, END, START, Bpe
-from towerd.cli.bench.texts.chat_records import ChatRecord
 
 Ids = npt.NDArray[np.uint32]
 Marks = npt.NDArray[np.uint8]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 
+from lab.bench.texts.chat_records import SUFFIX, ChatRecord, read_records
 from lab.train.data.manifest import TextSource
 from lab.train.errors import TrainError
-from towerd.cli.bench.texts.chat_records import SUFFIX, ChatRecord, read_records
 
 TRAIN, DEV = f"train{SUFFIX}", f"dev{SUFFIX}"
 DEV_SHARE = 0.02

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from lab.bench.texts.chat_records import ChatRecord
 from lab.train.data.corpus import shuffled
 from lab.train.data.form import TextForm
-from towerd.cli.bench.texts.chat_records import ChatRecord
 from towerd.codec import Codec
 from towerd.codec.codec import STUDENT
 from towerd.codec.errors import UnknownModel

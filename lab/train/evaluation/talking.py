@@ -12,10 +12,10 @@ from pathlib import Path
 import click
 import numpy as np
 
+from lab.bench.texts.chat_records import ChatRecord, read_records
 from lab.train.data.manifest import read_manifest
 from lab.train.errors import TrainError
 from lab.train.objectives.teacher import Teacher, TeacherForm, silence_llama_cpp
-from towerd.cli.bench.texts.chat_records import ChatRecord, read_records
 from towerd.errors import ConfigError
 
 N_CTX = 512

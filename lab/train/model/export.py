@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGUFWriter, LlamaFileType
 
+from lab.models.gguf_file import writing
+from lab.models.vocabulary import Vocabulary
 from lab.train.errors import TrainError
 from lab.train.model.network import NetworkShape, Weights
-from towerd.models.gguf_file import writing
-from towerd.models.vocabulary import Vocabulary
 
 ARCHITECTURE = "llama"
 FILE_TYPES: Mapping[str, tuple[LlamaFileType, npt.DTypeLike]] = {

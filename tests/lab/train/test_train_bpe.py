@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lab.bench.texts.chat_records import ChatRecord, Message
 from lab.train.data.bpe import BEGIN, CONTROLS, END, START, Bpe, train_bpe
 from lab.train.data.form import ROLES, MiniForm
 from lab.train.data.manifest import read_manifest
@@ -17,7 +18,6 @@ from lab.train.data.records import read_dataset
 from lab.train.errors import TrainError
 from lab.train.model.export import Card, export
 from lab.train.model.network import NetworkShape, init_weights
-from towerd.cli.bench.texts.chat_records import ChatRecord, Message
 from towerd.codec.prior.file import PATH as TABLE
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.models.bundled import bundled_model
@@ -69,7 +69,7 @@ def test_odd_text(bpe: Bpe, exported: GgufVocabulary, text: str) -> None:
 
 def test_same_ids_on_real_text(bpe: Bpe, exported: GgufVocabulary, data_folder: Path) -> None:
     folder = CHAT if CHAT.is_dir() else data_folder
-    from towerd.cli.bench.texts.chat_records import read_records
+    from lab.bench.texts.chat_records import read_records
 
     texts = [m.content for r in read_records(folder / "dev.jsonl.zst") for m in r.messages]
     for text, ids in zip(texts, bpe.encode(texts), strict=True):

@@ -14,6 +14,8 @@ import torch
 from gguf import GGUFReader
 
 import towerd
+from lab.bench.texts.chat_records import ChatRecord, Message
+from lab.models.random_gguf import PRESETS, Shape, make_random_gguf
 from lab.train.data.corpus import Corpus, Windows
 from lab.train.data.manifest import read_manifest
 from lab.train.data.records import read_dataset
@@ -25,10 +27,8 @@ from lab.train.loop.trainer import TrainConfig
 from lab.train.model.network import NetworkShape, init_weights
 from lab.train.objectives.distillation import DistillationObjective, divergence
 from lab.train.objectives.teacher import BATCH, Teacher, TeacherForm
-from towerd.cli.bench.texts.chat_records import ChatRecord, Message
 from towerd.codec import Codec
 from towerd.codec.vocabulary import GgufVocabulary
-from towerd.models.random_gguf import PRESETS, Shape, make_random_gguf
 
 BUNDLED = Path(towerd.__file__).parent / "data" / "stories260K.gguf"
 REPOSITORY = Path(__file__).parents[3]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from lab.bench.texts.tasks import passkey, random_pair
 from lab.train.data.bpe import BEGIN, Bpe, train_bpe
 from lab.train.data.corpus import Corpus, Windows
 from lab.train.data.form import Ids
@@ -17,7 +18,6 @@ from lab.train.loop.optimizer import Optimizer
 from lab.train.model.induction import induction_weights
 from lab.train.model.network import EMBEDDING, NetworkShape, init_weights, logits
 from lab.train.retrieval import Curriculum, RetrievalObjective, Row, TaskRows
-from towerd.cli.bench.texts.tasks import passkey, random_pair
 from towerd.cli.main import towerctl
 from towerd.codec.vocabulary import GgufVocabulary
 

@@ -11,6 +11,7 @@ import zstandard
 from click.testing import CliRunner
 
 import towerd
+from lab.bench.texts.chat_records import ChatRecord, Message
 from lab.train.errors import TrainError
 from lab.train.evaluation.talking import (
     N_CTX,
@@ -21,7 +22,6 @@ from lab.train.evaluation.talking import (
     main,
 )
 from lab.train.objectives.teacher import Teacher, TeacherForm
-from towerd.cli.bench.texts.chat_records import ChatRecord, Message
 from towerd.codec.models.exact import ExactPredictor
 from towerd.codec.models.mini import PATH
 

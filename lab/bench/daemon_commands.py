@@ -1,0 +1,166 @@
+"""Benchmarks of the daemon that `towerctl bench NAME` finds here; each is imported when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lab.bench.options import plot_option, trained_model_option
+from lab.bench.work import QUICK_WORK
+from towerd.cli.bench.harness.command import FILE, MODEL, QUICK, run_benchmark
+
+if TYPE_CHECKING:
+    from towerd.cli.bench.harness.report import Report
+
+
+@click.command()
+@MODEL
+@QUICK
+def memory(model: Path | None, quick: bool) -> None:
+    """Resident memory, idle and with the forty chats of `switch`, beside llama-server's."""
+    _run("memory", model, quick)
+
+
+@click.command()
+@MODEL
+@QUICK
+def concurrency(model: Path | None, quick: bool) -> None:
+    """Tokens per second at 1, 2, 4 and 8 streams, against llama-server with the same flags."""
+    _run("concurrency", model, quick)
+
+
+@click.command()
+@MODEL
+@QUICK
+def tools(model: Path | None, quick: bool) -> None:
+    """Three agents with thirty tools each, in turn, against llama-server's defaults."""
+    _run("tools", model, quick)
+
+
+@click.command()
+@QUICK
+def models(quick: bool) -> None:
+    """Two models in turn, with room for one, against llama-server's router."""
+    _run("models", None, quick)
+
+
+@click.command()
+@MODEL
+@QUICK
+def proxy(model: Path | None, quick: bool) -> None:
+    """The latency that towerd adds in front of a llama-server, at 1 and 32 streams."""
+    _run("proxy", model, quick)
+
+
+@click.command()
+@trained_model_option("GGUF to serve")
+@QUICK
+def soak(model: Path | None, quick: bool) -> None:
+    """10,000 short requests under budgets that are far too small: the daemon's resource use."""
+    report = _run("soak", model, quick)
+    if report.figures["failed"] or "stopped" in report.figures:
+        raise click.exceptions.Exit(1)
+
+
+@click.command()
+@QUICK
+def store(quick: bool) -> None:
+    """Load time, look-up time and size of a store of 100,000 segments."""
+    _run("store", None, quick)
+
+
+@click.command()
+@trained_model_option("Trained GGUF to measure")
+@click.option(
+    "--text",
+    type=FILE,
+    help="UTF-8 text to measure on; default: the one that calibration uses.",
+)
+@plot_option("Write the plot of attention drift")
+@QUICK
+def quality(model: Path | None, text: Path | None, plot_path: Path | None, quick: bool) -> None:
+    """What the stored formats cost: perplexity, KL divergence, attention drift and its bound."""
+    _run("quality.formats", model, quick, text=text, plot_path=plot_path)
+
+
+@click.command()
+@trained_model_option("GGUF to evaluate thawed sessions with")
+@click.option(
+    "--data",
+    type=FILE,
+    help="Chat records; those from sources that the codec was not trained on are used.",
+)
+@click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    type=FILE,
+    help="UTF-8 text to take sessions from, may be .zst; repeatable.",
+)
+@click.option(
+    "--meetings",
+    type=FILE,
+    help="QMSum's meetings, qmsum.jsonl.zst, to take sessions from.",
+)
+@click.option(
+    "--vocab",
+    type=FILE,
+    help="GGUF whose tokenizer encodes the sessions; then nothing is evaluated.",
+)
+@QUICK
+def cold(
+    model: Path | None,
+    data: Path | None,
+    texts: tuple[Path, ...],
+    meetings: Path | None,
+    vocab: Path | None,
+    quick: bool,
+) -> None:
+    """Frozen sessions: bytes per session of 100,000, and the time to find and thaw one."""
+    _run("cold", model, quick, data=data, texts=texts, meetings=meetings, vocab=vocab)
+
+
+@click.command()
+@trained_model_option("GGUF to measure, a trained one")
+@click.option(
+    "--text",
+    type=FILE,
+    help="UTF-8 text to read, may be .zst; default: the package's sample of chat.",
+)
+@click.option(
+    "--meetings",
+    type=FILE,
+    help="QMSum's meetings, qmsum.jsonl.zst, to read as well.",
+)
+@click.option(
+    "--pairs",
+    type=FILE,
+    help="Key-value examples of Lost in the Middle, .jsonl.zst, for retrieval.",
+)
+@click.option(
+    "--live",
+    is_flag=True,
+    help="Instead: time per token in the daemon, IceCache beside the full cache.",
+)
+@QUICK
+def longchat(
+    model: Path | None,
+    text: Path | None,
+    meetings: Path | None,
+    pairs: Path | None,
+    live: bool,
+    quick: bool,
+) -> None:
+    """What a bounded live cache costs, per retention policy, beside the full cache."""
+    if live:
+        if any(path is not None for path in (text, meetings, pairs)):
+            raise click.UsageError("--live goes with --model and --quick only.")
+        _run("longchat.live", model, quick)
+        return
+    _run("longchat.policies", model, quick, text=text, meetings=meetings, pairs=pairs)
+
+
+def _run(name: str, model: Path | None, quick: bool, **options: Any) -> Report:
+    return run_benchmark(f"lab.bench.{name}", model, quick, QUICK_WORK.get(name), **options)
