@@ -19,8 +19,9 @@ from towerd.codec.mixer_pool import MixerPool, Symbols
 from towerd.codec.prior.file import Prior
 from towerd.codec.prior.state import bits_of
 from towerd.codec.probe import probe
-from towerd.codec.range_coder.coder import make_decoder, make_encoder, take_ranks
+from towerd.codec.ranks import take_ranks
 from towerd.codec.text import MARK_FIRST, Text, as_context, from_ids, parse, split, to_ids
+from towerd.kernels._native import RangeDecoder, RangeEncoder
 from towerd.tokens import Ids
 
 BASE_IDS_MAX = 16384
@@ -117,7 +118,7 @@ class Mix:
         """One chunk."""
         text = from_ids(ids, self.vocabulary)
         symbols = self.mini.symbols(text.text)
-        encoder = make_encoder()
+        encoder = RangeEncoder()
         with self._mixers.borrow(len(symbols), self._context(base, text.kinds)) as mixer:
             encoder.put(*mixer.encode(0, symbols))
         return Coded(text.side(), (CodedChunk(len(symbols), encoder.finish()),))
@@ -132,7 +133,7 @@ class Mix:
         n_symbols = coded.chunks[0].n_symbols
         kinds = parse(b"", coded.side).kinds
         with self._mixers.borrow(n_symbols, self._context(base, kinds)) as mixer:
-            ranks = take_ranks(mixer, 0, make_decoder(mixer, bits), n_symbols)
+            ranks = take_ranks(mixer, 0, RangeDecoder(bits), n_symbols)
         return parse(self.mini.text(ranks), coded.side)
 
     def symbols(self, ids: Ids) -> Symbols:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from towerd.kernels.mixing import Mixer
+from towerd.kernels._native import Mixer
 
 Symbols = npt.NDArray[np.int32]
 KEPT_MAX = 20

@@ -25,9 +25,8 @@ from towerd.codec.models.predictor_pool import PredictorPool
 from towerd.codec.models.side_by_side import n_cores, read_texts
 from towerd.codec.prior.file import Prior
 from towerd.codec.prior.state import bits_of
-from towerd.codec.range_coder.coder import make_encoder
 from towerd.codec.text import Text, as_context, from_ids, parse, to_ids
-from towerd.kernels.mixing import Mixer
+from towerd.kernels._native import Mixer, RangeEncoder
 from towerd.tokens import Ids
 
 TEXT_SYMBOLS = 1300
@@ -54,7 +53,7 @@ class Lanes:
     def encode(self, chunks: Sequence[Symbols], context: Symbols) -> list[bytes]:
         """The bits of each chunk."""
         sizes = [len(chunk) for chunk in chunks]
-        encoders = [make_encoder() for _ in chunks]
+        encoders = [RangeEncoder() for _ in chunks]
         # All symbols are known, so the model evaluates several steps of a lane at once.
         before = [[self.first, *self.order[chunk[:-1]].tolist()][: len(chunk)] for chunk in chunks]
         with self._predictors.borrow() as predictor, self._mixer(sizes, context) as mixer:

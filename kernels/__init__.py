@@ -1,4 +1,4 @@
-"""Numeric primitives of towerd: a numpy reference, the same in C++, and a dispatcher.
+"""Numeric primitives of towerd: in C++ and Metal, and a dispatcher.
 
 Imports nothing on purpose; use `towerd.kernels.dispatch`.
 """

@@ -17,7 +17,13 @@ def formats() -> list[tuple[str, int, int, int, bool]]:
 def gittins(
     chances: npt.NDArray[np.float64], widths: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Returns per time at each bin; the contract is in towerd.kernels.reference.gittins."""
+    """[n, bins]: for each bin of each row, the best ratio over all horizons from the bin's beginning
+    of the probability of a return to the mean time spent (Gittins 1979). A return counts as in the
+    middle of its bin.
+
+    chances: [n, bins], the probability of a return within a bin, given none before it; widths:
+    [bins], the bins' widths in any unit; both contiguous. ValueError for chances outside [0, 1] and
+    widths that are not above 0."""
 
 def hazard_chances(
     w1: npt.NDArray[np.float64],
@@ -27,10 +33,15 @@ def hazard_chances(
     x: npt.NDArray[np.float64],
     of: Sequence[int],
 ) -> npt.NDArray[np.float64]:
-    """Probabilities of return by bin; the contract is in towerd.kernels.reference.hazard."""
+    """Probabilities of return by bin; the contract is in lab.reference.hazard."""
 
 def populate(start: int, stride: int, n: int, run_bytes: int) -> bool:
-    """Has the pages of n runs of bytes in RAM; the contract is in towerd.kernels.pages."""
+    """Have the pages of `n` runs of `run_bytes` bytes in RAM and writable; the first run is at the
+    address `start`, each other one `stride` bytes after the one before.
+
+    What is stored in them stays, and other threads may write to them meanwhile. All of it must be
+    memory of this process. Returns False where nothing was done, or only a part: elsewhere than on
+    Linux, before its version 5.14, or without free memory."""
 
 # Arguments are checked in C++: any buffer of the right shape and format is taken.
 class Kernels:
@@ -138,7 +149,7 @@ class RangeDecoder:
         """The next decision, which is 1 with `probability` out of 65536."""
 
 class Mixer:
-    """Context mixing; the contract is in towerd.kernels.reference.mix."""
+    """Context mixing; the contract is in lab.reference.mix."""
 
     def __init__(
         self,
@@ -191,7 +202,7 @@ def read_side_by_side(
     """The ranks of coded texts, one per lane of the mixer; a thread for each model."""
 
 class Lm:
-    """A small language model; the contract is in towerd.kernels.reference.lm."""
+    """A small language model; the contract is in lab.reference.lm."""
 
     def __init__(
         self,
@@ -215,7 +226,7 @@ class Lm:
         """The distribution of each row, as integers."""
 
 class DciTree:
-    """Multi-level prioritized DCI; the contract is in towerd.kernels.reference.dci."""
+    """Multi-level prioritized DCI; the contract is in lab.reference.dci."""
 
     def __init__(
         self,
@@ -271,7 +282,7 @@ class DciTree:
         """RuntimeError if the tree is not sound."""
 
 class NodeTap:
-    """Copies tensors out of a compute graph; see towerd.kernels.reference.taps."""
+    """Copies tensors out of a compute graph; see lab.reference.taps."""
 
     def __init__(self, name: int, n_bytes: int, n_elements: int, get: int) -> None: ...
     @property

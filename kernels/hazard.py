@@ -1,32 +1,42 @@
-"""Probabilities of return: the C++ kernel if it is built, else the numpy reference.
+"""Probabilities of return: a network with one hidden layer corrects the scores of a curve of
+probabilities, bin by bin (Gensheimer and Narasimhan 2019: a discrete-time hazard model).
 
-TOWERD_KERNELS=reference forces the numpy one; both give the same numbers up to rounding."""
+`towerd.policy.predict.hazard` trains it.
+"""
 
 from __future__ import annotations
 
-import functools
-import os
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from towerd.kernels.dispatch import ENV, native
-from towerd.kernels.reference import hazard as reference_hazard
-from towerd.kernels.reference.hazard import HazardWeights, Table
+import numpy as np
+import numpy.typing as npt
 
-__all__ = ["HazardWeights", "Table", "chances"]
-_Kernel: TypeAlias = Callable[[HazardWeights, Table, Sequence[int]], Table]
+from towerd.kernels import _native
+
+Table = npt.NDArray[np.float64]
+SCORE_MAX = 30.0
+"""Scores are clipped to plus and minus this."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HazardWeights:
+    """The weights of the network, all float64 and contiguous."""
+
+    w1: Table
+    """[features, hidden]"""
+    b1: Table
+    """[hidden]"""
+    correction: Table
+    """[hidden, bins]: the amount that a hidden unit adds to the score of a bin."""
+    logits: Table
+    """[curves, bins]: the scores of the curves before the correction."""
 
 
 def chances(weights: HazardWeights, x: Table, of: Sequence[int]) -> Table:
-    """See `reference.hazard.chances`."""
-    return _kernel(os.environ.get(ENV, ""))(weights, x, of)
+    """[n, bins]: sigmoid(logits[of] + relu(x w1 + b1) correction).
 
-
-@functools.cache
-def _kernel(choice: str) -> _Kernel:
-    built = None if choice == "reference" else native()
-    if built is None:
-        return reference_hazard.chances
-    compute: Callable[[Table, Table, Table, Table, Table, Sequence[int]], Table]
-    compute = built.hazard_chances
-    return lambda w, x, of: compute(w.w1, w.b1, w.correction, w.logits, x, of)
+    x: float64 [n, features], contiguous; of: [n], the curve that each row starts from. ValueError
+    for shapes that do not fit and for curves that do not exist."""
+    w = weights
+    return _native.hazard_chances(w.w1, w.b1, w.correction, w.logits, x, of)

@@ -1,69 +1,88 @@
-"""A small language model whose numbers are the same on every machine: the C++ kernel if it is
-built, else the numpy reference (slow)."""
+"""A small language model whose numbers are the same on every machine: its shape, its packed weights,
+and the C++ that evaluates it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from towerd.kernels import dispatch
-from towerd.kernels.reference import lm as reference_lm
-from towerd.kernels.reference.lm import (
-    BLOCK,
-    COUNT_ONE,
-    LANES_MAX,
-    ROWS,
-    Counts,
-    Floats,
-    Ints,
-    LmShape,
-    Weights,
-)
+from towerd.kernels._native import Lm
 
-__all__ = [
-    "BLOCK",
-    "COUNT_ONE",
-    "LANES_MAX",
-    "ROWS",
-    "Lm",
-    "LmShape",
-    "Weights",
-    "make_lm",
-    "pack",
-    "pack_norm",
-    "pack_q8",
-]
+Floats: TypeAlias = npt.NDArray[np.float32]
+Ints: TypeAlias = npt.NDArray[np.int32]
+Counts: TypeAlias = npt.NDArray[np.uint32]
+Weights: TypeAlias = tuple[str, npt.NDArray[np.uint8]]
+"""(format, panels) of a matrix; `lm.pack` makes them."""
 
+ROWS = 16
+"""Rows of a panel."""
+BLOCK = 32
+"""Columns of format q8 that share a scale."""
+LANES_MAX, ITEMS_MAX = 256, 65536
+COUNT_ONE = 1 << 24
+PARTS = 7
+"""Matrices of a layer: query, key, value, output, gate, up, down."""
 _ALIGN = 64
 
 
-class Lm(Protocol):
-    """The interface of both implementations; see `reference.lm.ReferenceLm`."""
+@dataclass(frozen=True)
+class LmShape:
+    """Sizes of a model. `n_ctx`: tokens of one text that a token attends to, itself included;
+    `n_keep`, fewer: how many of the last tokens remain when a text would exceed n_ctx."""
 
-    def reset(self) -> None: ...
-    def step(self, lanes: Ints, tokens: Ints, n_threads: int = 1) -> Floats: ...
-    def counts(self, logits: Floats) -> Counts: ...
+    n_vocab: int
+    n_embd: int
+    n_layer: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    n_ff: int
+    n_ctx: int
+    n_keep: int
+    norm_eps: float
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Everything but `norm_eps`, in order."""
+        return (
+            self.n_vocab,
+            self.n_embd,
+            self.n_layer,
+            self.n_head,
+            self.n_head_kv,
+            self.head_dim,
+            self.n_ff,
+            self.n_ctx,
+            self.n_keep,
+        )
+
+    def matrices(self) -> list[tuple[int, int]]:
+        """(rows, columns) of embedding, output, and `PARTS` for each layer."""
+        heads, kv = self.n_head * self.head_dim, self.n_head_kv * self.head_dim
+        layer = [
+            (heads, self.n_embd),
+            (kv, self.n_embd),
+            (kv, self.n_embd),
+            (self.n_embd, heads),
+            (self.n_ff, self.n_embd),
+            (self.n_ff, self.n_embd),
+            (self.n_embd, self.n_ff),
+        ]
+        return [(self.n_vocab, self.n_embd)] * 2 + layer * self.n_layer
 
 
 def make_lm(
     shape: LmShape, matrices: Sequence[Weights], norms: Sequence[Floats], cos: Floats, sin: Floats
 ) -> Lm:
-    """A model with the arguments of `reference.lm.ReferenceLm`. ValueError if they do not fit.
-
-    TOWERD_KERNELS chooses as for the other kernels; all give the same bits."""
-    name = dispatch.name()
-    if name == "metal":
-        name = dispatch.available()[1]
-    if name == "reference":
-        return reference_lm.ReferenceLm(shape, matrices, norms, cos, sin)
-    from towerd.kernels import _native
-
-    return _native.Lm(
-        name, list(shape.sizes), shape.norm_eps, list(matrices), list(norms), cos, sin
-    )
+    """A model. matrices, norms: packed, in the order of `shape.matrices()`; cos, sin: the angles of
+    RoPE. ValueError if they do not fit. Every instruction set gives the same bits."""
+    name = dispatch.instructions()
+    return Lm(name, list(shape.sizes), shape.norm_eps, list(matrices), list(norms), cos, sin)
 
 
 def pack(rows: npt.NDArray[np.float32] | npt.NDArray[np.float16]) -> Weights:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.kernels import dispatch
+from towerd.kernels.arrays import Job
 from towerd.kernels.formats import BY_NAME
 from towerd.slots.cells import cell_bytes, cell_table
 from towerd.slots.errors import StateError
@@ -135,7 +136,7 @@ class _Moves:
     """The jobs that fill one buffer: copies, and conversions from other formats. Conversions to a
     quantized format go through temporary memory, one plane at a time."""
 
-    copies: list[dispatch.Job] = field(default_factory=list)
+    copies: list[Job] = field(default_factory=list)
     conversions: list[_Conversion] = field(default_factory=list)
 
     def add(

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.kernels import dispatch
+from towerd.kernels.arrays import Job
 from towerd.slots.errors import StateError
 from towerd.slots.layout import KVLayout, Plane
 
@@ -220,7 +221,7 @@ def _gather(parts: Sequence[KVRows]) -> KVRows:
     n = sum(len(part) for part in parts)
     ends = np.cumsum([0] + [n * plane.row_bytes for plane in layout.planes])
     buffer = np.empty(int(ends[-1]), np.uint8)
-    jobs: list[dispatch.Job] = []
+    jobs: list[Job] = []
     row = 0
     for part in parts:
         for start, plane in zip(ends, part.planes(), strict=False):

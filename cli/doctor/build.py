@@ -63,18 +63,13 @@ def llama_server(config: Config) -> Finding:
 
 
 def kernels(config: Config) -> Finding:
-    """Our own C++, without which state moves at a fraction of memory speed."""
+    """Our own C++: which instructions it uses."""
     from towerd.kernels import dispatch
 
     try:
-        name = dispatch.name()
+        return ok(f"native kernels ({dispatch.name()})")
     except ValueError as error:
         return fail(str(error), f"{SETUP} Or unset {dispatch.ENV}.")
-    if name != "reference":
-        return ok(f"native kernels ({name})")
-    forced = os.environ.get(dispatch.ENV) == "reference"
-    advice = f"Unset {dispatch.ENV}." if forced else SETUP
-    return warn("numpy reference kernels: correct, but many times slower", advice)
 
 
 def state_format(config: Config) -> Finding:

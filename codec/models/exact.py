@@ -1,6 +1,6 @@
 """A small llama-architecture GGUF whose numbers are the same on every machine.
 
-The kernel `lm` evaluates it (`kernels/reference/lm.py` says why it is exact), so a text that is
+The kernel `lm` evaluates it (`lab/reference/lm.py` says why it is exact), so a text that is
 coded with it here can be decoded on any machine with any number of threads. Before first use, the
 kernel evaluates a tiny model whose counts are known: a build or a CPU that gets other numbers is
 refused, and never writes a blob.
@@ -21,7 +21,8 @@ from towerd.codec.models.base import Counts
 from towerd.codec.models.rotation import rotation
 from towerd.codec.models.weights import LmWeights, load_weights
 from towerd.kernels import dispatch
-from towerd.kernels.lm import BLOCK, Lm, LmShape, make_lm, pack, pack_norm, pack_q8
+from towerd.kernels._native import Lm
+from towerd.kernels.lm import BLOCK, LmShape, make_lm, pack, pack_norm, pack_q8
 
 LANES_MAX = 64
 WINDOW = 16

@@ -15,7 +15,7 @@ from towerd.codec.models.base import Counts
 from towerd.codec.models.exact import ExactPredictor
 from towerd.codec.text import KIND_NAMES, KINDS_MAX
 from towerd.codec.vocabulary import GgufVocabulary
-from towerd.kernels.lm import Lm
+from towerd.kernels._native import Lm
 from towerd.tokens import Ids
 
 N_MARKS = KINDS_MAX + 1

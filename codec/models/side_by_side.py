@@ -1,4 +1,4 @@
-"""Reading coded texts with a language model: on several cores where the kernels are built.
+"""Reading coded texts with a language model: on several cores if the kernels evaluate it.
 
 Each text is a lane of one mixer, which takes a token of each text in turn, so what it learns from
 one helps the others from the next step on. The order is the same for any number of cores.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +18,8 @@ from towerd.codec.models.base import TokenPredictor
 from towerd.codec.models.exact import ExactPredictor
 from towerd.codec.models.marks import MarkedPredictor
 from towerd.codec.models.predictor_pool import PredictorPool
-from towerd.codec.range_coder.coder import make_decoder, take_ranks
-from towerd.kernels import mixing
-from towerd.kernels.mixing import Mixer
+from towerd.codec.ranks import take_ranks
+from towerd.kernels._native import Mixer, RangeDecoder, read_side_by_side
 
 Order = npt.NDArray[np.int64]
 EVALUATED = (ExactPredictor, MarkedPredictor)
@@ -47,29 +45,19 @@ def read_texts(
 
     `order` [n]: the model's token of each rank; `first`: the token that every text starts with.
     The C++ kernels evaluate the model on up to `n_threads` cores. Raises Damaged."""
-    kernels = mixing.native()
     n = min(n_threads, len(texts))
     with ExitStack() as stack:
         model = stack.enter_context(predictors.borrow())
-        if kernels is None or n < 1 or not _is_native(kernels, mixer, model):
+        if n < 1 or not isinstance(model, EVALUATED):
             return _read_one_by_one(model, mixer, texts, order.tolist(), first)
-        assert isinstance(model, EVALUATED)
         others = [stack.enter_context(predictors.borrow()) for _ in range(n - 1)]
         lms = [each.lm for each in (model, *others) if isinstance(each, EVALUATED)]
-        decoders = [make_decoder(mixer, bits) for _, bits in texts]
+        decoders = [RangeDecoder(bits) for _, bits in texts]
         sizes = [size for size, _ in texts]
         try:
-            found: list[list[int]] = kernels.read_side_by_side(
-                lms, mixer, decoders, sizes, order, first, model.instead
-            )
+            return read_side_by_side(lms, mixer, decoders, sizes, order, first, model.instead)
         except ValueError as error:
             raise Damaged(f"The blob is damaged: {error}.") from error
-        return found
-
-
-def _is_native(kernels: ModuleType, mixer: Mixer, model: TokenPredictor) -> bool:
-    is_evaluated = isinstance(model, EVALUATED) and isinstance(model.lm, kernels.Lm)
-    return is_evaluated and isinstance(mixer, kernels.Mixer)
 
 
 def _read_one_by_one(
@@ -79,8 +67,8 @@ def _read_one_by_one(
     order: list[int],
     first: int,
 ) -> list[list[int]]:
-    """The same with any predictor and mixer: the specification of kernels/cpp/side_by_side.cpp."""
-    decoders = [make_decoder(mixer, bits) for _, bits in texts]
+    """The same with any predictor: the specification of kernels/cpp/side_by_side.cpp."""
+    decoders = [RangeDecoder(bits) for _, bits in texts]
     ranks: list[list[int]] = [[] for _ in texts]
     last = [first] * len(texts)
     for step in range(max((size for size, _ in texts), default=0)):

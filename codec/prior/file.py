@@ -25,7 +25,8 @@ from gguf import GGUFReader, TokenType
 from towerd.codec.base import TokenVocabulary
 from towerd.codec.errors import UnknownModel
 from towerd.codec.vocabulary import GgufVocabulary
-from towerd.kernels.mixing import BREAK, OPENING, Mixer, make_mixer
+from towerd.kernels._native import Mixer
+from towerd.kernels.mixing import BREAK, OPENING
 
 PATH = Path(__file__).resolve().parent.parent / "data" / "mix.gguf"
 START = 1
@@ -73,7 +74,7 @@ class Prior:
 
     def mixer(self, state: str = "state") -> Mixer:
         """A new mixer; `state` "network": the one trained for use with the mini model."""
-        return make_mixer(self.weights, self.tables, self.states[state], self.kinds)
+        return Mixer(self.weights, self.tables, self.states[state], self.kinds)
 
 
 def name_of(data: bytes) -> bytes:

@@ -22,7 +22,8 @@ from towerd.codec.prior import sample, training
 from towerd.codec.prior.file import Prior, kinds_of, ranks_of
 from towerd.codec.prior.state import U32, untrained
 from towerd.codec.text import MARK_FIRST
-from towerd.kernels.mixing import FINAL, INPUTS, SETS, Mixer, n_maps, state_size
+from towerd.kernels._native import Mixer
+from towerd.kernels.mixing import FINAL, INPUTS, SETS, n_maps, state_size
 
 SESSION_SYMBOLS = 1024
 SESSIONS = 12

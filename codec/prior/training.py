@@ -10,7 +10,8 @@ import numpy as np
 from towerd.codec.models.base import TokenPredictor
 from towerd.codec.prior.file import Prior
 from towerd.codec.prior.state import I32, U32, bits_of
-from towerd.kernels.mixing import Mixer, n_maps
+from towerd.kernels._native import Mixer
+from towerd.kernels.mixing import n_maps
 
 SESSION_TOKENS = 4400
 """Training text is learned in pieces of about 16 KB, each as a session of its own."""

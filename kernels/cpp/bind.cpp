@@ -57,7 +57,7 @@ nb::list formats() {
 }  // namespace
 
 NB_MODULE(_native, m) {
-    m.doc() = "C++ kernels of towerd; the contracts are in towerd.kernels.reference.";
+    m.doc() = "C++ kernels of towerd; the contracts are in lab.reference.";
     m.def("available", &available, "Names of the instruction sets that this machine has, best first.");
     m.attr("STREAM_BYTES") = towerd::kStreamBytes;
     m.def("formats", &formats, "(name, type id, block elements, block bytes, rotated) of each format.");

@@ -161,7 +161,7 @@ void check_integrity(const DciTree & tree) {
 }  // namespace
 
 void bind_dci(nb::module_ & m) {
-    nb::class_<DciTree>(m, "DciTree", "Multi-level prioritized DCI; the contract is in towerd.kernels.reference.dci.")
+    nb::class_<DciTree>(m, "DciTree", "Multi-level prioritized DCI; the contract is in lab.reference.dci.")
         .def("__init__", [](DciTree * self, handle n_dims, handle directions, handle ratio, handle page_rows, handle seed,
                             handle visits, handle beam, handle isa) {
                 new (self) DciTree(made(n_dims, directions, ratio, page_rows, seed, visits, beam, isa));

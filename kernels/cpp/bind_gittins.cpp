@@ -35,7 +35,7 @@ nb::object bound(const Table<2> & chances, const Table<1> & widths) {
 
 void bind_gittins(nb::module_ & m) {
     m.def("gittins", &bound, "chances"_a, "widths"_a,
-          "Returns per time at each bin; the contract is in towerd.kernels.reference.gittins.");
+          "Returns per time at each bin; the contract is in lab.reference.gittins.");
 }
 
 }  // namespace towerd

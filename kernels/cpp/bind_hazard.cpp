@@ -48,7 +48,7 @@ nb::object bound(const Table<2> & w1, const Table<1> & b1, const Table<2> & corr
 
 void bind_hazard(nb::module_ & m) {
     m.def("hazard_chances", &bound, "w1"_a, "b1"_a, "correction"_a, "logits"_a, "x"_a, "of"_a,
-          "Chances of return by bin; the contract is in towerd.kernels.reference.hazard.");
+          "Chances of return by bin; the contract is in lab.reference.hazard.");
 }
 
 }  // namespace towerd

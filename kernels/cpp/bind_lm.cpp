@@ -194,7 +194,7 @@ Lm & lm_of(nb::handle bound) {
 }
 
 void bind_lm(nb::module_ & m) {
-    nb::class_<BoundLm>(m, "Lm", "A small language model; the contract is in towerd.kernels.reference.lm.")
+    nb::class_<BoundLm>(m, "Lm", "A small language model; the contract is in lab.reference.lm.")
         .def(nb::init<const std::string &, const std::vector<std::size_t> &, float, std::vector<Weights>,
                       std::vector<Array<float>>, Array2<float>, Array2<float>>(),
              "name"_a, "sizes"_a, "norm_eps"_a, "matrices"_a, "norms"_a, "cos"_a, "sin"_a)

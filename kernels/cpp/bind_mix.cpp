@@ -309,7 +309,7 @@ void bind_mixer(nb::module_ & m) {
         .def("take", &BoundDecoder::take, "probability"_a,
              "The next decision, which is 1 with this probability out of 65536.");
     m.def("mixer_state_size", &Mixer::state_size, "n_tokens"_a, "Numbers in the state of a Mixer.");
-    nb::class_<Bound>(m, "Mixer", "Context mixing; the contract is in towerd.kernels.reference.mix.")
+    nb::class_<Bound>(m, "Mixer", "Context mixing; the contract is in lab.reference.mix.")
         .def(nb::init<Array<std::uint32_t>, std::vector<Table>, Array<std::uint32_t>, Array<std::uint8_t>>(),
              "weights"_a, "tables"_a, "state"_a, "kinds"_a)
         .def("reset", &Bound::reset, "lanes"_a = 1, "table_bits"_a = 16, "Forget what was seen.")

@@ -63,7 +63,7 @@ nb::tuple read(const NodeTap & tap, const std::string & name, int layer) {
 }  // namespace
 
 void bind_taps(nb::module_ & m) {
-    nb::class_<NodeTap>(m, "NodeTap", "Copies tensors out of a compute graph; see towerd.kernels.reference.taps.")
+    nb::class_<NodeTap>(m, "NodeTap", "Copies tensors out of a compute graph; see lab.reference.taps.")
         .def("__init__", [](NodeTap * self, std::uintptr_t name, std::uintptr_t n_bytes, std::uintptr_t n_elements,
                             std::uintptr_t get) {
                 new (self) NodeTap(functions_at(name, n_bytes, n_elements, get));

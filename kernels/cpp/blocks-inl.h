@@ -1,4 +1,4 @@
-// Codecs of the block formats: 32 numbers a block, after kernels/reference/blocks.py and equal to it in every byte.
+// Codecs of the block formats: 32 numbers a block, after lab/reference/blocks.py and equal to it in every byte.
 #pragma once
 
 #include "blocks_ggml-inl.h"

@@ -1,5 +1,5 @@
 // The stored block codes: q8 and q6 never more than half a step off, q5 and q4 with a search for the scale.
-// Same operations in the same order as kernels/reference/blocks.py; scales and minima saturate at what f16 holds.
+// Same operations in the same order as lab/reference/blocks.py; scales and minima saturate at what f16 holds.
 #pragma once
 
 #include "blocks_ggml-inl.h"

@@ -1,5 +1,5 @@
 // Multi-level prioritized DCI over attention keys. The contract, and why each part is there, is in
-// kernels/reference/dci.py; both must agree point by point.
+// lab/reference/dci.py; both must agree point by point.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // Gittins indices by pooling adjacent bins. Same operations in the same order as
-// kernels/reference/gittins.py, so that decisions do not depend on which one runs.
+// lab/reference/gittins.py, so that decisions do not depend on which one runs.
 
 #include "gittins.h"
 

@@ -1,4 +1,4 @@
-// Probabilities of return: the contract is in kernels/reference/hazard.py. Most features and half of the
+// Probabilities of return: the contract is in lab/reference/hazard.py. Most features and half of the
 // hidden units are 0, so they are skipped.
 
 #include "hazard.h"

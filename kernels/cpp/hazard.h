@@ -5,7 +5,7 @@
 
 namespace towerd {
 
-// As in kernels/reference/hazard.py, all float64 and contiguous.
+// As in lab/reference/hazard.py, all float64 and contiguous.
 struct Hazard {
     const double * w1;          // [features, hidden]
     const double * b1;          // [hidden]

@@ -1,5 +1,5 @@
 // A small language model of the llama architecture: what comes next in several texts, to the same bits on every
-// machine and with any number of threads. The contract is in kernels/reference/lm.py; both must agree to the bit.
+// machine and with any number of threads. The contract is in lab/reference/lm.py; both must agree to the bit.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
 // Context mixing over a vocabulary: the probability of each binary decision on the way to a token.
 // All arithmetic is on integers, so every machine gets the same bits. The contract, and why each
-// part is there, is in kernels/reference/mix.py; both must agree decision by decision.
+// part is there, is in lab/reference/mix.py; both must agree decision by decision.
 #pragma once
 
 #include <array>

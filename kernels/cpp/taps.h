@@ -1,5 +1,5 @@
 // Copies tensors out of llama.cpp's compute graph while it is evaluated. The contract is in
-// kernels/reference/taps.py.
+// lab/reference/taps.py.
 #pragma once
 
 #include <array>

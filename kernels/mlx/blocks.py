@@ -1,30 +1,62 @@
 """The block formats in plain MLX operations: 32 numbers to bytes and back.
 
-Those that a llama.cpp cache has. All round as the numpy reference does, operation by operation.
+Those that a llama.cpp cache has. All round as the C++ does, operation by operation.
 """
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import mlx.core as mx
 
 from towerd.kernels.formats import Format
-from towerd.kernels.reference.blocks import BLOCK, CODES, IQ4_NL, IQ4_NL_LEAST, BlockCode
 
-LEVELS = [float(level) for level in IQ4_NL]
+BLOCK = 32
+LEVELS = (
+    *(-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0),
+    *(1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0),
+)
+"""What the codes of iq4_nl stand for."""
+IQ4_NL_LEAST = 1e-15
 
 
-def block_code(format: Format) -> BlockCode:
+@dataclass(frozen=True, slots=True)
+class CacheCode:
+    """The block code of a cache type: an f16 scale, perhaps an f16 minimum, then codes of `bits`."""
+
+    bits: int
+    asymmetric: bool = False
+    from_table: bool = False
+    """Codes are numbers of LEVELS."""
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of scale and minimum."""
+        return 4 if self.asymmetric else 2
+
+
+CODES = {
+    "q4_0": CacheCode(4),
+    "q4_1": CacheCode(4, asymmetric=True),
+    "q5_0": CacheCode(5),
+    "q5_1": CacheCode(5, asymmetric=True),
+    "q8_0": CacheCode(8),
+    "iq4_nl": CacheCode(4, from_table=True),
+}
+"""What each means is in ggml/src/ggml-quants.c."""
+
+
+def block_code(format: Format) -> CacheCode:
     """The code of a quantized cache type."""
     return CODES[format.name]
 
 
-def decode_blocks(blocks: mx.array, code: BlockCode) -> mx.array:
+def decode_blocks(blocks: mx.array, code: CacheCode) -> mx.array:
     """uint8[n, block_bytes] to float32[n, 32]."""
     scale = blocks[:, :2].view(mx.float16).astype(mx.float32)
     codes = _unpack(blocks[:, code.header_bytes :], code.bits)
-    if code.table is not None:
+    if code.from_table:
         return scale * mx.array(LEVELS)[codes]
     if code.asymmetric:
         minimum = blocks[:, 2:4].view(mx.float16).astype(mx.float32)
@@ -34,9 +66,9 @@ def decode_blocks(blocks: mx.array, code: BlockCode) -> mx.array:
     return scale * (codes.astype(mx.float32) - 2.0 ** (code.bits - 1))
 
 
-def encode_blocks(values: mx.array, code: BlockCode) -> mx.array:
+def encode_blocks(values: mx.array, code: CacheCode) -> mx.array:
     """float32[n, 32] to uint8[n, block_bytes], as ggml-cpu's from_float of a cache type."""
-    if code.table is not None:
+    if code.from_table:
         return _encode_table(values)
     if code.asymmetric:
         return _encode_asymmetric(values, code.bits)
@@ -104,7 +136,7 @@ def _encode_asymmetric(values: mx.array, bits: int) -> mx.array:
 
 def _encode_table(values: mx.array) -> mx.array:
     lead = _leading(values)
-    usable = mx.abs(lead) >= float(IQ4_NL_LEAST)
+    usable = mx.abs(lead) >= IQ4_NL_LEAST
     scaled = values * (1.0 / (lead / LEVELS[0]))
     codes = mx.zeros(values.shape, mx.int32)
     for lower, upper in itertools.pairwise(LEVELS):

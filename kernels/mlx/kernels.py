@@ -1,6 +1,6 @@
 """The kernel that TOWERD_KERNELS=metal runs on an Apple GPU: numpy memory in, numpy memory out.
 
-Same signature and checks as the `reference` package. Input that starts on a page is read in place,
+Same signature and checks as in C++. Input that starts on a page is read in place,
 other input is copied once (`mlx.arrays.share`); the result is copied once into `out`, because MLX
 allocates the memory that its kernels write. `n_threads` is only checked.
 """
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from towerd.kernels.arrays import Bytes, Floats, Lines
 from towerd.kernels.mlx import arrays as mlx_arrays
+from towerd.kernels.mlx.arguments import RopeShift, checked_rope_shift
 from towerd.kernels.mlx.blocks import block_code
-from towerd.kernels.reference.checks import Bytes, Floats, Lines
-from towerd.kernels.reference.rope import RopeShift, checked_rope_shift
 
 F16_EXPONENT = 0x7C00
 """All ones in an infinity or a NaN."""
@@ -37,7 +37,7 @@ def rope_shift(
     hadamard_block: int,
     n_threads: int = 1,
 ) -> None:
-    """See `reference.rope_shift`."""
+    """See `dispatch.rope_shift`."""
     shift = checked_rope_shift(
         src,
         out,

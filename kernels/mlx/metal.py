@@ -104,7 +104,7 @@ def _code(format: Format) -> list[tuple[str, Any]]:
     return [
         ("BITS", code.bits),
         ("ASYMMETRIC", code.asymmetric),
-        ("TABLE", code.table is not None),
+        ("TABLE", code.from_table),
         ("BLOCK_BYTES", format.block_bytes),
     ]
 

@@ -24,7 +24,7 @@ from lab.train.data.manifest import read_manifest
 from lab.train.data.records import read_dataset
 from lab.train.data.tokenizer import tokenizer_of
 from towerd.codec.prior import file, state, training
-from towerd.kernels.mixing import make_mixer
+from towerd.kernels._native import Mixer
 
 I32 = npt.NDArray[np.int32]
 U32 = npt.NDArray[np.uint32]
@@ -105,9 +105,7 @@ def _trained(
 ) -> U32:
     """The state after the held-out sessions."""
     learned, costs = state.untrained(len(weights)), []
-    steps = training.trained(
-        lambda now: make_mixer(weights, found, now, kinds), learned, mixed(held)
-    )
+    steps = training.trained(lambda now: Mixer(weights, found, now, kinds), learned, mixed(held))
     for learned, cost in track(steps, "training", total=len(held)):  # noqa: B007
         costs.append(cost)
     click.echo(f"held-out text: {np.mean(costs[len(costs) // 2 :]):.3f} bits per token")

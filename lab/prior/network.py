@@ -22,7 +22,7 @@ from towerd.codec.models.base import TokenPredictor
 from towerd.codec.models.exact import ExactPredictor
 from towerd.codec.prior import file, training
 from towerd.codec.prior.file import Prior
-from towerd.kernels.mixing import Mixer, make_mixer
+from towerd.kernels._native import Mixer
 
 I32 = npt.NDArray[np.int32]
 U32 = npt.NDArray[np.uint32]
@@ -87,7 +87,7 @@ def steps(
     counts = training.counts_of(predictor, prior)
 
     def make(now: U32) -> Mixer:
-        return make_mixer(prior.weights, prior.tables, now, prior.kinds)
+        return Mixer(prior.weights, prior.tables, now, prior.kinds)
 
     return training.trained(make, prior.states["state"], held, counts)
 

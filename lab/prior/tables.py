@@ -130,7 +130,7 @@ def _sizes(counts: Counts, kept: Bools) -> npt.NDArray[np.float64]:
 
 
 def pack(counts: Counts, n_tokens: int, order: int) -> tuple[U32, U16]:
-    """(index, data) of a table, as kernels/reference/mix.py reads it."""
+    """(index, data) of a table, as lab/reference/mix.py reads it."""
     rows = np.searchsorted(np.array(COUNTS), counts.n, side="right") - 1
     entries = ((counts.keys & _TOKEN) << np.uint64(4) | rows.astype(np.uint64)).astype(np.uint16)
     if order == 1:

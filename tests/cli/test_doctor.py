@@ -82,11 +82,8 @@ def test_what_a_check_raises_is_a_failure(config: Config) -> None:
     assert (finding.status, finding.found) == ("FAIL", "RuntimeError: boom")
 
 
-def test_the_reference_kernels_are_a_warning(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TOWERD_KERNELS", "reference")
-    assert find("kernels", config).status == "WARN"
+def test_unknown_kernels_are_a_failure(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find("kernels", config).status == "OK"
     monkeypatch.setenv("TOWERD_KERNELS", "fastest")
     assert find("kernels", config).status == "FAIL"
 

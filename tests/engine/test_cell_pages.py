@@ -24,7 +24,7 @@ from towerd.engine.embedded.memory.cell_pages import SPARE_CELLS, CellPages
 from towerd.engine.embedded.model.context import Buffer, LlamaContext
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.model.zero_pages import HostBuffer
-from towerd.kernels.pages import populate
+from towerd.kernels._native import populate
 from towerd.settings.config import Config
 
 N_CELLS = 1 << 14

@@ -18,16 +18,9 @@ from towerd.settings.config import Config
 N = 40
 
 
-@pytest.fixture(params=["reference", ""])
-def tapped(
-    model_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Taps, Scratch]]:
-    """Through ctypes and in C++."""
-    if not request.param:
-        pytest.importorskip("towerd.kernels._native", exc_type=ImportError)
-    with monkeypatch.context() as patch:
-        patch.setenv("TOWERD_KERNELS", request.param)
-        taps = Taps()
+@pytest.fixture
+def tapped(model_path: Path) -> Iterator[tuple[Taps, Scratch]]:
+    taps = Taps()
     config = Config(model=model_path, cache_type_k="f32", cache_type_v="f32", flash_attn="off")
     model = LlamaModel(model_path, config)
     context = LlamaContext(model, config, n_cells=256, n_seqs=1, taps=taps)

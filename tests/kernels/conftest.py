@@ -1,4 +1,4 @@
-"""Every kernel test runs on each instruction set of this machine and on the reference; those of MLX
+"""Every kernel test runs on each instruction set of this machine; those of MLX
 on its operations and on the Metal text."""
 
 from __future__ import annotations

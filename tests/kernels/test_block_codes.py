@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from kernel_rows import patterns
 
+from lab.reference.blocks import CODES, IQ4_NL_LEAST, decode_blocks, encode_blocks
 from towerd.kernels import dispatch
 from towerd.kernels.formats import BY_NAME, CACHE_FORMATS
-from towerd.kernels.reference.blocks import CODES, IQ4_NL_LEAST, decode_blocks, encode_blocks
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lab.reference.blocks import CODES
 from towerd.kernels.formats import (
     BY_NAME,
     BY_TYPE,
@@ -12,7 +13,6 @@ from towerd.kernels.formats import (
     FORMATS,
     STORED_FORMATS,
 )
-from towerd.kernels.reference.blocks import CODES
 from towerd.settings.config import CACHE_TYPES as CONFIG_CACHE_TYPES
 
 IN_FILES = {

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from towerd.kernels import dispatch, reference
+from lab import reference
+from towerd.kernels import dispatch
 
 MANY = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

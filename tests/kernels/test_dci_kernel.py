@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -13,31 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from towerd.kernels.dci import DciConfig, DciTree, make_dci_tree
+from lab.reference.dci import ReferenceDciTree
+from towerd.kernels._native import DciTree
+from towerd.kernels.dci import DciConfig, directions, make_dci_tree
 
 F32 = npt.NDArray[np.float32]
 
 
-@pytest.fixture(params=["reference", ""])
-def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both implementations in turn."""
-    if not request.param:
-        pytest.importorskip("towerd.kernels._native", exc_type=ImportError)
-    monkeypatch.setenv("TOWERD_KERNELS", request.param)
-    return str(request.param)
-
-
 @pytest.fixture
-def both(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[DciTree, DciTree]]:
+def both() -> Callable[..., tuple[DciTree, ReferenceDciTree]]:
     """Makes the same empty tree in C++ and in numpy."""
-    native = pytest.importorskip("towerd.kernels._native", exc_type=ImportError)
 
-    def make(n_dims: int, config: DciConfig) -> tuple[DciTree, DciTree]:
-        ours = make_dci_tree(n_dims, config)
-        assert isinstance(ours, native.DciTree)
-        with monkeypatch.context() as patch:
-            patch.setenv("TOWERD_KERNELS", "reference")
-            return ours, make_dci_tree(n_dims, config)
+    def make(n_dims: int, config: DciConfig) -> tuple[DciTree, ReferenceDciTree]:
+        options = (config.ratio, config.page_rows, config.seed, config.visits_max, config.beam)
+        theirs = ReferenceDciTree(n_dims, directions(n_dims, config), *options)
+        return make_dci_tree(n_dims, config), theirs
 
     return make
 
@@ -64,14 +53,11 @@ def brute_force(keys: F32, query: F32, k: int) -> npt.NDArray[np.float64]:
     seed=st.integers(0, 1 << 30),
     cuts=st.lists(st.integers(0, 60), max_size=4),
 )
-@pytest.mark.parametrize("name", ["reference", ""])
 def test_without_limits_it_is_brute_force(
-    name: str, n: int, n_dims: int, k: int, seed: int, cuts: list[int]
+    n: int, n_dims: int, k: int, seed: int, cuts: list[int]
 ) -> None:
     """Whatever the keys are and however they arrive, the k largest inner products are found."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TOWERD_KERNELS", name)
-        tree = make_dci_tree(n_dims, DciConfig(page_rows=4, ratio=0.25, seed=seed))
+    tree = make_dci_tree(n_dims, DciConfig(page_rows=4, ratio=0.25, seed=seed))
     keys = clustered(n, n_dims, seed)
     for part in np.split(keys, sorted(min(cut, n) for cut in cuts)):
         tree.add(np.ascontiguousarray(part))
@@ -85,7 +71,7 @@ def test_without_limits_it_is_brute_force(
         np.testing.assert_allclose(products, brute_force(keys, query, k), rtol=1e-4, atol=1e-4)
 
 
-def test_parents_are_the_nearest_promoted_points(forced: str) -> None:
+def test_parents_are_the_nearest_promoted_points() -> None:
     """In a tree built at once without limits: the distance between transformed keys."""
     keys = clustered(150, 6, 3)
     tree = make_dci_tree(6, DciConfig(ratio=0.25, visits_max=0, beam=0))
@@ -120,7 +106,7 @@ def test_a_search_for_a_parent_that_meets_none(both: Any, one_by_one: bool) -> N
     assert ours.parents().tolist() == theirs.parents().tolist()
 
 
-def test_levels_thin_out_by_the_ratio(forced: str) -> None:
+def test_levels_thin_out_by_the_ratio() -> None:
     tree = make_dci_tree(2, DciConfig(ratio=0.25, seed=5))
     tree.add(clustered(1500, 2, 1))
     counts = np.bincount(tree.levels())[1:]
@@ -151,9 +137,9 @@ def test_reference_and_cpp_agree(both: Any, limits: tuple[int, int]) -> None:
             assert len(set(row[row >= 0].tolist())) == (row >= 0).sum()
 
 
-def test_a_limited_search_finds_most(forced: str) -> None:
+def test_a_limited_search_finds_most() -> None:
     """A few nodes hold nearly all of the nearest keys when keys come in clusters."""
-    n = 1200 if forced == "" else 300
+    n = 1200
     keys, queries = clustered(n, 16, 2, 40), clustered(10, 16, 2, 40)
     tree = make_dci_tree(16, DciConfig(ratio=1 / 8, page_rows=8))
     tree.add(keys)
@@ -197,7 +183,7 @@ def full_votes(
     seed=st.integers(0, 1 << 30),
     limits=st.sampled_from(((0, 0), (0, 3), (4, 2))),
 )
-@pytest.mark.parametrize("name", ["reference", "generic", ""])
+@pytest.mark.parametrize("name", ["generic", ""])
 def test_votes_are_attention(
     name: str,
     n: int,
@@ -209,8 +195,6 @@ def test_votes_are_attention(
     limits: tuple[int, int],
 ) -> None:
     """Shares of the pages' keys, those that are there, beside others; of the best query each."""
-    if name != "reference":
-        pytest.importorskip("towerd.kernels._native", exc_type=ImportError)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOWERD_KERNELS", name)
         tree = make_dci_tree(n_dims, DciConfig(page_rows=4, ratio=0.25))
@@ -233,15 +217,12 @@ def test_votes_are_attention(
     cuts=st.lists(st.integers(0, 120), max_size=4),
     is_coarse=st.booleans(),
 )
-@pytest.mark.parametrize("name", ["reference", ""])
 def test_pages_are_never_too_full_and_only_split(
-    name: str, n: int, page_rows: int, seed: int, cuts: list[int], is_coarse: bool
+    n: int, page_rows: int, seed: int, cuts: list[int], is_coarse: bool
 ) -> None:
     """Keys on one page were on one page before, those of one `add` aside. Coarse keys are often
     equal, so that no distance tells them apart."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TOWERD_KERNELS", name)
-        tree = make_dci_tree(4, DciConfig(page_rows=page_rows, ratio=0.2, seed=seed))
+    tree = make_dci_tree(4, DciConfig(page_rows=page_rows, ratio=0.2, seed=seed))
     keys = clustered(n, 4, seed)
     keys = np.round(keys / 3) if is_coarse else keys
     before = tree.pages()
@@ -257,7 +238,7 @@ def test_pages_are_never_too_full_and_only_split(
         before = pages
 
 
-def test_a_full_page_splits_between_two_far_apart(forced: str) -> None:
+def test_a_full_page_splits_between_two_far_apart() -> None:
     """Two groups that arrive in turn are told apart as soon as they no longer fit."""
     keys = np.array([[x, 0.1 * i] for i in range(4) for x in (-1, 1)], np.float32)
     tree = make_dci_tree(2, DciConfig(page_rows=6, ratio=1e-9))
@@ -275,7 +256,7 @@ def spread(keys: F32, pages: npt.NDArray[np.int64]) -> float:
     return float(((keys - means[pages]) ** 2).sum(1).mean())
 
 
-def test_keys_lie_on_the_nearest_page_not_that_of_their_parent(forced: str) -> None:
+def test_keys_lie_on_the_nearest_page_not_that_of_their_parent() -> None:
     """Leaves are centred on keys drawn at random: in a tree built at once, most keys are on the
     page with the nearest mean among those near them with room, and promoted keys stay in their
     leaves."""
@@ -299,7 +280,7 @@ def test_keys_lie_on_the_nearest_page_not_that_of_their_parent(forced: str) -> N
     assert spread(keys, pages) < 0.8 * spread(keys, in_leaves)
 
 
-def test_pages_are_shared_by_similar_keys(forced: str) -> None:
+def test_pages_are_shared_by_similar_keys() -> None:
     keys = clustered(200, 8, 4)
     tree = make_dci_tree(8, DciConfig(page_rows=6, ratio=1 / 6))
     tree.add(keys[:150])
@@ -327,7 +308,7 @@ def test_pages_are_shared_by_similar_keys(forced: str) -> None:
     assert cosine[same & off].mean() > cosine[~same].mean() + 0.3
 
 
-def test_edge_cases(forced: str) -> None:
+def test_edge_cases() -> None:
     """No keys, equal keys, zero keys and a zero query."""
     tree = make_dci_tree(3, DciConfig(page_rows=2))
     assert tree.search(np.ones((2, 3), np.float32), 4, 0, 0).tolist() == [[-1], [-1]]
@@ -340,7 +321,7 @@ def test_edge_cases(forced: str) -> None:
     assert tree.search(np.ones((1, 3), np.float32), 4, 0, 0).tolist() == [[5, 6, 7, 8]]
 
 
-def test_bad_arguments_are_value_errors(forced: str) -> None:
+def test_bad_arguments_are_value_errors() -> None:
     """Each is refused by name, and the tree is as it was."""
     tree = make_dci_tree(3)
     tree.add(clustered(20, 3, 1))
@@ -405,13 +386,9 @@ def test_bad_arguments_are_value_errors(forced: str) -> None:
         ("directions", np.ones((65, 4), np.float32)),
     ],
 )
-def test_bad_options_are_value_errors(forced: str, name: str, value: Any) -> None:
-    module, name_of_class = (
-        ("reference.dci", "ReferenceDciTree") if forced else ("_native", "DciTree")
-    )
-    maker = getattr(importlib.import_module(f"towerd.kernels.{module}"), name_of_class)
+def test_bad_options_are_value_errors(name: str, value: Any) -> None:
     options = asdict(DciConfig()) | {"n_dims": 3, "directions": np.eye(2, 4, dtype=np.float32)}
     del options["n_directions"]
-    maker(**options)
+    DciTree(**options)
     with pytest.raises(ValueError, match=f"^{name}"):
-        maker(**(options | {name: value}))
+        DciTree(**(options | {name: value}))

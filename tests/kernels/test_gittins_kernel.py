@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from towerd.kernels import dispatch
-from towerd.kernels.gittins import gittins
-from towerd.kernels.reference import gittins as reference_gittins
+from lab.reference import gittins as reference_gittins
+from towerd.kernels._native import gittins
 from towerd.policy.predict.returns import WIDTHS_S
 
 Table = npt.NDArray[np.float64]
@@ -45,16 +44,13 @@ def test_the_best_of_every_horizon(shape: tuple[int, int], seed: int) -> None:
 @settings(deadline=None, max_examples=200)
 @given(SHAPES, st.integers(0, 2**32 - 1))
 def test_same_bits(shape: tuple[int, int], seed: int) -> None:
-    native = pytest.importorskip("towerd.kernels._native", exc_type=ImportError)
     chances, widths = tables(shape, seed)
-    found, said = native.gittins(chances, widths), reference_gittins.gittins(chances, widths)
+    found, said = gittins(chances, widths), reference_gittins.gittins(chances, widths)
     assert (found.dtype, found.shape) == (said.dtype, said.shape)
     assert found.tobytes() == said.tobytes()
 
 
-@pytest.mark.parametrize("forced", ["", "reference"])
-def test_what_has_no_answer(forced: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(dispatch.ENV, forced)
+def test_what_has_no_answer() -> None:
     widths = np.array(WIDTHS_S)
     for wrong in (np.nan, -0.1, 1.1, np.inf):
         chances = np.full((2, len(widths)), 0.5)

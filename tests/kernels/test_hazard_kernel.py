@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from towerd.kernels import dispatch, hazard
+from lab.reference import hazard as reference_hazard
+from towerd.kernels import hazard
 from towerd.kernels.hazard import HazardWeights, Table
-from towerd.kernels.reference import hazard as reference_hazard
 
 SHAPES = st.tuples(st.integers(0, 5), *[st.integers(1, 6)] * 4)
 
@@ -41,23 +41,18 @@ def by_hand(weights: HazardWeights, x: list[float], curve: int, b: int) -> float
     return 1.0 / (1.0 + math.exp(-min(30.0, max(-30.0, score))))
 
 
-@pytest.mark.parametrize("forced", ["", "reference"])
 @settings(deadline=None, max_examples=100)
 @given(SHAPES, st.integers(0, 2**32 - 1))
-def test_one_number_at_a_time(forced: str, shape: tuple[int, ...], seed: int) -> None:
+def test_one_number_at_a_time(shape: tuple[int, ...], seed: int) -> None:
     weights, x, of = some(shape, seed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(dispatch.ENV, forced)
-        found = hazard.chances(weights, x, of)
+    found = hazard.chances(weights, x, of)
     assert found.shape == (len(of), shape[3])
     for row, features, curve in zip(found, x.tolist(), of, strict=True):
         said = [by_hand(weights, features, curve, b) for b in range(shape[3])]
         assert row.tolist() == pytest.approx(said, rel=1e-9)
 
 
-@pytest.mark.parametrize("forced", ["", "reference"])
-def test_what_has_no_answer(forced: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(dispatch.ENV, forced)
+def test_what_has_no_answer() -> None:
     weights, x, of = some((2, 3, 4, 5, 6), 0)
     for wrong in ([0, 6], [-1, 0]):
         with pytest.raises(ValueError, match="of"):
@@ -69,9 +64,7 @@ def test_what_has_no_answer(forced: str, monkeypatch: pytest.MonkeyPatch) -> Non
         hazard.chances(replace(weights, b1=np.zeros(3)), x, of)
 
 
-def test_the_native_one_is_there() -> None:
-    native = pytest.importorskip("towerd.kernels._native", exc_type=ImportError)
+def test_as_the_reference() -> None:
     weights, x, of = some((3, 4, 5, 6, 2), 1)
-    w = weights
-    found = native.hazard_chances(w.w1, w.b1, w.correction, w.logits, x, of)
+    found = hazard.chances(weights, x, of)
     assert np.allclose(found, reference_hazard.chances(weights, x, of), rtol=1e-12)

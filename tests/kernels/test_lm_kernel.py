@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lab.reference import lm as reference_lm
+from lab.reference.lm import fused, unpacked
 from towerd.codec.models.rotation import rotation
-from towerd.kernels import dispatch
-from towerd.kernels.lm import Lm, LmShape, make_lm, pack, pack_norm, pack_q8
-from towerd.kernels.reference import lm as reference_lm
-from towerd.kernels.reference.lm import fused, unpacked
+from towerd.kernels._native import Lm
+from towerd.kernels.lm import LmShape, make_lm, pack, pack_norm, pack_q8
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -53,7 +53,9 @@ def draw(shape: LmShape, format: str = "f32", seed: int = 0, peak: float = 1.0) 
     return matrices, norms, cos, sin
 
 
-def fed(model: Lm, lanes: list[int], tokens: list[int], n_threads: int = 1) -> Floats:
+def fed(
+    model: Lm | reference_lm.ReferenceLm, lanes: list[int], tokens: list[int], n_threads: int = 1
+) -> Floats:
     return model.step(np.array(lanes, np.int32), np.array(tokens, np.int32), n_threads)
 
 
@@ -145,7 +147,7 @@ def test_the_bits_of_the_reference(kernels: str, name: str, format: str) -> None
     the same; texts longer than the context too."""
     arguments, texts, expected = expected_rows(name, format)
     model, rng = make_lm(SHAPES[name], *arguments), np.random.default_rng(4)
-    for n_threads in (1, 2, 3) if kernels != "reference" else (1,):
+    for n_threads in (1, 2, 3):
         model.reset()
         at = dict.fromkeys(texts, 0)
         while any(at[lane] < len(text) for lane, text in texts.items()):
@@ -201,7 +203,7 @@ def test_subnormal_numbers(kernels: str) -> None:
     assert 0 < np.abs(expected).max() < np.finfo(np.float32).tiny
     torch = pytest.importorskip("torch")
     model = make_lm(shape, matrices, norms, cos, sin)
-    drops = kernels != "reference" and torch.set_flush_denormal(True)
+    drops = torch.set_flush_denormal(True)
     try:
         got = [fed(model, [lane] * 4, [1, 2, 3, 4], 2) for lane in (0, 1)]
         assert not drops or np.float32(1e-30) * np.array([1e-10], np.float32) == 0
@@ -345,8 +347,6 @@ def test_bad_logits_and_models(kernels: str) -> None:
         with pytest.raises(ValueError, match="^logits: "):
             model.counts(np.array([[0, bad, 1]], np.float32))
     assert fed(model, [], []).shape == (0, 50)
-    if kernels == "reference":
-        return
     cases: dict[str, tuple[Any, ...]] = {
         "matrices": (matrices[:-1], norms, cos, sin),
         "norms": (matrices, [norm[:-1] for norm in norms], cos, sin),
@@ -357,15 +357,3 @@ def test_bad_logits_and_models(kernels: str) -> None:
     for argument, arguments in cases.items():
         with pytest.raises(ValueError, match=f"^{argument}: "):
             make_lm(shape, *arguments)
-
-
-def test_the_choice_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TOWERD_KERNELS is respected."""
-    monkeypatch.setenv("TOWERD_KERNELS", "reference")
-    assert isinstance(
-        make_lm(SHAPES["smallest"], *draw(SHAPES["smallest"])), reference_lm.ReferenceLm
-    )
-    monkeypatch.setenv("TOWERD_KERNELS", dispatch.available()[0])
-    assert not isinstance(
-        make_lm(SHAPES["smallest"], *draw(SHAPES["smallest"])), reference_lm.ReferenceLm
-    )

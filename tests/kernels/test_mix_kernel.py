@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.prior import tables
+from lab.reference import mix as reference_mix
+from lab.reference.mix_lanes import Lane
 from towerd.codec.prior import state
-from towerd.kernels import mixing
-from towerd.kernels.reference import mix as reference_mix
-from towerd.kernels.reference.mix_lanes import Lane
+from towerd.kernels import _native, mixing
 
 N_TOKENS = 40
 Ranks = npt.NDArray[np.int32]
@@ -74,13 +74,10 @@ def test_same_numbers_as_the_reference(native: Any, parts: Any, table_bits: int)
     assert ours.state().tolist() == theirs.state().tolist()
 
 
-@pytest.mark.parametrize("forced", ["reference", ""])
-def test_decisions_lead_back_to_the_tokens(
-    parts: Any, forced: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("make", [_native.Mixer, reference_mix.ReferenceMixer])
+def test_decisions_lead_back_to_the_tokens(parts: Any, make: Any) -> None:
     weights, tables_, start, kinds, corpus = parts
-    monkeypatch.setenv("TOWERD_KERNELS", forced)
-    mixer = mixing.make_mixer(weights, tables_, start, kinds)
+    mixer = make(weights, tables_, start, kinds)
     ranks = text_like(corpus, 60, 1)
     base = text_like(corpus, 40, 2)
     mixer.reset(1, 10)
@@ -102,7 +99,7 @@ def test_decisions_lead_back_to_the_tokens(
 @pytest.fixture
 def coder() -> Any:
     """constriction's range coder, which has no build for Linux on arm64."""
-    return pytest.importorskip("towerd.codec.range_coder.reference")
+    return pytest.importorskip("lab.reference.range_coder")
 
 
 @pytest.mark.parametrize("n_bytes", [0, 1, 4, 7, 8, 12, 200])
@@ -202,7 +199,7 @@ def test_interpolation_is_over_tokens(parts: Any) -> None:
         while True:
             _, middle, _, left, right = walk.tree[node]
             bit = rank >= middle
-            by_order = (walk.chances[reference_mix.STATIC], walk.chances[0])
+            by_order = (walk.chances[mixing.STATIC], walk.chances[0])
             for product, chance in zip((found, wanted), by_order, strict=True):
                 product[rank] *= (chance if bit else 65536 - chance) / 65536
             if not (node := right if bit else left):
@@ -240,7 +237,7 @@ def test_who_speaks_is_followed() -> None:
 def test_it_learns(parts: Any) -> None:
     """Text that was seen costs less than new text, and text of the corpus less than noise."""
     weights, tables_, start, kinds, corpus = parts
-    mixer = mixing.make_mixer(weights, tables_, start, kinds)
+    mixer = _native.Mixer(weights, tables_, start, kinds)
 
     def cost(ranks: Ranks) -> float:
         bits, chances = mixer.encode(0, ranks)
@@ -256,7 +253,7 @@ def test_it_learns(parts: Any) -> None:
 def test_it_follows_the_network(parts: Any) -> None:
     """A distribution that is always right is soon believed."""
     weights, tables_, start, kinds, _ = parts
-    mixer = mixing.make_mixer(weights, tables_, start, kinds)
+    mixer = _native.Mixer(weights, tables_, start, kinds)
     mixer.reset()
     rng = np.random.default_rng(0)
     costs = []

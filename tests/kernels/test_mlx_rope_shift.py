@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from towerd.kernels import reference
+from lab import reference
+from lab.reference.blocks import IQ4_NL, IQ4_NL_LEAST
+from towerd.kernels.arrays import Bytes, Floats, Lines
 from towerd.kernels.formats import BY_NAME, CACHE_FORMATS, Format
-from towerd.kernels.reference.blocks import IQ4_NL, IQ4_NL_LEAST
-from towerd.kernels.reference.checks import Bytes, Floats, Lines
 
 mx: Any = pytest.importorskip("mlx.core")
 arrays: Any = pytest.importorskip("towerd.kernels.mlx.arrays")

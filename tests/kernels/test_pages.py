@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from towerd.kernels.pages import populate
+from towerd.kernels._native import populate
 
 PAGE = mmap.PAGESIZE
 N = 600

@@ -11,9 +11,10 @@ import numpy.typing as npt
 import pytest
 from kernel_rows import at_odd_address, patterns, rows_of, same
 
-from towerd.kernels import dispatch, reference
+from lab import reference
+from lab.reference.transcode import decode, encode
+from towerd.kernels import dispatch
 from towerd.kernels.formats import BY_NAME, CACHE_FORMATS
-from towerd.kernels.reference.transcode import decode, encode
 
 NAMES = [row.name for row in CACHE_FORMATS]
 ELEMENTS = ["f32", "f16", "bf16"]
@@ -194,7 +195,7 @@ def test_any_bits(kernels: str, name: str) -> None:
 @pytest.mark.parametrize("n_threads", [1, 2, 5])
 def test_many_rows(kernels: str, name: str, n_threads: int) -> None:
     """Several tasks and threads, rows apart, each row with its own line."""
-    n = 2100 if kernels != "reference" else 60
+    n = 2100
     rows = at_odd_address(rows_of(name, n, 1024))
     cos, sin = _table(128, n)
     lines = np.random.default_rng(0).permutation(n).astype(np.int32)
@@ -215,7 +216,7 @@ def test_nothing_to_do(kernels: str) -> None:
 @pytest.mark.parametrize("scale", [0x7C00, 0xFC00, 0x7E01, 0xFD00])
 def test_rows_that_are_not_finite(kernels: str, name: str, scale: int) -> None:
     """The first moving row with such a scale is named, and nothing is written."""
-    n = 1500 if kernels != "reference" else 30
+    n = 1500
     rows = at_odd_address(rows_of(name, n, 512))
     at = BY_NAME[name].block_bytes * 7
     for i in (n - 20, n - 11, n - 4):

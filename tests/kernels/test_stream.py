@@ -18,12 +18,6 @@ PARTS = 4
 HIDDEN = 0xEE
 
 
-@pytest.fixture(autouse=True)
-def _no_reference(kernels: str) -> None:
-    if kernels == "reference":
-        pytest.skip("numpy has one way to store")
-
-
 def _many(name: str, n_elements: int, result_bytes: int, wanted: int = STREAM_BYTES) -> Any:
     """Rows of which the result has `result_bytes` each, a little more than `wanted` in all. Their
     numbers come again after 61 rows, which is no multiple of a line or page."""

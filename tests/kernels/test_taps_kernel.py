@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from towerd.kernels.taps import NodeTap, make_node_tap
+from lab.reference.taps import ReferenceNodeTap
+from towerd.kernels._native import NodeTap
 
 CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_bool, ctypes.c_void_p)
 
@@ -63,13 +64,10 @@ class Ggml:
         return [ctypes.cast(each, ctypes.c_void_p).value or 0 for each in self.kept]
 
 
-@pytest.fixture(params=["reference", ""])
-def tap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    if not request.param:
-        pytest.importorskip("towerd.kernels._native", exc_type=ImportError)
-    monkeypatch.setenv("TOWERD_KERNELS", request.param)
+@pytest.fixture(params=[ReferenceNodeTap, NodeTap])
+def tap(request: pytest.FixtureRequest) -> Any:
     ggml = Ggml()
-    yield make_node_tap(*ggml.addresses())
+    yield request.param(*ggml.addresses())
     del ggml
 
 
@@ -141,4 +139,4 @@ def test_functions_must_be_there(tap: NodeTap) -> None:
     for i, name in enumerate(("name", "n_bytes", "n_elements", "get")):
         wrong = [*addresses[:i], 0, *addresses[i + 1 :]]
         with pytest.raises(ValueError, match=f"^{name}:"):
-            make_node_tap(*wrong)
+            NodeTap(*wrong)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from kernel_rows import at_odd_address, numbers, patterns, rows_of, same
 
-from towerd.kernels import dispatch, reference
+from lab import reference
+from towerd.kernels import dispatch
 from towerd.kernels.formats import BY_NAME, FORMATS
 
 NAMES = [row.name for row in FORMATS]
@@ -134,7 +135,7 @@ def test_tails(kernels: str, n_elements: int) -> None:
 @pytest.mark.parametrize("n_threads", [1, 2, 5])
 def test_many_rows(kernels: str, n_threads: int) -> None:
     """Several tasks and threads, gathered and strided."""
-    n = 1500 if kernels != "reference" else 50
+    n = 1500
     rows = at_odd_address(rows_of("q4h", n, 1024))
     index = np.random.default_rng(3).permutation(n).astype(np.int64)
     f16 = _size("f16", n, 1024)
@@ -301,7 +302,7 @@ def test_a_bad_number_is_found_anywhere(kernels: str, dst: str) -> None:
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
 def test_rows_that_are_not_finite(kernels: str, src: str, dst: str, value: float) -> None:
     """The first such row is named, also far into the rows and by several threads."""
-    n, n_elements = 700 if kernels != "reference" else 30, 1088
+    n, n_elements = 700, 1088
     values = numbers(n, n_elements)
     values[[n - 9, n - 3], n_elements - 1] = value
     rows = at_odd_address(dispatch.transcoded(values.view(np.uint8), "f32", src))

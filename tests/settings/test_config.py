@@ -150,7 +150,7 @@ def test_unknown_flags_are_errors() -> None:
 
 
 def test_our_other_variables_are_not_settings() -> None:
-    load({}, {"TOWERD_KERNELS": "reference", "TOWERD_TEST_MODEL": "x", "PATH": "/bin"})
+    load({}, {"TOWERD_KERNELS": "generic", "TOWERD_TEST_MODEL": "x", "PATH": "/bin"})
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org"])

@@ -5,20 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-from old_segments import in_planes
-from store_tools import FINGERPRINT, MROPE, assert_same_rows, check_rows, rows_of, write_all
+from store_tools import FINGERPRINT, MROPE, assert_same_rows, rows_of, write_all
 
 from towerd.errors import RowsDamaged
 from towerd.slots.blob import emit_blob, parse_rows
 from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.rows import KVRows
-from towerd.store import FormatRequest, Node, Store
-from towerd.store.segments.segment_header import PREAMBLE, VERSION_PLANES, checksum, decode_head
+from towerd.store import Node, Store
+from towerd.store.segments.segment_header import PREAMBLE, checksum, decode_head
 
 SPAN_BYTES = 500
 IDS = np.arange(100, 150, dtype=np.int32)
@@ -146,30 +144,3 @@ def test_a_blob_is_read_before_it_is_believed(root: Path, edit: str) -> None:
         with pytest.raises(RowsDamaged):
             store.load_rows(part)
         assert (root / "quarantine" / path.name).exists()
-
-
-def test_files_with_planes_are_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the version before wrote: verified, split, re-encoded, then in blobs."""
-    monkeypatch.setattr("towerd.store.segments.segment_writer.BLOB_BYTES_MAX", 1 << 20)
-    with Store.open(root, FINGERPRINT) as store:
-        file = written(store).file
-        assert file is not None
-        fields, start, data = in_planes(file.path.read_bytes(), FINGERPRINT.layout)
-        catalog, size = store.state.catalog, start + len(data)
-        with catalog.transaction():
-            catalog.run("UPDATE files SET bytes = ? WHERE id = ?", (size, file.id))
-        path = file.path
-    body = msgspec.msgpack.encode(fields)
-    prefix = PREAMBLE.pack(b"TWRSEG", VERSION_PLANES, len(body), 0, bytes(16))[:16]
-    path.write_bytes((prefix + checksum(prefix, body) + body).ljust(start, b"\0") + data)
-    with Store.open(root, FINGERPRINT) as store:
-        assert store.verify().ok
-        leaf = store.match(IDS, "local").nodes[-1]
-        store.insert(IDS[:20], "local", [20])
-        assert check_rows(store, leaf) == 50
-        assert leaf.file is not None
-        newer = store.reencode(leaf.file, [FormatRequest(4, 40, "q4h")])
-        assert newer is not None
-        assert check_rows(store, leaf) == 50
-        head, _ = decode_head(memoryview(newer.path.read_bytes()))
-        assert [bool(run.blobs) for run in head.runs] == [True, False, True]

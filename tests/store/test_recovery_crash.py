@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from crash import killed_at
-from old_segments import as_before_the_journal
 from store_tools import FINGERPRINT, turn_of
 
 from towerd.store import Store
@@ -68,7 +67,6 @@ STEPS: dict[str, tuple[list[Step], Step]] = {
     "rebuilding the catalog": ([talk, lose_catalog], reopen),
     "writing a lost journal": ([talk, lose_journal], reopen),
     "putting both together": ([talk, damage_both], reopen),
-    "migrating": ([talk, as_before_the_journal], reopen),
 }
 
 

@@ -22,9 +22,9 @@ from store_tools import (
     write_all,
 )
 
+from lab.reference.transcode import decode
 from towerd.errors import RowsDamaged
 from towerd.kernels.formats import BY_NAME
-from towerd.kernels.reference.transcode import decode
 from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows

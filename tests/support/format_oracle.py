@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from lab.reference.blocks import decode_blocks, encode_blocks
 from towerd.kernels import dispatch
 from towerd.kernels.formats import BY_NAME, STORED_FORMATS
-from towerd.kernels.reference.blocks import decode_blocks, encode_blocks
 from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.rows import KVRows
 

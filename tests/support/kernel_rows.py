@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lab.reference.transcode import encode
 from towerd.kernels.formats import BY_NAME
-from towerd.kernels.reference.transcode import encode
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]

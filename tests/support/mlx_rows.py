@@ -9,10 +9,10 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from towerd.kernels import reference
+from lab import reference
+from lab.reference.blocks import CODES
+from towerd.kernels.arrays import Bytes, Floats
 from towerd.kernels.formats import Format
-from towerd.kernels.reference.blocks import CODES
-from towerd.kernels.reference.checks import Bytes, Floats
 
 HAS_GPU = mx.metal.is_available()
 ULPS = {"f32": 2.0**-22, "f16": 2.0**-10, "bf16": 2.0**-7}

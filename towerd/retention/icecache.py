@@ -23,7 +23,8 @@ from typing import Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from towerd.kernels.dci import DciConfig, DciTree, make_dci_tree
+from towerd.kernels._native import DciTree
+from towerd.kernels.dci import DciConfig, make_dci_tree
 from towerd.retention.base import Keys, Positions, Rows, Signal, View, check_view
 from towerd.retention.choice import SINK_DEFAULT, EndsConfig, middle, top, with_ends
 

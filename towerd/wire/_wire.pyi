@@ -22,6 +22,14 @@ def check_medium(data: bytes) -> None:
     """Raises WireError for a picture or sound that must not be decoded: a bomb, or of a format whose
     decoder is not to be trusted. What is neither passes."""
 
+def server_flags() -> list[tuple[list[str], int]]:
+    """Every flag of llama-server: its spellings, and how many values follow it. One that switches off
+    what another one switches on is a flag of its own."""
+
+def number_of(name: str) -> Literal["int", "float", ""]:
+    """What llama.cpp reads a flag's value as; empty where it is no number. Raises RuntimeError for a
+    name that it does not know."""
+
 class LoadFlags:
     """What flags of llama-server say about how a model and its contexts are made. It must live as long
     as they do."""

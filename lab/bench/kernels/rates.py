@@ -28,7 +28,6 @@ from towerd.kernels.formats import BY_NAME
 _ELEMENTS = 1024
 _HEAD_DIM = 128
 _ROWS, _ROWS_QUICK = 32768, 4096
-_ROWS_REFERENCE = 256
 _REPEATS = 7
 _HEADS, _KV_HEADS, _QUERIES, _HEAD_DIM_1B = 32, 8, 64, 64
 """Shape for the attention kernel: one layer of the 1B model, with the queries of one eviction."""
@@ -47,9 +46,8 @@ async def run(model: Path | None, quick: bool) -> Report:
     report.figures["memcpy_gbps_core"] = _gbps(lambda out: np.copyto(out, half), half.shape)
     cores = os.cpu_count() or 1
     for name in dispatch.available():
-        n = _ROWS_REFERENCE if name == "reference" else n_rows
         with forced(name):
-            _measure(report, name, values[:n], half[:n])
+            _measure(report, name, values, half)
     best = dispatch.name()
     _measure_all_cores(report, half, cores)
     _beside_ggml(report, values)
@@ -86,7 +84,7 @@ def _measure(report: Report, isa: str, values: npt.NDArray[np.float32], half: By
         )
     for name in _ENCODED:
         figures[f"quant_{name}_{isa}_gbps_core"] = _gbps_new(_encode(half, "f16", name, 1))
-    for n_keys in (4096,) if isa == "reference" else (4096, 16384):
+    for n_keys in (4096, 16384):
         key = f"attention_mass_{n_keys // 1024}k_{isa}_ms_core"
         figures[key] = 1000 * _fastest_s(_attention(n_keys, 1))
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from towerd.kernels.reference.hazard import SCORE_MAX, HazardWeights
+from towerd.kernels.hazard import SCORE_MAX, HazardWeights
 
 Array: TypeAlias = NDArray[np.float64]
 HIDDEN = 32

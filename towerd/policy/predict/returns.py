@@ -6,7 +6,7 @@ return within each bin of idle time is that of its class (see `classes`), correc
 
 Keeping an entry until time H occupies its space for min(return, H) and saves its length with the
 probability of a return by then. The best ratio over H is its Gittins index (see
-`kernels.gittins`): returns per second of occupancy. The entry with the lowest index is evicted
+`gittins`): returns per second of occupancy. The entry with the lowest index is evicted
 first.
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from towerd.kernels import hazard
-from towerd.kernels.gittins import gittins
+from towerd.kernels._native import gittins
 from towerd.policy.predict.classes import Classes, VisitClass
 from towerd.policy.predict.hazard import HazardNet
 

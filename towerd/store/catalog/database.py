@@ -9,10 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from towerd.errors import DiskFull, StoreError, StoreVersion
-from towerd.store.catalog.schema import APPLICATION_ID, MIGRATIONS, VERSION, Migration
+from towerd.store.catalog.schema import APPLICATION_ID, SCHEMA, VERSION
 
-SEALED_VERSION = 7
-"""The first schema version whose rows have seals."""
 CHECKPOINT_PAGES = 512
 """Number of WAL pages (2 MiB) at which SQLite checkpoints. Idle moments do it sooner."""
 
@@ -58,18 +56,23 @@ def connect_reader(path: Path) -> sqlite3.Connection:
 
 def version_of(db: sqlite3.Connection, path: Path) -> int:
     """The schema version, 0 for an empty database. Raises StoreVersion for a database of
-    another program or of a newer towerd."""
+    another program."""
     version = int(db.execute("PRAGMA user_version").fetchone()[0])
     if not db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall():
         return 0
     if not is_ours(db):
         raise StoreVersion(f"{path} is not a towerd catalog; choose another store directory")
-    if not 0 < version <= VERSION:
-        raise StoreVersion(
-            f"{path} has schema version {version}, this towerd knows up to "
-            f"{VERSION}; use a newer towerd or another store directory"
-        )
     return version
+
+
+def check_version(version: int, path: Path) -> None:
+    """Raises StoreVersion for a schema version of another towerd."""
+    if version != VERSION:
+        whose = "a newer towerd" if version > VERSION else "the towerd that wrote it"
+        raise StoreVersion(
+            f"{path} has schema version {version}, this towerd knows {VERSION}; use {whose} "
+            "or another store directory"
+        )
 
 
 def is_ours(db: sqlite3.Connection) -> bool:
@@ -77,42 +80,13 @@ def is_ours(db: sqlite3.Connection) -> bool:
     return int(db.execute("PRAGMA application_id").fetchone()[0]) == APPLICATION_ID
 
 
-def migrate(
-    db: sqlite3.Connection,
-    version: int,
-    target: int = VERSION,
-    finish: Callable[[sqlite3.Connection], None] | None = None,
-) -> None:
-    """Run the migrations from `version` to `target`, each in its own transaction. `finish`
-    runs in each that leaves rows with seals. References are checked at the end of each, because a table that is
-    rebuilt is missing for a moment. Raises CatalogDamaged if one does not hold."""
-    ((checks,),) = db.execute("PRAGMA foreign_keys").fetchall()
-    db.execute("PRAGMA foreign_keys = OFF")
+def create(db: sqlite3.Connection, finish: Callable[[sqlite3.Connection], None]) -> None:
+    """Make the tables of an empty database, in one transaction, which `finish` ends."""
     try:
-        for number, migration in enumerate(MIGRATIONS[version:target], version + 1):
-            _migrate(db, number, migration, finish if number >= SEALED_VERSION else None)
-    finally:
-        db.execute(f"PRAGMA foreign_keys = {checks}")
-
-
-def _migrate(
-    db: sqlite3.Connection,
-    number: int,
-    migration: Migration,
-    finish: Callable[[sqlite3.Connection], None] | None,
-) -> None:
-    try:
-        db.executescript(f"BEGIN IMMEDIATE; {migration.sql}")
-        if migration.fill is not None:
-            migration.fill(db)
-            for statement in filter(str.strip, migration.end.split(";")):
-                db.execute(statement)
-            if db.execute("PRAGMA foreign_key_check").fetchall():
-                raise CatalogDamaged("a reference in it names a row that is missing")
+        db.executescript(f"BEGIN IMMEDIATE; {SCHEMA}")
         db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        db.execute(f"PRAGMA user_version = {number}")
-        if finish is not None:
-            finish(db)
+        db.execute(f"PRAGMA user_version = {VERSION}")
+        finish(db)
         db.execute("COMMIT")
     except BaseException:
         if db.in_transaction:

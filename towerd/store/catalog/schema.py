@@ -1,223 +1,22 @@
-"""The catalog's tables. One migration per schema version; never edit a released one."""
+"""The catalog's tables. Every sealed table has `seal`: the checksum of the row's other columns, but for
+those that change with every use; its default takes the place of eight bytes, so that the checksum is
+written into the row without moving it.
+
+The text of each statement is part of the sum that a catalog is checked by, so not a blank of it
+changes within a version.
+"""
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Callable
-from typing import NamedTuple
-
-from towerd.store.catalog.merge_trees import merge_trees
-
 APPLICATION_ID = 0x54575244
 """ASCII "TWRD", in the SQLite header."""
-
-_V1 = """
+VERSION = 8
+SCHEMA = """
 CREATE TABLE meta (
     key TEXT PRIMARY KEY,
     value TEXT NOT NULL
-) STRICT, WITHOUT ROWID;
+, seal INTEGER NOT NULL DEFAULT 0x4000000000000000) STRICT, WITHOUT ROWID;
 
-CREATE TABLE fingerprints (
-    id INTEGER PRIMARY KEY,
-    digest BLOB NOT NULL UNIQUE CHECK (length(digest) = 32),
-    json TEXT NOT NULL,
-    created REAL NOT NULL,
-    opened REAL NOT NULL
-) STRICT;
-
-CREATE TABLE files (
-    id INTEGER PRIMARY KEY,
-    fingerprint INTEGER NOT NULL REFERENCES fingerprints,
-    name TEXT NOT NULL UNIQUE,
-    p0 INTEGER NOT NULL CHECK (p0 >= 0),
-    n_rows INTEGER NOT NULL CHECK (n_rows > 0),
-    bytes INTEGER NOT NULL CHECK (bytes > 0),
-    boundaries BLOB NOT NULL,
-    created REAL NOT NULL
-) STRICT;
-
--- AUTOINCREMENT: an id is never used again, so nobody mistakes a new segment for a removed one;
--- ids comes last, so that updating last_used in place leaves its pages alone
-CREATE TABLE segments (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
-    fingerprint INTEGER NOT NULL REFERENCES fingerprints,
-    parent INTEGER REFERENCES segments,
-    scope TEXT NOT NULL,
-    p0 INTEGER NOT NULL CHECK (p0 >= 0),
-    p1 INTEGER NOT NULL CHECK (p1 > p0),
-    file INTEGER REFERENCES files,
-    file_row0 INTEGER NOT NULL DEFAULT 0,
-    file_rows INTEGER NOT NULL DEFAULT 0,
-    last_used REAL NOT NULL,
-    hits INTEGER NOT NULL DEFAULT 0,
-    created REAL NOT NULL,
-    key BLOB NOT NULL UNIQUE CHECK (length(key) = 32),
-    ids BLOB NOT NULL CHECK (length(ids) = 4 * (p1 - p0))
-) STRICT;
-CREATE INDEX segments_parent ON segments(parent);
-CREATE INDEX segments_file ON segments(file) WHERE file IS NOT NULL;
-
-CREATE TABLE sessions (
-    pk INTEGER PRIMARY KEY,
-    fingerprint INTEGER NOT NULL REFERENCES fingerprints,
-    scope TEXT NOT NULL,
-    id TEXT NOT NULL,
-    named INTEGER NOT NULL,
-    title TEXT NOT NULL DEFAULT '',
-    leaf INTEGER REFERENCES turns,
-    n_tokens INTEGER NOT NULL DEFAULT 0,
-    created REAL NOT NULL,
-    updated REAL NOT NULL,
-    UNIQUE (fingerprint, scope, id)
-) STRICT;
-CREATE INDEX sessions_leaf ON sessions(leaf);
-
-CREATE TABLE turns (
-    id INTEGER PRIMARY KEY,
-    session INTEGER NOT NULL REFERENCES sessions,
-    parent INTEGER REFERENCES turns,
-    prompt_node INTEGER REFERENCES segments,
-    reply_node INTEGER REFERENCES segments,
-    n_prompt INTEGER NOT NULL,
-    n_reply INTEGER NOT NULL,
-    n_cached INTEGER NOT NULL,
-    started REAL NOT NULL,
-    created REAL NOT NULL,
-    finished INTEGER NOT NULL,
-    tail BLOB NOT NULL
-) STRICT;
-CREATE INDEX turns_session ON turns(session);
-CREATE INDEX turns_parent ON turns(parent);
-CREATE INDEX turns_prompt ON turns(prompt_node);
-CREATE INDEX turns_reply ON turns(reply_node);
-
-CREATE TABLE pins (
-    node INTEGER PRIMARY KEY REFERENCES segments,
-    created REAL NOT NULL
-) STRICT;
-
-CREATE TABLE bases (
-    id INTEGER PRIMARY KEY,
-    fingerprint INTEGER NOT NULL REFERENCES fingerprints,
-    scope TEXT NOT NULL,
-    name TEXT NOT NULL,
-    level INTEGER NOT NULL,
-    node INTEGER NOT NULL REFERENCES segments,
-    n_tokens INTEGER NOT NULL,
-    digest BLOB NOT NULL,
-    created REAL NOT NULL,
-    UNIQUE (fingerprint, scope, name)
-) STRICT;
-CREATE INDEX bases_node ON bases(node);
-"""
-
-_V2 = """
--- [[rows, format, derived], ...]; empty: one run of native rows
-ALTER TABLE files ADD COLUMN runs TEXT NOT NULL DEFAULT '';
--- the stored format that a base asks for, native for exact ones; NULL: that of its level
-ALTER TABLE bases ADD COLUMN format TEXT;
--- what is known of a base that may be spliced in anywhere; NULL: an ordinary one
-ALTER TABLE bases ADD COLUMN module TEXT;
-"""
-
-_V3 = """
-CREATE TABLE workflows (
-    pk INTEGER PRIMARY KEY,
-    fingerprint INTEGER NOT NULL REFERENCES fingerprints,
-    scope TEXT NOT NULL,
-    id TEXT NOT NULL,
-    named INTEGER NOT NULL,
-    started REAL NOT NULL,
-    ended REAL
-) STRICT;
-CREATE INDEX workflows_name ON workflows(fingerprint, scope, id, started);
-
--- tip names a segment that may be gone by now
-CREATE TABLE invocations (
-    id INTEGER PRIMARY KEY,
-    workflow INTEGER NOT NULL REFERENCES workflows ON DELETE CASCADE,
-    agent TEXT NOT NULL,
-    session TEXT NOT NULL,
-    tip INTEGER NOT NULL,
-    n_prompt INTEGER NOT NULL,
-    n_reply INTEGER NOT NULL,
-    arrived REAL NOT NULL,
-    answered REAL NOT NULL,
-    stop TEXT NOT NULL
-) STRICT;
-CREATE INDEX invocations_workflow ON invocations(workflow);
-"""
-
-_V4 = """
--- bytes of the blob while a session is frozen, else 0
-ALTER TABLE sessions ADD COLUMN cold_bytes INTEGER NOT NULL DEFAULT 0;
-CREATE INDEX sessions_warm ON sessions(fingerprint, updated) WHERE cold_bytes = 0;
-
--- frozen = 0: a copy, its session still has its tokens; base: the context of the blob
-CREATE TABLE cold (
-    session INTEGER PRIMARY KEY REFERENCES sessions,
-    base INTEGER REFERENCES segments,
-    n_base INTEGER NOT NULL CHECK (n_base >= 0),
-    frozen INTEGER NOT NULL DEFAULT 0,
-    turns BLOB NOT NULL,
-    marks BLOB NOT NULL,
-    digest BLOB NOT NULL CHECK (length(digest) = 16)
-) STRICT;
-CREATE INDEX cold_base ON cold(base) WHERE base IS NOT NULL;
-
--- apart from what is read at every start
-CREATE TABLE blobs (
-    session INTEGER PRIMARY KEY REFERENCES cold,
-    blob BLOB NOT NULL
-) STRICT;
-
--- the turns of a frozen session name no segments
-DROP INDEX turns_prompt;
-DROP INDEX turns_reply;
-CREATE INDEX turns_prompt ON turns(prompt_node) WHERE prompt_node IS NOT NULL;
-CREATE INDEX turns_reply ON turns(reply_node) WHERE reply_node IS NOT NULL;
-"""
-
-_V5 = """
--- what was used last is listed, and one session found, without a look at all the others
-CREATE INDEX sessions_used ON sessions(fingerprint, updated);
-CREATE INDEX sessions_own ON sessions(fingerprint, scope, updated);
-CREATE INDEX sessions_id ON sessions(fingerprint, id, scope);
-CREATE INDEX sessions_frozen ON sessions(fingerprint, cold_bytes) WHERE cold_bytes > 0;
-"""
-
-_V6 = """
--- boundary states have files of their own, named by their segment's key
-ALTER TABLE files DROP COLUMN boundaries;
-"""
-
-_V7 = """
--- the checksum of the other columns, but for those that change with every use; the default takes
--- the place of eight bytes, so that the checksum is written into the row without moving it
-ALTER TABLE meta ADD COLUMN seal INTEGER NOT NULL DEFAULT 0x4000000000000000;
-ALTER TABLE fingerprints ADD COLUMN seal INTEGER NOT NULL DEFAULT 0x4000000000000000;
-ALTER TABLE files ADD COLUMN seal INTEGER NOT NULL DEFAULT 0x4000000000000000;
-ALTER TABLE segments ADD COLUMN seal INTEGER NOT NULL DEFAULT 0x4000000000000000;
-ALTER TABLE sessions ADD COLUMN seal INTEGER NOT NULL DEFAULT 0x4000000000000000;
-ALTER TABLE turns ADD COLUMN seal INTEGER NOT NULL DEFAULT 0x4000000000000000;
-ALTER TABLE pins ADD COLUMN seal INTEGER NOT NULL DEFAULT 0x4000000000000000;
-ALTER TABLE bases ADD COLUMN seal INTEGER NOT NULL DEFAULT 0x4000000000000000;
-ALTER TABLE workflows ADD COLUMN seal INTEGER NOT NULL DEFAULT 0x4000000000000000;
-ALTER TABLE invocations ADD COLUMN seal INTEGER NOT NULL DEFAULT 0x4000000000000000;
-ALTER TABLE cold ADD COLUMN seal INTEGER NOT NULL DEFAULT 0x4000000000000000;
-ALTER TABLE blobs ADD COLUMN seal INTEGER NOT NULL DEFAULT 0x4000000000000000;
-
--- which store this is, how many transactions changed it, and the sum of all seals
-CREATE TABLE ledger (
-    one INTEGER PRIMARY KEY CHECK (one = 1),
-    store INTEGER NOT NULL,
-    seq INTEGER NOT NULL CHECK (seq >= 0),
-    total INTEGER NOT NULL,
-    seal INTEGER NOT NULL
-) STRICT;
-"""
-
-_V8 = """
 -- what token ids mean: conversations hang on it, whatever model evaluates them; pieces is the
 -- fingerprints' "tokenizer", rules a hash of how text is cut, NULL while it is unknown
 CREATE TABLE tokenizers (
@@ -231,18 +30,28 @@ CREATE TABLE tokenizers (
 ) STRICT;
 CREATE INDEX tokenizers_pieces ON tokenizers(pieces);
 
-ALTER TABLE fingerprints ADD COLUMN tokenizer INTEGER REFERENCES tokenizers;
-
--- the rows of a segment under one fingerprint, that of the file
-CREATE TABLE views (
+CREATE TABLE fingerprints (
     id INTEGER PRIMARY KEY,
-    node INTEGER NOT NULL REFERENCES segments,
-    file INTEGER NOT NULL REFERENCES files,
-    row0 INTEGER NOT NULL CHECK (row0 >= 0),
-    seal INTEGER NOT NULL DEFAULT 0x4000000000000000
-) STRICT;
+    digest BLOB NOT NULL UNIQUE CHECK (length(digest) = 32),
+    json TEXT NOT NULL,
+    created REAL NOT NULL,
+    opened REAL NOT NULL
+, seal INTEGER NOT NULL DEFAULT 0x4000000000000000, tokenizer INTEGER REFERENCES tokenizers) STRICT;
 
-CREATE TABLE new_segments (
+-- runs: [[rows, format, derived], ...]; empty: one run of native rows
+CREATE TABLE files (
+    id INTEGER PRIMARY KEY,
+    fingerprint INTEGER NOT NULL REFERENCES fingerprints,
+    name TEXT NOT NULL UNIQUE,
+    p0 INTEGER NOT NULL CHECK (p0 >= 0),
+    n_rows INTEGER NOT NULL CHECK (n_rows > 0),
+    bytes INTEGER NOT NULL CHECK (bytes > 0),
+    created REAL NOT NULL
+, runs TEXT NOT NULL DEFAULT '', seal INTEGER NOT NULL DEFAULT 0x4000000000000000) STRICT;
+
+-- AUTOINCREMENT: an id is never used again, so nobody mistakes a new segment for a removed one;
+-- ids comes last, so that updating last_used in place leaves its pages alone
+CREATE TABLE "segments" (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     tokenizer INTEGER NOT NULL REFERENCES tokenizers,
     parent INTEGER REFERENCES segments,
@@ -256,8 +65,21 @@ CREATE TABLE new_segments (
     ids BLOB NOT NULL CHECK (length(ids) = 4 * (p1 - p0)),
     seal INTEGER NOT NULL DEFAULT 0x4000000000000000
 ) STRICT;
+CREATE INDEX segments_parent ON segments(parent);
 
-CREATE TABLE new_sessions (
+-- the rows of a segment under one fingerprint, that of the file
+CREATE TABLE views (
+    id INTEGER PRIMARY KEY,
+    node INTEGER NOT NULL REFERENCES segments,
+    file INTEGER NOT NULL REFERENCES files,
+    row0 INTEGER NOT NULL CHECK (row0 >= 0),
+    seal INTEGER NOT NULL DEFAULT 0x4000000000000000
+) STRICT;
+CREATE UNIQUE INDEX views_node ON views(node, file);
+CREATE INDEX views_file ON views(file);
+
+-- cold_bytes: bytes of the blob while a session is frozen, else 0
+CREATE TABLE "sessions" (
     pk INTEGER PRIMARY KEY,
     tokenizer INTEGER NOT NULL REFERENCES tokenizers,
     scope TEXT NOT NULL,
@@ -272,8 +94,41 @@ CREATE TABLE new_sessions (
     seal INTEGER NOT NULL DEFAULT 0x4000000000000000,
     UNIQUE (tokenizer, scope, id)
 ) STRICT;
+CREATE INDEX sessions_leaf ON sessions(leaf);
+CREATE INDEX sessions_warm ON sessions(tokenizer, updated) WHERE cold_bytes = 0;
+CREATE INDEX sessions_used ON sessions(tokenizer, updated);
+CREATE INDEX sessions_own ON sessions(tokenizer, scope, updated);
+CREATE INDEX sessions_id ON sessions(tokenizer, id, scope);
+CREATE INDEX sessions_frozen ON sessions(tokenizer, cold_bytes) WHERE cold_bytes > 0;
 
-CREATE TABLE new_bases (
+-- the turns of a frozen session name no segments
+CREATE TABLE turns (
+    id INTEGER PRIMARY KEY,
+    session INTEGER NOT NULL REFERENCES sessions,
+    parent INTEGER REFERENCES turns,
+    prompt_node INTEGER REFERENCES segments,
+    reply_node INTEGER REFERENCES segments,
+    n_prompt INTEGER NOT NULL,
+    n_reply INTEGER NOT NULL,
+    n_cached INTEGER NOT NULL,
+    started REAL NOT NULL,
+    created REAL NOT NULL,
+    finished INTEGER NOT NULL,
+    tail BLOB NOT NULL
+, seal INTEGER NOT NULL DEFAULT 0x4000000000000000) STRICT;
+CREATE INDEX turns_session ON turns(session);
+CREATE INDEX turns_parent ON turns(parent);
+CREATE INDEX turns_prompt ON turns(prompt_node) WHERE prompt_node IS NOT NULL;
+CREATE INDEX turns_reply ON turns(reply_node) WHERE reply_node IS NOT NULL;
+
+CREATE TABLE pins (
+    node INTEGER PRIMARY KEY REFERENCES segments,
+    created REAL NOT NULL
+, seal INTEGER NOT NULL DEFAULT 0x4000000000000000) STRICT;
+
+-- format: the stored format that a base asks for, native for exact ones; NULL: that of its level;
+-- module: what is known of a base that may be spliced in anywhere; NULL: an ordinary one
+CREATE TABLE "bases" (
     id INTEGER PRIMARY KEY,
     tokenizer INTEGER NOT NULL REFERENCES tokenizers,
     scope TEXT NOT NULL,
@@ -288,8 +143,9 @@ CREATE TABLE new_bases (
     seal INTEGER NOT NULL DEFAULT 0x4000000000000000,
     UNIQUE (tokenizer, scope, name)
 ) STRICT;
+CREATE INDEX bases_node ON bases(node);
 
-CREATE TABLE new_workflows (
+CREATE TABLE "workflows" (
     pk INTEGER PRIMARY KEY,
     tokenizer INTEGER NOT NULL REFERENCES tokenizers,
     scope TEXT NOT NULL,
@@ -299,41 +155,47 @@ CREATE TABLE new_workflows (
     ended REAL,
     seal INTEGER NOT NULL DEFAULT 0x4000000000000000
 ) STRICT;
-"""
-
-_V8_END = """
-DROP TABLE segments;
-DROP TABLE sessions;
-DROP TABLE bases;
-DROP TABLE workflows;
-ALTER TABLE new_segments RENAME TO segments;
-ALTER TABLE new_sessions RENAME TO sessions;
-ALTER TABLE new_bases RENAME TO bases;
-ALTER TABLE new_workflows RENAME TO workflows;
-CREATE INDEX segments_parent ON segments(parent);
-CREATE UNIQUE INDEX views_node ON views(node, file);
-CREATE INDEX views_file ON views(file);
-CREATE INDEX sessions_leaf ON sessions(leaf);
-CREATE INDEX sessions_warm ON sessions(tokenizer, updated) WHERE cold_bytes = 0;
-CREATE INDEX sessions_used ON sessions(tokenizer, updated);
-CREATE INDEX sessions_own ON sessions(tokenizer, scope, updated);
-CREATE INDEX sessions_id ON sessions(tokenizer, id, scope);
-CREATE INDEX sessions_frozen ON sessions(tokenizer, cold_bytes) WHERE cold_bytes > 0;
-CREATE INDEX bases_node ON bases(node);
 CREATE INDEX workflows_name ON workflows(tokenizer, scope, id, started);
+
+-- tip names a segment that may be gone by now
+CREATE TABLE invocations (
+    id INTEGER PRIMARY KEY,
+    workflow INTEGER NOT NULL REFERENCES workflows ON DELETE CASCADE,
+    agent TEXT NOT NULL,
+    session TEXT NOT NULL,
+    tip INTEGER NOT NULL,
+    n_prompt INTEGER NOT NULL,
+    n_reply INTEGER NOT NULL,
+    arrived REAL NOT NULL,
+    answered REAL NOT NULL,
+    stop TEXT NOT NULL
+, seal INTEGER NOT NULL DEFAULT 0x4000000000000000) STRICT;
+CREATE INDEX invocations_workflow ON invocations(workflow);
+
+-- frozen = 0: a copy, its session still has its tokens; base: the context of the blob
+CREATE TABLE cold (
+    session INTEGER PRIMARY KEY REFERENCES sessions,
+    base INTEGER REFERENCES segments,
+    n_base INTEGER NOT NULL CHECK (n_base >= 0),
+    frozen INTEGER NOT NULL DEFAULT 0,
+    turns BLOB NOT NULL,
+    marks BLOB NOT NULL,
+    digest BLOB NOT NULL CHECK (length(digest) = 16)
+, seal INTEGER NOT NULL DEFAULT 0x4000000000000000) STRICT;
+CREATE INDEX cold_base ON cold(base) WHERE base IS NOT NULL;
+
+-- apart from what is read at every start
+CREATE TABLE blobs (
+    session INTEGER PRIMARY KEY REFERENCES cold,
+    blob BLOB NOT NULL
+, seal INTEGER NOT NULL DEFAULT 0x4000000000000000) STRICT;
+
+-- which store this is, how many transactions changed it, and the sum of all seals
+CREATE TABLE ledger (
+    one INTEGER PRIMARY KEY CHECK (one = 1),
+    store INTEGER NOT NULL,
+    seq INTEGER NOT NULL CHECK (seq >= 0),
+    total INTEGER NOT NULL,
+    seal INTEGER NOT NULL
+) STRICT;
 """
-
-
-class Migration(NamedTuple):
-    """The SQL of one schema version; `fill` moves content between `sql` and `end`."""
-
-    sql: str
-    fill: Callable[[sqlite3.Connection], None] | None = None
-    end: str = ""
-
-
-MIGRATIONS = (
-    *(Migration(sql) for sql in (_V1, _V2, _V3, _V4, _V5, _V6, _V7)),
-    Migration(_V8, merge_trees, _V8_END),
-)
-VERSION = len(MIGRATIONS)

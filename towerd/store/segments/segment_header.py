@@ -11,11 +11,6 @@
 Offsets in the header count from d. Rows in a stored format are kept in planes. Native rows are kept
 in sequence blobs, the exact bytes that the context accepts: they are attached from the mapped file
 without another copy.
-
-Older files are read, never written. Version 2 also has native rows in planes. Version 1 has one run
-of native rows and lists its planes in the header itself. Their headers may name state checkpoints
-(`boundaries`) that lie behind the planes. Checkpoints now have files of their own, and those are
-ignored.
 """
 
 from __future__ import annotations
@@ -35,8 +30,6 @@ from towerd.tokens import ID_BYTES
 
 MAGIC = b"TWRSEG"
 VERSION = 3
-VERSION_PLANES = 2
-VERSION_NATIVE = 1
 PAGE = 4096
 PREAMBLE = struct.Struct("<6sHII16s")
 PREFIX_BYTES = 16
@@ -148,27 +141,8 @@ class SegmentHeader(msgspec.Struct, frozen=True):
         return tuple(entry.run for entry in self.runs)
 
 
-class _NativeSegmentHeader(msgspec.Struct, frozen=True):
-    """The header of version 1."""
-
-    fingerprint: bytes
-    key: bytes
-    scope: str
-    p0: int
-    p1: int
-    ids: bytes
-    planes: list[PlaneEntry]
-
-    def upgraded(self) -> SegmentHeader:
-        run = RunEntry(0, self.p1 - self.p0, NATIVE, False, self.planes)
-        return SegmentHeader(
-            self.fingerprint, self.key, self.scope, self.p0, self.p1, self.ids, [run]
-        )
-
-
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(SegmentHeader).decode
-_decode_native = msgspec.msgpack.Decoder(_NativeSegmentHeader).decode
 
 
 def page_up(n_bytes: int) -> int:
@@ -217,8 +191,8 @@ def decode_head(data: memoryview) -> tuple[SegmentHeader, int]:
     magic, version, n_header, zero, expected = PREAMBLE.unpack_from(data)
     if magic != MAGIC:
         raise StateError("not a segment file (wrong magic)")
-    if not VERSION_NATIVE <= version <= VERSION or zero != 0:
-        raise StateError(f"segment file version {version}; this build reads up to {VERSION}")
+    if version != VERSION or zero != 0:
+        raise StateError(f"segment file version {version}; this build reads {VERSION}")
     end = PREAMBLE.size + n_header
     if n_header > HEADER_BYTES_MAX or end > len(data):
         raise StateError("the header reaches beyond the file")
@@ -226,8 +200,7 @@ def decode_head(data: memoryview) -> tuple[SegmentHeader, int]:
     if checksum(data[:PREFIX_BYTES], body) != expected:
         raise StateError("the header's checksum does not match")
     try:
-        is_native = version == VERSION_NATIVE
-        header = _decode_native(body).upgraded() if is_native else _decode(body)
+        header = _decode(body)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise StateError(f"the header cannot be read: {error}") from error
     _check(header, len(data) - page_up(end))

@@ -213,6 +213,14 @@ void bind_media(nb::module_ & m) {
 }
 
 void bind_flags(nb::module_ & m) {
+    m.def("server_flags", [] {
+        nb::list found;
+        for (const auto & flag : server_flags()) {
+            found.append(nb::make_tuple(flag.names, flag.n_values));
+        }
+        return found;
+    });
+    m.def("number_of", &number_of, "name"_a);
     nb::class_<LoadFlags>(m, "LoadFlags")
         .def(nb::init<const std::vector<std::string> &>(), "words"_a)
         .def_prop_ro("numa", &LoadFlags::numa)

@@ -20,24 +20,66 @@ static std::string reason_of(const std::string & said) {
     return ": " + said;
 }
 
+static bool is_among(const std::vector<const char *> & names, const std::string & word) {
+    return std::find(names.begin(), names.end(), word) != names.end();
+}
+
+// Throws std::runtime_error for a word that is no flag.
+static const common_arg * option_of(const common_params_context & parser, const std::string & word) {
+    const auto option = std::find_if(parser.options.begin(), parser.options.end(), [&](const auto & one) {
+        return is_among(one.args, word) || is_among(one.args_neg, word);
+    });
+    if (option == parser.options.end()) {
+        throw std::runtime_error("llama.cpp does not know the flag " + word);
+    }
+    return &*option;
+}
+
+std::vector<ServerFlag> server_flags() {
+    const AbortGuard        guard;
+    common_params           params;
+    const auto              parser = common_params_parser_init(params, LLAMA_EXAMPLE_SERVER, nullptr);
+    std::vector<ServerFlag> flags;
+    for (const auto & one : parser.options) {
+        const int n_values = one.value_hint_2 ? 2 : one.value_hint ? 1 : 0;
+        for (const auto & names : {one.args, one.args_neg}) {
+            if (!names.empty()) {
+                flags.push_back({{names.begin(), names.end()}, n_values});
+            }
+        }
+    }
+    return flags;
+}
+
+std::string number_of(const std::string & name) {
+    const AbortGuard guard;
+    common_params    params;
+    const auto       parser = common_params_parser_init(params, LLAMA_EXAMPLE_SERVER, nullptr);
+    const auto *     option = option_of(parser, name);
+    if (option->handler_int) {
+        return "int";
+    }
+    if (option->handler_string) {
+        try {  // what the C++ library says of text that is no number is the function's name: "stof"
+            option->handler_string(params, "hot");
+        } catch (const std::exception & error) {
+            const std::string said = error.what();
+            return said.rfind("sto", 0) ? "" : said == "stof" || said == "stod" ? "float" : "int";
+        }
+    }
+    return "";
+}
+
 void take_flags(common_params & params, const std::vector<std::string> & words) {
     const int n_parallel = params.n_parallel;
     auto      parser     = common_params_parser_init(params, LLAMA_EXAMPLE_SERVER, nullptr);
     params.n_parallel    = n_parallel;
-    const auto is_among  = [](const std::vector<const char *> & names, const std::string & word) {
-        return std::find(names.begin(), names.end(), word) != names.end();
-    };
     if (std::find(words.begin(), words.end(), "--dry-sequence-breaker") != words.end()) {
         params.sampling.dry_sequence_breakers.clear();  // llama.cpp's handler does so for the first model of a process alone
     }
     for (size_t i = 0; i < words.size(); ++i) {
         const std::string & word = words[i];
-        const auto option = std::find_if(parser.options.begin(), parser.options.end(), [&](const auto & one) {
-            return is_among(one.args, word) || is_among(one.args_neg, word);
-        });
-        if (option == parser.options.end()) {
-            throw std::runtime_error("llama.cpp does not know the flag " + word);
-        }
+        const common_arg *  option = option_of(parser, word);
         try {
             if (option->handler_void) {
                 option->handler_void(params);

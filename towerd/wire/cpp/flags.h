@@ -13,6 +13,19 @@ namespace towerd::wire {
 // the process. Call it once: it replaces escapes such as \n in stop words. Throws std::runtime_error that names the flag.
 void take_flags(common_params & params, const std::vector<std::string> & words);
 
+// One of llama-server's flags: a spelling or several that mean the same, and how many values follow it.
+struct ServerFlag {
+    std::vector<std::string> names;
+    int                      n_values;
+};
+
+// All of llama-server's flags; one that switches off what another one switches on is a flag of its own.
+std::vector<ServerFlag> server_flags();
+
+// What llama.cpp reads the flag's value as: "int", "float", or "" where it is no number. Throws std::runtime_error for a name
+// that it does not know.
+std::string number_of(const std::string & name);
+
 // What flags say about how a model and its context are made.
 class LoadFlags {
 public:

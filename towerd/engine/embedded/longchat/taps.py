@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.errors import TowerdError
-from towerd.kernels.taps import make_node_tap
+from towerd.kernels._native import NodeTap
 from towerd.llama_library import lib
 
 Values = npt.NDArray[np.float32]
@@ -35,7 +35,7 @@ class Taps:
                 f"This llama.cpp has no function to read tensors: {error}."
             ) from error
         addresses = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in found)
-        self._tap = make_node_tap(*addresses)
+        self._tap = NodeTap(*addresses)
 
     @property
     def callback(self) -> tuple[int, int]:

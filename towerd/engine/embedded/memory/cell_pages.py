@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from towerd.engine.embedded.model.zero_pages import HostBuffer
-from towerd.kernels.pages import populate
+from towerd.kernels._native import populate
 from towerd.slots.layout import KVLayout
 
 SPARE_CELLS = 2048

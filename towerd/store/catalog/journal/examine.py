@@ -18,7 +18,7 @@ def problems_of(db: sqlite3.Connection, tables: Sequence[Table]) -> list[str]:
         return [f"catalog: {error}"]
 
 
-def integrity_problems(db: sqlite3.Connection) -> Iterator[str]:
+def _integrity_problems(db: sqlite3.Connection) -> Iterator[str]:
     """Problems that SQLite finds in pages, indexes, constraints and references."""
     for (line,) in db.execute(f"PRAGMA integrity_check({SHOWN_MAX})"):
         if line != "ok":
@@ -28,7 +28,7 @@ def integrity_problems(db: sqlite3.Connection) -> Iterator[str]:
 
 
 def _problems(db: sqlite3.Connection, tables: Sequence[Table]) -> Iterator[str]:
-    yield from integrity_problems(db)
+    yield from _integrity_problems(db)
     ledger = read_ledger(db)
     if ledger is None:
         yield "the ledger has a wrong checksum"

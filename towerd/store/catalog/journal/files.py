@@ -8,7 +8,6 @@ complete and durable; the files that it replaces are removed after that.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -57,10 +56,6 @@ class Journal:
         self._snapshot_bytes = 0
         self.is_behind = False
         """A record is missing or a rewrite failed, so the journal must be rewritten."""
-        self._is_old = False
-        """What is in it was written under an earlier schema."""
-        self._waits = False
-        """Changes would follow what they do not fit, and would hide it from a recovery."""
 
     def read(self) -> Chain:
         """Read and check all files."""
@@ -70,7 +65,6 @@ class Journal:
         """Append to the newest log of `chain` from now on, or to a new one that follows
         transaction `seq`. Cuts off a half-written record left by a crash. Raises OSError."""
         self._store = store
-        self._is_old = self._waits = not chain.is_empty and chain.schema != self._schema
         logs = [file for file in chain.files if file.path.suffix == LOG]
         start = logs[-1].seq if logs else seq
         self._snapshot_bytes = sum(
@@ -80,10 +74,7 @@ class Journal:
 
     def append(self, seq: int, changes: Iterable[TableChange]) -> None:
         """Write the changes of transaction `seq` without syncing. If it raises OSError,
-        nothing was written: the disk is full, or a journal of an earlier schema has yet to be
-        rewritten."""
-        if self._waits:
-            raise OSError(errno.ENOSPC, "the journal of an earlier schema is not rewritten yet")
+        nothing was written: the disk is full."""
         frame = encode_frame(
             FrameKind.CHANGE, self._schema, self._store, seq, encode_changes(changes)
         )
@@ -118,7 +109,6 @@ class Journal:
     def rotate(self, seq: int) -> None:
         """Begin a new log after transaction `seq`. If it raises OSError, the old one stays."""
         self.folder.mkdir(mode=0o700, exist_ok=True)
-        self._waits = False
         if self.is_lost or self._path != self.folder / name_of(seq, LOG):
             before = self._fd
             self._open(seq, 0)
@@ -150,10 +140,8 @@ class Journal:
                 size = file.tell()
             os.replace(unfinished, path)
         except BaseException:
-            self._waits = self._is_old
             remove_file(unfinished)
             raise
-        self._is_old = False
         durable.sync_dir(self.folder)
         self._snapshot_bytes = size
         for old in self._older(seq):

@@ -62,7 +62,7 @@ def rebuild(new: Path, chain: Chain, old: Path | None, vocabularies: Path) -> Re
     with closing(sqlite3.connect(new, isolation_level=None)) as db:
         for pragma in ("journal_mode = OFF", "synchronous = OFF", "trusted_schema = OFF"):
             db.execute(f"PRAGMA {pragma}")
-        database.migrate(db, 0, chain.schema)
+        database.create(db, lambda _: None)
         tables = tables_of(db)
         source = _DamagedCatalog.open(old, tables)
         try:

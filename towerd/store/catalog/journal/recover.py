@@ -16,14 +16,13 @@ from towerd.errors import StoreError, StoreVersion
 from towerd.store.catalog import database
 from towerd.store.catalog.journal.clean import was_closed_cleanly
 from towerd.store.catalog.journal.compact import rewrite
-from towerd.store.catalog.journal.examine import integrity_problems, problems_of
+from towerd.store.catalog.journal.examine import problems_of
 from towerd.store.catalog.journal.files import UNFINISHED, Journal
 from towerd.store.catalog.journal.rebuild import rebuild, replay
 from towerd.store.catalog.journal.tables import (
     Ledger,
     Table,
     read_ledger,
-    seal_all,
     tables_of,
     total_of,
     write_ledger,
@@ -68,8 +67,7 @@ def rebuild_catalog(path: Path, journal: Journal, why: str) -> str:
     chain = journal.read()
     if chain.is_empty:
         raise database.damaged(path, why)
-    if chain.schema > VERSION:
-        raise StoreVersion(f"the journal beside {path} is a newer towerd's; use that one")
+    database.check_version(chain.schema, journal.folder)
     new = journal.folder / ("catalog" + UNFINISHED)
     old = path if path.exists() else None
     rebuilt = rebuild(new, chain, old, path.with_name("tokenizers"))
@@ -138,30 +136,26 @@ class _Opening:
             database.configure(db)
             if version < self._chain.schema:
                 raise database.CatalogDamaged(f"it says schema version {version}")
-            if not is_clean and version > 0:
-                self._check(db, version)
-            if version >= database.SEALED_VERSION:
-                self._catch_up(db)
-            if version < VERSION:
-                database.migrate(db, version, finish=_seal)
+            database.check_version(version or VERSION, self._path)
+            if version == 0:
+                database.create(db, _begin_ledger)
+            elif not is_clean:
+                self._check(db)
+            self._catch_up(db)
         except BaseException:
             db.close()
             raise
         return db
 
-    def _check(self, db: sqlite3.Connection, version: int) -> None:
+    def _check(self, db: sqlite3.Connection) -> None:
         n_bytes = self._path.stat().st_size
         if n_bytes >= LONG_CHECK_BYTES:
             log.info("checking the catalog after an unclean stop", extra={"bytes": n_bytes})
-        if version >= database.SEALED_VERSION:
-            problems = problems_of(db, tables_of(db))
-        else:
-            problems = list(integrity_problems(db))
-        if problems:
+        if problems := problems_of(db, tables_of(db)):
             raise database.CatalogDamaged(problems[0].removeprefix("catalog: "))
 
     def _catch_up(self, db: sqlite3.Connection) -> None:
-        """Apply the last changes that a catalog lacks, before any migration."""
+        """Apply the last changes that a catalog lacks."""
         ledger = _ledger_of(db)
         if not self._chain.is_empty and self._chain.store != ledger.store:
             # one of them was put here: whichever gave way, all its conversations would be gone
@@ -220,18 +214,9 @@ def _ledger_of(db: sqlite3.Connection) -> Ledger:
     return ledger
 
 
-def _seal(db: sqlite3.Connection) -> None:
-    """Seal a new catalog, or one of an older schema, inside the transaction of its last
-    migration."""
-    tables = tables_of(db)
-    seal_all(db, tables)
-    known = read_ledger(db)
-    is_empty = not any(
-        db.execute(f"SELECT 1 FROM {table.name} LIMIT 1").fetchall() for table in tables
-    )
-    store = secrets.randbits(63) if known is None else known.store
-    seq = int(not is_empty) if known is None else known.seq
-    write_ledger(db, Ledger(store, seq, total_of(db, tables)))
+def _begin_ledger(db: sqlite3.Connection) -> None:
+    """Say which store a new catalog is of."""
+    write_ledger(db, Ledger(secrets.randbits(63), 0, total_of(db, tables_of(db))))
 
 
 def _swap(new: Path, path: Path) -> str | None:

@@ -33,18 +33,17 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from towerd.kernels.reference.checks import (
+from lab.reference.checks import (
     SearchLimits,
-    array_of,
     check_index,
-    check_int,
     check_limits,
     check_ratio,
     check_rows,
 )
-from towerd.kernels.reference.dci_pages import DciPages
-from towerd.kernels.reference.dci_points import DciPoints, DciQuery, Scored
-from towerd.kernels.reference.sums import WORD, mixed
+from lab.reference.dci_pages import DciPages
+from lab.reference.dci_points import DciPoints, DciQuery, Scored
+from lab.reference.sums import WORD, mixed
+from towerd.kernels.mlx.arguments import array_of, check_int
 
 F32: TypeAlias = npt.NDArray[np.float32]
 I32: TypeAlias = npt.NDArray[np.int32]

@@ -29,21 +29,23 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from towerd.kernels.reference.mix_lanes import (
-    DYNAMIC,
-    MATCH_MAX,
-    MATCHES,
+from lab.reference.mix_lanes import (
     MixLanes,
     context_hash,
     mixed_hash,
 )
+from towerd.kernels.mixing import (
+    DYNAMIC,
+    INPUTS,
+    LEVELS,
+    MATCH_MAX,
+    MATCHES,
+    SET_ROWS,
+    SETS,
+    STATIC,
+    state_size,
+)
 
-STATIC = 5
-BLENDS = 2
-INPUTS = 1 + STATIC + DYNAMIC + MATCHES + BLENDS + 2
-LEVELS, SETS, FINAL = 48, 6, 128
-SET_ROWS = (96, 0, 80, 0, 1024, 1024)
-"""Rows of each set of weights; 0: one per token."""
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 1024, 4096, 16384)
 ENTRY, LEAST = (80, 120, 120, 120, 120), 30
 """The weight of a context's unlisted tokens in the interpolation: this much for each listed token,
@@ -59,17 +61,6 @@ U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
 I32 = npt.NDArray[np.int32]
-
-
-def state_size(n_tokens: int) -> int:
-    """Numbers in the state: maps, then weights."""
-    rows = sum(n or n_tokens for n in SET_ROWS)
-    return n_maps(n_tokens) + rows * INPUTS + FINAL * SETS
-
-
-def n_maps(n_tokens: int) -> int:
-    """Numbers of the state that belong to maps."""
-    return n_tokens + STATIC * LEVELS**2 + DYNAMIC * 256 + MATCHES * 2 * MATCH_MAX
 
 
 def _squash_table() -> list[int]:

@@ -5,19 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from towerd.kernels.formats import BY_NAME, Format
+from towerd.kernels.arrays import Bytes, Index
+from towerd.kernels.mlx.arguments import array_of, check_apart, check_contiguous, check_int, rows_of
 
-Bytes: TypeAlias = npt.NDArray[np.uint8]
-Floats: TypeAlias = npt.NDArray[np.float32]
-Index: TypeAlias = npt.NDArray[np.int64]
-Lines: TypeAlias = npt.NDArray[np.int32]
-
-THREADS_MAX = 1024
 KEY_MAX = 1e15
 COUNT_MAX = 1 << 40
 
@@ -40,71 +34,6 @@ class JobRows:
     take: Index
 
 
-def check_threads(n_threads: object) -> None:
-    """An upper bound of threads, 1 to 1024."""
-    check_int(n_threads, "n_threads", 1, THREADS_MAX)
-
-
-def check_int(value: object, name: str, low: int, high: int) -> int:
-    """`value`, an int in [low, high]."""
-    if not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{name}: expected an integer from {low} to {high}")
-    return value
-
-
-def check_flag(value: object, name: str) -> bool:
-    """`value`, a bool."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}: expected True or False")
-    return value
-
-
-def check_format(value: object, name: str) -> Format:
-    """The format of that name."""
-    if not isinstance(value, str):
-        raise ValueError(f"{name}: expected the name of a format")
-    if value not in BY_NAME:
-        raise ValueError(f"{name}: unknown format {value}")
-    return BY_NAME[value]
-
-
-def check_block(value: object, name: str) -> int:
-    """`value`, a power of two from 32 to 512."""
-    block = check_int(value, name, 32, 512)
-    if block & (block - 1):
-        raise ValueError(f"{name}: not a power of two")
-    return block
-
-
-def elements_of(row: Format, row_bytes: int, name: str) -> int:
-    """Elements of a row of `row_bytes` bytes, a whole number of blocks and at least one."""
-    if row_bytes == 0 or row_bytes % row.block_bytes:
-        raise ValueError(f"{name}: rows of {row_bytes} bytes are not whole blocks of {row.name}")
-    return row.n_elements(row_bytes)
-
-
-def array_of(value: Any, name: str, dtype: npt.DTypeLike, ndim: int) -> npt.NDArray[Any]:
-    """Any buffer of `ndim` dimensions of that type as an array without a copy."""
-    try:
-        array = np.asarray(memoryview(value))
-    except (TypeError, ValueError, BufferError) as error:
-        raise ValueError(f"{name}: not a buffer") from error
-    if array.dtype != dtype or array.ndim != ndim:
-        raise ValueError(
-            f"{name}: expected {ndim} dimension(s) of {np.dtype(dtype)}, "
-            f"found {array.dtype} of {array.ndim} dimension(s)"
-        )
-    return array
-
-
-def check_contiguous(array: npt.NDArray[Any], name: str) -> None:
-    """Elements one after the other, each aligned to its size."""
-    if not array.flags.c_contiguous:
-        raise ValueError(f"{name}: not contiguous")
-    if not array.flags.aligned:
-        raise ValueError(f"{name}: not aligned")
-
-
 def check_target(value: Any) -> Bytes:
     """`dst`: a writable contiguous buffer of bytes, one dimension."""
     target = array_of(value, "dst", np.uint8, 1)
@@ -114,20 +43,6 @@ def check_target(value: Any) -> Bytes:
     return target
 
 
-def rows_of(
-    value: Any, name: str, dtype: npt.DTypeLike = np.uint8, *, writable: bool = False
-) -> npt.NDArray[Any]:
-    """Two dimensions; each row is contiguous, and rows lie in ascending order at any distance."""
-    array = array_of(value, name, dtype, 2)
-    if writable and not array.flags.writeable:
-        raise ValueError(f"{name}: not a writable buffer")
-    if array.shape[1] > 1 and array.strides[1] != array.itemsize:
-        raise ValueError(f"{name}: the elements of a row are not contiguous")
-    if array.shape[0] > 1 and array.strides[0] < array.shape[1] * array.itemsize:
-        raise ValueError(f"{name}: rows overlap or run backwards")
-    return array
-
-
 def check_index(index: Any, n_rows: int, name: str) -> Index:
     """int64[m], each in [0, n_rows)."""
     array = array_of(index, name, np.int64, 1)
@@ -135,19 +50,6 @@ def check_index(index: Any, n_rows: int, name: str) -> Index:
     if len(array) and (array.min() < 0 or array.max() >= n_rows):
         raise ValueError(f"{name}: a row is not in [0, {n_rows})")
     return array
-
-
-def check_out(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
-    """`out` has the shape of `src` and lies elsewhere."""
-    if target.shape != source.shape:
-        raise ValueError(f"out: expected shape {source.shape}")
-    check_apart(source, target, "out: overlaps src")
-
-
-def check_apart(source: npt.NDArray[Any], target: npt.NDArray[Any], message: str) -> None:
-    """The two share no memory."""
-    if source.size and target.size and np.may_share_memory(source, target):
-        raise ValueError(message)
 
 
 def check_jobs(jobs: object) -> Sequence[Any]:

@@ -8,28 +8,10 @@ trains it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Table = npt.NDArray[np.float64]
-SCORE_MAX = 30.0
-"""Scores are clipped to plus and minus this."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HazardWeights:
-    """The weights of the network, all float64 and contiguous."""
-
-    w1: Table
-    """[features, hidden]"""
-    b1: Table
-    """[hidden]"""
-    correction: Table
-    """[hidden, bins]: the amount that a hidden unit adds to the score of a bin."""
-    logits: Table
-    """[curves, bins]: the scores of the curves before the correction."""
+from towerd.kernels.hazard import SCORE_MAX, HazardWeights, Table
 
 
 def chances(weights: HazardWeights, x: Table, of: Sequence[int]) -> Table:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lab.reference.transcode import decode
+from towerd.kernels.arrays import Bytes, Floats, Index
 from towerd.kernels.formats import Format
-from towerd.kernels.reference import checks as checks
-from towerd.kernels.reference.checks import Bytes, Floats, Index
-from towerd.kernels.reference.transcode import decode
+from towerd.kernels.mlx import arguments
 
 HEAD_DIM_MAX = 1024
 F32_MAX = float(np.finfo(np.float32).max)
@@ -36,20 +36,7 @@ def attention_mass(
     scale: float,
     n_threads: int = 1,
 ) -> Floats:
-    """float32[n], new: the attention that each of n cached keys of one layer gets, summed over all
-    heads of m queries. Each head of a query spreads 1, softmax(scale * q . k) over what it sees.
-
-    queries: float32[m, heads * head_dim], rows any distance apart
-    keys: uint8[n, row_bytes], KV heads * head_dim elements in `format` (f32, f16 or bf16), rows
-        any distance apart; both rotated by RoPE. Head h reads KV head h // (heads / KV heads)
-    n_seen: int64[m], 1 to n: how many keys the query sees, from the first on; this is a causal
-        mask if keys are in order of position
-    head_dim: 1 to 1024
-
-    Sums are in float32 or wider. Source: llama.cpp `src/llama-graph.cpp`, build_attn_mha.
-
-    ValueError for mismatched shapes, a quantized format, a count that is out of range, rows that
-    are not finite, and scores beyond what float32 holds."""
+    """See `dispatch.attention_mass`."""
     work = _checked(queries, keys, format, n_seen, head_dim, scale, n_threads)
     m, n = len(work.queries), len(work.keys)
     _check_finite(work.queries, "queries")
@@ -86,23 +73,23 @@ def _checked(
     scale: float,
     n_threads: int,
 ) -> _Attention:
-    checks.check_threads(n_threads)
-    query_rows: Floats = checks.rows_of(queries, "queries", np.float32)
+    arguments.check_threads(n_threads)
+    query_rows: Floats = arguments.rows_of(queries, "queries", np.float32)
     if not query_rows.flags.aligned:
         raise ValueError("queries: not aligned")
-    key_rows: Bytes = checks.rows_of(keys, "keys")
-    row = checks.check_format(format, "format")
+    key_rows: Bytes = arguments.rows_of(keys, "keys")
+    row = arguments.check_format(format, "format")
     if row.is_quantized:
         raise ValueError(f"format: {row.name} is quantized")
-    checks.check_int(head_dim, "head_dim", 1, HEAD_DIM_MAX)
+    arguments.check_int(head_dim, "head_dim", 1, HEAD_DIM_MAX)
     n_heads = _heads_of(query_rows.shape[1], head_dim, "queries")
-    n_elements = checks.elements_of(row, key_rows.shape[1], "keys")
+    n_elements = arguments.elements_of(row, key_rows.shape[1], "keys")
     n_kv_heads = _heads_of(n_elements, head_dim, "keys")
     if n_heads % n_kv_heads:
         raise ValueError(f"queries: {n_heads} heads cannot share {n_kv_heads} KV heads")
     _check_scale(scale)
-    seen = checks.array_of(n_seen, "n_seen", np.int64, 1)
-    checks.check_contiguous(seen, "n_seen")
+    seen = arguments.array_of(n_seen, "n_seen", np.int64, 1)
+    arguments.check_contiguous(seen, "n_seen")
     if len(seen) != len(query_rows):
         raise ValueError(f"n_seen: expected {len(query_rows)} entries")
     if len(seen) and (seen.min() < 1 or seen.max() > len(key_rows)):

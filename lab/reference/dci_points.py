@@ -1,4 +1,4 @@
-"""Attention keys as points of length 1, for the DCI tree: `towerd.kernels.reference.dci`.
+"""Attention keys as points of length 1, for the DCI tree: `lab.reference.dci`.
 
 Keys get one more coordinate, [k / c, sqrt(1 - |k|^2 / c^2)] with c >= |k| for all keys, and queries
 become [q / |q|, 0], so the nearest point is the key with the largest inner product. When a key
@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from towerd.kernels.reference.sums import dots, padded, square_of
+from lab.reference.sums import dots, padded, square_of
 
 F32: TypeAlias = npt.NDArray[np.float32]
 Scored: TypeAlias = tuple[float, int]

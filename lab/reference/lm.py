@@ -19,79 +19,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-Floats: TypeAlias = npt.NDArray[np.float32]
-Ints: TypeAlias = npt.NDArray[np.int32]
-Counts: TypeAlias = npt.NDArray[np.uint32]
-Weights: TypeAlias = tuple[str, npt.NDArray[np.uint8]]
-"""(format, panels) of a matrix; `lm.pack` makes them."""
+from towerd.kernels.lm import (
+    BLOCK,
+    COUNT_ONE,
+    ITEMS_MAX,
+    LANES_MAX,
+    PARTS,
+    ROWS,
+    Counts,
+    Floats,
+    Ints,
+    LmShape,
+    Weights,
+)
+
 Past: TypeAlias = list[tuple[Floats, Floats]]
 """Rotated keys and values [n_head_kv, head_dim] of a token in each layer."""
 
-ROWS = 16
-"""Rows of a panel."""
-BLOCK = 32
-"""Columns of format q8 that share a scale."""
-LANES_MAX, ITEMS_MAX = 256, 65536
-COUNT_ONE = 1 << 24
-PARTS = 7
-"""Matrices of a layer: query, key, value, output, gate, up, down."""
 _LEAST = np.float32(-80)
 _LOG2_E, _ROUNDING = np.float32(float.fromhex("0x1.715476p0")), np.float32(1.5 * 2**23)
 _LN2_HIGH = np.float32(float.fromhex("-0x1.62ep-1"))
 _LN2_LOW = np.float32(float.fromhex("-0x1.0bfbe8p-15"))
 _FACTORS = [np.float32(1) / np.float32(math.factorial(n)) for n in range(7, -1, -1)]
-
-
-@dataclass(frozen=True)
-class LmShape:
-    """Sizes of a model. `n_ctx`: tokens of one text that a token attends to, itself included;
-    `n_keep`, fewer: how many of the last tokens remain when a text would exceed n_ctx."""
-
-    n_vocab: int
-    n_embd: int
-    n_layer: int
-    n_head: int
-    n_head_kv: int
-    head_dim: int
-    n_ff: int
-    n_ctx: int
-    n_keep: int
-    norm_eps: float
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Everything but `norm_eps`, in order."""
-        return (
-            self.n_vocab,
-            self.n_embd,
-            self.n_layer,
-            self.n_head,
-            self.n_head_kv,
-            self.head_dim,
-            self.n_ff,
-            self.n_ctx,
-            self.n_keep,
-        )
-
-    def matrices(self) -> list[tuple[int, int]]:
-        """(rows, columns) of embedding, output, and `PARTS` for each layer."""
-        heads, kv = self.n_head * self.head_dim, self.n_head_kv * self.head_dim
-        layer = [
-            (heads, self.n_embd),
-            (kv, self.n_embd),
-            (kv, self.n_embd),
-            (self.n_embd, heads),
-            (self.n_ff, self.n_embd),
-            (self.n_ff, self.n_embd),
-            (self.n_embd, self.n_ff),
-        ]
-        return [(self.n_vocab, self.n_embd)] * 2 + layer * self.n_layer
 
 
 def fused(a: Floats, b: Floats | np.float32, c: Floats | np.float32) -> Floats:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from towerd.kernels.reference.dci_points import DciPoints
+from lab.reference.dci_points import DciPoints
 
 
 @dataclass(slots=True)

@@ -6,33 +6,26 @@ import math
 
 import numpy as np
 
-from towerd.kernels.reference import checks as checks
-from towerd.kernels.reference.checks import Floats
+from towerd.kernels.arrays import Floats
+from towerd.kernels.mlx import arguments
 
 
 def hadamard(src: Floats, out: Floats, block: int, n_threads: int = 1) -> None:
-    """out = src with each run of `block` elements times the Walsh-Hadamard matrix / sqrt(block).
-
-    src, out: float32[n, d], rows any distance apart, not in the same memory
-    block: a power of two, 32 to 512, that divides d
-
-    Orthogonal and its own inverse up to rounding. Numbers are scaled first and then added at
-    distance 1, 2, 4 ..., as ggml's CPU operation does (ggml-cpu/ops.cpp, fwht), so the result is
-    the same to the bit."""
+    """See `dispatch.hadamard`."""
     source, target = checked_hadamard(src, out, block, n_threads)
     target[:] = transform(source, block)
 
 
 def checked_hadamard(src: Floats, out: Floats, block: int, n_threads: int) -> tuple[Floats, Floats]:
     """Both arrays; ValueError if `hadamard` must not be called with these."""
-    checks.check_threads(n_threads)
-    source = checks.rows_of(src, "src", np.float32)
-    target = checks.rows_of(out, "out", np.float32, writable=True)
+    arguments.check_threads(n_threads)
+    source = arguments.rows_of(src, "src", np.float32)
+    target = arguments.rows_of(out, "out", np.float32, writable=True)
     for array, name in ((source, "src"), (target, "out")):
         if not array.flags.aligned:
             raise ValueError(f"{name}: not aligned")
-    checks.check_out(source, target)
-    checks.check_block(block, "block")
+    arguments.check_out(source, target)
+    arguments.check_block(block, "block")
     if source.shape[1] % block:
         raise ValueError(f"block: {block} does not divide rows of {source.shape[1]}")
     return source, target

@@ -1,4 +1,4 @@
-"""The texts that are mixed (`towerd.kernels.reference.mix`), each in a lane of its own: the
+"""The texts that are mixed (`lab.reference.mix`), each in a lane of its own: the
 specification of kernels/cpp/mix_lanes.cpp.
 
 A lane knows its tokens, the form of the chat that they are, and where its last tokens were seen
@@ -13,13 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-DYNAMIC, MATCHES, MATCH_MAX = 7, 1, 32
+from towerd.kernels.mixing import BREAK, MATCH_MAX, MATCHES, OPENING
+
 MATCH_ORDERS, MATCH_LEAST = (5,), 2
 SALTS = (3, 5, 7)
 PAD = 16
-PLAIN, BREAK, OPENING = 0, 1, 2
-"""Kinds of tokens: text within a line, text with a line break, and the mark that opens a message,
-after which its author's name stands up to the end of the line."""
 _64 = (1 << 64) - 1
 
 U8 = npt.NDArray[np.uint8]

@@ -1,31 +1,27 @@
-"""A store that the release before tokenizer identities wrote is taken over, whole, wherever it is killed.
+"""A store that an earlier build of this schema wrote is read, whole, and its catalog made again from its
+journal; one of another schema is refused.
 
-`data/schema7.tar.xz` was written by that release: two models of one tokenizer whose trees overlap
-and end at different tokens, a third model of another tokenizer, bases, pins, workflows, frozen
-sessions; `expected.json` beside the store is what that release read from it.
+`data/schema8.tar.xz` was written by such a build: two models of one tokenizer whose trees overlap and
+end at different tokens, a third model of another tokenizer, bases, pins, workflows, frozen sessions;
+`expected.json` beside the store is what is in it.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
-import sys
+import sqlite3
 import tarfile
+from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
-from crash import killed_at
-from old_segments import as_schema_7
 from store_tools import FINGERPRINT, OTHER_MODEL, check_rows, turn_of
 
-from towerd.slots.fingerprint import Fingerprint
+from towerd.errors import StoreVersion
 from towerd.store import Store
 from towerd.store.sessions.workflows import WorkflowTable
 
@@ -40,7 +36,7 @@ RENAMED = {("B", "work"): "work (2)"}
 
 @pytest.fixture
 def old(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
-    with tarfile.open(Path(__file__).parent / "data" / "schema7.tar.xz") as tar:
+    with tarfile.open(Path(__file__).parent / "data" / "schema8.tar.xz") as tar:
         tar.extractall(tmp_path, filter="data")
     return tmp_path / "store", json.loads((tmp_path / "expected.json").read_text())
 
@@ -54,7 +50,7 @@ def sessions_of(expected: dict[str, Any], *models: str) -> dict[str, Any]:
 
 
 def check(root: Path, expected: dict[str, Any], opened: str) -> None:
-    """Everything that the old release read is there."""
+    """Everything that the earlier build wrote is there."""
     group = ("C",) if opened == "C" else ("A", "B")
     with Store.open(root, MODELS[opened]) as store:
         wanted = sessions_of(expected, *group)
@@ -126,78 +122,43 @@ def test_a_chat_of_one_model_continues_under_the_other(old: tuple[Path, dict[str
         assert check_rows(store, match.nodes[-1]) >= expected["A"]["rows"]["work"]
 
 
-def reopen(root: Path, model: Fingerprint) -> None:
-    Store.open(root, model).close()
-
-
-def test_killed_anywhere_while_it_migrates(
-    old: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    """Everything is there at the next start, and from the journal alone at the one after."""
-    before, expected = old
-    number, was_killed = 0, True
-    while was_killed:
-        number += 1
-        root = tmp_path / "copy"
-        shutil.copytree(before, root)
-        was_killed = killed_at(number, partial(reopen, root, OTHER_MODEL))
-        check(root, expected, "B")
-        (root / "catalog.sqlite").unlink()
-        check(root, expected, "A")
-        shutil.rmtree(root)
-    assert number > 20
-
-
-def test_the_old_journal_counts_until_a_new_one_is_whole(
-    old: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No room for a journal after the migration, and then the catalog is lost: what the old journal
-    has is there."""
+def test_the_catalog_is_made_again_from_its_journal(old: tuple[Path, dict[str, Any]]) -> None:
+    """Also where only a few bytes of it are wrong; nothing is said to be lost."""
     root, expected = old
-
-    replace_file = os.replace
-
-    def full(source: Path, to: Path) -> None:
-        if to.suffix == ".snapshot":
-            raise OSError(errno.ENOSPC, "no space")
-        replace_file(source, to)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", full)
-        with Store.open(root, FINGERPRINT) as store:
-            store.commit_turn(turn_of([1, 2], [3], session="new"))
-    (root / "catalog.sqlite").write_bytes(b"")
-    check(root, expected, "A")
-
-
-def calls_to_migrate(root: Path, n_turns: int) -> int:
-    """Calls of Python functions that it takes to open a chat of so many turns, each of which makes
-    a path and a tip because its reply is rendered anew."""
-    with Store.open(root, FINGERPRINT) as store:
-        ids: list[int] = []
-        for turn in range(n_turns):
-            store.commit_turn(turn_of([*ids, turn], [1000 + turn, 7], session="chat"))
-            ids += [turn, 2000 + turn]
-    as_schema_7(root)
+    (root / "catalog.sqlite").unlink()
+    check(*old, "A")
     (root / "catalog.sqlite.clean").unlink()
-    n_calls = 0
-
-    def count(_frame: FrameType, event: str, _arg: object) -> None:
-        nonlocal n_calls
-        n_calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        store = Store.open(root, FINGERPRINT)
-    finally:
-        sys.setprofile(None)
-    with store:
-        assert len(store.turns("chat")) == n_turns
-        store.check_integrity(keys=True)
-    return n_calls
+    data = bytearray((root / "catalog.sqlite").read_bytes())
+    data[100:116] = bytes(16)
+    (root / "catalog.sqlite").write_bytes(data)
+    with Store.open(root, FINGERPRINT) as store:
+        (note,) = store.state.catalog.recovered
+    assert "rebuilt from its journal" in note
+    assert "lost" not in note
+    check(root, expected, "B")
 
 
-def test_a_long_chat_is_migrated_in_time(tmp_path: Path) -> None:
-    """The work grows with turns times tips, not faster."""
-    short, long = (calls_to_migrate(tmp_path / str(n), n) for n in (60, 240))
-    assert long < 20 * short
+def test_a_new_store_has_the_same_tables(old: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """To the letter: their text is part of what a catalog is checked by."""
+    Store.open(tmp_path / "new", FINGERPRINT).close()
+    found = []
+    for root in (old[0], tmp_path / "new"):
+        with closing(sqlite3.connect(root / "catalog.sqlite")) as db:
+            query = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name"
+            found.append(db.execute(query).fetchall())
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("version", "whose"), [(7, "that wrote it"), (9, "a newer towerd")])
+def test_another_schema_is_refused(
+    old: tuple[Path, dict[str, Any]], version: int, whose: str
+) -> None:
+    """With one sentence, and nothing is changed."""
+    root, _ = old
+    shutil.rmtree(root / "journal")
+    with closing(sqlite3.connect(root / "catalog.sqlite")) as db:
+        db.execute(f"PRAGMA user_version = {version}")
+    before = (root / "catalog.sqlite").read_bytes()
+    with pytest.raises(StoreVersion, match=whose):
+        Store.open(root, FINGERPRINT)
+    assert (root / "catalog.sqlite").read_bytes() == before

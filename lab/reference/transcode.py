@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
+from lab.reference import checks as checks
+from lab.reference.blocks import decode_blocks, encode_blocks
+from lab.reference.checks import JobRows
+from lab.reference.hadamard import transform
+from towerd.kernels.arrays import Bytes, Floats, TranscodeJob
 from towerd.kernels.formats import Format
-from towerd.kernels.reference import checks as checks
-from towerd.kernels.reference.blocks import decode_blocks, encode_blocks
-from towerd.kernels.reference.checks import Bytes, Floats, Index, JobRows
-from towerd.kernels.reference.hadamard import transform
-
-TranscodeJob: TypeAlias = tuple[int, Bytes, Index | None, str, str]
-"""(offset in dst, rows uint8[n, row_bytes], int64[m] row numbers to take or None for all,
-format of the rows, format to write)."""
+from towerd.kernels.mlx import arguments
 
 F16_MAX = np.float32(65504)
 
@@ -70,22 +68,9 @@ def _check_range(values: Floats, rotated: int) -> None:
 def transcode(
     dst: Any, jobs: Sequence[TranscodeJob], n_threads: int = 1, is_new: bool = False
 ) -> None:
-    """Write the rows of every job into `dst` in another format, one row after the other.
-
-    dst: a writable contiguous buffer of bytes, one dimension
-    jobs: a list or tuple of `TranscodeJob`; rows may lie any distance apart
-    is_new: dst has not been touched since it was mapped; this affects only the speed
-
-    Rows of a format with a Hadamard rotation are rotated back after decoding (by runs of
-    `Format.hadamard_block`). The same format on both sides copies bytes. f32 becomes f16 and bf16
-    by rounding to nearest, ties to even; numbers beyond f16's range become infinity, NaN stays NaN.
-
-    ValueError if a job does not fit into dst, two jobs write the same bytes, a source lies in
-    dst, an index is out of range, a format is unknown, rows are not whole blocks, or rows would
-    have to be quantized (use `transcoded`, because it may fail in the middle). In that case
-    nothing has been written."""
-    checks.check_threads(n_threads)
-    checks.check_flag(is_new, "is_new")
+    """See `dispatch.transcode`."""
+    arguments.check_threads(n_threads)
+    arguments.check_flag(is_new, "is_new")
     target = checks.check_target(dst)
     work = [
         _checked_job(job, f"jobs[{i}]", target) for i, job in enumerate(checks.check_jobs(jobs))
@@ -109,9 +94,9 @@ def _checked_job(job: Any, name: str, dst: Bytes) -> tuple[JobRows, _Conversion]
 def _checked_formats(
     src_format: Any, dst_format: Any, prefix: str, rows: Bytes, name: str
 ) -> _Conversion:
-    source = checks.check_format(src_format, f"{prefix}src_format")
-    target = checks.check_format(dst_format, f"{prefix}dst_format")
-    n_elements = checks.elements_of(source, rows.shape[1], name)
+    source = arguments.check_format(src_format, f"{prefix}src_format")
+    target = arguments.check_format(dst_format, f"{prefix}dst_format")
+    n_elements = arguments.elements_of(source, rows.shape[1], name)
     if n_elements % target.block_elements:
         raise ValueError(
             f"{prefix}dst_format: {target.name} holds no rows of {n_elements} elements"
@@ -120,20 +105,9 @@ def _checked_formats(
 
 
 def transcoded(rows: Bytes, src_format: str, dst_format: str, n_threads: int = 1) -> Bytes:
-    """`rows` of one format in another one, in new memory: uint8[n, row_bytes], contiguous.
-
-    rows: uint8[n, row_bytes], any distance apart
-
-    As `transcode`, but to quantized formats, too. If the target has a Hadamard rotation, rows are
-    rotated before they are encoded; between two such formats no rotation is done or undone. Rows
-    are read once, so a bad row may be found after others have been written; that is why the result
-    is new memory and there is no `out`.
-
-    ValueError if a format is unknown, rows are not whole blocks, or a row that is to be quantized
-    holds a NaN, an infinity or a number beyond +-65504 (before a Hadamard rotation of n elements:
-    65504 / sqrt(n))."""
-    checks.check_threads(n_threads)
-    source = checks.rows_of(rows, "rows")
+    """See `dispatch.transcoded`."""
+    arguments.check_threads(n_threads)
+    source = arguments.rows_of(rows, "rows")
     conversion = _checked_formats(src_format, dst_format, "", source, "rows")
     return np.array(conversion.apply(source), order="C")
 

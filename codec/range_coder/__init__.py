@@ -1,3 +1,0 @@
-"""Binary decisions to bits and back."""
-
-from __future__ import annotations
