@@ -9,7 +9,7 @@ import click
 
 from towerd.errors import ConfigError
 from towerd.settings.config import defaults, settings
-from towerd.settings.llama_flag_table import BY_NAME
+from towerd.settings.llama_flag_table import by_name
 from towerd.settings.llama_flags import canonical, own_words, take_values, unknown_flag
 from towerd.settings.setting import Setting
 from towerd.settings.sources import ENV_PREFIX
@@ -137,8 +137,7 @@ def sort_words(words: list[str], own: dict[str, click.Option]) -> tuple[list[str
             n_values = 0 if option.is_flag or option.count else 1
             values = [] if is_joined else take_values(name, n_values, rest)
             ours += [f"{name}={value}"] if is_joined else [name, *values]
-        elif name in BY_NAME:
-            flag = BY_NAME[name]
+        elif (flag := by_name().get(name)) is not None:
             values = [value] if is_joined else take_values(name, flag.n_values, rest)
             ours += own_words(flag, [name, *values])
             if flag.use != "setting":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from towerd.cli.serve import serve
 from towerd.engine.llama_server.process.binary import find_binary, library_env
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
-from towerd.settings.config import Config
-from towerd.settings.llama_flag_table import FLAGS
+from towerd.settings.config import Config, own_flags
+from towerd.settings.llama_flag_table import LlamaFlag, by_name
 from towerd.settings.llama_flags import check_flags, ui_settings, without_effect
 from towerd.wire import LoadFlags
 
@@ -208,15 +209,62 @@ NUMBERS_AND_MORE = {"--spec-draft-ngl", "--tensor-split", "--logit-bias", "--ove
 
 def test_numbers_are_numbers() -> None:
     """Every value that llama.cpp's own parser reads as a number is refused before a model is loaded."""
-    for flag in (each for each in FLAGS if each.n_values == 1 and each.use in ("wire", "load")):
+    for flag in (each for each in flags() if each.n_values == 1 and each.use in ("wire", "load")):
         if flag.names[0] in NUMBERS_AND_MORE:
             continue
         words = [flag.names[0], "hot"]
         is_number = "does not take this value" in refusal_of(words)
-        assert is_number == (flag.takes is not None), (flag.names, refusal_of(words))
+        assert is_number == bool(flag.takes), (flag.names, refusal_of(words))
         if is_number:
             with pytest.raises(ConfigError, match=f"{words[0]} takes a (whole )?number, not 'hot'"):
                 check_flags(words, {})
             check_flags([flag.names[0], "1"], {})
     with pytest.raises(ConfigError, match="--temp takes a number, not '0,5'"):
         check_flags(["--temp", "0,5"], {})
+
+
+LEFT_TO_LLAMA_CPP = """
+--verbose --ignore-eos --escape --no-escape --special --spm-infill --jinja --no-jinja
+--prefill-assistant --no-prefill-assistant --skip-chat-parsing --no-skip-chat-parsing
+--reasoning-preserve --no-reasoning-preserve --cache-prompt --no-cache-prompt
+--spec-default --spec-draft-backend-sampling --no-spec-draft-backend-sampling
+--spec-draft-cpu-moe --samplers --sampler-seq --dry-sequence-breaker --logit-bias
+--grammar --grammar-file --json-schema --json-schema-file --reverse-prompt
+--reasoning-format --reasoning --reasoning-effort --reasoning-budget-message
+--chat-template-kwargs --media-path --video-ffmpeg-dir --spec-type --spec-draft-model
+--spec-draft-type-k --spec-draft-type-v --spec-draft-override-tensor --spec-draft-device
+--spec-draft-ngl --lookup-cache-static --lookup-cache-dynamic --temp --top-p --min-p
+--top-nsigma --xtc-probability --xtc-threshold --typical --repeat-penalty
+--presence-penalty --frequency-penalty --dry-multiplier --dry-base --adaptive-target
+--adaptive-decay --dynatemp-range --dynatemp-exp --mirostat-lr --mirostat-ent --video-fps
+--spec-draft-p-split --spec-draft-p-min --seed --top-k --repeat-last-n
+--dry-allowed-length --dry-penalty-last-n --mirostat --keep --reasoning-budget
+--video-timestamp-interval --sse-ping-interval --embd-normalize --spec-draft-n-max
+--spec-draft-n-min --spec-draft-threads --spec-draft-threads-batch --spec-draft-n-cpu-moe
+--draft --draft-min --spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits
+--spec-ngram-mod-n-min --spec-ngram-mod-n-max --spec-ngram-mod-n-match
+--spec-ngram-simple-size-n --spec-ngram-simple-size-m --spec-ngram-simple-min-hits
+--spec-ngram-map-k-size-n --spec-ngram-map-k-size-m --spec-ngram-map-k-min-hits
+--spec-ngram-map-k4v-size-n --spec-ngram-map-k4v-size-m --spec-ngram-map-k4v-min-hits
+"""
+
+
+def flags() -> list[LlamaFlag]:
+    """Each flag once that is none of towerd's own."""
+    found = {id(flag): flag for name, flag in by_name().items() if name not in own_flags()}
+    return list(found.values())
+
+
+def test_what_is_left_to_llama_cpp() -> None:
+    """A flag that a newer llama.cpp has is left to it, too: whoever adds it here decided that."""
+    left = {flag.names for flag in flags() if flag.use == "wire"}
+    known = LEFT_TO_LLAMA_CPP.split()
+    assert [names for names in left if not set(names) & set(known)] == []
+    assert len(left) == len(known)
+
+
+def test_every_row_is_a_flag_of_llama_cpp() -> None:
+    """Under the spelling in the table."""
+    by_use = Counter(flag.use for flag in flags())
+    assert by_use["ignored"] + by_use["refused"] == 96
+    assert by_use["load"] == 26

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from towerd.errors import ConfigError
-from towerd.settings.llama_flag_table import BY_NAME, LlamaFlag, Use
+from towerd.settings.llama_flag_table import LlamaFlag, Use, by_name
 
 F32_MIN, F32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """The smallest and the largest number that llama.cpp reads into a float."""
@@ -70,17 +70,16 @@ def check_flags(args: Sequence[str], own: Mapping[str, str]) -> None:
         if flag.use == "setting":
             same = " ".join(own_words(flag, words))
             raise ConfigError(f"{' '.join(words)} is {same} in towerd: write it before --.")
-        if flag.takes is not None:
-            _check_number(flag.takes, *words)
+        _check_number(flag.takes, *words)
     adapter_files(args)
 
 
-def _check_number(kind: type[int] | type[float], name: str, value: str) -> None:
-    """llama.cpp reads the digits that a value begins with, passes over the rest, and ends where a number
+def _check_number(kind: str, name: str, value: str = "") -> None:
+    """Raises ConfigError for a value that is not of this kind; empty: any will do. llama.cpp reads the digits that a value begins with, passes over the rest, and ends where a number
     does not fit."""
-    if _is_int(value) if kind is int else _is_float(value):
+    if not kind or (_is_int(value) if kind == "int" else _is_float(value)):
         return
-    number = "whole number" if kind is int else "number"
+    number = "whole number" if kind == "int" else "number"
     raise ConfigError(f"{name} takes a {number}, not {value!r}.")
 
 
@@ -199,7 +198,7 @@ _FILE_FLAGS = frozenset(("--spec-draft-model", "--grammar-file", "--json-schema-
 def named_files(args: Sequence[str]) -> Iterator[tuple[str, str]]:
     """The files that a checked llama-server command line needs to be there: flag and path."""
     for flag, words in _split(args):
-        if flag.names[0] in _FILE_FLAGS:
+        if _FILE_FLAGS.intersection(flag.names):
             yield words[0], words[1]
     if projector := media_flags(args).path:
         yield "--mmproj", projector
@@ -218,7 +217,7 @@ def unknown_flag(word: str, own: Iterable[str]) -> ConfigError:
     if not word.startswith("-"):
         return ConfigError(f"{word!r} is not a flag; a model is named with -m.")
     name = canonical(word.partition("=")[0])
-    long = [known for known in (*own, *BY_NAME) if known.startswith("--")]
+    long = [known for known in (*own, *by_name()) if known.startswith("--")]
     near = difflib.get_close_matches(name, long, n=1, cutoff=_NEAR)
     hint = f"did you mean {near[0]}?" if near else "towerd serve --help-all shows towerd's own."
     return ConfigError(f"There is no flag {name}: {hint}")
@@ -244,12 +243,10 @@ def _split(
     for word in words:
         given, is_joined, value = word.partition("=")
         name = canonical(given)
-        flag = BY_NAME.get(name)
+        if own is not None and name in own:
+            raise ConfigError(f"{name} is towerd's own: write it before --, or set {own[name]}.")
+        flag = by_name().get(name)
         if flag is None:
-            if own is not None and name in own:
-                raise ConfigError(
-                    f"{name} is towerd's own: write it before --, or set {own[name]}."
-                )
             raise unknown_flag(word, own or ())
         if is_joined and flag.n_values != 1:
             raise ConfigError(

@@ -34,6 +34,8 @@ from towerd.wire._wire import (
     check_medium,
     mended_body,
     mended_json,
+    number_of,
+    server_flags,
     token_bytes_max,
 )
 from towerd.wire.endpoint import Endpoint
@@ -64,7 +66,9 @@ __all__ = [
     "check_medium",
     "mended_body",
     "mended_json",
+    "number_of",
     "recommended",
+    "server_flags",
     "token_bytes_max",
 ]
 del _lib

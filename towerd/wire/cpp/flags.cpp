@@ -60,6 +60,7 @@ std::string number_of(const std::string & name) {
         return "int";
     }
     if (option->handler_string) {
+        common_log_set_verbosity_thold(-1);  // handlers say what is wrong with a word
         try {  // what the C++ library says of text that is no number is the function's name: "stof"
             option->handler_string(params, "hot");
         } catch (const std::exception & error) {
