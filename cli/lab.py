@@ -44,6 +44,8 @@ MOVED_BENCHMARKS = {
 }
 ARCHITECTURES = "lab.bench.architectures"
 """The benchmark of `towerctl bench resume --arch`."""
+SLOT_RIVAL = "lab.bench.slot_rival"
+"""The rival of `towerctl bench switch --rival slot-proxy`."""
 RANDOM_MODELS = "lab.models.kept"
 
 
@@ -63,6 +65,12 @@ def require(command: str, checkout: Path = CHECKOUT) -> None:
             f"The laboratory is not installed: `{command}` works in a checkout of "
             "towerd's repository, with towerd installed from there by `make setup`."
         )
+
+
+def laboratory_module(module: str, command: str) -> ModuleType:
+    """A module of the laboratory that `command` needs. Raises ClickException without one."""
+    require(command)
+    return importlib.import_module(module)
 
 
 def random_models() -> ModuleType | None:

@@ -26,12 +26,13 @@ from towerd.cli.bench.harness.disk import can_count_written, written_bytes
 from towerd.cli.bench.harness.models import bench_model, random_prompt, vocab_size
 from towerd.cli.bench.harness.report import Report
 from towerd.cli.bench.harness.servers import ServerProcess, llama_server, towerd_server
-from towerd.cli.bench.harness.slot_proxy import SlotProxy
+from towerd.cli.lab import SLOT_RIVAL, laboratory_module
 from towerd.errors import TowerdError
 from towerd.settings.config import ENGINES
 
 BOTH = "both"
 """Every engine, or every rival; each rival runs once."""
+RIVALS = ("llama-server", "slot-proxy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +47,6 @@ class SwitchLoad:
     reply_tokens: int = 20
     ctx_size: int = 8192
     restart_chats: int = 5
-
-    @property
-    def bytes_ratio_max(self) -> float:
-        """The rows of whole slots, saved at every turn, over the distinct rows of all chats. The
-        last token of a chat has no rows."""
-        n_turn = self.user_tokens + self.reply_tokens
-        n_restarted = min(self.restart_chats, self.chats)
-        n_first = self.base_tokens + self.own_tokens + self.reply_tokens - 1
-        n_after = [n_first + turn * n_turn for turn in range(self.rounds + 2)]
-        n_saved = self.chats * sum(n_after[:-1]) + n_restarted * n_after[-1]
-        n_own = self.chats * (n_after[-2] - self.base_tokens) + n_restarted * n_turn
-        return n_saved / (self.base_tokens + n_own)
 
 
 QUICK = SwitchLoad(
@@ -104,7 +93,7 @@ async def run(
     load = QUICK if quick else SwitchLoad()
     load = replace(load, rounds=rounds or load.rounds, chats=chats or load.chats)
     engines = ENGINES if engine == BOTH else (engine,)
-    return await measure(path, load, engines, tuple(_RIVALS) if rival == BOTH else (rival,))
+    return await measure(path, load, engines, RIVALS if rival == BOTH else (rival,))
 
 
 async def measure(
@@ -116,15 +105,15 @@ async def measure(
             "What towerd writes to disk cannot be counted here; compare with slot-proxy on Linux, "
             "with TMPDIR naming a folder on a disk."
         )
-    n_vocab = vocab_size(path)
+    n_vocab, known = vocab_size(path), {name: _rival(name) for name in rivals}
     ours = {name: await drive_towerd(path, load, n_vocab, name) for name in engines}
-    theirs = {name: await _RIVALS[name].drive(path, load, n_vocab) for name in rivals}
+    theirs = {name: await each.drive(path, load, n_vocab) for name, each in known.items()}
     report = Report("switch", path.name)
     for name, outcome in ours.items():
         prefix = "proxied_" if len(ours) > 1 and name == "llama-server" else ""
         figures = _figures(load, outcome)
         for rival, other in theirs.items():
-            figures |= _RIVALS[rival].compare(load, outcome, other)
+            figures |= known[rival].compare(load, outcome, other)
         if name == "llama-server":
             figures |= _restores(load, outcome)
         report.figures |= {prefix + key: value for key, value in figures.items()}
@@ -142,7 +131,7 @@ async def drive_towerd(path: Path, load: SwitchLoad, n_vocab: int, engine: str) 
         store = Path(folder) / "store"
         flags = ("-c", str(load.ctx_size), "--engine", engine)
         before = written_bytes() if can_count_written() else 0
-        outcome = await _drive(lambda: towerd_server(path, store, *flags), connect, load, n_vocab)
+        outcome = await drive(lambda: towerd_server(path, store, *flags), connect, load, n_vocab)
         outcome.bytes_written = written_bytes() - before if can_count_written() else 0
         outcome.store_bytes = sum(f.stat().st_size for f in store.rglob("*") if f.is_file())
     return outcome
@@ -151,22 +140,7 @@ async def drive_towerd(path: Path, load: SwitchLoad, n_vocab: int, engine: str) 
 async def drive_llama_server(path: Path, load: SwitchLoad, n_vocab: int) -> Outcome:
     """Run the load on llama-server with its defaults."""
     ctx = str(load.ctx_size)
-    return await _drive(lambda: llama_server(path, "-c", ctx), connect, load, n_vocab)
-
-
-async def _drive_slot_proxy(path: Path, load: SwitchLoad, n_vocab: int) -> Outcome:
-    """Run the load on a llama-server whose slots are saved and restored at every turn."""
-    with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
-        rival, ctx = SlotProxy(Path(folder)), str(load.ctx_size)
-        outcome = await _drive(lambda: rival.server(path, "-c", ctx), rival.connect, load, n_vocab)
-    outcome.bytes_written = rival.bytes_written
-    outcome.stats = {
-        "restores": len(rival.restore_s),
-        "restores_missed": rival.restores_missed,
-        "restore_p50_s": statistics.median(rival.restore_s),
-        "save_p50_s": statistics.median(rival.save_s),
-    }
-    return outcome
+    return await drive(lambda: llama_server(path, "-c", ctx), connect, load, n_vocab)
 
 
 def _restores(load: SwitchLoad, ours: Outcome) -> dict[str, Any]:
@@ -210,45 +184,32 @@ def _beside_llama_server(_: SwitchLoad, ours: Outcome, theirs: Outcome) -> dict[
     }
 
 
-def _beside_slot_proxy(load: SwitchLoad, ours: Outcome, theirs: Outcome) -> dict[str, Any]:
-    median, stats = statistics.median, theirs.stats
-    return {
-        "slot_proxy_ttft_p50_s": median(theirs.switches),
-        "ttft_vs_slot_proxy": median(theirs.switches) / median(ours.switches),
-        "ttft_vs_slot_proxy_max": median(theirs.switches) / median(ours.evaluating),
-        "slot_proxy_bytes_written": theirs.bytes_written,
-        "towerd_bytes_written": ours.bytes_written,
-        "bytes_vs_slot_proxy": theirs.bytes_written / ours.bytes_written,
-        "bytes_vs_slot_proxy_max": load.bytes_ratio_max,
-        "towerd_tmpfs_bytes": ours.slot_file_bytes,
-        "slot_proxy_after_restart_s": median(theirs.restarted),
-        "slot_proxy_first_s": median(theirs.first),
-        "slot_proxy_prompt_tokens_p50": median(theirs.evaluated),
-        "slot_proxy_evaluating_p50_s": median(theirs.evaluating),
-        **{f"slot_proxy_{key}": value for key, value in stats.items()},
-        "slot_proxy_rss_bytes": theirs.rss_bytes,
-    }
-
-
 @dataclass(frozen=True, slots=True)
-class _Rival:
+class SwitchRival:
+    """Whom towerd is compared with."""
+
     drive: Callable[[Path, SwitchLoad, int], Awaitable[Outcome]]
     compare: Callable[[SwitchLoad, Outcome, Outcome], dict[str, Any]]
     """The figures of the comparison; towerd's outcome is the first argument."""
 
 
-_RIVALS = {
-    "llama-server": _Rival(drive_llama_server, _beside_llama_server),
-    "slot-proxy": _Rival(_drive_slot_proxy, _beside_slot_proxy),
-}
+def _rival(name: str) -> SwitchRival:
+    """Raises ClickException for one that only the laboratory has."""
+    if name == "llama-server":
+        return SwitchRival(drive_llama_server, _beside_llama_server)
+    found: SwitchRival = laboratory_module(
+        SLOT_RIVAL, f"towerctl bench switch --rival {name}"
+    ).RIVAL
+    return found
 
 
-async def _drive(
+async def drive(
     make: Callable[[], ServerProcess],
     connect_to: Callable[[str], AbstractAsyncContextManager[Ask]],
     load: SwitchLoad,
     n_vocab: int,
 ) -> Outcome:
+    """Run the load on one server. make: a new server; connect_to: how its chats are asked."""
     rng = np.random.default_rng(7)
     base = random_prompt(rng, load.base_tokens, n_vocab).tolist()
     chats = [
