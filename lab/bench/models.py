@@ -19,12 +19,13 @@ import aiohttp
 import click
 import numpy as np
 
+from lab.bench.processes import llama_router, towerd_router
 from lab.models.kept import random_model
 from lab.models.random_gguf import PRESETS
 from towerd.cli.bench.harness.client import complete, new_session
 from towerd.cli.bench.harness.models import random_prompt, vocab_size
 from towerd.cli.bench.harness.report import Report
-from towerd.cli.bench.harness.servers import ServerProcess, llama_router, towerd_router
+from towerd.cli.bench.harness.servers import ServerProcess
 from towerd.errors import TowerdError
 
 NAMES = ("one", "two")

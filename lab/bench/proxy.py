@@ -19,6 +19,7 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
+from lab.bench.processes import cpu_s
 from towerd.cli.bench.harness.client import Completion, chat, complete, new_session
 from towerd.cli.bench.harness.models import bench_model, random_prompt, vocab_size
 from towerd.cli.bench.harness.report import Report
@@ -133,10 +134,10 @@ async def _measure(servers: Sequence[ServerProcess], load: ProxyLoad, n_vocab: i
                     server, prompts, found = servers[i], chats[i], times[i]
                     await asyncio.sleep(PAUSE_S)
                     prompts[:] = [p + new for p, new in zip(prompts, said, strict=True)]
-                    before = server.cpu_s()
+                    before = cpu_s(server)
                     for done in await _turn(session, server, prompts):
                         found.add(done)
-                    found.cpu_ms += (server.cpu_s() - before) * 1e3
+                    found.cpu_ms += (cpu_s(server) - before) * 1e3
     return times
 
 

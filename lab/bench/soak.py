@@ -26,6 +26,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from lab.bench.processes import vitals
 from towerd.cli.bench.harness.client import daemon_stats
 from towerd.cli.bench.harness.report import Report
 from towerd.cli.bench.harness.servers import ServerProcess, towerd_server
@@ -287,19 +288,19 @@ async def _look(
     stats: dict[str, Any] = {}
     with suppress(aiohttp.ClientError, TimeoutError):
         stats = await _stats(session, server.url)
-    vitals = server.vitals()
-    if vitals is None:
+    found = vitals(server)
+    if found is None:
         if server.exit_code() is not None:
             load.stopped = (
                 f"the daemon ended by itself with {server.exit_code()}: {server.log_tail()}"
             )
         return
-    rss_mb = vitals.rss_bytes / 1e6
+    rss_mb = found.rss_bytes / 1e6
     hot_mb, warm_mb = (stats.get(key, 0) / 1e6 for key in ("hot_bytes", "warm_bytes"))
     n_segments = stats.get("segments", 0)
     at_s = time.monotonic() - began
     load.samples.append(
-        SoakSample(at_s, load.done, rss_mb, vitals.fds, vitals.threads, hot_mb, warm_mb, n_segments)
+        SoakSample(at_s, load.done, rss_mb, found.fds, found.threads, hot_mb, warm_mb, n_segments)
     )
     if rss_mb > RSS_MB_MAX:
         load.stopped = f"the daemon took {rss_mb:,.0f} MB"

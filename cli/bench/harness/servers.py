@@ -12,7 +12,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from towerd.engine.llama_server.process.binary import find_binary, library_env
 from towerd.engine.llama_server.process.process import free_port
@@ -20,14 +19,6 @@ from towerd.errors import TowerdError
 
 _START_S_MAX = 300.0
 _STOP_S_MAX = 60.0
-
-
-class Vitals(NamedTuple):
-    """The resource use of a process at one moment."""
-
-    rss_bytes: int
-    fds: int
-    threads: int
 
 
 class ServerProcess:
@@ -75,6 +66,13 @@ class ServerProcess:
             self._process.wait()
         self._process = None
 
+    @property
+    def pid(self) -> int | None:
+        """The process's number; None unless it runs."""
+        if self._process is None or self._process.poll() is not None:
+            return None
+        return self._process.pid
+
     def rss_bytes(self) -> int:
         """Resident memory of the running process and its children."""
         import psutil
@@ -91,25 +89,6 @@ class ServerProcess:
         """The exit code of the process, or minus the signal that ended it; None while it runs."""
         return None if self._process is None else self._process.poll()
 
-    def vitals(self) -> Vitals | None:
-        """The resource use of the running process, without children; None if it has ended."""
-        import psutil
-
-        if self._process is None or self._process.poll() is not None:
-            return None
-        process = psutil.Process(self._process.pid)
-        with process.oneshot():
-            rss_bytes = int(process.memory_info().rss)
-            return Vitals(rss_bytes, int(process.num_fds()), int(process.num_threads()))
-
-    def cpu_s(self) -> float:
-        """CPU time of the running process so far, without children."""
-        import psutil
-
-        assert self._process is not None
-        times = psutil.Process(self._process.pid).cpu_times()
-        return float(times.user + times.system)
-
     def _is_healthy(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply:
@@ -120,15 +99,11 @@ class ServerProcess:
 
 def towerd_server(model: Path, store: Path, *flags: str) -> ServerProcess:
     """`towerd serve` on a store of its own."""
-    return _towerd("-m", str(model), store=store, flags=flags)
+    return towerd_process("-m", str(model), store=store, flags=flags)
 
 
-def towerd_router(folder: Path, *flags: str) -> ServerProcess:
-    """`towerd serve` of all models in `folder`/models, on a store beside them."""
-    return _towerd("--models-dir", str(folder / "models"), store=folder / "store", flags=flags)
-
-
-def _towerd(*served: str, store: Path, flags: Sequence[str]) -> ServerProcess:
+def towerd_process(*served: str, store: Path, flags: Sequence[str]) -> ServerProcess:
+    """`towerd serve` of what the words `served` name."""
     port = free_port()
     env = {k: v for k, v in os.environ.items() if not k.startswith("TOWERD_")}
     where = ("--store-dir", str(store), "--socket", str(store.parent / "bench.sock"))
@@ -138,15 +113,11 @@ def _towerd(*served: str, store: Path, flags: Sequence[str]) -> ServerProcess:
 
 def llama_server(model: Path, *flags: str) -> ServerProcess:
     """llama-server with its defaults, except for the given flags."""
-    return _llama_server("-m", str(model), *flags)
+    return llama_process("-m", str(model), *flags)
 
 
-def llama_router(folder: Path, *flags: str) -> ServerProcess:
-    """llama-server as a router of all models in `folder`/models."""
-    return _llama_server("--models-dir", str(folder / "models"), "--offline", *flags)
-
-
-def _llama_server(*flags: str) -> ServerProcess:
+def llama_process(*flags: str) -> ServerProcess:
+    """llama-server with these words."""
     binary, port = find_binary(), free_port()
     env = os.environ | library_env(binary)
     command = [str(binary), "--host", "127.0.0.1", "--port", str(port), *flags]

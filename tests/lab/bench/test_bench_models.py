@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lab.bench.models import NAMES, SwitchedModels, drive
+from lab.bench.processes import llama_router, towerd_router
 from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.cli.bench.harness.models import vocab_size
-from towerd.cli.bench.harness.servers import llama_router, towerd_router
 from towerd.engine.llama_server.process.binary import find_binary
 from towerd.errors import ConfigError
 

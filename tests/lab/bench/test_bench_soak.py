@@ -10,6 +10,7 @@ import pytest
 from click.testing import Result
 
 from lab.bench import soak
+from lab.bench.processes import vitals
 from lab.bench.soak import FAILURES_MAX, SoakSample, new_load, slope, thinned
 from towerd.cli.bench.harness.servers import ServerProcess
 from towerd.engine.llama_server.process.process import free_port
@@ -123,7 +124,7 @@ async def test_a_daemon_that_takes_too_much(monkeypatch: pytest.MonkeyPatch) -> 
     load = new_load(1000)
     with hanging() as server:
         await soak.press(server, load)
-        assert server.vitals() is None
+        assert vitals(server) is None
     assert "MB" in load.stopped
 
 

@@ -16,7 +16,7 @@ class TokenizerIdentity:
     """The fingerprint's `tokenizer`: a hash of every token's bytes."""
     rules: str | None = None
     """A hash of how text is cut into tokens (merges, scores, token types, pre-tokenizer); None if
-    it is not known, as for a llama-server elsewhere or a store of an earlier release."""
+    it is not known, as for a llama-server elsewhere."""
 
     def digest(self) -> bytes:
         """32 bytes, under which a store enters it."""
