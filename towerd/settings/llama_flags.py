@@ -109,7 +109,7 @@ def words_found(args: Sequence[str], use: Use) -> list[str]:
     words = iter(args)
     for word in words:
         given, is_joined, value = word.partition("=")
-        flag = BY_NAME.get(canonical(given))
+        flag = by_name().get(canonical(given))
         if flag is None:
             continue
         n_values = 0 if is_joined else flag.n_values
