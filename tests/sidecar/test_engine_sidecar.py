@@ -15,7 +15,7 @@ import pytest
 from sidecar_tools import GREEDY, OpenSidecar, Sidecar, alone, ask, prompt, running_again
 from waiting import until_async
 
-from towerd.engine.base import GenerateRequest, Piece, Started
+from towerd.engine.base import GenerateRequest, Piece
 from towerd.engine.llama_server.process.process import free_port
 from towerd.engine.llama_server.slots.slot_lease import SlotLease
 from towerd.errors import ContextExceeded, InvalidRequest, TowerdError, Unavailable
@@ -287,25 +287,30 @@ async def test_cancelled(sidecar_on: OpenSidecar) -> None:
 
 
 async def test_killed_while_it_streams(sidecar_on: OpenSidecar) -> None:
-    """The request fails with a clear error, who comes meanwhile is told 503, the next one works,
-    and what was recorded is still there."""
+    """The request fails with a clear error, and what it had said is recorded; the next one works,
+    and what was recorded before is still there."""
     async with sidecar_on() as sidecar:
         _, done = await ask(sidecar, prompt(60))
         await sidecar.engine.settle()
         process = sidecar.engine.backend.process
         assert process is not None
-        assert process.pid is not None
+        child, killed = process.pid, list[int]()
+        assert child is not None
         again = asyncio.create_task(running_again(sidecar))
 
         async def stream() -> None:
             async for event in sidecar.sessions.run(
                 GenerateRequest(prompt(40, 3), fields=GREEDY, n_predict=400)
             ):
-                if isinstance(event, Started):
-                    os.kill(process.pid or 0, signal.SIGKILL)
+                if isinstance(event, Piece) and killed.count(child) == 0:
+                    killed.append(child)
+                    os.kill(child, signal.SIGKILL)
 
         with pytest.raises(TowerdError, match="llama-server"):
             await stream()
+        await sidecar.sessions.drain()
+        infos = await asyncio.to_thread(sidecar.store.sessions)
+        assert sorted(info.n_tokens > 40 for info in infos) == [True, True]
         await again
         assert sidecar.engine.stats()["restarts"] == 1
         longer = np.concatenate([prompt(60), done.ids, prompt(5, 1)])

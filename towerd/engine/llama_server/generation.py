@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
@@ -28,6 +29,8 @@ from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.engine.llama_server.slots.slot_lease import SlotLease
 from towerd.errors import TowerdError, Unavailable
 from towerd.wire import Received, Reply, Request, WireThreads
+
+log = logging.getLogger(__name__)
 
 READ_BYTES_MAX = 16 * 1024
 """Bytes of a stream that are worked through in one step of the event loop: about a hundred events."""
@@ -116,12 +119,19 @@ class LlamaServerGeneration:
             self._events.put_nowait(self._finish("cancelled", _NO_TIME))
         except TowerdError as error:
             self._engine.notice(error)
-            if self._ids:
-                self._cut_off = self._finish("cancelled", _NO_TIME)
-            else:
-                self.release()
             is_lost = self._lease is not None and isinstance(error, Unavailable)
-            self._events.put_nowait(self._engine.failure(LOST) if is_lost else error)
+            self._fail(self._engine.failure(LOST) if is_lost else error)
+        except Exception:
+            log.exception("a request on llama-server failed")
+            self._fail(TowerdError("Internal error; the daemon's log has it"))
+
+    def _fail(self, error: TowerdError) -> None:
+        """Emit the error; what was generated before is for `cancel`."""
+        if self._ids:
+            self._cut_off = self._finish("cancelled", _NO_TIME)
+        else:
+            self.release()
+        self._events.put_nowait(error)
 
     async def _generate(self) -> Finish:
         request = self._request

@@ -41,14 +41,14 @@ def open_upstream_wire(
     not have."""
     params = found.props.get("default_generation_settings", {}).get("params", {})
     template = str(found.props.get("chat_template", ""))
-    is_own = template == model.metadata.get("tokenizer.chat_template", "")
+    has_several = "chat_template_tool_use" in found.props  # which the GGUF alone has
     flags = () if command is None else tuple(words_found(command.flags, "wire"))
     settings = Settings(
         name=str(found.props.get("model_alias") or model.path.name),
         n_ctx=found.n_ctx,
         n_parallel=found.n_slots,
         text_bytes_max=config.text_bytes_max(found.n_ctx),
-        chat_template="" if is_own else template,
+        chat_template="" if has_several else template,
         defaults=_defaults(params),
         flags=flags,
         kept_fields=KEPT_FIELDS,
