@@ -11,7 +11,7 @@ from tenants_talk import KEYS, Client, key
 
 from towerd.api.http.keys import GATE
 from towerd.api.http.numbers import TenantNumbers
-from towerd.api.proxy.splice import SlotHider
+from towerd.api.relay.splice import SlotHider
 
 MakeClient = Callable[..., Awaitable[Client]]
 OWN = "/towerd/v1"

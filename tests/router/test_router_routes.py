@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from towerd.api.proxy.routes import PROXY
+from towerd.api.relay.routes import ROUTES as RELAY_ROUTES
 from towerd.app.routes import LLAMA_ROUTES, UNSUPPORTED_ROUTES
 from towerd.router.http import endpoints
 from towerd.router.metrics import RouterMetrics
@@ -19,7 +19,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "several-models.md"
 def test_every_endpoint_of_a_model_is_reached() -> None:
     """Those of either engine, and no others."""
     inner = {(each.method, each.path) for each in (*LLAMA_ROUTES, *UNSUPPORTED_ROUTES)}
-    inner |= {(method, path) for method, path, _ in PROXY}
+    inner |= {(method, path) for method, path, _ in RELAY_ROUTES}
     reached = {(method, path) for method, path, _ in ROUTES}
     assert inner <= reached
     passed_on = {("GET", path) for path in endpoints.GET}

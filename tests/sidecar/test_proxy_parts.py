@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
-from towerd.api.proxy.headers import to_client, to_upstream
-from towerd.api.proxy.metrics import merged
-from towerd.api.proxy.splice import with_fields
+from towerd.api.relay.headers import to_client, to_upstream
+from towerd.api.relay.metrics import merged
+from towerd.api.relay.splice import with_fields
 from towerd.engine.llama_server.process.upstream_counters import counters, difference, without
 
 # --- headers ------------------------------------------------------------------------------

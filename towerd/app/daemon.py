@@ -37,7 +37,7 @@ from towerd.api.http.tenants import Tenants
 from towerd.api.llama.task import RUNNING
 from towerd.app.listening import listening
 from towerd.app.loop import run_on_loop, stop_event, tune_gc, watch_lag
-from towerd.app.routes import ROUTES, add_proxy_routes
+from towerd.app.routes import ROUTES, add_upstream_routes
 from towerd.app.store_routes import add_routes
 from towerd.settings.config import Config
 from towerd.settings.llama_flags import ui_settings
@@ -79,7 +79,7 @@ def build_app(
     app.on_cleanup.append(_release_service)
     app.on_response_prepare.append(add_headers)
     if config.engine == "llama-server":
-        add_proxy_routes(app)
+        add_upstream_routes(app)
     else:
         add_routes(app, ROUTES)
     return app

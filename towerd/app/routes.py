@@ -91,13 +91,11 @@ UNSUPPORTED_ROUTES: tuple[Route, ...] = tuple(
 ROUTES = LLAMA_ROUTES + OWN_ROUTES + PAGE_ROUTES + UI_ROUTES + UNSUPPORTED_ROUTES
 
 
-def add_proxy_routes(app: web.Application) -> None:
-    """Register the routes in front of a llama-server: towerd's own endpoints; everything else is
-    forwarded."""
-    from towerd.api.proxy import routes as proxy_routes
+def add_upstream_routes(app: web.Application) -> None:
+    """Register the routes in front of a llama-server: what towerd does not parse is passed on."""
+    from towerd.api.relay import routes as relay_routes
 
-    proxy_routes.connect(app)
     add_routes(app, OWN_ROUTES)
     add_routes(app, PAGE_ROUTES)
-    add_routes(app, tuple(Route(*row) for row in proxy_routes.PROXY))
-    app.router.add_route("*", "/{path:.*}", proxy_routes.unknown)
+    add_routes(app, tuple(Route(*row) for row in relay_routes.ROUTES))
+    app.router.add_route("*", "/{path:.*}", relay_routes.unknown)

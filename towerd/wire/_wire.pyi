@@ -384,12 +384,6 @@ def mended_json(body: bytes) -> bytes:
     """A text that is nearly JSON as JSON: without a byte-order mark, and with U+FFFD for each escaped
     half of a surrogate pair."""
 
-def mended_body(endpoint: Endpoint, body: bytes, takes_text: bool) -> bytes:
-    """A request's body for a server that reads it by itself. As `Request` does, it repairs what would
-    make llama.cpp refuse a chat's history, and takes out Claude Code's billing line; `body` itself
-    if there is nothing to do. takes_text: whether the chat template takes the arguments of calls as
-    text; if not, what is no JSON is wrapped."""
-
 class EmbeddingRequest:
     """POST /embeddings, or /v1/embeddings."""
 

@@ -4,11 +4,8 @@ ready, never the answer, and only for the caller's own tenant.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
-from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from towerd.errors import InvalidRequest
@@ -43,22 +40,6 @@ def checked_name(name: str, what: str) -> str:
     if not 0 < len(name) <= NAME_CHARS_MAX or not name.isprintable():
         raise InvalidRequest(f"{what} must be at most {NAME_CHARS_MAX} printable characters")
     return name
-
-
-def agent_of(body: Any) -> str | None:
-    """A name for the agent with the system prompt and the tools of this chat request; None: it has
-    neither. Never fails: the request is validated elsewhere."""
-    messages = body.get("messages") if isinstance(body, dict) else None
-    said: list[Any] = []
-    for message in messages if isinstance(messages, list) else ():
-        if not isinstance(message, dict) or message.get("role") not in _SYSTEM_ROLES:
-            break
-        said.append(message.get("content"))
-    tools = body.get("tools") if isinstance(body, dict) else None
-    if not said and not tools:
-        return None
-    data = msgspec.json.encode([said, tools])
-    return "~" + hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _name(request: web.Request, header: str) -> str | None:

@@ -150,7 +150,6 @@ class LlamaServerEngine:
             self.table.undo(choice)
             raise
         slot = choice.slot
-        is_continued = self.placer.policy.begins_with(request, slot)
         if self.placer.is_in_place(request, choice):
             placed = await self._place(request, choice)
         else:
@@ -160,7 +159,6 @@ class LlamaServerEngine:
             except asyncio.CancelledError:
                 self.upkeep.spawn(self._put_back(slot, placing))
                 raise
-        slot.is_continued = is_continued and placed.restored is None
         lease = SlotLease(
             self, slot, request.ids, request.scope, session=session, label=request.label
         )

@@ -23,7 +23,7 @@ from towerd.engine.base import (
     Timings,
 )
 from towerd.engine.embedded.model.wire_model import encode
-from towerd.engine.llama_server.process.client import read
+from towerd.engine.llama_server.process.client import LOST, read
 from towerd.engine.llama_server.process.upstream_adapters import UpstreamAdapters
 from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.engine.llama_server.slots.slot_lease import SlotLease
@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 
 READ_BYTES_MAX = 16 * 1024
 """Bytes of a stream that are worked through in one step of the event loop: about a hundred events."""
-LOST = "llama-server ended while it answered; try again"
 _NO_TIME = Timings(0, 0, 0.0, 0, 0.0)
 _DATA = b"data: {"
 

@@ -12,8 +12,8 @@ from towerd.api.http.keys import TENANT
 from towerd.api.http.reply import error_event, event_of_reply
 from towerd.api.http.sse import PING, EventStream
 from towerd.api.llama.streams import CONVERSATION
-from towerd.api.proxy.headers import from_towerd
-from towerd.api.proxy.relay import relay
+from towerd.api.relay.headers import from_towerd
+from towerd.api.relay.relay import relay
 from towerd.engine.llama_server.process.client import Lost, read_all
 from towerd.errors import InvalidRequest, TowerdError
 from towerd.router.http.choice import asked_of, choose, choose_for_store

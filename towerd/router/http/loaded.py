@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from towerd.api.http.body import read_bytes
-from towerd.api.proxy.headers import from_towerd
+from towerd.api.relay.headers import from_towerd
 from towerd.engine.llama_server.process.client import Lost, read_all
 from towerd.errors import NotFound, TowerdError
 from towerd.router.http.forward import forward_store

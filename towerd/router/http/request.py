@@ -9,8 +9,8 @@ from aiohttp import ClientResponse, web
 from towerd.api.http.keys import TENANT
 from towerd.api.http.middleware import is_owner_socket
 from towerd.api.http.tenants import caller_name
-from towerd.api.proxy.headers import to_towerd
-from towerd.api.proxy.relay import read
+from towerd.api.relay.headers import to_towerd
+from towerd.api.relay.relay import read
 from towerd.engine.llama_server.process.client import Lost, NotHttp, Unreachable
 from towerd.errors import TowerdError
 from towerd.router.loading.model import RoutedModel

@@ -451,10 +451,6 @@ void bind_others(nb::module_ & m) {
         std::string text = text_of(body);
         return bytes_of(unlocked([&] { return mended_json(std::move(text)); }));
     }, "body"_a);
-    m.def("mended_body", [](const std::string & endpoint, const nb::bytes & body, bool takes_text) {
-        std::string text = text_of(body);
-        return bytes_of(unlocked([&] { return mended_body(endpoint_named(endpoint).type, std::move(text), takes_text); }));
-    }, "endpoint"_a, "body"_a, "takes_text"_a);
     nb::class_<EmbeddingRequest>(m, "EmbeddingRequest")
         .def(
             "__init__",

@@ -632,38 +632,6 @@ private:
     bool has_calls_ = false;  // so far
 };
 
-// Repairs the arguments of the calls of a body that `mend_history` has seen. Returns whether any changed.
-bool mend_arguments(task_response_type type, json & body, bool takes_text) {
-    bool       changed = false;
-    const auto mend    = [&](json & call) {
-        if (has_text(call, "arguments")) {
-            const std::string text   = call.at("arguments").get<std::string>();
-            std::string       mended = mended_arguments(text, takes_text);
-            if (mended != text) {
-                call["arguments"] = std::move(mended);
-                changed           = true;
-            }
-        }
-    };
-    if (type == TASK_RESPONSE_TYPE_OAI_RESP && has_array(body, "input")) {
-        for (json & item : body.at("input")) {
-            mend(item);
-        }
-    } else if (type == TASK_RESPONSE_TYPE_OAI_CHAT && has_array(body, "messages")) {
-        for (json & message : body.at("messages")) {
-            if (!has_array(message, "tool_calls")) {
-                continue;
-            }
-            for (json & call : message.at("tool_calls")) {
-                if (call.is_object() && call.contains("function")) {
-                    mend(call.at("function"));
-                }
-            }
-        }
-    }
-    return changed;
-}
-
 }  // namespace
 
 std::string mended_json(std::string text) {
@@ -703,17 +671,6 @@ std::string mended_arguments(const std::string & text, bool takes_text) {
 
 bool mend_history(task_response_type type, json & body) {
     return Mender().run(type, body);
-}
-
-std::string mended_body(task_response_type type, std::string text, bool takes_text) {
-    text = mended_json(std::move(text));
-    try {
-        json       body        = parsed_body(text);
-        const bool has_changed = mend_history(type, body);
-        return mend_arguments(type, body, takes_text) || has_changed ? body.dump() : text;
-    } catch (const std::exception &) {
-        return text;  // whoever reads it says what is wrong
-    }
 }
 
 }  // namespace towerd::wire

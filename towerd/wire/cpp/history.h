@@ -22,7 +22,4 @@ std::string mended_arguments(const std::string & text, bool takes_text);
 // left to llama.cpp, which says what is wrong with it. Arguments that are a text are left as they are.
 bool mend_history(task_response_type type, json & body);
 
-// A body of a chat for a server that reads it by itself: repaired, with its arguments; unchanged if it needs no repair.
-std::string mended_body(task_response_type type, std::string text, bool takes_text);
-
 }  // namespace towerd::wire

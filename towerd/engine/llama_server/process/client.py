@@ -33,6 +33,8 @@ from yarl import URL
 
 from towerd.errors import TowerdError
 
+LOST = "llama-server ended while it answered; try again"
+"""What clients hear of a reply that broke off."""
 CONNECT_S_MAX = 10.0
 PIECE_BYTES = 256 * 1024
 """Bodies over this go out in pieces: one write of megabytes blocks the loop."""

@@ -100,15 +100,7 @@ class UpstreamClient:
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """JSON of a POST; arrays of ids may be numpy arrays."""
-        return await self.post_bytes(path, _ENCODER.encode(body))
-
-    async def post_big(self, path: str, body: Mapping[str, Any]) -> Any:
-        """As `post`, for bodies that may be megabytes."""
-        return await self.post_bytes(path, await asyncio.to_thread(_ENCODER.encode, body))
-
-    async def post_bytes(self, path: str, body: bytes | bytearray) -> Any:
-        """As `post`, of a body that is JSON already."""
-        return await _json(path, await self._ask("POST", path, body))
+        return await _json(path, await self._ask("POST", path, _ENCODER.encode(body)))
 
     async def answer(self) -> None:
         """Return when it answers for its health, whatever it says: a server behind another one may
@@ -154,24 +146,8 @@ class UpstreamClient:
     async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Ids:
         """Text to ids by the upstream's own tokenizer."""
         body = {"content": text, "add_special": add_special, "parse_special": parse_special}
-        reply = await self.post_big("/tokenize", body)
+        reply = await self.post("/tokenize", body)
         return np.asarray(reply["tokens"], np.int32)
-
-    async def detokenize(self, ids: Sequence[int] | Ids) -> str:
-        """Ids to text; bytes that are not UTF-8 are replaced."""
-        reply = await self.post_big("/detokenize", {"tokens": [int(i) for i in ids]})
-        return str(reply["content"])
-
-    async def apply_template(self, body: Mapping[str, Any]) -> str:
-        """A chat request body to the prompt text. Raises InvalidRequest if it has none."""
-        with _of_the_request():
-            return str((await self.post_big("/apply-template", body))["prompt"])
-
-    async def text_of_chat(self, data: bytes | bytearray) -> str:
-        """A chat request, as its client wrote it, to the prompt text. Raises InvalidRequest if it
-        has none."""
-        with _of_the_request():
-            return str((await self.post_bytes("/apply-template", data))["prompt"])
 
     async def evaluate(self, ids: Ids, slot: int) -> int:
         """Bring the slot to hold exactly `ids`, generating nothing; returns how many of them
@@ -238,16 +214,6 @@ async def _json(path: str, data: bytes) -> Any:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TowerdError(f"{path} of the upstream did not answer JSON.") from error
-
-
-@contextmanager
-def _of_the_request() -> Iterator[None]:
-    """A prompt depends on the request alone: it fails in the same way every time, though
-    llama-server says 500, for which clients ask again."""
-    try:
-        yield
-    except UpstreamError as error:
-        raise InvalidRequest(error.message) from error
 
 
 def _error(status: int, body: bytes) -> TowerdError:

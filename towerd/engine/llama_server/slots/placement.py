@@ -198,13 +198,6 @@ class PlacementPolicy:
                 return 0, False  # it starts over, unless it kept a checkpoint
         return common, False
 
-    def begins_with(self, request: SlotRequest, slot: Slot) -> bool:
-        """Whether the prompt begins with all that the slot certainly holds."""
-        if request.ids is None or not slot.n or slot.scope != request.scope:
-            return False
-        is_whole = self.window > 0 or self.extends_only
-        return slot.common(request.ids) >= (slot.n if is_whole else max(slot.n_certain, 1))
-
     def _keep(
         self, request: SlotRequest, slot: Slot, used: Sequence[int], live: int, erase: bool
     ) -> SlotChoice:

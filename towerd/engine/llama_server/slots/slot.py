@@ -52,9 +52,6 @@ class Slot:
     """The LoRA adapters of its last request, as in a scope."""
     since: DeletionWatch | None = None
     """What was deleted since its last request began: it may hold that."""
-    is_continued: bool = False
-    """Whether its last request began with all that it certainly held then, as the next turn of that
-    chat will."""
     _compared: tuple[Ids, Ids, int] = field(default=(_EMPTY, _EMPTY, 0), repr=False)
     """The last two arrays that were compared and their common prefix, which is asked for often."""
 
@@ -96,7 +93,6 @@ class Slot:
         self.n_certain = self.n_stored = len(tokens)
         self.window_from, self.label = window_from, ""
         self.known, self.sure, self.hidden = True, True, False
-        self.is_continued = False
 
     def provenance_of(self, n: int) -> Provenances:
         """The provenance of `n` tokens: tokens after a row that is not exact are derived."""

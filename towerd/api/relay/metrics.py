@@ -7,8 +7,9 @@ import asyncio
 from aiohttp import web
 
 from towerd.api.llama import info
-from towerd.api.proxy.forward import body_of
-from towerd.api.proxy.link import LINK, llama_server_of
+from towerd.api.relay import upstream
+from towerd.api.relay.forward import body_of
+from towerd.api.relay.upstream import llama_server_of
 from towerd.errors import TowerdError
 
 _THEIRS = b"llamacpp:"
@@ -37,7 +38,7 @@ async def _ask(request: web.Request) -> bytes:
     """llama-server's metrics; empty if there are none."""
     engine = llama_server_of(request)
     try:
-        reply = await request.app[LINK].request(engine, "GET", "/metrics", engine.upstream.auth())
+        reply = await upstream.request(engine, "GET", "/metrics", engine.upstream.auth())
         try:
             return engine.without_own(await body_of(reply)) if reply.status == 200 else b""
         finally:

@@ -17,10 +17,10 @@ from towerd.api.admin.pins import require_admin
 from towerd.api.http.keys import CONFIG, GATE, TENANT
 from towerd.api.http.reply import json_reply, raw_reply
 from towerd.api.llama import completion, control, streams, text
-from towerd.api.proxy.forward import body_of, copy, forward, forward_unpinned, send
-from towerd.api.proxy.link import LINK, Link, llama_server_of
-from towerd.api.proxy.media import forward_embeddings, with_counted_media, with_media
-from towerd.api.proxy.metrics import get_metrics
+from towerd.api.relay.forward import body_of, copy, forward, forward_unpinned, send
+from towerd.api.relay.media import forward_embeddings, with_counted_media, with_media
+from towerd.api.relay.metrics import get_metrics
+from towerd.api.relay.upstream import llama_server_of
 from towerd.engine.base import SlotView
 from towerd.errors import NotFound, NotSupported, SwitchedOff, TowerdError
 
@@ -28,11 +28,6 @@ PRIVATE_FIELDS = ("prompt", "generated")
 """Fields of GET /slots that contain users' text."""
 IDLE_FIELDS = ("id", "n_ctx", "speculative")
 """Fields shown of a slot that another tenant uses, beside whether it is busy."""
-
-
-def connect(app: web.Application) -> None:
-    """Give the application its connection to llama-server."""
-    app[LINK] = Link()
 
 
 async def get_health(request: web.Request) -> web.StreamResponse:
@@ -153,7 +148,7 @@ def is_ruled(path: str) -> bool:
     return path in _RULED or path.startswith("/slots")
 
 
-PROXY: tuple[tuple[str, str, Any], ...] = (
+ROUTES: tuple[tuple[str, str, Any], ...] = (
     ("GET", "/health", get_health),
     ("GET", "/v1/health", get_health),
     ("GET", "/props", get_props),
@@ -208,4 +203,4 @@ PROXY: tuple[tuple[str, str, Any], ...] = (
 )
 """(method, path, handler) of every endpoint of llama-server."""
 
-_RULED = frozenset(path for _, path, handler in PROXY if handler is not forward)
+_RULED = frozenset(path for _, path, handler in ROUTES if handler is not forward)

@@ -12,13 +12,14 @@ from towerd.api.http.body import iter_bytes
 from towerd.api.http.keys import TENANT
 from towerd.api.http.reply import reshaped
 from towerd.api.http.requests.log import log_refused
-from towerd.api.proxy.headers import to_client, to_upstream
-from towerd.api.proxy.link import LINK, LOST, llama_server_of
-from towerd.api.proxy.refusals import final_refusal, kind_and_message, may_be_refusal
-from towerd.api.proxy.relay import COPY_BYTES_MAX, relay
-from towerd.api.proxy.relay import read as relay_read
-from towerd.api.proxy.splice import SlotHider
-from towerd.engine.llama_server.process.client import Lost
+from towerd.api.relay import upstream
+from towerd.api.relay.headers import to_client, to_upstream
+from towerd.api.relay.refusals import final_refusal, kind_and_message, may_be_refusal
+from towerd.api.relay.relay import COPY_BYTES_MAX, relay
+from towerd.api.relay.relay import read as relay_read
+from towerd.api.relay.splice import SlotHider
+from towerd.api.relay.upstream import llama_server_of
+from towerd.engine.llama_server.process.client import LOST, Lost
 from towerd.errors import NotSupported, TowerdError, Unavailable
 
 if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is listened on
@@ -60,15 +61,14 @@ async def send(
     """Forward the request, with its body as it arrives unless it only reads; returns when the
     reply's head is there. Raises the errors of reading the body, and Unavailable."""
     headers = to_upstream(request.headers, auth)
-    link = request.app[LINK]
     target = path or request.rel_url.raw_path_qs
     if not request.body_exists or request.method in ("GET", "HEAD"):
-        return await link.request(engine, request.method, target, headers)
+        return await upstream.request(engine, request.method, target, headers)
     if request.content_length is not None and hdrs.CONTENT_ENCODING not in request.headers:
         headers[hdrs.CONTENT_LENGTH] = str(request.content_length)
     body = _Body(iter_bytes(request))
     try:
-        return await link.request(engine, request.method, target, headers, aiter(body))
+        return await upstream.request(engine, request.method, target, headers, aiter(body))
     except TowerdError:
         if body.error is not None:
             raise body.error from None

@@ -21,10 +21,11 @@ from towerd.api.http.json_text import may_be_mended
 from towerd.api.http.keys import TENANT, TENANTS
 from towerd.api.http.off_loop import by_size, count, release
 from towerd.api.http.requests.log import log_finished, title_for
-from towerd.api.proxy.forward import copy
-from towerd.api.proxy.headers import to_upstream
-from towerd.api.proxy.link import LINK, llama_server_of
-from towerd.api.proxy.splice import with_fields
+from towerd.api.relay import upstream
+from towerd.api.relay.forward import copy
+from towerd.api.relay.headers import to_upstream
+from towerd.api.relay.splice import with_fields
+from towerd.api.relay.upstream import llama_server_of
 from towerd.engine.base import Reuse
 from towerd.errors import InvalidRequest
 
@@ -115,7 +116,7 @@ async def _sent(request: web.Request, engine: LlamaServerEngine, data: bytes) ->
     """The head of the reply to this body."""
     headers = to_upstream(request.headers, engine.upstream.auth())
     path = request.rel_url.raw_path_qs
-    return await request.app[LINK].request(engine, request.method, path, headers, data)
+    return await upstream.request(engine, request.method, path, headers, data)
 
 
 async def _copy(request: web.Request, reply: ClientResponse) -> web.StreamResponse:
