@@ -92,9 +92,9 @@ async def _started(config: Config) -> AsyncIterator[LlamaServerBackend]:
         async with _probed(process.upstream, slotdir, config, process, command, model) as backend:
             yield backend
     finally:
+        await process.stop()  # a restart would look at the model's file
         if model is not None:
             model.close()
-        await process.stop()
         await asyncio.to_thread(slotdir.close)
 
 
@@ -124,9 +124,10 @@ async def _probed(
 ) -> AsyncIterator[LlamaServerBackend]:
     props = await identify(upstream)
     is_stale = False
+    opened: LlamaModel | None = None
     if model is None:
         path = Path(str(props.get("model_path", "")))
-        model = await asyncio.to_thread(_open_served, path, config)
+        model = opened = await asyncio.to_thread(_open_served, path, config)
         if command is not None and command.pid:
             is_stale = await asyncio.to_thread(may_have_loaded_another, command.pid, path)
     try:
@@ -142,7 +143,8 @@ async def _probed(
             log.warning("slot states go through a disk", extra={"path": str(slotdir.path)})
         yield LlamaServerBackend(upstream, slotdir, found, process, model, command, added, is_stale)
     finally:
-        model.close()
+        if opened is not None:
+            opened.close()
 
 
 def _open_served(path: Path, config: Config) -> LlamaModel:
