@@ -29,6 +29,18 @@ LAYERS = (
     {"llama_build"},
 )  # fmt: skip
 """Folders and modules of the package, the top floor first; each imports lower floors alone."""
+STORE_FLOORS = (
+    "store",
+    "maintenance",
+    "sessions",
+    "rows",
+    "state",
+    "catalog",
+    "tree",
+    "segments",
+    "files",
+)  # fmt: skip
+"""Folders of `towerd/store` below its face, store.py, the top floor first."""
 BELOW_ENGINE = {"engine.base", "engine.gguf_keys", "engine.model_file", "engine.rope"}
 """What lower floors know of engines: the protocol, and what a GGUF says."""
 
@@ -89,6 +101,19 @@ def test_folders_import_lower_floors_alone() -> None:
         if other.split(".")[0] != name.split(".")[0]
         and other not in BELOW_ENGINE
         and floor(name) >= floor(other)
+    ]
+    assert upward == []
+
+
+def test_folders_of_the_store_import_lower_floors_alone() -> None:
+    known = modules()
+    inside = [name for name in known if name.split(".")[0] == "store"]
+    floors = {name: STORE_FLOORS.index([*name.split("."), "store"][1]) for name in inside}
+    upward = [
+        f"{name} imports {other}"
+        for name in inside
+        for other in imports(known[name], known)
+        if other in floors and floors[name] > floors[other]
     ]
     assert upward == []
 

@@ -28,8 +28,8 @@ from towerd.models.bundled import bundled_model
 from towerd.search.speech import messages
 from towerd.store import History
 from towerd.store.catalog.identity import TokenizerIdentity
+from towerd.store.catalog.vocabularies import KeptVocabulary, some_words
 from towerd.store.sessions.history import NamedBase, PastTurn
-from towerd.store.vocabularies import KeptVocabulary, some_words
 from towerd.tokens import Ids
 from towerd.tower_file import TURNS_MAX, Source, TowerFile, TowerFileError, read, write
 from towerd.tower_file.fields import (

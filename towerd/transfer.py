@@ -21,10 +21,10 @@ from towerd.cold.coding import SessionModel
 from towerd.cold.freezing import cold_history, thaw
 from towerd.errors import InvalidRequest, NotFound, SessionFrozen, ThawError
 from towerd.store import History, SessionInfo, Store
-from towerd.store.prefix.scope import is_public, public_of
+from towerd.store.catalog.vocabularies import KeptVocabulary, KnownWords
 from towerd.store.sessions.deletions import DeletionWatch
 from towerd.store.sessions.frozen import FrozenSession
-from towerd.store.vocabularies import KeptVocabulary, KnownWords
+from towerd.store.tree.scope import is_public, public_of
 
 if TYPE_CHECKING:
     from towerd.tower_file import Source, TowerFile

@@ -92,7 +92,7 @@ def _of_store(target: Target) -> tuple[Path, list[tuple[str, bytes | Ids]]]:
 
 def own_ids(backend: ApiClient) -> list[tuple[str, bytes | Ids]]:
     """Name and ids of each base, without those of the base above it. Tenants do not share bases."""
-    from towerd.store.prefix.node import PUBLIC
+    from towerd.store.tree.node import PUBLIC
 
     bases = [base for base in backend.bases() if base["module"] is None]
     held = {(base["name"], base["scope"]): _path(backend, base) for base in bases}

@@ -20,8 +20,8 @@ from towerd.cold.coding import SessionModel
 from towerd.errors import InvalidRequest, NotFound, StoreError
 from towerd.store import Store
 from towerd.store.catalog.identity import TokenizerIdentity
+from towerd.store.catalog.vocabularies import KeptVocabulary, KnownWords, some_words
 from towerd.store.sessions.history import History, PastTurn
-from towerd.store.vocabularies import KeptVocabulary, KnownWords, some_words
 from towerd.tower_file import TowerFileError
 from towerd.transfer import export_foreign, export_session, import_session
 

@@ -19,8 +19,8 @@ from towerd.errors import DiskFull, SessionFrozen
 from towerd.models.bundled import bundled_model
 from towerd.store import Store
 from towerd.store.maintenance.space import space
+from towerd.store.rows.checkpoints import CheckpointTable
 from towerd.store.segments.checkpoint_file import CUT_META
-from towerd.store.segments.checkpoints import CheckpointTable
 from towerd.store.sessions.frozen import SessionBusy
 from towerd.store.sessions.idle import START, IdleSession
 
@@ -264,7 +264,7 @@ def test_a_state_of_another_model_is_no_want_of_rows(tmp_path: Path) -> None:
     with Store.open(tmp_path, OTHER_MODEL) as store:
         store.set_meta(CUT_META + store.state.digest.hex(), "end")
         store.commit_turn(turn_of(ids, [5, 6], session="s"))
-        table = CheckpointTable(store)
+        table = CheckpointTable(store.state)
         states = {len(ids): (np.zeros(64, np.uint8), False)}
         for node in table.attach(np.array(ids, np.int32), "local", states):
             table.write(node)
@@ -273,5 +273,5 @@ def test_a_state_of_another_model_is_no_want_of_rows(tmp_path: Path) -> None:
         assert pages(store)["s"].has_rows
         assert store.gc().bytes_freed == 0
     with Store.open(tmp_path, OTHER_MODEL) as store:
-        (found,) = CheckpointTable(store).all()
+        (found,) = CheckpointTable(store.state).all()
         assert found.position == len(ids)

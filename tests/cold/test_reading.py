@@ -19,7 +19,7 @@ from towerd.cold import Coding, VocabularySource, freeze, thaw
 from towerd.cold.reading import TextReader, text_of
 from towerd.errors import SessionFrozen, StoreError, ThawError
 from towerd.store import Store
-from towerd.store.vocabularies import MEDIUM, KeptVocabulary
+from towerd.store.catalog.vocabularies import MEDIUM, KeptVocabulary
 
 STORY = "Once upon a time there was a little girl who said: “hello, world” €5. ".encode()
 FORMS = ("packed", "ranked", "text", "mix", "network")

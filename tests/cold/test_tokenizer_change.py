@@ -32,7 +32,7 @@ from towerd.errors import ThawError
 from towerd.models.bundled import bundled_model
 from towerd.settings.config import Config
 from towerd.store import Store, latest_fingerprint
-from towerd.store.probes import is_renewing, note_probe, note_renewed
+from towerd.store.catalog.probes import is_renewing, note_probe, note_renewed
 
 STORY = b"Once upon a time there was a little girl who had a dog. They went to the park."
 

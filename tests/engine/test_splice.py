@@ -34,7 +34,7 @@ from towerd.engine.embedded.calibration.measure import log_softmax
 from towerd.engine.embedded.calibration.splice_meter import SteppedSequence
 from towerd.engine.embedded.restore.scratch import Scratch
 from towerd.errors import NotSupported
-from towerd.store.prefix.module import Spans
+from towerd.store.tree.module import Spans
 from towerd.tokens import Ids, Provenance
 
 

@@ -19,7 +19,7 @@ from towerd.search.file import FILE_NAME
 from towerd.search.index import SearchIndex
 from towerd.search.search import Search
 from towerd.store import Store
-from towerd.store.vocabularies import KeptVocabulary
+from towerd.store.catalog.vocabularies import KeptVocabulary
 from towerd.transfer import export_session, import_session
 
 SAID = (b"the red otter", b" and a kilimanjaro")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from towerd.search.speech import ChatMessage, first_question, messages, spoken
-from towerd.store.vocabularies import KeptVocabulary
+from towerd.store.catalog.vocabularies import KeptVocabulary
 from towerd.tokens import Ids
 
 RENDERED = {

@@ -13,7 +13,7 @@ from store_tools import FINGERPRINT, OTHER_MODEL, turn_of
 
 from towerd.errors import RowsDamaged
 from towerd.store import Store
-from towerd.store.segments.checkpoints import CheckpointTable, checkpoint_bytes
+from towerd.store.rows.checkpoints import CheckpointTable, checkpoint_bytes
 from towerd.tiers.checkpoint_tier import CheckpointTier, leaf_distance
 
 IDS = np.arange(1, 101, dtype=np.int32)
@@ -27,7 +27,7 @@ def state(position: int, n: int = 1000) -> npt.NDArray[np.uint8]:
 def stored(store: Store, *positions: int, derived: bool = False) -> CheckpointTable:
     """The tokens are recorded and these positions have states in files."""
     store.insert(IDS, "local", [len(IDS)])
-    table = CheckpointTable(store)
+    table = CheckpointTable(store.state)
     nodes = table.attach(IDS, "local", {p: (state(p), derived) for p in positions})
     assert [node.p1 for node in nodes] == list(positions)
     for node in nodes:
@@ -39,19 +39,19 @@ def test_states_survive_a_restart_and_later_splits(root: Path) -> None:
     with Store.open(root, FINGERPRINT) as store:
         stored(store, 40, 70)
     with Store.open(root, FINGERPRINT) as store:
-        table = CheckpointTable(store)
+        table = CheckpointTable(store.state)
         store.insert(np.append(IDS[:55], 7).astype(np.int32), "local", [56])
         found = {each.position: each for each in table.all()}
         assert sorted(found) == [40, 70]
         for position, each in found.items():
             np.testing.assert_array_equal(table.load(each), state(position))
-            assert checkpoint_bytes(store, each.node) == each.nbytes
+            assert checkpoint_bytes(store.state, each.node) == each.nbytes
         store.check_integrity()
 
 
 def test_only_recorded_tokens_take_states(store: Store) -> None:
     store.insert(IDS[:50], "local", [50])
-    table = CheckpointTable(store)
+    table = CheckpointTable(store.state)
     nodes = table.attach(IDS, "local", {50: (state(50), False), 60: (state(60), False)})
     assert [node.p1 for node in nodes] == [50]
     assert table.attach(IDS, "elsewhere", {50: (state(50), False)}) == []
@@ -119,7 +119,7 @@ def test_a_derived_state_is_not_served_as_an_exact_one(root: Path) -> None:
         (path,) = stored(store, 40, derived=True).folder.iterdir()
     path.rename(path.with_name(path.name.replace(".derived", "")))
     with Store.open(root, FINGERPRINT) as store:
-        table = CheckpointTable(store)
+        table = CheckpointTable(store.state)
         (found,) = table.all()
         with pytest.raises(RowsDamaged, match="exact"):
             table.load(found)

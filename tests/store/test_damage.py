@@ -18,6 +18,7 @@ from store_tools import FINGERPRINT, OTHER_MODEL, check_rows, make_hot, turn_of,
 from towerd.errors import RowsDamaged, StoreError, StoreVersion
 from towerd.slots.errors import StateError
 from towerd.store import Store, latest_fingerprint
+from towerd.store.catalog.vocabularies import KeptVocabulary
 from towerd.store.segments.segment_header import (
     PAGE,
     PREAMBLE,
@@ -26,7 +27,6 @@ from towerd.store.segments.segment_header import (
     decode_head,
     encode_head,
 )
-from towerd.store.vocabularies import KeptVocabulary
 
 IDS = np.arange(100, 150, dtype=np.int32)
 

@@ -30,10 +30,10 @@ from towerd.store import Store
 from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.catalog.journal.chain import read_chain
 from towerd.store.catalog.shared.broker import CatalogBroker
+from towerd.store.catalog.vocabularies import KnownWords, some_words
+from towerd.store.rows.checkpoints import CheckpointTable
 from towerd.store.segments.checkpoint_file import CUT_META
-from towerd.store.segments.checkpoints import CheckpointTable
 from towerd.store.sessions.workflows import Invocation, WorkflowTable
-from towerd.store.vocabularies import KnownWords, some_words
 
 SHARED = list(range(500, 540))
 """A beginning that both chats have, in one file with the rest of the one that is deleted."""
@@ -61,7 +61,7 @@ def talk(root: Path) -> None:
         store.commit_turn(turn_of(GONE[:50], GONE[70:], session="gone"))
         write_all(store, node)  # the shared beginning and the secret in one file
         store.commit_turn(turn_of(KEPT[:50], KEPT[50:], session="kept"))
-        table = CheckpointTable(store)
+        table = CheckpointTable(store.state)
         for ids in (GONE, KEPT):
             states = {60: (np.full(500, ids[-1], "<i4").view(np.uint8), False)}
             for each in table.attach(np.array(ids, np.int32), "local", states):

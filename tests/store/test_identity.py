@@ -21,8 +21,8 @@ from towerd.errors import NotFound, StoreError
 from towerd.slots.fingerprint import REPORTED_HASH_PREFIX
 from towerd.store import Store
 from towerd.store.catalog.identity import ModelIdentity
+from towerd.store.catalog.vocabularies import KeptVocabulary
 from towerd.store.sessions.stored_rows import stored_rows
-from towerd.store.vocabularies import KeptVocabulary
 
 IDS = list(range(100))
 
@@ -44,7 +44,7 @@ def test_rows_of_two_models_lie_side_by_side(root: Path) -> None:
     with Store.open(root, OTHER_MODEL) as store:
         leaf = store.match(np.arange(99, dtype=np.int32), "local").nodes[-1]
         assert check_rows(store, leaf) == 99
-        rows = stored_rows(store, store.turns("chat"))
+        rows = stored_rows(store.state, store.turns("chat"))
         assert [(each.is_served, each.n_tokens) for each in rows] == [(True, 99), (False, 99)]
         store.delete_session("chat")
         store.gc()
@@ -61,7 +61,7 @@ def test_how_much_has_rows_is_told_of_the_current_branch(root: Path) -> None:
         store.commit_turn(turn_of(IDS[:90], IDS[90:], session="y", n_cached=100))
         make_hot(store, store.node(store.turns("x")[-1].reply_node))
         for name in "xy":
-            assert [each.n_tokens for each in stored_rows(store, store.turns(name))] == [100]
+            assert [each.n_tokens for each in stored_rows(store.state, store.turns(name))] == [100]
 
 
 def test_a_vocabulary_that_only_looks_alike_is_another(root: Path) -> None:

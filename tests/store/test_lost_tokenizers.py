@@ -17,7 +17,7 @@ from towerd.cold import freeze
 from towerd.errors import StoreError, TokensLost
 from towerd.models.bundled import bundled_model
 from towerd.store import Store
-from towerd.store.vocabularies import KeptVocabulary
+from towerd.store.catalog.vocabularies import KeptVocabulary
 
 IDS = [1, *range(300, 340)]
 

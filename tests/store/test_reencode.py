@@ -29,8 +29,8 @@ from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
 from towerd.store import FormatRequest, Node, Store
+from towerd.store.rows.reencode import differs
 from towerd.store.segments.format_run import FormatRun
-from towerd.store.segments.reencode import differs
 from towerd.tokens import Provenance
 
 

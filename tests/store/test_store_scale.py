@@ -13,7 +13,7 @@ from store_tools import FINGERPRINT, check_rows, rows_of, turn_of
 
 from towerd.errors import RowsDamaged, StoreError
 from towerd.store import Store
-from towerd.store.prefix.keys import segment_key
+from towerd.store.segments.keys import segment_key
 from towerd.tokens import ids_bytes
 
 RUN = 80

@@ -22,9 +22,9 @@ from towerd.errors import NotFound, RowsDamaged, StoreError, TowerdError
 from towerd.search.file import FILE_NAME
 from towerd.search.index import Passage, SearchIndex, SessionKey
 from towerd.store import FormatRequest, Store
+from towerd.store.catalog.vocabularies import KeptVocabulary
+from towerd.store.rows.checkpoints import CheckpointTable
 from towerd.store.segments.checkpoint_file import CUT_META
-from towerd.store.segments.checkpoints import CheckpointTable
-from towerd.store.vocabularies import KeptVocabulary
 
 CHATS = {
     f"chat-{n}": np.random.default_rng(n).integers(3, 512, 80 + 10 * n).tolist() for n in range(5)
@@ -66,7 +66,7 @@ def before(tmp_path_factory: pytest.TempPathFactory, codec: Codec) -> Path:
                 if wanted is not None:
                     assert node.file is not None
                     assert store.reencode(node.file, [FormatRequest(0, 60, wanted)]) is not None
-        table = CheckpointTable(store)
+        table = CheckpointTable(store.state)
         for node in table.attach(
             np.array(CHATS[STATEFUL], np.int32), "local", {60: (state(60), False)}
         ):
@@ -103,7 +103,7 @@ def check(root: Path, codec: Codec) -> None:
                 except (NotFound, RowsDamaged):
                     assert name == FROZEN or name in FORMATS
         assert store.get_meta(CALIBRATION) == MEASURED
-        table = CheckpointTable(store)
+        table = CheckpointTable(store.state)
         for found in table.all():
             try:
                 np.testing.assert_array_equal(table.load(found), state(60))

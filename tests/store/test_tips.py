@@ -9,8 +9,10 @@ import pytest
 from store_tools import ids_of, turn_of
 
 from towerd.store import Node, Store
-from towerd.store.prefix import growth, keys, tips, trie
+from towerd.store.segments import keys
 from towerd.store.sessions.sessions import SessionTable
+from towerd.store.state import growth
+from towerd.store.tree import tips, tree
 
 
 class Watch:
@@ -18,7 +20,7 @@ class Watch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.n_walked = self.n_hashed_anew = 0
-        walk, key_hash = trie.walk, keys.key_hash
+        walk, key_hash = tree.walk, keys.key_hash
 
         def walked(node: Node, ids: bytes, *args: Any) -> tuple[Node, int]:
             last, n = walk(node, ids, *args)
@@ -29,7 +31,7 @@ class Watch:
             self.n_hashed_anew += 1
             return key_hash(*args)
 
-        monkeypatch.setattr(trie, "walk", walked)
+        monkeypatch.setattr(tree, "walk", walked)
         monkeypatch.setattr(growth, "key_hash", hashed)
 
     def tokens(self) -> int:

@@ -11,7 +11,7 @@ from store_tools import FINGERPRINT, OTHER_TOKENIZER, ids_of, make_hot
 
 from towerd.errors import NotFound
 from towerd.store import Node, SegmentFile, Store
-from towerd.store.listener import Listener
+from towerd.store.tree.listener import Listener
 
 
 def test_empty_store_matches_nothing(store: Store) -> None:

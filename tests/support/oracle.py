@@ -29,7 +29,7 @@ from towerd.engine.embedded.scheduling.job import Job
 from towerd.engine.embedded.scheduling.pool import LiveSeq
 from towerd.settings.config import Config
 from towerd.store import Handle
-from towerd.store.prefix.trie import Trie
+from towerd.store.tree.tree import Trie
 from towerd.tokens import Ids
 from towerd.wire import Reply, Request, Writer
 

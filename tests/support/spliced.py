@@ -13,7 +13,7 @@ from towerd.engine.embedded.calibration.splice_meter import SpliceMeter, Stepped
 from towerd.engine.embedded.restore.scratch import Scratch
 from towerd.engine.embedded.restore.splice import rope_of
 from towerd.store import Base, Module
-from towerd.store.prefix.module import Spans
+from towerd.store.tree.module import Spans
 from towerd.tokens import Ids
 
 SPANS: Spans = ((0, 16), (48, 56))

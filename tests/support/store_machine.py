@@ -16,8 +16,8 @@ from towerd.errors import StoreError
 from towerd.policy import NAMES
 from towerd.slots.layout import NATIVE
 from towerd.store import FormatRequest, Handle, Node, Store
-from towerd.store.prefix import tips
 from towerd.store.sessions.sessions import RECOGNISED_TOKENS_MIN
+from towerd.store.tree import tips
 from towerd.tiers.ranking import Ranking
 from towerd.tokens import Provenance
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from store_tools import FINGERPRINT
 
 from towerd.store import Store
-from towerd.store.segments.checkpoints import StateCheckpoint
+from towerd.store.rows.checkpoints import StateCheckpoint
 from towerd.tiers.checkpoint_tier import NEAR_TOKENS, CheckpointTier
 
 Tokens = tuple[int, ...]

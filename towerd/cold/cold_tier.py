@@ -37,10 +37,10 @@ from towerd.errors import (
 )
 from towerd.store import Node, Store
 from towerd.store.maintenance.space import space
-from towerd.store.prefix.scope import tenant_of
 from towerd.store.sessions.coded import CodedSession
 from towerd.store.sessions.frozen import SessionBusy
 from towerd.store.sessions.idle import is_viewed
+from towerd.store.tree.scope import tenant_of
 from towerd.system.priority import lower_priority
 from towerd.tokens import Ids, ids_bytes
 

@@ -19,7 +19,7 @@ import numpy as np
 from towerd.codec.errors import CodecError
 from towerd.errors import SessionFrozen, StoreError, ThawError
 from towerd.store import History, Node, Store
-from towerd.store.segments import durable
+from towerd.store.files import durable
 from towerd.store.sessions.frozen import FrozenSession, WarmSession
 from towerd.tokens import Ids
 

@@ -12,8 +12,8 @@ from towerd.codec.errors import CodecError
 from towerd.cold.coding import Coding
 from towerd.errors import SessionFrozen, ThawError
 from towerd.store import Store
+from towerd.store.catalog.vocabularies import MEDIUM, KeptVocabulary
 from towerd.store.sessions.frozen import FrozenSession
-from towerd.store.vocabularies import MEDIUM, KeptVocabulary
 
 if TYPE_CHECKING:
     from towerd.codec import Codec

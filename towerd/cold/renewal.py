@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from towerd.errors import NotFound, ThawError
 from towerd.store import Store
-from towerd.store.probes import is_renewing, note_probe, note_renewed
+from towerd.store.catalog.probes import is_renewing, note_probe, note_renewed
 from towerd.store.sessions.coded import CodedSession
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any
 from towerd.engine.base import Finish, GenerateRequest, LiveBudget
 from towerd.errors import NotFound, TowerdError
 from towerd.store import Node, Store
-from towerd.store.prefix.scope import is_public
+from towerd.store.tree.scope import is_public
 from towerd.tokens import Ids
 
 log = logging.getLogger(__name__)

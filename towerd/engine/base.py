@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from towerd.drift import Drift
 from towerd.slots.fingerprint import Fingerprint
-from towerd.store.prefix.module import Module
+from towerd.store.tree.module import Module
 from towerd.tokens import Ids
 
 if TYPE_CHECKING:  # only the embedded engine needs llama.cpp in this process

@@ -17,8 +17,8 @@ from towerd.engine.model_file import Memo
 from towerd.errors import DiskFull, StoreError
 from towerd.llama_library import lib
 from towerd.store import Store
-from towerd.store.probes import note_probe
-from towerd.store.vocabularies import KeptVocabulary
+from towerd.store.catalog.probes import note_probe
+from towerd.store.catalog.vocabularies import KeptVocabulary
 from towerd.tokens import Ids
 
 log = logging.getLogger(__name__)

@@ -28,8 +28,8 @@ from towerd.search.file import (
     open_file,
 )
 from towerd.search.query import MARKS, cut, expression, uncut
-from towerd.store.prefix.scope import MARK
-from towerd.store.segments import durable
+from towerd.store.files import durable
+from towerd.store.tree.scope import MARK
 
 SNIPPET_TOKENS = 28
 DAMAGED = "The search index is damaged and is being filled again: try in a minute"

@@ -11,8 +11,8 @@ from towerd.errors import NotFound, SessionFrozen, ThawError
 from towerd.search.index import Passage, SessionKey
 from towerd.search.speech import ChatMessage, first_question, messages, spoken
 from towerd.store import SessionInfo, Store
+from towerd.store.catalog.vocabularies import KeptVocabulary
 from towerd.store.sessions.history import History
-from towerd.store.vocabularies import KeptVocabulary
 from towerd.tokens import Ids
 
 BEGINNING_TOKENS = 32

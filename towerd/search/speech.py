@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from towerd.store.vocabularies import KeptVocabulary
+from towerd.store.catalog.vocabularies import KeptVocabulary
 from towerd.tokens import Ids
 
 _ROLES = {

@@ -18,9 +18,9 @@ from towerd.sessions.trace_recorder import TraceRecorder
 from towerd.sessions.workflows import Tracker, Workflow, WorkflowStep
 from towerd.settings.config import Config
 from towerd.store import Node, Store
-from towerd.store.prefix.scope import tenant_of
 from towerd.store.sessions.turn import Turn
 from towerd.store.sessions.workflows import Invocation, WorkflowTable
+from towerd.store.tree.scope import tenant_of
 from towerd.tiers.ranking import Ranking
 
 log = logging.getLogger(__name__)

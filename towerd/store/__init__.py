@@ -1,19 +1,19 @@
 """The store: segments, their prefix tree, sessions, and the files that hold the rows."""
 
 from towerd.store.catalog.catalog import Catalog, latest_fingerprint
-from towerd.store.maintenance.collect import GcReport
 from towerd.store.maintenance.verify import VerifyReport
-from towerd.store.prefix.handle import Handle
-from towerd.store.prefix.module import Module
-from towerd.store.prefix.node import PUBLIC, Node
-from towerd.store.prefix.trie import Match
+from towerd.store.rows.collect import GcReport
+from towerd.store.rows.reencode import FormatRequest
+from towerd.store.rows.rows import RowsPart, Tier
 from towerd.store.segments.format_run import FormatRun
-from towerd.store.segments.reencode import FormatRequest
-from towerd.store.segments.rows import RowsPart, Tier
 from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.sessions.history import History
 from towerd.store.sessions.turn import Base, SessionInfo, Turn, TurnInfo, TurnResult
 from towerd.store.store import Store
+from towerd.store.tree.handle import Handle
+from towerd.store.tree.module import Module
+from towerd.store.tree.node import PUBLIC, Node
+from towerd.store.tree.tree import Match
 
 __all__ = [
     "PUBLIC", "Base", "Catalog",

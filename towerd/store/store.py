@@ -11,25 +11,19 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from towerd.errors import NotFound, StoreError
+from towerd.errors import NotFound
 from towerd.slots.rows import KVRows
 from towerd.slots.runs import Runs
-from towerd.store.listener import Listener
-from towerd.store.maintenance.collect import GcReport, collect, drop_foreign
+from towerd.store.catalog.opening import WhichModel, identify, open_catalog
+from towerd.store.catalog.vocabularies import Vocabularies
+from towerd.store.files import durable
 from towerd.store.maintenance.erase import erase
 from towerd.store.maintenance.integrity import problems
+from towerd.store.maintenance.replica import Replica
 from towerd.store.maintenance.verify import VerifyReport, verify
-from towerd.store.opening import WhichModel, identify, open_catalog
-from towerd.store.prefix.handle import Handle
-from towerd.store.prefix.loader import load_state
-from towerd.store.prefix.module import Module
-from towerd.store.prefix.node import Node
-from towerd.store.prefix.scope import public_of
-from towerd.store.prefix.trie import Match
-from towerd.store.replica import Replica
-from towerd.store.segments import durable
-from towerd.store.segments.reencode import FormatRequest, reencode
-from towerd.store.segments.rows import RowsPart, RowStore
+from towerd.store.rows.collect import GcReport, collect, drop_foreign
+from towerd.store.rows.reencode import FormatRequest, reencode
+from towerd.store.rows.rows import RowsPart, RowStore
 from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.sessions.bases import BaseTable
 from towerd.store.sessions.cold import ColdTable
@@ -39,8 +33,14 @@ from towerd.store.sessions.history import History, add_history, copy_history
 from towerd.store.sessions.pins import PinTable
 from towerd.store.sessions.sessions import SessionTable, check_name, session_page
 from towerd.store.sessions.turn import Base, SessionInfo, Turn, TurnInfo, TurnResult
-from towerd.store.state import Held, StoreState
-from towerd.store.vocabularies import Vocabularies
+from towerd.store.state.loader import load_state
+from towerd.store.state.state import Held, StoreState
+from towerd.store.tree.handle import Handle
+from towerd.store.tree.listener import Listener
+from towerd.store.tree.module import Module
+from towerd.store.tree.node import Node
+from towerd.store.tree.scope import public_of
+from towerd.store.tree.tree import Match
 from towerd.tokens import ID_BYTES, Ids, ids_array, ids_bytes, path_bytes
 
 WORKERS_MAX = 4
@@ -61,13 +61,12 @@ class Store:
         self._bases = BaseTable(state)
         self._pins = PinTable(state)
         self._deletions = Deletions()
-        self._is_open = True
         self.vocabularies = Vocabularies(state.directory.tokenizers)
         """The vocabularies of the tokenizers whose sessions the store has."""
-        self.foreign = ForeignSessions(state, self._deletions, self._open_lock)
+        self.foreign = ForeignSessions(state, self._deletions)
         """The sessions of other tokenizers."""
-        self.cold = ColdTable(state, self._sessions, self._bases, self._open_lock)
-        self._upkeep = state.catalog.upkeep(self._open_lock)
+        self.cold = ColdTable(state, self._sessions, self._bases)
+        self._upkeep = state.catalog.upkeep(self.state.locked)
         replica = Replica(state, self._bases, self.cold, self._deletions)
         state.catalog.follow(replica.apply, state.trie.held_ids)
 
@@ -104,8 +103,8 @@ class Store:
         """Flush uses, close the catalog, release the lock. Rows in use stay readable."""
         try:
             with self._upkeep.paused(), self.state.lock:
-                if self._is_open:
-                    self._is_open = False
+                if self.state.is_open:
+                    self.state.is_open = False
                     try:
                         self.state.flush()
                     finally:
@@ -120,7 +119,7 @@ class Store:
 
     def listen(self, listener: Listener) -> None:
         """Report every later change to `listener`, which replaces any other listener."""
-        with self._open_lock():
+        with self.state.locked():
             self.state.listener = listener
 
     def __enter__(self) -> Store:
@@ -133,16 +132,16 @@ class Store:
 
     def match(self, ids: Ids, scope: str) -> Match:
         """The longest stored prefix of `ids` among the scope's own and public segments."""
-        with self._open_lock():
+        with self.state.locked():
             return self.state.trie.match(ids_bytes(ids), scope)
 
     def hold(self, ids: Ids, scope: str) -> Handle:
         """The path of a request with these tokens, to be released when the request ends."""
-        return Handle(self.state.trie, self._open_lock, ids, scope)
+        return Handle(self.state.trie, self.state.locked, ids, scope)
 
     def holds_any(self, nodes: Collection[Node]) -> bool:
         """Whether a running request, of whatever process, needs one of these nodes."""
-        with self._open_lock():
+        with self.state.locked():
             return self.state.trie.holds_any(nodes, self.state.catalog.held_elsewhere())
 
     def insert(
@@ -152,16 +151,13 @@ class Store:
         ascending, from 1 to len(ids)); returns its nodes. One durable transaction. Raises
         SessionDeleted if `ids` are those of a session that was deleted `since`."""
         data = path_bytes(ids, ends)
-        with self._open_lock():
+        with self.state.locked():
             self._sessions.check_not_deleted(since, None, scope, data, self.state.trie)
-            with self.state.growing() as growth:
-                path = growth.grow(data, scope, ends)
-            self.state.touch(path[-1])
-        return path
+            return self.state.insert(data, scope, ends)
 
     def node(self, node_id: int) -> Node:
         """The node with this id. Raises NotFound."""
-        with self._open_lock():
+        with self.state.locked():
             if (node := self.state.trie.nodes.get(node_id)) is not None:
                 return node
         raise NotFound(f"there is no segment {node_id}")
@@ -178,7 +174,7 @@ class Store:
 
     def nodes(self) -> list[Node]:
         """A snapshot of every node, in no order."""
-        with self._open_lock():
+        with self.state.locked():
             return list(self.state.trie.nodes.values())
 
     def viewers(self, file: SegmentFile) -> list[Node]:
@@ -187,17 +183,17 @@ class Store:
 
     def files(self) -> list[SegmentFile]:
         """A snapshot of every segment file, in no order."""
-        with self._open_lock():
+        with self.state.locked():
             return list(self.state.files.values())
 
     def touch(self, node: Node) -> None:
         """Note a use of `node` and everything above it; durable with the next `flush`."""
-        with self._open_lock():
+        with self.state.locked():
             self.state.touch(node)
 
     def flush(self) -> None:
         """Write recorded uses and maintain the catalog; meant for idle moments."""
-        with self._open_lock():
+        with self.state.locked():
             self.state.flush()
         self._upkeep.rest()
 
@@ -208,7 +204,7 @@ class Store:
     ) -> list[RowsPart]:
         """The rows that exist from token `start` on, up to the first gap, `stop`, or the end
         of the match (or of the node's path); `exact`: only those that prefill computes."""
-        with self._open_lock():
+        with self.state.locked():
             nodes = match.nodes if isinstance(match, Match) else match.path()
             n = match.n if isinstance(match, Match) else match.p1
             return self.rows.plan(nodes, start, min(stop, n), exact=exact)
@@ -217,12 +213,12 @@ class Store:
         """A part's rows as views, in the formats they are stored in, checked on their first use in
         this process. Raises RowsDamaged (the file went to quarantine, or was dropped since
         planning: plan again) or StoreError."""
-        self._check_open()
+        self.state.check_open()
         return self.rows.load(part)
 
     def load_each(self, part: RowsPart) -> Iterator[KVRows]:
         """The same rows piece by piece, each checked when requested; raises as `load_rows`."""
-        self._check_open()
+        self.state.check_open()
         return self.rows.load_each(part)
 
     def attach_hot(
@@ -248,37 +244,37 @@ class Store:
 
         Raises SegmentsGone (they were removed meanwhile), DiskFull (nothing is left behind) or
         StoreError (not hot, not consecutive)."""
-        self._check_open()
+        self.state.check_open()
         return self.rows.write(nodes, replace=replace)
 
     def reencode(self, file: SegmentFile, requests: Sequence[FormatRequest]) -> SegmentFile | None:
         """Replace a file by one with its native rows in the requested formats; durable, and safe
         against all concurrent changes. None if the file was dropped meanwhile. Raises RowsDamaged
         (its checksums do not match), DiskFull or StoreError."""
-        self._check_open()
+        self.state.check_open()
         return reencode(self.state, self.rows, file, requests)
 
     def held(self, node: Node) -> Held:
         """The format of a node's rows, and their size."""
-        with self._open_lock():
+        with self.state.locked():
             return self.state.held(node)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the store's lock: nothing changes inside the block, and other threads wait, so
         keep it short."""
-        with self._open_lock():
+        with self.state.locked():
             yield
 
     def drop_file(self, file: SegmentFile) -> int:
         """Delete a file; its nodes keep their tokens. Returns the bytes freed."""
-        with self._open_lock():
+        with self.state.locked():
             return self.rows.drop_file(file)
 
     def drop_foreign(self, bytes_needed: int) -> int:
         """Delete files of other fingerprints, least recently used first; returns the bytes
         freed."""
-        with self._open_lock():
+        with self.state.locked():
             return drop_foreign(self.state, bytes_needed)
 
     def bytes_of(self, node: Node) -> int:
@@ -306,7 +302,7 @@ class Store:
         if not 0 <= n_cached <= len(data) // ID_BYTES:
             raise ValueError(f"n_cached {n_cached} of {len(data) // ID_BYTES} tokens")
         tail = data[n_cached * ID_BYTES :]
-        with self._open_lock():
+        with self.state.locked():
             # under whatever adapters: other rows, but the same conversation
             others = self._sessions.other_scopes(turn.scope)
             known = self.state.trie.matched(prompt, turn.scope, others)
@@ -322,49 +318,49 @@ class Store:
     def recognise(self, prompt: Ids, scope: str) -> str | None:
         """The id of the session that a turn with this prompt would be recorded under."""
         data = ids_bytes(prompt)
-        with self._open_lock():
+        with self.state.locked():
             known = self.state.trie.matched(data, scope, self._sessions.other_scopes(scope))
             found = self._sessions.recognise(known, scope)
         return None if found is None else found.id
 
     def sessions(self, scope: str | None = None, limit: int = SESSIONS_MAX) -> list[SessionInfo]:
         """Sessions of one scope, or of all, the last used first."""
-        with self._open_lock():
+        with self.state.locked():
             return self._sessions.listing(scope, limit)
 
     def sessions_beginning(
         self, prefix: str, scope: str | None = None, limit: int = SESSIONS_MAX
     ) -> list[SessionInfo]:
         """Sessions whose id was generated and begins with `prefix`, also those of other tokenizers."""
-        with self._open_lock():
+        with self.state.locked():
             own = self._sessions.beginning(prefix, scope, limit)
         return [*own, *self.foreign.beginning(prefix, scope, limit)][:limit]
 
     def session_page(self, after: int, limit: int) -> list[tuple[int, SessionInfo]]:
         """(row, session) of every tokenizer and scope, in order of the rows behind `after`."""
-        with self._open_lock():
+        with self.state.locked():
             return session_page(self.state.catalog, self.state.identity.tokenizer, after, limit)
 
     def session(self, id: str, scope: str | None = None) -> SessionInfo:
         """One session. Raises NotFound; StoreError if scope is None and the id is ambiguous."""
-        with self._open_lock():
+        with self.state.locked():
             return self._sessions.info(self._sessions.find(id, scope))
 
     def turns(self, id: str, scope: str | None = None) -> list[TurnInfo]:
         """Every turn of a session, oldest first. Raises as `session`."""
-        with self._open_lock():
+        with self.state.locked():
             return self._sessions.turns(self._sessions.find(id, scope))
 
     def session_ids(self, id: str, scope: str | None = None) -> Ids:
         """Every token of the session's current branch, int32. Raises as `session`."""
-        with self._open_lock():
+        with self.state.locked():
             node_id, tail = self._sessions.leaf_ids(self._sessions.find(id, scope))
             prefix = self.state.trie.nodes[node_id].prefix_bytes() if node_id else b""
         return ids_array(prefix + tail)
 
     def history(self, id: str, scope: str | None = None) -> History:
         """A session in a form that another store can import. Raises as `session`."""
-        with self._open_lock():
+        with self.state.locked():
             found = self._sessions.find(id, scope)
             taken = copy_history(self.state, self._sessions, self._bases, found)
         return taken.history()
@@ -373,13 +369,13 @@ class Store:
         """Add the turns that the session with the history's id lacks, in one transaction; returns
         their number. Raises InvalidRequest if the two diverge, and SessionDeleted if it was deleted
         `since`."""
-        with self._open_lock(), self.state.growing() as growth:
+        with self.state.locked(), self.state.growing() as growth:
             self._sessions.check_not_deleted(since, history.id, scope)
             return add_history(self.state, self._sessions, growth, history, scope)
 
     def rename_session(self, id: str, title: str, scope: str | None = None) -> SessionInfo:
         """Set a session's title. Raises as `session`, or InvalidRequest."""
-        with self._open_lock():
+        with self.state.locked():
             found = self._sessions.find(id, scope)
             self._sessions.rename(found, title)
             return self._sessions.info(found)
@@ -387,7 +383,7 @@ class Store:
     def delete_session(self, id: str, scope: str | None = None) -> None:
         """Forget a session; `gc` then frees what nothing else needs, and overwrites it. What is on
         its way into it is not recorded (`watch_deletions`). Raises as `session`."""
-        with self._open_lock():
+        with self.state.locked():
             found, nodes = self._sessions.find(id, scope), self.state.trie.nodes
             self.cold.forget(self._sessions.delete(found, nodes, self._deletions))
 
@@ -399,17 +395,17 @@ class Store:
 
     def pin(self, node_id: int) -> None:
         """Keep a node and its path from eviction and gc. Pinning twice is pinning once."""
-        with self._open_lock():
+        with self.state.locked():
             self._pins.add(self.node(node_id))
 
     def unpin(self, node_id: int) -> None:
         """Undo `pin`. Raises NotFound if there is no such segment or it is not pinned."""
-        with self._open_lock():
+        with self.state.locked():
             self._pins.remove(self.node(node_id))
 
     def pins(self) -> list[Node]:
         """The nodes that `pin` was called for."""
-        with self._open_lock():
+        with self.state.locked():
             return self._pins.listing()
 
     def add_base(
@@ -428,12 +424,12 @@ class Store:
         data, owner = path_bytes(ids, [len(ids)]), public_of(scope) if public else scope
         digest = hashlib.blake2b(data, digest_size=32).digest()
         base = Base(name, owner, level, 0, len(ids), digest, format, module)
-        with self._open_lock():
+        with self.state.locked():
             return self._bases.add(base, data)
 
     def bases(self) -> list[Base]:
         """Every base by level, scope and name."""
-        with self._open_lock():
+        with self.state.locked():
             return self._bases.listing()
 
     @property
@@ -443,7 +439,7 @@ class Store:
 
     def remove_base(self, name: str, scope: str) -> None:
         """Forget a base's name and pin. Raises NotFound."""
-        with self._open_lock():
+        with self.state.locked():
             self._bases.remove(name, scope)
 
     # --- upkeep ---------------------------------------------------------------------------
@@ -451,7 +447,7 @@ class Store:
     def gc(self, *, quarantine_days: float = 30, dry_run: bool = False) -> GcReport:
         """Remove, or only count, what no session, base, pin or running request needs. Then nothing
         of deleted sessions is left in any file."""
-        with self._open_lock():
+        with self.state.locked():
             report = collect(self.state, quarantine_days, self.rows.writing, dry_run=dry_run)
         if dry_run:
             return report
@@ -468,32 +464,22 @@ class Store:
 
     def check_integrity(self, *, keys: bool = False) -> None:
         """AssertionError unless trie, catalog, files and sums agree; `keys`: recompute them."""
-        with self._open_lock():
+        with self.state.locked():
             found = problems(self.state, keys=keys)
         if found:
             raise AssertionError("; ".join(found[:20]))
 
     def stats(self) -> dict[str, Any]:
         """Counts and sizes, for /metrics and people."""
-        with self._open_lock():
+        with self.state.locked():
             return self.state.stats() | self.cold.stats()
 
     def get_meta(self, key: str) -> str | None:
         """A small value kept for other modules."""
-        with self._open_lock():
+        with self.state.locked():
             return self.state.catalog.get_meta(key)
 
     def set_meta(self, key: str, value: str) -> None:
         """Durable when it returns."""
-        with self._open_lock():
+        with self.state.locked():
             self.state.catalog.set_meta(key, value)
-
-    @contextmanager
-    def _open_lock(self) -> Iterator[None]:
-        with self.state.lock:
-            self._check_open()
-            yield
-
-    def _check_open(self) -> None:
-        if not self._is_open:
-            raise StoreError("the store is closed")

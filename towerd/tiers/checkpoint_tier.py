@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.errors import StoreError
-from towerd.store.prefix.handle import Handle
-from towerd.store.prefix.node import Node
-from towerd.store.segments.checkpoints import CheckpointTable, StateCheckpoint
+from towerd.store.rows.checkpoints import CheckpointTable, StateCheckpoint
 from towerd.store.store import Store
+from towerd.store.tree.handle import Handle
+from towerd.store.tree.node import Node
 from towerd.tokens import Ids
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,8 @@ class CheckpointTier:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """exact: never resume from a state that was computed from approximate rows"""
-        self.table = CheckpointTable(store)
+        self.table = CheckpointTable(store.state)
+        self._store = store
         self.bytes_max = bytes_max
         self.exact = exact
         self.n_written = 0
@@ -75,7 +76,7 @@ class CheckpointTier:
 
     def accept(self, ids: Ids, scope: str, states: Mapping[int, tuple[Bytes, bool]]) -> None:
         """Take states of prefixes of `ids`: position -> (bytes, derived)."""
-        if not self.table.store.rows.is_trusted:
+        if not self._store.rows.is_trusted:
             return
         usable = {p: s for p, s in states.items() if not (self.exact and s[1])}
         if usable:
@@ -83,9 +84,9 @@ class CheckpointTier:
 
     def deepest(self, path: Handle, start: int, stop: int) -> StateCheckpoint | None:
         """The last state at a position in (start, stop] of a request's path."""
-        if not self.table.store.rows.is_trusted:
+        if not self._store.rows.is_trusted:
             return None
-        with self.table.store.locked():
+        with self._store.locked():
             match = path.match(stop)
             for node in reversed(match.nodes):
                 if not start < node.p1 <= match.n:
@@ -155,7 +156,7 @@ class CheckpointTier:
     def _victim(self) -> StateCheckpoint | None:
         states = [s for s in self.table.all() if s.has_file and not s.node.pinned]
         now = self._clock()
-        with self.table.store.locked():
+        with self._store.locked():
             return min(states, key=lambda state: self._worth(state, now), default=None)
 
     def _worth(self, found: StateCheckpoint, now: float) -> float:

@@ -27,9 +27,9 @@ from towerd.errors import RowsDamaged, StoreError
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows
 from towerd.store import Handle, Node, RowsPart, SegmentFile, Store
-from towerd.store.listener import Listener
-from towerd.store.prefix.scope import is_public
 from towerd.store.segments.segment_file import quantized_bytes
+from towerd.store.tree.listener import Listener
+from towerd.store.tree.scope import is_public
 from towerd.tiers.composer import Composer, Piece
 from towerd.tiers.counters import TierCounters
 from towerd.tiers.eviction import Evictor

@@ -12,7 +12,7 @@ from towerd.errors import StoreError
 from towerd.slots.blob import emit_blob, parse_blob
 from towerd.slots.rows import KVRows
 from towerd.store import Base, Module
-from towerd.store.prefix.scope import public_of
+from towerd.store.tree.scope import public_of
 from towerd.tiers.formats.calibration import allows
 from towerd.tiers.manager import Tiers
 from towerd.tiers.module_text import TOKENS_MIN

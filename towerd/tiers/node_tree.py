@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from towerd.policy import Key
 from towerd.store import Node, SegmentFile
-from towerd.store.prefix.trie import Trie
+from towerd.store.tree.tree import Trie
 
 
 class NodeTree:

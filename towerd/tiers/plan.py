@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.store import Node, RowsPart
-from towerd.store.segments.checkpoints import StateCheckpoint
+from towerd.store.rows.checkpoints import StateCheckpoint
 from towerd.tokens import Provenances, count_approximate
 
 

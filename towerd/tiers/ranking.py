@@ -25,7 +25,7 @@ from typing import Any
 from towerd.policy import Key, make_policy
 from towerd.policy.base import Learning, ReuseForecaster
 from towerd.store import Node, SegmentFile, Store
-from towerd.store.listener import Listener
+from towerd.store.tree.listener import Listener
 from towerd.tiers.learned import pack, unpack
 from towerd.tiers.node_tree import NodeTree
 from towerd.tiers.tier_ranking import TierRanking

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from towerd.errors import NotFound, RowsDamaged, StoreError
 from towerd.kernels.formats import BY_NAME
 from towerd.store import Base, FormatRequest, Node, SegmentFile, Store
-from towerd.store.segments.reencode import differs
+from towerd.store.rows.reencode import differs
 from towerd.tiers.formats.fidelity import DYNAMIC, NATIVE, LevelFormats
 
 log = logging.getLogger(__name__)

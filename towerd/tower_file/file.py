@@ -17,9 +17,9 @@ from towerd.codec.errors import CodecError
 from towerd.codec.text import MARK_FIRST
 from towerd.codec.varint import VarintReader
 from towerd.store.catalog.identity import TokenizerIdentity
+from towerd.store.catalog.vocabularies import MEDIUM, TEXT_BYTES_MAX, KeptVocabulary
 from towerd.store.sessions.history import History
 from towerd.store.sessions.sessions import NAME_CHARS_MAX, TITLE_CHARS_MAX
-from towerd.store.vocabularies import MEDIUM, TEXT_BYTES_MAX, KeptVocabulary
 from towerd.tower_file.fields import (
     TowerFileError,
     contradiction,

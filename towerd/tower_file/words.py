@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from towerd.codec import varint
 from towerd.codec.varint import VarintReader
-from towerd.store.vocabularies import KeptVocabulary, some_words
+from towerd.store.catalog.vocabularies import KeptVocabulary, some_words
 from towerd.tower_file.fields import (
     TowerFileError,
     contradiction,

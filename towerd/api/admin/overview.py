@@ -11,7 +11,7 @@ from towerd.api.http.keys import TENANT
 from towerd.engine.base import SlotView
 from towerd.errors import Forbidden
 from towerd.settings.setting import LOCAL_TENANT
-from towerd.store.prefix.scope import tenant_of
+from towerd.store.tree.scope import tenant_of
 
 
 def require_overview(request: web.Request) -> None:

@@ -16,7 +16,7 @@ from towerd.api.http.query import segment_id
 from towerd.api.http.reply import json_reply
 from towerd.api.http.scope import own_scope
 from towerd.errors import Forbidden, InvalidRequest, SessionFrozen
-from towerd.store.prefix.scope import is_of, is_public, public_of
+from towerd.store.tree.scope import is_of, is_public, public_of
 from towerd.tiers.formats.calibration import allows
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from towerd.errors import (
     TowerdError,
     Unavailable,
 )
-from towerd.store.prefix.scope import public_of
+from towerd.store.tree.scope import public_of
 from towerd.tiers.formats.fidelity import check_format
 from towerd.tiers.module_text import (
     ANYWHERE,

@@ -18,7 +18,7 @@ from towerd.api.http.requests.recent import RECENT, REQUESTS_MAX, speeds_json
 from towerd.engine.base import SlotView
 from towerd.settings.config import Config
 from towerd.settings.llama_flags import canonical
-from towerd.store.prefix.scope import tenant_of
+from towerd.store.tree.scope import tenant_of
 
 SET = "(set)"
 """Stands for the value of a secret."""

@@ -18,8 +18,8 @@ from towerd.api.http.numbers import PLAIN, Numbers, numbers_of
 from towerd.api.http.query import flag, integer_query, segment_id
 from towerd.api.http.reply import json_reply
 from towerd.errors import InvalidRequest, NotFound
-from towerd.store.prefix.scope import is_of, is_public
-from towerd.store.segments.checkpoints import checkpoint_bytes, cut_of
+from towerd.store.rows.checkpoints import checkpoint_bytes, cut_of
+from towerd.store.tree.scope import is_of, is_public
 from towerd.tokens import Ids, ids_array
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def segment_json(node: Node, store: Store, viewer: Viewer = OWNER_VIEW) -> dict[
         "warm": node.file is not None,
         "format": held.format,
         "bytes": held.nbytes,
-        "boundary_bytes": checkpoint_bytes(store, node),
+        "boundary_bytes": checkpoint_bytes(store.state, node),
         "pinned": node.pinned,
         "hits": node.hits if has_uses else None,
         "last_used": node.last_used if has_uses else None,
@@ -132,7 +132,7 @@ async def get_segment(request: web.Request) -> web.Response:
     store, viewer = service.store, await viewer_of(request)
     node = await asyncio.to_thread(viewer.node, store, segment_id(request))
     out = await asyncio.to_thread(segment_json, node, store, viewer)
-    out["cut"] = await asyncio.to_thread(cut_of, store)
+    out["cut"] = await asyncio.to_thread(cut_of, store.state)
     out["path"] = [viewer.numbers.shown(each.id) for each in node.path()]
     out["children"] = [viewer.numbers.shown(child.id) for child in viewer.children(node)]
     ids = _run_ids(node)

@@ -116,14 +116,14 @@ async def get_session(request: web.Request) -> web.Response:
         return await _get_foreign(request, name, found)
     info = found
     turns = await asyncio.to_thread(store.turns, name, info.scope)
-    rows = await asyncio.to_thread(stored_rows, store, turns)
+    rows = await asyncio.to_thread(stored_rows, store.state, turns)
     out: dict[str, Any] = {
         "session": await _session_json(request, info),
         "turns": await _turns_json(request, turns),
         "rows": [asdict(each) for each in rows],
     }
     if flag(request, "cost"):
-        out["cost"] = asdict(await asyncio.to_thread(tier_cost, store, turns))
+        out["cost"] = asdict(await asyncio.to_thread(tier_cost, store.state, turns))
     if flag(request, "messages"):
         out["messages"] = await _messages(request, info)
     if flag(request, "kept"):

@@ -10,7 +10,7 @@ from towerd.api.http.keys import TENANT
 from towerd.api.http.reply import json_reply
 from towerd.api.llama.task import RUNNING
 from towerd.errors import InvalidRequest
-from towerd.store.prefix.scope import tenant_of
+from towerd.store.tree.scope import tenant_of
 
 
 async def post_control(request: web.Request) -> web.Response:

@@ -22,7 +22,7 @@ from towerd.store.catalog.journal.recover import open_catalog, rebuild_catalog
 from towerd.store.catalog.journal.settle import drop_wrong
 from towerd.store.catalog.journal.tables import read_ledger, write_ledger
 from towerd.store.catalog.journal.upkeep import CatalogUpkeep
-from towerd.store.segments.durable import store_errors
+from towerd.store.files.durable import store_errors
 
 log = logging.getLogger(__name__)
 

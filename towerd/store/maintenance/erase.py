@@ -12,14 +12,14 @@ from dataclasses import replace
 
 from towerd.errors import StoreError
 from towerd.store.catalog.catalog import Upkeep
-from towerd.store.maintenance.collect import GcReport, drop_foreign_file, has_unneeded
-from towerd.store.prefix.scope import tenant_of
-from towerd.store.segments.reencode import reencode
-from towerd.store.segments.rows import RowStore
+from towerd.store.catalog.vocabularies import Vocabularies
+from towerd.store.rows.collect import GcReport, drop_foreign_file, has_unneeded
+from towerd.store.rows.reencode import reencode
+from towerd.store.rows.rows import RowStore
 from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.sessions.sessions import DELETED_META
-from towerd.store.state import StoreState
-from towerd.store.vocabularies import Vocabularies
+from towerd.store.state.state import StoreState
+from towerd.store.tree.scope import tenant_of
 from towerd.tokens import ids_array
 
 _LONGER = (

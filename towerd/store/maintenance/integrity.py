@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from towerd.store.prefix.node import Node
-from towerd.store.prefix.scope import public_of
 from towerd.store.segments.format_run import decode_runs
-from towerd.store.state import StoreState
+from towerd.store.state.state import StoreState
+from towerd.store.tree.node import Node
+from towerd.store.tree.scope import public_of
 from towerd.tokens import ID_BYTES
 
 _LOST = (

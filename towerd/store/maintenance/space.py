@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from towerd.store.prefix.node import Node
-from towerd.store.state import StoreState
+from towerd.store.state.state import StoreState
+from towerd.store.tree.node import Node
 
 _FROZEN = (
     "SELECT coalesce(sum(max(0, n_tokens - n_base)), 0) FROM sessions JOIN cold ON session = pk"

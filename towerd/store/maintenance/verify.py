@@ -14,21 +14,21 @@ from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store.catalog.catalog import Upkeep
 from towerd.store.catalog.database import CatalogDamaged
-from towerd.store.maintenance.collect import orphans
 from towerd.store.maintenance.integrity import problems
-from towerd.store.segments.checkpoint_check import (
+from towerd.store.rows.checkpoint_check import (
     checkpoint_files,
     checkpoint_problem,
     stray_checkpoints,
 )
+from towerd.store.rows.collect import orphans
+from towerd.store.rows.rows import RowStore
 from towerd.store.segments.checkpoint_file import SUFFIX
 from towerd.store.segments.format_run import decode_runs
-from towerd.store.segments.rows import RowStore
 from towerd.store.segments.segment_file import Claim, blob_rows, check_claim, check_pieces, map_file
 from towerd.store.segments.segment_header import SegmentHeader, check_layout, decode_head
 from towerd.store.sessions.cold import ColdTable
 from towerd.store.sessions.foreign import prefix_of
-from towerd.store.state import StoreState
+from towerd.store.state.state import StoreState
 
 
 @dataclass(frozen=True, slots=True)

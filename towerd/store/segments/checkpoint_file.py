@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.slots.errors import StateError
-from towerd.store.segments import durable
+from towerd.store.files import durable
 from towerd.store.segments.segment_header import PREAMBLE, PREFIX_BYTES, checksum, page_up
 
 MAGIC = b"TWRBND"

@@ -20,8 +20,8 @@ from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
-from towerd.store.prefix.keys import segment_key
 from towerd.store.segments.format_run import FormatRun, native_run, provenance_of
+from towerd.store.segments.keys import segment_key
 from towerd.store.segments.segment_header import (
     BlobEntry,
     PlaneEntry,

@@ -24,8 +24,8 @@ import xxhash
 from towerd.slots.blob import blob_size
 from towerd.slots.errors import StateError
 from towerd.slots.layout import CELL_EXT_BYTES, NATIVE, KVLayout
-from towerd.store.prefix.keys import KEY_BYTES
 from towerd.store.segments.format_run import FormatRun, check_runs
+from towerd.store.segments.keys import KEY_BYTES
 from towerd.tokens import ID_BYTES
 
 MAGIC = b"TWRSEG"

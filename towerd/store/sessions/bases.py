@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from towerd.errors import NotFound
-from towerd.store.prefix.loader import add_pins
-from towerd.store.prefix.module import module_from_json
 from towerd.store.sessions.turn import Base
-from towerd.store.state import StoreState
+from towerd.store.state.loader import add_pins
+from towerd.store.state.state import StoreState
+from towerd.store.tree.module import module_from_json
 
 
 @dataclass(slots=True)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from towerd.store.catalog.catalog import Catalog
-from towerd.store.prefix.scope import TENANT_SQL
 from towerd.store.sessions.cold_row import row_digest
 from towerd.store.sessions.frozen import FrozenSession, damaged_session
 from towerd.store.sessions.sessions import SessionRow, SessionTable
 from towerd.store.sessions.turn import Base
-from towerd.store.state import StoreState
+from towerd.store.state.state import StoreState
+from towerd.store.tree.scope import TENANT_SQL
 from towerd.tokens import ids_array
 
 _FACTS = ("id", "parent", "n_prompt", "n_reply", "n_cached", "started", "created", "finished")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import takewhile
 from operator import itemgetter
@@ -20,11 +19,8 @@ from operator import itemgetter
 from towerd.codec import container
 from towerd.codec.base import ids_hash
 from towerd.errors import InvalidRequest, NotFound, StoreError, ThawError
-from towerd.store.maintenance.collect import delete, forget
-from towerd.store.maintenance.prune import OtherUsers, common_base, own_nodes, unneeded, unviewed
-from towerd.store.prefix.growth import Growth
-from towerd.store.prefix.node import Node
-from towerd.store.prefix.scope import TENANT_SQL
+from towerd.store.rows.collect import delete, forget
+from towerd.store.rows.prune import OtherUsers, common_base, own_nodes, unneeded, unviewed
 from towerd.store.sessions.bases import BaseTable
 from towerd.store.sessions.coded import CodedSession, coded_page, prefix_hash_rows, read_coded
 from towerd.store.sessions.cold_row import (
@@ -40,7 +36,10 @@ from towerd.store.sessions.idle import IdleSession, Place, idle_page
 from towerd.store.sessions.prefix_hashes import PrefixHashIndex, prefix_hashes, prefix_hashes_at
 from towerd.store.sessions.sessions import RECOGNISED_TOKENS_MIN, SessionRow, SessionTable
 from towerd.store.sessions.turn import SessionInfo
-from towerd.store.state import StoreState
+from towerd.store.state.growth import Growth
+from towerd.store.state.state import StoreState
+from towerd.store.tree.node import Node
+from towerd.store.tree.scope import TENANT_SQL
 from towerd.tokens import ID_BYTES, ids_array
 
 CANDIDATES_MAX = 64
@@ -52,19 +51,14 @@ _WITHOUT_TOKENS = (
     " WHERE session = ? AND reply_node IS NULL AND tail = x'' ORDER BY id"
 )
 
-Lock = Callable[[], AbstractContextManager[None]]
-
 
 class ColdTable:
     """The frozen sessions of one open store. Thread-safe."""
 
-    def __init__(
-        self, state: StoreState, sessions: SessionTable, bases: BaseTable, lock: Lock
-    ) -> None:
+    def __init__(self, state: StoreState, sessions: SessionTable, bases: BaseTable) -> None:
         self._state = state
         self._sessions = sessions
         self._bases = bases
-        self._lock = lock
         self._mine = state.identity.tokenizer
         self._prefix_hashes = PrefixHashIndex()
         self._prefix_hashes.load(prefix_hash_rows(state))
@@ -78,7 +72,7 @@ class ColdTable:
         """The number of frozen sessions and the size of their blobs; the number of sessions that
         have a copy in coded form beside their tokens."""
         mine = (self._mine,)
-        with self._lock():
+        with self._state.locked():
             ((n, n_bytes),) = self._state.catalog.rows(
                 "SELECT count(*), coalesce(sum(cold_bytes), 0) FROM sessions"
                 " WHERE tokenizer = ? AND cold_bytes > 0",
@@ -100,7 +94,7 @@ class ColdTable:
     ) -> list[SessionInfo]:
         """Sessions with tokens that were last used before a Unix time and are not frozen,
         least recently used first, excluding the (scope, id) pairs in `without`."""
-        with self._lock():
+        with self._state.locked():
             rows = self._state.catalog.rows(
                 "SELECT pk, id, scope FROM sessions INDEXED BY sessions_warm"
                 " WHERE tokenizer = ? AND cold_bytes = 0 AND updated < ? AND leaf IS NOT NULL"
@@ -115,11 +109,11 @@ class ColdTable:
         self, before: float, after: Place, limit: int, holds: Callable[[Node], bool]
     ) -> list[IdleSession]:
         """See `idle_page`."""
-        return idle_page(self._state, before, after, limit, holds, self._lock)
+        return idle_page(self._state, before, after, limit, holds)
 
     def frozen(self) -> list[tuple[str, str]]:
         """(id, scope) of every frozen session."""
-        with self._lock():
+        with self._state.locked():
             return self._state.catalog.rows(
                 "SELECT id, scope FROM sessions WHERE tokenizer = ? AND cold_bytes > 0",
                 (self._mine,),
@@ -127,18 +121,18 @@ class ColdTable:
 
     def coded(self, after: int, limit: int, scope: str | None = None) -> list[CodedSession]:
         """See `coded_page`."""
-        with self._lock():
+        with self._state.locked():
             return coded_page(self._state.catalog, self._mine, after, limit, scope)
 
     def blob(self, pk: int) -> bytes:
         """The blob of a session's row; empty if it has none."""
-        with self._lock():
+        with self._state.locked():
             rows = self._state.catalog.rows("SELECT blob FROM blobs WHERE session = ?", (pk,))
         return b"".join(blob for (blob,) in rows)
 
     def named(self, id: str, scope: str) -> str | None:
         """`id` if it names a frozen session; otherwise None."""
-        with self._lock():
+        with self._state.locked():
             found = self._sessions.lookup(id, scope)
             is_frozen = found is not None and self._sessions.info(found).cold_bytes > 0
         return id if is_frozen else None
@@ -146,13 +140,13 @@ class ColdTable:
     def continued_by(self, prompt: bytes, scope: str) -> str | None:
         """The id of the frozen session that a prompt (int32 LE) most likely continues; None
         if a warm session matches further."""
-        with self._lock():
+        with self._state.locked():
             scopes = [scope, *self._sessions.other_scopes(scope)]
         found = [each for of in scopes if (each := self._longest_frozen(prompt, of))]
         if not found:
             return None
         n, cold = max(found, key=itemgetter(0))
-        with self._lock():
+        with self._state.locked():
             return self._unless_warm(prompt, scope, n, cold)
 
     def _longest_frozen(
@@ -161,7 +155,7 @@ class ColdTable:
         """How many tokens of a prompt the frozen session of `scope` has that has most of them, and
         its (last use, pk, id)."""
         hashes = prefix_hashes(prompt, scope)
-        with self._lock():
+        with self._state.locked():
             for n, pks in self._prefix_hashes.find(hashes):
                 if n < RECOGNISED_TOKENS_MIN:
                     break
@@ -174,7 +168,7 @@ class ColdTable:
     def read(self, id: str, scope: str | None = None) -> FrozenSession | None:
         """A frozen session, its bytes checked; None if it is not frozen. Raises NotFound,
         StoreError (the id is ambiguous), ThawError (damaged)."""
-        with self._lock():
+        with self._state.locked():
             session = self._sessions.find(id, scope)
             found = self._read(session, frozen=True)
             if found is None and self._sessions.info(session).cold_bytes:
@@ -186,7 +180,7 @@ class ColdTable:
     def take(self, id: str, scope: str | None = None) -> WarmSession | None:
         """Read a session's content for coding; None if it is frozen already. Raises NotFound,
         StoreError (ambiguous), InvalidRequest (no turns)."""
-        with self._lock():
+        with self._state.locked():
             session = self._sessions.find(id, scope)
             if self._sessions.info(session).cold_bytes:
                 return None
@@ -201,7 +195,7 @@ class ColdTable:
     def copy_of(self, warm: WarmSession) -> FrozenSession | None:
         """The copy of a session in coded form; None if there is none of exactly these turns, or
         it is damaged."""
-        with self._lock():
+        with self._state.locked():
             self._check_same(warm)
             try:
                 copy = self._read(warm.session, frozen=False)
@@ -216,7 +210,7 @@ class ColdTable:
         turns = encode_turns(warm.turn_ids, history.turns)
         marks = history_prefix_hashes(history, warm.taken.info.scope)
         digest = row_digest(warm.n_base, turns, marks, blob)
-        with self._lock():
+        with self._state.locked():
             self._check_same(warm)
             self.is_empty = False
             base = None if warm.base is None else warm.base.id
@@ -245,7 +239,7 @@ class ColdTable:
 
         Raises SessionBusy (continued meanwhile, or not allowed); nothing is then changed."""
         state, pk = self._state, warm.session.pk
-        with self._lock():
+        with self._state.locked():
             self._check_same(warm)
             found = state.catalog.rows(_COPY, (pk, copy.digest))
             if not found:
@@ -278,7 +272,7 @@ class ColdTable:
         """Replace the blob of a frozen session with another one of the same tokens; durable.
         Does nothing if the session was thawed or recoded meanwhile."""
         state, pk = self._state, frozen.session.pk
-        with self._lock():
+        with self._state.locked():
             now = self._read(frozen.session, frozen=True)
             if now is None or now.digest != frozen.digest:
                 return
@@ -298,7 +292,7 @@ class ColdTable:
         stays as a copy if it has all turns. False if the session was thawed, refrozen or recoded
         since it was read. Raises DiskFull."""
         pk, scope = frozen.session.pk, frozen.info.scope
-        with self._lock():
+        with self._state.locked():
             if not self._state.catalog.rows(_IS_STILL, (pk, frozen.digest)):
                 return False
             with self._state.growing() as growth:
@@ -313,7 +307,7 @@ class ColdTable:
         """Restore the tokens of a frozen session that cannot be decoded from a prompt (int32
         LE) that begins with all of them. The hash in the session's blob, or else its prefix
         hashes, prove the match; returns whether it matched. Raises DiskFull."""
-        with self._lock():
+        with self._state.locked():
             session = self._sessions.lookup(id, scope)
             if session is None or not self._sessions.info(session).cold_bytes:
                 return False

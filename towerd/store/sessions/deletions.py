@@ -15,9 +15,9 @@ from weakref import WeakSet
 
 import numpy as np
 
-from towerd.store.prefix.node import Node
-from towerd.store.prefix.scope import tenant_of
 from towerd.store.sessions.prefix_hashes import HASH_BYTES, prefix_hashes
+from towerd.store.tree.node import Node
+from towerd.store.tree.scope import tenant_of
 
 
 class Deletion(NamedTuple):

@@ -7,25 +7,21 @@ when a client sends their text to another one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
 from towerd.errors import InvalidRequest, NotFound
 from towerd.store.catalog.identity import TokenizerIdentity
-from towerd.store.prefix.loader import load_foreign
-from towerd.store.prefix.node import Node
 from towerd.store.sessions.coded import read_coded
 from towerd.store.sessions.deletions import Deletions, DeletionWatch
 from towerd.store.sessions.frozen import FrozenSession, damaged_session
 from towerd.store.sessions.history import History, HistoryCopy, add_history, turn_rows
 from towerd.store.sessions.sessions import SessionRow, SessionTable, tokens_lost
 from towerd.store.sessions.turn import SessionInfo, TurnInfo
-from towerd.store.state import StoreState
+from towerd.store.state.loader import load_foreign
+from towerd.store.state.state import StoreState
+from towerd.store.tree.node import Node
 from towerd.tokens import ID_BYTES, Ids, ids_array
-
-Lock = Callable[[], AbstractContextManager[None]]
 
 _PREFIX = (
     "WITH RECURSIVE up(id, parent, p0, ids) AS ("
@@ -99,14 +95,13 @@ class ForeignSessions:
     `tokenizer`, the hex digest of one, tells sessions of one id apart; of several, the one used
     last is meant."""
 
-    def __init__(self, state: StoreState, deletions: Deletions, lock: Lock) -> None:
+    def __init__(self, state: StoreState, deletions: Deletions) -> None:
         self._state = state
         self._deletions = deletions
-        self._lock = lock
 
     def listing(self, scope: str | None, limit: int) -> list[SessionInfo]:
         """Sessions of one scope, or of all, the last used first."""
-        with self._lock():
+        with self._state.locked():
             found = [
                 replace(info, tokenizer=digest.hex())
                 for pk, digest in self._tokenizers()
@@ -117,7 +112,7 @@ class ForeignSessions:
 
     def beginning(self, prefix: str, scope: str | None, limit: int) -> list[SessionInfo]:
         """Sessions whose id was generated and begins with `prefix`."""
-        with self._lock():
+        with self._state.locked():
             return [
                 replace(info, tokenizer=digest.hex())
                 for pk, digest in self._tokenizers()
@@ -126,7 +121,7 @@ class ForeignSessions:
 
     def session(self, id: str, scope: str | None = None, tokenizer: str = "") -> ForeignSession:
         """One session and its turns. Raises NotFound; StoreError if the id is ambiguous."""
-        with self._lock():
+        with self._state.locked():
             table, row, digest = self._find(id, scope, tokenizer)
             return ForeignSession(
                 replace(table.info(row), tokenizer=digest.hex()), table.turns(row)
@@ -137,7 +132,7 @@ class ForeignSessions:
     ) -> tuple[Ids, bytes]:
         """Every token of the current branch, int32, and the digest of its tokenizer. Raises as
         `session`, and SessionFrozen."""
-        with self._lock():
+        with self._state.locked():
             table, row, digest = self._find(id, scope, tokenizer)
             leaf, tail = table.leaf_ids(row)
             data = prefix_of(self._state, leaf) if leaf else b""
@@ -148,7 +143,7 @@ class ForeignSessions:
     ) -> tuple[FrozenSession, bytes]:
         """A frozen session, its bytes checked, and the digest of its tokenizer. Raises as
         `session`, and ThawError (damaged, or not frozen)."""
-        with self._lock():
+        with self._state.locked():
             table, row, digest = self._find(id, scope, tokenizer)
             prefix = partial(prefix_of, self._state)
             found = read_coded(table, row, prefix, lambda _: [], frozen=True)
@@ -161,14 +156,14 @@ class ForeignSessions:
     ) -> tuple[History, bytes]:
         """A session in a form that another store can import, and the digest of its tokenizer. Raises
         as `session_ids`."""
-        with self._lock():
+        with self._state.locked():
             table, row, digest = self._find(id, scope, tokenizer)
             taken = _copy_history(self._state, table, row)
         return taken.history(), digest
 
     def identity(self, digest: bytes) -> TokenizerIdentity:
         """The identity of a tokenizer that the store has."""
-        with self._lock():
+        with self._state.locked():
             ((pk,),) = self._state.catalog.rows(
                 "SELECT id FROM tokenizers WHERE digest = ?", (digest,)
             )
@@ -177,7 +172,7 @@ class ForeignSessions:
     def enter(self, tokenizer: TokenizerIdentity) -> bytes:
         """The digest of another tokenizer, which is entered if it is new. Raises InvalidRequest if it
         is the open one, and DiskFull."""
-        with self._lock():
+        with self._state.locked():
             catalog = self._state.catalog
             pk = catalog.enter_tokenizer(tokenizer, self._state.clock())
             if pk == self._state.identity.tokenizer:
@@ -193,7 +188,7 @@ class ForeignSessions:
         """Enter a history, or the turns that the session with its id lacks, under an entered
         tokenizer, in one transaction; returns how many turns were added. Raises InvalidRequest if the
         two diverge, SessionDeleted if the session was deleted `since`, SessionFrozen or DiskFull."""
-        with self._lock():
+        with self._state.locked():
             ((pk,),) = self._state.catalog.rows(
                 "SELECT id FROM tokenizers WHERE digest = ?", (digest,)
             )
@@ -206,14 +201,14 @@ class ForeignSessions:
         self, id: str, title: str, scope: str | None = None, tokenizer: str = ""
     ) -> SessionInfo:
         """Set a title. Raises as `session`, or InvalidRequest."""
-        with self._lock():
+        with self._state.locked():
             table, row, digest = self._find(id, scope, tokenizer)
             table.rename(row, title)
             return replace(table.info(row), tokenizer=digest.hex())
 
     def delete(self, id: str, scope: str | None = None, tokenizer: str = "") -> None:
         """Forget a session; `gc` then frees what nothing else needs. Raises as `session`."""
-        with self._lock():
+        with self._state.locked():
             table, row, _ = self._find(id, scope, tokenizer)
             nodes = {}
             if self._state.catalog.is_shared:  # another process may be answering it

@@ -7,11 +7,11 @@ from typing import Any
 
 from towerd.codec.errors import CodecError
 from towerd.errors import StoreError, ThawError
-from towerd.store.prefix.node import Node
 from towerd.store.sessions.cold_row import decode_turns
 from towerd.store.sessions.history import History, HistoryCopy, PastTurn, beginning
 from towerd.store.sessions.sessions import SessionRow
 from towerd.store.sessions.turn import Base, SessionInfo
+from towerd.store.tree.node import Node
 from towerd.tokens import Ids, ids_array
 
 

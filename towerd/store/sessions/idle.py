@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from towerd.store.maintenance.prune import OtherUsers, own_nodes, unneeded
-from towerd.store.prefix.node import Node
-from towerd.store.segments.checkpoint_check import is_checkpointed_elsewhere
-from towerd.store.state import StoreState
+from towerd.store.rows.checkpoint_check import is_checkpointed_elsewhere
+from towerd.store.rows.prune import OtherUsers, own_nodes, unneeded
+from towerd.store.state.state import StoreState
+from towerd.store.tree.node import Node
 
 Place: TypeAlias = tuple[float, int]
 """(last use, row id) of a session, by which pages are ordered."""
@@ -44,18 +43,17 @@ def idle_page(
     after: Place,
     limit: int,
     holds: Callable[[Node], bool],
-    lock: Callable[[], AbstractContextManager[None]],
 ) -> list[IdleSession]:
     """At most `limit` sessions with tokens, last used before a Unix time, that follow `after`; the
     least recently used first. `holds`: whether a segment has rows, in RAM or on disk. The lock is
     released between sessions, of which a long one takes more than a millisecond."""
-    with lock():
+    with state.locked():
         rows = state.catalog.rows(_PAGE, (state.identity.tokenizer, *after, before, limit))
     found = []
     for updated, pk, id, scope, copied, base, leaf in rows:
         has_rows = True
         if copied is not None:
-            with lock():
+            with state.locked():
                 has_rows = _has_rows(state, pk, leaf, base, holds)
         found.append(IdleSession((updated, pk), id, scope, copied is not None, has_rows))
     return found

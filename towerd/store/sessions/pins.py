@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from towerd.errors import NotFound
-from towerd.store.prefix.loader import add_pins
-from towerd.store.prefix.node import Node
-from towerd.store.state import StoreState
+from towerd.store.state.loader import add_pins
+from towerd.store.state.state import StoreState
+from towerd.store.tree.node import Node
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,6 @@ from typing import Any
 
 from towerd.errors import InvalidRequest, NotFound, SessionDeleted, SessionFrozen, TokensLost
 from towerd.store.catalog.catalog import Catalog
-from towerd.store.prefix.node import Node
-from towerd.store.prefix.scope import MARK, TENANT_SQL, tenant_of
-from towerd.store.prefix.trie import Trie
 from towerd.store.sessions.deletions import (
     Deletion,
     Deletions,
@@ -21,6 +18,9 @@ from towerd.store.sessions.deletions import (
     hashes_at,
 )
 from towerd.store.sessions.turn import SessionInfo, Turn, TurnInfo
+from towerd.store.tree.node import Node
+from towerd.store.tree.scope import MARK, TENANT_SQL, tenant_of
+from towerd.store.tree.tree import Trie
 
 NAME_CHARS_MAX = 200
 TITLE_CHARS_MAX = 500

@@ -6,10 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from towerd.store.prefix.node import Node
 from towerd.store.sessions.turn import TurnInfo
-from towerd.store.state import StoreState
-from towerd.store.store import Store
+from towerd.store.state.state import StoreState
+from towerd.store.tree.node import Node
 
 _AT_ONCE = 500
 """Segments in one query."""
@@ -30,13 +29,13 @@ class StoredRows:
     is_served: bool
 
 
-def stored_rows(store: Store, turns: Sequence[TurnInfo]) -> list[StoredRows]:
+def stored_rows(state: StoreState, turns: Sequence[TurnInfo]) -> list[StoredRows]:
     """The row identities that have rows of the current branch of a session with these turns, the
     open one first, if it has any. Rows in memory count for it."""
     leaf = next((turn.reply_node for turn in reversed(turns) if turn.current), 0)
-    with store.locked():
-        node = store.state.trie.nodes.get(leaf)
-        return [] if node is None else _rows_of(store.state, node.path())
+    with state.locked():
+        node = state.trie.nodes.get(leaf)
+        return [] if node is None else _rows_of(state, node.path())
 
 
 def _rows_of(state: StoreState, path: list[Node]) -> list[StoredRows]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from towerd.store.prefix.node import Node
+from towerd.store.rows.checkpoints import checkpoint_bytes, cut_of
 from towerd.store.segments.checkpoint_file import ANYWHERE
-from towerd.store.segments.checkpoints import checkpoint_bytes, cut_of
 from towerd.store.sessions.turn import TurnInfo
-from towerd.store.store import Store
+from towerd.store.state.state import StoreState
+from towerd.store.tree.node import Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +29,15 @@ class TierCost:
     pinned: bool
 
 
-def tier_cost(store: Store, turns: Sequence[TurnInfo]) -> TierCost:
+def tier_cost(state: StoreState, turns: Sequence[TurnInfo]) -> TierCost:
     """The cost of the session with these turns. Rows that are shared count in full for each."""
     leaf = next((turn.reply_node for turn in reversed(turns) if turn.current), 0)
-    with store.locked():
-        node = store.state.trie.nodes.get(leaf)
+    with state.locked():
+        node = state.trie.nodes.get(leaf)
         path = [] if node is None else node.path()
         hot_bytes = sum(each.hot.nbytes for each in path if each.hot is not None)
-    anywhere = cut_of(store) == ANYWHERE
-    states = [0 if anywhere else checkpoint_bytes(store, each) for each in path]
+    anywhere = cut_of(state) == ANYWHERE
+    states = [0 if anywhere else checkpoint_bytes(state, each) for each in path]
     return TierCost(
         hot_bytes=hot_bytes,
         warm_bytes=sum(_file_bytes(each) for each in path),

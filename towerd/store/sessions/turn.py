@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from towerd.store.prefix.module import Module
-from towerd.store.prefix.node import Node
 from towerd.store.sessions.deletions import DeletionWatch
+from towerd.store.tree.module import Module
+from towerd.store.tree.node import Node
 from towerd.tokens import Ids
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from towerd.store.state import StoreState
+from towerd.store.state.state import StoreState
 
 WORKFLOWS_MAX = 20_000
 """Maximum of all tenants; beyond it the oldest are forgotten with their invocations."""

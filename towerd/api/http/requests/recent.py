@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from towerd.engine.base import Finish
-from towerd.store.prefix.scope import tenant_of
+from towerd.store.tree.scope import tenant_of
 
 REQUESTS_MAX = 4096
 """Requests that are remembered, in some 2 MB: hours of a person's, an hour of a few agents'."""

@@ -35,7 +35,7 @@ from towerd.slots.blob import emit_blob
 from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows, join
 from towerd.slots.shift import shift
-from towerd.store.prefix.module import Spans
+from towerd.store.tree.module import Spans
 from towerd.tiers.formats.calibration import DriftSample
 from towerd.tokens import Ids
 

@@ -2,7 +2,7 @@
 
 As in llama-server, each has a number, by the order of the command line, and a scale for all
 requests that POST /lora-adapters may change. A request may name scales of its own; those it does
-not name are 0. The adapters of a request are part of its scope (`towerd.store.prefix.scope`), by
+not name are 0. The adapters of a request are part of its scope (`towerd.store.tree.scope`), by
 the hashes of their files, so that a restart with other adapters or in another order uses no wrong
 row.
 """
@@ -24,7 +24,7 @@ from towerd.engine.model_file import Memo, file_hash
 from towerd.errors import InvalidRequest, ModelError
 from towerd.llama_library import lib
 from towerd.settings.llama_flags import AdapterFile
-from towerd.store.prefix.scope import adapters_of, scope_of
+from towerd.store.tree.scope import adapters_of, scope_of
 
 Adapted: TypeAlias = tuple[tuple[int, float], ...]
 """Addresses of `llama_adapter_lora`, with their scales; empty: the bare model."""

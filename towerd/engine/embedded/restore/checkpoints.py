@@ -21,7 +21,7 @@ from towerd.engine.embedded.scheduling.job import Job
 from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq
 from towerd.engine.longest_prefix import longest_prefix
 from towerd.errors import StoreError, TowerdError
-from towerd.store.segments.checkpoints import StateCheckpoint
+from towerd.store.rows.checkpoints import StateCheckpoint
 from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import RestorePlan

@@ -24,7 +24,7 @@ from towerd.engine.embedded.restore.scratch import Scratch, other_shapes
 from towerd.engine.embedded.restore.splice import Splicer
 from towerd.engine.embedded.scheduling.scheduler import Scheduler
 from towerd.errors import Unavailable
-from towerd.store.prefix.module import Module, Spans
+from towerd.store.tree.module import Module, Spans
 from towerd.tiers.formats.calibration import DriftSample, allows
 from towerd.tiers.module_text import PERCENTS_MORE, check_length
 from towerd.tokens import Ids, ids_bytes

@@ -30,7 +30,7 @@ from towerd.slots.errors import StateError
 from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows
 from towerd.slots.shift import check_rope, shift
-from towerd.store.prefix.module import Spans
+from towerd.store.tree.module import Spans
 from towerd.tiers.manager import Tiers
 from towerd.tiers.module_text import TOKENS_MIN
 from towerd.tiers.modules import Modules, PlacedModule

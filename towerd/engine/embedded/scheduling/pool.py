@@ -25,7 +25,7 @@ import numpy.typing as npt
 from towerd.engine.embedded.longchat.live_set import EVERYTHING, BoundedSet, LiveSet
 from towerd.engine.longest_prefix import longest_prefix
 from towerd.retention import Positions
-from towerd.store.prefix.scope import adapters_of
+from towerd.store.tree.scope import adapters_of
 from towerd.tokens import (
     Ids,
     Provenance,

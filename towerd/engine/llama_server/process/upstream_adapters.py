@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from towerd.errors import InvalidRequest, NotSupported
-from towerd.store.prefix.scope import adapters_of, scope_of
+from towerd.store.tree.scope import adapters_of, scope_of
 
 ENTRIES_MAX = 8192
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from towerd.engine.llama_server.slots.slot import Slot
 from towerd.store import Handle
-from towerd.store.prefix.scope import adapters_of
+from towerd.store.tree.scope import adapters_of
 from towerd.tokens import Ids
 
 _SMOOTHING = 0.2

@@ -26,7 +26,7 @@ from towerd.engine.llama_server.slots.slot_counters import SlotCounters
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.errors import TowerdError
 from towerd.store import Handle
-from towerd.store.prefix.scope import adapters_of
+from towerd.store.tree.scope import adapters_of
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import RestorePlan
 from towerd.tokens import Ids

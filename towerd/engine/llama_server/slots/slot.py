@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from towerd.engine.base import SlotView
-from towerd.store.prefix.scope import adapters_of
 from towerd.store.sessions.deletions import DeletionWatch
+from towerd.store.tree.scope import adapters_of
 from towerd.tokens import Ids, Provenances, common_prefix, computed_after
 
 _EMPTY: Ids = np.zeros(0, np.int32)

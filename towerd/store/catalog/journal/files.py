@@ -27,8 +27,8 @@ from towerd.store.catalog.journal.chain import (
 )
 from towerd.store.catalog.journal.changes import TableChange, encode_changes
 from towerd.store.catalog.journal.frames import FrameKind, encode_frame
-from towerd.store.segments import durable
-from towerd.store.segments.directory import remove_file
+from towerd.store.files import durable
+from towerd.store.files.directory import remove_file
 
 GROWN_BYTES_MIN = 1 << 20
 """A log below this size is never rewritten because of its size."""

@@ -25,8 +25,8 @@ from towerd.store.catalog.journal.tables import (
     total_of,
     write_ledger,
 )
-from towerd.store.segments import durable
-from towerd.store.segments.directory import remove_file
+from towerd.store.files import durable
+from towerd.store.files.directory import remove_file
 
 _UNREADABLE = (sqlite3.Error, UnicodeError)
 """A damaged database may put bytes that are not text into its errors."""

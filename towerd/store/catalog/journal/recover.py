@@ -28,8 +28,8 @@ from towerd.store.catalog.journal.tables import (
     write_ledger,
 )
 from towerd.store.catalog.schema import VERSION
-from towerd.store.segments import durable
-from towerd.store.segments.directory import remove_file
+from towerd.store.files import durable
+from towerd.store.files.directory import remove_file
 
 log = logging.getLogger(__name__)
 

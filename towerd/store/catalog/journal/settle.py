@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from towerd.store.catalog import lost_tokenizers
-from towerd.store.prefix.keys import segment_key
-from towerd.store.prefix.scope import public_of
+from towerd.store.segments.keys import segment_key
+from towerd.store.tree.scope import public_of
 
 _PREFIX_LOST = {("segments", "parent")}
 """References in which NULL means the root, which would be another prefix."""

@@ -14,7 +14,7 @@ from towerd.store.catalog import database
 from towerd.store.catalog.journal.compact import begin_snapshot, write_snapshot
 from towerd.store.catalog.journal.files import Journal
 from towerd.store.catalog.journal.tables import Table
-from towerd.store.segments.durable import store_errors
+from towerd.store.files.durable import store_errors
 
 log = logging.getLogger(__name__)
 

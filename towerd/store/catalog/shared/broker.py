@@ -23,9 +23,9 @@ from towerd.store.catalog.journal.changes import TableChange
 from towerd.store.catalog.shared.maintenance import BrokerMaintenance
 from towerd.store.catalog.shared.messages import Channel, error_to_wire
 from towerd.store.catalog.sqlite import SqliteCatalog
-from towerd.store.lock import StoreLock
-from towerd.store.segments import durable
-from towerd.store.segments.directory import Directory
+from towerd.store.files import durable
+from towerd.store.files.directory import Directory
+from towerd.store.files.lock import StoreLock
 
 log = logging.getLogger(__name__)
 

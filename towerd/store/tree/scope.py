@@ -11,7 +11,7 @@ compare only the tenant.
 
 from __future__ import annotations
 
-from towerd.store.prefix.node import PUBLIC
+from towerd.store.tree.node import PUBLIC
 
 MARK = "~"
 """Separates the tenant's name, which never contains it, from the adapters."""

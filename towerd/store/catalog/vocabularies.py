@@ -32,8 +32,8 @@ from towerd.codec.errors import UnknownModel
 from towerd.errors import InvalidRequest, NotSupported, StoreError
 from towerd.slots.fingerprint import tokenizer_hash
 from towerd.store.catalog.identity import TokenizerIdentity
-from towerd.store.prefix.scope import tenant_of
-from towerd.store.segments import durable
+from towerd.store.files import durable
+from towerd.store.tree.scope import tenant_of
 from towerd.system.folder_lock import folder_locked
 from towerd.tokens import Ids
 

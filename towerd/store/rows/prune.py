@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from towerd.store.prefix.node import Node
-from towerd.store.prefix.trie import Trie
 from towerd.store.segments.segment_file import SegmentFile
-from towerd.store.state import StoreState
+from towerd.store.state.state import StoreState
+from towerd.store.tree.node import Node
+from towerd.store.tree.tree import Trie
 
 BASE_TOKENS_MIN = 32
 """A shorter prefix is coded with the rest: a reference to it would take as many bytes."""

@@ -16,10 +16,8 @@ import numpy.typing as npt
 
 from towerd.errors import RowsDamaged, StoreError
 from towerd.slots.errors import StateError
-from towerd.store.prefix.keys import segment_key
-from towerd.store.prefix.node import Node
-from towerd.store.segments import durable
-from towerd.store.segments.checkpoint_check import checkpoint_files, digest_in
+from towerd.store.files import durable
+from towerd.store.rows.checkpoint_check import checkpoint_files, digest_in
 from towerd.store.segments.checkpoint_file import (
     ANYWHERE,
     CUT_META,
@@ -31,8 +29,10 @@ from towerd.store.segments.checkpoint_file import (
     read_checkpoint,
     write_checkpoint,
 )
-from towerd.store.store import Store
-from towerd.tokens import Ids
+from towerd.store.segments.keys import segment_key
+from towerd.store.state.state import StoreState
+from towerd.store.tree.node import Node
+from towerd.tokens import Ids, ids_bytes, path_bytes
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -57,12 +57,12 @@ class StateCheckpoint:
 class CheckpointTable:
     """The state checkpoints of an open store. Thread-safe."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, state: StoreState) -> None:
         """Find the files that belong to this fingerprint's segments; nothing is opened.
 
         Raises StoreError when the directory cannot be used."""
-        self.store = store
-        self.folder = store.state.directory.root / FOLDER
+        self.state = state
+        self.folder = state.directory.root / FOLDER
         self.file_bytes = 0
         """All files of all fingerprints."""
         self._found: dict[int, StateCheckpoint] = {}
@@ -91,11 +91,13 @@ class CheckpointTable:
         """Keep states in memory: position -> (bytes, derived). Positions that no recorded
         path reaches are skipped; an existing exact state is kept. Returns the nodes that took
         a state and whose files must be written."""
-        n_known = self.store.match(ids, scope).n
-        ends = sorted(position for position in states if 0 < position <= n_known)
-        if not ends:
-            return []
-        nodes = {node.p1: node for node in self.store.insert(ids[: ends[-1]], scope, ends)}
+        with self.state.locked():
+            n_known = self.state.trie.match(ids_bytes(ids), scope).n
+            ends = sorted(position for position in states if 0 < position <= n_known)
+            if not ends:
+                return []
+            path = self.state.insert(path_bytes(ids, ends), scope, ends)
+        nodes = {node.p1: node for node in path}
         taken = []
         with self._lock:
             for position in ends:
@@ -116,7 +118,7 @@ class CheckpointTable:
         found = self.at(node)
         if found is None or found.data is None or found.has_file:
             return 0
-        state, key, half = self.store.state, self._key(node), new_half()
+        state, key, half = self.state, self._key(node), new_half()
         state.catalog.writing.add(half)
         try:
             with durable.store_errors("a state checkpoint cannot be written"):
@@ -125,7 +127,7 @@ class CheckpointTable:
                 )
         finally:
             state.catalog.writing.discard(half)
-        with self.store.locked():  # a gc either sees the file, or has removed the node
+        with self.state.locked():  # a gc either sees the file, or has removed the node
             is_removed = node.removed
         with self._lock:
             if is_removed or self._found.get(node.id) is not found:  # dropped meanwhile
@@ -143,13 +145,13 @@ class CheckpointTable:
         key, node = self._key(found.node), found.node
         name = file_name(key, found.derived)
         try:
-            digest, derived = self.store.state.digest, found.derived
+            digest, derived = self.state.digest, found.derived
             return read_checkpoint(self.folder / name, digest, key, node.p1, derived)
         except FileNotFoundError as error:
             self._forget(found)
             raise RowsDamaged(f"the state checkpoint {name} is gone") from error
         except StateError as error:
-            self.store.state.directory.set_aside(self.folder / name)
+            self.state.directory.set_aside(self.folder / name)
             self._forget(found)
             raise RowsDamaged(f"{name} is damaged and set aside: {error}") from error
         except OSError as error:
@@ -204,7 +206,7 @@ class CheckpointTable:
                         self.file_bytes -= found.nbytes
 
     def _load(self) -> None:
-        state = self.store.state
+        state = self.state
         files = list(checkpoint_files(state.directory.root))
         nodes = {key: node for node, key in state.trie.keys(state.digest)} if files else {}
         for path, size in files:
@@ -222,16 +224,16 @@ class CheckpointTable:
 
     def _open_elsewhere(self) -> set[bytes]:
         """The digests of the fingerprints that other processes have open."""
-        with self.store.locked():
-            catalog = self.store.state.catalog
+        with self.state.locked():
+            catalog = self.state.catalog
             live = catalog.open_elsewhere()
             rows = catalog.rows("SELECT id, digest FROM fingerprints") if live else []
         return {digest for id, digest in rows if id in live}
 
     def _key(self, node: Node) -> bytes:
-        with self.store.locked():  # a split would show half of a path
+        with self.state.locked():  # a split would show half of a path
             prefix = node.prefix_bytes()
-        return segment_key(self.store.state.digest, node.scope, prefix)
+        return segment_key(self.state.digest, node.scope, prefix)
 
     def _forget(self, found: StateCheckpoint) -> None:
         with self._lock:
@@ -243,20 +245,21 @@ class CheckpointTable:
         (self.folder / name).unlink(missing_ok=True)
 
 
-def cut_of(store: Store) -> str:
+def cut_of(state: StoreState) -> str:
     """Where the stored state of the open fingerprint can be cut: `anywhere`, at a `boundary`, or
     only as a `whole`."""
-    return store.get_meta(CUT_META + store.state.digest.hex()) or ANYWHERE
+    with state.locked():
+        return state.catalog.get_meta(CUT_META + state.digest.hex()) or ANYWHERE
 
 
-def checkpoint_bytes(store: Store, node: Node) -> int:
+def checkpoint_bytes(state: StoreState, node: Node) -> int:
     """Size of the file with the state at the end of a node; 0 if there is none."""
-    folder = store.state.directory.root / FOLDER
+    folder = state.directory.root / FOLDER
     if not folder.is_dir():
         return 0
-    with store.locked():
+    with state.locked():
         prefix = node.prefix_bytes()
-    key = segment_key(store.state.digest, node.scope, prefix)
+    key = segment_key(state.digest, node.scope, prefix)
     for derived in (False, True):
         path = folder / file_name(key, derived)
         if path.is_file():

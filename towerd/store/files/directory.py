@@ -8,7 +8,7 @@ from collections.abc import Container
 from pathlib import Path
 
 from towerd.errors import StoreError
-from towerd.store.segments import durable
+from towerd.store.files import durable
 
 DAY_S = 86_400.0
 

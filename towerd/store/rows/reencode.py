@@ -9,12 +9,12 @@ from towerd.errors import StoreError
 from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
-from towerd.store.prefix.keys import segment_key
-from towerd.store.prefix.node import Node
-from towerd.store.segments.rows import RowStore, merge_runs
+from towerd.store.rows.rows import RowStore, merge_runs
+from towerd.store.segments.keys import segment_key
 from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.segments.segment_writer import Draft, DraftRun
-from towerd.store.state import StoreState
+from towerd.store.state.state import StoreState
+from towerd.store.tree.node import Node
 from towerd.tokens import ID_BYTES
 
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from towerd.store.catalog.catalog import Catalog, Undo
-from towerd.store.prefix.keys import key_hash, segment_key
-from towerd.store.prefix.node import Node
-from towerd.store.prefix.trie import Trie
+from towerd.store.segments.keys import key_hash, segment_key
+from towerd.store.tree.node import Node
+from towerd.store.tree.tree import Trie
 from towerd.tokens import ID_BYTES
 
 _INSERT = (

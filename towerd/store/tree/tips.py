@@ -15,8 +15,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from towerd.store.prefix.node import Node
-from towerd.store.prefix.scope import is_public
+from towerd.store.tree.node import Node
+from towerd.store.tree.scope import is_public
 from towerd.tokens import common_prefix, ids_array
 
 TOKENS_MIN = 256

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from towerd.store.prefix.trie import Match, Trie
+from towerd.store.tree.tree import Match, Trie
 from towerd.tokens import Ids, ids_bytes
 
 

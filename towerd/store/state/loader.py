@@ -12,14 +12,14 @@ from sys import intern
 from towerd.slots.errors import StateError
 from towerd.store.catalog.catalog import Catalog, EnteredIdentity, Lock
 from towerd.store.catalog.identity import ModelIdentity
-from towerd.store.listener import Listener
-from towerd.store.prefix.node import Node
-from towerd.store.prefix.scope import public_of
-from towerd.store.prefix.trie import Trie
-from towerd.store.segments.directory import Directory
+from towerd.store.files.directory import Directory
 from towerd.store.segments.format_run import decode_runs
 from towerd.store.segments.segment_file import SegmentFile
-from towerd.store.state import StoreState
+from towerd.store.state.state import StoreState
+from towerd.store.tree.listener import Listener
+from towerd.store.tree.node import Node
+from towerd.store.tree.scope import public_of
+from towerd.store.tree.tree import Trie
 
 
 def load_state(

@@ -7,9 +7,6 @@ from pathlib import Path
 
 from towerd.slots.errors import StateError
 from towerd.store.catalog.catalog import EnteredIdentity
-from towerd.store.prefix.keys import segment_key
-from towerd.store.prefix.loader import load_trie
-from towerd.store.prefix.node import Node
 from towerd.store.segments.checkpoint_file import (
     ANYWHERE,
     CUT_META,
@@ -20,7 +17,10 @@ from towerd.store.segments.checkpoint_file import (
     parse_name,
     verify_checkpoint,
 )
-from towerd.store.state import StoreState
+from towerd.store.segments.keys import segment_key
+from towerd.store.state.loader import load_trie
+from towerd.store.state.state import StoreState
+from towerd.store.tree.node import Node
 
 _UNCLAIMED = -1
 """Stands for the tokenizer of a fingerprint that the catalog does not have; it has no segments."""

@@ -16,13 +16,13 @@ from towerd.slots.errors import StateError
 from towerd.slots.rows import KVRows
 from towerd.slots.runs import Runs
 from towerd.store.catalog.catalog import Catalog
-from towerd.store.prefix.keys import segment_key
-from towerd.store.prefix.node import Node
-from towerd.store.segments import durable
+from towerd.store.files import durable
 from towerd.store.segments.format_run import encode_runs
+from towerd.store.segments.keys import segment_key
 from towerd.store.segments.segment_file import Claim, SegmentFile
 from towerd.store.segments.segment_writer import Draft, DraftRun, new_name, write_segment
-from towerd.store.state import StoreState
+from towerd.store.state.state import StoreState
+from towerd.store.tree.node import Node
 from towerd.tokens import ID_BYTES, Provenance, Provenances
 
 Tier: TypeAlias = Literal["hot", "warm"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from towerd.store.prefix.node import Node
 from towerd.store.segments.segment_file import SegmentFile
+from towerd.store.tree.node import Node
 
 
 class Listener:

@@ -10,13 +10,13 @@ import msgspec
 
 from towerd.errors import DiskFull
 from towerd.store.catalog.catalog import Catalog
-from towerd.store.prefix.loader import foreign_bytes, load_foreign
-from towerd.store.prefix.node import Node
-from towerd.store.segments.checkpoint_check import stray_checkpoints
-from towerd.store.segments.directory import remove_file
-from towerd.store.segments.rows import uncatalogue
+from towerd.store.files.directory import remove_file
+from towerd.store.rows.checkpoint_check import stray_checkpoints
+from towerd.store.rows.rows import uncatalogue
 from towerd.store.segments.segment_file import SegmentFile
-from towerd.store.state import StoreState
+from towerd.store.state.loader import foreign_bytes, load_foreign
+from towerd.store.state.state import StoreState
+from towerd.store.tree.node import Node
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from towerd.store.catalog.catalog import Catalog
 from towerd.store.catalog.identity import ModelIdentity
 from towerd.store.catalog.shared.remote import RemoteCatalog
 from towerd.store.catalog.sqlite import SqliteCatalog
-from towerd.store.lock import StoreLock
-from towerd.store.segments.directory import Directory
+from towerd.store.files.directory import Directory
+from towerd.store.files.lock import StoreLock
 
 WhichModel: TypeAlias = (
     Fingerprint | ModelIdentity | Callable[[Catalog], Fingerprint | ModelIdentity]

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import msgspec
 
 from towerd.store.catalog.catalog import DELETED, Changed
-from towerd.store.maintenance.collect import detach
-from towerd.store.prefix.loader import count_pins, foreign_bytes
-from towerd.store.prefix.node import Node
+from towerd.store.rows.collect import detach
 from towerd.store.sessions.bases import BaseTable
 from towerd.store.sessions.cold import ColdTable
 from towerd.store.sessions.deletions import Deletion, Deletions
-from towerd.store.state import StoreState
+from towerd.store.state.loader import count_pins, foreign_bytes
+from towerd.store.state.state import StoreState
+from towerd.store.tree.node import Node
 
 _SEGMENTS = (
     "SELECT id, coalesce(parent, 0), scope, p0, p1, last_used, hits, ids FROM segments"

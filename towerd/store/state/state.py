@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from towerd.errors import StoreError
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store.catalog.catalog import Catalog, EnteredIdentity, Lock
-from towerd.store.listener import Listener
-from towerd.store.prefix.growth import Growth
-from towerd.store.prefix.node import Node
-from towerd.store.prefix.trie import Trie
-from towerd.store.segments.directory import Directory
+from towerd.store.files.directory import Directory
 from towerd.store.segments.format_run import FormatRun
 from towerd.store.segments.segment_file import SegmentFile, quantized_bytes
+from towerd.store.state.growth import Growth
+from towerd.store.tree.listener import Listener
+from towerd.store.tree.node import Node
+from towerd.store.tree.tree import Trie
 
 
 class Held(NamedTuple):
@@ -50,6 +51,19 @@ class StoreState:
     touched: set[Node] = field(default_factory=set)
     """Nodes whose last use is not in the catalog yet."""
     listener: Listener = field(default_factory=Listener)
+    is_open: bool = True
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of an open store. Raises StoreError if it is closed."""
+        with self.lock:
+            self.check_open()
+            yield
+
+    def check_open(self) -> None:
+        """Raises StoreError if the store is closed."""
+        if not self.is_open:
+            raise StoreError("the store is closed")
 
     def touch(self, node: Node) -> None:
         """Record a use of `node` and its ancestors; written to disk in batches."""
@@ -87,6 +101,14 @@ class StoreState:
             yield growth
         for lower, upper in growth.splits:
             self.listener.split(lower, upper)
+
+    def insert(self, ids: bytes, scope: str, ends: Sequence[int]) -> list[Node]:
+        """Make a path for `ids` with a node end at each of `ends`, as `Store.insert` does; runs under
+        the lock."""
+        with self.growing() as growth:
+            path = growth.grow(ids, scope, ends)
+        self.touch(path[-1])
+        return path
 
     def held(self, node: Node) -> Held:
         """The format of a node's rows: in memory, else on disk, else none."""

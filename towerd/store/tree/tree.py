@@ -14,11 +14,11 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from towerd.store.prefix.keys import key_hash
-from towerd.store.prefix.node import PUBLIC, Node
-from towerd.store.prefix.scope import is_public, public_of
-from towerd.store.prefix.tips import Tips
+from towerd.store.segments.keys import key_hash
 from towerd.store.segments.segment_file import SegmentFile
+from towerd.store.tree.node import PUBLIC, Node
+from towerd.store.tree.scope import is_public, public_of
+from towerd.store.tree.tips import Tips
 from towerd.tokens import ID_BYTES, common_prefix, ids_array
 
 
