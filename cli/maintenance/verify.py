@@ -18,7 +18,7 @@ from towerd.cli.client.transport import Json
 @target_options
 def verify(repair: bool, as_json: bool, target: Target) -> None:
     """Check every file with rows or a state checkpoint, every frozen session, and the catalog's
-    pages, indexes and rows against their checksums, and catalog, journal and trie against each
+    pages, indexes and rows against their checksums, and catalog, journal and prefix tree against each
     other. Exit code 1 if anything is damaged."""
     from rich.progress import DownloadColumn
 

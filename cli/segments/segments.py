@@ -92,7 +92,7 @@ def _row(segment: Json) -> tuple[object, ...]:
 @json_option
 @target_options
 def show(segment: int, text: bool, ids: bool, as_json: bool, target: Target) -> None:
-    """Show SEGMENT: its place in the trie, its rows, its text."""
+    """Show SEGMENT: its place in the prefix tree, its rows, its text."""
     from towerd.cli.output import echo_json
 
     with connect(target) as backend:

@@ -123,7 +123,7 @@ def test_attach_and_write_follow_a_split_meanwhile(store: Store) -> None:
 def test_write_adopts_the_parts_of_a_split_during_io(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lock is free while the file is written, so the trie may change under it."""
+    """The lock is free while the file is written, so the tree may change under it."""
     (leaf,) = path = store.insert(IDS, "local", [50])
     make_hot(store, leaf)
     real = os.rename

@@ -103,7 +103,7 @@ def test_what_was_removed_is_not_found(store: Store) -> None:
 
 
 def test_a_failed_turn_is_not_remembered(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The transaction is taken back after the trie had grown, and the tip with it."""
+    """The transaction is taken back after the tree had grown, and the tip with it."""
     ids: list[int] = []
     talk(store, ids, 60)
 
@@ -125,7 +125,7 @@ def test_tips_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(tips, "BYTES_MAX", 4 * 2000)
     for chat in range(12):
         talk(store, [5000 + chat], 50)
-    found = store.state.trie.tips
+    found = store.state.tree.tips
     assert 0 < len(found) <= 6
     assert not list(found.problems())
     store.check_integrity(keys=True)

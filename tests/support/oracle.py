@@ -29,7 +29,7 @@ from towerd.engine.embedded.scheduling.job import Job
 from towerd.engine.embedded.scheduling.pool import LiveSeq
 from towerd.settings.config import Config
 from towerd.store import Handle
-from towerd.store.tree.tree import Trie
+from towerd.store.tree.tree import PrefixTree
 from towerd.tokens import Ids
 from towerd.wire import Reply, Request, Writer
 
@@ -92,7 +92,7 @@ def token_probs(reply: Mapping[str, Any]) -> list[TokenProbs]:
 def job_for(request: GenerateRequest, **state: Any) -> Job:
     """A job of which no store knows a token."""
     ids = request.ids
-    path = Handle(Trie(), nullcontext, ids, request.scope)
+    path = Handle(PrefixTree(), nullcontext, ids, request.scope)
     return Job(request, ids, len(ids), path, **state)
 
 

@@ -123,7 +123,7 @@ class Bench:
 
     @contextmanager
     def slow_commit(self, work: Callable[[], None]) -> Iterator[None]:
-        """Inside the block `work` is between its change of the trie and the end of its commit."""
+        """Inside the block `work` is between its change of the tree and the end of its commit."""
         reached, release = threading.Event(), threading.Event()
 
         def wait(sql: str) -> None:

@@ -1,7 +1,7 @@
 """Conversations: every request is recorded durably before its last event reaches the client.
 
 A session is recognised by its tokens (or named by X-Towerd-Session): the store finds the deepest
-finished turn that the prompt continues. Edits and regenerations branch the trie.
+finished turn that the prompt continues. Edits and regenerations branch the tree.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Store:
         self.cold = ColdTable(state, self._sessions, self._bases)
         self._upkeep = state.catalog.upkeep(self.state.locked)
         replica = Replica(state, self._bases, self.cold, self._deletions)
-        state.catalog.follow(replica.apply, state.trie.held_ids)
+        state.catalog.follow(replica.apply, state.tree.held_ids)
 
     @classmethod
     def open(
@@ -133,16 +133,16 @@ class Store:
     def match(self, ids: Ids, scope: str) -> Match:
         """The longest stored prefix of `ids` among the scope's own and public segments."""
         with self.state.locked():
-            return self.state.trie.match(ids_bytes(ids), scope)
+            return self.state.tree.match(ids_bytes(ids), scope)
 
     def hold(self, ids: Ids, scope: str) -> Handle:
         """The path of a request with these tokens, to be released when the request ends."""
-        return Handle(self.state.trie, self.state.locked, ids, scope)
+        return Handle(self.state.tree, self.state.locked, ids, scope)
 
     def holds_any(self, nodes: Collection[Node]) -> bool:
         """Whether a running request, of whatever process, needs one of these nodes."""
         with self.state.locked():
-            return self.state.trie.holds_any(nodes, self.state.catalog.held_elsewhere())
+            return self.state.tree.holds_any(nodes, self.state.catalog.held_elsewhere())
 
     def insert(
         self, ids: Ids, scope: str, ends: Sequence[int], since: DeletionWatch | None = None
@@ -152,13 +152,13 @@ class Store:
         SessionDeleted if `ids` are those of a session that was deleted `since`."""
         data = path_bytes(ids, ends)
         with self.state.locked():
-            self._sessions.check_not_deleted(since, None, scope, data, self.state.trie)
+            self._sessions.check_not_deleted(since, None, scope, data, self.state.tree)
             return self.state.insert(data, scope, ends)
 
     def node(self, node_id: int) -> Node:
         """The node with this id. Raises NotFound."""
         with self.state.locked():
-            if (node := self.state.trie.nodes.get(node_id)) is not None:
+            if (node := self.state.tree.nodes.get(node_id)) is not None:
                 return node
         raise NotFound(f"there is no segment {node_id}")
 
@@ -170,16 +170,16 @@ class Store:
     @property
     def root(self) -> Node:
         """The empty path; its children are the first segments."""
-        return self.state.trie.root
+        return self.state.tree.root
 
     def nodes(self) -> list[Node]:
         """A snapshot of every node, in no order."""
         with self.state.locked():
-            return list(self.state.trie.nodes.values())
+            return list(self.state.tree.nodes.values())
 
     def viewers(self, file: SegmentFile) -> list[Node]:
         """A snapshot of the nodes whose rows are in `file`. Takes no lock."""
-        return list(self.state.trie.viewers(file))
+        return list(self.state.tree.viewers(file))
 
     def files(self) -> list[SegmentFile]:
         """A snapshot of every segment file, in no order."""
@@ -305,9 +305,9 @@ class Store:
         with self.state.locked():
             # under whatever adapters: other rows, but the same conversation
             others = self._sessions.other_scopes(turn.scope)
-            known = self.state.trie.matched(prompt, turn.scope, others)
+            known = self.state.tree.matched(prompt, turn.scope, others)
             whose = turn.since, turn.session, turn.scope
-            self._sessions.check_not_deleted(*whose, data, self.state.trie)
+            self._sessions.check_not_deleted(*whose, data, self.state.tree)
             with self.state.growing() as growth:
                 node_ends = growth.grow_turn(data, turn.scope, n_prompt, n_cached)
                 session, is_new = self._sessions.enter(turn, known, growth.now)
@@ -319,7 +319,7 @@ class Store:
         """The id of the session that a turn with this prompt would be recorded under."""
         data = ids_bytes(prompt)
         with self.state.locked():
-            known = self.state.trie.matched(data, scope, self._sessions.other_scopes(scope))
+            known = self.state.tree.matched(data, scope, self._sessions.other_scopes(scope))
             found = self._sessions.recognise(known, scope)
         return None if found is None else found.id
 
@@ -355,7 +355,7 @@ class Store:
         """Every token of the session's current branch, int32. Raises as `session`."""
         with self.state.locked():
             node_id, tail = self._sessions.leaf_ids(self._sessions.find(id, scope))
-            prefix = self.state.trie.nodes[node_id].prefix_bytes() if node_id else b""
+            prefix = self.state.tree.nodes[node_id].prefix_bytes() if node_id else b""
         return ids_array(prefix + tail)
 
     def history(self, id: str, scope: str | None = None) -> History:
@@ -384,7 +384,7 @@ class Store:
         """Forget a session; `gc` then frees what nothing else needs, and overwrites it. What is on
         its way into it is not recorded (`watch_deletions`). Raises as `session`."""
         with self.state.locked():
-            found, nodes = self._sessions.find(id, scope), self.state.trie.nodes
+            found, nodes = self._sessions.find(id, scope), self.state.tree.nodes
             self.cold.forget(self._sessions.delete(found, nodes, self._deletions))
 
     def watch_deletions(self) -> DeletionWatch:
@@ -463,7 +463,7 @@ class Store:
         return verify(*parts, progress, repair=repair)
 
     def check_integrity(self, *, keys: bool = False) -> None:
-        """AssertionError unless trie, catalog, files and sums agree; `keys`: recompute them."""
+        """AssertionError unless prefix tree, catalog, files and sums agree; `keys`: recompute them."""
         with self.state.locked():
             found = problems(self.state, keys=keys)
         if found:

@@ -91,7 +91,7 @@ class Evictor:
         return node_id not in self._unwritten
 
     def _can_drop_hot(self, node_id: int) -> bool:
-        node = self._store.state.trie.nodes.get(node_id)  # without the lock, see hot_victims
+        node = self._store.state.tree.nodes.get(node_id)  # without the lock, see hot_victims
         return self._is_written(node_id) and not (node is not None and node.pinned)
 
     def _pinned_bytes(self) -> int:

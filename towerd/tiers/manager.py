@@ -5,7 +5,7 @@
                                                      warm --unused--> warm in stored formats
                                        warm, worth least, space short --> warm in smaller ones
 
-The inference thread asks `plan` and `gaps` (trie look-ups) and hands rows over with `accept`;
+The inference thread asks `plan` and `gaps` (tree look-ups) and hands rows over with `accept`;
 `compose` runs on the engine's workers; writing, promoting, evicting and re-encoding run on one
 thread here.
 """
@@ -215,7 +215,7 @@ class Tiers(Listener):
     def visited(self, tip: Node, arrived_s: float, n_rows: int | None = None) -> Node:
         """Note that a request which arrived at `arrived_s` was recorded; its tower ends with
         `tip`. `n_rows`: how many of its tokens have rows or get some; None: all. Returns the node
-        by which the policies know the visit: the last node with rows, or the trie's root."""
+        by which the policies know the visit: the last node with rows, or the tree's root."""
         n_rows = tip.p1 if n_rows is None else n_rows
         last = tip
         with self.store.locked():

@@ -49,7 +49,7 @@ class Ranking(Listener):
         """predictor: a trained predictor of workflow steps. Raises ConfigError."""
         self.policy = policy
         self._store = store
-        self._tree = NodeTree(store.state.trie)
+        self._tree = NodeTree(store.state.tree)
         self._hot, self._warm = (
             TierRanking(make_policy(policy, self._tree, predictor), clock) for _ in range(2)
         )

@@ -121,7 +121,7 @@ SAMPLES = (
     StatsMetric("towerd_cold_failures_total", "cold", "cold_failures",
            "Sessions that could not be frozen or thawed", counter=True),
     StatsMetric("towerd_sessions", "store", "sessions", "Sessions in the catalog"),
-    StatsMetric("towerd_segments", "store", "segments", "Segments in the trie"),
+    StatsMetric("towerd_segments", "store", "segments", "Segments in the prefix tree"),
 )
 # fmt: on
 

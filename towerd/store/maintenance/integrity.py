@@ -23,14 +23,14 @@ def problems(state: StoreState, *, keys: bool) -> list[str]:
     """Inconsistencies; empty if there are none. Call it under the lock."""
     nodes = list(_walk(state))
     found = [problem for node in nodes for problem in _node_problems(state, node)]
-    if len(nodes) != len(state.trie.nodes):
-        found.append(f"{len(nodes)} nodes are reachable, {len(state.trie.nodes)} are listed")
+    if len(nodes) != len(state.tree.nodes):
+        found.append(f"{len(nodes)} nodes are reachable, {len(state.tree.nodes)} are listed")
     found += _sum_problems(state, nodes)
     found += _file_problems(state)
     found += _catalog_problems(state, nodes)
     found += _pin_problems(state, nodes)
-    found += state.trie.tips.problems()
-    held = list(state.trie.held.values())
+    found += state.tree.tips.problems()
+    held = list(state.tree.held.values())
     found += [f"{node} was removed from under a request" for node in held if node.removed]
     if keys:
         found += key_problems(state)
@@ -44,24 +44,24 @@ def key_problems(state: StoreState) -> list[str]:
             "SELECT id, key FROM segments WHERE tokenizer = ?", (state.identity.tokenizer,)
         )
     )
-    tips = state.trie.tips
+    tips = state.tree.tips
     found = [
         f"the tip {id} has the hash of other tokens"
         for id, key in stored.items()
-        if id in state.trie.nodes
-        and (tip := tips.get(state.trie.nodes[id])) is not None
+        if id in state.tree.nodes
+        and (tip := tips.get(state.tree.nodes[id])) is not None
         and tip.hash.digest() != key
     ]
     found += [
         f"segment {node.id} has the key of other tokens"
-        for node, key in state.trie.keys(state.identity.tokenizer_digest)
+        for node, key in state.tree.keys(state.identity.tokenizer_digest)
         if stored.get(node.id) != key
     ]
     return found
 
 
 def _walk(state: StoreState) -> Iterator[Node]:
-    stack = list(state.trie.root.children)
+    stack = list(state.tree.root.children)
     while stack:
         node = stack.pop()
         yield node
@@ -71,7 +71,7 @@ def _walk(state: StoreState) -> Iterator[Node]:
 def _node_problems(state: StoreState, node: Node) -> Iterator[str]:
     parent = node.parent
     assert parent is not None
-    if state.trie.nodes.get(node.id) is not node or node.removed:
+    if state.tree.nodes.get(node.id) is not node or node.removed:
         yield f"{node} is in the tree but not listed"
     if parent.p1 != node.p0 or len(node.ids) != node.n * ID_BYTES or node.n <= 0:
         yield f"{node} does not continue {parent}"
@@ -86,7 +86,7 @@ def _node_problems(state: StoreState, node: Node) -> Iterator[str]:
     file = node.file
     if file is None:
         return
-    if state.files.get(file.id) is not file or node not in state.trie.viewers(file):
+    if state.files.get(file.id) is not file or node not in state.tree.viewers(file):
         yield f"{node} views a file that does not know it"
     if file.p0 + node.file_row0 != node.p0 or node.file_row0 + node.n > file.n_rows:
         yield f"{node} views rows of other positions"
@@ -105,7 +105,7 @@ def _sum_problems(state: StoreState, nodes: list[Node]) -> Iterator[str]:
 
 def _file_problems(state: StoreState) -> Iterator[str]:
     for file in state.files.values():
-        viewers = state.trie.viewers(file)
+        viewers = state.tree.viewers(file)
         if not viewers or any(node.file is not file for node in viewers):
             yield f"{file} is viewed by {viewers}"
         if not file.path.is_file() or file.path.stat().st_size != file.nbytes:
@@ -126,7 +126,7 @@ def _catalog_problems(state: StoreState, nodes: list[Node]) -> Iterator[str]:
     }
     for id in mine.keys() | stored.keys():
         if mine.get(id) != stored.get(id):
-            yield f"segment {id} differs between trie and catalog"
+            yield f"segment {id} differs between prefix tree and catalog"
     files = {
         file.id: (file.path.name, file.p0, file.n_rows, file.nbytes, file.runs)
         for file in state.files.values()
@@ -159,7 +159,7 @@ def _row(node: Node) -> tuple[Any, ...]:
 def _pin_problems(state: StoreState, nodes: list[Node]) -> Iterator[str]:
     pins: Counter[int] = Counter()
     for (id,) in state.catalog.rows("SELECT node FROM pins UNION ALL SELECT node FROM bases"):
-        node = state.trie.nodes.get(id)
+        node = state.tree.nodes.get(id)
         for each in node.path() if node is not None else ():
             pins[each.id] += 1
     for node in nodes:

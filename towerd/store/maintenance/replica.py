@@ -64,7 +64,7 @@ class Replica:
             self._apply_files(ids)
         if "pins" in changed or "bases" in changed:
             self.bases.version += 1
-            count_pins(self.state.catalog, self.state.trie)
+            count_pins(self.state.catalog, self.state.tree)
         if ids := changed.get("cold"):
             self.cold.read_again(ids)
         for each in changed.get(DELETED, ()):
@@ -74,7 +74,7 @@ class Replica:
 
     def _apply_segments(self, ids: Collection[int]) -> None:
         rows = {row.id: row for row in self._rows(ids)}
-        nodes = self.state.trie.nodes
+        nodes = self.state.tree.nodes
         gone = [nodes[id] for id in ids if id in nodes and id not in rows]
         for node in sorted(gone, key=lambda each: -each.p0):
             detach(self.state, node)
@@ -100,23 +100,23 @@ class Replica:
             above.append(rows[parent])
             parent = above[-1].parent
         for each in reversed(above):
-            upper = self.state.trie.split(lower, each.p1, each.id)
+            upper = self.state.tree.split(lower, each.p1, each.id)
             self.state.listener.split(lower, upper)
 
     def _add(self, row: _Row) -> None:
-        trie = self.state.trie
-        parent = trie.nodes[row.parent] if row.parent else trie.root
+        tree = self.state.tree
+        parent = tree.nodes[row.parent] if row.parent else tree.root
         node = Node(row.id, parent, row.scope, row.p0, row.ids)
         node.last_used, node.hits = row.last_used, row.hits
-        trie.add(node)
+        tree.add(node)
 
     def _view(self, ids: Sequence[int]) -> None:
         """Give new nodes the rows that this model has of them, which were those of a longer one."""
-        trie, files, mine = self.state.trie, self.state.files, self.state.identity.fingerprint
+        tree, files, mine = self.state.tree, self.state.files, self.state.identity.fingerprint
         for id, file, row0 in self.state.catalog.rows(_VIEWS, (mine, _keys(ids))):
-            if file in files and trie.nodes[id].file is None:
-                trie.view(trie.nodes[id], files[file], row0)
-                self.state.listener.became_warm(files[file], [trie.nodes[id]])
+            if file in files and tree.nodes[id].file is None:
+                tree.view(tree.nodes[id], files[file], row0)
+                self.state.listener.became_warm(files[file], [tree.nodes[id]])
 
     # --- files ----------------------------------------------------------------------------
 

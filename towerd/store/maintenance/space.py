@@ -35,9 +35,9 @@ def space(state: StoreState, has_checkpoint: Callable[[Node], bool] | None) -> S
     """Measure an open store; the lock is not held while its segments are counted, so that figures
     of a moment of change may be a little off. has_checkpoint: whether a state checkpoint is at a
     segment's end; None: the model resumes from any row."""
-    nodes = sorted(state.trie.nodes.copy().values(), key=lambda node: node.p1)
+    nodes = sorted(state.tree.nodes.copy().values(), key=lambda node: node.p1)
     has_kv = bool(state.fingerprint.layout.planes)
-    reached = {state.trie.root.id}
+    reached = {state.tree.root.id}
     for node in nodes:
         if (not has_kv or node.has_rows) and node.parent is not None and node.parent.id in reached:
             reached.add(node.id)

@@ -71,7 +71,7 @@ def verify(
     with upkeep.paused(), state.lock:
         found = problems(state, keys=True) + state.catalog.journal_problems()
         n_orphans = len(orphans(state, rows.writing)) + len(stray_checkpoints(state, rows.writing))
-        n_segments = len(state.trie)
+        n_segments = len(state.tree)
         n_sessions = int(state.catalog.rows("SELECT count(*) FROM sessions")[0][0])
         files = state.catalog.rows(
             "SELECT files.id, name, p0, bytes, n_rows, fingerprints.json,"

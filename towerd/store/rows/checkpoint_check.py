@@ -18,7 +18,7 @@ from towerd.store.segments.checkpoint_file import (
     verify_checkpoint,
 )
 from towerd.store.segments.keys import segment_key
-from towerd.store.state.loader import load_trie
+from towerd.store.state.loader import load_tree
 from towerd.store.state.state import StoreState
 from towerd.store.tree.node import Node
 
@@ -68,7 +68,7 @@ def stray_checkpoints(
     gone = set(removed)
     fingerprints = state.catalog.rows("SELECT digest, tokenizer FROM fingerprints")
     tokenizers: dict[bytes, int | None] = dict(fingerprints)
-    tries = {state.identity.tokenizer: state.trie}
+    trees = {state.identity.tokenizer: state.tree}
     keys: dict[bytes, set[bytes]] = {}
     strays = []
     for path, _ in checkpoint_files(state.directory.root):
@@ -85,9 +85,9 @@ def stray_checkpoints(
         if of is None or tokenizer is None:  # it cannot be known whose it is
             continue
         if of not in keys:
-            if tokenizer not in tries:
-                tries[tokenizer] = load_trie(state.catalog, EnteredIdentity(0, tokenizer, b""), {})
-            found = tries[tokenizer].keys(of)
+            if tokenizer not in trees:
+                trees[tokenizer] = load_tree(state.catalog, EnteredIdentity(0, tokenizer, b""), {})
+            found = trees[tokenizer].keys(of)
             keys[of] = {key for node, key in found if node.id not in gone}
         if named[0] not in keys[of]:
             strays.append(path)

@@ -92,7 +92,7 @@ class CheckpointTable:
         path reaches are skipped; an existing exact state is kept. Returns the nodes that took
         a state and whose files must be written."""
         with self.state.locked():
-            n_known = self.state.trie.match(ids_bytes(ids), scope).n
+            n_known = self.state.tree.match(ids_bytes(ids), scope).n
             ends = sorted(position for position in states if 0 < position <= n_known)
             if not ends:
                 return []
@@ -208,7 +208,7 @@ class CheckpointTable:
     def _load(self) -> None:
         state = self.state
         files = list(checkpoint_files(state.directory.root))
-        nodes = {key: node for node, key in state.trie.keys(state.digest)} if files else {}
+        nodes = {key: node for node, key in state.tree.keys(state.digest)} if files else {}
         for path, size in files:
             named = parse_name(path.name)
             if named is None:

@@ -42,7 +42,7 @@ def collect(
     doomed = _unneeded(state)
     elsewhere = list(_unneeded_elsewhere(state))
     ids = {node.id for nodes in (doomed, *(nodes for _, nodes in elsewhere)) for node in nodes}
-    viewers = state.trie.viewers
+    viewers = state.tree.viewers
     unviewed = [file for file in state.files.values() if all(n.id in ids for n in viewers(file))]
     strays = orphans(state, writing)
     checkpoints = stray_checkpoints(state, writing, ids)
@@ -212,7 +212,7 @@ def _unneeded_elsewhere(state: StoreState) -> Iterator[tuple[StoreState, list[No
 
 def _unneeded(state: StoreState) -> list[Node]:
     """The nodes to remove, children before their parents."""
-    needed = {node.id for node in list(state.trie.held.values())}
+    needed = {node.id for node in list(state.tree.held.values())}
     needed |= set(state.catalog.held_elsewhere())
     for (id,) in state.catalog.rows(
         "SELECT prompt_node FROM turns UNION SELECT reply_node FROM turns"
@@ -220,8 +220,8 @@ def _unneeded(state: StoreState) -> list[Node]:
     ):
         needed.add(id)
     doomed: list[Node] = []
-    n_children = {id: len(node.children) for id, node in state.trie.nodes.items()}
-    leaves = [node for id, node in state.trie.nodes.items() if n_children[id] == 0]
+    n_children = {id: len(node.children) for id, node in state.tree.nodes.items()}
+    leaves = [node for id, node in state.tree.nodes.items() if n_children[id] == 0]
     while leaves:
         node = leaves.pop()
         if node.id in needed:
@@ -240,9 +240,9 @@ def detach(state: StoreState, node: Node) -> None:
     if node.hot is not None:
         state.hot_bytes -= node.hot.nbytes
         node.hot = None
-    state.trie.unview(node)
+    state.tree.unview(node)
     state.touched.discard(node)
-    state.trie.remove(node)
+    state.tree.remove(node)
 
 
 def orphans(state: StoreState, writing: Collection[str]) -> set[str]:

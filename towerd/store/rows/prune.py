@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.state.state import StoreState
 from towerd.store.tree.node import Node
-from towerd.store.tree.tree import Trie
+from towerd.store.tree.tree import PrefixTree
 
 BASE_TOKENS_MIN = 32
 """A shorter prefix is coded with the rest: a reference to it would take as many bytes."""
@@ -67,7 +67,7 @@ def own_nodes(state: StoreState, session: int) -> list[Node]:
         "SELECT prompt_node, reply_node FROM turns WHERE session = ?", (session,)
     ):
         for id in (prompt_node, reply_node):
-            node = state.trie.nodes.get(id)
+            node = state.tree.nodes.get(id)
             while node is not None and node.parent is not None and node.id not in found:
                 found[node.id] = node
                 node = node.parent
@@ -92,11 +92,11 @@ def unneeded(needs: OtherUsers, own: Sequence[Node], base: Node | None) -> list[
     return list(doomed.values())
 
 
-def unviewed(trie: Trie, doomed: Sequence[Node]) -> list[SegmentFile]:
+def unviewed(tree: PrefixTree, doomed: Sequence[Node]) -> list[SegmentFile]:
     """Files that only these segments view."""
     ids = {node.id for node in doomed}
     files = {node.file.id: node.file for node in doomed if node.file is not None}
-    return [f for f in files.values() if all(node.id in ids for node in trie.viewers(f))]
+    return [f for f in files.values() if all(node.id in ids for node in tree.viewers(f))]
 
 
 def _subtree(node: Node) -> list[Node]:

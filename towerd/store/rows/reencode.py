@@ -66,7 +66,7 @@ def reencode(
     it is deleted; loads planned from it use the new file. None if the file was dropped meanwhile.
     Raises RowsDamaged (the old file is in quarantine), DiskFull or StoreError."""
     with state.lock:
-        nodes = sorted(state.trie.viewers(file), key=lambda node: node.p0)
+        nodes = sorted(state.tree.viewers(file), key=lambda node: node.p0)
         if file.dropped or not nodes:
             return None
         p0, last, prefix = nodes[0].p0, nodes[-1], nodes[-1].prefix_bytes()
@@ -85,7 +85,7 @@ def reencode(
     )
 
     def targets() -> list[Node]:
-        return [] if file.dropped else list(state.trie.viewers(file))
+        return [] if file.dropped else list(state.tree.viewers(file))
 
     return rows.write_draft(draft, targets)
 

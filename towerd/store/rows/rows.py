@@ -74,7 +74,7 @@ class RowStore:
         state = self._state
         with state.lock:
             self.is_trusted = False
-            for node in state.trie.nodes.values():
+            for node in state.tree.nodes.values():
                 self.drop_hot(node)
             made_since = state.catalog.rows("SELECT id FROM files WHERE created >= ?", (since,))
             files = [state.files[id] for (id,) in made_since if id in state.files]
@@ -280,7 +280,7 @@ class RowStore:
 
     def _claim(self, file: SegmentFile, node: Node) -> Claim:
         with self._state.lock:
-            views = [(viewer.p0, viewer.ids) for viewer in self._state.trie.viewers(file)]
+            views = [(viewer.p0, viewer.ids) for viewer in self._state.tree.viewers(file)]
             return Claim(self._state.fingerprint, node.scope, node.prefix_bytes(), views)
 
     def _damaged(self, file: SegmentFile, error: Exception) -> StoreError:
@@ -304,7 +304,7 @@ def _adopt(
     returns it and the files that lost their last view, which are forgotten. Under the lock."""
     p0, n_rows, runs = draft.p0, draft.p1 - draft.p0, draft.run_table
     before = {node.file.id: node.file for node in nodes if node.file is not None}
-    viewers = state.trie.viewers
+    viewers = state.tree.viewers
     unviewed = [old for old in before.values() if all(node in nodes for node in viewers(old))]
     with state.catalog.transaction():
         id = state.catalog.run(
@@ -332,7 +332,7 @@ def _adopt(
     path = state.directory.segments / name
     file = SegmentFile(id, path, p0, n_rows, n_bytes, runs)
     for node in nodes:
-        state.trie.view(node, file, node.p0 - p0)
+        state.tree.view(node, file, node.p0 - p0)
     state.files[id] = file
     state.warm_bytes += n_bytes
     for old in unviewed:

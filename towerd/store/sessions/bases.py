@@ -47,7 +47,7 @@ class BaseTable:
             self._put(base, growth.now)
         add_pins(node, 1)
         if old is not None:
-            add_pins(self.state.trie.nodes[old.node], -1)
+            add_pins(self.state.tree.nodes[old.node], -1)
         self.state.touch(node)
         return base
 
@@ -85,4 +85,4 @@ class BaseTable:
                 "DELETE FROM bases WHERE tokenizer = ? AND scope = ? AND name = ?",
                 (self.state.identity.tokenizer, scope, name),
             )
-        add_pins(self.state.trie.nodes[base.node], -1)
+        add_pins(self.state.tree.nodes[base.node], -1)

@@ -4,7 +4,7 @@ A session is frozen in two steps, each a transaction: `put` makes the blob durab
 that it encodes; `drop` empties the turns and removes the segments that nothing else needs. In
 between the blob is only a copy, for as long as the session keeps its rows; its next turn removes
 the copy. `restore` undoes the second step, so that the blob is a copy again. Titles, times, branches
-and lengths stay in the clear; token ids do not. Tokens shared with other sessions stay in the trie
+and lengths stay in the clear; token ids do not. Tokens shared with other sessions stay in the tree
 and are the blob's context. The store never reads a blob; the owner of the model's codec does.
 """
 
@@ -187,7 +187,7 @@ class ColdTable:
             taken = copy_history(self._state, self._sessions, self._bases, session)
             if not taken.turns:
                 raise InvalidRequest(f"Session {id!r} has no turns: there is nothing to freeze.")
-            first = self._state.trie.nodes.get(taken.turns[0][2])
+            first = self._state.tree.nodes.get(taken.turns[0][2])
             needs = OtherUsers(self._state, session.pk)
             base = None if first is None else common_base(needs, first, taken.nodes)
             return WarmSession(session, taken, base, 0 if base is None else base.p1)
@@ -246,11 +246,11 @@ class ColdTable:
                 raise _changed(warm.session)
             marks, base = found[0]
             doomed = unneeded(
-                OtherUsers(state, pk), own_nodes(state, pk), state.trie.nodes.get(base)
+                OtherUsers(state, pk), own_nodes(state, pk), state.tree.nodes.get(base)
             )
             if not may_drop(doomed):
                 raise SessionBusy(f"Session {warm.session.id!r} is in use: freeze it later.")
-            files = unviewed(state.trie, doomed)
+            files = unviewed(state.tree, doomed)
             with state.catalog.transaction():
                 state.catalog.run(
                     "UPDATE turns SET prompt_node = NULL, reply_node = NULL, tail = x''"
@@ -352,7 +352,7 @@ class ColdTable:
     # --- inside ---------------------------------------------------------------------------
 
     def _read(self, session: SessionRow, *, frozen: bool) -> FrozenSession | None:
-        nodes = self._state.trie.nodes
+        nodes = self._state.tree.nodes
 
         def prefix(segment: int) -> bytes:
             return nodes[segment].prefix_bytes() if segment in nodes else b""
@@ -428,7 +428,7 @@ class ColdTable:
     ) -> str | None:
         """The frozen session, unless a warm one matches further, or as far and was used later."""
         others = self._sessions.other_scopes(scope)
-        known = self._state.trie.matched(prompt, scope, others)
+        known = self._state.tree.matched(prompt, scope, others)
         deeper = list(takewhile(lambda node: node.p1 >= n, known))
         warm = self._sessions.recognise(deeper, scope)
         if warm is None:

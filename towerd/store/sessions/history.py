@@ -189,7 +189,7 @@ def copy_history(
         raise tokens_lost(session)
     nodes: dict[int, tuple[int, bytes]] = {}
     for row in rows:
-        node = state.trie.nodes[row[2]] if row[2] else state.trie.root
+        node = state.tree.nodes[row[2]] if row[2] else state.tree.root
         if node.p1 != row[5]:
             raise tokens_lost(session)
         while node.parent is not None and node.id not in nodes:
@@ -217,7 +217,7 @@ def add_history(
     state: StoreState, table: SessionTable, growth: Growth, history: History, scope: str
 ) -> int:
     """Enter a history, or the turns that the session with its id lacks; returns how many turns
-    were added. Runs under the lock, in a transaction that can grow the trie.
+    were added. Runs under the lock, in a transaction that can grow the tree.
 
     Raises InvalidRequest if the turns of the session and of the history diverge, SessionFrozen
     if the session's tokens are not here."""
@@ -254,7 +254,7 @@ def _same_turns(state: StoreState, session: SessionRow, history: History) -> lis
     for place, (row, turn) in enumerate(zip(rows, history.turns, strict=False)):
         _, parent, leaf, *facts, finished, tail = row
         before = None if parent is None else places[parent]
-        prefix = state.trie.nodes[leaf].prefix_bytes() if leaf else b""
+        prefix = state.tree.nodes[leaf].prefix_bytes() if leaf else b""
         same = (before, *facts, bool(finished)) == turn.facts
         if not same or prefix + tail != history.ids(place).tobytes():
             raise InvalidRequest(

@@ -68,7 +68,7 @@ def _has_rows(
 ) -> bool:
     """Mostly the end of the current branch tells; what freezing would remove is looked for only
     where rows have begun to leave."""
-    nodes = state.trie.nodes
+    nodes = state.tree.nodes
     end = nodes.get(leaf or 0)
     if end is not None and (holds(end) or is_viewed(state, end)):
         return True

@@ -35,7 +35,7 @@ class PinTable:
 
     def listing(self) -> list[Node]:
         """The nodes that `add` was called for."""
-        nodes = self.state.trie.nodes
+        nodes = self.state.tree.nodes
         rows = self.state.catalog.rows("SELECT node FROM pins ORDER BY node")
         return [nodes[id] for (id,) in rows if id in nodes]
 

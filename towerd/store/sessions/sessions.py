@@ -20,7 +20,7 @@ from towerd.store.sessions.deletions import (
 from towerd.store.sessions.turn import SessionInfo, Turn, TurnInfo
 from towerd.store.tree.node import Node
 from towerd.store.tree.scope import MARK, TENANT_SQL, tenant_of
-from towerd.store.tree.tree import Trie
+from towerd.store.tree.tree import PrefixTree
 
 NAME_CHARS_MAX = 200
 TITLE_CHARS_MAX = 500
@@ -286,17 +286,17 @@ class SessionTable:
         id: str | None,
         scope: str,
         ids: bytes = b"",
-        trie: Trie | None = None,
+        tree: PrefixTree | None = None,
     ) -> None:
         """Raises SessionDeleted if the session `id`, or without one the session that `ids` continue,
-        was deleted `since`; `trie`: that of its tokenizer."""
+        was deleted `since`; `tree`: that of its tokenizer."""
         if since is None:
             return
         if id is not None:
             is_deleted = since.has_named(self.tokenizer, scope, id)
         else:
             n = since.deepest(self.tokenizer, ids, scope)
-            known = trie.matched(ids, scope, self.other_scopes(scope)) if n and trie else ()
+            known = tree.matched(ids, scope, self.other_scopes(scope)) if n and tree else ()
             as_far = (node for node in known if node.p1 >= n)
             is_deleted = n > 0 and self.recognise(as_far, scope) is None
         if is_deleted:

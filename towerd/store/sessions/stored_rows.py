@@ -34,7 +34,7 @@ def stored_rows(state: StoreState, turns: Sequence[TurnInfo]) -> list[StoredRows
     open one first, if it has any. Rows in memory count for it."""
     leaf = next((turn.reply_node for turn in reversed(turns) if turn.current), 0)
     with state.locked():
-        node = state.trie.nodes.get(leaf)
+        node = state.tree.nodes.get(leaf)
         return [] if node is None else _rows_of(state, node.path())
 
 

@@ -33,7 +33,7 @@ def tier_cost(state: StoreState, turns: Sequence[TurnInfo]) -> TierCost:
     """The cost of the session with these turns. Rows that are shared count in full for each."""
     leaf = next((turn.reply_node for turn in reversed(turns) if turn.current), 0)
     with state.locked():
-        node = state.trie.nodes.get(leaf)
+        node = state.tree.nodes.get(leaf)
         path = [] if node is None else node.path()
         hot_bytes = sum(each.hot.nbytes for each in path if each.hot is not None)
     anywhere = cut_of(state) == ANYWHERE

@@ -40,7 +40,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """Where a turn was recorded. `node` ends at n_cached (the trie's root if that is 0)."""
+    """Where a turn was recorded. `node` ends at n_cached (the tree's root if that is 0)."""
 
     session_id: str
     node: Node

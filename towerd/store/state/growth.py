@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from towerd.store.catalog.catalog import Catalog, Undo
 from towerd.store.segments.keys import key_hash, segment_key
 from towerd.store.tree.node import Node
-from towerd.store.tree.tree import Trie
+from towerd.store.tree.tree import PrefixTree
 from towerd.tokens import ID_BYTES
 
 _INSERT = (
@@ -24,7 +24,7 @@ class Growth:
     """One path being inserted inside a catalog transaction; `undo` reverts it in memory."""
 
     catalog: Catalog
-    trie: Trie
+    tree: PrefixTree
     tokenizer: int
     digest: bytes
     """The tokenizer's."""
@@ -43,15 +43,15 @@ class Growth:
         its prompt end and its reply end, each capped at `n_cached` (the root for 0)."""
         ends = sorted({min(n_prompt, n_cached), n_cached} - {0})
         at = self._grow(ids[: n_cached * ID_BYTES], scope, ends) if ends else {}
-        at[0] = self.trie.root
+        at[0] = self.tree.root
         return at[min(n_prompt, n_cached)], at[n_cached]
 
     def _grow(self, ids: bytes, scope: str, ends: Sequence[int]) -> dict[int, Node]:
         """By their ends, nodes of the path for `ids`: among them those that end at `ends`."""
-        last, n = self.trie.longest(ids, scope)
+        last, n = self.tree.longest(ids, scope)
         at = self._cut(last, n, ids, ends)
         node = at[n]
-        tip = self.trie.tips.get(node)
+        tip = self.tree.tips.get(node)
         hash = None if tip is None else tip.hash
         for end in ends:
             if end > n:
@@ -60,7 +60,7 @@ class Growth:
                     node, scope, ids[node.p1 * ID_BYTES : end * ID_BYTES], hash
                 )
         if hash is not None and node.p1 == ends[-1]:
-            self.trie.tips.add(node, ids, hash)
+            self.tree.tips.add(node, ids, hash)
         return at
 
     def _cut(self, last: Node, n: int, ids: bytes, ends: Sequence[int]) -> dict[int, Node]:
@@ -124,8 +124,8 @@ class Growth:
         )
         self.catalog.run("UPDATE views SET row0 = row0 + ? WHERE node = ?", (n, node.id))
         hot = node.hot
-        upper = self.trie.split(node, at, upper_id)
-        self.undo.append(lambda: self.trie.unsplit(node, upper, hot))
+        upper = self.tree.split(node, at, upper_id)
+        self.undo.append(lambda: self.tree.unsplit(node, upper, hot))
         self.splits.append((node, upper))
         return upper
 
@@ -148,6 +148,6 @@ class Growth:
         )
         node = Node(id, parent, scope, parent.p1, ids)
         node.last_used = self.now
-        self.trie.add(node)
-        self.undo.append(lambda: self.trie.remove(node))
+        self.tree.add(node)
+        self.undo.append(lambda: self.tree.remove(node))
         return node

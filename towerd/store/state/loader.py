@@ -19,7 +19,7 @@ from towerd.store.state.state import StoreState
 from towerd.store.tree.listener import Listener
 from towerd.store.tree.node import Node
 from towerd.store.tree.scope import public_of
-from towerd.store.tree.tree import Trie
+from towerd.store.tree.tree import PrefixTree
 
 
 def load_state(
@@ -43,7 +43,7 @@ def load_state(
         entered,
         clock,
         lock,
-        load_trie(catalog, entered, files),
+        load_tree(catalog, entered, files),
         files,
         warm_bytes=sum(file.nbytes for file in files.values()),
         foreign_bytes=foreign_bytes(catalog, entered.fingerprint),
@@ -54,8 +54,8 @@ def load_foreign(state: StoreState, tokenizer: int, digest: bytes) -> StoreState
     """The state of an open store for a tokenizer that is not the open one, to enter sessions with:
     its prefix tree without rows. It is valid while the lock is held."""
     of = EnteredIdentity(0, tokenizer, digest)
-    trie = load_trie(state.catalog, of, {})
-    return replace(state, identity=of, trie=trie, files={}, listener=Listener())
+    tree = load_tree(state.catalog, of, {})
+    return replace(state, identity=of, tree=tree, files={}, listener=Listener())
 
 
 def foreign_bytes(catalog: Catalog, fingerprint: int) -> int:
@@ -81,25 +81,25 @@ def load_files(catalog: Catalog, fingerprint: int, folder: Path) -> dict[int, Se
     return files
 
 
-def load_trie(catalog: Catalog, of: EnteredIdentity, files: dict[int, SegmentFile]) -> Trie:
+def load_tree(catalog: Catalog, of: EnteredIdentity, files: dict[int, SegmentFile]) -> PrefixTree:
     """The tree of one tokenizer with the rows of one fingerprint, whose files are `files`. Raises
     StoreError if the catalog contradicts itself."""
-    trie = Trie()
+    tree = PrefixTree()
     with _no_collections():
-        parents = _load_nodes(catalog, of.tokenizer, trie)
-        _link(catalog, trie, parents)
-        _load_views(catalog, of.fingerprint, files, trie)
-    count_pins(catalog, trie)
-    return trie
+        parents = _load_nodes(catalog, of.tokenizer, tree)
+        _link(catalog, tree, parents)
+        _load_views(catalog, of.fingerprint, files, tree)
+    count_pins(catalog, tree)
+    return tree
 
 
-def count_pins(catalog: Catalog, trie: Trie) -> None:
+def count_pins(catalog: Catalog, tree: PrefixTree) -> None:
     """Count the pins and bases at or below every node."""
-    for node in trie.nodes.values():
+    for node in tree.nodes.values():
         node.pins = 0
     for table in ("pins", "bases"):
         for (id,) in catalog.rows(f"SELECT node FROM {table}"):
-            pinned = trie.nodes.get(id)
+            pinned = tree.nodes.get(id)
             if pinned is not None:  # else another tokenizer's
                 add_pins(pinned, 1)
 
@@ -110,9 +110,9 @@ def add_pins(node: Node, n: int) -> None:
         each.pins += n
 
 
-def _load_nodes(catalog: Catalog, tokenizer: int, trie: Trie) -> list[int | None]:
-    """Create every node, unlinked; returns the parent ids in the order of `trie.nodes`."""
-    nodes, parents = trie.nodes, []
+def _load_nodes(catalog: Catalog, tokenizer: int, tree: PrefixTree) -> list[int | None]:
+    """Create every node, unlinked; returns the parent ids in the order of `tree.nodes`."""
+    nodes, parents = tree.nodes, []
     for id, parent, scope, p0, last_used, hits, ids in catalog.rows(
         "SELECT id, parent, scope, p0, last_used, hits, ids FROM segments WHERE tokenizer = ?",
         (tokenizer,),
@@ -124,25 +124,25 @@ def _load_nodes(catalog: Catalog, tokenizer: int, trie: Trie) -> list[int | None
 
 
 def _load_views(
-    catalog: Catalog, fingerprint: int, files: dict[int, SegmentFile], trie: Trie
+    catalog: Catalog, fingerprint: int, files: dict[int, SegmentFile], tree: PrefixTree
 ) -> None:
     """Give the nodes their rows on disk."""
     for id, file_id, row0 in catalog.rows(
         "SELECT node, file, row0 FROM views JOIN files ON files.id = file WHERE fingerprint = ?",
         (fingerprint,),
     ):
-        node, file = trie.nodes.get(id), files[file_id]
+        node, file = tree.nodes.get(id), files[file_id]
         if node is None or node.file is not None or row0 < 0 or row0 + node.n > file.n_rows:
             raise catalog.damaged(f"segment {id} views rows that no file has")
         if file.p0 + row0 != node.p0:
             raise catalog.damaged(f"segment {id} views the rows of other positions")
-        trie.view(node, file, row0)
+        tree.view(node, file, row0)
 
 
-def _link(catalog: Catalog, trie: Trie, parents: list[int | None]) -> None:
-    nodes = trie.nodes
+def _link(catalog: Catalog, tree: PrefixTree, parents: list[int | None]) -> None:
+    nodes = tree.nodes
     for node, parent_id in zip(nodes.values(), parents, strict=True):
-        parent = trie.root if parent_id is None else nodes.get(parent_id)
+        parent = tree.root if parent_id is None else nodes.get(parent_id)
         if parent is None or parent.p1 != node.p0 or not _may_follow(parent, node):
             raise catalog.damaged(f"segment {node.id} does not continue its parent")
         node.parent = parent

@@ -16,7 +16,7 @@ from towerd.store.segments.segment_file import SegmentFile, quantized_bytes
 from towerd.store.state.growth import Growth
 from towerd.store.tree.listener import Listener
 from towerd.store.tree.node import Node
-from towerd.store.tree.tree import Trie
+from towerd.store.tree.tree import PrefixTree
 
 
 class Held(NamedTuple):
@@ -30,7 +30,7 @@ class Held(NamedTuple):
 
 @dataclass(slots=True)
 class StoreState:
-    """Trie, catalog and files of one open store; `lock` guards everything below it and is
+    """The prefix tree, catalog and files of one open store; `lock` guards everything below it and is
     never held during bulk file I/O."""
 
     directory: Directory
@@ -41,7 +41,7 @@ class StoreState:
     identity: EnteredIdentity
     clock: Callable[[], float]
     lock: Lock
-    trie: Trie
+    tree: PrefixTree
     files: dict[int, SegmentFile]
     hot_bytes: int = 0
     warm_bytes: int = 0
@@ -87,12 +87,12 @@ class StoreState:
 
     @contextmanager
     def growing(self) -> Iterator[Growth]:
-        """A transaction that may grow the trie; splits are reported once it is durable."""
+        """A transaction that may grow the tree; splits are reported once it is durable."""
         with self.catalog.transaction() as undo:
             known = self.identity
             growth = Growth(
                 self.catalog,
-                self.trie,
+                self.tree,
                 known.tokenizer,
                 known.tokenizer_digest,
                 self.clock(),
@@ -139,12 +139,12 @@ class StoreState:
         """Counts and sizes of the store's content."""
         disk = self.catalog.rows("SELECT coalesce(sum(bytes), 0) FROM files")[0][0]
         return {
-            "segments": len(self.trie),
-            "tokens": sum(node.n for node in self.trie.nodes.values()),
+            "segments": len(self.tree),
+            "tokens": sum(node.n for node in self.tree.nodes.values()),
             "files": len(self.files),
             "sessions": self._count("sessions"),
             "bases": self._count("bases"),
-            "paths_held": len(self.trie.held),
+            "paths_held": len(self.tree.held),
             "hot_bytes": self.hot_bytes,
             "warm_bytes": self.warm_bytes,
             "warm_quantized_bytes": quantized_bytes(self.files.values(), self.fingerprint.layout),
@@ -159,9 +159,9 @@ class StoreState:
 
     def forget_file(self, file: SegmentFile) -> None:
         """Remove a file from memory; rows that are still viewed stay readable."""
-        nodes = tuple(self.trie.viewers(file))
+        nodes = tuple(self.tree.viewers(file))
         for node in nodes:
-            self.trie.unview(node)
+            self.tree.unview(node)
         file.dropped = True
         if self.files.pop(file.id, None) is not None:
             self.warm_bytes -= file.nbytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from towerd.store.tree.tree import Match, Trie
+from towerd.store.tree.tree import Match, PrefixTree
 from towerd.tokens import Ids, ids_bytes
 
 
@@ -16,14 +16,18 @@ class Handle:
     path that the last call found, until `release`. Any thread may use it. It is made by
     `Store.hold`."""
 
-    __slots__ = ("_data", "_is_released", "_locked", "_match", "_trie", "_version", "scope")
+    __slots__ = ("_data", "_is_released", "_locked", "_match", "_tree", "_version", "scope")
 
     def __init__(
-        self, trie: Trie, locked: Callable[[], AbstractContextManager[None]], ids: Ids, scope: str
+        self,
+        tree: PrefixTree,
+        locked: Callable[[], AbstractContextManager[None]],
+        ids: Ids,
+        scope: str,
     ) -> None:
-        """locked: takes the lock that guards `trie`."""
+        """locked: takes the lock that guards `tree`."""
         self.scope = scope
-        self._trie, self._locked = trie, locked
+        self._tree, self._locked = tree, locked
         self._data = ids_bytes(ids)
         self._match = Match((), 0)
         self._version = -1
@@ -39,21 +43,21 @@ class Handle:
         """The longest stored prefix of the tokens, or of the first `n`. The result is only valid
         while the store is locked: a split or a removal changes its nodes."""
         with self._locked():
-            if self._version != self._trie.version:
-                self._match = self._trie.match(self._data, self.scope)
-                self._version = self._trie.version
+            if self._version != self._tree.version:
+                self._match = self._tree.match(self._data, self.scope)
+                self._version = self._tree.version
                 self._hold()
             return self._match if n is None else self._match.first(n)
 
     def release(self) -> None:
         """Let go of the path. Takes no lock, so it never waits."""
         self._is_released = True
-        self._trie.held.pop(self, None)
+        self._tree.held.pop(self, None)
 
     def _hold(self) -> None:
         if self._match.nodes:
-            self._trie.held[self] = self._match.nodes[-1]
+            self._tree.held[self] = self._match.nodes[-1]
         else:
-            self._trie.held.pop(self, None)
+            self._tree.held.pop(self, None)
         if self._is_released:  # by another thread, which may have come before this
-            self._trie.held.pop(self, None)
+            self._tree.held.pop(self, None)

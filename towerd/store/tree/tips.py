@@ -2,7 +2,7 @@
 
 A chat of ten thousand turns is a path of twenty thousand nodes, and its next prompt begins with all
 of it. The whole prefix of a tip is kept beside it: one comparison tells how many tokens of a prompt
-agree with it, and the walk through the trie continues from there. So does the hash for keys.
+agree with it, and the walk through the tree continues from there. So does the hash for keys.
 
     root ... branch | own nodes of a scope ................... tip
     prompt  [ = prefix of the tip                            ) [ walked, or new )

@@ -2,7 +2,7 @@
 
 Nodes, the tree and its tips belong to the lock of their store. Whoever reads or changes them holds
 that lock: the threads of requests, of the tiers, of freezing and thawing, the event loop. Only
-these may be used without it: the tokens and the id of a Node, `Trie.held`, and a Handle, which
+these may be used without it: the tokens and the id of a Node, `PrefixTree.held`, and a Handle, which
 takes the lock itself. The inference thread never keeps a Node; it keeps a Handle for each job.
 A Listener is called under the lock, and must not wait for anything that needs it.
 """
@@ -65,7 +65,7 @@ class Matched:
                     heapq.heappush(waiting, (-node.parent.p1, i, node.parent))
 
 
-class Trie:
+class PrefixTree:
     """Nodes by id and by prefix. Not thread-safe; the store's lock guards it.
 
     Children are keyed by (scope, first token). A public node may have children of any scope whose

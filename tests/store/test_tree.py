@@ -95,7 +95,7 @@ def test_float_ids_are_refused(store: Store) -> None:
         store.match(np.zeros(3), "local")  # type: ignore[arg-type]
 
 
-def test_reopen_finds_the_same_trie(root: Path) -> None:
+def test_reopen_finds_the_same_tree(root: Path) -> None:
     """Ids, splits, pins and flushed uses survive; another tokenizer sees none of it."""
     with Store.open(root, FINGERPRINT, clock=lambda: 7.0) as store:
         leaf = store.insert(np.arange(10, dtype=np.int32), "local", [4, 10])[-1]
