@@ -80,8 +80,8 @@ def states(service: EmbeddedService) -> dict[str, bytes]:
 async def settle(service: EmbeddedService) -> None:
     await service.engine.settle()
     await asyncio.to_thread(service.tiers.flush)
-    if service.engine.boundaries is not None:
-        await asyncio.to_thread(service.engine.boundaries.flush)
+    if service.engine.checkpoint_tier is not None:
+        await asyncio.to_thread(service.engine.checkpoint_tier.flush)
     await asyncio.to_thread(service.store.check_integrity)
 
 

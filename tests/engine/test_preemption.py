@@ -61,8 +61,8 @@ async def settle(service: EmbeddedService) -> None:
     """Wait until everything recorded is stored; check that all counts agree."""
     await service.engine.settle()
     await asyncio.to_thread(service.tiers.flush)
-    if service.engine.boundaries is not None:
-        await asyncio.to_thread(service.engine.boundaries.flush)
+    if service.engine.checkpoint_tier is not None:
+        await asyncio.to_thread(service.engine.checkpoint_tier.flush)
     await inside(service, service.engine.pool.check_integrity)
     await asyncio.to_thread(service.store.check_integrity)
 
@@ -339,8 +339,8 @@ async def test_a_turn_that_fails_takes_no_other_with_it(
         with pytest.raises(TowerdError):
             await ask(service, second, 4)
         monkeypatch.setattr(restorer, "advanced", advanced)
-        if service.engine.boundaries is not None:
-            await asyncio.to_thread(service.engine.boundaries.flush)
+        if service.engine.checkpoint_tier is not None:
+            await asyncio.to_thread(service.engine.checkpoint_tier.flush)
         again = await ask(service, second, 4)
         assert again.finish.reuse.prefill <= 20 + 1
 

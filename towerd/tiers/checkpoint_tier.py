@@ -60,7 +60,7 @@ class CheckpointTier:
         self.n_resumed = 0
         self._clock = clock
         self._work: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="towerd-boundaries", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="towerd-checkpoints", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class CheckpointTier:
             except StoreError as error:
                 log.error("a state checkpoint could not be written", extra={"error": str(error)})
             except Exception:
-                log.exception("boundary thread")
+                log.exception("state checkpoint thread")
             if kind == "flush":
                 item.set()
 

@@ -100,9 +100,13 @@ class EmbeddedEngine:
     name = "embedded"
 
     def __init__(
-        self, core: Core, tiers: Tiers, config: Config, boundaries: CheckpointTier | None = None
+        self,
+        core: Core,
+        tiers: Tiers,
+        config: Config,
+        checkpoint_tier: CheckpointTier | None = None,
     ) -> None:
-        """boundaries: needed for a model whose memory has a state"""
+        """checkpoint_tier: needed for a model whose memory has a state"""
         self.info = core.info
         self.retokenizer = Retokenizer(core.vocab)
         self.wire = WireThreads(open_wire(core, config, self.retokenizer))
@@ -117,7 +121,7 @@ class EmbeddedEngine:
         self.n_slots = config.parallel
         self.core = core
         self.store = tiers.store
-        self.boundaries = boundaries
+        self.checkpoint_tier = checkpoint_tier
         self._loop = asyncio.get_running_loop()
         self._generations: dict[int, EmbeddedGeneration] = {}
         self._is_draining = False
@@ -128,7 +132,7 @@ class EmbeddedEngine:
             core,
             tiers,
             config,
-            boundaries,
+            checkpoint_tier,
             lambda pool: Speculator(drafts, core.memory, pool, core.n_ctx),
             self._deliver,
         )
@@ -264,7 +268,7 @@ class EmbeddedEngine:
             **self.budgets.stats(),
             **scheduler.speculator.stats(),
             **self.media.stats(),
-            **({} if self.boundaries is None else self.boundaries.stats()),
+            **({} if self.checkpoint_tier is None else self.checkpoint_tier.stats()),
             "tasks": scheduler.slots.n_tasks,
             **scheduler.counters,
             "preemptions": scheduler.room.n_preemptions,

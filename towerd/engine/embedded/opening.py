@@ -31,11 +31,11 @@ async def open_embedded(config: Config) -> AsyncIterator[OpenedEngine[EmbeddedEn
     catalog is closed. Raises ModelError, StoreError, ConfigError."""
     core, store = await asyncio.to_thread(_open_store, config)
     try:
-        boundaries = await asyncio.to_thread(_open_boundaries, config, core, store)
+        checkpoint_tier = await asyncio.to_thread(_open_checkpoint_tier, config, core, store)
         tiers = await asyncio.to_thread(_open_tiers, config, core, store)
         try:
-            engine = EmbeddedEngine(core, tiers, config, boundaries)
-            weights = _weights_check(core, engine, store, boundaries)
+            engine = EmbeddedEngine(core, tiers, config, checkpoint_tier)
+            weights = _weights_check(core, engine, store, checkpoint_tier)
             engine.look_at_weights = partial(_look, weights, store, engine)
             try:
                 await asyncio.to_thread(engine.start)
@@ -44,8 +44,8 @@ async def open_embedded(config: Config) -> AsyncIterator[OpenedEngine[EmbeddedEn
                     engine,
                     store,
                     tiers,
-                    lambda nodes: _forget(boundaries, nodes),
-                    None if boundaries is None else _finder(boundaries),
+                    lambda nodes: _forget(checkpoint_tier, nodes),
+                    None if checkpoint_tier is None else _finder(checkpoint_tier),
                     engine.is_quiet,
                     _anticipate_tokens_max(config, core),
                 )
@@ -53,23 +53,23 @@ async def open_embedded(config: Config) -> AsyncIterator[OpenedEngine[EmbeddedEn
                 await asyncio.to_thread(weights.close)
                 await engine.close()
         finally:
-            if boundaries is not None:
-                await asyncio.to_thread(boundaries.close)
+            if checkpoint_tier is not None:
+                await asyncio.to_thread(checkpoint_tier.close)
             await asyncio.to_thread(tiers.close)
     finally:
         await asyncio.to_thread(store.close)
         await asyncio.to_thread(core.close)
 
 
-def _forget(boundaries: CheckpointTier | None, nodes: Sequence[Node]) -> None:
+def _forget(checkpoint_tier: CheckpointTier | None, nodes: Sequence[Node]) -> None:
     """Delete the state checkpoints of segments that are deleted."""
-    if boundaries is not None:
+    if checkpoint_tier is not None:
         for node in nodes:
-            boundaries.table.drop(node)
+            checkpoint_tier.table.drop(node)
 
 
-def _finder(boundaries: CheckpointTier) -> Callable[[Node], bool]:
-    return lambda node: boundaries.table.at(node) is not None
+def _finder(checkpoint_tier: CheckpointTier) -> Callable[[Node], bool]:
+    return lambda node: checkpoint_tier.table.at(node) is not None
 
 
 def _anticipate_tokens_max(config: Config, core: Core) -> int:
@@ -118,15 +118,15 @@ def _open_tiers(config: Config, core: Core, store: Store) -> Tiers:
 
 
 def _weights_check(
-    core: Core, engine: EmbeddedEngine, store: Store, boundaries: CheckpointTier | None
+    core: Core, engine: EmbeddedEngine, store: Store, checkpoint_tier: CheckpointTier | None
 ) -> WeightsCheck:
     """What follows when the file under the loaded weights changes: rows are void."""
 
     def changed(since: float) -> None:
         engine.forget_live()
         store.rows.distrust(since)
-        if boundaries is not None:
-            boundaries.distrust(since)
+        if checkpoint_tier is not None:
+            checkpoint_tier.distrust(since)
 
     return WeightsCheck(core.model.files, store, is_busy=engine.is_busy, on_change=changed)
 
@@ -139,7 +139,7 @@ def _look(weights: WeightsCheck, store: Store, engine: EmbeddedEngine) -> None:
         engine.forget_live()
 
 
-def _open_boundaries(config: Config, core: Core, store: Store) -> CheckpointTier | None:
+def _open_checkpoint_tier(config: Config, core: Core, store: Store) -> CheckpointTier | None:
     if not core.memory.kind.has_state:
         store.set_meta(CUT_META + store.state.digest.hex(), ANYWHERE)
         return None

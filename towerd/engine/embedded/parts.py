@@ -54,11 +54,11 @@ def assemble(
     core: Core,
     tiers: Tiers,
     config: Config,
-    boundaries: CheckpointTier | None,
+    checkpoint_tier: CheckpointTier | None,
     speculator: Callable[[LivePool], Speculator],
     deliver: Callable[[Events], None],
 ) -> Parts:
-    """Construct the parts. boundaries: needed for a model whose memory has a state; deliver: hands
+    """Construct the parts. checkpoint_tier: needed for a model whose memory has a state; deliver: hands
     events to their clients."""
     memory, context = core.memory, core.context
     pages = CellPages(
@@ -67,9 +67,9 @@ def assemble(
     pool = LivePool(memory, n_seqs=memory.n_live, n_cells=core.context.n_cells)
     splicer = Splicer(core, tiers)
     checkpoints = None
-    if boundaries is not None:
+    if checkpoint_tier is not None:
         ends, every = core.vocab.eog_ids, config.boundary_tokens
-        checkpoints = Checkpoints(memory, pool, tiers, boundaries, ends, every)
+        checkpoints = Checkpoints(memory, pool, tiers, checkpoint_tier, ends, every)
     exporter = Exporter(memory, tiers, checkpoints)
     tokens = TokenBranching(memory, pool, tiers, exporter.export)
     branching: Branching = checkpoints or tokens

@@ -155,11 +155,11 @@ def _read(path: Path) -> tuple[CheckpointHeader, Bytes]:
     data = np.fromfile(path, np.uint8)
     head = data[:PREFIX_BYTES].tobytes()
     if len(data) < PREAMBLE.size:
-        raise StateError("a boundary file is too short")
+        raise StateError("a state checkpoint file is too short")
     magic, version, n_header, zero, expected = PREAMBLE.unpack_from(data.data)
     end = PREAMBLE.size + n_header
     if magic != MAGIC or version != VERSION or zero != 0 or end > len(data):
-        raise StateError("not a boundary file of this version")
+        raise StateError("not a state checkpoint file of this version")
     body = data[PREAMBLE.size : end].tobytes()
     if checksum(head, body) != expected:
         raise StateError("the header's checksum does not match")

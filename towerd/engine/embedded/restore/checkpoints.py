@@ -52,7 +52,7 @@ class Checkpoints:
         memory: SequenceMemory,
         pool: LivePool,
         tiers: Tiers,
-        boundaries: CheckpointTier,
+        checkpoint_tier: CheckpointTier,
         message_ends: Collection[int],
         every: int,
     ) -> None:
@@ -61,7 +61,7 @@ class Checkpoints:
         self.memory = memory
         self.pool = pool
         self.tiers = tiers
-        self.boundaries = boundaries
+        self.checkpoint_tier = checkpoint_tier
         self._ends = np.array(sorted(message_ends), np.int32)
         self._every = every
 
@@ -110,7 +110,7 @@ class Checkpoints:
             found = self.tiers.plan(job.path, seq.n, stop)
             seq.n_public, n_known = found.n_public, found.n_match
             end = seq.n + found.n if self.memory.kind.has_rows else found.n_match
-            checkpoint = self.boundaries.deepest(job.path, seq.n, end)
+            checkpoint = self.checkpoint_tier.deepest(job.path, seq.n, end)
             if checkpoint is not None:
                 plan = found.up_to(checkpoint)
         others = [s for s in self.pool if s is not seq and s.scope == seq.scope]
@@ -125,7 +125,7 @@ class Checkpoints:
         if found is None:
             return None
         try:
-            data = self.boundaries.load(found)
+            data = self.checkpoint_tier.load(found)
         except StoreError as error:
             log.warning("a state checkpoint cannot be used", extra={"error": str(error)})
             return None
@@ -139,7 +139,7 @@ class Checkpoints:
         try:
             self.memory.restore(seq.id, state.data)
         except TowerdError:
-            self.boundaries.refused(state.found)
+            self.checkpoint_tier.refused(state.found)
             raise
         n_bare = len(state.provenance)
         if n_bare:
@@ -168,7 +168,7 @@ class Checkpoints:
         for position, state in states.items():
             if position <= len(ids) and are_storable(provenance[:position]):
                 taken[position] = state, not are_exact(provenance[:position])
-        self.boundaries.accept(ids, scope, taken)
+        self.checkpoint_tier.accept(ids, scope, taken)
 
     # ---- private ----------------------------------------------------------------------------
 

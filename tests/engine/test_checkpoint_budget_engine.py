@@ -37,9 +37,9 @@ async def test_a_long_chat_stays_within_its_budget(service_on: OpenService, tmp_
                 assert opening == 0 or turn or reuse.live == 0
                 ids = prompt + answer.ids
             await service.engine.settle()
-            assert service.engine.boundaries is not None
-            await asyncio.to_thread(service.engine.boundaries.flush)
-            table = service.engine.boundaries.table
+            assert service.engine.checkpoint_tier is not None
+            await asyncio.to_thread(service.engine.checkpoint_tier.flush)
+            table = service.engine.checkpoint_tier.table
             size = max(size, *(found.nbytes for found in table.all()))
             if settings:
                 assert table.file_bytes <= settings["boundary_bytes"]
