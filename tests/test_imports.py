@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
@@ -20,6 +23,7 @@ LAYERS = (
     {"search"},
     {"cold"},
     {"engine"},
+    {"model"},
     {"settings"},
     {"tiers", "tower_file"},
     {"store"},
@@ -29,20 +33,47 @@ LAYERS = (
     {"llama_build"},
 )  # fmt: skip
 """Folders and modules of the package, the top floor first; each imports lower floors alone."""
-STORE_FLOORS = (
-    "store",
-    "maintenance",
-    "sessions",
-    "rows",
-    "state",
-    "catalog",
-    "tree",
-    "segments",
-    "files",
-)  # fmt: skip
-"""Folders of `towerd/store` below its face, store.py, the top floor first."""
-BELOW_ENGINE = {"engine.base", "engine.gguf_keys", "engine.model_file", "engine.rope"}
-"""What lower floors know of engines: the protocol, and what a GGUF says."""
+BELOW_ALL = {"model.gguf_keys"}
+"""What lower floors know of models: how to read the metadata of a GGUF."""
+INNER_LAYERS = {
+    "engine": (
+        {"embedded", "llama_server"},
+        {"opened_engine"},
+        {"base", "longest_prefix", "text_limit"},
+    ),
+    "engine.embedded": (
+        {"opening"},
+        {"engine"},
+        {"parts"},
+        {"calibration"},
+        {"run"},
+        {"longchat"},
+        {"restore"},
+        {"live"},
+        {"context"},
+        {"model"},
+    ),
+    "sessions": (
+        {"sessions"},
+        {"anticipation", "recorder"},
+        {"traffic"},
+        {"trace_recorder", "workflows"},
+    ),
+    "store": (
+        {"store"},
+        {"maintenance"},
+        {"sessions"},
+        {"rows"},
+        {"state"},
+        {"catalog"},
+        {"tree"},
+        {"segments"},
+        {"files"},
+    ),
+}
+"""The same inside folders."""
+CIRCLES = {"api", "codec", "engine.llama_server", "lab", "lab.train"}
+"""Folders whose inner folders still import each other."""
 
 
 def modules() -> dict[str, Path]:
@@ -62,25 +93,45 @@ def modules() -> dict[str, Path]:
 
 def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
     """The modules of ours that a file imports, wherever in it, for type checking too."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            inner = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [
-                name if name.removeprefix("towerd.") in known else node.module for name in inner
-            ]
+    for module, names in import_statements(path):
         for name in names:
-            inner_name = name.removeprefix("towerd.")
-            is_ours = name.startswith("towerd.") or name.split(".")[0] == "lab"
-            if is_ours and inner_name in known:
-                yield inner_name
+            inner_name = f"{module}.{name}" if module else name
+            found = inner_name if inner_name.removeprefix("towerd.") in known else module
+            is_ours = found.startswith("towerd.") or found.split(".")[0] == "lab"
+            if is_ours and found.removeprefix("towerd.") in known:
+                yield found.removeprefix("towerd.")
 
 
-def floor(module: str) -> int:
-    """The place of a module in LAYERS; larger is lower."""
-    return next(i for i, names in enumerate(LAYERS) if module.split(".")[0] in names)
+@cache
+def import_statements(path: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """(module, names) of each `from module import names`; module is "" for `import names`."""
+    found: list[tuple[str, tuple[str, ...]]] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.append(("", tuple(alias.name for alias in node.names)))
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.append((node.module, tuple(alias.name for alias in node.names)))
+    return tuple(found)
+
+
+def floor(part: str, layers: tuple[set[str], ...]) -> int:
+    """The place of a folder or module in `layers`; larger is lower."""
+    return next(i for i, names in enumerate(layers) if part in names)
+
+
+def inner_imports(folder: str, known: dict[str, Path]) -> Iterator[tuple[str, str]]:
+    """(importer, imported) of modules in different parts of a folder; "" is the whole package."""
+    within = f"{folder}." if folder else ""
+    for name, path in known.items():
+        if name.startswith(within):
+            for other in imports(path, known):
+                if other.startswith(within) and part(folder, name) != part(folder, other):
+                    yield name, other
+
+
+def part(folder: str, module: str) -> str:
+    """The inner folder, or the file, of `folder` that a module is in."""
+    return module.removeprefix(f"{folder}.").split(".")[0]
 
 
 def test_no_circle_among_files() -> None:
@@ -92,30 +143,36 @@ def test_no_circle_among_files() -> None:
         raise AssertionError("these import each other: " + " <- ".join(error.args[1])) from None
 
 
-def test_folders_import_lower_floors_alone() -> None:
-    known = modules()
+@pytest.mark.parametrize(("folder", "layers"), [("", LAYERS), *INNER_LAYERS.items()])
+def test_folders_import_lower_floors_alone(folder: str, layers: tuple[set[str], ...]) -> None:
     upward = [
         f"{name} imports {other}"
-        for name, path in known.items()
-        for other in imports(path, known)
-        if other.split(".")[0] != name.split(".")[0]
-        and other not in BELOW_ENGINE
-        and floor(name) >= floor(other)
+        for name, other in inner_imports(folder, modules())
+        if other not in BELOW_ALL
+        and floor(part(folder, name), layers) >= floor(part(folder, other), layers)
     ]
     assert upward == []
 
 
-def test_folders_of_the_store_import_lower_floors_alone() -> None:
+def test_no_two_folders_import_each_other() -> None:
     known = modules()
-    inside = [name for name in known if name.split(".")[0] == "store"]
-    floors = {name: STORE_FLOORS.index([*name.split("."), "store"][1]) for name in inside}
-    upward = [
-        f"{name} imports {other}"
-        for name in inside
-        for other in imports(known[name], known)
-        if other in floors and floors[name] > floors[other]
-    ]
-    assert upward == []
+    parents = [name.split(".")[:-1] for name in known]
+    folders = {".".join(parent[:n]) for parent in parents for n in range(1, len(parent) + 1)}
+    assert {folder for folder in folders if has_circle(folder, known)} == CIRCLES
+
+
+def has_circle(folder: str, known: dict[str, Path]) -> bool:
+    """Whether folders inside of `folder` import each other, straight or by others' way."""
+    graph: dict[str, set[str]] = {}
+    n_names = folder.count(".") + 3  # of a module in an inner folder, at least
+    for name, other in inner_imports(folder, known):
+        if min(name.count("."), other.count(".")) >= n_names - 1:
+            graph.setdefault(part(folder, name), set()).add(part(folder, other))
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError:
+        return True
+    return False
 
 
 def test_one_file_names_modules_of_the_laboratory() -> None:

@@ -12,7 +12,7 @@ import pytest
 from towerd import log
 from towerd.codec.prior import file
 from towerd.codec.vocabulary import GgufVocabulary
-from towerd.engine.llama_log import route_log
+from towerd.model.llama_log import route_log
 
 
 def logger(name: str) -> logging.Logger:

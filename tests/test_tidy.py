@@ -106,14 +106,15 @@ def test_a_class_name_occurs_once() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
-def test_only_engine_and_wire_call_llama_cpp() -> None:
+def test_only_engine_model_and_wire_call_llama_cpp() -> None:
     product = [
         p for p in sources() if name_of(p).startswith(("towerd/", "kernels/", "slots/", "cli/"))
     ]
     loaders = {name_of(p) for p in product if "llama_cpp" in imported(ast.parse(p.read_text()))}
     assert loaders == {"towerd/llama_library.py"}
     users = {name_of(p) for p in product if "from towerd.llama_library import" in p.read_text()}
-    assert all(user.startswith(("towerd/engine/", "towerd/wire/")) for user in users), users
+    rooms = ("towerd/engine/", "towerd/model/", "towerd/wire/")
+    assert all(user.startswith(rooms) for user in users), users
 
 
 def private_touches(tree: ast.AST) -> Iterator[str]:

@@ -85,7 +85,7 @@ def load_model(config: Config) -> str:
     """Load `config.model` and test the state format on it; returns a line about the model.
 
     Raises ModelError, ConfigError."""
-    from towerd.engine.embedded.model.core import load_core
+    from towerd.engine.embedded.context.core import load_core
     from towerd.store.catalog.sqlite import SqliteCatalog
 
     with tempfile.TemporaryDirectory(prefix="towerctl-") as folder:

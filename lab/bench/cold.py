@@ -29,8 +29,8 @@ from towerd.codec import Codec, container
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold import decode, freeze
 from towerd.engine.embedded.calibration.calibrate import calibration_text
-from towerd.engine.embedded.model.model import init_backend
 from towerd.kernels.formats import BY_NAME
+from towerd.model.llama_model import init_backend
 from towerd.models.bundled import default_model
 from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane

@@ -19,6 +19,7 @@ from towerd.cli.bench.harness.report import Report
 from towerd.cli.output import progress_bar, show_table
 from towerd.engine.embedded.calibration.calibrate import calibration_text
 from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS
+from towerd.engine.embedded.calibration.scratch import Scratch, other_shapes
 from towerd.engine.embedded.calibration.splice_meter import (
     SpliceCase,
     SpliceMeter,
@@ -27,13 +28,12 @@ from towerd.engine.embedded.calibration.splice_meter import (
     head_of,
     make_cases,
 )
-from towerd.engine.embedded.longchat.attention import flash_attention
-from towerd.engine.embedded.model.context import LlamaContext
-from towerd.engine.embedded.model.model import LlamaModel
-from towerd.engine.embedded.model.vocab import Vocab
-from towerd.engine.embedded.restore.scratch import Scratch, other_shapes
+from towerd.engine.embedded.context.attention import flash_attention
+from towerd.engine.embedded.context.context import LlamaContext
 from towerd.engine.embedded.restore.splice import rope_of
 from towerd.errors import ConfigError
+from towerd.model.llama_model import LlamaModel
+from towerd.model.vocab import Vocab
 from towerd.models.bundled import default_model
 from towerd.settings.config import Config
 from towerd.slots.blob import emit_blob

@@ -127,7 +127,7 @@ def _report(path: Path, texts: Sequence[tuple[str, bytes | Ids]], n: int | None)
     from towerd.codec import Codec
     from towerd.codec.container import BASE_HEAD_BYTES
     from towerd.codec.vocabulary import GgufVocabulary
-    from towerd.engine.embedded.model.model import init_backend
+    from towerd.model.llama_model import init_backend
 
     if len(texts) < max(2, n or 0):
         raise ConfigError(

@@ -125,7 +125,7 @@ def reduce_tree(
     Raises TowerdError; SpecError if nothing is left."""
     from towerd.codec import Codec, CodecError
     from towerd.codec.vocabulary import GgufVocabulary
-    from towerd.engine.embedded.model.model import init_backend
+    from towerd.model.llama_model import init_backend
 
     init_backend()  # its log becomes ours
     try:

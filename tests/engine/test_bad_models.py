@@ -15,9 +15,9 @@ from services import OpenService
 from lab.models.random_gguf import PRESETS, make_random_gguf
 from lab.models.vocabulary import synthetic
 from lab.train.objectives.teacher import silence_llama_cpp
-from towerd.engine.embedded.model.core import load_core
-from towerd.engine.embedded.model.model import init_backend
+from towerd.engine.embedded.context.core import load_core
 from towerd.errors import ConfigError, ModelError
+from towerd.model.llama_model import init_backend
 from towerd.settings.config import Config
 from towerd.store.catalog.sqlite import SqliteCatalog
 

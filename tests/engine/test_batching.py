@@ -10,10 +10,10 @@ from oracle import GREEDY, ask, job_for
 from services import OpenService
 
 from towerd.engine.base import GenerateRequest, Piece
-from towerd.engine.embedded.model.context import Batch
-from towerd.engine.embedded.scheduling.batching import CHUNK_MS_MAX, Batching
-from towerd.engine.embedded.scheduling.job import Job, JobPhase
-from towerd.engine.embedded.scheduling.pool import LiveSeq
+from towerd.engine.embedded.context.context import Batch
+from towerd.engine.embedded.live.job import Job, JobPhase
+from towerd.engine.embedded.live.pool import LiveSeq
+from towerd.engine.embedded.run.batching import CHUNK_MS_MAX, Batching
 
 N_BATCH = 128
 

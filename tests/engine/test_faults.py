@@ -10,7 +10,7 @@ import pytest
 from oracle import ask, check_integrity
 from services import OpenService
 
-from towerd.engine.embedded.scheduling import idle
+from towerd.engine.embedded.run import idle
 from towerd.errors import TowerdError
 
 

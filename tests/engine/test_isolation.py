@@ -14,14 +14,14 @@ from oracle import ask, check_integrity, settle, some_ids
 from services import OpenService
 
 from towerd.engine.base import GenerateRequest, LiveBudget
+from towerd.engine.embedded.context.taps import Taps
+from towerd.engine.embedded.live.job import Job, JobPhase
+from towerd.engine.embedded.live.live_set import BoundedSet, Observed
+from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.longchat.budgets import Budgets
-from towerd.engine.embedded.longchat.live_set import BoundedSet, Observed
 from towerd.engine.embedded.longchat.parked import Parked, ParkedTowers
-from towerd.engine.embedded.longchat.taps import Taps
 from towerd.engine.embedded.restore import splice
-from towerd.engine.embedded.scheduling.inbox import Inbox
-from towerd.engine.embedded.scheduling.job import Job, JobPhase
-from towerd.engine.embedded.scheduling.pool import LiveSeq
+from towerd.engine.embedded.run.inbox import Inbox
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
 from towerd.slots.errors import StateError
@@ -175,7 +175,7 @@ async def test_moving_a_chat_together_uses_up_its_queries(
     live = LiveBudget("h2o", 90)
     settings = {"ctx_size": 256, "live_tokens": 256, "threads": 1, "retention": "h2o"}
     async with service_on(bundled_model(), **settings) as service:
-        observer, events = service.engine.core.observer, list[tuple[str, int, float]]()
+        observer, events = service.engine.parts.observer, list[tuple[str, int, float]]()
         assert observer is not None
         measure, compacted = observer.measure, BoundedSet.compacted
 

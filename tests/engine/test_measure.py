@@ -19,11 +19,11 @@ from towerd.engine.embedded.calibration.measure_plan import (
     ROWS_BYTES_MAX,
     plan_measurement,
 )
-from towerd.engine.embedded.model.context import LlamaContext
-from towerd.engine.embedded.model.model import LlamaModel
-from towerd.engine.embedded.model.vocab import Vocab
-from towerd.engine.embedded.restore.scratch import Pace, Scratch
+from towerd.engine.embedded.calibration.scratch import Pace, Scratch
+from towerd.engine.embedded.context.context import LlamaContext
 from towerd.errors import TowerdError
+from towerd.model.llama_model import LlamaModel
+from towerd.model.vocab import Vocab
 from towerd.models.bundled import bundled_model
 from towerd.settings.config import Config
 from towerd.slots.layout import NATIVE

@@ -16,8 +16,8 @@ from services import EmbeddedService, OpenService
 from vision_model import TOKENS_AN_IMAGE, make_projector, picture
 
 from towerd.engine.base import Finish, GenerateRequest
-from towerd.engine.embedded.scheduling.job import Job, JobPhase
-from towerd.engine.embedded.scheduling.pool import LiveSeq
+from towerd.engine.embedded.live.job import Job, JobPhase
+from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.errors import InvalidRequest
 from towerd.media_ids import spans_of
 from towerd.models.bundled import bundled_model

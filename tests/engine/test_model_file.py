@@ -12,11 +12,11 @@ import pytest
 from split_gguf import split
 from waiting import until
 
-from towerd.engine import model_file
-from towerd.engine.embedded.model.model import LlamaModel
-from towerd.engine.model_file import FileState, ModelFile, weights_hash
-from towerd.engine.weights_check import WeightsCheck
 from towerd.errors import ModelError
+from towerd.model import model_file
+from towerd.model.llama_model import LlamaModel
+from towerd.model.model_file import FileState, ModelFile, weights_hash
+from towerd.model.weights_check import WeightsCheck
 from towerd.models.bundled import bundled_model
 from towerd.settings.config import Config
 from towerd.store import Catalog

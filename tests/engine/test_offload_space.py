@@ -8,9 +8,9 @@ import numpy as np
 from random_rows import HEAD_SIZE, random_rows
 
 from towerd.engine.base import LiveBudget
-from towerd.engine.embedded.longchat.live_set import BoundedSet
+from towerd.engine.embedded.live.live_set import BoundedSet
+from towerd.engine.embedded.live.offloaded_rows import OffloadedKeys
 from towerd.engine.embedded.longchat.offload_space import OffloadSpace
-from towerd.engine.embedded.longchat.offloaded_rows import OffloadedKeys
 from towerd.retention import Recalling
 from towerd.slots.rows import KVRows
 

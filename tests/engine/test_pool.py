@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from towerd.engine.base import LiveBudget
+from towerd.engine.embedded.live.live_set import EVERYTHING, BoundedSet
+from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.longchat.budgets import bounded
-from towerd.engine.embedded.longchat.live_set import EVERYTHING, BoundedSet
 from towerd.engine.embedded.longchat.shift import shift_ids
-from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq
 from towerd.tokens import Ids, Provenance, common_prefix
 
 N_SEQS = 5

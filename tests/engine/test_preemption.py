@@ -16,7 +16,7 @@ from waiting import until_async
 
 from lab.models.random_gguf import Shape, make_random_gguf
 from towerd.engine.base import GenerateRequest, LiveBudget
-from towerd.engine.embedded.scheduling.job import Job, JobPhase
+from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
 from towerd.tiers import composer

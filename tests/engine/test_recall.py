@@ -10,14 +10,14 @@ from oracle import ask, bounded_sequences, check_integrity, inside, settle, some
 from services import EmbeddedService, OpenService
 
 from towerd.engine.base import LiveBudget
+from towerd.engine.embedded.context.context import LlamaContext
+from towerd.engine.embedded.context.taps import Taps
+from towerd.engine.embedded.live.keys import keys_of
+from towerd.engine.embedded.live.live_set import EVERYTHING, BoundedSet
+from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.longchat.budgets import bounded
-from towerd.engine.embedded.longchat.keys import keys_of
-from towerd.engine.embedded.longchat.live_set import EVERYTHING, BoundedSet
 from towerd.engine.embedded.longchat.recall import QUERY_TOKENS_MAX, Recall, RecallLimits, served
-from towerd.engine.embedded.longchat.taps import Taps
-from towerd.engine.embedded.model.context import LlamaContext
-from towerd.engine.embedded.model.model import LlamaModel
-from towerd.engine.embedded.scheduling.pool import LiveSeq
+from towerd.model.llama_model import LlamaModel
 from towerd.models.bundled import bundled_model
 from towerd.retention import Recalling, View, open_retention
 from towerd.retention.icecache import IceCacheConfig

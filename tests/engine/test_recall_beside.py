@@ -15,12 +15,12 @@ from oracle import ask, check_integrity, inside, job_for, live_sets, settle, som
 from services import EmbeddedService, OpenService
 
 from towerd.engine.base import GenerateRequest, LiveBudget, Progress
+from towerd.engine.embedded.live.job import Job, JobPhase
+from towerd.engine.embedded.live.live_set import BoundedSet, Observed
 from towerd.engine.embedded.longchat import indexing
 from towerd.engine.embedded.longchat.indexing import Indexer
-from towerd.engine.embedded.longchat.live_set import BoundedSet, Observed
 from towerd.engine.embedded.longchat.observer import QUERIES_MAX
 from towerd.engine.embedded.longchat.recall import QUERY_TOKENS_MAX
-from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
 from towerd.retention import can_recall
@@ -38,7 +38,7 @@ class Watched:
         self.n_batches = self.n_tapped = 0
         self.asked: list[tuple[list[int], list[int]]] = []
         """At each decision: the positions that were observed, and the last ones before it."""
-        observer = service.engine.core.observer
+        observer = service.engine.parts.observer
         assert observer is not None
         watch, measure, asking = observer.watch, observer.measure, observer.scaled_queries
 
@@ -290,7 +290,7 @@ async def test_live_rows_do_not_change_what_is_kept(service_on: OpenService, pol
             (live_set,) = await inside(service, lambda: live_sets(service.engine))
             kept.append((answer.ids, live_set.kept.tolist()))
             await settle(service)
-            observer = service.engine.core.observer
+            observer = service.engine.parts.observer
             assert observer is not None
             assert observer.taps.layers == ()  # what was read of the graph is not kept
     assert kept[0] == kept[1]

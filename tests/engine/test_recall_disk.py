@@ -14,9 +14,9 @@ from services import EmbeddedService, OpenService
 from unnamed import HAS_PROC, unnamed_files
 
 from towerd.engine.base import LiveBudget
-from towerd.engine.embedded.longchat.live_set import BoundedSet
+from towerd.engine.embedded.live.live_set import BoundedSet
+from towerd.engine.embedded.live.offloaded_rows import Pages
 from towerd.engine.embedded.longchat.offload_space import OffloadSpace
-from towerd.engine.embedded.longchat.offloaded_rows import Pages
 from towerd.models.bundled import bundled_model
 
 SETTINGS = {

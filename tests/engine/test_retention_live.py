@@ -17,14 +17,14 @@ from services import EmbeddedService, OpenService
 
 from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.engine.base import LiveBudget
+from towerd.engine.embedded.context.context import LlamaContext
+from towerd.engine.embedded.context.taps import Taps
+from towerd.engine.embedded.live.live_set import BoundedSet
+from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.longchat.budgets import bounded
-from towerd.engine.embedded.longchat.live_set import BoundedSet
 from towerd.engine.embedded.longchat.recall import REEVALUATED_TOKENS
-from towerd.engine.embedded.longchat.taps import Taps
-from towerd.engine.embedded.model.context import LlamaContext
-from towerd.engine.embedded.model.model import LlamaModel
-from towerd.engine.embedded.scheduling.pool import LiveSeq
 from towerd.errors import ConfigError, ContextExceeded, InvalidRequest, NotSupported
+from towerd.model.llama_model import LlamaModel
 from towerd.models.bundled import bundled_model
 from towerd.retention import View, can_recall
 from towerd.retention.streaming import StreamingConfig

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from towerd.engine.embedded.model import retokenize
-from towerd.engine.embedded.model.model import LlamaModel
-from towerd.engine.embedded.model.retokenize import Retokenizer
-from towerd.engine.embedded.model.special_tokens import PART_BYTES, SpecialTokens
-from towerd.engine.embedded.model.vocab import Vocab
 from towerd.errors import InvalidRequest
+from towerd.model import retokenize
+from towerd.model.llama_model import LlamaModel
+from towerd.model.retokenize import Retokenizer
+from towerd.model.special_tokens import PART_BYTES, SpecialTokens
+from towerd.model.vocab import Vocab
 from towerd.models.bundled import bundled_model, retrieval_model
 from towerd.settings.sources import load
 from towerd.tokens import Ids

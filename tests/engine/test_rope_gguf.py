@@ -11,7 +11,7 @@ import pytest
 from gguf import GGUFValueType, GGUFWriter
 
 from lab.models.gguf_file import writing
-from towerd.engine.gguf_keys import GgufKeys
+from towerd.model.gguf_keys import GgufKeys
 
 VALUES: dict[str, tuple[GGUFValueType, Any]] = {
     "u8": (GGUFValueType.UINT8, 200),

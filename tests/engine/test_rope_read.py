@@ -11,7 +11,7 @@ from gguf import GGUFWriter
 
 from lab.models.gguf_file import writing
 from lab.models.random_gguf import Shape, make_random_gguf
-from towerd.engine.rope import PLAIN, REASONS, WITH_FACTORS, Running, read_rope
+from towerd.model.rope import PLAIN, REASONS, WITH_FACTORS, Running, read_rope
 from towerd.slots.errors import StateError
 
 NORM, NEOX, MROPE, IMROPE = 0, 2, 8, 40

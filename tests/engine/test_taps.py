@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from towerd.engine.embedded.longchat.taps import Taps
-from towerd.engine.embedded.model.context import LlamaContext
-from towerd.engine.embedded.model.model import LlamaModel
-from towerd.engine.embedded.restore.scratch import Scratch
+from towerd.engine.embedded.calibration.scratch import Scratch
+from towerd.engine.embedded.context.context import LlamaContext
+from towerd.engine.embedded.context.taps import Taps
 from towerd.errors import TowerdError
+from towerd.model.llama_model import LlamaModel
 from towerd.settings.config import Config
 
 N = 40

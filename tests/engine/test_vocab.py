@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import towerd.engine.base
-from towerd.engine.embedded.media import deepstack
-from towerd.engine.embedded.model.model import init_backend
-from towerd.engine.embedded.model.vocab import Vocab
 from towerd.errors import InvalidRequest
+from towerd.model import deepstack
+from towerd.model.llama_model import init_backend
+from towerd.model.vocab import Vocab
 from towerd.wire import token_bytes_max
 
 BUNDLED = Path(towerd.engine.base.__file__).parents[1] / "data" / "stories260K.gguf"

@@ -9,9 +9,9 @@ import numpy as np
 import psutil
 import pytest
 
-from towerd.engine.embedded.model.context import LlamaContext
-from towerd.engine.embedded.model.core import declared_layout
-from towerd.engine.embedded.model.model import LlamaModel
+from towerd.engine.embedded.context.context import LlamaContext
+from towerd.engine.embedded.context.core import declared_layout
+from towerd.model.llama_model import LlamaModel
 from towerd.models.bundled import bundled_model
 from towerd.settings.config import Config
 

@@ -14,9 +14,9 @@ from split_gguf import split
 
 from lab.models.random_gguf import Shape, make_random_gguf
 from lab.models.shape import Arch
-from towerd.engine.embedded.model.loadable import check_loadable
-from towerd.engine.embedded.model.model import LlamaModel
 from towerd.errors import ModelError
+from towerd.model.llama_model import LlamaModel
+from towerd.model.loadable import check_loadable
 from towerd.models.bundled import bundled_model
 from towerd.models.local.found import FoundModel
 from towerd.models.local.header import Header, read_header

@@ -21,8 +21,8 @@ from towerd.engine.llama_server.process.binary import Build, build_of, find_bina
 from towerd.engine.llama_server.process.flags import clashing, names_model, server_env
 from towerd.engine.llama_server.process.process import describe_exit
 from towerd.engine.llama_server.process.upstream_client import UpstreamClient
-from towerd.engine.row_flags import row_overrides
 from towerd.errors import ConfigError, Unauthorized
+from towerd.model.row_flags import row_overrides
 from towerd.models.bundled import bundled_model
 
 

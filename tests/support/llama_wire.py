@@ -18,7 +18,7 @@ import llama_cpp.llama_cpp as lib
 import numpy as np
 
 from towerd.cli.bench.harness.servers import ServerProcess, llama_server
-from towerd.engine.embedded.model.model import init_backend
+from towerd.model.llama_model import init_backend
 from towerd.models.bundled import bundled_model
 from towerd.wire import Chunk, Model, Reply, Request, Settings, WireError, Writer
 

@@ -17,16 +17,16 @@ import numpy.typing as npt
 from services import EmbeddedService
 
 from towerd.engine.base import Finish, GenerateRequest, Piece
+from towerd.engine.embedded.context.attention import flash_attention
+from towerd.engine.embedded.context.context import LlamaContext
 from towerd.engine.embedded.engine import EmbeddedEngine
-from towerd.engine.embedded.longchat.attention import flash_attention
+from towerd.engine.embedded.live.job import Job
+from towerd.engine.embedded.live.live_set import BoundedSet
+from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.longchat.budgets import bounded
-from towerd.engine.embedded.longchat.live_set import BoundedSet
-from towerd.engine.embedded.model.context import LlamaContext
-from towerd.engine.embedded.model.model import LlamaModel
-from towerd.engine.embedded.model.vocab import Vocab
-from towerd.engine.embedded.model.wire_model import encode
-from towerd.engine.embedded.scheduling.job import Job
-from towerd.engine.embedded.scheduling.pool import LiveSeq
+from towerd.model.llama_model import LlamaModel
+from towerd.model.request_body import encode
+from towerd.model.vocab import Vocab
 from towerd.settings.config import Config
 from towerd.store import Handle
 from towerd.store.tree.tree import PrefixTree

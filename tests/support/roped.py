@@ -12,9 +12,9 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType, quants
 
 from lab.models.random_gguf import Shape, make_random_gguf
-from towerd.engine.embedded.model.context import LlamaContext
-from towerd.engine.embedded.model.model import LlamaModel
-from towerd.engine.rope import Running, read_rope
+from towerd.engine.embedded.context.context import LlamaContext
+from towerd.model.llama_model import LlamaModel
+from towerd.model.rope import Running, read_rope
 from towerd.settings.config import Config
 from towerd.slots.blob import emit_blob, parse_blob
 from towerd.slots.layout import Plane

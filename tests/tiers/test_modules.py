@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_tools import FINGERPRINT, assert_same_rows, rows_of
 
-from towerd.engine.embedded.model.model import LlamaModel
-from towerd.engine.embedded.model.vocab import Vocab
 from towerd.errors import InvalidRequest, StoreError
+from towerd.model.llama_model import LlamaModel
+from towerd.model.vocab import Vocab
 from towerd.models.bundled import bundled_model
 from towerd.settings.config import Config
 from towerd.slots.layout import KVLayout

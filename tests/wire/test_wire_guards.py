@@ -12,9 +12,9 @@ import pytest
 from llama_wire import Talker, answer
 from scripted_model import make_scripted_model
 
-from towerd.engine.embedded.media.deepstack import RUN_BYTES_MAX
-from towerd.engine.embedded.model.vocab import Vocab
 from towerd.errors import Unavailable
+from towerd.model.deepstack import RUN_BYTES_MAX
+from towerd.model.vocab import Vocab
 from towerd.wire import EmbeddingRequest, Model, Reply, Request, Settings, WireError
 
 LONG = "a" * 200_000

@@ -37,7 +37,7 @@ N_MESSAGES = 1_001
 def test_one_copy_of_each_library() -> None:
     """llama-cpp-python's build is installed twice; only one of each is loaded, whichever module of
     towerd comes first."""
-    for first in ("towerd.wire", "towerd.engine.embedded.model.model", "towerd.wire._wire"):
+    for first in ("towerd.wire", "towerd.model.llama_model", "towerd.wire._wire"):
         script = f"import {first}, towerd.wire; print(open('/proc/self/maps').read())"
         maps = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, check=True

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from llama_wire import Talker
 
 from towerd.codec.models.mini import PATH
-from towerd.engine.embedded.model.vocab import Vocab
+from towerd.model.vocab import Vocab
 from towerd.wire import Model, Reply, Request, WireError, Writer
 
 TEXTS = ("a", "Once ", "é", "ß!", "你", "好", "🙂", "👩‍👩‍👧", "\n", "naïve", "…", "한국")

@@ -18,8 +18,8 @@ _MODULES = (
     "towerd.cold",
     "towerd.tiers.manager",
     "towerd.service",
-    "towerd.engine.embedded.model.core",
-    "towerd.engine.embedded.scheduling.scheduler",
+    "towerd.engine.embedded.context.core",
+    "towerd.engine.embedded.run.scheduler",
     "towerd.engine.embedded.opening",
     "towerd.app.daemon",
 )

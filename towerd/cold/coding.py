@@ -96,7 +96,7 @@ def check_codec_model(path: Path) -> None:
     # Imported late: these load llama.cpp.
     from towerd.codec.errors import CodecError
     from towerd.codec.models.student import check_student
-    from towerd.engine.embedded.model.model import init_backend
+    from towerd.model.llama_model import init_backend
 
     init_backend()  # routes llama.cpp's messages into our log
     try:
@@ -109,7 +109,7 @@ def _vocabulary(source: VocabularySource) -> GgufVocabulary:
     # Imported late: these load llama.cpp.
     from towerd.codec.errors import CodecError
     from towerd.codec.vocabulary import GgufVocabulary
-    from towerd.engine.embedded.model.model import init_backend
+    from towerd.model.llama_model import init_backend
 
     where = source.path if source.path.name else "its path is not known"
     init_backend()  # routes llama.cpp's messages into our log

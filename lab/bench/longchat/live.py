@@ -20,7 +20,7 @@ from towerd.cli.bench.harness.models import bench_model, random_prompt, vocab_si
 from towerd.cli.bench.harness.report import Report
 from towerd.engine.base import Finish, GenerateRequest, LiveBudget
 from towerd.engine.embedded.engine import EmbeddedEngine
-from towerd.engine.embedded.longchat.live_set import BoundedSet
+from towerd.engine.embedded.live.live_set import BoundedSet
 from towerd.errors import TowerdError
 from towerd.service import open_service
 from towerd.settings.config import Config

@@ -11,7 +11,7 @@ import numpy as np
 from lab.bench.longchat.reading import Advance, Reading, read
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.engine import EmbeddedEngine
-from towerd.engine.embedded.longchat.live_set import BoundedSet
+from towerd.engine.embedded.live.live_set import BoundedSet
 from towerd.tokens import Ids
 
 EQUAL_MEAN = "buzz_mean"

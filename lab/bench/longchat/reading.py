@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from towerd.engine.base import GenerateRequest, LiveBudget
 from towerd.engine.embedded.engine import EmbeddedEngine
+from towerd.engine.embedded.live.job import Job
 from towerd.engine.embedded.longchat.budgets import bounded
-from towerd.engine.embedded.scheduling.background import nothing_to_evict
-from towerd.engine.embedded.scheduling.batching import Batching
-from towerd.engine.embedded.scheduling.job import Job
+from towerd.engine.embedded.run.background import nothing_to_evict
+from towerd.engine.embedded.run.batching import Batching
 from towerd.errors import TowerdError
 from towerd.kernels import dispatch
 from towerd.retention import Rows
@@ -85,7 +85,7 @@ def _read(engine: EmbeddedEngine, ids: Ids, live: LiveBudget, advance: Advance) 
 def _last_attention(
     engine: EmbeddedEngine, ids: Ids, live: LiveBudget, n_queries: int
 ) -> tuple[Rows, Rows]:
-    observer, n_keys = engine.core.observer, len(ids) - n_queries
+    observer, n_keys = engine.parts.observer, len(ids) - n_queries
     assert observer is not None
     with _job(engine, ids, live) as job:
         _evaluate(engine, job, None)

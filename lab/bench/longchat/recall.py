@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from lab.bench.longchat.reading import keys_of
-from towerd.engine.embedded.model.context import LlamaContext
-from towerd.engine.embedded.model.model import LlamaModel
-from towerd.engine.embedded.restore.scratch import Scratch
+from towerd.engine.embedded.calibration.scratch import Scratch
+from towerd.engine.embedded.context.context import LlamaContext
 from towerd.kernels.dci import DciConfig, make_dci_tree
+from towerd.model.llama_model import LlamaModel
 from towerd.retention.base import Positions, Rows
 from towerd.retention.icecache import IceCache, IceCacheConfig
 from towerd.settings.sources import load

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from towerd.engine.embedded.calibration.measure import Measurer
 from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS, Continuation
-from towerd.engine.embedded.longchat.taps import Taps
-from towerd.engine.embedded.model.context import Buffer
+from towerd.engine.embedded.context.context import Buffer
+from towerd.engine.embedded.context.taps import Taps
 from towerd.errors import TowerdError
 from towerd.kernels import dispatch
 from towerd.kernels.formats import BY_NAME

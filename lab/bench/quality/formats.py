@@ -25,16 +25,16 @@ from towerd.engine.embedded.calibration.calibrate import (
 )
 from towerd.engine.embedded.calibration.measure import Measurer
 from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS, WINDOW_TOKENS_MAX
-from towerd.engine.embedded.longchat.attention import flash_attention
-from towerd.engine.embedded.longchat.taps import Taps
-from towerd.engine.embedded.memory import open_memory
-from towerd.engine.embedded.model.context import LlamaContext
-from towerd.engine.embedded.model.core import why_not_spliceable
-from towerd.engine.embedded.model.model import LlamaModel
-from towerd.engine.embedded.model.vocab import Vocab
-from towerd.engine.embedded.restore.scratch import Scratch
+from towerd.engine.embedded.calibration.scratch import Scratch
+from towerd.engine.embedded.context.attention import flash_attention
+from towerd.engine.embedded.context.context import LlamaContext
+from towerd.engine.embedded.context.core import why_not_spliceable
+from towerd.engine.embedded.context.memory_kinds import open_memory
+from towerd.engine.embedded.context.taps import Taps
 from towerd.errors import ConfigError, NotSupported, TowerdError
 from towerd.kernels.formats import STORED_FORMATS
+from towerd.model.llama_model import LlamaModel
+from towerd.model.vocab import Vocab
 from towerd.models.bundled import default_model
 from towerd.settings.sources import load
 from towerd.slots.layout import KVLayout

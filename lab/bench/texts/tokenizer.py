@@ -9,8 +9,8 @@ import numpy.typing as npt
 from gguf import GGUFReader
 
 from towerd.codec.vocabulary import GgufVocabulary
-from towerd.engine.embedded.model.model import init_backend
 from towerd.errors import ConfigError
+from towerd.model.llama_model import init_backend
 
 Ids = npt.NDArray[np.int64]
 

@@ -20,7 +20,7 @@ from lab.bench.quality.drift import (
 from lab.bench.quality.formats import measurer_on
 from lab.bench.quality.plot import plot
 from towerd.engine.embedded.calibration.calibrate import calibration_text
-from towerd.engine.embedded.longchat.taps import Taps
+from towerd.engine.embedded.context.taps import Taps
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
 from towerd.tiers.formats.levels import uniform

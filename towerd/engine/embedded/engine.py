@@ -25,15 +25,14 @@ from towerd.engine.base import (
     Started,
 )
 from towerd.engine.embedded.calibration.calibrate import Calibrator
-from towerd.engine.embedded.model.core import Core
-from towerd.engine.embedded.model.embedding import Embedder
-from towerd.engine.embedded.model.retokenize import Retokenizer
-from towerd.engine.embedded.model.wire_model import encode, open_wire
+from towerd.engine.embedded.calibration.modules import EmbeddedModules
+from towerd.engine.embedded.context.core import Core
+from towerd.engine.embedded.context.embedding import Embedder
+from towerd.engine.embedded.context.wire_model import open_wire
+from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.parts import assemble
-from towerd.engine.embedded.restore.modules import EmbeddedModules
-from towerd.engine.embedded.scheduling.job import Job, JobPhase
-from towerd.engine.embedded.scheduling.scheduler import Scheduler
-from towerd.engine.embedded.scheduling.speculation import Speculator, open_speculation
+from towerd.engine.embedded.run.scheduler import Scheduler
+from towerd.engine.embedded.run.speculation import Speculator, open_speculation
 from towerd.engine.text_limit import check_text
 from towerd.errors import (
     ConfigError,
@@ -44,6 +43,8 @@ from towerd.errors import (
     Unavailable,
 )
 from towerd.media_ids import is_token, spans_of
+from towerd.model.request_body import encode
+from towerd.model.retokenize import Retokenizer
 from towerd.settings.config import RETENTIONS, Config
 from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers

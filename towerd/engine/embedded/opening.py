@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import cast
 
+from towerd.engine.embedded.context.core import Core, load_core
 from towerd.engine.embedded.engine import EmbeddedEngine
-from towerd.engine.embedded.model.core import Core, load_core
 from towerd.engine.opened_engine import OpenedEngine
-from towerd.engine.tokenizer_rules import check_tokenizer, keep_vocabulary, tokenizer_rules
-from towerd.engine.weights_check import WeightsCheck
+from towerd.model.tokenizer_rules import check_tokenizer, keep_vocabulary, tokenizer_rules
+from towerd.model.weights_check import WeightsCheck
 from towerd.settings.config import Config
 from towerd.settings.ram_shares import pinned_bytes
 from towerd.store import Catalog, Node, Store

@@ -5,25 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from towerd.engine.embedded.context.cell_pages import CellPages
+from towerd.engine.embedded.context.core import Core, on_short_lived_thread
+from towerd.engine.embedded.live.pool import LivePool
 from towerd.engine.embedded.longchat.budgets import Budgets
-from towerd.engine.embedded.longchat.hook import Hook
-from towerd.engine.embedded.longchat.hooks import Hooks
+from towerd.engine.embedded.longchat.observer import Observer, check_attention
 from towerd.engine.embedded.longchat.recall import RecallLimits
 from towerd.engine.embedded.longchat.shift import ContextShift
-from towerd.engine.embedded.media.media import Media
-from towerd.engine.embedded.memory.cell_pages import CellPages
-from towerd.engine.embedded.model.core import Core
 from towerd.engine.embedded.restore.branching import Branching, TokenBranching
 from towerd.engine.embedded.restore.checkpoints import Checkpoints
 from towerd.engine.embedded.restore.exporter import Exporter
+from towerd.engine.embedded.restore.hook import Hook
+from towerd.engine.embedded.restore.hooks import Hooks
 from towerd.engine.embedded.restore.restorer import Restorer
 from towerd.engine.embedded.restore.splice import Splicer
-from towerd.engine.embedded.scheduling.endings import Events
-from towerd.engine.embedded.scheduling.pool import LivePool
-from towerd.engine.embedded.scheduling.scheduler import Scheduler
-from towerd.engine.embedded.scheduling.speculation import Speculator
+from towerd.engine.embedded.run.endings import Events
+from towerd.engine.embedded.run.media import Media
+from towerd.engine.embedded.run.scheduler import Scheduler
+from towerd.engine.embedded.run.speculation import Speculator
 from towerd.settings.config import Config
 from towerd.settings.ram_shares import parked_bytes
+from towerd.slots.kind import DENSE
 from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
 
@@ -34,6 +36,8 @@ class Parts:
 
     pool: LivePool
     splicer: Splicer
+    observer: Observer | None
+    """Reads the attention; None unless the daemon was started with a policy that needs it."""
     budgets: Budgets
     hooks: Hooks
     exporter: Exporter
@@ -59,8 +63,9 @@ def assemble(
     deliver: Callable[[Events], None],
 ) -> Parts:
     """Construct the parts. checkpoint_tier: needed for a model whose memory has a state; deliver: hands
-    events to their clients."""
+    events to their clients. Raises ConfigError: a policy needs attention that cannot be read."""
     memory, context = core.memory, core.context
+    observer = _observer(core, config)
     pages = CellPages(
         context.host_buffers, memory.layout, n_cells=context.n_cells, v_trans=context.v_trans
     )
@@ -73,8 +78,8 @@ def assemble(
     exporter = Exporter(memory, tiers, checkpoints)
     tokens = TokenBranching(memory, pool, tiers, exporter.export)
     branching: Branching = checkpoints or tokens
-    budgets = _budgets(core, tiers, config, pool, splicer, tokens)
-    hooks = Hooks(Hook(branching), ContextShift(branching, tiers), budgets, core.observer)
+    budgets = _budgets(core, observer, tiers, config, pool, splicer, tokens)
+    hooks = Hooks(Hook(branching), ContextShift(branching, tiers), budgets)
     restorer = Restorer(memory, pages, pool, tiers, splicer, hooks, branching, checkpoints)
     media = Media(core.projector, core.context, pool, restorer)
     scheduler = Scheduler(
@@ -91,11 +96,22 @@ def assemble(
         queue_max=config.queue_max,
         deliver=deliver,
     )
-    return Parts(pool, splicer, budgets, hooks, exporter, restorer, media, scheduler)
+    return Parts(pool, splicer, observer, budgets, hooks, exporter, restorer, media, scheduler)
+
+
+def _observer(core: Core, config: Config) -> Observer | None:
+    """None for a memory that cannot lose positions, which `Budgets.check` refuses. Raises ConfigError."""
+    memory = core.memory
+    if core.taps is None or memory.kind is not DENSE:
+        return None
+    cell_ext = memory.layout.cell_ext
+    shape = on_short_lived_thread(lambda: check_attention(core.model, config, cell_ext=cell_ext))
+    return Observer(core.taps, memory, shape)
 
 
 def _budgets(
     core: Core,
+    observer: Observer | None,
     tiers: Tiers,
     config: Config,
     pool: LivePool,
@@ -110,4 +126,4 @@ def _budgets(
         config.recall_disk_bytes,
     )
     folder = tiers.store.state.directory.tmp
-    return Budgets(tokens, core, pool, splicer, parked_bytes(config), limits, folder)
+    return Budgets(tokens, core, observer, pool, splicer, parked_bytes(config), limits, folder)

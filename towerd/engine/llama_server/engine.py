@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 
 from towerd.engine.base import Embeds, GenerateRequest, Kept, ModelInfo, ModuleMaker, SlotView
-from towerd.engine.embedded.model.wire_model import encode
 from towerd.engine.llama_server.generation import LlamaServerGeneration
 from towerd.engine.llama_server.process.availability import Availability
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
@@ -34,6 +33,7 @@ from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
 from towerd.engine.llama_server.slots.unpinned_request import UnpinnedRequest
 from towerd.engine.text_limit import check_text
 from towerd.errors import ContextExceeded, InvalidRequest, TowerdError, Unavailable
+from towerd.model.request_body import encode
 from towerd.settings.config import Config
 from towerd.store import Store
 from towerd.store.sessions.deletions import DeletionWatch

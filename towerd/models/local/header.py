@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from towerd.engine.gguf_keys import GgufKeys
 from towerd.errors import ModelError
+from towerd.model.gguf_keys import GgufKeys
 from towerd.models.hub.file_names import parts_of
 
 Memory: TypeAlias = Literal["dense", "window", "hybrid", "recurrent"]

@@ -71,8 +71,8 @@ def _check(config: Config) -> None:
 
     check_own_models(config)
     if config.engine == "embedded":
-        from towerd.engine.embedded.model.core import check_before_loading
-        from towerd.engine.embedded.model.model import LlamaModel
+        from towerd.engine.embedded.context.core import check_before_loading
+        from towerd.model.llama_model import LlamaModel
         from towerd.models.bundled import find_model
 
         check_before_loading(config)

@@ -22,11 +22,11 @@ from towerd.engine.embedded.calibration.measure_plan import (
     MeasurePlan,
     plan_measurement,
 )
-from towerd.engine.embedded.model.core import Core
-from towerd.engine.embedded.model.vocab import Vocab
-from towerd.engine.embedded.restore.scratch import Scratch
-from towerd.engine.embedded.scheduling.scheduler import Scheduler
+from towerd.engine.embedded.calibration.scratch import Scratch
+from towerd.engine.embedded.context.core import Core
+from towerd.engine.embedded.run.scheduler import Scheduler
 from towerd.errors import NotSupported, TowerdError
+from towerd.model.vocab import Vocab
 from towerd.store import Store
 from towerd.tiers.formats.calibration import BOUNDS, LEVELS, Calibration, formats_digest, sizes
 from towerd.tiers.formats.calibration_store import load_calibration, save_calibration

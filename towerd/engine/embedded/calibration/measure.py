@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS, Continuation, MeasurePlan
-from towerd.engine.embedded.model.context import Buffer
-from towerd.engine.embedded.restore.scratch import (
+from towerd.engine.embedded.calibration.scratch import (
     BATCH_TOKENS,
     BatchShape,
     Evaluated,
@@ -31,6 +30,7 @@ from towerd.engine.embedded.restore.scratch import (
     other_shapes,
     run_now,
 )
+from towerd.engine.embedded.context.context import Buffer
 from towerd.slots.blob import emit_blob
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows, join

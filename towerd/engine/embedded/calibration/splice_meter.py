@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from towerd.engine.embedded.calibration.measure import LogProbs, compare, log_softmax
 from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS
-from towerd.engine.embedded.restore.scratch import (
+from towerd.engine.embedded.calibration.scratch import (
     BATCH_TOKENS,
     BatchShape,
     Evaluated,

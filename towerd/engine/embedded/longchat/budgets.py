@@ -17,9 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from towerd.engine.base import Kept, LiveBudget
-from towerd.engine.embedded.longchat.hook import Hook
-from towerd.engine.embedded.longchat.live_set import BoundedSet, ExactPrefix
-from towerd.engine.embedded.longchat.observer import QUERIES_MAX
+from towerd.engine.embedded.context.core import Core
+from towerd.engine.embedded.live.job import Job, JobPhase
+from towerd.engine.embedded.live.live_set import BoundedSet, ExactPrefix
+from towerd.engine.embedded.live.pool import LivePool, LiveSeq, as_source
+from towerd.engine.embedded.longchat.observer import QUERIES_MAX, Observer
 from towerd.engine.embedded.longchat.parked import Parked, ParkedTowers
 from towerd.engine.embedded.longchat.recall import (
     QUERY_TOKENS_MAX,
@@ -28,11 +30,9 @@ from towerd.engine.embedded.longchat.recall import (
     RecallLimits,
     served,
 )
-from towerd.engine.embedded.model.core import Core
 from towerd.engine.embedded.restore.branching import Evict, Found, TokenBranching
+from towerd.engine.embedded.restore.hook import Hook
 from towerd.engine.embedded.restore.splice import Splicer
-from towerd.engine.embedded.scheduling.job import Job, JobPhase
-from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq, as_source
 from towerd.engine.longest_prefix import longest_prefix
 from towerd.errors import InvalidRequest, NotSupported, Unavailable
 from towerd.retention import Positions, Signal, can_recall, retention_config
@@ -62,13 +62,14 @@ class Budgets(Hook):
         self,
         branching: TokenBranching,
         core: Core,
+        observer: Observer | None,
         pool: LivePool,
         splicer: Splicer,
         parked_bytes_max: int,
         recall: RecallLimits,
         folder: Path,
     ) -> None:
-        """folder: where the rows that RAM has no room for are written, for chats to recall"""
+        """observer: reads the attention; None if no policy uses it; folder: where the rows that RAM has no room for are written, for chats to recall"""
         super().__init__(branching)
         self._tokens = branching
         self.parked = ParkedTowers(parked_bytes_max)
@@ -78,14 +79,14 @@ class Budgets(Hook):
         self.n_packed = 0
         self._core = core
         self._memory = core.memory
-        self._observer = core.observer
+        self._observer = observer
         self._pool = pool
         self._splicer = splicer
         self._limits = recall
         self.recall: Recall | None = None
         """None: the attention of this context cannot be read."""
-        if core.observer is not None:
-            self.recall = Recall(core, pool, core.observer, recall, folder)
+        if observer is not None:
+            self.recall = Recall(core, pool, observer, recall, folder)
         self._eog_ids = np.array(sorted(core.vocab.eog_ids), np.int32)
 
     # ---- checks before a request is taken -------------------------------------------------
@@ -233,18 +234,20 @@ class Budgets(Hook):
         if job.seq is not None:
             job.reuse = replace(job.reuse, kept=job.seq.n_cells)
 
-    def evaluating(self, jobs: Iterable[Job]) -> AbstractContextManager[None]:
-        """While the batch of `jobs`, all of them chats with budgets, is evaluated, index the
-        positions that have left their windows."""
-        return nullcontext() if self.recall is None else self.recall.indexing(jobs)
+    def evaluating(self, batch: list[Job], mine: list[Job]) -> AbstractContextManager[None]:
+        """See Hook.evaluating: collect the queries that evictions will use, and index the positions
+        that have left their windows."""
+        if self._observer is not None:
+            self._observer.watch((job, self._n_queries(job) if job in mine else 0) for job in batch)
+        return nullcontext() if self.recall is None else self.recall.indexing(mine)
 
     def close(self) -> None:
         """End the threads. No job may run any more."""
         if self.recall is not None:
             self.recall.close()
 
-    def n_queries(self, job: Job) -> int:
-        """See Hook.n_queries: the queries that the next eviction will use."""
+    def _n_queries(self, job: Job) -> int:
+        """For how many of the job's last tokens in the batch the next eviction uses the queries."""
         if job.seq is None:
             return 0
         live_set = bounded(job.seq)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
-from towerd.engine.embedded.longchat.live_set import BoundedSet
-from towerd.engine.embedded.longchat.offloaded_rows import OffloadedKeys
+from towerd.engine.embedded.live.live_set import BoundedSet
+from towerd.engine.embedded.live.offloaded_rows import OffloadedKeys
 from towerd.retention import Recalling
 
 log = logging.getLogger(__name__)

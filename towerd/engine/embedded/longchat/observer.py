@@ -1,7 +1,7 @@
 """Observer: measures the attention of chats with a budget, for the policies that use it.
 
 The queries of the last tokens before an eviction are tapped from the compute graph
-(`towerd.engine.embedded.longchat.taps`) and kept until the eviction. There the mass that each live
+(`towerd.engine.embedded.context.taps`) and kept until the eviction. There the mass that each live
 position gets from them is computed once, from the cached keys. Batches without such tokens are
 evaluated as if there were no tap. Called by the inference thread only.
 """
@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from towerd.engine.embedded.longchat.live_set import BoundedSet, Observed
-from towerd.engine.embedded.longchat.taps import Taps
-from towerd.engine.embedded.memory import SequenceMemory
-from towerd.engine.embedded.model.context import LlamaContext
-from towerd.engine.embedded.model.model import LlamaModel
-from towerd.engine.embedded.scheduling.job import Job
-from towerd.engine.embedded.scheduling.pool import LiveSeq
+from towerd.engine.embedded.context.context import LlamaContext
+from towerd.engine.embedded.context.memory import SequenceMemory
+from towerd.engine.embedded.context.taps import Taps
+from towerd.engine.embedded.live.job import Job
+from towerd.engine.embedded.live.live_set import BoundedSet, Observed
+from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.errors import ConfigError, TowerdError
+from towerd.model.llama_model import LlamaModel
 from towerd.retention import Mass, Positions, Rows
 from towerd.retention.attention import attention_mass
 from towerd.settings.config import UNQUANTIZED, Config

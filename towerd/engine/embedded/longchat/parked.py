@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from towerd.engine.base import LiveBudget
-from towerd.engine.embedded.longchat.live_set import BoundedSet
-from towerd.engine.embedded.model.context import Buffer
+from towerd.engine.embedded.context.context import Buffer
+from towerd.engine.embedded.live.live_set import BoundedSet
 from towerd.engine.longest_prefix import longest_prefix
 from towerd.tokens import Ids, Provenances
 

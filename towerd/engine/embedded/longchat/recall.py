@@ -18,15 +18,15 @@ from pathlib import Path
 
 import numpy as np
 
+from towerd.engine.embedded.context.core import Core
+from towerd.engine.embedded.live.job import Job, JobPhase
+from towerd.engine.embedded.live.live_set import BoundedSet
+from towerd.engine.embedded.live.offloaded_rows import OffloadedKeys
+from towerd.engine.embedded.live.pages import PagesLost
+from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.longchat.indexing import Indexer
-from towerd.engine.embedded.longchat.live_set import BoundedSet
 from towerd.engine.embedded.longchat.observer import Observer
 from towerd.engine.embedded.longchat.offload_space import OffloadSpace
-from towerd.engine.embedded.longchat.offloaded_rows import OffloadedKeys
-from towerd.engine.embedded.longchat.pages import PagesLost
-from towerd.engine.embedded.model.core import Core
-from towerd.engine.embedded.scheduling.job import Job, JobPhase
-from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq
 from towerd.errors import Unavailable
 from towerd.retention import Positions, Recalling, RetentionConfig, Rows, View
 from towerd.slots.blob import emit_blob

@@ -18,11 +18,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from towerd.engine.embedded.model.model import LlamaModel
-from towerd.engine.llama_log import last_errors
-from towerd.engine.model_file import Memo, file_hash
 from towerd.errors import InvalidRequest, ModelError
 from towerd.llama_library import lib
+from towerd.model.llama_log import last_errors
+from towerd.model.llama_model import LlamaModel
+from towerd.model.model_file import Memo, file_hash
 from towerd.settings.llama_flags import AdapterFile
 from towerd.store.tree.scope import adapters_of, scope_of
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from towerd.engine.embedded.memory import SequenceMemory
-from towerd.engine.embedded.scheduling.job import Job
-from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq
+from towerd.engine.embedded.context.memory import SequenceMemory
+from towerd.engine.embedded.live.job import Job
+from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.media_ids import whole
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import RestorePlan

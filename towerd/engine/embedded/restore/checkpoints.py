@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from towerd.engine.embedded.memory import SequenceMemory
-from towerd.engine.embedded.model.context import Buffer
+from towerd.engine.embedded.context.context import Buffer
+from towerd.engine.embedded.context.memory import SequenceMemory
+from towerd.engine.embedded.live.job import Job
+from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.restore.branching import Evict, Found
 from towerd.engine.embedded.restore.checkpoint_positions import plan_checkpoints
-from towerd.engine.embedded.scheduling.job import Job
-from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq
 from towerd.engine.longest_prefix import longest_prefix
 from towerd.errors import StoreError, TowerdError
 from towerd.store.rows.checkpoints import StateCheckpoint

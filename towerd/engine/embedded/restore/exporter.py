@@ -6,10 +6,10 @@ and the state calls then see only that range. Called by the inference thread onl
 
 from __future__ import annotations
 
-from towerd.engine.embedded.memory import SequenceMemory
+from towerd.engine.embedded.context.memory import SequenceMemory
+from towerd.engine.embedded.live.pool import LiveSeq
+from towerd.engine.embedded.live.saved import Saved
 from towerd.engine.embedded.restore.checkpoints import Checkpoints
-from towerd.engine.embedded.restore.saved import Saved
-from towerd.engine.embedded.scheduling.pool import LiveSeq
 from towerd.slots.rows import KVRows
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import Gap

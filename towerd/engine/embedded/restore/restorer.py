@@ -14,17 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from towerd.engine.base import Reuse
-from towerd.engine.embedded.longchat.hooks import Hooks
-from towerd.engine.embedded.memory import SequenceMemory
-from towerd.engine.embedded.memory.cell_pages import CellPages
-from towerd.engine.embedded.model.context import Buffer
+from towerd.engine.embedded.context.cell_pages import CellPages
+from towerd.engine.embedded.context.context import Buffer
+from towerd.engine.embedded.context.memory import SequenceMemory
+from towerd.engine.embedded.live.job import Job, JobPhase
+from towerd.engine.embedded.live.pool import LivePool, LiveSeq
+from towerd.engine.embedded.live.saved import save
+from towerd.engine.embedded.live.splice_pieces import SplicePiece
 from towerd.engine.embedded.restore.branching import NOTHING_FOUND, Branching, Evict, Found
 from towerd.engine.embedded.restore.checkpoints import Checkpoints, LoadedState
-from towerd.engine.embedded.restore.saved import save
+from towerd.engine.embedded.restore.hooks import Hooks
 from towerd.engine.embedded.restore.splice import Splicer
-from towerd.engine.embedded.restore.splice_pieces import SplicePiece
-from towerd.engine.embedded.scheduling.job import Job, JobPhase
-from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq
 from towerd.engine.longest_prefix import longest_prefix
 from towerd.errors import TowerdError
 from towerd.media_ids import whole

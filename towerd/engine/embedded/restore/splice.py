@@ -17,14 +17,14 @@ import numpy as np
 
 from towerd.drift import Drift, combined
 from towerd.engine.base import Reuse
-from towerd.engine.embedded.model.context import Buffer
-from towerd.engine.embedded.model.core import Core
-from towerd.engine.embedded.model.model import LlamaModel
-from towerd.engine.embedded.restore.splice_pieces import Blobs, Splice, SplicePiece
-from towerd.engine.embedded.scheduling.job import Job
-from towerd.engine.embedded.scheduling.pool import LiveSeq
-from towerd.engine.rope import Running, read_rope
+from towerd.engine.embedded.context.context import Buffer
+from towerd.engine.embedded.context.core import Core
+from towerd.engine.embedded.live.job import Job
+from towerd.engine.embedded.live.pool import LiveSeq
+from towerd.engine.embedded.live.splice_pieces import Blobs, Splice, SplicePiece
 from towerd.errors import NotSupported, TowerdError
+from towerd.model.llama_model import LlamaModel
+from towerd.model.rope import Running, read_rope
 from towerd.slots.blob import emit_blob
 from towerd.slots.errors import StateError
 from towerd.slots.rope import Rope
@@ -199,7 +199,7 @@ def complement(spans: Spans, n: int) -> list[tuple[int, int]]:
 
 
 _KNOWN = ("override.freq_base", "override.freq_scale")
-"""The overrides that `towerd.engine.rope` knows."""
+"""The overrides that `towerd.model.rope` knows."""
 
 
 def rope_of(model: LlamaModel, in_force: Mapping[str, float | str], n_cells: int) -> Rope:

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.llama_server.process.attached import (
     Command,
     command_behind,
@@ -25,6 +24,7 @@ from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.engine.llama_server.process.upstream_counters import CounterValues, counters, difference
 from towerd.engine.llama_server.slots.slotdir import SlotDir
 from towerd.errors import ConfigError
+from towerd.model.llama_model import LlamaModel
 from towerd.models.bundled import find_model
 from towerd.settings.config import Config
 

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from towerd.engine.base import ModelInfo
-from towerd.engine.embedded.model.core import is_rotated
-from towerd.engine.embedded.model.model import LlamaModel
-from towerd.engine.embedded.model.vocab import Vocab
 from towerd.engine.llama_server.process.attached import Command
 from towerd.engine.llama_server.process.probe import ProbeResult
 from towerd.engine.llama_server.wire_model import open_upstream_wire
-from towerd.engine.model_file import ModelFile, weights_hash
-from towerd.engine.row_flags import row_overrides
 from towerd.errors import ConfigError
 from towerd.kernels.formats import BY_NAME
+from towerd.model.llama_model import LlamaModel
+from towerd.model.model_file import ModelFile, weights_hash
+from towerd.model.rotation import is_rotated
+from towerd.model.row_flags import row_overrides
+from towerd.model.vocab import Vocab
 from towerd.settings.config import Config
 from towerd.settings.llama_flags import canonical
 from towerd.slots.fingerprint import REPORTED_HASH_PREFIX, Fingerprint, tokenizer_hash

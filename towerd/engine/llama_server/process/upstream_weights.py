@@ -8,7 +8,7 @@ from towerd.engine.llama_server.process.backend import LlamaServerBackend
 from towerd.engine.llama_server.process.description import ModelDescription
 from towerd.engine.llama_server.slots.placer import Placer
 from towerd.engine.llama_server.slots.slot import Slot
-from towerd.engine.weights_check import WeightsCheck
+from towerd.model.weights_check import WeightsCheck
 from towerd.store import Store
 
 NOTE = (

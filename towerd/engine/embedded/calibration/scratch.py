@@ -1,0 +1,141 @@
+"""Scratch: a sequence in which measurements are evaluated, in small steps and chosen batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS
+from towerd.engine.embedded.context.context import Buffer, LlamaContext
+from towerd.slots.blob import parse_blob
+from towerd.slots.rows import KVRows
+from towerd.tokens import Ids
+
+Logits = npt.NDArray[np.float32]
+
+BATCH_TOKENS = 32
+"""Tokens of a batch where next-token distributions are compared. llama.cpp's kernels, and with
+them its rounding, differ between one token, a few, and 64."""
+_CHUNK_TOKENS_MIN = 16
+
+T = TypeVar("T")
+
+
+class RunStep(Protocol):
+    """Runs `work` where the context may be used, once `n_cells` cells are free."""
+
+    def __call__(self, work: Callable[[], T], n_cells: int) -> T: ...
+
+
+def run_now(work: Callable[[], T], n_cells: int) -> T:
+    """The RunStep of a caller that alone uses the context."""
+    return work()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """The width of the batches that evaluate a continuation, and their number of threads."""
+
+    name: str
+    width: int
+    """Tokens of a batch."""
+    threads: int | None = None
+    """None: as many as the context has."""
+
+
+def other_shapes(context: LlamaContext) -> tuple[BatchShape, ...]:
+    """What the floor compares with batches of BATCH_TOKENS: the shapes in which llama.cpp takes
+    other kernels or splits its sums otherwise. One token at a time is how replies are generated.
+    """
+    n = context.n_threads
+    threads = n // 2 if n > 1 else 2
+    found = [
+        BatchShape("one token at a time", 1),
+        BatchShape(f"batches of {NEXT_TOKENS}", NEXT_TOKENS),
+        BatchShape(f"one token at a time on {threads} thread{'s' * (threads > 1)}", 1, threads),
+    ]
+    return tuple(shape for shape in found if shape.width <= len(context.batch.token))
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The result of an evaluation: logits float32[n, n_vocab] and rows, each if asked for."""
+
+    logits: Logits | None
+    rows: KVRows | None
+
+
+class Scratch:
+    """One sequence of a context that holds nothing between two calls."""
+
+    def __init__(self, context: LlamaContext, seq: int) -> None:
+        self.context = context
+        self.seq = seq
+
+    def evaluate(
+        self,
+        prefix: Buffer | None,
+        p: int,
+        ids: Ids,
+        *,
+        logits: bool,
+        rows: bool,
+        shape: BatchShape | None = None,
+    ) -> Evaluated:
+        """Restore `prefix` (the blob of positions [0, p), None for none) and decode `ids` after
+        it, in one batch or in the batches of `shape`. Raises TowerdError; the sequence is empty
+        afterwards in any case."""
+        context = self.context
+        width = len(ids) if shape is None else shape.width
+        try:
+            if prefix is not None:
+                context.set_state(self.seq, prefix)
+            found = []
+            with context.threads(None if shape is None else shape.threads):
+                for at in range(0, len(ids), width):
+                    found += self._batch(ids[at : at + width], p + at, logits)
+            out = np.stack(found) if logits else None
+            if not rows:
+                return Evaluated(out, None)
+            if p:
+                context.seq_rm(self.seq, 0, p)
+            return Evaluated(out, parse_blob(context.get_state(self.seq)).rows)
+        finally:
+            context.batch.clear()
+            context.seq_rm(self.seq)
+
+    def _batch(self, ids: Ids, p: int, logits: bool) -> list[Logits]:
+        """Decode `ids` in one batch; a copy of each token's logits if asked for."""
+        context = self.context
+        context.batch.clear()
+        context.batch.add(ids, p, self.seq, logits_last=True)
+        if logits:
+            context.batch.logits[: len(ids)] = 1
+        context.decode()
+        return [context.logits(i).copy() for i in range(len(ids))] if logits else []
+
+
+class Pace:
+    """The number of tokens that a step may evaluate without delaying other work for long."""
+
+    def __init__(
+        self, step_s: float, n_max: int = NEXT_TOKENS, unit: int = _CHUNK_TOKENS_MIN
+    ) -> None:
+        """step_s: how long a step may take; may be infinite
+        n_max: tokens that one step may evaluate
+        unit: a step has a multiple of this many tokens, or `n_max`"""
+        self.step_s = step_s
+        self.n_max = n_max
+        self.unit = min(unit, n_max)
+        self.n = n_max if math.isinf(step_s) else self.unit
+
+    def learn(self, n_tokens: int, seconds: float) -> None:
+        """Adapt to a step of `n_tokens` that took `seconds`."""
+        if not math.isinf(self.step_s):
+            n = int(self.step_s * n_tokens / max(seconds, 1e-9))
+            self.n = min(self.n_max, max(self.unit, n // self.unit * self.unit))

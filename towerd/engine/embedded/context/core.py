@@ -1,0 +1,309 @@
+"""Start-up of the embedded engine: load, size the context, check the state format, fingerprint.
+
+Everything here runs once, on a worker thread, before the first request.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from towerd.engine.base import ModelInfo
+from towerd.engine.embedded.context.attention import flash_attention
+from towerd.engine.embedded.context.context import LlamaContext
+from towerd.engine.embedded.context.memory import SequenceMemory
+from towerd.engine.embedded.context.memory_kinds import n_seqs_of, open_memory
+from towerd.engine.embedded.context.taps import Taps
+from towerd.engine.embedded.model.adapters import Adapters, load_adapters
+from towerd.engine.embedded.model.projector import open_projector
+from towerd.errors import ConfigError, ModelError
+from towerd.kernels.formats import BY_NAME
+from towerd.model.llama_log import buffers_made
+from towerd.model.llama_model import LlamaModel
+from towerd.model.load_flags import check_reply_flags
+from towerd.model.model_file import weights_hash
+from towerd.model.rotation import is_rotated
+from towerd.model.row_flags import row_overrides
+from towerd.model.vocab import Vocab
+from towerd.models.bundled import find_model
+from towerd.settings.config import WATCHING, Config
+from towerd.settings.llama_flags import adapter_files, named_files
+from towerd.settings.ram_shares import partial_bytes
+from towerd.slots.errors import StateError
+from towerd.slots.fingerprint import Fingerprint, tokenizer_hash
+from towerd.slots.kind import DENSE, WHOLE
+from towerd.slots.layout import KVLayout, Plane
+from towerd.slots.selftest import check_slot_file, self_test
+from towerd.store import Catalog
+from towerd.system.machine import own_resident_bytes, ram_bytes
+from towerd.wire import Projector
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+N_CTX_DEFAULT_MAX = 32768
+_CELLS_ROUND = 256
+_LIVE_RAM_SHARE = 8
+"""The default live context takes at most 1 / _LIVE_RAM_SHARE of RAM."""
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """A loaded model with its context, checked and ready to be scheduled."""
+
+    model: LlamaModel
+    context: LlamaContext
+    vocab: Vocab
+    info: ModelInfo
+    n_ctx: int
+    memory: SequenceMemory
+    adapters: Adapters
+    why_not_spliceable: str
+    """Why rows cannot be moved to another place, or "" if they can."""
+    projector: Projector | None = None
+    """Encodes media; None if the model takes none."""
+    taps: Taps | None = None
+    """Reads the context's graphs; None unless the daemon was started with a policy that needs it."""
+
+    @property
+    def can_slice(self) -> bool:
+        """Whether stored state can be cut at any token."""
+        return self.memory.kind.can_slice
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.info.fingerprint.layout
+
+    def close(self) -> None:
+        self.context.close()
+        self.model.close()
+
+
+def check_before_loading(config: Config) -> None:
+    """Look for the files beside the model, and read the flags about replies: to load it may take minutes.
+    Raises ConfigError."""
+    config.chat_template_source()
+    for flag, path in named_files(config.llama_server_args):
+        if not Path(path).is_file():
+            raise ConfigError(
+                f"{flag}: there is no file {path}.", public=f"The file of {flag} is missing."
+            )
+    check_reply_flags(config)
+
+
+def load_core(config: Config, catalog: Catalog) -> Core:
+    """Load `config.model` (or the default); `catalog` remembers the file's hash.
+
+    Raises ModelError, also for a state format that fails the self-test (with the version), and
+    ConfigError for sizes that are not possible."""
+    check_before_loading(config)
+    model = LlamaModel(find_model(config.model), config)
+    try:
+        n_ctx, n_cells = _sizes(model, config)
+        ram = ram_bytes()
+        attention = flash_attention(config, n_head=model.n_head, n_cells=n_cells, ram_bytes=ram)
+        config = replace(config, flash_attn=attention)
+        n_seqs = on_short_lived_thread(lambda: n_seqs_of(model, config, ram))
+        taps = Taps() if config.retention in WATCHING else None
+        buffers_made()  # those of trials
+        context = LlamaContext(model, config, n_cells=n_cells, n_seqs=n_seqs, taps=taps)
+        logging.getLogger("towerd.memory").info(
+            memory_line(model.size_bytes, buffers_made(), context.n_cells, config)
+        )
+    except Exception:
+        model.close()
+        raise
+    try:
+        vocab = Vocab(model.ptr)
+        memory = on_short_lived_thread(lambda: _probe(context, model))
+        info = _info(model, vocab, config, memory, catalog)
+        projector = on_short_lived_thread(lambda: open_projector(model, config, catalog))
+        if projector is not None:
+            info = replace(info, has_media=True)
+        files, applied = adapter_files(config.llama_server_args)
+        adapters = load_adapters(model, files, catalog, applied=applied)
+    except Exception:
+        context.close()
+        model.close()
+        raise
+    why_not = why_not_spliceable(memory)
+    return Core(model, context, vocab, info, n_ctx, memory, adapters, why_not, projector, taps)
+
+
+def memory_line(weights: int, buffers: Mapping[str, int], n_cells: int, config: Config) -> str:
+    """What memory is reserved for and how much of it is in RAM, in one sentence. weights: bytes;
+    buffers: see `buffers_made`."""
+    compute = buffers.get("compute", 0) + buffers.get("output", 0)
+    live = sum(buffers.values()) - compute - buffers.get("model", 0)
+    how = "mapped" if config.mmap else "read"
+    parts = [
+        f"weights {_mib(weights)} ({how})",
+        f"{n_cells:,} live tokens {_mib(live)}",
+        f"compute buffers {_mib(compute)}",
+        f"up to {_mib(config.hot_bytes)} for hot conversations (--hot-bytes)",
+    ]
+    if (partial := partial_bytes(config)) > 0:
+        parts.append(f"up to {_mib(partial)} for what left the context (--recall-bytes)")
+    resident = own_resident_bytes()
+    now = "" if resident is None else f"; {_mib(resident)} of RAM in use now"
+    return ", ".join(parts) + now
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**20:,.0f} MiB"
+
+
+_KINDS = {
+    "window": "it has sliding-window layers",
+    "hybrid": "it has recurrent layers beside attention",
+    "recurrent": "its layers are recurrent",
+    "whole": "its state can only be stored as a whole",
+}
+
+
+def why_not_spliceable(memory: SequenceMemory) -> str:
+    """Why rows cannot be moved to another place, or "" if they can."""
+    if memory.kind is not DENSE:
+        return f"{_KINDS[memory.kind.name]}, and only the rows of dense attention can be moved"
+    return "positions have more than one component (M-RoPE)" if memory.layout.cell_ext else ""
+
+
+def _sizes(model: LlamaModel, config: Config) -> tuple[int, int]:
+    """(tokens per sequence, cells of the context)."""
+    n_ctx = config.ctx_size or min(model.n_ctx_train, N_CTX_DEFAULT_MAX)
+    is_stretched = (
+        config.rope_freq_base or config.rope_freq_scale or row_overrides(config.load_words, {})
+    )
+    if n_ctx > model.n_ctx_train and not is_stretched:
+        log.warning(
+            f"--ctx-size {n_ctx} is more than the {model.n_ctx_train} tokens that the model was "
+            "trained on; beyond these its replies may make no sense."
+        )
+    layout = declared_layout(model, config)
+    if config.live_tokens:
+        n_cells = config.live_tokens
+    else:
+        affordable = ram_bytes() // _LIVE_RAM_SHARE // layout.token_bytes
+        n_cells = max(n_ctx, min(4 * n_ctx, affordable))
+    if n_cells < n_ctx:
+        raise ConfigError(
+            f"--live-tokens {n_cells} is less than --ctx-size {n_ctx}; "
+            "one full conversation has to fit the live context."
+        )
+    return n_ctx, -(-n_cells // _CELLS_ROUND) * _CELLS_ROUND
+
+
+def declared_layout(model: LlamaModel, config: Config) -> KVLayout:
+    """The layout according to the metadata; the probe finds the real one."""
+    n_head = _largest(model, "attention.head_count", 1)
+    n_embd = int(model.key("embedding_length", "0"))
+    head_k = int(model.key("attention.key_length", str(n_embd // max(1, n_head))))
+    head_v = int(model.key("attention.value_length", str(head_k)))
+    n_kv = _largest(model, "attention.head_count_kv", n_head)
+    n_layer = int(model.key("block_count", "1"))
+    k, v = BY_NAME[config.cache_type_k], BY_NAME[config.cache_type_v]
+    try:
+        k_plane = Plane(k.ggml_type, k.row_bytes(n_kv * head_k))
+        v_plane = Plane(v.ggml_type, v.row_bytes(n_kv * head_v))
+    except (StateError, ValueError) as error:
+        raise ConfigError(
+            f"Cache types {k.name}/{v.name} do not fit this model: {error}."
+        ) from error
+    return KVLayout((k_plane,) * n_layer, (v_plane,) * n_layer)
+
+
+def on_short_lived_thread(work: Callable[[], T]) -> T:
+    """Run `work`, which computes, on a thread that ends with it.
+
+    OpenMP keeps a team of threads for each thread that ever computed. With more threads than
+    cores libgomp sleeps at barriers instead of spinning, and every step of the inference thread
+    takes twice as long: 26 ms instead of 12 for a token of the 100M shape on two cores
+    (`GOMP_SPINCOUNT` in the manual of libgomp)."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()
+
+
+def _largest(model: LlamaModel, name: str, default: int) -> int:
+    """A metadata value that may be a list, one for each layer; at least 1."""
+    values = model.key(name, str(default)).strip("[]").split(",")
+    return max(1, *(int(value) for value in values))
+
+
+def _probe(context: LlamaContext, model: LlamaModel) -> SequenceMemory:
+    """Decode two tokens and check our reading of their state byte for byte.
+
+    Raises ModelError if this llama.cpp writes another format, in which nothing may be stored."""
+    seq, ids = context.n_seqs - 1, np.array([0, 0], np.int32)
+    try:
+        memory = open_memory(context, model)
+        context.batch.add(ids, 0, seq, logits_last=True)
+        context.decode()
+        handle, name = tempfile.mkstemp(suffix=".slot")
+        os.close(handle)
+        try:
+            context.save_file(seq, name, ids)
+            check_slot_file(Path(name).read_bytes(), context.get_state(seq))
+            if memory.kind is DENSE:
+                self_test(context.get_state(seq), [0, 1], memory.layout)
+        finally:
+            os.unlink(name)
+            context.seq_rm(seq)
+    except StateError as error:
+        raise ModelError(
+            f"{error}; install the llama-cpp-python version that towerd names."
+        ) from error
+    return memory
+
+
+def _info(
+    model: LlamaModel,
+    vocab: Vocab,
+    config: Config,
+    memory: SequenceMemory,
+    catalog: Catalog,
+) -> ModelInfo:
+    layout, n_cells = memory.layout, memory.context.n_cells
+    rotated = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "0") in ("", "0")
+    arch = model.arch
+    if memory.kind is WHOLE:  # its bytes depend on what otherwise only the layout says
+        arch = f"{arch}:{config.cache_type_k}:{config.cache_type_v}:{memory.context.v_trans:d}"
+    n_head_kv = _largest(model, "attention.head_count_kv", 1)
+    fingerprint = Fingerprint(
+        model_hash=weights_hash(model.files, catalog),
+        arch=arch,
+        tokenizer=tokenizer_hash(vocab.pieces),
+        rope=model.rope(config),
+        lora=(),
+        layout=layout,
+        rot_k=rotated and bool(layout.k) and is_rotated(layout.k[0], n_head_kv),
+        rot_v=rotated and bool(layout.v) and is_rotated(layout.v[0], n_head_kv),
+        long_context=model.is_long_context(n_cells),
+    )
+    return ModelInfo(
+        path=str(model.path),
+        alias=config.aliases[0] if config.aliases else model.path.name,
+        aliases=config.aliases,
+        tags=config.tags,
+        description=model.description(),
+        n_vocab=vocab.n_vocab,
+        n_ctx_train=model.n_ctx_train,
+        n_embd=model.n_embd,
+        n_params=model.n_params,
+        size_bytes=model.size_bytes,
+        vocab_type=vocab.vocab_type,
+        bos_token=vocab.bos_text,
+        eos_token=vocab.eos_text,
+        chat_template=model.metadata.get("tokenizer.chat_template", ""),
+        fingerprint=fingerprint,
+        kv_bytes_per_token=layout.token_bytes,
+        metadata=model.metadata,
+    )

@@ -1,0 +1,371 @@
+"""Live sets: which positions of a sequence are live, and their places in the context.
+
+In most sequences every position is live, at its own place. A chat with a budget keeps a part: its
+live set is *partial* once a position was evicted or moved.
+
+A position keeps its rotation while it is live, so its place in the context is its position in the
+chat until a chat that outgrew the context is compacted:
+
+    chat       0 1 2 3 . . . . 8 9 . . 12 13 14      `kept`: ascending, `.` was evicted
+    context    0 1 2 3 . . . . 8 9 . . 12 13 14      `places`, before
+    context    0 1 2 3 4 5 6 7 8                     `places`, compacted
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.engine.base import LiveBudget
+from towerd.engine.embedded.live.offloaded_rows import OffloadedRows
+from towerd.retention import (
+    Mass,
+    Positions,
+    Recalling,
+    Retention,
+    RetentionConfig,
+    Rows,
+    View,
+    open_retention,
+    retention_config,
+)
+from towerd.slots.rows import KVRows
+from towerd.tokens import Ids, Provenances
+
+RELEASE_SHARE = 8
+"""An eviction frees at least 1 / RELEASE_SHARE of the budget, so that evictions are rare."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observed:
+    """The queries of tokens [p0, p1) of a chat: float32[layers, heads, p1 - p0, head size]."""
+
+    p0: int
+    queries: Rows
+
+    @property
+    def p1(self) -> int:
+        return self.p0 + int(self.queries.shape[2])
+
+    def before(self, n: int) -> Observed:
+        """The queries of the tokens before `n`."""
+        return self if self.p1 <= n else Observed(self.p0, self.queries[:, :, : n - self.p0])
+
+    def last(self, n: int) -> Observed:
+        """The queries of the last `n` tokens."""
+        extra = max(0, self.p1 - self.p0 - n)
+        return Observed(self.p0 + extra, self.queries[:, :, extra:]) if extra else self
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExactPrefix:
+    """A copy of a chat from before its first eviction: ids int32[n], the provenance of each
+    token's rows uint8[n], and the rows. The chat itself may have been cut and continued since."""
+
+    ids: Ids
+    provenance: Provenances
+    rows: KVRows
+
+
+class LiveSet:
+    """The live set of a sequence. In the base class each of the sequence's `n` tokens is live, at
+    its own position; the sequence keeps `n`."""
+
+    __slots__ = ()
+    budget: LiveBudget
+    observed: tuple[Observed, ...]
+    """Queries of its last tokens, ascending."""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a token was evicted or moved: rows computed since are never taken for exact
+        ones."""
+        return False
+
+    def n_cells(self, n: int) -> int:
+        """How many of the first `n` tokens are live."""
+        return n
+
+    def place_of(self, n: int) -> int:
+        """The first place in the context after those of the positions before `n`."""
+        return n
+
+    def rank(self, n: int) -> int:
+        """How many live positions are before position `n`."""
+        return n
+
+    def n_evaluable(self, n: int) -> int:
+        """How many of the next `n` tokens may be evaluated before an eviction or move is due."""
+        return n
+
+    def extend(self, n: int) -> None:
+        """Account for `n` more evaluated tokens."""
+
+    def truncate(self, n: int) -> None:
+        """Account for a cut after the first `n` tokens."""
+
+    def fork(self) -> LiveSet:
+        """The live set of a branch."""
+        return self
+
+    def give_back(self, observed: tuple[Observed, ...]) -> None:
+        """Restore the queries of a sequence that was preempted and is live again."""
+
+    @property
+    def n_storable(self) -> int | None:
+        """How many of the first tokens have or will have rows in the store; None: all."""
+        return None
+
+    def take_exact_prefix(self) -> ExactPrefix | None:
+        """Return, once, the rows that prefill computed before the first eviction; None if there are
+        none."""
+        return None
+
+    def check_integrity(self, n: int) -> None:
+        """Raise AssertionError, saying what is wrong, if this does not fit `n` tokens."""
+
+
+class Everything(LiveSet):
+    """The live set of sequences without a budget."""
+
+    __slots__ = ()
+    budget = LiveBudget()
+    observed = ()
+
+
+EVERYTHING = Everything()
+
+
+@dataclass(eq=False, slots=True)
+class BoundedSet(LiveSet):
+    """The live set of a chat with a budget. Arrays are replaced, never changed in place."""
+
+    budget: LiveBudget
+    policy: Retention
+    kept: Positions
+    """int64[m], ascending: positions of the chat that are live."""
+    places: Positions
+    """int64[m], ascending: the place of each in the context."""
+    mass: Mass
+    """float32[m]: see `View.mass`."""
+    recent: Mass
+    """float32[m]: see `View.recent`."""
+    n: int
+    """Evaluated tokens of the chat."""
+    n_places: int
+    """The context's length: places are below it."""
+    exact: ExactPrefix | None = None
+    """The rows of prefill alone, until the store has them."""
+    n_evictions: int = 0
+    observed: tuple[Observed, ...] = ()
+    """Queries since the last eviction, ascending; for a policy that can recall, the last ones of
+    the chat whether before it or since."""
+    offloaded: OffloadedRows = field(default_factory=OffloadedRows)
+    """Rows that may be recalled; empty if the policy cannot recall."""
+    n_chosen: int = 0
+    """How many tokens had been evaluated when the policy last chose."""
+    failure: Exception | None = None
+    """The error of a failed indexing: the index can no longer be used."""
+
+    @classmethod
+    def whole(
+        cls, budget: LiveBudget, n: int, n_places: int, config: RetentionConfig | None = None
+    ) -> BoundedSet:
+        """The live set of a sequence whose `n` tokens are all live. config: that of its policy;
+        None: the one for its budget. Raises ValueError as `retention_config`."""
+        policy = open_retention(config or retention_config(budget.policy, budget.tokens))
+        every = np.arange(n, dtype=np.int64)
+        zeros = np.zeros(n, np.float32)
+        return cls(budget, policy, every, every, zeros, zeros, n, n_places)
+
+    @property
+    def can_recall(self) -> bool:
+        """Whether evicted positions may be recalled."""
+        return self.policy.can_recall
+
+    @property
+    def n_bytes_offloaded(self) -> int:
+        """RAM of the offloaded rows and their index."""
+        index = self.policy.n_bytes if isinstance(self.policy, Recalling) else 0
+        return self.offloaded.n_bytes + index
+
+    @property
+    def nbytes(self) -> int:
+        """RAM of everything in it."""
+        arrays = (self.kept, self.places, self.mass, self.recent)
+        queries = sum(each.queries.nbytes for each in self.observed)
+        exact = self.exact.rows.nbytes if self.exact is not None else 0
+        return sum(array.nbytes for array in arrays) + queries + exact + self.n_bytes_offloaded
+
+    @property
+    def is_partial(self) -> bool:
+        """See LiveSet.is_partial."""
+        return self.n_evictions > 0
+
+    def n_cells(self, n: int) -> int:
+        """See LiveSet.n_cells; `n` must be all tokens."""
+        return len(self.kept)
+
+    def n_evaluable(self, n: int) -> int:
+        """See LiveSet.n_evaluable."""
+        return min(n, self.room)
+
+    def give_back(self, observed: tuple[Observed, ...]) -> None:
+        """See LiveSet.give_back."""
+        self.observed = observed
+
+    @property
+    def n_storable(self) -> int | None:
+        """See LiveSet.n_storable."""
+        if not self.is_partial:
+            return None
+        return 0 if self.exact is None else len(self.exact.ids)
+
+    def take_exact_prefix(self) -> ExactPrefix | None:
+        """See LiveSet.take_exact_prefix."""
+        exact, self.exact = self.exact, None
+        return exact
+
+    @property
+    def n_release(self) -> int:
+        return max(1, self.budget.tokens // RELEASE_SHARE)
+
+    @property
+    def n_target(self) -> int:
+        """The most positions that an eviction leaves."""
+        return self.budget.tokens - self.n_release
+
+    @property
+    def room(self) -> int:
+        """Tokens that may be evaluated before an eviction or a move is due."""
+        return min(self.budget.tokens - len(self.kept), self.n_places - self.place_next)
+
+    @property
+    def place_next(self) -> int:
+        """The place of the next token in the context."""
+        return int(self.places[-1]) + 1 if len(self.places) else 0
+
+    def rank(self, n: int) -> int:
+        """See LiveSet.rank."""
+        return int(np.searchsorted(self.kept, n))
+
+    def place_of(self, n: int) -> int:
+        """See LiveSet.place_of."""
+        rank = self.rank(n)
+        return int(self.places[rank - 1]) + 1 if rank else 0
+
+    def extend(self, n: int) -> None:
+        """See LiveSet.extend."""
+        new = np.arange(n, dtype=np.int64)
+        self.places = np.concatenate([self.places, new + self.place_next])
+        self.kept = np.concatenate([self.kept, new + self.n])
+        zeros = np.zeros(n, np.float32)
+        self.mass, self.recent = np.append(self.mass, zeros), np.append(self.recent, zeros)
+        self.n += n
+
+    def truncate(self, n: int) -> None:
+        """See LiveSet.truncate."""
+        self._only(np.arange(self.rank(n)))
+        self.n = n
+        self.n_chosen = min(self.n_chosen, n)
+        self.observed = tuple(each.before(n) for each in self.observed if each.p0 < n)
+        self.policy.truncate(n)
+        self.offloaded = self.offloaded.without(n)
+
+    def observe(self, observed: Observed, n_max: int) -> None:
+        """Add queries, and keep those of at most the last `n_max` tokens."""
+        kept: list[Observed] = []
+        for each in reversed((*self.observed, observed)):
+            if n_max <= 0:
+                break
+            kept.append(each.last(n_max))
+            n_max -= kept[-1].p1 - kept[-1].p0
+        self.observed = tuple(reversed(kept))
+
+    def view(self, messages: Positions | None) -> View:
+        """The view that the policy chooses by. messages: int64[n], the message of each token of the
+        chat; None if the policy does not use it"""
+        return View(
+            self.kept,
+            self.n,
+            mass=self.mass,
+            recent=self.recent,
+            messages=None if messages is None else messages[self.kept],
+        )
+
+    def runs_beside(self, stay: Positions) -> list[tuple[int, int]]:
+        """The runs [rank, rank) of live positions that are not in `stay`, ascending."""
+        is_gone = np.isin(self.kept, stay, assume_unique=True, invert=True)
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], is_gone, [False]])))
+        return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+    def drop(self, stay: Positions) -> None:
+        """Account for an eviction of all live positions but `stay`."""
+        ranks = np.flatnonzero(np.isin(self.kept, stay, assume_unique=True))
+        self.n_evictions += len(ranks) < len(self.kept)
+        self._only(ranks)
+
+    def recall(self, positions: Positions, places: Positions) -> None:
+        """Account for evicted positions that are live again, at these places."""
+        kept = np.concatenate([self.kept, positions])
+        order = np.argsort(kept, kind="stable")
+        zeros = np.zeros(len(positions), np.float32)
+        self.kept, self.places = kept[order], np.concatenate([self.places, places])[order]
+        self.mass = np.append(self.mass, zeros)[order]
+        self.recent = np.append(self.recent, zeros)[order]
+
+    def compacted(self) -> None:
+        """Account for live rows that were moved to places without holes."""
+        self.places = np.arange(len(self.kept), dtype=np.int64)
+        self.n_evictions += 1
+
+    def moved_down(self, offloaded: OffloadedRows) -> None:
+        """Keep only the positions in `offloaded`, live or not, at the places that they have there.
+        Their keys were rotated, so the index and the observed queries are discarded."""
+        self._only(np.flatnonzero(np.isin(self.kept, offloaded.positions)))
+        self.places = offloaded.places(self.kept)
+        self.offloaded, self.observed = offloaded, ()
+        self.policy = open_retention(self.policy.config)
+        self.n_evictions += 1
+
+    @property
+    def sink(self) -> Positions:
+        """The first positions, which always stay."""
+        return self.kept[: getattr(self.policy.config, "sink", 0)]
+
+    @property
+    def n_tail(self) -> int:
+        """How many of the last live positions have no hole between them."""
+        holes = np.flatnonzero(np.diff(self.kept) > 1)
+        return len(self.kept) - (int(holes[-1]) + 1 if len(holes) else 0)
+
+    def can_continue_from(self, n: int) -> bool:
+        """Whether the chat can continue after its first `n` tokens: the tokens just before are
+        live, as they are after an eviction, and its index is intact."""
+        if self.failure is not None:
+            return False
+        window = min(n, getattr(self.policy.config, "window", 1))
+        return self.rank(n) - self.rank(n - window) == window
+
+    def fork(self) -> BoundedSet:
+        """See LiveSet.fork."""
+        return replace(self, policy=self.policy.fork(), exact=None)
+
+    def check_integrity(self, n: int) -> None:
+        """See LiveSet.check_integrity."""
+        assert self.n == n, "tokens are miscounted"
+        m = len(self.kept)
+        assert len(self.places) == len(self.mass) == len(self.recent) == m, "lengths"
+        assert (np.diff(self.kept) > 0).all(), "kept positions ascend"
+        assert (np.diff(self.places) > 0).all(), "places ascend"
+        assert m == 0 or int(self.kept[-1]) < self.n, "a position is not evaluated yet"
+        assert self.is_partial or m == self.n, "positions of a whole sequence are missing"
+        self.offloaded.check_integrity()
+        both, _, live = np.intersect1d(self.offloaded.positions, self.kept, return_indices=True)
+        assert np.array_equal(self.offloaded.places(both), self.places[live]), "offloaded places"
+
+    def _only(self, ranks: npt.NDArray[np.int64]) -> None:
+        self.kept, self.places = self.kept[ranks], self.places[ranks]
+        self.mass, self.recent = self.mass[ranks], self.recent[ranks]

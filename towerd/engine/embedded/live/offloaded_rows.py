@@ -1,0 +1,284 @@
+"""OffloadedRows: the rows of a chat that may be evicted from its live context and recalled.
+
+llama.cpp frees what is evicted, and rows that were computed over a partial live set exist nowhere
+else. They are therefore copied here, once, before a policy that can recall chooses. A row keeps the
+rotation of its place in the context, and is recalled to that place.
+
+    RowChunk        rows of the positions that came between two choices, similar keys adjacent
+    Pages           a chunk of older rows in a file
+    OffloadedRows   chunks, which branches of the chat share
+
+All of them are immutable: each operation returns another object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.engine.embedded.live.keys import floats
+from towerd.engine.embedded.live.pages import PageFile
+from towerd.kernels import dispatch
+from towerd.retention import Positions, Rows
+from towerd.slots.layout import KVLayout
+from towerd.slots.rows import Bytes2D, KVRows
+
+Ext: TypeAlias = npt.NDArray[np.int32]
+"""int32[n, 3]: see `KVRows.ext`."""
+
+
+def _none() -> Positions:
+    return np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowChunk:
+    """Rows in RAM, in the order in which they were laid out."""
+
+    layout: KVLayout
+    positions: Positions
+    """int64[n]: positions in the chat."""
+    places: Positions
+    """int64[n]: places in the context."""
+    k: tuple[Bytes2D, ...]
+    v: tuple[Bytes2D, ...]
+    ext: Ext | None
+
+    @classmethod
+    def of(cls, rows: KVRows, positions: Positions, order: Positions) -> RowChunk:
+        """Copy `rows` in this order. positions: theirs in the chat; their own are places."""
+        rows = rows.token_major()
+        places = rows.positions.astype(np.int64)
+        return cls(rows.layout, positions, places, rows.k, rows.v, rows.ext).take(order)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def n_bytes(self) -> int:
+        """RAM that the rows take."""
+        return len(self) * self.layout.token_bytes
+
+    def read(self, numbers: Positions) -> tuple[tuple[Bytes2D, ...], Ext | None]:
+        """The rows with these numbers, K of all layers and then V, and their extensions."""
+        planes = tuple(_gathered(plane, numbers) for plane in (*self.k, *self.v))
+        return planes, None if self.ext is None else self.ext[numbers]
+
+    def keys(self, layer: int, numbers: Positions, span: slice) -> Bytes2D:
+        """The bytes `span` of one layer's K rows with these numbers."""
+        return self.k[layer][:, span][numbers]
+
+    def take(self, numbers: Positions) -> RowChunk:
+        """A copy of the rows with these numbers."""
+        (planes, ext), cut = self.read(numbers), len(self.k)
+        positions, places = self.positions[numbers], self.places[numbers]
+        return RowChunk(self.layout, positions, places, planes[:cut], planes[cut:], ext)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pages:
+    """A chunk on disk; see `RowChunk`. Methods that read rows raise PagesLost."""
+
+    layout: KVLayout
+    positions: Positions
+    places: Positions
+    file: PageFile
+    records: Positions
+    """int64[n]: where each row is in the file."""
+
+    @classmethod
+    def of(cls, chunk: RowChunk, folder: Path, file: PageFile | None = None) -> Pages:
+        """Append `chunk` to `file`, or to a new file in `folder` if it is None. Raises OSError."""
+        parts = (*chunk.k, *chunk.v)
+        if chunk.ext is not None:
+            parts = (*parts, np.ascontiguousarray(chunk.ext).view(np.uint8))
+        file = file or PageFile(folder, sum(part.shape[1] for part in parts))
+        return cls(chunk.layout, chunk.positions, chunk.places, file, file.add(parts))
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def n_bytes(self) -> int:
+        """RAM that the rows take."""
+        return 0
+
+    def read(self, numbers: Positions) -> tuple[tuple[Bytes2D, ...], Ext | None]:
+        ends = np.cumsum([plane.row_bytes for plane in self.layout.planes])
+        *planes, rest = np.split(self.file.read(self.records[numbers]), ends, axis=1)
+        is_extended = self.layout.cell_ext
+        return tuple(planes), np.ascontiguousarray(rest).view(np.int32) if is_extended else None
+
+    def keys(self, layer: int, numbers: Positions, span: slice) -> Bytes2D:
+        return self.read(numbers)[0][layer][:, span]
+
+    def take(self, numbers: Positions) -> Pages:
+        """The rows with these numbers, in the same file."""
+        positions, places = self.positions[numbers], self.places[numbers]
+        return Pages(self.layout, positions, places, self.file, self.records[numbers])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OffloadedRows:
+    """Rows in chunks. `positions` ascend; each is in exactly one chunk."""
+
+    chunks: tuple[RowChunk | Pages, ...] = ()
+    positions: Positions = field(default_factory=_none)
+    """int64[n]"""
+    chunk: Positions = field(default_factory=_none)
+    number: Positions = field(default_factory=_none)
+    """int64[n] both: the chunk that each position is in, and the number of its row there."""
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def n_bytes(self) -> int:
+        """RAM of the rows, including those that branches share."""
+        return sum(chunk.n_bytes for chunk in self.chunks)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the files that any row is in, including rows of others."""
+        return sum(file.n_bytes for file in self.files)
+
+    @property
+    def files(self) -> set[PageFile]:
+        """The files that any row is in; branches share them."""
+        return {chunk.file for chunk in self.chunks if isinstance(chunk, Pages)}
+
+    @property
+    def in_ram(self) -> Positions:
+        """int64[n], ascending: the positions whose rows are in RAM."""
+        is_paged = np.array([isinstance(chunk, Pages) for chunk in self.chunks], np.bool_)
+        return self.positions[~is_paged[self.chunk]] if len(self) else self.positions
+
+    def oldest_file(self) -> PageFile | None:
+        """The file with the first position on disk."""
+        pages = [chunk for chunk in self.chunks if isinstance(chunk, Pages)]
+        return min(pages, key=lambda chunk: int(chunk.positions.min())).file if pages else None
+
+    def newest_file(self) -> PageFile | None:
+        """The file with the last position on disk."""
+        pages = [chunk for chunk in self.chunks if isinstance(chunk, Pages)]
+        return max(pages, key=lambda chunk: int(chunk.positions.max())).file if pages else None
+
+    def filed(self, file: PageFile) -> Positions:
+        """int64[n], ascending: the positions whose rows are in a file."""
+        pages = [chunk for chunk in self.chunks if isinstance(chunk, Pages)]
+        mine = [chunk.positions for chunk in pages if chunk.file is file]
+        return np.sort(np.concatenate([_none(), *mine]))
+
+    @property
+    def end(self) -> int:
+        """The position after the last one; 0 if there is none."""
+        return int(self.positions[-1]) + 1 if len(self) else 0
+
+    @classmethod
+    def _of(cls, chunks: Sequence[RowChunk | Pages]) -> OffloadedRows:
+        chunks = tuple(chunk for chunk in chunks if len(chunk))
+        if not chunks:
+            return cls()
+        positions = np.concatenate([chunk.positions for chunk in chunks])
+        order = np.argsort(positions, kind="stable")
+        which = np.repeat(np.arange(len(chunks)), [len(chunk) for chunk in chunks])
+        number = np.concatenate([np.arange(len(chunk)) for chunk in chunks])
+        return cls(chunks, positions[order], which[order], number[order])
+
+    def add(self, chunk: RowChunk | Pages) -> OffloadedRows:
+        """Add the rows of more positions, none of which may be here already."""
+        assert not np.isin(chunk.positions, self.positions).any(), "a row is offloaded twice"
+        return self._of((*self.chunks, chunk))
+
+    def only(self, stay: Positions) -> OffloadedRows:
+        """Keep only the positions in `stay`; the others are freed unless a branch has them."""
+        kept = []
+        for chunk in self.chunks:
+            numbers = np.flatnonzero(np.isin(chunk.positions, stay))
+            kept.append(chunk if len(numbers) == len(chunk) else chunk.take(numbers))
+        return self._of(kept)
+
+    def without(self, n_from: int) -> OffloadedRows:
+        """Drop the positions from `n_from` on."""
+        if not len(self) or self.positions[-1] < n_from:
+            return self
+        return self.only(self.positions[: np.searchsorted(self.positions, n_from)])
+
+    def rows(self, positions: Positions) -> KVRows:
+        """The rows of `positions`, which ascend and must all be here, at their places. Raises
+        PagesLost."""
+        at = np.searchsorted(self.positions, positions)
+        which, number = self.chunk[at], self.number[at]
+        layout = self.chunks[0].layout
+        planes = [np.empty((len(at), plane.row_bytes), np.uint8) for plane in layout.planes]
+        ext = np.empty((len(at), 3), np.int32) if layout.cell_ext else None
+        for i in np.unique(which).tolist():
+            mine = np.flatnonzero(which == i)
+            found, extensions = self.chunks[i].read(number[mine])
+            for out, plane in zip(planes, found, strict=True):
+                out[mine] = plane
+            if ext is not None and extensions is not None:
+                ext[mine] = extensions
+        places = self.places(positions).astype(np.int32)
+        cut = layout.n_layer
+        return KVRows(layout, places, tuple(planes[:cut]), tuple(planes[cut:]), ext)
+
+    def places(self, positions: Positions) -> Positions:
+        """int64[n]: the places of `positions`, which must all be here, in the context."""
+        at = np.searchsorted(self.positions, positions)
+        found = np.empty(len(at), np.int64)
+        for i in np.unique(self.chunk[at]).tolist():
+            mine = self.chunk[at] == i
+            found[mine] = self.chunks[i].places[self.number[at[mine]]]
+        return found
+
+    def n_reads(self, positions: Positions) -> int:
+        """In how many contiguous pieces the rows of these positions lie."""
+        at = np.searchsorted(self.positions, positions)
+        slots = np.sort(self.chunk[at] * (1 << 32) + self.number[at])
+        return int(len(slots) > 0) + int((np.diff(slots) > 1).sum())
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError, saying what is wrong, if the parts are inconsistent."""
+        assert (np.diff(self.positions) > 0).all(), "offloaded positions ascend"
+        assert len(self) == sum(map(len, self.chunks)), "offloaded rows"
+        assert (np.diff(self.places(self.positions)) > 0).all(), "offloaded places ascend"
+
+
+class OffloadedKeys:
+    """The keys of the offloaded positions numbered `span`; see `towerd.retention.Keys`."""
+
+    def __init__(self, offloaded: OffloadedRows, head_size: int, span: slice = slice(None)) -> None:
+        layout = offloaded.chunks[0].layout
+        n_kv = layout.k[0].n_elements // head_size
+        self._offloaded, self._chunk, self._number = (
+            offloaded,
+            offloaded.chunk[span],
+            offloaded.number[span],
+        )
+        self.shape: tuple[int, ...] = (layout.n_layer, n_kv, len(self._chunk), head_size)
+
+    def __getitem__(self, place: tuple[int, int, Positions], /) -> Rows:
+        layer, head, wanted = place
+        out = np.empty((len(wanted), self.shape[3]), np.float32)
+        which, number = self._chunk[wanted], self._number[wanted]
+        for i in np.unique(which).tolist():
+            mine = which == i
+            chunk = self._offloaded.chunks[i]
+            plane = chunk.layout.k[layer]
+            n_bytes = plane.row_bytes // self.shape[1]
+            span = slice(head * n_bytes, (head + 1) * n_bytes)
+            out[mine] = floats(plane, chunk.keys(layer, number[mine], span))
+        return out
+
+
+def _gathered(plane: Bytes2D, numbers: Positions) -> Bytes2D:
+    out = np.empty((len(numbers), plane.shape[1]), np.uint8)
+    if len(numbers):
+        dispatch.gather_rows(plane, np.ascontiguousarray(numbers, np.int64), out)
+    return out

@@ -1,0 +1,411 @@
+"""The live tier: which sequences of the context hold which tokens, and which cells they share.
+
+A sequence's cells are a list of runs. A run is a group of cells that were made together and is
+shared by every sequence that was branched from it:
+
+    seq 3   [ base run: 1,000 cells ][ own run: 40 ]
+    seq 7   [ base run: 1,000 cells ][ own run: 512 ]      cells used: 1,552, not 2,552
+
+A run belongs to all its owners and its cells are free when the last one lets go. Truncating or
+branching inside a run splits it into two (for all owners), so that a run is always whole.
+
+A sequence with a budget may be partial: it lacks positions, and its runs are those of its live
+cells in the order of their positions. It is never shared with other requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.engine.embedded.live.live_set import EVERYTHING, BoundedSet, LiveSet
+from towerd.engine.longest_prefix import longest_prefix
+from towerd.retention import Positions
+from towerd.store.tree.scope import adapters_of
+from towerd.tokens import (
+    Ids,
+    Provenance,
+    Provenances,
+    computed_after,
+    count_approximate,
+)
+
+
+class SeqOps(Protocol):
+    """The part of LlamaContext that the pool drives."""
+
+    def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None: ...
+
+    def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class CellRun:
+    """`n` cells shared by `owners` (sequence ids)."""
+
+    n: int
+    owners: set[int]
+
+
+@dataclass(eq=False, slots=True)
+class LiveSeq:
+    """One sequence of the context."""
+
+    id: int
+    scope: str
+    ids: Ids
+    """int32 buffer; the first `n` entries are the tokens whose rows are in the context."""
+    n: int = 0
+    n_public: int = 0
+    """How many leading tokens belong to public bases, and may be shared with other tenants."""
+    dirty: bool = False
+    """Some of its rows may not be in the store yet."""
+    busy: bool = False
+    is_whole: bool = True
+    """False while rows are loaded whose state checkpoint is still to follow."""
+    session: str | None = None
+    last_used: int = 0
+    runs: list[CellRun] = field(default_factory=list)
+    states: dict[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
+    """Its state checkpoints that the store may lack, by position."""
+    provenance: Provenances = field(default_factory=lambda: np.zeros(0, np.uint8))
+    """uint8 buffer beside `ids`: how each token's rows came to be."""
+    live_set: LiveSet = EVERYTHING
+    """Which of its tokens are live."""
+
+    @property
+    def is_partial(self) -> bool:
+        """See LiveSet.is_partial."""
+        return self.live_set.is_partial
+
+    @property
+    def was_only_loaded(self) -> bool:
+        """Whether no row was computed over a partial live set, so that stored rows may follow: it
+        is partial because its load was interrupted."""
+        was_moved = self.place_next != self.n
+        return not was_moved and not (self.provenance[: self.n] == Provenance.PARTIAL).any()
+
+    @property
+    def n_cells(self) -> int:
+        """Tokens that are live."""
+        return self.live_set.n_cells(self.n)
+
+    @property
+    def place_next(self) -> int:
+        """The context's position for its next token."""
+        return self.live_set.place_of(self.n)
+
+    def n_visible(self, scope: str) -> int:
+        """How many of its leading tokens may be shared with a sequence of `scope`."""
+        if self.scope == scope:
+            return self.n
+        is_alike = adapters_of(self.scope) == adapters_of(scope)
+        return min(self.n, self.n_public) if is_alike else 0
+
+    def tokens(self) -> Ids:
+        """View of the live tokens, int32[n]."""
+        return self.ids[: self.n]
+
+    def n_approximate(self) -> int:
+        """Live tokens whose rows were decoded from a stored format or spliced in."""
+        return count_approximate(self.provenance[: self.n])
+
+    def spliced(self) -> npt.NDArray[np.bool_]:
+        """bool[n]: whether each live token's rows were spliced in."""
+        return np.equal(self.provenance[: self.n], Provenance.SPLICED)
+
+    def n_unspliced(self) -> int:
+        """Leading tokens before the first spliced one."""
+        found = self.spliced()
+        return int(found.argmax()) if found.any() else self.n
+
+
+class LivePool:
+    """Hands out sequence ids [0, n_seqs) and keeps the cell account.
+
+    The owner must call `append` after every decode or state append and may rely on
+    `cells_used` being what the context holds (`check_integrity`, and the engine's tests
+    against the context itself)."""
+
+    def __init__(self, ops: SeqOps, *, n_seqs: int, n_cells: int) -> None:
+        self._ops = ops
+        self.n_cells = n_cells
+        self.cells_used = 0
+        self._free = list(range(n_seqs - 1, -1, -1))
+        self._live: dict[int, LiveSeq] = {}
+        self._clock = 0
+
+    def __iter__(self) -> Iterator[LiveSeq]:
+        return iter(self._live.values())
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def cells_free(self) -> int:
+        return self.n_cells - self.cells_used
+
+    def n_busy(self) -> int:
+        """Sequences of requests that run, or that have ended and are not recorded yet."""
+        return sum(seq.busy for seq in self._live.values())
+
+    def cells_busy(self) -> int:
+        """Cells that running sequences hold, alone or with others."""
+        runs = {id(r): r.n for s in self._live.values() if s.busy for r in s.runs}
+        return sum(runs.values())
+
+    def n_own_cells(self, seq: LiveSeq) -> int:
+        """Cells of `seq` that no other sequence shares."""
+        return sum(run.n for run in seq.runs if len(run.owners) == 1)
+
+    def n_busy_cells(self, seq: LiveSeq, n: int) -> int:
+        """How many of the cells of the first `n` tokens of `seq` running sequences hold."""
+        n_left, n_busy = seq.live_set.rank(n), 0
+        for run in seq.runs:
+            if any(self._live[owner].busy for owner in run.owners):
+                n_busy += min(run.n, n_left)
+            n_left -= run.n
+            if n_left <= 0:
+                break
+        return n_busy
+
+    def touch(self, seq: LiveSeq) -> None:
+        """Make `seq` the most recently used."""
+        self._clock += 1
+        seq.last_used = self._clock
+
+    def best_prefix(
+        self, ids: Ids, scope: str, *, unspliced: bool = False
+    ) -> tuple[LiveSeq | None, int]:
+        """The sequence that shares the longest visible prefix with `ids`, and its length.
+
+        Idle sequences win ties, because an idle one can be taken over without a branch.
+        unspliced: count only tokens before the first spliced one"""
+
+        def n_shared(seq: LiveSeq) -> int:
+            if seq.is_partial:
+                return 0
+            n = seq.n_visible(scope)
+            return min(n, seq.n_unspliced()) if unspliced else n
+
+        return longest_prefix(self, ids, n_shared, rank=as_source)
+
+    def can_open(self) -> bool:
+        return bool(self._free)
+
+    def open(self, scope: str, capacity: int) -> LiveSeq:
+        """A new empty sequence that can hold `capacity` tokens. Needs `can_open()`."""
+        assert self._free, "no free sequence: ask can_open() and evict first"
+        seq = LiveSeq(self._free.pop(), scope, np.zeros(capacity, np.int32))
+        seq.provenance = np.zeros(capacity, np.uint8)
+        self._live[seq.id] = seq
+        self.touch(seq)
+        return seq
+
+    def branch(self, src: LiveSeq, n: int, scope: str, capacity: int) -> LiveSeq:
+        """A new sequence that shares the first `n` cells of `src`. Needs `can_open()`."""
+        assert 0 < n <= src.n
+        n_cells, place = src.live_set.rank(n), src.live_set.place_of(n)
+        self._split_at(src, n_cells)
+        dst = self.open(scope, capacity)
+        dst.ids[:n] = src.ids[:n]
+        dst.provenance[:n] = src.provenance[:n]
+        dst.n = n
+        dst.n_public = min(src.n_public, n)
+        length = 0
+        for run in src.runs:
+            if length == n_cells:
+                break
+            run.owners.add(dst.id)
+            dst.runs.append(run)
+            length += run.n
+        dst.live_set = src.live_set.fork()
+        dst.live_set.truncate(n)
+        self._ops.seq_cp(src.id, dst.id, 0, place)
+        return dst
+
+    def append(self, seq: LiveSeq, ids: Ids, provenance: Provenances | None = None) -> None:
+        """Account for `ids` whose cells the context has just filled, after `seq`'s last.
+
+        provenance: what the rows are, uint8[n]; None: they were computed, from what was there"""
+        n = len(ids)
+        assert 0 < n <= len(seq.ids) - seq.n, "sequence over its capacity"
+        seq.ids[seq.n : seq.n + n] = ids
+        if provenance is None and seq.is_partial:
+            seq.provenance[seq.n : seq.n + n] = Provenance.PARTIAL
+        else:
+            computed = computed_after(seq.provenance[: seq.n]) if provenance is None else provenance
+            seq.provenance[seq.n : seq.n + n] = computed
+        seq.live_set.extend(n)
+        seq.n += n
+        self.cells_used += n
+        last = seq.runs[-1] if seq.runs else None
+        if last is not None and last.owners == {seq.id}:
+            last.n += n
+        else:
+            seq.runs.append(CellRun(n, {seq.id}))
+
+    def grow(self, seq: LiveSeq, capacity: int) -> None:
+        """Let `seq` hold `capacity` tokens."""
+        if capacity > len(seq.ids):
+            more = capacity - len(seq.ids)
+            seq.ids = np.concatenate([seq.ids, np.zeros(more, np.int32)])
+            seq.provenance = np.concatenate([seq.provenance, np.zeros(more, np.uint8)])
+
+    def truncate(self, seq: LiveSeq, n: int) -> None:
+        """Keep the first `n` tokens of `seq`."""
+        if n >= seq.n:
+            return
+        place = seq.live_set.place_of(n)
+        self._cut(seq, [(seq.live_set.rank(n), seq.n_cells)])
+        seq.live_set.truncate(n)
+        seq.n = n
+        seq.n_public = min(seq.n_public, n)
+        self._ops.seq_rm(seq.id, place, -1)
+
+    def evict(self, seq: LiveSeq, live: BoundedSet, stay: Positions) -> int:
+        """Evict the live tokens of `seq` that are not in `stay`; their places stay empty. `live` is
+        its live set. Returns the number of evicted tokens."""
+        runs, places = live.runs_beside(stay), live.places
+        if not runs:
+            return 0
+        seq.n_public = min(seq.n_public, int(live.kept[runs[0][0]]))
+        self._cut(seq, runs)
+        self._merge_own(seq)
+        live.drop(stay)
+        for start, end in runs:
+            self._ops.seq_rm(seq.id, int(places[start]), int(places[end - 1]) + 1)
+        return sum(end - start for start, end in runs)
+
+    def recall(
+        self, seq: LiveSeq, live: BoundedSet, positions: Positions, places: Positions
+    ) -> None:
+        """Account for rows of `positions`, which `seq` lacked, that the context has put into its
+        `places`. `live` is its live set."""
+        ranks, counts = np.unique(np.searchsorted(live.kept, positions), return_counts=True)
+        self._insert(seq, ranks.tolist(), counts.tolist())
+        self._merge_own(seq)
+        live.recall(positions, places)
+        self.cells_used += len(positions)
+
+    def let_go(self, seq: LiveSeq) -> None:
+        """Free all cells of `seq`, which stays open; `take` accounts for what is put there."""
+        self._cut(seq, [(0, seq.n_cells)])
+        self._ops.seq_rm(seq.id, -1, -1)
+
+    def take(self, seq: LiveSeq, n: int) -> None:
+        """Account for `n` cells that the context has put into `seq`, which had none."""
+        assert not seq.runs
+        seq.runs.append(CellRun(n, {seq.id}))
+        self.cells_used += n
+
+    def drop(self, seq: LiveSeq) -> None:
+        """Free the sequence and the cells only it holds."""
+        for run in seq.runs:
+            self._let_go(run, seq)
+        seq.runs = []
+        self._ops.seq_rm(seq.id, -1, -1)
+        del self._live[seq.id]
+        self._free.append(seq.id)
+
+    def idle_lru(self) -> LiveSeq | None:
+        """The least recently used idle sequence."""
+        idle = (s for s in self._live.values() if not s.busy)
+        return min(idle, key=lambda s: s.last_used, default=None)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError, saying what is wrong, if the account of cells is inconsistent."""
+        runs: dict[int, CellRun] = {}
+        for seq in self._live.values():
+            assert sum(r.n for r in seq.runs) == seq.n_cells, f"runs of sequence {seq.id}"
+            assert 0 <= seq.n_public <= seq.n
+            seq.live_set.check_integrity(seq.n)
+            for run in seq.runs:
+                assert run.n > 0, f"an empty run of sequence {seq.id}"
+                assert seq.id in run.owners, f"a run of sequence {seq.id}"
+                runs[id(run)] = run
+        for run in runs.values():
+            for owner in run.owners:
+                assert owner in self._live, f"owner {owner} is gone"
+                assert any(r is run for r in self._live[owner].runs), f"owner {owner} lost a run"
+        assert sum(r.n for r in runs.values()) == self.cells_used, "cells_used"
+        assert not set(self._free) & set(self._live), "a sequence is free and live"
+
+    def _let_go(self, run: CellRun, seq: LiveSeq) -> None:
+        run.owners.discard(seq.id)
+        if not run.owners:
+            self.cells_used -= run.n
+
+    def _cut(self, seq: LiveSeq, spans: Sequence[tuple[int, int]]) -> None:
+        """Release the cells [start, end) of `seq`, for each of `spans`, which ascend."""
+        self._split_at(seq, *(cell for span in spans for cell in span))
+        length, next_span = 0, 0
+        keep: list[CellRun] = []
+        for run in seq.runs:
+            while next_span < len(spans) and spans[next_span][1] <= length:
+                next_span += 1
+            if next_span < len(spans) and spans[next_span][0] <= length:
+                self._let_go(run, seq)
+            else:
+                keep.append(run)
+            length += run.n
+        seq.runs = keep
+
+    def _insert(self, seq: LiveSeq, cells: Sequence[int], counts: Sequence[int]) -> None:
+        """Insert `counts[i]` cells of its own before each of the `cells` of `seq`, which ascend."""
+        self._split_at(seq, *cells)
+        length, i = 0, 0
+        runs: list[CellRun] = []
+        for run in (*seq.runs, None):
+            if i < len(cells) and cells[i] == length:
+                runs.append(CellRun(counts[i], {seq.id}))
+                i += 1
+            if run is not None:
+                runs.append(run)
+                length += run.n
+        seq.runs = runs
+
+    def _merge_own(self, seq: LiveSeq) -> None:
+        """Merge adjacent runs that only `seq` owns."""
+        runs: list[CellRun] = []
+        for run in seq.runs:
+            if runs and runs[-1].owners == run.owners == {seq.id}:
+                runs[-1].n += run.n
+            else:
+                runs.append(run)
+        seq.runs = runs
+
+    def _split_at(self, seq: LiveSeq, *cells: int) -> None:
+        """Split runs so that each of the `cells` of `seq`, which ascend, begins a run in every
+        owner.
+
+        The cells of one run are consecutive and in the same order in all its owners."""
+        start, i = 0, 0
+        for run in list(seq.runs):
+            end, first = start + run.n, i
+            while i < len(cells) and cells[i] < end:
+                i += 1
+            self._split(run, [cell - start for cell in cells[first:i] if cell > start])
+            start = end
+
+    def _split(self, run: CellRun, lengths: Sequence[int]) -> None:
+        """Split a run after each of `lengths` cells, which ascend and are less than its length."""
+        if not lengths:
+            return
+        ends = [*lengths[1:], run.n]
+        lower = [CellRun(end - n, set(run.owners)) for n, end in zip(lengths, ends, strict=True)]
+        run.n = lengths[0]
+        for owner in run.owners:
+            runs = self._live[owner].runs
+            at = next(i for i, r in enumerate(runs) if r is run) + 1
+            runs[at:at] = lower
+
+
+def as_source(seq: LiveSeq) -> tuple[bool, int, int]:
+    """The rank among sequences that share as much: idle before busy, then the shorter, then the
+    last used."""
+    return not seq.busy, -seq.n, seq.last_used

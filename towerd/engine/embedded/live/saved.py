@@ -1,0 +1,79 @@
+"""Saved: the live rows of a preempted job, in RAM until it runs again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from towerd.engine.embedded.context.context import Buffer
+from towerd.engine.embedded.context.memory import SequenceMemory
+from towerd.engine.embedded.live.live_set import Observed
+from towerd.engine.embedded.live.pool import LivePool, LiveSeq
+from towerd.slots.blob import emit_blob
+from towerd.slots.rows import KVRows
+from towerd.tokens import Ids, Provenances
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A copy of a sequence that leaves the context although its job is not done. It may hold only
+    a part of what the job needs: what follows is planned anew when the job runs again."""
+
+    ids: Ids
+    scope: str
+    provenance: Provenances
+    """uint8[n]: the provenance of each token's rows."""
+    rows: KVRows | None
+    """The rows of all tokens; None if the memory has none."""
+    state: Buffer | None
+    """The state after the last token; None if the memory has none."""
+    states: dict[int, Buffer]
+    """The state checkpoints that the store may lack, by position."""
+    observed: tuple[Observed, ...] = ()
+    """The observed queries, if its chat has a budget."""
+
+    @property
+    def n(self) -> int:
+        """Tokens that it holds."""
+        return len(self.ids)
+
+    def can_extend(self, seq: LiveSeq, n: int) -> bool:
+        """Whether its rows can be put behind the first `n` tokens of `seq`, which it shares."""
+        is_same = np.array_equal(seq.provenance[:n], self.provenance[:n])
+        return self.rows is not None and n > 0 and not seq.is_partial and is_same
+
+    def put_back(self, memory: SequenceMemory, pool: LivePool, seq: LiveSeq) -> None:
+        """Put what `seq` lacks of it behind the tokens of `seq`, with which it begins. The cells
+        must be free. Raises TowerdError if llama.cpp refuses; `seq` is then of no use."""
+        start = seq.n
+        if self.rows is not None:
+            rows = self.rows.slice(start, self.n)
+            blob = emit_blob([rows], v_trans=memory.context.v_trans, tail=memory.tail)
+            memory.append(seq.id, np.asarray(blob), is_empty=start == 0)
+        pool.append(seq, self.ids[start:], self.provenance[start:])
+        if self.state is not None:
+            memory.restore(seq.id, self.state)
+        seq.states |= self.states
+        seq.live_set.give_back(self.observed)
+
+
+def save(memory: SequenceMemory, seq: LiveSeq) -> Saved | None:
+    """Copy a sequence out of the context; None if it holds nothing that a job could continue from:
+    rows without the state that belongs to them, or only a part of the rows."""
+    n = seq.n
+    if not n or seq.is_partial or not seq.is_whole:
+        return None
+    rows = memory.rows(seq.id, 0, n) if memory.kind.has_rows else None
+    if rows is None and memory.kind.has_rows:
+        return None
+    state = memory.snapshot(seq.id) if memory.kind.has_state else None
+    return Saved(
+        seq.tokens().copy(),
+        seq.scope,
+        seq.provenance[:n].copy(),
+        rows,
+        state,
+        dict(seq.states),
+        seq.live_set.observed,
+    )

@@ -1,0 +1,121 @@
+"""Background jobs: prompts that are evaluated while the engine is otherwise idle.
+
+They run one at a time, in small steps, only into free cells, and only when nothing else runs,
+waits or is to be exported. They end as soon as a request comes, in the middle of a step if the
+memory allows it; the tokens that they have evaluated stay live, for any request to use. Called by
+the inference thread only, except `interrupt`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from towerd.engine.embedded.context.context import Interrupted
+from towerd.engine.embedded.context.memory import SequenceMemory
+from towerd.engine.embedded.live.job import Job
+from towerd.engine.embedded.live.live_set import EVERYTHING
+from towerd.engine.embedded.live.pool import LivePool
+from towerd.engine.embedded.restore.restorer import Restorer
+from towerd.engine.embedded.run.inbox import Inbox
+from towerd.model.llama_log import demoted_log
+from towerd.slots.kind import DENSE
+from towerd.wire import Interruption
+
+STEP_MS_MAX = 60.0
+"""How long one step should take: a request that comes meanwhile wastes at most that much work, or
+waits that long if the step cannot be interrupted."""
+_HEADROOM_CELLS = 256
+"""Cells that stay free for the request that is expected next."""
+
+
+def is_background(job: Job) -> bool:
+    """Whether a job gives way to all that are not background jobs."""
+    return job.request.background
+
+
+def nothing_to_evict() -> bool:
+    """The `evict` of background jobs: nothing is evicted for them."""
+    return False
+
+
+class Background:
+    """The queue of background jobs."""
+
+    def __init__(
+        self,
+        memory: SequenceMemory,
+        pool: LivePool,
+        restorer: Restorer,
+        inbox: Inbox,
+        finish: Callable[[Job], None],
+    ) -> None:
+        """inbox: where requests come in; finish: ends a job with what it has."""
+        self._memory = memory
+        self._pool = pool
+        self._restorer = restorer
+        self._inbox = inbox
+        self._finish = finish
+        self._waiting: deque[Job] = deque()
+        self._interruption = Interruption(memory.context.address)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, job: Job) -> None:
+        """Queue a job."""
+        self._waiting.append(job)
+
+    def interrupt(self) -> None:
+        """Interrupt a step of background jobs, for a command in the inbox. May be called by any
+        thread."""
+        self._interruption.ask()
+
+    @contextmanager
+    def interruptible(self, jobs: list[Job]) -> Iterator[None]:
+        """Wraps the evaluation of a batch of `jobs`, which `interrupt` can end if they are
+        background jobs. Raises Interrupted; the context then holds what it held before."""
+        if not all(is_background(job) and self._can_interrupt(job) for job in jobs):
+            yield
+            return
+        self._interruption.arm()
+        try:
+            if not self._inbox.empty():
+                raise Interrupted
+            with demoted_log():
+                yield
+        except Interrupted:
+            for job in jobs:
+                if job.seq is not None:
+                    self._memory.seq_rm(job.seq.id, job.seq.n)
+            raise
+        finally:
+            self._interruption.disarm()
+
+    def _can_interrupt(self, job: Job) -> bool:
+        """Whether its evaluation changes nothing but the rows at the end of its sequence."""
+        if self._memory.kind is not DENSE or job.seq is None:
+            return False
+        return job.seq.live_set is EVERYTHING
+
+    def give_way(self, active: Iterable[Job]) -> None:
+        """End the running background jobs, because a request waits."""
+        for job in [job for job in active if is_background(job)]:
+            self._finish(job)
+
+    def drop(self, *, everything: bool) -> None:
+        """End queued jobs that were cancelled, or all."""
+        for job in [job for job in self._waiting if everything or job.cancelled]:
+            self._waiting.remove(job)
+            self._finish(job)
+
+    def next(self) -> Job | None:
+        """The next job that fits into the free cells; those before it end unevaluated."""
+        while self._waiting:
+            job = self._waiting.popleft()
+            n_new = min(job.n - self._restorer.n_live_prefix(job), job.n_cells)
+            if n_new + _HEADROOM_CELLS <= self._pool.cells_free and self._pool.can_open():
+                return job
+            self._finish(job)
+        return None
