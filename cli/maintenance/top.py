@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import select
+import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from types import FrameType
 
 import click
 
@@ -55,14 +59,36 @@ def _watch(backend: ApiClient, view: Json, interval_s: float) -> None:
     before: Json | None = None
     click.echo(_ENTER, nl=False)
     try:
-        with suppress(KeyboardInterrupt):
+        with suppress(KeyboardInterrupt), _interrupts() as interrupted:
             while True:
                 lines = _LINE_END.join(frame(view, before))
                 click.echo(f"{_BEGIN}{lines}{_LINE_END}{_END}", nl=False)
-                time.sleep(interval_s)
+                if select.select([interrupted], [], [], interval_s)[0]:
+                    return
                 before, view = view, _look(backend)
     finally:
         click.echo(_LEAVE, nl=False)
+
+
+@contextmanager
+def _interrupts() -> Iterator[socket.socket]:
+    """A socket that has something to read once Ctrl-C was pressed. As an exception the first one could
+    come while an object is freed, where Python drops it. The second one is a KeyboardInterrupt."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def on_interrupt(number: int, at: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    waker = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield reader
+    finally:
+        signal.set_wakeup_fd(waker)
+        signal.signal(signal.SIGINT, before)
+        reader.close()
+        writer.close()
 
 
 def _look(backend: ApiClient) -> Json:
