@@ -76,7 +76,7 @@ async def test_replaced_while_it_is_served(
         overwrite(served, other)
         await until_async(lambda: "is not what was loaded" in caplog.text)
         await until_async(lambda: not len(service.engine.pool))
-        assert service.store.hot_bytes == 0
+        await until_async(lambda: service.store.hot_bytes == 0)
         longer = prompt + first.ids + some_ids(9, 1).tolist()
         again = await ask(service, longer, session="s")
         assert again.finish.reuse.prefill == len(longer)
