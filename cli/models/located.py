@@ -27,7 +27,7 @@ def located(config: Config) -> Config:
         found = fetch_from_hub(
             config.hf_repo,
             file=config.hf_file or "",
-            with_projector=not _says_projector(config),
+            with_projector=_takes_projector(config),
             token=config.hf_token,
             offline=config.offline,
         )
@@ -61,7 +61,7 @@ def _with(
     config: Config, name: str, path: Path, projector: Path | None, draft: tuple[str, ...]
 ) -> Config:
     args = (*config.llama_server_args, *draft)
-    if projector is not None and not _says_projector(config):
+    if projector is not None and _takes_projector(config):
         log.info(f"{name} comes with a projector, which --no-mmproj leaves out: {projector}")
         args = (*args, "--mmproj", str(projector))
     return replace(
@@ -74,6 +74,11 @@ def _with(
         hf_repo_draft=None,
         llama_server_args=args,
     )
+
+
+def _takes_projector(config: Config) -> bool:
+    """Whether a known projector is to be used: a running llama-server has its own or none."""
+    return config.upstream is None and not _says_projector(config)
 
 
 def _draft(config: Config) -> tuple[str, ...]:

@@ -58,6 +58,18 @@ def test_what_is_said_wins(hub: HubServer) -> None:
     assert [name for name, _ in hub.downloads] == ["tiny-Q8_0.gguf"]
 
 
+def test_the_vocabulary_of_an_upstream(hub: HubServer, tmp_path: Path) -> None:
+    """The model alone: a running llama-server has its own projector or none."""
+    given = Config(hf_repo=REPO, upstream="http://127.0.0.1:8081", slot_dir=tmp_path)
+    config = located(given)
+    assert content(config.model) == b"4"
+    assert config.llama_server_args == ()
+    assert [name for name, _ in hub.downloads] == ["tiny-Q4_K_M.gguf"]
+    assert located(Config(hf_repo=REPO)).llama_server_args[0] == "--mmproj"
+    named = replace(given, hf_repo=None, model=Path("tiny"))
+    assert located(named).llama_server_args == ()
+
+
 def test_what_was_fetched_has_a_name(hub: HubServer) -> None:
     """`-m` takes it, shortened too; a path stays as it is."""
     fetched = located(Config(hf_repo=REPO))
