@@ -77,6 +77,20 @@ async def test_prompts_that_do_not_fit_together_take_turns(policy: PlacementPoli
     assert all(task.done() for task in await granted(apart, 300, 300, 500))
 
 
+async def test_a_short_reply_takes_little_of_the_shared_cells(policy: PlacementPolicy) -> None:
+    """A request that may generate 8 tokens needs no room for a long reply."""
+    table = SlotTable(policy, 4, queue_max=9, verify=lambda: None, cells=512)
+    tasks = [
+        asyncio.create_task(table.acquire(SlotRequest(some_ids(240, i), "a", n_predict=8)))
+        for i in range(3)
+    ]
+    await asyncio.sleep(0)
+    assert [task.done() for task in tasks] == [True, True, False]
+    table.free(tasks[0].result().slot)
+    table.free((await tasks[2]).slot)
+    table.free(tasks[1].result().slot)
+
+
 async def test_small_prompts_do_not_pass_a_large_one_for_ever(policy: PlacementPolicy) -> None:
     table = SlotTable(policy, 4, queue_max=20, verify=lambda: None, cells=512)
     running, large, *small = await granted(table, 200, 400, *[20] * 12)

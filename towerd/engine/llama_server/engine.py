@@ -119,18 +119,22 @@ class LlamaServerEngine:
         scope: str,
         session: str | None,
         *,
+        n_predict: int = -1,
         compose: bool = True,
     ) -> SlotLease:
         """Wait for a slot for this prompt, and bring as much of the prompt into it as is worth it.
 
-        compose=False: the client wants nothing reused. Raises Unavailable when too many wait or llama-server is not running, and InvalidRequest
-        for ids out of range."""
+        n_predict: maximum number of tokens of the reply; negative: no limit. compose=False: the
+        client wants nothing reused. Raises Unavailable when too many wait or llama-server is not
+        running, and InvalidRequest for ids out of range."""
         self._availability.check()
         ids = np.ascontiguousarray(ids, np.int32)
         self._vocab.validate(ids)
         can_reuse = compose and len(ids) < self.n_ctx
         with self.placer.path_of(ids, scope) as path:
-            request = SlotRequest(ids, scope, cache_prompt=can_reuse, path=path)
+            request = SlotRequest(
+                ids, scope, cache_prompt=can_reuse, path=path, n_predict=n_predict
+            )
             if not self.placer.is_continuation(request):
                 await self.placer.look_up(request)
             return await self._lease(request, session)

@@ -51,7 +51,13 @@ class Host(Protocol):
     def adapters(self) -> UpstreamAdapters: ...
 
     async def lease(
-        self, ids: Any, scope: str, session: str | None, *, compose: bool = True
+        self,
+        ids: Any,
+        scope: str,
+        session: str | None,
+        *,
+        n_predict: int = -1,
+        compose: bool = True,
     ) -> SlotLease:
         """A slot with as much of `ids` in it as the store has. Raises Unavailable."""
         ...
@@ -136,7 +142,11 @@ class LlamaServerGeneration:
         request = self._request
         reply = self._reply = request.reply or await self._quiet_reply()
         lease = self._lease = await self._engine.lease(
-            request.ids, request.scope, request.session, compose=request.cache_prompt
+            request.ids,
+            request.scope,
+            request.session,
+            n_predict=request.n_predict,
+            compose=request.cache_prompt,
         )
         # Only this endpoint says how llama-server calls the reply.
         is_named = reply.request.has_reasoning_control
@@ -156,7 +166,7 @@ class LlamaServerGeneration:
             "id_slot": slot,
             "stream": True,
             "return_tokens": True,
-            "return_progress": True,
+            "return_progress": self._request.return_progress,
             "cache_prompt": self._request.cache_prompt,
             "n_cache_reuse": 0,  # moved rows are approximations, and the slot is stored later
         }

@@ -78,6 +78,8 @@ class SlotRequest:
     cache_prompt: bool = True
     path: Handle | None = None
     """What the store knows of its prompt but the last token; None: nothing of it is restored."""
+    n_predict: int = -1
+    """Maximum number of tokens of its reply; negative: no limit."""
     overtaken: int = 0
     """How often a later request went first."""
 

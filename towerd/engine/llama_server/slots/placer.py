@@ -115,18 +115,18 @@ class Placer:
         request.n_storable, request.n_public = plan.n, plan.n_public
         return plan
 
-    def has_room(self, slot: Slot, n: int) -> bool:
-        """Whether the slot can come to hold `n` tokens while all others stay as they are."""
+    def has_room(self, slot: Slot, request: SlotRequest) -> bool:
+        """Whether the request can run in the slot while all others stay as they are."""
         if not self._keeps_idle:
             return False
         n_others = sum(each.n_needed for each in self.table.slots if each is not slot)
-        return self.table.fits(n_others, n)
+        return self.table.fits(n_others, request)
 
     def is_in_place(self, request: SlotRequest, choice: SlotChoice) -> bool:
         """Whether a choice needs nothing but the request itself."""
         if choice.restore or choice.erase or choice.capture is not None or not choice.n_reused:
             return False
-        return self.has_room(choice.slot, request.n)
+        return self.has_room(choice.slot, request)
 
     # ---- in a chosen slot -------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class Placer:
             if erase:
                 await self.erase(slot)
             choice = replace(choice, n_reused=0 if erase else live)
-        await self._make_room(slot, request.n)
+        await self._make_room(slot, request)
         return PlacedPrompt(min(choice.n_reused, request.n - 1), None)
 
     async def clear(self, choice: SlotChoice) -> None:
@@ -174,7 +174,7 @@ class Placer:
         if plan.n == 0:
             return None
         await self._adapt(slot, request)
-        room = asyncio.create_task(self._make_room(slot, request.n))
+        room = asyncio.create_task(self._make_room(slot, request))
         try:
             restored = await self._restorer.restore(slot.id, request.ids, plan, room)
         except UpstreamGone:
@@ -219,11 +219,11 @@ class Placer:
         self.counters.erases += 1
         slot.forget()
 
-    async def _make_room(self, slot: Slot, n: int) -> None:
-        """If all slots share the cells, empty idle ones until `n` tokens fit: with a full cache
+    async def _make_room(self, slot: Slot, request: SlotRequest) -> None:
+        """If all slots share the cells, empty idle ones until the request fits: with a full cache
         llama-server would empty them itself, in its own order."""
         others = [each for each in self.table.slots if each is not slot]
-        while not self.table.fits(sum(each.n_needed for each in others), n):
+        while not self.table.fits(sum(each.n_needed for each in others), request):
             idle = [each for each in others if each.n and not each.busy]
             if idle:
                 await self._empty(min(idle, key=lambda each: each.last_used))

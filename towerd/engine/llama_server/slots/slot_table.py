@@ -12,7 +12,7 @@ from towerd.engine.llama_server.slots.slot import Slot
 from towerd.errors import TowerdError, Unavailable
 
 _RESERVE_CELLS = 256
-"""Cells to leave for each reply where all slots share them."""
+"""Cells to leave for a reply where all slots share them; fewer if its limit is lower."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,9 +80,9 @@ class SlotTable:
                 self.undo(waiting.granted.result())
             raise
 
-    def fits(self, n_others: int, n: int) -> bool:
-        """Whether a request of `n` tokens fits beside `n_others` cells of other slots."""
-        return not self._cells or n_others + n + self._reserve <= self._cells
+    def fits(self, n_others: int, request: SlotRequest) -> bool:
+        """Whether a request and its reply fit beside `n_others` cells of other slots."""
+        return not self._cells or n_others + self._n_needed(request) <= self._cells
 
     def undo(self, choice: SlotChoice) -> None:
         """Give back a choice that was not used; its slots hold what they held."""
@@ -145,10 +145,13 @@ class SlotTable:
         """Whether the cells of idle slots are enough for a request; one that is alone has to do
         with those that there are."""
         running = [slot.n_needed for slot in self.slots if slot.busy and not slot.saving]
-        return not running or self.fits(sum(running), request.n)
+        return not running or self.fits(sum(running), request)
 
-    def _promise(self, slot: Slot, n: int) -> None:
-        slot.n_promised = n + self._reserve
+    def _n_needed(self, request: SlotRequest) -> int:
+        n_reply = self._reserve
+        if request.n_predict >= 0:
+            n_reply = min(n_reply, request.n_predict)
+        return request.n + n_reply
 
     def _set_free(self, slot: Slot) -> None:
         slot.busy = slot.saving = False
@@ -159,7 +162,7 @@ class SlotTable:
         leaves = (slot.n > 0 or not slot.known) and choice.n_reused < slot.n
         self._displaced.append(choice.restore or leaves)
         slot.busy, slot.holder = True, request.scope
-        self._promise(slot, request.n)
+        slot.n_promised = self._n_needed(request)
         if choice.capture is not None:
             choice.capture.busy = True
             choice.capture.saving = choice.capture is not slot
