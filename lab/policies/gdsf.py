@@ -6,15 +6,12 @@ cache): small and often used keys stay longer, and old popularity fades.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from towerd.policy.base import Key, Tree
-from towerd.policy.tree import Entry, Rank, TreePolicy
+from towerd.policy.base import Entry, Evictable, Frees, Key, Policy, Rank, Tree
 
 _MEAN_WEIGHT = 0.01
 
 
-class GDSF(TreePolicy):
+class GDSF(Policy):
     """Rank = age + uses * (mean size / size). Sizes are in units of the mean size, so that ranks do
     not depend on the bytes per token."""
 
@@ -40,12 +37,7 @@ class GDSF(TreePolicy):
         if entry.key in self._offered:
             self._age = max(self._age, self._offered.pop(entry.key)[0])
 
-    def victims(
-        self,
-        bytes_needed: int,
-        is_evictable: Callable[[Key], bool],
-        frees: Callable[[Key], int] | None = None,
-    ) -> list[Key]:
+    def victims(self, bytes_needed: int, is_evictable: Evictable, frees: Frees = None) -> list[Key]:
         """See Policy.victims."""
         offers = self._offers(bytes_needed, is_evictable, frees)
         self._offered = {entry.key: rank for rank, entry in offers}

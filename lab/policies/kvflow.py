@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from towerd.policy.base import Key, Tree
+from towerd.policy.base import Entry, Key, Rank, Tree
 from towerd.policy.predict.base import NoPrediction
-from towerd.policy.tree import Entry, Rank
 from towerd.policy.workflow_tree import AGENTS_MAX, WorkflowRun, WorkflowTree
 
 FAR = 1 << 20

@@ -8,13 +8,11 @@ keys are skipped.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 
-from towerd.policy.base import Key, Tree
-from towerd.policy.tree import Entry, Rank, TreePolicy
+from towerd.policy.base import Entry, Evictable, Frees, Key, Policy, Rank, Tree
 
 
-class Sieve(TreePolicy):
+class Sieve(Policy):
     """A rank is (lap, place in the queue): the order in which the hand will meet the leaves. A
     marked leaf that the hand passes gets the next lap; entry.weight is the mark."""
 
@@ -71,12 +69,7 @@ class Sieve(TreePolicy):
                 entry.ranked = (rank[0] + 1, rank[1])
                 heapq.heappush(self._heap, (entry.ranked, key))
 
-    def victims(
-        self,
-        bytes_needed: int,
-        is_evictable: Callable[[Key], bool],
-        frees: Callable[[Key], int] | None = None,
-    ) -> list[Key]:
+    def victims(self, bytes_needed: int, is_evictable: Evictable, frees: Frees = None) -> list[Key]:
         """See Policy.victims. Simulates the hand's moves; only `remove` makes them."""
         offers = self._offers(bytes_needed, is_evictable, frees)
         self._offered = {entry.key: rank for rank, entry in offers}

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from towerd.policy.predict.base import N_STEPS
-from towerd.policy.predict.features import N_TEXT, Vector
-from towerd.policy.predict.steps import N_ORDERS, NONE, StepFeatures, Steps, step
+from towerd.policy.predict.steps import N_ORDERS, N_TEXT, NONE, StepFeatures, Steps, Vector, step
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from lab.predict.runs import FinishedRun, split
 from towerd.policy.predict.base import N_STEPS
-from towerd.policy.predict.features import N_TEXT
 from towerd.policy.predict.graph import HIDDEN, PATH_MAX, UNKNOWN, WIDTH, GraphWeights, shapes
+from towerd.policy.predict.steps import N_TEXT
 
 _BATCH = 256
 _EPOCH_MAX = 4096

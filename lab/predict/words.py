@@ -11,7 +11,7 @@ import re
 import numpy as np
 import xxhash
 
-from towerd.policy.predict.features import N_TEXT, Vector
+from towerd.policy.predict.steps import N_TEXT, Vector
 
 _CHARS_MAX = 2000
 _WORD = re.compile(r"[A-Za-z]+|\d")

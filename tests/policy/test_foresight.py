@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import planted
 
+from towerd.policy.base import LRU
 from towerd.policy.foresight import Foresight
-from towerd.policy.lru import LRU
 from towerd.policy.predict.classes import Classes, VisitClass, bucket
 from towerd.policy.predict.hazard import DOUBT, HazardNet
 from towerd.policy.predict.returns import (

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planted import planted
 
-from towerd.policy.lru import LRU
+from towerd.policy.base import LRU
 
 
 def always(key: int) -> bool:

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import Planted, planted
 
+from towerd.policy.base import Entry, Rank
 from towerd.policy.pbkv import PBKV
 from towerd.policy.predict.base import END, N_STEPS, Forecast, NoPrediction, survival
 from towerd.policy.prefetch import Candidate, plan
-from towerd.policy.tree import Entry, Rank
 from towerd.policy.workflow_tree import RUN_IDLE_S, RUNS_MAX, WorkflowTree
 
 AGENTS = ["planner", "coder", "tester"]

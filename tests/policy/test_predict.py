@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_workflows import random_weights
 
+from towerd.policy.latem import InterArrival
 from towerd.policy.predict.base import END, N_STEPS, Forecast, NoPrediction, best
 from towerd.policy.predict.fallback import Fallback
 from towerd.policy.predict.markov import Markov, learn
-from towerd.policy.predict.next_use import InterArrival
 
 PATHS = st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=7), min_size=1, max_size=8)
 

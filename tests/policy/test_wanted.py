@@ -7,10 +7,9 @@ from typing import Any
 
 from planted import planted
 
-from towerd.policy.base import ReuseForecaster
+from towerd.policy.base import LRU, ReuseForecaster
 from towerd.policy.foresight import Foresight
 from towerd.policy.lindy import Lindy
-from towerd.policy.lru import LRU
 from towerd.policy.pbkv import PBKV
 
 

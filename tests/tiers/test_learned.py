@@ -25,8 +25,8 @@ from towerd.policy.base import Learning
 from towerd.policy.predict.base import END, N_STEPS
 from towerd.policy.predict.markov import CONTEXTS_KEPT, Markov, learn
 from towerd.policy.predict.memory import PARTS
+from towerd.policy.predict.mixture import Trained
 from towerd.policy.predict.mixture_file import save
-from towerd.policy.predict.trained import Trained
 from towerd.store import Store
 from towerd.tiers.learned import BYTES_MAX, META_KEY, Learned, pack, unpack
 from towerd.tiers.ranking import Ranking

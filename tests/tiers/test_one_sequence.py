@@ -18,8 +18,8 @@ from waiting import until
 
 from towerd.errors import StoreError
 from towerd.policy import Policy, Tree
+from towerd.policy.base import LRU
 from towerd.policy.foresight import Foresight
-from towerd.policy.lru import LRU
 from towerd.store import Node, Store
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import Gap

@@ -13,7 +13,7 @@ from seams import hot_policy
 from store_tools import FINGERPRINT, rows_of
 
 from towerd.policy import Policy, Tree
-from towerd.policy.lru import LRU
+from towerd.policy.base import LRU
 from towerd.slots.layout import KVLayout
 from towerd.store import Node, Store
 from towerd.tiers.manager import Tiers

@@ -17,7 +17,7 @@ from store_tools import FINGERPRINT, assert_same_rows, check_rows, formats_of, r
 from waiting import until
 
 from towerd.drift import Drift
-from towerd.policy.lru import LRU
+from towerd.policy.base import LRU
 from towerd.slots.blob import emit_blob, parse_blob
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.store import Node, Store

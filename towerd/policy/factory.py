@@ -13,12 +13,10 @@ _POLICIES = {  # imported when one is made: some need numpy, and --help has to b
     "foresight": "towerd.policy.foresight:Foresight",
     "latem": "towerd.policy.latem:LatemTree",
     "lindy": "towerd.policy.lindy:Lindy",
-    "lru": "towerd.policy.lru:LRU",
+    "lru": "towerd.policy.base:LRU",
     "pbkv": "towerd.policy.pbkv:PBKV",
 }
 NAMES = tuple(sorted(_POLICIES))
-
-
 _PREDICTING = ("foresight", "pbkv")
 
 
@@ -38,10 +36,16 @@ def make_policy(name: str, tree: Tree, predictor: Path | None = None) -> Policy:
 
 
 def load_predictor(name: str, predictor: Path) -> Predictor:
-    """The predictor of a file, for the policy `name`. Raises ConfigError."""
+    """The predictor of a file, for the policy `name`, with Markov and then none as fallbacks. Raises
+    ConfigError."""
     if name not in _PREDICTING:
         raise ConfigError(
             f"the policy {name} asks no predictor; choose one of: {', '.join(_PREDICTING)}"
         )
-    found: Predictor = importlib.import_module("towerd.policy.predict.trained").load(predictor)
-    return found
+    # imported late: numpy
+    from towerd.policy.predict.fallback import Fallback
+    from towerd.policy.predict.markov import Markov
+    from towerd.policy.predict.mixture import Mixture, Trained
+    from towerd.policy.predict.mixture_file import load
+
+    return Fallback([Trained(Mixture(load(predictor))), Markov()])

@@ -13,18 +13,16 @@ is predictable there, but when is not, and above 5 % LRU's order is as good.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from heapq import nlargest
 from itertools import islice
 from typing import Any
 
-from towerd.policy.base import Key, Learning, Tree
-from towerd.policy.lru import LRU
+from towerd.policy.base import LRU, Entry, Evictable, Frees, Key, Policy, Rank, Tree
 from towerd.policy.predict.base import Forecast, Predictor, survival
 from towerd.policy.predict.fallback import Fallback
 from towerd.policy.predict.markov import Markov
 from towerd.policy.predict.returns import EDGES_S, bin_of
-from towerd.policy.tree import Entry, Rank, TreePolicy
 from towerd.policy.visits import Visit, Visits
 from towerd.policy.workflow_tree import WorkflowTree
 
@@ -73,7 +71,7 @@ class ReturnRanking(WorkflowTree):
         return is_end or self.is_retired(entry.key)
 
     def _rank_each(self, entries: list[Entry]) -> list[Entry]:
-        """See TreePolicy._rank_each. Most leaves depend on their last visit alone: their ranks
+        """See Policy._rank_each. Most leaves depend on their last visit alone: their ranks
         are computed here, at a fraction of the cost of `_rank`, and hold while their idle time
         stays in the same bin. Visits without an index are scored in one batch: one by one costs
         much more."""
@@ -192,7 +190,7 @@ class Foresight(ReturnRanking):
         super().__init__(tree, Visits(), predictor or Fallback([Markov()]))
         self.trusts = False
         """False at first: the model knows nothing yet, and forecasts must prove themselves."""
-        self._shadow: TreePolicy = self._forecast_shadow()
+        self._shadow: Policy = self._forecast_shadow()
         self._lead = 0.0
         """Bytes that the real cache hit and the shadow missed, less the reverse; decayed."""
         self._seen = 0.0
@@ -210,7 +208,7 @@ class Foresight(ReturnRanking):
     def _rank_each(self, entries: list[Entry]) -> list[Entry]:
         if self.trusts:
             return super()._rank_each(entries)
-        return TreePolicy._rank_each(self, entries)
+        return Policy._rank_each(self, entries)
 
     def _use(self, key: Key) -> None:
         """Walk the whole path: a conversation may continue from any key on it."""
@@ -335,13 +333,11 @@ class Foresight(ReturnRanking):
     def learned(self) -> Mapping[str, Any]:
         """See Learning.learned. `trusts` is not part of it: forecasts must prove themselves
         again after a restart."""
-        steps = self.predictor.learned() if isinstance(self.predictor, Learning) else {}
-        return {"visits": self.visits.learned(), "steps": steps}
+        return {"visits": self.visits.learned(), "steps": super().learned()}
 
     def recall(self, learned: Mapping[str, Any]) -> None:
         """See Learning.recall."""
-        if isinstance(self.predictor, Learning):
-            self.predictor.recall(learned["steps"])
+        super().recall(learned["steps"])
         self.visits.recall(learned["visits"])
 
     def wanted(self, now: float, most: int) -> list[tuple[Key, float]]:
@@ -353,12 +349,7 @@ class Foresight(ReturnRanking):
         best = nlargest(most, [(value, tip) for value, tip in ranked if tip is not None])
         return [(tip, value) for value, tip in best if value > 0.0]
 
-    def victims(
-        self,
-        bytes_needed: int,
-        is_evictable: Callable[[Key], bool],
-        frees: Callable[[Key], int] | None = None,
-    ) -> list[Key]:
+    def victims(self, bytes_needed: int, is_evictable: Evictable, frees: Frees = None) -> list[Key]:
         """See Policy.victims. Sets the capacity of the shadow."""
         self._room = max(0, self.nbytes - max(0, bytes_needed))
         return super().victims(bytes_needed, is_evictable, frees)

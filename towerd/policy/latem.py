@@ -13,14 +13,15 @@ checked once per call of `victims`. The arbitrary choice is the least recently u
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Hashable
 
-from towerd.policy.base import Key, Tree
-from towerd.policy.predict.next_use import InterArrival
-from towerd.policy.tree import Entry, Rank, TreePolicy
+from towerd.policy.base import Entry, Evictable, Frees, Key, Policy, Rank, Tree
 
 EPS = (0.05, 0.6)
 """The least and the most trust; section 6.3 calls 0.1 conservative and 0.6 bold."""
+ITEMS_MAX = 1 << 16
+_NEW_GAP_WEIGHT = 0.3
 
 
 class Trust:
@@ -49,7 +50,40 @@ class Trust:
         return math.ceil(self.eps * n_slots)
 
 
-class LatemTree(TreePolicy):
+class InterArrival:
+    """Predicts the next use of an item, in seconds or requests: the last use plus the usual gap
+    between uses, newer gaps counting more. An overdue item is expected after as long again as it
+    has been away; an item with a single use after the mean gap of all items; an unknown item
+    never."""
+
+    def __init__(self) -> None:
+        self._past: OrderedDict[Hashable, tuple[float, float | None]] = OrderedDict()
+        self._now = 0.0
+        self._gap_sum, self._n_gaps = 0.0, 0
+
+    def observe(self, item: Hashable, now: float) -> None:
+        """Record a use of `item`."""
+        self._now = max(self._now, now)
+        last, usual = self._past.pop(item, (None, None))
+        if last is not None:
+            gap = max(0.0, now - last)
+            self._gap_sum, self._n_gaps = self._gap_sum + gap, self._n_gaps + 1
+            usual = gap if usual is None else usual + _NEW_GAP_WEIGHT * (gap - usual)
+        self._past[item] = (self._now, usual)
+        if len(self._past) > ITEMS_MAX:
+            self._past.popitem(last=False)
+
+    def __call__(self, item: Hashable) -> float:
+        found = self._past.get(item)
+        if found is None:
+            return math.inf
+        last, usual = found
+        if usual is None:
+            usual = self._gap_sum / self._n_gaps if self._n_gaps else math.inf
+        return last + usual if last + usual >= self._now else 2 * self._now - last
+
+
+class LatemTree(Policy):
     """Rank = (marked, predicted next use, latest first); by last use once the quota is used up."""
 
     walks_path = True
@@ -92,12 +126,7 @@ class LatemTree(TreePolicy):
             if not self.predicts:
                 self._rerank()
 
-    def victims(
-        self,
-        bytes_needed: int,
-        is_evictable: Callable[[Key], bool],
-        frees: Callable[[Key], int] | None = None,
-    ) -> list[Key]:
+    def victims(self, bytes_needed: int, is_evictable: Evictable, frees: Frees = None) -> list[Key]:
         """See Policy.victims. A new phase begins when every leaf is marked."""
         self._rank_leaves()
         if all(rank[0] for rank, key in self._heap if self._is_current(rank, key)):

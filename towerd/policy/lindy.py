@@ -12,8 +12,7 @@ from collections import OrderedDict
 from heapq import nlargest
 from itertools import islice
 
-from towerd.policy.base import Key, Tree
-from towerd.policy.tree import Entry, Rank, TreePolicy
+from towerd.policy.base import Entry, Key, Policy, Rank, Tree
 
 BASE_BRANCHES = 3
 """A key with at least this many continuations counts as a base."""
@@ -25,7 +24,7 @@ _WANTED_AMONG = 1024
 """Of the conversations that were used last, so many are considered."""
 
 
-class Lindy(TreePolicy):
+class Lindy(Policy):
     """Rank = (is a base, last use + credit for the time between first and last use). The first
     use and the number of continuations are remembered beyond eviction, within a bound."""
 

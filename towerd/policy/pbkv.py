@@ -8,14 +8,12 @@ use.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from heapq import nlargest
 from typing import Any
 
-from towerd.policy.base import Key, Learning, Tree
+from towerd.policy.base import Entry, Key, Rank, Tree
 from towerd.policy.predict.base import END, Predictor, survival
 from towerd.policy.predict.markov import Markov
-from towerd.policy.tree import Entry, Rank
 from towerd.policy.workflow_tree import WorkflowRun, WorkflowTree
 
 GAMMA = 0.7
@@ -59,15 +57,6 @@ class PBKV(WorkflowTree):
             found |= {"retired": self.is_retired(key), "next_step": self.value(key)}
             found["workflows"] = len(self.users.get(key, {}))
         return found
-
-    def learned(self) -> Mapping[str, Any]:
-        """See Learning.learned."""
-        return self.predictor.learned() if isinstance(self.predictor, Learning) else {}
-
-    def recall(self, learned: Mapping[str, Any]) -> None:
-        """See Learning.recall."""
-        if isinstance(self.predictor, Learning):
-            self.predictor.recall(learned)
 
     def wanted(self, now: float, most: int) -> list[tuple[Key, float]]:
         """See ReuseForecaster.wanted. These are the ends of agents' last prompts, which the next

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
 
-from towerd.policy.base import Key, Tree
+from towerd.policy.base import Entry, Key, Learning, Policy, Tree
 from towerd.policy.predict.base import END, Forecast, Predictor
-from towerd.policy.tree import Entry, TreePolicy
 
 RUNS_MAX = 4096
 """Workflows that may continue; beyond that the one idle for longest counts as over."""
@@ -45,7 +46,7 @@ class WorkflowRun:
         return new
 
 
-class WorkflowTree(TreePolicy):
+class WorkflowTree(Policy):
     """Keeps `users`: per key and workflow the agents that used it (PBKV's A_w(c))."""
 
     def __init__(self, tree: Tree, predictor: Predictor) -> None:
@@ -102,8 +103,8 @@ class WorkflowTree(TreePolicy):
             self._n_over[key] = self._n_over.get(key, 0) + 1
         self._push_all(run)
 
-    def copy_from(self, other: TreePolicy) -> None:
-        """See TreePolicy.copy_from. Copies what is known of workflows, too."""
+    def copy_from(self, other: Policy) -> None:
+        """See Policy.copy_from. Copies what is known of workflows, too."""
         super().copy_from(other)
         if not isinstance(other, WorkflowTree):
             return
@@ -114,6 +115,15 @@ class WorkflowTree(TreePolicy):
         }
         self._n_over = dict(other._n_over)
         self.runs = OrderedDict((name, run.copy()) for name, run in other.runs.items())
+
+    def learned(self) -> Mapping[str, Any]:
+        """See Learning.learned: of the predictor."""
+        return self.predictor.learned() if isinstance(self.predictor, Learning) else {}
+
+    def recall(self, learned: Mapping[str, Any]) -> None:
+        """See Learning.recall."""
+        if isinstance(self.predictor, Learning):
+            self.predictor.recall(learned)
 
     def is_retired(self, key: Key) -> bool:
         """Whether workflows used it and all of them are over (PBKV, section 4.2.1)."""

@@ -14,9 +14,9 @@ from lab.predict.accuracy import concatenate, score_forecasts
 from lab.predict.runs import FinishedRun, folds, split
 from lab.predict.words import hash_text
 from towerd.policy.predict.base import END, N_STEPS, Forecast
-from towerd.policy.predict.features import N_TEXT
 from towerd.policy.predict.graph import GraphPredictor
 from towerd.policy.predict.markov import Markov, learn
+from towerd.policy.predict.steps import N_TEXT
 
 
 def test_numpy_equals_torch_and_it_learns() -> None:

@@ -30,12 +30,11 @@ from lab.predict.train_mixture import (
 from lab.predict.words import hash_text
 from towerd.errors import ConfigError
 from towerd.policy.predict.base import END, N_STEPS, best
-from towerd.policy.predict.features import N_TEXT
 from towerd.policy.predict.markov import Markov, learn
 from towerd.policy.predict.memory import N_MARKOV, PARTS, copied, counted, tally
 from towerd.policy.predict.mixture import GraphMean, Mixture, MixtureWeights
 from towerd.policy.predict.mixture_file import load, save
-from towerd.policy.predict.steps import likeness, step
+from towerd.policy.predict.steps import N_TEXT, likeness, step
 
 RUNS = st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=7), min_size=1, max_size=8)
 

@@ -15,8 +15,7 @@ from lab.replay.interleave import interleave
 from lab.replay.simulate import outcome_of, replay
 from lab.replay.trace import Call, Trace, TraceError
 from lab.replay.tree import TreeBuilder
-from towerd.policy.base import Key
-from towerd.policy.lru import LRU
+from towerd.policy.base import LRU, Key
 
 
 def trace_of(prompts: list[list[int]], blocks_max: int = 1, step_s: float = 1.0) -> Trace:

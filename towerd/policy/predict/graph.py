@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from towerd.policy.predict.base import N_STEPS
-from towerd.policy.predict.features import N_TEXT, Vector
+from towerd.policy.predict.steps import N_TEXT, Vector
 
 Array: TypeAlias = NDArray[np.float32]
 UNKNOWN = 0

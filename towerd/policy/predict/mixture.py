@@ -14,13 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from towerd.policy.predict.base import END, N_STEPS, Forecast
-from towerd.policy.predict.features import Vector
+from towerd.policy.predict.base import END, N_STEPS, Forecast, Predictor
 from towerd.policy.predict.graph import PATH_MAX, GraphPredictor, GraphWeights
 from towerd.policy.predict.memory import PARTS, Scores, StepMemory, copied, counted, tally
-from towerd.policy.predict.steps import step
+from towerd.policy.predict.steps import Vector, step
 
 Array = NDArray[np.float32]
+_MARK = "\n"
+"""Separates tenant and agent in the names that policies get."""
 
 
 @dataclass(frozen=True)
@@ -119,3 +120,24 @@ def curved(scores: Array, curve: Array) -> Array:
     raised = (np.maximum(scores, 0.0) + floor) ** power
     chances: Array = raised / raised.sum(-1, keepdims=True)
     return chances
+
+
+class Trained:
+    """A predictor for the daemon, where an agent's name is prefixed by its tenant: strips tenants from names before prediction, and adds the tenant of the last step to the
+    names of a forecast."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self._predictor = predictor
+
+    def forecast(self, path: Sequence[str]) -> Forecast:
+        """See Predictor.forecast."""
+        tenant, mark, _ = path[-1].rpartition(_MARK)
+        said = self._predictor.forecast([name.rpartition(_MARK)[2] for name in path])
+        return [
+            {name if name == END else tenant + mark + name: p for name, p in step.items()}
+            for step in said
+        ]
+
+    def observe(self, path: Sequence[str]) -> None:
+        """See Predictor.observe."""
+        self._predictor.observe([name.rpartition(_MARK)[2] for name in path])

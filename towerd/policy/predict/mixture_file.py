@@ -25,11 +25,10 @@ from numpy.typing import NDArray
 
 from towerd.errors import ConfigError
 from towerd.policy.predict.base import N_STEPS
-from towerd.policy.predict.features import N_TEXT
 from towerd.policy.predict.graph import GraphWeights, shapes
 from towerd.policy.predict.memory import PARTS, StepMemory
 from towerd.policy.predict.mixture import MixtureWeights
-from towerd.policy.predict.steps import N_ORDERS, NONE, Steps
+from towerd.policy.predict.steps import N_ORDERS, N_TEXT, NONE, Steps
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 FORMAT = "towerd-predictor/2"

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from towerd.policy.predict.features import N_TEXT, Vector
-
+Vector: TypeAlias = NDArray[np.float32]
+N_TEXT = 384
+"""Length of the embedding of a step's words, [N_TEXT]: `lab` trains with hashed ones. The daemon's
+policies see names alone."""
 N_ORDERS = 4
 NONE = -1
 """The outcome beyond the end of a workflow."""
