@@ -18,23 +18,19 @@ from towerd.retention.h2o import H2O, H2OConfig
 from towerd.retention.latem import Latem, LatemConfig, shares
 from towerd.retention.snapkv import SnapKV, SnapKVConfig
 from towerd.retention.streaming import Streaming, StreamingConfig
-from towerd.retention.window import Window, WindowConfig
 
-EVICTING = tuple(name for name in NAMES if name != "none")
 seeds = st.integers(0, 2**32 - 1)
 ends = st.tuples(st.integers(0, 5), st.integers(1, 9))
 
 
 @given(seeds, st.integers(0, 60), ends, st.integers(0, 40))
-def test_streaming_and_window_are_the_oldest_evicted(
+def test_streaming_is_the_oldest_evicted(
     seed: int, n: int, end: tuple[int, int], room: int
 ) -> None:
     sink, window = end
     view, n_max = retained.random_view(seed, n), sink + window + room
     kept = Streaming(StreamingConfig(sink, window)).keep(view, n_max)
     assert kept.tolist() == retained.streaming(view, n_max, sink)
-    kept = Window(WindowConfig(window)).keep(view, n_max)
-    assert kept.tolist() == retained.streaming(view, n_max, 0)
 
 
 @given(seeds, st.integers(0, 60), ends, st.integers(0, 40))
@@ -99,13 +95,13 @@ def check_coherence(view: View, kept: np.ndarray, config: LatemConfig) -> None:
         assert len(np.unique(messages)) <= config.messages_max
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", NAMES)
 @given(seed=seeds, budget=st.integers(8, 200), more=st.lists(st.integers(1, 300), max_size=6))
 def test_invariants(name: str, seed: int, budget: int, more: list[int]) -> None:
     """The budget holds, sink and window stay, nothing is invented or repeated."""
     config = retention_config(name, budget)
     policy = open_retention(config)
-    sink, window = getattr(config, "sink", 0), getattr(config, "window", 1)
+    sink, window = config.sink, config.window
     view = retained.random_view(seed, budget + 20)
     for step, n_new in enumerate([1, *more]):
         kept = policy.keep(view, budget)
@@ -125,7 +121,7 @@ def test_what_fits_stays(name: str, seed: int, n: int) -> None:
     assert np.array_equal(policy.keep(view, 80), view.positions)
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", NAMES)
 def test_branches_of_a_chat_decide_apart(name: str) -> None:
     """What one branch decides later does not change what the other does."""
     policy = open_retention(retention_config(name, 60))
@@ -212,13 +208,7 @@ def test_shares_are_fair(sizes: list[int], room: int) -> None:
         assert dealt.max() - dealt[hungry].min() <= 1
 
 
-def test_none_drops_nothing() -> None:
-    policy = open_retention(retention_config("none", 1))
-    with pytest.raises(ValueError, match="none may be dropped"):
-        policy.keep(retained.random_view(0, 5), 4)
-
-
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", NAMES)
 def test_bad_views(name: str) -> None:
     policy = open_retention(retention_config(name, 40))
     view = retained.random_view(0, 50)
@@ -237,9 +227,9 @@ def test_bad_views(name: str) -> None:
             policy.keep(replace(view, **short), 40)
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", NAMES)
 def test_budgets_that_are_too_small(name: str) -> None:
     with pytest.raises(ValueError, match="too small"):
-        retention_config(name, 1 if name == "window" else 4)
+        retention_config(name, 4)
     with pytest.raises(ValueError, match="no retention policy 'lru'"):
         retention_config("lru", 100)

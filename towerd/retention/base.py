@@ -1,4 +1,4 @@
-"""The protocol of in-context retention: which positions of a chat stay in the live cache.
+"""In-context retention: which positions of a chat stay in the live cache.
 
 llama.cpp holds or drops a position for all heads and layers at once, so a policy answers with
 positions. It knows nothing of llama.cpp: the engine and the evaluation run the same code.
@@ -9,9 +9,11 @@ To keep a chat under a budget of live tokens: before the live tokens would excee
 
 from __future__ import annotations
 
+import copy
 import enum
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol, Self, runtime_checkable
+from typing import ClassVar, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,10 @@ import numpy.typing as npt
 Positions = npt.NDArray[np.int64]
 Mass = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.float32]
+Indices = npt.NDArray[np.int64]
+
+SINK_DEFAULT = 4
+"""First tokens that always stay: StreamingLLM found four to be enough, BUZZ uses one to five."""
 
 
 class Keys(Protocol):
@@ -87,87 +93,122 @@ class View:
         return values
 
 
-class RetentionConfig(Protocol):
-    """Parameters of one policy: a frozen dataclass, checked on construction."""
+@dataclass(frozen=True, slots=True)
+class RetentionConfig:
+    """Parameters of a policy that always keeps the first and the last tokens. Raises ValueError for
+    what cannot be."""
+
+    sink: int = SINK_DEFAULT
+    window: int = 1
+
+    def __post_init__(self) -> None:
+        if self.sink < 0 or self.window < 1:
+            raise ValueError(
+                f"a sink of {self.sink} and a window of {self.window} tokens: the sink cannot be "
+                "negative, and the last token always stays"
+            )
 
     @property
     def n_min(self) -> int:
-        """The fewest positions that the policy can be asked to keep: sink + window."""
-        ...
+        """The fewest positions that the policy can be asked to keep."""
+        return self.sink + self.window
 
     @classmethod
     def for_budget(cls, budget: int) -> Self:
-        """What the paper recommends for `budget` live tokens. Raises ValueError for too few."""
-        ...
+        """What the paper recommends for `budget` live tokens: half of what the sink leaves for the
+        window, if it says nothing else. Raises ValueError for too few."""
+        return cls(window=(budget - SINK_DEFAULT) // 2)
 
 
-class Retention(Protocol):
+class Retention(ABC):
     """One policy's decisions for one chat. It may remember its earlier decisions."""
 
-    signals: frozenset[Signal]
+    signals: ClassVar[frozenset[Signal]] = frozenset()
     """What a view must contain."""
-    can_recall: bool
+    can_recall: ClassVar[bool] = False
     """Whether it also chooses among positions that are not live (`View.live`)."""
 
-    @property
-    def config(self) -> RetentionConfig: ...
+    def __init__(self, config: RetentionConfig) -> None:
+        self.config = config
 
     def keep(self, view: View, n_max: int) -> Positions:
         """int64[at most n_max], ascending: the positions that stay (or come back).
 
         Returns all of them if they fit. Raises ValueError for n_max < config.n_min, a missing
         signal, and positions that do not ascend or are not below n_seen."""
-        ...
+        self._check(view, n_max)
+        if view.n <= n_max:
+            return view.positions
+        span = self._middle(view.n)
+        chosen = self._choose(view, span, n_max - self.config.n_min)
+        positions = view.positions
+        return np.concatenate(
+            [positions[: span.start], positions[span][chosen], positions[span.stop :]]
+        )
 
-    def truncate(self, n: int) -> None:
+    @abstractmethod
+    def _choose(self, view: View, span: slice, room: int) -> Indices:
+        """int64[at most room], ascending: which positions of `span`, those between sink and window,
+        stay."""
+
+    def truncate(self, n: int) -> None:  # noqa: B027  # most remember nothing
         """Only the first `n` tokens of the chat are left: forget what was decided about later
         positions, as other tokens will take their place."""
-        ...
 
     def fork(self) -> Self:
         """A copy with the same decisions so far, for a branch of the chat."""
-        ...
+        return copy.copy(self)
+
+    def _middle(self, n: int) -> slice:
+        """The indices between sink and window of n; the window comes first."""
+        stop = max(0, n - self.config.window)
+        return slice(min(self.config.sink, stop), stop)
+
+    def _check(self, view: View, n_max: int) -> None:
+        if n_max < self.config.n_min:
+            raise ValueError(
+                f"cannot keep at most {n_max} positions: sink and window alone are "
+                f"{self.config.n_min}"
+            )
+        positions = view.positions
+        if positions.ndim != 1 or (np.diff(positions) <= 0).any():
+            raise ValueError("positions must be one ascending row without repeats")
+        if len(positions) and not 0 <= positions[0] <= positions[-1] < view.n_seen:
+            raise ValueError(f"positions must be in [0, {view.n_seen})")
+        for signal in self.signals:
+            view.signal(signal)
 
 
-@runtime_checkable
-class Recalling(Retention, Protocol):
+class Recalling(Retention):
     """A policy that may choose positions that are not live: it indexes all that it was shown."""
 
+    can_recall = True
+
     @property
+    @abstractmethod
     def n_bytes(self) -> int:
         """Approximate size of the index in RAM."""
-        ...
 
+    @abstractmethod
     def index_bytes(self, layers: int, kv_heads: int, head_size: int) -> int:
         """Approximate RAM of one position in the index of a model of this shape."""
-        ...
 
     def indexed(self, n: int) -> slice:
         """Which of `n` positions belong in the index: those that have left the window."""
-        ...
+        return self._middle(n)
 
+    @abstractmethod
     def index(self, positions: Positions, keys: Keys, *, n_threads: int = 1) -> None:
         """Add positions [n] with their keys [layers, KV heads, n, head size] to the index, except
         those that are there. `keep` indexes what it is shown; a caller with time to spare earlier,
         such as while a prompt is evaluated, may index then."""
-        ...
 
+    @abstractmethod
     def forget(self, positions: Positions) -> None:
         """Remove positions that will not be shown again, or only with other keys."""
-        ...
 
 
-def check_view(policy: Retention, view: View, n_max: int) -> None:
-    """Raises ValueError unless `policy.keep(view, n_max)` can be answered."""
-    if n_max < policy.config.n_min:
-        raise ValueError(
-            f"cannot keep at most {n_max} positions: sink and window alone are "
-            f"{policy.config.n_min}"
-        )
-    positions = view.positions
-    if positions.ndim != 1 or (np.diff(positions) <= 0).any():
-        raise ValueError("positions must be one ascending row without repeats")
-    if len(positions) and not 0 <= positions[0] <= positions[-1] < view.n_seen:
-        raise ValueError(f"positions must be in [0, {view.n_seen})")
-    for signal in policy.signals:
-        view.signal(signal)
+def top(scores: Mass, k: int) -> Indices:
+    """Indices of the k largest scores, ascending; the later on ties."""
+    order = np.lexsort((np.arange(len(scores)), scores))
+    return np.sort(order[max(0, len(scores) - k) :]).astype(np.int64)

@@ -9,18 +9,24 @@ reach k + T + w, which is the budget.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 
-from towerd.retention.base import Mass, Positions, Signal, View, check_view
-from towerd.retention.choice import SINK_DEFAULT, EndsConfig, Indices, middle, with_ends
+from towerd.retention.base import (
+    SINK_DEFAULT,
+    Indices,
+    Mass,
+    Retention,
+    RetentionConfig,
+    Signal,
+    View,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class BuzzConfig(EndsConfig):
+class BuzzConfig(RetentionConfig):
     """`sink` is the paper's k, `window` its w."""
 
     threshold: int = 1
@@ -29,7 +35,7 @@ class BuzzConfig(EndsConfig):
     """s, for new tokens. With 1 or 2 every old token would stay: the cache would never shrink."""
 
     def __post_init__(self) -> None:
-        EndsConfig.__post_init__(self)
+        RetentionConfig.__post_init__(self)
         if self.stride < 3 or self.threshold < 1:
             raise ValueError("BUZZ needs a stride of at least 3 and a threshold of at least 1")
 
@@ -59,39 +65,32 @@ def threshold_per_window(stride: int) -> float:
     return (stride**2 + 1) / (stride + 1) if stride % 2 else stride - 1.0
 
 
-class Buzz:
+class Buzz(Retention):
     """Samples old and new tokens; remembers where new tokens begin."""
 
     signals = frozenset((Signal.MASS,))
-    can_recall = False
+
+    config: BuzzConfig
 
     def __init__(self, config: BuzzConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self._old_end = 0
         """Positions from here on are new."""
 
-    def keep(self, view: View, n_max: int) -> Positions:
-        check_view(self, view, n_max)
+    def _choose(self, view: View, span: slice, room: int) -> Indices:
         assert view.mass is not None
-        if view.n <= n_max:
-            return view.positions
-        span = middle(view.n, self.config.sink, self.config.window)
         positions = view.positions[span]
         n_old = int(np.searchsorted(positions, self._old_end))
         new = local_maxima(view.mass[span][n_old:], self.config.stride) + n_old
         kept = np.concatenate([interval_sample(n_old, self.config.stride_old), new])
-        room = n_max - self.config.n_min
         while len(kept) > room:  # remark 2: until it fits
             kept = kept[interval_sample(len(kept), self.config.stride_old)] if room else kept[:0]
         if len(positions):
             self._old_end = int(positions[-1]) + 1
-        return with_ends(view.positions, span, kept)
+        return kept
 
     def truncate(self, n: int) -> None:
         self._old_end = min(self._old_end, n)
-
-    def fork(self) -> Self:
-        return copy.copy(self)
 
 
 def interval_sample(n: int, stride: int) -> Indices:

@@ -18,8 +18,6 @@ class RetentionKind(NamedTuple):
 
 
 _CLASSES: Mapping[str, tuple[str, str]] = {
-    "none": ("NoneConfig", "KeepAll"),
-    "window": ("WindowConfig", "Window"),
     "streaming": ("StreamingConfig", "Streaming"),
     "h2o": ("H2OConfig", "H2O"),
     "snapkv": ("SnapKVConfig", "SnapKV"),

@@ -25,8 +25,18 @@ import numpy.typing as npt
 
 from towerd.kernels._native import DciTree
 from towerd.kernels.dci import DciConfig, make_dci_tree
-from towerd.retention.base import Keys, Positions, Rows, Signal, View, check_view
-from towerd.retention.choice import SINK_DEFAULT, EndsConfig, middle, top, with_ends
+from towerd.retention.base import (
+    SINK_DEFAULT,
+    Indices,
+    Keys,
+    Positions,
+    Recalling,
+    RetentionConfig,
+    Rows,
+    Signal,
+    View,
+    top,
+)
 
 Votes = npt.NDArray[np.float32]
 T = TypeVar("T")
@@ -37,7 +47,7 @@ _FORGOTTEN_SHARE_MAX = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class IceCacheConfig(EndsConfig):
+class IceCacheConfig(RetentionConfig):
     """Sizes are in tokens."""
 
     keys_max: int = 64
@@ -54,7 +64,7 @@ class IceCacheConfig(EndsConfig):
     tree: DciConfig = field(default_factory=DciConfig)
 
     def __post_init__(self) -> None:
-        EndsConfig.__post_init__(self)
+        RetentionConfig.__post_init__(self)
         if self.keys_max < 1 or self.layer_first < 0 or self.layer_step < 1:
             raise ValueError("IceCache looks for at least one key, in layers that exist")
         if self.followers < 0:
@@ -73,14 +83,15 @@ class IceCacheConfig(EndsConfig):
         return range(min(self.layer_first, n_layer - 1), n_layer, self.layer_step)
 
 
-class IceCache:
+class IceCache(Recalling):
     """Keeps the sink, the window, and the indexed positions with the most votes."""
 
     signals = frozenset((Signal.KEYS, Signal.QUERIES))
-    can_recall = True
+
+    config: IceCacheConfig
 
     def __init__(self, config: IceCacheConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self._trees: dict[tuple[int, int], DciTree] = {}
         self._head_size = 0
         self._indexed: Positions = np.empty(0, np.int64)
@@ -94,24 +105,19 @@ class IceCache:
         of_all = len(self.config.anchors(layers)) * kv_heads * _tree_bytes(head_size)
         return int(of_all * (1 + _FORGOTTEN_SHARE_MAX))
 
-    def keep(self, view: View, n_max: int) -> Positions:
-        """See Retention.keep. The keys of a position must be the same at every call."""
-        check_view(self, view, n_max)
+    def _check(self, view: View, n_max: int) -> None:
+        super()._check(view, n_max)
         check_rows(view.keys, view.queries)
-        span = self.indexed(view.n)
-        if view.n <= n_max:
-            return view.positions
+
+    def _choose(self, view: View, span: slice, room: int) -> Indices:
+        """The keys of a position must be the same at every call."""
         assert view.keys is not None
         numbers = np.arange(span.start, span.stop)
         if (self._indexed < 0).sum() > _FORGOTTEN_SHARE_MAX * (self._indexed >= 0).sum():
             self._rebuild()
         self._insert(view.positions[span], view.keys, numbers, self.config.n_threads)
         votes = passed_on(self._votes(view, span), view.positions[span], self.config.followers)
-        chosen = top(votes, n_max - self.config.n_min)
-        return with_ends(view.positions, span, chosen)
-
-    def indexed(self, n: int) -> slice:
-        return middle(n, self.config.sink, self.config.window)
+        return top(votes, room)
 
     def index(self, positions: Positions, keys: Keys, *, n_threads: int = 1) -> None:
         self._insert(positions, keys, np.arange(len(positions)), n_threads)

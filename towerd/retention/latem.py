@@ -14,7 +14,6 @@ an eviction here serves all requests since the last one.
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass, field
 from typing import Self
@@ -22,22 +21,29 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from towerd.retention.base import Positions, Signal, View, check_view
-from towerd.retention.choice import SINK_DEFAULT, EndsConfig, Indices, middle, with_ends
+from towerd.retention.base import (
+    SINK_DEFAULT,
+    Indices,
+    Positions,
+    Retention,
+    RetentionConfig,
+    Signal,
+    View,
+)
 
 Scores = npt.NDArray[np.float64]
 _TOKENS_PER_MESSAGE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class LatemConfig(EndsConfig):
+class LatemConfig(RetentionConfig):
     messages_max: int = 8
     """k_m: messages between sink and window."""
     trust: float = 0.3
     """eps: the share of a phase's victims that predictions choose, in (0, 1)."""
 
     def __post_init__(self) -> None:
-        EndsConfig.__post_init__(self)
+        RetentionConfig.__post_init__(self)
         if self.messages_max < 1 or not 0 < self.trust < 1:
             raise ValueError("LATEM needs room for one message and a trust between 0 and 1")
 
@@ -85,28 +91,25 @@ class MarkingPhase:
         return MarkingPhase(set(self.marked), self.n_predicted)
 
 
-class Latem:
+class Latem(Retention):
     """Keeps the sink, the window, the messages in use, and in each of them the tokens in use."""
 
     signals = frozenset((Signal.MASS, Signal.RECENT, Signal.MESSAGES))
-    can_recall = False
+
+    config: LatemConfig
 
     def __init__(self, config: LatemConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self._messages = MarkingPhase()
         self._tokens: dict[int, MarkingPhase] = {}
         """The marks of each message's tokens."""
         self._starts: dict[int, int] = {}
         """The first position that was seen of each message."""
 
-    def keep(self, view: View, n_max: int) -> Positions:
-        check_view(self, view, n_max)
+    def _choose(self, view: View, span: slice, room: int) -> Indices:
         assert view.messages is not None
         assert view.recent is not None
         assert view.mass is not None
-        if view.n <= n_max:
-            return view.positions
-        span = middle(view.n, self.config.sink, self.config.window)
         message, recent = view.messages[span], view.recent[span]
         rates = view.mass[span].astype(np.float64) / (view.ages[span] + 1)
         seen, first = np.unique(message, return_index=True)
@@ -114,12 +117,11 @@ class Latem:
             self._starts.setdefault(m, p)
         self._mark(view.positions[span], message, recent)
         stays = ~np.isin(message, self._message_victims(message, rates))
-        room = n_max - self.config.n_min
         live, sizes = np.unique(message[stays], return_counts=True)
         for m, share in zip(live.tolist(), shares(sizes, room).tolist(), strict=True):
             mine = np.flatnonzero(stays & (message == m))
             stays[mine[self._token_victims(m, view.positions[span][mine], rates[mine], share)]] = 0
-        return with_ends(view.positions, span, np.flatnonzero(stays).astype(np.int64))
+        return np.flatnonzero(stays).astype(np.int64)
 
     def truncate(self, n: int) -> None:
         self._starts = {m: start for m, start in self._starts.items() if start < n}
@@ -128,7 +130,7 @@ class Latem:
         self._tokens = {m: phase.without(n) for m, phase in self._tokens.items() if m < end}
 
     def fork(self) -> Self:
-        other = copy.copy(self)
+        other = super().fork()
         other._starts = dict(self._starts)
         other._messages = self._messages.copy()
         other._tokens = {m: phase.copy() for m, phase in self._tokens.items()}

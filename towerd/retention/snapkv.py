@@ -12,14 +12,22 @@ from typing import Self
 
 import numpy as np
 
-from towerd.retention.base import Mass, Positions, Signal, View, check_view
-from towerd.retention.choice import SINK_DEFAULT, EndsConfig, middle, top, with_ends
+from towerd.retention.base import (
+    SINK_DEFAULT,
+    Indices,
+    Mass,
+    Retention,
+    RetentionConfig,
+    Signal,
+    View,
+    top,
+)
 
 _WINDOW_MAX = 32
 
 
 @dataclass(frozen=True, slots=True)
-class SnapKVConfig(EndsConfig):
+class SnapKVConfig(RetentionConfig):
     """The paper has no sink; `sink=0` is its form."""
 
     window: int = _WINDOW_MAX
@@ -27,7 +35,7 @@ class SnapKVConfig(EndsConfig):
     """Width of the max pooling over neighbours, odd."""
 
     def __post_init__(self) -> None:
-        EndsConfig.__post_init__(self)
+        RetentionConfig.__post_init__(self)
         if self.pool < 1 or self.pool % 2 == 0:
             raise ValueError(
                 f"a pooling over {self.pool} neighbours has no middle: take an odd one"
@@ -38,29 +46,16 @@ class SnapKVConfig(EndsConfig):
         return cls(window=min(_WINDOW_MAX, (budget - SINK_DEFAULT) // 2))
 
 
-class SnapKV:
+class SnapKV(Retention):
     """Keeps the sink, the window, and the neighbourhoods that the window's queries attend to."""
 
     signals = frozenset((Signal.RECENT,))
-    can_recall = False
 
-    def __init__(self, config: SnapKVConfig) -> None:
-        self.config = config
+    config: SnapKVConfig
 
-    def keep(self, view: View, n_max: int) -> Positions:
-        check_view(self, view, n_max)
+    def _choose(self, view: View, span: slice, room: int) -> Indices:
         assert view.recent is not None
-        if view.n <= n_max:
-            return view.positions
-        span = middle(view.n, self.config.sink, self.config.window)
-        votes = pooled(view.recent[span], self.config.pool)
-        return with_ends(view.positions, span, top(votes, n_max - self.config.n_min))
-
-    def truncate(self, n: int) -> None:
-        """Does nothing: the policy is stateless."""
-
-    def fork(self) -> Self:
-        return self
+        return top(pooled(view.recent[span], self.config.pool), room)
 
 
 def pooled(scores: Mass, width: int) -> Mass:

@@ -8,37 +8,20 @@ ruins the model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
-from towerd.retention.base import Positions, Signal, View, check_view
-from towerd.retention.choice import EndsConfig, middle, with_ends
+from towerd.retention.base import Indices, Retention, RetentionConfig, View
 
 
 @dataclass(frozen=True, slots=True)
-class StreamingConfig(EndsConfig):
+class StreamingConfig(RetentionConfig):
     """`window` is the fewest last tokens: they get what the sink leaves of the budget."""
 
 
-class Streaming:
+class Streaming(Retention):
     """Keeps the sink and as many last tokens as fit."""
 
-    signals: frozenset[Signal] = frozenset()
-    can_recall = False
-
-    def __init__(self, config: StreamingConfig) -> None:
-        self.config = config
-
-    def keep(self, view: View, n_max: int) -> Positions:
-        check_view(self, view, n_max)
-        if view.n <= n_max:
-            return view.positions
-        sink = self.config.sink
-        return with_ends(view.positions, middle(view.n, sink, n_max - sink), np.array([], np.int64))
-
-    def truncate(self, n: int) -> None:
-        """Does nothing: the policy is stateless."""
-
-    def fork(self) -> Self:
-        return self
+    def _choose(self, view: View, span: slice, room: int) -> Indices:
+        n = span.stop - span.start
+        return np.arange(n - room, n, dtype=np.int64)

@@ -346,7 +346,7 @@ class BoundedSet(LiveSet):
         live, as they are after an eviction, and its index is intact."""
         if self.failure is not None:
             return False
-        window = min(n, getattr(self.policy.config, "window", 1))
+        window = min(n, self.policy.config.window)
         return self.rank(n) - self.rank(n - window) == window
 
     def fork(self) -> BoundedSet:
