@@ -13,7 +13,7 @@ from types import TracebackType
 from aiohttp import web
 
 from towerd.cli.client.api_client import ApiClient
-from towerd.system.socket_folder import socket_folder
+from towerd.system.folders import socket_folder
 
 
 class PrivateDaemon:

@@ -7,8 +7,8 @@ from pathlib import Path
 from towerd.cli.doctor.check import Check, Finding, fail, ok, warn
 from towerd.cli.output import clean, size
 from towerd.models.bundled import find_model, has_default
+from towerd.models.header import Header, read_header
 from towerd.models.known import SMOLLM2
-from towerd.models.local.header import Header, read_header
 from towerd.settings.config import Config
 from towerd.system.machine import ram_bytes
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from towerd.cli.progress import Lines
-    from towerd.models.hub.kept import HubModel
+    from towerd.models.hub.cache import HubModel
     from towerd.models.known import KnownModel
 
 LINE_SHARE = 0.25

@@ -10,7 +10,7 @@ import click
 from towerd.cli.models.fetch import get
 
 if TYPE_CHECKING:
-    from towerd.models.local.listing import ListedModel
+    from towerd.models.listing import ListedModel
 
 MEMORY = {"window": "sliding window"}
 """Kinds of memory that a table spells otherwise."""
@@ -40,7 +40,7 @@ models.add_command(get)
 def _show(as_json: bool) -> None:
     from towerd.cli.output import echo_json
     from towerd.models.known import KNOWN
-    from towerd.models.local.listing import listed_models
+    from towerd.models.listing import listed_models
     from towerd.system.machine import ram_bytes
 
     listed, ram = listed_models(), ram_bytes()

@@ -1,8 +1,8 @@
-"""Chat templates of the GGUFs that are made here, prefix-stable as `towerd.models.templates` says."""
+"""Chat templates of the GGUFs that are made here, prefix-stable as `towerd.models.known` says."""
 
 from __future__ import annotations
 
-from towerd.models.templates import TEXT
+from towerd.models.known import TEXT
 
 CHATML = (
     TEXT

@@ -15,12 +15,12 @@ from towerd.model.llama_model import LlamaModel
 from towerd.model.retokenize import Retokenizer
 from towerd.model.special_tokens import PART_BYTES, SpecialTokens
 from towerd.model.vocab import Vocab
-from towerd.models.bundled import bundled_model, retrieval_model
+from towerd.models.bundled import RETRIEVAL_NAME, bundled_model
 from towerd.settings.sources import load
 from towerd.tokens import Ids
 
 BITS = ("<", "s>", ">", "/s>", "|im_", "|>", " ", "  ", "\n", "a", "Tim had", "é", "<s", "<0x0A>")
-MODELS = {"spm": bundled_model(), "bpe": retrieval_model()}
+MODELS = {"spm": bundled_model(), "bpe": bundled_model(RETRIEVAL_NAME)}
 
 
 @pytest.fixture(scope="module", params=MODELS)

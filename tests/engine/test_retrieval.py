@@ -13,7 +13,7 @@ from lab.bench.texts.tasks import passkey
 from lab.bench.texts.tokenizer import TextTokenizer
 from towerd.codec.prior import sample
 from towerd.engine.base import LiveBudget
-from towerd.models.bundled import retrieval_model
+from towerd.models.bundled import RETRIEVAL_NAME, bundled_model
 from towerd.tokens import Ids
 
 N_CHAT = 2000
@@ -27,7 +27,7 @@ SETTINGS = {"ctx_size": 4096, "live_tokens": 8192, "threads": 1, "retention": "i
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Iterator[TextTokenizer]:
-    with TextTokenizer(retrieval_model()) as made:
+    with TextTokenizer(bundled_model(RETRIEVAL_NAME)) as made:
         yield made
 
 
@@ -57,7 +57,7 @@ async def test_what_left_the_context_is_found_again(
 ) -> None:
     """With 256 of 2,000 tokens live, IceCache brings the key back from wherever it was told."""
     settings = {**SETTINGS, "recall_layer_step": layer_step}
-    async with service_on(retrieval_model(), **settings) as service:
+    async with service_on(bundled_model(RETRIEVAL_NAME), **settings) as service:
         for depth in DEPTHS:
             key, answer = await said(service, tokenizer, ICECACHE, depth)
             assert answer == key, depth
@@ -66,7 +66,7 @@ async def test_what_left_the_context_is_found_again(
 
 async def test_what_a_window_has_lost(service_on: OpenService, tokenizer: TextTokenizer) -> None:
     """The full cache has the key; the first and the last 256 tokens do not."""
-    async with service_on(retrieval_model(), **SETTINGS) as service:
+    async with service_on(bundled_model(RETRIEVAL_NAME), **SETTINGS) as service:
         for depth in DEPTHS:
             key, answer = await said(service, tokenizer, FULL, depth)
             assert answer == key, depth

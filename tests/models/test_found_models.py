@@ -13,7 +13,7 @@ import pytest
 
 from towerd.errors import ModelError
 from towerd.models.bundled import bundled_model, find_entry
-from towerd.models.local.found import FoundModel
+from towerd.models.local.folders import FoundModel
 from towerd.models.local.names import find_named, found_models
 
 Put: TypeAlias = Callable[[str], Path]
@@ -27,7 +27,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr("towerd.system.paths.models_dir", lambda: tmp_path / "towerd")
-    monkeypatch.setattr("towerd.models.local.ollama.SYSTEM_DIR", tmp_path / "none")
+    monkeypatch.setattr("towerd.models.local.folders.OLLAMA_SYSTEM_DIR", tmp_path / "none")
     return tmp_path
 
 

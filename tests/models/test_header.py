@@ -18,9 +18,9 @@ from towerd.errors import ModelError
 from towerd.model.llama_model import LlamaModel
 from towerd.model.loadable import check_loadable
 from towerd.models.bundled import bundled_model
-from towerd.models.local.found import FoundModel
-from towerd.models.local.header import Header, read_header
-from towerd.models.local.listing import ListedModel
+from towerd.models.header import Header, read_header
+from towerd.models.listing import ListedModel
+from towerd.models.local.folders import FoundModel
 from towerd.settings.config import Config
 
 SHAPE = Shape(

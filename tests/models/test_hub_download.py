@@ -13,9 +13,9 @@ import pytest
 from hub_server import HubServer, hub_server
 
 from towerd.errors import ModelError
+from towerd.models.hub.cache import HubModel
 from towerd.models.hub.choice import RepoName
 from towerd.models.hub.download import Watcher, fetch
-from towerd.models.hub.kept import HubModel
 
 REPO = "owner/tiny-GGUF"
 MODEL = os.urandom(3 << 20)

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from towerd.errors import ModelError
 from towerd.models.known import KNOWN, SMOLLM2
-from towerd.models.local.found import BUNDLED, TOWERD, FoundModel
+from towerd.models.local.folders import BUNDLED, TOWERD, FoundModel
 from towerd.system import paths
 
 NAME = "stories260K.gguf"
 SHORT_NAME = "stories"
 RETRIEVAL_NAME = "retrieval.gguf"
+"""The model of `towerctl train retrieval`."""
 
 
 def bundled_model(name: str = NAME) -> Path:
@@ -23,11 +24,6 @@ def bundled_model(name: str = NAME) -> Path:
     if not os.path.isfile(path):
         raise ModelError(f"{path} is missing: install towerd again, or name a model with -m.")
     return path
-
-
-def retrieval_model() -> Path:
-    """The path of the bundled model of `towerctl train retrieval`. Raises ModelError."""
-    return bundled_model(RETRIEVAL_NAME)
 
 
 def default_model() -> Path:
@@ -47,8 +43,8 @@ def find_model(model: Path | None, repo: str | None = None, file: str | None = N
     if repo is None:
         return find_entry(model).path
     # Imported late, here and below: most starts name a file, and every module makes one longer.
+    from towerd.models.hub.cache import kept
     from towerd.models.hub.choice import RepoName, choose
-    from towerd.models.hub.kept import kept
 
     wanted = RepoName.parse(repo)
     found = kept(wanted, lambda files: choose(wanted, files, file=file or ""))

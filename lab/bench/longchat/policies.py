@@ -23,7 +23,7 @@ from towerd.cli.output import progress_bar, show_table
 from towerd.codec.prior import sample
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.engine import EmbeddedEngine
-from towerd.models.bundled import default_model, retrieval_model
+from towerd.models.bundled import RETRIEVAL_NAME, bundled_model, default_model
 from towerd.retention.icecache import IceCacheConfig
 from towerd.service import Service, open_service
 from towerd.settings.config import RETENTIONS, Config
@@ -84,7 +84,7 @@ async def run(
 ) -> Report:
     """Perplexity, retrieval, recall and the cost of the index. Raises TowerdError."""
     # One that is small and was trained to find again what it read: quick, and told apart all the same.
-    path = model or (retrieval_model() if quick else default_model())
+    path = model or (bundled_model(RETRIEVAL_NAME) if quick else default_model())
     budgets = QUICK_BUDGETS if quick else BUDGETS
     report = LongchatReport("longchat", path.name)
     texts = {SAMPLE: sample.load().decode()} if text is None else {text.name: read_text(text)}

@@ -8,10 +8,12 @@ import pytest
 
 from lab.bench import anticipation
 from towerd.codec.vocabulary import GgufVocabulary
-from towerd.models.bundled import bundled_model, retrieval_model
+from towerd.models.bundled import RETRIEVAL_NAME, bundled_model
 
 
-@pytest.mark.parametrize("model", [bundled_model(), retrieval_model()], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "model", [bundled_model(), bundled_model(RETRIEVAL_NAME)], ids=lambda path: path.name
+)
 def test_lengths_are_in_tokens_of_the_model(model: Path) -> None:
     words = anticipation.Words.of(anticipation.AnticipationLoad(answer_tokens=200), model)
     text = " ".join((anticipation.WORDS * 40)[: words.answer])

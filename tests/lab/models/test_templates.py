@@ -8,7 +8,7 @@ import jinja2
 import pytest
 
 from lab.models import templates
-from towerd.models.templates import CHATML_LINES
+from towerd.models.known import CHATML_LINES
 
 EACH = pytest.mark.parametrize(
     "source",

@@ -7,10 +7,13 @@ models--OWNER--REPO/snapshots/COMMIT/FILE         links into blobs/
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from towerd.errors import ModelError
+from towerd.models.hub.choice import Choice, RepoName
 
 _PREFIX = "models--"
 
@@ -23,6 +26,24 @@ class Snapshot:
     folder: Path
     files: tuple[str, ...]
     """Paths below the folder, sorted; links whose target is gone are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model of the Hub that is on this machine."""
+
+    name: str
+    """OWNER/REPO:QUANT, or without a quantization if the file's name has none."""
+    path: Path
+    projector: Path | None
+
+    @classmethod
+    def of(cls, wanted: RepoName, choice: Choice, folder: Path) -> HubModel:
+        """The files of `choice`, in the `folder` of a snapshot."""
+        quant = choice.model.quant
+        name = f"{wanted.repo}:{quant}" if quant else wanted.repo
+        projector = folder / choice.projector if choice.projector else None
+        return cls(name, folder / choice.model.path, projector)
 
 
 def hub_cache(env: Mapping[str, str] = os.environ) -> Path:
@@ -59,6 +80,16 @@ def snapshots_of(cache: Path, repo: str) -> list[Snapshot]:
             if path.is_dir():
                 found.append((rank, age, Snapshot(repo, path, _files(path))))
     return [snapshot for _, _, snapshot in sorted(found, key=lambda each: each[:2])]
+
+
+def kept(wanted: RepoName, take: Callable[[tuple[str, ...]], Choice]) -> HubModel | None:
+    """The model as it is in the cache; None if no snapshot has all that `take` chooses."""
+    for snapshot in snapshots_of(hub_cache(), wanted.repo):
+        try:
+            return HubModel.of(wanted, take(snapshot.files), snapshot.folder)
+        except ModelError:
+            continue
+    return None
 
 
 def repo_folder(cache: Path, repo: str) -> Path:

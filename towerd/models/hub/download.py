@@ -30,9 +30,8 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils.tqdm import tqdm as HubBar
 
 from towerd.errors import ModelError
-from towerd.models.hub.cache import hub_cache, repo_folder, set_main, snapshots_of
+from towerd.models.hub.cache import HubModel, hub_cache, kept, repo_folder, set_main, snapshots_of
 from towerd.models.hub.choice import Choice, RepoName, choose
-from towerd.models.hub.kept import HubModel, kept
 
 log = logging.getLogger(__name__)
 

@@ -1,21 +1,66 @@
-"""Folders of GGUFs: towerd's own, and those of llama.cpp, the Hugging Face Hub and LM Studio."""
+"""The models in the folders of programs: towerd's own, and those of llama.cpp, the Hugging Face Hub,
+LM Studio and Ollama.
+
+Ollama's names lead to manifests, and these to GGUFs that are named by their hashes:
+manifests/registry.ollama.ai/library/llama3.2/1b     JSON: layers with a media type and a digest
+blobs/sha256-...
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from towerd.models.hub.cache import hub_cache, snapshots
 from towerd.models.hub.choice import best_projector
 from towerd.models.hub.file_names import FileName
-from towerd.models.local.found import HUB, LLAMA_CPP, LM_STUDIO, TOWERD, FoundModel
 from towerd.system import paths
 
+TOWERD, BUNDLED, LLAMA_CPP, HUB = "towerd", "bundled", "llama.cpp", "Hugging Face"
+OLLAMA, LM_STUDIO = "Ollama", "LM Studio"
+"""The sources of models."""
+OLLAMA_SYSTEM_DIR = Path("/usr/share/ollama/.ollama/models")
+"""Where the service that Ollama's installer sets up on Linux keeps them."""
+_OWN = ("registry.ollama.ai/library/", "registry.ollama.ai/")
+"""What Ollama leaves out of names."""
+_MODEL = "application/vnd.ollama.image.model"
+_PROJECTOR = "application/vnd.ollama.image.projector"
+_MANIFEST_BYTES_MAX = 2**20
 _MANIFEST = "manifest="
 """llama.cpp's old cache has files manifest=OWNER=REPO=TAG.json beside OWNER_REPO_FILE."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A model's name and files; nothing was read of them yet."""
+
+    name: str
+    path: Path
+    """Its file, or the first of several."""
+    source: str
+    """The program that keeps it there."""
+    projector: Path | None = None
+    """What encodes its pictures and sounds, if it is known."""
+
+    @property
+    def base(self) -> str:
+        """The name without its tag or quantization."""
+        return self.name.partition(":")[0]
+
+
+class _Layer(msgspec.Struct):
+    media_type: str = msgspec.field(name="mediaType")
+    digest: str
+
+
+class _Manifest(msgspec.Struct):
+    layers: list[_Layer]
 
 
 def places(env: Mapping[str, str] = os.environ) -> dict[str, list[Path]]:
@@ -25,6 +70,11 @@ def places(env: Mapping[str, str] = os.environ) -> dict[str, list[Path]]:
         TOWERD: [paths.models_dir()],
         HUB: [hub_cache(env)],
         LLAMA_CPP: [*llama_cpp, _system_cache(env) / "llama.cpp"],
+        OLLAMA: (
+            [Path(env["OLLAMA_MODELS"]).expanduser()]
+            if env.get("OLLAMA_MODELS")
+            else [Path("~/.ollama/models").expanduser(), OLLAMA_SYSTEM_DIR]
+        ),
         LM_STUDIO: [
             Path("~/.lmstudio/models").expanduser(),
             Path("~/.cache/lm-studio/models").expanduser(),
@@ -102,3 +152,54 @@ def _names(files: Iterable[str], *, all: bool = False) -> Iterator[FileName]:
     for name in map(FileName.parse, files):
         if name is not None and (all or name.is_model):
             yield name
+
+
+def ollama_models(folder: Path, source: str) -> Iterator[FoundModel]:
+    """The models in `folder`, by name. A manifest that cannot be read, or has no GGUF, is left
+    out: Ollama does not list it either."""
+    manifests = folder / "manifests"
+    with suppress(OSError):
+        for path in sorted(manifests.rglob("*")):
+            manifest = _manifest(path)
+            if manifest is None:
+                continue
+            model = _blob(folder, manifest, _MODEL)
+            if model is not None:
+                name = _tagged(path.relative_to(manifests))
+                projector = _blob(folder, manifest, _PROJECTOR)
+                yield FoundModel(name, model, source, projector)
+
+
+def _manifest(path: Path) -> _Manifest | None:
+    try:
+        if not path.is_file() or path.stat().st_size > _MANIFEST_BYTES_MAX:
+            return None
+        return msgspec.json.decode(path.read_bytes(), type=_Manifest)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def _blob(folder: Path, manifest: _Manifest, media_type: str) -> Path | None:
+    digests = (layer.digest for layer in manifest.layers if layer.media_type == media_type)
+    for digest in digests:
+        path = folder / "blobs" / Path(digest.replace(":", "-")).name
+        return path if path.is_file() else None
+    return None
+
+
+def _tagged(path: Path) -> str:
+    """registry.ollama.ai/library/llama3.2/1b -> llama3.2:1b; other registries keep their names."""
+    text = path.parent.as_posix()
+    for own in _OWN:
+        text = text.removeprefix(own)
+    return f"{text}:{path.name}"
+
+
+READERS: Mapping[str, tuple[Callable[[Path, str], Iterator[FoundModel]], ...]] = {
+    TOWERD: (flat_models,),
+    HUB: (hub_models,),
+    LLAMA_CPP: (hub_models, flat_models),
+    OLLAMA: (ollama_models,),
+    LM_STUDIO: (nested_models,),
+}
+"""How the folders of each source are read."""

@@ -8,10 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from towerd.errors import ModelError
 from towerd.models.hub.choice import PREFERRED_QUANTS, REPO
-from towerd.models.local.folders import flat_models, hub_models, nested_models, places
-from towerd.models.local.found import HUB, LLAMA_CPP, LM_STUDIO, TOWERD, FoundModel
-from towerd.models.local.ollama import folders as ollama_folders
-from towerd.models.local.ollama import ollama_models
+from towerd.models.local.folders import READERS, FoundModel, places
 
 LATEST = ":latest"
 NEAREST_MAX = 3
@@ -36,17 +33,10 @@ def found_models() -> list[FoundModel]:
 
 def _everywhere() -> Iterator[FoundModel]:
     known = places()
-    for folder in known[TOWERD]:
-        yield from flat_models(folder, TOWERD)
-    for folder in known[HUB]:
-        yield from hub_models(folder, HUB)
-    for folder in known[LLAMA_CPP]:
-        yield from hub_models(folder, LLAMA_CPP)
-        yield from flat_models(folder, LLAMA_CPP)
-    for folder in ollama_folders():
-        yield from ollama_models(folder)
-    for folder in known[LM_STUDIO]:
-        yield from nested_models(folder, LM_STUDIO)
+    for source, readers in READERS.items():
+        for folder in known[source]:
+            for read in readers:
+                yield from read(folder, source)
 
 
 def find_named(text: str, models: Sequence[FoundModel], others: Iterable[str] = ()) -> FoundModel:

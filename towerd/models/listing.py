@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from towerd.errors import ModelError
 from towerd.models.bundled import SHORT_NAME, bundled_model
+from towerd.models.header import Header, read_header
 from towerd.models.known import KNOWN
-from towerd.models.local.found import BUNDLED, FoundModel
-from towerd.models.local.header import Header, read_header
+from towerd.models.local.folders import BUNDLED, FoundModel
 from towerd.models.local.names import found_models
 
 CTX_MAX = 32_768
