@@ -6,7 +6,11 @@ Raise these anywhere below the API; `towerd.api` turns them into llama-server's 
 
 from __future__ import annotations
 
+import json
+import logging
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 
 class TowerdError(Exception):
@@ -180,3 +184,26 @@ class ThawError(StoreError):
 
 class ConfigError(TowerdError):
     """A setting is unknown, of the wrong type or contradictory; nothing was started."""
+
+
+class WireError(TowerdError):
+    """What llama.cpp's code refuses, with llama-server's error reply: its status, message and further fields. What a model does not support
+    is 400 instead of 501: clients repeat requests that end with 500 or more."""
+
+    def __init__(self, error: bytes) -> None:
+        """error: the JSON of llama-server's error object."""
+        fields = json.loads(error)
+        super().__init__(fields.pop("message"))
+        status = fields.pop("code")
+        self.status = NotSupported.status if status == SwitchedOff.status else status
+        self.kind = fields.pop("type")
+        self.extra = fields
+
+
+def refusal(error: BaseException) -> bytes:
+    """The error object for what Python code raised that llama.cpp's code called. Any error
+    but ours is logged, and clients are told no more than that it happened."""
+    if not isinstance(error, TowerdError):
+        log.error("a call from llama.cpp's code failed", exc_info=error)
+        error = TowerdError("The server failed: its log says how.")
+    return json.dumps(error.body()["error"]).encode()

@@ -25,6 +25,7 @@ from towerd.wire import Chunk, Model, Reply, Request, Settings, WireError, Write
 N_CTX = 2048
 """More than the bundled model was made for: prompts of some templates are long in its few tokens."""
 NAME = "story"
+NO_DRAFT = np.zeros(0, np.int32)
 PATHS = {
     "completion": "/completion",
     "completions": "/v1/completions",
@@ -107,7 +108,7 @@ class Talker:
         n = len(prompt)
         while True:
             n += 1
-            chunk = reply.step(self.context, -1, n >= N_CTX)
+            (chunk,) = reply.steps(self.context, -1, NO_DRAFT, 0 if n >= N_CTX else 1)
             yield chunk
             if chunk.stop:
                 return

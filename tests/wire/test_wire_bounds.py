@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from llama_wire import TEMPLATES, Talker
+from llama_wire import NO_DRAFT, TEMPLATES, Talker
 
 from towerd.wire import Model, Reply, Request, WireError, Writer
 
@@ -260,7 +260,7 @@ def test_no_logits(story: Talker, model: Model) -> None:
     story.evaluate([1])
     for index in (5, -3, 2**31 - 1):
         with pytest.raises(WireError):
-            reply.step(story.context, index, False)
+            reply.steps(story.context, index, NO_DRAFT, 1)
 
 
 def test_output_of_many_brackets(scripted: Callable[..., Talker]) -> None:

@@ -104,7 +104,8 @@ def test_the_next_prompt_has_the_same_media(seeing: Model) -> None:
 
 def test_sounds(story: Talker, paths: dict[str, Path]) -> None:
     hearing = opened(story, paths["hearing"], "c")
-    assert (OPENED["c"].has_vision, OPENED["c"].has_audio) == (False, True)
+    modalities = json.loads(hearing.props())["modalities"]
+    assert (modalities["vision"], modalities["audio"]) == (False, True)
     part = {"type": "input_audio", "input_audio": {"data": sound(1), "format": "wav"}}
     (ids,) = media_ids(asked(hearing, part, text("What was that?")))
     assert len(ids) == TOKENS_A_SOUND

@@ -158,7 +158,7 @@ def test_same_reply(
 @pytest.mark.parametrize("stream", [False, True])
 def test_special_tokens_are_text(story: Talker, stream: bool) -> None:
     """With --special the token that ends the text is in it."""
-    model = story.model(special=True, defaults={"cache_prompt": False})
+    model = story.model(flags=("--special",), defaults={"cache_prompt": False})
     fields = {"prompt": TEXT, **GREEDY, "grammar": 'root ::= "a"', "stream": stream}
     with running_server("--special") as server:
         ours = check(server, story, model, "completion", fields)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llama_wire import TEMPLATES, Talker
+from llama_wire import NO_DRAFT, TEMPLATES, Talker
 
 from towerd.wire import Model, Reply, Request, Settings, recommended
 
@@ -109,7 +109,7 @@ def test_ends(story: Talker, model: Model) -> None:
     story.evaluate(made.prompts[0])
     reply.accept_prompt(made.prompts[0])
     reply.started(1, 4, 12.5)
-    assert reply.step(story.context, -1, True).stop == "limit"
+    assert reply.steps(story.context, -1, NO_DRAFT, 0)[0].stop == "limit"
     cached, processed, prompt_ms, n_predicted, predicted_ms = reply.timings
     assert (cached, processed, n_predicted) == (1, 4, 1)
     assert prompt_ms == pytest.approx(12.5)

@@ -15,6 +15,7 @@ No call holds the GIL for longer than it takes to copy its arguments. Failures r
 with llama-server's status and message; so does a failed assertion in llama.cpp.
 """
 
+from towerd.errors import WireError
 from towerd.llama_library import lib as _lib  # first: the extension uses the libllama that it loads
 from towerd.wire._wire import (
     Chunk,
@@ -37,9 +38,7 @@ from towerd.wire._wire import (
     server_flags,
     token_bytes_max,
 )
-from towerd.wire.endpoint import Endpoint
-from towerd.wire.error import WireError
-from towerd.wire.settings import ProjectorOptions, Settings, recommended
+from towerd.wire.settings import Endpoint, ProjectorOptions, Settings, recommended
 from towerd.wire.threads import WireThreads
 
 __all__ = [

@@ -4,7 +4,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from towerd.wire.endpoint import Endpoint
+from towerd.wire.settings import Endpoint
 
 Ids: TypeAlias = npt.NDArray[np.int32]
 
@@ -55,10 +55,6 @@ class Projector:
         """model: the address of a `llama_model`, which must outlive this object; options:
         `ProjectorOptions.encode()`. Raises RuntimeError: not a projector of this model."""
 
-    @property
-    def has_vision(self) -> bool: ...
-    @property
-    def has_audio(self) -> bool: ...
     @property
     def uses_mrope(self) -> bool:
         """Whether positions of media have more than one component."""
@@ -169,8 +165,6 @@ class Request:
         """Seconds of silence before an SSE comment; -1: never."""
 
     @property
-    def id_slot(self) -> int: ...
-    @property
     def agent(self) -> bytes:
         """JSON of a chat's leading system messages and its tools; empty if it has neither."""
 
@@ -206,10 +200,6 @@ class Chunk:
     @property
     def text(self) -> bytes:
         """Text that is final now; empty while it may end in a stop string."""
-
-    @property
-    def is_sent(self) -> bool:
-        """False: the token's character is incomplete, and it makes no event."""
 
     @property
     def stop(self) -> Literal["", "eos", "word", "limit"]:
@@ -263,18 +253,14 @@ class Reply:
         """The prompt was evaluated: `n_cached` tokens were reused, `n_processed` evaluated. Only
         the first call counts."""
 
-    def step(self, ctx: int, index: int, is_full: bool) -> Chunk:
-        """Sample a token and account for it. ctx: the address of the `llama_context`; index: the
-        batch position of the logits; is_full: there is no room for another token.
+    def steps(self, ctx: int, index: int, draft: Ids, n_room: int) -> list[Chunk]:
+        """Sample from the logits of a batch in which `draft`, which may be empty, followed the newest
+        token, which was at `index`. Returns the accepted tokens of the draft and the token after them,
+        the same as steps without a draft would give; fewer if the reply ends. ctx: the address of the
+        `llama_context`; n_room: how many tokens there is room for; the one after them ends the reply.
 
         Raises WireError: no token is left or continues the grammar (400), or logits are not finite
         (500). The reply cannot be continued then."""
-
-    def steps(self, ctx: int, index: int, draft: Ids, n_room: int) -> list[Chunk]:
-        """`step` after a batch in which `draft` followed the newest token, which was at `index`.
-        Returns the accepted tokens of the draft and the token after them, the same as steps without
-        a draft would give; fewer if the reply ends. n_room: how many tokens there is room for; the
-        one after them ends the reply."""
 
     def limit(self, truncated: bool) -> None:
         """End the reply at a limit other than the request's. truncated: the context is full."""
@@ -289,10 +275,6 @@ class Reply:
     def request(self) -> Request: ...
     @property
     def choice(self) -> int: ...
-    @property
-    def seed(self) -> int:
-        """The seed in force."""
-
     @property
     def text(self) -> bytes:
         """Everything generated, without the stop string."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+Endpoint: TypeAlias = Literal[
+    "completion", "completions", "chat", "responses", "messages", "infill"
+]
+"""POST /completion, /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /infill."""
 _PREFIX = "general.sampling."
 
 
@@ -34,7 +38,8 @@ _FROM_MODEL: dict[str, tuple[str, Callable[[str], Any]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """llama-server's settings with llama-server's defaults."""
+    """What a model's requests are parsed with; everything else is llama-server's default, or said by
+    `flags`."""
 
     name: str
     """The model's name in replies."""
@@ -48,20 +53,6 @@ class Settings:
     """Limits how much of an infill's text is used."""
     chat_template: str = ""
     """Jinja source or `chatml`; empty: the model's own."""
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    use_jinja: bool = True
-    prefill_assistant: bool = True
-    """Whether a last message of the assistant is continued."""
-    enable_reasoning: bool = True
-    """Whether templates that support thinking enable it."""
-    reasoning_format: str = "deepseek"
-    reasoning_budget: int = -1
-    reasoning_budget_message: str = ""
-    special: bool = False
-    """Whether special tokens appear in the text."""
-    spm_infill: bool = False
-    sse_ping_interval: int = 30
-    embd_normalize: int = 2
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Default values of a request's fields: `n_predict`, `temperature`..."""
     flags: tuple[str, ...] = ()

@@ -136,7 +136,7 @@ auto asked(Work && work) {
     try {
         return work();
     } catch (nb::python_error & error) {
-        refusal = text_of(nb::cast<nb::bytes>(nb::module_::import_("towerd.wire.error").attr("refusal")(error.value())));
+        refusal = text_of(nb::cast<nb::bytes>(nb::module_::import_("towerd.errors").attr("refusal")(error.value())));
     }
     throw Refused(json::parse(refusal));
 }
@@ -198,8 +198,6 @@ void bind_media(nb::module_ & m) {
                 unlocked([&] { new (self) Projector(at<llama_model>(model), text); });
             },
             "model"_a, "options"_a)
-        .def_prop_ro("has_vision", &Projector::has_vision)
-        .def_prop_ro("has_audio", &Projector::has_audio)
         .def_prop_ro("uses_mrope", &Projector::uses_mrope)
         .def("is_whole", &Projector::is_whole, "medium"_a)
         .def("encode",
@@ -290,7 +288,6 @@ void bind_request(nb::module_ & m) {
         .def_prop_ro("cache_prompt", [](const Request & r) { return r.params().cache_prompt; })
         .def_prop_ro("return_progress", [](const Request & r) { return r.params().return_progress; })
         .def_prop_ro("ping_s", [](const Request & r) { return r.params().sse_ping_interval; })
-        .def_prop_ro("id_slot", &Request::id_slot)
         .def_prop_ro("agent", [](const Request & r) { return bytes_of(r.agent()); })
         .def("media", [](const Request & r, size_t prompt) { return r.media(prompt); }, "prompt"_a)
         .def("spans", &spans_of, "prompt"_a)
@@ -319,7 +316,6 @@ void bind_reply(nb::module_ & m) {
     nb::class_<Chunk>(m, "Chunk")
         .def_prop_ro("token", [](const Chunk & c) { return c.token.tok; })
         .def_prop_ro("text", [](const Chunk & c) { return bytes_of(c.is_sent ? c.token.text_to_send : ""); })
-        .def_ro("is_sent", &Chunk::is_sent)
         .def_prop_ro("stop", [](const Chunk & c) { return name_of(c.stop); });
 
     nb::class_<Received>(m, "Received")
@@ -336,12 +332,8 @@ void bind_reply(nb::module_ & m) {
         .def_ro("is_last", &Received::is_last);
 
     nb::class_<Reply>(m, "Reply")
-        .def(
-            "__init__",
-            [](Reply * self, std::shared_ptr<const Request> request, size_t choice) {
-                unlocked([&] { new (self) Reply(std::move(request), choice); });
-            },
-            "request"_a, "choice"_a)
+        .def(nb::init<std::shared_ptr<const Request>, size_t>(), "request"_a, "choice"_a,
+             nb::call_guard<nb::gil_scoped_release>())
         .def("received",
              [](Reply & r, const nb::bytes & event) {
                  const std::string text = text_of(event);
@@ -357,11 +349,6 @@ void bind_reply(nb::module_ & m) {
              },
              "ids"_a)
         .def("started", &Reply::started, "n_cached"_a, "n_processed"_a, "prompt_ms"_a)
-        .def("step",
-             [](Reply & r, uintptr_t ctx, int index, bool is_full) {
-                 return unlocked([&] { return r.step(at<llama_context>(ctx), index, is_full); });
-             },
-             "ctx"_a, "index"_a, "is_full"_a)
         .def("steps",
              [](Reply & r, uintptr_t ctx, int index, const Given & draft, int32_t n_room) {
                  const llama_tokens ids = tokens_of(draft);
@@ -373,7 +360,6 @@ void bind_reply(nb::module_ & m) {
         .def("end_reasoning", &Reply::end_reasoning, nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("request", [](const Reply & r) { return std::const_pointer_cast<Request>(r.shared_request()); })
         .def_prop_ro("choice", &Reply::choice)
-        .def_prop_ro("seed", &Reply::seed)
         .def_prop_ro("text", [](const Reply & r) { return bytes_of(r.text()); })
         .def_prop_ro("stop", [](const Reply & r) { return name_of(r.stop()); })
         .def_prop_ro("stopping_word", [](const Reply & r) { return bytes_of(r.stopping_word()); })
@@ -489,7 +475,7 @@ void bind_others(nb::module_ & m) {
 NB_MODULE(_wire, m) {
     m.doc() = "llama.cpp's own request and response code; the contracts are in towerd.wire.";
     nb::set_leak_warnings(false);  // what a daemon still holds at its end
-    const nb::object refused = nb::module_::import_("towerd.wire.error").attr("WireError");
+    const nb::object refused = nb::module_::import_("towerd.errors").attr("WireError");
     nb::register_exception_translator(
         [](const std::exception_ptr & thrown, void * type) {
             try {

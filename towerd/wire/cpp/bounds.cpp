@@ -23,10 +23,6 @@ void at_most(size_t n, size_t max, const char * field, const char * unit) {
     }
 }
 
-}  // namespace
-
-namespace {
-
 // Reads a body's brackets, keys and commas, and nothing else of it.
 class JsonScan {
 public:
@@ -174,26 +170,6 @@ json parsed_body(const std::string & text) {
     json body          = json::parse(text.substr(0, start) + "null" + text.substr(end));
     body["logit_bias"] = as_pairs(text.substr(start, end - start));
     return body;
-}
-
-void check_tool_arguments(const json & messages) {
-    if (!messages.is_array()) {
-        return;
-    }
-    for (const auto & message : messages) {
-        if (!message.is_object() || !message.contains("tool_calls") || !message.at("tool_calls").is_array()) {
-            continue;
-        }
-        for (const auto & call : message.at("tool_calls")) {
-            if (!call.is_object() || !call.contains("function")) {
-                continue;
-            }
-            const json & function = call.at("function");
-            if (function.is_object() && function.contains("arguments") && function.at("arguments").is_string()) {
-                check_json(function.at("arguments").get<std::string>());
-            }
-        }
-    }
 }
 
 namespace {

@@ -72,7 +72,6 @@ void check_json(const std::string & text);
 // A body, after check_json: as JSON, but with many biases as an array of [token, bias]. An object's keys are looked up one
 // after another, and every token may be one.
 json parsed_body(const std::string & text);
-void check_tool_arguments(const json & messages);
 void check_schema(const json & schema);
 void check_tools(const json & tools);
 void check_grammar(const std::string & text, const llama_vocab * vocab);

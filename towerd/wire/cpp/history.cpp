@@ -8,36 +8,12 @@
 #include <vector>
 
 #include "bounds.h"
+#include "fields.h"
 #include "refused.h"
 
 namespace towerd::wire {
 
 namespace {
-
-bool has_text(const json & object, const char * key) {
-    return object.is_object() && object.contains(key) && object.at(key).is_string();
-}
-
-bool has_array(const json & object, const char * key) {
-    return object.is_object() && object.contains(key) && object.at(key).is_array();
-}
-
-std::string text_in(const json & object, const char * key) {
-    return has_text(object, key) ? object.at(key).get<std::string>() : std::string();
-}
-
-bool is_missing(const json & object, const char * key) {
-    return !object.contains(key) || object.at(key).is_null();
-}
-
-bool is_assistant(const json & message) {
-    return text_in(message, "role") == "assistant";
-}
-
-bool is_system(const json & message) {
-    const std::string role = text_in(message, "role");
-    return role == "system" || role == "developer";
-}
 
 // Any value as text: JSON of what is none.
 std::string as_text(const json & value) {
@@ -203,8 +179,7 @@ private:
         for (const char * key : {"name", "tool_call_id", "reasoning_content"}) {
             erase_null(message, key);
         }
-        if (is_assistant(message) && is_missing(message, "tool_calls") && message.contains("function_call") &&
-            message.at("function_call").is_object()) {
+        if (is_assistant(message) && is_missing(message, "tool_calls") && has_object(message, "function_call")) {
             set(message, "tool_calls", json::array({json{{"function", message.at("function_call")}}}));
             erase(message, std::string("function_call"));
         }
@@ -226,7 +201,7 @@ private:
             return;
         }
         json & content = message.at("content");
-        if (content.is_object() && has_text(content, "text")) {
+        if (has_text(content, "text")) {
             set(content, json::array({content}));
         }
         if (content.is_array()) {
@@ -266,7 +241,7 @@ private:
         if (!call.is_object()) {
             return;
         }
-        if (call.contains("custom") && call.at("custom").is_object()) {
+        if (has_object(call, "custom")) {
             const json & custom = call.at("custom");
             set(call, "function", json{{"name", text_in(custom, "name")}, {"arguments", input_of(custom)}});
             erase(call, std::string("custom"));
@@ -274,7 +249,7 @@ private:
         if (!call.contains("function") && has_text(call, "name")) {
             set(call, "function", json{{"name", call.at("name")}, {"arguments", call.value("arguments", json())}});
         }
-        if (!call.contains("function") || !call.at("function").is_object()) {
+        if (!has_object(call, "function")) {
             return;
         }
         if (text_in(call, "type") != "function") {

@@ -4,6 +4,7 @@
 #include <map>
 #include <stdexcept>
 
+#include "fields.h"
 #include "hash/hash.h"
 #include "refused.h"
 
@@ -144,7 +145,7 @@ llama_tokens text_of(const llama_tokens & ids) {
 void refuse_remote_media(const json & body) {
     const json messages = body.is_object() ? json_value(body, "messages", json::array()) : json::array();
     for (const auto & message : messages) {
-        if (!message.is_object() || !message.contains("content") || !message.at("content").is_array()) {
+        if (!has_array(message, "content")) {
             continue;
         }
         for (const auto & part : message.at("content")) {

@@ -36,6 +36,7 @@ Model::Model(const llama_model * model, const std::string & settings, Tokenizer 
     take_settings(values);
     take_defaults(values.at("defaults"));
     take_flags(params_, values.at("flags").get<std::vector<std::string>>());
+    params_.default_template_kwargs.emplace("preserve_reasoning", "true");  // as llama-server's command line
     take_biases();
     take_templates(values.at("chat_template").get<std::string>());
 }
@@ -46,24 +47,9 @@ void Model::take_settings(const json & settings) {
     kept_fields_    = settings.at("kept_fields").get<std::vector<std::string>>();
     is_upstream_    = settings.at("is_upstream").get<bool>();
 
-    params_.n_ctx             = settings.at("n_ctx").get<int>();
-    params_.n_batch           = settings.at("n_batch").get<int>();
-    params_.n_parallel        = settings.at("n_parallel").get<int>();
-    params_.special           = settings.at("special").get<bool>();
-    params_.spm_infill        = settings.at("spm_infill").get<bool>();
-    params_.use_jinja         = settings.at("use_jinja").get<bool>();
-    params_.prefill_assistant = settings.at("prefill_assistant").get<bool>();
-    params_.embd_normalize    = settings.at("embd_normalize").get<int>();
-    params_.sse_ping_interval = settings.at("sse_ping_interval").get<int>();
-    params_.enable_reasoning  = settings.at("enable_reasoning").get<bool>() ? -1 : 0;
-    params_.reasoning_format  = common_reasoning_format_from_name(settings.at("reasoning_format").get<std::string>());
-
-    params_.sampling.reasoning_budget_tokens  = settings.at("reasoning_budget").get<int>();
-    params_.sampling.reasoning_budget_message = settings.at("reasoning_budget_message").get<std::string>();
-    for (const auto & [key, value] : settings.at("chat_template_kwargs").items()) {
-        params_.default_template_kwargs[key] = value.dump();
-    }
-    params_.default_template_kwargs.emplace("preserve_reasoning", "true");  // as llama-server's command line
+    params_.n_ctx      = settings.at("n_ctx").get<int>();
+    params_.n_batch    = settings.at("n_batch").get<int>();
+    params_.n_parallel = settings.at("n_parallel").get<int>();
 }
 
 void Model::take_defaults(const json & defaults) {

@@ -6,6 +6,7 @@
 
 #include "base64.hpp"
 #include "bounds.h"
+#include "fields.h"
 #include "history.h"
 #include "refused.h"
 #include "request.h"
@@ -92,8 +93,8 @@ size_t least_of(const Model & model, const json & prompt, size_t n_media = 0) {
         }
         n += n == 0 ? 0 : n_ids;  // ids alone are counted
     } else if (prompt.is_object() && prompt.contains("prompt_string")) {
-        const bool has_media = prompt.contains("multimodal_data") && prompt.at("multimodal_data").is_array();
-        n = least_of(model, prompt.at("prompt_string"), has_media ? prompt.at("multimodal_data").size() : 0);
+        const size_t n_media = has_array(prompt, "multimodal_data") ? prompt.at("multimodal_data").size() : 0;
+        n                    = least_of(model, prompt.at("prompt_string"), n_media);
     }
     return n;
 }
@@ -216,10 +217,10 @@ json infill_data(const Model & model, json data) {
     }
     const json extra = json_value(data, "input_extra", json::array());
     for (const auto & chunk : extra) {
-        if (!chunk.contains("text") || !chunk.at("text").is_string()) {
+        if (!has_text(chunk, "text")) {
             refuse("extra_context chunk must contain a \"text\" field with a string value");
         }
-        if (chunk.contains("filename") && !chunk.at("filename").is_string()) {
+        if (chunk.contains("filename") && !has_text(chunk, "filename")) {
             refuse("extra_context chunk's \"filename\" field must be a string");
         }
     }
@@ -260,17 +261,14 @@ std::string detokenize_reply(const Model & model, const std::string & body) {
     return answering(ERROR_TYPE_INVALID_REQUEST, [&] {
         const json  data = parsed(body);
         std::string content;
-        if (data.contains("tokens") && !data.at("tokens").is_null()) {
-            if (!data.at("tokens").is_array()) {
+        if (!is_missing(data, "tokens")) {
+            const json & given = data.at("tokens");
+            const auto   is_id = [](const json & token) { return token.is_number_integer(); };
+            if (!given.is_array() || !std::all_of(given.begin(), given.end(), is_id)) {
                 refuse("Field 'tokens': must be an array of integers");
             }
-            for (const json & token : data.at("tokens")) {
-                if (!token.is_number_integer()) {
-                    refuse("Field 'tokens': must be an array of integers");
-                }
-            }
-            check_ids(data.at("tokens"));
-            const llama_tokens tokens = data.at("tokens").get<llama_tokens>();
+            check_ids(given);
+            const llama_tokens tokens = given.get<llama_tokens>();
             check_tokens(model, tokens);
             content = tokens_to_str(model.vocab, tokens);
         }

@@ -121,13 +121,6 @@ void Reply::started(uint64_t n_cached, uint64_t n_processed, double prompt_ms) {
     stats_.t_start            = std::max<int64_t>(1, now - std::llround(prompt_ms * 1e3));
 }
 
-Chunk Reply::step(llama_context * ctx, int index, bool is_full) {
-    return answering(ERROR_TYPE_SERVER, [&] {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        return sample(ctx, index, is_full);
-    });
-}
-
 // common_sampler_sample_and_accept_n, except that nothing is sampled after the reply's end.
 std::vector<Chunk> Reply::steps(llama_context * ctx, int index, const llama_tokens & draft, int32_t n_room) {
     return answering(ERROR_TYPE_SERVER, [&] {
@@ -321,35 +314,6 @@ void Reply::truncate() {
 bool Reply::end_reasoning() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return sampler_ && common_sampler_reasoning_budget_force(sampler_.get());
-}
-
-uint32_t Reply::seed() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return sampler_ ? common_sampler_get_seed(sampler_.get()) : request_->seed_of(choice_);
-}
-
-std::string Reply::text() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return generated_text_;
-}
-
-stop_type Reply::stop() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return stop_;
-}
-
-std::string Reply::stopping_word() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return stopping_word_;
-}
-
-bool Reply::has_new_line() const {
-    return has_new_line_;
-}
-
-server_slot_stats Reply::stats() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return stats_;
 }
 
 size_t Reply::n_kept() const {

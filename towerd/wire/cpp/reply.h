@@ -44,12 +44,9 @@ public:
     void accept_prompt(const llama_token * tokens, size_t n);
     // The prompt is evaluated. Of a reply that was preempted only the first call counts.
     void started(uint64_t n_cached, uint64_t n_processed, double prompt_ms);
-    // Samples from the logits at this index of the last batch. `is_full`: there is no room for another token.
-    // Raises Refused: no token is allowed, or logits are not finite.
-    Chunk step(llama_context * ctx, int index, bool is_full);
-    // The same for a batch in which `draft` followed the last token, from that token's index on: as many tokens as were
-    // drafted right, and the one after them; fewer if the reply ends before. `n_room`: how many tokens there is room for;
-    // the one after them ends the reply.
+    // Samples from the logits of the last batch, in which `draft` followed the last token, from that token's index on: as
+    // many tokens as were drafted right, and the one after them; fewer if the reply ends before. `n_room`: how many tokens
+    // there is room for; the one after them ends the reply. Raises Refused: no token is allowed, or logits are not finite.
     std::vector<Chunk> steps(llama_context * ctx, int index, const llama_tokens & draft, int32_t n_room);
     // What an event of a llama-server's stream, a JSON object, adds to the reply. Raises Refused: the error that it is.
     Received received(const std::string & event);
@@ -66,12 +63,11 @@ public:
     // Ends its reasoning as soon as possible; returns whether it is reasoning.
     bool end_reasoning();
 
-    uint32_t          seed() const;
-    std::string       text() const;
-    stop_type         stop() const;
-    std::string       stopping_word() const;
-    bool              has_new_line() const;
-    server_slot_stats stats() const;
+    std::string       text() const { return locked(generated_text_); }
+    stop_type         stop() const { return locked(stop_); }
+    std::string       stopping_word() const { return locked(stopping_word_); }
+    bool              has_new_line() const { return has_new_line_; }
+    server_slot_stats stats() const { return locked(stats_); }
     // Leading tokens whose text is in the reply: all except those cut off by a stop string.
     size_t n_kept() const;
 
@@ -79,6 +75,12 @@ public:
     void fill(server_task_result_cmpl_final & result) const;
 
 private:
+    template <typename T>
+    T locked(const T & member) const {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return member;
+    }
+
     Chunk  sample(llama_context * ctx, int index, bool is_full);
     void   add_probs(completion_token_output & out, llama_context * ctx, int index);
     Chunk  process(completion_token_output out, bool is_full);

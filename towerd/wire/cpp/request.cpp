@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "bounds.h"
+#include "fields.h"
 #include "history.h"
 #include "prompts.h"
 #include "refused.h"
@@ -45,10 +46,9 @@ void refuse_internal_fields(const json & body, bool is_chat) {
 
 std::string agent_of(const json & body) {
     json said = json::array();
-    if (body.contains("messages") && body.at("messages").is_array()) {
+    if (has_array(body, "messages")) {
         for (const auto & message : body.at("messages")) {
-            const std::string role = message.is_object() ? json_value(message, "role", std::string()) : "";
-            if ((role != "system" && role != "developer") || !message.contains("content")) {
+            if (!is_system(message) || !message.contains("content")) {
                 break;
             }
             said.push_back(message.at("content"));
@@ -65,30 +65,23 @@ bool speaks_reasoning(task_response_type type, const json & messages) {
     if (any([](const json & message) { return message.is_object() && message.contains("reasoning_content"); })) {
         return true;
     }
-    const bool is_first = !any([](const json & message) {
-        return message.is_object() && json_value(message, "role", std::string()) == "assistant";
-    });
-    return is_first && (type == TASK_RESPONSE_TYPE_OAI_RESP || type == TASK_RESPONSE_TYPE_ANTHROPIC);
+    return !any(is_assistant) && (type == TASK_RESPONSE_TYPE_OAI_RESP || type == TASK_RESPONSE_TYPE_ANTHROPIC);
 }
 
 // A reply that the client began: its text is in two places.
 bool ends_in_reply(const json & messages) {
-    return messages.empty() || (messages.back().is_object() && json_value(messages.back(), "role", std::string()) == "assistant");
+    return messages.empty() || is_assistant(messages.back());
 }
 
 // Removes thinking for a client whose earlier answers have none, if the template's format does not remove it.
 void take_thinking_out(json & reply, const json & messages) {
     static const std::string kEnd = "</think>";
-    const auto said = [](const json & message) {
-        const bool is_text = message.is_object() && message.contains("content") && message.at("content").is_string();
-        return is_text ? message.at("content").get<std::string>() : std::string();
-    };
-    const std::string text = said(reply);
+    const std::string text = text_in(reply, "content");
     const size_t      end  = text.rfind(kEnd);
     bool              has_earlier = false;
     for (const auto & message : messages) {
-        const std::string earlier = said(message);
-        if (earlier.empty() || json_value(message, "role", std::string()) != "assistant") {
+        const std::string earlier = text_in(message, "content");
+        if (earlier.empty() || !is_assistant(message)) {
             continue;
         }
         if (earlier.find(kEnd) != std::string::npos) {
@@ -133,7 +126,7 @@ bool takes_text(const Model & model) {
     return said != caps.end() && !said->second;
 }
 
-// Arguments that are no JSON become some. Clients send calls back with spacing of their own: a template that takes
+// Arguments that are no JSON become some; raises Refused beyond the bounds. Clients send calls back with spacing of their own: a template that takes
 // arguments as text gets them normalized, so that a chat's history stays the same from turn to turn.
 void mend_tool_arguments(const Model & model, json & messages) {
     if (!messages.is_array()) {
@@ -141,16 +134,17 @@ void mend_tool_arguments(const Model & model, json & messages) {
     }
     const bool is_text = takes_text(model);
     for (auto & message : messages) {
-        if (!message.is_object() || !message.contains("tool_calls") || !message.at("tool_calls").is_array()) {
+        if (!has_array(message, "tool_calls")) {
             continue;
         }
         for (auto & call : message.at("tool_calls")) {
-            if (!call.is_object() || !call.contains("function") || !call.at("function").is_object()) {
+            if (!has_object(call, "function")) {
                 continue;
             }
             json & function = call.at("function");
-            if (function.contains("arguments") && function.at("arguments").is_string()) {
-                const std::string text = function.at("arguments").get<std::string>();
+            if (has_text(function, "arguments")) {
+                const std::string text = text_in(function, "arguments");
+                check_json(text);
                 function["arguments"]  = respaced(mended_arguments(text, is_text));
             }
         }
@@ -159,9 +153,8 @@ void mend_tool_arguments(const Model & model, json & messages) {
 
 // What may follow a reply: a user's message, or a tool's result if it called one.
 json next_message(const json & reply, const char * content) {
-    if (reply.contains("tool_calls") && reply.at("tool_calls").is_array() && !reply.at("tool_calls").empty()) {
-        const json & call = reply.at("tool_calls").at(size_t(0));
-        return {{"role", "tool"}, {"tool_call_id", json_value(call, "id", std::string())}, {"content", content}};
+    if (has_array(reply, "tool_calls") && !reply.at("tool_calls").empty()) {
+        return {{"role", "tool"}, {"tool_call_id", text_in(reply.at("tool_calls").front(), "id")}, {"content", content}};
     }
     return {{"role", "user"}, {"content", content}};
 }
@@ -207,7 +200,6 @@ json as_chat_body(const Model & model, task_response_type type, json body) {
         if (body.at("messages").size() > bounds::kMessagesMax) {
             refuse("Field 'messages': at most " + std::to_string(bounds::kMessagesMax) + " messages are allowed");
         }
-        check_tool_arguments(body.at("messages"));
         mend_tool_arguments(model, body.at("messages"));
     }
     if (body.contains("tools")) {
@@ -216,7 +208,7 @@ json as_chat_body(const Model & model, task_response_type type, json body) {
     if (body.contains("json_schema")) {
         check_schema(body.at("json_schema"));
     }
-    if (body.contains("response_format") && body.at("response_format").is_object()) {
+    if (has_object(body, "response_format")) {
         const json & format = body.at("response_format");
         for (const json & holder : {format, json_value(format, "json_schema", json())}) {
             if (holder.is_object() && holder.contains("schema")) {
@@ -281,8 +273,7 @@ json Request::chat_data(json & body, std::vector<raw_buffer> & files) {
     for (const char * name : {"tools", "json_schema", "response_format"}) {
         has_structure_ = has_structure_ || (body.contains(name) && !body.at(name).empty());
     }
-    if (body.contains("messages") && body.at("messages").is_array() &&
-        body.at("messages").size() <= kChatMessagesMax) {
+    if (has_array(body, "messages") && body.at("messages").size() <= kChatMessagesMax) {
         chat_ = body;
     }
     if (model_->projector()) {
@@ -307,7 +298,6 @@ void Request::take(const json & data, const std::vector<raw_buffer> & files) {
     params_.res_type          = type_;
     params_.oaicompat_cmpl_id = gen_chatcmplid();
     params_.oaicompat_model   = model_->name();
-    id_slot_                  = json_value(data, "id_slot", -1);
     if (model_->is_upstream()) {
         sent_ = sent_fields(data);
     }
@@ -385,11 +375,9 @@ llama_tokens Request::next_prompt(const std::string & message) const {
         if (!chat_.is_object() || ends_in_reply(chat_.at("messages"))) {
             return llama_tokens();
         }
-        json reply = json::parse(message);
-        json said = json::array({reply});
-        check_tool_arguments(said);
+        json said = json::array({json::parse(message)});
         mend_tool_arguments(*model_, said);
-        reply = said.at(0);
+        json reply = said.at(0);
         if (!speaks_reasoning(type_, chat_.at("messages"))) {
             reply.erase("reasoning_content");
         }

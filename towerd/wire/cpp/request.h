@@ -38,7 +38,6 @@ public:
     const task_params &                       params() const { return params_; }
     // The most tokens to generate; -1: no limit.
     int32_t                                   n_predict() const;
-    int                                       id_slot() const { return id_slot_; }
     const std::vector<llama_tokens> &         prompts() const { return prompts_; }
     // The media of a prompt in their order.
     const std::vector<Medium> &               media(size_t prompt) const { return media_.at(prompt); }
@@ -76,7 +75,6 @@ private:
     std::shared_ptr<const Model>       model_;
     task_response_type                 type_;
     task_params                        params_;
-    int                                id_slot_ = -1;
     std::vector<llama_tokens>          prompts_;
     std::vector<std::vector<Medium>>   media_;
     std::vector<common_chat_msg_spans> spans_;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bounds.h"
+#include "fields.h"
 #include "refused.h"
 
 namespace towerd::wire {
@@ -45,7 +46,7 @@ private:
             return;
         }
         // Several types are written out as one copy of the schema for each.
-        const bool   many = schema.contains("type") && schema.at("type").is_array();
+        const bool   many = has_array(schema, "type");
         const size_t n    = many ? std::max<size_t>(1, schema.at("type").size()) : 1;
         for (size_t i = 0; i < n; ++i) {
             walk_children(schema, name_bytes + (many ? 4 : 0));
@@ -93,10 +94,10 @@ private:
     }
 
     void walk_children(const json & schema, size_t name_bytes) {
-        if (schema.contains("pattern") && schema.at("pattern").is_string()) {
-            check_pattern(schema.at("pattern").get<std::string>());
+        if (has_text(schema, "pattern")) {
+            check_pattern(text_in(schema, "pattern"));
         }
-        if (schema.contains("enum") && schema.at("enum").is_array()) {
+        if (has_array(schema, "enum")) {
             nodes_ += schema.at("enum").size();
         }
         for (const char * key : {"oneOf", "anyOf", "allOf", "items", "prefixItems"}) {
@@ -112,7 +113,7 @@ private:
                 walk(child, name_bytes + 16);
             }
         }
-        if (schema.contains("properties") && schema.at("properties").is_object()) {
+        if (has_object(schema, "properties")) {
             for (const auto & [name, child] : schema.at("properties").items()) {
                 walk(child, name_bytes + name.size() + 1);
             }
@@ -125,13 +126,10 @@ private:
 
     void check_optional(const json & schema) {
         size_t n = optional_of(schema, true);
-        if (schema.contains("allOf") && schema.at("allOf").is_array()) {
+        if (has_array(schema, "allOf")) {
             for (const auto & child : schema.at("allOf")) {
-                if (!child.is_object()) {
-                    continue;
-                }
                 for (const char * key : {"oneOf", "anyOf"}) {
-                    if (child.contains(key) && child.at(key).is_array()) {
+                    if (has_array(child, key)) {
                         for (const auto & alternative : child.at(key)) {
                             n += optional_of(alternative, false);
                         }
@@ -149,12 +147,11 @@ private:
         if (object->is_object() && object->contains("$ref") && !may_require) {
             object = end_of_chain(object);
         }
-        if (object == nullptr || !object->is_object() || !object->contains("properties") ||
-            !object->at("properties").is_object()) {
+        if (object == nullptr || !has_object(*object, "properties")) {
             return 0;
         }
         std::set<std::string> required;
-        if (may_require && object->contains("required") && object->at("required").is_array()) {
+        if (may_require && has_array(*object, "required")) {
             for (const auto & name : object->at("required")) {
                 if (name.is_string()) {
                     required.insert(name.get<std::string>());
@@ -175,8 +172,7 @@ private:
             if (schema == nullptr || !schema->is_object() || !schema->contains("$ref")) {
                 return schema;
             }
-            const json & value = schema->at("$ref");
-            schema             = value.is_string() ? resolved(value.get<std::string>()) : nullptr;
+            schema = has_text(*schema, "$ref") ? resolved(text_in(*schema, "$ref")) : nullptr;
         }
         refuse("JSON schema: a $ref leads back to itself");
     }
@@ -209,7 +205,7 @@ private:
             return;
         }
         if (schema.contains("$ref")) {
-            const json * target = schema.at("$ref").is_string() ? resolved(schema.at("$ref").get<std::string>()) : nullptr;
+            const json * target = has_text(schema, "$ref") ? resolved(text_in(schema, "$ref")) : nullptr;
             if (target == nullptr || std::find(path.begin(), path.end(), target) != path.end()) {
                 return;
             }
@@ -222,7 +218,7 @@ private:
             return;
         }
         for (const char * key : {"oneOf", "anyOf", "allOf"}) {
-            if (schema.contains(key) && schema.at(key).is_array()) {
+            if (has_array(schema, key)) {
                 for (const auto & child : schema.at(key)) {
                     count_alternatives(child, path);
                 }
@@ -249,12 +245,11 @@ void check_tools(const json & tools) {
     }
     size_t nodes = 0;
     for (const auto & tool : tools) {
-        if (!tool.is_object() || !tool.contains("function") || !tool.at("function").is_object()) {
+        if (!has_object(tool, "function")) {
             continue;
         }
         const json & function = tool.at("function");
-        if (function.contains("name") && function.at("name").is_string() &&
-            function.at("name").get<std::string>().size() > bounds::kSchemaNameBytesMax) {
+        if (text_in(function, "name").size() > bounds::kSchemaNameBytesMax) {
             refuse("Field 'tools': a name has more than " + std::to_string(bounds::kSchemaNameBytesMax) + " bytes");
         }
         if (function.contains("parameters")) {
