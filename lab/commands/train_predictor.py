@@ -52,9 +52,8 @@ def predictor(traces: tuple[Path, ...], out: Path, epochs: int, seed: int, as_js
     from lab.predict.baselines import score_all, table
     from lab.predict.runs import split
     from lab.predict.train import train
-    from lab.predict.train_mixture import train_mixture
+    from lab.predict.train_mixture import n_parameters, save, train_mixture
     from lab.replay.runs import read_runs
-    from towerd.policy.predict.mixture_file import save
 
     runs = [run for path in traces for run in read_runs(path)]
     if len(runs) < 4:
@@ -72,7 +71,7 @@ def predictor(traces: tuple[Path, ...], out: Path, epochs: int, seed: int, as_js
     save(weights, out)
     rows = table(score_all(learned, held, weights))
     if as_json:
-        echo_json({"workflows": len(runs), "parameters": weights.n_parameters, "scores": rows})
+        echo_json({"workflows": len(runs), "parameters": n_parameters(weights), "scores": rows})
         return
     show_table(HEADS, [as_text(name, row) for name, row in rows.items()])
 

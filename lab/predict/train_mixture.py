@@ -11,7 +11,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +20,18 @@ from numpy.typing import NDArray
 from lab.predict.runs import FinishedRun, folds, groups_of, remember
 from towerd.policy.predict.base import N_STEPS
 from towerd.policy.predict.graph import GraphWeights
-from towerd.policy.predict.memory import PARTS, StepMemory, copied, counted, tally
 from towerd.policy.predict.mixture import Array, GraphMean, MixtureWeights, curved
-from towerd.policy.predict.steps import StepFeatures, Steps, likeness
+from towerd.policy.predict.mixture_file import FORMAT
+from towerd.policy.predict.steps import (
+    PARTS,
+    StepFeatures,
+    StepMemory,
+    Steps,
+    copied,
+    counted,
+    likeness,
+    tally,
+)
 
 VOTERS_MAX = 3000
 """Maximum number of voters: steps that ridge regression keeps, and on which the weights are
@@ -237,3 +247,33 @@ def _best_curve(scores: Array, outcomes: NDArray[np.int32]) -> tuple[float, floa
 
     grid = [(power, floor) for power in _POWERS for floor in _FLOORS]
     return min(grid, key=lambda each: loss(*each)) if len(scores) else (1.0, _FLOORS[0])
+
+
+def n_parameters(weights: MixtureWeights) -> int:
+    """The number of learned parameters of the graph models and the mixture; counts, votes and transition
+    matrices are data."""
+    arrays = (pair for graph in weights.graphs for pair in graph.arrays.items())
+    return weights.weights.size + sum(a.size for name, a in arrays if name != "transitions")
+
+
+def save(weights: MixtureWeights, path: Path) -> None:
+    """Write the weights to `path`, atomically, for `towerd.policy.predict.mixture_file` to load."""
+    memory = weights.memory
+    named: dict[str, Any] = {
+        "format": np.array(FORMAT),
+        "agents": np.array(weights.agents, dtype=np.str_),
+        "keys": memory.keys,
+        "outcomes": memory.outcomes,
+        "said": memory.voters.said.astype(np.float16),
+        "talk": memory.voters.talk.astype(np.float16),
+        "votes": memory.votes,
+        "weights": weights.weights,
+        "curve": weights.curve,
+    }
+    for i, graph in enumerate(weights.graphs):
+        named[f"graph {i} agents"] = np.array(graph.agents, dtype=np.str_)
+        named |= {f"graph {i} {name}": array for name, array in graph.arrays.items()}
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as stream:
+        np.savez(stream, **named)
+    part.replace(path)

@@ -199,13 +199,13 @@ def test_a_turn_that_leaves_the_last_input_early_is_a_return() -> None:
 
 def test_floods_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """New conversations and new stop reasons without end take no more memory."""
-    monkeypatch.setattr("towerd.policy.visits.TIPS_MAX", 500)
+    monkeypatch.setattr("towerd.policy.visits.AWAY_MAX", 500)
     visits = Visits()
     for i in range(800):
         visits.begin(float(i)).nbytes += 1
         visits.set_tip(i)
         visits.answered(i, i + 0.5, f"reason {i}")
-    assert len(visits.tips) == 500
+    assert len(visits.away) == 500
     assert len(visits.stops) <= 8
 
 

@@ -18,15 +18,14 @@ from seams import hot_policy
 from store_tools import FINGERPRINT
 
 from lab.predict.runs import FinishedRun
-from lab.predict.train_mixture import train_mixture
+from lab.predict.train_mixture import save, train_mixture
 from towerd.errors import ConfigError
 from towerd.policy import make_policy
 from towerd.policy.base import Learning
 from towerd.policy.predict.base import END, N_STEPS
 from towerd.policy.predict.markov import CONTEXTS_KEPT, Markov, learn
-from towerd.policy.predict.memory import PARTS
 from towerd.policy.predict.mixture import Trained
-from towerd.policy.predict.mixture_file import save
+from towerd.policy.predict.steps import PARTS
 from towerd.store import Store
 from towerd.tiers.learned import BYTES_MAX, META_KEY, Learned, pack, unpack
 from towerd.tiers.ranking import Ranking
@@ -64,7 +63,7 @@ def test_resumes_where_it_stopped(name: str) -> None:
             policy.insert(9001, 10, 1e6)
             policy.answered(9001, 1e6 + 1, "tool_use")
         index = [
-            p.visits.index(p.visits.tips.get(9001) or p.visits.current, 1e6 + 2) for p in (old, new)
+            p.visits.index(p.visits.away.get(9001) or p.visits.current, 1e6 + 2) for p in (old, new)
         ]
         assert index[0] == pytest.approx(index[1], rel=1e-3)
         assert index[1] > 0.0

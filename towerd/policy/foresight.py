@@ -33,7 +33,7 @@ _WANTED_AMONG = 1024
 _MEMORY = 0.998
 """Decay of the past at each request in the comparison of the two strategies."""
 _HEIRS_MAX = 16
-"""Visits remembered for a key after their tips, its descendants, were evicted."""
+"""Visits remembered for a key after the descendants that they ended with were evicted."""
 _ABOVE_END = 1.0
 _BIN_ENDS_S = tuple(edge - 1e-3 for edge in (*EDGES_S[1:], float("inf")))
 """The idle time up to which a bin is certain to hold, whatever rounding does."""
@@ -226,11 +226,11 @@ class Foresight(ReturnRanking):
             at = self.tree.parent(at)
         self._compare(path)
         self._found += [entry.key for entry in path if entry.used > float("-inf")]
-        tips = self.visits.tips
+        away = self.visits.away
         for entry in path:
             visit.nbytes += entry.nbytes
             entry.used, entry.visit, entry.weight = now, visit, 0.0
-            if entry.key in tips:
+            if entry.key in away:
                 self.visits.returned(entry.key, now)
         if key in entries:
             self.visits.set_tip(key)
@@ -327,7 +327,7 @@ class Foresight(ReturnRanking):
         """See Policy.check_integrity. Checks the shadow, too."""
         super().check_integrity(known)
         self._shadow.check_integrity()
-        for key, visit in self.visits.tips.items():
+        for key, visit in self.visits.away.items():
             assert visit.tip == key, f"a visit waits for {key}, its tip is {visit.tip}"
 
     def learned(self) -> Mapping[str, Any]:
@@ -344,7 +344,7 @@ class Foresight(ReturnRanking):
         """See ReuseForecaster.wanted. Considers the most recent conversations only."""
         if not self.trusts:
             return []
-        last = islice(reversed(self.visits.tips.values()), _WANTED_AMONG)
+        last = islice(reversed(self.visits.away.values()), _WANTED_AMONG)
         ranked = [(self.visits.index(visit, now), visit.tip) for visit in last if not visit.ended]
         best = nlargest(most, [(value, tip) for value, tip in ranked if tip is not None])
         return [(tip, value) for value, tip in best if value > 0.0]

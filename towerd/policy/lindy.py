@@ -19,7 +19,7 @@ BASE_BRANCHES = 3
 AGE_CREDIT = 0.1
 """Seconds of recency that a second of age is worth."""
 _REMEMBERED_MAX = 1 << 17
-_TIPS_MAX = 20_000
+_ENDS_MAX = 20_000
 _WANTED_AMONG = 1024
 """Of the conversations that were used last, so many are considered."""
 
@@ -31,13 +31,13 @@ class Lindy(Policy):
     def __init__(self, tree: Tree) -> None:
         super().__init__(tree)
         self._past: OrderedDict[Key, tuple[float, int]] = OrderedDict()
-        self._tips: OrderedDict[Key, tuple[float, float]] = OrderedDict()
+        self._ends: OrderedDict[Key, tuple[float, float]] = OrderedDict()
         """Where conversations end, in the tier or not: when each began, and its last use."""
 
     def wanted(self, now: float, most: int) -> list[tuple[Key, float]]:
         """See ReuseForecaster.wanted. The value is the chance that the conversation continues; it is
         at least one half, and highest for what has lived long and was used just now."""
-        last = islice(reversed(self._tips.items()), _WANTED_AMONG)
+        last = islice(reversed(self._ends.items()), _WANTED_AMONG)
         chances = [
             (tip, (used - born) / (max(now, used) - born))
             for tip, (born, used) in last
@@ -51,8 +51,8 @@ class Lindy(Policy):
         """See Policy.split. The next prompt mostly parts from the last one a few tokens before its
         end; the conversation then continues from the upper part."""
         nbytes = self.size_of(lower)
-        if lower in self._tips and (nbytes is None or 2 * upper_nbytes >= nbytes):
-            self._tips[upper] = self._tips.pop(lower)
+        if lower in self._ends and (nbytes is None or 2 * upper_nbytes >= nbytes):
+            self._ends[upper] = self._ends.pop(lower)
         super().split(lower, upper, upper_nbytes, now)
 
     def _use(self, key: Key) -> None:
@@ -62,13 +62,13 @@ class Lindy(Policy):
         born = self._now
         at: Key | None = key
         while at is not None and at in self._entries:
-            before = self._tips.pop(at, None)
+            before = self._ends.pop(at, None)
             born = born if before is None else min(born, before[0])
             at = self.tree.parent(at)
         if entry is not None:
-            self._tips[key] = (born, self._now)
-            if len(self._tips) > _TIPS_MAX:
-                self._tips.popitem(last=False)
+            self._ends[key] = (born, self._now)
+            if len(self._ends) > _ENDS_MAX:
+                self._ends.popitem(last=False)
 
     def _rank(self, entry: Entry) -> Rank:
         is_base = entry.seq >= BASE_BRANCHES

@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from math import log, log1p
 from typing import Any
@@ -22,7 +23,7 @@ from towerd.policy.base import Key
 from towerd.policy.predict.classes import VisitClass, bucket
 from towerd.policy.predict.returns import ReturnModel, bin_of
 
-TIPS_MAX = 20_000
+AWAY_MAX = 20_000
 """Visits that may still return; beyond that the oldest counts as lost."""
 _LEARN_EVERY = 128
 _REFRESH_EVERY = 4
@@ -48,55 +49,38 @@ _SIZE_MIN = 0.5 * log(_SHARE_MIN)
 """Lengths are clipped to these shares of the mean."""
 
 
+@dataclass(slots=True, eq=False)
 class Visit:
     """One request. before: how the visit that it continues ended; gap_s: how long its conversation
     was away; base_nbytes: what it shares with that visit."""
 
-    __slots__ = (
-        "answered_s",
-        "base_nbytes",
-        "before",
-        "ended",
-        "ended_from",
-        "gap_before_s",
-        "gap_s",
-        "is_back",
-        "nbytes",
-        "new_before",
-        "number",
-        "since_s",
-        "start_s",
-        "stop",
-        "table",
-        "tip",
-        "turn",
-    )
+    start_s: float
+    tip: Key | None = None
+    turn: int = 0
+    before: str | None = None
+    """Why the previous answer ended; None: there was none."""
+    gap_s: float | None = None
+    gap_before_s: float | None = None
+    """`gap_s` of the previous visit."""
+    nbytes: int = 0
+    base_nbytes: int = 0
+    new_before: int = 0
+    """New bytes of the previous visit."""
+    stop: str = ""
+    answered_s: float | None = None
+    ended: bool = False
+    ended_from: Key | None = None
+    """The inner key from which on it has ended; the ancestors of that key have not."""
+    is_back: bool = False
+    number: int | None = None
+    """Its number in the model, once it is complete."""
+    since_s: float = field(init=False)
+    """When it became idle: when it was answered, or asked."""
+    table: Sequence[float] | None = None
+    """Its index by idle time; None: not computed yet."""
 
-    def __init__(self, start_s: float) -> None:
-        self.start_s = start_s
-        self.tip: Key | None = None
-        self.turn = 0
-        self.before: str | None = None
-        """Why the previous answer ended; None: there was none."""
-        self.gap_s: float | None = None
-        self.gap_before_s: float | None = None
-        """`gap_s` of the previous visit."""
-        self.nbytes = 0
-        self.base_nbytes = 0
-        self.new_before = 0
-        """New bytes of the previous visit."""
-        self.stop = ""
-        self.answered_s: float | None = None
-        self.ended = False
-        self.ended_from: Key | None = None
-        """The inner key from which on it has ended; the ancestors of that key have not."""
-        self.is_back = False
-        self.number: int | None = None
-        """Its number in the model, once it is complete."""
-        self.since_s = start_s
-        """When it became idle: when it was answered, or asked."""
-        self.table: Sequence[float] | None = None
-        """Its index by idle time; None: not computed yet."""
+    def __post_init__(self) -> None:
+        self.since_s = self.start_s
 
 
 class Visits:
@@ -105,7 +89,7 @@ class Visits:
     def __init__(self) -> None:
         self.model = ReturnModel(N_FEATURES)
         self.current = Visit(float("-inf"))
-        self.tips: OrderedDict[Key, Visit] = OrderedDict()
+        self.away: OrderedDict[Key, Visit] = OrderedDict()
         """Visits that have not returned yet, by tip."""
         self.stops: list[str] = []
         """The known stop reasons; the index is the number."""
@@ -121,10 +105,10 @@ class Visits:
 
     def returned(self, key: Key, now: float) -> None:
         """The current visit uses `key`: if it is the tip of an earlier visit, that one is back."""
-        back, visit = self.tips.get(key), self.current
+        back, visit = self.away.get(key), self.current
         if back is None or back is visit:
             return
-        del self.tips[key]
+        del self.away[key]
         back.is_back = True
         if back.number is not None:
             self.model.returned(back.number, now)
@@ -146,8 +130,8 @@ class Visits:
             return
         visit.tip = upper
         if visit is not self.current:
-            del self.tips[lower]
-            self.tips[upper] = visit
+            del self.away[lower]
+            self.away[upper] = visit
 
     def answered(self, key: Key, now: float, stop: str) -> None:
         """See Policy.answered."""
@@ -231,7 +215,7 @@ class Visits:
         self._n_before = _MEAN_VISITS if mean_nbytes else 0
 
     def _find(self, key: Key) -> Visit | None:
-        return self.current if self.current.tip == key else self.tips.get(key)
+        return self.current if self.current.tip == key else self.away.get(key)
 
     def _close(self) -> None:
         """The current visit is complete: start waiting for its return."""
@@ -244,19 +228,19 @@ class Visits:
         )
         if visit.answered_s is not None:
             self._tell_answer(visit, visit.number, visit.answered_s)
-        self.tips[visit.tip] = visit
-        self.tips.move_to_end(visit.tip)
+        self.away[visit.tip] = visit
+        self.away.move_to_end(visit.tip)
         self._n_before = min(_MEAN_VISITS, self._n_before + 1)
         self.mean_nbytes += (visit.nbytes - self.mean_nbytes) / self._n_before
-        if len(self.tips) > TIPS_MAX:
-            self.tips.popitem(last=False)
+        if len(self.away) > AWAY_MAX:
+            self.away.popitem(last=False)
         self._n_new += 1
         if self._n_new >= _LEARN_EVERY:
             self._n_new = 0
             self.model.learn(visit.start_s)
             self._n_lessons += 1
             if self._n_lessons <= _REFRESH_EVERY or self._n_lessons % _REFRESH_EVERY == 0:
-                self.score(list(islice(reversed(self.tips.values()), _REFRESHED)))
+                self.score(list(islice(reversed(self.away.values()), _REFRESHED)))
 
     def _tell_answer(self, visit: Visit, number: int, answered_s: float) -> None:
         self.model.answered(number, self._class(visit), self.features(visit), answered_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from towerd.policy.base import Entry, Key, Learning, Policy, Tree
@@ -20,30 +21,25 @@ AGENTS_MAX = 256
 _NEW_GAP_WEIGHT = 0.02
 
 
+@dataclass(slots=True)
 class WorkflowRun:
     """One workflow that may continue."""
 
-    __slots__ = ("agents", "forecast", "gains", "keys", "path", "stepped_s", "tips")
-
-    def __init__(self) -> None:
-        self.path: list[str] = []
-        self.agents: set[str] = set()
-        self.keys: set[Key] = set()
-        """Keys that its steps used and that are in the tier."""
-        self.tips: dict[str, Key] = {}
-        """By agent: where its last prompt ended, in the tier or not."""
-        self.stepped_s = 0.0
-        self.forecast: Forecast = ()
-        self.gains: dict[str, float] = {}
-        """By agent: what this workflow adds to the score of a key that the agent uses."""
+    path: list[str] = field(default_factory=list)
+    agents: set[str] = field(default_factory=set)
+    keys: set[Key] = field(default_factory=set)
+    """Keys that its steps used and that are in the tier."""
+    ends: dict[str, Key] = field(default_factory=dict)
+    """By agent: where its last prompt ended, in the tier or not."""
+    stepped_s: float = 0.0
+    forecast: Forecast = ()
+    gains: dict[str, float] = field(default_factory=dict)
+    """By agent: what this workflow adds to the score of a key that the agent uses."""
 
     def copy(self) -> WorkflowRun:
         """An independent copy."""
-        new = WorkflowRun()
-        new.path, new.agents, new.keys = list(self.path), set(self.agents), set(self.keys)
-        new.tips = dict(self.tips)
-        new.stepped_s, new.forecast, new.gains = self.stepped_s, self.forecast, self.gains
-        return new
+        path, agents, keys, ends = self.path[:], set(self.agents), set(self.keys), dict(self.ends)
+        return replace(self, path=path, agents=agents, keys=keys, ends=ends)
 
 
 class WorkflowTree(Policy):
@@ -77,7 +73,7 @@ class WorkflowTree(Policy):
         if agent not in run.agents and len(run.agents) >= AGENTS_MAX:
             agent = ""
         run.agents.add(agent)
-        run.tips[agent] = key
+        run.ends[agent] = key
         run.path.append(agent)
         del run.path[:-PATH_MAX]
         at: Key | None = key

@@ -22,6 +22,8 @@ from lab.predict.baselines import score_all, table
 from lab.predict.runs import FinishedRun, remember, split
 from lab.predict.train_mixture import (
     left_out,
+    n_parameters,
+    save,
     scores_by_names,
     stacked,
     train_mixture,
@@ -31,10 +33,18 @@ from lab.predict.words import hash_text
 from towerd.errors import ConfigError
 from towerd.policy.predict.base import END, N_STEPS, best
 from towerd.policy.predict.markov import Markov, learn
-from towerd.policy.predict.memory import N_MARKOV, PARTS, copied, counted, tally
 from towerd.policy.predict.mixture import GraphMean, Mixture, MixtureWeights
-from towerd.policy.predict.mixture_file import load, save
-from towerd.policy.predict.steps import N_TEXT, likeness, step
+from towerd.policy.predict.mixture_file import load
+from towerd.policy.predict.steps import (
+    N_MARKOV,
+    N_TEXT,
+    PARTS,
+    copied,
+    counted,
+    likeness,
+    step,
+    tally,
+)
 
 RUNS = st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=7), min_size=1, max_size=8)
 
@@ -159,7 +169,7 @@ def test_forecasts_are_distributions(tmp_path: Path) -> None:
     save(weights, tmp_path / "p.npz")
     again = load(tmp_path / "p.npz")
     assert again.agents == weights.agents
-    assert again.n_parameters == weights.n_parameters > 0
+    assert n_parameters(again) == n_parameters(weights) > 0
     mixture, copy = Mixture(weights), Mixture(again)
     said = [hash_text("please refund it")]
     for path in (["ask"], ["nobody", "think"], ["nobody", "somebody"] * 80, ["\ud800"]):

@@ -54,11 +54,6 @@ class GraphWeights:
     agents: tuple[str, ...]
     arrays: Mapping[str, Array]
 
-    @property
-    def n_parameters(self) -> int:
-        """The number of learned parameters; the transition matrix is counted, not learned."""
-        return sum(array.size for name, array in self.arrays.items() if name != "transitions")
-
 
 class GraphPredictor:
     """Predicts with given weights; without `x` from names alone."""

@@ -16,8 +16,16 @@ from numpy.typing import NDArray
 
 from towerd.policy.predict.base import END, N_STEPS, Forecast, Predictor
 from towerd.policy.predict.graph import PATH_MAX, GraphPredictor, GraphWeights
-from towerd.policy.predict.memory import PARTS, Scores, StepMemory, copied, counted, tally
-from towerd.policy.predict.steps import Vector, step
+from towerd.policy.predict.steps import (
+    PARTS,
+    Scores,
+    StepMemory,
+    Vector,
+    copied,
+    counted,
+    step,
+    tally,
+)
 
 Array = NDArray[np.float32]
 _MARK = "\n"
@@ -35,12 +43,6 @@ class MixtureWeights:
     graphs: tuple[GraphWeights, ...]
     weights: Array
     curve: Array
-
-    @property
-    def n_parameters(self) -> int:
-        """The number of learned parameters of the graph models and the mixture; counts and votes
-        are data."""
-        return sum(graph.n_parameters for graph in self.graphs) + self.weights.size
 
 
 class GraphMean:

@@ -1,4 +1,5 @@
-"""The file of a trained predictor: a .npz of plain arrays. Nothing in it is unpickled.
+"""The file of a trained predictor, which `lab/predict` writes: a .npz of plain arrays. Nothing in it is
+unpickled.
 
 | array | shape | type |
 |---|---|---|
@@ -26,9 +27,8 @@ from numpy.typing import NDArray
 from towerd.errors import ConfigError
 from towerd.policy.predict.base import N_STEPS
 from towerd.policy.predict.graph import GraphWeights, shapes
-from towerd.policy.predict.memory import PARTS, StepMemory
 from towerd.policy.predict.mixture import MixtureWeights
-from towerd.policy.predict.steps import N_ORDERS, N_TEXT, NONE, Steps
+from towerd.policy.predict.steps import N_ORDERS, N_TEXT, NONE, PARTS, StepMemory, Steps
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 FORMAT = "towerd-predictor/2"
@@ -49,31 +49,8 @@ _UNREADABLE = (
 """What numpy and zipfile raise for files that they cannot read."""
 
 
-def save(weights: MixtureWeights, path: Path) -> None:
-    """Write the weights to `path`, atomically."""
-    memory = weights.memory
-    named: dict[str, Any] = {
-        "format": np.array(FORMAT),
-        "agents": np.array(weights.agents, dtype=np.str_),
-        "keys": memory.keys,
-        "outcomes": memory.outcomes,
-        "said": memory.voters.said.astype(np.float16),
-        "talk": memory.voters.talk.astype(np.float16),
-        "votes": memory.votes,
-        "weights": weights.weights,
-        "curve": weights.curve,
-    }
-    for i, graph in enumerate(weights.graphs):
-        named[f"graph {i} agents"] = np.array(graph.agents, dtype=np.str_)
-        named |= {f"graph {i} {name}": array for name, array in graph.arrays.items()}
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as stream:
-        np.savez(stream, **named)
-    part.replace(path)
-
-
 def load(path: Path) -> MixtureWeights:
-    """Read what `save` wrote. Raises ConfigError for anything else."""
+    """Read a file of a predictor. Raises ConfigError for anything else."""
     try:
         arrays = _read(path)
     except _UNREADABLE as error:
@@ -163,7 +140,7 @@ def _length(arrays: Arrays, name: str) -> int:
 
 
 def _is_sound(array: NDArray[Any] | None, shape: tuple[int, ...], kind: type) -> bool:
-    """Whether the array holds finite numbers and has the dtype and shape that `save` writes."""
+    """Whether the array holds finite numbers and has the dtype and shape of the table above."""
     if array is None or array.dtype != kind or array.shape != shape:
         return False
     return bool(np.isfinite(array).all())
