@@ -25,7 +25,7 @@ from towerd.codec.network import Network, network_hash
 from towerd.codec.prior import file
 from towerd.codec.prior.file import Prior, name_of
 from towerd.codec.prior.start import MixStart, unpack
-from towerd.system.folder_lock import folder_locked
+from towerd.system.folders import folder_locked
 
 
 def keep(folder: Path, coder: FormCoder) -> None:

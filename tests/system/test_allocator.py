@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only 
 
 PROGRAM = """
 import sys, psutil
-from towerd.system.allocator import return_large_blocks
+from towerd.system.process import return_large_blocks
 if sys.argv[1] == "set":
     return_large_blocks()
 first = b"x" * (24 << 20)

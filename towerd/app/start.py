@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from importlib import import_module
 
 from towerd.settings.config import Config
-from towerd.system.allocator import return_large_blocks
 from towerd.system.priority import lower_priority
+from towerd.system.process import return_large_blocks
 
 _MODULES = (
     "towerd.store",

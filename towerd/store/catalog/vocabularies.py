@@ -34,7 +34,7 @@ from towerd.slots.fingerprint import tokenizer_hash
 from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.files import durable
 from towerd.store.tree.scope import tenant_of
-from towerd.system.folder_lock import folder_locked
+from towerd.system.folders import folder_locked
 from towerd.tokens import Ids
 
 MAGIC = b"TWRV"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.errors import ConfigError
-from towerd.system.stopped import is_stopped
+from towerd.system.process import is_stopped
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from towerd.engine.llama_server.process.client import ClientFailure
 from towerd.errors import TowerdError
-from towerd.system.stopped import is_stopped
+from towerd.system.process import is_stopped
 
 LOOK_S = 1.0
 ASK_S = 5.0
