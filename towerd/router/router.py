@@ -19,20 +19,27 @@ from towerd.api.http.tenants import Tenants
 from towerd.api.llama import unsupported
 from towerd.app.listening import listening
 from towerd.app.loop import run_on_loop, stop_event, tune_gc, watch_lag
-from towerd.router.http import endpoints, routes, streams
+from towerd.app.store_routes import Route, add_routes
+from towerd.router.http import routes, streams
 from towerd.router.http.conversations import Conversations
-from towerd.router.http.forward import forward, forward_named, forward_store
-from towerd.router.http.keys import CONVERSATIONS, LAUNCHER, MODELS, TABLES
+from towerd.router.http.forward import (
+    CONVERSATIONS,
+    LAUNCHER,
+    MODELS,
+    TABLES,
+    forward,
+    forward_named,
+    forward_store,
+)
 from towerd.router.http.loaded import end_workflow
-from towerd.router.http.processes import get_processes
 from towerd.router.loading.launcher import Launcher
+from towerd.router.loading.metrics import RouterMetrics
 from towerd.router.loading.models import Models
-from towerd.router.metrics import RouterMetrics
 from towerd.settings.llama_flags import ui_settings
 from towerd.settings.model_tables import ModelTables
 from towerd.store.catalog.shared.broker import CatalogBroker
-from towerd.system.socket_folder import socket_folder
-from towerd.system.title import name_process
+from towerd.system.folders import socket_folder
+from towerd.system.process import name_process
 
 log = logging.getLogger(__name__)
 
@@ -90,38 +97,74 @@ def build_app(
     app[UI_SETTINGS] = ui_settings(tables.config.llama_server_args)
     app.cleanup_ctx.append(watch_lag)
     app.on_response_prepare.append(add_headers)
-    for method, path, handler in ROUTES:
-        if method == "GET":
-            app.router.add_get(path, handler)  # HEAD as well
-        else:
-            app.router.add_route(method, path, handler)
+    add_routes(app, ROUTES)
     return app
 
 
+PASSED_GET = (
+    "/slots",
+    "/lora-adapters",
+)
+PASSED_POST = (
+    "/completion",
+    "/completions",
+    "/v1/completions",
+    "/chat/completions",
+    "/v1/chat/completions",
+    "/v1/chat/completions/control",
+    "/infill",
+    "/responses",
+    "/v1/responses",
+    "/v1/messages",
+    "/embedding",
+    "/embeddings",
+    "/v1/embeddings",
+    "/rerank",
+    "/reranking",
+    "/v1/rerank",
+    "/v1/reranking",
+    "/chat/completions/input_tokens",
+    "/v1/chat/completions/input_tokens",
+    "/responses/input_tokens",
+    "/v1/responses/input_tokens",
+    "/v1/messages/count_tokens",
+    "/lora-adapters",
+    "/tokenize",
+    "/detokenize",
+    "/apply-template",
+    "/audio/transcriptions",
+    "/v1/audio/transcriptions",
+    "/props",
+    "/slots/{id_slot}",
+)
+"""The endpoints of a model's process that are passed on. Those of other paths are unknown here, so that a
+mistyped path loads no model."""
+
 ROUTES = (
-    ("GET", "/health", routes.get_health),
-    ("GET", "/v1/health", routes.get_health),
-    ("GET", "/props", routes.get_props),
-    ("GET", "/metrics", routes.get_metrics),
-    ("GET", "/models", routes.get_models),
-    ("GET", "/v1/models", routes.get_models),
-    ("POST", "/models", routes.refuse_download),
-    ("DELETE", "/models", routes.refuse_download),
-    ("POST", "/models/load", routes.post_load),
-    ("POST", "/models/unload", routes.post_unload),
-    ("GET", "/models/sse", routes.get_sse),
-    ("GET", "/towerd/v1/processes", get_processes),
-    ("GET", "/v1/stream", streams.get_stream),
-    ("DELETE", "/v1/stream", streams.delete_stream),
-    ("POST", "/v1/streams/lookup", streams.post_lookup),
-    *((method, path, unsupported.refuse_disabled) for method, path in unsupported.DISABLED),
-    *(("GET", path, forward_named) for path in endpoints.GET),
-    *(("POST", path, forward) for path in endpoints.POST),
-    ("POST", endpoints.END_WORKFLOW, end_workflow),
-    ("*", endpoints.STORE, forward_store),
-    ("GET", "/", ui.get_root),
-    ("GET", "/towerd", page.get_root),
-    ("GET", "/towerd/", page.get_page),
-    ("GET", "/towerd/page/{name}", page.get_asset),
-    ("GET", "/{file:.+[.][a-z0-9]+}", ui.get_file),
+    Route("GET", "/health", routes.get_health),
+    Route("GET", "/v1/health", routes.get_health),
+    Route("GET", "/props", routes.get_props),
+    Route("GET", "/metrics", routes.get_metrics),
+    Route("GET", "/models", routes.get_models),
+    Route("GET", "/v1/models", routes.get_models),
+    Route("POST", "/models", routes.refuse_download),
+    Route("DELETE", "/models", routes.refuse_download),
+    Route("POST", "/models/load", routes.post_load),
+    Route("POST", "/models/unload", routes.post_unload),
+    Route("GET", "/models/sse", routes.get_sse),
+    Route("GET", "/towerd/v1/processes", routes.get_processes),
+    Route("GET", "/v1/stream", streams.get_stream),
+    Route("DELETE", "/v1/stream", streams.delete_stream),
+    Route("POST", "/v1/streams/lookup", streams.post_lookup),
+    *(Route(*route, unsupported.refuse_disabled) for route in unsupported.DISABLED),
+    *(Route("GET", path, forward_named) for path in PASSED_GET),
+    *(Route("POST", path, forward) for path in PASSED_POST),
+    # to all loaded models: each knows the workflows of its own requests
+    Route("POST", "/towerd/v1/workflows/{id}/end", end_workflow),
+    Route("*", "/towerd/v1/{path:.*}", forward_store),
+    Route("GET", "/", ui.get_root),
+    Route("GET", "/towerd", page.get_root),
+    Route("GET", "/towerd/", page.get_page),
+    Route("GET", "/towerd/page/{name}", page.get_asset),
+    Route("GET", "/{file:.+[.][a-z0-9]+}", ui.get_file),
 )

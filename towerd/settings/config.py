@@ -441,3 +441,23 @@ def defaults() -> dict[str, Any]:
 def with_server_args(config: Config, words: tuple[str, ...]) -> Config:
     """`config` with `words` after its llama_server_args. Raises ConfigError."""
     return replace(config, llama_server_args=(*config.llama_server_args, *words))
+
+
+def pinned_bytes() -> int:
+    """RAM for rows of precached and pinned prompts, where it is more than --hot-bytes."""
+    return ram_bytes() // 8
+
+
+def parked_bytes(config: Config) -> int:
+    """RAM for rows of chats that a retention made partial and that left the context."""
+    return 2 * config.recall_bytes
+
+
+def partial_bytes(config: Config) -> int:
+    """RAM for all that a retention keeps of chats outside the context: 0 without one."""
+    return 0 if config.retention == "none" else config.recall_bytes + parked_bytes(config)
+
+
+def chats_bytes(config: Config) -> int:
+    """RAM for rows outside the live context that are not pinned."""
+    return config.hot_bytes + partial_bytes(config)

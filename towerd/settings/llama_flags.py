@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -98,25 +97,11 @@ def _is_float(value: str) -> bool:
     return fits and "_" not in value and (math.isfinite(number) or typed[:3] in ("inf", "nan"))
 
 
-def words_of(args: Sequence[str], use: Use) -> list[str]:
-    """The words of the flags of this use in a llama-server command line."""
-    return [word for flag, words in _split(args) if flag.use == use for word in words]
-
-
-def words_found(args: Sequence[str], use: Use) -> list[str]:
-    """The same for the command line of any llama-server, whose other flags may be unknown here."""
-    found: list[str] = []
-    words = iter(args)
-    for word in words:
-        given, is_joined, value = word.partition("=")
-        flag = by_name().get(canonical(given))
-        if flag is None:
-            continue
-        n_values = 0 if is_joined else flag.n_values
-        taken = [canonical(given), *([value] if is_joined else []), *islice(words, n_values)]
-        if flag.use == use:
-            found += taken
-    return found
+def words_of(args: Sequence[str], use: Use, *, of_any: bool = False) -> list[str]:
+    """The words of the flags of this use in a llama-server command line. of_any: it is that of any
+    llama-server, whose other flags may be unknown here."""
+    split = _split(args, skips_unknown=of_any)
+    return [word for flag, words in split if flag.use == use for word in words]
 
 
 def without_effect(args: Sequence[str]) -> list[tuple[str, str]]:
@@ -237,7 +222,7 @@ def take_values(name: str, n_values: int, words: Iterator[str]) -> list[str]:
 
 
 def _split(
-    args: Sequence[str], own: Mapping[str, str] | None = None
+    args: Sequence[str], own: Mapping[str, str] | None = None, *, skips_unknown: bool = False
 ) -> Iterator[tuple[LlamaFlag, list[str]]]:
     words = iter(args)
     for word in words:
@@ -247,6 +232,8 @@ def _split(
             raise ConfigError(f"{name} is towerd's own: write it before --, or set {own[name]}.")
         flag = by_name().get(name)
         if flag is None:
+            if skips_unknown:
+                continue
             raise unknown_flag(word, own or ())
         if is_joined and flag.n_values != 1:
             raise ConfigError(

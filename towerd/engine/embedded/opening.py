@@ -13,8 +13,7 @@ from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.engine.opened_engine import OpenedEngine
 from towerd.model.tokenizer_rules import check_tokenizer, keep_vocabulary, tokenizer_rules
 from towerd.model.weights_check import WeightsCheck
-from towerd.settings.config import Config
-from towerd.settings.ram_shares import pinned_bytes
+from towerd.settings.config import Config, pinned_bytes
 from towerd.store import Catalog, Node, Store
 from towerd.store.catalog.identity import ModelIdentity
 from towerd.store.segments.checkpoint_file import ANYWHERE, CUT_META

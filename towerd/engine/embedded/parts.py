@@ -23,8 +23,7 @@ from towerd.engine.embedded.run.endings import Events
 from towerd.engine.embedded.run.media import Media
 from towerd.engine.embedded.run.scheduler import Scheduler
 from towerd.engine.embedded.run.speculation import Speculator
-from towerd.settings.config import Config
-from towerd.settings.ram_shares import parked_bytes
+from towerd.settings.config import Config, parked_bytes
 from towerd.slots.kind import DENSE
 from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers

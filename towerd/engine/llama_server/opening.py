@@ -14,8 +14,7 @@ from towerd.engine.llama_server.process.backend import LlamaServerBackend, open_
 from towerd.engine.llama_server.process.description import ModelDescription, describe, first_model
 from towerd.engine.opened_engine import OpenedEngine
 from towerd.model.tokenizer_rules import check_tokenizer, keep_vocabulary, tokenizer_rules
-from towerd.settings.config import Config
-from towerd.settings.ram_shares import pinned_bytes
+from towerd.settings.config import Config, pinned_bytes
 from towerd.store import Catalog, Node, Store
 from towerd.store.catalog.identity import ModelIdentity
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats

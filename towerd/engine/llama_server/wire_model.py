@@ -13,7 +13,7 @@ from towerd.model.llama_model import LlamaModel
 from towerd.model.request_body import KEPT_FIELDS
 from towerd.model.vocab import Vocab
 from towerd.settings.config import Config
-from towerd.settings.llama_flags import words_found
+from towerd.settings.llama_flags import words_of
 from towerd.wire import Model, Settings
 
 _NOT_DEFAULTS = frozenset(
@@ -42,7 +42,7 @@ def open_upstream_wire(
     params = found.props.get("default_generation_settings", {}).get("params", {})
     template = str(found.props.get("chat_template", ""))
     has_several = "chat_template_tool_use" in found.props  # which the GGUF alone has
-    flags = () if command is None else tuple(words_found(command.flags, "wire"))
+    flags = () if command is None else tuple(words_of(command.flags, "wire", of_any=True))
     settings = Settings(
         name=str(found.props.get("model_alias") or model.path.name),
         n_ctx=found.n_ctx,

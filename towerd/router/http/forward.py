@@ -17,10 +17,17 @@ from towerd.api.relay.relay import relay
 from towerd.engine.llama_server.process.client import Lost, read_all
 from towerd.errors import InvalidRequest, TowerdError
 from towerd.router.http.choice import asked_of, choose, choose_for_store
-from towerd.router.http.keys import CONVERSATIONS, MODELS, TABLES
+from towerd.router.http.conversations import Conversations
 from towerd.router.http.request import READING, RoutedRequest
+from towerd.router.loading.launcher import Launcher
 from towerd.router.loading.model import RoutedModel, State
+from towerd.router.loading.models import Models
+from towerd.settings.model_tables import ModelTables
 
+LAUNCHER = web.AppKey("launcher", Launcher)
+MODELS = web.AppKey("models", Models)
+TABLES = web.AppKey("tables", ModelTables)
+CONVERSATIONS = web.AppKey("conversations", Conversations)
 PATIENCE_S = 10.0
 """A client that reads events gets comments if its model takes longer to load."""
 PING_S = 2.0

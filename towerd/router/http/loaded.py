@@ -11,8 +11,7 @@ from towerd.api.http.body import read_bytes
 from towerd.api.relay.headers import from_towerd
 from towerd.engine.llama_server.process.client import Lost, read_all
 from towerd.errors import NotFound, TowerdError
-from towerd.router.http.forward import forward_store
-from towerd.router.http.keys import MODELS
+from towerd.router.http.forward import MODELS, forward_store
 from towerd.router.http.request import RoutedRequest
 from towerd.router.loading.model import RoutedModel, State
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from typing import Any
 
@@ -15,10 +16,9 @@ from towerd.api.http.reply import json_reply
 from towerd.api.http.sse import EventStream
 from towerd.api.llama.build import BUILD_INFO
 from towerd.errors import InvalidRequest, NotFound, NotSupported, SwitchedOff
-from towerd.router.http.forward import forward_named
-from towerd.router.http.keys import LAUNCHER, MODELS, TABLES
+from towerd.router.http.forward import LAUNCHER, MODELS, TABLES, forward_named
+from towerd.router.loading.metrics import RouterMetrics
 from towerd.router.loading.model import RoutedModel, State
-from towerd.router.metrics import RouterMetrics
 
 PING_S = 15.0
 PING = b":\n\n"
@@ -173,3 +173,32 @@ async def refuse_download(request: web.Request) -> web.StreamResponse:
         "The router serves what is in its models directory and in towerd.toml: put files there, and "
         "GET /models?reload=1"
     )
+
+
+async def get_processes(request: web.Request) -> web.Response:
+    """The router, which is the broker of the store's catalog, the processes of models, and the one in
+    reserve."""
+    require_overview(request)
+    models = request.app[MODELS].by_name.values()
+    spare = request.app[LAUNCHER].spare_pid
+    return json_reply(
+        {
+            "processes": [
+                {"pid": os.getpid(), "role": "router", "is_broker": True},
+                *(_process_json(each) for each in models if each.process is not None),
+                *([{"pid": spare, "role": "reserve", "is_broker": False}] if spare else []),
+            ]
+        }
+    )
+
+
+def _process_json(model: RoutedModel) -> dict[str, Any]:
+    assert model.process is not None
+    return {
+        "pid": model.process.pid_if_started,
+        "role": "model",
+        "is_broker": False,
+        "model": model.name,
+        "state": model.state.value,
+        "silent": model.silent or None,
+    }

@@ -13,8 +13,7 @@ from towerd.api.http.reply import json_reply
 from towerd.api.llama.streams import key_of
 from towerd.errors import InvalidRequest, NotFound, Unavailable
 from towerd.router.http.conversations import Key
-from towerd.router.http.forward import pass_on
-from towerd.router.http.keys import CONVERSATIONS
+from towerd.router.http.forward import CONVERSATIONS, pass_on
 from towerd.router.http.loaded import Answer, ask_loaded
 from towerd.router.loading.model import State
 

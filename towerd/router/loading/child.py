@@ -24,8 +24,7 @@ from towerd import log
 from towerd.app.start import preloading_quietly, start
 from towerd.errors import ConfigError, TowerdError
 from towerd.settings.config import Config
-from towerd.system.parent import die_with_parent
-from towerd.system.title import name_process
+from towerd.system.process import die_with_parent, name_process
 
 LENGTH_BYTES = 8
 CHECK, LOAD = b"c", b"l"

@@ -19,9 +19,8 @@ from towerd.router.loading.entry import ModelEntry, find_entries
 from towerd.router.loading.model import RoutedModel
 from towerd.router.loading.process import ModelProcess
 from towerd.router.loading.room import Room
-from towerd.settings.config import Config
+from towerd.settings.config import Config, chats_bytes
 from towerd.settings.model_tables import ModelTables
-from towerd.settings.ram_shares import chats_bytes
 from towerd.store.catalog.shared.broker import CatalogBroker
 from towerd.system.machine import ram_bytes
 

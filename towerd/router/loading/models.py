@@ -21,15 +21,14 @@ import msgspec
 
 from towerd.api.http.tenants import CALLER, SOCKET
 from towerd.engine.llama_server.process.client import ClientFailure, read_all
+from towerd.engine.llama_server.process.silence import LOOK_S, SilenceWatch
 from towerd.errors import InvalidRequest, ModelError, NotFound, TowerdError, Unavailable
-from towerd.router.loading.candidate import LoadCandidate
 from towerd.router.loading.entry import ModelEntry
 from towerd.router.loading.events import ModelEvents
+from towerd.router.loading.metrics import RouterMetrics
 from towerd.router.loading.model import RoutedModel, State
 from towerd.router.loading.process import ModelProcess
 from towerd.router.loading.room import Room
-from towerd.router.loading.silence import watch_silence
-from towerd.router.metrics import RouterMetrics
 from towerd.system.machine import resident_bytes
 
 log = logging.getLogger(__name__)
@@ -40,6 +39,50 @@ CHECK_S_MAX = 60.0
 """For reading the header and the vocabulary of a file, also from a slow disk."""
 REFUSED_S = 0.1
 """Between two connections to a process that does not accept them."""
+
+
+class LoadCandidate:
+    """A model on its way to being loaded, whose file is checked before others leave for it. The process
+    that checked it loads it as well."""
+
+    def __init__(
+        self, model: RoutedModel, make: Callable[[RoutedModel], Awaitable[ModelProcess]]
+    ) -> None:
+        """make: as for `Models`."""
+        self.model = model
+        self._make = make
+        self._process: ModelProcess | None = None
+        self._entry: ModelEntry | None = None
+        """Whose files `_process` checked."""
+
+    @property
+    def needs_check(self) -> bool:
+        """Whether the model's file was neither checked nor ever loaded."""
+        return not self.model.was_loaded and self._entry is not self.model.entry
+
+    async def check(self) -> None:
+        """Check the model's file. Raises TowerdError and OSError: it cannot be loaded."""
+        entry = self.model.entry
+        await self.close()
+        process = self._process = await self._make(self.model)
+        await process.check()
+        self._entry = entry
+
+    async def take(self) -> ModelProcess:
+        """The process to load the model in. Raises TowerdError."""
+        process = self._process
+        is_checked = process is not None and self._entry is self.model.entry
+        if process is None or not is_checked or process.exit_code is not None:
+            await self.close()
+            return await self._make(self.model)
+        self._process = None
+        return process
+
+    async def close(self) -> None:
+        """End a process that was not taken."""
+        process, self._process, self._entry = self._process, None, None
+        if process is not None:
+            await process.end()
 
 
 class Models:
@@ -331,7 +374,7 @@ class Models:
             self._run(model.process.stop())
 
     async def _watch(self, model: RoutedModel, process: ModelProcess) -> None:
-        silence = asyncio.create_task(watch_silence(model, process))
+        silence = asyncio.create_task(_watch_silence(model, process))
         code = await process.wait()
         silence.cancel()
         model.silent = ""
@@ -411,6 +454,31 @@ class Models:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def _watch_silence(model: RoutedModel, process: ModelProcess) -> None:
+    """Watch the process of a loaded model, which may be stopped or hang, until cancelled. While it does
+    not answer, its requests end with an error and new ones are refused. One for which the others wait
+    is killed: what it did not commit is taken back, and the next request loads its model again."""
+    named = {"model": model.name, "pid": process.pid}
+    watch = SilenceWatch(
+        process.answer, pid=lambda: process.pid, is_busy=lambda: model.n_running > 0
+    )
+    while True:
+        model.silent = await watch.until_silent()
+        log.error("a model's process %s", model.silent, extra=named)
+        await process.drop_requests()
+        answering = asyncio.create_task(watch.until_answer())
+        try:
+            while not answering.done():
+                if process.blocks_others():
+                    log.error("killed: others wait for it", extra=named)
+                    process.kill()
+                await asyncio.wait((answering,), timeout=LOOK_S)
+        finally:
+            answering.cancel()
+        model.silent = ""
+        log.warning("a model's process answers again", extra=named)
 
 
 def _unforeseen(model: RoutedModel, error: Exception) -> TowerdError:

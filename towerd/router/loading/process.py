@@ -19,10 +19,9 @@ from towerd.engine.llama_server.process.process import describe_exit
 from towerd.engine.llama_server.process.silence import LOOK_S
 from towerd.errors import DiskFull, ModelError, TowerdError
 from towerd.router.loading.child import CHECK, LENGTH_BYTES, LOAD
-from towerd.settings.config import Config
-from towerd.settings.ram_shares import chats_bytes
+from towerd.settings.config import Config, chats_bytes
 from towerd.store.catalog.shared.broker import CatalogConnection
-from towerd.system.stopped import is_stopped
+from towerd.system.process import is_stopped
 
 STOP_S_MAX = 120.0
 """For the requests that run, and for writing what is live; then the process is killed."""

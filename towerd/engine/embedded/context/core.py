@@ -34,9 +34,8 @@ from towerd.model.rotation import is_rotated
 from towerd.model.row_flags import row_overrides
 from towerd.model.vocab import Vocab
 from towerd.models.bundled import find_model
-from towerd.settings.config import WATCHING, Config
+from towerd.settings.config import WATCHING, Config, partial_bytes
 from towerd.settings.llama_flags import adapter_files, named_files
-from towerd.settings.ram_shares import partial_bytes
 from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint, tokenizer_hash
 from towerd.slots.kind import DENSE, WHOLE
