@@ -53,6 +53,25 @@ INNER_LAYERS = {
         {"context"},
         {"model"},
     ),
+    "models": (
+        {"listing"},
+        {"bundled", "fetch"},
+        {"known", "local"},
+        {"header"},
+        {"hub"},
+    ),
+    "policy": (
+        {"factory"},
+        {"foresight", "latem", "lindy", "pbkv", "prefetch"},
+        {"visits", "workflow_tree"},
+        {"predict"},
+        {"base"},
+    ),
+    "router": (
+        {"router"},
+        {"http"},
+        {"loading"},
+    ),
     "sessions": (
         {"sessions"},
         {"anticipation", "recorder"},

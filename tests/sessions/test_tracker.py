@@ -39,7 +39,7 @@ def test_a_name_decides() -> None:
     assert first is second
     assert (first.id, first.named, first.n_steps) == ("w", True, 2)
     assert list(first.agents) == ["planner", "coder"]
-    assert list(first.tips) == ["s1", "s2"]
+    assert list(first.towers) == ["s1", "s2"]
 
 
 def test_without_names_quotations_decide() -> None:
@@ -116,7 +116,7 @@ def test_one_workflow_with_many_parts_is_bounded() -> None:
     for i in range(1000):
         tracker.step(step(f"s{i}", f"a{i}", text(20), workflow="w"))
     (workflow,) = tracker.running("local")
-    assert len(workflow.tips) == module.TIPS_MAX
+    assert len(workflow.towers) == module.TOWERS_MAX
     assert len(workflow.agents) == module.AGENTS_MAX
 
 

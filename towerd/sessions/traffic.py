@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from towerd.store import Node, Store
 from towerd.store.sessions.turn import Turn
 from towerd.store.sessions.workflows import Invocation, WorkflowTable
 from towerd.store.tree.scope import tenant_of
-from towerd.tiers.ranking import Ranking
+from towerd.tiers.manager import Tiers
 
 log = logging.getLogger(__name__)
 
@@ -30,24 +30,12 @@ _BATCH = 16
 T = TypeVar("T")
 
 
-def open_traffic(config: Config, store: Store, tiers: RankedTiers) -> Traffic:
+def open_traffic(config: Config, store: Store, tiers: Tiers) -> Traffic:
     """The traffic of one running service. Raises ConfigError if the trace cannot be written."""
     recorder = None
     if config.record is not None:
         recorder = TraceRecorder.open(config.record, store.get_meta, store.set_meta, time.time())
     return Traffic(store, tiers, recorder)
-
-
-class RankedTiers(Protocol):
-    """The part of `towerd.tiers.manager.Tiers` that is informed of requests."""
-
-    ranking: Ranking
-
-    def visited(self, tip: Node, arrived_s: float, n_rows: int | None = None) -> Node:
-        """Note that a request which arrived at `arrived_s` was recorded. Its tower ends with
-        `tip`, and its first `n_rows` tokens have rows (None: all). Returns the node by which the
-        policies know the visit."""
-        ...
 
 
 class Traffic:
@@ -57,7 +45,7 @@ class Traffic:
     def __init__(
         self,
         store: Store,
-        tiers: RankedTiers,
+        tiers: Tiers,
         recorder: TraceRecorder | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -112,7 +100,7 @@ class Traffic:
         workflow = self.tracker.end(scope, id)
         if workflow is None:
             raise NotFound(f"there is no running workflow {id!r}")
-        for tip in workflow.tips.values():
+        for tip in workflow.towers.values():
             if (
                 tenant_of(tip.scope) == scope and not tip.removed
             ):  # a client cannot end segments that others share

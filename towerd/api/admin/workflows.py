@@ -40,5 +40,5 @@ def _json(workflow: Workflow) -> dict[str, Any]:
         "last_step": workflow.last_s,
         "steps": workflow.n_steps,
         "agents": list(workflow.agents),
-        "sessions": list(workflow.tips),
+        "sessions": list(workflow.towers),
     }

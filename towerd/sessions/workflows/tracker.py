@@ -23,7 +23,7 @@ WORKFLOWS_MAX = 512
 """Maximum number of running workflows of one tenant. Beyond it the least recently used ends."""
 AGE_S_MAX = 3600.0
 """A workflow without a step for this long is over, even if its client did not end it."""
-TIPS_MAX = 256
+TOWERS_MAX = 256
 AGENTS_MAX = 256
 _PREFIX_TOKENS = 4096
 
@@ -49,7 +49,7 @@ class WorkflowStep:
 
 @dataclass(slots=True)
 class Workflow:
-    """A running workflow. `tips`: session -> the last node of its tower."""
+    """A running workflow. `towers`: session -> the last node of its tower."""
 
     scope: str
     id: str
@@ -58,7 +58,7 @@ class Workflow:
     last_s: float
     n_steps: int = 0
     agents: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    tips: OrderedDict[str, Node] = field(default_factory=OrderedDict)
+    towers: OrderedDict[str, Node] = field(default_factory=OrderedDict)
 
     @property
     def name(self) -> str:
@@ -98,7 +98,7 @@ class Tracker:
             workflow.n_steps += 1
             self.n_steps += 1
             _bounded(workflow.agents, step.agent, None, AGENTS_MAX)
-            _bounded(workflow.tips, step.session, step.tip, TIPS_MAX)
+            _bounded(workflow.towers, step.session, step.tip, TOWERS_MAX)
             _bounded(tenant.of_session, step.session, workflow.id, WORKFLOWS_MAX * 4)
             tenant.quotes.add(news, workflow.id)
             tenant.quotes.add(step.reply, workflow.id)
