@@ -99,10 +99,10 @@ private:
     std::unordered_map<std::string, size_t> n_answered_;  // of those in ids_
 };
 
-// One body. It repairs in place and remembers whether it did, in a time that grows with the body's length alone.
+// One body. It repairs in place, in a time that grows with the body's length alone.
 class Mender {
 public:
-    bool run(task_response_type type, json & body) {
+    void run(task_response_type type, json & body) {
         if (body.is_object()) {
             switch (type) {
                 case TASK_RESPONSE_TYPE_OAI_RESP:  responses(body); break;
@@ -110,46 +110,25 @@ public:
                 default:                           chat(body); break;
             }
         }
-        return changed_;
     }
 
 private:
-    void set(json & place, json value) {
-        place    = std::move(value);
-        changed_ = true;
-    }
-
-    void set(json & object, const char * key, json value) { set(object[key], std::move(value)); }
-
-    template <typename Key>
-    void erase(json & holder, Key key) {
-        holder.erase(key);
-        changed_ = true;
-    }
-
     // Repairs every item with `mend`, and leaves out those for which it returns false.
     template <typename Mend>
-    void mend_each(json & items, Mend && mend) {
-        std::vector<bool> says;
-        for (json & item : items) {
-            says.push_back(mend(item));
-        }
-        if (std::all_of(says.begin(), says.end(), [](bool each) { return each; })) {
-            return;
-        }
+    static void mend_each(json & items, Mend && mend) {
         json kept = json::array();
-        for (size_t i = 0; i < says.size(); ++i) {
-            if (says[i]) {
-                kept.push_back(std::move(items.at(i)));
+        for (json & item : items) {
+            if (mend(item)) {
+                kept.push_back(std::move(item));
             }
         }
-        set(items, std::move(kept));
+        items = std::move(kept);
     }
 
     // Clients write null for what they do not say.
     void erase_null(json & object, const char * key) {
         if (object.contains(key) && object.at(key).is_null()) {
-            erase(object, std::string(key));
+            object.erase(std::string(key));
         }
     }
 
@@ -174,14 +153,14 @@ private:
 
     void chat_message(json & message) {
         if (text_in(message, "role") == "function") {
-            set(message, "role", "tool");
+            message["role"] = "tool";
         }
         for (const char * key : {"name", "tool_call_id", "reasoning_content"}) {
             erase_null(message, key);
         }
         if (is_assistant(message) && is_missing(message, "tool_calls") && has_object(message, "function_call")) {
-            set(message, "tool_calls", json::array({json{{"function", message.at("function_call")}}}));
-            erase(message, std::string("function_call"));
+            message["tool_calls"] = json::array({json{{"function", message.at("function_call")}}});
+            message.erase(std::string("function_call"));
         }
         if (has_array(message, "tool_calls")) {
             for (json & call : message.at("tool_calls")) {
@@ -196,18 +175,18 @@ private:
             const bool has_calls = has_array(message, "tool_calls") && !message.at("tool_calls").empty();
             const bool is_made   = is_assistant(message) || text_in(message, "role") == "tool";
             if (!has_calls && (is_made || message.contains("content"))) {
-                set(message, "content", "");
+                message["content"] = "";
             }
             return;
         }
         json & content = message.at("content");
         if (has_text(content, "text")) {
-            set(content, json::array({content}));
+            content = json::array({content});
         }
         if (content.is_array()) {
             parts(content, "text");
         } else if (!content.is_string()) {
-            set(content, as_text(content));
+            content = as_text(content);
         }
     }
 
@@ -216,7 +195,7 @@ private:
     void parts(json & content, const char * type) {
         mend_each(content, [&](json & part) { return part_says(part, type); });
         if (content.empty()) {
-            set(content, "");
+            content = "";
         }
     }
 
@@ -224,15 +203,15 @@ private:
     bool part_says(json & part, const char * type) {
         const std::string kind = text_in(part, "type");
         if (part.is_string()) {
-            set(part, json{{"type", type}, {"text", part}});
+            part = json{{"type", type}, {"text", part}};
         } else if (!part.is_object() || kind == "thinking" || kind == "redacted_thinking") {
             return false;
         } else if (kind == type && !has_text(part, "text")) {
-            set(part, "text", part.contains("text") ? as_text(part.at("text")) : "");
+            part["text"] = part.contains("text") ? as_text(part.at("text")) : "";
         } else if (kind != type && has_text(part, "refusal")) {
-            set(part, json{{"type", type}, {"text", part.at("refusal")}});
+            part = json{{"type", type}, {"text", part.at("refusal")}};
         } else if (kind != type && has_text(part, "text")) {
-            set(part, "type", type);
+            part["type"] = type;
         }
         return true;
     }
@@ -243,21 +222,21 @@ private:
         }
         if (has_object(call, "custom")) {
             const json & custom = call.at("custom");
-            set(call, "function", json{{"name", text_in(custom, "name")}, {"arguments", input_of(custom)}});
-            erase(call, std::string("custom"));
+            call["function"] = json{{"name", text_in(custom, "name")}, {"arguments", input_of(custom)}};
+            call.erase(std::string("custom"));
         }
         if (!call.contains("function") && has_text(call, "name")) {
-            set(call, "function", json{{"name", call.at("name")}, {"arguments", call.value("arguments", json())}});
+            call["function"] = json{{"name", call.at("name")}, {"arguments", call.value("arguments", json())}};
         }
         if (!has_object(call, "function")) {
             return;
         }
         if (text_in(call, "type") != "function") {
-            set(call, "type", "function");
+            call["type"] = "function";
         }
         erase_null(call, "id");
         if (call.contains("id") && !has_text(call, "id")) {
-            set(call, "id", as_text(call.at("id")));
+            call["id"] = as_text(call.at("id"));
         }
         text_fields(call.at("function"), {"name", "arguments"});
     }
@@ -272,7 +251,7 @@ private:
                 open = OpenCalls();
                 for (json & call : message.at("tool_calls")) {
                     if (call.is_object() && is_missing(call, "id")) {
-                        set(call, "id", nth_id(n_calls));
+                        call["id"] = nth_id(n_calls);
                     }
                     open.add(text_in(call, "id"));
                     ++n_calls;
@@ -286,9 +265,9 @@ private:
     void chat_result(json & message, OpenCalls & open, bool has_calls) {
         const std::string * first = open.first();
         if (!has_calls) {
-            set(message, "role", "user");
+            message["role"] = "user";
         } else if (is_missing(message, "tool_call_id") && first != nullptr) {
-            set(message, "tool_call_id", *first);
+            message["tool_call_id"] = *first;
         }
         open.answer(text_in(message, "tool_call_id"));
     }
@@ -303,7 +282,7 @@ private:
     void text_fields(json & object, std::initializer_list<const char *> keys) {
         for (const char * key : keys) {
             if (!has_text(object, key)) {
-                set(object, key, object.contains(key) ? as_text(object.at(key)) : "");
+                object[key] = object.contains(key) ? as_text(object.at(key)) : "";
             }
         }
     }
@@ -335,7 +314,6 @@ private:
             add_empty_results(messages, calls_of(messages.back()), form);
         }
         messages.push_back(std::move(joined));
-        changed_ = true;
     }
 
     // The ids of a reply's calls.
@@ -435,7 +413,7 @@ private:
     void anthropic_content(json & message) {
         if (!has_array(message, "content")) {
             if (!has_text(message, "content")) {
-                set(message, "content", as_text(message.at("content")));
+                message["content"] = as_text(message.at("content"));
             }
             return;
         }
@@ -443,18 +421,18 @@ private:
             const std::string kind = text_in(block, "type");
             has_calls_ = has_calls_ || kind == "tool_use";
             if (block.is_string()) {
-                set(block, json{{"type", "text"}, {"text", block}});
+                block = json{{"type", "text"}, {"text", block}};
             } else if (kind == "text" && !has_text(block, "text")) {
-                set(block, "text", block.contains("text") ? as_text(block.at("text")) : "");
+                block["text"] = block.contains("text") ? as_text(block.at("text")) : "";
             } else if (kind == "tool_use") {
                 anthropic_input(block);
             } else if (kind == "tool_result" && has_array(block, "content")) {
                 parts(block.at("content"), "text");
             } else if (kind == "tool_result" && !is_missing(block, "content") && !has_text(block, "content")) {
-                set(block, "content", as_text(block.at("content")));
+                block["content"] = as_text(block.at("content"));
             } else if (kind == "document" && block.contains("source") && has_text(block.at("source"), "data") &&
                        text_in(block.at("source"), "type") == "text") {
-                set(block, json{{"type", "text"}, {"text", block.at("source").at("data")}});
+                block = json{{"type", "text"}, {"text", block.at("source").at("data")}};
             }
         }
         if (!has_calls_) {
@@ -468,7 +446,6 @@ private:
         for (const json & block : blocks) {
             if (text_in(block, "type") == "tool_result") {
                 out.insert(as_parts(block.value("content", json())));
-                changed_ = true;
             } else {
                 out.push_back(block);
             }
@@ -478,11 +455,11 @@ private:
 
     void anthropic_input(json & block) {
         if (is_missing(block, "input")) {
-            set(block, "input", json::object());
+            block["input"] = json::object();
         } else if (!block.at("input").is_object()) {
             const std::string text = mended_arguments(as_text(block.at("input")), false);
             check_json(text);  // it is written out by recursion
-            set(block, "input", json::parse(text));
+            block["input"] = json::parse(text);
         }
     }
 
@@ -510,10 +487,10 @@ private:
             return reasoning_says(item);
         }
         if (kind == "custom_tool_call") {
-            set(item, "arguments", input_of(item));
-            set(item, "type", "function_call");
+            item["arguments"] = input_of(item);
+            item["type"] = "function_call";
         } else if (kind == "custom_tool_call_output") {
-            set(item, "type", "function_call_output");
+            item["type"] = "function_call_output";
         }
         if (kind == "function_call" || kind == "custom_tool_call") {
             has_calls_ = true;
@@ -527,7 +504,7 @@ private:
                 text_fields(item, {"output"});
             }
             if (!has_calls_) {
-                set(item, json{{"role", "user"}, {"content", item.at("output")}});
+                item = json{{"role", "user"}, {"content", item.at("output")}};
             }
         } else if (has_text(item, "role")) {
             item_message(item);
@@ -537,26 +514,26 @@ private:
 
     void item_id(json & item) {
         if (!has_text(item, "call_id")) {
-            set(item, "call_id", text_in(item, "id"));
+            item["call_id"] = text_in(item, "id");
         }
     }
 
     void item_message(json & item) {
         const char * type = is_assistant(item) ? "output_text" : "input_text";
         if (is_assistant(item) && text_in(item, "type") != "message") {
-            set(item, "type", "message");
+            item["type"] = "message";
         }
         if (has_array(item, "content")) {
             parts(item.at("content"), type);
         } else if (!has_text(item, "content")) {
-            set(item, "content", item.contains("content") ? as_text(item.at("content")) : "");
+            item["content"] = item.contains("content") ? as_text(item.at("content")) : "";
         }
     }
 
     // llama.cpp takes reasoning as its first content alone; what other servers keep to themselves comes without one.
     bool reasoning_says(json & item) {
         if (!has_array(item, "summary")) {
-            set(item, "summary", json::array());
+            item["summary"] = json::array();
         }
         if (has_array(item, "content") && !item.at("content").empty() && has_text(item.at("content").front(), "text")) {
             return true;
@@ -566,7 +543,7 @@ private:
             text += (text.empty() ? "" : "\n") + text_in(part, "text");
         }
         if (!text.empty()) {
-            set(item, "content", json::array({json{{"type", "reasoning_text"}, {"text", text}}}));
+            item["content"] = json::array({json{{"type", "reasoning_text"}, {"text", text}}});
         }
         return !text.empty();
     }
@@ -596,14 +573,13 @@ private:
         }
         const std::string rest = field.get<std::string>().substr(n);
         if (rest.empty()) {
-            erase(holder, std::string(key));
+            holder.erase(std::string(key));
         } else {
-            set(field, rest);
+            field = rest;
         }
         return !rest.empty();
     }
 
-    bool changed_   = false;
     bool has_calls_ = false;  // so far
 };
 
@@ -644,8 +620,8 @@ std::string mended_arguments(const std::string & text, bool takes_text) {
     return takes_text ? text : json{{"arguments", text}}.dump_safe();
 }
 
-bool mend_history(task_response_type type, json & body) {
-    return Mender().run(type, body);
+void mend_history(task_response_type type, json & body) {
+    Mender().run(type, body);
 }
 
 }  // namespace towerd::wire

@@ -18,8 +18,8 @@ std::string mended_json(std::string text);
 std::string mended_arguments(const std::string & text, bool takes_text);
 
 // Repairs a chat body of any API, and leaves out the line that Claude Code puts before its instructions for Anthropic's
-// billing, which is another one in each session. Returns whether anything changed. A body that is wrong in another way is
+// billing, which is another one in each session. A body that is wrong in another way is
 // left to llama.cpp, which says what is wrong with it. Arguments that are a text are left as they are.
-bool mend_history(task_response_type type, json & body);
+void mend_history(task_response_type type, json & body);
 
 }  // namespace towerd::wire
