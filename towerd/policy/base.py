@@ -243,7 +243,7 @@ class Policy:
     def victims(self, bytes_needed: int, is_evictable: Evictable, frees: Frees = None) -> list[Key]:
         """Keys to evict, in order, that free at least `bytes_needed`, or all evictable keys.
         Changes nothing: the caller removes the keys that it actually evicts."""
-        return [entry.key for _, entry in self._offers(bytes_needed, is_evictable, frees)]
+        return self.lowest(bytes_needed, is_evictable, frees)
 
     def lowest(self, nbytes: int, is_evictable: Evictable, frees: Frees = None) -> list[Key]:
         """The keys that come first in the order of eviction, `nbytes` of them; none is about to be

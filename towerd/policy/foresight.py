@@ -13,13 +13,13 @@ is predictable there, but when is not, and above 5 % LRU's order is as good.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from heapq import nlargest
 from itertools import islice
 from typing import Any
 
 from towerd.policy.base import LRU, Entry, Evictable, Frees, Key, Policy, Rank, Tree
-from towerd.policy.predict.base import Forecast, Predictor, survival
+from towerd.policy.predict.base import Predictor, survival
 from towerd.policy.predict.fallback import Fallback
 from towerd.policy.predict.markov import Markov
 from towerd.policy.predict.returns import EDGES_S, bin_of
@@ -42,7 +42,10 @@ _MARGIN = 0.002
 
 
 class ReturnRanking(WorkflowTree):
-    """Ranks by expected return alone. Several caches can share one record of visits."""
+    """Ranks by expected return alone. Several caches can share one record of visits, and a predictor,
+    which learns from the events of one of them."""
+
+    teaches = False
 
     def __init__(self, tree: Tree, visits: Visits, predictor: Predictor) -> None:
         super().__init__(tree, predictor)
@@ -170,21 +173,10 @@ class ReturnRanking(WorkflowTree):
             self._push(key)
 
 
-class _ForecastOnly:
-    """Forecasts with another predictor, but leaves the learning to its owner."""
-
-    def __init__(self, predictor: Predictor) -> None:
-        self._predictor = predictor
-
-    def forecast(self, path: Sequence[str]) -> Forecast:
-        return self._predictor.forecast(path)
-
-    def observe(self, path: Sequence[str]) -> None:
-        pass
-
-
 class Foresight(ReturnRanking):
     """The policy. `trusts`: whether it uses forecasts now, or LRU."""
+
+    teaches = True
 
     def __init__(self, tree: Tree, predictor: Predictor | None = None) -> None:
         super().__init__(tree, Visits(), predictor or Fallback([Markov()]))
@@ -277,7 +269,6 @@ class Foresight(ReturnRanking):
         super().split(lower, upper, upper_nbytes, now)
 
     def answered(self, key: Key, now: float, stop: str) -> None:
-        """See Policy.answered."""
         self.visits.answered(key, now, stop)
         self._refresh_both(key, now)
         if self._is_rerank_due:
@@ -285,7 +276,6 @@ class Foresight(ReturnRanking):
             self._rank_leaves()
 
     def ended(self, key: Key, now: float) -> None:
-        """See Policy.ended."""
         entry = self._entries.get(key)
         if entry is not None and key in self._leaves:
             self.visits.ended(key)
@@ -294,17 +284,14 @@ class Foresight(ReturnRanking):
         self._refresh_both(key, now)
 
     def stepped(self, key: Key, now: float, workflow: str, agent: str) -> None:
-        """See Policy.stepped."""
         super().stepped(key, now, workflow, agent)
         self._shadow.stepped(key, now, workflow, agent)
 
     def workflow_ended(self, workflow: str, now: float) -> None:
-        """See Policy.workflow_ended."""
         super().workflow_ended(workflow, now)
         self._shadow.workflow_ended(workflow, now)
 
     def resize(self, key: Key, nbytes: int) -> None:
-        """See Policy.resize."""
         super().resize(key, nbytes)
         self._shadow.resize(key, nbytes)
 
@@ -336,7 +323,6 @@ class Foresight(ReturnRanking):
         return {"visits": self.visits.learned(), "steps": super().learned()}
 
     def recall(self, learned: Mapping[str, Any]) -> None:
-        """See Learning.recall."""
         super().recall(learned["steps"])
         self.visits.recall(learned["visits"])
 
@@ -391,7 +377,7 @@ class Foresight(ReturnRanking):
             self._shadow.rerank(now)
 
     def _forecast_shadow(self) -> ReturnRanking:
-        return ReturnRanking(self.tree, self.visits, _ForecastOnly(self.predictor))
+        return ReturnRanking(self.tree, self.visits, self.predictor)
 
     def _refresh_both(self, key: Key, now: float) -> None:
         self.refresh(key, now)

@@ -50,7 +50,6 @@ class PBKV(WorkflowTree):
         return total
 
     def explain(self, key: Key, now: float) -> dict[str, Any]:
-        """See Policy.explain."""
         found = super().explain(key, now)
         if found:
             found["score"] = self.score(key)

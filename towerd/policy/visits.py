@@ -134,7 +134,6 @@ class Visits:
             self.away[upper] = visit
 
     def answered(self, key: Key, now: float, stop: str) -> None:
-        """See Policy.answered."""
         visit = self._find(key)
         if visit is None or visit.answered_s is not None:
             return
@@ -147,7 +146,6 @@ class Visits:
             self._tell_answer(visit, visit.number, visit.answered_s)
 
     def ended(self, key: Key) -> None:
-        """See Policy.ended."""
         visit = self._find(key)
         if visit is not None:
             visit.ended = True
@@ -196,7 +194,6 @@ class Visits:
         return x
 
     def learned(self) -> Mapping[str, Any]:
-        """See Learning.learned."""
         return {
             "returns": self.model.learned(),
             "stops": list(self.stops),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from towerd.policy.base import Entry, Key, Learning, Policy, Tree
 from towerd.policy.predict.base import END, Forecast, Predictor
@@ -45,6 +45,9 @@ class WorkflowRun:
 class WorkflowTree(Policy):
     """Keeps `users`: per key and workflow the agents that used it (PBKV's A_w(c))."""
 
+    teaches: ClassVar[bool] = True
+    """Whether its predictor learns from its events."""
+
     def __init__(self, tree: Tree, predictor: Predictor) -> None:
         super().__init__(tree)
         self.predictor = predictor
@@ -63,7 +66,6 @@ class WorkflowTree(Policy):
     # ---- events -----------------------------------------------------------------------------
 
     def stepped(self, key: Key, now: float, workflow: str, agent: str) -> None:
-        """See Policy.stepped."""
         self._tick(now)
         run = self.runs.pop(workflow, None) or WorkflowRun()
         self.runs[workflow] = run
@@ -81,19 +83,20 @@ class WorkflowTree(Policy):
             self.users.setdefault(at, {}).setdefault(workflow, set()).add(agent)
             run.keys.add(at)
             at = self.tree.parent(at)
-        self.predictor.observe(run.path)
+        if self.teaches:
+            self.predictor.observe(run.path)
         run.forecast = self.predictor.forecast(run.path)
         self._on_step(run)
         self._push_all(run)
         self._age()
 
     def workflow_ended(self, workflow: str, now: float) -> None:
-        """See Policy.workflow_ended."""
         self._tick(now)
         run = self.runs.pop(workflow, None)
         if run is None:
             return
-        self.predictor.observe([*run.path, END])
+        if self.teaches:
+            self.predictor.observe([*run.path, END])
         for key in run.keys:
             del self.users[key][workflow]
             self._n_over[key] = self._n_over.get(key, 0) + 1
@@ -117,7 +120,6 @@ class WorkflowTree(Policy):
         return self.predictor.learned() if isinstance(self.predictor, Learning) else {}
 
     def recall(self, learned: Mapping[str, Any]) -> None:
-        """See Learning.recall."""
         if isinstance(self.predictor, Learning):
             self.predictor.recall(learned)
 

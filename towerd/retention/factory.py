@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 from towerd.retention.base import Retention, RetentionConfig
-
-
-class RetentionKind(NamedTuple):
-    """One row of the table: the class of the parameters and the class of the policy."""
-
-    config: type[RetentionConfig]
-    policy: type[Retention]
-
 
 _CLASSES: Mapping[str, tuple[str, str]] = {
     "streaming": ("StreamingConfig", "Streaming"),
@@ -30,11 +22,11 @@ NAMES = tuple(_CLASSES)
 
 
 @cache
-def kind_of(name: str) -> RetentionKind:
-    """The row of policy `name`. Raises KeyError for an unknown name."""
+def _classes(name: str) -> tuple[type[RetentionConfig], type[Retention]]:
+    """The classes of policy `name`. Raises KeyError for an unknown name."""
     config, policy = _CLASSES[name]
     module = import_module(f"towerd.retention.{name}")
-    return RetentionKind(getattr(module, config), getattr(module, policy))
+    return getattr(module, config), getattr(module, policy)
 
 
 def retention_config(name: str, budget: int) -> RetentionConfig:
@@ -43,14 +35,14 @@ def retention_config(name: str, budget: int) -> RetentionConfig:
     if name not in _CLASSES:
         raise ValueError(f"there is no retention policy {name!r}: take one of {', '.join(NAMES)}")
     try:
-        return kind_of(name).config.for_budget(budget)
+        return _classes(name)[0].for_budget(budget)
     except ValueError as error:
         raise ValueError(f"a budget of {budget} tokens is too small for {name}: {error}") from error
 
 
 def can_recall(name: str) -> bool:
     """Whether policy `name` may recall what it dropped. Raises KeyError for an unknown name."""
-    return kind_of(name).policy.can_recall
+    return _classes(name)[1].can_recall
 
 
 def open_retention(config: RetentionConfig) -> Retention:
@@ -58,6 +50,6 @@ def open_retention(config: RetentionConfig) -> Retention:
     wanted = type(config).__name__
     for name, (config_class, _) in _CLASSES.items():
         if config_class == wanted:
-            make: Callable[[Any], Retention] = kind_of(name).policy
+            make: Callable[[Any], Retention] = _classes(name)[1]
             return make(config)
     raise ValueError(f"no retention policy has parameters of type {wanted}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -16,16 +15,9 @@ from towerd.router.http.request import RoutedRequest
 from towerd.router.loading.model import RoutedModel, State
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What one model said."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-
-async def ask_loaded(request: web.Request, models: list[RoutedModel], body: bytes) -> list[Answer]:
+async def ask_loaded(
+    request: web.Request, models: list[RoutedModel], body: bytes
+) -> list[web.Response]:
     """The answers of those of the models that are loaded. One whose process ends has none; for none
     of them it counts as a use."""
     loaded = [each for each in models if each.state is State.LOADED]
@@ -33,13 +25,14 @@ async def ask_loaded(request: web.Request, models: list[RoutedModel], body: byte
     return [each for each in answers if each is not None]
 
 
-async def _ask(request: web.Request, model: RoutedModel, body: bytes) -> Answer | None:
+async def _ask(request: web.Request, model: RoutedModel, body: bytes) -> web.Response | None:
     routed = RoutedRequest(request.app[MODELS], model, request, body, is_use=False, may_load=False)
     try:
         await routed.open()
         assert routed.reply is not None
         reply = routed.reply
-        return Answer(reply.status, dict(from_towerd(reply.headers)), await read_all(reply))
+        body = await read_all(reply)
+        return web.Response(status=reply.status, headers=from_towerd(reply.headers), body=body)
     except (TowerdError, Lost):
         return None
     finally:
@@ -54,5 +47,4 @@ async def end_workflow(request: web.Request) -> web.StreamResponse:
     answers = await ask_loaded(request, request.app[MODELS].loaded(), await read_bytes(request))
     if not answers:
         raise NotFound(f"there is no running workflow {request.match_info['id']!r}")
-    best = min(answers, key=lambda each: (each.status >= 400, each.status == 404))
-    return web.Response(status=best.status, headers=best.headers, body=best.body)
+    return min(answers, key=lambda each: (each.status >= 400, each.status == 404))

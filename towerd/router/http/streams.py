@@ -14,7 +14,7 @@ from towerd.api.llama.streams import key_of
 from towerd.errors import InvalidRequest, NotFound, Unavailable
 from towerd.router.http.conversations import Key
 from towerd.router.http.forward import CONVERSATIONS, pass_on
-from towerd.router.http.loaded import Answer, ask_loaded
+from towerd.router.http.loaded import ask_loaded
 from towerd.router.loading.model import State
 
 
@@ -49,8 +49,9 @@ async def post_lookup(request: web.Request) -> web.StreamResponse:
     return json_reply([each for answer in answers for each in _listed(answer)])
 
 
-def _listed(answer: Answer) -> list[Any]:
+def _listed(answer: web.Response) -> list[Any]:
     """What one model listed; nothing if it did not."""
+    assert isinstance(answer.body, bytes)
     try:
         said = msgspec.json.decode(answer.body)
     except msgspec.DecodeError:

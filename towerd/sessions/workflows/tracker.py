@@ -13,11 +13,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import numpy as np
-
 from towerd.sessions.workflows.quotes import Quotes
 from towerd.store import Node
-from towerd.tokens import Ids
+from towerd.tokens import Ids, common_prefix
 
 WORKFLOWS_MAX = 512
 """Maximum number of running workflows of one tenant. Beyond it the least recently used ends."""
@@ -144,9 +142,7 @@ class Tracker:
         if first is None:
             _bounded(tenant.first, step.agent, step.prompt[:_PREFIX_TOKENS].copy(), WORKFLOWS_MAX)
             return step.prompt
-        n = min(len(first), len(step.prompt))
-        differs = np.flatnonzero(first[:n] != step.prompt[:n])
-        return step.prompt[int(differs[0]) if len(differs) else n :]
+        return step.prompt[common_prefix(first, step.prompt) :]
 
     def _workflow(self, tenant: _Tenant, step: WorkflowStep, news: Ids) -> Workflow:
         id = step.workflow or tenant.of_session.get(step.session)
