@@ -213,10 +213,8 @@ private:
                                 std::shared_ptr<const Projector> projector = {}) const {
         const json settings = {
             {"name", "fuzz"}, {"kept_fields", {"retention", "model"}}, {"n_ctx", kContext}, {"n_batch", 512},
-            {"n_parallel", 2}, {"special", false}, {"spm_infill", false}, {"use_jinja", true},
-            {"prefill_assistant", true}, {"embd_normalize", 2}, {"sse_ping_interval", 30}, {"enable_reasoning", true},
-            {"reasoning_format", "deepseek"}, {"reasoning_budget", -1}, {"reasoning_budget_message", ""},
-            {"chat_template_kwargs", json::object()}, {"defaults", json::object()}, {"chat_template", chat_template},
+            {"n_parallel", 2}, {"text_bytes_max", 0}, {"is_upstream", false}, {"defaults", json::object()},
+            {"chat_template", chat_template},
             {"flags", flags},
         };
         return std::make_shared<Model>(model_, settings.dump(), Tokenizer(), std::move(projector));
@@ -345,7 +343,7 @@ private:
             if (llama_decode(context_, llama_batch_get_one(&token, 1)) != 0) {
                 std::abort();
             }
-            const Chunk chunk = reply.step(context_, -1, false);
+            const Chunk chunk = reply.steps(context_, -1, {}, 1).front();
             writer.partial(chunk);
             if (chunk.stop != STOP_TYPE_NONE) {
                 return;
