@@ -39,7 +39,7 @@ INNER_LAYERS = {
     "engine": (
         {"embedded", "llama_server"},
         {"opened_engine"},
-        {"base", "longest_prefix", "text_limit"},
+        {"base", "live_index", "text_limit"},
     ),
     "engine.embedded": (
         {"opening"},

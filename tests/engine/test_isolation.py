@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,11 +18,13 @@ from towerd.engine.base import GenerateRequest, LiveBudget
 from towerd.engine.embedded.context.taps import Taps
 from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.live_set import BoundedSet, Observed
+from towerd.engine.embedded.live.parked import Parked, ParkedTowers
 from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.longchat.budgets import Budgets
-from towerd.engine.embedded.longchat.parked import Parked, ParkedTowers
 from towerd.engine.embedded.restore import splice
+from towerd.engine.embedded.restore.branching import FoundLive
 from towerd.engine.embedded.run.inbox import Inbox
+from towerd.engine.live_index import LiveIndex
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
 from towerd.slots.errors import StateError
@@ -137,8 +140,8 @@ async def test_a_background_prompt_that_gets_no_room(
         restorer = service.engine.parts.restorer
         begin = restorer.begin
 
-        def no_room(job: Job, capacity: int, evict: Any) -> bool:
-            return not job.request.background and begin(job, capacity, evict)
+        def no_room(job: Job, found: FoundLive, capacity: int, evict: Any) -> bool:
+            return not job.request.background and begin(job, found, capacity, evict)
 
         monkeypatch.setattr(restorer, "begin", no_room)
         request = GenerateRequest(some_ids(40), n_predict=0, background=True)
@@ -236,8 +239,10 @@ def test_parked_chats_are_weighed_with_all_they_hold() -> None:
     blob, provenance = np.zeros(1000, np.uint8), np.zeros(50, np.uint8)
     parked = Parked("local", None, ids, provenance, live_set, blob)
     assert parked.nbytes >= queries.nbytes + 1000
-    towers = ParkedTowers(2 * parked.nbytes)
+    index = LiveIndex[Parked]()
+    towers = ParkedTowers(2 * parked.nbytes, index)
     for _ in range(5):
-        towers.add(parked)
+        towers.add(replace(parked))
     assert len(towers) == 2
+    assert list(index) == list(towers)
     assert towers.nbytes == 2 * parked.nbytes

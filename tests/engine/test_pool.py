@@ -12,6 +12,7 @@ from towerd.engine.embedded.live.live_set import EVERYTHING, BoundedSet
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.longchat.budgets import bounded
 from towerd.engine.embedded.longchat.shift import shift_ids
+from towerd.engine.embedded.restore.branching import has_everything
 from towerd.tokens import Ids, Provenance, common_prefix
 
 N_SEQS = 5
@@ -172,14 +173,14 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(ids=st.lists(st.integers(0, 2), min_size=1, max_size=12), scope=st.sampled_from("ab"))
     def look_up(self, ids: list[int], scope: str) -> None:
         wanted = np.array(ids, np.int32)
-        best, n = self.pool.best_prefix(wanted, scope)
+        found = self.pool.index.longest(wanted, scope, has_everything)
         lengths = [
             common_prefix(s.tokens() if s.scope == scope else s.tokens()[: s.n_public], wanted)
             for s in self.pool
             if not s.is_partial
         ]
-        assert n == max(lengths, default=0)
-        assert (best is None) == (n == 0)
+        assert found.n == found.n_common == max(lengths, default=0)
+        assert (found.source is None) == (found.n == 0)
 
     @invariant()
     def adds_up(self) -> None:

@@ -244,7 +244,8 @@ async def test_a_chat_does_not_wait_for_less_than_it_has(
             scheduler.active.append(running)
             try:
                 job = job_for(request)
-                return service.engine.parts.restorer.is_coming(job, scheduler.active)
+                restorer = service.engine.parts.restorer
+                return restorer.is_coming(job, restorer.find(job), scheduler.active)
             finally:
                 scheduler.active.remove(running)
 

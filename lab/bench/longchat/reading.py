@@ -142,7 +142,8 @@ def _job(engine: EmbeddedEngine, ids: Ids, live: LiveBudget) -> Iterator[Job]:
             engine.parts.restorer.drop(idle)
         return idle is not None
 
-    if not engine.parts.restorer.begin(job, len(ids), evict):
+    restorer = engine.parts.restorer
+    if not restorer.begin(job, restorer.find(job), len(ids), evict):
         raise TowerdError("The engine has no sequence free: it has other requests to serve.")
     try:
         yield job

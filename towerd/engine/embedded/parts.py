@@ -12,11 +12,10 @@ from towerd.engine.embedded.longchat.budgets import Budgets
 from towerd.engine.embedded.longchat.observer import Observer, check_attention
 from towerd.engine.embedded.longchat.recall import RecallLimits
 from towerd.engine.embedded.longchat.shift import ContextShift
-from towerd.engine.embedded.restore.branching import Branching, TokenBranching
+from towerd.engine.embedded.restore.branching import Branching
 from towerd.engine.embedded.restore.checkpoints import Checkpoints
 from towerd.engine.embedded.restore.exporter import Exporter
-from towerd.engine.embedded.restore.hook import Hook
-from towerd.engine.embedded.restore.hooks import Hooks
+from towerd.engine.embedded.restore.hooks import Hook, Hooks
 from towerd.engine.embedded.restore.restorer import Restorer
 from towerd.engine.embedded.restore.splice import Splicer
 from towerd.engine.embedded.run.endings import Events
@@ -75,11 +74,11 @@ def assemble(
         ends, every = core.vocab.eog_ids, config.boundary_tokens
         checkpoints = Checkpoints(memory, pool, tiers, checkpoint_tier, ends, every)
     exporter = Exporter(memory, tiers, checkpoints)
-    tokens = TokenBranching(memory, pool, tiers, exporter.export)
-    branching: Branching = checkpoints or tokens
+    tokens = Branching(memory, pool, tiers, exporter.export)
+    branching = checkpoints or tokens
     budgets = _budgets(core, observer, tiers, config, pool, splicer, tokens)
     hooks = Hooks(Hook(branching), ContextShift(branching, tiers), budgets)
-    restorer = Restorer(memory, pages, pool, tiers, splicer, hooks, branching, checkpoints)
+    restorer = Restorer(memory, pages, pool, tiers, splicer, hooks, checkpoints)
     media = Media(core.projector, core.context, pool, restorer)
     scheduler = Scheduler(
         core.context,
@@ -115,7 +114,7 @@ def _budgets(
     config: Config,
     pool: LivePool,
     splicer: Splicer,
-    tokens: TokenBranching,
+    tokens: Branching,
 ) -> Budgets:
     limits = RecallLimits(
         config.recall_every,

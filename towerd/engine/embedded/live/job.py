@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -118,6 +119,13 @@ class Job:
     def n(self) -> int:
         """Tokens of prompt and reply so far."""
         return len(self.ids)
+
+    rank: ClassVar = 0
+    """See `Holder.rank`."""
+
+    def n_visible(self, scope: str) -> int:
+        """See `Holder.n_visible`."""
+        return self.n if self.request.scope == scope else 0
 
     @property
     def n_cells(self) -> int:

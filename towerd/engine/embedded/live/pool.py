@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.engine.embedded.live.live_set import EVERYTHING, BoundedSet, LiveSet
-from towerd.engine.longest_prefix import longest_prefix
+from towerd.engine.embedded.live.parked import Parked
+from towerd.engine.live_index import LiveIndex
 from towerd.retention import Positions
 from towerd.store.tree.scope import adapters_of
 from towerd.tokens import (
@@ -99,8 +100,14 @@ class LiveSeq:
         """The context's position for its next token."""
         return self.live_set.place_of(self.n)
 
+    @property
+    def rank(self) -> tuple[int, bool, int, int]:
+        """See `Holder.rank`: live before parked, then idle, which can be taken over without a branch,
+        then the shorter, then the last used."""
+        return 1, not self.busy, -self.n, self.last_used
+
     def n_visible(self, scope: str) -> int:
-        """How many of its leading tokens may be shared with a sequence of `scope`."""
+        """See `Holder.n_visible`."""
         if self.scope == scope:
             return self.n
         is_alike = adapters_of(self.scope) == adapters_of(scope)
@@ -138,6 +145,8 @@ class LivePool:
         self._free = list(range(n_seqs - 1, -1, -1))
         self._live: dict[int, LiveSeq] = {}
         self._clock = 0
+        self.index: LiveIndex[LiveSeq | Parked] = LiveIndex()
+        """Its sequences, and the chats that left them for RAM."""
 
     def __iter__(self) -> Iterator[LiveSeq]:
         return iter(self._live.values())
@@ -178,22 +187,6 @@ class LivePool:
         self._clock += 1
         seq.last_used = self._clock
 
-    def best_prefix(
-        self, ids: Ids, scope: str, *, unspliced: bool = False
-    ) -> tuple[LiveSeq | None, int]:
-        """The sequence that shares the longest visible prefix with `ids`, and its length.
-
-        Idle sequences win ties, because an idle one can be taken over without a branch.
-        unspliced: count only tokens before the first spliced one"""
-
-        def n_shared(seq: LiveSeq) -> int:
-            if seq.is_partial:
-                return 0
-            n = seq.n_visible(scope)
-            return min(n, seq.n_unspliced()) if unspliced else n
-
-        return longest_prefix(self, ids, n_shared, rank=as_source)
-
     def can_open(self) -> bool:
         return bool(self._free)
 
@@ -203,6 +196,7 @@ class LivePool:
         seq = LiveSeq(self._free.pop(), scope, np.zeros(capacity, np.int32))
         seq.provenance = np.zeros(capacity, np.uint8)
         self._live[seq.id] = seq
+        self.index.add(seq)
         self.touch(seq)
         return seq
 
@@ -310,6 +304,7 @@ class LivePool:
         seq.runs = []
         self._ops.seq_rm(seq.id, -1, -1)
         del self._live[seq.id]
+        self.index.remove(seq)
         self._free.append(seq.id)
 
     def idle_lru(self) -> LiveSeq | None:
@@ -403,9 +398,3 @@ class LivePool:
             runs = self._live[owner].runs
             at = next(i for i, r in enumerate(runs) if r is run) + 1
             runs[at:at] = lower
-
-
-def as_source(seq: LiveSeq) -> tuple[bool, int, int]:
-    """The rank among sequences that share as much: idle before busy, then the shorter, then the
-    last used."""
-    return not seq.busy, -seq.n, seq.last_used

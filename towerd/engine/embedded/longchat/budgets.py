@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +20,9 @@ from towerd.engine.base import Kept, LiveBudget
 from towerd.engine.embedded.context.core import Core
 from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.live_set import BoundedSet, ExactPrefix
-from towerd.engine.embedded.live.pool import LivePool, LiveSeq, as_source
+from towerd.engine.embedded.live.parked import Parked, ParkedTowers
+from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.longchat.observer import QUERIES_MAX, Observer
-from towerd.engine.embedded.longchat.parked import Parked, ParkedTowers
 from towerd.engine.embedded.longchat.recall import (
     QUERY_TOKENS_MAX,
     REEVALUATED_TOKENS,
@@ -30,10 +30,14 @@ from towerd.engine.embedded.longchat.recall import (
     RecallLimits,
     served,
 )
-from towerd.engine.embedded.restore.branching import Evict, Found, TokenBranching
-from towerd.engine.embedded.restore.hook import Hook
+from towerd.engine.embedded.restore.branching import (
+    Branching,
+    Evict,
+    FoundLive,
+    has_everything,
+)
+from towerd.engine.embedded.restore.hooks import Hook
 from towerd.engine.embedded.restore.splice import Splicer
-from towerd.engine.longest_prefix import longest_prefix
 from towerd.errors import InvalidRequest, NotSupported, Unavailable
 from towerd.retention import Positions, Signal, can_recall, retention_config
 from towerd.settings.config import RETENTIONS, WATCHING
@@ -46,13 +50,6 @@ from towerd.tokens import Ids
 _BUDGET_MIN = 16
 
 
-@dataclass(frozen=True, slots=True)
-class FoundParked(Found):
-    """A request can continue from a chat that left the context."""
-
-    parked: Parked | None = None
-
-
 class Budgets(Hook):
     """The hook of chats that have a budget."""
 
@@ -60,7 +57,7 @@ class Budgets(Hook):
 
     def __init__(
         self,
-        branching: TokenBranching,
+        branching: Branching,
         core: Core,
         observer: Observer | None,
         pool: LivePool,
@@ -71,8 +68,7 @@ class Budgets(Hook):
     ) -> None:
         """observer: reads the attention; None if no policy uses it; folder: where the rows that RAM has no room for are written, for chats to recall"""
         super().__init__(branching)
-        self._tokens = branching
-        self.parked = ParkedTowers(parked_bytes_max)
+        self.parked = ParkedTowers(parked_bytes_max, pool.index)
         self.n_evictions = 0
         self.n_tokens_dropped = 0
         self.n_moves = 0
@@ -130,42 +126,32 @@ class Budgets(Hook):
 
     # ---- a request begins ----------------------------------------------------------------
 
-    def find(self, job: Job) -> Found:
+    def find(self, job: Job) -> FoundLive:
         """See Hook.find. Finds a chat of the same budget, live or parked, partial or not, or the
         first tokens of any other."""
         if job.request.precache is not None:
             return super().find(job)
-        live, ids, scope = job.request.live, job.ids[: job.n - 1], job.request.scope
-        own, n_own = self._best(job)
-        source, n = self._pool.best_prefix(ids[: self.n_adoptable(live)], scope)
-        found = self._tokens.usable(job, *((own, n_own) if n_own > n else (source, n)))
-        parked, n_parked = self.parked.best(ids, scope, live)
-        return found if n_parked <= found.n else FoundParked(None, n_parked, parked)
+        live, scope, ids = job.request.live, job.request.scope, job.ids[: job.n - 1]
+        n_adoptable = self.n_adoptable(live)
 
-    def n_live_prefix(self, job: Job) -> int:
-        """See Hook.n_live_prefix."""
-        return self.find(job).n
+        def is_own(chat: LiveSeq | Parked) -> bool:
+            kept = chat.live_set
+            return isinstance(kept, BoundedSet) and kept.budget == live and chat.scope == scope
 
-    def _best(self, job: Job) -> tuple[LiveSeq | None, int]:
-        """The sequence of this budget that shares the longest prefix with the job's prompt and can
-        continue from the end of it, and the prefix's length."""
-        request = job.request
+        def n_usable(chat: LiveSeq | Parked, n: int) -> int:
+            if is_own(chat) and bounded(chat).can_continue_from(n):
+                return n
+            return min(n, n_adoptable) if has_everything(chat) else 0
 
-        def n_shared(seq: LiveSeq) -> int:
-            live = seq.live_set
-            is_alike = isinstance(live, BoundedSet) and live.budget == request.live
-            return seq.n if is_alike and seq.scope == request.scope else 0
+        def counts(chat: LiveSeq | Parked) -> bool:
+            return is_own(chat) or has_everything(chat)
 
-        def n_usable(seq: LiveSeq, n: int) -> int:
-            return n if bounded(seq).can_continue_from(n) else 0
+        return self.branching.usable(job, self._pool.index.longest(ids, scope, counts, n_usable))
 
-        ids = job.ids[: job.n - 1]
-        return longest_prefix(self._pool, ids, n_shared, n_usable, as_source)
-
-    def open(self, job: Job, found: Found, capacity: int, evict: Evict) -> LiveSeq | None:
+    def open(self, job: Job, found: FoundLive, capacity: int, evict: Evict) -> LiveSeq | None:
         """See Hook.open."""
-        if isinstance(found, FoundParked) and found.parked is not None:
-            return self._open_parked(found.parked, found.n, capacity, evict)
+        if isinstance(found.source, Parked):
+            return self._open_parked(found.source, found.n, capacity, evict)
         return super().open(job, found, capacity, evict)
 
     def enter(self, job: Job, seq: LiveSeq) -> None:
@@ -396,13 +382,12 @@ class Budgets(Hook):
 
     def kept(self, ids: Ids, scope: str) -> Kept | None:
         """The kept positions of the chat whose tokens are `ids`, live or parked."""
-        chats: list[LiveSeq | Parked] = [*self._pool, *self.parked]
-        chat, _ = longest_prefix(
-            [c for c in chats if c.scope == scope and isinstance(c.live_set, BoundedSet)],
-            ids,
-            lambda each: each.n,
-            lambda each, n: n if n == min(each.n, len(ids)) else 0,
-        )
+
+        def n_usable(chat: LiveSeq | Parked, n: int) -> int:
+            is_it = chat.scope == scope and n == min(chat.n, len(ids))
+            return n if is_it and isinstance(chat.live_set, BoundedSet) else 0
+
+        chat = self._pool.index.longest(ids, scope, usable=n_usable).source
         if chat is None:
             return None
         best = bounded(chat)

@@ -7,7 +7,7 @@ import numpy as np
 from towerd.engine.base import GenerateRequest
 from towerd.engine.embedded.live.job import Job
 from towerd.engine.embedded.restore.branching import Branching
-from towerd.engine.embedded.restore.hook import Hook
+from towerd.engine.embedded.restore.hooks import Hook
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids
 

@@ -16,10 +16,10 @@ import numpy as np
 from towerd.engine.embedded.context.context import Buffer
 from towerd.engine.embedded.context.memory import SequenceMemory
 from towerd.engine.embedded.live.job import Job
+from towerd.engine.embedded.live.parked import Parked
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
-from towerd.engine.embedded.restore.branching import Evict, Found
+from towerd.engine.embedded.restore.branching import Branching, Evict, FoundLive
 from towerd.engine.embedded.restore.checkpoint_positions import plan_checkpoints
-from towerd.engine.longest_prefix import longest_prefix
 from towerd.errors import StoreError, TowerdError
 from towerd.store.rows.checkpoints import StateCheckpoint
 from towerd.tiers.checkpoint_tier import CheckpointTier
@@ -44,8 +44,8 @@ class LoadedState:
     """It was in RAM."""
 
 
-class Checkpoints:
-    """The Branching of memories with a state. Used by the inference thread only, except `load`."""
+class Checkpoints(Branching):
+    """For memories with a state. Used by the inference thread only, except `load`."""
 
     def __init__(
         self,
@@ -58,65 +58,57 @@ class Checkpoints:
     ) -> None:
         """message_ends: ids of the tokens that end a message
         every: tokens between checkpoints of a long text"""
-        self.memory = memory
-        self.pool = pool
-        self.tiers = tiers
+        super().__init__(memory, pool, tiers, self.export)
         self.checkpoint_tier = checkpoint_tier
         self._ends = np.array(sorted(message_ends), np.int32)
         self._every = every
 
     # ---- in ---------------------------------------------------------------------------------
 
-    def find(self, job: Job) -> Found:
-        """See Branching.find."""
-        ids, scope = job.ids[: job.n - 1], job.request.scope
+    def find(self, job: Job) -> FoundLive:
+        """See Branching.find. A sequence is continued from its end or from a state checkpoint."""
 
-        def n_shared(seq: LiveSeq) -> int:
-            return seq.n_visible(scope) if seq.is_whole else 0
+        def n_usable(holder: LiveSeq | Parked, n: int) -> int:
+            assert isinstance(holder, LiveSeq)
+            if not holder.is_whole or n == holder.n:
+                return n if holder.is_whole else 0
+            return max((p for p in holder.states if p <= n), default=0)
 
-        def n_usable(seq: LiveSeq, n: int) -> int:
-            return n if n == seq.n else max((p for p in seq.states if p <= n), default=0)
+        index, ids = self.pool.index, job.ids[: job.n - 1]
+        return index.longest(ids, job.request.scope, usable=n_usable)
 
-        found = longest_prefix(self.pool, ids, n_shared, n_usable, lambda seq: not seq.busy)
-        return Found(*found)
+    def branched(self, source: LiveSeq, n: int, scope: str, capacity: int) -> LiveSeq:
+        """See Branching.branched."""
+        if n == source.n or self.memory.kind.has_rows:
+            seq = self.pool.branch(source, n, scope, capacity)
+        else:
+            seq = self.pool.open(scope, capacity)
+        if n < source.n and n in source.states:  # else a preempted job brings its own state
+            self.memory.restore(seq.id, source.states[n])
+        if seq.n == 0:
+            self.pool.append(seq, source.ids[:n], source.provenance[:n])
+        return seq
 
-    def n_live_prefix(self, job: Job) -> int:
-        """See Branching.n_live_prefix. Tokens after the last checkpoint count as well: waiting for
-        another prompt that has them would not give more of them."""
-        return self.pool.best_prefix(job.ids[: job.n - 1], job.request.scope)[1]
+    def instead(
+        self, source: LiveSeq, n: int, scope: str, capacity: int, evict: Evict
+    ) -> LiveSeq | None:
+        """See Branching.instead: `source` cannot be cut, so all is evaluated."""
+        return self.opened(scope, capacity, evict)
 
-    def open(self, job: Job, found: Found, capacity: int, evict: Evict) -> LiveSeq | None:
-        """See Branching.open."""
-        source, n = found.source, found.n
-        if source is None:
-            return self._opened(job, capacity, evict)
-        if not source.busy and n == source.n and source.scope == job.request.scope:
-            self.pool.grow(source, capacity)
-            return source
-        was_busy, source.busy = source.busy, True
-        try:
-            if self.pool.can_open() or evict():
-                return self._branched(source, n, job, capacity)
-        finally:
-            source.busy = was_busy
-        return self._opened(job, capacity, evict)
-
-    def plan(self, job: Job, seq: LiveSeq, stop: int) -> RestorePlan:
+    def plan(self, job: Job, seq: LiveSeq, found: FoundLive, stop: int) -> RestorePlan:
         """See Branching.plan. The plan ends at a position with a checkpoint. Also sets the
         positions at which the job is to take checkpoints."""
-        ids, stop = job.ids[:stop], job.n_on_path(stop)
+        stop = job.n_on_path(stop)
         plan, n_known = RestorePlan.nothing(), 0
         if job.request.cache_prompt and job.n_broken < _BROKEN_MAX:
-            found = self.tiers.plan(job.path, seq.n, stop)
-            seq.n_public, n_known = found.n_public, found.n_match
-            end = seq.n + found.n if self.memory.kind.has_rows else found.n_match
+            stored = self.tiers.plan(job.path, seq.n, stop)
+            seq.n_public, n_known = stored.n_public, stored.n_match
+            end = seq.n + stored.n if self.memory.kind.has_rows else stored.n_match
             checkpoint = self.checkpoint_tier.deepest(job.path, seq.n, end)
             if checkpoint is not None:
-                plan = found.up_to(checkpoint)
-        others = [s for s in self.pool if s is not seq and s.scope == seq.scope]
-        _, live = longest_prefix(others, ids, lambda other: other.n)
+                plan = stored.up_to(checkpoint)
         start = seq.n + plan.n
-        job.checkpoints_at = self._checkpoint_positions(job, start, {n_known, live})
+        job.checkpoints_at = self._checkpoint_positions(job, start, {n_known, found.n_common})
         return plan
 
     def load(self, plan: RestorePlan) -> LoadedState | None:
@@ -171,24 +163,6 @@ class Checkpoints:
         self.checkpoint_tier.accept(ids, scope, taken)
 
     # ---- private ----------------------------------------------------------------------------
-
-    def _opened(self, job: Job, capacity: int, evict: Evict) -> LiveSeq | None:
-        if self.pool.can_open() or evict():
-            return self.pool.open(job.request.scope, capacity)
-        return None
-
-    def _branched(self, source: LiveSeq, n: int, job: Job, capacity: int) -> LiveSeq:
-        """A new sequence with the first `n` tokens of `source`."""
-        scope = job.request.scope
-        if n == source.n or self.memory.kind.has_rows:
-            seq = self.pool.branch(source, n, scope, capacity)
-        else:
-            seq = self.pool.open(scope, capacity)
-        if n < source.n and n in source.states:  # else a preempted job brings its own state
-            self.memory.restore(seq.id, source.states[n])
-        if seq.n == 0:
-            self.pool.append(seq, source.ids[:n], source.provenance[:n])
-        return seq
 
     def _checkpoint_positions(self, job: Job, start: int, branches: set[int]) -> tuple[int, ...]:
         if self.memory.kind.cut == "whole":  # as large as the conversation: its end is enough

@@ -21,11 +21,16 @@ from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.live.saved import save
 from towerd.engine.embedded.live.splice_pieces import SplicePiece
-from towerd.engine.embedded.restore.branching import NOTHING_FOUND, Branching, Evict, Found
+from towerd.engine.embedded.restore.branching import (
+    NOTHING_FOUND,
+    Evict,
+    FoundLive,
+    has_everything,
+)
 from towerd.engine.embedded.restore.checkpoints import Checkpoints, LoadedState
 from towerd.engine.embedded.restore.hooks import Hooks
 from towerd.engine.embedded.restore.splice import Splicer
-from towerd.engine.longest_prefix import longest_prefix
+from towerd.engine.live_index import Found, LiveIndex
 from towerd.errors import TowerdError
 from towerd.media_ids import whole
 from towerd.tiers.manager import Tiers
@@ -96,7 +101,6 @@ class Restorer:
         tiers: Tiers,
         splicer: Splicer,
         hooks: Hooks,
-        branching: Branching,
         checkpoints: Checkpoints | None,
     ) -> None:
         self.bytes_in = 0
@@ -106,7 +110,6 @@ class Restorer:
         self._tiers = tiers
         self._splicer = splicer
         self._hooks = hooks
-        self._branching = branching
         self._checkpoints = checkpoints
         self._plans: dict[int, RestorePlan] = {}
         self._workers = ThreadPoolExecutor(2, "towerd-compose")
@@ -123,16 +126,42 @@ class Restorer:
 
     # ---- in ---------------------------------------------------------------------------------
 
-    def begin(self, job: Job, capacity: int, evict: Evict) -> bool:
-        """Give `job` a busy sequence with the longest of what is live of its prefix and what it had
-        before it was preempted, and plan to load what the store has beyond that; set its phase and
+    def find(self, job: Job) -> FoundLive:
+        """What is live to continue from, or, for a preempted job that had more, the sequence whose
+        cells its rows can share. To be asked once before the job begins."""
+        if not job.request.cache_prompt:
+            return NOTHING_FOUND
+        found, saved = self._hooks.of_job(job).find(job), job.saved
+        if saved is None or found.n >= saved.n:
+            return found
+        n_common = max(found.n_common, saved.n)
+        shared = self._pool.index.longest(saved.ids, saved.scope, has_everything)
+        source, n = shared.source, shared.n
+        if saved.state is not None:  # it is restored behind the last row, which is put back
+            n = min(n, saved.n - 1)
+        if isinstance(source, LiveSeq) and saved.can_extend(source, n):
+            if n == source.n or self._memory.can_branch(source.id, n):
+                return Found(source, n, n_common)
+        return Found(n_common=n_common)
+
+    def n_shared(self, job: Job, found: FoundLive) -> int:
+        """How many of the cells that the job needs are cells of running jobs."""
+        if job.n > job.n_cells:  # it evicts tokens, and then has rows of its own
+            return 0
+        source, n = found.source, found.n
+        if not isinstance(source, LiveSeq) or not (self._memory.kind.has_rows or n == source.n):
+            return 0
+        return self._pool.n_busy_cells(source, n)
+
+    def begin(self, job: Job, found: FoundLive, capacity: int, evict: Evict) -> bool:
+        """Give `job` a busy sequence with the longest of what was found live of its prefix and what it
+        had before it was preempted, and plan to load what the store has beyond that; set its phase and
         reuse.
 
         At least the last prompt token is left to decode: restored rows carry no logits.
         `evict` frees one idle sequence, if there is one. Returns False if there is no sequence, or
         there are no cells for what it had."""
         hook = self._hooks.of_job(job)
-        found = self._find(job)
         seq = hook.open(job, found, capacity, evict)
         if seq is None:
             return False
@@ -149,8 +178,8 @@ class Restorer:
         except TowerdError as error:
             log.warning("a preempted prompt begins again", extra={"reason": str(error)})
             self._pool.drop(seq)
-            return self.begin(job, capacity, evict)
-        plan = self._plan(job, seq)
+            return self.begin(job, self.find(job), capacity, evict)
+        plan = hook.plan(job, seq, found)
         if plan.n:
             self.pages.ask(self._pool.cells_used + plan.n)
         if job.splice is not None:
@@ -284,24 +313,21 @@ class Restorer:
             raise RowsMissing("stored rows end within a medium")
         self._pool.truncate(seq, n)
 
-    def is_coming(self, job: Job, active: Iterable[Job]) -> bool:
-        """Whether a running prompt will soon have a much longer prefix of this job live, so that it
-        is worth waiting for."""
+    def is_coming(self, job: Job, found: FoundLive, active: Iterable[Job]) -> bool:
+        """Whether a running prompt will soon have a much longer prefix of this job live than was
+        found, so that it is worth waiting for."""
         if not job.request.cache_prompt:
             return False
-        others = [
-            other
-            for other in active
-            if other.phase in (JobPhase.LOADING, JobPhase.PREFILL)
-            and other.request.scope == job.request.scope
-        ]
-        _, n = longest_prefix(
-            others,
-            job.ids,
-            lambda other: self._n_sharable(other, job),
-            lambda other, common: common if other.n_live < common else 0,
+        evaluated = (
+            other for other in active if other.phase in (JobPhase.LOADING, JobPhase.PREFILL)
         )
-        return n >= self.n_live_prefix(job) + _SHARE_TOKENS_MIN
+
+        def usable(other: Job, n: int) -> int:
+            n = min(n, self._n_sharable(other, job))
+            return n if other.n_live < n else 0
+
+        coming = LiveIndex(evaluated).longest(job.ids, job.request.scope, usable=usable)
+        return coming.n >= found.n_common + _SHARE_TOKENS_MIN
 
     def _n_sharable(self, other: Job, job: Job) -> int:
         """How many leading tokens of `other` its sequence can share with `job`."""
@@ -324,40 +350,6 @@ class Restorer:
         if reuse.approximate:
             reuse = replace(reuse, drift=self._splicer.drift(job, job.seq, reuse))
         job.reuse = reuse
-
-    def _plan(self, job: Job, seq: LiveSeq) -> RestorePlan:
-        n = self._hooks.of_job(job).n_loadable(job, seq)
-        return self._branching.plan(job, seq, n) if n else RestorePlan.nothing()
-
-    def _find(self, job: Job) -> Found:
-        """The live sequence to continue from, or, for a preempted job that had more, the one whose
-        cells its rows can share."""
-        if not job.request.cache_prompt:
-            return NOTHING_FOUND
-        found = self._hooks.of_job(job).find(job)
-        if job.saved is None or found.n >= job.saved.n:
-            return found
-        source, n = self._pool.best_prefix(job.saved.ids, job.saved.scope)
-        if job.saved.state is not None:  # it is restored behind the last row, which is put back
-            n = min(n, job.saved.n - 1)
-        if source is None or not job.saved.can_extend(source, n):
-            return NOTHING_FOUND
-        is_there = n == source.n or self._memory.can_branch(source.id, n)
-        return Found(source, n) if is_there else NOTHING_FOUND
-
-    def n_live_prefix(self, job: Job) -> int:
-        """How many of its tokens the job could continue from now, stored rows not counted."""
-        n = self._hooks.of_job(job).n_live_prefix(job) if job.request.cache_prompt else 0
-        return n if job.saved is None else max(n, job.saved.n)
-
-    def n_shared(self, job: Job) -> int:
-        """How many of the cells that the job needs are cells of running jobs."""
-        if job.n > job.n_cells:  # it evicts tokens, and then has rows of its own
-            return 0
-        found = self._find(job)
-        if found.source is None or not (self._memory.kind.has_rows or found.n == found.source.n):
-            return 0
-        return self._pool.n_busy_cells(found.source, found.n)
 
     # ---- out ------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from towerd.engine.embedded.live.job import Job
 from towerd.engine.embedded.live.pool import LivePool
+from towerd.engine.embedded.restore.branching import FoundLive
 from towerd.engine.embedded.restore.restorer import Restorer
 
 _REPLY_TOKENS = 32
@@ -26,16 +27,16 @@ class Admission:
         self._restorer = restorer
         self._n_ctx = n_ctx
 
-    def can_begin(self, job: Job, active: Iterable[Job]) -> bool:
-        """Whether the cells that the job needs can be had by evicting idle sequences, and are not
-        owed to `active`. A job that is alone may always begin."""
+    def can_begin(self, job: Job, found: FoundLive, active: Iterable[Job]) -> bool:
+        """Whether the cells that the job needs beside what was found live of it can be had by evicting
+        idle sequences, and are not owed to `active`. A job that is alone may always begin."""
         n_busy = self._pool.cells_busy()
         n_owed = sum(self._n_owed(other) for other in active)
         if not n_busy and not n_owed:
             return True
         n_left = self._pool.n_cells - n_busy - n_owed
         n_wanted = self._n_wanted(job)
-        return n_wanted <= n_left or n_wanted - self._restorer.n_shared(job) <= n_left
+        return n_wanted <= n_left or n_wanted - self._restorer.n_shared(job, found) <= n_left
 
     def _n_owed(self, job: Job) -> int:
         """The cells that a running job will need beside those that it holds."""

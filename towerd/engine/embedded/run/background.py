@@ -114,7 +114,7 @@ class Background:
         """The next job that fits into the free cells; those before it end unevaluated."""
         while self._waiting:
             job = self._waiting.popleft()
-            n_new = min(job.n - self._restorer.n_live_prefix(job), job.n_cells)
+            n_new = min(job.n - self._restorer.find(job).n_common, job.n_cells)
             if n_new + _HEADROOM_CELLS <= self._pool.cells_free and self._pool.can_open():
                 return job
             self._finish(job)

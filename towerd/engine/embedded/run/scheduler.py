@@ -21,6 +21,7 @@ from towerd.engine.embedded.context.context import DecodeError, Interrupted, Lla
 from towerd.engine.embedded.context.memory import SequenceMemory
 from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.pool import LivePool
+from towerd.engine.embedded.restore.branching import FoundLive
 from towerd.engine.embedded.restore.exporter import Exporter
 from towerd.engine.embedded.restore.hooks import Hooks
 from towerd.engine.embedded.restore.restorer import Loaded, Restorer, RowsMissing
@@ -226,9 +227,12 @@ class Scheduler:
                 break
             if left_out is not None:
                 n_left -= 1
-            if self.restorer.is_coming(job, self.active):
+            found = self._find(job)
+            if found is None:
+                continue
+            if self.restorer.is_coming(job, found, self.active):
                 self._stalled = True
-            elif self._admission.can_begin(job, self.active) and self._begin(job):
+            elif self._admission.can_begin(job, found, self.active) and self._begin(job, found):
                 if left_out is not None:
                     left_out.n_passed += 1
             elif is_background(job):  # nothing is evicted for it: it would block the queue for ever
@@ -243,17 +247,26 @@ class Scheduler:
         self.waiting.remove(job)
         self._endings.finish(job, "cancelled")
 
-    def _begin(self, job: Job) -> bool:
+    def _find(self, job: Job) -> FoundLive | None:
+        """What is live of a waiting job, which fits into its context from now on; None if it failed."""
+        try:
+            self.hooks.of_job(job).shorten(job, self.n_ctx)
+            return self.restorer.find(job)
+        except TowerdError as error:
+            self.waiting.remove(job)
+            self._endings.fail(job, error)
+            return None
+
+    def _begin(self, job: Job, found: FoundLive) -> bool:
         """Give the job a sequence with its live rows and start loading stored ones. False when no
         sequence is available now."""
         try:
-            self.hooks.of_job(job).shorten(job, self.n_ctx)
             if not job.t_prompt:
                 job.t_prompt = time.monotonic()
                 if job.output is not None:
                     job.output.accept_prompt(job.ids)
             evict = nothing_to_evict if is_background(job) else self.idle.evict_one
-            if not self.restorer.begin(job, job.capacity(self.n_ctx), evict):
+            if not self.restorer.begin(job, found, job.capacity(self.n_ctx), evict):
                 return False
         except TowerdError as error:
             self.waiting.remove(job)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.context.context import Buffer
 from towerd.engine.embedded.live.live_set import BoundedSet
-from towerd.engine.longest_prefix import longest_prefix
+from towerd.engine.live_index import LiveIndex
 from towerd.tokens import Ids, Provenances
 
 
@@ -29,9 +29,16 @@ class Parked:
     live_set: BoundedSet
     blob: Buffer
 
+    rank: ClassVar = (0,)
+    """See `Holder.rank`: below every live sequence."""
+
     @property
     def n(self) -> int:
         return len(self.ids)
+
+    def n_visible(self, scope: str) -> int:
+        """See `Holder.n_visible`."""
+        return self.n if self.scope == scope else 0
 
     @property
     def nbytes(self) -> int:
@@ -41,8 +48,10 @@ class Parked:
 class ParkedTowers:
     """The most recently used chats, within `bytes_max`."""
 
-    def __init__(self, bytes_max: int) -> None:
+    def __init__(self, bytes_max: int, index: LiveIndex[Any]) -> None:
+        """index: where they register"""
         self.bytes_max = bytes_max
+        self._index = index
         self.nbytes = 0
         self._by_age: list[Parked] = []
         """The most recently used is last."""
@@ -55,30 +64,20 @@ class ParkedTowers:
         if parked.nbytes > self.bytes_max:
             return
         self._by_age.append(parked)
+        self._index.add(parked)
         self.nbytes += parked.nbytes
         while self.nbytes > self.bytes_max:
-            self.nbytes -= self._by_age.pop(0).nbytes
-
-    def best(self, ids: Ids, scope: str, budget: LiveBudget) -> tuple[Parked | None, int]:
-        """The chat of this budget that shares the longest prefix with `ids` and can continue from
-        it, and the prefix's length; among equals the most recently used."""
-
-        def n_shared(each: Parked) -> int:
-            return each.n if each.scope == scope and each.live_set.budget == budget else 0
-
-        def n_usable(each: Parked, n: int) -> int:
-            return n if each.live_set.can_continue_from(n) else 0
-
-        return longest_prefix(reversed(self._by_age), ids, n_shared, n_usable)
+            self.take(self._by_age[0])
 
     def clear(self) -> None:
         """Drop all chats."""
-        self._by_age.clear()
-        self.nbytes = 0
+        for parked in list(self._by_age):
+            self.take(parked)
 
     def take(self, parked: Parked) -> None:
-        """Remove a chat that is about to become live."""
+        """Remove a chat, which is about to become live or has no room."""
         self._by_age.remove(parked)
+        self._index.remove(parked)
         self.nbytes -= parked.nbytes
 
     def __iter__(self) -> Iterator[Parked]:
