@@ -38,8 +38,7 @@ BELOW_ALL = {"model.gguf_keys"}
 INNER_LAYERS = {
     "engine": (
         {"embedded", "llama_server"},
-        {"opened_engine"},
-        {"base", "live_index", "text_limit"},
+        {"base", "live_index"},
     ),
     "engine.embedded": (
         {"opening"},
@@ -51,7 +50,6 @@ INNER_LAYERS = {
         {"restore"},
         {"live"},
         {"context"},
-        {"model"},
     ),
     "models": (
         {"listing"},

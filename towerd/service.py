@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 from towerd.cold import Coding, ColdTier, check_codec_model, vocabulary_source
-from towerd.engine.base import LiveBudget
-from towerd.engine.opened_engine import EngineT, OpenedEngine
+from towerd.engine.base import EngineT, LiveBudget, OpenedEngine
 from towerd.policy.factory import load_predictor
 from towerd.search.search import Search, open_search
 from towerd.sessions.recorder import TurnRecorder

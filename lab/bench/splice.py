@@ -19,17 +19,15 @@ from towerd.cli.bench.harness.report import Report
 from towerd.cli.output import progress_bar, show_table
 from towerd.engine.embedded.calibration.calibrate import calibration_text
 from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS
-from towerd.engine.embedded.calibration.scratch import Scratch, other_shapes
+from towerd.engine.embedded.calibration.scratch import Scratch, SteppedSequence, other_shapes
 from towerd.engine.embedded.calibration.splice_meter import (
     SpliceCase,
     SpliceMeter,
-    SteppedSequence,
     choose,
-    head_of,
     make_cases,
 )
-from towerd.engine.embedded.context.attention import flash_attention
 from towerd.engine.embedded.context.context import LlamaContext
+from towerd.engine.embedded.context.core import flash_attention
 from towerd.engine.embedded.restore.splice import rope_of
 from towerd.errors import ConfigError
 from towerd.model.llama_model import LlamaModel
@@ -39,6 +37,7 @@ from towerd.settings.config import Config
 from towerd.slots.blob import emit_blob
 from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows
+from towerd.store.tree.module import Spans
 from towerd.tiers.formats.calibration import BOUNDS, DriftSample, bound_of
 from towerd.tiers.formats.interval import interval
 from towerd.tokens import Ids
@@ -257,6 +256,12 @@ class Bench:
             line.cut(len(case.before))
         line.cut(0)
         return best
+
+
+def head_of(n: int, percent: float) -> Spans:
+    """The first `percent` of `n` tokens."""
+    stop = round(n * percent / 100)
+    return ((0, stop),) if stop else ()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 from oracle import ask, check_integrity
 from services import OpenService
 
-from towerd.engine.embedded.run import idle
+from towerd.engine.embedded.run import cell_room
 from towerd.errors import TowerdError
 
 
@@ -42,7 +42,7 @@ async def test_idle_sequences_make_room_for_speed(
     service_on: OpenService, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a request runs idle rows leave the context; they come back from RAM, unchanged."""
-    monkeypatch.setattr(idle, "IDLE_CELLS_MAX", 64)
+    monkeypatch.setattr(cell_room, "IDLE_CELLS_MAX", 64)
     async with service_on(tiny_model) as service:
         first = await ask(service, _prompt(100, 1), 8)
         await ask(service, _prompt(100, 2), 8)

@@ -23,7 +23,7 @@ from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.longchat.budgets import Budgets
 from towerd.engine.embedded.restore import splice
 from towerd.engine.embedded.restore.branching import FoundLive
-from towerd.engine.embedded.run.inbox import Inbox
+from towerd.engine.embedded.run.background import Inbox
 from towerd.engine.live_index import LiveIndex
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model

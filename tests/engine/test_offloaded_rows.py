@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from random_rows import HEAD_SIZE, N_KV, N_LAYER, random_rows
 from unnamed import HAS_PROC, unnamed_files
 
-from towerd.engine.embedded.live.keys import keys_of
 from towerd.engine.embedded.live.offloaded_rows import (
     OffloadedKeys,
     OffloadedRows,
     Pages,
     RowChunk,
+    keys_of,
 )
 from towerd.engine.embedded.live.pages import PageFile, PagesLost
 from towerd.slots.rows import KVRows

@@ -73,7 +73,7 @@ async def _step(
 ) -> None:
     if kind == "evict":
         await asyncio.wrap_future(
-            service.engine.scheduler.call(service.engine.scheduler.idle.evict_one)
+            service.engine.scheduler.call(service.engine.scheduler.room.evict_one)
         )
     elif kind == "forget":
         for node in service.store.nodes()[pick % 3 :: 3]:

@@ -200,7 +200,7 @@ def preempting(
         def tell(job: Job, loaded: Any) -> None:
             nonlocal n_pieces
             n_pieces += 1
-            if n_pieces == 2 or getattr(loaded, "state", None) is not None:
+            if n_pieces == 2 or getattr(loaded, "checkpoint", None) is not None:
                 scheduler.call(lambda: preempt(job))
             on_loaded(job, loaded)
 
@@ -326,7 +326,7 @@ async def test_a_turn_that_fails_takes_no_other_with_it(
     """It continued in the sequence of a turn before it, whose rows were not stored yet."""
     async with service_on(model, **FULL) as service:
         scheduler, restorer = service.engine.scheduler, service.engine.parts.restorer
-        monkeypatch.setattr(scheduler.idle, "export_one", lambda: False)
+        monkeypatch.setattr(scheduler.room, "export_one", lambda: False)
         first = message(300, 7)
         reply = (await ask(service, first, 4)).ids
         second = first + reply + message(20, 8)

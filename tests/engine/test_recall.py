@@ -12,8 +12,8 @@ from services import EmbeddedService, OpenService
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.context.context import LlamaContext
 from towerd.engine.embedded.context.taps import Taps
-from towerd.engine.embedded.live.keys import keys_of
 from towerd.engine.embedded.live.live_set import EVERYTHING, BoundedSet
+from towerd.engine.embedded.live.offloaded_rows import keys_of
 from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.longchat.budgets import bounded
 from towerd.engine.embedded.longchat.recall import QUERY_TOKENS_MAX, Recall, RecallLimits, served

@@ -17,10 +17,9 @@ from services import EmbeddedService, OpenService
 from towerd.engine.base import GenerateRequest, LiveBudget, Progress
 from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.live_set import BoundedSet, Observed
-from towerd.engine.embedded.longchat import indexing
-from towerd.engine.embedded.longchat.indexing import Indexer
+from towerd.engine.embedded.longchat import recall
 from towerd.engine.embedded.longchat.observer import QUERIES_MAX
-from towerd.engine.embedded.longchat.recall import QUERY_TOKENS_MAX
+from towerd.engine.embedded.longchat.recall import QUERY_TOKENS_MAX, Indexer
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
 from towerd.retention import can_recall
@@ -371,7 +370,7 @@ def test_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 
             return super().submit(late)
 
-    monkeypatch.setattr(indexing, "ThreadPoolExecutor", Threads)
+    monkeypatch.setattr(recall, "ThreadPoolExecutor", Threads)
     indexer, budget = Indexer(4, 1), LiveBudget("icecache", 64)
     chats = [(BoundedSet.whole(budget, 0, 512), i) for i in range(2)]
     with indexer.beside(chats):

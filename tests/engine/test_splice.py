@@ -31,8 +31,7 @@ from waiting import until_async
 from towerd.drift import Drift
 from towerd.engine.base import GenerateRequest
 from towerd.engine.embedded.calibration.measure import log_softmax
-from towerd.engine.embedded.calibration.scratch import Scratch
-from towerd.engine.embedded.calibration.splice_meter import SteppedSequence
+from towerd.engine.embedded.calibration.scratch import Scratch, SteppedSequence
 from towerd.errors import NotSupported
 from towerd.store.tree.module import Spans
 from towerd.tokens import Ids, Provenance

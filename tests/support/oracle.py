@@ -17,8 +17,8 @@ import numpy.typing as npt
 from services import EmbeddedService
 
 from towerd.engine.base import Finish, GenerateRequest, Piece
-from towerd.engine.embedded.context.attention import flash_attention
 from towerd.engine.embedded.context.context import LlamaContext
+from towerd.engine.embedded.context.core import flash_attention
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.engine.embedded.live.job import Job
 from towerd.engine.embedded.live.live_set import BoundedSet

@@ -9,8 +9,8 @@ from oracle import Answer, Oracle, ask, settle, some_ids
 from services import EmbeddedService
 
 from towerd.engine.embedded.calibration.measure import log_softmax
-from towerd.engine.embedded.calibration.scratch import Scratch
-from towerd.engine.embedded.calibration.splice_meter import SpliceMeter, SteppedSequence
+from towerd.engine.embedded.calibration.scratch import Scratch, SteppedSequence
+from towerd.engine.embedded.calibration.splice_meter import SpliceMeter
 from towerd.engine.embedded.restore.splice import rope_of
 from towerd.store import Base, Module
 from towerd.store.tree.module import Spans

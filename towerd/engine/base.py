@@ -6,17 +6,20 @@ one-dimensional int32 arrays (`Ids`).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from towerd.drift import Drift
+from towerd.errors import TooLarge
 from towerd.slots.fingerprint import Fingerprint
+from towerd.store import Node, Store
 from towerd.store.tree.module import Module
+from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids
 
 if TYPE_CHECKING:  # only the embedded engine needs llama.cpp in this process
@@ -435,3 +438,34 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Finish or cancel running requests, write rows that are not stored yet, free the model."""
         ...
+
+
+EngineT = TypeVar("EngineT")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedEngine(Generic[EngineT]):
+    """The result of opening an engine. The context manager that opened it closes it."""
+
+    engine: EngineT
+    store: Store
+    tiers: Tiers
+    forget: Callable[[Sequence[Node]], None]
+    """Called with the segments of a session that was frozen, on another thread than the loop's."""
+    has_checkpoint: Callable[[Node], bool] | None = None
+    """Whether a state checkpoint is at a segment's end, asked under the store's lock; None: the
+    model resumes from any row."""
+    is_quiet: Callable[[], bool] | None = None
+    """Whether the engine is idle or only decodes; None: it has no background requests, so nothing
+    is evaluated or fetched ahead."""
+    anticipate_tokens_max: int = 0
+    """Tokens that may be evaluated ahead of a chat's next turn."""
+
+
+def check_text(text: str, bytes_max: int) -> None:
+    """Raises TooLarge: tokenizing takes many times the bytes of a text."""
+    # Encoding it to know its bytes would block the event loop.
+    if len(text) > bytes_max:
+        raise TooLarge(
+            f"The text has {len(text)} characters; at most {bytes_max} bytes are tokenized at once"
+        )

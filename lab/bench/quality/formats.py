@@ -26,10 +26,9 @@ from towerd.engine.embedded.calibration.calibrate import (
 from towerd.engine.embedded.calibration.measure import Measurer
 from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS, WINDOW_TOKENS_MAX
 from towerd.engine.embedded.calibration.scratch import Scratch
-from towerd.engine.embedded.context.attention import flash_attention
 from towerd.engine.embedded.context.context import LlamaContext
-from towerd.engine.embedded.context.core import why_not_spliceable
-from towerd.engine.embedded.context.memory_kinds import open_memory
+from towerd.engine.embedded.context.core import flash_attention, why_not_spliceable
+from towerd.engine.embedded.context.memory import open_memory
 from towerd.engine.embedded.context.taps import Taps
 from towerd.errors import ConfigError, NotSupported, TowerdError
 from towerd.kernels.formats import STORED_FORMATS

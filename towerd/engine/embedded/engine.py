@@ -23,17 +23,16 @@ from towerd.engine.base import (
     ModuleMaker,
     SlotView,
     Started,
+    check_text,
 )
 from towerd.engine.embedded.calibration.calibrate import Calibrator
 from towerd.engine.embedded.calibration.modules import EmbeddedModules
-from towerd.engine.embedded.context.core import Core
+from towerd.engine.embedded.context.core import Core, open_wire
 from towerd.engine.embedded.context.embedding import Embedder
-from towerd.engine.embedded.context.wire_model import open_wire
 from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.parts import assemble
 from towerd.engine.embedded.run.scheduler import Scheduler
 from towerd.engine.embedded.run.speculation import Speculator, open_speculation
-from towerd.engine.text_limit import check_text
 from towerd.errors import (
     ConfigError,
     ContextExceeded,
@@ -264,7 +263,7 @@ class EmbeddedEngine:
             "state_cut": self.core.memory.kind.cut,
             "busy_slots_per_decode": scheduler.counters["sequences_decoded"]
             / max(1, scheduler.counters["decode_steps"]),
-            "exports": scheduler.idle.n_exports,
+            "exports": scheduler.room.n_exports,
             "tokens_spliced": self.parts.splicer.n_spliced,
             **self.budgets.stats(),
             **scheduler.speculator.stats(),
@@ -284,7 +283,7 @@ class EmbeddedEngine:
 
     def is_busy(self) -> bool:
         """Whether requests run or wait. May be called by any thread."""
-        return bool(self.scheduler.active or self.scheduler.waiting)
+        return self.scheduler.is_busy
 
     async def settle(self) -> None:
         """Wait until every recorded row of an idle sequence has been exported."""

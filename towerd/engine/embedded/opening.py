@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import cast
 
+from towerd.engine.base import OpenedEngine
 from towerd.engine.embedded.context.core import Core, load_core
 from towerd.engine.embedded.engine import EmbeddedEngine
-from towerd.engine.opened_engine import OpenedEngine
 from towerd.model.tokenizer_rules import check_tokenizer, keep_vocabulary, tokenizer_rules
 from towerd.model.weights_check import WeightsCheck
 from towerd.settings.config import Config, pinned_bytes

@@ -12,7 +12,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from towerd.engine.base import Embeds, GenerateRequest, Kept, ModelInfo, ModuleMaker, SlotView
+from towerd.engine.base import (
+    Embeds,
+    GenerateRequest,
+    Kept,
+    ModelInfo,
+    ModuleMaker,
+    SlotView,
+    check_text,
+)
 from towerd.engine.llama_server.generation import LlamaServerGeneration
 from towerd.engine.llama_server.process.availability import Availability
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
@@ -31,7 +39,6 @@ from towerd.engine.llama_server.slots.slot_lease import SlotLease
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
 from towerd.engine.llama_server.slots.unpinned_request import UnpinnedRequest
-from towerd.engine.text_limit import check_text
 from towerd.errors import ContextExceeded, InvalidRequest, TowerdError, Unavailable
 from towerd.model.request_body import encode
 from towerd.settings.config import Config

@@ -9,10 +9,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import cast
 
+from towerd.engine.base import OpenedEngine
 from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.engine.llama_server.process.backend import LlamaServerBackend, open_backend
 from towerd.engine.llama_server.process.description import ModelDescription, describe, first_model
-from towerd.engine.opened_engine import OpenedEngine
 from towerd.model.tokenizer_rules import check_tokenizer, keep_vocabulary, tokenizer_rules
 from towerd.settings.config import Config, pinned_bytes
 from towerd.store import Catalog, Node, Store

@@ -155,7 +155,7 @@ class Calibrator:
         idle_since, seen = time.monotonic(), -1
         while not (self._stop.is_set() or self._asked):
             n_decoded = self._scheduler.counters["tokens_decoded"]
-            if self._is_busy() or n_decoded != seen:
+            if self._scheduler.is_busy or n_decoded != seen:
                 idle_since, seen = time.monotonic(), n_decoded
             elif time.monotonic() - idle_since >= self._idle_s:
                 return True
@@ -228,24 +228,11 @@ class Calibrator:
     def _step(self, work: Callable[[], T], n_cells: int) -> T:
         """Run `work` on the inference thread as soon as it is free. Raises _CalibrationStopped."""
         while not self._stop.is_set():
-            answer = self._scheduler.call(lambda: self._if_idle(work, n_cells)).result()
+            answer = self._scheduler.call_with_room(work, n_cells, if_idle=True).result()
             if answer:
-                return answer[0]  # type: ignore[no-any-return]
+                return answer[0]
             self._stop.wait(_BUSY_S)
         raise _CalibrationStopped
-
-    def _if_idle(self, work: Callable[[], T], n_cells: int) -> tuple[T] | None:
-        """Run `work` on the inference thread; None while requests run or need the cells."""
-        if self._is_busy():
-            return None
-        # Idle chats are evicted, as they would be for a request: their rows stay in RAM.
-        while self._scheduler.pool.cells_free < n_cells:
-            if not self._scheduler.idle.evict_one():
-                return None
-        return (work(),)
-
-    def _is_busy(self) -> bool:
-        return bool(self._scheduler.active or self._scheduler.waiting)
 
 
 def _why_off(core: Core, fidelity: str, forced: bool) -> str:

@@ -11,7 +11,6 @@ floor is what another shape changes over the same native rows.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,20 +19,16 @@ import numpy.typing as npt
 
 from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS, Continuation, MeasurePlan
 from towerd.engine.embedded.calibration.scratch import (
-    BATCH_TOKENS,
     BatchShape,
-    Evaluated,
     Logits,
-    Pace,
     RunStep,
     Scratch,
+    SteppedSequence,
     other_shapes,
     run_now,
 )
-from towerd.engine.embedded.context.context import Buffer
-from towerd.slots.blob import emit_blob
 from towerd.slots.layout import KVLayout
-from towerd.slots.rows import KVRows, join
+from towerd.slots.rows import KVRows
 from towerd.tiers.formats.calibration import (
     ALL_NATIVE,
     DriftSample,
@@ -71,18 +66,11 @@ class Measurer:
         self.scratch = scratch
         self.plan = plan
         self.progress = progress
-        self._run_step = run_step
-        self._step_s = step_s
-        n_batch = len(scratch.context.batch.token)
-        self._n_max = min(NEXT_TOKENS, n_batch)
-        width = min(BATCH_TOKENS, n_batch)
-        self._shape = BatchShape(f"batches of {width}", width)
-        self._paces: dict[BatchShape, Pace] = {}
+        self._line = SteppedSequence(scratch, run_step=run_step, step_s=step_s)
         self._rows: dict[int, KVRows] = {}
         self._samples: dict[Table, list[DriftSample]] = {ALL_NATIVE: []}
         self._noise: list[DriftSample] = []
-        self._noisiest = self._shape
-        self._probed: dict[str, float] = {}
+        self._probed: dict[BatchShape, float] = {}
 
     @property
     def n_max(self) -> int:
@@ -99,18 +87,17 @@ class Measurer:
 
     def prepare(self) -> None:
         """Evaluate the windows and keep their native rows. Raises TowerdError."""
-        pace = Pace(self._step_s, self._n_max)
         for window in sorted({c.window for c in self.plan.continuations}):
-            ids = self.plan.windows[window]
             n = max(c.p for c in self.plan.continuations if c.window == window)
-            parts: list[KVRows] = []
-            while (p := parts[-1].p1 if parts else 0) < n:
-                chunk = ids[p : min(n, p + pace.n)]
-                found = self._evaluate(parts, p, chunk, pace, logits=False, rows=True)
-                assert found.rows is not None
-                parts.append(found.rows)
-                self.progress(len(chunk))
-            self._rows[window] = join(parts).copy()
+            self._line.parts = []
+            for n_done in self._line.steps(self.plan.windows[window][:n]):
+                self.progress(n_done)
+            self._rows[window] = self._line.rows(0, n).copy()
+
+    @property
+    def _noisiest(self) -> BatchShape:
+        """The shape that disturbs most."""
+        return max(self._probed, key=lambda shape: self._probed[shape])
 
     def floor(self, n: int) -> Floor:
         """The model's noise on the first `n` continuations, in the shape that disturbs most."""
@@ -118,7 +105,8 @@ class Measurer:
         noise = self._noise[:n]
         kl, ci = interval([sample.kl for sample in noise])
         top1 = float(np.mean([sample.top1 for sample in noise]))
-        return Floor(kl, ci, top1, self._noisiest.name, dict(self._probed), NEXT_TOKENS * n)
+        probed = {shape.name: each for shape, each in self._probed.items()}
+        return Floor(kl, ci, top1, self._noisiest.name, probed, NEXT_TOKENS * n)
 
     def costs(self, tables: Sequence[Table], n: int) -> list[FormatCost]:
         """The cost of each table on the first `n` continuations."""
@@ -154,7 +142,7 @@ class Measurer:
                     samples[table].append(compare(native, logits, targets))
 
     def _probe(self) -> None:
-        """Find the shape that disturbs most."""
+        """Measure how much each other shape disturbs, on a few continuations."""
         continuations = self.plan.continuations[:_PROBES]
         shapes = other_shapes(self.scratch.context)
         kl = dict.fromkeys(shapes, 0.0)
@@ -162,8 +150,7 @@ class Measurer:
             native = self.native(continuation)
             for shape in shapes:
                 kl[shape] += self._disturbed(continuation, native, shape).kl / len(continuations)
-        self._noisiest = max(kl, key=lambda shape: kl[shape])
-        self._probed = {shape.name: each for shape, each in kl.items()}
+        self._probed = kl
 
     def _disturbed(
         self, continuation: Continuation, native: LogProbs, shape: BatchShape
@@ -185,46 +172,11 @@ class Measurer:
         self, continuation: Continuation, parts: Sequence[KVRows], shape: BatchShape | None = None
     ) -> Logits:
         """float32[NEXT_TOKENS, n_vocab] of the continuation after these rows of the prefix."""
-        shape = shape or self._shape
-        pace = self._paces.setdefault(shape, Pace(self._step_s, self._n_max, shape.width))
-        rows = list(parts)
-        ids = self.plan.windows[continuation.window]
-        found, p, end = [], continuation.p, continuation.p + NEXT_TOKENS
-        while p < end:
-            stop = min(end, p + pace.n)
-            piece = self._evaluate(rows, p, ids[p:stop], pace, shape, logits=True, rows=stop < end)
-            assert piece.logits is not None
-            found.append(piece.logits)
-            if piece.rows is not None:
-                rows.append(piece.rows)
-            p = stop
+        self._line.parts = list(parts)
+        ids, p = self.plan.windows[continuation.window], continuation.p
+        found = self._line.logits(ids[p : p + NEXT_TOKENS], shape)
         self.progress(NEXT_TOKENS)
-        return np.concatenate(found)
-
-    def _evaluate(
-        self,
-        parts: Sequence[KVRows],
-        p: int,
-        ids: Ids,
-        pace: Pace,
-        shape: BatchShape | None = None,
-        *,
-        logits: bool,
-        rows: bool,
-    ) -> Evaluated:
-        blob: Buffer | None = None
-        if parts:
-            v_trans = self.scratch.context.v_trans
-            native = parts[-1].layout  # the last rows of a prefix are never stored ones
-            blob = np.asarray(emit_blob(parts, layout=native, v_trans=v_trans))
-
-        def work() -> Evaluated:
-            started = time.monotonic()
-            found = self.scratch.evaluate(blob, p, ids, logits=logits, rows=rows, shape=shape)
-            pace.learn(len(ids), time.monotonic() - started)
-            return found
-
-        return self._run_step(work, p + len(ids))
+        return found
 
 
 def compare(native: LogProbs, logits: Logits, targets: Ids | None = None) -> DriftSample:

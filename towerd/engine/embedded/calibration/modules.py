@@ -12,11 +12,9 @@ import numpy as np
 
 from towerd.drift import Drift
 from towerd.engine.embedded.calibration.calibrate import calibration_text
-from towerd.engine.embedded.calibration.scratch import Scratch, other_shapes
+from towerd.engine.embedded.calibration.scratch import Scratch, SteppedSequence, other_shapes
 from towerd.engine.embedded.calibration.splice_meter import (
-    MeasuredSequence,
     SpliceMeter,
-    SteppedSequence,
     choose,
     make_cases,
 )
@@ -83,7 +81,7 @@ class EmbeddedModules:
             def step(work: Callable[[], T], n_cells: int) -> T:
                 return self._step(work, n_cells, given_up)
 
-            def line() -> MeasuredSequence:
+            def line() -> SteppedSequence:
                 return SteppedSequence(scratch, run_step=step, step_s=_STEP_S)
 
             rot_k = core.info.fingerprint.rot_k
@@ -101,18 +99,11 @@ class EmbeddedModules:
         """Run `work` on the inference thread once `n_cells` cells are free. Raises Unavailable
         when the daemon closes or the caller no longer waits for the result."""
         while not (self._stop.is_set() or given_up.is_set()):
-            answer = self._scheduler.call(lambda: self._if_room(work, n_cells)).result()
+            answer = self._scheduler.call_with_room(work, n_cells).result()
             if answer:
-                return answer[0]  # type: ignore[no-any-return]
+                return answer[0]
             self._stop.wait(_WAIT_S)
         raise Unavailable("The measurement of a module was ended; precache it again.")
-
-    def _if_room(self, work: Callable[[], T], n_cells: int) -> tuple[T] | None:
-        """Run `work` on the inference thread; None while requests hold the cells."""
-        while self._scheduler.pool.cells_free < n_cells:
-            if not self._scheduler.idle.evict_one():
-                return None
-        return (work(),)
 
 
 def within(meter: SpliceMeter, percent: float, fidelity: str) -> tuple[Spans, DriftSample]:

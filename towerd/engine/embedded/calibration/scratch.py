@@ -1,9 +1,14 @@
-"""Scratch: a sequence in which measurements are evaluated, in small steps and chosen batches."""
+"""Scratch: a sequence in which measurements are evaluated, in small steps and chosen batches.
+
+A `SteppedSequence` keeps its rows in RAM and is in the context during a step alone, so that between
+two of them the context is free for others.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -12,8 +17,8 @@ import numpy.typing as npt
 
 from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS
 from towerd.engine.embedded.context.context import Buffer, LlamaContext
-from towerd.slots.blob import parse_blob
-from towerd.slots.rows import KVRows
+from towerd.slots.blob import emit_blob, parse_blob
+from towerd.slots.rows import KVRows, join
 from towerd.tokens import Ids
 
 Logits = npt.NDArray[np.float32]
@@ -139,3 +144,93 @@ class Pace:
         if not math.isinf(self.step_s):
             n = int(self.step_s * n_tokens / max(seconds, 1e-9))
             self.n = min(self.n_max, max(self.unit, n // self.unit * self.unit))
+
+
+class SteppedSequence:
+    """A sequence that grows at its end, evaluated step by step. Methods raise TowerdError."""
+
+    def __init__(
+        self, scratch: Scratch, *, run_step: RunStep = run_now, step_s: float = math.inf
+    ) -> None:
+        """run_step: decides when a step runs: at once, or when the daemon is idle; step_s: how long
+        one may take"""
+        self.parts: list[KVRows] = []
+        """Its rows, the last of them native."""
+        self._scratch = scratch
+        self._run_step = run_step
+        self._step_s = step_s
+        self._n_batch = len(scratch.context.batch.token)
+        self._pace = Pace(step_s, self._n_batch)
+        self._paces: dict[BatchShape, Pace] = {}
+
+    @property
+    def n(self) -> int:
+        """Tokens in it."""
+        return self.parts[-1].p1 if self.parts else 0
+
+    def decode(self, ids: Ids) -> None:
+        """Evaluate `ids`."""
+        for _ in self.steps(ids):
+            pass
+
+    def steps(self, ids: Ids) -> Iterable[int]:
+        """Evaluate `ids`; yields how many tokens each step had."""
+        while len(ids):
+            step, ids = ids[: self._pace.n], ids[self._pace.n :]
+            rows = self._evaluate(self.parts, step, self._pace, rows=True).rows
+            assert rows is not None
+            self.parts.append(rows.copy())
+            yield len(step)
+
+    def logits(self, ids: Ids, shape: BatchShape | None = None) -> Logits:
+        """float32[n, n_vocab] of `ids` after it, in batches of BATCH_TOKENS unless `shape` says
+        otherwise; it has the same tokens afterwards."""
+        shape = shape or BatchShape("", min(BATCH_TOKENS, self._n_batch))
+        # Logits of many tokens at once would take more memory than everything else.
+        n_max = min(NEXT_TOKENS, self._n_batch)
+        pace = self._paces.setdefault(shape, Pace(self._step_s, n_max, shape.width))
+        parts, found = list(self.parts), []
+        while len(ids):
+            step, ids = ids[: pace.n], ids[pace.n :]
+            done = self._evaluate(parts, step, pace, shape, logits=True, rows=len(ids) > 0)
+            assert done.logits is not None
+            found.append(done.logits)
+            parts += [done.rows] if done.rows is not None else []
+        return np.concatenate(found)
+
+    def append(self, rows: KVRows) -> None:
+        """Add rows, the first at position `n`."""
+        self.parts.append(rows)
+
+    def rows(self, p0: int, p1: int) -> KVRows:
+        """The rows of positions [p0, p1)."""
+        inside = [part for part in self.parts if part.p0 < p1 and p0 < part.p1]
+        return join([part.slice(p0, p1) for part in inside])
+
+    def cut(self, n: int) -> None:
+        """Keep the first `n` tokens."""
+        self.parts = [part.slice(0, n) for part in self.parts if part.p0 < n]
+
+    def _evaluate(
+        self,
+        parts: Sequence[KVRows],
+        ids: Ids,
+        pace: Pace,
+        shape: BatchShape | None = None,
+        *,
+        logits: bool = False,
+        rows: bool,
+    ) -> Evaluated:
+        """One step: `ids` after the rows of `parts`."""
+        p, blob = parts[-1].p1 if parts else 0, None
+        if parts:
+            v_trans, native = self._scratch.context.v_trans, parts[-1].layout
+            blob = np.asarray(emit_blob(parts, layout=native, v_trans=v_trans))
+
+        def work() -> Evaluated:
+            started = time.monotonic()
+            done = self._scratch.evaluate(blob, p, ids, logits=logits, rows=rows, shape=shape)
+            pace.learn(len(ids), time.monotonic() - started)
+            return done
+
+        return self._run_step(work, p + len(ids))

@@ -7,8 +7,6 @@ the model's noise floor: the text after the module, over the same rows, in anoth
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,22 +16,12 @@ import numpy.typing as npt
 
 from towerd.engine.embedded.calibration.measure import LogProbs, compare, log_softmax
 from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS
-from towerd.engine.embedded.calibration.scratch import (
-    BATCH_TOKENS,
-    BatchShape,
-    Evaluated,
-    Logits,
-    Pace,
-    RunStep,
-    Scratch,
-    run_now,
-)
+from towerd.engine.embedded.calibration.scratch import BatchShape, SteppedSequence
 from towerd.engine.embedded.restore.splice import complement
 from towerd.errors import InvalidRequest
 from towerd.kernels import dispatch
-from towerd.slots.blob import emit_blob
 from towerd.slots.rope import Rope
-from towerd.slots.rows import KVRows, join
+from towerd.slots.rows import KVRows
 from towerd.slots.shift import shift
 from towerd.store.tree.module import Spans
 from towerd.tiers.formats.calibration import DriftSample
@@ -50,107 +38,14 @@ _BEFORE_TOKENS_MIN = 16
 
 
 class GrowingSequence(Protocol):
-    """A sequence that grows at its end."""
+    """See `SteppedSequence`; the laboratory has another that stays in the context."""
 
     @property
-    def n(self) -> int:
-        """Tokens in it."""
-        ...
+    def n(self) -> int: ...
 
-    def decode(self, ids: Ids) -> object:
-        """Evaluate `ids`."""
-        ...
+    def decode(self, ids: Ids) -> object: ...
 
-    def append(self, rows: KVRows) -> None:
-        """Add rows, the first at position `n`."""
-        ...
-
-
-class MeasuredSequence(GrowingSequence, Protocol):
-    """A sequence that also returns its rows and logits."""
-
-    def logits(self, ids: Ids, shape: BatchShape | None = None) -> Logits:
-        """Evaluate `ids`, in batches of BATCH_TOKENS unless `shape` says otherwise;
-        float32[n, n_vocab]."""
-        ...
-
-    def rows(self, p0: int, p1: int) -> KVRows:
-        """The rows of positions [p0, p1)."""
-        ...
-
-    def cut(self, n: int) -> None:
-        """Keep the first `n` tokens."""
-        ...
-
-
-class SteppedSequence:
-    """A MeasuredSequence whose rows are in RAM. It is evaluated in small steps (`Scratch`), so that
-    between two of them the context is free for others."""
-
-    def __init__(
-        self, scratch: Scratch, *, run_step: RunStep = run_now, step_s: float = math.inf
-    ) -> None:
-        self._scratch = scratch
-        self._run_step = run_step
-        self._n_max = len(scratch.context.batch.token)
-        self._pace = Pace(step_s, self._n_max)
-        self._step_s = step_s
-        self._parts: list[KVRows] = []
-
-    @property
-    def n(self) -> int:
-        return self._parts[-1].p1 if self._parts else 0
-
-    def decode(self, ids: Ids) -> None:
-        at = 0
-        while at < len(ids):
-            part = ids[at : at + self._pace.n]
-            self._evaluate(part, self._pace)
-            at += len(part)
-
-    def logits(self, ids: Ids, shape: BatchShape | None = None) -> Logits:
-        shape = shape or BatchShape("", min(BATCH_TOKENS, self._n_max))
-        # Logits of many tokens at once would take more memory than everything else.
-        pace = Pace(self._step_s, min(NEXT_TOKENS, self._n_max), shape.width)
-        found: list[Logits] = []
-        at = 0
-        while at < len(ids):
-            part = ids[at : at + pace.n]
-            done = self._evaluate(part, pace, shape)
-            assert done is not None
-            found.append(done)
-            at += len(part)
-        return np.concatenate(found)
-
-    def append(self, rows: KVRows) -> None:
-        self._parts.append(rows)
-
-    def rows(self, p0: int, p1: int) -> KVRows:
-        inside = [part for part in self._parts if part.p0 < p1 and p0 < part.p1]
-        return join([part.slice(p0, p1) for part in inside])
-
-    def cut(self, n: int) -> None:
-        self._parts = [part.slice(0, n) for part in self._parts if part.p0 < n]
-
-    def _evaluate(self, ids: Ids, pace: Pace, shape: BatchShape | None = None) -> Logits | None:
-        """Evaluate a step; with a shape it returns logits."""
-        p, blob = self.n, None
-        if self._parts:
-            v_trans = self._scratch.context.v_trans
-            blob = np.asarray(emit_blob(self._parts, v_trans=v_trans))
-
-        def work() -> Evaluated:
-            started = time.monotonic()
-            done = self._scratch.evaluate(
-                blob, p, ids, logits=shape is not None, rows=True, shape=shape
-            )
-            pace.learn(len(ids), time.monotonic() - started)
-            return done
-
-        done = self._run_step(work, p + len(ids))
-        assert done.rows is not None
-        self._parts.append(done.rows.copy())
-        return done.logits
+    def append(self, rows: KVRows) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +60,7 @@ class SpliceCase:
 class _Measured:
     """One case after full prefill; its line is cut back to where the module begins."""
 
-    line: MeasuredSequence
+    line: SteppedSequence
     case: SpliceCase
     native: LogProbs
 
@@ -175,7 +70,7 @@ class SpliceMeter:
 
     def __init__(
         self,
-        new_line: Callable[[], MeasuredSequence],
+        new_line: Callable[[], SteppedSequence],
         rope: Rope,
         *,
         rot_k: bool,
@@ -219,12 +114,9 @@ class SpliceMeter:
         """The model's noise on the tokens that the cost is measured on."""
         return _mean(self._noise)
 
-    def _disturbed(self, line: MeasuredSequence, case: SpliceCase, native: LogProbs) -> DriftSample:
+    def _disturbed(self, line: SteppedSequence, case: SpliceCase, native: LogProbs) -> DriftSample:
         """The change that another shape makes; the first case decides which shape is used."""
-        found = {}
-        for shape in self._shapes:
-            line.cut(line.n - len(case.after))
-            found[shape] = compare(native, line.logits(case.after, shape))
+        found = {shape: compare(native, line.logits(case.after, shape)) for shape in self._shapes}
         if not found:
             return DriftSample(0.0, 1.0, 0.0)
         noisiest = max(found, key=lambda shape: found[shape].kl)
@@ -299,12 +191,6 @@ def choose(found: Deviation, percent: float) -> Spans:
             break
     edges = np.flatnonzero(np.diff(np.concatenate([[False], taken]).astype(np.int8)))
     return tuple((int(a), int(b)) for a, b in edges.reshape(-1, 2))
-
-
-def head_of(n: int, percent: float) -> Spans:
-    """The first `percent` of `n` tokens."""
-    stop = round(n * percent / 100)
-    return ((0, stop),) if stop else ()
 
 
 def make_cases(text: Ids, head: Ids, n_module: int, n_ctx: int) -> list[SpliceCase]:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from towerd.engine.embedded.context.adapters import Adapted, adapt
 from towerd.engine.embedded.context.taps import Taps
 from towerd.engine.embedded.context.zero_pages import zero_pages_returned
-from towerd.engine.embedded.model.adapters import Adapted, adapt
 from towerd.errors import ModelError, TowerdError
 from towerd.kernels.formats import BY_NAME
 from towerd.llama_library import lib

@@ -12,30 +12,31 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from towerd.engine.base import ModelInfo
-from towerd.engine.embedded.context.attention import flash_attention
+from towerd.engine.embedded.context.adapters import Adapters, load_adapters
 from towerd.engine.embedded.context.context import LlamaContext
-from towerd.engine.embedded.context.memory import SequenceMemory
-from towerd.engine.embedded.context.memory_kinds import n_seqs_of, open_memory
+from towerd.engine.embedded.context.memory import SequenceMemory, n_seqs_of, open_memory
 from towerd.engine.embedded.context.taps import Taps
-from towerd.engine.embedded.model.adapters import Adapters, load_adapters
-from towerd.engine.embedded.model.projector import open_projector
 from towerd.errors import ConfigError, ModelError
 from towerd.kernels.formats import BY_NAME
-from towerd.model.llama_log import buffers_made
+from towerd.llama_library import lib
+from towerd.model.llama_log import buffers_made, last_errors
 from towerd.model.llama_model import LlamaModel
 from towerd.model.load_flags import check_reply_flags
-from towerd.model.model_file import weights_hash
+from towerd.model.model_file import Memo, file_hash, weights_hash
+from towerd.model.request_body import KEPT_FIELDS
+from towerd.model.retokenize import Retokenizer
 from towerd.model.rotation import is_rotated
 from towerd.model.row_flags import row_overrides
 from towerd.model.vocab import Vocab
 from towerd.models.bundled import find_model
-from towerd.settings.config import WATCHING, Config, partial_bytes
-from towerd.settings.llama_flags import adapter_files, named_files
+from towerd.models.known import metadata_of
+from towerd.settings.config import UNQUANTIZED, WATCHING, Config, partial_bytes
+from towerd.settings.llama_flags import adapter_files, media_flags, named_files, words_of
 from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint, tokenizer_hash
 from towerd.slots.kind import DENSE, WHOLE
@@ -43,7 +44,7 @@ from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.selftest import check_slot_file, self_test
 from towerd.store import Catalog
 from towerd.system.machine import own_resident_bytes, ram_bytes
-from towerd.wire import Projector
+from towerd.wire import Model, Projector, ProjectorOptions, Settings, recommended
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,9 @@ N_CTX_DEFAULT_MAX = 32768
 _CELLS_ROUND = 256
 _LIVE_RAM_SHARE = 8
 """The default live context takes at most 1 / _LIVE_RAM_SHARE of RAM."""
+_SCORE_BYTES = 4
+_SCORES_RAM_SHARE = 8
+"""The scores of one batch may take at most 1 / _SCORES_RAM_SHARE of RAM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,3 +310,91 @@ def _info(
         kv_bytes_per_token=layout.token_bytes,
         metadata=model.metadata,
     )
+
+
+def flash_attention(config: Config, *, n_head: int, n_cells: int, ram_bytes: int) -> str:
+    """Return `on`, `off` or, to let llama.cpp decide, `auto`. n_head: query heads of the widest layer;
+    n_cells: cells of the context.
+
+    llama.cpp's own "auto" takes flash attention wherever it exists. On CPUs that is slower for
+    everything but long prompts: its kernel visits a query's keys one at a time unless a batch has 64
+    queries. Measured on the 1B shape in Q8_0 with an f16 cache (2 cores of a Xeon with AMX,
+    2026-11-21), seconds for one batch, flash attention on / off:
+
+        tokens   depth 2,048     depth 8,192
+        1        0.096 / 0.059   0.334 / 0.107
+        9        0.536 / 0.131   2.131 / 0.310
+        64       0.496 / 0.528   1.415 / 1.539
+        512      4.681 / 4.375   11.70 / 12.59
+
+    Without flash attention every token of a batch is scored against every cell in use, those of other
+    sequences included. The scheduler therefore keeps few idle cells, and the scores need memory."""
+    if config.flash_attn != "auto":
+        return config.flash_attn
+    on_gpu = config.gpu_layers != 0 and lib.llama_supports_gpu_offload()
+    if on_gpu or config.cache_type_v not in UNQUANTIZED:
+        return "auto"
+    scores_bytes = config.ubatch_size * n_cells * n_head * _SCORE_BYTES
+    return "off" if scores_bytes <= ram_bytes // _SCORES_RAM_SHARE else "auto"
+
+
+def open_projector(model: LlamaModel, config: Config, memo: Memo) -> Projector | None:
+    """What --mmproj names, or None. `memo` remembers the file's hash. Raises ConfigError."""
+    flags = media_flags(config.llama_server_args)
+    if not flags.path:
+        return None
+    path = Path(flags.path)
+    try:
+        digest = f"{file_hash(path, memo)} {flags.image_min_tokens} {flags.image_max_tokens}"
+    except ModelError as error:
+        raise ConfigError(f"--mmproj: {error}") from error
+    options = ProjectorOptions(
+        path=str(path),
+        digest=digest,
+        n_threads=config.threads,
+        use_gpu=flags.offload,
+        image_min_tokens=flags.image_min_tokens,
+        image_max_tokens=flags.image_max_tokens,
+        warmup=flags.warmup,
+    )
+    try:
+        projector = Projector(model.address, options.encode())
+    except RuntimeError as error:
+        raise ConfigError(f"--mmproj: {error}: {last_errors() or 'no reason given'}.") from error
+    if projector.uses_mrope:
+        raise ConfigError(
+            f"--mmproj {path}: pictures of this model have positions of more than one component "
+            "(M-RoPE), whose rows this engine does not store: leave --mmproj out, or use "
+            "--engine llama-server with -- --mmproj FILE."
+        )
+    return projector
+
+
+def open_wire(core: Core, config: Config, retokenizer: Retokenizer) -> Model:
+    """Raises ConfigError: a chat template that does not parse or renders no example, a flag's value
+    that llama.cpp does not take."""
+    settings = Settings(
+        name=core.info.alias,
+        n_ctx=core.n_ctx,
+        text_bytes_max=config.text_bytes_max(core.n_ctx),
+        n_parallel=config.parallel,
+        n_batch=config.batch_size,
+        chat_template=config.chat_template_source() or _known_template(core),
+        defaults={**recommended(core.info.metadata), "n_predict": config.n_predict},
+        flags=tuple(words_of(config.llama_server_args, "wire")),
+        kept_fields=KEPT_FIELDS,
+    )
+
+    def tokenize(text: str) -> Any:
+        return retokenizer.tokenize(text, add_special=True, parse_special=True)
+
+    try:
+        deep_stack = core.vocab.with_deep_stack if core.vocab.is_deep else None
+        return Model(core.model.address, settings.encode(), tokenize, core.projector, deep_stack)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"llama.cpp refuses a chat template or flag: {error}.") from error
+
+
+def _known_template(core: Core) -> str:
+    """What a known model's template is replaced by; empty: the GGUF's own is used."""
+    return metadata_of(core.model.path).get("tokenizer.chat_template", "")

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from towerd.engine.embedded.context.adapters import Adapted, Adapters, adapt
 from towerd.engine.embedded.context.context import Batch
-from towerd.engine.embedded.model.adapters import Adapted, Adapters, adapt
 from towerd.errors import ContextExceeded, ModelError, TowerdError
 from towerd.llama_library import lib
 from towerd.model.llama_log import last_errors

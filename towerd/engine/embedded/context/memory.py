@@ -1,57 +1,273 @@
-"""The protocol between the live tier and a context's memory."""
+"""SequenceMemory: what the live tier asks of a context's memory, by the kind of the model.
+
+- Dense attention: the rows of each position can be read and restored by themselves.
+- Sliding-window attention beside full attention: rows that llama.cpp would overwrite are kept.
+- Recurrent, hybrid and whole memories have a state that is valid at one position only. It cannot be
+  cut or shortened, but it can be copied out, restored, and shared by sequences that continue from
+  the same position (llama.cpp's `src/llama-memory-{recurrent,hybrid}.cpp`).
+
+The kind follows from what llama.cpp says of a model, and is checked on a few tokens' state.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import logging
+from itertools import pairwise
 
-from towerd.engine.embedded.context.context import Buffer, LlamaContext
-from towerd.slots.kind import StateKind
+import numpy as np
+
+from towerd.engine.embedded.context.context import PARTIAL, Buffer, LlamaContext
+from towerd.model.llama_model import LlamaModel
+from towerd.settings.config import Config
+from towerd.slots.blob import emit_blob, parse_rows
+from towerd.slots.errors import StateError
+from towerd.slots.kind import DENSE, HYBRID, RECURRENT, WHOLE, WINDOW, StateKind
 from towerd.slots.layout import KVLayout
-from towerd.slots.rows import KVRows
+from towerd.slots.rows import KVRows, join
+from towerd.slots.state import PREFIX_BYTES
+from towerd.tokens import Ids
+
+log = logging.getLogger(__name__)
+
+SEQS_MAX = 256  # LLAMA_MAX_SEQ
+_STATE_RAM_SHARE = 16
+"""The live sequences' recurrent states take at most 1 / _STATE_RAM_SHARE of RAM."""
+_NO_ROWS = KVLayout((), ())
 
 
-class SequenceMemory(Protocol):
-    """Sequences [0, n_live) are the pool's; `scratch` is the one beside them that rows pass
-    through. Called by the inference thread only."""
+class SequenceMemory:
+    """The memory of dense attention. Sequences [0, n_live) are the pool's; `scratch` is the one beside
+    them that rows pass through. Called by the inference thread only."""
 
-    context: LlamaContext
-    kind: StateKind
-    layout: KVLayout
-    """Layout of the rows; without layers if the kind has no rows."""
-    tail: bytes
-    """What a blob of rows must end with."""
-    n_live: int
-    scratch: int
+    def __init__(
+        self, context: LlamaContext, layout: KVLayout, kind: StateKind = DENSE, tail: bytes = b""
+    ) -> None:
+        """layout: of the rows; without layers if the kind has no rows; tail: the bytes that a blob of
+        rows must end with"""
+        self.context = context
+        self.layout = layout
+        self.kind = kind
+        self.tail = tail
+        self.n_live = self.scratch = context.n_seqs - 1
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
         """Take positions [p0, p1) out of a sequence. Raises TowerdError where only all can."""
-        ...
+        self.context.seq_rm(seq, p0, p1)
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
         """Share the cells [p0, p1) of `src` with `dst`; a recurrent state comes along whole."""
-        ...
+        self.context.seq_cp(src, dst, p0, p1)
 
     def can_branch(self, seq: int, n: int) -> bool:
         """Whether all of the first `n` positions of a sequence are there to continue from."""
-        ...
+        return True
 
     def protect(self, seq: int, n: int, n_more: int) -> None:
         """Make sure that the rows of the `n` positions of `seq` outlive `n_more` decodes."""
-        ...
 
     def rows(self, seq: int, p0: int, p1: int) -> KVRows | None:
         """The rows [p0, p1), copied out; None if some of them are gone. Needs `has_rows`."""
-        ...
+        self.context.seq_cp(seq, self.scratch, p0, p1)
+        try:
+            blob = self._rows_blob(self.scratch)
+        finally:
+            self.context.seq_rm(self.scratch)
+        has_window = self.kind is WINDOW
+        cell_ext = self.layout.cell_ext
+        return parse_rows(blob, cell_ext=cell_ext, has_window=has_window, layout=self.layout)
+
+    def _rows_blob(self, seq: int) -> Buffer:
+        """A sequence's blob up to the end of its rows."""
+        return self.context.get_state(seq)
 
     def append(self, seq: int, blob: Buffer, *, is_empty: bool) -> None:
         """Put the rows of a blob behind what `seq` holds. Raises TowerdError."""
-        ...
+        if is_empty:
+            self.context.set_state(seq, blob)
+            return
+        self.context.set_state(self.scratch, blob)
+        self.seq_cp(self.scratch, seq)
+        self.context.seq_rm(self.scratch)
 
     def snapshot(self, seq: int) -> Buffer:
         """The state that is valid exactly where the sequence ends. Needs `has_state`."""
-        ...
+        raise AssertionError("a memory of rows has no state")
 
     def restore(self, seq: int, state: Buffer) -> None:
-        """Make a snapshot the sequence's state; its rows, if the kind has any, must end where
-        the state does. Raises TowerdError."""
-        ...
+        """Make a snapshot the sequence's state; its rows, if the kind has any, must end where the state
+        does. Raises TowerdError."""
+        raise AssertionError("a memory of rows has no state")
+
+
+class WindowMemory(SequenceMemory):
+    """The window's layers have a cache of their own, here as large as the other one (`swa_full`). Two
+    properties of llama.cpp would keep its rows from being cut at any token:
+
+    - A sequence's state leaves out window rows that the last position does not see. Read in pieces
+      no longer than the window, each piece's last position sees all of it.
+    - A new token may take the cell of a row that slid out of its window, unless two sequences hold
+      the cell (`llama_kv_cache::find_slot`). So every live sequence has a twin that holds on to what
+      is about to slide out: of the context's 2 n + 1 sequences the last n.
+
+    If a row is lost nevertheless, `pos_min` shows it: llama.cpp then forgets everything before it."""
+
+    def __init__(self, context: LlamaContext, layout: KVLayout, window: int) -> None:
+        """window: positions that the layers see, at least 1"""
+        super().__init__(context, layout, WINDOW)
+        self.n_live = self.scratch = (context.n_seqs - 1) // 2
+        self._window = window
+        self._held = [0] * self.n_live
+        """How many leading positions of each sequence its twin holds too."""
+
+    def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
+        super().seq_rm(seq, p0, p1)
+        super().seq_rm(self._twin(seq), p0, p1)
+        self._held[seq] = min(self._held[seq], max(p0, 0))
+
+    def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        super().seq_cp(src, dst, p0, p1)
+        self._hold_all(dst)
+
+    def can_branch(self, seq: int, n: int) -> bool:
+        return self.context.pos_min(seq) <= max(0, n - self._window)
+
+    def protect(self, seq: int, n: int, n_more: int) -> None:
+        if n - self._held[seq] + n_more >= self._window:
+            self._hold_all(seq)
+
+    def rows(self, seq: int, p0: int, p1: int) -> KVRows | None:
+        if self.context.pos_min(seq) > p0:
+            return None
+        ends = [*range((p0 // self._window + 1) * self._window, p1, self._window), p1]
+        read = super().rows
+        pieces = (read(seq, start, end) for start, end in pairwise([p0, *ends]))
+        return join([piece for piece in pieces if piece is not None])
+
+    def append(self, seq: int, blob: Buffer, *, is_empty: bool) -> None:
+        super().append(seq, blob, is_empty=is_empty)
+        if is_empty:
+            self._hold_all(seq)
+
+    def _twin(self, seq: int) -> int:
+        return self.n_live + 1 + seq
+
+    def _hold_all(self, seq: int) -> None:
+        self.context.seq_cp(seq, self._twin(seq), self._held[seq], -1)
+        self._held[seq] = self.context.pos_max(seq) + 1
+
+
+class StatefulMemory(SequenceMemory):
+    """A hybrid's rows and state are stored apart; recurrent and whole memories have only a state."""
+
+    @property
+    def _flags(self) -> int:
+        return PARTIAL if self.kind is HYBRID else 0
+
+    def _rows_blob(self, seq: int) -> Buffer:
+        return _attention_part(self.context, seq)
+
+    def snapshot(self, seq: int) -> Buffer:
+        state = self.context.get_state(seq, self._flags)
+        state[4:PREFIX_BYTES] = 0  # the sequence id: equal states are equal bytes
+        return state
+
+    def restore(self, seq: int, state: Buffer) -> None:
+        self.context.set_state(seq, state, self._flags)
+
+
+class StreamMemory(StatefulMemory):
+    """For whole states in which each sequence has a cache of its own.
+
+    llama.cpp's `src/llama-kv-cache-dsv4.cpp` ends the process when asked to copy a part of a
+    sequence, and copies a whole one only at the next decode, when the source may have changed or
+    be gone. The bytes are therefore copied here, at once."""
+
+    def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        self.context.set_state(dst, self.context.get_state(src))
+
+
+def _attention_part(context: LlamaContext, seq: int) -> Buffer:
+    """The blob of a hybrid's sequence without the recurrent state at its end."""
+    n_state = context.state_size(seq, PARTIAL) - PREFIX_BYTES
+    blob = context.get_state(seq)
+    return blob[: len(blob) - n_state]
+
+
+def _empty_tail(context: LlamaContext) -> bytes:
+    """The recurrent part of a hybrid's blob that holds no state: what rows alone end with.
+    The context's last sequence must be empty."""
+    part = context.get_state(context.n_seqs - 1, PARTIAL)
+    return np.ascontiguousarray(part[PREFIX_BYTES:]).tobytes()
+
+
+def n_seqs_of(model: LlamaModel, config: Config, ram_bytes: int) -> int:
+    """Sequences that the context needs: the live ones, one for scratch, and a window's twins.
+
+    In a recurrent model each has its state in memory, used or not, so there are fewer of them
+    if states are large. With compressed keys each has a cache for a whole context."""
+    if model.is_compressed:
+        return min(SEQS_MAX, config.parallel + 1)
+    if model.is_recurrent or model.is_hybrid:
+        affordable = ram_bytes // _STATE_RAM_SHARE // max(1, state_bytes(model, config))
+        n_live = min(config.live_sequences, max(config.parallel, affordable))
+        return min(SEQS_MAX, n_live + 1)
+    if model.n_swa > 0:
+        return min(SEQS_MAX - 1, 2 * config.live_sequences + 1)
+    return min(SEQS_MAX, config.live_sequences + 1)
+
+
+def state_bytes(model: LlamaModel, config: Config) -> int:
+    """Bytes of one sequence's recurrent state, read off a context for a single one."""
+    context = LlamaContext(model, config, n_cells=256, n_seqs=1)
+    try:
+        _decode(context, np.array([0], np.int32))
+        return context.state_size(0, PARTIAL)
+    finally:
+        context.close()
+
+
+def open_memory(context: LlamaContext, model: LlamaModel) -> SequenceMemory:
+    """The memory of a fresh context, which decodes a few tokens for it and is empty again.
+
+    Raises StateError if llama.cpp writes dense attention's state otherwise than we read it;
+    a state of any other unknown form is kept whole."""
+    if model.is_recurrent:
+        return StatefulMemory(context, _NO_ROWS, RECURRENT)
+    ids, seq = np.array([0, 0], np.int32), context.n_seqs - 1
+    tail = _empty_tail(context) if model.is_hybrid else b""
+    _decode(context, ids, seq)
+    try:
+        blob = _attention_part(context, seq) if model.is_hybrid else context.get_state(seq)
+        return _of_rows(context, model, blob, tail)
+    except StateError as error:
+        if not (model.is_hybrid or model.n_swa or model.has_indexer):
+            raise
+        log.warning("this model's state is stored whole", extra={"reason": str(error)})
+        kept = StreamMemory if model.is_compressed else StatefulMemory
+        return kept(context, _NO_ROWS, WHOLE)
+    finally:
+        context.seq_rm(seq)
+
+
+def _of_rows(context: LlamaContext, model: LlamaModel, blob: Buffer, tail: bytes) -> SequenceMemory:
+    """The memory whose rows are in `blob`. Raises StateError unless they emit the same bytes."""
+    cell_ext, seq = model.has_cell_ext, context.n_seqs - 1
+    try:
+        rows, is_window = parse_rows(blob, cell_ext=cell_ext), False
+    except StateError:
+        if model.n_swa <= 0 or model.is_hybrid:
+            raise
+        rows, is_window = parse_rows(blob, cell_ext=cell_ext, has_window=True), True
+    again = emit_blob([rows], v_trans=context.v_trans, seq_id=seq, tail=tail)
+    if bytes(again)[: len(blob)] != blob.tobytes() or len(again) != len(blob) + len(tail):
+        raise StateError("parsed and emitted again it is not the same bytes")
+    if is_window:
+        return WindowMemory(context, rows.layout, model.n_swa)
+    if not model.is_hybrid:
+        return SequenceMemory(context, rows.layout)
+    return StatefulMemory(context, rows.layout, HYBRID, tail)
+
+
+def _decode(context: LlamaContext, ids: Ids, seq: int = 0) -> None:
+    context.batch.add(ids, 0, seq, logits_last=True)
+    context.decode()

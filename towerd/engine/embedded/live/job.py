@@ -20,11 +20,11 @@ from towerd.engine.base import (
     Timings,
     tokens_per_second,
 )
+from towerd.engine.embedded.context.adapters import Adapted
 from towerd.engine.embedded.context.context import Buffer
 from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.live.saved import Saved
 from towerd.engine.embedded.live.splice_pieces import Splice
-from towerd.engine.embedded.model.adapters import Adapted
 from towerd.media_ids import Span
 from towerd.store import Handle
 from towerd.tokens import Ids, common_prefix

@@ -201,7 +201,6 @@ class BoundedSet(LiveSet):
 
     @property
     def is_partial(self) -> bool:
-        """See LiveSet.is_partial."""
         return self.n_evictions > 0
 
     def n_cells(self, n: int) -> int:
@@ -209,22 +208,18 @@ class BoundedSet(LiveSet):
         return len(self.kept)
 
     def n_evaluable(self, n: int) -> int:
-        """See LiveSet.n_evaluable."""
         return min(n, self.room)
 
     def give_back(self, observed: tuple[Observed, ...]) -> None:
-        """See LiveSet.give_back."""
         self.observed = observed
 
     @property
     def n_storable(self) -> int | None:
-        """See LiveSet.n_storable."""
         if not self.is_partial:
             return None
         return 0 if self.exact is None else len(self.exact.ids)
 
     def take_exact_prefix(self) -> ExactPrefix | None:
-        """See LiveSet.take_exact_prefix."""
         exact, self.exact = self.exact, None
         return exact
 
@@ -248,16 +243,13 @@ class BoundedSet(LiveSet):
         return int(self.places[-1]) + 1 if len(self.places) else 0
 
     def rank(self, n: int) -> int:
-        """See LiveSet.rank."""
         return int(np.searchsorted(self.kept, n))
 
     def place_of(self, n: int) -> int:
-        """See LiveSet.place_of."""
         rank = self.rank(n)
         return int(self.places[rank - 1]) + 1 if rank else 0
 
     def extend(self, n: int) -> None:
-        """See LiveSet.extend."""
         new = np.arange(n, dtype=np.int64)
         self.places = np.concatenate([self.places, new + self.place_next])
         self.kept = np.concatenate([self.kept, new + self.n])
@@ -266,7 +258,6 @@ class BoundedSet(LiveSet):
         self.n += n
 
     def truncate(self, n: int) -> None:
-        """See LiveSet.truncate."""
         self._only(np.arange(self.rank(n)))
         self.n = n
         self.n_chosen = min(self.n_chosen, n)
@@ -350,11 +341,9 @@ class BoundedSet(LiveSet):
         return self.rank(n) - self.rank(n - window) == window
 
     def fork(self) -> BoundedSet:
-        """See LiveSet.fork."""
         return replace(self, policy=self.policy.fork(), exact=None)
 
     def check_integrity(self, n: int) -> None:
-        """See LiveSet.check_integrity."""
         assert self.n == n, "tokens are miscounted"
         m = len(self.kept)
         assert len(self.places) == len(self.mass) == len(self.recent) == m, "lengths"

@@ -21,11 +21,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from towerd.engine.embedded.live.keys import floats
 from towerd.engine.embedded.live.pages import PageFile
 from towerd.kernels import dispatch
 from towerd.retention import Positions, Rows
-from towerd.slots.layout import KVLayout
+from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.rows import Bytes2D, KVRows
 
 Ext: TypeAlias = npt.NDArray[np.int32]
@@ -273,7 +272,7 @@ class OffloadedKeys:
             plane = chunk.layout.k[layer]
             n_bytes = plane.row_bytes // self.shape[1]
             span = slice(head * n_bytes, (head + 1) * n_bytes)
-            out[mine] = floats(plane, chunk.keys(layer, number[mine], span))
+            out[mine] = _floats(plane, chunk.keys(layer, number[mine], span))
         return out
 
 
@@ -282,3 +281,21 @@ def _gathered(plane: Bytes2D, numbers: Positions) -> Bytes2D:
     if len(numbers):
         dispatch.gather_rows(plane, np.ascontiguousarray(numbers, np.int64), out)
     return out
+
+
+def keys_of(rows: KVRows, head_size: int, layer_step: int = 1) -> Rows:
+    """float32[layers, KV heads, n, head size]: keys of `rows`, of every `layer_step`-th layer."""
+    planes = list(zip(rows.layout.k, rows.k, strict=True))[::layer_step]
+    layers = [_floats(plane, k) for plane, k in planes]
+    return np.stack([k.reshape(len(rows), -1, head_size).transpose(1, 0, 2) for k in layers])
+
+
+def _floats(plane: Plane, rows: Bytes2D) -> npt.NDArray[np.float32]:
+    """float32[n, elements]: the values of `rows`, which must not be quantized."""
+    data = np.ascontiguousarray(rows)
+    if plane.format.name == "f32":
+        return data.view(np.float32)
+    if plane.format.name == "f16":
+        return data.view(np.float16).astype(np.float32)
+    assert plane.format.name == "bf16", "quantized keys are not read"
+    return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)

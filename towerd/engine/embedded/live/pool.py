@@ -15,7 +15,7 @@ cells in the order of their positions. It is never shared with other requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,6 +25,7 @@ import numpy.typing as npt
 from towerd.engine.embedded.live.live_set import EVERYTHING, BoundedSet, LiveSet
 from towerd.engine.embedded.live.parked import Parked
 from towerd.engine.live_index import LiveIndex
+from towerd.errors import Unavailable
 from towerd.retention import Positions
 from towerd.store.tree.scope import adapters_of
 from towerd.tokens import (
@@ -186,6 +187,20 @@ class LivePool:
         """Make `seq` the most recently used."""
         self._clock += 1
         seq.last_used = self._clock
+
+    def has_room(self, n_cells: int, evict: Callable[[], bool]) -> bool:
+        """Have idle sequences evicted until `n_cells` are free; False if that is not enough. `evict`
+        frees one, if there is one."""
+        while self.cells_free < n_cells:
+            if not evict():
+                return False
+        return True
+
+    def require_room(self, n_cells: int, evict: Callable[[], bool]) -> None:
+        """As `has_room`. Raises Unavailable if that is not enough: cells that a sequence let go of may
+        be shared with others."""
+        if not self.has_room(n_cells, evict):
+            raise Unavailable("The live context is full of running requests; try again later.")
 
     def can_open(self) -> bool:
         return bool(self._free)

@@ -38,7 +38,7 @@ from towerd.engine.embedded.restore.branching import (
 )
 from towerd.engine.embedded.restore.hooks import Hook
 from towerd.engine.embedded.restore.splice import Splicer
-from towerd.errors import InvalidRequest, NotSupported, Unavailable
+from towerd.errors import InvalidRequest, NotSupported
 from towerd.retention import Positions, Signal, can_recall, retention_config
 from towerd.settings.config import RETENTIONS, WATCHING
 from towerd.slots.blob import emit_blob
@@ -149,7 +149,6 @@ class Budgets(Hook):
         return self.branching.usable(job, self._pool.index.longest(ids, scope, counts, n_usable))
 
     def open(self, job: Job, found: FoundLive, capacity: int, evict: Evict) -> LiveSeq | None:
-        """See Hook.open."""
         if isinstance(found.source, Parked):
             return self._open_parked(found.source, found.n, capacity, evict)
         return super().open(job, found, capacity, evict)
@@ -187,7 +186,6 @@ class Budgets(Hook):
         return min(job.n, job.request.live.tokens)
 
     def n_taken(self, job: Job, n: int) -> int:
-        """See Hook.n_taken."""
         return min(n, self.n_adoptable(job.request.live))
 
     # ---- while it runs -------------------------------------------------------------------
@@ -246,7 +244,6 @@ class Budgets(Hook):
         return max(0, min(job.n_in_batch, n_max - n_after))
 
     def after_step(self, job: Job) -> None:
-        """See Hook.after_step."""
         if self._observer is not None and job.seq is not None:
             self._observer.observe(job, bounded(job.seq))
 
@@ -330,9 +327,7 @@ class Budgets(Hook):
         blob = np.asarray(emit_blob([join(moved)], v_trans=self._core.context.v_trans))
         self._pool.let_go(seq)
         live_set.compacted()
-        while self._pool.cells_free < len(rows):  # the freed cells may be shared with others
-            if not evict():
-                raise Unavailable("The live context is full of running requests; try again later.")
+        self._pool.require_room(len(rows), evict)
         self._memory.append(seq.id, blob, is_empty=True)
         self._pool.take(seq, len(rows))
 
@@ -352,9 +347,8 @@ class Budgets(Hook):
         """Open a sequence with the first `n` tokens of a parked chat; None if no sequence or not
         enough cells are free. If `n` is not all of the chat, it stays parked as well."""
         self.parked.take(parked)  # evictions for it could otherwise push it out
-        is_possible = (self._pool.can_open() or evict()) and self._can_fill_from_parked(
-            parked, evict
-        )
+        n_cells = len(parked.live_set.kept)
+        is_possible = (self._pool.can_open() or evict()) and self._pool.has_room(n_cells, evict)
         if not is_possible or n < parked.n:
             self.parked.add(parked)
         if not is_possible:
@@ -362,13 +356,6 @@ class Budgets(Hook):
         seq = self._pool.open(parked.scope, capacity)
         self._fill_from_parked(parked, seq, n)
         return seq
-
-    def _can_fill_from_parked(self, parked: Parked, evict: Evict) -> bool:
-        """Evict idle sequences until its cells are free; False if they cannot be freed."""
-        while self._pool.cells_free < len(parked.live_set.kept):
-            if not evict():
-                return False
-        return True
 
     def _fill_from_parked(self, parked: Parked, seq: LiveSeq, n: int) -> None:
         """Fill the empty sequence `seq` with the first `n` tokens of a parked chat."""

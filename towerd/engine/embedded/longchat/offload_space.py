@@ -14,9 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from towerd.engine.embedded.live.keys import keys_of
 from towerd.engine.embedded.live.live_set import BoundedSet
-from towerd.engine.embedded.live.offloaded_rows import Pages, RowChunk
+from towerd.engine.embedded.live.offloaded_rows import Pages, RowChunk, keys_of
 from towerd.engine.embedded.live.pages import PageFile
 from towerd.retention import Positions, Recalling
 from towerd.slots.layout import KVLayout

@@ -22,7 +22,6 @@ class ContextShift(Hook):
         self._tiers = tiers
 
     def shorten(self, job: Job, n_ctx: int) -> None:
-        """See Hook.shorten."""
         if job.n < n_ctx:
             return
         job.ids = shift_ids(job.ids, n_ctx, self.n_keep(job.request))
@@ -30,7 +29,6 @@ class ContextShift(Hook):
         job.truncated = True
 
     def restarts_shortened(self, job: Job) -> bool:
-        """See Hook.restarts_shortened."""
         return True
 
     def n_keep(self, request: GenerateRequest) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,23 +24,12 @@ from towerd.store.rows.checkpoints import StateCheckpoint
 from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import RestorePlan
-from towerd.tokens import Ids, Provenance, Provenances, are_exact, are_storable
+from towerd.tokens import Ids, Provenances, are_exact, are_storable
 
 log = logging.getLogger(__name__)
 
 _BROKEN_MAX = 2
 """Loads of one job that may come up short before it evaluates everything."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedState:
-    """A state checkpoint, and the provenance of the tokens that it covers without rows."""
-
-    data: Buffer
-    provenance: Provenances
-    found: StateCheckpoint
-    is_hot: bool
-    """It was in RAM."""
 
 
 class Checkpoints(Branching):
@@ -111,33 +99,25 @@ class Checkpoints(Branching):
         job.checkpoints_at = self._checkpoint_positions(job, start, {n_known, found.n_common})
         return plan
 
-    def load(self, plan: RestorePlan) -> LoadedState | None:
+    def load(self, plan: RestorePlan) -> Buffer | None:
         """Read the state of a plan; None if it cannot be read. May be called by any thread."""
-        found = plan.checkpoint
-        if found is None:
+        if plan.checkpoint is None:
             return None
         try:
-            data = self.checkpoint_tier.load(found)
+            return self.checkpoint_tier.load(plan.checkpoint)
         except StoreError as error:
             log.warning("a state checkpoint cannot be used", extra={"error": str(error)})
             return None
-        n_bare = plan.n - plan.n_rows
-        provenance = np.full(n_bare, Provenance.EXACT, np.uint8)
-        return LoadedState(data, provenance, found, plan.n_hot > 0)
 
-    def attach(self, job: Job, seq: LiveSeq, state: LoadedState) -> None:
-        """Restore a state after the rows that were loaded. Raises TowerdError if llama.cpp refuses
-        it, and lets another take its place (some fit only as many sequences as there were)."""
+    def attach(self, seq: LiveSeq, state: Buffer, checkpoint: StateCheckpoint) -> None:
+        """Restore the state of a checkpoint after the rows that were loaded. Raises TowerdError if
+        llama.cpp refuses it, and lets another take its place (some fit only as many sequences as there
+        were)."""
         try:
-            self.memory.restore(seq.id, state.data)
+            self.memory.restore(seq.id, state)
         except TowerdError:
-            self.checkpoint_tier.refused(state.found)
+            self.checkpoint_tier.refused(checkpoint)
             raise
-        n_bare = len(state.provenance)
-        if n_bare:
-            self.pool.append(seq, job.ids[seq.n : seq.n + n_bare], state.provenance)
-        if state.found.derived:  # and so is whatever is computed from it
-            seq.provenance[seq.n - 1] = max(seq.provenance[seq.n - 1], Provenance.DERIVED)
 
     # ---- out --------------------------------------------------------------------------------
 

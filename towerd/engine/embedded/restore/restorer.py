@@ -11,7 +11,9 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from towerd.engine.base import Reuse
 from towerd.engine.embedded.context.cell_pages import CellPages
@@ -27,15 +29,16 @@ from towerd.engine.embedded.restore.branching import (
     FoundLive,
     has_everything,
 )
-from towerd.engine.embedded.restore.checkpoints import Checkpoints, LoadedState
+from towerd.engine.embedded.restore.checkpoints import Checkpoints
 from towerd.engine.embedded.restore.hooks import Hooks
 from towerd.engine.embedded.restore.splice import Splicer
 from towerd.engine.live_index import Found, LiveIndex
 from towerd.errors import TowerdError
 from towerd.media_ids import whole
+from towerd.store.rows.checkpoints import StateCheckpoint
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import Composed, RestorePlan
-from towerd.tokens import Provenances
+from towerd.tokens import Provenance, Provenances
 
 log = logging.getLogger(__name__)
 
@@ -45,44 +48,40 @@ _BLOBS_AHEAD = 1
 """Blobs that may wait for the inference thread; more would only use memory."""
 
 
+def _nothing() -> Provenances:
+    return np.zeros(0, np.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Rows ready to append for load number `load` of a job; `is_last` ends that load.
-
-    `composed` from the store, or `blob` alone: rows to be spliced in."""
+    """What is ready to append for load number `load` of a job: rows from the store, those of a piece
+    to be spliced in, or, at the end of a load, a state."""
 
     load: int
-    provenance: Provenances | None
-    """The provenance of each token's rows; None without rows."""
-    blob: Buffer | None
-    composed: Composed | None
-    is_last: bool
+    blob: Buffer | None = None
+    provenance: Provenances = field(default_factory=_nothing)
+    """uint8[n]: the provenance of each token that `blob` covers."""
+    n_hot: int = 0
+    """Tokens of the store that came from RAM."""
+    n_warm: int = 0
+    """Tokens of the store that came from files."""
+    is_last: bool = True
+    """It ends the load."""
+    composed: Composed | None = None
+    """The source of `blob`, to be recycled."""
     slot: threading.Semaphore | None = None
     piece: SplicePiece | None = None
     """The piece to be spliced in: `blob` has its rows, or is None if they cannot be read."""
-    state: LoadedState | None = None
-    """The state checkpoint that ends the load: `provenance` is then that of tokens without rows."""
+    checkpoint: StateCheckpoint | None = None
+    """The state checkpoint that ends the load: `blob` is its state, and `provenance` that of the
+    tokens that it covers without rows."""
     is_short: bool = False
     """Rows that were planned turned out to be damaged or gone."""
 
     @property
     def n(self) -> int:
-        """Tokens that the blob or state covers."""
-        return 0 if self.provenance is None else len(self.provenance)
-
-    @property
-    def n_hot(self) -> int:
-        """Tokens of the store that came from RAM."""
-        if self.composed is not None:
-            return self.composed.n_hot
-        return self.n if self.state is not None and self.state.is_hot else 0
-
-    @property
-    def n_warm(self) -> int:
-        """Tokens of the store that came from files."""
-        if self.composed is not None:
-            return self.composed.n_warm
-        return self.n if self.state is not None and not self.state.is_hot else 0
+        """Tokens that `blob` covers."""
+        return len(self.provenance)
 
 
 class RowsMissing(TowerdError):
@@ -167,7 +166,7 @@ class Restorer:
             return False
         seq.busy = True
         hook.enter(job, seq)
-        if job.saved is not None and not self._has_room(job.saved.n - seq.n, evict):
+        if job.saved is not None and not self._pool.has_room(job.saved.n - seq.n, evict):
             seq.busy = False
             return False
         seq.session = job.request.session
@@ -200,13 +199,6 @@ class Restorer:
             job.phase = JobPhase.PREFILL
         return True
 
-    def _has_room(self, n_cells: int, evict: Evict) -> bool:
-        """Evict idle sequences until `n_cells` are free; False if that is not enough."""
-        while self._pool.cells_free < n_cells:
-            if not evict():
-                return False
-        return True
-
     def _put_back(self, job: Job, seq: LiveSeq) -> bool:
         """Make live what the job had before it was preempted, if that is more than `seq` has.
         Returns whether it was."""
@@ -228,19 +220,14 @@ class Restorer:
             try:
                 slot = threading.Semaphore(_BLOBS_AHEAD)
                 state = None if self._checkpoints is None else self._checkpoints.load(plan)
+                is_usable = self._checkpoints is None or state is not None
                 n = 0
-                for composed in self._tiers.compose(plan) if state or not self._checkpoints else ():
+                for made in self._tiers.compose(plan) if is_usable else ():
                     slot.acquire()
-                    rows = composed.provenance, composed.blob, composed
-                    on_loaded(job, Loaded(load, *rows, False, slot))
-                    n += composed.n
-                last = Loaded(load, None, None, None, True)
-                if state is not None:
-                    is_short = n + len(state.provenance) < plan.n
-                    last = replace(
-                        last, state=state, provenance=state.provenance, is_short=is_short
-                    )
-                on_loaded(job, last)
+                    rows = made.blob, made.provenance, made.n_hot, made.n_warm
+                    on_loaded(job, Loaded(load, *rows, False, made, slot))
+                    n += made.n
+                on_loaded(job, Loaded(load) if state is None else _last(load, plan, state, n))
             except TowerdError as error:
                 on_loaded(job, error)
             except Exception as error:
@@ -258,8 +245,8 @@ class Restorer:
         job.loads = load
 
         def tell(blob: Buffer | None) -> None:
-            provenance = None if blob is None else piece.provenance
-            on_loaded(job, Loaded(load, provenance, blob, None, True, piece=piece))
+            provenance = _nothing() if blob is None else piece.provenance
+            on_loaded(job, Loaded(load, blob, provenance, piece=piece))
 
         piece.when_ready(tell)
 
@@ -273,17 +260,14 @@ class Restorer:
         try:
             if loaded.is_short:
                 raise RowsMissing("stored rows turned out to be gone")
-            if loaded.blob is not None and loaded.provenance is not None:
-                self._memory.append(seq.id, loaded.blob, is_empty=seq.n == 0)
+            if loaded.blob is not None:
                 self.bytes_in += len(loaded.blob)
-                ids = job.ids[seq.n : seq.n + loaded.n]
-                self._pool.append(seq, ids, loaded.provenance)
-            if loaded.state is not None and self._checkpoints is not None:
-                self.bytes_in += len(loaded.state.data)
-                try:
-                    self._checkpoints.attach(job, seq, loaded.state)
-                except TowerdError as error:
-                    raise RowsMissing(f"a state checkpoint was refused: {error}") from error
+                self._restore(seq, loaded.blob, loaded.checkpoint)
+            if loaded.n:
+                self._pool.append(seq, job.ids[seq.n : seq.n + loaded.n], loaded.provenance)
+            if loaded.checkpoint is not None and loaded.checkpoint.derived:
+                # and so is whatever is computed from it
+                seq.provenance[seq.n - 1] = max(seq.provenance[seq.n - 1], Provenance.DERIVED)
             seq.is_whole = seq.is_whole or loaded.is_last
         except RowsMissing as error:
             log.warning("a prompt begins again", extra={"reason": str(error)})
@@ -294,11 +278,21 @@ class Restorer:
                 self._splicer.attached(job, loaded.piece)
             job.n_loaded_hot += loaded.n_hot
             job.n_loaded_warm += loaded.n_warm
-            if loaded.is_last and not job.t_first and loaded.blob is None and not loaded.n:
+            if loaded.is_last and not job.t_first and loaded.piece is None and not loaded.n:
                 # Rows that turned out damaged or gone are prefilled: report those that came.
                 self._report(job, job.reuse.live, job.n_loaded_hot, job.n_loaded_warm, 0)
         finally:
             self.discard(loaded)
+
+    def _restore(self, seq: LiveSeq, blob: Buffer, checkpoint: StateCheckpoint | None) -> None:
+        """Put rows, or the state of a checkpoint, behind what `seq` holds."""
+        if checkpoint is None or self._checkpoints is None:
+            self._memory.append(seq.id, blob, is_empty=seq.n == 0)
+            return
+        try:
+            self._checkpoints.attach(seq, blob, checkpoint)
+        except TowerdError as error:
+            raise RowsMissing(f"a state checkpoint was refused: {error}") from error
 
     def drop_partial_medium(self, job: Job) -> None:
         """After a load, drop rows of an incomplete medium, which is evaluated as a whole. Raises
@@ -397,3 +391,18 @@ class Restorer:
         seq.dirty = True
         if self._checkpoints is not None and seq.n:
             self._checkpoints.capture(seq)
+
+
+def _last(load: int, plan: RestorePlan, state: Buffer, n_rows: int) -> Loaded:
+    """The end of a load of which `n_rows` tokens came with rows: the state of its checkpoint."""
+    bare = np.full(plan.n - plan.n_rows, Provenance.EXACT, np.uint8)
+    n_hot = len(bare) if plan.n_hot else 0
+    return Loaded(
+        load,
+        state,
+        bare,
+        n_hot,
+        len(bare) - n_hot,
+        checkpoint=plan.checkpoint,
+        is_short=n_rows + len(bare) < plan.n,
+    )

@@ -8,9 +8,12 @@ the inference thread only, except `interrupt`.
 
 from __future__ import annotations
 
+import queue
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 from towerd.engine.embedded.context.context import Interrupted
 from towerd.engine.embedded.context.memory import SequenceMemory
@@ -18,7 +21,6 @@ from towerd.engine.embedded.live.job import Job
 from towerd.engine.embedded.live.live_set import EVERYTHING
 from towerd.engine.embedded.live.pool import LivePool
 from towerd.engine.embedded.restore.restorer import Restorer
-from towerd.engine.embedded.run.inbox import Inbox
 from towerd.model.llama_log import demoted_log
 from towerd.slots.kind import DENSE
 from towerd.wire import Interruption
@@ -28,6 +30,26 @@ STEP_MS_MAX = 60.0
 waits that long if the step cannot be interrupted."""
 _HEADROOM_CELLS = 256
 """Cells that stay free for the request that is expected next."""
+
+
+class Inbox(queue.SimpleQueue[Callable[[], None]]):
+    """Commands in the order they came. Any thread may put one; one thread takes and runs them."""
+
+    def call(self, work: Callable[[], Any]) -> Future[Any]:
+        """A future of what `work` returns or raises. If it is cancelled first, `work` is not
+        run."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.put(run)
+        return future
 
 
 def is_background(job: Job) -> bool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from towerd.engine.embedded.context.adapters import Adapted
 from towerd.engine.embedded.context.context import LlamaContext
 from towerd.engine.embedded.live.job import Job, JobPhase
-from towerd.engine.embedded.model.adapters import Adapted
 from towerd.engine.embedded.run.background import STEP_MS_MAX, is_background
 
 CHUNK_MS_MAX = 250.0

@@ -1,43 +1,94 @@
-"""CellRoom: makes room in the live context for what the running jobs evaluate next.
+"""CellRoom: who has the cells of the live context, and who waits for some.
 
-Idle sequences leave first; then the youngest running job goes back to the queue.
+A waiting job begins if there are cells for it beside those that the running jobs will still need. A
+running job is owed the cells of its whole prompt, loaded or evaluated yet or not, and those of the
+next tokens of its reply. How long a reply gets is not known, so a part of it is enough; if replies
+fill the context nevertheless, idle sequences leave first, and then the youngest running job goes back
+to the queue. It begins again with twice that part.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
 
 from towerd.engine.embedded.live.job import Job, JobPhase
-from towerd.engine.embedded.live.pool import LivePool
+from towerd.engine.embedded.live.pool import LivePool, LiveSeq
+from towerd.engine.embedded.live.saved import Saved
+from towerd.engine.embedded.restore.branching import FoundLive
+from towerd.engine.embedded.restore.exporter import Exporter
 from towerd.engine.embedded.restore.restorer import Restorer
-from towerd.engine.embedded.run.idle import IdleSequences
 from towerd.errors import Unavailable
+
+log = logging.getLogger(__name__)
+
+EXPORT_EVERY_S = 5.0
+"""While streams run, dirty sequences are exported at most this often: it costs them a step."""
+IDLE_CELLS_MAX = 256
+"""Cells that idle sequences keep while one request runs; n requests allow an n-th of it. On a CPU
+every step scans all cells in use for every running request, at about 1.6 us a cell (1B shape);
+restoring an idle cell's row from RAM costs 5 us once, as much as scanning it for four tokens.
+Twelve chats of 700 tokens in turn (100M shape): 13.5 ms a token with 128 cells, 19 with 1,024."""
+_REPLY_TOKENS = 32
+"""Tokens of each reply whose cells are kept free at an admission."""
+_DOUBLINGS_MAX = 10
 
 
 class CellRoom:
-    """Moves jobs from the list `active` to the queue `waiting`. Called by the inference thread
-    only."""
+    """Admits jobs, moves them from the list `active` to the queue `waiting`, and exports and evicts the
+    sequences that no request uses. Called by the inference thread only."""
 
     def __init__(
         self,
         pool: LivePool,
         restorer: Restorer,
-        idle: IdleSequences,
+        exporter: Exporter,
         active: list[Job],
         waiting: deque[Job],
+        n_ctx: int,
     ) -> None:
         self.n_preemptions = 0
+        self.n_exports = 0
         self._pool = pool
         self._restorer = restorer
-        self._idle = idle
+        self._exporter = exporter
         self._active = active
         self._waiting = waiting
+        self._n_ctx = n_ctx
+        self._last_export = 0.0
+
+    # ---- waiting and running jobs -----------------------------------------------------------
+
+    def can_begin(self, job: Job, found: FoundLive) -> bool:
+        """Whether the cells that the job needs beside what was found live of it can be had by evicting
+        idle sequences, and are not owed to running jobs. A job that is alone may always begin."""
+        n_busy = self._pool.cells_busy()
+        n_owed = sum(self._n_owed(other) for other in self._active)
+        if not n_busy and not n_owed:
+            return True
+        n_left = self._pool.n_cells - n_busy - n_owed
+        n_wanted = self._n_wanted(job)
+        return n_wanted <= n_left or n_wanted - self._restorer.n_shared(job, found) <= n_left
+
+    def _n_owed(self, job: Job) -> int:
+        """The cells that a running job will need beside those that it holds."""
+        seq = job.seq
+        if seq is None:
+            return self._n_wanted(job)
+        has_budget = job.request.live.is_bounded  # then it evicts what it shares with others
+        n_held = self._pool.n_own_cells(seq) if has_budget else seq.n_cells
+        return max(0, self._n_wanted(job) - n_held)
+
+    def _n_wanted(self, job: Job) -> int:
+        n_reply = _REPLY_TOKENS << min(job.n_preempted, _DOUBLINGS_MAX)
+        return job.n_cells_wanted(self._n_ctx, n_reply)
 
     def make(self, n_cells: int) -> bool:
         """Evict idle sequences until `n_cells` are free. False: that was not enough, so a job was
         preempted. Raises Unavailable if no job can give way."""
         while self._pool.cells_free < n_cells:
-            if self._idle.evict_one():
+            if self.evict_one():
                 continue
             if self._pool.n_busy() < 2:  # no other job runs or waits to be recorded
                 raise Unavailable("The live context is full of running requests; try again later.")
@@ -56,9 +107,67 @@ class CellRoom:
     def requeue(self, job: Job) -> None:
         """Put a running job back to the front of the queue, without its sequence."""
         assert job.seq is not None
-        self._idle.export_recorded(job.seq)
+        self.export_recorded(job.seq)
         self._restorer.drop(job.seq)
         job.seq = None
         job.phase = JobPhase.WAITING
         self._active.remove(job)
         self._waiting.appendleft(job)
+
+    # ---- idle sequences ---------------------------------------------------------------------
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether an idle sequence may hold rows that the store lacks."""
+        return any(s.dirty and not s.busy for s in self._pool)
+
+    @property
+    def is_export_due(self) -> bool:
+        """Whether the last export is more than `EXPORT_EVERY_S` ago."""
+        return time.monotonic() - self._last_export > EXPORT_EVERY_S
+
+    def export_one(self) -> bool:
+        """Export the rows of one dirty sequence; False when none is dirty."""
+        dirty = [s for s in self._pool if s.dirty and not s.busy]
+        if not dirty:
+            return False
+        self._last_export = time.monotonic()
+        self._export(min(dirty, key=lambda s: s.last_used))
+        self.n_exports += 1
+        return True
+
+    def evict_surplus(self, n_running: int) -> None:
+        """Evict an idle sequence if keeping it slows the running requests by more than it saves."""
+        n_idle = self._pool.cells_used - self._pool.cells_busy()
+        if n_idle * n_running > IDLE_CELLS_MAX and self._restorer.can_restore_evicted:
+            self.evict_one()
+
+    def evict_one(self) -> bool:
+        """Free the least recently used idle sequence; False when all sequences are busy."""
+        seq = self._pool.idle_lru()
+        if seq is None:
+            return False
+        self._export(seq)
+        self._restorer.drop(seq)
+        return True
+
+    def export_recorded(self, seq: LiveSeq) -> None:
+        """Export what the store lacks of a sequence that its job gives up: the rows of the turns
+        before."""
+        if seq.dirty:
+            self._export(seq)
+
+    def export_saved(self, saved: Saved) -> None:
+        """Export what a job had that was preempted and ended without running again."""
+        try:
+            self._exporter.export_saved(saved)
+        except Exception:
+            log.exception("the rows of a preempted request are not stored")
+
+    def _export(self, seq: LiveSeq) -> None:
+        """Export `seq`. A failure is logged, so that it does not keep the sequence's cells in
+        use."""
+        try:
+            self._exporter.export(seq)
+        except Exception:
+            log.exception("the rows of an idle sequence are not stored")

@@ -9,7 +9,7 @@ from towerd.engine.base import StopType
 from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.pool import LivePool
 from towerd.engine.embedded.restore.restorer import Restorer
-from towerd.engine.embedded.run.idle import IdleSequences
+from towerd.engine.embedded.run.cell_room import CellRoom
 from towerd.errors import TowerdError
 
 Events = list[tuple[Job, Any]]
@@ -22,14 +22,14 @@ class Endings:
         self,
         pool: LivePool,
         restorer: Restorer,
-        idle: IdleSequences,
+        room: CellRoom,
         active: list[Job],
         deliver: Callable[[Events], None],
     ) -> None:
         """deliver: hands events to their clients"""
         self._pool = pool
         self._restorer = restorer
-        self._idle = idle
+        self._room = room
         self._active = active
         self._deliver = deliver
         self._events: Events = []
@@ -68,7 +68,7 @@ class Endings:
         self._leave(job)
         job.saved = None
         if job.seq is not None:
-            self._idle.export_recorded(job.seq)
+            self._room.export_recorded(job.seq)
             self._pool.drop(job.seq)
             job.seq = None
         self.emit(job, error)
@@ -78,7 +78,7 @@ class Endings:
         job.path.release()
         saved, job.saved = job.saved, None
         if saved is not None:
-            self._idle.export_saved(saved)
+            self._room.export_saved(saved)
         seq, job.seq = job.seq, None
         if seq is None:
             return
@@ -88,7 +88,7 @@ class Endings:
 
     def _leave(self, job: Job) -> None:
         if job.seq is not None and not job.seq.is_whole:
-            self._idle.export_recorded(job.seq)
+            self._room.export_recorded(job.seq)
         self._restorer.left(job)
         job.phase = JobPhase.DONE
         if job in self._active:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from towerd.engine.base import CLOSING, Piece
 from towerd.engine.embedded.context.context import DecodeError, Interrupted, LlamaContext
@@ -25,19 +25,22 @@ from towerd.engine.embedded.restore.branching import FoundLive
 from towerd.engine.embedded.restore.exporter import Exporter
 from towerd.engine.embedded.restore.hooks import Hooks
 from towerd.engine.embedded.restore.restorer import Loaded, Restorer, RowsMissing
-from towerd.engine.embedded.run.admission import Admission
-from towerd.engine.embedded.run.background import Background, is_background, nothing_to_evict
+from towerd.engine.embedded.run.background import (
+    Background,
+    Inbox,
+    is_background,
+    nothing_to_evict,
+)
 from towerd.engine.embedded.run.batching import Batching
 from towerd.engine.embedded.run.cell_room import CellRoom
 from towerd.engine.embedded.run.endings import Endings, Events
-from towerd.engine.embedded.run.idle import IdleSequences
-from towerd.engine.embedded.run.inbox import Inbox
 from towerd.engine.embedded.run.media import Media, Ready
-from towerd.engine.embedded.run.shown_slots import ShownSlots
 from towerd.engine.embedded.run.speculation import Speculator
 from towerd.errors import TowerdError, Unavailable
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _COUNTERS = ("decode_steps", "sequences_decoded", "tokens_decoded")
 _INTERNAL = "Internal error in the inference thread; the daemon's log has it."
@@ -46,6 +49,25 @@ _CLOSE_WAIT_S = 10.0
 _CLOSE_POLL_S = 0.05
 _PASSES_MAX = 8
 """Jobs that may begin before one that there is no room for: then all wait until there is."""
+
+
+class ShownSlots:
+    """As many slots as requests run at once; each shows the last job that it had."""
+
+    def __init__(self, n: int) -> None:
+        self.jobs: list[Job | None] = [None] * n
+        self.n_tasks = 0
+        """How many requests ever had a slot."""
+
+    def take(self, job: Job, active: list[Job]) -> None:
+        """Give `job` its number and a slot that none of `active` has."""
+        if job.task < 0:
+            job.task = self.n_tasks
+            self.n_tasks += 1
+        if job.slot < 0 or self.jobs[job.slot] is not job:  # not back from a preemption
+            free = (i for i, j in enumerate(self.jobs) if j is None or j not in active)
+            job.slot = next(free)
+            self.jobs[job.slot] = job
 
 
 class Scheduler:
@@ -81,10 +103,8 @@ class Scheduler:
         self.slots = ShownSlots(parallel)
         self.counters = dict.fromkeys(_COUNTERS, 0)
         self._batching = Batching(context)
-        self.idle = IdleSequences(pool, restorer, exporter)
-        self.room = CellRoom(pool, restorer, self.idle, self.active, self.waiting)
-        self._admission = Admission(pool, restorer, n_ctx)
-        self._endings = Endings(pool, restorer, self.idle, self.active, deliver)
+        self.room = CellRoom(pool, restorer, exporter, self.active, self.waiting, n_ctx)
+        self._endings = Endings(pool, restorer, self.room, self.active, deliver)
         self._inbox = Inbox()
         self.background = Background(
             memory, pool, restorer, self._inbox, lambda job: self._endings.finish(job, "cancelled")
@@ -123,6 +143,24 @@ class Scheduler:
         """Run `work` on the inference thread between two steps."""
         return self._inbox.call(work)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests run or wait."""
+        return bool(self.active or self.waiting)
+
+    def call_with_room(
+        self, work: Callable[[], T], n_cells: int, *, if_idle: bool = False
+    ) -> Future[tuple[T] | None]:
+        """As `call`, with `n_cells` cells free, for which idle chats are evicted: their rows stay in
+        RAM. None if running requests hold the cells or, with `if_idle`, if any runs or waits."""
+
+        def attempt() -> tuple[T] | None:
+            if if_idle and self.is_busy:
+                return None
+            return (work(),) if self.pool.has_room(n_cells, self.room.evict_one) else None
+
+        return self.call(attempt)
+
     def settled(self) -> Future[None]:
         """Done once no sequence is busy and none holds rows that the store lacks."""
         future: Future[None] = Future()
@@ -153,7 +191,7 @@ class Scheduler:
                 # A bug here may end the requests that met it, never the daemon.
                 log.exception("the inference thread failed; its running requests end")
                 self._fail_all()
-        while self.idle.export_one():
+        while self.room.export_one():
             pass
         self._endings.flush()
 
@@ -163,13 +201,13 @@ class Scheduler:
         self._admit()
         self._drop_cancelled()
         self._splice()
-        self.idle.evict_surplus(sum(not is_background(job) for job in self.active))
+        self.room.evict_surplus(sum(not is_background(job) for job in self.active))
         stepped = self._step()
         self._endings.flush()
         if stepped and all(job.phase is JobPhase.DECODE for job in self.active):
             self.restorer.pages.ask_spare()
-        if not stepped or self.idle.is_export_due:
-            self.idle.export_one()
+        if not stepped or self.room.is_export_due:
+            self.room.export_one()
         later, self._later = self._later, []
         for check in later:
             check()
@@ -201,7 +239,7 @@ class Scheduler:
         may_begin = len(self.active) < self.parallel and not self._stalled
         if self.waiting and (self._closing or may_begin):
             return True
-        return self.idle.is_dirty or (len(self.background) > 0 and not self.active)
+        return self.room.is_dirty or (len(self.background) > 0 and not self.active)
 
     def _may_exit(self) -> bool:
         """Closing, nothing runs, and every finished job is recorded (or its time is up)."""
@@ -218,7 +256,7 @@ class Scheduler:
             self._give_up(gone)
         if self.waiting:
             self.background.give_way(self.active)
-        elif not self.active and not self.idle.is_dirty and (quiet := self.background.next()):
+        elif not self.active and not self.room.is_dirty and (quiet := self.background.next()):
             self.waiting.append(quiet)
         left_out: Job | None = None
         n_left = _PASSES_MAX
@@ -232,7 +270,7 @@ class Scheduler:
                 continue
             if self.restorer.is_coming(job, found, self.active):
                 self._stalled = True
-            elif self._admission.can_begin(job, found, self.active) and self._begin(job, found):
+            elif self.room.can_begin(job, found) and self._begin(job, found):
                 if left_out is not None:
                     left_out.n_passed += 1
             elif is_background(job):  # nothing is evicted for it: it would block the queue for ever
@@ -265,7 +303,7 @@ class Scheduler:
                 job.t_prompt = time.monotonic()
                 if job.output is not None:
                     job.output.accept_prompt(job.ids)
-            evict = nothing_to_evict if is_background(job) else self.idle.evict_one
+            evict = nothing_to_evict if is_background(job) else self.room.evict_one
             if not self.restorer.begin(job, found, job.capacity(self.n_ctx), evict):
                 return False
         except TowerdError as error:
@@ -355,7 +393,7 @@ class Scheduler:
     def _step(self) -> bool:
         """Decode one batch and sample from it; False when there was nothing to decode."""
         self._before_step()
-        jobs = self.speculator.fill(self._batching, self.active, self.idle.evict_one)
+        jobs = self.speculator.fill(self._batching, self.active, self.room.evict_one)
         if not jobs:
             return False
         try:
@@ -389,7 +427,7 @@ class Scheduler:
                 self._isolated(job, self._make_live_room)
 
     def _make_live_room(self, job: Job) -> None:
-        self.hooks.of_job(job).before_step(job, self.idle.evict_one)
+        self.hooks.of_job(job).before_step(job, self.room.evict_one)
 
     def _isolated(self, job: Job, work: Callable[[Job], None]) -> None:
         """Run `work` for one job; an error fails that job alone."""
