@@ -17,10 +17,9 @@ from waiting import until, until_async
 
 from towerd.api.http.hints import Hints
 from towerd.api.llama.task import Caller, parse_task
-from towerd.engine.base import Finish, GenerateRequest
+from towerd.engine.base import Finish, GenerateRequest, encode
 from towerd.engine.embedded.context.context import Interrupted
 from towerd.engine.embedded.live.pool import LiveSeq
-from towerd.model.request_body import encode
 from towerd.models.bundled import bundled_model
 from towerd.tokens import Ids
 

@@ -16,7 +16,7 @@ from towerd.engine.embedded.live.live_set import EVERYTHING, BoundedSet
 from towerd.engine.embedded.live.offloaded_rows import keys_of
 from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.longchat.budgets import bounded
-from towerd.engine.embedded.longchat.recall import QUERY_TOKENS_MAX, Recall, RecallLimits, served
+from towerd.engine.embedded.longchat.recall import QUERY_TOKENS_MAX, Recall, served
 from towerd.model.llama_model import LlamaModel
 from towerd.models.bundled import bundled_model
 from towerd.retention import Recalling, View, open_retention
@@ -115,7 +115,7 @@ async def test_what_stays_is_what_the_policy_says(service_on: OpenService) -> No
     keys = keys_of(parse_rows(context.get_state(0)), queries.shape[3])
     context.close()
     model.close()
-    limits = RecallLimits(64, 1, 1, 1 << 30, 0)
+    limits = Config(threads=1, recall_layer_step=1)
     policy = open_retention(served(IceCacheConfig.for_budget(budget), limits))
     view = View(np.arange(n), n, keys=keys, queries=queries[:, :, -QUERY_TOKENS_MAX:])
     expected = policy.keep(view, BoundedSet.whole(LiveBudget("icecache", budget), 0, 512).n_target)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from towerd.errors import InvalidRequest
 from towerd.model import retokenize
 from towerd.model.llama_model import LlamaModel
-from towerd.model.retokenize import Retokenizer
-from towerd.model.special_tokens import PART_BYTES, SpecialTokens
+from towerd.model.retokenize import PART_BYTES, Retokenizer, SpecialTokens
 from towerd.model.vocab import Vocab
 from towerd.models.bundled import RETRIEVAL_NAME, bundled_model
 from towerd.settings.sources import load

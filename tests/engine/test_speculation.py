@@ -18,9 +18,8 @@ from services import EmbeddedService, OpenService
 
 from lab.models.random_gguf import PRESETS, Shape, make_random_gguf
 from towerd.api.http.metrics import Metrics
-from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Piece
+from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Piece, encode
 from towerd.errors import ConfigError
-from towerd.model.request_body import encode
 from towerd.models.bundled import bundled_model
 from towerd.wire import Reply, Request, Writer
 

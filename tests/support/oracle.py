@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from services import EmbeddedService
 
-from towerd.engine.base import Finish, GenerateRequest, Piece
+from towerd.engine.base import Finish, GenerateRequest, Piece, encode
 from towerd.engine.embedded.context.context import LlamaContext
 from towerd.engine.embedded.context.core import flash_attention
 from towerd.engine.embedded.engine import EmbeddedEngine
@@ -25,7 +25,6 @@ from towerd.engine.embedded.live.live_set import BoundedSet
 from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.longchat.budgets import bounded
 from towerd.model.llama_model import LlamaModel
-from towerd.model.request_body import encode
 from towerd.model.vocab import Vocab
 from towerd.settings.config import Config
 from towerd.store import Handle

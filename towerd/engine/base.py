@@ -6,11 +6,12 @@ one-dimensional int32 arrays (`Ids`).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -48,15 +49,6 @@ class LiveBudget:
         return min(n, self.tokens) if self.is_bounded else n
 
 
-class Chat(Protocol):
-    """The chat that a prompt was rendered from."""
-
-    async def next_prompt(self) -> Ids | None:
-        """Wait until the reply is complete and return the tokens that every next request of this
-        chat begins with; empty or None if they are not known. Raises TowerdError."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One completion of one prompt."""
@@ -85,8 +77,9 @@ class GenerateRequest:
     background: bool = False
     """No client waits for it: it runs only while the engine is idle, and ends when a request
     comes."""
-    chat: Chat | None = None
-    """The chat that `ids` were rendered from; None if there is none."""
+    next_prompt: Callable[[], Awaitable[Ids | None]] | None = None
+    """Waits until the reply is complete and returns the tokens that every next request of this chat
+    begins with; empty or None if they are not known. Raises TowerdError. None: `ids` are no chat."""
     workflow: str | None = None
     """The client's X-Towerd-Workflow."""
     agent: str | None = None
@@ -469,3 +462,18 @@ def check_text(text: str, bytes_max: int) -> None:
         raise TooLarge(
             f"The text has {len(text)} characters; at most {bytes_max} bytes are tokenized at once"
         )
+
+
+KEPT_FIELDS = ("retention", "live_budget", "lora")
+"""Fields of a body that towerd reads itself."""
+
+
+def encode(body: Mapping[str, Any]) -> bytes:
+    """A request body as JSON; arrays of token ids become lists."""
+    return msgspec.json.encode(body, enc_hook=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is not JSON")

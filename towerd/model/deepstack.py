@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
@@ -62,23 +63,11 @@ def call_deep(work: Callable[[], T], run_bytes: int) -> T:
             f"The text has {run_bytes} bytes without a break; this model's tokenizer takes "
             f"{RUN_BYTES_MAX}."
         )
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="towerd-deep-tokenize")
-    with _stack_size_lock:
-        before = threading.stack_size(_STACK_BYTES_BASE + run_bytes * _STACK_BYTES_PER_BYTE)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(1, "towerd-deep-tokenize") as thread:
+        with _stack_size_lock:
+            before = threading.stack_size(_STACK_BYTES_BASE + run_bytes * _STACK_BYTES_PER_BYTE)
+            try:
+                result = thread.submit(work)  # starts the thread
+            finally:
+                threading.stack_size(before)
+        return result.result()

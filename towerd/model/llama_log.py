@@ -18,6 +18,17 @@ log = logging.getLogger("towerd.llama")
 _recent: deque[str] = deque(maxlen=50)
 _buffer_bytes: Counter[str] = Counter()
 _BUFFER = re.compile(r" (\w+) buffer size = +([0-9.]+) MiB")
+_HARMLESS = re.compile(
+    "n_ctx_seq.*n_ctx_train"  # sequences share the context's cells, and towerd limits each of them
+    # llama.cpp adds it; a story of the bundled model ends where the next begins
+    "|special_eot_id is not in special_eog_ids"
+    "|using full-size SWA cache"  # rows that slid out of a window are stored as well
+    # llama.cpp corrects it, and who serves the model can do nothing else
+    "|was not control-type; this is probably a bug in the model"
+    # of the tables of the codec, of which llama.cpp reads the vocabulary alone
+    "|unknown type i32$"
+)
+"""Warnings that ask for nothing."""
 _mode = threading.local()
 
 
@@ -27,16 +38,8 @@ def _on_log(level: int, text: bytes, _user: Any) -> None:
         return
     if (made := _BUFFER.search(line)) is not None:
         _buffer_bytes[made[1]] += int(float(made[2]) * 2**20)
-    if "n_ctx_seq" in line and "n_ctx_train" in line:
-        level = 2  # sequences share the context's cells, and towerd limits each of them
-    if "special_eot_id is not in special_eog_ids" in line:
-        level = 2  # llama.cpp adds it; a story of the bundled model ends where the next begins
-    if "using full-size SWA cache" in line:
-        level = 2  # towerd asks for it: rows that slid out of a window are stored as well
-    if "was not control-type; this is probably a bug in the model" in line:
-        level = 2  # llama.cpp corrects it, and who serves the model can do nothing else
-    if line.endswith("unknown type i32"):
-        level = 2  # of the tables of the codec, of which llama.cpp reads the vocabulary alone
+    if _HARMLESS.search(line):
+        level = 2
     # llama.cpp's levels: 1 debug, 2 info, 3 warn, 4 error, 5 continuation of the line before.
     if level in (3, 4):
         _recent.append(line)

@@ -1,4 +1,4 @@
-"""The model file in memory: loading, metadata, and what its fingerprint needs.
+"""The model file in memory: loading, metadata, and what its row identity needs.
 
 The only objects that touch `llama_model*`. Loading failures become `ModelError` with the reason
 llama.cpp logged, because its API itself returns only NULL.
@@ -7,22 +7,23 @@ llama.cpp logged, because its API itself returns only NULL.
 from __future__ import annotations
 
 import ctypes
+import json
+import os
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from towerd.errors import ModelError
+from towerd.errors import ConfigError, ModelError
 from towerd.llama_library import lib
 from towerd.model.llama_log import forget_errors, last_errors, route_log
-from towerd.model.load_flags import take_load_flags
-from towerd.model.load_progress import LoadProgress
 from towerd.model.loadable import check_loadable, why_not_loaded
 from towerd.model.model_file import open_parts
 from towerd.model.row_flags import row_overrides
 from towerd.models.known import metadata_of
 from towerd.settings.config import Config
+from towerd.settings.llama_flags import words_of
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # imported when there are such flags: most command lines have none
     from towerd.wire import LoadFlags
 
 _GGUF_MAGIC = b"GGUF"
@@ -40,6 +41,10 @@ _ROPE_KEYS = (
     "rope.scaling.yarn_log_multiplier",
 )
 
+_PROGRESS_STEP = 0.01
+"""Shares of the loading that are closer to each other are not told: llama.cpp tells one for each
+tensor."""
+
 _backend_lock = threading.Lock()
 _backend_ready = False
 
@@ -52,6 +57,27 @@ def init_backend() -> None:
         if not _backend_ready:
             lib.llama_backend_init()
             _backend_ready = True
+
+
+class LoadProgress:
+    """What llama.cpp calls while it loads. It must live until the weights are loaded. The whole is
+    not told: a model is loaded when requests are answered."""
+
+    def __init__(self, pipe: int) -> None:
+        """pipe: gets a line of JSON, `{"progress": 0.5}`, for each share. At most a hundred short
+        lines: they fit into a pipe that nobody reads."""
+        self._pipe = pipe
+        self._told = 0.0
+        self.callback: Any = lib.llama_progress_callback(self._on_progress)
+
+    def _on_progress(self, share: float, _user: Any) -> bool:
+        if self._told + _PROGRESS_STEP <= share < 1.0:
+            self._told = share
+            try:
+                os.write(self._pipe, json.dumps({"progress": round(share, 4)}).encode() + b"\n")
+            except OSError:  # the router has ended, and this process is about to
+                pass
+        return True  # go on loading
 
 
 class LlamaModel:
@@ -190,7 +216,7 @@ class LlamaModel:
         return int(lib.llama_model_rope_type(self.ptr)) in _MROPE_TYPES
 
     def rope(self, config: Config) -> dict[str, str]:
-        """The RoPE parameters in force, as text, for the fingerprint."""
+        """The RoPE parameters in force, as text, for the row identity."""
         rope = {name: value for name in _ROPE_KEYS if (value := self.key(name))}
         rope["type"] = str(int(lib.llama_model_rope_type(self.ptr)))
         if config.rope_freq_base:
@@ -237,3 +263,34 @@ def _load_mode(config: Config) -> int:
     if config.mlock:
         return int(lib.LLAMA_LOAD_MODE_MMAP_MLOCK if config.mmap else lib.LLAMA_LOAD_MODE_MLOCK)
     return int(lib.LLAMA_LOAD_MODE_AUTO if config.mmap else lib.LLAMA_LOAD_MODE_NONE)
+
+
+def take_load_flags(config: Config) -> LoadFlags | None:
+    """The flags of `config`, with the NUMA strategy among them in force; None: there are none.
+
+    Call it after llama.cpp's backend was initialised. Raises ConfigError: a value that llama.cpp does not take."""
+    words = config.load_words
+    if not words:
+        return None
+    flags = _read(words)
+    if flags.numa:
+        lib.llama_numa_init(flags.numa)
+    return flags
+
+
+def check_reply_flags(config: Config) -> None:
+    """Read the flags about replies, which are used once the model is loaded. Raises ConfigError: a
+    value that llama.cpp does not take."""
+    words = words_of(config.llama_server_args, "wire")
+    if words:
+        _read(words)
+
+
+def _read(words: list[str]) -> LoadFlags:
+    from towerd.wire import LoadFlags
+
+    try:
+        return LoadFlags(words)
+    except RuntimeError as error:
+        said = " ".join(str(error).split()).rstrip(" .")
+        raise ConfigError(f"llama.cpp refuses a flag: {said}.") from error

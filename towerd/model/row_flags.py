@@ -1,10 +1,11 @@
-"""What in a llama-server command line changes the rows that a model computes."""
+"""What changes the rows that a model computes: flags of a llama-server, and the cache types."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from towerd.settings.llama_flags import canonical
+from towerd.slots.layout import Plane
 
 _ROPE = {
     "--rope-scaling": "scaling",
@@ -17,7 +18,7 @@ _ROPE = {
     "--yarn-beta-slow": "yarn_beta_slow",
     "--yarn-beta-fast": "yarn_beta_fast",
 }
-"""Flags that move the RoPE angles -> their name in the fingerprint."""
+"""Flags that move the RoPE angles -> their name in the row identity."""
 _OTHER = {
     "--control-vector": "control_vector",
     "--control-vector-scaled": "control_vector_scaled",
@@ -25,23 +26,14 @@ _OTHER = {
     "--override-kv": "override_kv",
 }
 """Other flags that change what a row holds."""
-_ENV = {
-    "LLAMA_ARG_ROPE_SCALING_TYPE": "--rope-scaling",
-    "LLAMA_ARG_ROPE_SCALE": "--rope-scale",
-    "LLAMA_ARG_ROPE_FREQ_BASE": "--rope-freq-base",
-    "LLAMA_ARG_ROPE_FREQ_SCALE": "--rope-freq-scale",
-    "LLAMA_ARG_YARN_ORIG_CTX": "--yarn-orig-ctx",
-    "LLAMA_ARG_YARN_EXT_FACTOR": "--yarn-ext-factor",
-    "LLAMA_ARG_YARN_ATTN_FACTOR": "--yarn-attn-factor",
-    "LLAMA_ARG_YARN_BETA_SLOW": "--yarn-beta-slow",
-    "LLAMA_ARG_YARN_BETA_FAST": "--yarn-beta-fast",
-}
+_ENV = {f"LLAMA_ARG_{flag[2:].upper().replace('-', '_')}": flag for flag in _ROPE}
+_ENV["LLAMA_ARG_ROPE_SCALING_TYPE"] = _ENV.pop("LLAMA_ARG_ROPE_SCALING")
 
 
 def row_overrides(flags: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
-    """Fingerprint entries for everything in a command line and environment that changes rows:
+    """Entries of the row identity for everything in a command line and environment that changes rows:
     `override.freq_base` and so on, with the values as text. The settings of `Config` use the
-    same names, so an override said in either way gives the same fingerprint."""
+    same names, so an override said in either way gives the same row identity."""
     found: dict[str, str] = {}
     for variable, flag in _ENV.items():
         if env.get(variable):
@@ -64,3 +56,8 @@ def _number(text: str) -> str:
         return repr(float(text))
     except ValueError:
         return text
+
+
+def is_rotated(plane: Plane, n_head_kv: int) -> bool:
+    """llama.cpp rotates quantized rows whose head size is a multiple of 64."""
+    return plane.format.is_quantized and (plane.n_elements // n_head_kv) % 64 == 0

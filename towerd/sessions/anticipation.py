@@ -69,7 +69,7 @@ class Anticipator:
 
     def answered(self, request: GenerateRequest, finish: Finish) -> None:
         """Evaluate the beginning of the next request after an answer has ended."""
-        if request.chat is None or finish.stop == "cancelled":
+        if request.next_prompt is None or finish.stop == "cancelled":
             return
         if finish.truncated and not request.live.is_bounded:
             return  # the live tokens are not a prefix of the conversation
@@ -98,9 +98,9 @@ class Anticipator:
         }
 
     async def _anticipate(self, session: str, request: GenerateRequest, finish: Finish) -> None:
-        assert request.chat is not None
+        assert request.next_prompt is not None
         try:
-            ids = await request.chat.next_prompt()
+            ids = await request.next_prompt()
             if ids is None:
                 return
             tower = np.concatenate([request.ids, np.asarray(finish.ids, np.int32)])

@@ -44,7 +44,7 @@ class Caller:
 
 
 class ChoiceChat:
-    """The chat of one choice. See `towerd.engine.base.Chat`."""
+    """The chat of one choice."""
 
     def __init__(self, threads: WireThreads, request: Request, writer: Writer, choice: int) -> None:
         self._threads = threads
@@ -64,6 +64,7 @@ class ChoiceChat:
         self._is_over.set()
 
     async def next_prompt(self) -> Ids | None:
+        """See `GenerateRequest.next_prompt`."""
         await self._is_over.wait()
         return await self._threads.call(0, self._next_prompt) if self._is_whole else None
 
@@ -110,7 +111,7 @@ class Task:
                 ids=self.prompts[choice // self.wire.n_per_prompt],
                 media=self.wire.media(choice // self.wire.n_per_prompt),
                 reply=self._replies[choice],
-                chat=chat,
+                next_prompt=chat.next_prompt,
             )
 
         return make

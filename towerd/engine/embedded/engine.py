@@ -24,15 +24,16 @@ from towerd.engine.base import (
     SlotView,
     Started,
     check_text,
+    encode,
 )
 from towerd.engine.embedded.calibration.calibrate import Calibrator
 from towerd.engine.embedded.calibration.modules import EmbeddedModules
 from towerd.engine.embedded.context.core import Core, open_wire
 from towerd.engine.embedded.context.embedding import Embedder
 from towerd.engine.embedded.live.job import Job, JobPhase
-from towerd.engine.embedded.parts import assemble
+from towerd.engine.embedded.parts import Parts
 from towerd.engine.embedded.run.scheduler import Scheduler
-from towerd.engine.embedded.run.speculation import Speculator, open_speculation
+from towerd.engine.embedded.run.speculation import open_speculation
 from towerd.errors import (
     ConfigError,
     ContextExceeded,
@@ -42,7 +43,6 @@ from towerd.errors import (
     Unavailable,
 )
 from towerd.media_ids import is_token, spans_of
-from towerd.model.request_body import encode
 from towerd.model.retokenize import Retokenizer
 from towerd.settings.config import RETENTIONS, Config
 from towerd.tiers.checkpoint_tier import CheckpointTier
@@ -60,10 +60,9 @@ _TEXT_CHARS_MAX = 64 * 1024
 class EmbeddedGeneration:
     """Events of one running request. See `towerd.engine.base.Generation`."""
 
-    def __init__(self, scheduler: Scheduler, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, job: Job, scheduler: Scheduler) -> None:
         self.events: asyncio.Queue[Event | TowerdError] = asyncio.Queue()
-        self.loop = loop
-        self.job: Job | None = None
+        self.job = job
         self._scheduler = scheduler
         self._ended = False
 
@@ -77,7 +76,6 @@ class EmbeddedGeneration:
             yield event
 
     async def cancel(self) -> Finish | None:
-        assert self.job is not None
         if self._ended:
             return None
         self._scheduler.cancel(self.job)
@@ -90,7 +88,6 @@ class EmbeddedGeneration:
         return None
 
     def release(self) -> None:
-        assert self.job is not None
         self._scheduler.release(self.job)
 
 
@@ -123,19 +120,12 @@ class EmbeddedEngine:
         self.store = tiers.store
         self.checkpoint_tier = checkpoint_tier
         self._loop = asyncio.get_running_loop()
-        self._generations: dict[int, EmbeddedGeneration] = {}
+        self._generations: dict[Job, EmbeddedGeneration] = {}
         self._is_draining = False
         self._all_ended = asyncio.Event()
         self._all_ended.set()
         drafts = open_speculation(self.wire.model, core, config)
-        self.parts = assemble(
-            core,
-            tiers,
-            config,
-            checkpoint_tier,
-            lambda pool: Speculator(drafts, core.memory, pool, core.n_ctx),
-            self._deliver,
-        )
+        self.parts = Parts(core, tiers, config, checkpoint_tier, drafts, self._deliver)
         self.pool, self.scheduler = self.parts.pool, self.parts.scheduler
         self.budgets, self.media = self.parts.budgets, self.parts.media
         self.calibrator = Calibrator(
@@ -182,19 +172,16 @@ class EmbeddedEngine:
         self.look_at_weights()  # before rows are chosen for it
         if len(ids) >= self.n_ctx and request.live.policy not in self.outgrowing:
             raise ContextExceeded.of_request(len(ids), self.n_ctx)
-        generation = EmbeddedGeneration(self.scheduler, self._loop)
         adapted = self.core.adapters.adapted(request.scope)
         output = request.reply or self._reply(request)
         path = self.store.hold(ids, request.scope)
-        generation.job = Job(
-            request, ids, len(ids), path, adapted=adapted, output=output, media=spans_of(ids)
-        )
-        self._generations[id(generation.job)] = generation
+        job = Job(request, ids, len(ids), path, adapted=adapted, output=output, media=spans_of(ids))
+        generation = self._generations[job] = EmbeddedGeneration(job, self.scheduler)
         self._all_ended.clear()
         try:
-            self.scheduler.submit(generation.job)
+            self.scheduler.submit(job)
         except TowerdError:
-            self._forget(generation.job)
+            self._forget(job)
             raise
         return generation
 
@@ -301,16 +288,15 @@ class EmbeddedEngine:
         self.scheduler.call(forget)
 
     async def drain(self, grace_s: float) -> None:
-        for generation in list(self._generations.values()):
-            if generation.job is not None and generation.job.request.background:
-                self.scheduler.cancel(generation.job)
+        for job in list(self._generations):
+            if job.request.background:
+                self.scheduler.cancel(job)
         try:
             await asyncio.wait_for(self._all_ended.wait(), grace_s)
         except TimeoutError:
             self._is_draining = True
-            for generation in list(self._generations.values()):
-                if generation.job is not None:
-                    self.scheduler.cancel(generation.job)
+            for job in list(self._generations):
+                self.scheduler.cancel(job)
             await self._all_ended.wait()
         self._is_draining = True
 
@@ -332,7 +318,7 @@ class EmbeddedEngine:
 
     def _dispatch(self, events: list[tuple[Job, Any]]) -> None:
         for job, event in events:
-            generation = self._generations.get(id(job))
+            generation = self._generations.get(job)
             if generation is None:
                 continue
             generation.events.put_nowait(event)
@@ -340,7 +326,7 @@ class EmbeddedEngine:
                 self._forget(job)
 
     def _forget(self, job: Job) -> None:
-        del self._generations[id(job)]
+        del self._generations[job]
         if not self._generations:
             self._all_ended.set()
 

@@ -20,6 +20,7 @@ from towerd.engine.base import (
     ModuleMaker,
     SlotView,
     check_text,
+    encode,
 )
 from towerd.engine.llama_server.generation import LlamaServerGeneration
 from towerd.engine.llama_server.process.availability import Availability
@@ -40,7 +41,6 @@ from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
 from towerd.engine.llama_server.slots.unpinned_request import UnpinnedRequest
 from towerd.errors import ContextExceeded, InvalidRequest, TowerdError, Unavailable
-from towerd.model.request_body import encode
 from towerd.settings.config import Config
 from towerd.store import Store
 from towerd.store.sessions.deletions import DeletionWatch

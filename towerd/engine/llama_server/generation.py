@@ -21,13 +21,13 @@ from towerd.engine.base import (
     Started,
     StopType,
     Timings,
+    encode,
 )
 from towerd.engine.llama_server.process.client import LOST, read
 from towerd.engine.llama_server.process.upstream_adapters import UpstreamAdapters
 from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.engine.llama_server.slots.slot_lease import SlotLease
 from towerd.errors import TowerdError, Unavailable
-from towerd.model.request_body import encode
 from towerd.wire import Received, Reply, Request, WireThreads
 
 log = logging.getLogger(__name__)

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from towerd.engine.base import KEPT_FIELDS
 from towerd.engine.llama_server.process.attached import Command
 from towerd.engine.llama_server.process.probe import ProbeResult
 from towerd.errors import ConfigError
 from towerd.model.llama_model import LlamaModel
-from towerd.model.request_body import KEPT_FIELDS
 from towerd.model.vocab import Vocab
 from towerd.settings.config import Config
 from towerd.settings.llama_flags import words_of

@@ -1,7 +1,7 @@
 """Calibrator: measures, while the daemon is idle, which stored formats the model tolerates.
 
 A thread of its own runs the search; the model is used in small steps on the inference thread, and
-only while no request runs or waits. The result is kept in the catalog, one per fingerprint.
+only while no request runs or waits. The result is kept in the catalog, one per row identity.
 SmolLM2 (135M parameters, two cores) takes some minutes of it.
 """
 

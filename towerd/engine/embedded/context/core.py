@@ -1,4 +1,4 @@
-"""Start-up of the embedded engine: load, size the context, check the state format, fingerprint.
+"""Start-up of the embedded engine: load, size the context, check the state format, identify its rows.
 
 Everything here runs once, on a worker thread, before the first request.
 """
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from towerd.engine.base import ModelInfo
+from towerd.engine.base import KEPT_FIELDS, ModelInfo
 from towerd.engine.embedded.context.adapters import Adapters, load_adapters
 from towerd.engine.embedded.context.context import LlamaContext
 from towerd.engine.embedded.context.memory import SequenceMemory, n_seqs_of, open_memory
@@ -25,13 +25,10 @@ from towerd.errors import ConfigError, ModelError
 from towerd.kernels.formats import BY_NAME
 from towerd.llama_library import lib
 from towerd.model.llama_log import buffers_made, last_errors
-from towerd.model.llama_model import LlamaModel
-from towerd.model.load_flags import check_reply_flags
+from towerd.model.llama_model import LlamaModel, check_reply_flags
 from towerd.model.model_file import Memo, file_hash, weights_hash
-from towerd.model.request_body import KEPT_FIELDS
 from towerd.model.retokenize import Retokenizer
-from towerd.model.rotation import is_rotated
-from towerd.model.row_flags import row_overrides
+from towerd.model.row_flags import is_rotated, row_overrides
 from towerd.model.vocab import Vocab
 from towerd.models.bundled import find_model
 from towerd.models.known import metadata_of

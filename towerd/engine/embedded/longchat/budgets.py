@@ -27,7 +27,6 @@ from towerd.engine.embedded.longchat.recall import (
     QUERY_TOKENS_MAX,
     REEVALUATED_TOKENS,
     Recall,
-    RecallLimits,
     served,
 )
 from towerd.engine.embedded.restore.branching import (
@@ -40,7 +39,8 @@ from towerd.engine.embedded.restore.hooks import Hook
 from towerd.engine.embedded.restore.splice import Splicer
 from towerd.errors import InvalidRequest, NotSupported
 from towerd.retention import Positions, Signal, can_recall, retention_config
-from towerd.settings.config import RETENTIONS, WATCHING
+from towerd.settings.config import RETENTIONS, WATCHING, Config
+from towerd.settings.ram_shares import parked_bytes
 from towerd.slots.blob import emit_blob
 from towerd.slots.kind import DENSE
 from towerd.slots.rows import KVRows, join
@@ -62,13 +62,12 @@ class Budgets(Hook):
         observer: Observer | None,
         pool: LivePool,
         splicer: Splicer,
-        parked_bytes_max: int,
-        recall: RecallLimits,
+        config: Config,
         folder: Path,
     ) -> None:
         """observer: reads the attention; None if no policy uses it; folder: where the rows that RAM has no room for are written, for chats to recall"""
         super().__init__(branching)
-        self.parked = ParkedTowers(parked_bytes_max, pool.index)
+        self.parked = ParkedTowers(parked_bytes(config), pool.index)
         self.n_evictions = 0
         self.n_tokens_dropped = 0
         self.n_moves = 0
@@ -78,11 +77,11 @@ class Budgets(Hook):
         self._observer = observer
         self._pool = pool
         self._splicer = splicer
-        self._limits = recall
+        self._config = config
         self.recall: Recall | None = None
         """None: the attention of this context cannot be read."""
         if observer is not None:
-            self.recall = Recall(core, pool, observer, recall, folder)
+            self.recall = Recall(core, pool, observer, config, folder)
         self._eog_ids = np.array(sorted(core.vocab.eog_ids), np.int32)
 
     # ---- checks before a request is taken -------------------------------------------------
@@ -159,7 +158,7 @@ class Budgets(Hook):
         if isinstance(live, BoundedSet) and live.budget == budget:
             return
         assert not seq.is_partial, "a partial live set went to a request of another budget"
-        config = served(retention_config(budget.policy, budget.tokens), self._limits)
+        config = served(retention_config(budget.policy, budget.tokens), self._config)
         seq.live_set = BoundedSet.whole(budget, seq.n, self._core.n_ctx, config)
 
     def n_loadable(self, job: Job, seq: LiveSeq) -> int:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.longchat.observer import Observer
 from towerd.engine.embedded.longchat.offload_space import OffloadSpace
 from towerd.retention import Positions, Recalling, RetentionConfig, Rows, View
+from towerd.settings.config import Config
 from towerd.slots.blob import emit_blob
 from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows
@@ -48,35 +49,17 @@ _KEYS_MAX = 64
 """Nearest keys that a query searches for; a search for more takes longer."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecallLimits:
-    """The settings of chats that can recall."""
-
-    every_tokens: int
-    """Generated tokens between choices; 0: none while a reply is generated."""
-    layer_step: int
-    """Every `layer_step`-th layer is indexed."""
-    n_threads: int
-    """Threads of one choice."""
-    bytes_max: int
-    """RAM for the rows and the index of one chat."""
-    disk_bytes_max: int
-    """Disk for the rows of one chat."""
-
-
-def served(config: RetentionConfig, limits: RecallLimits) -> RetentionConfig:
+def served(config: RetentionConfig, settings: Config) -> RetentionConfig:
     """Return `config` with the limits of chats whose users wait for replies."""
     from towerd.retention.icecache import IceCacheConfig
 
     if not isinstance(config, IceCacheConfig):
         return config
-    keys_max = min(config.keys_max, _KEYS_MAX)
-    n_threads = limits.n_threads
     return replace(
         config,
-        layer_step=limits.layer_step,
-        keys_max=keys_max,
-        n_threads=n_threads,
+        layer_step=settings.recall_layer_step,
+        keys_max=min(config.keys_max, _KEYS_MAX),
+        n_threads=settings.threads,
         followers=_FOLLOWERS,
     )
 
@@ -151,7 +134,7 @@ class Recall:
         core: Core,
         pool: LivePool,
         observer: Observer,
-        limits: RecallLimits,
+        config: Config,
         folder: Path,
     ) -> None:
         """folder: where rows that RAM has no room for are written"""
@@ -165,10 +148,11 @@ class Recall:
         self._memory = core.memory
         self._pool = pool
         self._observer = observer
-        self._limits = limits
-        size, sizes = observer.attention.head_size, (limits.bytes_max, limits.disk_bytes_max)
+        self._every_tokens = config.recall_every
+        """Generated tokens between choices; 0: none while a reply is generated."""
+        size, sizes = observer.attention.head_size, (config.recall_bytes, config.recall_disk_bytes)
         self.space = OffloadSpace(core.layout, size, *sizes, folder)
-        self._indexer = Indexer(observer.attention.head_size, limits.n_threads)
+        self._indexer = Indexer(observer.attention.head_size, config.threads)
 
     def close(self) -> None:
         """End the threads."""
@@ -198,14 +182,14 @@ class Recall:
             return ahead
         if not job.was_recalled and job.n_live < job.n_prompt:
             ahead = min(ahead, job.n_prompt - job.n_live)
-        if self._limits.every_tokens:
-            due = max(live_set.n_chosen + self._limits.every_tokens, job.n_prompt)
+        if self._every_tokens:
+            due = max(live_set.n_chosen + self._every_tokens, job.n_prompt)
             ahead = min(ahead, due - job.n_live)
         return ahead
 
     def is_due(self, job: Job, live_set: BoundedSet) -> bool:
         """Whether enough tokens were generated since the last choice for another."""
-        every = self._limits.every_tokens
+        every = self._every_tokens
         if not every or job.phase is not JobPhase.DECODE or not live_set.is_partial:
             return False
         return live_set.n - live_set.n_chosen >= every

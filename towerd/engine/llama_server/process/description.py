@@ -22,8 +22,7 @@ from towerd.errors import ConfigError
 from towerd.kernels.formats import BY_NAME
 from towerd.model.llama_model import LlamaModel
 from towerd.model.model_file import ModelFile, weights_hash
-from towerd.model.rotation import is_rotated
-from towerd.model.row_flags import row_overrides
+from towerd.model.row_flags import is_rotated, row_overrides
 from towerd.model.vocab import Vocab
 from towerd.settings.config import Config
 from towerd.settings.llama_flags import canonical
