@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from towerd.engine.base import LiveBudget
+from towerd.engine.embedded.context.memory import SequenceMemory
 from towerd.engine.embedded.live.live_set import EVERYTHING, BoundedSet
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.longchat.budgets import bounded
@@ -18,7 +19,7 @@ from towerd.tokens import Ids, Provenance, common_prefix
 N_SEQS = 5
 
 
-class Cells:
+class Cells(SequenceMemory):
     """What a unified cache does: a cell is (position, token) held by a set of sequences."""
 
     def __init__(self) -> None:

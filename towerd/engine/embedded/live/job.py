@@ -1,9 +1,11 @@
-"""One request on its way through the inference thread."""
+"""One request on its way through the inference thread, and the pieces that are spliced into it."""
 
 from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -24,10 +26,10 @@ from towerd.engine.embedded.context.adapters import Adapted
 from towerd.engine.embedded.context.context import Buffer
 from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.live.saved import Saved
-from towerd.engine.embedded.live.splice_pieces import Splice
 from towerd.media_ids import Span
 from towerd.store import Handle
-from towerd.tokens import Ids, common_prefix
+from towerd.tiers.modules import PlacedModule
+from towerd.tokens import Ids, Provenance, Provenances, common_prefix
 from towerd.wire import Reply
 
 _ROOM_MIN = 64
@@ -41,6 +43,67 @@ class JobPhase(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Blobs:
+    """The sequence blobs of the runs of one placed module, by position."""
+
+    by_start: dict[int, Buffer]
+    is_hot: bool
+    """All rows were in RAM."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplicePiece:
+    """Tokens [p0, p1) of a prompt whose rows a module has."""
+
+    placed: PlacedModule
+    p0: int
+    p1: int
+    blobs: Future[Blobs | None]
+
+    @property
+    def n(self) -> int:
+        return self.p1 - self.p0
+
+    @property
+    def provenance(self) -> Provenances:
+        """uint8[n]: the provenance of its rows."""
+        return np.full(self.n, Provenance.SPLICED, np.uint8)
+
+    def when_ready(self, tell: Callable[[Buffer | None], None]) -> None:
+        """Call `tell` with the blob, or None if it cannot be read; on any thread, maybe at once."""
+
+        def done(future: Future[Blobs | None]) -> None:
+            blobs = None if future.cancelled() else future.result()
+            tell(None if blobs is None else blobs.by_start[self.p0])
+
+        self.blobs.add_done_callback(done)
+
+
+@dataclass(slots=True)
+class Splice:
+    """The pieces that are still to be spliced into one job's sequence, in order."""
+
+    pieces: list[SplicePiece] = field(default_factory=list)
+    counted: set[int] = field(default_factory=set)
+    """First positions of the modules whose drift is in the job's reuse."""
+
+    @property
+    def p0(self) -> int | None:
+        """Where the next piece begins; up to there the job evaluates."""
+        return self.pieces[0].p0 if self.pieces else None
+
+    def drop(self, placed: PlacedModule) -> None:
+        """Evaluate this module instead."""
+        self.pieces = [piece for piece in self.pieces if piece.placed is not placed]
+
+    def abandon(self) -> None:
+        """Cancel the remaining pieces."""
+        for piece in self.pieces:
+            piece.blobs.cancel()
+        self.pieces = []
 
 
 @dataclass(eq=False, slots=True)
@@ -153,6 +216,11 @@ class Job:
             - self.n_live
         )
         return n if self.seq is None else self.seq.live_set.n_evaluable(n)
+
+    def awaits(self, load: int) -> bool:
+        """Whether what load number `load` brings is wanted: the job did not end, and was not preempted,
+        since it began."""
+        return self.phase is JobPhase.LOADING and load == self.loads and not self.cancelled
 
     @property
     def is_at_splice(self) -> bool:

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from towerd.engine.embedded.context.memory import SequenceMemory
 from towerd.engine.embedded.live.live_set import EVERYTHING, BoundedSet, LiveSet
 from towerd.engine.embedded.live.parked import Parked
 from towerd.engine.live_index import LiveIndex
@@ -35,14 +35,6 @@ from towerd.tokens import (
     computed_after,
     count_approximate,
 )
-
-
-class SeqOps(Protocol):
-    """The part of LlamaContext that the pool drives."""
-
-    def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None: ...
-
-    def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -139,8 +131,8 @@ class LivePool:
     `cells_used` being what the context holds (`check_integrity`, and the engine's tests
     against the context itself)."""
 
-    def __init__(self, ops: SeqOps, *, n_seqs: int, n_cells: int) -> None:
-        self._ops = ops
+    def __init__(self, memory: SequenceMemory, *, n_seqs: int, n_cells: int) -> None:
+        self._memory = memory
         self.n_cells = n_cells
         self.cells_used = 0
         self._free = list(range(n_seqs - 1, -1, -1))
@@ -234,7 +226,7 @@ class LivePool:
             length += run.n
         dst.live_set = src.live_set.fork()
         dst.live_set.truncate(n)
-        self._ops.seq_cp(src.id, dst.id, 0, place)
+        self._memory.seq_cp(src.id, dst.id, 0, place)
         return dst
 
     def append(self, seq: LiveSeq, ids: Ids, provenance: Provenances | None = None) -> None:
@@ -274,7 +266,7 @@ class LivePool:
         seq.live_set.truncate(n)
         seq.n = n
         seq.n_public = min(seq.n_public, n)
-        self._ops.seq_rm(seq.id, place, -1)
+        self._memory.seq_rm(seq.id, place, -1)
 
     def evict(self, seq: LiveSeq, live: BoundedSet, stay: Positions) -> int:
         """Evict the live tokens of `seq` that are not in `stay`; their places stay empty. `live` is
@@ -287,7 +279,7 @@ class LivePool:
         self._merge_own(seq)
         live.drop(stay)
         for start, end in runs:
-            self._ops.seq_rm(seq.id, int(places[start]), int(places[end - 1]) + 1)
+            self._memory.seq_rm(seq.id, int(places[start]), int(places[end - 1]) + 1)
         return sum(end - start for start, end in runs)
 
     def recall(
@@ -304,7 +296,7 @@ class LivePool:
     def let_go(self, seq: LiveSeq) -> None:
         """Free all cells of `seq`, which stays open; `take` accounts for what is put there."""
         self._cut(seq, [(0, seq.n_cells)])
-        self._ops.seq_rm(seq.id, -1, -1)
+        self._memory.seq_rm(seq.id, -1, -1)
 
     def take(self, seq: LiveSeq, n: int) -> None:
         """Account for `n` cells that the context has put into `seq`, which had none."""
@@ -317,7 +309,7 @@ class LivePool:
         for run in seq.runs:
             self._let_go(run, seq)
         seq.runs = []
-        self._ops.seq_rm(seq.id, -1, -1)
+        self._memory.seq_rm(seq.id, -1, -1)
         del self._live[seq.id]
         self.index.remove(seq)
         self._free.append(seq.id)

@@ -9,12 +9,12 @@ parked in RAM, because the store has no rows that were computed over a partial l
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from towerd.engine.base import Kept, LiveBudget
 from towerd.engine.embedded.context.core import Core
@@ -377,11 +377,7 @@ class Budgets(Hook):
         if chat is None:
             return None
         best = bounded(chat)
-        breaks = np.flatnonzero(np.diff(best.kept) > 1)
-        starts = best.kept[np.concatenate([[0], breaks + 1])]
-        ends = best.kept[np.concatenate([breaks, [len(best.kept) - 1]])] + 1
-        runs = tuple(zip(starts.tolist(), ends.tolist(), strict=True))
-        return Kept(best.budget.policy, best.budget.tokens, best.n, runs)
+        return Kept(best.budget.policy, best.budget.tokens, best.n, tuple(_runs(best.kept)))
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges. May be called by any thread."""
@@ -410,8 +406,12 @@ def bounded(seq: LiveSeq | Parked) -> BoundedSet:
 
 def runs_of(rows: KVRows) -> list[KVRows]:
     """The runs of consecutive positions of `rows`, as views."""
-    positions = rows.positions.astype(np.int64)
+    return [rows.slice(p0, p1) for p0, p1 in _runs(rows.positions)]
+
+
+def _runs(positions: npt.NDArray[np.integer]) -> list[tuple[int, int]]:
+    """The runs [p0, p1) of consecutive ones among `positions`, which ascend."""
     breaks = np.flatnonzero(np.diff(positions) > 1)
-    starts: Iterable[int] = [rows.p0, *(int(positions[i + 1]) for i in breaks)]
-    ends: Iterable[int] = [*(int(positions[i]) + 1 for i in breaks), rows.p1]
-    return [rows.slice(p0, p1) for p0, p1 in zip(starts, ends, strict=True)]
+    starts = positions[np.concatenate([[0], breaks + 1])].tolist()
+    ends = (positions[np.concatenate([breaks, [-1]])] + 1).tolist()
+    return list(zip(starts, ends, strict=True))

@@ -8,7 +8,7 @@ restored after them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from towerd.engine.embedded.live.job import Job
 from towerd.engine.embedded.live.parked import Parked
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.restore.branching import Branching, Evict, FoundLive
-from towerd.engine.embedded.restore.checkpoint_positions import plan_checkpoints
 from towerd.errors import StoreError, TowerdError
 from towerd.store.rows.checkpoints import StateCheckpoint
 from towerd.tiers.checkpoint_tier import CheckpointTier
@@ -30,6 +29,11 @@ log = logging.getLogger(__name__)
 
 _BROKEN_MAX = 2
 """Loads of one job that may come up short before it evaluates everything."""
+CHECKPOINTS_MAX = 16
+"""About the most checkpoints that are taken of one prompt."""
+_RATIOS = (8, 4, 2, 1)
+_GAP_MIN = 16
+"""Checkpoints closer together than this save next to nothing."""
 
 
 class Checkpoints(Branching):
@@ -150,3 +154,44 @@ class Checkpoints(Branching):
         ids = job.ids[: job.n_prompt]
         ends = np.flatnonzero(np.isin(ids, self._ends)) + 1
         return plan_checkpoints(start, len(ids), self._every, ends.tolist(), branches)
+
+
+def plan_checkpoints(
+    start: int, end: int, every: int, message_ends: Iterable[int], branches: Iterable[int]
+) -> tuple[int, ...]:
+    """Positions in (start, end), ascending, at which to take a checkpoint of a prompt of `end`
+    tokens that is evaluated from `start` on. Later prompts are likely to continue there: where messages
+    end, where prompts are known to branch, just before the end, and at regular distances in a long text
+    without any. The further from the end, the larger the distance: a checkpoint costs the same anywhere,
+    and old turns are edited less often.
+
+    every: the spacing near the end; branches: always included. The next position is at most
+    `every + max(every, d / ratio)` tokens away (d: the distance from the end), where ratio is the
+    largest of 8, 4, 2, 1 that needs no more than `CHECKPOINTS_MAX` checkpoints."""
+    last = end - 1
+    if start >= last:
+        return ()
+    messages = {p for p in message_ends if start < p <= last}
+    near = [p for p in messages if end - p <= _GAP_MIN]
+    fixed = {p for p in branches if start < p <= last} | {max(near, default=last)}
+    grid = set(range(-(-(start + 1) // every) * every, last, every))
+    positions: list[int] = []
+    for ratio in _RATIOS:
+        positions = _spaced(end, every, ratio, messages, grid - messages, fixed)
+        if len(positions) <= CHECKPOINTS_MAX:
+            break
+    return tuple(reversed(positions))
+
+
+def _spaced(
+    end: int, every: int, ratio: int, messages: set[int], grid: set[int], fixed: set[int]
+) -> list[int]:
+    """The positions for one ratio, descending."""
+    positions: list[int] = []
+    at = end
+    for p in sorted(messages | grid | fixed, reverse=True):
+        gap_min = max(_GAP_MIN if p in messages else every, (end - p) // ratio)
+        if p in fixed or at - p >= gap_min:
+            positions.append(p)
+            at = p
+    return positions

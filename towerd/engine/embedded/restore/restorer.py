@@ -19,10 +19,9 @@ from towerd.engine.base import Reuse
 from towerd.engine.embedded.context.cell_pages import CellPages
 from towerd.engine.embedded.context.context import Buffer
 from towerd.engine.embedded.context.memory import SequenceMemory
-from towerd.engine.embedded.live.job import Job, JobPhase
+from towerd.engine.embedded.live.job import Job, JobPhase, SplicePiece
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.live.saved import save
-from towerd.engine.embedded.live.splice_pieces import SplicePiece
 from towerd.engine.embedded.restore.branching import (
     NOTHING_FOUND,
     Evict,

@@ -19,9 +19,8 @@ from towerd.drift import Drift, combined
 from towerd.engine.base import Reuse
 from towerd.engine.embedded.context.context import Buffer
 from towerd.engine.embedded.context.core import Core
-from towerd.engine.embedded.live.job import Job
+from towerd.engine.embedded.live.job import Blobs, Job, Splice, SplicePiece
 from towerd.engine.embedded.live.pool import LiveSeq
-from towerd.engine.embedded.live.splice_pieces import Blobs, Splice, SplicePiece
 from towerd.errors import NotSupported, TowerdError
 from towerd.model.llama_model import LlamaModel
 from towerd.model.rope import Running, read_rope

@@ -15,7 +15,7 @@ import numpy as np
 
 from towerd.engine.base import GenerateRequest
 from towerd.engine.embedded.context.context import LlamaContext
-from towerd.engine.embedded.live.job import Job, JobPhase
+from towerd.engine.embedded.live.job import Job
 from towerd.engine.embedded.live.pool import LivePool
 from towerd.engine.embedded.restore.restorer import Restorer
 from towerd.errors import InvalidRequest, TowerdError
@@ -88,7 +88,7 @@ class Media:
 
         def work() -> None:
             with self._encoding:
-                if self._is_over(job, load):
+                if not job.awaits(load):
                     return  # its client left while it waited behind others
                 try:
                     made: Encoded | TowerdError = projector.encode(found)
@@ -101,13 +101,6 @@ class Media:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._threads.append(threading.Thread(target=work, name="towerd-encode", daemon=True))
         self._threads[-1].start()
-
-    def is_stale(self, job: Job, ready: Ready) -> bool:
-        """Whether the job ended or was preempted since the encoding began."""
-        return self._is_over(job, ready.load)
-
-    def _is_over(self, job: Job, load: int) -> bool:
-        return job.cancelled or job.phase is not JobPhase.LOADING or load != job.loads
 
     def evaluate(self, job: Job, ready: Ready, make_room: Callable[[int], bool]) -> bool:
         """Append the rows of a medium; False if there is no room and the job has to begin again.

@@ -329,7 +329,7 @@ class Scheduler:
             if job.phase is JobPhase.LOADING:
                 self._endings.fail(job, loaded)
             return
-        if job.phase is not JobPhase.LOADING or loaded.load != job.loads:
+        if not job.awaits(loaded.load):
             self.restorer.discard(loaded)
             return
         try:
@@ -379,7 +379,7 @@ class Scheduler:
         self._inbox.put(lambda: self._isolated(job, lambda job: self._evaluate(job, ready)))
 
     def _evaluate(self, job: Job, ready: Ready) -> None:
-        if self.media.is_stale(job, ready):
+        if not job.awaits(ready.load):
             return
         if ready.medium is None and is_background(job):
             self._endings.finish(job, "cancelled")  # the tokens before it are evaluated
