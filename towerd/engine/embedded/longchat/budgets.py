@@ -39,8 +39,7 @@ from towerd.engine.embedded.restore.hooks import Hook
 from towerd.engine.embedded.restore.splice import Splicer
 from towerd.errors import InvalidRequest, NotSupported
 from towerd.retention import Positions, Signal, can_recall, retention_config
-from towerd.settings.config import RETENTIONS, WATCHING, Config
-from towerd.settings.ram_shares import parked_bytes
+from towerd.settings.config import RETENTIONS, WATCHING, Config, parked_bytes
 from towerd.slots.blob import emit_blob
 from towerd.slots.kind import DENSE
 from towerd.slots.rows import KVRows, join
