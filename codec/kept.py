@@ -17,14 +17,14 @@ from pathlib import Path
 from towerd.codec.base import TokenVocabulary
 from towerd.codec.container import Blob
 from towerd.codec.errors import UnknownModel
-from towerd.codec.forms import FormCoder
-from towerd.codec.mix import Mix
-from towerd.codec.models import mini
-from towerd.codec.models.student import FindStart, Student
-from towerd.codec.network import Network, network_hash
+from towerd.codec.forms import mini
+from towerd.codec.forms.form import FormCoder
+from towerd.codec.forms.mini import FindStart, Student
+from towerd.codec.forms.mix import MiniForm, Mix
+from towerd.codec.forms.network import Network, network_hash
+from towerd.codec.forms.start import MixStart, unpack
 from towerd.codec.prior import file
 from towerd.codec.prior.file import Prior, name_of
-from towerd.codec.prior.start import MixStart, unpack
 from towerd.system.folders import folder_locked
 
 
@@ -33,7 +33,7 @@ def keep(folder: Path, coder: FormCoder) -> None:
     and whole or absent. Raises OSError, also for a file that was replaced since it was read."""
     if isinstance(coder, Student) and coder.start is not None:
         _write(_start_path(folder, coder.model), coder.start.pack())
-    elif isinstance(coder, Mix | Network):
+    elif isinstance(coder, MiniForm):
         _copy(file.PATH, _table_path(folder, coder.prior.name), coder.prior.name)
     if isinstance(coder, Network):
         is_student = isinstance(coder, Student)

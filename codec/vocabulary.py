@@ -1,15 +1,19 @@
-"""The tokenizer in a GGUF, read with llama.cpp; no tensors are loaded."""
+"""The tokenizer in a GGUF, read with llama.cpp; no tensors are loaded.
+
+Beside it: whether a tokenizer still cuts text as it did, and text cut by its pieces alone."""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from towerd.codec.errors import UnknownModel
 from towerd.llama_library import lib
@@ -17,6 +21,20 @@ from towerd.tokens import Ids
 
 _PIECE_BYTES = 64
 _INT32_P = ctypes.POINTER(ctypes.c_int32)
+_MATCH_BYTES_MAX = 24
+TEXTS = (
+    "The quick brown fox doesn't jump; it's 'tired', isn't it? Naïve café, Straße, Ångström.",
+    "Съешь же ещё этих мягких французских булок. Ξεσκεπάζω την ψυχοφθόρα βδελυγμία.",
+    "我能吞下玻璃而不伤身体。今日は良い天気ですね、東京へ行きましょう。다람쥐 헌 쳇바퀴에 타고파.",
+    "نص حكيم له سر قاطع وذو شأن عظيم. דג סקרן שט בים. ऋषियों को सताने वाले दुष्ट। ภาษาไทยไม่มีช่องว่าง",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 ❤️ 🇩🇪 e\u0301 ﷽ \u200b\u00a0\ufeff 𝔘𝔫𝔦",
+    'def f(x: int) -> str:\n\treturn f"{x!r:>8}"  # later\n\nfor (i=0; i<n; ++i) { a[i] += 0x1F; }\r\n',
+    "0 1 12 123 1234 12345 3.14159 1,000,000 -7 2026-11-25T23:59:59Z v1.2.3 5e-324 ½ ²",
+    "a b  c   d    e     f      \n\n\n \n\t\t\t \r\n  \n" + " " * 64 + "." + "\n" * 9,
+    "<s></s> <|im_start|>user <|im_end|> [INST] <bos> <0x41> <unk> <|endoftext|> ▁x Ġy </think>",
+    "https://example.org/a?b=c&d=%20#e user@example.com C:\\dir\\file $HOME ---===*** aaaaaaaaaaaaaaaa",
+)
+"""Many scripts, joined emoji, code, numbers, runs of spaces and what looks like control tokens."""
 
 
 class GgufVocabulary:
@@ -111,3 +129,32 @@ class GgufVocabulary:
                 return buffer.raw[:n]
             room = -n
         return b""
+
+
+def probe(tokenize: Callable[[bytes], Sequence[int] | Ids]) -> str:
+    """32 hex digits of the ids that `tokenize` gives for TEXTS."""
+    digest = hashlib.blake2b(digest_size=16)
+    for text in TEXTS:
+        ids = np.asarray(tokenize(text.encode()), "<i4")
+        digest.update(len(ids).to_bytes(4, "little") + ids.tobytes())
+    return digest.hexdigest()
+
+
+def longest_matches(text: bytes, pieces: Sequence[bytes]) -> npt.NDArray[np.int64]:
+    """Ids that spell `text`, each the longest piece that fits; other bytes are skipped."""
+    table = {}
+    for token in range(len(pieces) - 1, -1, -1):
+        if 0 < len(pieces[token]) <= _MATCH_BYTES_MAX:
+            table[pieces[token]] = token
+    longest: dict[bytes, int] = {}
+    for piece in table:
+        longest[piece[:2]] = max(len(piece), longest.get(piece[:2], 0))
+    found, at = [], 0
+    while at < len(text):
+        length = longest.get(text[at : at + 2], 1)
+        while length and text[at : at + length] not in table:
+            length -= 1
+        if length:
+            found.append(table[text[at : at + length]])
+        at += length or 1
+    return np.array(found, np.int64)

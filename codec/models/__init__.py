@@ -1,3 +1,3 @@
-"""Models that say how likely each next token is (`base.py`)."""
+"""A model that says how likely each next token is, the same on every machine (`exact.py`)."""
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 
 from towerd.codec.errors import UnknownModel
-from towerd.codec.models.base import Counts
+from towerd.codec.models.marks import BEGIN, MarkedVocabulary
 from towerd.codec.models.rotation import rotation
 from towerd.codec.models.weights import LmWeights, load_weights
 from towerd.kernels import dispatch
 from towerd.kernels._native import Lm
-from towerd.kernels.lm import BLOCK, LmShape, make_lm, pack, pack_norm, pack_q8
+from towerd.kernels.lm import BLOCK, Counts, LmShape, make_lm, pack, pack_norm, pack_q8
 
 LANES_MAX = 64
 WINDOW = 16
@@ -32,21 +32,39 @@ _TINY = LmShape(40, 32, 2, 4, 2, 8, 64, 4, 1, 1e-5)
 
 
 class ExactPredictor:
-    """A `TokenPredictor`. Not thread-safe."""
+    """A model that reads several texts (lanes) side by side. Not thread-safe.
 
-    window, instead = WINDOW, 0
+    With a `MarkedVocabulary`, it reads, for each token that is not the model's own, the mark that
+    starts a text, or else token 0, and such tokens have a count of 1."""
+
+    window = WINDOW
+    """Tokens of one lane that may be fed at once without changing the counts."""
 
     def __init__(
-        self, path: Path, n_threads: int = 1, lanes_max: int = LANES_MAX, n_ctx: int = 0
+        self,
+        path: Path,
+        n_threads: int = 1,
+        lanes_max: int = LANES_MAX,
+        n_ctx: int = 0,
+        vocabulary: MarkedVocabulary | None = None,
     ) -> None:
         """`n_ctx`: tokens per lane; 0: what the model was trained on, at most N_CTX_MAX.
 
-        UnknownModel if the file is not such a model, or if this machine's kernel gives other
-        numbers."""
+        UnknownModel if the file is not such a model, has another number of tokens than its
+        tokenizer, or if this machine's kernel gives other numbers."""
         check_kernel(dispatch.name())
         weights = load_weights(path, n_ctx)
-        self.n_tokens, self.n_ctx = weights.shape.n_vocab, weights.shape.n_ctx
-        self.lanes_max, self.name = lanes_max, weights.name
+        self.n_tokens = self._n_own = weights.shape.n_vocab
+        self.instead = 0
+        if vocabulary is not None:
+            if self._n_own != vocabulary.n_own:
+                raise UnknownModel(
+                    f"The model has {self._n_own} tokens and its tokenizer {vocabulary.n_own}."
+                )
+            begin = vocabulary.marks[BEGIN]
+            self.n_tokens = len(vocabulary.pieces)
+            self.instead = begin if begin < self._n_own else 0
+        self.n_ctx, self.lanes_max, self.name = weights.shape.n_ctx, lanes_max, weights.name
         self.n_threads = n_threads
         self._weights = weights
         self.lm = build_lm(weights)
@@ -67,13 +85,21 @@ class ExactPredictor:
         self.lm.reset()
 
     def feed(self, tokens: Sequence[tuple[int, int]]) -> list[Counts]:
-        """See `TokenPredictor.feed`. A full lane is cut to its last quarter first. UnknownModel if
-        the model's numbers leave the range of float32."""
+        """Append tokens to some lanes, as (lane, id) in order of lane, up to `window` for each; a
+        full lane is cut to its last quarter first.
+
+        Returns for each token the distribution of the next one: uint32[n_tokens] counts that are
+        proportional to the probabilities, each from 1 to COUNT_ONE + 1. UnknownModel if the model's
+        numbers leave the range of float32."""
         pairs = np.array(tokens, np.int32).reshape(-1, 2).T.copy()
+        n_more = self.n_tokens - self._n_own
+        if n_more:
+            pairs[1, pairs[1] >= self._n_own] = self.instead
         try:
-            return list(self.lm.counts(self.lm.step(pairs[0], pairs[1], self.n_threads)))
+            counts = self.lm.counts(self.lm.step(pairs[0], pairs[1], self.n_threads))
         except ValueError as error:
             raise UnknownModel(f"The mini model cannot be evaluated: {error}.") from error
+        return list(np.pad(counts, ((0, 0), (0, n_more)), constant_values=1) if n_more else counts)
 
 
 def build_lm(weights: LmWeights) -> Lm:

@@ -3,19 +3,13 @@ for every mark of a text (`codec/text.py`)."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from towerd.codec.errors import UnknownModel
-from towerd.codec.fallback import longest_matches
-from towerd.codec.models.base import Counts
-from towerd.codec.models.exact import ExactPredictor
 from towerd.codec.text import KIND_NAMES, KINDS_MAX
-from towerd.codec.vocabulary import GgufVocabulary
-from towerd.kernels._native import Lm
+from towerd.codec.vocabulary import GgufVocabulary, longest_matches
 from towerd.tokens import Ids
 
 N_MARKS = KINDS_MAX + 1
@@ -65,47 +59,3 @@ class MarkedVocabulary:
         if not piece or piece in self._token_of:
             return [self._token_of[piece]] if piece else []
         return [self._token_of[bytes((byte,))] for byte in piece]
-
-
-class MarkedPredictor:
-    """A predictor of a `MarkedVocabulary`. For each token that is not its model's, the model reads
-    the mark that starts a text, or else its token 0, and such tokens have a count of 1."""
-
-    def __init__(self, own: ExactPredictor, vocabulary: MarkedVocabulary) -> None:
-        """UnknownModel if the model has another number of tokens than its tokenizer."""
-        if own.n_tokens != vocabulary.n_own:
-            raise UnknownModel(
-                f"The model has {own.n_tokens} tokens and its tokenizer {vocabulary.n_own}."
-            )
-        self._own, self.n_tokens = own, len(vocabulary.pieces)
-        self.n_ctx, self.lanes_max, self.window = own.n_ctx, own.lanes_max, own.window
-        self.name = own.name
-        begin = vocabulary.marks[BEGIN]
-        self.instead = begin if begin < own.n_tokens else 0
-        self._rest = np.ones(self.n_tokens - own.n_tokens, np.uint32)
-
-    @property
-    def lm(self) -> Lm:
-        """The model that evaluates its own tokens."""
-        return self._own.lm
-
-    def copy(self) -> MarkedPredictor:
-        """See `CopyablePredictor.copy`."""
-        return self.within(self.n_ctx)
-
-    def within(self, n_ctx: int) -> MarkedPredictor:
-        """See `CopyablePredictor.within`."""
-        other = copy.copy(self)
-        other._own = self._own.within(n_ctx)
-        other.n_ctx = other._own.n_ctx
-        return other
-
-    def reset(self) -> None:
-        """Forget all texts."""
-        self._own.reset()
-
-    def feed(self, tokens: Sequence[tuple[int, int]]) -> list[Counts]:
-        """See `TokenPredictor.feed`."""
-        n = self._own.n_tokens
-        known = [(lane, token if token < n else self.instead) for lane, token in tokens]
-        return [np.append(counts, self._rest) for counts in self._own.feed(known)]

@@ -2,7 +2,7 @@
 
     mix.weights  int32[n]            how often each token occurs, in order of rank
     mix.index.k  int32, mix.data.k  int16   the table of order k (`lab/prior/tables.py`)
-    mix.state    int32               maps and weights (`state.py`)
+    mix.state    int32               maps and weights (`forms/training.py`)
     mix.network  int32               the same for use with the mini model, if it was trained
 
 Unsigned numbers are stored in signed tensors of the same size, as GGUF has no

@@ -13,8 +13,8 @@ import numpy as np
 
 from towerd.cli.bench.harness.report import Report
 from towerd.codec import Codec
-from towerd.codec.forms import Coded
-from towerd.codec.network import Network
+from towerd.codec.forms.form import Coded
+from towerd.codec.forms.network import Network
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold import decode
 from towerd.engine.base import GenerateRequest, Started

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from towerd.codec.mix import TextCoder
-from towerd.codec.mixer_pool import Symbols
+from towerd.codec.forms.mix import MiniForm, Symbols
 from towerd.tokens import Ids
 
 NEIGHBOURS_MAX = 16
@@ -54,7 +53,7 @@ class Cluster:
         return max((float(distances.given[i, self.medoid]) for i in self.members), default=0.0)
 
 
-def measure(prompts: Sequence[Ids], coder: TextCoder) -> Distances:
+def measure(prompts: Sequence[Ids], coder: MiniForm) -> Distances:
     """Distances of prompts, int32[n] ids of the coder's vocabulary each (`Codec.text_coder`). Pairs
     beyond the NEIGHBOURS_MAX that share most are not measured and count as unrelated."""
     texts = [coder.symbols(ids) for ids in prompts]

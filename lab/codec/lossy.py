@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from towerd.codec.mix import BASE_IDS_MAX, MiniText
-from towerd.codec.mixer_pool import table_bits
+from towerd.codec.forms.mix import BASE_IDS_MAX, MiniText, table_bits
 from towerd.codec.prior import file
 from towerd.codec.text import KINDS_MAX, MARK_FIRST, kinds_of, split
 

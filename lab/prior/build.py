@@ -23,7 +23,8 @@ from lab.train.data.form import MiniForm
 from lab.train.data.manifest import read_manifest
 from lab.train.data.records import read_dataset
 from lab.train.data.tokenizer import tokenizer_of
-from towerd.codec.prior import file, state, training
+from towerd.codec.forms import training
+from towerd.codec.prior import file
 from towerd.kernels._native import Mixer
 
 I32 = npt.NDArray[np.int32]
@@ -104,7 +105,7 @@ def _trained(
     held: list[I32],
 ) -> U32:
     """The state after the held-out sessions."""
-    learned, costs = state.untrained(len(weights)), []
+    learned, costs = training.untrained(len(weights)), []
     steps = training.trained(lambda now: Mixer(weights, found, now, kinds), learned, mixed(held))
     for learned, cost in track(steps, "training", total=len(held)):  # noqa: B007
         costs.append(cost)

@@ -18,9 +18,9 @@ from rich.progress import track
 from lab.prior.build import WITHOUT, mixed, n_held, read_corpus, sessions
 from lab.prior.save import save
 from towerd.codec.errors import UnknownModel
-from towerd.codec.models.base import TokenPredictor
+from towerd.codec.forms import training
 from towerd.codec.models.exact import ExactPredictor
-from towerd.codec.prior import file, training
+from towerd.codec.prior import file
 from towerd.codec.prior.file import Prior
 from towerd.kernels._native import Mixer
 
@@ -76,7 +76,7 @@ def held_out(prior: Prior, corpus: Mapping[str, U32]) -> list[I32]:
 
 
 def steps(
-    prior: Prior, predictor: TokenPredictor, held: Sequence[I32]
+    prior: Prior, predictor: ExactPredictor, held: Sequence[I32]
 ) -> Iterator[tuple[U32, float]]:
     """(state, bits per token) after each session. UnknownModel for a model of another tokenizer."""
     if predictor.n_tokens != len(prior.ids):

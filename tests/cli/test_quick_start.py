@@ -18,7 +18,7 @@ NOT_NEEDED = {
     "llama_cpp",
     "psutil",
     "towerd.codec.codec",
-    "towerd.codec.mix",
+    "towerd.codec.forms.mix",
     "towerd.cli.bench",
     "towerd.models.local.names",
     "towerd.retention.icecache",

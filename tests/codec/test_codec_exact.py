@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from fed_predictor import FedPredictor, read_in_python
 from gguf import GGUFReader, GGUFWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,16 +25,16 @@ import towerd
 from lab.models.random_gguf import Shape, make_random_gguf
 from towerd.codec import Codec, container
 from towerd.codec.errors import CodecError, UnknownModel
-from towerd.codec.models import exact, mini
-from towerd.codec.models.base import COUNT_ONE, Counts
+from towerd.codec.forms import mini
+from towerd.codec.forms.network import Network, PredictorPool
+from towerd.codec.models import exact
 from towerd.codec.models.exact import ExactPredictor
 from towerd.codec.models.gguf_header import read_header
-from towerd.codec.models.predictor_pool import PredictorPool
 from towerd.codec.models.weights import load_weights
-from towerd.codec.network import Network
 from towerd.codec.prior import file
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.kernels import dispatch
+from towerd.kernels.lm import COUNT_ONE, Counts
 
 BUNDLED = Path(towerd.__file__).parent / "data" / "stories260K.gguf"
 STORY = (
@@ -174,12 +175,13 @@ def test_another_model_is_refused(
         Network(small, file.bundled(), ExactPredictor(BUNDLED))
 
 
-class Knowing:
-    """A `TokenPredictor` that has read the text."""
+class Knowing(FedPredictor):
+    """A predictor that has read the text."""
 
-    n_tokens, n_ctx, lanes_max, window, name = N_TOKENS, 1 << 20, 1, 1, b"knowing."
+    window = 1
 
     def __init__(self, small: GgufVocabulary, ids: list[int]) -> None:
+        super().__init__(N_TOKENS, 1 << 20, 1, b"knowing.")
         mix = file.bundled()
         text = Network(small, mix, self).mini.symbols(
             b"".join(small.pieces[i] or b"\n" for i in ids)
@@ -200,6 +202,7 @@ class Knowing:
 def test_auto_takes_it_where_it_is_smallest(
     small: GgufVocabulary, network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    read_in_python(monkeypatch)
     ids = [int(i) for i in small.tokenize(STORY * 4)]
     codec = Codec(small, [Network(small, file.bundled(), Knowing(small, ids), 1 << 20)])
     blob = codec.encode(ids)

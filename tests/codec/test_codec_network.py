@@ -8,17 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fed_predictor import FedPredictor, read_in_python
 
 from lab.models.random_gguf import Shape, make_random_gguf
 from towerd.codec import Codec, container
 from towerd.codec.container import CodedChunk
 from towerd.codec.errors import CodecError, Damaged
-from towerd.codec.forms import Coded
-from towerd.codec.models.base import Counts
+from towerd.codec.forms.form import Coded
+from towerd.codec.forms.network import Network, cut
 from towerd.codec.models.exact import ExactPredictor
-from towerd.codec.network import Network, cut
 from towerd.codec.prior import file
 from towerd.codec.vocabulary import GgufVocabulary
+from towerd.kernels.lm import Counts
 
 STORY = (
     b" Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
@@ -28,16 +29,16 @@ BLOBS = Path(__file__).with_name("blobs")
 """Blobs that an earlier release wrote."""
 
 
-class Plain:
-    """An `ExactPredictor` behind the bare protocol: its texts are read by the specification."""
-
-    window = 16
+class Plain(FedPredictor):
+    """An `ExactPredictor` whose texts are read by the specification."""
 
     def __init__(self, path: Path) -> None:
-        self._exact = ExactPredictor(path)
-        self.n_tokens, self.n_ctx = self._exact.n_tokens, self._exact.n_ctx
-        self.lanes_max, self.name = self._exact.lanes_max, self._exact.name
-        self.reset, self.n_calls = self._exact.reset, 0
+        self._exact = exact = ExactPredictor(path)
+        super().__init__(exact.n_tokens, exact.n_ctx, exact.lanes_max, exact.name)
+        self.n_calls = 0
+
+    def reset(self) -> None:
+        self._exact.reset()
 
     def feed(self, tokens: Sequence[tuple[int, int]]) -> list[Counts]:
         self.n_calls += 1
@@ -69,7 +70,11 @@ def test_chunks_are_nearly_equal() -> None:
 
 @pytest.mark.parametrize("n_threads", [1, 2, 3, 8])
 def test_any_number_of_cores_reads_the_same(
-    small: GgufVocabulary, path: Path, network: Network, n_threads: int
+    small: GgufVocabulary,
+    path: Path,
+    network: Network,
+    n_threads: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As the specification does, which takes the chunks' symbols one after the other."""
     ids = np.asarray(small.tokenize(STORY * 2), np.int32)
@@ -77,6 +82,7 @@ def test_any_number_of_cores_reads_the_same(
     assert len(coded.chunks) == 4
     network.n_threads = n_threads
     assert network.decode(coded, len(ids), ids[:9]).tolist() == ids.tolist()
+    read_in_python(monkeypatch)
     plain = Plain(path)
     specified = Network(small, file.bundled(), plain, chunk_symbols=20)
     assert specified.encode(ids, ids[:9]) == coded

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from lab.models.random_gguf import Shape, make_random_gguf
 from towerd.codec import Codec, container
 from towerd.codec.errors import UnknownModel
-from towerd.codec.models import mini
+from towerd.codec.forms import mini
+from towerd.codec.forms.mini import check_student
 from towerd.codec.models.marks import MarkedVocabulary
-from towerd.codec.models.student import check_student
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.kernels import dispatch
 from towerd.models.bundled import bundled_model

@@ -16,7 +16,7 @@ from store_tools import FINGERPRINT
 
 from lab.models.random_gguf import Shape, make_random_gguf
 from towerd.codec import container
-from towerd.codec.models import mini
+from towerd.codec.forms import mini
 from towerd.codec.prior import file
 from towerd.cold import cold_history, freeze, thaw
 from towerd.store import Store

@@ -309,7 +309,7 @@ async def test_another_table_is_named(
     async with service_on(bundled_model()) as service:
         await ask(service, [1, *words(200, 15)], session="s")
         await service.cold.freeze("s")
-        monkeypatch.setattr("towerd.codec.fallback.Packed.model", b"\1" * 8)
+        monkeypatch.setattr("towerd.codec.forms.fallback.Packed.model", b"\1" * 8)
         with pytest.raises(Exception, match="use the version of towerd that wrote it"):
             await service.cold.thaw("s")
         monkeypatch.undo()

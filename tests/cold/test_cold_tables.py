@@ -14,7 +14,7 @@ from store_tools import FINGERPRINT, turn_of
 
 from lab.models.random_gguf import Shape, make_random_gguf
 from towerd.codec import Codec
-from towerd.codec.models import mini
+from towerd.codec.forms import mini
 from towerd.codec.prior import file
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold import Coding, VocabularySource, freeze, thaw

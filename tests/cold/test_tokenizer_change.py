@@ -19,12 +19,12 @@ from store_tools import FINGERPRINT, turn_of
 from waiting import until_async
 
 from towerd.cli.doctor import store as doctor
-from towerd.codec import Codec, mix
+from towerd.codec import Codec
 from towerd.codec.codec import WrittenText
 from towerd.codec.errors import Damaged
+from towerd.codec.forms import mix
 from towerd.codec.prior import file
-from towerd.codec.probe import TEXTS, probe
-from towerd.codec.vocabulary import GgufVocabulary
+from towerd.codec.vocabulary import TEXTS, GgufVocabulary, probe
 from towerd.cold import Coding, ColdTier, VocabularySource, freeze, write_copy
 from towerd.cold.freezing import decode
 from towerd.cold.renewal import check_minis

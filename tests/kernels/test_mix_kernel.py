@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lab.prior import tables
 from lab.reference import mix as reference_mix
 from lab.reference.mix_lanes import Lane
-from towerd.codec.prior import state
+from towerd.codec.forms import training
 from towerd.kernels import _native, mixing
 
 N_TOKENS = 40
@@ -44,7 +44,7 @@ def parts() -> tuple[Any, ...]:
     kinds = np.zeros(N_TOKENS, np.uint8)
     kinds[[5, 17]], kinds[[9, 23]] = mixing.BREAK, mixing.OPENING
     found = tables.build(corpus, N_TOKENS, 6000)
-    return weights, found, state.untrained(N_TOKENS), kinds, corpus
+    return weights, found, training.untrained(N_TOKENS), kinds, corpus
 
 
 def text_like(corpus: npt.NDArray[np.uint32], n: int, seed: int) -> Ranks:
@@ -314,7 +314,10 @@ def test_tables_hold_the_counts(tokens: list[int], order: int) -> None:
     kept = {k: v for k, v in wanted.items() if sum(v.values()) >= least}
     index, data = tables.pack(found, 16, order)
     mixer = reference_mix.ReferenceMixer(
-        np.ones(16, np.uint32), [(index, data)] * order, state.untrained(16), np.zeros(16, np.uint8)
+        np.ones(16, np.uint32),
+        [(index, data)] * order,
+        training.untrained(16),
+        np.zeros(16, np.uint8),
     )
     assert len(found.contexts) == len(kept)
     for context, after in kept.items():

@@ -10,7 +10,7 @@ from gguf import GGUFWriter, LlamaFileType, TokenType
 
 from lab.models.gguf_file import writing
 from lab.models.vocabulary import Vocabulary, from_gguf
-from towerd.codec.models.mini import PATH as TOKENIZER
+from towerd.codec.forms.mini import PATH as TOKENIZER
 
 TOOLS_MARK, RESULT_MARK = "<tools>", "<tool_response>"
 """What a template of Qwen's kind writes before the tools, and before a tool's answer."""

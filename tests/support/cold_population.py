@@ -12,8 +12,8 @@ import numpy as np
 from store_tools import turn_of
 
 from towerd.codec import Codec
-from towerd.codec.forms import FormCoder
-from towerd.codec.models import mini
+from towerd.codec.forms import mini
+from towerd.codec.forms.form import FormCoder
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.models.bundled import bundled_model
 from towerd.store import Store

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llama_wire import Talker
 
-from towerd.codec.models.mini import PATH
+from towerd.codec.forms.mini import PATH
 from towerd.model.vocab import Vocab
 from towerd.wire import Model, Reply, Request, WireError, Writer
 

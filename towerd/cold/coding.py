@@ -95,7 +95,7 @@ def check_codec_model(path: Path) -> None:
     """ConfigError unless conversations can be coded with the model in this file."""
     # Imported late: these load llama.cpp.
     from towerd.codec.errors import CodecError
-    from towerd.codec.models.student import check_student
+    from towerd.codec.forms.mini import check_student
     from towerd.model.llama_model import init_backend
 
     init_backend()  # routes llama.cpp's messages into our log

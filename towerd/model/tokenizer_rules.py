@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from towerd.codec.probe import probe
+from towerd.codec.vocabulary import probe
 from towerd.errors import DiskFull, StoreError
 from towerd.llama_library import lib
 from towerd.model.gguf_keys import GgufKeys

@@ -19,7 +19,7 @@ from lab.bench.texts.chat_template import MARKS, tokenized
 from lab.codec.lossy import reduce
 from towerd.cli.bench.harness.report import Report
 from towerd.codec import Codec, container
-from towerd.codec.models.mini import PATH, mini_network
+from towerd.codec.forms.mini import PATH, mini_network
 from towerd.codec.prior import file
 from towerd.codec.vocabulary import GgufVocabulary
 

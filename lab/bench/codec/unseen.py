@@ -21,9 +21,9 @@ from lab.bench.texts.chat_template import in_template, records, tokenized
 from lab.train.data.manifest import read_manifest
 from towerd.cli.bench.harness.report import Report
 from towerd.codec import Codec
-from towerd.codec.forms import FormCoder
-from towerd.codec.mix import Mix
-from towerd.codec.models.mini import mini_network
+from towerd.codec.forms.form import FormCoder
+from towerd.codec.forms.mini import mini_network
+from towerd.codec.forms.mix import Mix
 from towerd.codec.prior import file
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.models.bundled import bundled_model

@@ -11,7 +11,7 @@ import zstandard
 from click.testing import CliRunner
 
 from towerd.cli.main import towerctl
-from towerd.codec.models import mini
+from towerd.codec.forms import mini
 from towerd.codec.prior.file import PATH
 
 pytest.importorskip("brotli")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lab.codec.cluster import Distances, cluster, measure, total_bits
 from towerd.codec import Codec
-from towerd.codec.models import mini
+from towerd.codec.forms import mini
 from towerd.codec.prior import sample
 from towerd.codec.vocabulary import GgufVocabulary
 

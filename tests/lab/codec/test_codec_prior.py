@@ -9,14 +9,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from fed_predictor import FedPredictor, read_in_python
 
 from towerd.codec.container import CodedChunk
-from towerd.codec.forms import Coded
-from towerd.codec.mix import MiniText, Mix
-from towerd.codec.models.base import COUNT_ONE, Counts
-from towerd.codec.network import Network
-from towerd.codec.prior import file, sample, state
+from towerd.codec.forms import training
+from towerd.codec.forms.form import Coded
+from towerd.codec.forms.mix import MiniText, Mix
+from towerd.codec.forms.network import Network
+from towerd.codec.prior import file, sample
 from towerd.codec.vocabulary import GgufVocabulary
+from towerd.kernels.lm import COUNT_ONE, Counts
 
 pytest.importorskip("tokenizers")
 from lab.prior import network
@@ -43,19 +45,18 @@ def test_build_and_use(tmp_path: Path, small: GgufVocabulary) -> None:
     coded = mix.encode(wanted, wanted[:0])
     assert mix.decode(coded, len(wanted), wanted[:0]).tolist() == wanted.tolist()
     untrained = file.Prior(
-        **{**prior.__dict__, "tables": (), "states": {"state": state.untrained(400)}}
+        **{**prior.__dict__, "tables": (), "states": {"state": training.untrained(400)}}
     )
     without = Mix(small, untrained).encode(wanted, wanted[:0])
     assert size(coded) < 0.8 * size(without)
 
 
-class Liar:
+class Liar(FedPredictor):
     """A network that is sure of a token that does not come; every fourth time it tells the truth."""
 
-    n_ctx, lanes_max, window, name = 64, 1, 16, b"a liar.."
-
     def __init__(self, ids: list[int], n_tokens: int) -> None:
-        self.ids, self.n_tokens, self.at = ids, n_tokens, 0
+        super().__init__(n_tokens, 64, 1, b"a liar..")
+        self.ids, self.at = ids, 0
 
     def reset(self) -> None:
         self.at = 0
@@ -71,9 +72,10 @@ class Liar:
         return found
 
 
-def test_a_state_for_a_network(small: GgufVocabulary) -> None:
+def test_a_state_for_a_network(small: GgufVocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trained with the network, the mixer knows from a text's beginning how far to trust it; the
     form takes that state, and gives back what it was given."""
+    read_in_python(monkeypatch)
     prior = file.bundled()
     mini = MiniText(prior)
     text, short = sample.load()[:27_000], sample.load()[30_000:30_400]

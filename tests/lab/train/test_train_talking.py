@@ -22,8 +22,8 @@ from lab.train.evaluation.talking import (
     main,
 )
 from lab.train.objectives.teacher import Teacher, TeacherForm
+from towerd.codec.forms.mini import PATH
 from towerd.codec.models.exact import ExactPredictor
-from towerd.codec.models.mini import PATH
 
 BUNDLED = Path(towerd.__file__).parent / "data" / "stories260K.gguf"
 ASKED = [

@@ -1,13 +1,17 @@
-"""The interface between the codec and the forms of a blob."""
+"""The interface between the codec and the forms of a blob; what all forms that write text share."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
+import numpy as np
+
+from towerd.codec.base import TokenVocabulary
 from towerd.codec.container import CodedChunk
 from towerd.codec.errors import Damaged
-from towerd.codec.text import Text
+from towerd.codec.text import Text, to_ids
 from towerd.tokens import Ids
 
 
@@ -54,10 +58,19 @@ class FormCoder(Protocol):
         ...
 
 
-@runtime_checkable
-class TextFormCoder(FormCoder, Protocol):
+class TextForm(ABC):
     """A form that writes the text of the ids, which `decode` tokenizes again."""
 
+    name: str
+    model: bytes
+
+    def __init__(self, vocabulary: TokenVocabulary) -> None:
+        self.vocabulary = vocabulary
+
+    def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
+        """See `FormCoder.decode`."""
+        return np.array(to_ids(self.text(coded, n_ids, base), self.vocabulary), np.int32)
+
+    @abstractmethod
     def text(self, coded: Coded, n_ids: int, base: Ids) -> Text:
         """The text and what corrects its ids; Damaged if `encode` cannot have written this."""
-        ...

@@ -16,11 +16,12 @@ import zstandard
 
 from towerd.codec.base import TokenVocabulary
 from towerd.codec.errors import UnknownModel
-from towerd.codec.mix import KINDS, MiniText
-from towerd.codec.models.base import TokenPredictor
-from towerd.codec.prior import sample, training
-from towerd.codec.prior.file import Prior, kinds_of, ranks_of
-from towerd.codec.prior.state import U32, untrained
+from towerd.codec.forms import training
+from towerd.codec.forms.mix import KINDS, MiniText
+from towerd.codec.forms.training import untrained
+from towerd.codec.models.exact import ExactPredictor
+from towerd.codec.prior import sample
+from towerd.codec.prior.file import U32, Prior, kinds_of, ranks_of
 from towerd.codec.text import MARK_FIRST
 from towerd.kernels._native import Mixer
 from towerd.kernels.mixing import FINAL, INPUTS, SETS, n_maps, state_size
@@ -90,7 +91,7 @@ def make_prior(vocabulary: TokenVocabulary, marks: Sequence[int], start: MixStar
 
 
 def derive(
-    vocabulary: TokenVocabulary, marks: Sequence[int], predictor: TokenPredictor
+    vocabulary: TokenVocabulary, marks: Sequence[int], predictor: ExactPredictor
 ) -> MixStart:
     """Count and train: maps on all of the sample without the model, then weights on parts of it
     with the model, which takes some seconds."""

@@ -7,21 +7,21 @@ session.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
+import numpy.typing as npt
 
 from towerd.codec.base import TokenVocabulary, vocabulary_hash
 from towerd.codec.container import CodedChunk
-from towerd.codec.forms import Coded
-from towerd.codec.mixer_pool import MixerPool, Symbols
+from towerd.codec.errors import Damaged
+from towerd.codec.forms.form import Coded, TextForm
 from towerd.codec.prior.file import Prior
-from towerd.codec.prior.state import bits_of
-from towerd.codec.probe import probe
-from towerd.codec.ranks import take_ranks
-from towerd.codec.text import MARK_FIRST, Text, as_context, from_ids, parse, split, to_ids
-from towerd.kernels._native import RangeDecoder, RangeEncoder
+from towerd.codec.text import MARK_FIRST, Text, as_context, from_ids, parse, split
+from towerd.codec.vocabulary import probe
+from towerd.kernels._native import Mixer, RangeDecoder, RangeEncoder
 from towerd.tokens import Ids
 
 BASE_IDS_MAX = 16384
@@ -29,23 +29,12 @@ BASE_IDS_MAX = 16384
 KINDS = (1, 2, 3, 0, 4, 5, 6, 7)
 """The control token of the mini vocabulary for each kind of mark. Its chat form has the tokens
 begin (of the text), start (of a message), end, and thirteen without a meaning."""
-
-
 WRITTEN = {"4650871a062739be": "3d185f6db51e9e2b0225d768e71be48a"}
 """What `probe` gives for the mini vocabulary whose hash this is, when blobs are written."""
-
-
-class TextCoder(Protocol):
-    """A form that can tell what a text costs without writing it."""
-
-    def symbols(self, ids: Ids) -> Symbols:
-        """The symbols of ids of the vocabulary."""
-        ...
-
-    def costs(self, symbols: Symbols, contexts: Sequence[Symbols]) -> list[float]:
-        """The bits that the symbols take after each of `contexts`; only the last BASE_IDS_MAX
-        symbols of a context are read."""
-        ...
+MIXERS_KEPT_MAX = 20
+"""Mixers that a pool keeps. Each takes about a megabyte, and up to ten after a long session."""
+_SLOTS_PER_SYMBOL = 40
+Symbols = npt.NDArray[np.int32]
 
 
 class MiniText:
@@ -103,14 +92,69 @@ class MiniText:
         return b"".join([self.bytes_by_rank[rank] for rank in ranks])
 
 
-class Mix:
-    """The `FormCoder` of `mix`."""
+class MixerPool:
+    """Mixers of one table and state. A new mixer checks its tables and builds its tree in some 20 ms,
+    longer than it takes to code a short session. Thread-safe."""
 
-    name, uses_base = "mix", True
+    def __init__(self, make: Callable[[], Mixer]) -> None:
+        self._make = make
+        self._free: list[Mixer] = []
+
+    @contextmanager
+    def borrow(self, n_symbols: int, context: Symbols, lanes: int = 1) -> Iterator[Mixer]:
+        """A mixer that has only read `context`, with room for `n_symbols` in `lanes` texts."""
+        try:
+            mixer = self._free.pop()
+        except IndexError:
+            mixer = self._make()
+        try:
+            mixer.reset(lanes, table_bits(n_symbols + len(context)))
+            mixer.learn(0, context)
+            yield mixer
+        finally:
+            if len(self._free) < MIXERS_KEPT_MAX:
+                self._free.append(mixer)
+
+
+def table_bits(n_symbols: int) -> int:
+    """Size of the mixer's hash table: a slot for each context of each decision."""
+    return min(22, max(12, (n_symbols * _SLOTS_PER_SYMBOL).bit_length()))
+
+
+def bits_of(decisions: Symbols, chances: npt.NDArray[np.float64]) -> float:
+    """Bits that decisions cost if their probabilities of being 1 were `chances`."""
+    return float(-np.log2(np.where(decisions == 1, chances, 1 - chances)).sum())
+
+
+class MiniForm(TextForm):
+    """A form whose text is coded in the symbols of a mini vocabulary, after the base's."""
+
+    uses_base = True
 
     def __init__(self, vocabulary: TokenVocabulary, prior: Prior) -> None:
-        self.vocabulary, self.prior = vocabulary, prior
-        self.mini = MiniText(prior)
+        super().__init__(vocabulary)
+        self.prior, self.mini = prior, MiniText(prior)
+
+    def symbols(self, ids: Ids) -> Symbols:
+        """The symbols of ids of the vocabulary."""
+        return self.mini.symbols(from_ids(ids, self.vocabulary).text)
+
+    @abstractmethod
+    def costs(self, symbols: Symbols, contexts: Sequence[Symbols]) -> list[float]:
+        """The bits that the symbols take after each of `contexts`; only the last BASE_IDS_MAX
+        symbols of a context are read."""
+
+    def _context(self, base: Ids, kinds: tuple[int, ...]) -> Symbols:
+        return self.mini.symbols(as_context(base[-BASE_IDS_MAX:], kinds, self.vocabulary))
+
+
+class Mix(MiniForm):
+    """The `FormCoder` of `mix`."""
+
+    name = "mix"
+
+    def __init__(self, vocabulary: TokenVocabulary, prior: Prior) -> None:
+        super().__init__(vocabulary, prior)
         self.model = prior.name
         self._mixers = MixerPool(prior.mixer)
 
@@ -123,30 +167,22 @@ class Mix:
             encoder.put(*mixer.encode(0, symbols))
         return Coded(text.side(), (CodedChunk(len(symbols), encoder.finish()),))
 
-    def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
-        """The ids again."""
-        return np.array(to_ids(self.text(coded, n_ids, base), self.vocabulary), np.int32)
-
     def text(self, coded: Coded, n_ids: int, base: Ids) -> Text:
-        """See `TextFormCoder.text`."""
+        """See `TextForm.text`."""
         bits = coded.only_chunk()
         n_symbols = coded.chunks[0].n_symbols
         kinds = parse(b"", coded.side).kinds
         with self._mixers.borrow(n_symbols, self._context(base, kinds)) as mixer:
-            ranks = take_ranks(mixer, 0, RangeDecoder(bits), n_symbols)
+            try:
+                ranks = mixer.decode(0, RangeDecoder(bits), n_symbols).tolist()
+            except ValueError as error:
+                raise Damaged(f"The blob is damaged: {error}.") from error
         return parse(self.mini.text(ranks), coded.side)
 
-    def symbols(self, ids: Ids) -> Symbols:
-        """See `TextCoder.symbols`."""
-        return self.mini.symbols(from_ids(ids, self.vocabulary).text)
-
     def costs(self, symbols: Symbols, contexts: Sequence[Symbols]) -> list[float]:
-        """See `TextCoder.costs`."""
+        """See `MiniForm.costs`."""
         found = []
         for context in contexts:
             with self._mixers.borrow(len(symbols), context[-BASE_IDS_MAX:]) as mixer:
                 found.append(bits_of(*mixer.encode(0, symbols)))
         return found
-
-    def _context(self, base: Ids, kinds: tuple[int, ...]) -> Symbols:
-        return self.mini.symbols(as_context(base[-BASE_IDS_MAX:], kinds, self.vocabulary))

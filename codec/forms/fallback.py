@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +20,13 @@ from towerd.codec import varint
 from towerd.codec.base import TokenVocabulary
 from towerd.codec.container import CodedChunk
 from towerd.codec.errors import Damaged
-from towerd.codec.forms import Coded
+from towerd.codec.forms.form import Coded, TextForm
 from towerd.codec.prior import sample
-from towerd.codec.text import Text, from_ids, parse, to_ids
+from towerd.codec.text import Text, from_ids, parse
+from towerd.codec.vocabulary import longest_matches
 from towerd.tokens import Ids
 
 LEVEL = 19
-_PIECE_BYTES_MAX = 24
 _WINDOW_BYTES_MAX = 1 << 26
 _RANK_BYTES_MAX = 5
 Ranks = npt.NDArray[np.uint32]
@@ -90,13 +89,13 @@ class Ranked:
         return self.order[ranks.astype(np.int64)]
 
 
-class ZstdText:
+class ZstdText(TextForm):
     """Text and its exceptions, with zstd."""
 
     name, uses_base = "text", False
 
     def __init__(self, vocabulary: TokenVocabulary) -> None:
-        self.vocabulary = vocabulary
+        super().__init__(vocabulary)
         self.zstd, self.model = _Zstd(sample.load()), sample.name()
         self.piece_bytes_max = max(map(len, vocabulary.pieces), default=1) + 1
 
@@ -105,12 +104,8 @@ class ZstdText:
         text = from_ids(ids, self.vocabulary)
         return Coded(text.side(), (CodedChunk(len(ids), self.zstd.compress(text.text)),))
 
-    def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
-        """The ids again."""
-        return np.array(to_ids(self.text(coded, n_ids, base), self.vocabulary), np.int32)
-
     def text(self, coded: Coded, n_ids: int, base: Ids) -> Text:
-        """See `TextFormCoder.text`."""
+        """See `TextForm.text`."""
         text = self.zstd.decompress(coded.only_chunk(), n_ids * self.piece_bytes_max)
         return parse(text, coded.side)
 
@@ -155,26 +150,6 @@ class _Zstd:
         if len(data) > bytes_max:
             raise Damaged("The blob is damaged: it decompresses to more than its ids.")
         return data
-
-
-def longest_matches(text: bytes, pieces: Sequence[bytes]) -> npt.NDArray[np.int64]:
-    """Ids that spell `text`, each the longest piece that fits; other bytes are skipped."""
-    table = {}
-    for token in range(len(pieces) - 1, -1, -1):
-        if 0 < len(pieces[token]) <= _PIECE_BYTES_MAX:
-            table[pieces[token]] = token
-    longest: dict[bytes, int] = {}
-    for piece in table:
-        longest[piece[:2]] = max(len(piece), longest.get(piece[:2], 0))
-    found, at = [], 0
-    while at < len(text):
-        length = longest.get(text[at : at + 2], 1)
-        while length and text[at : at + length] not in table:
-            length -= 1
-        if length:
-            found.append(table[text[at : at + length]])
-        at += length or 1
-    return np.array(found, np.int64)
 
 
 def _by_count(segments: npt.NDArray[np.int64], n_tokens: int) -> Ids:

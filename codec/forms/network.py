@@ -9,24 +9,21 @@ step on.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import numpy as np
 
 from towerd.codec.base import TokenVocabulary
 from towerd.codec.container import BY_NAME, CodedChunk
 from towerd.codec.errors import Damaged, UnknownModel
-from towerd.codec.forms import Coded
-from towerd.codec.mix import BASE_IDS_MAX, MiniText
-from towerd.codec.mixer_pool import MixerPool, Symbols
-from towerd.codec.models.base import CopyablePredictor, TokenPredictor
-from towerd.codec.models.predictor_pool import PredictorPool
-from towerd.codec.models.side_by_side import n_cores, read_texts
+from towerd.codec.forms.form import Coded
+from towerd.codec.forms.mix import BASE_IDS_MAX, MiniForm, MixerPool, Symbols, bits_of
+from towerd.codec.models.exact import ExactPredictor
 from towerd.codec.prior.file import Prior
-from towerd.codec.prior.state import bits_of
-from towerd.codec.text import Text, as_context, from_ids, parse, to_ids
-from towerd.kernels._native import Mixer, RangeEncoder
+from towerd.codec.text import Text, from_ids, parse
+from towerd.kernels._native import Mixer, RangeDecoder, RangeEncoder, read_side_by_side
 from towerd.tokens import Ids
 
 TEXT_SYMBOLS = 1300
@@ -37,10 +34,41 @@ CHUNKS = (1, 2, 4, 8, 12, 16)
 _FORMAT = b"2"
 
 
+def n_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class PredictorPool:
+    """Gives each of several users at a time a predictor, so that thawing a session does not wait for
+    another session that is being frozen in idle time. Thread-safe."""
+
+    def __init__(self, first: ExactPredictor, kept_max: int) -> None:
+        """`kept_max`: copies that are kept for later users; each has lanes of its own."""
+        self.first, self.kept_max = first, kept_max
+        self._free = [first]
+
+    @contextmanager
+    def borrow(self) -> Iterator[ExactPredictor]:
+        """A predictor that has read nothing."""
+        try:
+            predictor = self._free.pop()
+        except IndexError:
+            predictor = self.first.copy()
+        try:
+            predictor.reset()
+            yield predictor
+        finally:
+            if predictor is self.first or len(self._free) < self.kept_max:
+                self._free.append(predictor)
+
+
 class Lanes:
     """Codes lists of ranks, one per chunk, with a mixer and a model in step."""
 
-    def __init__(self, predictor: TokenPredictor, prior: Prior, state: str) -> None:
+    def __init__(self, predictor: ExactPredictor, prior: Prior, state: str) -> None:
         """`state`: the name of the mixer's state in `prior`."""
         self.lanes_max, self.window = predictor.lanes_max, predictor.window
         self.first = prior.controls[0]
@@ -86,10 +114,23 @@ class Lanes:
     def decode(
         self, sizes: Sequence[int], bits: Sequence[bytes], context: Symbols, n_threads: int
     ) -> list[list[int]]:
-        """The ranks of each chunk, read on that many cores."""
-        texts = list(zip(sizes, bits, strict=True))
-        with self._mixer(sizes, context) as mixer:
-            return read_texts(self._predictors, mixer, texts, self.order, self.first, n_threads)
+        """The ranks of each chunk, read on that many cores. Raises Damaged.
+
+        Each chunk is a lane of the mixer, which takes a token of each in turn, so the order is the
+        same for any number of cores."""
+        decoders = [RangeDecoder(each) for each in bits]
+        with self._mixer(sizes, context) as mixer, ExitStack() as stack:
+            users = [self._predictors.borrow() for _ in range(min(n_threads, len(sizes)))]
+            models = [stack.enter_context(each) for each in users]
+            if not models:
+                return []
+            lms, instead = [each.lm for each in models], models[0].instead
+            try:
+                return read_side_by_side(
+                    lms, mixer, decoders, list(sizes), self.order, self.first, instead
+                )
+            except ValueError as error:
+                raise Damaged(f"The blob is damaged: {error}.") from error
 
     def _mixer(self, sizes: Sequence[int], context: Symbols) -> AbstractContextManager[Mixer]:
         if len(sizes) > self.lanes_max:
@@ -109,16 +150,16 @@ def _chunked(parts: Sequence[Symbols], bits: Sequence[bytes]) -> tuple[CodedChun
     return tuple(CodedChunk(len(part), each) for part, each in zip(parts, bits, strict=True))
 
 
-class Network:
+class Network(MiniForm):
     """The `FormCoder` of `network`."""
 
-    name, uses_base = "network", True
+    name = "network"
 
     def __init__(
         self,
         vocabulary: TokenVocabulary,
         prior: Prior,
-        predictor: TokenPredictor,
+        predictor: ExactPredictor,
         chunk_symbols: int = TEXT_SYMBOLS,
     ) -> None:
         """UnknownModel if the model has another vocabulary than the prior."""
@@ -127,20 +168,17 @@ class Network:
                 f"The mini model has {predictor.n_tokens} tokens and its table "
                 f"{len(prior.ids)}: both must come from the same release of towerd."
             )
-        self.vocabulary, self.prior, self.chunk_symbols = vocabulary, prior, chunk_symbols
-        self.mini = MiniText(prior)
+        super().__init__(vocabulary, prior)
+        self.chunk_symbols = chunk_symbols
         trained = "network" if "network" in prior.states else "state"
         self.predictor = predictor.name
         self.n_ctx = BY_NAME[self.name].n_ctx
         """What texts are coded with; see `Form.n_ctx`."""
         self.n_threads = n_cores()
         """Cores that read the chunks of one text."""
-        short = predictor
-        if isinstance(predictor, CopyablePredictor):
-            short = predictor.within(self.n_ctx)
         self._lanes = {
-            n_ctx: Lanes(each, prior, trained)
-            for n_ctx, each in ((0, predictor), (self.n_ctx, short))
+            0: Lanes(predictor, prior, trained),
+            self.n_ctx: Lanes(predictor.within(self.n_ctx), prior, trained),
         }
         self.model = network_hash(prior.name, predictor.name, predictor.n_ctx)
 
@@ -151,12 +189,8 @@ class Network:
         bits = self.lanes.encode(parts, self._context(base, text.kinds))
         return Coded(text.side(), _chunked(parts, bits), self.n_ctx)
 
-    def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
-        """The ids again."""
-        return np.array(to_ids(self.text(coded, n_ids, base), self.vocabulary), np.int32)
-
     def text(self, coded: Coded, n_ids: int, base: Ids) -> Text:
-        """See `TextFormCoder.text`."""
+        """See `TextForm.text`."""
         context = self._context(base, parse(b"", coded.side).kinds)
         sizes = [chunk.n_symbols for chunk in coded.chunks]
         bits = [chunk.bits for chunk in coded.chunks]
@@ -169,22 +203,12 @@ class Network:
         """What texts are coded with."""
         return self._lanes[self.n_ctx]
 
-    def symbols(self, ids: Ids) -> Symbols:
-        """See `TextCoder.symbols`."""
-        return self.mini.symbols(from_ids(ids, self.vocabulary).text)
-
     def costs(self, symbols: Symbols, contexts: Sequence[Symbols]) -> list[float]:
-        """See `TextCoder.costs`; a long text is not cut into chunks."""
+        """See `MiniForm.costs`; a long text is not cut into chunks."""
         return self.lanes.costs(symbols, [context[-BASE_IDS_MAX:] for context in contexts])
-
-    def _context(self, base: Ids, kinds: tuple[int, ...]) -> Symbols:
-        return self.mini.symbols(as_context(base[-BASE_IDS_MAX:], kinds, self.vocabulary))
 
 
 def network_hash(prior: bytes, predictor: bytes, n_ctx: int) -> bytes:
     """8 bytes that name a table and a mini model together, for the form `network`."""
-    return _hash(_FORMAT, prior, predictor, n_ctx.to_bytes(4, "little"))
-
-
-def _hash(*parts: bytes) -> bytes:
+    parts = _FORMAT, prior, predictor, n_ctx.to_bytes(4, "little")
     return hashlib.blake2b(b"".join(parts), digest_size=8).digest()

@@ -1,4 +1,5 @@
-"""Training the maps and weights of a mixer on text that its tables did not count."""
+"""The maps and weights of a mixer: before any data, and trained on text that its tables did not
+count."""
 
 from __future__ import annotations
 
@@ -7,17 +8,44 @@ from typing import TypeAlias
 
 import numpy as np
 
-from towerd.codec.models.base import TokenPredictor
-from towerd.codec.prior.file import Prior
-from towerd.codec.prior.state import I32, U32, bits_of
+from towerd.codec.forms.mix import bits_of
+from towerd.codec.models.exact import ExactPredictor
+from towerd.codec.prior.file import I32, U32, Prior
 from towerd.kernels._native import Mixer
-from towerd.kernels.mixing import n_maps
+from towerd.kernels.mixing import (
+    DYNAMIC,
+    FINAL,
+    LEVELS,
+    MATCH_MAX,
+    MATCHES,
+    SETS,
+    STATIC,
+    n_maps,
+    state_size,
+)
 
 SESSION_TOKENS = 4400
 """Training text is learned in pieces of about 16 KB, each as a session of its own."""
 COUNT_MAX = 255
 """Counts of maps are capped at this, so that they adapt faster: sessions differ from the corpus."""
 _TABLE_BITS = 18
+
+
+def untrained(n_tokens: int) -> U32:
+    """uint32[state_size(n_tokens)]: maps that take counts at face value, and equal weights."""
+    level = np.array([n if n < 5 else 2 + ((n - 5) & 1) << (n - 5) // 2 + 1 for n in range(LEVELS)])
+    zeros, ones = level[:, None].astype(float), level[None, :].astype(float)
+    static = ((ones + 0.4) / (zeros + ones + 0.8)).reshape(-1)
+    pair = np.arange(256)
+    dynamic = ((pair & 15) + 0.4) / ((pair >> 4) + (pair & 15) + 0.8)
+    length = np.arange(MATCH_MAX)
+    right = 1 - 0.5 / (length + 2)
+    match = np.stack([1 - right, right], axis=1).reshape(-1)
+    chances = [np.full(n_tokens, 0.5), *[static] * STATIC, *[dynamic] * DYNAMIC, *[match] * MATCHES]
+    maps = (np.concatenate(chances) * ((1 << 22) - 1)).astype(np.uint32) << np.uint32(10)
+    n_last = FINAL * SETS
+    inputs = np.full(state_size(n_tokens) - len(maps) - n_last, 1 << 14, np.uint32)
+    return np.concatenate([maps, inputs, np.full(n_last, 66000 // SETS, np.uint32)])
 
 
 def capped(state: U32, n_tokens: int) -> U32:
@@ -51,7 +79,7 @@ def trained(
         yield state, cost / max(1, len(ranks))
 
 
-def counts_of(predictor: TokenPredictor, prior: Prior) -> NetworkCounts:
+def counts_of(predictor: ExactPredictor, prior: Prior) -> NetworkCounts:
     """The distributions of a model of the prior's tokens, one session after the other."""
 
     def counts(ranks: I32) -> Iterator[U32]:
