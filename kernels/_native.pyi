@@ -43,7 +43,24 @@ def populate(start: int, stride: int, n: int, run_bytes: int) -> bool:
     memory of this process. Returns False where nothing was done, or only a part: elsewhere than on
     Linux, before its version 5.14, or without free memory."""
 
-# Arguments are checked in C++: any buffer of the right shape and format is taken.
+def check_rope_shift(
+    src: npt.NDArray[np.uint8],
+    out: npt.NDArray[np.uint8],
+    format: str,
+    cos: npt.NDArray[np.float32],
+    sin: npt.NDArray[np.float32],
+    row_table: npt.NDArray[np.int32] | None,
+    head_dim: int,
+    n_rot: int,
+    first: int,
+    neox: bool,
+    hadamard_block: int,
+    n_threads: int = 1,
+) -> None:
+    """ValueError for arguments that `Kernels.rope_shift` refuses."""
+
+# Arguments are checked in C++: any buffer of the right shape and format is taken. What each kernel
+# does is in `dispatch`.
 class Kernels:
     """All kernels for one instruction set. ValueError if it is not available."""
 
@@ -55,41 +72,31 @@ class Kernels:
         dst: Any,
         jobs: Sequence[tuple[int, npt.NDArray[np.uint8], npt.NDArray[np.int64] | None]],
         n_threads: int = 1,
-    ) -> None:
-        """Copy the rows of every job (offset, rows, index) into dst."""
-
+    ) -> None: ...
     def gather_rows(
         self,
         src: npt.NDArray[np.uint8],
         index: npt.NDArray[np.int64],
         out: npt.NDArray[np.uint8],
         n_threads: int = 1,
-    ) -> None:
-        """out[i] = src[index[i]]."""
-
+    ) -> None: ...
     def transpose(
         self,
         src: npt.NDArray[np.uint8],
         out: npt.NDArray[np.uint8],
         element_bytes: int,
         n_threads: int = 1,
-    ) -> None:
-        """out[c, r] = src[r, c] for elements of 1, 2 or 4 bytes."""
-
+    ) -> None: ...
     def transcode(
         self,
         dst: Any,
         jobs: Sequence[tuple[int, npt.NDArray[np.uint8], npt.NDArray[np.int64] | None, str, str]],
         n_threads: int = 1,
         is_new: bool = False,
-    ) -> None:
-        """Write the rows of every job (offset, rows, index, src_format, dst_format) into dst."""
-
+    ) -> None: ...
     def transcoded(
         self, rows: npt.NDArray[np.uint8], src_format: str, dst_format: str, n_threads: int = 1
-    ) -> npt.NDArray[np.uint8]:
-        """Rows in another format, in new memory."""
-
+    ) -> npt.NDArray[np.uint8]: ...
     def rope_shift(
         self,
         src: npt.NDArray[np.uint8],
@@ -104,18 +111,7 @@ class Kernels:
         neox: bool,
         hadamard_block: int,
         n_threads: int = 1,
-    ) -> None:
-        """Rotate the RoPE pairs of K rows."""
-
-    def hadamard(
-        self,
-        src: npt.NDArray[np.float32],
-        out: npt.NDArray[np.float32],
-        block: int,
-        n_threads: int = 1,
-    ) -> None:
-        """Transform each run of `block` numbers."""
-
+    ) -> None: ...
     def attention_mass(
         self,
         queries: npt.NDArray[np.float32],
@@ -125,8 +121,7 @@ class Kernels:
         head_dim: int,
         scale: float,
         n_threads: int = 1,
-    ) -> npt.NDArray[np.float32]:
-        """The attention that each key gets from the queries."""
+    ) -> npt.NDArray[np.float32]: ...
 
 def mixer_state_size(n_tokens: int) -> int:
     """Numbers in the state of a Mixer."""

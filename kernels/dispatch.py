@@ -178,18 +178,6 @@ def rope_shift(
     kernels.rope_shift(src, out, format, *rotation, n_threads)
 
 
-def hadamard(src: Floats, out: Floats, block: int, n_threads: int = THREADS) -> None:
-    """out = src with each run of `block` elements times the Walsh-Hadamard matrix / sqrt(block).
-
-    src, out: float32[n, d], rows any distance apart, not in the same memory
-    block: a power of two, 32 to 512, that divides d
-
-    Orthogonal and its own inverse up to rounding. Numbers are scaled first and then added at
-    distance 1, 2, 4 ..., as ggml's CPU operation does (ggml-cpu/ops.cpp, fwht), so the result is
-    the same to the bit."""
-    _kernels().hadamard(src, out, block, n_threads)
-
-
 def attention_mass(
     queries: Floats,
     keys: Bytes,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from towerd.kernels import _native
+
 STORED_ID_MIN = 256
 """The first id of a stored format; ggml's type ids are far below."""
 HADAMARD_MAX = 64
@@ -82,40 +84,10 @@ class Format:
         return math.gcd(n_elements, HADAMARD_MAX) if self.is_hadamard else 0
 
 
-CACHE_FORMATS: tuple[Format, ...] = (
-    Format("f32", 0, 1, 4),
-    Format("f16", 1, 1, 2),
-    Format("q4_0", 2, 32, 18),
-    Format("q4_1", 3, 32, 20),
-    Format("q5_0", 6, 32, 22),
-    Format("q5_1", 7, 32, 24),
-    Format("q8_0", 8, 32, 34),
-    Format("iq4_nl", 20, 32, 18),
-    Format("bf16", 30, 1, 2),
-)
-
-STORED_FORMATS: tuple[Format, ...] = (
-    # f16 scale, then codes of 8, 6, 5 or 4 bits; "h": rotated by a Hadamard matrix first
-    Format("q8", 256, 32, 34),
-    Format("q8h", 257, 32, 34),
-    Format("q6", 258, 32, 26),
-    Format("q6h", 259, 32, 26),
-    Format("q5", 260, 32, 22),
-    Format("q5h", 261, 32, 22),
-    Format("q4", 262, 32, 18),
-    Format("q4h", 263, 32, 18),
-    # "a", asymmetric: f16 scale, f16 minimum, then the codes
-    Format("q8a", 264, 32, 36),
-    Format("q8ah", 265, 32, 36),
-    Format("q6a", 266, 32, 28),
-    Format("q6ah", 267, 32, 28),
-    Format("q5a", 268, 32, 24),
-    Format("q5ah", 269, 32, 24),
-    Format("q4a", 270, 32, 20),
-    Format("q4ah", 271, 32, 20),
-)
-
-FORMATS: tuple[Format, ...] = CACHE_FORMATS + STORED_FORMATS
+FORMATS: tuple[Format, ...] = tuple(Format(*row[:4]) for row in _native.formats())
+"""The table of cpp/formats.cpp: ggml's cache types, then the stored formats."""
+CACHE_FORMATS = tuple(row for row in FORMATS if row.is_cache_type)
+STORED_FORMATS = tuple(row for row in FORMATS if not row.is_cache_type)
 CACHE_TYPES: frozenset[int] = frozenset(row.type_id for row in CACHE_FORMATS)
 """The ids that blobs, slot files and contexts may hold."""
 BY_TYPE: dict[int, Format] = {row.type_id: row for row in FORMATS}

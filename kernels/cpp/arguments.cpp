@@ -2,10 +2,78 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 
+#include "dispatch.h"
 #include "formats.h"
 
 namespace towerd {
+
+Buffer::Buffer(nb::handle object, const std::string & name, bool writable, int ndim,
+               std::size_t itemsize, const char * formats) {
+    const int flags = PyBUF_STRIDED_RO | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);
+    if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) {
+        PyErr_Clear();
+        refuse(name, writable ? "not a writable buffer" : "not a buffer");
+    }
+    // From here on a throw would skip the destructor, so release by hand first.
+    const char * format = view_.format == nullptr ? "B" : view_.format;
+    const std::size_t skip = format[0] == '@' || format[0] == '=' || format[0] == '<' ? 1 : 0;
+    const bool known = std::strlen(format) == skip + 1 && std::strchr(formats, format[skip]) != nullptr;
+    const bool typed = known && static_cast<std::size_t>(view_.itemsize) == itemsize;
+    const bool shaped = view_.ndim == ndim && view_.shape != nullptr && view_.strides != nullptr;
+    if (!typed || !shaped) {
+        const std::string found = std::string(format) + " of " + std::to_string(view_.ndim) + " dimension(s)";
+        PyBuffer_Release(&view_);
+        refuse(name, "expected " + std::to_string(ndim) + " dimension(s) of " + std::to_string(itemsize) +
+                         (formats[0] == 'f' ? "-byte floats" : "-byte integers") + ", found format " + found);
+    }
+}
+
+void Buffer::require_contiguous(const std::string & name) const {
+    std::ptrdiff_t expected = view_.itemsize;
+    for (int axis = view_.ndim - 1; axis >= 0; --axis) {
+        if (shape(axis) > 1 && stride(axis) != expected) {
+            refuse(name, "not contiguous");
+        }
+        expected *= view_.shape[axis];
+    }
+    require_aligned(name);
+}
+
+void Buffer::require_aligned(const std::string & name) const {
+    const auto size = static_cast<std::size_t>(view_.itemsize);
+    const auto start = reinterpret_cast<std::uintptr_t>(view_.buf);
+    bool       aligned = start % size == 0;
+    for (int axis = 0; axis < view_.ndim; ++axis) {
+        aligned = aligned && (shape(axis) <= 1 || stride(axis) % view_.itemsize == 0);
+    }
+    if (!aligned) {
+        refuse(name, "not aligned");
+    }
+}
+
+Rows rows_of(const Buffer & buffer, const std::string & name) {
+    Rows rows{buffer.data(), buffer.shape(0), buffer.shape(1) * buffer.itemsize(), 0};
+    if (buffer.shape(1) > 1 && buffer.stride(1) != static_cast<std::ptrdiff_t>(buffer.itemsize())) {
+        refuse(name, "the elements of a row are not contiguous");
+    }
+    if (rows.n > 1) {
+        const std::ptrdiff_t stride = buffer.stride(0);
+        if (stride < 0 || static_cast<std::size_t>(stride) < rows.bytes) {
+            refuse(name, "rows overlap or run backwards");
+        }
+        rows.stride = static_cast<std::size_t>(stride);
+    } else {
+        rows.stride = rows.bytes;
+    }
+    return rows;
+}
+
+bool overlap(const std::uint8_t * a, std::size_t a_bytes, const std::uint8_t * b, std::size_t b_bytes) {
+    const std::less<const std::uint8_t *> before;
+    return a_bytes != 0 && b_bytes != 0 && before(a, b + b_bytes) && before(b, a + a_bytes);
+}
 
 std::size_t count_of(nb::handle value, const std::string & name, long long low, long long high) {
     int             overflow = 0;
@@ -23,6 +91,14 @@ bool flag_of(nb::handle value, const std::string & name) {
         refuse(name, "expected True or False");
     }
     return value.is(nb::handle(Py_True));
+}
+
+const Isa & checked_isa(const std::string & name) {
+    const Isa * isa = isa_named(name.c_str());
+    if (isa == nullptr) {
+        refuse("name", "no kernels called " + name + " on this machine");
+    }
+    return *isa;
 }
 
 const Format & format_of(nb::handle value, const std::string & name) {
@@ -81,6 +157,47 @@ void check_spans(std::vector<Span> spans) {
         if (spans[i - 1].first + spans[i - 1].second > spans[i].first) {
             refuse("jobs", "two jobs write the same bytes");
         }
+    }
+}
+
+nb::sequence checked_jobs(nb::handle jobs) {
+    if (!PyList_Check(jobs.ptr()) && !PyTuple_Check(jobs.ptr())) {
+        refuse("jobs", "expected a list or tuple");
+    }
+    return nb::borrow<nb::sequence>(jobs);
+}
+
+JobRows job_rows(nb::handle item, std::size_t length, const std::string & name, const Buffer & dst,
+                 std::deque<Buffer> & held) {
+    if (!PyTuple_Check(item.ptr()) || static_cast<std::size_t>(PyTuple_Size(item.ptr())) != length) {
+        refuse(name, length == 3 ? "expected a tuple (offset, rows, index)"
+                                 : "expected a tuple (offset, rows, index, src_format, dst_format)");
+    }
+    const nb::tuple job = nb::borrow<nb::tuple>(item);
+    JobRows         rows{};
+    rows.offset = count_of(job[0], name + ".offset", 0, static_cast<long long>(dst.shape(0)));
+    held.emplace_back(job[1], name + ".rows", false, 2, 1, kBytes);
+    rows.source = rows_of(held.back(), name + ".rows");
+    rows.n_rows = rows.source.n;
+    const nb::object picked = job[2];
+    if (!picked.is_none()) {
+        held.emplace_back(picked, name + ".index", false, 1, sizeof(std::int64_t), kInt64);
+        check_index(held.back(), rows.source.n, name + ".index");
+        rows.index = reinterpret_cast<const std::int64_t *>(held.back().data());
+        rows.n_rows = held.back().shape(0);
+    }
+    return rows;
+}
+
+void check_job(const JobRows & job, std::size_t row_bytes, const std::string & name, const Buffer & dst) {
+    const std::size_t room = dst.shape(0) - job.offset;
+    if (row_bytes != 0 && job.n_rows > room / row_bytes) {
+        refuse(name, std::to_string(job.n_rows) + " rows of " + std::to_string(row_bytes) +
+                         " bytes do not fit into the " + std::to_string(room) + " bytes of dst from offset " +
+                         std::to_string(job.offset));
+    }
+    if (overlap(dst.data(), dst.shape(0), job.source.data, job.source.span())) {
+        refuse("jobs", "a source lies in dst");
     }
 }
 

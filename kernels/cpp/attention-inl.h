@@ -1,4 +1,4 @@
-// Scores of queries against a panel of keys, and the softmax over a row of scores. Multiplications are fused with
+// Scores of queries against a panel of keys, the softmax over a row of scores, and inner products with single rows. Multiplications are fused with
 // additions where the instructions do that, so instruction sets differ in the last bits.
 #pragma once
 
@@ -83,6 +83,51 @@ void add_softmax(float * x, std::size_t n, float * mass) {
     const F share = splat(1.0f / across<add>(sum));
     for (std::size_t i = 0; i < padded; i += kLanes) {
         store(mass + i, multiply_add(load(x + i), share, load(mass + i)));
+    }
+}
+
+// Inner products with rows at arbitrary places: eight running sums in a fixed order and no fused operations, so that
+// every instruction set gives the same bits.
+#if TOWERD_LANES == 16
+typedef float E __attribute__((vector_size(32)));
+#else
+typedef F E;
+#endif
+constexpr std::size_t kSums = 8;
+constexpr std::size_t kPartLanes = sizeof(E) / sizeof(float);
+constexpr std::size_t kSumParts = kSums / kPartLanes;
+constexpr std::size_t kAhead = 4;            // rows that are prefetched ahead
+constexpr std::size_t kLineFloats = 64 / 4;  // of a cache line
+
+TOWERD_INLINE void ask_for(const float * row, std::size_t width) {
+    for (std::size_t d = 0; d < width; d += kLineFloats) {
+        __builtin_prefetch(row + d);
+    }
+}
+
+void dots(const float * query, const float * rows, const std::int64_t * ids, std::size_t n, std::size_t width,
+          float * to) {
+    const auto row = [&](std::size_t i) { return rows + static_cast<std::size_t>(ids[i]) * width; };
+    for (std::size_t i = 0; i < n && i < kAhead; ++i) {
+        ask_for(row(i), width);
+    }
+    for (std::size_t i = 0; i < n; ++i) {
+        if (i + kAhead < n) {
+            ask_for(row(i + kAhead), width);
+        }
+        const float * numbers = row(i);
+        E             sums[kSumParts] = {};
+        for (std::size_t d = 0; d < width; d += kSums) {
+            for (std::size_t p = 0; p < kSumParts; ++p) {
+                E a, b;
+                std::memcpy(&a, query + d + p * kPartLanes, sizeof a);
+                std::memcpy(&b, numbers + d + p * kPartLanes, sizeof b);
+                sums[p] += a * b;
+            }
+        }
+        float s[kSums];
+        std::memcpy(s, sums, sizeof s);
+        to[i] = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
     }
 }
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "aligned.h"
+#include "rows.h"
 #include "parallel.h"
 
 namespace towerd {

@@ -50,12 +50,4 @@ void finish_stream() { _mm_sfence(); }
 }  // namespace
 }  // namespace towerd::avx2
 
-#include "convert-inl.h"
-#include "hadamard-inl.h"
-#include "rotate-inl.h"
-#include "attention-inl.h"
-#include "lm-inl.h"
-#include "dots-inl.h"
-#include "blocks-inl.h"
-#include "stream-inl.h"
 #include "isa-inl.h"

@@ -1,7 +1,7 @@
 // towerd.kernels._native.DciTree: every argument is checked with the GIL held; adding and searching
 // work without it. A tree is for one thread at a time.
 
-#include "bind_dci.h"
+#include "bind.h"
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>

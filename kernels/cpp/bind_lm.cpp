@@ -1,7 +1,7 @@
 // towerd.kernels._native.Lm: sizes and weights are checked once when it is made, tokens at every step. Steps work
 // without the GIL; a model is for one thread at a time.
 
-#include "bind_lm.h"
+#include "bind.h"
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "arguments.h"
-#include "dispatch.h"
 #include "lm.h"
 
 namespace nb = nanobind;
@@ -29,14 +28,6 @@ template <typename T> using Array2 = nb::ndarray<const T, nb::ndim<2>, nb::c_con
 using Weights = std::tuple<std::string, Array<std::uint8_t>>;
 
 constexpr std::size_t kSizes = 9, kMatricesOfLayer = 7, kSizeMax = std::size_t{1} << 20, kItemsMax = 1 << 16;
-
-const Isa & checked_isa(const std::string & name) {
-    const Isa * isa = isa_named(name.c_str());
-    if (isa == nullptr) {
-        refuse("name", "no kernels called " + name + " on this machine");
-    }
-    return *isa;
-}
 
 LmShape checked_shape(const std::vector<std::size_t> & sizes, float norm_eps) {
     if (sizes.size() != kSizes) {

@@ -1,7 +1,7 @@
 // towerd.kernels._native.Mixer: every table is checked once when the mixer is made. Long calls work
 // without the GIL; a mixer is for one thread at a time.
 
-#include "bind_mix.h"
+#include "bind.h"
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>

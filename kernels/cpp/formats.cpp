@@ -5,6 +5,7 @@
 
 namespace towerd {
 
+// Segment files contain the ids: never reassign one. From 256 on they are towerd's, below they are ggml's.
 const Format kFormats[25] = {
     {"f32", 0, kF32, 1, 4, 0, false, true},
     {"f16", 1, kF16, 1, 2, 0, false, true},
@@ -15,6 +16,7 @@ const Format kFormats[25] = {
     {"q8_0", 8, kQ8_0, 32, 34, 1, false, true},
     {"iq4_nl", 20, kIq4Nl, 32, 18, 1, false, true},
     {"bf16", 30, kBf16, 1, 2, 0, false, true},
+    // Stored formats: an f16 scale, then codes of 8, 6, 5 or 4 bits; "h": rotated by a Hadamard matrix first.
     {"q8", 256, kQ8, 32, 34, 1, false, false},
     {"q8h", 257, kQ8, 32, 34, 1, true, false},
     {"q6", 258, kQ6, 32, 26, 1, false, false},
@@ -23,6 +25,7 @@ const Format kFormats[25] = {
     {"q5h", 261, kQ5, 32, 22, 1, true, false},
     {"q4", 262, kQ4, 32, 18, 1, false, false},
     {"q4h", 263, kQ4, 32, 18, 1, true, false},
+    // "a", asymmetric: f16 scale, f16 minimum, then the codes.
     {"q8a", 264, kQ8a, 32, 36, 2, false, false},
     {"q8ah", 265, kQ8a, 32, 36, 2, true, false},
     {"q6a", 266, kQ6a, 32, 28, 2, false, false},

@@ -1,4 +1,4 @@
-// The table of formats; the same as kernels/formats.py, which a test compares.
+// The table of formats, which kernels/formats.py shows to Python.
 #pragma once
 
 #include "isa.h"

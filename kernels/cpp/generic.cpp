@@ -48,12 +48,4 @@ TOWERD_INLINE void store_f16(std::uint8_t * to, F value) {
 }  // namespace
 }  // namespace towerd::generic
 
-#include "convert-inl.h"
-#include "hadamard-inl.h"
-#include "rotate-inl.h"
-#include "attention-inl.h"
-#include "lm-inl.h"
-#include "dots-inl.h"
-#include "blocks-inl.h"
-#include "stream-inl.h"
 #include "isa-inl.h"

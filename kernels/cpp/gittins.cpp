@@ -1,12 +1,20 @@
-// Gittins indices by pooling adjacent bins. Same operations in the same order as
-// lab/reference/gittins.py, so that decisions do not depend on which one runs.
+// towerd.kernels._native.gittins: Gittins indices by pooling adjacent bins. Same operations in the same order as
+// lab/reference/gittins.py, so that decisions do not depend on which one runs. It takes microseconds, and keeps the GIL.
 
-#include "gittins.h"
+#include <nanobind/ndarray.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
+#include <memory>
 #include <stdexcept>
+#include <string>
 #include <vector>
+
+#include "bind.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace towerd {
 
@@ -31,8 +39,6 @@ void check(const double * chances, const double * widths, std::size_t n, std::si
     }
 }
 
-}  // namespace
-
 void gittins(const double * chances, const double * widths, std::size_t n, std::size_t bins, double * out) {
     check(chances, widths, n, bins);
     // The first pool stands for the time after the last bin, without returns: no probability is
@@ -54,6 +60,27 @@ void gittins(const double * chances, const double * widths, std::size_t n, std::
             out[b]        = pool.won / pool.spent;
         }
     }
+}
+
+template <int N> using Table = nb::ndarray<const double, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+
+nb::object bound(const Table<2> & chances, const Table<1> & widths) {
+    const std::size_t n = chances.shape(0), bins = chances.shape(1);
+    if (widths.shape(0) != bins) {
+        throw std::invalid_argument("chances: expected one for each of " + std::to_string(widths.shape(0)) + " widths");
+    }
+    auto out = std::make_unique<double[]>(n * bins);
+    gittins(chances.data(), widths.data(), n, bins, out.get());
+    double *    data = out.release();
+    nb::capsule owner(data, [](void * p) noexcept { delete[] static_cast<double *>(p); });
+    return nb::cast(nb::ndarray<nb::numpy, double, nb::ndim<2>>(data, {n, bins}, owner));
+}
+
+}  // namespace
+
+void bind_gittins(nb::module_ & m) {
+    m.def("gittins", &bound, "chances"_a, "widths"_a,
+          "Returns per time at each bin; the contract is in lab.reference.gittins.");
 }
 
 }  // namespace towerd

@@ -1,10 +1,30 @@
-// Puts the bodies into the table that dispatch.cpp reads. Included last.
+// Puts the bodies into the table that dispatch.cpp reads. Included last, because the bodies use what a unit defines.
 #pragma once
 
 #include "convert-inl.h"
+#include "hadamard-inl.h"
+#include "rotate-inl.h"
+#include "attention-inl.h"
+#include "lm-inl.h"
+#include "blocks-inl.h"
 
 namespace towerd::TOWERD_ISA_NAMESPACE {
 namespace {
+
+#if defined(TOWERD_STREAMS)
+// The parts of lines at both ends are written as usual: streaming half a line costs more than a whole one.
+void stream(const std::uint8_t * from, std::uint8_t * to, std::size_t n) {
+    const std::size_t begun = reinterpret_cast<std::uintptr_t>(to) % kLineBytes;
+    const std::size_t rest = begun == 0 ? 0 : kLineBytes - begun;
+    const std::size_t head = rest < n ? rest : n;
+    std::memcpy(to, from, head);
+    std::size_t i = head;
+    for (; i + kLineBytes <= n; i += kLineBytes) {
+        stream_line(to + i, from + i);
+    }
+    std::memcpy(to + i, from + i, n - i);
+}
+#endif
 
 #define TOWERD_TEXT_OF(name) #name
 #define TOWERD_TEXT(name)    TOWERD_TEXT_OF(name)

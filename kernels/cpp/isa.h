@@ -9,9 +9,11 @@
 // - no global that is initialised by code: nothing may run before the CPU has been asked.
 //
 // Each unit defines TOWERD_ISA_NAMESPACE and TOWERD_LANES, includes vector-inl.h (types, loads,
-// stores), defines the primitives that its instructions do best (listed there), then includes the
-// bodies: convert-inl.h, hadamard-inl.h, rotate-inl.h, attention-inl.h, lm-inl.h, dots-inl.h, blocks-inl.h (whose `void block_codecs(Codec
-// (&codecs)[kCodecs])` fills in the codecs from kQ4_0 on), stream-inl.h, and last isa-inl.h.
+// stores), defines the primitives that its instructions do best (listed there), and includes isa-inl.h,
+// which has the bodies. A unit that defines TOWERD_STREAMS has stores that bypass the caches:
+//
+//   void stream_line(uint8_t *, const uint8_t *)   one whole line, aligned where it is written
+//   void finish_stream()                           streamed bytes become visible before all later stores
 #pragma once
 
 #include <cstddef>
@@ -50,7 +52,7 @@ struct Codec {
     float (*encode)(const float * from, std::uint8_t * to, std::size_t n);
 };
 
-// One row of kernels/formats.py.
+// One row of the table in formats.cpp.
 struct Format {
     const char * name;
     int          type_id;

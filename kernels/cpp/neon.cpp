@@ -26,12 +26,4 @@ TOWERD_INLINE F multiply_add(F a, F b, F c) { return (F)vfmaq_f32((float32x4_t)c
 }  // namespace
 }  // namespace towerd::neon
 
-#include "convert-inl.h"
-#include "hadamard-inl.h"
-#include "rotate-inl.h"
-#include "attention-inl.h"
-#include "lm-inl.h"
-#include "dots-inl.h"
-#include "blocks-inl.h"
-#include "stream-inl.h"
 #include "isa-inl.h"

@@ -1,4 +1,6 @@
-#include "pages.h"
+// towerd.kernels._native.populate: pages of memory that the system has not given yet.
+
+#include "bind.h"
 
 #include <algorithm>
 
@@ -7,11 +9,13 @@
 #include <unistd.h>
 #endif
 
+namespace nb = nanobind;
+
 namespace towerd {
 
-#if defined(__linux__)
-
 namespace {
+
+#if defined(__linux__)
 
 constexpr int         kPopulateWrite = 23;       // MADV_POPULATE_WRITE, which older headers lack
 constexpr std::size_t kCallBytes     = 1 << 18;  // the address space is locked during a call, against mmap and munmap
@@ -25,8 +29,6 @@ bool populate_pages(std::uintptr_t start, std::uintptr_t end) {
     }
     return true;
 }
-
-}  // namespace
 
 bool populate(std::uintptr_t start, std::size_t stride, std::size_t n, std::size_t run_bytes) {
     const auto     page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
@@ -52,5 +54,12 @@ bool populate(std::uintptr_t, std::size_t, std::size_t, std::size_t) {
 }
 
 #endif
+
+}  // namespace
+
+void bind_pages(nb::module_ & m) {
+    m.def("populate", &populate, nb::arg("start"), nb::arg("stride"), nb::arg("n"), nb::arg("run_bytes"),
+          nb::call_guard<nb::gil_scoped_release>(), "Has the pages of n runs of bytes in RAM; see _native.pyi.");
+}
 
 }  // namespace towerd

@@ -38,12 +38,9 @@ std::vector<Run> touched_runs(const RopeShift & shift) {
 class RowScratch {
 public:
     explicit RowScratch(const RopeShift & shift)
-        : cos_(shift.heads.n_rot), sin_(shift.heads.n_rot), row_(shift.n_elements + kAlign) {}
+        : cos_(shift.heads.n_rot), sin_(shift.heads.n_rot), row_(shift.n_elements) {}
 
-    float * row() {
-        const auto at = reinterpret_cast<std::uintptr_t>(row_.data());
-        return row_.data() + (kAlign - at / sizeof(float) % kAlign) % kAlign;
-    }
+    float * row() { return row_.data(); }
 
     void rotate(const RopeShift & shift, std::int32_t line, const Isa & isa, CodecId codec, const std::uint8_t * from,
                 std::uint8_t * to) {
@@ -66,11 +63,10 @@ public:
     }
 
 private:
-    static constexpr std::size_t kAlign = 64 / sizeof(float);
-    std::vector<float>           cos_;
-    std::vector<float>           sin_;
-    std::vector<float>           row_;
-    std::int32_t                 line_ = -1;
+    std::vector<float> cos_;
+    std::vector<float> sin_;
+    Floats             row_;
+    std::int32_t       line_ = -1;
 };
 
 // Decode, undo the Hadamard rotation, rotate the pairs, redo the Hadamard rotation, encode.
@@ -166,20 +162,6 @@ void rope_shift(const RopeShift & shift, const Isa & isa, std::size_t n_threads)
             } else {
                 shift_blocks(shift, runs, line, isa, scratch[worker], from, to);
             }
-        }
-    });
-}
-
-void hadamard_rows(const Rows & source, const Rows & target, std::size_t block, const Isa & isa,
-                   std::size_t n_threads) {
-    const std::size_t step = rows_per_task(source.bytes);
-    const bool        streams = should_stream(isa, target.n * target.bytes);
-    parallel_for(n_tasks(source.n, step), useful_threads(n_threads, source.span()), [&](std::size_t t, std::size_t) {
-        Stage stage(isa, streams);
-        for (std::size_t row = t * step; row < std::min(source.n, (t + 1) * step); ++row) {
-            std::uint8_t * to = stage.place(target.data + row * target.stride, target.bytes);
-            std::memcpy(to, source.data + row * source.stride, source.bytes);
-            isa.hadamard(reinterpret_cast<float *>(to), source.bytes / sizeof(float), block);
         }
     });
 }

@@ -1,4 +1,4 @@
-// Rotation of K rows by a position delta, and the Hadamard transform of rows of f32.
+// Rotation of K rows by a position delta.
 #pragma once
 
 #include <cstddef>
@@ -28,8 +28,5 @@ struct RopeShift {
 std::optional<std::size_t> find_bad_row(const RopeShift & shift, std::size_t n_threads);
 
 void rope_shift(const RopeShift & shift, const Isa & isa, std::size_t n_threads);
-
-// target = source with each `block` numbers transformed; rows of f32, aligned to 4 bytes.
-void hadamard_rows(const Rows & source, const Rows & target, std::size_t block, const Isa & isa, std::size_t n_threads);
 
 }  // namespace towerd

@@ -30,11 +30,6 @@ class CacheCode:
     from_table: bool = False
     """Codes are numbers of LEVELS."""
 
-    @property
-    def header_bytes(self) -> int:
-        """Bytes of scale and minimum."""
-        return 4 if self.asymmetric else 2
-
 
 CODES = {
     "q4_0": CacheCode(4),
@@ -55,7 +50,7 @@ def block_code(format: Format) -> CacheCode:
 def decode_blocks(blocks: mx.array, code: CacheCode) -> mx.array:
     """uint8[n, block_bytes] to float32[n, 32]."""
     scale = blocks[:, :2].view(mx.float16).astype(mx.float32)
-    codes = _unpack(blocks[:, code.header_bytes :], code.bits)
+    codes = _unpack(blocks[:, 4 if code.asymmetric else 2 :], code.bits)
     if code.from_table:
         return scale * mx.array(LEVELS)[codes]
     if code.asymmetric:

@@ -1,26 +1,28 @@
 """The kernel that TOWERD_KERNELS=metal runs on an Apple GPU: numpy memory in, numpy memory out.
 
-Same signature and checks as in C++. Input that starts on a page is read in place,
-other input is copied once (`mlx.arrays.share`); the result is copied once into `out`, because MLX
-allocates the memory that its kernels write. `n_threads` is only checked.
+Same signature and checks as in C++. A Metal kernel does the work on Apple GPUs, plain MLX operations
+elsewhere. With Metal, memory that starts on a page of the system (16 KiB on Apple Silicon) is read
+in place, other memory is copied once; the result is copied once into `out`, because MLX allocates
+the memory that its kernels write.
+
+MLX rounds as the numpy reference does on its CPU backend; an Apple GPU flushes denormal floats to
+zero, and is compiled with safe math and without contraction so that it otherwise rounds alike.
 """
 
 from __future__ import annotations
 
+import mlx.core as mx
 import numpy as np
 
+from towerd.kernels import _native
 from towerd.kernels.arrays import Bytes, Floats, Lines
-from towerd.kernels.mlx import arrays as mlx_arrays
-from towerd.kernels.mlx.arguments import RopeShift, checked_rope_shift
-from towerd.kernels.mlx.blocks import block_code
-
-F16_EXPONENT = 0x7C00
-"""All ones in an infinity or a NaN."""
+from towerd.kernels.formats import BY_NAME
+from towerd.kernels.mlx import metal, ops
 
 
 def available() -> bool:
-    """Whether MLX has an Apple GPU to run Metal kernels on."""
-    return mlx_arrays.has_apple_gpu()
+    """Whether Metal kernels run here and by default: an Apple GPU, not switched off for MLX."""
+    return bool(mx.metal.is_available() and mx.default_device().type == mx.DeviceType.gpu)
 
 
 def rope_shift(
@@ -38,47 +40,13 @@ def rope_shift(
     n_threads: int = 1,
 ) -> None:
     """See `dispatch.rope_shift`."""
-    shift = checked_rope_shift(
-        src,
-        out,
-        format,
-        cos,
-        sin,
-        row_table,
-        head_dim,
-        n_rot,
-        first,
-        neox,
-        hadamard_block,
-        n_threads,
-    )
-    _check_scales(shift)
-    moved = mlx_arrays.rope_shift(
-        mlx_arrays.share(shift.src),
-        format,
-        mlx_arrays.share(shift.cos),
-        mlx_arrays.share(shift.sin),
-        shift.row_table,
-        head_dim,
-        n_rot,
-        first,
-        neox,
-        hadamard_block,
-    )
-    shift.out[:] = np.asarray(moved)
-
-
-def _check_scales(shift: RopeShift) -> None:
-    """ValueError if the scale of a block that is to be quantized again is not finite."""
-    row = shift.format
-    if not row.is_quantized:
+    where = (head_dim, n_rot, first, neox, hadamard_block)
+    _native.check_rope_shift(src, out, format, cos, sin, row_table, *where, n_threads)
+    if not src.size:
         return
-    moves = np.flatnonzero(shift.row_table >= 0)
-    for begin, end in shift.touched():
-        part = slice(begin // row.block_elements * row.block_bytes, row.row_bytes(end))
-        blocks = shift.src[moves, part].reshape(len(moves), -1, row.block_bytes)
-        header = np.ascontiguousarray(blocks[:, :, : block_code(row).header_bytes])
-        infinite = (header.view(np.uint16) & F16_EXPONENT) == F16_EXPONENT
-        bad = np.flatnonzero(infinite.any(axis=(1, 2)))
-        if len(bad):
-            raise ValueError(f"src: row {moves[bad[0]]} is not finite")
+    row = BY_NAME[format]
+    lines = np.zeros(len(src), np.int32) if row_table is None else row_table
+    use_metal = available() and metal.can_rope_shift(row, head_dim, hadamard_block)
+    shift = metal.rope_shift if use_metal else ops.rope_shift
+    rows, cosines, sines = (mx.asarray(memory) for memory in (src, cos, sin))
+    out[:] = np.asarray(shift(rows, row, cosines, sines, mx.array(lines), *where))

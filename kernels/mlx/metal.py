@@ -1,7 +1,7 @@
 """Rows of K in Metal kernels, for Apple GPUs.
 
 The source of the kernels is in `shaders/`: one body per operation, which MLX compiles for the
-template arguments given here, and shared headers. Shapes and meaning: `mlx.arrays`.
+template arguments given here, and shared headers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def rope_shift(
     neox: bool,
     hadamard_block: int,
 ) -> mx.array:
-    """See `mlx.arrays.rope_shift`; `can_rope_shift` says which geometries fit."""
+    """uint8[n, row_bytes], the rows of `src` rotated; see `dispatch.rope_shift`. `can_rope_shift` says
+    which geometries fit."""
     heads = [("HEAD_DIM", head_dim), ("FIRST", first), ("N_ROT", n_rot), ("NEOX", neox)]
     inputs = ("src", "cos", "sin", "row_table")
     n = src.shape[0]

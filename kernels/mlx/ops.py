@@ -1,7 +1,6 @@
 """Rows of K in plain MLX operations, for machines where MLX has no Metal.
 
-Shapes and meaning: `mlx.arrays`, which checks all arguments and chooses between this module and
-`mlx.metal`.
+`mlx.kernels` checks all arguments and chooses between this module and `mlx.metal`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def rope_shift(
     neox: bool,
     hadamard_block: int,
 ) -> mx.array:
-    """See `mlx.arrays.rope_shift`."""
+    """See `mlx.metal.rope_shift`."""
     values = _decode(src, format)
     n, d = values.shape
     if hadamard_block:

@@ -33,17 +33,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from lab.reference.checks import (
-    SearchLimits,
-    check_index,
-    check_limits,
-    check_ratio,
-    check_rows,
-)
 from lab.reference.dci_pages import DciPages
 from lab.reference.dci_points import DciPoints, DciQuery, Scored
 from lab.reference.sums import WORD, mixed
-from towerd.kernels.mlx.arguments import array_of, check_int
 
 F32: TypeAlias = npt.NDArray[np.float32]
 I32: TypeAlias = npt.NDArray[np.int32]
@@ -51,9 +43,17 @@ I64: TypeAlias = npt.NDArray[np.int64]
 U8: TypeAlias = npt.NDArray[np.uint8]
 
 LEVEL_MAX = 32
-DIMS_MAX, DIRECTIONS_MAX, PAGE_MAX = 4096, 64, 1 << 20
 _NEAR = 4
 _PASSES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SearchLimits:
+    """Limits of a search: points that it looks at in a node, and nodes that it enters on a level;
+    0: all."""
+
+    visits: int
+    beam: int
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class ReferenceDciTree:
     """A tree over keys of `n_dims` numbers.
 
     directions: float32[n, n_dims + 1], each of length 1; ratio: above 0, at most 0.5; visits_max
-    and beam: the limits of the search for a parent. Raises ValueError with the argument's name.
+    and beam: the limits of the search for a parent. The C++ checks them, here nothing does.
     """
 
     def __init__(
@@ -81,14 +81,8 @@ class ReferenceDciTree:
         visits_max: int,
         beam: int,
     ) -> None:
-        self._n_dims = check_int(n_dims, "n_dims", 1, DIMS_MAX)
-        self._ratio = check_ratio(ratio)
-        check_int(page_rows, "page_rows", 1, PAGE_MAX)
-        self._seed = check_int(seed, "seed", 0, (1 << 63) - 1)
-        check_rows(directions, n_dims + 1, "directions")
-        if not 1 <= len(directions) <= DIRECTIONS_MAX:
-            raise ValueError("directions: expected 1 to 64 rows")
-        self._building = check_limits(visits_max, beam)
+        self._n_dims, self._ratio, self._seed = n_dims, ratio, seed
+        self._building = SearchLimits(visits_max, beam)
         self._points = DciPoints(n_dims, directions)
         self._pages = DciPages(page_rows)
         self._level: list[int] = []
@@ -109,7 +103,6 @@ class ReferenceDciTree:
 
     def add(self, keys: F32) -> None:
         """Insert keys [n, n_dims], numbered consecutively after the existing ones."""
-        check_rows(keys, self._n_dims, "keys")
         if not len(keys):
             return
         if self._points.make_room(keys):
@@ -139,9 +132,8 @@ class ReferenceDciTree:
     def search(self, queries: F32, k: int, visits_max: int, beam: int) -> I64:
         """int64[n queries, min(k, keys)]: the numbers of the keys with the largest inner products,
         largest first; -1 where a limited search found fewer."""
-        check_rows(queries, self._n_dims, "queries")
-        n_columns = min(check_int(k, "k", 1, PAGE_MAX), max(1, len(self)))
-        limits = check_limits(visits_max, beam)
+        n_columns = min(k, max(1, len(self)))
+        limits = SearchLimits(visits_max, beam)
         ids = np.full((len(queries), n_columns), -1, np.int64)
         for i, query in enumerate(queries if len(self) else ()):
             found = self._nearest(self._points.as_query(query), 1, True, n_columns, limits)
@@ -157,10 +149,6 @@ class ReferenceDciTree:
 
         others: float32[any, n_dims]; there: uint8[n], 0 for a key to leave out"""
         found = self.search(queries, k, visits_max, beam)
-        check_rows(others, self._n_dims, "others")
-        there = array_of(there, "there", np.uint8, 1)
-        if len(there) != len(self):
-            raise ValueError(f"there: {len(there)} flags for {len(self)} keys")
         pages = self.pages()
         is_hit = np.zeros(self.n_pages, np.bool_)
         is_hit[pages[found[found >= 0]]] = True
@@ -177,8 +165,7 @@ class ReferenceDciTree:
 
     def keys(self, numbers: I64) -> F32:
         """float32[m, n_dims]: a copy of the keys with these numbers, int64[m]."""
-        index = check_index(numbers, len(self), "numbers")
-        return np.ascontiguousarray(self._points.keys[index])
+        return np.ascontiguousarray(self._points.keys[numbers])
 
     def levels(self) -> I32:
         """int32[n]: the level of each key, 1 at the bottom."""

@@ -6,8 +6,8 @@ import numpy as np
 
 from lab.reference.hadamard import transform
 from lab.reference.transcode import decode, encode
-from towerd.kernels.arrays import Bytes, Floats, Index, Lines
-from towerd.kernels.mlx.arguments import RopeShift, checked_rope_shift
+from towerd.kernels.arrays import Bytes, Floats, Lines
+from towerd.kernels.formats import BY_NAME
 
 
 def rope_shift(
@@ -25,51 +25,48 @@ def rope_shift(
     n_threads: int = 1,
 ) -> None:
     """See `dispatch.rope_shift`."""
-    shift = checked_rope_shift(
-        src,
-        out,
-        format,
-        cos,
-        sin,
-        row_table,
-        head_dim,
-        n_rot,
-        first,
-        neox,
-        hadamard_block,
-        n_threads,
-    )
-    moves = np.flatnonzero(shift.row_table >= 0)
-    values = _load(shift, moves)
-    _rotate(shift, values, shift.row_table[moves])
-    shift.out[:] = shift.src
-    for begin, end in shift.touched():
-        run = values[:, begin:end]
-        if shift.hadamard_block:
-            run = transform(run, shift.hadamard_block)
-        shift.out[moves, shift.bytes_of(begin, end)] = encode(shift.format, run)
-
-
-def _load(shift: RopeShift, moves: Index) -> Floats:
-    """float32[moves, n_elements], zeros where no rotated element is near."""
-    values = np.zeros((len(moves), shift.n_elements), np.float32)
-    for begin, end in shift.touched():
-        values[:, begin:end] = decode(shift.format, shift.src[moves, shift.bytes_of(begin, end)])
-    if shift.format.is_quantized:
+    row = BY_NAME[format]
+    lines = np.zeros(len(src), np.int32) if row_table is None else row_table
+    moves = np.flatnonzero(lines >= 0)
+    size, unit = row.block_bytes, max(row.block_elements, hadamard_block)
+    runs = touched(row.n_elements(src.shape[1]), head_dim, n_rot, first, unit)
+    parts = [slice(*(at // row.block_elements * size for at in run)) for run in runs]
+    values = np.zeros((len(moves), row.n_elements(src.shape[1])), np.float32)
+    for (begin, end), part in zip(runs, parts, strict=True):
+        values[:, begin:end] = decode(row, src[moves, part])
+    if row.is_quantized and not np.isfinite(values).all():
         bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
-        if len(bad):
-            raise ValueError(f"src: row {moves[bad[0]]} is not finite")
-    if shift.hadamard_block:
-        values = transform(values, shift.hadamard_block)
-    return values
+        raise ValueError(f"src: row {moves[bad[0]]} is not finite")
+    if hadamard_block:
+        values = transform(values, hadamard_block)
+    heads = values.reshape(len(values), values.shape[1] // head_dim, head_dim)
+    _rotate(heads[:, :, first : first + n_rot], cos[lines[moves]], sin[lines[moves]], neox)
+    out[:] = src
+    for (begin, end), part in zip(runs, parts, strict=True):
+        run = values[:, begin:end]
+        out[moves, part] = encode(row, transform(run, hadamard_block) if hadamard_block else run)
 
 
-def _rotate(shift: RopeShift, values: Floats, lines: Lines) -> None:
-    cos, sin = shift.cos[lines][:, None], shift.sin[lines][:, None]
-    heads = values.reshape(len(values), shift.n_elements // shift.head_dim, shift.head_dim)
-    pairs = heads[:, :, shift.first : shift.first + shift.n_rot]
-    half = shift.n_rot // 2
-    if shift.neox:
+def touched(
+    n_elements: int, head_dim: int, n_rot: int, first: int, unit: int
+) -> list[tuple[int, int]]:
+    """Element runs [begin, end) of whole units (blocks of the format and of the Hadamard rotation)
+    that hold rotated elements. Everything else is copied as bytes."""
+    runs: list[tuple[int, int]] = []
+    for head in range(0, n_elements, head_dim):
+        begin = (head + first) // unit * unit
+        end = -(-(head + first + n_rot) // unit) * unit
+        if runs and begin <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], end)
+        else:
+            runs.append((begin, end))
+    return runs
+
+
+def _rotate(pairs: Floats, cos: Floats, sin: Floats, neox: bool) -> None:
+    cos, sin = cos[:, None], sin[:, None]
+    half = pairs.shape[2] // 2
+    if neox:
         first, second = pairs[:, :, :half], pairs[:, :, half:]
     else:
         first, second = pairs[:, :, ::2], pairs[:, :, 1::2]

@@ -9,13 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from lab.reference import checks as checks
 from lab.reference.blocks import decode_blocks, encode_blocks
-from lab.reference.checks import JobRows
 from lab.reference.hadamard import transform
 from towerd.kernels.arrays import Bytes, Floats, TranscodeJob
-from towerd.kernels.formats import Format
-from towerd.kernels.mlx import arguments
+from towerd.kernels.formats import BY_NAME, Format
 
 F16_MAX = np.float32(65504)
 
@@ -28,16 +25,6 @@ class _Conversion:
     target: Format
     n_elements: int
 
-    @property
-    def can_fail(self) -> bool:
-        """Whether the target cannot hold some rows."""
-        return self.target.is_quantized and self.source is not self.target
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row of the target."""
-        return self.target.row_bytes(self.n_elements)
-
     def apply(self, rows: Bytes) -> Bytes:
         """The rows in the target's format; ValueError names the first that it cannot hold."""
         if self.source is self.target:
@@ -47,7 +34,7 @@ class _Conversion:
         rotated = self.target.hadamard_block(self.n_elements)
         if block and not rotated:
             values = transform(values, block)
-        if self.can_fail:
+        if self.target.is_quantized:
             _check_range(values, 0 if block else rotated)
         if rotated and not block:
             values = transform(values, rotated)
@@ -69,47 +56,17 @@ def transcode(
     dst: Any, jobs: Sequence[TranscodeJob], n_threads: int = 1, is_new: bool = False
 ) -> None:
     """See `dispatch.transcode`."""
-    arguments.check_threads(n_threads)
-    arguments.check_flag(is_new, "is_new")
-    target = checks.check_target(dst)
-    work = [
-        _checked_job(job, f"jobs[{i}]", target) for i, job in enumerate(checks.check_jobs(jobs))
-    ]
-    checks.check_spans([(j.offset, j.offset + len(j.take) * c.row_bytes) for j, c in work])
-    for job, conversion in work:
-        written = conversion.apply(job.rows[job.take]).reshape(-1)
-        target[job.offset : job.offset + len(written)] = written
-
-
-def _checked_job(job: Any, name: str, dst: Bytes) -> tuple[JobRows, _Conversion]:
-    rows = checks.job_rows(job, 5, name, dst)
-    conversion = _checked_formats(job[3], job[4], f"{name}.", rows.rows, f"{name}.rows")
-    if conversion.can_fail:
-        quantized = f"{conversion.target.name} is quantized"
-        raise ValueError(f"{name}.dst_format: {quantized}: only `transcoded` writes it")
-    checks.check_job(rows, conversion.row_bytes, name, dst)
-    return rows, conversion
-
-
-def _checked_formats(
-    src_format: Any, dst_format: Any, prefix: str, rows: Bytes, name: str
-) -> _Conversion:
-    source = arguments.check_format(src_format, f"{prefix}src_format")
-    target = arguments.check_format(dst_format, f"{prefix}dst_format")
-    n_elements = arguments.elements_of(source, rows.shape[1], name)
-    if n_elements % target.block_elements:
-        raise ValueError(
-            f"{prefix}dst_format: {target.name} holds no rows of {n_elements} elements"
-        )
-    return _Conversion(source, target, n_elements)
+    for offset, rows, index, src_format, dst_format in jobs:
+        taken = rows if index is None else rows[index]
+        written = transcoded(taken, src_format, dst_format).reshape(-1)
+        dst[offset : offset + len(written)] = written
 
 
 def transcoded(rows: Bytes, src_format: str, dst_format: str, n_threads: int = 1) -> Bytes:
     """See `dispatch.transcoded`."""
-    arguments.check_threads(n_threads)
-    source = arguments.rows_of(rows, "rows")
-    conversion = _checked_formats(src_format, dst_format, "", source, "rows")
-    return np.array(conversion.apply(source), order="C")
+    source, target = BY_NAME[src_format], BY_NAME[dst_format]
+    conversion = _Conversion(source, target, source.n_elements(rows.shape[1]))
+    return np.array(conversion.apply(rows), order="C")
 
 
 def decode(row: Format, rows: Bytes) -> Floats:

@@ -32,7 +32,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def backend(request: pytest.FixtureRequest, compiler: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which way the public functions of MLX's kernels go during the test."""
     mx: Any = pytest.importorskip("mlx.core")
-    arrays: Any = pytest.importorskip("towerd.kernels.mlx.arrays")
+    kernels: Any = pytest.importorskip("towerd.kernels.mlx.kernels")
     metal: Any = pytest.importorskip("towerd.kernels.mlx.metal")
     metal.kernel.cache_clear()
     if request.param == "ops":
@@ -41,5 +41,5 @@ def backend(request: pytest.FixtureRequest, compiler: Any, monkeypatch: pytest.M
         if sys.platform == "darwin" or shutil.which("c++") is None:
             pytest.skip("needs an Apple GPU, or Linux with a C++ compiler")
         compiler.install(monkeypatch)
-    assert arrays.has_apple_gpu() == (request.param == "metal")
+    assert kernels.available() == (request.param == "metal")
     return str(request.param)

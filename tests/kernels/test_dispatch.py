@@ -15,7 +15,7 @@ from llama_cpp import llama_cpp
 
 import towerd.kernels
 from towerd.kernels import _native, dispatch
-from towerd.kernels.formats import BY_NAME, BY_TYPE, CACHE_FORMATS, FORMATS
+from towerd.kernels.formats import BY_NAME, BY_TYPE, CACHE_FORMATS
 
 
 def test_default_is_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,14 +81,6 @@ def test_available_is_what_the_cpu_has() -> None:
     }
     has = [name for name, needs in required.items() if needs <= flags]
     assert _native.available() == [*has, "generic"]
-
-
-def test_formats_of_the_extension() -> None:
-    """The C++ has the same table."""
-    assert _native.formats() == [
-        (row.name, row.type_id, row.block_elements, row.block_bytes, row.is_hadamard)
-        for row in FORMATS
-    ]
 
 
 def test_package_imports_nothing() -> None:

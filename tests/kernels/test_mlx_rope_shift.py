@@ -1,4 +1,4 @@
-"""RoPE shift in MLX against the numpy reference, and arrays that MLX shares.
+"""RoPE shift in MLX against the numpy reference.
 
 `ops` are plain MLX operations on whatever MLX has here. `metal` is the Metal text: on an Apple GPU,
 elsewhere compiled by the C++ compiler (metal_on_cpu.py); both go through the public functions.
@@ -15,11 +15,11 @@ import pytest
 
 from lab import reference
 from lab.reference.blocks import IQ4_NL, IQ4_NL_LEAST
+from towerd.kernels import dispatch
 from towerd.kernels.arrays import Bytes, Floats, Lines
 from towerd.kernels.formats import BY_NAME, CACHE_FORMATS, Format
 
 mx: Any = pytest.importorskip("mlx.core")
-arrays: Any = pytest.importorskip("towerd.kernels.mlx.arrays")
 metal: Any = pytest.importorskip("towerd.kernels.mlx.metal")
 mlx_kernels: Any = pytest.importorskip("towerd.kernels.mlx.kernels")
 
@@ -52,8 +52,8 @@ def check_shift(
     where = (heads.head_dim, heads.n_rot, heads.first, heads.neox, block)
     want = np.empty_like(rows)
     reference.rope_shift(rows, want, row.name, cos, sin, table, *where)
-    tables = (arrays.share(cos), arrays.share(sin), table)
-    got = np.asarray(arrays.rope_shift(arrays.share(rows), row.name, *tables, *where))
+    got = np.empty_like(rows)
+    mlx_kernels.rope_shift(rows, got, row.name, cos, sin, table, *where)
     check_rows(row, got, want)
     stays = np.zeros(len(rows), np.bool_) if table is None else table < 0
     assert np.array_equal(got[stays], rows[stays])
@@ -101,19 +101,10 @@ def test_rope_shift_copies_what_does_not_move(backend: str) -> None:
     raw = np.random.default_rng(3).integers(0, 2**16, (4, 2 * 64)).astype(np.uint16)
     raw.reshape(4, 2, 64)[:, :, 16:48] = 0x3C00
     cos, sin = table_of(32, 1)
-    got = arrays.rope_shift(
-        arrays.share(raw.view(np.uint8)),
-        "f16",
-        arrays.share(cos),
-        arrays.share(sin),
-        None,
-        64,
-        32,
-        16,
-        True,
-        0,
-    )
-    after = np.asarray(got).view(np.uint16).reshape(4, 2, 64)
+    got = np.empty_like(raw)
+    where = (64, 32, 16, True, 0)
+    mlx_kernels.rope_shift(raw.view(np.uint8), got.view(np.uint8), "f16", cos, sin, None, *where)
+    after = got.reshape(4, 2, 64)
     before = raw.reshape(4, 2, 64)
     for kept in (slice(0, 16), slice(48, 64)):
         assert np.array_equal(after[:, :, kept], before[:, :, kept])
@@ -132,16 +123,16 @@ def test_geometries_without_a_kernel(backend: str) -> None:
         where = (head_dim, 128, 0, True, block)
         want = np.empty_like(rows)
         reference.rope_shift(rows, want, row.name, cos, sin, None, *where)
-        tables = (arrays.share(cos), arrays.share(sin), None)
-        got = arrays.rope_shift(arrays.share(rows), row.name, *tables, *where)
-        check_rows(row, np.asarray(got), want)
+        got = np.empty_like(rows)
+        mlx_kernels.rope_shift(rows, got, row.name, cos, sin, None, *where)
+        check_rows(row, got, want)
 
 
 def test_no_rows_to_shift(backend: str) -> None:
     """Nothing in, nothing out."""
-    empty, cos = mx.zeros((0, 128 * 2), mx.uint8), mx.zeros((1, 64))
-    moved = arrays.rope_shift(empty, "f16", cos, cos, None, 128, 128, 0, True, 0)
-    assert moved.shape == empty.shape
+    empty, cos = np.zeros((0, 128 * 2), np.uint8), np.zeros((1, 64), np.float32)
+    out = np.zeros_like(empty)
+    mlx_kernels.rope_shift(empty, out, "f16", cos, cos, None, 128, 128, 0, True, 0)
 
 
 def test_adapters(backend: str) -> None:
@@ -200,7 +191,7 @@ BAD_SHIFTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", BAD_SHIFTS)
-def test_adapter_refuses_what_the_reference_refuses(backend: str, name: str) -> None:
+def test_adapter_refuses_what_the_cpp_refuses(backend: str, name: str) -> None:
     """The same ValueError, and nothing written."""
     rows = np.zeros((2, 68), np.uint8)
     table = np.zeros((1, 32), np.float32)
@@ -220,7 +211,7 @@ def test_adapter_refuses_what_the_reference_refuses(backend: str, name: str) -> 
         "n_threads": 1,
     } | BAD_SHIFTS[name]
     with pytest.raises(ValueError, match=f"^{name}: ") as expected:
-        reference.rope_shift(**arguments)
+        dispatch.rope_shift(**arguments)
     with pytest.raises(ValueError, match=f"^{re.escape(str(expected.value))}$"):
         mlx_kernels.rope_shift(**arguments)
     assert (out == 7).all()
@@ -240,64 +231,6 @@ def test_adapter_refuses_scales_that_are_not_finite(raw: int) -> None:
     table = np.array([0, -1, 0], np.int32)
     mlx_kernels.rope_shift(rows, out, "q4_1", cos, sin, table, *where)
     assert np.array_equal(out[1], rows[1])
-
-
-def test_arrays_to_shift_refuse_bad_input() -> None:
-    """Before anything is computed, naming the argument."""
-    rows, table = mx.zeros((2, 68), mx.uint8), mx.zeros((1, 32))
-
-    def shift(**changed: Any) -> None:
-        good = {
-            "src": rows,
-            "format": "q8_0",
-            "cos": table,
-            "sin": table,
-            "row_table": None,
-            "head_dim": 64,
-            "n_rot": 64,
-            "first": 0,
-            "neox": True,
-            "hadamard_block": 64,
-        }
-        arrays.rope_shift(**(good | changed))
-
-    shift()
-    for name, wrong in BAD_SHIFTS.items():
-        if name not in ("out", "n_threads", "sin"):
-            value = wrong[name]
-            floats = isinstance(value, np.ndarray) and name != "row_table"
-            with pytest.raises(ValueError, match=f"^{name}: "):
-                shift(**{name: mx.array(value) if floats else value})
-    for value in (np.zeros((2, 68), np.uint8), mx.zeros((2, 68)), mx.zeros(68, mx.uint8)):
-        with pytest.raises(ValueError, match="^src: "):
-            shift(src=value)
-    with pytest.raises(ValueError, match="^sin: "):
-        shift(sin=mx.zeros((2, 32)))
-
-
-def test_share() -> None:
-    """Without Metal a copy, of strided memory too; the way back is a view of MLX's memory."""
-    memory = np.arange(64, dtype=np.uint8).reshape(8, 8)
-    shared = arrays.share(memory[::2, 1:5])
-    assert np.array_equal(np.asarray(shared), memory[::2, 1:5])
-    whole = arrays.share(memory)
-    assert np.shares_memory(np.asarray(whole), np.asarray(whole))
-    if not HAS_GPU:
-        before = memory.copy()
-        memory += 1
-        assert np.array_equal(np.asarray(whole), before)
-
-
-@pytest.mark.metal
-@pytest.mark.skipif(not HAS_GPU, reason="needs an Apple GPU")
-def test_pages_are_adopted() -> None:
-    """Memory that starts on a page is the GPU's without a copy."""
-    raw = np.zeros(3 * 16384, np.uint8)
-    start = -raw.ctypes.data % 16384
-    pages = raw[start : start + 16384].reshape(4, 4096)
-    shared = arrays.share(pages)
-    pages[2, 5] = 77
-    assert int(shared[2, 5].item()) == 77
 
 
 def test_text_agrees_with_python() -> None:

@@ -12,6 +12,7 @@ import pytest
 from kernel_rows import at_odd_address, patterns, rows_of, same
 
 from lab import reference
+from lab.reference.hadamard import transform
 from lab.reference.transcode import decode, encode
 from towerd.kernels import dispatch
 from towerd.kernels.formats import BY_NAME, CACHE_FORMATS
@@ -131,18 +132,14 @@ def test_as_ggml_would(kernels: str, name: str, block: int, neox: bool) -> None:
     out = _shifted(rows, name, cos, sin, None, 128, 128, 0, neox, block)
     values = ggml_rows.decode(ggml_type, rows)
     if block:
-        back = np.zeros_like(values)
-        reference.hadamard(values, back, block)
-        values = back
+        values = transform(values, block)
     pairs = values.reshape(40, 4, 128).copy()
     a, b = (pairs[..., :64], pairs[..., 64:]) if neox else (pairs[..., ::2], pairs[..., 1::2])
     turned = a * cos - b * sin, b * cos + a * sin
     a[:], b[:] = turned
     values = pairs.reshape(40, 512)
     if block:
-        back = np.zeros_like(values)
-        reference.hadamard(values, back, block)
-        values = back
+        values = transform(values, block)
     assert same(out, ggml_rows.encode(ggml_type, values))
 
 

@@ -113,16 +113,3 @@ def test_transcoded(kernels: str, have: str, want: str) -> None:
         dispatch.transcoded(rows[at : at + step], have, want) for at in range(0, len(rows), step)
     ]
     assert np.array_equal(dispatch.transcoded(rows, have, want, 2), np.concatenate(parts))
-
-
-@pytest.mark.parametrize(("shift", "gap"), [(0, 0), (4, 0), (20, 12)])
-def test_hadamard(kernels: str, shift: int, gap: int) -> None:
-    """Rows of f32, whose addresses are multiples of 4."""
-    rows = _many("f32", 320, 1280).view(np.float32)
-    memory, out = _target(len(rows), 1280, shift, gap)
-    dispatch.hadamard(rows, out.view(np.float32), 64, 2)
-    expected = np.empty_like(rows)
-    step = len(rows) // PARTS
-    for at in range(0, len(rows), step):
-        dispatch.hadamard(rows[at : at + step], expected[at : at + step], 64)
-    _check(memory, out, expected.view(np.uint8))

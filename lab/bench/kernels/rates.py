@@ -70,13 +70,8 @@ def forced(name: str) -> Iterator[None]:
 
 
 def _measure(report: Report, isa: str, values: npt.NDArray[np.float32], half: Bytes) -> None:
-    figures, n = report.figures, len(half)
+    figures = report.figures
     figures[f"rope_shift_f16_{isa}_gbps_core"] = _gbps(_rope(half, 1), half.shape)
-    block = 64
-    flat = (n, _ELEMENTS * 4)
-    figures[f"hadamard_f32_{isa}_gbps_core"] = _gbps(
-        lambda out: dispatch.hadamard(values, out.view(np.float32), block, 1), flat
-    )
     for name in _DECODED:
         rows = dispatch.transcoded(half, "f16", name)
         figures[f"dequant_{name}_{isa}_gbps_core"] = _gbps(
