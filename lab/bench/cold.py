@@ -21,9 +21,9 @@ import numpy as np
 from rich.progress import track
 
 from lab.bench.disk import disk_bytes
-from lab.bench.texts.chat_template import held_out, tokenized
-from lab.bench.texts.documents import read_meetings, read_text
 from lab.bench.thawing import measure_decoding, measure_thaw, resume_with_rows
+from lab.texts.chat_template import held_out, tokenized
+from lab.texts.documents import read_meetings, read_text
 from towerd.cli.bench.harness.report import Report
 from towerd.codec import Codec, container
 from towerd.codec.vocabulary import GgufVocabulary

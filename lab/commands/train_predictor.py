@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _HELD_OUT = 0.3
-HEADS = ("predictor", ">1 step", ">2 steps", ">3 steps", ">calibration error")
 
 
 @click.command()
@@ -49,7 +48,7 @@ def predictor(traces: tuple[Path, ...], out: Path, epochs: int, seed: int, as_js
         raise TowerdError(
             "Training needs torch: install towerd with its extra, pip install -e '.[train]'."
         )
-    from lab.predict.baselines import score_all, table
+    from lab.predict.baselines import HEADS, as_text, score_all, table
     from lab.predict.runs import split
     from lab.predict.train import train
     from lab.predict.train_mixture import n_parameters, save, train_mixture
@@ -74,15 +73,3 @@ def predictor(traces: tuple[Path, ...], out: Path, epochs: int, seed: int, as_js
         echo_json({"workflows": len(runs), "parameters": n_parameters(weights), "scores": rows})
         return
     show_table(HEADS, [as_text(name, row) for name, row in rows.items()])
-
-
-def as_text(name: str, row: Mapping[str, float]) -> tuple[str, ...]:
-    """A row of the table, below HEADS."""
-    cells = [
-        f"{row[key]:+.3f} +- {row[key + '_error']:.3f}"
-        if key + "_error" in row
-        else f"{row[key]:.3f}"
-        for key in ("s1", "s2", "s3")
-    ]
-    sure = row.get("calibration_error")
-    return (name, *cells, "" if sure is None else f"{sure:.3f}")

@@ -12,6 +12,7 @@ from towerd.policy.predict.base import END, Forecast
 from towerd.policy.predict.markov import Markov, learn
 from towerd.policy.predict.mixture import GraphMean, Mixture, MixtureWeights
 
+HEADS = ("predictor", ">1 step", ">2 steps", ">3 steps", ">calibration error")
 MIXTURE = "mixture"
 _MARKOV = ("markov1", "markov2", "markov3")
 Row: TypeAlias = dict[str, float]
@@ -47,6 +48,18 @@ def table(scored: Mapping[str, ForecastScores]) -> dict[str, Row]:
     for name in [name for name in scored if name.startswith(MIXTURE)]:
         rows[f"{name} - best markov"] = _ahead(scored, name)
     return rows
+
+
+def as_text(name: str, row: Mapping[str, float]) -> tuple[str, ...]:
+    """A row of the table as text, below HEADS."""
+    cells = [
+        f"{row[key]:+.3f} +- {row[key + '_error']:.3f}"
+        if key + "_error" in row
+        else f"{row[key]:.3f}"
+        for key in ("s1", "s2", "s3")
+    ]
+    sure = row.get("calibration_error")
+    return (name, *cells, "" if sure is None else f"{sure:.3f}")
 
 
 def _row(scored: ForecastScores) -> Row:

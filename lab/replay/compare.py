@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lab.policies.belady import belady_hits
 from lab.policies.factory import make_policy
+from lab.replay.belady import belady_hits
 from lab.replay.simulate import ReplayOutcome, outcome_of, replay
 from lab.replay.trace import Trace
 from towerd.errors import ConfigError

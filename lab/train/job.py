@@ -21,7 +21,7 @@ from lab.train.data.records import Dataset, read_dataset
 from lab.train.data.tokenizer import tokenizer_of
 from lab.train.errors import TrainError
 from lab.train.evaluation.gain import gain, held_out
-from lab.train.evaluation.loss_plot import plot
+from lab.train.loop.loss_plot import plot
 from lab.train.loop.progress import Status, TrainingProgress
 from lab.train.loop.run import TrainingRun
 from lab.train.loop.trainer import InitWeights, TrainConfig, Trainer

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab.bench.texts.tasks import Fact, passkey, random_pair
+from lab.texts.tasks import Fact, passkey, random_pair
 from lab.train.data.bpe import BEGIN, CONTROLS, Bpe
 from lab.train.data.corpus import Windows
 from lab.train.data.form import Ids, MiniForm

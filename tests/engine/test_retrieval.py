@@ -9,8 +9,8 @@ import pytest
 from oracle import ask, settle
 from services import EmbeddedService, OpenService
 
-from lab.bench.texts.tasks import passkey
-from lab.bench.texts.tokenizer import TextTokenizer
+from lab.texts.tasks import passkey
+from lab.texts.tokenizer import TextTokenizer
 from towerd.codec.prior import sample
 from towerd.engine.base import LiveBudget
 from towerd.models.bundled import RETRIEVAL_NAME, bundled_model

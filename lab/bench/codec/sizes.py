@@ -15,8 +15,8 @@ from rich.progress import track
 
 from lab.bench.codec.baselines import PRIME_BYTES, baselines
 from lab.bench.codec.texts import KINDS, sessions, training
-from lab.bench.texts.chat_template import MARKS, tokenized
 from lab.codec.lossy import reduce
+from lab.texts.chat_template import MARKS, tokenized
 from towerd.cli.bench.harness.report import Report
 from towerd.codec import Codec, container
 from towerd.codec.forms.mini import PATH, mini_network

@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 import numpy as np
 
-from lab.bench.texts.chat_records import ChatRecord
-from lab.bench.texts.chat_template import in_template, records
+from lab.texts.chat_records import ChatRecord
+from lab.texts.chat_template import in_template, records
 from lab.train.data.manifest import read_manifest
 from lab.train.data.records import TRAIN
 

@@ -16,8 +16,8 @@ from rich.progress import track
 
 from lab.bench.codec.baselines import PRIME_BYTES, baselines
 from lab.bench.codec.texts import SESSION_BYTES, cut, random_texts
-from lab.bench.texts.chat_records import ChatRecord
-from lab.bench.texts.chat_template import in_template, records, tokenized
+from lab.texts.chat_records import ChatRecord
+from lab.texts.chat_template import in_template, records, tokenized
 from lab.train.data.manifest import read_manifest
 from towerd.cli.bench.harness.report import Report
 from towerd.codec import Codec

@@ -14,9 +14,9 @@ import numpy as np
 from lab.bench.longchat import perplexity, retrieval
 from lab.bench.longchat.reading import last_attention
 from lab.bench.longchat.recall import index_overhead, recalls
-from lab.bench.texts.documents import read_meetings, read_pairs, read_text
-from lab.bench.texts.tokenizer import TextTokenizer
 from lab.models.random_gguf import PRESETS
+from lab.texts.documents import read_meetings, read_pairs, read_text
+from lab.texts.tokenizer import TextTokenizer
 from towerd.cli.bench.harness.models import bench_model
 from towerd.cli.bench.harness.report import Report
 from towerd.cli.output import progress_bar, show_table

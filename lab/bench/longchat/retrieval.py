@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from lab.bench.texts.tasks import Fact
-from lab.bench.texts.tokenizer import TextTokenizer
+from lab.texts.tasks import Fact
+from lab.texts.tokenizer import TextTokenizer
 from towerd.engine.base import GenerateRequest, LiveBudget, Piece
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.service import Service

@@ -12,9 +12,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab.commands.train_predictor import HEADS, as_text
 from lab.predict.accuracy import ForecastScores, concatenate
-from lab.predict.baselines import MIXTURE, Row, score_all, table
+from lab.predict.baselines import HEADS, MIXTURE, Row, as_text, score_all, table
 from lab.predict.runs import FinishedRun, folds
 from lab.replay.cells import TraceSource
 from lab.replay.runs import read_runs

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.bench.texts.chat_records import ChatRecord
+from lab.texts.chat_records import ChatRecord
 from lab.train.data.form import ROLES, Ids, Marks, TextForm, mark_of
 from lab.train.data.manifest import TextSource
 from lab.train.data.records import Dataset

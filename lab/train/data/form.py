@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lab.bench.texts.chat_records import ChatRecord
+from lab.texts.chat_records import ChatRecord
 from lab.train.data.bpe import BEGIN, END, START, Bpe
 
 Ids = npt.NDArray[np.uint32]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from lab.bench.texts.chat_records import SUFFIX, ChatRecord, read_records
+from lab.texts.chat_records import SUFFIX, ChatRecord, read_records
 from lab.train.data.manifest import TextSource
 from lab.train.errors import TrainError
 

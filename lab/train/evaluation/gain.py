@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lab.bench.texts.chat_records import ChatRecord
+from lab.texts.chat_records import ChatRecord
 from lab.train.data.corpus import shuffled
 from lab.train.data.form import TextForm
 from towerd.codec import Codec

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from lab.bench.texts.chat_records import ChatRecord, read_records
+from lab.texts.chat_records import ChatRecord, read_records
 from lab.train.data.manifest import read_manifest
 from lab.train.errors import TrainError
 from lab.train.objectives.teacher import Teacher, TeacherForm, silence_llama_cpp

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from lab.bench.texts.chat_records import ChatRecord, Message
+from lab.texts.chat_records import ChatRecord, Message
 from lab.train.data.form import EncodedRecord, Ids, mark_of
 from lab.train.errors import TrainError
 from towerd.llama_library import lib

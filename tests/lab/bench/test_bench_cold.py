@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from lab.bench import cold
-from lab.bench.texts.chat_template import held_out
+from lab.texts.chat_template import held_out
 
 
 def records(path: Path, *sources: str) -> Path:

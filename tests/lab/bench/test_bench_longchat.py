@@ -13,9 +13,9 @@ import zstandard
 from lab.bench.longchat import policies, recall, retrieval
 from lab.bench.longchat.perplexity import budget_of_same_mean, live_by_token, worst_ratios
 from lab.bench.longchat.recall import TOP, recalls
-from lab.bench.texts import documents
-from lab.bench.texts.tasks import pair
-from lab.bench.texts.tokenizer import TextTokenizer
+from lab.texts import documents
+from lab.texts.tasks import pair
+from lab.texts.tokenizer import TextTokenizer
 from towerd.engine.base import LiveBudget
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab.policies.belady import belady_hits
 from lab.policies.factory import NAMES, make_policy
+from lab.replay.belady import belady_hits
 from lab.replay.interleave import interleave
 from lab.replay.simulate import outcome_of, replay
 from lab.replay.trace import Call, Trace, TraceError

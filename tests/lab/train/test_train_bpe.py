@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lab.bench.texts.chat_records import ChatRecord, Message
+from lab.texts.chat_records import ChatRecord, Message
 from lab.train.data.bpe import BEGIN, CONTROLS, END, START, Bpe, train_bpe
 from lab.train.data.form import ROLES, MiniForm
 from lab.train.data.manifest import read_manifest
@@ -69,7 +69,7 @@ def test_odd_text(bpe: Bpe, exported: GgufVocabulary, text: str) -> None:
 
 def test_same_ids_on_real_text(bpe: Bpe, exported: GgufVocabulary, data_folder: Path) -> None:
     folder = CHAT if CHAT.is_dir() else data_folder
-    from lab.bench.texts.chat_records import read_records
+    from lab.texts.chat_records import read_records
 
     texts = [m.content for r in read_records(folder / "dev.jsonl.zst") for m in r.messages]
     for text, ids in zip(texts, bpe.encode(texts), strict=True):

@@ -14,8 +14,8 @@ import torch
 from gguf import GGUFReader
 
 import towerd
-from lab.bench.texts.chat_records import ChatRecord, Message
 from lab.models.random_gguf import PRESETS, Shape, make_random_gguf
+from lab.texts.chat_records import ChatRecord, Message
 from lab.train.data.corpus import Corpus, Windows
 from lab.train.data.manifest import read_manifest
 from lab.train.data.records import read_dataset

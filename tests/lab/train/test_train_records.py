@@ -6,7 +6,7 @@ import pytest
 import zstandard
 from train_world import write_records
 
-from lab.bench.texts.chat_records import read_records
+from lab.texts.chat_records import read_records
 from lab.train.data.manifest import read_manifest
 from lab.train.data.records import FIRST_SENTENCE, read_dataset
 from lab.train.errors import TrainError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from lab.bench.texts.tasks import passkey, random_pair
+from lab.texts.tasks import passkey, random_pair
 from lab.train.data.bpe import BEGIN, Bpe, train_bpe
 from lab.train.data.corpus import Corpus, Windows
 from lab.train.data.form import Ids

@@ -11,7 +11,7 @@ import zstandard
 from click.testing import CliRunner
 
 import towerd
-from lab.bench.texts.chat_records import ChatRecord, Message
+from lab.texts.chat_records import ChatRecord, Message
 from lab.train.errors import TrainError
 from lab.train.evaluation.talking import (
     N_CTX,

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from lab.bench.texts.chat_records import SUFFIX, ChatRecord, read_records
+from lab.texts.chat_records import SUFFIX, ChatRecord, read_records
 from towerd.codec.text import KIND_NAMES
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 import zstandard
 
-from lab.bench.texts.tasks import N_HEX, Fact, pair
+from lab.texts.tasks import N_HEX, Fact, pair
 from towerd.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
