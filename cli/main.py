@@ -1,4 +1,5 @@
-"""The two command groups. A new command is a file and a row in one of the tables."""
+"""The two command groups, and what is about them: their completion and version. A new command is a file
+and a row in one of the tables."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from towerd.cli.lazy import LazyGroup
 DAEMON_COMMANDS = {
     "serve": "towerd.cli.serve:serve",
     "models": "towerd.cli.models.models:models",
-    "version": "towerd.cli.version:version",
+    "version": "towerd.cli.main:version",
 }
 CONTROL_COMMANDS = {
     "precache": "towerd.cli.precache.precache:precache",
@@ -23,7 +24,7 @@ CONTROL_COMMANDS = {
     "read": "towerd.cli.sessions.transfer:read",
     "segments": "towerd.cli.segments.segments:segments",
     "why": "towerd.cli.segments.why:why",
-    "trie": "towerd.cli.segments.trie:trie",
+    "trie": "towerd.cli.segments.tree:trie",
     "pin": "towerd.cli.segments.pin:pin",
     "unpin": "towerd.cli.segments.pin:unpin",
     "stats": "towerd.cli.maintenance.stats:stats",
@@ -32,12 +33,12 @@ CONTROL_COMMANDS = {
     "gc": "towerd.cli.maintenance.gc:gc",
     "calibrate": "towerd.cli.maintenance.calibrate:calibrate",
     "doctor": "towerd.cli.doctor.doctor:doctor",
-    "bench": "towerd.cli.bench.group:bench",
+    "bench": "towerd.cli.bench.bench:bench",
     "lab": "towerd.cli.lab:lab",
     "model": "towerd.cli.lab:model",
     "train": "towerd.cli.lab:train",
-    "completion": "towerd.cli.completion:completion",
-    "version": "towerd.cli.version:version",
+    "completion": "towerd.cli.main:completion",
+    "version": "towerd.cli.main:version",
 }
 MOVED = {"cluster": "towerctl lab cluster", "replay": "towerctl lab replay"}
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -52,3 +53,50 @@ def towerd() -> None:
 @click.group(cls=LazyGroup, table=CONTROL_COMMANDS, moved=MOVED, context_settings=CONTEXT)
 def towerctl() -> None:
     """Inspect and maintain a towerd store: the running daemon's, or the files themselves."""
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the completion script of SHELL for towerd and towerctl.
+
+    \b
+    bash: towerctl completion bash > ~/.local/share/bash-completion/completions/towerctl
+    zsh:  towerctl completion zsh > a file that ~/.zshrc sources after compinit
+    fish: towerctl completion fish > ~/.config/fish/completions/towerctl.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    maker = get_completion_class(shell)
+    if maker is None:
+        raise click.UsageError(f"click knows no completion for {shell}")
+    for command in (towerd, towerctl):
+        name = str(command.name)
+        # Not source(): that one runs the shell to check its version, which fails in a pipe.
+        script = maker(command, {}, name, f"_{name.upper()}_COMPLETE")
+        click.echo(script.source_template % script.source_vars())
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def version(as_json: bool) -> None:
+    """Print the versions of towerd and of what its stored state depends on."""
+    import json
+    import platform
+
+    from towerd import __version__
+    from towerd.llama_build import installed_version
+
+    found = {
+        "towerd": __version__,
+        "llama_cpp_python": installed_version(),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    click.echo(
+        f"towerd {found['towerd']} (llama-cpp-python {found['llama_cpp_python']}, "
+        f"Python {found['python']}, {found['system']})"
+    )

@@ -10,11 +10,11 @@ import time
 import unicodedata
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from towerd.cli.progress import Lines, Shown, duration
+from towerd.cli.progress import Lines, duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,14 +42,14 @@ def console(*, stderr: bool = False) -> Console:
 
 def progress_bar(
     columns: Sequence[Any] = (), *, quiet: bool = False
-) -> AbstractContextManager[Shown]:
+) -> AbstractContextManager[Lines | Progress]:
     """What a long command shows of its tasks on stderr: bars on a terminal, which disappear when they
     are done; elsewhere a line a minute. quiet: nothing."""
     if quiet:
         return Lines(lambda line: None)
     if not sys.stderr.isatty():
         return Lines(lambda line: click.echo(line, err=True))
-    return cast("AbstractContextManager[Shown]", terminal_bar(columns, quiet=False))
+    return terminal_bar(columns, quiet=False)
 
 
 def progress_lines(*, quiet: bool = False) -> Lines:

@@ -6,42 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
 
 LINE_S = 60.0
 """Seconds between two lines."""
-
-
-class Shown(Protocol):
-    """Tasks that are shown while they are worked on: `rich.progress.Progress`, as far as it is used,
-    or `Lines`."""
-
-    def add_task(self, description: str, *, total: float | None, **fields: Any) -> Any:
-        """Show one more; total: how much it is; None: that is not known. Returns its name for the
-        other methods."""
-        ...
-
-    def update(
-        self,
-        task: Any,
-        /,
-        *,
-        total: float | None = None,
-        completed: float | None = None,
-        advance: float | None = None,
-        description: str | None = None,
-        **fields: Any,
-    ) -> None:
-        """Change what is given of a task."""
-        ...
-
-    def advance(self, task: Any, /, advance: float = 1) -> None:
-        """So much more of it is done."""
-        ...
-
-    def remove_task(self, task: Any, /) -> None:
-        """Show it no more."""
-        ...
 
 
 @dataclass(slots=True)
@@ -53,11 +24,12 @@ class _Task:
 
 
 class Lines:
-    """Tasks as lines of text, from a thread of its own: a step may take longer than LINE_S."""
+    """Tasks as lines of text, from a thread of its own: a step may take longer than LINE_S. It stands for
+    `rich.progress.Progress`, as far as that is used."""
 
     def __init__(self, say: Callable[[str], object], every_s: float = LINE_S) -> None:
         self._say, self._every_s = say, every_s
-        self._tasks: dict[int, _Task] = {}
+        self._tasks: dict[TaskID, _Task] = {}
         self._n = 0
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -71,16 +43,18 @@ class Lines:
         self._ended.set()
         self._thread.join()
 
-    def add_task(self, description: str, *, total: float | None, **fields: Any) -> int:
-        """See `Shown`."""
+    def add_task(self, description: str, *, total: float | None, **fields: Any) -> TaskID:
+        """Show one more; total: how much it is; None: that is not known. Returns its name for the
+        other methods."""
         with self._lock:
             self._n += 1
-            self._tasks[self._n] = _Task(description, total, time.monotonic())
-            return self._n
+            name = cast("TaskID", self._n)
+            self._tasks[name] = _Task(description, total, time.monotonic())
+            return name
 
     def update(
         self,
-        task: int,
+        task: TaskID,
         /,
         *,
         total: float | None = None,
@@ -89,7 +63,7 @@ class Lines:
         description: str | None = None,
         **fields: Any,
     ) -> None:
-        """See `Shown`."""
+        """Change what is given of a task."""
         with self._lock:
             found = self._tasks[task]
             found.total = found.total if total is None else total
@@ -97,12 +71,12 @@ class Lines:
             found.completed += advance or 0
             found.description = description or found.description
 
-    def advance(self, task: int, /, advance: float = 1) -> None:
-        """See `Shown`."""
+    def advance(self, task: TaskID, /, advance: float = 1) -> None:
+        """So much more of it is done."""
         self.update(task, advance=advance)
 
-    def remove_task(self, task: int, /) -> None:
-        """See `Shown`."""
+    def remove_task(self, task: TaskID, /) -> None:
+        """Show it no more."""
         with self._lock:
             del self._tasks[task]
 

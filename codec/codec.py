@@ -29,9 +29,9 @@ from towerd.codec.errors import (
 )
 from towerd.codec.forms import mini
 from towerd.codec.forms.fallback import Packed, Ranked, ZstdText
-from towerd.codec.forms.form import Coded, FormCoder, TextForm
+from towerd.codec.forms.form import Coded, FormCoder, TextCoder
 from towerd.codec.forms.mini import Student
-from towerd.codec.forms.mix import MiniForm, MiniText, Mix
+from towerd.codec.forms.mix import MiniCoder, MiniText, Mix
 from towerd.codec.forms.network import Network
 from towerd.codec.prior import file
 from towerd.codec.text import Text, spell, to_ids
@@ -78,7 +78,7 @@ class Codec:
         """`networks`: forms that need a model (`models/`), instead of those of the package.
         `tables`: a folder for copies of the tables and models that blobs need, because a later
         release may have others. `student`: a GGUF for one more `network`, which `auto` tries, too
-        (`models/student.py`)."""
+        (`forms/mini.py`)."""
         self.vocabulary = vocabulary
         self._tables, self._student_path = tables, student
         self.vocabulary_hash = vocabulary_hash(vocabulary)
@@ -128,14 +128,14 @@ class Codec:
         before = as_ids(base)
         self._check_needs(parsed, before)
         coder, n_tokens = self._ready(parsed)
-        if not isinstance(coder, TextForm) or not n_tokens:
+        if not isinstance(coder, TextCoder) or not n_tokens:
             return self._decode(parsed, before)
         text = coder.text(_coded(parsed), n_tokens, media.tokens_of(before))
         written = WrittenText(text, parsed.n_ids, parsed.hash, parsed.media)
         try:
             return written.ids(self.vocabulary)
         except CodecError:
-            if parsed.base_ids and isinstance(coder, MiniForm):
+            if parsed.base_ids and isinstance(coder, MiniCoder):
                 if not coder.mini.cuts_as_written():
                     raise  # after another base the text would be another one
             return written
@@ -174,11 +174,11 @@ class Codec:
                 found.append(self._open_student().mini)
         return found
 
-    def text_coder(self) -> MiniForm:
+    def text_coder(self) -> Mix | Network:
         """The form that takes the fewest bits for a text: `network`, or `mix` if there is no mini
         model. UnknownModel if the package has no table."""
         coder = self._coder(self._names()[-1])
-        assert isinstance(coder, MiniForm)
+        assert isinstance(coder, Mix | Network)
         return coder
 
     def _auto(self) -> list[FormCoder]:

@@ -20,7 +20,7 @@ from towerd.codec.errors import UnknownModel
 from towerd.codec.forms import mini
 from towerd.codec.forms.form import FormCoder
 from towerd.codec.forms.mini import FindStart, Student
-from towerd.codec.forms.mix import MiniForm, Mix
+from towerd.codec.forms.mix import MiniCoder, Mix
 from towerd.codec.forms.network import Network, network_hash
 from towerd.codec.forms.start import MixStart, unpack
 from towerd.codec.prior import file
@@ -33,7 +33,7 @@ def keep(folder: Path, coder: FormCoder) -> None:
     and whole or absent. Raises OSError, also for a file that was replaced since it was read."""
     if isinstance(coder, Student) and coder.start is not None:
         _write(_start_path(folder, coder.model), coder.start.pack())
-    elif isinstance(coder, MiniForm):
+    elif isinstance(coder, MiniCoder):
         _copy(file.PATH, _table_path(folder, coder.prior.name), coder.prior.name)
     if isinstance(coder, Network):
         is_student = isinstance(coder, Student)

@@ -73,13 +73,6 @@ class Kernels:
         jobs: Sequence[tuple[int, npt.NDArray[np.uint8], npt.NDArray[np.int64] | None]],
         n_threads: int = 1,
     ) -> None: ...
-    def gather_rows(
-        self,
-        src: npt.NDArray[np.uint8],
-        index: npt.NDArray[np.int64],
-        out: npt.NDArray[np.uint8],
-        n_threads: int = 1,
-    ) -> None: ...
     def transpose(
         self,
         src: npt.NDArray[np.uint8],

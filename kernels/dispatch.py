@@ -89,14 +89,6 @@ def copy_planes(dst: Any, jobs: Sequence[Job], n_threads: int = THREADS) -> None
     _kernels().copy_planes(dst, jobs, n_threads)
 
 
-def gather_rows(src: Bytes, index: Index, out: Bytes, n_threads: int = THREADS) -> None:
-    """out[i] = src[index[i]].
-
-    src: uint8[n, row_bytes]; index: int64[m], each in [0, n); out: uint8[m, row_bytes].
-    Rows of src and out may lie any distance apart; they must not share memory."""
-    _kernels().gather_rows(src, index, out, n_threads)
-
-
 def transpose(src: Bytes, out: Bytes, element_bytes: int, n_threads: int = THREADS) -> None:
     """out[c, r] = src[r, c], both seen as matrices of elements of 1, 2 or 4 bytes.
 

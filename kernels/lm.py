@@ -4,7 +4,7 @@ and the C++ that evaluates it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -46,21 +46,6 @@ class LmShape:
     n_keep: int
     norm_eps: float
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Everything but `norm_eps`, in order."""
-        return (
-            self.n_vocab,
-            self.n_embd,
-            self.n_layer,
-            self.n_head,
-            self.n_head_kv,
-            self.head_dim,
-            self.n_ff,
-            self.n_ctx,
-            self.n_keep,
-        )
-
     def matrices(self) -> list[tuple[int, int]]:
         """(rows, columns) of embedding, output, and `PARTS` for each layer."""
         heads, kv = self.n_head * self.head_dim, self.n_head_kv * self.head_dim
@@ -82,7 +67,8 @@ def make_lm(
     """A model. matrices, norms: packed, in the order of `shape.matrices()`; cos, sin: the angles of
     RoPE. ValueError if they do not fit. Every instruction set gives the same bits."""
     name = dispatch.instructions()
-    return Lm(name, list(shape.sizes), shape.norm_eps, list(matrices), list(norms), cos, sin)
+    *sizes, norm_eps = astuple(shape)
+    return Lm(name, sizes, norm_eps, list(matrices), list(norms), cos, sin)
 
 
 def pack(rows: npt.NDArray[np.float32] | npt.NDArray[np.float16]) -> Weights:

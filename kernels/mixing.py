@@ -10,14 +10,6 @@ STATIC = 5
 BLENDS = 2
 INPUTS = 1 + STATIC + DYNAMIC + MATCHES + BLENDS + 2
 LEVELS, SETS, FINAL = 48, 6, 128
-SET_ROWS = (96, 0, 80, 0, 1024, 1024)
-"""Rows of each set of weights; 0: one per token."""
-
-
-def state_size(n_tokens: int) -> int:
-    """Numbers in the state: maps, then weights."""
-    rows = sum(n or n_tokens for n in SET_ROWS)
-    return n_maps(n_tokens) + rows * INPUTS + FINAL * SETS
 
 
 def n_maps(n_tokens: int) -> int:

@@ -39,8 +39,10 @@ def parse_blob(
     reader = ByteReader(data)
     seq_id = _read_prefix(reader)
     state = parse_state(reader, cell_ext=cell_ext)
-    if state.seq_id != seq_id:
-        raise StateError(f"a blob of sequence {seq_id} holds cells of sequence {state.seq_id}")
+    if state.frame.seq_id != seq_id:
+        raise StateError(
+            f"a blob of sequence {seq_id} holds cells of sequence {state.frame.seq_id}"
+        )
     check_layout(state.rows.layout, layout)
     return state
 
@@ -65,9 +67,9 @@ def parse_rows(
         states = [full, parse_state(reader, cell_ext=cell_ext, has_v=True, as_is=True)]
         rows = _joined(*(state.rows for state in states))
     check_layout(rows.layout, layout)
-    if any(state.seq_id != seq_id for state in states):
+    if any(state.frame.seq_id != seq_id for state in states):
         raise StateError(f"a blob of sequence {seq_id} holds cells of another one")
-    if all(state.n_stream == 1 and state.order is None for state in states):
+    if all(state.frame.n_stream == 1 and state.order is None for state in states):
         rows = replace(rows, blob=as_bytes(data))
     return rows if layout is None else replace(rows, layout=layout)
 

@@ -99,7 +99,7 @@ def write_state(
 
     order: int64[n], the row that each cell holds, for a single part; None: position order.
     layout: what to write; None: the parts' own
-    is_new: as in `towerd.kernels.reference.transcode.transcode`"""
+    is_new: as in `towerd.kernels.dispatch.transcode`"""
     layout = parts[0].layout if layout is None else layout
     n = sum(len(part) for part in parts)
     table = cell_table(parts, frame.seq_id, order)

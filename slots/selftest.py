@@ -9,29 +9,19 @@ from towerd.slots.blob import emit_blob, parse_blob
 from towerd.slots.errors import StateError
 from towerd.slots.layout import STATE_VERSION, KVLayout
 from towerd.slots.reader import ByteReader, Data, as_bytes
-from towerd.slots.slotfile import FILE_MAGIC, parse_slot_file
+from towerd.slots.slotfile import FILE_MAGIC
 from towerd.slots.state import PREFIX_BYTES, SequenceState
 
 
-def self_test(
-    blob: Data,
-    positions: npt.ArrayLike,
-    layout: KVLayout,
-    *,
-    slot_file: Data | None = None,
-) -> None:
+def self_test(blob: Data, positions: npt.ArrayLike, layout: KVLayout) -> None:
     """Parse a blob that llama.cpp just wrote, check it against what is known, and emit it again.
 
     positions: those that the sequence holds, ascending; layout: that of the model's cache
-    slot_file: the same sequence from `llama_state_seq_save_file`; it alone carries a version
     Raises StateError that says what differs; this llama.cpp's states must not be used then."""
     try:
         state = parse_blob(blob, cell_ext=layout.cell_ext, layout=layout)
         _check(state, positions, blob, state.to_bytes())
         _check_composed(state)
-        if slot_file is not None:
-            saved = parse_slot_file(slot_file, cell_ext=layout.cell_ext, layout=layout)
-            _check(saved.state, positions, slot_file, saved.to_bytes())
     except StateError as error:
         raise StateError(
             f"llama.cpp's state is not the version {STATE_VERSION} format that towerd "
@@ -73,10 +63,10 @@ def _check_composed(state: SequenceState) -> None:
     parts = rows.split(rows.p0 + len(rows) // 2) if halves else (rows,)
     composed = emit_blob(
         parts,
-        n_stream=state.n_stream,
-        stream=state.stream,
-        v_trans=state.v_trans,
-        seq_id=state.seq_id,
+        n_stream=state.frame.n_stream,
+        stream=state.frame.stream,
+        v_trans=state.frame.v_trans,
+        seq_id=state.frame.seq_id,
     )
     again = parse_blob(composed, cell_ext=rows.layout.cell_ext, layout=rows.layout).rows
     if not np.array_equal(again.positions, rows.positions) or not all(

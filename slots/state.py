@@ -41,29 +41,9 @@ class SequenceState:
     order: npt.NDArray[np.int64] | None = None
 
     @property
-    def n_stream(self) -> int:
-        """Streams of the cache: 1 if unified, else its number of sequences."""
-        return self.frame.n_stream
-
-    @property
-    def stream(self) -> int:
-        """The stream that held the cells."""
-        return self.frame.stream
-
-    @property
-    def v_trans(self) -> bool:
-        """V was stored channel by channel (flash attention off)."""
-        return self.frame.v_trans
-
-    @property
-    def seq_id(self) -> int:
-        """The sequence id it was saved under."""
-        return self.frame.seq_id
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the state, without a blob's or file's prefix."""
-        return state_size(self.rows.layout, len(self.rows), self.n_stream)
+        return state_size(self.rows.layout, len(self.rows), self.frame.n_stream)
 
     def write(self, out: npt.NDArray[np.uint8]) -> None:
         """Fill `out` (exactly `nbytes` bytes) with the state, cells in their source's order."""
@@ -72,7 +52,7 @@ class SequenceState:
     def to_bytes(self) -> bytes:
         """The sequence blob, byte for byte as it was parsed."""
         out = np.empty(PREFIX_BYTES + self.nbytes, np.uint8)
-        write_prefix(out, self.seq_id)
+        write_prefix(out, self.frame.seq_id)
         self.write(out[PREFIX_BYTES:])
         return out.tobytes()
 
@@ -98,7 +78,7 @@ class _Section:
             dispatch.transpose(self.data, rows, self.plane.format.block_bytes)
         if by_position is not None:
             unsorted, rows = rows, np.empty((n, self.plane.row_bytes), np.uint8)
-            dispatch.gather_rows(unsorted, by_position, rows)
+            dispatch.copy_planes(rows.reshape(-1), [(0, unsorted, by_position)])
         return rows
 
 

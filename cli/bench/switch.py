@@ -20,13 +20,14 @@ from typing import Any
 
 import click
 import numpy as np
+import psutil
 
 from towerd.cli.bench.harness.client import Ask, connect, daemon_stats, new_session
-from towerd.cli.bench.harness.disk import can_count_written, written_bytes
 from towerd.cli.bench.harness.models import bench_model, random_prompt, vocab_size
 from towerd.cli.bench.harness.report import Report
 from towerd.cli.bench.harness.servers import ServerProcess, llama_server, towerd_server
 from towerd.cli.lab import SLOT_RIVAL, laboratory_module
+from towerd.engine.llama_server.slots.slotdir import SlotDir
 from towerd.errors import TowerdError
 from towerd.settings.config import ENGINES
 
@@ -252,3 +253,17 @@ async def _engine_stats(url: str) -> dict[str, Any]:
 def _slot_file_bytes(stats: dict[str, Any]) -> int:
     """Bytes that went through slot files; 0 for the embedded engine."""
     return int(stats.get("restore_bytes", 0) + stats.get("save_bytes", 0))
+
+
+def can_count_written() -> bool:
+    """Whether this system counts the bytes that processes write, and temporary files are on a disk:
+    writes into RAM are not counted."""
+    return (
+        hasattr(psutil.Process, "io_counters") and not SlotDir(Path(tempfile.gettempdir())).in_ram
+    )
+
+
+def written_bytes() -> int:
+    """The bytes that this process has written to disks, including those of ended children and their
+    descendants. Pages in the page cache count as written."""
+    return int(psutil.Process().io_counters().write_bytes)

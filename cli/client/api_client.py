@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import re
@@ -20,9 +21,10 @@ from towerd.cli.client.transport import (
     RemoteError,
     UnixConnection,
     json_of,
+    part_of_url,
+    query_of,
     raise_if_error,
 )
-from towerd.cli.client.url_text import part_of_url, query_of
 from towerd.errors import ConfigError, NotFound, TowerdError
 
 OnBytes: TypeAlias = Callable[[int, int], None]
@@ -94,10 +96,7 @@ class ApiClient:
 
     def sessions(self, limit: int, scope: str | None = None) -> list[Json]:
         """The sessions, most recently used first."""
-        found: list[Json] = self._get(
-            f"{OWN}/sessions", replies.SessionsShape, limit=limit, scope=scope
-        )["sessions"]
-        return found
+        return self._listed(limit=limit, scope=scope)
 
     def session(
         self, id: str, scope: str | None = None, *, text: bool = False, tokenizer: str = ""
@@ -112,11 +111,12 @@ class ApiClient:
 
     def search(self, typed: str, limit: int, scope: str | None = None) -> Json:
         """`results`: for each conversation `session`, `turn`, `said` and `snippet`."""
-        return self._get(f"{OWN}/search", replies.SearchShape, q=typed, limit=limit, scope=scope)
+        shape = ("results", list[replies.FoundSessionShape])
+        return self._get(f"{OWN}/search", shape, q=typed, limit=limit, scope=scope)
 
     def delete_session(self, id: str, scope: str | None = None, tokenizer: str = "") -> None:
         query = {"scope": scope} | ({"tokenizer": tokenizer} if tokenizer else {})
-        self._ask("DELETE", _path(id), replies.DeletedShape, query=query)
+        self._ask("DELETE", _path(id), ("deleted", str), query=query)
 
     def freeze_session(self, id: str, scope: str | None = None) -> Json:
         """Freeze a session: `session`, and `changed`: it was not frozen yet."""
@@ -132,17 +132,12 @@ class ApiClient:
 
     def coded_sessions(self, after: int, limit: int, scope: str | None = None) -> list[Json]:
         """`pk`, `id` and `scope` of sessions that have a coded form, which follow row `after`."""
-        query = {"limit": limit, "scope": scope, "coded_after": after}
-        found: list[Json] = self._get(f"{OWN}/sessions", replies.CodedSessionsShape, **query)[
-            "sessions"
-        ]
-        return found
+        shape = replies.CodedSessionShape
+        return self._listed(shape, limit=limit, scope=scope, coded_after=after)
 
     def idle_sessions(self, idle_s: int, limit: int, scope: str | None = None) -> list[Json]:
         """Sessions that can be frozen and were unused for `idle_s`, least recently used first."""
-        query = {"limit": limit, "scope": scope, "idle_s": idle_s}
-        found: list[Json] = self._get(f"{OWN}/sessions", replies.SessionsShape, **query)["sessions"]
-        return found
+        return self._listed(limit=limit, scope=scope, idle_s=idle_s)
 
     def whole_id(self, id: str, scope: str | None = None) -> str:
         """The id of the session that is named, maybe by the beginning of its id."""
@@ -168,6 +163,10 @@ class ApiClient:
 
         return self._of_session(id, scope, post)
 
+    def _listed(self, shape: Any = replies.SessionShape, **query: Any) -> list[Json]:
+        found: list[Json] = self._one("GET", f"{OWN}/sessions", "sessions", list[shape], query)
+        return found
+
     def _of_session(self, id: str, scope: str | None, ask: Callable[[str], T]) -> T:
         """Ask for a session by its path; if there is none of this name, for the one whose id begins
         so. ConfigError if several do."""
@@ -176,8 +175,7 @@ class ApiClient:
         except RemoteError as error:
             if error.status != NotFound.status or not _PREFIX.fullmatch(id):
                 raise
-            query = {"begins": id, "scope": scope, "limit": 3}
-            found = self._get(f"{OWN}/sessions", replies.SessionsShape, **query)["sessions"]
+            found = self._listed(begins=id, scope=scope, limit=3)
             ids = list(dict.fromkeys(each["id"] for each in found))
             if not ids:
                 raise
@@ -192,8 +190,8 @@ class ApiClient:
 
     def segment(self, id: int, *, text: bool = False, ids: bool = False) -> Json:
         """One segment with `path` and `children` ids; with `text` and `ids` if requested."""
-        query = {"text": int(text), "ids": int(ids)}
-        found: Json = self._get(f"{OWN}/segments/{id}", replies.OneSegmentShape, **query)["segment"]
+        path, query = f"{OWN}/segments/{id}", {"text": int(text), "ids": int(ids)}
+        found: Json = self._one("GET", path, "segment", replies.PlacedSegmentShape, query)
         if text and "text" not in found or ids and "ids" not in found:
             raise self._broken(
                 "a segment without the text or the ids that were asked for; is it a towerd?"
@@ -204,33 +202,32 @@ class ApiClient:
         """`segment`, and `why`: how the policies of the running daemon rank it."""
         return self._get(f"{OWN}/segments/{id}/why", replies.WhyShape)
 
-    def trie(self, root: int, depth: int, limit: int, scope: str | None = None) -> Json:
+    def tree(self, root: int, depth: int, limit: int, scope: str | None = None) -> Json:
         """`root`, `trie` (segments with nested `children`), `segments` (how many), `truncated`."""
-        shape = replies.TrieShape
+        shape = replies.TreeShape
         return self._get(f"{OWN}/trie", shape, root=root, depth=depth, limit=limit, scope=scope)
 
     # --- pins and bases -------------------------------------------------------------------
 
     def pins(self) -> list[Json]:
-        found: list[Json] = self._get(f"{OWN}/pins", replies.PinsShape)["pins"]
+        found: list[Json] = self._one("GET", f"{OWN}/pins", "pins", list[replies.SegmentShape])
         return found
 
     def pin(self, segment: int) -> Json:
-        found: Json = self._ask("POST", f"{OWN}/pins", replies.PinnedShape, {"segment": segment})[
-            "pinned"
-        ]
+        body, shape = {"segment": segment}, replies.SegmentShape
+        found: Json = self._one("POST", f"{OWN}/pins", "pinned", shape, body=body)
         return found
 
     def unpin(self, segment: int) -> None:
-        self._ask("DELETE", f"{OWN}/pins/{segment}", replies.UnpinnedShape)
+        self._ask("DELETE", f"{OWN}/pins/{segment}", ("unpinned", int))
 
     def bases(self) -> list[Json]:
-        found: list[Json] = self._get(f"{OWN}/bases", replies.BasesShape)["bases"]
+        found: list[Json] = self._one("GET", f"{OWN}/bases", "bases", list[replies.BaseShape])
         return found
 
     def remove_base(self, name: str, scope: str) -> None:
         path = f"{OWN}/bases/{part_of_url(name)}"
-        self._ask("DELETE", path, replies.DeletedShape, query={"scope": scope})
+        self._ask("DELETE", path, ("deleted", str), query={"scope": scope})
 
     # --- maintenance ----------------------------------------------------------------------
 
@@ -251,7 +248,7 @@ class ApiClient:
     def routed(self) -> list[Json] | None:
         """The models of a router, each with its `status`; None if the daemon serves one model, which
         has none."""
-        found: list[Json] = self._get("/models", replies.ModelsShape)["data"]
+        found: list[Json] = self._one("GET", "/models", "data", list[replies.ModelShape])
         return found if all("status" in each for each in found) else None
 
     def processes(self) -> list[Json]:
@@ -285,12 +282,14 @@ class ApiClient:
 
     def gc(self, quarantine_days: float, dry_run: bool) -> Json:
         body = {"quarantine_days": quarantine_days, "dry_run": dry_run}
-        report: Json = self._ask("POST", f"{OWN}/gc", replies.GcShape, body, timeout_s=None)["gc"]
+        shape = ("gc", replies.CollectedShape)
+        report: Json = self._ask("POST", f"{OWN}/gc", shape, body, timeout_s=None)["gc"]
         return report
 
     def calibration(self) -> Json:
         """The progress of the calibration, and its result (`calibration`, may be None)."""
-        found: Json = self._get(f"{OWN}/calibration", replies.CalibratingShape)["calibration"]
+        path, shape = f"{OWN}/calibration", replies.CalibrationStateShape
+        found: Json = self._one("GET", path, "calibration", shape)
         return found
 
     # --- what needs the model -------------------------------------------------------------
@@ -299,19 +298,19 @@ class ApiClient:
         """The ids of a text, in which special tokens are parsed. whole: a whole prompt, with
         BOS."""
         body = {"content": text, "add_special": whole, "parse_special": True}
-        ids: list[int] = self._ask("POST", "/tokenize", replies.TokensShape, body)["tokens"]
+        ids: list[int] = self._one("POST", "/tokenize", "tokens", list[int], body=body)
         return ids
 
     def calibrate(self, *, again: bool) -> Json:
         """Start a calibration unless there is a result (again: in any case); see `calibration`."""
-        asked = self._ask("POST", f"{OWN}/calibration", replies.CalibratingShape, {"again": again})
-        found: Json = asked["calibration"]
+        path, shape = f"{OWN}/calibration", replies.CalibrationStateShape
+        found: Json = self._one("POST", path, "calibration", shape, body={"again": again})
         return found
 
     def apply_template(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt text of `messages`, without the generation prompt."""
         body = {"messages": list(messages), "add_generation_prompt": False}
-        text: str = self._ask("POST", "/apply-template", replies.PromptShape, body)["prompt"]
+        text: str = self._one("POST", "/apply-template", "prompt", str, body=body)
         return text
 
     def precache(
@@ -356,6 +355,18 @@ class ApiClient:
     def _get(self, path: str, shape: Any, **query: Any) -> Json:
         return self._ask("GET", path, shape, query=query)
 
+    def _one(
+        self,
+        method: str,
+        path: str,
+        key: str,
+        shape: Any,
+        query: Mapping[str, Any] | None = None,
+        body: Json | None = None,
+    ) -> Any:
+        """The value of `key` in the reply, which must have a shape of `replies`."""
+        return self._ask(method, path, (key, shape), body, query)[key]
+
     def _ask(
         self,
         method: str,
@@ -365,7 +376,8 @@ class ApiClient:
         query: Mapping[str, Any] | None = None,
         timeout_s: float | None = TIMEOUT_S,
     ) -> Json:
-        """One request and its JSON object, which must have a shape of `replies`."""
+        """One request and its JSON object, which must have a shape of `replies`, or a key (key, shape)
+        whose value has one."""
         asked = {key: value for key, value in (query or {}).items() if value is not None}
         target = f"{path}?{query_of(asked)}" if asked else path
         reply = self._send(method, target, body, timeout_s)
@@ -436,7 +448,7 @@ class ApiClient:
     def _checked(self, value: Any, shape: Any) -> Any:
         """The value, whole, if it has the shape."""
         try:
-            msgspec.convert(value, shape)
+            msgspec.convert(value, _with_key(*shape) if isinstance(shape, tuple) else shape)
         except (msgspec.ValidationError, RecursionError) as error:
             raise self._broken(f"{error}; is it a towerd of this version?") from error
         return value
@@ -445,6 +457,12 @@ class ApiClient:
         text = str(why) or type(why).__name__
         end = "" if text.endswith((".", "?")) else "."
         return TowerdError(f"The daemon at {self.where} does not answer properly: {text}{end}")
+
+
+@functools.cache
+def _with_key(key: str, shape: Any) -> Any:
+    """The shape of an object with this key, and any others."""
+    return msgspec.defstruct("Reply", [(key, shape)])
 
 
 def _path(session: str) -> str:

@@ -7,7 +7,6 @@ from typing import Annotated, NotRequired, TypedDict
 
 from msgspec import Meta
 
-Number = float
 Moment = Annotated[float, Meta(ge=0, lt=2.5e11)]
 """Unix time, of years that have four digits."""
 
@@ -27,20 +26,12 @@ class SessionShape(TypedDict):
     tokenizer: str
 
 
-class SessionsShape(TypedDict):
-    sessions: list[SessionShape]
-
-
 class CodedSessionShape(TypedDict):
     """A session that has a coded form; `pk` is its place in their order."""
 
     id: str
     scope: str
     pk: int
-
-
-class CodedSessionsShape(TypedDict):
-    sessions: list[CodedSessionShape]
 
 
 class TurnShape(TypedDict):
@@ -114,14 +105,6 @@ class FoundSessionShape(TypedDict):
     snippet: list[str]
 
 
-class SearchShape(TypedDict):
-    results: list[FoundSessionShape]
-
-
-class DeletedShape(TypedDict):
-    deleted: str
-
-
 class SegmentShape(TypedDict):
     """A segment as it is listed."""
 
@@ -156,17 +139,13 @@ class PlacedSegmentShape(SegmentShape):
     ids: NotRequired[list[int]]
 
 
-class OneSegmentShape(TypedDict):
-    segment: PlacedSegmentShape
-
-
 class BranchShape(SegmentShape):
     """A segment with those below it."""
 
     children: list[BranchShape]
 
 
-class TrieShape(TypedDict):
+class TreeShape(TypedDict):
     root: int
     trie: list[BranchShape]
     truncated: bool
@@ -175,13 +154,13 @@ class TrieShape(TypedDict):
 class RankShape(TypedDict):
     """How a policy ranks a segment."""
 
-    score: Number
+    score: float
     place: int | None
     used: Moment
     expected: NotRequired[bool]
     retired: NotRequired[bool]
     ended: NotRequired[bool]
-    returns_per_s: NotRequired[Number | None]
+    returns_per_s: NotRequired[float | None]
     trusts: NotRequired[bool]
 
 
@@ -198,27 +177,15 @@ class WhyShape(TypedDict):
     why: RanksShape
 
 
-class PinsShape(TypedDict):
-    pins: list[SegmentShape]
-
-
-class PinnedShape(TypedDict):
-    pinned: SegmentShape
-
-
-class UnpinnedShape(TypedDict):
-    unpinned: int
-
-
 class ModuleShape(TypedDict):
     """A base that may stand anywhere."""
 
     tokens: int
-    recompute: Number
+    recompute: float
     recomputed: int
-    kl: Number
-    floor_kl: Number
-    top1: Number
+    kl: float
+    floor_kl: float
+    top1: float
     fidelity: str
     spliced: bool
     digest: str
@@ -236,10 +203,6 @@ class BaseShape(TypedDict):
     segment: int
     tokens: int
     digest: str
-
-
-class BasesShape(TypedDict):
-    bases: list[BaseShape]
 
 
 class EngineStatsShape(TypedDict):
@@ -301,7 +264,7 @@ class DaemonStatsShape(StatsShape):
     model: str
     model_path: str
     n_ctx: int
-    uptime_s: Number
+    uptime_s: float
     fidelity: str
     reuse: dict[str, int]
     tiers: TierStatsShape
@@ -315,10 +278,6 @@ class LoadStateShape(TypedDict):
 class ModelShape(TypedDict):
     id: str
     status: NotRequired[LoadStateShape]
-
-
-class ModelsShape(TypedDict):
-    data: list[ModelShape]
 
 
 class NextTokenShape(TypedDict):
@@ -368,31 +327,27 @@ class CollectedShape(TypedDict):
     bytes_freed: int
 
 
-class GcShape(TypedDict):
-    gc: CollectedShape
-
-
 class FloorShape(TypedDict):
-    kl: Number
-    ci: Number
-    top1: Number
+    kl: float
+    ci: float
+    top1: float
     n_tokens: int
     shape: str
 
 
 class CostShape(TypedDict):
-    kl: Number
-    excess: Number
-    ci: Number
-    top1: Number
+    kl: float
+    excess: float
+    ci: float
+    top1: float
     n_tokens: int
 
 
 class ChoiceShape(TypedDict):
     levels: list[str]
-    bits: Number
+    bits: float
     cost: CostShape
-    bound: Number
+    bound: float
 
 
 class GridShape(TypedDict):
@@ -402,7 +357,7 @@ class GridShape(TypedDict):
 class CalibrationShape(TypedDict):
     made_unix: Moment
     floor: FloorShape
-    bits: dict[str, Number]
+    bits: dict[str, float]
     choices: dict[str, ChoiceShape]
     grid: GridShape
 
@@ -414,18 +369,6 @@ class CalibrationStateShape(TypedDict):
     level_formats: str | None
     progress: DoneShape
     calibration: CalibrationShape | None
-
-
-class CalibratingShape(TypedDict):
-    calibration: CalibrationStateShape
-
-
-class TokensShape(TypedDict):
-    tokens: list[int]
-
-
-class PromptShape(TypedDict):
-    prompt: str
 
 
 class ProcessedShape(TypedDict):

@@ -1,14 +1,16 @@
-"""What carries requests of towerctl: HTTP over a Unix socket, JSON, and errors in it."""
+"""What carries requests of towerctl: HTTP over a Unix socket, URLs, JSON, and errors in it."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import socket as sockets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
+from urllib.parse import quote, urlencode
 
-from towerd.errors import TowerdError
+from towerd.errors import ConfigError, TowerdError
 
 Json: TypeAlias = dict[str, Any]
 TIMEOUT_S = 60.0
@@ -55,3 +57,20 @@ def raise_if_error(value: Json, status: int) -> None:
         message = f"The daemon cannot answer now ({message}); try again in a moment"
     code = error.get("code")
     raise RemoteError(message, code if isinstance(code, int) and code else status)
+
+
+def part_of_url(text: str) -> str:
+    """A name as one component of a URL path. Raises ConfigError: it is not UTF-8."""
+    return quote(_utf8(text), safe="")
+
+
+def query_of(asked: Mapping[str, Any]) -> str:
+    """The query of a URL. Raises ConfigError: a value is not UTF-8."""
+    return urlencode({key: _utf8(str(value)) for key, value in asked.items()})
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{text!r} is not UTF-8, which all names and texts here are.") from None

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from towerd.cli.client.target import Target, connect, json_option, setting_option, target_options
+from towerd.cli.client.target import (
+    Target,
+    connect,
+    daemon_for,
+    json_option,
+    setting_option,
+    target_options,
+)
 from towerd.cli.client.transport import Json
 from towerd.errors import TowerdError
 
@@ -38,7 +45,6 @@ def calibrate(
     The daemon calibrates by itself in idle time; this command makes it start now, in small steps
     between requests. Without a running daemon the model is loaded for this command.
     """
-    from towerd.cli.client.model_daemon import daemon_for
     from towerd.cli.output import echo_json
 
     found = _known(target, model) if not again else None

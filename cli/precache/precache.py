@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from towerd.cli.client.target import Target, json_option, setting_option, target_options
+from towerd.cli.client.target import Target, daemon_for, json_option, setting_option, target_options
 from towerd.cli.client.transport import Json
 from towerd.errors import TowerdError
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from towerd.cli.client.api_client import ApiClient
     from towerd.cli.precache.spec import Prompt
-    from towerd.cli.progress import Shown
+    from towerd.cli.progress import Lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,6 @@ def precache(
     Prompts that have not changed since the last time are skipped. Without a running daemon the
     model is loaded for this command, with the settings of towerd.toml and the options here.
     """
-    from towerd.cli.client.model_daemon import daemon_for
     from towerd.cli.output import echo_json
     from towerd.cli.precache.spec import load_spec
 
@@ -227,7 +228,7 @@ def _evaluate(daemon: ApiClient, plan: list[Planned], reports: list[Json], *, qu
             bar.advance(overall, len(base.ids))
 
 
-def _evaluate_one(daemon: ApiClient, base: Planned, bar: Shown) -> Json:
+def _evaluate_one(daemon: ApiClient, base: Planned, bar: Lines | Progress) -> Json:
     prompt = base.prompt
     task = bar.add_task(prompt.name, total=len(base.ids))
     try:

@@ -20,7 +20,7 @@ from towerd.codec import varint
 from towerd.codec.base import TokenVocabulary
 from towerd.codec.container import CodedChunk
 from towerd.codec.errors import Damaged
-from towerd.codec.forms.form import Coded, TextForm
+from towerd.codec.forms.form import Coded, TextCoder
 from towerd.codec.prior import sample
 from towerd.codec.text import Text, from_ids, parse
 from towerd.codec.vocabulary import longest_matches
@@ -89,7 +89,7 @@ class Ranked:
         return self.order[ranks.astype(np.int64)]
 
 
-class ZstdText(TextForm):
+class ZstdText(TextCoder):
     """Text and its exceptions, with zstd."""
 
     name, uses_base = "text", False
@@ -105,7 +105,7 @@ class ZstdText(TextForm):
         return Coded(text.side(), (CodedChunk(len(ids), self.zstd.compress(text.text)),))
 
     def text(self, coded: Coded, n_ids: int, base: Ids) -> Text:
-        """See `TextForm.text`."""
+        """See `TextCoder.text`."""
         text = self.zstd.decompress(coded.only_chunk(), n_ids * self.piece_bytes_max)
         return parse(text, coded.side)
 

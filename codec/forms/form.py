@@ -58,7 +58,7 @@ class FormCoder(Protocol):
         ...
 
 
-class TextForm(ABC):
+class TextCoder(ABC):
     """A form that writes the text of the ids, which `decode` tokenizes again."""
 
     name: str

@@ -7,8 +7,7 @@ session.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from towerd.codec.base import TokenVocabulary, vocabulary_hash
 from towerd.codec.container import CodedChunk
 from towerd.codec.errors import Damaged
-from towerd.codec.forms.form import Coded, TextForm
+from towerd.codec.forms.form import Coded, TextCoder
 from towerd.codec.prior.file import Prior
 from towerd.codec.text import MARK_FIRST, Text, as_context, from_ids, parse, split
 from towerd.codec.vocabulary import probe
@@ -121,12 +120,7 @@ def table_bits(n_symbols: int) -> int:
     return min(22, max(12, (n_symbols * _SLOTS_PER_SYMBOL).bit_length()))
 
 
-def bits_of(decisions: Symbols, chances: npt.NDArray[np.float64]) -> float:
-    """Bits that decisions cost if their probabilities of being 1 were `chances`."""
-    return float(-np.log2(np.where(decisions == 1, chances, 1 - chances)).sum())
-
-
-class MiniForm(TextForm):
+class MiniCoder(TextCoder):
     """A form whose text is coded in the symbols of a mini vocabulary, after the base's."""
 
     uses_base = True
@@ -135,20 +129,11 @@ class MiniForm(TextForm):
         super().__init__(vocabulary)
         self.prior, self.mini = prior, MiniText(prior)
 
-    def symbols(self, ids: Ids) -> Symbols:
-        """The symbols of ids of the vocabulary."""
-        return self.mini.symbols(from_ids(ids, self.vocabulary).text)
-
-    @abstractmethod
-    def costs(self, symbols: Symbols, contexts: Sequence[Symbols]) -> list[float]:
-        """The bits that the symbols take after each of `contexts`; only the last BASE_IDS_MAX
-        symbols of a context are read."""
-
     def _context(self, base: Ids, kinds: tuple[int, ...]) -> Symbols:
         return self.mini.symbols(as_context(base[-BASE_IDS_MAX:], kinds, self.vocabulary))
 
 
-class Mix(MiniForm):
+class Mix(MiniCoder):
     """The `FormCoder` of `mix`."""
 
     name = "mix"
@@ -156,33 +141,25 @@ class Mix(MiniForm):
     def __init__(self, vocabulary: TokenVocabulary, prior: Prior) -> None:
         super().__init__(vocabulary, prior)
         self.model = prior.name
-        self._mixers = MixerPool(prior.mixer)
+        self.mixers = MixerPool(prior.mixer)
 
     def encode(self, ids: Ids, base: Ids) -> Coded:
         """One chunk."""
         text = from_ids(ids, self.vocabulary)
         symbols = self.mini.symbols(text.text)
         encoder = RangeEncoder()
-        with self._mixers.borrow(len(symbols), self._context(base, text.kinds)) as mixer:
+        with self.mixers.borrow(len(symbols), self._context(base, text.kinds)) as mixer:
             encoder.put(*mixer.encode(0, symbols))
         return Coded(text.side(), (CodedChunk(len(symbols), encoder.finish()),))
 
     def text(self, coded: Coded, n_ids: int, base: Ids) -> Text:
-        """See `TextForm.text`."""
+        """See `TextCoder.text`."""
         bits = coded.only_chunk()
         n_symbols = coded.chunks[0].n_symbols
         kinds = parse(b"", coded.side).kinds
-        with self._mixers.borrow(n_symbols, self._context(base, kinds)) as mixer:
+        with self.mixers.borrow(n_symbols, self._context(base, kinds)) as mixer:
             try:
                 ranks = mixer.decode(0, RangeDecoder(bits), n_symbols).tolist()
             except ValueError as error:
                 raise Damaged(f"The blob is damaged: {error}.") from error
         return parse(self.mini.text(ranks), coded.side)
-
-    def costs(self, symbols: Symbols, contexts: Sequence[Symbols]) -> list[float]:
-        """See `MiniForm.costs`."""
-        found = []
-        for context in contexts:
-            with self._mixers.borrow(len(symbols), context[-BASE_IDS_MAX:]) as mixer:
-                found.append(bits_of(*mixer.encode(0, symbols)))
-        return found

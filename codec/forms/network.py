@@ -19,7 +19,7 @@ from towerd.codec.base import TokenVocabulary
 from towerd.codec.container import BY_NAME, CodedChunk
 from towerd.codec.errors import Damaged, UnknownModel
 from towerd.codec.forms.form import Coded
-from towerd.codec.forms.mix import BASE_IDS_MAX, MiniForm, MixerPool, Symbols, bits_of
+from towerd.codec.forms.mix import MiniCoder, MixerPool, Symbols
 from towerd.codec.models.exact import ExactPredictor
 from towerd.codec.prior.file import Prior
 from towerd.codec.text import Text, from_ids, parse
@@ -75,8 +75,8 @@ class Lanes:
         """The id that every text starts with."""
         self.order = prior.ids.astype(np.int64)
         """The model's id of each rank."""
-        self._mixers = MixerPool(lambda: prior.mixer(state))
-        self._predictors = PredictorPool(predictor, n_cores())
+        self.mixers = MixerPool(lambda: prior.mixer(state))
+        self.predictors = PredictorPool(predictor, n_cores())
 
     def encode(self, chunks: Sequence[Symbols], context: Symbols) -> list[bytes]:
         """The bits of each chunk."""
@@ -84,7 +84,7 @@ class Lanes:
         encoders = [RangeEncoder() for _ in chunks]
         # All symbols are known, so the model evaluates several steps of a lane at once.
         before = [[self.first, *self.order[chunk[:-1]].tolist()][: len(chunk)] for chunk in chunks]
-        with self._predictors.borrow() as predictor, self._mixer(sizes, context) as mixer:
+        with self.predictors.borrow() as predictor, self.mixer(sizes, context) as mixer:
             for start in range(0, max(sizes, default=0), self.window):
                 some = [tokens[start : start + self.window] for tokens in before]
                 pairs = [(lane, token) for lane, tokens in enumerate(some) for token in tokens]
@@ -97,20 +97,6 @@ class Lanes:
                             encoders[lane].put(*mixer.encode(lane, rank, rows[i][self.order]))
         return [encoder.finish() for encoder in encoders]
 
-    def costs(self, symbols: Symbols, contexts: Sequence[Symbols]) -> list[float]:
-        """Bits of one chunk after each of `contexts`: the model reads it once for all of them."""
-        before = [self.first, *self.order[symbols[:-1]].tolist()]
-        found = np.zeros(len(contexts))
-        with self._predictors.borrow() as predictor, ExitStack() as stack:
-            borrow = [self._mixer([len(symbols)], context) for context in contexts]
-            mixers = [stack.enter_context(each) for each in borrow]
-            for start in range(0, len(symbols), self.window):
-                pairs = [(0, token) for token in before[start : start + self.window]]
-                for at, counts in enumerate(predictor.feed(pairs), start):
-                    rank, by_rank = symbols[at : at + 1], counts[self.order]
-                    found += [bits_of(*mixer.encode(0, rank, by_rank)) for mixer in mixers]
-        return [float(bits) for bits in found]
-
     def decode(
         self, sizes: Sequence[int], bits: Sequence[bytes], context: Symbols, n_threads: int
     ) -> list[list[int]]:
@@ -119,8 +105,8 @@ class Lanes:
         Each chunk is a lane of the mixer, which takes a token of each in turn, so the order is the
         same for any number of cores."""
         decoders = [RangeDecoder(each) for each in bits]
-        with self._mixer(sizes, context) as mixer, ExitStack() as stack:
-            users = [self._predictors.borrow() for _ in range(min(n_threads, len(sizes)))]
+        with self.mixer(sizes, context) as mixer, ExitStack() as stack:
+            users = [self.predictors.borrow() for _ in range(min(n_threads, len(sizes)))]
             models = [stack.enter_context(each) for each in users]
             if not models:
                 return []
@@ -132,10 +118,11 @@ class Lanes:
             except ValueError as error:
                 raise Damaged(f"The blob is damaged: {error}.") from error
 
-    def _mixer(self, sizes: Sequence[int], context: Symbols) -> AbstractContextManager[Mixer]:
+    def mixer(self, sizes: Sequence[int], context: Symbols) -> AbstractContextManager[Mixer]:
+        """A mixer that has only read `context`, for chunks of these sizes."""
         if len(sizes) > self.lanes_max:
             raise Damaged(f"The blob is damaged: it has {len(sizes)} chunks side by side.")
-        return self._mixers.borrow(sum(sizes), context, max(1, len(sizes)))
+        return self.mixers.borrow(sum(sizes), context, max(1, len(sizes)))
 
 
 def cut(symbols: Symbols, chunk_symbols: int, lanes_max: int) -> list[Symbols]:
@@ -150,7 +137,7 @@ def _chunked(parts: Sequence[Symbols], bits: Sequence[bytes]) -> tuple[CodedChun
     return tuple(CodedChunk(len(part), each) for part, each in zip(parts, bits, strict=True))
 
 
-class Network(MiniForm):
+class Network(MiniCoder):
     """The `FormCoder` of `network`."""
 
     name = "network"
@@ -190,7 +177,7 @@ class Network(MiniForm):
         return Coded(text.side(), _chunked(parts, bits), self.n_ctx)
 
     def text(self, coded: Coded, n_ids: int, base: Ids) -> Text:
-        """See `TextForm.text`."""
+        """See `TextCoder.text`."""
         context = self._context(base, parse(b"", coded.side).kinds)
         sizes = [chunk.n_symbols for chunk in coded.chunks]
         bits = [chunk.bits for chunk in coded.chunks]
@@ -202,10 +189,6 @@ class Network(MiniForm):
     def lanes(self) -> Lanes:
         """What texts are coded with."""
         return self._lanes[self.n_ctx]
-
-    def costs(self, symbols: Symbols, contexts: Sequence[Symbols]) -> list[float]:
-        """See `MiniForm.costs`; a long text is not cut into chunks."""
-        return self.lanes.costs(symbols, [context[-BASE_IDS_MAX:] for context in contexts])
 
 
 def network_hash(prior: bytes, predictor: bytes, n_ctx: int) -> bytes:

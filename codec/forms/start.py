@@ -23,8 +23,8 @@ from towerd.codec.models.exact import ExactPredictor
 from towerd.codec.prior import sample
 from towerd.codec.prior.file import U32, Prior, kinds_of, ranks_of
 from towerd.codec.text import MARK_FIRST
-from towerd.kernels._native import Mixer
-from towerd.kernels.mixing import FINAL, INPUTS, SETS, n_maps, state_size
+from towerd.kernels._native import Mixer, mixer_state_size
+from towerd.kernels.mixing import FINAL, INPUTS, SETS, n_maps
 
 SESSION_SYMBOLS = 1024
 SESSIONS = 12
@@ -37,7 +37,7 @@ _LEVEL = 9
 
 @dataclass(frozen=True)
 class MixStart:
-    """`weights` uint32[n], `state` uint32[state_size(n)]."""
+    """`weights` uint32[n], `state` uint32[mixer_state_size(n)]."""
 
     weights: U32
     state: U32
@@ -57,7 +57,7 @@ class MixStart:
 
 def unpack(data: bytes, n_tokens: int) -> MixStart:
     """The numbers in a file. UnknownModel if it is not of so many tokens."""
-    n = n_tokens + state_size(n_tokens)
+    n = n_tokens + mixer_state_size(n_tokens)
     try:
         with zstandard.ZstdDecompressor().stream_reader(data) as stream:
             raw = stream.read(4 * n + 1)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from towerd.codec.forms.mix import bits_of
 from towerd.codec.models.exact import ExactPredictor
 from towerd.codec.prior.file import I32, U32, Prior
-from towerd.kernels._native import Mixer
+from towerd.kernels._native import Mixer, mixer_state_size
 from towerd.kernels.mixing import (
     DYNAMIC,
     FINAL,
@@ -21,18 +21,15 @@ from towerd.kernels.mixing import (
     SETS,
     STATIC,
     n_maps,
-    state_size,
 )
 
-SESSION_TOKENS = 4400
-"""Training text is learned in pieces of about 16 KB, each as a session of its own."""
 COUNT_MAX = 255
 """Counts of maps are capped at this, so that they adapt faster: sessions differ from the corpus."""
 _TABLE_BITS = 18
 
 
 def untrained(n_tokens: int) -> U32:
-    """uint32[state_size(n_tokens)]: maps that take counts at face value, and equal weights."""
+    """uint32[mixer_state_size(n_tokens)]: maps that take counts at face value, and equal weights."""
     level = np.array([n if n < 5 else 2 + ((n - 5) & 1) << (n - 5) // 2 + 1 for n in range(LEVELS)])
     zeros, ones = level[:, None].astype(float), level[None, :].astype(float)
     static = ((ones + 0.4) / (zeros + ones + 0.8)).reshape(-1)
@@ -44,7 +41,7 @@ def untrained(n_tokens: int) -> U32:
     chances = [np.full(n_tokens, 0.5), *[static] * STATIC, *[dynamic] * DYNAMIC, *[match] * MATCHES]
     maps = (np.concatenate(chances) * ((1 << 22) - 1)).astype(np.uint32) << np.uint32(10)
     n_last = FINAL * SETS
-    inputs = np.full(state_size(n_tokens) - len(maps) - n_last, 1 << 14, np.uint32)
+    inputs = np.full(mixer_state_size(n_tokens) - len(maps) - n_last, 1 << 14, np.uint32)
     return np.concatenate([maps, inputs, np.full(n_last, 66000 // SETS, np.uint32)])
 
 
@@ -58,6 +55,11 @@ def capped(state: U32, n_tokens: int) -> U32:
 
 NetworkCounts: TypeAlias = Callable[[I32], Iterable[U32]]
 """A network's distribution by rank before each of a session's tokens: uint32[n_tokens]."""
+
+
+def bits_of(decisions: I32, chances: npt.NDArray[np.float64]) -> float:
+    """Bits that decisions cost if their probabilities of being 1 were `chances`."""
+    return float(-np.log2(np.where(decisions == 1, chances, 1 - chances)).sum())
 
 
 def trained(

@@ -33,7 +33,6 @@ struct Kernels {
     explicit Kernels(const char * name) : isa(checked_isa(name)) {}
 
     void       copy_planes(handle dst, handle jobs, handle n_threads) const;
-    void       gather_rows(handle src, handle index, handle out, handle n_threads) const;
     void       transpose(handle src, handle out, handle element_bytes, handle n_threads) const;
     void       transcode(handle dst, handle jobs, handle n_threads, handle is_new) const;
     nb::object transcoded(handle rows, handle src_format, handle dst_format, handle n_threads) const;
@@ -54,28 +53,10 @@ void Kernels::copy_planes(handle dst, handle jobs, handle n_threads) const {
         const std::string name = "jobs[" + std::to_string(work.size()) + "]";
         const JobRows     job = job_rows(item, 3, name, target, held);
         check_job(job, job.source.bytes, name, target);
-        work.push_back({target.data() + job.offset, job.source.bytes, job.source, job.index, job.n_rows});
-        spans.emplace_back(work.back().target, work.back().target_span());
+        work.push_back({target.data() + job.offset, job.source, job.index, job.n_rows});
+        spans.emplace_back(work.back().target, work.back().bytes());
     }
     check_spans(spans);
-    const nb::gil_scoped_release free;
-    run_copies(work, threads);
-}
-
-void Kernels::gather_rows(handle src, handle index, handle out, handle n_threads) const {
-    const std::size_t threads = threads_of(n_threads);
-    const Buffer      from(src, "src", false, 2, 1, kBytes);
-    const Buffer      at(index, "index", false, 1, sizeof(std::int64_t), kInt64);
-    const Buffer      to(out, "out", true, 2, 1, kBytes);
-    const Rows        source = rows_of(from, "src");
-    const Rows        target = rows_of(to, "out");
-    check_index(at, source.n, "index");
-    if (target.n != at.shape(0) || target.bytes != source.bytes) {
-        refuse("out", "expected shape (" + std::to_string(at.shape(0)) + ", " + std::to_string(source.bytes) + ")");
-    }
-    check_apart(source, target);
-    const auto *               rows = reinterpret_cast<const std::int64_t *>(at.data());
-    const std::vector<CopyJob> work{{target.data, target.stride, source, rows, target.n}};
     const nb::gil_scoped_release free;
     run_copies(work, threads);
 }
@@ -421,8 +402,6 @@ NB_MODULE(_native, m) {
         .def(nb::init<const char *>(), "name"_a)
         .def_prop_ro("name", [](const Kernels & self) { return self.isa.name; })
         .def("copy_planes", &Kernels::copy_planes, "dst"_a.none(), "jobs"_a.none(), "n_threads"_a.none() = 1)
-        .def("gather_rows", &Kernels::gather_rows, "src"_a.none(), "index"_a.none(), "out"_a.none(),
-             "n_threads"_a.none() = 1)
         .def("transpose", &Kernels::transpose, "src"_a.none(), "out"_a.none(), "element_bytes"_a.none(),
              "n_threads"_a.none() = 1)
         .def("transcode", &Kernels::transcode, "dst"_a.none(), "jobs"_a.none(), "n_threads"_a.none() = 1,

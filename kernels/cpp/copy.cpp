@@ -19,12 +19,12 @@ struct Task {
 void copy_rows(const Task & task) {
     const CopyJob & job = *task.job;
     const Rows &    from = job.source;
-    std::uint8_t *  to = job.target + task.row0 * job.target_stride;
-    if (job.index == nullptr && from.stride == from.bytes && job.target_stride == from.bytes) {
+    std::uint8_t *  to = job.target + task.row0 * from.bytes;
+    if (job.index == nullptr && from.stride == from.bytes) {
         std::memcpy(to, from.data + task.row0 * from.stride, (task.row1 - task.row0) * from.bytes);
         return;
     }
-    for (std::size_t row = task.row0; row < task.row1; ++row, to += job.target_stride) {
+    for (std::size_t row = task.row0; row < task.row1; ++row, to += from.bytes) {
         const std::size_t at = job.index == nullptr ? row : static_cast<std::size_t>(job.index[row]);
         std::memcpy(to, from.data + at * from.stride, from.bytes);
     }

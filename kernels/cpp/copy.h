@@ -9,17 +9,14 @@
 
 namespace towerd {
 
-// Copy `source`'s rows (all of them, or those that `index` names, in its order) to `target`,
-// one after the other or `target_stride` bytes apart.
+// Copy `source`'s rows (all of them, or those that `index` names, in its order) to `target`, one after the other.
 struct CopyJob {
     std::uint8_t *       target;
-    std::size_t          target_stride;
     Rows                 source;
     const std::int64_t * index;    // nullptr: rows 0 to n_rows-1
     std::size_t          n_rows;   // rows to write
 
     std::size_t bytes() const { return n_rows * source.bytes; }
-    std::size_t target_span() const { return bytes() == 0 ? 0 : (n_rows - 1) * target_stride + source.bytes; }
 };
 
 void run_copies(const std::vector<CopyJob> & jobs, std::size_t n_threads);

@@ -15,6 +15,7 @@ from towerd.cli.bench.harness.report import Report
 from towerd.codec import Codec
 from towerd.codec.forms.form import Coded
 from towerd.codec.forms.network import Network
+from towerd.codec.text import from_ids
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold import decode
 from towerd.engine.base import GenerateRequest, Started
@@ -38,7 +39,10 @@ def measure_decoding(report: Report, vocabulary: GgufVocabulary, ids: Ids) -> bo
     one_core = copy.copy(as_written)
     one_core.n_threads = 1
     in_order = copy.copy(one_core)
-    in_order.n_ctx, in_order.chunk_symbols = 0, len(as_written.symbols(ids))
+    in_order.n_ctx, in_order.chunk_symbols = (
+        0,
+        len(as_written.mini.symbols(from_ids(ids, vocabulary).text)),
+    )
     ways = {"": as_written, "one_core_": one_core, "in_order_": in_order}
     nothing = ids[:0]
     coded = {name: way.encode(ids, nothing) for name, way in ways.items()}

@@ -12,12 +12,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from towerd.codec.forms.mix import MiniForm, Symbols
+from towerd.codec.forms.mix import BASE_IDS_MAX, Mix, Symbols
+from towerd.codec.forms.network import Network
+from towerd.codec.forms.training import bits_of
+from towerd.codec.text import from_ids
 from towerd.tokens import Ids
 
 NEIGHBOURS_MAX = 16
@@ -53,18 +57,46 @@ class Cluster:
         return max((float(distances.given[i, self.medoid]) for i in self.members), default=0.0)
 
 
-def measure(prompts: Sequence[Ids], coder: MiniForm) -> Distances:
+def measure(prompts: Sequence[Ids], coder: Mix | Network) -> Distances:
     """Distances of prompts, int32[n] ids of the coder's vocabulary each (`Codec.text_coder`). Pairs
     beyond the NEIGHBOURS_MAX that share most are not measured and count as unrelated."""
-    texts = [coder.symbols(ids) for ids in prompts]
+    texts = [coder.mini.symbols(from_ids(ids, coder.vocabulary).text) for ids in prompts]
     alone = np.zeros(len(texts))
     given = np.zeros((len(texts), len(texts)))
     for i, near in enumerate(neighbours(texts)):
         text = texts[i]
-        alone[i], *after = coder.costs(text, [text[:0], *(texts[j] for j in near)])
+        alone[i], *after = costs(coder, text, [text[:0], *(texts[j] for j in near)])
         given[i] = alone[i]
         given[i, near] = np.minimum(after, alone[i])
     return Distances(alone, given)
+
+
+def costs(coder: Mix | Network, text: Symbols, contexts: Sequence[Symbols]) -> list[float]:
+    """The bits that a text takes in one chunk after each of `contexts`, of which only the last
+    BASE_IDS_MAX symbols are read."""
+    read = [context[-BASE_IDS_MAX:] for context in contexts]
+    if isinstance(coder, Network):
+        return _with_model(coder, text, read)
+    found = []
+    for context in read:
+        with coder.mixers.borrow(len(text), context) as mixer:
+            found.append(bits_of(*mixer.encode(0, text)))
+    return found
+
+
+def _with_model(coder: Network, text: Symbols, contexts: Sequence[Symbols]) -> list[float]:
+    """The model reads the text once for all contexts."""
+    lanes = coder.lanes
+    before = [lanes.first, *lanes.order[text[:-1]].tolist()]
+    found = np.zeros(len(contexts))
+    with lanes.predictors.borrow() as predictor, ExitStack() as stack:
+        mixers = [stack.enter_context(lanes.mixer([len(text)], each)) for each in contexts]
+        for start in range(0, len(text), lanes.window):
+            pairs = [(0, token) for token in before[start : start + lanes.window]]
+            for at, counts in enumerate(predictor.feed(pairs), start):
+                rank, by_rank = text[at : at + 1], counts[lanes.order]
+                found += [bits_of(*mixer.encode(0, rank, by_rank)) for mixer in mixers]
+    return [float(bits) for bits in found]
 
 
 def neighbours(texts: Sequence[Symbols]) -> list[list[int]]:

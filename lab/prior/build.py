@@ -34,6 +34,9 @@ WORTH = {"human": 2.0, "assistant": 1.3, "code": 1.2, "task": 0.5}
 """The value of a saved bit when tables are pruned, by kind of source: there are many prompts made
 from templates, which would crowd out text that people write."""
 
+SESSION_TOKENS = 4400
+"""Training text is learned in pieces of about 16 KB, each as a session of its own."""
+
 WITHOUT = click.option(
     "--without",
     multiple=True,
@@ -131,7 +134,7 @@ def _pieces(bpe: Bpe) -> list[bytes]:
 
 def sessions(ranks: I32) -> list[I32]:
     """The ranks in pieces, each of which is learned as one session."""
-    size = training.SESSION_TOKENS
+    size = SESSION_TOKENS
     return [np.ascontiguousarray(ranks[i : i + size]) for i in range(0, len(ranks), size)]
 
 

@@ -1,7 +1,7 @@
 """N-gram tables: the tokens that followed the last k tokens in a corpus, pruned to a size.
 
 A context is named by a chained hash of its tokens, latest first (`hashes`, the same function as
-`context_hash` in kernels/cpp/mix_lanes.h). A table is buckets of lists: head (10 bits of the hash
+`context_hash` in kernels/cpp/mix.h). A table is buckets of lists: head (10 bits of the hash
 and the length of the list; 63: the length follows), then entries in order of token (12 bits of
 token, 4 of its count's row in COUNTS). A context stays if it saves enough bits for its bytes,
 compared with the context one token shorter: entropy pruning (Stolcke 1998) of whole contexts.

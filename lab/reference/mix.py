@@ -34,16 +34,15 @@ from lab.reference.mix_lanes import (
     context_hash,
     mixed_hash,
 )
+from towerd.kernels._native import mixer_state_size
 from towerd.kernels.mixing import (
     DYNAMIC,
     INPUTS,
     LEVELS,
     MATCH_MAX,
     MATCHES,
-    SET_ROWS,
     SETS,
     STATIC,
-    state_size,
 )
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 1024, 4096, 16384)
@@ -54,6 +53,8 @@ DISCOUNT = 32
 """The discount of each listed token, in the same unit."""
 SESSION = (200, 100, 60)
 """The weight of everything else after the last 1 to 3 tokens of this session, in 16ths."""
+SET_ROWS = (96, 0, 80, 0, 1024, 1024)
+"""Rows of each set of weights; 0: one per token."""
 UNIT, STRETCH_MAX = 170, 2047
 RATE, FINAL_RATE = 22, 2
 
@@ -125,7 +126,7 @@ class Decisions(Protocol):
 
 class ReferenceMixer:
     """`weights` uint32[n]: how often each rank occurs; `tables`: (index, data) of orders 1 and up;
-    `state` uint32[state_size(n)]; `kinds` uint8[n]: PLAIN, BREAK or OPENING. Ranks are 0 to n - 1;
+    `state` uint32[mixer_state_size(n)]; `kinds` uint8[n]: PLAIN, BREAK or OPENING. Ranks are 0 to n - 1;
     a lane is one of several texts."""
 
     def __init__(
@@ -133,8 +134,8 @@ class ReferenceMixer:
     ) -> None:
         """ValueError for a state or kinds of another size."""
         self.n_tokens = len(weights)
-        if len(state) != state_size(self.n_tokens):
-            raise ValueError(f"state: expected {state_size(self.n_tokens)} numbers")
+        if len(state) != mixer_state_size(self.n_tokens):
+            raise ValueError(f"state: expected {mixer_state_size(self.n_tokens)} numbers")
         if len(kinds) != self.n_tokens:
             raise ValueError(f"kinds: expected {self.n_tokens} numbers")
         self.lanes = MixLanes(kinds)

@@ -1,5 +1,5 @@
 """The texts that are mixed (`lab.reference.mix`), each in a lane of its own: the
-specification of kernels/cpp/mix_lanes.cpp.
+specification of kernels/cpp/mix.cpp.
 
 A lane knows its tokens, the form of the chat that they are, and where its last tokens were seen
 before, in any lane.

@@ -18,6 +18,7 @@ from towerd.codec.forms.form import Coded
 from towerd.codec.forms.network import Network, cut
 from towerd.codec.models.exact import ExactPredictor
 from towerd.codec.prior import file
+from towerd.codec.text import from_ids
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.kernels.lm import Counts
 
@@ -94,7 +95,7 @@ def test_any_number_of_cores_reads_the_same(
 def test_chunks_of_any_length(small: GgufVocabulary, path: Path, network: Network) -> None:
     """A blob may have chunks that are longer than the ones before, or that are empty."""
     ids = np.asarray(small.tokenize(STORY), np.int32)
-    symbols = network.symbols(ids)
+    symbols = network.mini.symbols(from_ids(ids, small).text)
     parts = [symbols[:3], symbols[3:3], symbols[3:40], symbols[40:]]
     bits = network.lanes.encode(parts, symbols[:0])
     found = network.lanes.decode([len(part) for part in parts], bits, symbols[:0], 3)
@@ -114,7 +115,7 @@ def test_the_context_is_part_of_the_form(small: GgufVocabulary, path: Path) -> N
     whole = copy.copy(now)
     whole.n_ctx, whole.chunk_symbols = 0, 1 << 20
     coded = {network.n_ctx: network.encode(ids, ids[:0]) for network in (now, whole)}
-    assert len(now.symbols(ids)) > now.n_ctx == 256
+    assert len(now.mini.symbols(from_ids(ids, small).text)) > now.n_ctx == 256
     assert coded[0].chunks != coded[256].chunks
     for each in coded.values():
         assert now.decode(each, len(ids), ids[:0]).tolist() == ids.tolist()

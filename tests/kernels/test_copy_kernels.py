@@ -1,4 +1,4 @@
-"""copy_planes and gather_rows: right bytes in the right places, nothing touched on bad input."""
+"""copy_planes: right bytes in the right places, nothing touched on bad input."""
 
 from __future__ import annotations
 
@@ -81,7 +81,6 @@ def test_nothing_to_do(kernels: str) -> None:
     dispatch.copy_planes(dst, [])
     dispatch.copy_planes(dst, [(3, _rows(0, 8), None), (0, _rows(4, 8), empty)])
     dispatch.copy_planes(bytearray(), ())
-    dispatch.gather_rows(_rows(4, 8), empty, np.empty((0, 8), np.uint8))
     assert dst.tolist() == [1, 1, 1]
 
 
@@ -136,34 +135,3 @@ def test_bad_copies(kernels: str, name: str) -> None:
     with pytest.raises(ValueError, match=f"^{argument}[.: ]"):
         dispatch.copy_planes(dst, jobs, n_threads)
     assert bytes(DST) == before
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (5, 3), (700, 4096)])
-def test_gather(kernels: str, shape: tuple[int, int]) -> None:
-    """Rows in any order, repeated and left out, into rows that lie apart."""
-    source = _rows(*shape, 5)
-    index = np.random.default_rng(1).integers(0, shape[0], 2 * shape[0])
-    out = np.zeros((2 * shape[0], shape[1] + 3), np.uint8)
-    dispatch.gather_rows(source, index, out[:, : shape[1]])
-    assert np.array_equal(out[:, : shape[1]], source[index])
-    assert not out[:, shape[1] :].any()
-
-
-TAKE = np.zeros(4, np.int64)
-BAD_GATHERS: dict[str, tuple[str, Any, Any, Any]] = {
-    "src flat": ("src", DST, TAKE, ROWS.copy()),
-    "index beyond": ("index", ROWS, TAKE + 4, ROWS.copy()),
-    "index float": ("index", ROWS, TAKE * 1.0, ROWS.copy()),
-    "out short": ("out", ROWS, TAKE, ROWS[:3].copy()),
-    "out wide": ("out", ROWS, TAKE, np.zeros((4, 9), np.uint8)),
-    "out read-only": ("out", ROWS, TAKE, READ_ONLY.reshape(4, 8)),
-    "out is src": ("out", ROWS, TAKE, ROWS),
-}
-
-
-@pytest.mark.parametrize("name", BAD_GATHERS)
-def test_bad_gathers(kernels: str, name: str) -> None:
-    """Every bad argument is named."""
-    argument, src, index, out = BAD_GATHERS[name]
-    with pytest.raises(ValueError, match=f"^{argument}: "):
-        dispatch.gather_rows(src, index, out)

@@ -32,9 +32,7 @@ def test_unknown_choice_is_an_error(monkeypatch: pytest.MonkeyPatch, value: str)
     """A misspelt choice never falls back silently."""
     monkeypatch.setenv("TOWERD_KERNELS", value)
     with pytest.raises(ValueError, match=f"TOWERD_KERNELS={value}: expected one of generic, "):
-        dispatch.gather_rows(
-            np.zeros((1, 1), np.uint8), np.zeros(1, np.int64), np.zeros((1, 1), np.uint8)
-        )
+        dispatch.copy_planes(np.zeros(1, np.uint8), [])
 
 
 @pytest.mark.parametrize("value", dispatch.CHOICES)

@@ -8,7 +8,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from towerd.cli.bench.group import TABLE, Benchmarks
+from towerd.cli.bench.bench import TABLE, Benchmarks
 from towerd.cli.lab import BENCHMARKS, LAB_COMMANDS, Laboratory
 from towerd.cli.main import towerctl
 

@@ -51,16 +51,16 @@ def test_round_trip_and_restore(
     blob = context.blob(seq)
     state = parse_blob(blob)
     assert state.to_bytes() == blob
-    assert (state.n_stream, state.stream) == ((1, 0) if unified else (3, seq))
-    assert (state.v_trans, state.seq_id, state.order) == (kind[2], seq, None)
+    assert (state.frame.n_stream, state.frame.stream) == ((1, 0) if unified else (3, seq))
+    assert (state.frame.v_trans, state.frame.seq_id, state.order) == (kind[2], seq, None)
     assert [plane.ggml_type for plane in state.rows.layout.k] == [kind[0]] * 2
     assert [plane.ggml_type for plane in state.rows.layout.v] == [kind[1]] * 2
     self_test(blob, np.arange(N), state.rows.layout)
 
-    frame: dict[str, Any] = {"n_stream": state.n_stream, "v_trans": state.v_trans}
+    frame: dict[str, Any] = {"n_stream": state.frame.n_stream, "v_trans": state.frame.v_trans}
     cuts = [0, 1, 13, 14, N]
     parts = [state.rows.slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
-    composed = emit_blob(parts, stream=state.stream, seq_id=seq, **frame)
+    composed = emit_blob(parts, stream=state.frame.stream, seq_id=seq, **frame)
     assert bytes(composed) == blob
     other = open_context(**options)
     assert other.restore(emit_blob(parts, seq_id=5, **frame), 0)
@@ -76,7 +76,7 @@ def test_permuted_cells(open_context: OpenContext, ids: Ids, kind: tuple[int, in
     source.decode(ids[:N], 0)
     straight = parse_blob(source.blob())
     rows = straight.rows
-    frame: dict[str, Any] = {"v_trans": straight.v_trans}
+    frame: dict[str, Any] = {"v_trans": straight.frame.v_trans}
     scattered = open_context(**options)
     for part, (p0, p1) in enumerate([(30, 40), (5, 12), (0, 5), (12, 30)], start=1):
         scattered.decode(ids[part : part + 1], part - 1, 7)  # a foreign cell in between
@@ -127,7 +127,7 @@ def test_streams_with_holes(open_context: OpenContext, ids: Ids) -> None:
     context.decode(ids[20:30], 20, 2)
     blob = context.blob(2)
     state = parse_blob(blob)
-    assert (state.n_stream, state.stream) == (3, 2)
+    assert (state.frame.n_stream, state.frame.stream) == (3, 2)
     assert state.order is not None
     assert state.to_bytes() == blob
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from whole_slot_file import SlotFile, parse_slot_file
 
 from towerd.slots.blob import parse_blob
 from towerd.slots.compose import STREAMS_MAX
 from towerd.slots.errors import StateError
-from towerd.slots.slotfile import SlotFile, parse_slot_file
 
 Blobs = dict[str, tuple[bytes, bool]]
 NAMES = ["f16", "q8_0", "v_trans", "streams", "permuted", "mrope", "mla"]
@@ -185,7 +185,7 @@ def test_messages(blob: bytes, message: str) -> None:
 def test_small_valid_blob() -> None:
     """The hand-made pieces above do make a valid blob."""
     state = parse_blob(_blob(0, 1, *CELL, 0, 1, *SECTION, *SECTION, 0, n_stream=3))
-    assert (state.stream, state.rows.p0, len(state.rows.layout.v)) == (1, 7, 1)
+    assert (state.frame.stream, state.rows.p0, len(state.rows.layout.v)) == (1, 7, 1)
     assert bytes(state.rows.v[0]) == b"\xaa" * 4
 
 

@@ -50,7 +50,11 @@ def test_cut_and_compose(layout: KVLayout, cuts: set[int], v_trans: bool, n_stre
     assert len(blob) == blob_size(layout, 50, n_stream=n_stream, v_trans=v_trans)
     state = parse_blob(blob, cell_ext=layout.cell_ext, layout=layout)
     assert same(state.rows, rows)
-    assert (state.v_trans, state.stream, state.seq_id) == (v_trans, n_stream - 1, 3)
+    assert (state.frame.v_trans, state.frame.stream, state.frame.seq_id) == (
+        v_trans,
+        n_stream - 1,
+        3,
+    )
     assert state.to_bytes() == blob
 
 

@@ -153,7 +153,7 @@ def test_any_mixture_composes(
     frame: dict[str, Any] = {"n_stream": n_stream, "stream": n_stream - 1, "v_trans": v_trans}
     blob = emit_blob(kept, layout=layout, n_threads=n_threads, **frame)
     found = parse_blob(blob, cell_ext=layout.cell_ext, layout=layout)
-    assert found.v_trans == v_trans
+    assert found.frame.v_trans == v_trans
     for part in kept:
         alone = parse_blob(emit_blob([part], layout=layout), cell_ext=layout.cell_ext).rows
         assert same(found.rows.slice(part.p0, part.p1), alone)
@@ -173,18 +173,18 @@ def test_real_blobs(real_blobs: dict[str, tuple[bytes, bool]], blob: str, name: 
     layout = state.rows.layout
     kept = stored(state.rows, name)
     frame: dict[str, Any] = {
-        "n_stream": state.n_stream,
-        "stream": state.stream,
-        "v_trans": state.v_trans,
-        "seq_id": state.seq_id,
+        "n_stream": state.frame.n_stream,
+        "stream": state.frame.stream,
+        "v_trans": state.frame.v_trans,
+        "seq_id": state.frame.seq_id,
     }
     again = emit_blob([kept], layout=layout, **frame)
     assert len(again) == len(data)
     found = parse_blob(again, cell_ext=cell_ext, layout=layout)
-    assert (found.stream, found.v_trans, found.seq_id) == (
-        state.stream,
-        state.v_trans,
-        state.seq_id,
+    assert (found.frame.stream, found.frame.v_trans, found.frame.seq_id) == (
+        state.frame.stream,
+        state.frame.v_trans,
+        state.frame.seq_id,
     )
     for mine, theirs, plane in zip(floats(found.rows), floats(kept), layout.planes, strict=True):
         bound = TOLERANCE[plane.format.name] * max(1.0, float(np.abs(theirs).max()))

@@ -69,7 +69,7 @@ def test_composed_rows_are_the_rows(
     expected = rows_of(IDS, 0, LAYOUT)
     assert rows.positions.tolist() == expected.positions.tolist()
     assert all(map(np.array_equal, rows.planes(), expected.planes()))
-    assert {parse_blob(each.blob).v_trans for each in blobs} == {wants}
+    assert {parse_blob(each.blob).frame.v_trans for each in blobs} == {wants}
     assert sum(each.n_hot for each in blobs) == sum(
         part.p1 - part.p0 for part, _ in pieces if part.tier == "hot"
     )

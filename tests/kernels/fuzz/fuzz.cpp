@@ -233,31 +233,6 @@ void fuzz_rope_shift(Random & random) {
     }
 }
 
-void fuzz_hadamard(Random & random) {
-    const std::size_t block = random.one_of({32, 64, 128, 256, 512});
-    const std::size_t d = block * random.between(1, 5);
-    const std::size_t n = random.between(0, 6);
-    const std::size_t gap = sizeof(float) * any_gap(random);
-    const Table       source(n, d * sizeof(float), gap, 4 * random.between(0, 15));
-    const bool        numbers = !random.chance(5);
-    for (std::size_t row = 0; row < n; ++row) {
-        if (numbers) {
-            random.fill_numbers(reinterpret_cast<float *>(source.at(row)), d, kF16Max);
-        } else {
-            random.fill(source.at(row), source.rows.bytes);
-        }
-    }
-    std::vector<Table> targets;
-    for (const Isa * isa : towerd::available()) {
-        targets.emplace_back(n, source.rows.bytes, 4 * any_gap(random), 4 * random.between(0, 15));
-        towerd::hadamard_rows(source.rows, targets.back().rows, block, *isa, random.between(1, 3));
-        for (std::size_t row = 0; numbers && row < n; ++row) {
-            const bool same = std::memcmp(targets.back().at(row), targets.front().at(row), source.rows.bytes) == 0;
-            require(same, "transformed differently", "hadamard");
-        }
-    }
-}
-
 // All instruction sets refuse the same input, or give masses that add up and differ by roundings only.
 void fuzz_attention(Random & random) {
     const bool               numbers = !random.chance(5);
@@ -383,7 +358,6 @@ int main(int n_arguments, char ** arguments) {
                                 {"transcode", fuzz_transcode, 0},
                                 {"transcode_checked", fuzz_transcode_checked, 0},
                                 {"rope_shift", fuzz_rope_shift, 0},
-                                {"hadamard", fuzz_hadamard, 0},
                                 {"attention_mass", fuzz_attention, 0},
                                 {"copy", fuzz_copy, 0},
                                 {"transpose", fuzz_transpose, 0},

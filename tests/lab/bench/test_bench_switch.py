@@ -17,9 +17,8 @@ from click.testing import Result
 from lab.bench.slot_proxy import SlotProxy
 from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.cli.bench.harness.client import complete, new_session
-from towerd.cli.bench.harness.disk import can_count_written, written_bytes
 from towerd.cli.bench.harness.models import random_prompt, vocab_size
-from towerd.cli.bench.switch import SwitchLoad
+from towerd.cli.bench.switch import SwitchLoad, can_count_written, written_bytes
 from towerd.engine.llama_server.process.binary import find_binary
 from towerd.engine.llama_server.slots.slotdir import SlotDir
 from towerd.errors import TowerdError

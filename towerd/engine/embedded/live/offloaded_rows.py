@@ -279,7 +279,8 @@ class OffloadedKeys:
 def _gathered(plane: Bytes2D, numbers: Positions) -> Bytes2D:
     out = np.empty((len(numbers), plane.shape[1]), np.uint8)
     if len(numbers):
-        dispatch.gather_rows(plane, np.ascontiguousarray(numbers, np.int64), out)
+        index = np.ascontiguousarray(numbers, np.int64)
+        dispatch.copy_planes(out.reshape(-1), [(0, plane, index)])
     return out
 
 

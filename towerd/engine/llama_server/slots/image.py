@@ -74,7 +74,9 @@ class SlotImage:
         """How it is framed."""
         full = self.full.rows.layout
         layout = full if self.window is None else _joined(full, self.window.rows.layout)
-        return ImageSpec(layout, full.n_layer, self.full.n_stream, self.full.v_trans, window)
+        return ImageSpec(
+            layout, full.n_layer, self.full.frame.n_stream, self.full.frame.v_trans, window
+        )
 
     def rows(self, layout: KVLayout, p0: int, p1: int) -> KVRows:
         """Rows [p0, p1) in the joined layout; what is not in the window is zero there."""

@@ -1,14 +1,25 @@
-"""The commands `towerctl bench resume` and `switch`; each imports its benchmark when it runs."""
+"""`towerctl bench`: the benchmarks of the package, and those of the laboratory by the same way. Each
+imports its benchmark when it runs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
 from towerd.cli.bench.harness.command import MODEL, QUICK, run_benchmark
 from towerd.cli.bench.harness.work import RESUME_WORK, SWITCH_WORK
-from towerd.cli.lab import ARCHITECTURES, require
+from towerd.cli.lab import (
+    ARCHITECTURES,
+    BENCHMARKS,
+    CHECKOUT,
+    MOVED_BENCHMARKS,
+    found,
+    require,
+)
+from towerd.cli.lazy import LazyGroup
 from towerd.settings.config import ENGINES
 
 
@@ -79,3 +90,40 @@ def switch(
     """Forty chats over one base, round robin, against llama-server's defaults."""
     options = {"rounds": rounds, "chats": chats, "engine": engine, "rival": rival}
     run_benchmark("towerd.cli.bench.switch", model, quick, SWITCH_WORK, **options)
+
+
+TABLE = {
+    "resume": "towerd.cli.bench.bench:resume",
+    "switch": "towerd.cli.bench.bench:switch",
+}
+
+
+class Benchmarks(LazyGroup):
+    """A lazy group of which some rows are the laboratory's, and listed only where that is."""
+
+    def __init__(
+        self,
+        *args: Any,
+        table: Mapping[str, str] | None = None,
+        checkout: Path = CHECKOUT,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, table=table, **kwargs)
+        self.checkout = checkout
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """As LazyGroup, with one sentence for a benchmark of a laboratory that is not there."""
+        if cmd_name in BENCHMARKS and not self._present(cmd_name) and not ctx.resilient_parsing:
+            raise click.ClickException(
+                f"`towerctl bench {cmd_name}` is in the source checkout: towerd's repository, with "
+                "towerd installed from there by `make setup`."
+            )
+        return super().get_command(ctx, cmd_name)
+
+    def _present(self, name: str) -> bool:
+        return (name in TABLE or found(self.checkout)) and super()._present(name)
+
+
+@click.group(cls=Benchmarks, table=TABLE | BENCHMARKS, moved=MOVED_BENCHMARKS)
+def bench() -> None:
+    """Measure on this machine; the last line printed is one JSON object."""

@@ -51,7 +51,7 @@ def trie(
     from towerd.cli.output import echo_json
 
     with connect(target) as backend:
-        found = backend.trie(root, depth, limit, scope)
+        found = backend.tree(root, depth, limit, scope)
         if text is None:
             text = backend.has_model and not as_json
         if text:
