@@ -266,9 +266,6 @@ class DciTree:
     def copy(self) -> DciTree:
         """The same tree, apart from now on."""
 
-    def check_integrity(self) -> None:
-        """RuntimeError if the tree is not sound."""
-
 class NodeTap:
     """Copies tensors out of a compute graph; see lab.reference.taps."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +135,7 @@ def _tokenize(daemon: ApiClient, root: Prompt, spec: Path) -> dict[str, list[int
             read(child, texts[prompt.name], said)
             if child.recompute is not None:
                 continue
-            n = _shared(ids[prompt.name], ids[child.name])
+            n = len(os.path.commonprefix([ids[prompt.name], ids[child.name]]))
             ids[prompt.name] = ids[prompt.name][:n]
         if not ids[prompt.name]:
             raise _problem(spec, prompt, "makes no tokens of its own")
@@ -172,12 +173,6 @@ def _text(
             "use 'text' with the template's marks written out",
         )
     return text
-
-
-def _shared(a: list[int], b: list[int]) -> int:
-    """The length of the common prefix of two prompts."""
-    pairs = zip(a, b, strict=False)
-    return next((n for n, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
 def _problem(spec: Path, prompt: Prompt, text: str) -> TowerdError:

@@ -152,12 +152,6 @@ nb::object keys(const DciTree & tree, handle numbers) {
     return as_array(rows, index.shape(0), tree.n_dims());
 }
 
-void check_integrity(const DciTree & tree) {
-    if (const std::string what = tree.broken(); !what.empty()) {
-        throw std::runtime_error(what);
-    }
-}
-
 }  // namespace
 
 void bind_dci(nb::module_ & m) {
@@ -180,8 +174,7 @@ void bind_dci(nb::module_ & m) {
         .def("parents", [](const DciTree & self) { return as_array(self.parents(), self.size()); },
              "The key that each one hangs below, or -1.")
         .def("pages", [](const DciTree & self) { return as_array(self.pages(), self.size()); }, "The page of each key.")
-        .def("copy", [](const DciTree & self) { return DciTree(self); }, "The same tree, apart from now on.")
-        .def("check_integrity", &check_integrity, "RuntimeError if the tree is not sound.");
+        .def("copy", [](const DciTree & self) { return DciTree(self); }, "The same tree, apart from now on.");
 }
 
 }  // namespace towerd

@@ -130,23 +130,6 @@ void DciPages::move(std::int64_t id, std::int64_t page) {
     page_of_[static_cast<std::size_t>(id)] = page;
 }
 
-std::string DciPages::broken() const {
-    std::size_t n = 0;
-    for (std::size_t at = 0; at < pages_.size(); ++at) {
-        const auto & members = pages_[at].members;
-        if (members.empty() || members.size() > rows_max_) {
-            return "a page holds too many rows or none";
-        }
-        n += members.size();
-        for (const std::int64_t id : members) {
-            if (of(id) != static_cast<std::int64_t>(at)) {
-                return "point " + std::to_string(id) + " is on another page";
-            }
-        }
-    }
-    return n == page_of_.size() ? "" : "a point is not on exactly one page";
-}
-
 DciTree::DciTree(const DciOptions & options, const std::vector<float> & directions, const DciLimits & building,
                  const Isa & isa)
     : options_(options), building_(building), points_(options.n_dims, directions, isa), pages_(options.page_rows) {}
@@ -419,34 +402,6 @@ std::vector<std::int64_t> DciTree::search(const float * query, std::size_t k, co
         }
     }
     return ids;
-}
-
-std::string DciTree::broken() const {
-    std::vector<std::size_t> times(size(), 0);
-    for (std::size_t at = 0; at < nodes_.size(); ++at) {
-        const Node & node = nodes_[at];
-        const bool   is_root = node.owner < 0;
-        if (is_root != (at == root_) || (!is_root && own_node_[static_cast<std::size_t>(node.owner)] != static_cast<std::int64_t>(at))) {
-            return "a node belongs to the wrong point";
-        }
-        const std::size_t level = is_root ? n_levels_ + 1 : static_cast<std::size_t>(level_[static_cast<std::size_t>(node.owner)]);
-        for (const std::int64_t id : node.members) {
-            const auto i = static_cast<std::size_t>(id);
-            ++times[i];
-            if (parent_[i] != node.owner || static_cast<std::size_t>(level_[i]) + 1 != level) {
-                return "point " + std::to_string(id) + " has the wrong parent";
-            }
-        }
-        for (const Line & line : node.lines) {
-            if (line.size() != node.members.size() || !std::is_sorted(line.begin(), line.end())) {
-                return "a node is out of order";
-            }
-        }
-    }
-    if (std::any_of(times.begin(), times.end(), [](std::size_t n) { return n != 1; })) {
-        return "a point is not in exactly one node";
-    }
-    return pages_.broken();
 }
 
 // Ids that are `there`, in pages that one of the nearest keys lies in.

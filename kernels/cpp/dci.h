@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -29,8 +28,6 @@ class DciPages {
     void open(std::int64_t id);                                     // a page of its own
     void lay(const DciPoints & points, std::vector<std::int64_t> & leaf, std::int64_t id);
     void settle(const DciPoints & points, const Choices & choices);
-
-    std::string broken() const;  // what is wrong with the pages; empty if nothing is
 
   private:
     struct Page {
@@ -88,7 +85,6 @@ class DciTree {
     const std::vector<std::int32_t> & levels() const { return level_; }
     const std::vector<std::int64_t> & parents() const { return parent_; }
     const std::vector<std::int64_t> & pages() const { return pages_.of_each(); }
-    std::string broken() const;  // what is wrong with the tree; empty if nothing is
 
   private:
     using Line = std::vector<std::pair<float, std::int64_t>>;  // points of a node along a direction

@@ -282,9 +282,8 @@ void fuzz_copy(Random & random) {
     const auto  index = any_index(random, n);
     const bool  picked = random.chance(2);
     const auto  n_rows = picked ? index.size() : n;
-    const Table target(n_rows, bytes, any_gap(random), random.between(0, 17));
-    towerd::run_copies({{target.rows.data, target.rows.stride, source.rows, picked ? index.data() : nullptr, n_rows}},
-                       random.between(1, 3));
+    const Table target(n_rows, bytes, 0, random.between(0, 17));
+    towerd::run_copies({{target.rows.data, source.rows, picked ? index.data() : nullptr, n_rows}}, random.between(1, 3));
     for (std::size_t row = 0; bytes != 0 && row < n_rows; ++row) {
         const auto * from = source.at(picked ? static_cast<std::size_t>(index[row]) : row);
         require(std::memcmp(target.at(row), from, bytes) == 0, "row is wrong", "copy");
