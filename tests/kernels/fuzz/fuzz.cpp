@@ -338,7 +338,7 @@ struct Kernel {
     unsigned long long cases;
 };
 
-constexpr std::size_t kKernels = 9;
+constexpr std::size_t kKernels = 8;
 
 void run_case(std::uint64_t seed, Kernel (&kernels)[kKernels]) {
     seed_in_work = seed;
