@@ -31,14 +31,19 @@ from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.catalog.vocabularies import KeptVocabulary, some_words
 from towerd.store.sessions.history import NamedBase, PastTurn
 from towerd.tokens import Ids
-from towerd.tower_file import TURNS_MAX, Source, TowerFile, TowerFileError, read, write
-from towerd.tower_file.fields import (
+from towerd.tower_file import (
     COMPRESSED_BYTES_MAX,
+    TURNS_MAX,
+    Source,
+    TowerFile,
+    TowerFileError,
     put_bytes,
     put_compressed,
+    put_words,
+    read,
     read_compressed,
+    write,
 )
-from towerd.tower_file.words import put_words
 
 Pack = Callable[..., bytes]
 FILES = Path(__file__).with_name("tower_files")
@@ -176,7 +181,7 @@ def test_a_short_file_of_a_long_text_is_refused(size: int, monkeypatch: pytest.M
     source = Source("model", "", b"12345678", 1000, TokenizerIdentity("ab" * 32))
     file = TowerFile(source, history, some_words(1000, {5: (b"a" * size, b"")}))
     with monkeypatch.context() as patched:
-        patched.setattr("towerd.tower_file.words.WORD_BYTES_MAX", size)
+        patched.setattr("towerd.tower_file.WORD_BYTES_MAX", size)
         data = write(file)
     assert len(data) < 2 << 20
     with pytest.raises(TowerFileError, match="contradict" if size > 1024 else "204800000 bytes"):

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic
 
-from towerd.cold import Coding, ColdTier, check_codec_model, vocabulary_source
+from towerd.cold import Coding, ColdTier, IdleFreezer, check_codec_model, vocabulary_source
 from towerd.engine.base import EngineT, LiveBudget, OpenedEngine
 from towerd.policy.factory import load_predictor
 from towerd.search.search import Search, open_search
@@ -59,13 +59,16 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
             cold,
             anticipate_tokens_max=opened.anticipate_tokens_max,
         )
+        freezer = IdleFreezer(cold)
         try:
             _start(config, opened, sessions, cold)
+            freezer.start()
             search.start(cold.idle_s)
             yield Service(config, engine, sessions, store, tiers, traffic, cold, search)
         finally:
             tiers.prefetcher.stop()
             await sessions.stop_anticipating()
+            await freezer.stop()
             await cold.stop()
             await sessions.drain()  # may wait for a thaw
             await asyncio.to_thread(traffic.close)
@@ -95,7 +98,7 @@ def _opening(config: Config) -> AbstractAsyncContextManager[OpenedEngine[Any]]:
 
 
 def _start(config: Config, opened: OpenedEngine[Any], sessions: Sessions, cold: ColdTier) -> None:
-    """Start the background work: freezing, thawing ahead, and prefetch."""
+    """Start thawing ahead and prefetch."""
     if opened.is_quiet is None:
         cold.start()
         return

@@ -142,7 +142,9 @@ def import_session(
     with suppress(NotFound):
         thaw(store, codec, history.id, scope)
     added = store.add_history(history, scope, since)
-    here = {base.digest for base in store.bases() if base.scope in (scope, public_of(scope))}
+    here = {
+        base.digest for base in store.bases.listing() if base.scope in (scope, public_of(scope))
+    }
     return _imported(store.session(history.id, scope), added, history, here)
 
 

@@ -14,8 +14,8 @@ from towerd.cli.doctor.check import Check, Finding, fail, ok, warn
 from towerd.cli.doctor.machine import existing
 from towerd.cli.output import size
 from towerd.settings.config import Config
-from towerd.store.catalog.probes import CHANGED, RENEWING
 from towerd.store.catalog.schema import APPLICATION_ID, VERSION
+from towerd.store.state.probes import CHANGED, RENEWING
 
 NOT_YET = "not there yet; the first start makes it"
 RESTORE = "Put a backup in its place, or move the store directory away to begin with an empty one."

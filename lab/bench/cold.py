@@ -35,7 +35,7 @@ from towerd.models.bundled import default_model
 from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane
 from towerd.store import Store, Turn
-from towerd.store.sessions.cold_row import encode_turns, row_digest
+from towerd.store.sessions.frozen import encode_turns, row_digest
 from towerd.tokens import Ids, ids_bytes
 
 TOKENS = 1000
@@ -175,7 +175,7 @@ def _fill(store: Store, codec: Codec, streams: Mapping[str, Ids], n: int) -> Pop
     n_bases = _BASES * BASE_TOKENS
     bases = np.split(streams[names[0]][-n_bases:], _BASES)
     for number, base in enumerate(bases):
-        store.add_base(f"base {number}", base, "local", 0, False)
+        store.bases.add(f"base {number}", base, "local", 0, False)
     made = Population(store, codec, [], [], [])
     for number in track(range(n), "coding"):
         source = names[number % len(names)]

@@ -140,7 +140,7 @@ def _add_bases(population: GrowingStore) -> list[Ids]:
     def base(name: str, above: Ids, level: int) -> Ids:
         own = rng.integers(300, _N_VOCAB, _SEGMENT).astype(np.int32)
         ids = np.concatenate([above, own])
-        population.store.add_base(name, ids, "local", level, False)
+        population.store.bases.add(name, ids, "local", level, False)
         population.fill(ids)
         return ids
 

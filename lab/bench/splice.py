@@ -38,8 +38,7 @@ from towerd.slots.blob import emit_blob
 from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows
 from towerd.store.tree.module import Spans
-from towerd.tiers.formats.calibration import BOUNDS, DriftSample, bound_of
-from towerd.tiers.formats.interval import interval
+from towerd.tiers.formats.calibration import BOUNDS, DriftSample, bound_of, interval
 from towerd.tokens import Ids
 
 PERCENTS = (0, 5, 10, 15, 25, 50, 75, 100)

@@ -73,7 +73,7 @@ def test_from_the_file_to_the_reply(
         assert status == ["unchanged", "changed", "unchanged"]
         assert server.stop() == 0
     with server.stored() as opened:
-        assert all(base.module is None for base in opened.bases())
+        assert all(base.module is None for base in opened.bases.listing())
 
 
 def test_another_fidelity_measures_again_and_may_refuse(

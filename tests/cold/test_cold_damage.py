@@ -14,7 +14,7 @@ from towerd.codec import varint
 from towerd.errors import SessionFrozen, ThawError
 from towerd.models.bundled import bundled_model
 from towerd.store import Store
-from towerd.store.sessions.cold_row import row_digest
+from towerd.store.sessions.frozen import row_digest
 
 Damage: TypeAlias = Callable[[Store], None]
 

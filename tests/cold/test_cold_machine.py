@@ -22,7 +22,7 @@ from towerd.cold import cold_history, freeze, thaw, write_copy
 from towerd.errors import SessionFrozen
 from towerd.models.bundled import bundled_model
 from towerd.store import Store
-from towerd.store.sessions.idle import START
+from towerd.store.sessions.cold import START
 from towerd.store.sessions.sessions import RECOGNISED_TOKENS_MIN
 from towerd.tiers.ranking import Ranking
 from towerd.tokens import ids_bytes
@@ -68,7 +68,7 @@ class ColdMachine(RuleBasedStateMachine):
     def open(self, is_pinned: bool) -> None:
         self.open_store()
         if is_pinned:
-            self.store.add_base("base", np.array(BASE, np.int32), "a", 0, True)
+            self.store.bases.add("base", np.array(BASE, np.int32), "a", 0, True)
 
     def open_store(self) -> None:
         self.store = Store.open(self.root, FINGERPRINT, clock=self.clock)

@@ -16,16 +16,24 @@ from services import OpenService
 from store_tools import FINGERPRINT, turn_of
 
 from towerd.codec import Codec, container
-from towerd.cold import Coding, ColdTier, VocabularySource, cold_history, decode, freeze, thaw
-from towerd.cold.backoff import Backoff
+from towerd.cold import (
+    Coding,
+    ColdTier,
+    IdleFreezer,
+    VocabularySource,
+    cold_history,
+    decode,
+    freeze,
+    thaw,
+)
+from towerd.cold.cold_tier import Backoff
 from towerd.engine.base import GenerateRequest
 from towerd.errors import NotSupported, SessionFrozen, StoreError, ThawError
 from towerd.models.bundled import bundled_model
 from towerd.store import Store
 from towerd.store.sessions import cold as cold_table
-from towerd.store.sessions.cold_row import row_digest
-from towerd.store.sessions.frozen import SessionBusy
-from towerd.store.sessions.idle import START
+from towerd.store.sessions.cold import START
+from towerd.store.sessions.frozen import SessionBusy, row_digest
 from towerd.tokens import ids_bytes
 from towerd.transfer import export_session
 
@@ -167,7 +175,7 @@ async def test_in_use_by_tokens_that_others_keep(store: Store) -> None:
     """A request that continues a session by its tokens finds it when it is recorded, also where
     freezing removes no segment."""
     whole = say(store, CHAT)
-    store.pin(store.turns("x")[-1].reply_node)
+    store.pins.add(store.turns("x")[-1].reply_node)
     cold = ColdTier(
         store, Coding(lambda: VocabularySource(bundled_model(), "hash")), freeze_after_s=-1
     )
@@ -202,13 +210,15 @@ async def test_the_watch_continues_after_an_error(
         freeze_after_s=0,
         on_frozen=fail,
     )
-    cold.start()
+    freezer = IdleFreezer(cold)
+    freezer.start()
     for _ in range(600):
         if cold.n_frozen:
             break
         await asyncio.sleep(0.02)
     assert (cold.n_frozen, cold.n_failed, failures) == (1, 0, [])
     assert store.session("x").cold_bytes
+    await freezer.stop()
     await cold.close()
 
 
@@ -223,13 +233,15 @@ async def test_what_no_session_can_do_without_is_asked_for_once(store: Store) ->
         return VocabularySource(Path("/nowhere/model.gguf"), "hash")
 
     cold = ColdTier(store, Coding(source), freeze_after_s=0)
-    cold.start()
+    freezer = IdleFreezer(cold)
+    freezer.start()
     for _ in range(500):
         if asked:
             break
         await asyncio.sleep(0.02)
     await asyncio.sleep(0.5)
     assert len(asked) == 1
+    await freezer.stop()
     await cold.close()
 
 
@@ -309,7 +321,7 @@ async def test_the_policy_forgets_the_files_that_go(service_on: OpenService) -> 
             await ask(service, [*prompt, ord(name)], session=name)
             await service.engine.settle()
             await asyncio.to_thread(service.tiers.flush)
-        ranking, root = service.tiers.ranking, service.store.root
+        ranking, root = service.tiers.ranking, service.store.state.tree.root
         assert ranking.explain(root)["n_warm"] == n_on_disk(service.store) > 1
         for name in ("x", "y"):
             await service.cold.freeze(name)

@@ -21,8 +21,8 @@ from towerd.store import Store
 from towerd.store.maintenance.space import space
 from towerd.store.rows.checkpoints import CheckpointTable
 from towerd.store.segments.checkpoint_file import CUT_META
+from towerd.store.sessions.cold import START, IdleSession
 from towerd.store.sessions.frozen import SessionBusy
-from towerd.store.sessions.idle import START, IdleSession
 
 YEAR_S = 365 * 86400.0
 BASE = list(range(100, 140))
@@ -106,11 +106,11 @@ async def test_it_is_frozen_when_its_rows_have_left(service_on: OpenService) -> 
         assert service.cold.stats()["frozen_sessions"] == 0
         whole = service.cold.space()
         assert whole["tokens_to_prefill"] == whole["bytes_wanted"] == 0
-        n_bytes = service.store.warm_bytes
+        n_bytes = service.store.state.warm_bytes
         for file in service.store.files():
-            service.store.drop_file(file)
+            service.store.rows.drop_file(file)
         for node in service.store.nodes():
-            service.store.drop_hot(node)
+            service.store.rows.drop_hot(node)
         await until(
             lambda: service.cold.stats()["freezes"] == 3
         )  # counted after the catalog's turn
@@ -139,9 +139,9 @@ async def test_rows_of_another_setting_keep_a_chat_from_being_frozen(
     async with service_on(bundled_model()) as service:
         await ask(service, words(120, 1), session="s")
         await settle(service)
-        n_bytes = service.store.warm_bytes
+        n_bytes = service.store.state.warm_bytes
     async with service_on(bundled_model(), freeze_after_s=0.1, cache_type_k="f32") as service:
-        assert service.store.warm_bytes == 0
+        assert service.store.state.warm_bytes == 0
         service.store.commit_turn(turn_of(words(40, 2), [5, 6], session="rowless"))
         await until(lambda: service.cold.stats()["frozen_sessions"] == 1)
         await until(lambda: service.cold.stats()["copied_sessions"] == 1)
@@ -202,7 +202,7 @@ def test_what_counts_as_having_rows(store: Store, codec: Codec) -> None:
     assert pages(store)["a"].has_rows
     assert not pages(store)["b"].has_rows
     for file in store.files():
-        store.drop_file(file)
+        store.rows.drop_file(file)
     assert not pages(store)["a"].has_rows
     store.commit_turn(turn_of([*BASE, 10, 11, 12, 5, 6, 7], [3], session="longer"))
     write_copy(store, codec, "b", form="packed")
@@ -229,11 +229,11 @@ def test_what_resumes_without_prefill(store: Store) -> None:
     report = space(store.state, lambda node: node is base)
     assert (report.tokens_resumable, report.tokens_to_prefill) == (40, 7)
     assert base.file is not None
-    store.drop_file(base.file)
+    store.rows.drop_file(base.file)
     assert ends["b"].has_rows
     report = space(store.state, None)
     assert (report.tokens_resumable, report.tokens_to_prefill) == (0, 47)
-    assert report.token_bytes == store.warm_bytes / 4
+    assert report.token_bytes == store.state.warm_bytes / 4
 
 
 def test_a_full_disk_costs_nothing(store: Store, codec: Codec) -> None:

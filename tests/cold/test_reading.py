@@ -16,8 +16,8 @@ from store_tools import FINGERPRINT, turn_of
 from towerd.codec import Codec, container
 from towerd.codec.codec import WrittenText
 from towerd.cold import Coding, VocabularySource, freeze, thaw
-from towerd.cold.reading import TextReader, text_of
 from towerd.errors import SessionFrozen, StoreError, ThawError
+from towerd.search.reading import TurnReader, text_of
 from towerd.store import Store
 from towerd.store.catalog.vocabularies import MEDIUM, KeptVocabulary
 
@@ -52,8 +52,8 @@ def said(codec: Codec, form: str) -> list[int]:
     return [1, *first, *own, 2, 1, 5 + 0xE2, *first, 400, 401, 2]
 
 
-def reader(store: Store) -> TextReader:
-    return TextReader(store, Coding(lambda: VocabularySource(Path(), "")))
+def reader(store: Store) -> TurnReader:
+    return TurnReader(store, Coding(lambda: VocabularySource(Path(), "")))
 
 
 @pytest.mark.parametrize("form", FORMS)

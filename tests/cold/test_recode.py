@@ -17,6 +17,7 @@ from towerd.codec.prior import file
 from towerd.cold import (
     Coding,
     ColdTier,
+    IdleFreezer,
     VocabularySource,
     cold_history,
     freeze,
@@ -103,7 +104,8 @@ async def test_renewed_in_idle_time(store: Store, earlier: bytes, freeze_after_s
         freeze_after_s=freeze_after_s,
     )
     assert coded(store, 0).model == coded(store, 1).model == earlier
-    cold.start()
+    freezer = IdleFreezer(cold)
+    freezer.start()
     await until_async(lambda: cold.n_recoded == 2)
     assert earlier not in (coded(store, 0).model, coded(store, 1).model)
     assert coded(store, 2).form.name == "packed"
@@ -111,6 +113,7 @@ async def test_renewed_in_idle_time(store: Store, earlier: bytes, freeze_after_s
     for number in range(3):
         check(store, cold.coding.codec, number)
     assert cold.n_failed == 0
+    await freezer.stop()
     await cold.close()
 
 

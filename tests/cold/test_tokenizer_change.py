@@ -6,6 +6,7 @@ the probe that is remembered is that tokenizer's.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -25,14 +26,14 @@ from towerd.codec.errors import Damaged
 from towerd.codec.forms import mix
 from towerd.codec.prior import file
 from towerd.codec.vocabulary import TEXTS, GgufVocabulary, probe
-from towerd.cold import Coding, ColdTier, VocabularySource, freeze, write_copy
+from towerd.cold import Coding, ColdTier, IdleFreezer, VocabularySource, freeze, write_copy
+from towerd.cold.cold_tier import check_minis
 from towerd.cold.freezing import decode
-from towerd.cold.renewal import check_minis
 from towerd.errors import ThawError
 from towerd.models.bundled import bundled_model
 from towerd.settings.config import Config
 from towerd.store import Store, latest_fingerprint
-from towerd.store.catalog.probes import is_renewing, note_probe, note_renewed
+from towerd.store.state.probes import is_renewing, note_probe, note_renewed
 
 STORY = b"Once upon a time there was a little girl who had a dog. They went to the park."
 
@@ -44,8 +45,8 @@ def coded_before(root: Path, codec: Codec) -> list[int]:
     assert ids != [1, *map(int, codec.vocabulary.tokenize(STORY))]
     with Store.open(root, latest_fingerprint) as store:
         digest = store.state.identity.tokenizer_digest
-        assert note_probe(store, digest, probe(before.tokenize))
-        note_renewed(store, digest, 0)
+        assert note_probe(store.state, digest, probe(before.tokenize))
+        note_renewed(store.state, digest, 0)
         for session, form in (("kept", "packed"), ("lost", "text")):
             store.commit_turn(turn_of(ids, [400, 401], session=session))
             freeze(store, Codec(before, tables=store.tables), session, form=form)
@@ -71,13 +72,13 @@ async def test_another_llama_cpp(
     async with service_on(bundled_model(), freeze_after_s=0.1) as service:
         store, cold = service.store, service.cold
         digest = store.state.identity.tokenizer_digest
-        await until_async(lambda: not is_renewing(store, digest))
+        await until_async(lambda: not is_renewing(store.state, digest))
         assert cold.n_recoded == 1
         assert (await cold.session_ids("kept")).tolist() == ids
         with pytest.raises(ThawError, match="cuts text into tokens otherwise"):
             await cold.session_ids("lost")
         text = (await service.engine.detokenize(ids)).decode()
-        assert await cold.frozen_text("lost") == text
+        assert await asyncio.to_thread(service.search.reader.text, "lost") == text
         answer = await ask(
             service, [*map(int, codec.vocabulary.tokenize(STORY)), 5], session="lost"
         )
@@ -101,13 +102,14 @@ async def test_the_codecs_own_vocabulary(
             write_copy(store, before, name_of(N_BASES), form="mix")
             check_minis(store, before)
         digest = store.state.identity.tokenizer_digest
-        note_renewed(store, digest, 0)
+        note_renewed(store.state, digest, 0)
         caplog.clear()
         source = VocabularySource(bundled_model(), "hash")
         cold = ColdTier(store, Coding(lambda: source, store.tables), freeze_after_s=-1)
-        cold.start()
+        freezer = IdleFreezer(cold)
+        freezer.start()
         await until_async(lambda: cold.n_recoded == 1)
-        await until_async(lambda: not is_renewing(store, digest))
+        await until_async(lambda: not is_renewing(store.state, digest))
         assert "cuts the codec's vocabulary otherwise" in caplog.text
         freeze(store, codec, name_of(N_BASES))
         frozen = store.cold.read(name_of(N_BASES))
@@ -116,7 +118,8 @@ async def test_the_codecs_own_vocabulary(
         history = frozen.history(decode(codec, frozen))
         assert history.ids(history.leaf).tolist() == said(N_BASES)[-1]
         check_minis(store, codec)
-        assert not is_renewing(store, digest)
+        assert not is_renewing(store.state, digest)
+        await freezer.stop()
         await cold.close()
 
 
@@ -124,20 +127,17 @@ def test_what_is_remembered(tmp_path: Path, codec: Codec) -> None:
     """The first probe is no change; a change stays until all is renewed. The texts differ under a
     tokenizer that differs a little."""
 
-    class Memory(dict[str, str]):
-        get_meta = dict.get
-        set_meta = dict.__setitem__
-
-    meta, digest = Memory(), b"d" * 32
-    assert not note_probe(meta, digest, "one")
-    assert not note_probe(meta, digest, "one")
-    assert not is_renewing(meta, digest)
-    assert note_probe(meta, digest, "two")
-    assert not note_probe(meta, digest, "two")
-    assert is_renewing(meta, digest)
-    assert not is_renewing(meta, b"e" * 32)
-    note_renewed(meta, digest, 0)
-    assert not is_renewing(meta, digest)
+    store, digest = Store.open(tmp_path / "store", FINGERPRINT), b"d" * 32
+    assert not note_probe(store.state, digest, "one")
+    assert not note_probe(store.state, digest, "one")
+    assert not is_renewing(store.state, digest)
+    assert note_probe(store.state, digest, "two")
+    assert not note_probe(store.state, digest, "two")
+    assert is_renewing(store.state, digest)
+    assert not is_renewing(store.state, b"e" * 32)
+    note_renewed(store.state, digest, 0)
+    assert not is_renewing(store.state, digest)
+    store.close()
     assert probe(codec.vocabulary.tokenize) == probe(codec.vocabulary.tokenize)
     for text in TEXTS:
 

@@ -111,9 +111,9 @@ async def test_approximate_rows_never_become_stored_ones(
         await ask(service, np.concatenate([base, _prompt(5, 1)]))
         await settle(service)
         for file in service.store.files():
-            service.store.drop_file(file)
+            service.store.rows.drop_file(file)
         for node in service.store.nodes():
-            service.store.drop_hot(node)
+            service.store.rows.drop_hot(node)
         await ask(service, np.concatenate([base, _prompt(5, 2)]))
         await settle(service)
         for node in service.store.nodes():

@@ -17,8 +17,7 @@ from towerd.engine.embedded.calibration.calibrate import Calibrator, calibration
 from towerd.errors import NotSupported
 from towerd.models.bundled import bundled_model
 from towerd.slots.layout import NATIVE
-from towerd.tiers.formats.calibration import BOUNDS, Calibration
-from towerd.tiers.formats.calibration_store import load_calibration
+from towerd.tiers.formats.calibration import BOUNDS, Calibration, load_calibration
 from towerd.tokens import Ids
 
 

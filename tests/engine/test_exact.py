@@ -79,7 +79,7 @@ async def test_branches_share_their_base(
             check_answer(oracle, chat, await ask(service, chat))
         assert service.engine.pool.cells_used == 120 + 3 * (20 + 7)
         await settle(service)
-        rows = service.store.warm_bytes / service.engine.info.kv_bytes_per_token
+        rows = service.store.state.warm_bytes / service.engine.info.kv_bytes_per_token
         assert rows < 1.5 * (120 + 3 * 27) + 3 * 200  # page alignment of tiny planes
 
 

@@ -80,7 +80,7 @@ async def test_rows_of_a_part(seeing: OpenSeeing, n_left: int) -> None:
         service.store.insert(first.ids, scope, [start + n_left, len(first.ids)])
         for node in service.store.nodes():
             if node.p0 >= start + n_left:
-                service.store.drop_hot(node)
+                service.store.rows.drop_hot(node)
         again = await look(service, 1)
         assert again.finish.ids == first.finish.ids
         reuse, stats = again.finish.reuse, service.engine.stats()

@@ -76,12 +76,12 @@ async def test_replaced_while_it_is_served(
         overwrite(served, other)
         await until_async(lambda: "is not what was loaded" in caplog.text)
         await until_async(lambda: not len(service.engine.pool))
-        await until_async(lambda: service.store.hot_bytes == 0)
+        await until_async(lambda: service.store.state.hot_bytes == 0)
         longer = prompt + first.ids + some_ids(9, 1).tolist()
         again = await ask(service, longer, session="s")
         assert again.finish.reuse.prefill == len(longer)
         await settle(service)
-        assert service.store.hot_bytes == 0
+        assert service.store.state.hot_bytes == 0
         assert service.store.session_ids("s").tolist() == longer + again.ids
     overwrite(served, original)
     async with service_on(served) as service:

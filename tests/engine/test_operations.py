@@ -78,8 +78,8 @@ async def _step(
     elif kind == "forget":
         for node in service.store.nodes()[pick % 3 :: 3]:
             if node.file is not None:
-                service.store.drop_hot(node)
-                service.store.drop_file(node.file)
+                service.store.rows.drop_hot(node)
+                service.store.rows.drop_file(node.file)
     else:
         prompt = chats.next_prompt(kind, pick)
         if prompt is not None and len(prompt) < 400:

@@ -116,7 +116,7 @@ async def test_spliced_rows_never_reach_the_store(
     async with service_on(model_path) as service:
         again = await ask(service, whole)  # still spliced, from what was written
         assert again.finish.reuse.approximate == again.finish.reuse.warm == N_KEPT
-        service.store.remove_base("m", "local")
+        service.store.bases.remove("m", "local")
         await settle(service)
     async with service_on(model_path) as service:
         exact = await ask(service, whole)
@@ -214,7 +214,7 @@ async def test_requests_that_do_not_want_it(
         changed = PROMPT.copy()
         changed[len(GAP) + 50] = 300 if changed[len(GAP) + 50] != 300 else 301
         assert (await ask(service, changed)).finish.reuse.approximate == 0
-        service.store.remove_base("m", "local")
+        service.store.bases.remove("m", "local")
         gone = await ask(service, np.concatenate([some_ids(9, 6), PROMPT]))
         assert gone.finish.reuse.approximate == 0
         await settle(service)
@@ -226,9 +226,9 @@ async def test_rows_that_are_gone_are_evaluated(
     async with service_on(model_path) as service:
         await add_module(service)
         for node in service.store.nodes():
-            service.store.drop_hot(node)
+            service.store.rows.drop_hot(node)
         for file in service.store.files():
-            service.store.drop_file(file)
+            service.store.rows.drop_file(file)
         answer = await ask(service, PROMPT)
         assert answer.finish.reuse.prefill == len(PROMPT)
         assert (answer.finish.reuse.approximate, answer.finish.reuse.drift) == (0, None)

@@ -83,8 +83,8 @@ def test_tenants_with_bases_of_one_name(tmp_path: Path) -> None:
     """Each base is cut by what its own tenant has above it."""
     with closing(Store.open(tmp_path / "store", FINGERPRINT)) as store:
         for scope, above, own in (("a", [1, 2, 3], [4, 5]), ("b", [6, 7], [8])):
-            store.add_base("p", np.array(above, np.int32), scope, 0, False)
-            store.add_base("p/q", np.array(above + own, np.int32), scope, 1, False)
+            store.bases.add("p", np.array(above, np.int32), scope, 0, False)
+            store.bases.add("p/q", np.array(above + own, np.int32), scope, 1, False)
     with connect(Target(store_dir=str(tmp_path / "store"))) as backend:
         found = [(name, np.asarray(ids).tolist()) for name, ids in own_ids(backend)]
     assert sorted(found) == [("p/q", [4, 5]), ("p/q", [8])]

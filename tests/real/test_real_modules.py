@@ -33,7 +33,7 @@ async def test_measured_and_spliced(
         assert n_kept >= len(inner) / 4
         path = maker.path(inner)
         await ask(service, path, 0, precache="river")
-        service.store.add_base("river", path, "local", 0, False, None, module)
+        service.store.bases.add("river", path, "local", 0, False, None, module)
         await settle(service)
         before = await ids_of(service, BREAD, begins=True)
         prompt = joined(before, inner, await ids_of(service, QUESTIONS[2]))

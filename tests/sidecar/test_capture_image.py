@@ -149,7 +149,7 @@ async def test_only_the_delta_is_kept(sidecar_on: OpenSidecar) -> None:
             kept = stats["captured_tokens"]
         await engine.settle()
         assert engine.stats()["saves"] == 3
-        assert sidecar.store.hot_bytes == kept * engine.info.kv_bytes_per_token
+        assert sidecar.store.state.hot_bytes == kept * engine.info.kv_bytes_per_token
 
 
 async def test_steady_chatting_costs_no_io(sidecar_on: OpenSidecar) -> None:

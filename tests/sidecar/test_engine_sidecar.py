@@ -102,7 +102,7 @@ async def test_a_public_base_is_shared(sidecar_on: OpenSidecar) -> None:
     """What the operator marked public is restored for all tenants, and only that."""
     async with sidecar_on(parallel=1) as sidecar:
         base = prompt(80)
-        add = sidecar.store.add_base
+        add = sidecar.store.bases.add
         await asyncio.to_thread(add, "base", base, "local", 0, True)
         request = GenerateRequest(base, n_predict=0, precache="base")
         async for _ in sidecar.sessions.run(request):

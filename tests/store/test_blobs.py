@@ -44,9 +44,9 @@ def channels(rows_fingerprint: Fingerprint, ids: npt.NDArray[np.int32], p0: int 
 def written(store: Store, *, v_trans: bool = False) -> Node:
     leaf = store.insert(IDS, "local", [50])[-1]
     if v_trans:
-        store.attach_hot([leaf], channels(store.state.fingerprint, IDS))
-        store.write_rows([leaf])
-        store.drop_hot(leaf)
+        store.rows.attach_hot([leaf], channels(store.state.fingerprint, IDS))
+        store.rows.write([leaf])
+        store.rows.drop_hot(leaf)
     else:
         write_all(store, leaf)
     return leaf
@@ -70,7 +70,7 @@ def test_rows_come_in_blobs(root: Path, fingerprint: Fingerprint) -> None:
             leaf = store.match(IDS, "local").nodes[-1]
             (part,) = store.plan_rows(leaf, 0, 50)
             at = 0
-            for rows in store.load_each(part):
+            for rows in store.rows.load_each(part):
                 expected = rows_of(IDS[: rows.p1], at, layout)
                 assert_same_rows(rows, expected)
                 blob = emit_blob([expected], layout=layout, v_trans=v_trans)
@@ -82,7 +82,7 @@ def test_rows_come_in_blobs(root: Path, fingerprint: Fingerprint) -> None:
             for p0 in range(0, 50, 7):
                 for p1 in range(p0 + 1, 51, 5):
                     (part,) = store.plan_rows(leaf, p0, p1)
-                    loaded = store.load_rows(part)
+                    loaded = store.rows.load(part)
                     assert (loaded.p0, loaded.p1) == (p0, p1)
                     for rows in loaded:
                         assert_same_rows(rows, rows_of(IDS[: rows.p1], rows.p0, layout))
@@ -106,7 +106,7 @@ def test_what_is_before_the_damage_is_used(root: Path, v_trans: bool) -> None:
     with Store.open(root, PLAIN) as store:
         leaf = store.match(IDS, "local").nodes[-1]
         (part,) = store.plan_rows(leaf, 0, 50)
-        pieces = store.load_each(part)
+        pieces = store.rows.load_each(part)
         first = next(pieces)
         assert_same_rows(first, rows_of(IDS[: blobs[0].n_rows], 0, PLAIN.layout))
         with pytest.raises(RowsDamaged):
@@ -142,5 +142,5 @@ def test_a_blob_is_read_before_it_is_believed(root: Path, edit: str) -> None:
         leaf = store.match(IDS, "local").nodes[-1]
         (part,) = store.plan_rows(leaf, 0, 50)
         with pytest.raises(RowsDamaged):
-            store.load_rows(part)
+            store.rows.load(part)
         assert (root / "quarantine" / path.name).exists()

@@ -177,13 +177,13 @@ def test_gc_deletes_the_states_of_what_it_removes(store: Store) -> None:
     table.write(node)
     half = table.folder / "0123.tmp"
     half.write_bytes(b"being written")
-    store.state.catalog.writing.add(half.name)
+    store.state.catalog.begin_file(half.name)
     would = store.gc(dry_run=True)
     assert len(list(table.folder.iterdir())) == 4
     done = store.gc()
     assert (done.files, done.bytes_freed) == (would.files, would.bytes_freed)
     assert done.files == 2
-    store.state.catalog.writing.discard(half.name)
+    store.state.catalog.end_file(half.name)
     assert store.gc().bytes_freed == len(b"being written")
     table.sweep()
     (found,) = table.all()
@@ -230,6 +230,6 @@ def test_exact_daemons_take_nothing_derived(store: Store) -> None:
 def test_distance_to_the_nearest_leaf(store: Store) -> None:
     store.insert(IDS, "local", [20, 100])
     store.insert(np.append(IDS[:20], [9, 9, 9]).astype(np.int32), "local", [23])
-    top = store.root.children
+    top = store.state.tree.root.children
     (node,) = top
     assert leaf_distance(node) == 3

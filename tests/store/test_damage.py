@@ -36,7 +36,7 @@ def one_file(root: Path) -> Path:
     with Store.open(root, FINGERPRINT) as store:
         node = store.commit_turn(turn_of(IDS[:30].tolist(), IDS[30:].tolist())).node
         make_hot(store, node)
-        store.write_rows(node.path())
+        store.rows.write(node.path())
         assert node.file is not None
         return node.file.path
 
@@ -60,12 +60,12 @@ def assert_quarantined(root: Path, path: Path) -> None:
         parts = store.plan_rows(match, 0, 49)
         assert len(parts) == 2
         with pytest.raises(RowsDamaged):
-            store.load_rows(parts[1])
+            store.rows.load(parts[1])
         with pytest.raises(RowsDamaged):
-            store.load_rows(parts[0])
+            store.rows.load(parts[0])
         assert not path.exists()
         assert (root / "quarantine" / path.name).exists()
-        assert store.warm_bytes == 0
+        assert store.state.warm_bytes == 0
         assert store.plan_rows(match, 0, 49) == []
         assert len(store.session_ids(store.sessions()[0].id)) == 50
         store.check_integrity(keys=True)
@@ -137,7 +137,7 @@ def test_links_are_not_followed(root: Path, tmp_path: Path) -> None:
     path.symlink_to(tmp_path / "elsewhere")
     with Store.open(root, FINGERPRINT) as store:
         with pytest.raises(RowsDamaged):
-            store.load_rows(store.plan_rows(store.match(IDS, "local"), 0, 49)[0])
+            store.rows.load(store.plan_rows(store.match(IDS, "local"), 0, 49)[0])
         store.check_integrity()
 
 
@@ -147,7 +147,7 @@ def test_a_pipe_does_not_hang(root: Path) -> None:
     path.unlink()
     os.mkfifo(path)
     with Store.open(root, FINGERPRINT) as store, pytest.raises(RowsDamaged):
-        store.load_rows(store.plan_rows(store.match(IDS, "local"), 0, 49)[0])
+        store.rows.load(store.plan_rows(store.match(IDS, "local"), 0, 49)[0])
 
 
 def test_missing_files_are_forgotten_at_opening(root: Path) -> None:
@@ -164,7 +164,7 @@ def test_missing_file_while_open(root: Path) -> None:
     with Store.open(root, FINGERPRINT) as store:
         path.unlink()
         with pytest.raises(RowsDamaged):
-            store.load_rows(store.plan_rows(store.match(IDS, "local"), 0, 49)[0])
+            store.rows.load(store.plan_rows(store.match(IDS, "local"), 0, 49)[0])
         store.check_integrity()
 
 
@@ -178,7 +178,7 @@ def test_files_cannot_stand_in_for_each_other(root: Path, whole: bool, message: 
         ]
         for leaf in leaves:
             make_hot(store, leaf)
-            store.write_rows(leaf.path() if whole else [leaf])
+            store.rows.write(leaf.path() if whole else [leaf])
         paths = [leaf.file.path for leaf in leaves if leaf.file is not None]
     swap = root / "swap"
     paths[0].rename(swap)
@@ -190,7 +190,7 @@ def test_files_cannot_stand_in_for_each_other(root: Path, whole: bool, message: 
             if node.file is not None:
                 part = store.plan_rows(node, node.p0, node.p1)[0]
                 with pytest.raises(RowsDamaged, match=message):
-                    store.load_rows(part)
+                    store.rows.load(part)
 
 
 @pytest.mark.parametrize("scope", ["bob", "local~59ce0aab@0.5"])
@@ -231,7 +231,7 @@ def test_verify_can_repair(root: Path) -> None:
     flip(path, path.stat().st_size - PAGE)
     seen: list[tuple[int, int]] = []
     with Store.open(root, FINGERPRINT) as store:
-        size = store.warm_bytes
+        size = store.state.warm_bytes
         report = store.verify(lambda done, total: seen.append((done, total)), repair=True)
         assert (report.quarantined, report.ok, seen) == (1, False, [(size, size)])
         assert store.verify().ok
@@ -388,7 +388,7 @@ def test_no_descriptors_is_not_damage(root: Path, monkeypatch: pytest.MonkeyPatc
         with monkeypatch.context() as patch:
             patch.setattr("towerd.store.segments.segment_file.map_file", out_of_files)
             with pytest.raises(StoreError, match="Too many") as caught:
-                store.load_rows(part)
+                store.rows.load(part)
             assert not isinstance(caught.value, RowsDamaged)
         assert path.exists()
         assert check_rows(store, part.node) == part.node.p1

@@ -28,7 +28,7 @@ from store_tools import (
 from towerd.errors import SessionDeleted, StoreError
 from towerd.store import Store
 from towerd.store.catalog.identity import TokenizerIdentity
-from towerd.store.catalog.journal.chain import read_chain
+from towerd.store.catalog.journal.journal import read_chain
 from towerd.store.catalog.shared.broker import CatalogBroker
 from towerd.store.catalog.vocabularies import KnownWords, some_words
 from towerd.store.rows.checkpoints import CheckpointTable
@@ -146,7 +146,7 @@ def test_a_turn_on_its_way_brings_nothing_back(root: Path, name: str | None) -> 
     the deleted conversation under the same name, or as a new session."""
     talk(root)
     with Store.open(root, FINGERPRINT) as store:
-        before, ids = store.watch_deletions(), np.array([*GONE, 1, 2, 3], np.int32)
+        before, ids = store.deletions.watch(), np.array([*GONE, 1, 2, 3], np.int32)
         store.delete_session("gone")
         with pytest.raises(SessionDeleted):
             store.commit_turn(replace(turn_of([*GONE, 1], [2, 3], session=name), since=before))
@@ -159,7 +159,7 @@ def test_a_turn_on_its_way_brings_nothing_back(root: Path, name: str | None) -> 
         assert store.gc().segments > 0
         assert [info.id for info in store.sessions()] == ["kept"]
         assert found_in(root) == []
-        again = replace(turn_of([*GONE, 1], [2, 3], session=name), since=store.watch_deletions())
+        again = replace(turn_of([*GONE, 1], [2, 3], session=name), since=store.deletions.watch())
         assert store.commit_turn(again).new_session
 
 
@@ -169,7 +169,7 @@ def test_turns_of_other_chats_are_recorded(root: Path) -> None:
     with Store.open(root, FINGERPRINT) as store:
         store.commit_turn(turn_of([*GONE, 1], [2, 3], session="copy"))
         store.commit_turn(turn_of(GONE[:60], GONE[60:], session="gone", scope="other"))
-        before = store.watch_deletions()
+        before = store.deletions.watch()
         store.delete_session("gone", "local")
         for prompt, scope, session in (
             ([*KEPT, 1], "local", "kept"),
@@ -186,12 +186,12 @@ def test_turns_of_other_chats_are_recorded(root: Path) -> None:
 def test_an_import_on_its_way_brings_nothing_back(root: Path) -> None:
     talk(root)
     with Store.open(root, FINGERPRINT) as store:
-        before, history = store.watch_deletions(), store.history("gone")
+        before, history = store.deletions.watch(), store.history("gone")
         store.delete_session("gone")
         with pytest.raises(SessionDeleted):
             store.add_history(history, "local", before)
         assert [info.id for info in store.sessions()] == ["kept"]
-        assert store.add_history(history, "local", store.watch_deletions()) == 2
+        assert store.add_history(history, "local", store.deletions.watch()) == 2
 
 
 def test_another_process_hears_of_it(root: Path) -> None:
@@ -211,7 +211,7 @@ def test_another_process_hears_of_it(root: Path) -> None:
         answering, beside, foreign = stores
         for name, delete in (("gone", beside.delete_session), ("kept", foreign.foreign.delete)):
             ids = answering.session_ids(name).tolist()
-            before = answering.watch_deletions()
+            before = answering.deletions.watch()
             delete(name)
             for turn in (turn_of([*ids, 1], [2, 3], session=name), turn_of([*ids, 1], [2, 3])):
                 with pytest.raises(SessionDeleted):
@@ -238,7 +238,7 @@ def test_a_chat_that_begins_after_a_deletion_in_another_process(
             for model in (FINGERPRINT, OTHER_TOKENIZER)
         )
         foreign.foreign.delete("gone")
-        begun = answering.watch_deletions()
+        begun = answering.deletions.watch()
         turn = turn_of([*GONE[:60], 1], [2, 3], session=name)
         assert answering.commit_turn(replace(turn, since=begun)).new_session
 

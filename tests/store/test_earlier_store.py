@@ -65,7 +65,7 @@ def check(root: Path, expected: dict[str, Any], opened: str) -> None:
             check_frozen(store, expected[model]["frozen"])
         check_own_rows(store, expected, opened)
         pins = [pin for model in group for pin in expected[model]["pins"]]
-        assert sorted(node.prefix_ids().tolist() for node in store.pins()) == sorted(pins)
+        assert sorted(node.prefix_ids().tolist() for node in store.pins.listing()) == sorted(pins)
         check_bases_and_workflows(store, expected, group)
         store.check_integrity(keys=True)
         assert store.verify().ok, store.verify().problems
@@ -88,7 +88,7 @@ def check_own_rows(store: Store, expected: dict[str, Any], opened: str) -> None:
 def check_bases_and_workflows(
     store: Store, expected: dict[str, Any], group: tuple[str, ...]
 ) -> None:
-    (base,) = store.bases()
+    (base,) = store.bases.listing()
     assert store.node(base.node).prefix_ids().tolist() == expected[group[0]]["bases"]["system"]
     steps = {
         (step.workflow, step.session) for w in WorkflowTable(store.state).history() for step in w

@@ -22,7 +22,7 @@ from towerd.slots.fingerprint import REPORTED_HASH_PREFIX
 from towerd.store import Store
 from towerd.store.catalog.identity import ModelIdentity
 from towerd.store.catalog.vocabularies import KeptVocabulary
-from towerd.store.sessions.stored_rows import stored_rows
+from towerd.store.maintenance.space import stored_rows
 
 IDS = list(range(100))
 

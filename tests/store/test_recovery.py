@@ -33,7 +33,7 @@ from ten_sessions import (
 
 from towerd.errors import NotFound, StoreError, StoreVersion, TokensLost
 from towerd.store import Store
-from towerd.store.catalog.journal.chain import read_chain
+from towerd.store.catalog.journal.journal import read_chain
 
 AFTER_A_KILL: dict[str, Damage] = {
     "a bit of the first frame of the WAL": lambda root: flip(root / WAL, 32 + 24 + 100),

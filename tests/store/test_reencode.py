@@ -29,8 +29,8 @@ from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
 from towerd.store import FormatRequest, Node, Store
-from towerd.store.rows.reencode import differs
-from towerd.store.segments.format_run import FormatRun
+from towerd.store.rows.rows import differs
+from towerd.store.segments.segment_header import FormatRun
 from towerd.tokens import Provenance
 
 
@@ -39,11 +39,11 @@ def test_every_format_comes_back(root: Path, name: str) -> None:
     """What is loaded is the native rows encoded once, before and after a restart."""
     with Store.open(root, FINGERPRINT) as store:
         leaf, file = one_leaf(store)
-        before = store.warm_bytes
+        before = store.state.warm_bytes
         new = reencode(store, file, FormatRequest(4, 40, name))
         assert formats_of(store, leaf) == [(4, NATIVE), (36, name), (10, NATIVE)]
         assert not file.path.exists()
-        assert store.warm_bytes == new.path.stat().st_size != before
+        assert store.state.warm_bytes == new.path.stat().st_size != before
         assert store.held(leaf).format == f"native+{name}"
         kept = LAYOUT.stored_as(name).token_bytes
         assert store.held(leaf).nbytes == 14 * LAYOUT.token_bytes + 36 * kept
@@ -112,7 +112,7 @@ def values(store: Store, leaf: Node) -> list[list[npt.NDArray[np.float32]]]:
             decode(BY_NAME[shape.format.name], plane)
             for plane, shape in zip(rows.planes(), rows.layout.planes, strict=True)
         ]
-        for rows in store.load_rows(part)
+        for rows in store.rows.load(part)
     ]
 
 
@@ -137,8 +137,8 @@ def test_formats_that_gain_nothing_are_native(root: Path) -> None:
     small = KVLayout((plane_of("q4_0", 64),), (plane_of("f16", 16),))
     with Store.open(root, replace(FINGERPRINT, layout=small)) as store:
         (leaf,) = store.insert(IDS, "local", [50])
-        store.attach_hot([leaf], random_rows(small, 0, 50))
-        file = store.write_rows([leaf])
+        store.rows.attach_hot([leaf], random_rows(small, 0, 50))
+        file = store.rows.write([leaf])
         assert differs(file, [FormatRequest(0, 50, "q4")], small) == (0, 0)
         new = reencode(store, file, FormatRequest(0, 50, "q4"))
         assert formats_of(store, leaf)[0] == (50, NATIVE)
@@ -150,19 +150,19 @@ def test_provenance_of_rows(store: Store) -> None:
     """Of files and of hot rows; `derived` survives writing and re-encoding."""
     path = store.insert(IDS, "local", [20, 50])
     make_hot(store, path[0])
-    store.write_rows(path[:1])
+    store.rows.write(path[:1])
     rows = random_rows(LAYOUT, 20, 50)
-    assert store.attach_hot(path, rows, derived=True) == [path[1]]
+    assert store.rows.attach_hot(path, rows, derived=True) == [path[1]]
     hot = store.plan_rows(path[-1], 0, 50)[-1]
     assert (hot.tier, set(hot.provenance.tolist())) == ("hot", {Provenance.DERIVED})
-    file = store.write_rows(path[1:])
+    file = store.rows.write(path[1:])
     assert file.provenance(20, 50).tolist() == [Provenance.DERIVED] * 30
     reencode(store, file, FormatRequest(30, 50, "q8"))
-    store.drop_hot(path[1])
+    store.rows.drop_hot(path[1])
     (part,) = store.plan_rows(path[-1], 25, 35)
     assert part.provenance.tolist() == [Provenance.DERIVED] * 5 + [Provenance.APPROXIMATE] * 5
-    assert store.attach_hot(
-        [path[1]], store.load_rows(store.plan_rows(path[1], 20, 50)[0]).copy()
+    assert store.rows.attach_hot(
+        [path[1]], store.rows.load(store.plan_rows(path[1], 20, 50)[0]).copy()
     ) == [path[1]]
     (part,) = store.plan_rows(path[-1], 25, 35)
     assert (part.tier, part.provenance.tolist()) == (
@@ -175,20 +175,20 @@ def test_exact_plans_pass_over_the_rest(store: Store) -> None:
     """Approximate and derived rows count as none, and exact ones take their place."""
     path = store.insert(IDS, "local", [20, 50])
     make_hot(store, path[-1])
-    file = store.write_rows(path)
+    file = store.rows.write(path)
     assert len(store.plan_rows(path[-1], 0, 50, exact=True)) == 2
     new = reencode(store, file, FormatRequest(30, 50, "q4h"))
     assert [p.tier for p in store.plan_rows(path[-1], 0, 50, exact=True)] == ["hot", "hot"]
     for node in path:
-        store.drop_hot(node)
+        store.rows.drop_hot(node)
     assert [p.p1 for p in store.plan_rows(path[-1], 0, 50, exact=True)] == [20]
     assert [p.p1 for p in store.plan_rows(path[-1], 0, 50)] == [20, 50]
     make_hot(store, path[-1])
-    assert store.write_rows(path[1:]) is new
-    exact = store.write_rows(path[1:], replace=True)
+    assert store.rows.write(path[1:]) is new
+    exact = store.rows.write(path[1:], replace=True)
     assert (path[0].file, path[1].file) == (new, exact)
     for node in path:
-        store.drop_hot(node)
+        store.rows.drop_hot(node)
     assert [p.p1 for p in store.plan_rows(path[-1], 0, 50, exact=True)] == [20, 50]
     assert check_rows(store, path[-1]) == 50
     store.check_integrity(keys=True)
@@ -198,12 +198,12 @@ def test_exact_rows_replace_hot_ones_that_are_not(store: Store) -> None:
     """The other way round they do not."""
     path = store.insert(IDS, "local", [50])
     rows = random_rows(LAYOUT, 0, 50)
-    assert store.attach_hot(path, rows, derived=True) == path
-    assert store.attach_hot(path, rows, derived=True) == []
-    assert store.attach_hot(path, rows) == path
-    assert store.attach_hot(path, rows) == []
+    assert store.rows.attach_hot(path, rows, derived=True) == path
+    assert store.rows.attach_hot(path, rows, derived=True) == []
+    assert store.rows.attach_hot(path, rows) == path
+    assert store.rows.attach_hot(path, rows) == []
     assert path[0].has_exact_hot
-    assert store.hot_bytes == rows.nbytes
+    assert store.state.hot_bytes == rows.nbytes
     store.check_integrity()
 
 
@@ -213,16 +213,16 @@ def test_promoted_rows_are_written_as_they_are(store: Store) -> None:
     new = reencode(store, file, FormatRequest(4, 40, "q6h"))
     for node in leaf.path():
         (part,) = store.plan_rows(node, node.p0, node.p1)
-        store.attach_hot([node], store.load_rows(part).copy())
-    assert store.hot_bytes < 50 * LAYOUT.token_bytes
-    store.drop_file(new)
-    assert store.write_rows(leaf.path()).runs == (
+        store.rows.attach_hot([node], store.rows.load(part).copy())
+    assert store.state.hot_bytes < 50 * LAYOUT.token_bytes
+    store.rows.drop_file(new)
+    assert store.rows.write(leaf.path()).runs == (
         FormatRun(0, 4, NATIVE),
         FormatRun(4, 36, "q6h"),
         FormatRun(40, 10, NATIVE),
     )
     for node in leaf.path():
-        store.drop_hot(node)
+        store.rows.drop_hot(node)
     assert check_rows(store, leaf) == 50
 
 
@@ -231,8 +231,8 @@ def test_extensions_stay(root: Path) -> None:
     with Store.open(root, MROPE) as store:
         (leaf,) = store.insert(IDS, "local", [50])
         make_hot(store, leaf)
-        file = store.write_rows([leaf])
-        store.drop_hot(leaf)
+        file = store.rows.write([leaf])
+        store.rows.drop_hot(leaf)
         reencode(store, file, FormatRequest(4, 50, "q4h"))
         assert check_rows(store, leaf) == 50
         assert store.verify().ok
@@ -244,13 +244,13 @@ def test_rows_of_removed_segments_are_left_out(store: Store) -> None:
     write_all(store, path[-1])
     assert path[0].file is not None
     planned = store.plan_rows(path[-1], 0, 50)
-    store.pin(path[0].id)
+    store.pins.add(path[0].id)
     assert store.gc().segments == 1
     new = reencode(store, path[0].file, FormatRequest(4, 20, "q4h"))
     assert (new.p0, new.n_rows) == (0, 20)
-    assert len(store.load_rows(planned[0])) == 20
+    assert len(store.rows.load(planned[0])) == 20
     with pytest.raises(RowsDamaged, match="dropped"):
-        store.load_rows(planned[1])
+        store.rows.load(planned[1])
     store.check_integrity(keys=True)
 
 
@@ -260,13 +260,13 @@ def test_hot_rows_of_another_layout_are_refused(store: Store) -> None:
     other = KVLayout(LAYOUT.k, (plane_of("q4_0", 32), plane_of("q4_0", 32)))
     assert other.converts_to(LAYOUT)
     with pytest.raises(StateError, match="layout"):
-        store.attach_hot([leaf], random_rows(other, 0, 50))
+        store.rows.attach_hot([leaf], random_rows(other, 0, 50))
     half = LAYOUT.stored_as("q4h")
     mixed = KVLayout(half.k, (half.v[0], LAYOUT.v[1]))
     rows = random_rows(LAYOUT, 0, 50)
     planes = (np.zeros((50, mixed.v[0].row_bytes), np.uint8), rows.v[1])
     with pytest.raises(StateError, match="layout"):
-        store.attach_hot([leaf], KVRows(mixed, rows.positions, rows.k, planes))
+        store.rows.attach_hot([leaf], KVRows(mixed, rows.positions, rows.k, planes))
 
 
 def test_turns_over_shrunk_segments(root: Path) -> None:
@@ -283,7 +283,7 @@ def test_turns_over_shrunk_segments(root: Path) -> None:
         make_hot(store, second)
         for node in second.path():
             if node.file is None:
-                store.write_rows([node])
-            store.drop_hot(node)
+                store.rows.write([node])
+            store.rows.drop_hot(node)
         assert check_rows(store, second) == second.p1
         store.check_integrity(keys=True)

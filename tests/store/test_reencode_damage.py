@@ -18,8 +18,14 @@ from towerd.errors import RowsDamaged, StoreError
 from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE
 from towerd.store import FormatRequest, Store
-from towerd.store.segments.format_run import FormatRun, decode_runs, encode_runs
-from towerd.store.segments.segment_header import PREAMBLE, checksum, decode_head
+from towerd.store.segments.segment_header import (
+    PREAMBLE,
+    FormatRun,
+    checksum,
+    decode_head,
+    decode_runs,
+    encode_runs,
+)
 
 
 def test_damage_is_not_copied(store: Store) -> None:
@@ -34,7 +40,7 @@ def test_damage_is_not_copied(store: Store) -> None:
         handle.seek(start + 3)
         handle.write(b"damage")
     with pytest.raises(RowsDamaged, match="damaged"):
-        store.reencode(file, [FormatRequest(4, 50, "q4h")])
+        store.rows.reencode(file, [FormatRequest(4, 50, "q4h")])
     assert leaf.file is None
     assert not file.path.exists()
     store.check_integrity(keys=True)
@@ -59,7 +65,7 @@ def test_damaged_stored_rows_are_set_aside(root: Path, place: str) -> None:
         assert not store.verify().ok
         (part,) = store.plan_rows(store.match(IDS, "local"), 0, 50)
         with pytest.raises(RowsDamaged):
-            store.load_rows(part)
+            store.rows.load(part)
         assert (root / "quarantine" / path.name).exists()
         store.check_integrity(keys=True)
 
@@ -113,7 +119,7 @@ def test_headers_that_contradict_are_refused(root: Path, what: str, message: str
         (problem,) = store.verify().problems
         (part,) = store.plan_rows(store.match(IDS, "local"), 0, 50)
         with pytest.raises(RowsDamaged, match=message):
-            store.load_rows(part)
+            store.rows.load(part)
         assert path.name in problem
 
 
@@ -151,11 +157,11 @@ def test_runs_as_text() -> None:
 def test_bases_keep_their_format(root: Path) -> None:
     """A base may ask for a format of its own."""
     with Store.open(root, FINGERPRINT) as store:
-        store.add_base("a", IDS[:20], "local", 1, False, "q6h")
-        store.add_base("b", IDS[:30], "local", 1, False)
-        store.add_base("a", IDS[:20], "local", 1, False, "native")
+        store.bases.add("a", IDS[:20], "local", 1, False, "q6h")
+        store.bases.add("b", IDS[:30], "local", 1, False)
+        store.bases.add("a", IDS[:20], "local", 1, False, "native")
     with Store.open(root, FINGERPRINT) as store:
-        assert [(base.name, base.format) for base in store.bases()] == [
+        assert [(base.name, base.format) for base in store.bases.listing()] == [
             ("a", "native"),
             ("b", None),
         ]

@@ -51,16 +51,16 @@ def test_removal_meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch) -> Non
     """gc, an eviction or a quarantine wins, and the new file goes."""
     ways: list[Callable[[SegmentFile], object]] = [
         lambda _: store.gc(),
-        store.drop_file,
+        store.rows.drop_file,
         lambda file: store.rows.drop_file(file, set_aside=True),
     ]
     for remove in ways:
         _, file = one_leaf(store)
         with monkeypatch.context() as patch:
             meanwhile(patch, functools.partial(remove, file))
-            assert store.reencode(file, [FormatRequest(4, 50, "q4h")]) is None
+            assert store.rows.reencode(file, [FormatRequest(4, 50, "q4h")]) is None
         assert store.state.directory.names() == set()
-        assert store.reencode(file, [FormatRequest(4, 50, "q4h")]) is None
+        assert store.rows.reencode(file, [FormatRequest(4, 50, "q4h")]) is None
         store.check_integrity(keys=True)
 
 
@@ -68,14 +68,14 @@ def test_loads_continue(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows planned before are loaded from the new file, rows loaded before stay readable."""
     leaf, file = one_leaf(store)
     (part,) = store.plan_rows(leaf, 0, 50)
-    loaded = store.load_rows(part)
+    loaded = store.rows.load(part)
     before = [plane.copy() for rows in loaded for plane in rows.planes()]
     during: list[int] = []
-    meanwhile(monkeypatch, lambda: during.append(len(store.load_rows(part))))
+    meanwhile(monkeypatch, lambda: during.append(len(store.rows.load(part))))
     new = reencode(store, file, FormatRequest(4, 50, "q8"))
     assert during == [50]
     newer = reencode(store, new, FormatRequest(0, 4, "q8"))
-    assert [(len(r), r.layout.format_name) for r in store.load_rows(part)] == [(50, "q8")]
+    assert [(len(r), r.layout.format_name) for r in store.rows.load(part)] == [(50, "q8")]
     after = [plane for rows in loaded for plane in rows.planes()]
     assert all(map(np.array_equal, before, after))
     assert newer.verified
@@ -98,7 +98,7 @@ def test_file_that_goes_between_check_and_load(
     unpatched = SegmentFile.rows
     assert real is not None
     monkeypatch.setattr(SegmentFile, "rows", rows)
-    assert len(store.load_rows(part)) == 50
+    assert len(store.rows.load(part)) == 50
 
 
 def test_full_disk_changes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_full_disk_changes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(StoreError, match="No space"):
-            store.reencode(file, [FormatRequest(4, 50, "q4h")])
+            store.rows.reencode(file, [FormatRequest(4, 50, "q4h")])
     assert leaf.file is file
     assert check_rows(store, leaf) == 50
     assert store.state.directory.names() == {file.path.name}
@@ -154,7 +154,7 @@ CRASHES = textwrap.dedent(
                 (dispatch, "transcoded"),
             ):
                 setattr(owner, name, dying(getattr(owner, name), after))
-            store.reencode(file, [FormatRequest(4, 40, "q4h")])
+            store.rows.reencode(file, [FormatRequest(4, 40, "q4h")])
             left[0] = 1 << 30
         os._exit(0)
 
@@ -175,7 +175,7 @@ CRASHES = textwrap.dedent(
                 assert check_rows(store, store.match(IDS, "local").nodes[-1]) == 50
                 store.check_integrity(keys=True)
                 assert store.verify().ok, store.verify()
-                store.pin(store.match(IDS, "local").nodes[-1].id)
+                store.pins.add(store.match(IDS, "local").nodes[-1].id)
                 store.gc()
                 assert len(store.state.directory.names()) == 1
         n += point

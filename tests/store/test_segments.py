@@ -25,6 +25,7 @@ from towerd.errors import StoreError
 from towerd.slots.errors import StateError
 from towerd.slots.rows import KVRows
 from towerd.store import Store
+from towerd.store.rows.collect import drop_foreign
 
 IDS = np.arange(100, 150, dtype=np.int32)
 
@@ -34,14 +35,14 @@ def test_rows_survive_writing_and_reopening(root: Path) -> None:
     with Store.open(root, FINGERPRINT) as store:
         path = store.insert(IDS, "local", [10, 30, 50])
         make_hot(store, path[-1])
-        assert store.hot_bytes == 50 * LAYOUT.token_bytes
-        file = store.write_rows(path)
+        assert store.state.hot_bytes == 50 * LAYOUT.token_bytes
+        file = store.rows.write(path)
         assert all(node.file is file for node in path)
-        assert store.warm_bytes == file.path.stat().st_size
+        assert store.state.warm_bytes == file.path.stat().st_size
         assert {part.tier for part in store.plan_rows(path[-1], 0, 99)} == {"hot"}
         for node in path:
-            store.drop_hot(node)
-        assert store.hot_bytes == 0
+            store.rows.drop_hot(node)
+        assert store.state.hot_bytes == 0
         assert check_rows(store, path[-1]) == 50
         store.check_integrity(keys=True)
     with Store.open(root, FINGERPRINT) as store:
@@ -55,10 +56,10 @@ def test_rows_are_views_of_the_mapped_file(store: Store) -> None:
     """Loading copies nothing, and the rows outlive the file and the store."""
     path = store.insert(IDS, "local", [50])
     write_all(store, path[-1])
-    (rows,) = store.load_rows(store.plan_rows(path[-1], 5, 40)[0])
+    (rows,) = store.rows.load(store.plan_rows(path[-1], 5, 40)[0])
     assert all(not plane.flags.owndata and not plane.flags.writeable for plane in rows.planes())
     assert path[0].file is not None
-    store.drop_file(path[0].file)
+    store.rows.drop_file(path[0].file)
     store.close()
     assert_same_rows(rows, rows_of(IDS[:40], 5))
 
@@ -67,7 +68,7 @@ def test_split_views_one_file(store: Store) -> None:
     """A split of a node with a file and hot rows rewrites nothing."""
     (leaf,) = store.insert(IDS, "local", [50])
     make_hot(store, leaf)
-    file = store.write_rows([leaf])
+    file = store.rows.write([leaf])
     names = store.state.directory.names()
     store.insert(np.concatenate([IDS[:20], ids_of(1, 2)]), "local", [22])
     upper = leaf.parent
@@ -78,7 +79,7 @@ def test_split_views_one_file(store: Store) -> None:
     assert leaf.hot is not None
     assert np.shares_memory(upper.hot.parts[0].k[0], rows_base(leaf.hot.parts[0]))
     store.check_integrity(keys=True)
-    store.drop_hot(leaf)
+    store.rows.drop_hot(leaf)
     assert [part.tier for part in store.plan_rows(leaf, 0, 50)] == ["hot", "warm"]
     assert check_rows(store, leaf) == 50
     assert store.state.directory.names() == names
@@ -94,8 +95,8 @@ def rows_base(rows: KVRows) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
 def test_plan_stops_at_the_first_gap(store: Store) -> None:
     """Rows behind a gap are of no use."""
     path = store.insert(IDS, "local", [10, 20, 30, 40])
-    store.attach_hot(path, rows_of(IDS[:20]))
-    store.attach_hot(path, rows_of(IDS[:40], 30))
+    store.rows.attach_hot(path, rows_of(IDS[:20]))
+    store.rows.attach_hot(path, rows_of(IDS[:40], 30))
     spans = [(part.p0, part.p1) for part in store.plan_rows(path[-1], 0, 99)]
     assert spans == [(0, 10), (10, 20)]
     assert [(p.p0, p.p1) for p in store.plan_rows(path[-1], 15, 18)] == [(15, 18)]
@@ -106,17 +107,17 @@ def test_plan_stops_at_the_first_gap(store: Store) -> None:
 def test_attach_takes_whole_nodes_only(store: Store) -> None:
     """Rows that cover a node in part leave it alone; hot nodes keep what they have."""
     path = store.insert(IDS, "local", [10, 20])
-    assert store.attach_hot(path, rows_of(IDS[:15])) == path[:1]
-    assert store.attach_hot(path, rows_of(IDS[:20])) == path[1:]
+    assert store.rows.attach_hot(path, rows_of(IDS[:15])) == path[:1]
+    assert store.rows.attach_hot(path, rows_of(IDS[:20])) == path[1:]
     with pytest.raises(StateError, match="layout"):
-        store.attach_hot(path, rows_of(IDS[:20], layout=MROPE.layout))
+        store.rows.attach_hot(path, rows_of(IDS[:20], layout=MROPE.layout))
 
 
 def test_attach_and_write_follow_a_split_meanwhile(store: Store) -> None:
     """Someone who took the nodes before a split still serves the parts above it."""
     (leaf,) = path = store.insert(IDS, "local", [50])
     store.insert(IDS, "local", [20])
-    assert len(store.attach_hot(path, rows_of(IDS))) == 2
+    assert len(store.rows.attach_hot(path, rows_of(IDS))) == 2
     check_rows(store, leaf)
 
 
@@ -133,7 +134,7 @@ def test_write_adopts_the_parts_of_a_split_during_io(
         real(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "rename", rename)
-    file = store.write_rows(path)
+    file = store.rows.write(path)
     assert [(n.p0, n.file) for n in leaf.path()] == [(0, file), (20, file)]
     store.check_integrity(keys=True)
 
@@ -152,7 +153,7 @@ def test_write_for_removed_nodes_leaves_no_file(
 
     monkeypatch.setattr(os, "rename", rename)
     with pytest.raises(StoreError, match="removed"):
-        store.write_rows([leaf])
+        store.rows.write([leaf])
     assert store.state.directory.names() == set()
     store.check_integrity()
 
@@ -162,7 +163,7 @@ def test_write_refuses_what_cannot_share_a_file(store: Store) -> None:
     public, own = store.insert(IDS[:10], "public", [10])[0], store.insert(IDS, "a", [30, 50])
     assert own[0] is public
     with pytest.raises(StoreError, match="no rows"):
-        store.write_rows(own)
+        store.rows.write(own)
     make_hot(store, own[-1])
     for nodes, message in (
         ([], "no segments"),
@@ -170,8 +171,8 @@ def test_write_refuses_what_cannot_share_a_file(store: Store) -> None:
         ([own[0], own[2]], "consecutive"),
     ):
         with pytest.raises(StoreError, match=message):
-            store.write_rows(nodes)
-    assert store.write_rows(own[1:]) is store.write_rows(own[1:])
+            store.rows.write(nodes)
+    assert store.rows.write(own[1:]) is store.rows.write(own[1:])
 
 
 def test_cell_extension_rows(root: Path) -> None:
@@ -193,9 +194,9 @@ def test_rows_with_strides_are_written(store: Store) -> None:
         tuple(np.repeat(plane, 2, axis=0)[::2] for plane in rows.v),
     )
     path = store.insert(IDS, "local", [50])
-    store.attach_hot(path, apart)
-    store.write_rows(path)
-    store.drop_hot(path[0])
+    store.rows.attach_hot(path, apart)
+    store.rows.write(path)
+    store.rows.drop_hot(path[0])
     assert check_rows(store, path[0]) == 50
 
 
@@ -213,7 +214,7 @@ def test_mappings_last_as_long_as_their_rows(root: Path) -> None:
         leaves = [store.insert(ids_of(n, 1, 2), "local", [3])[-1] for n in range(20)]
         for leaf in leaves:
             write_all(store, leaf)
-        (held,) = store.load_rows(store.plan_rows(leaves[0], 0, 3)[0])
+        (held,) = store.rows.load(store.plan_rows(leaves[0], 0, 3)[0])
         before = len(os.listdir("/dev/fd"))
         for leaf in leaves * 2:
             check_rows(store, leaf)
@@ -225,16 +226,16 @@ def test_drop_foreign_frees_other_models_files(root: Path) -> None:
     """A disk budget must be able to reach what an earlier model left behind."""
     with Store.open(root, OTHER_MODEL) as store:
         write_all(store, store.insert(IDS, "local", [50])[-1])
-        size = store.warm_bytes
+        size = store.state.warm_bytes
     with Store.open(root, FINGERPRINT) as store:
-        assert store.warm_bytes == 0
+        assert store.state.warm_bytes == 0
         assert store.stats()["disk_bytes"] == size
         (leaf,) = store.insert(IDS, "local", [50])
         write_all(store, leaf)
-        store.pin(leaf.id)
+        store.pins.add(leaf.id)
         assert store.gc().files == 0
-        assert store.drop_foreign(1) == size
-        assert store.drop_foreign(1) == 0
+        assert drop_foreign(store.state, 1) == size
+        assert drop_foreign(store.state, 1) == 0
         store.check_integrity()
     with Store.open(root, OTHER_MODEL) as store:
         assert store.match(IDS, "local").n == 50
@@ -247,4 +248,4 @@ def test_bytes_of_counts_native_rows(store: Store) -> None:
     (leaf,) = store.insert(IDS, "local", [50])
     make_hot(store, leaf)
     assert leaf.hot is not None
-    assert store.bytes_of(leaf) == leaf.hot.nbytes == store.hot_bytes
+    assert store.bytes_of(leaf) == leaf.hot.nbytes == store.state.hot_bytes

@@ -23,9 +23,10 @@ from store_tools import FINGERPRINT, OTHER_MODEL, OTHER_TOKENIZER, make_hot, tur
 from towerd.errors import NotFound, StoreError, StoreLocked
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store import Store
-from towerd.store.catalog.journal.upkeep import CatalogUpkeep
 from towerd.store.catalog.shared.broker import CatalogBroker
 from towerd.store.catalog.shared.remote import RemoteCatalog
+from towerd.store.catalog.sqlite import SqliteCatalog
+from towerd.store.rows.collect import drop_foreign
 from towerd.tiers.ranking import Ranking
 
 IDS = np.arange(1, 41, dtype=np.int32)
@@ -126,13 +127,13 @@ def test_rows_stay_apart_and_survive_the_splits_of_the_other(shared: Shared) -> 
     for store in (one, two):
         path = store.insert(IDS, "local", [40])
         make_hot(store, path[-1])
-        store.write_rows(path)
+        store.rows.write(path)
     two.insert(np.array([*IDS[:17], 99], np.int32), "local", [18])
     for store in (one, two):
         (part, rest) = store.plan_rows(store.match(IDS, "local"), 0, 40)
         assert (part.p1, rest.p1) == (17, 40)
         store.check_integrity(keys=True)
-    assert one.warm_bytes == two.state.foreign_bytes > 0
+    assert one.state.warm_bytes == two.state.foreign_bytes > 0
 
 
 def test_what_is_written_while_a_model_is_being_opened(shared: Shared) -> None:
@@ -141,7 +142,7 @@ def test_what_is_written_while_a_model_is_being_opened(shared: Shared) -> None:
     late = shared.broker.connect().socket
     path = one.insert(IDS, "local", [40])
     make_hot(one, path[-1])
-    one.write_rows(path)
+    one.rows.write(path)
     with Store.open(shared.root, OTHER_MODEL, catalog_fd=late.detach()) as two:
         assert two.match(IDS, "local").n == 40
         two.check_integrity()
@@ -151,9 +152,9 @@ def test_a_file_that_another_model_evicts_is_forgotten(shared: Shared) -> None:
     one, two = shared.open(FINGERPRINT), shared.open(OTHER_MODEL)
     path = one.insert(IDS, "local", [40])
     make_hot(one, path[-1])
-    file = one.write_rows(path)
-    one.drop_hot(path[-1])
-    assert two.drop_foreign(1) == file.nbytes
+    file = one.rows.write(path)
+    one.rows.drop_hot(path[-1])
+    assert drop_foreign(two.state, 1) == file.nbytes
     assert not one.plan_rows(one.match(IDS, "local"), 0, 40)
     one.check_integrity()
 
@@ -164,16 +165,16 @@ def test_the_larger_of_two_open_models_gives_first(shared: Shared) -> None:
     for first in (100, 200, 300):
         path = one.insert(IDS + first, "local", [40])
         make_hot(one, path[-1])
-        files.append(one.write_rows(path))
+        files.append(one.rows.write(path))
     mine = two.insert(IDS, "local", [40])
     make_hot(two, mine[-1])
-    two.write_rows(mine)
+    two.rows.write(mine)
     pinned = one.match(IDS + 100, "local").nodes[-1]
-    one.pin(pinned.id)
+    one.pins.add(pinned.id)
     one.touch(one.match(IDS + 200, "local").nodes[-1])
     one.flush()
-    assert two.drop_foreign(1) == files[2].nbytes
-    assert two.drop_foreign(1 << 40) == files[1].nbytes  # the pinned one is left
+    assert drop_foreign(two.state, 1) == files[2].nbytes
+    assert drop_foreign(two.state, 1 << 40) == files[1].nbytes  # the pinned one is left
     assert [file.id for file in one.files()] == [files[0].id]
     one.check_integrity()
 
@@ -185,11 +186,11 @@ def test_a_file_of_another_model_under_a_used_id_is_not_taken_for_the_old_one(
     one, two = shared.open(FINGERPRINT), shared.open(OTHER_MODEL)
     path = one.insert(IDS, "local", [40])
     make_hot(one, path[-1])
-    old = one.write_rows(path)
-    two.drop_foreign(1)
+    old = one.rows.write(path)
+    drop_foreign(two.state, 1)
     mine = two.insert(IDS + 100, "local", [40])
     make_hot(two, mine[-1])
-    assert two.write_rows(mine).id == old.id
+    assert two.rows.write(mine).id == old.id
     one.check_integrity()
     one.gc()
     two.check_integrity()
@@ -223,16 +224,16 @@ def test_who_waits_for_a_snapshot_stops_nobody(
     """Deleted data are purged from the journal, which waits for a snapshot that is being written,
     which waits for the lock."""
     purging = threading.Event()
-    real = CatalogUpkeep.purge
+    real = SqliteCatalog.purge
 
-    def purge(self: CatalogUpkeep) -> None:
+    def purge(self: SqliteCatalog) -> None:
         purging.set()
         real(self)
 
-    monkeypatch.setattr(CatalogUpkeep, "purge", purge)
+    monkeypatch.setattr(SqliteCatalog, "purge", purge)
     store = shared.open(FINGERPRINT)
     store.insert(IDS, "local", [40])
-    with shared.broker.upkeep.paused():  # as a snapshot does
+    with shared.broker.catalog.paused():  # as a snapshot does
         collecting = threading.Thread(target=store.gc)
         collecting.start()
         assert purging.wait(60)
@@ -262,9 +263,9 @@ def test_a_request_of_one_model_holds_its_path_for_all(shared: Shared) -> None:
 def test_a_pin_counts_for_all(shared: Shared) -> None:
     one, two = shared.open(FINGERPRINT), shared.open(OTHER_MODEL)
     node = one.insert(IDS, "local", [40])[-1]
-    two.pin(node.id)
+    two.pins.add(node.id)
     assert one.node(node.id).pinned
-    one.unpin(node.id)
+    one.pins.remove(node.id)
     assert not two.node(node.id).pinned
 
 
@@ -272,10 +273,10 @@ def test_other_tokenizers_share_the_budget_and_nothing_else(shared: Shared) -> N
     one, two = shared.open(FINGERPRINT), shared.open(OTHER_TOKENIZER)
     path = one.insert(IDS, "local", [40])
     make_hot(one, path[-1])
-    one.write_rows(path)
+    one.rows.write(path)
     assert two.nodes() == []
     with two.locked():
-        assert two.state.foreign_bytes == one.warm_bytes
+        assert two.state.foreign_bytes == one.state.warm_bytes
     with pytest.raises(NotFound):
         two.node(path[-1].id)
 

@@ -45,16 +45,16 @@ WORKER = textwrap.dedent(
             run = [each for each in node.path() if each.hot is not None and each.file is None]
             cold = [each for each in node.path() if each.file is None]
             if run and run == cold:
-                store.write_rows(run)
+                store.rows.write(run)
             for each in node.path():
-                store.drop_hot(each)
+                store.rows.drop_hot(each)
             files = list({each.file for each in node.path() if each.file is not None})
             if n % 2 == 0 and files:
                 file = files[n % len(files)]
                 cut = file.p0 + file.n_rows * (n % 7) // 7
-                store.reencode(file, [FormatRequest(cut, 1 << 20, ("q4h", "q6", "q8")[n % 3])])
+                store.rows.reencode(file, [FormatRequest(cut, 1 << 20, ("q4h", "q6", "q8")[n % 3])])
             if n % 5 == 0 and files:
-                store.drop_file(files[-1])
+                store.rows.drop_file(files[-1])
             if n % 7 == 0:
                 store.gc()
                 store.flush()

@@ -136,9 +136,9 @@ def test_a_session_that_differs_is_left_alone(store: Store, other: Store) -> Non
 def test_rows_that_are_there_are_used(store: Store, other: Store) -> None:
     """An imported session stands on a base that is precached here, and on its rows."""
     for each in (store, other):
-        each.add_base("bot", np.array(BASE, np.int32), "local", 2, public=True)
-    write_all(other, other.node(other.bases()[0].node))
-    store.add_base("other", ids_of(1, 2), "local", 0, public=True)
+        each.bases.add("bot", np.array(BASE, np.int32), "local", 2, public=True)
+    write_all(other, other.node(other.bases.listing()[0].node))
+    store.bases.add("other", ids_of(1, 2), "local", 0, public=True)
     store.commit_turn(turn_of([*BASE, 1], [2], session="chat"))
     history = store.history("chat")
     assert [(base.name, base.level, base.n_tokens) for base in history.bases] == [("bot", 2, 20)]

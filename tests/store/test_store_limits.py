@@ -59,7 +59,7 @@ def test_a_closed_store_says_so(store: Store) -> None:
     for call in (
         store.sessions,
         lambda: store.match(np.arange(3, dtype=np.int32), "a"),
-        lambda: store.write_rows([leaf]),
+        lambda: store.rows.write([leaf]),
     ):
         with pytest.raises(StoreError, match="closed"):
             call()
@@ -142,7 +142,7 @@ def test_file_size_limit_is_a_full_disk(root: Path) -> None:
         wal = (Path(sys.argv[1]) / "catalog.sqlite-wal").stat().st_size
         resource.setrlimit(resource.RLIMIT_FSIZE, (wal + 20_000, -1))
         try:
-            store.write_rows(first.node.path())
+            store.rows.write(first.node.path())
         except DiskFull as error:
             print("rows", error.status)
         n = 0
@@ -207,7 +207,7 @@ def test_full_disk(small_disk: Path) -> None:
         make_hot(store, first)
         store.check_integrity(keys=True)
         assert check_rows(store, first) == 901
-        assert store.drop_file(file) > 0
+        assert store.rows.drop_file(file) > 0
         assert first.file is None
         result = store.commit_turn(turn_of([8, 8], [1], session="after"))
         assert result.session_id == "after"

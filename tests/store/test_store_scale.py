@@ -13,7 +13,7 @@ from store_tools import FINGERPRINT, check_rows, rows_of, turn_of
 
 from towerd.errors import RowsDamaged, StoreError
 from towerd.store import Store
-from towerd.store.segments.keys import segment_key
+from towerd.store.segments.segment_header import segment_key
 from towerd.tokens import ids_bytes
 
 RUN = 80
@@ -92,13 +92,13 @@ def test_threads_share_one_store(store: Store) -> None:
             ids = [*ids, 100 + number, turn, 3]
             result = store.commit_turn(turn_of(ids, [turn, 4, 4], session=str(number)))
             ids = [*ids, turn, 4, 4]
-            store.attach_hot(result.node.path(), rows_of(ids[: result.node.p1]))
+            store.rows.attach_hot(result.node.path(), rows_of(ids[: result.node.p1]))
             with_rows = [node for node in result.node.path() if node.file is None]
             with suppress(StoreError):  # another thread dropped or removed them first
-                store.write_rows(with_rows[-2:])
+                store.rows.write(with_rows[-2:])
             for part in store.plan_rows(result.node, 0, result.node.p1):
                 with suppress(RowsDamaged):  # dropped since planning
-                    store.load_rows(part)
+                    store.rows.load(part)
         return ids
 
     def churn() -> None:
@@ -107,9 +107,9 @@ def test_threads_share_one_store(store: Store) -> None:
             nodes = store.nodes()
             if nodes:
                 node = nodes[int(rng.integers(len(nodes)))]
-                store.drop_hot(node)
+                store.rows.drop_hot(node)
                 if node.file is not None and rng.random() < 0.3:
-                    store.drop_file(node.file)
+                    store.rows.drop_file(node.file)
             store.gc()
             store.flush()
 

@@ -92,7 +92,7 @@ def test_editing_a_later_message_branches(store: Store) -> None:
 
 def test_two_chats_on_one_base_are_two_sessions(store: Store) -> None:
     """A shared beginning that is no turn's end joins nothing, but is stored once."""
-    store.add_base("bot", np.array(BASE, np.int32), "local", 2, public=True)
+    store.bases.add("bot", np.array(BASE, np.int32), "local", 2, public=True)
     one = store.commit_turn(turn_of([*BASE, 1, 2], [3, 4]))
     two = store.commit_turn(turn_of([*BASE, 5, 6], [7, 8]))
     assert one.session_id != two.session_id
@@ -161,7 +161,7 @@ def test_impossible_names_are_refused(store: Store, name: str) -> None:
 
 def test_rename_delete_and_gc(store: Store) -> None:
     """A deleted session frees the segments that nothing else needs."""
-    store.add_base("bot", np.array(BASE, np.int32), "local", 2, public=False)
+    store.bases.add("bot", np.array(BASE, np.int32), "local", 2, public=False)
     one = store.commit_turn(turn_of([*BASE, 1, 2], [3, 4]))
     two = store.commit_turn(turn_of([*BASE, 5, 6], [7, 8]))
     for result in (one, two):
@@ -180,10 +180,10 @@ def test_rename_delete_and_gc(store: Store) -> None:
     store.delete_session(one.session_id)
     store.gc()
     assert [node.p1 for node in store.nodes()] == [len(BASE)]
-    store.remove_base("bot", "local")
+    store.bases.remove("bot", "local")
     store.gc()
     assert store.nodes() == []
-    assert store.warm_bytes == 0
+    assert store.state.warm_bytes == 0
     assert store.state.directory.names() == set()
     store.check_integrity(keys=True)
 
@@ -215,14 +215,14 @@ def test_ids_of_removed_segments_are_not_used_again(root: Path) -> None:
 
 def test_bases_are_idempotent_and_move(store: Store) -> None:
     """Precaching again does nothing; a changed prompt moves name and pin."""
-    platform = store.add_base("platform", np.array(BASE[:8], np.int32), "local", 0, public=True)
-    bot = store.add_base("bot", np.array(BASE, np.int32), "local", 2, public=True)
-    assert bot == store.add_base("bot", np.array(BASE, np.int32), "local", 2, public=True)
-    assert store.bases() == [platform, bot]
+    platform = store.bases.add("platform", np.array(BASE[:8], np.int32), "local", 0, public=True)
+    bot = store.bases.add("bot", np.array(BASE, np.int32), "local", 2, public=True)
+    assert bot == store.bases.add("bot", np.array(BASE, np.int32), "local", 2, public=True)
+    assert store.bases.listing() == [platform, bot]
     old = store.node(bot.node)
     assert [node.p1 for node in old.path()] == [8, 20]
     store.check_integrity()
-    new = store.add_base("bot", ids_of(*BASE[:10], 7), "local", 2, public=True)
+    new = store.bases.add("bot", ids_of(*BASE[:10], 7), "local", 2, public=True)
     assert new.digest != bot.digest
     assert not old.pinned
     assert store.node(new.node).pinned
@@ -230,21 +230,21 @@ def test_bases_are_idempotent_and_move(store: Store) -> None:
     store.gc()
     assert old.removed
     with pytest.raises(NotFound):
-        store.remove_base("none", "public")
+        store.bases.remove("none", "public")
 
 
 def test_sessions_belong_to_one_tokenizer(root: Path) -> None:
     """Another tokenizer's ids mean other text, so its sessions are not shown."""
     with Store.open(root, FINGERPRINT) as store:
         store.commit_turn(turn_of([1], [2], session="chat"))
-        store.add_base("b", ids_of(1), "local", 0, public=False)
+        store.bases.add("b", ids_of(1), "local", 0, public=False)
     with Store.open(root, OTHER_TOKENIZER) as store:
         assert store.sessions() == []
-        assert store.bases() == []
+        assert store.bases.listing() == []
         assert store.commit_turn(turn_of([1], [2], session="chat")).new_session
         store.gc()
     with Store.open(root, FINGERPRINT) as store:
         assert len(store.nodes()) == 1
         assert store.session_ids("chat").tolist() == [1, 2]
-        assert store.node(store.bases()[0].node).pinned
+        assert store.node(store.bases.listing()[0].node).pinned
         store.check_integrity(keys=True)

@@ -65,7 +65,9 @@ def before(tmp_path_factory: pytest.TempPathFactory, codec: Codec) -> Path:
                 wanted = FORMATS[name]
                 if wanted is not None:
                     assert node.file is not None
-                    assert store.reencode(node.file, [FormatRequest(0, 60, wanted)]) is not None
+                    assert (
+                        store.rows.reencode(node.file, [FormatRequest(0, 60, wanted)]) is not None
+                    )
         table = CheckpointTable(store.state)
         for node in table.attach(
             np.array(CHATS[STATEFUL], np.int32), "local", {60: (state(60), False)}

@@ -11,7 +11,7 @@ from store_tools import FINGERPRINT, OTHER_TOKENIZER, ids_of, make_hot
 
 from towerd.errors import NotFound
 from towerd.store import Node, SegmentFile, Store
-from towerd.store.tree.listener import Listener
+from towerd.store.tree.tree import Listener
 
 
 def test_empty_store_matches_nothing(store: Store) -> None:
@@ -35,7 +35,7 @@ def test_insert_puts_ends_exactly(store: Store) -> None:
 def test_split_keeps_the_lower_nodes_identity(store: Store) -> None:
     """The upper part is new; the lower keeps id, object, pins and key."""
     (leaf,) = store.insert(np.arange(10, dtype=np.int32), "local", [10])
-    store.pin(leaf.id)
+    store.pins.add(leaf.id)
     upper, branch = store.insert(ids_of(0, 1, 2, 9, 9), "local", [5])
     assert (upper.p0, upper.p1) == (0, 3)
     assert (leaf.p0, leaf.p1) == (3, 10)
@@ -78,7 +78,7 @@ def test_scope_and_ids_cannot_be_confused(store: Store) -> None:
     """Odd ids and scopes work: negative tokens, non-ASCII scopes, shared first tokens."""
     for scope in ("a", "é", "aa"):
         store.insert(ids_of(-1, 2**31 - 1, 0), scope, [1, 3])
-    assert len(store.root.children) == 3
+    assert len(store.state.tree.root.children) == 3
     store.check_integrity(keys=True)
 
 
@@ -100,7 +100,7 @@ def test_reopen_finds_the_same_tree(root: Path) -> None:
     with Store.open(root, FINGERPRINT, clock=lambda: 7.0) as store:
         leaf = store.insert(np.arange(10, dtype=np.int32), "local", [4, 10])[-1]
         store.insert(ids_of(0, 1, 7), "public", [3])
-        store.pin(leaf.id)
+        store.pins.add(leaf.id)
         hits = leaf.hits
     with Store.open(root, OTHER_TOKENIZER) as store:
         assert store.nodes() == []
@@ -109,7 +109,7 @@ def test_reopen_finds_the_same_tree(root: Path) -> None:
         again = store.node(leaf.id)
         assert (again.p0, again.p1, again.hits, again.last_used) == (4, 10, hits, 7.0)
         assert again.pinned
-        assert [node.id for node in store.pins()] == [leaf.id]
+        assert [node.id for node in store.pins.listing()] == [leaf.id]
         assert len(store.nodes()) == 3
         store.check_integrity(keys=True)
 
@@ -117,16 +117,16 @@ def test_reopen_finds_the_same_tree(root: Path) -> None:
 def test_unpin(store: Store) -> None:
     """Pins do not add up, and only what is pinned can be unpinned."""
     upper, lower = store.insert(ids_of(1, 2, 3), "local", [1, 3])
-    store.pin(lower.id)
-    store.pin(lower.id)
+    store.pins.add(lower.id)
+    store.pins.add(lower.id)
     with pytest.raises(NotFound):
-        store.unpin(upper.id)
-    store.unpin(lower.id)
+        store.pins.remove(upper.id)
+    store.pins.remove(lower.id)
     assert not upper.pinned
     with pytest.raises(NotFound):
-        store.unpin(lower.id)
+        store.pins.remove(lower.id)
     with pytest.raises(NotFound):
-        store.pin(999)
+        store.pins.add(999)
     store.check_integrity()
 
 
@@ -170,19 +170,19 @@ def test_listeners_hear_of_every_change(store: Store) -> None:
     upper = store.insert(ids_of(1, 2, 3), "local", [1])[0]
     assert heard.taken() == [("split", leaf.id, upper.id)]
     make_hot(store, leaf)
-    file = store.write_rows([upper, leaf])
-    store.drop_hot(upper)
-    store.drop_hot(upper)
+    file = store.rows.write([upper, leaf])
+    store.rows.drop_hot(upper)
+    store.rows.drop_hot(upper)
     assert heard.taken() == [("hot", upper.id, leaf.id), ("warm", file.id), ("cool", upper.id)]
-    new = store.reencode(file, [])
+    new = store.rows.reencode(file, [])
     assert new is not None
     assert heard.taken() == [("gone", file.id, new.id), ("warm", new.id)]
-    store.pin(upper.id)
+    store.pins.add(upper.id)
     store.gc()
     removed, gone, warm = heard.taken()
     cut = warm[1]  # the file without the leaf's tokens
     assert (removed, gone) == (("removed", leaf.id), ("gone", new.id, cut))
-    store.unpin(upper.id)
+    store.pins.remove(upper.id)
     store.gc()
     assert heard.taken() == [("removed", upper.id), ("gone", cut, 0)]
     assert leaf.removed

@@ -19,6 +19,6 @@ def one_leaf(store: Store, ends: tuple[int, ...] = (50,)) -> tuple[Node, Segment
 
 
 def reencode(store: Store, file: SegmentFile, *requests: FormatRequest) -> SegmentFile:
-    new = store.reencode(file, requests)
+    new = store.rows.reencode(file, requests)
     assert new is not None
     return new

@@ -48,7 +48,7 @@ async def add_module(
     await ask(service, path, 0, scope="public" if public else scope, precache=name)
     of = service.store.state.digest.hex()
     module = Module(len(path) - len(ids), "", 15.0, spans, kl, 0.9, floor_kl, fingerprint=of)
-    base = service.store.add_base(name, path, scope, 0, public, None, module)
+    base = service.store.bases.add(name, path, scope, 0, public, None, module)
     await settle(service)
     return base
 

@@ -17,7 +17,7 @@ from towerd.policy import NAMES
 from towerd.slots.layout import NATIVE
 from towerd.store import FormatRequest, Handle, Node, Store
 from towerd.store.sessions.sessions import RECOGNISED_TOKENS_MIN
-from towerd.store.tree import tips
+from towerd.store.tree import tower_ends
 from towerd.tiers.ranking import Ranking
 from towerd.tokens import Provenance
 
@@ -49,10 +49,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.bases: dict[tuple[str, str], Tokens] = {}
         self.requests: list[tuple[Store, Handle, Tokens]] = []
 
-    @initialize(tokens_min=st.sampled_from((1, tips.TOKENS_MIN)), policy=st.sampled_from(NAMES))
+    @initialize(
+        tokens_min=st.sampled_from((1, tower_ends.TOKENS_MIN)), policy=st.sampled_from(NAMES)
+    )
     def open(self, tokens_min: int, policy: str) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(tips, "TOKENS_MIN", tokens_min)
+        self.patch.setattr(tower_ends, "TOKENS_MIN", tokens_min)
         self.policy = policy
         self.open_store()
 
@@ -138,7 +140,7 @@ class StoreMachine(RuleBasedStateMachine):
         node = self.pick(data)
         ids = node.prefix_ids()
         p0 = data.draw(st.integers(0, node.p1 - 1))
-        self.store.attach_hot(node.path(), rows_of(ids, p0))
+        self.store.rows.attach_hot(node.path(), rows_of(ids, p0))
 
     @precondition(has_nodes)
     @rule(data=st.data())
@@ -147,7 +149,7 @@ class StoreMachine(RuleBasedStateMachine):
         node = self.pick(data)
         if node.file is not None and node.hot is None:
             (part,) = self.store.plan_rows(node, node.p0, node.p1)
-            assert self.store.attach_hot([node], self.store.load_rows(part).copy()) == [node]
+            assert self.store.rows.attach_hot([node], self.store.rows.load(part).copy()) == [node]
 
     @precondition(has_nodes)
     @rule(data=st.data(), everything=st.booleans())
@@ -160,7 +162,7 @@ class StoreMachine(RuleBasedStateMachine):
             if not everything:
                 break
         if run:
-            file = self.store.write_rows(run)
+            file = self.store.rows.write(run)
             assert all(node.file is file for node in run)
 
     @precondition(has_nodes)
@@ -180,7 +182,7 @@ class StoreMachine(RuleBasedStateMachine):
             if a < b
         ]
         before = {p: file.provenance(p, p + 1)[0] for p in range(p0, p1)}
-        new = self.store.reencode(file, requests)
+        new = self.store.rows.reencode(file, requests)
         assert new is not None
         for request in requests:
             for p in range(request.p0, request.p1):
@@ -212,9 +214,9 @@ class StoreMachine(RuleBasedStateMachine):
     def evict(self, nbytes: int) -> None:
         """As the tiers do, but for what has yet to be written."""
         for key in self.ranking.hot_victims(nbytes, lambda key: True):
-            assert self.store.drop_hot(self.store.node(key))
+            assert self.store.rows.drop_hot(self.store.node(key))
         for file in self.ranking.warm_victims(nbytes // 4, lambda file: True):
-            assert self.store.drop_file(file)
+            assert self.store.rows.drop_file(file)
 
     @rule(ids=TOKENS, scope=st.sampled_from((*SCOPES, "public")), data=st.data())
     def fail(self, ids: list[int], scope: str, data: st.DataObject) -> None:
@@ -228,29 +230,29 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(has_nodes)
     @rule(data=st.data())
     def cool(self, data: st.DataObject) -> None:
-        self.store.drop_hot(self.pick(data))
+        self.store.rows.drop_hot(self.pick(data))
 
     @precondition(has_nodes)
     @rule(data=st.data())
     def drop_file(self, data: st.DataObject) -> None:
         node = self.pick(data)
         if node.file is not None:
-            self.store.drop_file(node.file)
+            self.store.rows.drop_file(node.file)
             assert node.file is None
 
     @precondition(has_nodes)
     @rule(data=st.data())
     def pin_and_unpin(self, data: st.DataObject) -> None:
         node = self.pick(data)
-        if node in self.store.pins():
-            self.store.unpin(node.id)
+        if node in self.store.pins.listing():
+            self.store.pins.remove(node.id)
         else:
-            self.store.pin(node.id)
+            self.store.pins.add(node.id)
             assert node.pinned
 
     @rule(ids=TOKENS, public=st.booleans(), name=st.sampled_from(("p", "q")))
     def add_base(self, ids: list[int], public: bool, name: str) -> None:
-        base = self.store.add_base(name, np.array(ids, np.int32), "a", 1, public)
+        base = self.store.bases.add(name, np.array(ids, np.int32), "a", 1, public)
         self.sequences[base.scope].add(tuple(ids))
         self.bases[name, base.scope] = tuple(ids)
 
@@ -258,7 +260,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def remove_base(self, data: st.DataObject) -> None:
         name, scope = data.draw(st.sampled_from(sorted(self.bases)))
-        self.store.remove_base(name, scope)
+        self.store.bases.remove(name, scope)
         del self.bases[name, scope]
 
     @precondition(lambda self: self.current)
@@ -294,7 +296,9 @@ class StoreMachine(RuleBasedStateMachine):
         if self.store.nodes():
             self.begin([0], data.draw(st.sampled_from(SCOPES)), data)
         held = [handle.match().nodes for _, handle, _ in self.requests]
-        pinned = [(node.scope, tuple(node.prefix_ids().tolist())) for node in self.store.pins()]
+        pinned = [
+            (node.scope, tuple(node.prefix_ids().tolist())) for node in self.store.pins.listing()
+        ]
         self.store.gc()
         needed = [need for needs in self.needed.values() for need in needs] + pinned
         needed += [(scope, ids) for (_, scope), ids in self.bases.items()]

@@ -66,7 +66,7 @@ def assert_same_rows(found: KVRows, expected: KVRows) -> None:
 def make_hot(store: Store, node: Node) -> list[Node]:
     """Give the whole path of `node` its rows."""
     layout = store.state.fingerprint.layout
-    return store.attach_hot(node.path(), rows_of(node.prefix_ids(), layout=layout))
+    return store.rows.attach_hot(node.path(), rows_of(node.prefix_ids(), layout=layout))
 
 
 def insert_in_vain(
@@ -83,9 +83,9 @@ def insert_in_vain(
 def write_all(store: Store, node: Node) -> None:
     """Make the whole path of `node` hot, write it to one file, and let go of the hot rows."""
     make_hot(store, node)
-    store.write_rows(node.path())
+    store.rows.write(node.path())
     for each in node.path():
-        store.drop_hot(each)
+        store.rows.drop_hot(each)
 
 
 def check_rows(store: Store, node: Node) -> int:
@@ -93,7 +93,7 @@ def check_rows(store: Store, node: Node) -> int:
     formats with native ones encoded once; returns how many."""
     at = 0
     for part in store.plan_rows(node, 0, node.p1):
-        for rows in store.load_rows(part):
+        for rows in store.rows.load(part):
             assert rows.p0 == at
             layout = store.state.fingerprint.layout
             expected = rows_of(node.prefix_ids()[: rows.p1], at, layout)
@@ -105,7 +105,7 @@ def check_rows(store: Store, node: Node) -> int:
 def formats_of(store: Store, node: Node) -> list[tuple[int, str]]:
     """(positions, format) of each run of a node's rows, as they would be loaded."""
     (part,) = store.plan_rows(node, node.p0, node.p1)
-    return [(len(rows), rows.layout.format_name) for rows in store.load_rows(part)]
+    return [(len(rows), rows.layout.format_name) for rows in store.rows.load(part)]
 
 
 def turn_of(

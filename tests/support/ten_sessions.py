@@ -27,16 +27,16 @@ def tokens(session: int) -> list[int]:
 def populate(store: Store) -> None:
     """Ten sessions, one of two turns; a title, a pin, a base, a workflow's worth of files."""
     store.set_meta("mark", MARK)
-    store.add_base("base", np.arange(20, dtype=np.int32), "local", 0, False)
+    store.bases.add("base", np.arange(20, dtype=np.int32), "local", 0, False)
     for session in range(N_SESSIONS):
         ids, name = tokens(session), f"session-{session}"
         store.commit_turn(turn_of(ids[:60], ids[60:70], session=name))
         store.commit_turn(turn_of(ids[:80], ids[80:], session=name))
     leaf = store.node(store.turns("session-0")[-1].reply_node)
     make_hot(store, leaf)
-    store.write_rows(leaf.path())
+    store.rows.write(leaf.path())
     store.rename_session("session-3", "A title")
-    store.pin(leaf.id)
+    store.pins.add(leaf.id)
 
 
 def committed_and_killed(root: Path) -> None:
@@ -71,8 +71,8 @@ def check_open(store: Store) -> None:
         assert store.history(name).ids(0).tolist() == tokens(session)[:70]
     assert store.session("session-3").title == "A title"
     assert store.get_meta("mark") == MARK
-    assert [base.name for base in store.bases()] == ["base"]
-    assert len(store.pins()) == 1
+    assert [base.name for base in store.bases.listing()] == ["base"]
+    assert len(store.pins.listing()) == 1
     assert len(store.files()) == 1
     store.check_integrity(keys=True)
     assert store.verify().ok

@@ -32,7 +32,9 @@ from towerd.tiers.formats.calibration import (
     check_table,
     format_cost,
     formats_digest,
+    interval,
     sizes,
+    squeezed_format,
 )
 from towerd.tiers.formats.format_search import (
     COARSE,
@@ -41,8 +43,6 @@ from towerd.tiers.formats.format_search import (
     coarse_tables,
     measure_grid,
 )
-from towerd.tiers.formats.interval import interval
-from towerd.tiers.formats.squeeze import squeezed_format
 
 F16 = KVLayout((Plane(1, 256),) * 2, (Plane(1, 256),) * 2)
 BITS = sizes(F16)

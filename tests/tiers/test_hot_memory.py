@@ -55,7 +55,7 @@ def evict(tiers: Tiers, n_tokens: int) -> None:
     """Down to so many tokens in RAM."""
     tiers.hot_bytes_max = n_tokens * TOKEN
     tiers.flush()
-    assert tiers.store.hot_bytes == n_tokens * TOKEN
+    assert tiers.store.state.hot_bytes == n_tokens * TOKEN
     gc.collect()
 
 
@@ -92,7 +92,7 @@ def test_a_pinned_base_stays(store: Store, tiers: Tiers, caplog: pytest.LogCaptu
         tiers.accept(gap, rows_of(ids, 0, LAYOUT).copy())
         tiers.flush()
         if ids is not other:
-            store.pin(tip.id)
+            store.pins.add(tip.id)
     base, middle, last = (
         store.match(np.array([first], np.int32), HERE).nodes[0] for first in (1000, 2000, 0)
     )
@@ -105,6 +105,6 @@ def test_a_pinned_base_stays(store: Store, tiers: Tiers, caplog: pytest.LogCaptu
     evict(tiers, 200)
     assert [node.hot is not None for node in (base, last)] == [False, True]
     assert ["do not fit into RAM" in record.message for record in caplog.records] == [True]
-    store.unpin(last.id)
+    store.pins.remove(last.id)
     evict(tiers, 0)
     tiers.check_integrity()

@@ -27,8 +27,7 @@ from towerd.policy.predict.markov import CONTEXTS_KEPT, Markov, learn
 from towerd.policy.predict.mixture import Trained
 from towerd.policy.predict.steps import PARTS
 from towerd.store import Store
-from towerd.tiers.learned import BYTES_MAX, META_KEY, Learned, pack, unpack
-from towerd.tiers.ranking import Ranking
+from towerd.tiers.ranking import BYTES_MAX, META_KEY, Ranking, pack, unpack
 
 
 def a_day(name: str) -> Any:
@@ -69,25 +68,27 @@ def test_resumes_where_it_stopped(name: str) -> None:
         assert index[1] > 0.0
 
 
+POLICIES = ("foresight", "pbkv")
+
+
 def test_the_catalog_keeps_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Both tiers' policies; a text that is damaged, another policy's or no text is ignored."""
-    meta: dict[str, str] = {}
-
     store = Store.open(tmp_path / "store", FINGERPRINT)
+    with Store.open(tmp_path / "empty", FINGERPRINT) as empty:
+        unlearned = {each: Ranking(each, empty, lambda: 0.0).learned() for each in POLICIES}
 
-    def opened(policy: str) -> tuple[Ranking, Learned]:
-        ranking = Ranking(policy, store, lambda: 0.0)
-        return ranking, Learned(ranking, meta.get, meta.__setitem__)
+    def opened(policy: str) -> Ranking:
+        return Ranking(policy, store, lambda: 0.0)
 
     with hot_policy(lambda tree: a_day("foresight")):
-        _, learned = opened("foresight")
+        learned = opened("foresight")
     learned.keep(now=False)
-    assert META_KEY not in meta, "not every moment"
+    assert store.get_meta(META_KEY) is None, "not every moment"
     learned.keep(now=True)
-    text = meta[META_KEY]
+    text = store.get_meta(META_KEY)
+    assert text is not None
     assert len(text) < BYTES_MAX
-    again, _ = opened("foresight")
-    assert again.learned() == text
+    assert opened("foresight").learned() == text
     visits = {"stops": [], "mean_nbytes": -1.0, "returns": {}}
     with caplog.at_level(logging.WARNING):
         for policy, damaged in (
@@ -98,14 +99,15 @@ def test_the_catalog_keeps_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
             ("foresight", pack("foresight", {"hot": {}, "warm": []}) or ""),
             ("foresight", pack("foresight", {"hot": {"steps": {}, "visits": visits}}) or ""),
         ):
-            meta[META_KEY] = damaged
+            store.set_meta(META_KEY, damaged)
             caplog.clear()
-            fresh, _ = opened(policy)
+            fresh = opened(policy)
             assert "lost" in caplog.text
-            assert fresh.learned() == Ranking(policy, store, lambda: 0.0).learned()
-    lru, nothing = opened("lru")
-    nothing.keep(now=True)
+            assert fresh.learned() == unlearned[policy]
+    lru = opened("lru")
+    lru.keep(now=True)
     assert lru.learned() is None
+    assert store.get_meta(META_KEY) == damaged
     store.close()
 
 

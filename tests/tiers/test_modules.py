@@ -50,7 +50,7 @@ def tiers(tmp_path: Path) -> Iterator[Tiers]:
 
 def add(tiers: Tiers, name: str, own: Ids, scope: str = "local", public: bool = False) -> None:
     path = np.concatenate([np.array([1], np.int32), own])
-    tiers.store.add_base(name, path, scope, 0, public, None, MODULE)
+    tiers.store.bases.add(name, path, scope, 0, public, None, MODULE)
 
 
 def test_all_are_found_and_longer_ones_win(tiers: Tiers) -> None:
@@ -73,7 +73,7 @@ def test_all_are_found_and_longer_ones_win(tiers: Tiers) -> None:
         ("short", 128, 168),
         ("short", 168, 208),
     ]
-    tiers.store.remove_base("long", "local")
+    tiers.store.bases.remove("long", "local")
     assert modules.find(prompt, "local")[0].base.name == "inside"
     assert modules.find(prompt[:20], "local") == []
 
@@ -88,7 +88,7 @@ def test_scopes(tiers: Tiers) -> None:
 
 
 def test_ordinary_bases_are_no_modules(tiers: Tiers) -> None:
-    tiers.store.add_base("b", LONG, "local", 0, False)
+    tiers.store.bases.add("b", LONG, "local", 0, False)
     assert Modules(tiers).find(LONG, "local") == []
 
 
@@ -107,7 +107,7 @@ def test_rows_of_a_module(tiers: Tiers) -> None:
     assert n_hot == len(LONG)
     assert_same_rows(found, rows.slice(1, 81))
     for node in tiers.store.nodes():
-        tiers.store.drop_hot(node)
+        tiers.store.rows.drop_hot(node)
     found, n_hot = modules.rows(placed, "local")
     assert n_hot == 0
     assert_same_rows(found, rows.slice(1, 81))

@@ -60,7 +60,7 @@ class Bench:
         self.db = opened[-1]
         self.db.execute("PRAGMA synchronous = OFF")  # there are many
         self.lock = WatchedLock(self.store.state.lock)
-        self.store.state.lock = self.lock
+        self.store.state.catalog.lock = self.lock
         with hot_policy(policy) as made:
             self.tiers = Tiers(
                 self.store, LAYOUT, v_trans=False, hot_bytes=1 << 30, warm_bytes=1 << 30,
@@ -219,7 +219,7 @@ def test_while_a_segment_is_cut(
         bench.check()
         bench.heat()
         bench.evict(hot=1)
-        assert bench.store.hot_bytes == 0, name
+        assert bench.store.state.hot_bytes == 0, name
         bench.evict()
         bench.check()
 
@@ -229,7 +229,7 @@ def test_visits_of_what_is_gone(make: Callable[[], Bench]) -> None:
     bench = make()
     path = bench.store.insert(bench.ids, HERE, [CUT, N])
     bench.heat()
-    bench.store.pin(path[0].id)
+    bench.store.pins.add(path[0].id)
     bench.store.gc()
     bench.visit(path[-1])
     bench.tiers.ranking.answered(path[-1], 9.0, "end_turn")
@@ -252,19 +252,19 @@ def test_rows_of_a_long_answer_are_waited_for(make: Callable[[], Bench]) -> None
 
 @contextmanager
 def cut_before(bench: Bench, name: str, at: int = CUT) -> Iterator[None]:
-    """Inside the block the chat is cut just before the store's method is called."""
-    real = getattr(bench.store, name)
+    """Inside the block the chat is cut just before the method of the store's rows is called."""
+    real = getattr(bench.store.rows, name)
 
     def cut_first(*args: Any, **options: Any) -> Any:
         bench.cut(at)
         return real(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench.store, name, cut_first)
+        patch.setattr(bench.store.rows, name, cut_first)
         yield
 
 
-@pytest.mark.parametrize("at", ["load_rows", "attach_hot"])
+@pytest.mark.parametrize("at", ["load", "attach_hot"])
 def test_cut_while_it_is_promoted(make: Callable[[], Bench], at: str) -> None:
     """Both parts come, and both can leave again."""
     bench = make()
@@ -274,7 +274,7 @@ def test_cut_while_it_is_promoted(make: Callable[[], Bench], at: str) -> None:
     assert [node.hot is None for node in bench.tip.path()] == [False, False]
     bench.check()
     bench.evict(hot=1)
-    assert bench.store.hot_bytes == 0
+    assert bench.store.state.hot_bytes == 0
 
 
 def test_cut_after_it_was_read(make: Callable[[], Bench]) -> None:
@@ -295,7 +295,7 @@ def test_cut_before_it_is_written(make: Callable[[], Bench]) -> None:
     bench = make()
     bench.visit(bench.tip)
     middle = bench.store.insert(bench.ids, HERE, [30])[0]
-    with cut_before(bench, "write_rows", 35):
+    with cut_before(bench, "write", 35):
         bench.tiers.accept(Gap((middle, bench.tip), 0, N), rows_of(bench.ids))
         bench.tiers.flush()
     path = bench.tip.path()
@@ -311,13 +311,13 @@ def test_removed_before_it_is_written(
 ) -> None:
     """Nothing is left to write, which is no error."""
     bench = make()
-    real = bench.store.write_rows
+    real = bench.store.rows.write
 
     def remove_first(*args: Any, **options: Any) -> Any:
         bench.store.gc()
         return real(*args, **options)
 
-    monkeypatch.setattr(bench.store, "write_rows", remove_first)
+    monkeypatch.setattr(bench.store.rows, "write", remove_first)
     bench.tiers.accept(Gap((bench.tip,), 0, N), rows_of(bench.ids))
     bench.check()
     assert bench.store.nodes() == []
@@ -332,7 +332,7 @@ def test_rows_leave_whose_file_left_before(make: Callable[[], Bench]) -> None:
     assert bench.tip.hot is not None
     assert bench.tip.file is None
     bench.evict(hot=1)
-    assert bench.store.hot_bytes == 0
+    assert bench.store.state.hot_bytes == 0
     bench.check()
 
 
@@ -345,7 +345,7 @@ class Seer(LRU):
         return [(key, 1.0) for key in self.said]
 
 
-@pytest.mark.parametrize("at", ["load_rows", "attach_hot", None])
+@pytest.mark.parametrize("at", ["load", "attach_hot", None])
 def test_cut_while_it_is_fetched_ahead(tmp_path: Path, at: str | None) -> None:
     """Both parts are unused and are evicted first; one that is used stays."""
     now = 0.0

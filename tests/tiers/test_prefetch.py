@@ -83,7 +83,7 @@ class Bench:
     def step(self, seconds: float = 1.0) -> list[int]:
         """One step after so long; which chats are in RAM then."""
         self.now += seconds
-        self._step(self.tiers.hot_bytes_max - self.store.hot_bytes)
+        self._step(self.tiers.hot_bytes_max - self.store.state.hot_bytes)
         return [i for i, tip in enumerate(self.tips) if tip.hot is not None]
 
 
@@ -128,7 +128,7 @@ def test_unused_ones_go_first_and_teach_nothing(full: Bench) -> None:
     assert full.step() == [1, 5, 6]
     assert full.seer.explain(full.tips[5].id, 0.0)["used"] == used
     assert full.tiers.stats()["segments_prefetched_used"] == 1
-    assert full.store.hot_bytes == full.seer.nbytes
+    assert full.store.state.hot_bytes == full.seer.nbytes
 
 
 def test_bandwidth(slow: Bench) -> None:
@@ -155,7 +155,7 @@ def test_what_has_no_rows_is_handed_on(full: Bench) -> None:
     tip = full.tips[2]
     full.drop(tip)
     assert tip.file is not None
-    full.store.drop_file(tip.file)
+    full.store.rows.drop_file(tip.file)
     asked: list[int] = []
     full.prefetcher.start(lambda: True, asked.append)
     full.seer.said = [tip.id]

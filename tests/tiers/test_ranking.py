@@ -159,7 +159,7 @@ def test_the_replayer_decides_as_the_daemon(name: str, tmp_path: Path) -> None:
     for ask in asks:
         daemon.serve(ask)
         daemon.tiers.check_integrity()
-        assert daemon.store.hot_bytes <= daemon.hot_bytes
+        assert daemon.store.state.hot_bytes <= daemon.hot_bytes
     daemon.close()
     assert replayed(tmp_path / "day.trace", asks, name, hot_tokens) == daemon.left
     assert len(daemon.left) > 50
@@ -212,7 +212,7 @@ class Disk(Daemon):
 
     def _enforce_disk(self) -> None:
         rows = sum(self.store.state.file_bytes(node) for node in self.store.nodes())
-        besides = self.store.warm_bytes - rows
+        besides = self.store.state.warm_bytes - rows
         self.tiers.warm_bytes_max = self.tokens * WIDE.token_bytes + besides
         self.tiers.flush()
         self.tiers.warm_bytes_max = 1 << 40
@@ -325,7 +325,7 @@ def test_a_visit_of_a_chat_with_a_partial_live_set(daemon: Daemon) -> None:
     assert daemon.tiers.visited(path[-1], 6.0, 50) is path[2]
     assert expected(ranking, path) == [path[1], path[2]]
     other = daemon.store.insert(np.arange(900, 950, dtype=np.int32), "local", [20, 50])
-    assert daemon.tiers.visited(other[-1], 7.0, 0) is daemon.store.root
+    assert daemon.tiers.visited(other[-1], 7.0, 0) is daemon.store.state.tree.root
 
 
 def test_a_split_belongs_to_the_visit_that_caused_it(daemon: Daemon) -> None:
@@ -333,7 +333,7 @@ def test_a_split_belongs_to_the_visit_that_caused_it(daemon: Daemon) -> None:
     ranking = daemon.tiers.ranking
     first = daemon.serve(Ask(1.0, "a", np.arange(30, dtype=np.int32), "end_turn", 0.5))
     daemon.serve(Ask(5.0, "b", np.array([*range(20), 99], np.int32), "end_turn", 0.5))
-    assert daemon.store.hot_bytes == 31 * LAYOUT.token_bytes
+    assert daemon.store.state.hot_bytes == 31 * LAYOUT.token_bytes
     ranking.check_integrity()
     assert ranking.explain(first)["hot"]["used"] == 1.0
     upper = first.parent
@@ -367,7 +367,7 @@ def test_a_replaced_file_keeps_its_place(daemon: Daemon) -> None:
     other = daemon.serve(Ask(4.0, "b", np.arange(50, 80, dtype=np.int32), "end_turn", 0.5))
     store, ranking = daemon.store, daemon.tiers.ranking
     assert tip.file is not None
-    new = store.reencode(tip.file, [FormatRequest(0, 30, "q8")])
+    new = store.rows.reencode(tip.file, [FormatRequest(0, 30, "q8")])
     assert new is tip.file
     assert ranking.warm_victims(1, lambda file: True) == [new]
     daemon.tiers.check_integrity()

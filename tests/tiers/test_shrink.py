@@ -20,10 +20,10 @@ from towerd.errors import DiskFull
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
 from towerd.store import Node, SegmentFile, Store
-from towerd.store.rows.reencode import differs
+from towerd.store.rows.rows import differs
 from towerd.tiers import shrink
+from towerd.tiers.formats.calibration import SqueezedFormat, remember_squeezed
 from towerd.tiers.formats.fidelity import LevelFormats
-from towerd.tiers.formats.squeeze import SqueezedFormat, remember_squeezed
 from towerd.tiers.shrink import SINKS, TAIL, Shrinker, tail_start
 from towerd.tokens import Provenance
 
@@ -105,9 +105,9 @@ def test_old_tails_are_encoded_later(store: Store, shrinker: Shrinker, clock: Cl
     run(shrinker)
     assert formats_of(store, first)[-1] == (TAIL, NATIVE)
     second = store.insert(ids, "local", [700])[-1]
-    store.attach_hot([second], rows_at(second))
-    store.write_rows([second])
-    store.drop_hot(second)
+    store.rows.attach_hot([second], rows_at(second))
+    store.rows.write([second])
+    store.rows.drop_hot(second)
     clock.now += AFTER_S
     assert len(run(shrinker)) == 2
     assert formats_of(store, first) == [(SINKS, NATIVE), (400 - SINKS, "q8")]
@@ -153,7 +153,7 @@ def test_tail_starts_before_the_nearest_end(store: Store) -> None:
     store.insert(np.concatenate([ids[:300], tokens(40, 2), tokens(500, 3)]), "local", [840])
     assert tail_start(base) == 360 - TAIL
     (far,) = (node for node in store.nodes() if node.p1 == 840)
-    store.pin(far.id)
+    store.pins.add(far.id)
     store.gc()
     assert tail_start(base) >= base.p1
 
@@ -162,12 +162,12 @@ def bases_and_a_leaf(store: Store) -> list[Node]:
     """Platform, community and bot with a conversation below; one file each."""
     ids = tokens(4 * N_DEEP)
     for level, name in enumerate(("p", "p/c", "p/c/b")):
-        store.add_base(name, ids[: N_DEEP * (level + 1)], "local", level, False)
+        store.bases.add(name, ids[: N_DEEP * (level + 1)], "local", level, False)
     path = store.insert(ids, "local", [4 * N_DEEP])
     for node in path:
-        store.attach_hot([node], rows_at(node))
-        store.write_rows([node])
-        store.drop_hot(node)
+        store.rows.attach_hot([node], rows_at(node))
+        store.rows.write([node])
+        store.rows.drop_hot(node)
     return path
 
 
@@ -189,7 +189,7 @@ def test_levels_in_one_file(store: Store, shrinker: Shrinker, clock: Clock) -> N
     """Segments of several levels that were written together are cut into runs."""
     ids = tokens(3 * N_DEEP)
     path = stored(store, ids, N_DEEP, 2 * N_DEEP, 3 * N_DEEP)
-    store.add_base("p", ids[:N_DEEP], "local", 0, False)
+    store.bases.add("p", ids[:N_DEEP], "local", 0, False)
     clock.now += AFTER_S
     (new,) = run(shrinker)
     assert [(run.n_rows, run.format) for run in new.runs] == [
@@ -205,8 +205,8 @@ def test_a_base_may_ask_for_its_own_format(store: Store, shrinker: Shrinker, clo
     """Its format beats its level's; with no table in force it alone is re-encoded."""
     path = bases_and_a_leaf(store)
     ids = path[-1].prefix_ids()
-    store.add_base("p", ids[:N_DEEP], "local", 0, False, "native")
-    store.add_base("p/c", ids[: 2 * N_DEEP], "local", 1, False, "q5")
+    store.bases.add("p", ids[:N_DEEP], "local", 0, False, "native")
+    store.bases.add("p/c", ids[: 2 * N_DEEP], "local", 1, False, "q5")
     clock.now += AFTER_S
     assert len(run(shrinker, None)) == 1
     assert [formats_of(store, node)[-1][1] for node in path] == [NATIVE, "q5", NATIVE, NATIVE]
@@ -221,13 +221,13 @@ def test_the_most_faithful_of_several_requests(
     """Two bases of one level over the same segment."""
     ids = tokens(2 * N_DEEP)
     path = stored(store, ids, N_DEEP, 2 * N_DEEP)
-    store.add_base("a", ids[:N_DEEP], "local", 0, False, "q5h")
-    store.add_base("b", ids, "local", 0, False, "q8ah")
-    store.add_base("c", ids, "local", 1, False, "native")
+    store.bases.add("a", ids[:N_DEEP], "local", 0, False, "q5h")
+    store.bases.add("b", ids, "local", 0, False, "q8ah")
+    store.bases.add("c", ids, "local", 1, False, "native")
     clock.now += AFTER_S
     run(shrinker)
     assert formats_of(store, path[0])[-1][1] == "q8ah"
-    store.remove_base("b", "local")
+    store.bases.remove("b", "local")
     assert run(shrinker) == []
     assert shrinker.n_kept == 1
 
@@ -298,7 +298,7 @@ def test_settled_files_are_not_looked_at_again(
     shrinker.step()
     shrinker.step()
     assert list(looked) == [(leaf.file, clock.now)]
-    store.add_base("b", leaf.prefix_ids(), "local", 0, False)
+    store.bases.add("b", leaf.prefix_ids(), "local", 0, False)
     clock.now += AFTER_S
     shrinker.step()
     assert list(looked)[1:] == [(leaf.file, clock.now)]
@@ -349,10 +349,10 @@ def test_rows_that_no_code_can_hold_stay(store: Store, shrinker: Shrinker, clock
     (part,) = leaf.hot
     k = part.k[0].copy()
     k[200] = np.full(32, np.inf, np.float16).view(np.uint8)
-    store.drop_hot(leaf)
-    store.attach_hot([leaf], KVRows(LAYOUT, part.positions, (k,), part.v))
-    file = store.write_rows([leaf])
-    store.drop_hot(leaf)
+    store.rows.drop_hot(leaf)
+    store.rows.attach_hot([leaf], KVRows(LAYOUT, part.positions, (k,), part.v))
+    file = store.rows.write([leaf])
+    store.rows.drop_hot(leaf)
     (other,) = stored(store, tokens(500, 1))
     clock.now += AFTER_S
     assert len(run(shrinker)) == 1
@@ -369,7 +369,7 @@ def test_what_is_worth_least_is_squeezed(
     names = [stored(store, tokens(500, seed))[-1] for seed in range(3)]
     clock.now += AFTER_S
     run(shrinker)
-    before = store.warm_bytes
+    before = store.state.warm_bytes
     store.touch(names[1])
     shrinker.set_formats(TABLE, enabled=True, squeezed="q4h")
     assert not shrinker.has_squeezed
@@ -382,7 +382,7 @@ def test_what_is_worth_least_is_squeezed(
     assert names[0].file is new
     assert new.provenance(SINKS, 500 - TAIL).tolist() == [Provenance.APPROXIMATE] * 368
     assert (shrinker.has_squeezed, shrinker.n_squeezed) == (True, 1)
-    assert store.warm_bytes < before
+    assert store.state.warm_bytes < before
     clock.now += AFTER_S
     shrinker.set_formats(TABLE, enabled=True, squeezed="q6h")
     assert squeeze(shrinker, [new]) == []
@@ -422,7 +422,7 @@ def test_what_was_queued_is_forgotten_when_space_is_not_short(
         return shrinker.squeeze(lambda: files) is not None
 
     until(squeeze_one)
-    store.pin(leaves[1].id)
+    store.pins.add(leaves[1].id)
     kept = formats_of(store, leaves[1])
     until(lambda: shrinker.wait_s() == 0)
     shrinker.relax()

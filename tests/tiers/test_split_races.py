@@ -83,7 +83,7 @@ def test_a_plan_has_no_holes(store: Store, tiers: Tiers) -> None:
     for number in range(ROUNDS):
         ids = conversation(number)
         (node,) = store.insert(ids, "local", [N])
-        store.attach_hot([node], rows_of(ids))
+        store.rows.attach_hot([node], rows_of(ids))
         splitting = split_meanwhile(store, ids, *PLACES)
         while splitting.is_alive():
             plan = tiers.plan(tiers.store.hold(ids, "local"), 0)

@@ -21,8 +21,8 @@ from towerd.policy.base import LRU
 from towerd.slots.blob import emit_blob, parse_blob
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.store import Node, Store
+from towerd.tiers.formats.calibration import SqueezedFormat
 from towerd.tiers.formats.fidelity import LevelFormats
-from towerd.tiers.formats.squeeze import SqueezedFormat
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import RestorePlan
 from towerd.tiers.shrink import SINKS, TAIL
@@ -88,7 +88,7 @@ def test_unused_rows_shrink_by_themselves(open_tiers: OpenTiers) -> None:
     store, tiers = open_tiers(forced=Q6H)
     (leaf,) = put(store, tiers)
     until(lambda: tiers.stats()["segments_shrunk"] == 1)
-    store.drop_hot(leaf)
+    store.rows.drop_hot(leaf)
     plan = tiers.plan(tiers.store.hold(IDS, "local"), 0)
     assert (plan.n_warm, plan.n_approximate) == (600, N_STORED)
     assert tiers.plan(tiers.store.hold(IDS, "local"), 300).n_approximate == 600 - TAIL - 300
@@ -100,7 +100,7 @@ def test_unused_rows_shrink_by_themselves(open_tiers: OpenTiers) -> None:
         + [Provenance.EXACT] * TAIL
     )
     (part,) = store.plan_rows(leaf, 0, 600)
-    assert bytes(blobs[0]) == bytes(emit_blob(list(store.load_rows(part)), layout=LAYOUT))
+    assert bytes(blobs[0]) == bytes(emit_blob(list(store.rows.load(part)), layout=LAYOUT))
     found = parse_blob(blobs[0], layout=LAYOUT).rows
     native = rows_of(IDS, 0, LAYOUT)
     for p0, p1 in ((0, SINKS), (600 - TAIL, 600)):
@@ -116,11 +116,11 @@ def test_promoted_rows_keep_their_format(open_tiers: OpenTiers) -> None:
     path = put(store, tiers, (300, 600))
     until(lambda: tiers.stats()["segments_shrunk"] == 2)
     for node in path:
-        store.drop_hot(node)
+        store.rows.drop_hot(node)
     cold, _ = composed(tiers, tiers.plan(tiers.store.hold(IDS, "local"), 0))
     until(lambda: tiers.stats()["segments_promoted"] == 2)
-    assert store.hot_bytes == sum(store.held(node).nbytes for node in path)
-    assert store.hot_bytes < 0.6 * 600 * LAYOUT.token_bytes
+    assert store.state.hot_bytes == sum(store.held(node).nbytes for node in path)
+    assert store.state.hot_bytes < 0.6 * 600 * LAYOUT.token_bytes
     plan = tiers.plan(tiers.store.hold(IDS, "local"), 0)
     assert (plan.n_hot, plan.n_approximate) == (600, N_STORED)
     hot, provenance = composed(tiers, plan)
@@ -136,7 +136,7 @@ def test_small_blobs_cut_through_runs(
     path = put(store, tiers, (5, 300, 590, 600))
     until(lambda: tiers.stats()["segments_shrunk"] > 0)
     for node in path:
-        store.drop_hot(node)
+        store.rows.drop_hot(node)
     whole, provenance = composed(tiers, tiers.plan(tiers.store.hold(IDS, "local"), 0))
     monkeypatch.setattr("towerd.tiers.composer.BLOB_BYTES", 7 * LAYOUT.token_bytes)
     pieces, again = composed(tiers, tiers.plan(tiers.store.hold(IDS, "local"), 0))
@@ -156,7 +156,7 @@ def test_calibration_sets_the_table(open_tiers: OpenTiers) -> None:
     assert tiers.stats()["segments_shrunk"] == 0
     tiers.set_formats(LevelFormats(("q8",)))
     until(lambda: tiers.stats()["segments_shrunk"] == 1)
-    store.drop_hot(leaf)
+    store.rows.drop_hot(leaf)
     assert formats_of(store, leaf)[1] == (N_STORED, "q8")
     for settings in ({"forced": Q6H}, {"fidelity": "exact"}):
         _, tiers = open_tiers(**settings)
@@ -180,20 +180,20 @@ def test_short_of_space_what_is_worth_least_is_squeezed_before_it_leaves(
                 tiers.flush()
         tiers.visited(store.match(ids, "local").nodes[-1], time.time())
     for node in store.nodes():
-        store.drop_hot(node)
+        store.rows.drop_hot(node)
     tiers.set_formats(LevelFormats(("q8",)), near, SqueezedFormat("q4h", both))
     until(lambda: tiers.stats()["segments_shrunk"] == 8)
     assert (tiers.stats()["segments_squeezed"], tiers.drift) == (0, near)
-    tiers.warm_bytes_max = int(store.warm_bytes / 0.95)
+    tiers.warm_bytes_max = int(store.state.warm_bytes / 0.95)
     tiers.flush()
     until(lambda: tiers.stats()["segments_squeezed"] >= 2)
-    until(lambda: store.warm_bytes < 0.9 * tiers.warm_bytes_max)
+    until(lambda: store.state.warm_bytes < 0.9 * tiers.warm_bytes_max)
     ends = [store.match(ids, "local").nodes[-1] for ids in chats]
     assert {name for _, name in formats_of(store, ends[0].path()[0])} == {NATIVE, "q4h"}
     assert {name for _, name in formats_of(store, ends[3].path()[0])} == {NATIVE, "q8"}
     assert tiers.drift == both
     assert tiers.stats()["warm_evictions"] == 0
-    tiers.warm_bytes_max = store.warm_bytes - 1
+    tiers.warm_bytes_max = store.state.warm_bytes - 1
     tiers.flush()
     assert [end.file is None for end in ends] == [True, False, False, False]
     assert all(end.path()[0].file is not None for end in ends)
@@ -242,9 +242,9 @@ def test_a_damaged_stored_file_ends_the_rows(open_tiers: OpenTiers) -> None:
     path = store.insert(IDS, "local", [300, 600])
     rows = rows_of(IDS, 0, LAYOUT)
     for node, p0 in zip(path, (0, 300), strict=True):
-        store.attach_hot([node], rows.slice(p0, p0 + 300))
-        store.write_rows([node])
-        store.drop_hot(node)
+        store.rows.attach_hot([node], rows.slice(p0, p0 + 300))
+        store.rows.write([node])
+        store.rows.drop_hot(node)
     until(lambda: tiers.stats()["segments_shrunk"] == 2)
     store, tiers = open_tiers(forced=Q6H, shrink_after_s=1e6)
     lower = store.match(IDS, "local").nodes[-1].file
@@ -290,7 +290,7 @@ def test_eviction_waits_for_no_other_thread(
     tiers.flush()
     splitting.join()
     tiers.flush()
-    assert store.hot_bytes == 0
+    assert store.state.hot_bytes == 0
 
 
 def test_eviction_counts_what_files_take(open_tiers: OpenTiers) -> None:
@@ -299,7 +299,7 @@ def test_eviction_counts_what_files_take(open_tiers: OpenTiers) -> None:
     put(store, tiers)
     until(lambda: tiers.stats()["segments_shrunk"] == 1)
     (file,) = store.files()
-    assert store.warm_bytes == file.nbytes == file.path.stat().st_size
+    assert store.state.warm_bytes == file.nbytes == file.path.stat().st_size
     tiers.warm_bytes_max = file.nbytes - 1
     tiers.flush()
     assert store.files() == []

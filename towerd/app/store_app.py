@@ -43,7 +43,7 @@ from towerd.search.search import Search, open_search
 from towerd.settings.config import Config
 from towerd.slots.fingerprint import REPORTED_HASH_PREFIX
 from towerd.store import Store, latest_fingerprint
-from towerd.tiers.formats.calibration_store import load_calibration
+from towerd.tiers.formats.calibration import load_calibration
 from towerd.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ async def get_stats(request: web.Request) -> web.Response:
 
 async def list_bases(request: web.Request) -> web.Response:
     """The precached prompts of all tenants."""
-    bases = await asyncio.to_thread(service_of(request).store.bases)
+    bases = await asyncio.to_thread(service_of(request).store.bases.listing)
     return json_reply({"bases": [base_json(base) for base in bases]})
 
 

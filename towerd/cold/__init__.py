@@ -13,11 +13,13 @@ from towerd.cold.freezing import (
     thaw,
     write_copy,
 )
+from towerd.cold.idle_freezer import IdleFreezer
 
 __all__ = [
     "Coding",
     "FreezeResult",
     "ColdTier",
+    "IdleFreezer",
     "VocabularySource",
     "check_codec_model",
     "cold_history",

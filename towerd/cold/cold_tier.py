@@ -1,5 +1,4 @@
-"""The cold tier: codes sessions in idle time, freezes them when their rows have left, and thaws them
-on demand.
+"""The cold tier: codes, freezes and thaws sessions.
 
 A request enters before it runs and leaves when its turn is recorded. A session that a running
 request may use is never frozen. Freezing runs on one thread of low priority and thawing on two
@@ -13,17 +12,14 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from towerd.codec.errors import CodecError
-from towerd.cold.backoff import Backoff
 from towerd.cold.coding import Coding
 from towerd.cold.freezing import FreezeResult, cold_history, freeze, recode, thaw, write_copy
-from towerd.cold.idle_freezer import IdleFreezer
-from towerd.cold.reading import TextReader
-from towerd.cold.renewal import Renewal, check_minis
 from towerd.cold.thaw_ahead import ThawAhead
 from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Reuse
 from towerd.errors import (
@@ -37,12 +33,15 @@ from towerd.errors import (
 )
 from towerd.store import Node, Store
 from towerd.store.maintenance.space import space
-from towerd.store.sessions.coded import CodedSession
-from towerd.store.sessions.frozen import SessionBusy
-from towerd.store.sessions.idle import is_viewed
+from towerd.store.sessions.cold import is_viewed
+from towerd.store.sessions.frozen import CodedSession, SessionBusy
+from towerd.store.state.probes import note_probe
 from towerd.store.tree.scope import tenant_of
 from towerd.system.priority import lower_priority
 from towerd.tokens import Ids, ids_bytes
+
+if TYPE_CHECKING:
+    from towerd.codec import Codec
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +50,46 @@ _REFUSALS = (NotFound, NotSupported, InvalidRequest, SessionBusy)
 
 Run = Callable[[GenerateRequest], Coroutine[Any, Any, Finish | None]]
 T = TypeVar("T")
+
+
+SessionName = tuple[str, str]
+"""(scope, id) of a session."""
+
+
+class Backoff:
+    """Sessions and the time until which each is exempt. Thread-safe. Expired entries are removed
+    by `active`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._until: dict[SessionName, float] = {}
+        self._lock = threading.Lock()
+
+    def delay(self, key: SessionName, seconds: float) -> None:
+        """Exempt a session for `seconds` from now."""
+        if seconds > 0:
+            with self._lock:
+                self._until[key] = self._clock() + seconds
+
+    def active(self) -> set[SessionName]:
+        """The sessions that are still exempt. Forgets the others."""
+        now = self._clock()
+        with self._lock:
+            self._until = {key: until for key, until in self._until.items() if until > now}
+            return set(self._until)
+
+
+def check_minis(store: Store, codec: Codec) -> None:
+    """Say so if llama.cpp cuts the vocabularies that texts are coded in otherwise than at the last
+    start: a blob that follows a base was coded after the base's symbols. Then every session is due."""
+    digest = store.state.identity.tokenizer_digest
+    for mini in codec.minis():
+        if note_probe(store.state, digest, mini.probe(), mini.hash(), mini.written()):
+            log.warning(
+                "this llama.cpp cuts the codec's vocabulary otherwise than the one of the last start: "
+                "copies of conversations are coded again, and frozen ones that begin like others "
+                "wait for a client that continues them"
+            )
 
 
 class ColdTier:
@@ -79,36 +118,28 @@ class ColdTier:
         self.freeze_s = self.thaw_s = 0.0
         self._on_frozen = on_frozen
         self._has_checkpoint = has_checkpoint
-        self._clock = clock
+        self.clock = clock
         self._uses: dict[int, GenerateRequest] = {}
         self._last_use = float("-inf")
         self.backoff = Backoff(clock)
         """Sessions that failed to freeze or were thawed recently."""
-        self._reader = TextReader(store, coding)
         self._damaged: set[tuple[str, str]] = set()
         """(tenant, id) of sessions that could not be thawed; requests do not try again."""
         self._freezer = ThreadPoolExecutor(1, "towerd-freeze", initializer=lower_priority)
         self._thawer = ThreadPoolExecutor(2, "towerd-thaw")
         self._counting = threading.Lock()
-        self._task: asyncio.Task[None] | None = None
 
     def start(
         self, run: Run | None = None, n_ctx: int = 0, live: LiveBudget = _NO_BUDGET
     ) -> ThawAhead:
-        """Start automatic freezing. Returns the object that thaws sessions ahead. run: evaluates
-        a background request of fewer than `n_ctx` tokens under the budget `live`; None: sessions
-        thawed ahead get only their tokens back."""
+        """Make the object that thaws sessions ahead. run: evaluates a background request of fewer
+        than `n_ctx` tokens under the budget `live`; None: sessions thawed ahead get only their
+        tokens back."""
         self.ahead = ThawAhead(self.store, self.thaw, run, n_ctx, live)
-        renewal = Renewal(self)
-        freezer = IdleFreezer(self, self.freeze_after_s, self._has_rows, self._clock, renewal)
-        self._task = asyncio.create_task(freezer.run())
         return self.ahead
 
     async def stop(self) -> None:
-        """Stop freezing automatically and thawing ahead. Requests may go on to use the tier."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        """Stop thawing ahead. Requests may go on to use the tier."""
         if self.ahead is not None:
             await self.ahead.close()
 
@@ -237,15 +268,6 @@ class ColdTier:
         Raises as `thaw`."""
         return await self._on(self._thawer, self._session_ids, id, scope)
 
-    async def frozen_text(self, id: str, scope: str | None = None) -> str:
-        """The text of a frozen session, also if its ids cannot be had. It stays frozen. Raises as
-        `TextReader.text`."""
-        return await self._on(self._thawer, self._reader.text, id, scope)
-
-    async def foreign_text(self, id: str, scope: str | None = None, tokenizer: str = "") -> str:
-        """The text of a session of another tokenizer. Raises as `TextReader.foreign_text`."""
-        return await self._on(self._thawer, self._reader.foreign_text, id, scope, tokenizer)
-
     def space(self) -> dict[str, Any]:
         """How many tokens resume without prefill, and what a larger disk would keep."""
         found = space(self.store.state, self._has_checkpoint)
@@ -300,7 +322,7 @@ class ColdTier:
 
         def may_drop(id: str, scope: str, doomed: Sequence[Node]) -> bool:
             if only_without_rows and any(
-                self._has_rows(node) or is_viewed(self.store.state, node) for node in doomed
+                self.has_rows(node) or is_viewed(self.store.state, node) for node in doomed
             ):
                 return False
             return self._may_drop(id, scope, doomed)
@@ -353,10 +375,19 @@ class ColdTier:
             return self.store.session_ids(id, scope)
         return history.ids(history.leaf)
 
-    def _counted_failure(self) -> _Failures:
-        return _Failures(self)
+    @contextmanager
+    def _counted_failure(self) -> Iterator[None]:
+        """Count a failure of the block, except refusals of invalid requests."""
+        try:
+            yield
+        except _REFUSALS:
+            raise
+        except Exception:
+            self.n_failed += 1
+            raise
 
-    def _has_rows(self, node: Node) -> bool:
+    def has_rows(self, node: Node) -> bool:
+        """Whether a segment has rows, in RAM or on disk, or a state checkpoint."""
         return node.has_rows or (self._has_checkpoint is not None and self._has_checkpoint(node))
 
     def _may_drop(self, id: str, scope: str, doomed: Sequence[Node]) -> bool:
@@ -420,16 +451,3 @@ class RequestGuard:
     def leave(self) -> None:
         """End the protection: the request's turn is recorded, or it had none."""
         self._tier.leave(self._request)
-
-
-class _Failures:
-    """Counts the failures of its block, except refusals of invalid requests."""
-
-    def __init__(self, tier: ColdTier) -> None:
-        self._tier = tier
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, _REFUSALS):
-            self._tier.n_failed += 1

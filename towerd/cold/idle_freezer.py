@@ -2,7 +2,7 @@
 
 A session that was unused for some time gets a copy in coded form, verified, beside its rows. Its rows
 leave when their space is needed, never before; once they have left, the session is frozen from its
-copy, so that no token ids are kept as they are. When no session is due, blobs are renewed (`renewal`), also
+copy, so that no token ids are kept as they are. When no session is due, blobs are renewed (`Renewal`), also
 where sessions are not frozen by themselves.
 """
 
@@ -11,18 +11,74 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from collections.abc import Awaitable
+from typing import Any
 
-from towerd.cold.backoff import Backoff
-from towerd.cold.freezing import FreezeResult
-from towerd.cold.renewal import Renewal
-from towerd.errors import DiskFull, NotFound, NotSupported
-from towerd.store import Node, Store
-from towerd.store.sessions.frozen import SessionBusy
-from towerd.store.sessions.idle import START, IdleSession
+from towerd.cold.cold_tier import ColdTier
+from towerd.errors import DiskFull, NotFound, NotSupported, ThawError
+from towerd.store.sessions.cold import START, IdleSession
+from towerd.store.sessions.frozen import CodedSession, SessionBusy
+from towerd.store.state.probes import is_renewing, note_renewed
 
 log = logging.getLogger(__name__)
+
+RENEWAL_PAGE = 64
+"""Sessions that are looked at under one lock."""
+
+
+class Renewal:
+    """Goes over all sessions in coded form once per start: blobs that are written later are current."""
+
+    def __init__(self, tier: ColdTier) -> None:
+        """If text may be cut otherwise since the last start, every session is due."""
+        self._tier = tier
+        self._digest = tier.store.state.identity.tokenizer_digest
+        self._everything: bool | None = None
+        self._page: list[CodedSession] = []
+        self._after = self._n_text = self._n_failed = 0
+        self._is_done = False
+
+    async def next(self) -> CodedSession | None:
+        """The next session that is due; None if all were looked at. Raises NotSupported."""
+        if self._everything is None:
+            self._everything = await asyncio.to_thread(
+                is_renewing, self._tier.store.state, self._digest
+            )
+        while not self._is_done:
+            if not self._page:
+                pages = self._tier.store.cold.coded
+                self._page = await asyncio.to_thread(pages, self._after, RENEWAL_PAGE)
+                if not self._page:
+                    await self._finish()
+                continue
+            session = self._page[0]
+            is_due = self._everything or not await self._tier.is_current(session)
+            del self._page[0]
+            self._after = session.pk
+            if is_due:
+                return session
+        return None
+
+    async def renew(self, session: CodedSession) -> None:
+        """Code a session again. Raises as `ColdTier.recode`."""
+        try:
+            await self._tier.recode(session.id, session.scope)
+        except NotFound:
+            pass  # removed meanwhile
+        except ThawError:
+            self._n_text += 1
+            raise
+        except Exception:
+            self._n_failed += 1
+            raise
+
+    async def _finish(self) -> None:
+        self._is_done = True
+        if self._everything and not self._n_failed:
+            await asyncio.to_thread(
+                note_renewed, self._tier.store.state, self._digest, self._n_text
+            )
+
 
 QUIET_S = 5.0
 """It starts when no request has run for this long."""
@@ -34,45 +90,29 @@ PAGE = 256
 """Sessions that are listed at a time."""
 
 
-class SessionCoder(Protocol):
-    """What codes the sessions; see `ColdTier`."""
-
-    store: Store
-    backoff: Backoff
-
-    def idle_s(self) -> float: ...
-
-    async def warm_up(self) -> None: ...
-
-    async def write_copy(self, id: str, scope: str) -> bool: ...
-
-    async def freeze(
-        self, id: str, scope: str | None = None, *, only_without_rows: bool = False
-    ) -> FreezeResult | None: ...
-
-
 class IdleFreezer:
     """Looks at the unused sessions again and again, the least recently used first, and codes one at
     a time. Belongs to the event loop."""
 
-    def __init__(
-        self,
-        tier: SessionCoder,
-        after_s: float,
-        has_rows: Callable[[Node], bool],
-        clock: Callable[[], float],
-        renewal: Renewal,
-    ) -> None:
-        """after_s: how long a session must be unused; -1: none is coded, but blobs are renewed."""
+    def __init__(self, tier: ColdTier) -> None:
+        """Blobs are renewed also where no session is coded by itself."""
         self._tier = tier
-        self._after_s = after_s
-        self._has_rows = has_rows
-        self._clock = clock
-        self._renewal = renewal
+        self._after_s = tier.freeze_after_s
+        self._renewal = Renewal(tier)
         self._place = START
+        self._task: asyncio.Task[None] | None = None
 
-    async def run(self) -> None:
-        """Code sessions while nothing else runs, until cancelled."""
+    def start(self) -> None:
+        """Begin to code sessions while nothing else runs."""
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Stop; the tier may go on to be used."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
         if not self._tier.store.cold.is_empty:
             await self._tier.warm_up()
         codes = self._after_s >= 0
@@ -94,9 +134,9 @@ class IdleFreezer:
 
     async def _step(self) -> bool:
         """Code the next session that is due; False if all were looked at."""
-        before = self._clock() - self._after_s
+        before = self._tier.clock() - self._after_s
         pages = self._tier.store.cold.page
-        page = await asyncio.to_thread(pages, before, self._place, PAGE, self._has_rows)
+        page = await asyncio.to_thread(pages, before, self._place, PAGE, self._tier.has_rows)
         passed_over = self._tier.backoff.active()
         for session in page:
             self._place = session.place

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 REPEAT_S_MIN = 600.0
 """The same segment is evaluated ahead at most this often. Without room the work is wasted."""
-TIPS_MAX = 1024
+ENDS_MAX = 1024
 FROZEN_MAX = 1 << 16
 """Removed segments whose frozen session is remembered."""
 CONCURRENT_MAX = 4
@@ -51,7 +51,7 @@ class ThawAhead:
         self._live = live
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._tips: OrderedDict[int, float] = OrderedDict()
+        self._evaluated: OrderedDict[int, float] = OrderedDict()
         self._frozen: OrderedDict[int, tuple[str, str]] = OrderedDict()
         """Segment that was removed -> (id, scope) of the session that was frozen."""
         self._is_open = True
@@ -76,10 +76,10 @@ class ThawAhead:
         """Evaluate the rows of a session that was thawed."""
         self._spawn(self._evaluate_session(id, scope))
 
-    def expected_back(self, tip: int) -> None:
-        """Evaluate the tower of the segment `tip`, or thaw the session that it was frozen with: the
+    def expected_back(self, end: int) -> None:
+        """Evaluate the tower of the segment `end`, or thaw the session that it was frozen with: the
         policy expects its reuse, and it has no rows."""
-        self._loop.call_soon_threadsafe(self._expected_back, tip)
+        self._loop.call_soon_threadsafe(self._expected_back, end)
 
     def remember(self, id: str, scope: str, removed: Sequence[Node]) -> None:
         """Note which segments were removed when a session was frozen; from any thread."""
@@ -95,14 +95,14 @@ class ThawAhead:
         while len(self._frozen) > FROZEN_MAX:
             self._frozen.popitem(last=False)
 
-    def _expected_back(self, tip: int) -> None:
+    def _expected_back(self, end: int) -> None:
         now = time.monotonic()
-        is_due = now - self._tips.get(tip, -REPEAT_S_MIN) >= REPEAT_S_MIN
-        if is_due and self._spawn(self._evaluate_tip(tip)):
-            self._tips[tip] = now
-            self._tips.move_to_end(tip)
-            if len(self._tips) > TIPS_MAX:
-                self._tips.popitem(last=False)
+        is_due = now - self._evaluated.get(end, -REPEAT_S_MIN) >= REPEAT_S_MIN
+        if is_due and self._spawn(self._evaluate_tower(end)):
+            self._evaluated[end] = now
+            self._evaluated.move_to_end(end)
+            if len(self._evaluated) > ENDS_MAX:
+                self._evaluated.popitem(last=False)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> bool:
         if len(self._tasks) >= CONCURRENT_MAX or not self._is_open:
@@ -129,11 +129,11 @@ class ThawAhead:
         except TowerdError as error:
             log.debug("a session was not evaluated ahead", extra={"error": str(error)})
 
-    async def _evaluate_tip(self, tip: int) -> None:
+    async def _evaluate_tower(self, end: int) -> None:
         try:
-            found = await asyncio.to_thread(self._prefix, tip)
+            found = await asyncio.to_thread(self._prefix, end)
         except NotFound:
-            if (frozen := self._frozen.pop(tip, None)) is not None:
+            if (frozen := self._frozen.pop(end, None)) is not None:
                 await self._open(*frozen)
             return
         if found is None:
@@ -143,11 +143,11 @@ class ThawAhead:
         except TowerdError as error:
             log.debug("a prompt was not evaluated ahead", extra={"error": str(error)})
 
-    def _prefix(self, tip: int) -> tuple[Ids, str] | None:
+    def _prefix(self, end: int) -> tuple[Ids, str] | None:
         """The tokens up to the end of a segment, and its scope; None if it is public. Raises
         NotFound."""
         with self._store.locked():  # a split would show half of a path
-            node = self._store.node(tip)
+            node = self._store.node(end)
             return None if is_public(node.scope) else (node.prefix_ids(), node.scope)
 
     async def _evaluate(self, ids: Ids, scope: str, session: str | None) -> None:

@@ -17,8 +17,8 @@ from towerd.llama_library import lib
 from towerd.model.gguf_keys import GgufKeys
 from towerd.model.model_file import Memo
 from towerd.store import Store
-from towerd.store.catalog.probes import note_probe
 from towerd.store.catalog.vocabularies import KeptVocabulary
+from towerd.store.state.probes import note_probe
 from towerd.tokens import Ids
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def check_tokenizer(store: Store, tokenize: Callable[[bytes], Ids]) -> None:
     another llama.cpp does. The cold tier then renews what was coded before."""
     with suppress(DiskFull):  # the next start asks again
         digest = store.state.identity.tokenizer_digest
-        if note_probe(store, digest, probe(tokenize)):
+        if note_probe(store.state, digest, probe(tokenize)):
             log.warning(
                 "this llama.cpp cuts text into other tokens than the one of the last start: coded "
                 "conversations are renewed while nothing else runs, or stay readable as text"

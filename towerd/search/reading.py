@@ -1,19 +1,28 @@
-"""The turns of a conversation as what was said in each, whatever its tokenizer, frozen or not."""
+"""Conversations as text, and as what was said in each turn: whatever their tokenizer, frozen or not, also
+where their tokens cannot be had because this llama.cpp cuts text otherwise than the one that coded them."""
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from towerd.codec.errors import CodecError
 from towerd.cold.coding import Coding
 from towerd.cold.freezing import cold_history
-from towerd.cold.reading import TextReader
 from towerd.errors import NotFound, SessionFrozen, ThawError
 from towerd.search.index import Passage, SessionKey
 from towerd.search.speech import ChatMessage, first_question, messages, spoken
 from towerd.store import SessionInfo, Store
-from towerd.store.catalog.vocabularies import KeptVocabulary
+from towerd.store.catalog.vocabularies import MEDIUM, KeptVocabulary
+from towerd.store.sessions.frozen import FrozenSession
 from towerd.store.sessions.history import History
 from towerd.tokens import Ids
+
+if TYPE_CHECKING:
+    from towerd.codec import Codec
 
 BEGINNING_TOKENS = 32
 
@@ -27,8 +36,9 @@ class TurnReader:
     def __init__(self, store: Store, coding: Coding) -> None:
         self._store = store
         self._coding = coding
-        self._texts = TextReader(store, coding)
         self._last: tuple[str, KeptVocabulary] | None = None
+        self._last_codec: Codec | None = None
+        self._lock = threading.Lock()
 
     def key(self, info: SessionInfo) -> SessionKey:
         """The name of a session that is listed."""
@@ -53,6 +63,26 @@ class TurnReader:
         """How the text of tokens of the served model begins, control tokens as they are written."""
         return self._vocabulary(self.own_tokenizer).text(ids[:BEGINNING_TOKENS])
 
+    def text(self, id: str, scope: str | None = None) -> str:
+        """The text of a frozen session of the served model's tokenizer; see `text_of`. Raises
+        ThawError, too (damaged, or not frozen)."""
+        frozen = self._store.cold.read(id, scope)
+        if frozen is None:
+            raise ThawError(f"Session {id!r} was thawed just now: ask again.")
+        return text_of(self._coding.codec, frozen)
+
+    def foreign_text(self, id: str, scope: str | None = None, tokenizer: str = "") -> str:
+        """The text of a session of another tokenizer; see `text_of`. Raises ThawError, too."""
+        foreign = self._store.foreign
+        info = foreign.session(id, scope, tokenizer).info
+        which = id, info.scope, info.tokenizer
+        try:
+            ids, _ = foreign.session_ids(*which)
+        except SessionFrozen:
+            frozen, digest = foreign.frozen(*which)
+            return text_of(self._codec(digest.hex(), info.scope), frozen)
+        return self._vocabulary(info.tokenizer, info.scope).text(ids)
+
     def passages(self, info: SessionInfo, known: set[int]) -> tuple[list[Passage], str]:
         """What was said in each turn that is not in `known`, and the first question of all."""
         if info.tokenizer:
@@ -61,7 +91,7 @@ class TurnReader:
         try:
             history = self._history(info)
         except ThawError:  # its text can be read all the same
-            said = [ChatMessage("", self._texts.text(info.id, info.scope))]
+            said = [ChatMessage("", self.text(info.id, info.scope))]
             return _whole(info, spoken(said)), first_question(said)
         vocabulary = self._vocabulary(self.own_tokenizer)
         found: list[Passage] = []
@@ -84,7 +114,7 @@ class TurnReader:
         try:
             ids = self._branch_ids(info, turn)
         except ThawError:
-            return [ChatMessage("", self._texts.text(info.id, info.scope))]
+            return [ChatMessage("", self.text(info.id, info.scope))]
         return messages(ids, self._vocabulary(self.own_tokenizer))
 
     def _branch_ids(self, info: SessionInfo, turn: int | None) -> Ids:
@@ -117,8 +147,19 @@ class TurnReader:
         try:
             ids, _ = self._store.foreign.session_ids(*which)
         except SessionFrozen:
-            return [ChatMessage("", self._texts.foreign_text(*which))]
+            return [ChatMessage("", self.foreign_text(*which))]
         return messages(ids, self._vocabulary(info.tokenizer, info.scope))
+
+    def _codec(self, tokenizer: str, scope: str) -> Codec:
+        """The codec of a vocabulary that is kept for a tenant, which cannot tokenize; the last one
+        stays in memory."""
+        from towerd.codec import Codec  # imported late: it loads llama.cpp
+
+        with self._lock:
+            vocabulary = self._vocabulary(tokenizer, scope)
+            if self._last_codec is None or self._last_codec.vocabulary is not vocabulary:
+                self._last_codec = Codec(vocabulary, tables=self._store.tables)
+            return self._last_codec
 
     def _vocabulary(self, tokenizer: str, scope: str | None = None) -> KeptVocabulary:
         """The vocabulary of a tokenizer that is kept for a tenant; the last whole one stays in
@@ -142,3 +183,21 @@ def leaf_of(info: SessionInfo) -> int:
 def _whole(info: SessionInfo, text: str) -> list[Passage]:
     """A text whose turns cannot be told apart."""
     return [Passage(leaf_of(info), info.updated, text, is_whole=True)]
+
+
+def text_of(codec: Codec, frozen: FrozenSession) -> str:
+    """The text of a frozen session's current branch. If its ids cannot be had, of all its branches,
+    each after what it shares with those before, with MEDIUM at the end if there are media. Raises
+    ThawError."""
+    from towerd.codec.codec import WrittenText  # imported late: it loads llama.cpp
+
+    vocabulary = KeptVocabulary(codec.vocabulary.pieces, codec.vocabulary.names)
+    try:
+        found = codec.read(frozen.blob, base=frozen.base)
+    except CodecError as error:
+        raise ThawError(f"Session {frozen.info.id!r} cannot be read: {error}") from error
+    if not isinstance(found, WrittenText):
+        history = frozen.history(np.concatenate([frozen.base, found]))
+        return vocabulary.text(history.ids(history.leaf))
+    said = vocabulary.spell(frozen.base) + found.spell(vocabulary)
+    return said.decode("utf-8", "replace") + MEDIUM * bool(found.media)

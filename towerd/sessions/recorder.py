@@ -27,7 +27,7 @@ class TurnRecorder:
 
     def watch_deletions(self) -> DeletionWatch:
         """What is deleted from now on, for the turn of a request that begins."""
-        return self._store.watch_deletions()
+        return self._store.deletions.watch()
 
     async def record(self, turn: Turn, *, answered: bool = True) -> str:
         """Make a turn durable and return its session's id. Of a prompt without an answer, the

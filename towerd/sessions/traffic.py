@@ -145,7 +145,7 @@ class Traffic:
                 started_s=workflow.started_s,
                 agent=step.agent,
                 session=session,
-                tip=tip.id,
+                end=tip.id,
                 n_prompt=len(turn.prompt),
                 n_reply=len(turn.reply),
                 arrived_s=step.arrived_s,

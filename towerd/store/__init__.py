@@ -3,10 +3,9 @@
 from towerd.store.catalog.catalog import Catalog, latest_fingerprint
 from towerd.store.maintenance.verify import VerifyReport
 from towerd.store.rows.collect import GcReport
-from towerd.store.rows.reencode import FormatRequest
-from towerd.store.rows.rows import RowsPart, Tier
-from towerd.store.segments.format_run import FormatRun
+from towerd.store.rows.rows import FormatRequest, RowsPart, Tier
 from towerd.store.segments.segment_file import SegmentFile
+from towerd.store.segments.segment_header import FormatRun
 from towerd.store.sessions.history import History
 from towerd.store.sessions.turn import Base, SessionInfo, Turn, TurnInfo, TurnResult
 from towerd.store.store import Store

@@ -2,49 +2,50 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from towerd.errors import NotFound
-from towerd.slots.rows import KVRows
-from towerd.slots.runs import Runs
-from towerd.store.catalog.opening import WhichModel, identify, open_catalog
+from towerd.slots.fingerprint import Fingerprint
+from towerd.store.catalog.catalog import Catalog
+from towerd.store.catalog.identity import ModelIdentity
+from towerd.store.catalog.shared.remote import RemoteCatalog
+from towerd.store.catalog.sqlite import SqliteCatalog
 from towerd.store.catalog.vocabularies import Vocabularies
 from towerd.store.files import durable
+from towerd.store.files.directory import Directory, StoreLock
 from towerd.store.maintenance.erase import erase
-from towerd.store.maintenance.integrity import problems
 from towerd.store.maintenance.replica import Replica
-from towerd.store.maintenance.verify import VerifyReport, verify
-from towerd.store.rows.collect import GcReport, collect, drop_foreign
-from towerd.store.rows.reencode import FormatRequest, reencode
+from towerd.store.maintenance.verify import VerifyReport, problems, verify
+from towerd.store.rows.collect import GcReport, collect
 from towerd.store.rows.rows import RowsPart, RowStore
 from towerd.store.segments.segment_file import SegmentFile
-from towerd.store.sessions.bases import BaseTable
+from towerd.store.sessions.bases import BaseTable, PinTable
 from towerd.store.sessions.cold import ColdTable
 from towerd.store.sessions.deletions import Deletions, DeletionWatch
 from towerd.store.sessions.foreign import ForeignSessions
 from towerd.store.sessions.history import History, add_history, copy_history
-from towerd.store.sessions.pins import PinTable
-from towerd.store.sessions.sessions import SessionTable, check_name, session_page
-from towerd.store.sessions.turn import Base, SessionInfo, Turn, TurnInfo, TurnResult
-from towerd.store.state.loader import load_state
-from towerd.store.state.state import Held, StoreState
+from towerd.store.sessions.sessions import SessionTable, session_page
+from towerd.store.sessions.turn import SessionInfo, Turn, TurnInfo, TurnResult
+from towerd.store.state.state import Held, StoreState, load_state
 from towerd.store.tree.handle import Handle
-from towerd.store.tree.listener import Listener
-from towerd.store.tree.module import Module
 from towerd.store.tree.node import Node
-from towerd.store.tree.scope import public_of
-from towerd.store.tree.tree import Match
+from towerd.store.tree.tree import Listener, Match
 from towerd.tokens import ID_BYTES, Ids, ids_array, ids_bytes, path_bytes
 
 WORKERS_MAX = 4
 SESSIONS_MAX = 1_000_000
+
+
+WhichModel: TypeAlias = (
+    Fingerprint | ModelIdentity | Callable[[Catalog], Fingerprint | ModelIdentity]
+)
+"""A fingerprint, alone or with what is known of the tokenizer, or a function that finds it in the
+opened catalog."""
 
 
 class Store:
@@ -58,16 +59,15 @@ class Store:
         self._pool = ThreadPoolExecutor(min(WORKERS_MAX, os.cpu_count() or 1), "store")
         self.rows = RowStore(state, self._pool)
         self._sessions = SessionTable(state.catalog, state.identity.tokenizer)
-        self._bases = BaseTable(state)
-        self._pins = PinTable(state)
-        self._deletions = Deletions()
+        self.bases = BaseTable(state)
+        self.pins = PinTable(state)
+        self.deletions = Deletions()
         self.vocabularies = Vocabularies(state.directory.tokenizers)
         """The vocabularies of the tokenizers whose sessions the store has."""
-        self.foreign = ForeignSessions(state, self._deletions)
+        self.foreign = ForeignSessions(state, self.deletions)
         """The sessions of other tokenizers."""
-        self.cold = ColdTable(state, self._sessions, self._bases)
-        self._upkeep = state.catalog.upkeep(self.state.locked)
-        replica = Replica(state, self._bases, self.cold, self._deletions)
+        self.cold = ColdTable(state, self._sessions, self.bases)
+        replica = Replica(state, self.bases, self.cold, self.deletions)
         state.catalog.follow(replica.apply, state.tree.held_ids)
 
     @classmethod
@@ -87,11 +87,10 @@ class Store:
         closing = ExitStack()
         try:
             with durable.store_errors(f"the store {root} cannot be opened"):
-                directory, catalog = open_catalog(Path(root), catalog_fd, closing)
-                identity = identify(model, catalog)
-                lock = catalog.new_lock()
-                with lock:
-                    state = load_state(directory, catalog, identity, clock, lock)
+                directory, catalog = _open_catalog(Path(root), catalog_fd, closing)
+                identity = _identify(model, catalog)
+                with catalog.lock:
+                    state = load_state(directory, catalog, identity, clock)
                     store = cls(state, closing)
             store.rows.drop_missing()
         except BaseException:
@@ -102,7 +101,7 @@ class Store:
     def close(self) -> None:
         """Flush uses, close the catalog, release the lock. Rows in use stay readable."""
         try:
-            with self._upkeep.paused(), self.state.lock:
+            with self.state.catalog.paused(), self.state.lock:
                 if self.state.is_open:
                     self.state.is_open = False
                     try:
@@ -158,19 +157,12 @@ class Store:
     def node(self, node_id: int) -> Node:
         """The node with this id. Raises NotFound."""
         with self.state.locked():
-            if (node := self.state.tree.nodes.get(node_id)) is not None:
-                return node
-        raise NotFound(f"there is no segment {node_id}")
+            return self.state.node(node_id)
 
     @property
     def tables(self) -> Path:
         """The folder for tables that frozen sessions need (`towerd.codec.Codec`)."""
         return self.state.directory.tables
-
-    @property
-    def root(self) -> Node:
-        """The empty path; its children are the first segments."""
-        return self.state.tree.root
 
     def nodes(self) -> list[Node]:
         """A snapshot of every node, in no order."""
@@ -195,7 +187,7 @@ class Store:
         """Write recorded uses and maintain the catalog; meant for idle moments."""
         with self.state.locked():
             self.state.flush()
-        self._upkeep.rest()
+        self.state.catalog.rest()
 
     # --- rows -----------------------------------------------------------------------------
 
@@ -209,51 +201,6 @@ class Store:
             n = match.n if isinstance(match, Match) else match.p1
             return self.rows.plan(nodes, start, min(stop, n), exact=exact)
 
-    def load_rows(self, part: RowsPart) -> Runs:
-        """A part's rows as views, in the formats they are stored in, checked on their first use in
-        this process. Raises RowsDamaged (the file went to quarantine, or was dropped since
-        planning: plan again) or StoreError."""
-        self.state.check_open()
-        return self.rows.load(part)
-
-    def load_each(self, part: RowsPart) -> Iterator[KVRows]:
-        """The same rows piece by piece, each checked when requested; raises as `load_rows`."""
-        self.state.check_open()
-        return self.rows.load_each(part)
-
-    def attach_hot(
-        self, nodes: Sequence[Node], rows: KVRows | Runs, *, derived: bool = False
-    ) -> list[Node]:
-        """Hand rows to the nodes of a path that lie within them; returns those that took any.
-        A node that is hot already keeps its rows unless only the new ones are exact.
-        `derived`: computed after approximate rows. Raises StateError for another layout."""
-        return self.rows.attach_hot(nodes, rows, derived=derived)
-
-    def unshare(self, node: Node) -> None:
-        """Give a node's rows in memory a buffer of their own."""
-        self.rows.unshare(node)
-
-    def drop_hot(self, node: Node) -> int:
-        """Release a node's rows in memory; returns their bytes."""
-        return self.rows.drop_hot(node)
-
-    def write_rows(self, nodes: Sequence[Node], *, replace: bool = False) -> SegmentFile:
-        """Write consecutive hot nodes of one path and scope into one file; durable. If all have
-        files already, the last one's is returned. Nodes that splits have made of them are also
-        written. `replace`: a file whose rows are not exact counts as none.
-
-        Raises SegmentsGone (they were removed meanwhile), DiskFull (nothing is left behind) or
-        StoreError (not hot, not consecutive)."""
-        self.state.check_open()
-        return self.rows.write(nodes, replace=replace)
-
-    def reencode(self, file: SegmentFile, requests: Sequence[FormatRequest]) -> SegmentFile | None:
-        """Replace a file by one with its native rows in the requested formats; durable, and safe
-        against all concurrent changes. None if the file was dropped meanwhile. Raises RowsDamaged
-        (its checksums do not match), DiskFull or StoreError."""
-        self.state.check_open()
-        return reencode(self.state, self.rows, file, requests)
-
     def held(self, node: Node) -> Held:
         """The format of a node's rows, and their size."""
         with self.state.locked():
@@ -266,30 +213,9 @@ class Store:
         with self.state.locked():
             yield
 
-    def drop_file(self, file: SegmentFile) -> int:
-        """Delete a file; its nodes keep their tokens. Returns the bytes freed."""
-        with self.state.locked():
-            return self.rows.drop_file(file)
-
-    def drop_foreign(self, bytes_needed: int) -> int:
-        """Delete files of other fingerprints, least recently used first; returns the bytes
-        freed."""
-        with self.state.locked():
-            return drop_foreign(self.state, bytes_needed)
-
     def bytes_of(self, node: Node) -> int:
         """Bytes of a node's rows in native format."""
         return node.n * self.state.fingerprint.layout.token_bytes
-
-    @property
-    def hot_bytes(self) -> int:
-        """Rows attached in memory."""
-        return self.state.hot_bytes
-
-    @property
-    def warm_bytes(self) -> int:
-        """This fingerprint's segment files on disk."""
-        return self.state.warm_bytes
 
     # --- turns and sessions ---------------------------------------------------------------
 
@@ -362,7 +288,7 @@ class Store:
         """A session in a form that another store can import. Raises as `session`."""
         with self.state.locked():
             found = self._sessions.find(id, scope)
-            taken = copy_history(self.state, self._sessions, self._bases, found)
+            taken = copy_history(self.state, self._sessions, self.bases, found)
         return taken.history()
 
     def add_history(self, history: History, scope: str, since: DeletionWatch | None = None) -> int:
@@ -385,62 +311,7 @@ class Store:
         its way into it is not recorded (`watch_deletions`). Raises as `session`."""
         with self.state.locked():
             found, nodes = self._sessions.find(id, scope), self.state.tree.nodes
-            self.cold.forget(self._sessions.delete(found, nodes, self._deletions))
-
-    def watch_deletions(self) -> DeletionWatch:
-        """What is deleted from now on, for whoever will record something later. Takes no lock."""
-        return self._deletions.watch()
-
-    # --- pins and bases -------------------------------------------------------------------
-
-    def pin(self, node_id: int) -> None:
-        """Keep a node and its path from eviction and gc. Pinning twice is pinning once."""
-        with self.state.locked():
-            self._pins.add(self.node(node_id))
-
-    def unpin(self, node_id: int) -> None:
-        """Undo `pin`. Raises NotFound if there is no such segment or it is not pinned."""
-        with self.state.locked():
-            self._pins.remove(self.node(node_id))
-
-    def pins(self) -> list[Node]:
-        """The nodes that `pin` was called for."""
-        with self.state.locked():
-            return self._pins.listing()
-
-    def add_base(
-        self,
-        name: str,
-        ids: Ids,
-        scope: str,
-        level: int,
-        public: bool,
-        format: str | None = None,
-        module: Module | None = None,
-    ) -> Base:
-        """Store and pin the path of a precached prompt; idempotent. A public base belongs to
-        every scope; a changed prompt moves the name to its new path. The rest: see Base."""
-        check_name(name)
-        data, owner = path_bytes(ids, [len(ids)]), public_of(scope) if public else scope
-        digest = hashlib.blake2b(data, digest_size=32).digest()
-        base = Base(name, owner, level, 0, len(ids), digest, format, module)
-        with self.state.locked():
-            return self._bases.add(base, data)
-
-    def bases(self) -> list[Base]:
-        """Every base by level, scope and name."""
-        with self.state.locked():
-            return self._bases.listing()
-
-    @property
-    def bases_version(self) -> int:
-        """A number that changes whenever `bases` may have changed."""
-        return self._bases.version
-
-    def remove_base(self, name: str, scope: str) -> None:
-        """Forget a base's name and pin. Raises NotFound."""
-        with self.state.locked():
-            self._bases.remove(name, scope)
+            self.cold.forget(self._sessions.delete(found, nodes, self.deletions))
 
     # --- upkeep ---------------------------------------------------------------------------
 
@@ -448,10 +319,10 @@ class Store:
         """Remove, or only count, what no session, base, pin or running request needs. Then nothing
         of deleted sessions is left in any file."""
         with self.state.locked():
-            report = collect(self.state, quarantine_days, self.rows.writing, dry_run=dry_run)
+            report = collect(self.state, quarantine_days, dry_run=dry_run)
         if dry_run:
             return report
-        return erase(self.state, self.rows, self.vocabularies, self._upkeep, report)
+        return erase(self.state, self.rows, self.vocabularies, report)
 
     def verify(
         self, progress: Callable[[int, int], None] | None = None, *, repair: bool = False
@@ -459,7 +330,7 @@ class Store:
         """Read everything again and check it; `progress(done_bytes, total_bytes)`. `repair`:
         quarantine damaged files, and rebuild a damaged catalog or journal from the other one.
         The lock is not held while files are read."""
-        parts = self.state, self.rows, self.cold, self._upkeep, self._pool
+        parts = self.state, self.rows, self.cold, self._pool
         return verify(*parts, progress, repair=repair)
 
     def check_integrity(self, *, keys: bool = False) -> None:
@@ -483,3 +354,25 @@ class Store:
         """Durable when it returns."""
         with self.state.locked():
             self.state.catalog.set_meta(key, value)
+
+
+def _open_catalog(root: Path, catalog_fd: int | None, undo: ExitStack) -> tuple[Directory, Catalog]:
+    """The directory of a store and its catalog; `undo` closes them. `catalog_fd`: as for
+    `Store.open`. Raises as `Store.open`."""
+    directory = Directory(root)
+    if catalog_fd is not None:
+        remote = RemoteCatalog(catalog_fd)
+        undo.callback(remote.close)
+        return directory, remote
+    lock_file = StoreLock(directory.lock)
+    undo.callback(lock_file.release)
+    catalog = SqliteCatalog(directory.catalog)
+    undo.callback(catalog.close)
+    directory.sweep_tmp()
+    return directory, catalog
+
+
+def _identify(model: WhichModel, catalog: Catalog) -> ModelIdentity:
+    """The identity of the model to open a store for."""
+    found = model(catalog) if callable(model) else model
+    return ModelIdentity(found) if isinstance(found, Fingerprint) else found

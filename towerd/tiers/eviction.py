@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 
 from towerd.store import Node, SegmentFile, Store
-from towerd.tiers.counters import TierCounters
+from towerd.store.rows.collect import drop_foreign
 from towerd.tiers.ranking import Ranking
-from towerd.tiers.writer import find_node
+from towerd.tiers.writer import TierCounters, find_node
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +36,9 @@ class Evictor:
         """Drop rows in RAM until they fit. Rows whose file was evicted for space may go, too; only
         unwritten rows must wait. Those of pinned segments leave only if they do not fit into
         `pinned_bytes_max`, or `bytes_max` if that is more."""
-        self._evict_hot(lambda: self._store.hot_bytes - bytes_max, self._can_drop_hot)
+        self._evict_hot(lambda: self._store.state.hot_bytes - bytes_max, self._can_drop_hot)
         bytes_max = max(bytes_max, pinned_bytes_max)
-        if self._store.hot_bytes <= bytes_max:
+        if self._store.state.hot_bytes <= bytes_max:
             return
         too_much = self._pinned_bytes() - bytes_max
         if too_much > 0 and not self._has_complained:
@@ -53,12 +53,12 @@ class Evictor:
 
     def evict_warm(self, bytes_max: int) -> None:
         """Delete files until they fit, those of other fingerprints first."""
-        excess = self._store.warm_bytes + self._store.state.foreign_bytes - bytes_max
+        excess = self._store.state.warm_bytes + self._store.state.foreign_bytes - bytes_max
         if excess <= 0:
             return
-        excess -= self._store.drop_foreign(excess)
+        excess -= drop_foreign(self._store.state, excess)
         for file in self._ranking.warm_victims(excess, self._can_drop) if excess > 0 else ():
-            if self._store.drop_file(file):
+            if self._store.rows.drop_file(file):
                 self._counters.warm_evicted += 1
 
     def least_valuable(self, nbytes: int) -> list[SegmentFile]:
@@ -80,10 +80,10 @@ class Evictor:
             if node is None or not may_drop(node_id):
                 return 0  # removed, or got new rows, since it was chosen
             left = None if node.hot is None else node.hot.buffers()
-            freed = self._store.drop_hot(node)
+            freed = self._store.rows.drop_hot(node)
             wasteful = [] if left is None else sharing_buffers(node, left)
         for each in wasteful:
-            self._store.unshare(each)
+            self._store.rows.unshare(each)
         self._counters.hot_evicted += freed > 0
         return freed
 

@@ -28,20 +28,18 @@ from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows
 from towerd.store import Handle, Node, RowsPart, SegmentFile, Store
 from towerd.store.segments.segment_file import quantized_bytes
-from towerd.store.tree.listener import Listener
 from towerd.store.tree.scope import is_public
+from towerd.store.tree.tree import Listener
 from towerd.tiers.composer import Composer, Piece
-from towerd.tiers.counters import TierCounters
 from towerd.tiers.eviction import Evictor
+from towerd.tiers.formats.calibration import SqueezedFormat, remember_squeezed
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
-from towerd.tiers.formats.squeeze import SqueezedFormat, remember_squeezed
-from towerd.tiers.learned import Learned
 from towerd.tiers.plan import Composed, Gap, RestorePlan
 from towerd.tiers.prefetch import Prefetcher
 from towerd.tiers.promotion import Promoter
 from towerd.tiers.ranking import Ranking
 from towerd.tiers.shrink import Shrinker
-from towerd.tiers.writer import RowsWriter
+from towerd.tiers.writer import RowsWriter, TierCounters
 from towerd.tokens import Ids, Provenances, are_computed, are_exact, count_approximate
 
 log = logging.getLogger(__name__)
@@ -90,7 +88,6 @@ class Tiers(Listener):
         self.warm_bytes_max = warm_bytes
         self.counters = TierCounters()
         self.ranking = Ranking(policy, store, clock, predictor)
-        self._learned = Learned(self.ranking, store.get_meta, store.set_meta)
         self._promoter = Promoter(
             store, self.counters, lambda: self.hot_bytes_max // 4, promote_delay_s
         )
@@ -195,7 +192,7 @@ class Tiers(Listener):
         at = 0
         try:
             for part in merge_adjacent(parts):
-                for rows in self.store.load_each(part):
+                for rows in self.store.rows.load_each(part):
                     yield replace(part, p0=rows.p0, p1=rows.p1), rows
                     at = rows.p1
         except RowsDamaged as error:
@@ -212,12 +209,12 @@ class Tiers(Listener):
         match = self.store.match(ids, scope)
         return max((n.p1 for n in match.nodes if n.pinned and n.p1 <= match.n), default=0)
 
-    def visited(self, tip: Node, arrived_s: float, n_rows: int | None = None) -> Node:
+    def visited(self, end: Node, arrived_s: float, n_rows: int | None = None) -> Node:
         """Note that a request which arrived at `arrived_s` was recorded; its tower ends with
-        `tip`. `n_rows`: how many of its tokens have rows or get some; None: all. Returns the node
+        `end`. `n_rows`: how many of its tokens have rows or get some; None: all. Returns the node
         by which the policies know the visit: the last node with rows, or the tree's root."""
-        n_rows = tip.p1 if n_rows is None else n_rows
-        last = tip
+        n_rows = end.p1 if n_rows is None else n_rows
+        last = end
         with self.store.locked():
             while last.p1 > n_rows and last.hot is None and last.file is None:
                 assert last.parent is not None
@@ -289,7 +286,7 @@ class Tiers(Listener):
     def accept(self, gap: Gap, rows: KVRows, *, derived: bool = False) -> None:
         """Take exported rows of a gap into the hot tier and queue them for writing. `derived`:
         they were computed from approximate rows."""
-        self.store.attach_hot(gap.nodes, rows, derived=derived)
+        self.store.rows.attach_hot(gap.nodes, rows, derived=derived)
         self._work.put(("write", gap.nodes[-1]))
 
     def flush(self) -> None:
@@ -302,9 +299,9 @@ class Tiers(Listener):
         """Gauges and counters for /metrics and /towerd/v1/stats."""
         c = self.counters
         return {
-            "hot_bytes": self.store.hot_bytes,
+            "hot_bytes": self.store.state.hot_bytes,
             "hot_bytes_max": self.hot_bytes_max,
-            "warm_bytes": self.store.warm_bytes,
+            "warm_bytes": self.store.state.warm_bytes,
             "warm_bytes_max": self.warm_bytes_max,
             "warm_quantized_bytes": quantized_bytes(self.store.files(), self.layout),
             "segments_shrunk": self._shrinker.n_shrunk,
@@ -394,7 +391,7 @@ class Tiers(Listener):
                 self._enforce()
                 if kind != "stop" and self._work.empty():
                     self._shrink()
-                    self.prefetcher.step(self.hot_bytes_max - self.store.hot_bytes)
+                    self.prefetcher.step(self.hot_bytes_max - self.store.state.hot_bytes)
             except StoreError as error:
                 self.counters.write_errors += 1
                 log.error("a segment could not be written", extra={"error": str(error)})
@@ -412,7 +409,7 @@ class Tiers(Listener):
             self._writer.write_remaining()
             self.store.flush()
             if kind != "flush":
-                self._learned.keep(now=kind == "stop")
+                self.ranking.keep(now=kind == "stop")
 
     def _idle_s(self) -> float:
         waits = self._shrinker.wait_s(), self.prefetcher.wait_s(), self._promoter.wait_s()
@@ -421,17 +418,17 @@ class Tiers(Listener):
     def _shrink(self) -> None:
         """Re-encode at most one file."""
         done = self._shrinker.step()
-        if self.store.warm_bytes <= PRESSED_SHARE * self.warm_bytes_max:
+        if self.store.state.warm_bytes <= PRESSED_SHARE * self.warm_bytes_max:
             self._shrinker.relax()
         elif done is None:
-            share = int(SQUEEZED_SHARE * self.store.warm_bytes)
+            share = int(SQUEEZED_SHARE * self.store.state.warm_bytes)
             done = self._shrinker.squeeze(lambda: self.evictor.least_valuable(share))
         if done is not None:
             self.counters.bytes_written += done.nbytes
 
     def _enforce(self) -> None:
         """Evict hot rows that have a file, then files, until both budgets hold."""
-        self.prefetcher.give_back(self.store.hot_bytes - self.hot_bytes_max)
+        self.prefetcher.give_back(self.store.state.hot_bytes - self.hot_bytes_max)
         self.evictor.evict_hot(self.hot_bytes_max, self.pinned_bytes_max)
         self.evictor.evict_warm(self.warm_bytes_max)
 

@@ -111,8 +111,8 @@ class Modules:
         if self._tiers.exact:
             return _Index()
         store = self._tiers.store
-        if (version := store.bases_version) != self._version:
-            self._bases = [base for base in store.bases() if self._is_allowed(base.module)]
+        if (version := store.bases.version) != self._version:
+            self._bases = [base for base in store.bases.listing() if self._is_allowed(base.module)]
             self._indexes, self._version = {}, version
         if not self._bases:
             return _Index()

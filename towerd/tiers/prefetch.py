@@ -122,24 +122,24 @@ class Prefetcher:
             for node in [node for node in self._held.values() if not node.pinned]:
                 if freed >= bytes_needed:
                     break
-                freed += self._store.drop_hot(node)
+                freed += self._store.rows.drop_hot(node)
                 self._held.pop(node.id, None)
         return freed
 
     def _candidates(self, nodes: dict[int, Node]) -> list[Candidate]:
         """The nodes that are only on disk, of the towers that the policy wants. Each has the
-        highest value among the towers through it. Enters them in `nodes`, and passes tips without
+        highest value among the towers through it. Enters them in `nodes`, and passes ends without
         any rows to `on_cold`."""
         found: dict[int, Candidate] = {}
-        for tip_id, value in self._ranking.wanted(WANTED_MAX):
-            tip = find_node(self._store, tip_id)
+        for end_id, value in self._ranking.wanted(WANTED_MAX):
+            end = find_node(self._store, end_id)
             on_cold = self._on_cold
-            if on_cold is not None and (tip is None or not tip.has_rows):
-                on_cold(tip_id)
-            if tip is None:
+            if on_cold is not None and (end is None or not end.has_rows):
+                on_cold(end_id)
+            if end is None:
                 continue
             with self._store.locked():
-                for node in tip.path():
+                for node in end.path():
                     if node.hot is None and node.file is not None and node.id not in found:
                         parent = node.parent.id if node.parent is not None else None
                         nbytes = self._store.held(node).nbytes

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
 from towerd.store import Node, RowsPart, Store
-from towerd.tiers.counters import TierCounters
+from towerd.tiers.writer import TierCounters
 from towerd.tokens import has_derived
 
 
@@ -86,7 +86,9 @@ class Promoter:
                 return False
             part = RowsPart(node, node.p0, node.p1, "warm", node.file)
         derived = has_derived(part.provenance)
-        taken = self._store.attach_hot([node], self._store.load_rows(part).copy(), derived=derived)
+        taken = self._store.rows.attach_hot(
+            [node], self._store.rows.load(part).copy(), derived=derived
+        )
         self._counters.promoted += len(taken)
         return bool(taken)
 

@@ -14,21 +14,163 @@ created it, or after its removal.
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+import time
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from towerd.policy import Key, make_policy
+from towerd.policy import Key, Policy, make_policy
 from towerd.policy.base import Learning, ReuseForecaster
 from towerd.store import Node, SegmentFile, Store
-from towerd.store.tree.listener import Listener
-from towerd.tiers.learned import pack, unpack
-from towerd.tiers.node_tree import NodeTree
-from towerd.tiers.tier_ranking import TierRanking
+from towerd.store.tree.tree import Listener, PrefixTree
+
+
+class NodeTree:
+    """A `policy.Tree` whose keys are node ids. It is read without the store's lock, by whoever
+    holds the ranking's: a single look at a node never meets half a change."""
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self._tree = tree
+        self.removed: dict[Key, Node] = {}
+        """Nodes that are gone, but not for the policies, which have still to hear of it."""
+
+    def parent(self, key: Key) -> Key | None:
+        """See Tree.parent."""
+        node = self._tree.nodes.get(key) or self.removed.get(key)
+        above = None if node is None else node.parent
+        return None if above is None or above.parent is None else above.id
+
+    def children(self, key: Key) -> Iterable[Key]:
+        """See Tree.children."""
+        node = self._tree.nodes.get(key)
+        below = () if node is None else tuple(node.children)
+        return (child.id for child in reversed(below))
+
+    def file(self, key: Key) -> SegmentFile | None:
+        """The file that has the node's rows."""
+        node = self._tree.nodes.get(key)
+        return None if node is None else node.file
+
+
+_STEP_S = 1e-6
+"""Spacing of events with the same clock time."""
+_EXPECTED_S_MAX = 60.0
+"""Rows that have not arrived after this time are no longer expected."""
+_NO_USE_S = float("-inf")
+"""The time of a split, which is not a use; the visit that follows it is."""
+
+
+class TierRanking:
+    """Not thread-safe; the ranking's lock guards it."""
+
+    def __init__(self, policy: Policy, clock: Callable[[], float]) -> None:
+        self.policy = policy
+        self.now = float("-inf")
+        """Time of the last event."""
+        self._clock = clock
+        self._expected: OrderedDict[Key, tuple[float, int]] = OrderedDict()
+        """Node -> the time since which its rows are expected, and their bytes."""
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self.policy
+
+    def visit(
+        self, path: Sequence[Key], new: Mapping[Key, tuple[int, bool]], arrived_s: float
+    ) -> None:
+        """A request used `path`. new: the bytes of those that were not known, and whether they are
+        there or expected."""
+        policy = self.policy
+        now = self.now = max(arrived_s, self.now + _STEP_S)
+        self.forget_expected()
+        n_there = next((i for i, key in enumerate(path) if key not in policy), len(path))
+        if n_there:
+            policy.access(path[n_there - 1], now)
+        for key in path[n_there:]:
+            if key in policy:
+                policy.access(key, now)
+            elif key in new:
+                nbytes, is_there = new[key]
+                policy.insert(key, nbytes, now)
+                if not is_there:
+                    self._expected[key] = self._clock(), nbytes
+
+    def split(self, lower: Key, upper: Key, nbytes: int, n_upper: int, n_lower: int) -> None:
+        """`upper` took `n_upper` tokens of `lower`, which has `n_lower` left. nbytes: of its rows,
+        if they are there."""
+        if lower in self._expected:
+            since, whole = self._expected[lower]
+            nbytes = whole * n_upper // (n_upper + n_lower)
+            self._expected[upper] = since, nbytes
+            self._expected[lower] = since, whole - nbytes
+        self.policy.split(lower, upper, nbytes, _NO_USE_S)
+
+    def arrive(self, sizes: Sequence[tuple[Key, int]], used: float | None = None) -> None:
+        """Rows are there, of these bytes. used: when they were, unless they are known; None: with
+        the last event."""
+        if used is None:
+            used = self._clock() if self.now == float("-inf") else self.now
+        for key, nbytes in sizes:
+            self._expected.pop(key, None)
+            if key in self.policy:
+                self.policy.resize(key, nbytes)
+            else:
+                self.now = max(used, self.now)
+                self.policy.insert(key, nbytes, self.now)
+
+    def leave(self, key: Key) -> None:
+        """The rows are gone."""
+        self.policy.remove(key)
+        self._expected.pop(key, None)
+
+    def forget(self, key: Key) -> None:
+        """The node is removed from the tree."""
+        self.policy.forget(key)
+        self._expected.pop(key, None)
+
+    def answered(self, end: Key, now: float, stop: str) -> None:
+        """See Policy.answered."""
+        self.now = max(now, self.now)
+        self.policy.answered(end, self.now, stop)
+
+    def victims(
+        self,
+        bytes_needed: int,
+        is_evictable: Callable[[Key], bool],
+        frees: Callable[[Key], int] | None = None,
+    ) -> list[Key]:
+        """See Policy.victims. Rows that are expected stay."""
+        self.forget_expected()
+        expected = self._expected
+        return self.policy.victims(
+            bytes_needed, lambda key: key not in expected and is_evictable(key), frees
+        )
+
+    def is_expected(self, key: Key) -> bool:
+        """Whether the rows have still to come."""
+        return key in self._expected
+
+    def forget_expected(self) -> None:
+        """Forget the rows that did not come in time."""
+        due = self._clock() - _EXPECTED_S_MAX
+        while self._expected and next(iter(self._expected.values()))[0] < due:
+            key, _ = self._expected.popitem(last=False)
+            self.policy.remove(key)
+
+    def check_integrity(self, there: Mapping[Key, int]) -> None:
+        """AssertionError unless the policy knows these rows, with these bytes, and the expected
+        ones."""
+        expected = {key: nbytes for key, (_, nbytes) in self._expected.items()}
+        assert not there.keys() & expected.keys(), "rows are expected and there"
+        self.policy.check_integrity({**there, **expected})
+
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +199,8 @@ class Ranking(Listener):
         self._events: deque[Callable[[], None]] = deque()
         """Events not reported to the policies yet. Appending and taking are atomic."""
         self._lock = threading.Lock()
+        self._keep_due_s = time.monotonic() + _KEEP_S
+        self._recall(store.get_meta(META_KEY))
 
     # ---- under the store's lock -------------------------------------------------------------
 
@@ -134,17 +278,17 @@ class Ranking(Listener):
         with self._lock:
             self._play()
 
-    def answered(self, tip: Node, now: float, stop: str) -> None:
-        """The visit of `tip` got its answer, which ended because of `stop`."""
-        self._tell(lambda tier: tier.answered(tip.id, now, stop))
+    def answered(self, end: Node, now: float, stop: str) -> None:
+        """The visit of `end` got its answer, which ended because of `stop`."""
+        self._tell(lambda tier: tier.answered(end.id, now, stop))
 
-    def stepped(self, tip: Node, workflow: str, agent: str) -> None:
-        """The visit of `tip` was a step of `agent` in `workflow`."""
-        self._tell(lambda tier: tier.policy.stepped(tip.id, tier.now, workflow, agent))
+    def stepped(self, end: Node, workflow: str, agent: str) -> None:
+        """The visit of `end` was a step of `agent` in `workflow`."""
+        self._tell(lambda tier: tier.policy.stepped(end.id, tier.now, workflow, agent))
 
-    def ended(self, tip: Node) -> None:
-        """No request will continue from `tip`."""
-        self._tell(lambda tier: tier.policy.ended(tip.id, tier.now))
+    def ended(self, end: Node) -> None:
+        """No request will continue from `end`."""
+        self._tell(lambda tier: tier.policy.ended(end.id, tier.now))
 
     def workflow_ended(self, workflow: str) -> None:
         """No step of `workflow` will follow."""
@@ -243,12 +387,22 @@ class Ranking(Listener):
     # ---- over a restart ---------------------------------------------------------------------
 
     def learned(self) -> str | None:
-        """What both policies learned, as text for `recall`; None: they do not learn."""
+        """What both policies learned, as the text that the catalog keeps; None: they do not learn."""
         with self._lock:
             found = {name: each.learned() for name, each in self._learning()}
         return pack(self.policy, found) if found else None
 
-    def recall(self, text: str | None) -> None:
+    def keep(self, *, now: bool) -> None:
+        """Write what both policies learned to the catalog if it is due, or at once with `now`. For
+        one thread. Raises DiskFull or StoreError."""
+        if not now and time.monotonic() < self._keep_due_s:
+            return
+        self._keep_due_s = time.monotonic() + _KEEP_S
+        text = self.learned()
+        if text is not None:
+            self._store.set_meta(META_KEY, text)
+
+    def _recall(self, text: str | None) -> None:
         """Resume from a text that `learned` returned. Any other text is logged and ignored."""
         if text is None:
             return
@@ -288,3 +442,39 @@ class Ranking(Listener):
     def _learning(self) -> list[tuple[str, Learning]]:
         both = (("hot", self._hot.policy), ("warm", self._warm.policy))
         return [(name, each) for name, each in both if isinstance(each, Learning)]
+
+
+META_KEY = "learned"
+BYTES_MAX = 1 << 20
+"""Maximum size of the text; larger ones are not kept."""
+_JSON_BYTES_MAX = 16 << 20
+_DIGEST_BYTES = 16
+_KEEP_S = 600.0
+
+
+def pack(policy: str, learned: Mapping[str, Any]) -> str | None:
+    """The text for `unpack`; None: it would be larger than BYTES_MAX."""
+    raw = zlib.compress(json.dumps({"policy": policy, **learned}).encode())
+    text = base64.b85encode(_digest(raw) + raw).decode()
+    return text if len(text) <= BYTES_MAX else None
+
+
+def unpack(policy: str, text: str) -> dict[str, Any]:
+    """What was packed. Raises ValueError for anything else, and for what another policy learned."""
+    if len(text) > BYTES_MAX:
+        raise ValueError("it is too large")
+    try:
+        data = base64.b85decode(text)
+        digest, raw = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+        if digest != _digest(raw):
+            raise ValueError("its checksum is wrong")
+        found = json.loads(zlib.decompressobj().decompress(raw, _JSON_BYTES_MAX))
+    except (zlib.error, RecursionError) as error:
+        raise ValueError(f"it is damaged: {error}") from error
+    if not isinstance(found, dict) or found.pop("policy", None) != policy:
+        raise ValueError("another policy learned it")
+    return found
+
+
+def _digest(raw: bytes) -> bytes:
+    return hashlib.blake2b(raw, digest_size=_DIGEST_BYTES).digest()

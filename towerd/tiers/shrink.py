@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from towerd.errors import NotFound, RowsDamaged, StoreError
 from towerd.kernels.formats import BY_NAME
 from towerd.store import Base, FormatRequest, Node, SegmentFile, Store
-from towerd.store.rows.reencode import differs
+from towerd.store.rows.rows import differs
 from towerd.tiers.formats.fidelity import DYNAMIC, NATIVE, LevelFormats
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,9 @@ class Shrinker:
             if not self._is_wanted(file):
                 continue
             try:
-                self._bases = self._store.bases()  # one may have been added since the scan began
+                self._bases = (
+                    self._store.bases.listing()
+                )  # one may have been added since the scan began
                 new = self._reencode(file, self._format_requests(file, self._formats))
             except StoreError:
                 self._queue.clear()
@@ -161,7 +163,7 @@ class Shrinker:
             files = list(least_valuable())
             self._to_squeeze.extend(file for file in files if not self._is_settled(file))
         self._squeeze_due = began + SQUEEZE_S
-        self._bases = self._store.bases()
+        self._bases = self._store.bases.listing()
         table = LevelFormats((self._squeezed,))
         for _ in range(min(_EXAMINED_MAX, len(self._to_squeeze))):
             file = self._to_squeeze.popleft()
@@ -194,7 +196,7 @@ class Shrinker:
 
     def _begin(self) -> None:
         """Queue every file that was used since the last scan or may now need another format."""
-        bases = self._store.bases()
+        bases = self._store.bases.listing()
         with self._lock:
             if bases != self._bases:
                 self._settled = {}
@@ -229,7 +231,7 @@ class Shrinker:
         if differs(file, requests, self._store.state.fingerprint.layout)[0] == 0:
             return None
         try:
-            new = self._store.reencode(file, requests)
+            new = self._store.rows.reencode(file, requests)
         except RowsDamaged as error:
             log.warning("stored rows cannot be re-encoded", extra={"error": str(error)})
             self.n_damaged += 1

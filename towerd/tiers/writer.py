@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from towerd.errors import NotFound, SegmentsGone
 from towerd.store import Node, Store
-from towerd.tiers.counters import TierCounters
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """Segments and bytes since the start."""
+
+    written: int = 0
+    promoted: int = 0
+    hot_evicted: int = 0
+    warm_evicted: int = 0
+    damaged: int = 0
+    write_errors: int = 0
+    bytes_written: int = 0
+
+    def stats(self) -> dict[str, int]:
+        """TierCounters by their names in /metrics, except `damaged`, which has other contributors."""
+        return {
+            "segments_written": self.written,
+            "segments_promoted": self.promoted,
+            "hot_evictions": self.hot_evicted,
+            "warm_evictions": self.warm_evicted,
+            "write_errors": self.write_errors,
+            "bytes_written": self.bytes_written,
+        }
 
 
 class RowsWriter:
@@ -52,7 +77,7 @@ class RowsWriter:
 
     def _write(self, nodes: list[Node]) -> None:
         try:
-            file = self._store.write_rows(nodes, replace=self._exact)
+            file = self._store.rows.write(nodes, replace=self._exact)
         except SegmentsGone:
             return
         self._counters.written += len(nodes)

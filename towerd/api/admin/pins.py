@@ -36,7 +36,7 @@ async def list_pins(request: web.Request) -> web.Response:
     store = service_of(request).store
 
     def work() -> list[dict[str, Any]]:
-        return [segment_json(node, store) for node in store.pins()]
+        return [segment_json(node, store) for node in store.pins.listing()]
 
     return json_reply({"pins": await asyncio.to_thread(work)})
 
@@ -55,7 +55,7 @@ async def post_pin(request: web.Request) -> web.Response:
         node_id = await asyncio.to_thread(_leaf, store, session)
 
     def work() -> dict[str, Any]:
-        store.pin(node_id)
+        store.pins.add(node_id)
         return segment_json(store.node(node_id), store)
 
     return json_reply({"pinned": await asyncio.to_thread(work)})
@@ -76,7 +76,7 @@ async def delete_pin(request: web.Request) -> web.Response:
     """Unpin a segment."""
     require_admin(request)
     store, node_id = service_of(request).store, segment_id(request)
-    await asyncio.to_thread(store.unpin, node_id)
+    await asyncio.to_thread(store.pins.remove, node_id)
     return json_reply({"unpinned": node_id})
 
 
@@ -117,7 +117,7 @@ def base_json(base: Base, fidelity: str | None = None) -> dict[str, Any]:
 async def list_bases(request: web.Request) -> web.Response:
     """The precached prompts the caller can use."""
     tenant = request[TENANT]
-    bases = await asyncio.to_thread(service_of(request).store.bases)
+    bases = await asyncio.to_thread(service_of(request).store.bases.listing)
     shown = [b for b in bases if tenant.admin or is_public(b.scope) or is_of(b.scope, tenant.scope)]
     fidelity = service_of(request).tiers.fidelity
     numbers = await numbers_of(request)
@@ -130,5 +130,5 @@ async def delete_base(request: web.Request) -> web.Response:
     require_admin(request)
     store, name = service_of(request).store, request.match_info["name"]
     scope = request.query.get("scope") or public_of(own_scope(request))
-    await asyncio.to_thread(store.remove_base, name, scope)
+    await asyncio.to_thread(store.bases.remove, name, scope)
     return json_reply({"deleted": name})

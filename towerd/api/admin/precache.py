@@ -185,7 +185,7 @@ async def _enter(service: ApiService, spec: BaseSpec, finish: Finish | None) -> 
     if (wanted := spec.module) is not None:
         module = await wanted.maker.measure(wanted.ids, wanted.percent)
     base = await asyncio.to_thread(
-        service.store.add_base,
+        service.store.bases.add,
         spec.name,
         spec.ids,
         spec.scope,

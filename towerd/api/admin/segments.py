@@ -158,7 +158,7 @@ async def get_trie(request: web.Request) -> web.Response:
     root = integer_query(request, "root", 0, 0, 2**62)
 
     def tree() -> dict[str, Any]:
-        top = store.root if root == 0 else viewer.node(store, root)
+        top = store.state.tree.root if root == 0 else viewer.node(store, root)
         return _tree(store, top, viewer, depth, limit, begins)
 
     return json_reply(await asyncio.to_thread(tree))

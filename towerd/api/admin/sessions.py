@@ -19,9 +19,8 @@ from towerd.api.http.query import flag, integer_query
 from towerd.api.http.reply import json_reply
 from towerd.errors import InvalidRequest, NotFound, ThawError
 from towerd.store import SessionInfo, Store, TurnInfo
+from towerd.store.maintenance.space import stored_rows, tier_cost
 from towerd.store.sessions.foreign import ForeignSession
-from towerd.store.sessions.stored_rows import stored_rows
-from towerd.store.sessions.tier_cost import tier_cost
 
 TURN_NUMBERS = ("id", "parent", "prompt_node", "reply_node")
 """Of a turn: its own, that of the turn before it, and those of its segments."""
@@ -148,7 +147,7 @@ async def _add_tokens(request: web.Request, out: dict[str, Any], name: str, scop
     except ThawError:
         if flag(request, "ids"):
             raise
-        out["text"] = await service.cold.frozen_text(name, scope)
+        out["text"] = await asyncio.to_thread(service.search.reader.text, name, scope)
         return
     if flag(request, "ids"):
         out["ids"] = ids.tolist()
@@ -183,7 +182,9 @@ async def _get_foreign(request: web.Request, name: str, found: ForeignSession) -
         ids, _ = await asyncio.to_thread(foreign.session_ids, *which)
         out["ids"] = ids.tolist()
     if flag(request, "text"):
-        out["text"] = await service_of(request).cold.foreign_text(*which)
+        out["text"] = await asyncio.to_thread(
+            service_of(request).search.reader.foreign_text, *which
+        )
     return json_reply(out)
 
 

@@ -42,7 +42,7 @@ async def post_import(request: web.Request) -> web.Response:
     name another with `?scope=`."""
     service, transfer = service_of(request), request.app[TRANSFER]
     scope = visible_scope(request) or request[TENANT].scope
-    since = service.store.watch_deletions()
+    since = service.store.deletions.watch()
     data = await read_bytes(request)
 
     def work() -> dict[str, object]:

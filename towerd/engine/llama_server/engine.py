@@ -264,7 +264,7 @@ class LlamaServerEngine:
 
     def watch_deletions(self) -> DeletionWatch:
         """What is deleted from now on."""
-        return self._store.watch_deletions()
+        return self._store.deletions.watch()
 
     def frozen(self, prefixes: Collection[tuple[str, bytes]]) -> None:
         """The store dropped the segments with these (scope, ids): slots that hold them are not

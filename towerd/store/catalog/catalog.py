@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -25,26 +25,6 @@ Changed: TypeAlias = Mapping[str, Collection[Any]]
 """Table -> the keys of its rows that other processes entered, changed or deleted; DELETED -> what
 they told of sessions that they deleted."""
 DELETED = "deleted"
-
-
-class Names(Collection[str], Protocol):
-    """The names of files that are being written and are not in the catalog yet."""
-
-    def add(self, name: str, /) -> None: ...
-
-    def discard(self, name: str, /) -> None: ...
-
-
-class Upkeep(Protocol):
-    """Maintenance of the catalog and its journal, as `CatalogUpkeep` does it."""
-
-    def paused(self) -> AbstractContextManager[None]: ...
-
-    def rest(self) -> None: ...
-
-    def purge(self) -> None: ...
-
-    def repair(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +46,13 @@ class EnteredIdentity:
 
 
 class Catalog(ABC):
-    """The rows of a store and their durable transactions. Not thread-safe; the store's lock, which
-    `new_lock` makes, guards it."""
+    """The rows of a store and their durable transactions. Not thread-safe: the store's lock guards
+    it, unless a method says otherwise."""
 
     path: Path
-    writing: Names
-    """The segment files that any process of this store is writing."""
+    lock: Lock
+    """The lock of a store with this catalog. It excludes other threads and, if the catalog is
+    shared, other processes."""
     is_shared = False
     """Whether other processes change it, too."""
 
@@ -90,6 +71,11 @@ class Catalog(ABC):
     def run(self, sql: str, params: Sequence[Any] = ()) -> int:
         """Run one statement inside a transaction. Returns the row id of an INSERT; otherwise
         the result is meaningless."""
+
+    def insert(self, table: str, **values: Any) -> int:
+        """Insert a row, inside a transaction; returns its id."""
+        columns, marks = ", ".join(values), ", ".join("?" * len(values))
+        return self.run(f"INSERT INTO {table}({columns}) VALUES ({marks})", tuple(values.values()))
 
     @abstractmethod
     def run_many(self, sql: str, params: Sequence[Sequence[Any]]) -> None:
@@ -174,6 +160,10 @@ class Catalog(ABC):
         ((pieces, rules),) = self.rows("SELECT pieces, rules FROM tokenizers WHERE id = ?", (pk,))
         return TokenizerIdentity(pieces, rules)
 
+    @abstractmethod
+    def recognise_lost(self, wanted: TokenizerIdentity) -> int | None:
+        """The tokenizer of a row that was lost, if it proves to be this one; it is then known."""
+
     def _tokenizer_of(self, wanted: TokenizerIdentity) -> int | None:
         """The tokenizer that is the wanted one as far as both are known."""
         for id, rules in self.rows(
@@ -183,12 +173,12 @@ class Catalog(ABC):
         ):
             if wanted.rules is None or rules in (None, wanted.rules):
                 return int(id)
-        return self._recognise_lost(wanted)
+        return self.recognise_lost(wanted)
 
     def _enter_tokenizer(self, tokenizer: TokenizerIdentity, now: float) -> int:
-        return self.run(
-            "INSERT INTO tokenizers(digest, pieces, rules, created, opened) VALUES (?, ?, ?, ?, ?)",
-            (tokenizer.digest(), tokenizer.pieces, tokenizer.rules, now, now),
+        digest, pieces, rules = tokenizer.digest(), tokenizer.pieces, tokenizer.rules
+        return self.insert(
+            "tokenizers", digest=digest, pieces=pieces, rules=rules, created=now, opened=now
         )
 
     def damaged(self, what: str) -> StoreError:
@@ -223,9 +213,26 @@ class Catalog(ABC):
     def journal_problems(self) -> list[str]:
         """Damaged or missing parts of the journal; empty if there are none."""
 
+    # Maintenance is called by any thread that does not hold the lock.
+
     @abstractmethod
-    def upkeep(self, lock: Callable[[], AbstractContextManager[None]]) -> Upkeep:
-        """Its maintenance. lock: takes the store's lock."""
+    def paused(self) -> AbstractContextManager[None]:
+        """No snapshot of the journal is written inside the block. Taken before the lock."""
+
+    @abstractmethod
+    def rest(self) -> None:
+        """Idle maintenance: rebuild a damaged database, checkpoint the WAL, sync the journal,
+        and rewrite it if it has grown or is incomplete. Failures are logged."""
+
+    @abstractmethod
+    def purge(self) -> None:
+        """Rewrite the journal and empty the WAL, so that no file retains deleted data.
+        Failures are logged."""
+
+    @abstractmethod
+    def repair(self) -> None:
+        """Rebuild a damaged database from the journal, or rewrite a damaged journal from the
+        database. Raises CatalogDamaged if both are damaged, DiskFull or StoreError."""
 
     @abstractmethod
     def close(self) -> None:
@@ -234,9 +241,26 @@ class Catalog(ABC):
     # --- other processes ------------------------------------------------------------------
 
     @abstractmethod
-    def new_lock(self) -> Lock:
-        """The lock of a store with this catalog, which excludes other threads and, if the catalog
-        is shared, other processes."""
+    def writing(self) -> Collection[str]:
+        """The files that any process of this store is writing, which are not in the catalog yet.
+        From any thread."""
+
+    @abstractmethod
+    def begin_file(self, name: str) -> None:
+        """Add a name to `writing`. From any thread."""
+
+    @abstractmethod
+    def end_file(self, name: str) -> None:
+        """Remove a name from `writing`. From any thread."""
+
+    @contextmanager
+    def being_written(self, name: str) -> Iterator[None]:
+        """The file of this name is being written inside the block."""
+        self.begin_file(name)
+        try:
+            yield
+        finally:
+            self.end_file(name)
 
     def open_model(self, of: EnteredIdentity) -> None:  # noqa: B027
         """Tell other processes that this one serves a model. Called under the lock, which it keeps
@@ -261,10 +285,6 @@ class Catalog(ABC):
         return ()
 
     # --- inside ---------------------------------------------------------------------------
-
-    @abstractmethod
-    def _recognise_lost(self, wanted: TokenizerIdentity) -> int | None:
-        """The tokenizer of a row that was lost, if it proves to be this one; it is then known."""
 
     @abstractmethod
     def _begin(self) -> None:

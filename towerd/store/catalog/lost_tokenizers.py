@@ -22,7 +22,7 @@ from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store.catalog.identity import TokenizerIdentity, pieces_of
 from towerd.store.catalog.vocabularies import Vocabularies
-from towerd.store.segments.keys import segment_key
+from towerd.store.segments.segment_header import segment_key
 
 Candidate: TypeAlias = tuple[bytes, TokenizerIdentity]
 

@@ -5,23 +5,32 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from towerd.errors import DiskFull
+from towerd.errors import DiskFull, StoreError
 from towerd.store.catalog import database, lost_tokenizers
-from towerd.store.catalog.catalog import Catalog, Lock, Names, Upkeep
+from towerd.store.catalog.catalog import Catalog
 from towerd.store.catalog.database import CatalogDamaged
 from towerd.store.catalog.identity import TokenizerIdentity
-from towerd.store.catalog.journal.changes import ChangeRecorder, TableChange
-from towerd.store.catalog.journal.clean import mark_clean
-from towerd.store.catalog.journal.examine import problems_of, select
-from towerd.store.catalog.journal.recover import open_catalog, rebuild_catalog
-from towerd.store.catalog.journal.settle import drop_wrong
-from towerd.store.catalog.journal.tables import read_ledger, write_ledger
-from towerd.store.catalog.journal.upkeep import CatalogUpkeep
+from towerd.store.catalog.journal.rebuild import drop_wrong
+from towerd.store.catalog.journal.recover import (
+    begin_snapshot,
+    mark_clean,
+    open_catalog,
+    rebuild_catalog,
+    write_snapshot,
+)
+from towerd.store.catalog.journal.tables import (
+    ChangeRecorder,
+    TableChange,
+    problems_of,
+    read_ledger,
+    select,
+    write_ledger,
+)
 from towerd.store.files.durable import store_errors
 
 log = logging.getLogger(__name__)
@@ -35,10 +44,13 @@ SHRINK_BYTES_MIN = 4 << 20
 class SqliteCatalog(Catalog):
     """The database file and its journal."""
 
+    lock: threading.RLock
+
     def __init__(self, path: Path) -> None:
         """Open or create the catalog; `open_catalog` describes recovery. Raises StoreError,
         StoreVersion, DiskFull or OSError."""
         self.path = path
+        self.lock = threading.RLock()
         with self._errors():
             opened = open_catalog(path)
         self.journal, self.tables = opened.journal, opened.tables
@@ -46,20 +58,26 @@ class SqliteCatalog(Catalog):
         self._use(opened.db)
         self._recovered = list(opened.notes)
         self._is_flushed = False
-        self.is_doubtful = False
+        self._is_doubtful = False
         """The database is damaged and could not be rebuilt at once."""
-        self.writing: Names = set()
+        self._is_closed = False
+        self._writing: set[str] = set()
+        self._compacting = threading.Lock()
+        """Taken before `lock`, which is free while a snapshot is written."""
+        self._failure = ""
+        """The failure that was logged last."""
         self.committed: Callable[[Sequence[TableChange]], None] | None = None
         """Called with the changes of each transaction once it is durable."""
 
     def close(self) -> None:
         """Fold the WAL into the database and close both."""
+        self._is_closed = True
         with self._errors():
             with suppress(OSError):
                 self.journal.sync()
             self.journal.close()
             self._db.close()
-        if not self.is_doubtful:
+        if not self._is_doubtful:
             mark_clean(self.path)
 
     # --- using it -------------------------------------------------------------------------
@@ -93,15 +111,52 @@ class SqliteCatalog(Catalog):
     def recovered(self) -> Sequence[str]:
         return self._recovered
 
-    def note(self, recovered: str) -> None:
+    def _note(self, recovered: str) -> None:
         """Record what was recovered, in a sentence."""
         self._recovered.append(recovered)
 
-    def new_lock(self) -> Lock:
-        return threading.RLock()
+    def writing(self) -> Collection[str]:
+        return frozenset(self._writing)
 
-    def upkeep(self, lock: Callable[[], AbstractContextManager[None]]) -> Upkeep:
-        return CatalogUpkeep(self, lock)
+    def begin_file(self, name: str) -> None:
+        self._writing.add(name)
+
+    def end_file(self, name: str) -> None:
+        self._writing.discard(name)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        with self._compacting:
+            yield
+
+    def rest(self) -> None:
+        with self._logged():
+            with self._locked():
+                if self._is_doubtful:
+                    self._heal("it failed a check")
+                self._flush()
+                journal = self.journal
+                is_due = journal.is_grown or journal.is_behind or journal.is_lost
+            if is_due:
+                self._compact()
+
+    def purge(self) -> None:
+        with self._logged():
+            with self._locked():
+                is_due = self.journal.has_history
+            if is_due:
+                self._compact()
+            with self._locked():  # a killed process may have left a log of its own
+                self._flush(truncate=True)
+
+    def repair(self) -> None:
+        with self._compacting, self._locked():
+            if problems := self.problems():
+                self._heal(problems[0].removeprefix("catalog: "))
+            is_journal_wrong = bool(self.journal_problems())
+        if is_journal_wrong:
+            self._compact()
+            self._note("The journal was rewritten from the self.")
 
     def journal_bytes(self) -> int:
         return self.journal.nbytes()
@@ -137,7 +192,7 @@ class SqliteCatalog(Catalog):
             return [f"journal: it has {chain.end:,} changes of {self._ledger.seq:,}"]
         return []
 
-    def flush(self, *, truncate: bool = False) -> None:
+    def _flush(self, *, truncate: bool = False) -> None:
         """Checkpoint the WAL into the database and sync the journal. Meant for idle moments.
         `truncate` empties the WAL. Raises StoreError."""
         if self._is_flushed and not truncate:
@@ -148,7 +203,7 @@ class SqliteCatalog(Catalog):
             self.journal.sync()
         self._is_flushed = True
 
-    def heal(self, why: str) -> None:
+    def _heal(self, why: str) -> None:
         """Replace the damaged database with one rebuilt from the journal. Raises
         CatalogDamaged if the journal does not have exactly this state; the next start then
         recovers what the journal has."""
@@ -160,8 +215,8 @@ class SqliteCatalog(Catalog):
             self._db.close()
         try:
             with self._errors(), store_errors("the catalog cannot be rebuilt"):
-                self.note(rebuild_catalog(self.path, self.journal, why))
-            self.is_doubtful = False
+                self._note(rebuild_catalog(self.path, self.journal, why))
+            self._is_doubtful = False
         finally:
             with self._errors():
                 db = database.connect(self.path)
@@ -170,12 +225,49 @@ class SqliteCatalog(Catalog):
 
     # --- inside ---------------------------------------------------------------------------
 
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock. Raises StoreError if the catalog is closed."""
+        with self.lock:
+            if self._is_closed:
+                raise StoreError("the store is closed")
+            yield
+
+    def _compact(self) -> None:
+        """Replace the journal with one snapshot of the catalog. Raises CatalogDamaged,
+        DiskFull or StoreError; the journal then keeps its content."""
+        failures = database.errors(self.path), store_errors("the journal cannot be written")
+        with self._compacting, failures[0], failures[1]:
+            with self._locked():
+                reader = database.connect_reader(self.path)
+                try:
+                    reader.execute("BEGIN")
+                    ledger = begin_snapshot(self.journal, reader)
+                except BaseException:
+                    reader.close()
+                    raise
+            with closing(reader):
+                write_snapshot(self.journal, reader, self.tables, ledger)
+
+    @contextmanager
+    def _logged(self) -> Iterator[None]:
+        """Log a failure of the block, but a repeated one only once: it is retried in the next
+        idle moment."""
+        try:
+            yield
+            self._failure = ""
+        except StoreError as error:
+            if isinstance(error, database.CatalogDamaged):
+                self._is_doubtful = True
+            if error.message != self._failure:
+                log.error("the catalog or its journal failed", extra={"error": error.message})
+            self._failure = error.message
+
     def _use(self, db: sqlite3.Connection) -> None:
         self._db = db
         self._watch = ChangeRecorder(db, self.tables)
 
     def recognise_lost(self, wanted: TokenizerIdentity) -> int | None:
-        """The tokenizer of a row that was lost, if it proves to be this one; it is then known."""
         found = lost_tokenizers.recognise(self._db, wanted)
         if found is None:
             return None
@@ -188,9 +280,6 @@ class SqliteCatalog(Catalog):
             self.run("PRAGMA defer_foreign_keys = ON")
             drop_wrong(self._db)
         return pk
-
-    def _recognise_lost(self, wanted: TokenizerIdentity) -> int | None:
-        return self.recognise_lost(wanted)
 
     def _begin(self) -> None:
         self._db.execute("BEGIN IMMEDIATE")
@@ -207,7 +296,7 @@ class SqliteCatalog(Catalog):
             self.committed(changes)
 
     def _roll_back(self, error: BaseException) -> None:
-        self.is_doubtful |= isinstance(error, sqlite3.Error) and database.is_damage(error)
+        self._is_doubtful |= isinstance(error, sqlite3.Error) and database.is_damage(error)
         try:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
@@ -249,10 +338,10 @@ class SqliteCatalog(Catalog):
         except (sqlite3.Error, CatalogDamaged, UnicodeError) as error:
             if isinstance(error, sqlite3.Error) and not database.is_damage(error):
                 raise database.translated(self.path, error) from error
-            self.is_doubtful = True
+            self._is_doubtful = True
             if self._db.in_transaction:
                 raise database.damaged_in_use(self.path, str(error)) from error
-            self.heal(str(error))
+            self._heal(str(error))
         with self._errors():
             return read()
 

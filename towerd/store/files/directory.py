@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
-from collections.abc import Container
+from collections.abc import Callable, Container
 from pathlib import Path
 
-from towerd.errors import StoreError
+from towerd.errors import StoreError, StoreLocked
 from towerd.store.files import durable
 
 DAY_S = 86_400.0
@@ -41,8 +42,9 @@ class Directory:
             os.close(fd)
             probe.unlink()
 
-    def sweep_tmp(self, writing: Container[str] = ()) -> int:
-        """Delete partial files left by a killed process; returns the bytes freed."""
+    def sweep_tmp(self, writing: Callable[[], Container[str]] = frozenset) -> int:
+        """Delete partial files left by a killed process; returns the bytes freed. writing: the
+        names of those that are being written."""
         return sum(remove_file(path) for path in self._halves(writing))
 
     def names(self) -> set[str]:
@@ -73,12 +75,14 @@ class Directory:
         """Bytes of a segment file; 0 if it is not there."""
         return _size(self.segments / name)
 
-    def leftovers(self, writing: Container[str], days: float) -> int:
+    def leftovers(self, writing: Callable[[], Container[str]], days: float) -> int:
         """Bytes that `sweep_tmp` and `empty_quarantine` would free."""
         return sum(_size(p) for p in (*self._halves(writing), *self._set_aside_before(days)))
 
-    def _halves(self, writing: Container[str]) -> list[Path]:
-        return [path for path in self.tmp.iterdir() if path.name not in writing]
+    def _halves(self, writing: Callable[[], Container[str]]) -> list[Path]:
+        found = list(self.tmp.iterdir())
+        names = writing()  # after the list: a name is told before its file is made
+        return [path for path in found if path.name not in names]
 
     def _set_aside_before(self, days: float | None) -> list[Path]:
         if days is None:
@@ -102,3 +106,29 @@ def remove_file(path: Path) -> int:
     except OSError:
         return 0
     return n_bytes
+
+
+class StoreLock:
+    """An exclusive flock on `path`, which holds this process's id. The kernel drops it at exit."""
+
+    def __init__(self, path: Path) -> None:
+        """Take the lock. Raises StoreLocked (naming the owner's pid) or OSError."""
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(self._fd)
+            raise StoreLocked(
+                f"the store {path.parent} is in use by process {owner}; stop that daemon or "
+                "choose another store directory"
+            ) from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Release the lock. The file stays: removing it would race with the next owner."""
+        if self._fd >= 0:
+            os.ftruncate(self._fd, 0)
+            os.close(self._fd)
+            self._fd = -1

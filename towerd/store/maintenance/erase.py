@@ -11,10 +11,8 @@ from collections import defaultdict
 from dataclasses import replace
 
 from towerd.errors import StoreError
-from towerd.store.catalog.catalog import Upkeep
 from towerd.store.catalog.vocabularies import Vocabularies
 from towerd.store.rows.collect import GcReport, drop_foreign_file, has_unneeded
-from towerd.store.rows.reencode import reencode
 from towerd.store.rows.rows import RowStore
 from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.sessions.sessions import DELETED_META
@@ -41,7 +39,6 @@ def erase(
     state: StoreState,
     rows: RowStore,
     vocabularies: Vocabularies,
-    upkeep: Upkeep,
     report: GcReport,
 ) -> GcReport:
     """Erase what a collection has left; returns its report with the bytes freed here as well. The
@@ -50,10 +47,10 @@ def erase(
         was_deleted = state.catalog.get_meta(DELETED_META) is not None
         longer = _longer_files(state, was_deleted)
     for file in longer:
-        _cut_file(state, rows, file, was_deleted)
+        _cut_file(rows, file, was_deleted)
     with state.lock:
         freed = _erase_copies(state, vocabularies)
-    upkeep.purge()
+    state.catalog.purge()
     return replace(report, bytes_freed=report.bytes_freed + freed)
 
 
@@ -71,11 +68,11 @@ def _longer_files(state: StoreState, was_deleted: bool) -> list[SegmentFile]:
     return found
 
 
-def _cut_file(state: StoreState, rows: RowStore, file: SegmentFile, was_deleted: bool) -> None:
+def _cut_file(rows: RowStore, file: SegmentFile, was_deleted: bool) -> None:
     """Write a file again without the tokens behind its last segment. Without room, its rows go if
     these may be tokens of a deleted session; those of a damaged one go in any case."""
     try:
-        reencode(state, rows, file, ())
+        rows.reencode(file, ())
     except StoreError:
         if was_deleted:
             rows.drop_file(file)

@@ -17,8 +17,7 @@ from towerd.store.rows.collect import detach
 from towerd.store.sessions.bases import BaseTable
 from towerd.store.sessions.cold import ColdTable
 from towerd.store.sessions.deletions import Deletion, Deletions
-from towerd.store.state.loader import count_pins, foreign_bytes
-from towerd.store.state.state import StoreState
+from towerd.store.state.state import StoreState, count_pins, foreign_bytes
 from towerd.store.tree.node import Node
 
 _SEGMENTS = (

@@ -13,13 +13,13 @@ import numpy as np
 
 from towerd.errors import DiskFull, RowsDamaged, SegmentsGone, StoreError
 from towerd.slots.errors import StateError
+from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
 from towerd.slots.runs import Runs
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.files import durable
-from towerd.store.segments.format_run import encode_runs
-from towerd.store.segments.keys import segment_key
 from towerd.store.segments.segment_file import Claim, SegmentFile
+from towerd.store.segments.segment_header import encode_runs, segment_key
 from towerd.store.segments.segment_writer import Draft, DraftRun, new_name, write_segment
 from towerd.store.state.state import StoreState
 from towerd.store.tree.node import Node
@@ -56,14 +56,50 @@ class RowsPart:
         return provenance
 
 
+@dataclass(frozen=True, slots=True)
+class FormatRequest:
+    """The requested format of the rows of positions [p0, p1)."""
+
+    p0: int
+    p1: int
+    format: str
+    again: bool = False
+    """Whether rows in a stored format that takes more bytes are encoded once more."""
+
+    def applies(self, stored: str, native: KVLayout) -> bool:
+        """Whether rows that are in the format `stored` are to be encoded in the requested one."""
+        if stored == self.format or native.stored_as(self.format) == native:
+            return False
+        if stored == NATIVE:
+            return True
+        nbytes = [native.stored_as(name).token_bytes for name in (self.format, stored)]
+        return self.again and nbytes[0] < nbytes[1]
+
+
+def differs(
+    file: SegmentFile, requests: Sequence[FormatRequest], native: KVLayout
+) -> tuple[int, int]:
+    """(number of rows that re-encoding would change, number that it would keep in another stored
+    format than requested): only a request for that encodes approximate rows again."""
+    n_changed = n_kept = 0
+    for request in requests:
+        for run in file.runs:
+            n = min(request.p1 - file.p0, run.end) - max(request.p0 - file.p0, run.row0)
+            if n <= 0 or run.format == request.format:
+                continue
+            if request.applies(run.format, native):
+                n_changed += n
+            elif run.format != NATIVE:
+                n_kept += n
+    return n_changed, n_kept
+
+
 class RowStore:
     """The row side of a store; `state` and its lock are shared with the rest of it."""
 
     def __init__(self, state: StoreState, pool: Executor) -> None:
         self._state = state
         self._pool = pool
-        self.writing = state.catalog.writing
-        """Names of files that are not in the catalog yet; gc must not delete them."""
         self.is_trusted = True
         """Whether rows belong to the loaded weights; see `distrust`."""
 
@@ -102,13 +138,15 @@ class RowStore:
         return parts
 
     def load(self, part: RowsPart) -> Runs:
-        """The rows as views. Raises RowsDamaged (the file is now quarantined) or StoreError
-        (too few descriptors or too little memory to open it)."""
+        """A part's rows as views, in the formats they are stored in, checked on their first use in
+        this process. Raises RowsDamaged (the file went to quarantine, or was dropped since
+        planning: plan again) or StoreError (too few descriptors or too little memory to open it)."""
         return Runs(tuple(self.load_each(part)))
 
     def load_each(self, part: RowsPart) -> Iterator[KVRows]:
         """The rows piece by piece, each checked when requested; raises as `load`. Pieces
         already taken stay valid."""
+        self._state.check_open()
         if not self.is_trusted:
             raise RowsDamaged("the model's file was changed, so rows are not used")
         if isinstance(part.source, Runs):
@@ -175,9 +213,14 @@ class RowStore:
         return n_bytes
 
     def write(self, nodes: Sequence[Node], *, replace: bool = False) -> SegmentFile:
-        """Write the hot rows of consecutive nodes of one path into one file, durably. Nodes
-        that have a file keep it; with `replace` only if its rows are exact."""
+        """Write consecutive hot nodes of one path and scope into one file; durable. Nodes that
+        have a file keep it; with `replace` only if its rows are exact. If all have files already,
+        the last one's is returned. Nodes that splits have made of them are also written.
+
+        Raises SegmentsGone (they were removed meanwhile), DiskFull (nothing is left behind) or
+        StoreError (not hot, not consecutive)."""
         state = self._state
+        state.check_open()
 
         def wants(node: Node) -> bool:
             return node.file is None or (replace and not node.has_exact_file)
@@ -205,8 +248,7 @@ class RowStore:
         DiskFull or StoreError. In both cases nothing is left behind."""
         state, name = self._state, new_name()
         directory = state.directory
-        self.writing.add(name)
-        try:
+        with state.catalog.being_written(name):  # gc must not delete it
             with durable.store_errors("rows cannot be written"):
                 n_bytes = write_segment(draft, name, directory.tmp, directory.segments, self._pool)
             file: SegmentFile | None = None
@@ -218,17 +260,48 @@ class RowStore:
             finally:
                 if file is None:
                     directory.remove(name)
-        finally:
-            self.writing.discard(name)
         for old in unviewed:
             directory.remove(old.path.name)
         return file
+
+    def reencode(self, file: SegmentFile, requests: Sequence[FormatRequest]) -> SegmentFile | None:
+        """Replace `file` durably by one with its rows in the formats of `requests`: the native ones, and
+        those in a stored format where the request says so. Others stay as they are.
+
+        The old file's checksums are verified again first. Its nodes switch in one transaction, then
+        it is deleted; loads planned from it use the new file. None if the file was dropped meanwhile.
+        Raises RowsDamaged (the old file is in quarantine), DiskFull or StoreError."""
+        state = self._state
+        state.check_open()
+        with state.lock:
+            nodes = sorted(state.tree.viewers(file), key=lambda node: node.p0)
+            if file.dropped or not nodes:
+                return None
+            p0, last, prefix = nodes[0].p0, nodes[-1], nodes[-1].prefix_bytes()
+        self.verify(file, last)
+        try:
+            runs = _stretches(file, self.pieces, requests, state.fingerprint.layout, p0, last.p1)
+        except (OSError, StateError) as error:
+            raise StoreError(f"{file.path} cannot be read again: {error}") from error
+        draft = Draft(
+            state.digest,
+            segment_key(state.digest, last.scope, prefix),
+            last.scope,
+            prefix[p0 * ID_BYTES :],
+            state.fingerprint.layout,
+            runs,
+        )
+
+        def targets() -> list[Node]:
+            return [] if file.dropped else list(state.tree.viewers(file))
+
+        return self.write_draft(draft, targets)
 
     def drop_file(self, file: SegmentFile, *, set_aside: bool = False) -> int:
         """Forget a file: its nodes keep their tokens only. Deletes it, or moves it into
         quarantine; returns the bytes it had. Nothing happens if it is gone already."""
         state = self._state
-        with state.lock:
+        with state.locked():
             if file.dropped:
                 return 0
             try:
@@ -307,18 +380,15 @@ def _adopt(
     viewers = state.tree.viewers
     unviewed = [old for old in before.values() if all(node in nodes for node in viewers(old))]
     with state.catalog.transaction():
-        id = state.catalog.run(
-            "INSERT INTO files(fingerprint, name, p0, n_rows, bytes, created, runs)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (
-                state.identity.fingerprint,
-                name,
-                p0,
-                n_rows,
-                n_bytes,
-                state.clock(),
-                encode_runs(runs),
-            ),
+        id = state.catalog.insert(
+            "files",
+            fingerprint=state.identity.fingerprint,
+            name=name,
+            p0=p0,
+            n_rows=n_rows,
+            bytes=n_bytes,
+            created=state.clock(),
+            runs=encode_runs(runs),
         )
         state.catalog.run_many(
             "DELETE FROM views WHERE node = ? AND file = ?",
@@ -415,3 +485,33 @@ def merge_runs(runs: Sequence[DraftRun]) -> list[DraftRun]:
         else:
             merged.append(run)
     return merged
+
+
+def _stretches(
+    file: SegmentFile,
+    pieces: Callable[[SegmentFile, int, int], list[KVRows]],
+    requests: Sequence[FormatRequest],
+    native: KVLayout,
+    p0: int,
+    p1: int,
+) -> list[DraftRun]:
+    """The runs to write: stretches with one origin and one requested format, joined where
+    neighbours have the same format."""
+    cuts = {p for request in requests for p in (request.p0, request.p1)}
+    cuts |= {file.p0 + run.row0 for run in file.runs}
+    ends = [p0, *sorted(p for p in cuts if p0 < p < p1), p1]
+    runs = []
+    for start, end in zip(ends, ends[1:], strict=False):
+        parts = pieces(file, start, end)
+        origin = next(run for run in file.runs if start - file.p0 < run.end)
+        runs.append(DraftRun(parts, _format_of(parts[0], requests, native), origin.derived))
+    return merge_runs(runs)
+
+
+def _format_of(part: KVRows, requests: Sequence[FormatRequest], native: KVLayout) -> str:
+    """The resulting format of a stretch: the requested one if the request applies, or its own."""
+    stored = NATIVE if part.layout.is_native else part.layout.format_name
+    for request in requests:
+        if request.p0 <= part.p0 < request.p1:
+            return request.format if request.applies(stored, native) else stored
+    return stored

@@ -20,10 +20,9 @@ from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
-from towerd.store.segments.format_run import FormatRun, native_run, provenance_of
-from towerd.store.segments.keys import segment_key
 from towerd.store.segments.segment_header import (
     BlobEntry,
+    FormatRun,
     PlaneEntry,
     RunEntry,
     SegmentHeader,
@@ -31,6 +30,9 @@ from towerd.store.segments.segment_header import (
     check_layout,
     checksum,
     decode_head,
+    native_run,
+    provenance_of,
+    segment_key,
 )
 from towerd.tokens import ID_BYTES, Provenances, are_exact
 

@@ -20,11 +20,11 @@ from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows, check_positions
 from towerd.slots.runs import Runs
 from towerd.store.files import durable
-from towerd.store.segments.format_run import FormatRun
 from towerd.store.segments.segment_header import (
     CHECKSUM_BYTES,
     SPAN_BYTES,
     BlobEntry,
+    FormatRun,
     PlaneEntry,
     RunEntry,
     SegmentHeader,

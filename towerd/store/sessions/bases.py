@@ -1,88 +1,136 @@
-"""Bases: precached prompts whose path is pinned under a name."""
+"""Bases: precached prompts whose path is pinned under a name; and pins without one."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 
 from towerd.errors import NotFound
+from towerd.store.sessions.sessions import check_name
 from towerd.store.sessions.turn import Base
-from towerd.store.state.loader import add_pins
-from towerd.store.state.state import StoreState
-from towerd.store.tree.module import module_from_json
+from towerd.store.state.state import StoreState, add_pins
+from towerd.store.tree.module import Module, module_from_json
+from towerd.store.tree.node import Node
+from towerd.store.tree.scope import public_of
+from towerd.tokens import Ids, path_bytes
 
 
 @dataclass(slots=True)
 class BaseTable:
-    """The bases of an open store. The store's lock is held around every call."""
+    """The bases of an open store. Thread-safe."""
 
     state: StoreState
     version: int = 0
-    """Counts changes."""
+    """Changes whenever `listing` may have changed."""
 
     def listing(self) -> list[Base]:
         """Every base by level, scope and name."""
-        return [
-            replace(Base(*row[:-1]), module=module_from_json(row[-1]))
-            for row in self.state.catalog.rows(
+        with self.state.locked():
+            rows = self.state.catalog.rows(
                 "SELECT name, scope, level, node, n_tokens, digest, format, module FROM bases"
                 " WHERE tokenizer = ? ORDER BY level, scope, name",
                 (self.state.identity.tokenizer,),
             )
-        ]
+        return [replace(Base(*row[:-1]), module=module_from_json(row[-1])) for row in rows]
 
-    def find(self, name: str, scope: str) -> Base | None:
+    def _find(self, name: str, scope: str) -> Base | None:
         """The base of this name and scope."""
-        for base in self.listing():
-            if (base.name, base.scope) == (name, scope):
-                return base
-        return None
+        named = (each for each in self.listing() if (each.name, each.scope) == (name, scope))
+        return next(named, None)
 
-    def add(self, base: Base, ids: bytes) -> Base:
-        """Store and pin the path of a base; one that has its name and scope moves there. Returns
-        it with its node."""
-        old = self.find(base.name, base.scope)
-        with self.state.growing() as growth:
-            node = growth.grow(ids, base.scope, [base.n_tokens])[-1]
-            base = replace(base, node=node.id)
-            self._put(base, growth.now)
-        add_pins(node, 1)
-        if old is not None:
-            add_pins(self.state.tree.nodes[old.node], -1)
-        self.state.touch(node)
+    def add(
+        self,
+        name: str,
+        ids: Ids,
+        scope: str,
+        level: int,
+        public: bool,
+        format: str | None = None,
+        module: Module | None = None,
+    ) -> Base:
+        """Store and pin the path of a precached prompt; idempotent. A public base belongs to
+        every scope; a changed prompt moves the name to its new path. The rest: see Base."""
+        check_name(name)
+        data, owner = path_bytes(ids, [len(ids)]), public_of(scope) if public else scope
+        digest = hashlib.blake2b(data, digest_size=32).digest()
+        with self.state.locked():
+            old = self._find(name, owner)
+            with self.state.growing() as growth:
+                node = growth.grow(data, owner, [len(ids)])[-1]
+                base = Base(name, owner, level, node.id, len(ids), digest, format, module)
+                self._put(base, growth.now)
+            add_pins(node, 1)
+            if old is not None:
+                add_pins(self.state.tree.nodes[old.node], -1)
+            self.state.touch(node)
         return base
 
     def _put(self, base: Base, now: float) -> None:
         self.version += 1
-        self.state.catalog.run(
-            "INSERT INTO bases(tokenizer, scope, name, level, node, n_tokens, digest, created,"
-            " format, module) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-            " ON CONFLICT (tokenizer, scope, name) DO UPDATE SET"
-            " level = excluded.level, node = excluded.node, n_tokens = excluded.n_tokens,"
-            " digest = excluded.digest, created = excluded.created, format = excluded.format,"
-            " module = excluded.module",
-            (
-                self.state.identity.tokenizer,
-                base.scope,
-                base.name,
-                base.level,
-                base.node,
-                base.n_tokens,
-                base.digest,
-                now,
-                base.format,
-                base.module and base.module.to_json(),
-            ),
+        run, mine = self.state.catalog.run, self.state.identity.tokenizer
+        which = mine, base.scope, base.name
+        run("DELETE FROM bases WHERE tokenizer = ? AND scope = ? AND name = ?", which)
+        self.state.catalog.insert(
+            "bases",
+            tokenizer=mine,
+            scope=base.scope,
+            name=base.name,
+            level=base.level,
+            node=base.node,
+            n_tokens=base.n_tokens,
+            digest=base.digest,
+            created=now,
+            format=base.format,
+            module=base.module and base.module.to_json(),
         )
 
     def remove(self, name: str, scope: str) -> None:
-        """Forget a base and its pin. Raises NotFound."""
-        self.version += 1
-        base = self.find(name, scope)
-        if base is None:
-            raise NotFound(f"there is no base {name!r} in scope {scope!r}")
-        with self.state.catalog.transaction():
-            self.state.catalog.run(
-                "DELETE FROM bases WHERE tokenizer = ? AND scope = ? AND name = ?",
-                (self.state.identity.tokenizer, scope, name),
-            )
-        add_pins(self.state.tree.nodes[base.node], -1)
+        """Forget a base's name and pin. Raises NotFound."""
+        with self.state.locked():
+            self.version += 1
+            base = self._find(name, scope)
+            if base is None:
+                raise NotFound(f"there is no base {name!r} in scope {scope!r}")
+            with self.state.catalog.transaction():
+                self.state.catalog.run(
+                    "DELETE FROM bases WHERE tokenizer = ? AND scope = ? AND name = ?",
+                    (self.state.identity.tokenizer, scope, name),
+                )
+            add_pins(self.state.tree.nodes[base.node], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class PinTable:
+    """The pins of an open store: nodes that the operator keeps from eviction and gc, each with its
+    whole path. Thread-safe."""
+
+    state: StoreState
+
+    def add(self, node_id: int) -> None:
+        """Keep a node and its path. Pinning twice is pinning once. Raises NotFound."""
+        with self.state.locked():
+            node = self.state.node(node_id)
+            if not self._has(node):
+                with self.state.catalog.transaction():
+                    self.state.catalog.insert("pins", node=node.id, created=self.state.clock())
+                add_pins(node, 1)
+
+    def remove(self, node_id: int) -> None:
+        """Undo `add`. Raises NotFound if there is no such segment or it is not pinned."""
+        with self.state.locked():
+            node = self.state.node(node_id)
+            if not self._has(node):
+                raise NotFound(f"segment {node.id} is not pinned")
+            with self.state.catalog.transaction():
+                self.state.catalog.run("DELETE FROM pins WHERE node = ?", (node.id,))
+            add_pins(node, -1)
+
+    def listing(self) -> list[Node]:
+        """The nodes that `add` was called for."""
+        with self.state.locked():
+            nodes = self.state.tree.nodes
+            rows = self.state.catalog.rows("SELECT node FROM pins ORDER BY node")
+            return [nodes[id] for (id,) in rows if id in nodes]
+
+    def _has(self, node: Node) -> bool:
+        return bool(self.state.catalog.rows("SELECT 1 FROM pins WHERE node = ?", (node.id,)))

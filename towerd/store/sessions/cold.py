@@ -12,35 +12,124 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from operator import itemgetter
+from typing import TypeAlias
 
 from towerd.codec import container
 from towerd.codec.base import ids_hash
 from towerd.errors import InvalidRequest, NotFound, StoreError, ThawError
-from towerd.store.rows.collect import delete, forget
-from towerd.store.rows.prune import OtherUsers, common_base, own_nodes, unneeded, unviewed
+from towerd.store.rows.checkpoints import is_checkpointed_elsewhere
+from towerd.store.rows.collect import (
+    OtherUsers,
+    common_base,
+    delete,
+    forget,
+    own_nodes,
+    unneeded,
+    unviewed,
+)
 from towerd.store.sessions.bases import BaseTable
-from towerd.store.sessions.coded import CodedSession, coded_page, prefix_hash_rows, read_coded
-from towerd.store.sessions.cold_row import (
+from towerd.store.sessions.frozen import (
+    CodedSession,
+    FrozenSession,
+    SessionBusy,
+    WarmSession,
+    coded_page,
+    damaged_session,
     encode_prefix_hashes,
     encode_turns,
     history_prefix_hashes,
+    prefix_hash_rows,
+    read_coded,
     row_digest,
     turn_ends,
 )
-from towerd.store.sessions.frozen import FrozenSession, SessionBusy, WarmSession, damaged_session
 from towerd.store.sessions.history import History, copy_history, turn_rows, visible_bases
-from towerd.store.sessions.idle import IdleSession, Place, idle_page
 from towerd.store.sessions.prefix_hashes import PrefixHashIndex, prefix_hashes, prefix_hashes_at
 from towerd.store.sessions.sessions import RECOGNISED_TOKENS_MIN, SessionRow, SessionTable
 from towerd.store.sessions.turn import SessionInfo
-from towerd.store.state.growth import Growth
-from towerd.store.state.state import StoreState
+from towerd.store.state.state import Growth, StoreState
 from towerd.store.tree.node import Node
 from towerd.store.tree.scope import TENANT_SQL
 from towerd.tokens import ID_BYTES, ids_array
+
+Place: TypeAlias = tuple[float, int]
+"""(last use, row id) of a session, by which pages are ordered."""
+START: Place = (-1e300, 0)
+
+_PAGE = (
+    "SELECT s.updated, s.pk, s.id, s.scope, c.session, c.base, t.reply_node"
+    " FROM sessions s INDEXED BY sessions_warm JOIN turns t ON t.id = s.leaf"
+    " LEFT JOIN cold c ON c.session = s.pk"
+    " WHERE s.tokenizer = ? AND s.cold_bytes = 0 AND (s.updated, s.pk) > (?, ?)"
+    " AND s.updated < ? ORDER BY s.updated, s.pk LIMIT ?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class IdleSession:
+    """A session that has its tokens and is unused."""
+
+    place: Place
+    id: str
+    scope: str
+    has_copy: bool
+    """Whether its coded copy has all its turns."""
+    has_rows: bool
+    """Whether its end, or anything that no other session needs, has rows; True without a copy."""
+
+
+def idle_page(
+    state: StoreState,
+    before: float,
+    after: Place,
+    limit: int,
+    holds: Callable[[Node], bool],
+) -> list[IdleSession]:
+    """At most `limit` sessions with tokens, last used before a Unix time, that follow `after`; the
+    least recently used first. `holds`: whether a segment has rows, in RAM or on disk. The lock is
+    released between sessions, of which a long one takes more than a millisecond."""
+    with state.locked():
+        rows = state.catalog.rows(_PAGE, (state.identity.tokenizer, *after, before, limit))
+    found = []
+    for updated, pk, id, scope, copied, base, leaf in rows:
+        has_rows = True
+        if copied is not None:
+            with state.locked():
+                has_rows = _has_rows(state, pk, leaf, base, holds)
+        found.append(IdleSession((updated, pk), id, scope, copied is not None, has_rows))
+    return found
+
+
+def _has_rows(
+    state: StoreState,
+    session: int,
+    leaf: int | None,
+    base: int | None,
+    holds: Callable[[Node], bool],
+) -> bool:
+    """Mostly the end of the current branch tells; what freezing would remove is looked for only
+    where rows have begun to leave."""
+    nodes = state.tree.nodes
+    end = nodes.get(leaf or 0)
+    if end is not None and (holds(end) or is_viewed(state, end)):
+        return True
+    own = own_nodes(state, session)
+    if not any(holds(node) or is_viewed(state, node) for node in own):
+        return False
+    doomed = unneeded(OtherUsers(state, session), own, nodes.get(base or 0))
+    return any(holds(node) or is_viewed(state, node) for node in doomed)
+
+
+def is_viewed(state: StoreState, node: Node) -> bool:
+    """Whether any model has rows of a segment on disk, or another one a state checkpoint at its end:
+    those of others stay until their space is needed, too."""
+    rows = state.catalog.rows("SELECT 1 FROM views WHERE node = ? LIMIT 1", (node.id,))
+    return bool(rows) or is_checkpointed_elsewhere(state, node)
+
 
 CANDIDATES_MAX = 64
 """Maximum number of frozen sessions examined when a prompt matches several equally far."""
@@ -215,14 +304,11 @@ class ColdTable:
             self.is_empty = False
             base = None if warm.base is None else warm.base.id
             with self._state.catalog.transaction():
-                run, pk = self._state.catalog.run, warm.session.pk
+                insert, pk = self._state.catalog.insert, warm.session.pk
                 self._forget_rows(pk)
-                run(
-                    "INSERT INTO cold(session, base, n_base, turns, marks, digest)"
-                    " VALUES (?, ?, ?, ?, ?, ?)",
-                    (pk, base, warm.n_base, turns, marks, digest),
-                )
-                run("INSERT INTO blobs(session, blob) VALUES (?, ?)", (pk, blob))
+                facts = {"turns": turns, "marks": marks, "digest": digest}
+                insert("cold", session=pk, base=base, n_base=warm.n_base, **facts)
+                insert("blobs", session=pk, blob=blob)
             copy = self._read(warm.session, frozen=False)
         assert copy is not None
         return copy

@@ -12,14 +12,12 @@ from functools import partial
 
 from towerd.errors import InvalidRequest, NotFound
 from towerd.store.catalog.identity import TokenizerIdentity
-from towerd.store.sessions.coded import read_coded
 from towerd.store.sessions.deletions import Deletions, DeletionWatch
-from towerd.store.sessions.frozen import FrozenSession, damaged_session
+from towerd.store.sessions.frozen import FrozenSession, damaged_session, read_coded
 from towerd.store.sessions.history import History, HistoryCopy, add_history, turn_rows
 from towerd.store.sessions.sessions import SessionRow, SessionTable, tokens_lost
 from towerd.store.sessions.turn import SessionInfo, TurnInfo
-from towerd.store.state.loader import load_foreign
-from towerd.store.state.state import StoreState
+from towerd.store.state.state import StoreState, load_foreign
 from towerd.store.tree.node import Node
 from towerd.tokens import ID_BYTES, Ids, ids_array
 

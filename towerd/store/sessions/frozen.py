@@ -2,17 +2,80 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from towerd.codec import varint
 from towerd.codec.errors import CodecError
 from towerd.errors import StoreError, ThawError
-from towerd.store.sessions.cold_row import decode_turns
+from towerd.store.catalog.catalog import Catalog
 from towerd.store.sessions.history import History, HistoryCopy, PastTurn, beginning
-from towerd.store.sessions.sessions import SessionRow
+from towerd.store.sessions.prefix_hashes import prefix_hashes_at
+from towerd.store.sessions.sessions import RECOGNISED_TOKENS_MIN, SessionRow, SessionTable
 from towerd.store.sessions.turn import Base, SessionInfo
+from towerd.store.state.state import StoreState
 from towerd.store.tree.node import Node
+from towerd.store.tree.scope import TENANT_SQL
 from towerd.tokens import Ids, ids_array
+
+DIGEST_BYTES = 16
+
+
+def encode_turns(ids: Sequence[int], turns: Sequence[PastTurn]) -> bytes:
+    """The facts about a blob's turns that the catalog lacks, as varints: their number, and for each
+    the difference of its id to the one before, turns back to its origin, tokens shared with it."""
+    out = [varint.put(len(ids))]
+    before = 0
+    for place, (id, turn) in enumerate(zip(ids, turns, strict=True)):
+        out.append(varint.put_all((id - before, place - turn.origin, turn.n_shared)))
+        before = id
+    return b"".join(out)
+
+
+def decode_turns(data: bytes) -> list[tuple[int, int, int]]:
+    """(id, place of its origin, tokens shared) of each turn. Raises CodecError."""
+    reader = varint.VarintReader(data)
+    found, id = [], 0
+    for place in range(reader.number()):
+        step, back, n_shared = reader.numbers(3)
+        id += step
+        found.append((id, place - back, n_shared))
+    reader.end()
+    return found
+
+
+def turn_ends(turns: Iterable[tuple[int, int]]) -> list[int]:
+    """The positions at which the prompts and replies of turns (n_prompt, n_cached) end, as far as
+    they are cached; ascending, without duplicates."""
+    ends = {end for n_prompt, n_cached in turns for end in (min(n_prompt, n_cached), n_cached)}
+    return sorted(end for end in ends if end >= RECOGNISED_TOKENS_MIN)
+
+
+def history_prefix_hashes(history: History, scope: str) -> bytes:
+    """The prefix hashes of a session, for `PrefixHashIndex`: one per end of a prompt or reply."""
+    found: set[int] = set()
+    for place, turn in enumerate(history.turns):
+        ends = turn_ends([(turn.n_prompt, turn.n_cached)])
+        if ends:
+            found.update(prefix_hashes_at(history.ids(place).tobytes(), scope, ends))
+    return encode_prefix_hashes(found)
+
+
+def encode_prefix_hashes(hashes: Iterable[int]) -> bytes:
+    """The stored form of prefix hashes: uint64 LE, ascending."""
+    return np.array(sorted(hashes), "<u8").tobytes()
+
+
+def row_digest(n_base: int, turns: bytes, marks: bytes, blob: bytes) -> bytes:
+    """The checksum of a frozen session's bytes: BLAKE2b-128 of all of them."""
+    h = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for part in (varint.put(n_base), turns, marks, blob):
+        h.update(varint.put(len(part)) + part)
+    return h.digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +190,67 @@ class SessionBusy(StoreError):
     status = 409
     kind = "invalid_request_error"
     stands_for = ""
+
+
+_FACTS = ("id", "parent", "n_prompt", "n_reply", "n_cached", "started", "created", "finished")
+
+_PAGE = (
+    "SELECT pk, id, scope FROM cold JOIN sessions ON pk = session"
+    " WHERE tokenizer = ?1 AND session > ?2"
+    f" AND (?3 IS NULL OR ?3 IN (scope, {TENANT_SQL})) ORDER BY session LIMIT ?4"
+)
+_PREFIX_HASHES = (
+    "SELECT session, marks FROM cold JOIN sessions ON pk = session"
+    " WHERE frozen = 1 AND tokenizer = ?1 AND (?2 IS NULL OR session = ?2)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CodedSession:
+    """A session that has a blob, be it frozen or not."""
+
+    pk: int
+    """Its row, by which sessions are gone through."""
+    id: str
+    scope: str
+
+
+def coded_page(
+    catalog: Catalog, tokenizer: int, after: int, limit: int, scope: str | None
+) -> list[CodedSession]:
+    """Sessions of a tokenizer, of one tenant or scope or of all, that have a blob, in order of their
+    rows, which follow row `after`. Runs under the lock."""
+    return [CodedSession(*row) for row in catalog.rows(_PAGE, (tokenizer, after, scope, limit))]
+
+
+def prefix_hash_rows(state: StoreState, session: int | None = None) -> list[tuple[int, bytes]]:
+    """(row, prefix hashes as they are stored) of the frozen session of this row, or of all, of the
+    open tokenizer. Runs under the lock."""
+    return state.catalog.rows(_PREFIX_HASHES, (state.identity.tokenizer, session))
+
+
+def read_coded(
+    table: SessionTable,
+    session: SessionRow,
+    prefix: Callable[[int], bytes],
+    bases: Callable[[str], list[Base]],
+    *,
+    frozen: bool,
+) -> FrozenSession | None:
+    """A frozen session, or the copy of one that is not; None if there is none. `prefix`: the ids
+    (int32 LE) from the root to the end of a segment, empty if it is gone; `bases`: what sessions of
+    a scope may begin with. Raises ThawError if it is damaged. Runs under the lock."""
+    sealed, pk = table.catalog.sealed, (session.pk,)
+    rows = sealed("cold", "session = ? AND frozen = ?", (*pk, int(frozen)))
+    blobs = sealed("blobs", "session = ?", pk)
+    if not rows or not blobs:
+        return None
+    turns, marks, digest = (rows[0][name] for name in ("turns", "marks", "digest"))
+    base, n_base, blob = rows[0]["base"], rows[0]["n_base"], blobs[0]["blob"]
+    ids = ids_array(b"" if base is None else prefix(base))
+    if n_base != len(ids) or row_digest(n_base, turns, marks, blob) != digest:
+        raise damaged_session(session.id, "the checksum of its coded tokens does not match")
+    stored = sealed("turns", "session = ? ORDER BY id", pk)
+    facts = [tuple(turn[name] for name in _FACTS) for turn in stored]
+    info = table.info(session)
+    return FrozenSession(session, info, ids, turns, blob, facts, bases(info.scope), digest)

@@ -18,8 +18,7 @@ from towerd.errors import InvalidRequest
 from towerd.store.sessions.bases import BaseTable
 from towerd.store.sessions.sessions import SessionRow, SessionTable, check_name, tokens_lost
 from towerd.store.sessions.turn import Base, SessionInfo
-from towerd.store.state.growth import Growth
-from towerd.store.state.state import StoreState
+from towerd.store.state.state import Growth, StoreState
 from towerd.store.tree.scope import public_of
 from towerd.tokens import ID_BYTES, Ids, common_prefix, ids_array
 

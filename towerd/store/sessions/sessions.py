@@ -114,11 +114,8 @@ class SessionTable:
 
     def create(self, id: str, scope: str, named: bool, now: float) -> SessionRow:
         """Enter a session without turns, inside a transaction."""
-        pk = self.catalog.run(
-            "INSERT INTO sessions(tokenizer, scope, id, named, created, updated)"
-            " VALUES (?, ?, ?, ?, ?, ?)",
-            (self.tokenizer, scope, id, named, now, now),
-        )
+        facts = {"tokenizer": self.tokenizer, "scope": scope, "id": id, "named": named}
+        pk = self.catalog.insert("sessions", **facts, created=now, updated=now)
         return SessionRow(pk, id)
 
     def record(
@@ -151,20 +148,20 @@ class SessionTable:
         """Insert one row of the turns table, inside a transaction; `facts`: n_prompt,
         n_reply, n_cached, started, created. A coded copy of the session lacks the turn and goes."""
         self._drop_copy(session)
-        prompt_node, reply_node = ends
-        return self.catalog.run(
-            "INSERT INTO turns(session, parent, prompt_node, reply_node, n_prompt, n_reply,"
-            " n_cached, started, created, finished, tail)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                session.pk,
-                parent,
-                prompt_node.id or None,
-                reply_node.id or None,
-                *facts,
-                finished,
-                tail,
-            ),
+        n_prompt, n_reply, n_cached, started, created = facts
+        return self.catalog.insert(
+            "turns",
+            session=session.pk,
+            parent=parent,
+            prompt_node=ends[0].id or None,
+            reply_node=ends[1].id or None,
+            n_prompt=n_prompt,
+            n_reply=n_reply,
+            n_cached=n_cached,
+            started=started,
+            created=created,
+            finished=finished,
+            tail=tail,
         )
 
     def _drop_copy(self, session: SessionRow) -> None:

@@ -25,7 +25,7 @@ class Invocation:
     """When its workflow began; tells apart workflows that had the same name."""
     agent: str
     session: str
-    tip: int
+    end: int
     """The id of the last segment of its tower."""
     n_prompt: int
     n_reply: int
@@ -44,25 +44,18 @@ class WorkflowTable:
     def add(self, steps: Sequence[Invocation]) -> None:
         """Enter steps and their new workflows."""
         with self._state.lock, self._state.catalog.transaction():
-            run_many = self._state.catalog.run_many
             for step in steps:
-                workflow = self._enter(step)
-                run_many(
-                    "INSERT INTO invocations(workflow, agent, session, tip, n_prompt, n_reply,"
-                    " arrived, answered, stop) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    [
-                        (
-                            workflow,
-                            step.agent,
-                            step.session,
-                            step.tip,
-                            step.n_prompt,
-                            step.n_reply,
-                            step.arrived_s,
-                            step.answered_s,
-                            step.stop,
-                        )
-                    ],
+                self._state.catalog.insert(
+                    "invocations",
+                    workflow=self._enter(step),
+                    agent=step.agent,
+                    session=step.session,
+                    tip=step.end,
+                    n_prompt=step.n_prompt,
+                    n_reply=step.n_reply,
+                    arrived=step.arrived_s,
+                    answered=step.answered_s,
+                    stop=step.stop,
                 )
             if self._n_batches % _PRUNE_EVERY == 0:
                 self._prune()
@@ -93,16 +86,20 @@ class WorkflowTable:
         return list(found.values())
 
     def _enter(self, step: Invocation) -> int:
-        key = (self._state.identity.tokenizer, step.scope, step.workflow, step.started_s)
+        mine = self._state.identity.tokenizer
         rows = self._state.catalog.rows(
             "SELECT pk FROM workflows WHERE tokenizer = ? AND scope = ? AND id = ? AND started = ?",
-            key,
+            (mine, step.scope, step.workflow, step.started_s),
         )
         if rows:
             return int(rows[0][0])
-        return self._state.catalog.run(
-            "INSERT INTO workflows(tokenizer, scope, id, started, named) VALUES (?, ?, ?, ?, ?)",
-            (*key, step.named),
+        return self._state.catalog.insert(
+            "workflows",
+            tokenizer=mine,
+            scope=step.scope,
+            id=step.workflow,
+            started=step.started_s,
+            named=step.named,
         )
 
     def _prune(self) -> None:

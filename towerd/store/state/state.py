@@ -2,21 +2,149 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from sys import intern
 from typing import Any, NamedTuple
 
-from towerd.errors import StoreError
+from towerd.errors import NotFound, StoreError
+from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
-from towerd.store.catalog.catalog import Catalog, EnteredIdentity, Lock
+from towerd.store.catalog.catalog import Catalog, EnteredIdentity, Lock, Undo
+from towerd.store.catalog.identity import ModelIdentity
 from towerd.store.files.directory import Directory
-from towerd.store.segments.format_run import FormatRun
 from towerd.store.segments.segment_file import SegmentFile, quantized_bytes
-from towerd.store.state.growth import Growth
-from towerd.store.tree.listener import Listener
+from towerd.store.segments.segment_header import FormatRun, decode_runs, key_hash, segment_key
 from towerd.store.tree.node import Node
-from towerd.store.tree.tree import PrefixTree
+from towerd.store.tree.scope import public_of
+from towerd.store.tree.tree import Listener, PrefixTree
+from towerd.tokens import ID_BYTES
+
+
+@dataclass(slots=True)
+class Growth:
+    """One path being inserted inside a catalog transaction; `undo` reverts it in memory."""
+
+    state: StoreState
+    now: float
+    undo: Undo
+    splits: list[tuple[Node, Node]] = field(default_factory=list)
+    """(lower, upper) of every split made."""
+
+    def grow(self, ids: bytes, scope: str, ends: Sequence[int]) -> list[Node]:
+        """Ensure that a path for `ids` exists with node ends at each of `ends` (ascending,
+        the last is the length of `ids`); returns it."""
+        return self._grow(ids, scope, ends)[ends[-1]].path()
+
+    def grow_turn(self, ids: bytes, scope: str, n_prompt: int, n_cached: int) -> tuple[Node, Node]:
+        """Insert the path of a turn of which the first `n_cached` tokens have rows. Returns
+        its prompt end and its reply end, each capped at `n_cached` (the root for 0)."""
+        ends = sorted({min(n_prompt, n_cached), n_cached} - {0})
+        at = self._grow(ids[: n_cached * ID_BYTES], scope, ends) if ends else {}
+        at[0] = self.state.tree.root
+        return at[min(n_prompt, n_cached)], at[n_cached]
+
+    def _grow(self, ids: bytes, scope: str, ends: Sequence[int]) -> dict[int, Node]:
+        """By their ends, nodes of the path for `ids`: among them those that end at `ends`."""
+        last, n = self.state.tree.longest(ids, scope)
+        at = self._cut(last, n, ids, ends)
+        node = at[n]
+        tower = self.state.tree.tower_ends.get(node)
+        hash = None if tower is None else tower.hash
+        for end in ends:
+            if end > n:
+                hash = self._hash(hash, node, scope, ids[: end * ID_BYTES])
+                node = at[end] = self._add(
+                    node, scope, ids[node.p1 * ID_BYTES : end * ID_BYTES], hash
+                )
+        if hash is not None and node.p1 == ends[-1]:
+            self.state.tree.tower_ends.add(node, ids, hash)
+        return at
+
+    def _cut(self, last: Node, n: int, ids: bytes, ends: Sequence[int]) -> dict[int, Node]:
+        """Split the nodes above `last`, of which the first `n` tokens match, at every end, and the
+        last where the match stops. By their ends, the nodes from the first end or `n` on."""
+        crossing: list[Node] = []
+        node = last
+        while node.p1 > min(ends[0], n):
+            assert node.parent is not None
+            crossing.append(node)
+            node = node.parent
+        at = {node.p1: node}
+        for node in reversed(crossing):
+            stop = min(node.p1, n)
+            inside = ends[bisect_right(ends, node.p0) : bisect_right(ends, stop)]
+            for end in sorted({*inside, stop} - {node.p1}):
+                at[end] = self._split(node, end, ids[: end * ID_BYTES])
+            if node.p1 <= n:
+                at[node.p1] = node
+        return at
+
+    def _hash(
+        self, before: hashlib.blake2b | None, parent: Node, scope: str, prefix: bytes
+    ) -> hashlib.blake2b:
+        """The hash that gives the key of `prefix`. `before` is the hash of the part up to the
+        end of `parent`."""
+        if before is None:
+            hash = key_hash(self.state.identity.tokenizer_digest, scope)
+            hash.update(prefix)
+            return hash
+        hash = before.copy()
+        hash.update(prefix[parent.p1 * ID_BYTES :])
+        return hash
+
+    def _split(self, node: Node, at: int, prefix: bytes) -> Node:
+        assert node.parent is not None
+        n = at - node.p0
+        key = segment_key(self.state.identity.tokenizer_digest, node.scope, prefix)
+        ids = node.ids[: n * ID_BYTES]
+        upper_id = self._enter(node.parent, node.scope, ids, key, node.last_used, node.hits)
+        self.state.catalog.run(
+            "UPDATE segments SET parent = ?, p0 = ?, ids = ? WHERE id = ?",
+            (upper_id, at, node.ids[n * ID_BYTES :], node.id),
+        )
+        # of every fingerprint, not just the one that is open
+        self.state.catalog.run(
+            "INSERT INTO views(node, file, row0) SELECT ?, file, row0 FROM views WHERE node = ?",
+            (upper_id, node.id),
+        )
+        self.state.catalog.run("UPDATE views SET row0 = row0 + ? WHERE node = ?", (n, node.id))
+        hot = node.hot
+        upper = self.state.tree.split(node, at, upper_id)
+        self.undo.append(lambda: self.state.tree.unsplit(node, upper, hot))
+        self.splits.append((node, upper))
+        return upper
+
+    def _enter(
+        self, parent: Node, scope: str, ids: bytes, key: bytes, last_used: float, hits: int
+    ) -> int:
+        """Enter a segment in the catalog; returns its id."""
+        return self.state.catalog.insert(
+            "segments",
+            tokenizer=self.state.identity.tokenizer,
+            parent=parent.id or None,
+            scope=scope,
+            p0=parent.p1,
+            p1=parent.p1 + len(ids) // ID_BYTES,
+            last_used=last_used,
+            hits=hits,
+            created=self.now,
+            key=key,
+            ids=ids,
+        )
+
+    def _add(self, parent: Node, scope: str, ids: bytes, hash: hashlib.blake2b) -> Node:
+        id = self._enter(parent, scope, ids, hash.digest(), self.now, 0)
+        node = Node(id, parent, scope, parent.p1, ids)
+        node.last_used = self.now
+        self.state.tree.add(node)
+        self.undo.append(lambda: self.state.tree.remove(node))
+        return node
 
 
 class Held(NamedTuple):
@@ -40,7 +168,6 @@ class StoreState:
     """The fingerprint's."""
     identity: EnteredIdentity
     clock: Callable[[], float]
-    lock: Lock
     tree: PrefixTree
     files: dict[int, SegmentFile]
     hot_bytes: int = 0
@@ -53,6 +180,11 @@ class StoreState:
     listener: Listener = field(default_factory=Listener)
     is_open: bool = True
 
+    @property
+    def lock(self) -> Lock:
+        """The lock of the store, open or closed."""
+        return self.catalog.lock
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock of an open store. Raises StoreError if it is closed."""
@@ -64,6 +196,12 @@ class StoreState:
         """Raises StoreError if the store is closed."""
         if not self.is_open:
             raise StoreError("the store is closed")
+
+    def node(self, node_id: int) -> Node:
+        """The node with this id. Raises NotFound."""
+        if (node := self.tree.nodes.get(node_id)) is None:
+            raise NotFound(f"there is no segment {node_id}")
+        return node
 
     def touch(self, node: Node) -> None:
         """Record a use of `node` and its ancestors; written to disk in batches."""
@@ -89,15 +227,7 @@ class StoreState:
     def growing(self) -> Iterator[Growth]:
         """A transaction that may grow the tree; splits are reported once it is durable."""
         with self.catalog.transaction() as undo:
-            known = self.identity
-            growth = Growth(
-                self.catalog,
-                self.tree,
-                known.tokenizer,
-                known.tokenizer_digest,
-                self.clock(),
-                undo,
-            )
+            growth = Growth(self, self.clock(), undo)
             yield growth
         for lower, upper in growth.splits:
             self.listener.split(lower, upper)
@@ -166,3 +296,148 @@ class StoreState:
         if self.files.pop(file.id, None) is not None:
             self.warm_bytes -= file.nbytes
             self.listener.left_warm(file, nodes)
+
+
+def load_state(
+    directory: Directory,
+    catalog: Catalog,
+    identity: ModelIdentity,
+    clock: Callable[[], float],
+) -> StoreState:
+    """Load the state of an opened store for one model, whose fingerprint and tokenizer are entered
+    if they are new: the prefix tree of the tokenizer, and the rows of the fingerprint. Runs under the lock."""
+    entered = catalog.enter(identity, clock())
+    catalog.open_model(entered)
+    files = load_files(catalog, entered.fingerprint, directory.segments)
+    return StoreState(
+        directory,
+        catalog,
+        identity.fingerprint,
+        identity.fingerprint.digest(),
+        entered,
+        clock,
+        load_tree(catalog, entered, files),
+        files,
+        warm_bytes=sum(file.nbytes for file in files.values()),
+        foreign_bytes=foreign_bytes(catalog, entered.fingerprint),
+    )
+
+
+def load_foreign(state: StoreState, tokenizer: int, digest: bytes) -> StoreState:
+    """The state of an open store for a tokenizer that is not the open one, to enter sessions with:
+    its prefix tree without rows. It is valid while the lock is held."""
+    of = EnteredIdentity(0, tokenizer, digest)
+    tree = load_tree(state.catalog, of, {})
+    return replace(state, identity=of, tree=tree, files={}, listener=Listener())
+
+
+def foreign_bytes(catalog: Catalog, fingerprint: int) -> int:
+    """Bytes of the files of every other fingerprint."""
+    sql = "SELECT coalesce(sum(bytes), 0) FROM files WHERE fingerprint != ?"
+    return int(catalog.rows(sql, (fingerprint,))[0][0])
+
+
+def load_files(catalog: Catalog, fingerprint: int, folder: Path) -> dict[int, SegmentFile]:
+    """The files of one fingerprint by id; nothing is opened."""
+    files = {}
+    for id, name, p0, n_rows, n_bytes, text in catalog.rows(
+        "SELECT id, name, p0, n_rows, bytes, runs FROM files WHERE fingerprint = ?",
+        (fingerprint,),
+    ):
+        if "/" in name or name in ("", ".", "..") or "\0" in name:
+            raise catalog.damaged(f"file {id} has an impossible name")
+        try:
+            runs = decode_runs(text, n_rows)
+        except StateError as error:
+            raise catalog.damaged(f"file {id}: {error}") from error
+        files[id] = SegmentFile(id, folder / name, p0, n_rows, n_bytes, runs)
+    return files
+
+
+def load_tree(catalog: Catalog, of: EnteredIdentity, files: dict[int, SegmentFile]) -> PrefixTree:
+    """The tree of one tokenizer with the rows of one fingerprint, whose files are `files`. Raises
+    StoreError if the catalog contradicts itself."""
+    tree = PrefixTree()
+    with _no_collections():
+        parents = _load_nodes(catalog, of.tokenizer, tree)
+        _link(catalog, tree, parents)
+        _load_views(catalog, of.fingerprint, files, tree)
+    count_pins(catalog, tree)
+    return tree
+
+
+def count_pins(catalog: Catalog, tree: PrefixTree) -> None:
+    """Count the pins and bases at or below every node."""
+    for node in tree.nodes.values():
+        node.pins = 0
+    for table in ("pins", "bases"):
+        for (id,) in catalog.rows(f"SELECT node FROM {table}"):
+            pinned = tree.nodes.get(id)
+            if pinned is not None:  # else another tokenizer's
+                add_pins(pinned, 1)
+
+
+def add_pins(node: Node, n: int) -> None:
+    """Count `n` more pins on `node` and everything above it."""
+    for each in node.path():
+        each.pins += n
+
+
+def _load_nodes(catalog: Catalog, tokenizer: int, tree: PrefixTree) -> list[int | None]:
+    """Create every node, unlinked; returns the parent ids in the order of `tree.nodes`."""
+    nodes, parents = tree.nodes, []
+    for id, parent, scope, p0, last_used, hits, ids in catalog.rows(
+        "SELECT id, parent, scope, p0, last_used, hits, ids FROM segments WHERE tokenizer = ?",
+        (tokenizer,),
+    ):
+        nodes[id] = node = Node(id, None, intern(scope), p0, ids)
+        node.last_used, node.hits = last_used, hits
+        parents.append(parent)
+    return parents
+
+
+def _load_views(
+    catalog: Catalog, fingerprint: int, files: dict[int, SegmentFile], tree: PrefixTree
+) -> None:
+    """Give the nodes their rows on disk."""
+    for id, file_id, row0 in catalog.rows(
+        "SELECT node, file, row0 FROM views JOIN files ON files.id = file WHERE fingerprint = ?",
+        (fingerprint,),
+    ):
+        node, file = tree.nodes.get(id), files[file_id]
+        if node is None or node.file is not None or row0 < 0 or row0 + node.n > file.n_rows:
+            raise catalog.damaged(f"segment {id} views rows that no file has")
+        if file.p0 + row0 != node.p0:
+            raise catalog.damaged(f"segment {id} views the rows of other positions")
+        tree.view(node, file, row0)
+
+
+def _link(catalog: Catalog, tree: PrefixTree, parents: list[int | None]) -> None:
+    nodes = tree.nodes
+    for node, parent_id in zip(nodes.values(), parents, strict=True):
+        parent = tree.root if parent_id is None else nodes.get(parent_id)
+        if parent is None or parent.p1 != node.p0 or not _may_follow(parent, node):
+            raise catalog.damaged(f"segment {node.id} does not continue its parent")
+        node.parent = parent
+        place = (node.scope, node.first)
+        if parent.by_token is None:
+            parent.by_token = {place: node}
+        elif parent.by_token.setdefault(place, node) is not node:
+            raise catalog.damaged(f"segments {node.id} and its sibling begin alike")
+
+
+def _may_follow(parent: Node, node: Node) -> bool:
+    """Whether the parent is the root, public, or of the same scope."""
+    return not parent.id or parent.scope in (node.scope, public_of(node.scope))
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Pause the garbage collector: many objects are created and none is garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

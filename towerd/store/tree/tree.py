@@ -1,6 +1,6 @@
 """The prefix tree in memory: longest-prefix match over token ids, path-compressed.
 
-Nodes, the tree and its tips belong to the lock of their store. Whoever reads or changes them holds
+Nodes, the tree and its tower ends belong to the lock of their store. Whoever reads or changes them holds
 that lock: the threads of requests, of the tiers, of freezing and thawing, the event loop. Only
 these may be used without it: the tokens and the id of a Node, `PrefixTree.held`, and a Handle, which
 takes the lock itself. The inference thread never keeps a Node; it keeps a Handle for each job.
@@ -14,11 +14,11 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from towerd.store.segments.keys import key_hash
 from towerd.store.segments.segment_file import SegmentFile
+from towerd.store.segments.segment_header import key_hash
 from towerd.store.tree.node import PUBLIC, Node
 from towerd.store.tree.scope import is_public, public_of
-from towerd.store.tree.tips import Tips
+from towerd.store.tree.tower_ends import TowerEnds
 from towerd.tokens import ID_BYTES, common_prefix, ids_array
 
 
@@ -46,14 +46,14 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """Nodes whose whole prefix begins some ids: `tips` and all their ancestors. Each
+    """Nodes whose whole prefix begins some ids: `ends` and all their ancestors. Each
     iteration yields every node once, longest prefix first, from the current state of the
     tree."""
 
-    tips: tuple[Node, ...]
+    ends: tuple[Node, ...]
 
     def __iter__(self) -> Iterator[Node]:
-        waiting = [(-tip.p1, -i, tip) for i, tip in enumerate(self.tips) if tip.parent is not None]
+        waiting = [(-end.p1, -i, end) for i, end in enumerate(self.ends) if end.parent is not None]
         heapq.heapify(waiting)
         seen: set[int] = set()
         while waiting:
@@ -74,7 +74,7 @@ class PrefixTree:
     def __init__(self) -> None:
         self.root = Node(0, None, PUBLIC, 0, b"")
         self.nodes: dict[int, Node] = {}
-        self.tips = Tips()
+        self.tower_ends = TowerEnds()
         self.version = 0
         """Changes with every change of a path."""
         self.held: dict[object, Node] = {}
@@ -119,7 +119,7 @@ class PrefixTree:
         chains = []
         start = None if is_public(scope) else _full(public, n)
         while start is not None:
-            near = self.tips.nearest(start, ids, scope)
+            near = self.tower_ends.nearest(start, ids, scope)
             own, own_n = walk(near, ids, tokens, scope)
             if own is not start:
                 chains.append((own, own_n))
@@ -242,3 +242,29 @@ def _full(last: Node, n: int) -> Node:
         assert last.parent is not None
         return last.parent
     return last
+
+
+class Listener:
+    """Each method is called under the store's lock, in the same critical section as the
+    change, once the change is durable. Changes that are rolled back are not reported. A
+    method must be quick, must not change the store, and must not wait for a thread that may
+    wait for the store. This implementation does nothing."""
+
+    def split(self, lower: Node, upper: Node) -> None:
+        """`lower` was split; `upper` holds its beginning and is its new parent."""
+
+    def removed(self, node: Node) -> None:
+        """A segment was removed from the prefix tree, together with its rows in memory."""
+
+    def became_hot(self, nodes: Sequence[Node]) -> None:
+        """Segments have new rows in memory."""
+
+    def left_hot(self, node: Node) -> None:
+        """A segment's rows in memory were released."""
+
+    def became_warm(self, file: SegmentFile, nodes: Sequence[Node]) -> None:
+        """A file was written with the rows of `nodes`."""
+
+    def left_warm(self, file: SegmentFile, nodes: Sequence[Node]) -> None:
+        """A file was removed, and with it the rows of `nodes` on disk. If another file replaced
+        it, that is its `successor`, which the next `became_warm` reports."""

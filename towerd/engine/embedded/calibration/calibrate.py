@@ -28,11 +28,18 @@ from towerd.engine.embedded.run.scheduler import Scheduler
 from towerd.errors import NotSupported, TowerdError
 from towerd.model.vocab import Vocab
 from towerd.store import Store
-from towerd.tiers.formats.calibration import BOUNDS, LEVELS, Calibration, formats_digest, sizes
-from towerd.tiers.formats.calibration_store import load_calibration, save_calibration
+from towerd.tiers.formats.calibration import (
+    BOUNDS,
+    LEVELS,
+    Calibration,
+    formats_digest,
+    load_calibration,
+    save_calibration,
+    sizes,
+    squeezed_format,
+)
 from towerd.tiers.formats.fidelity import LevelFormats
 from towerd.tiers.formats.format_search import COARSE, calibrate, coarse_tables
-from towerd.tiers.formats.squeeze import squeezed_format
 from towerd.tiers.manager import Tiers
 
 log = logging.getLogger(__name__)

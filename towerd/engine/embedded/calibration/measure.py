@@ -36,8 +36,8 @@ from towerd.tiers.formats.calibration import (
     FormatCost,
     Table,
     format_cost,
+    interval,
 )
-from towerd.tiers.formats.interval import interval
 from towerd.tiers.formats.levels import stored_parts
 from towerd.tokens import Ids
 

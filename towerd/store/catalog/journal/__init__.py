@@ -6,7 +6,7 @@ the last checkpoint.
 
 **What is journalled.** Row images: at the end of a transaction, every row that it inserted
 or changed, and the key of every row that it deleted, are appended to a log as one record
-with a checksum (`frames`, `changes`). Triggers on the connection record the rows, so no
+with a checksum (`journal`, `tables`). Triggers on the connection record the rows, so no
 caller can forget one, and new tables are covered without extra code. A log of turns alone
 would need code for every other fact worth keeping (titles, bases, pins, frozen sessions,
 workflows, which rows are in which file), and would restore them under other ids. SQLite's
@@ -23,8 +23,8 @@ turns are recorded in the catalog alone, and the journal is rewritten when there
 triggers. The ledger, a table of one row, has the number of the last transaction and the sum
 of all seals: lost or stale rows change the sum (`tables`). Seals are checked when tokens
 are served, for all rows at the start after an unclean stop (together with SQLite's
-`integrity_check`), and in `verify` (`examine`). A clean stop leaves the checksum of the
-whole file; if it matches, a start checks nothing else (`clean`).
+`integrity_check`), and in `verify`. A clean stop leaves the checksum of the whole file; if it
+matches, a start checks nothing else.
 
 **Recovery** (`recover`). A damaged or missing catalog is rebuilt from the newest snapshot
 and the logs after it, and the old file is quarantined. A sound catalog that is behind,
@@ -35,7 +35,7 @@ stays visibly missing (`settle`). Segment files without a catalog and a journal 
 error, not an empty store.
 
 **Size.** A log larger than its snapshot is rewritten as a new snapshot in idle moments,
-without the store's lock (`compact`, `upkeep`), and also after every gc, so that no file
+without the store's lock (`recover.write_snapshot`), and also after every gc, so that no file
 retains deleted data. A file appears under its name when it is complete and is removed when
 its successor is durable.
 """

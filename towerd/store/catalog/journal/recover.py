@@ -7,29 +7,141 @@ import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
+
 from towerd.errors import StoreError, StoreVersion
 from towerd.store.catalog import database
-from towerd.store.catalog.journal.clean import was_closed_cleanly
-from towerd.store.catalog.journal.compact import rewrite
-from towerd.store.catalog.journal.examine import problems_of
-from towerd.store.catalog.journal.files import UNFINISHED, Journal
+from towerd.store.catalog.database import CatalogDamaged
+from towerd.store.catalog.journal.journal import UNFINISHED, Journal
 from towerd.store.catalog.journal.rebuild import rebuild, replay
 from towerd.store.catalog.journal.tables import (
     Ledger,
+    Row,
     Table,
+    TableChange,
+    problems_of,
     read_ledger,
+    schema_seal,
+    select,
     tables_of,
     total_of,
+    wrapped,
     write_ledger,
 )
 from towerd.store.catalog.schema import VERSION
 from towerd.store.files import durable
 from towerd.store.files.directory import remove_file
+
+_BLOCK_BYTES = 1 << 20
+
+
+def was_closed_cleanly(path: Path) -> bool:
+    """Whether the catalog is as the last clean stop left it. Removes the mark, because the
+    catalog is about to change."""
+    mark = _mark(path)
+    try:
+        expected = mark.read_bytes()
+        mark.unlink()
+        return not _has_wal(path) and _checksum(path) == expected
+    except OSError:
+        return False
+
+
+def mark_clean(path: Path) -> None:
+    """Record that the catalog was closed with all its changes."""
+    with suppress(OSError):
+        if _has_wal(path):
+            return
+        fd = os.open(
+            _mark(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
+        with os.fdopen(fd, "wb") as file:
+            file.write(_checksum(path))
+
+
+def _mark(path: Path) -> Path:
+    return path.with_name(path.name + ".clean")
+
+
+def _has_wal(path: Path) -> bool:
+    wal = path.with_name(path.name + "-wal")
+    return wal.exists() and wal.stat().st_size > 0
+
+
+def _checksum(path: Path) -> bytes:
+    h = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            h.update(block)
+    return h.digest()
+
+
+CHUNK_ROWS = 1000
+
+
+def rewrite(journal: Journal, db: sqlite3.Connection, tables: Sequence[Table]) -> None:
+    """Write a snapshot of the catalog as `db` sees it, in its own transaction, and begin a
+    new log after it. Raises OSError, sqlite3.Error or CatalogDamaged; the journal then keeps
+    its old content."""
+    db.execute("BEGIN")
+    try:
+        write_snapshot(journal, db, tables, begin_snapshot(journal, db))
+    finally:
+        db.execute("COMMIT")
+
+
+def begin_snapshot(journal: Journal, db: sqlite3.Connection) -> Ledger:
+    """Fix the state that `db` sees in its read transaction, and direct later changes to a new
+    log. No transaction may end meanwhile."""
+    ledger = read_ledger(db)
+    if ledger is None:
+        raise CatalogDamaged("the ledger has a wrong checksum")
+    journal.rotate(ledger.seq)
+    journal.is_behind = False
+    return ledger
+
+
+def write_snapshot(
+    journal: Journal, db: sqlite3.Connection, tables: Sequence[Table], ledger: Ledger
+) -> None:
+    """Write every row. The catalog may change meanwhile; `db` still sees the old state."""
+    try:
+        sequences = _sequences(db, tables)
+        journal.write_snapshot(ledger.store, ledger.seq, _dump(db, tables, ledger), sequences)
+    except BaseException:
+        journal.is_behind = True
+        raise
+
+
+def _dump(db: sqlite3.Connection, tables: Sequence[Table], ledger: Ledger) -> Iterator[TableChange]:
+    """Every row, in chunks. Raises CatalogDamaged if a row is wrong or missing."""
+    total = schema_seal(db)
+    for table in tables:
+        rows: list[Row] = []
+        for *row, seal in db.execute(select(table)):
+            if table.seal(row) != seal:
+                raise CatalogDamaged(f"wrong checksum in {table.name}, row {row[table.key_at]!r}")
+            total += seal
+            rows.append(row)
+            if len(rows) == CHUNK_ROWS:
+                yield TableChange(table.name, rows, [])
+                rows = []
+        if rows:
+            yield TableChange(table.name, rows, [])
+    if wrapped(total) != ledger.total:
+        raise CatalogDamaged("rows are missing, or are those of another time")
+
+
+def _sequences(db: sqlite3.Connection, tables: Sequence[Table]) -> dict[str, int]:
+    names = {table.name for table in tables if table.has_sequence}
+    found = db.execute("SELECT name, seq FROM sqlite_sequence").fetchall()
+    return {name: seq for name, seq in found if name in names}
+
 
 log = logging.getLogger(__name__)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import xxhash
+import zstandard
 
 Row: TypeAlias = Sequence[Any]
 Key: TypeAlias = int | str
@@ -140,3 +141,146 @@ def wrapped(total: int) -> int:
 
 def _signed(value: int) -> int:
     return value - _WRAP if value >> 63 else value
+
+
+COMPRESS_BYTES_MIN = 512
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_LEVEL = 1
+
+
+class TableChange(NamedTuple):
+    """The changes of one table."""
+
+    table: str
+    rows: Sequence[Row]
+    """New and changed rows: every column but the seal."""
+    gone: Sequence[Key]
+    """Keys of deleted rows."""
+
+
+_encode_changes = msgspec.msgpack.Encoder().encode
+_decode_changes = msgspec.msgpack.Decoder(list[tuple[str, list[tuple[Any, ...]], list[Any]]]).decode
+
+
+def encode_changes(changes: Iterable[TableChange]) -> bytes:
+    """The payload of a frame."""
+    data = _encode_changes(list(changes))
+    if len(data) < COMPRESS_BYTES_MIN:
+        return data
+    return zstandard.ZstdCompressor(level=_LEVEL).compress(data)
+
+
+def decode_changes(payload: bytes) -> list[TableChange]:
+    """The inverse of `encode_changes`. The payload's checksum must have been verified."""
+    if payload[:4] == _ZSTD_MAGIC:
+        payload = zstandard.ZstdDecompressor().decompress(payload)
+    return [TableChange(*each) for each in _decode_changes(payload)]
+
+
+class ChangeRecorder:
+    """Records the changes of the running transaction on one connection."""
+
+    def __init__(self, db: sqlite3.Connection, tables: Sequence[Table]) -> None:
+        self._tables = tables
+        self._rows: dict[tuple[int, Key], Row | None] = {}
+        self._delta = 0
+        db.create_function("seal_changed", -1, self._changed)
+        db.create_function("seal_gone", 3, self._gone)
+        for number, table in enumerate(tables):
+            for statement in _triggers(number, table):
+                db.execute(statement)
+
+    def clear(self) -> None:
+        """Discard the recorded changes when the transaction ends."""
+        self._rows.clear()
+        self._delta = 0
+
+    @property
+    def delta(self) -> int:
+        """The difference that the changes so far make to the total of the seals."""
+        return self._delta
+
+    def changes(self) -> list[TableChange]:
+        """The changes so far, by table."""
+        found: dict[int, TableChange] = {}
+        for (number, key), row in self._rows.items():
+            change = found.get(number)
+            if change is None:
+                change = found[number] = TableChange(self._tables[number].name, [], [])
+            into: Any = change.gone if row is None else change.rows
+            into.append(key if row is None else row)
+        return list(found.values())
+
+    def _changed(self, number: int, seal_before: int, *row: Any) -> int:
+        table = self._tables[number]
+        seal = table.seal(row)
+        self._rows[number, row[table.key_at]] = row
+        self._delta += seal - seal_before
+        return seal
+
+    def _gone(self, number: int, seal_before: int, key: Key) -> None:
+        self._rows[number, key] = None
+        self._delta -= seal_before
+
+
+def _triggers(number: int, table: Table) -> list[str]:
+    name, key = table.name, table.key
+    row = ", ".join(f"new.{column}" for column in table.columns)
+    sealed = ", ".join(table.sealed_columns)
+
+    def seal(before: str) -> str:
+        return (
+            f"BEGIN UPDATE {name} SET seal = seal_changed({number}, {before}, {row})"
+            f" WHERE {key} = new.{key}; END"
+        )
+
+    return [
+        f"CREATE TEMP TRIGGER {name}_entered AFTER INSERT ON main.{name} {seal('0')}",
+        f"CREATE TEMP TRIGGER {name}_changed AFTER UPDATE OF {sealed} ON main.{name} {seal('old.seal')}",
+        f"CREATE TEMP TRIGGER {name}_gone AFTER DELETE ON main.{name}"
+        f" BEGIN SELECT seal_gone({number}, old.seal, old.{key}); END",
+    ]
+
+
+SHOWN_MAX = 20
+
+
+def problems_of(db: sqlite3.Connection, tables: Sequence[Table]) -> list[str]:
+    """Problems of a catalog with the current schema; empty if there are none. Reads all of it."""
+    try:
+        return [f"catalog: {problem}" for problem in _problems(db, tables)]
+    except (sqlite3.Error, UnicodeError) as error:
+        return [f"catalog: {error}"]
+
+
+def _integrity_problems(db: sqlite3.Connection) -> Iterator[str]:
+    """Problems that SQLite finds in pages, indexes, constraints and references."""
+    for (line,) in db.execute(f"PRAGMA integrity_check({SHOWN_MAX})"):
+        if line != "ok":
+            yield line
+    for table, row, *_ in db.execute("PRAGMA foreign_key_check"):
+        yield f"dangling reference in {table} row {row}"
+
+
+def _problems(db: sqlite3.Connection, tables: Sequence[Table]) -> Iterator[str]:
+    yield from _integrity_problems(db)
+    ledger = read_ledger(db)
+    if ledger is None:
+        yield "the ledger has a wrong checksum"
+    total = schema_seal(db)
+    for table in tables:
+        wrong = []
+        for *row, seal in db.execute(select(table)):
+            total += seal
+            if table.seal(row) != seal:
+                wrong.append(row[table.key_at])
+        if wrong:
+            shown = ", ".join(map(repr, wrong[:SHOWN_MAX]))
+            yield f"wrong checksums in {table.name}: {len(wrong)} rows, {table.key} {shown}"
+    if ledger is not None and wrapped(total) != ledger.total:
+        yield "rows are missing, or are those of another time"
+
+
+def select(table: Table, where: str = "") -> str:
+    """The query for complete rows and their seals."""
+    return f"SELECT {', '.join(table.columns)}, seal FROM {table.name} {where}"

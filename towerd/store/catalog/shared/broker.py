@@ -8,8 +8,8 @@ import socket
 import sqlite3
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,13 +19,11 @@ from towerd.errors import StoreError, StoreLocked
 from towerd.store.catalog import database
 from towerd.store.catalog.catalog import DELETED, Undo
 from towerd.store.catalog.identity import TokenizerIdentity
-from towerd.store.catalog.journal.changes import TableChange
-from towerd.store.catalog.shared.maintenance import BrokerMaintenance
+from towerd.store.catalog.journal.tables import TableChange
 from towerd.store.catalog.shared.messages import Channel, error_to_wire
 from towerd.store.catalog.sqlite import SqliteCatalog
 from towerd.store.files import durable
-from towerd.store.files.directory import Directory
-from towerd.store.files.lock import StoreLock
+from towerd.store.files.directory import Directory, StoreLock
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +52,7 @@ class CatalogBroker:
         with durable.store_errors(f"the store {root} cannot be opened"), ExitStack() as undo:
             self._lock_file = StoreLock(directory.lock)
             undo.callback(self._lock_file.release)
-            self._catalog = SqliteCatalog(directory.catalog)
+            self.catalog = SqliteCatalog(directory.catalog)
             undo.pop_all()
         directory.sweep_tmp()
         self._places = {
@@ -62,13 +60,12 @@ class CatalogBroker:
                 each.key_at,
                 each.columns.index("tokenizer") if "tokenizer" in each.columns else None,
             )
-            for each in self._catalog.tables
+            for each in self.catalog.tables
             if each.name in FOLLOWED
         }
-        self.turn = threading.RLock()
+        self.turn = self.catalog.lock
         """Whoever has it may use the catalog: the thread of one client."""
         self._clients: set[BrokerClient] = set()
-        self.upkeep = self._catalog.upkeep(self.turn_taken)
         self._is_tired = threading.Event()
         self._is_closed = False
         self._resting = threading.Thread(target=self._rest, name="catalog-rest", daemon=True)
@@ -77,7 +74,7 @@ class CatalogBroker:
     def connect(self) -> CatalogConnection:
         """A new connection, for a process that inherits it."""
         ours, theirs = socket.socketpair()
-        client = BrokerClient(self, self._catalog, ours)
+        client = BrokerClient(self, self.catalog, ours)
         with self.turn:
             self._clients.add(client)
         threading.Thread(target=client.serve, name="catalog-client", daemon=True).start()
@@ -92,17 +89,11 @@ class CatalogBroker:
         self._is_closed = True
         self._is_tired.set()
         self._resting.join()
-        with self.upkeep.paused(), self.turn:
+        with self.catalog.paused(), self.turn:
             try:
-                self._catalog.close()
+                self.catalog.close()
             finally:
                 self._lock_file.release()
-
-    @contextmanager
-    def turn_taken(self) -> Iterator[None]:
-        """Nobody else uses the catalog inside the block."""
-        with self.turn:
-            yield
 
     def changed(self, by: BrokerClient, changes: Sequence[TableChange]) -> None:
         """Note for every other client which rows it has not seen. Called in the turn of `by`."""
@@ -136,7 +127,7 @@ class CatalogBroker:
         """Forget a client. Called in its turn."""
         self._clients.discard(client)
         for name in client.names:
-            self._catalog.writing.discard(name)
+            self.catalog.end_file(name)
 
     def tire(self) -> None:
         """Maintain the catalog soon."""
@@ -148,7 +139,7 @@ class CatalogBroker:
             self._is_tired.clear()
             if self._is_closed:
                 return
-            self.upkeep.rest()
+            self.catalog.rest()
 
 
 class BrokerClient:
@@ -166,7 +157,7 @@ class BrokerClient:
         self._n_turns = 0
         self._transaction: AbstractContextManager[Undo] | None = None
         self._failure: Exception | None = None
-        self._maintenance = BrokerMaintenance(broker.upkeep, broker.tire)
+        self._maintenance = BrokerMaintenance(catalog, broker.tire)
         self._operations: dict[str, Callable[..., Any]] = {
             "path": lambda: os.fspath(catalog.path),
             "lock": self._lock,
@@ -190,9 +181,9 @@ class BrokerClient:
             "tell": lambda *deletion: broker.tell(self, deletion),
             "held_elsewhere": lambda: [id for each in broker.others(self) for id in each.held],
             "open_elsewhere": lambda: [each.fingerprint for each in broker.others(self)],
-            "names": lambda: list(catalog.writing),
-            "add_name": self._add_name,
-            "discard_name": self._discard_name,
+            "writing": lambda: list(catalog.writing()),
+            "begin_file": self._begin_file,
+            "end_file": self._end_file,
         }
 
     def serve(self) -> None:
@@ -200,7 +191,7 @@ class BrokerClient:
         try:
             while True:
                 operation, *arguments = self._channel.receive()
-                if operation == "connect_upkeep":
+                if operation == "connect_maintenance":
                     self._channel.send_socket(self._maintenance.theirs)
                     continue
                 reply = self._answer(operation, arguments)
@@ -275,13 +266,13 @@ class BrokerClient:
         finally:
             self._give_turn()
 
-    def _add_name(self, name: str) -> None:
+    def _begin_file(self, name: str) -> None:
         self.names.add(name)
-        self._catalog.writing.add(name)
+        self._catalog.begin_file(name)
 
-    def _discard_name(self, name: str) -> None:
+    def _end_file(self, name: str) -> None:
         self.names.discard(name)
-        self._catalog.writing.discard(name)
+        self._catalog.end_file(name)
 
     def _take_turn(self) -> None:
         self._broker.turn.acquire()
@@ -300,6 +291,60 @@ class BrokerClient:
             self._give_turn()
         self._maintenance.close()
         self._channel.close()
+
+
+class BrokerMaintenance:
+    """The second connection of a client: maintenance, with a thread of its own, which never has the
+    turn.
+
+    A snapshot of the journal takes seconds. Whoever waits for it must not have the turn, and must not
+    keep other threads of its process from giving theirs back."""
+
+    def __init__(self, catalog: SqliteCatalog, rest: Callable[[], None]) -> None:
+        """rest: makes the broker maintain its catalog soon."""
+        ours, self.theirs = socket.socketpair()
+        self.is_paused = False
+        """Whether the client keeps the catalog from being maintained."""
+        self._catalog = catalog
+        self._channel = Channel(ours)
+        self._pauses = ExitStack()
+        self._operations: dict[str, Callable[[], None]] = {
+            "pause": self._pause,
+            "resume": self._resume,
+            "rest": rest,
+            "purge": catalog.purge,
+            "repair": catalog.repair,
+        }
+        threading.Thread(target=self._serve, name="catalog-upkeep", daemon=True).start()
+
+    def close(self) -> None:
+        """End the connection."""
+        self.theirs.close()  # if it was not asked for
+        self._channel.close()
+
+    def _serve(self) -> None:
+        with self._pauses, suppress(EOFError, OSError):
+            while True:
+                (operation,) = self._channel.receive()
+                self._channel.send(self._answer(operation))
+
+    def _answer(self, operation: str) -> list[Any]:
+        try:
+            self._operations[operation]()
+        except StoreError as error:
+            return error_to_wire(error)
+        except Exception as error:
+            log.exception("maintenance of the catalog")
+            return error_to_wire(StoreError(f"the catalog failed: {error}"))
+        return [None, None]
+
+    def _pause(self) -> None:
+        self._pauses.enter_context(self._catalog.paused())
+        self.is_paused = True
+
+    def _resume(self) -> None:
+        self.is_paused = False
+        self._pauses.close()
 
 
 class _RolledBack(Exception):

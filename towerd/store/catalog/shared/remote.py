@@ -5,13 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from towerd.store.catalog.catalog import Catalog, Changed, EnteredIdentity, Lock, Names, Upkeep
+from towerd.errors import StoreError
+from towerd.store.catalog.catalog import Catalog, Changed, EnteredIdentity
 from towerd.store.catalog.identity import TokenizerIdentity
-from towerd.store.catalog.shared.maintenance import RemoteUpkeep
 from towerd.store.catalog.shared.messages import Channel, broker_gone, result_of
 
 
@@ -33,20 +33,22 @@ class RemoteCatalog(Catalog):
         self._told: Collection[int] = ()
         """The segments that the broker knows to be held."""
         self.path = Path(self._call("path"))
-        self._upkeep = self._connect_upkeep()
-        self.writing: Names = RemoteNames(self._call)
+        self.lock = SharedLock(self._take, self._let_go)
+        self._maintenance = self._connect_maintenance()
+        """The second connection, for operations that may wait while the first one works."""
+        self._maintaining = threading.Lock()
 
     def close(self) -> None:
         """End the connection; the broker then has the lock back."""
         with self._calling:
             self._is_closed = True
-            self._upkeep.close()
+            self._maintenance.close()
             self._channel.close()
 
-    def _connect_upkeep(self) -> RemoteUpkeep:
+    def _connect_maintenance(self) -> Channel:
         try:
-            self._channel.send(["connect_upkeep"])
-            return RemoteUpkeep(self._channel.receive_socket())
+            self._channel.send(["connect_maintenance"])
+            return Channel(self._channel.receive_socket())
         except (EOFError, OSError) as error:
             raise broker_gone() from error
 
@@ -91,13 +93,39 @@ class RemoteCatalog(Catalog):
         found: list[str] = self._call("journal_problems")
         return found
 
-    def upkeep(self, lock: Callable[[], AbstractContextManager[None]]) -> Upkeep:
-        return self._upkeep
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        with self._maintaining:
+            result_of(self._maintenance, "pause")
+            try:
+                yield
+            finally:
+                with suppress(StoreError):  # a closed connection pauses nothing
+                    result_of(self._maintenance, "resume")
+
+    def rest(self) -> None:
+        self._maintain("rest")
+
+    def purge(self) -> None:
+        self._maintain("purge")
+
+    def repair(self) -> None:
+        self._maintain("repair")
+
+    def _maintain(self, operation: str) -> None:
+        with self._maintaining:
+            result_of(self._maintenance, operation)
 
     # --- other processes ------------------------------------------------------------------
 
-    def new_lock(self) -> Lock:
-        return SharedLock(self._take, self._let_go)
+    def writing(self) -> Collection[str]:
+        return frozenset(self._call("writing"))
+
+    def begin_file(self, name: str) -> None:
+        self._call("begin_file", name)
+
+    def end_file(self, name: str) -> None:
+        self._call("end_file", name)
 
     def open_model(self, of: EnteredIdentity) -> None:
         self._call("open_model", of.fingerprint, of.tokenizer)
@@ -118,7 +146,7 @@ class RemoteCatalog(Catalog):
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _recognise_lost(self, wanted: TokenizerIdentity) -> int | None:
+    def recognise_lost(self, wanted: TokenizerIdentity) -> int | None:
         found: int | None = self._call("recognise_lost", wanted.pieces, wanted.rules)
         return found
 
@@ -162,28 +190,6 @@ class RemoteCatalog(Catalog):
     def _call(self, *message: Any) -> Any:
         with self._calling:
             return result_of(self._channel, *message)
-
-
-class RemoteNames(Names):
-    """The names of files that are being written, which the broker keeps."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-
-    def add(self, name: str, /) -> None:
-        self._call("add_name", name)
-
-    def discard(self, name: str, /) -> None:
-        self._call("discard_name", name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._call("names")
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._call("names")
-
-    def __len__(self) -> int:
-        return len(self._call("names"))
 
 
 class SharedLock:

@@ -1,11 +1,11 @@
-"""Tips: the ends of the longest recently used towers, so that a chat's next turn is found at once.
+"""TowerEnds: the ends of the longest recently used towers, so that a chat's next turn is found at once.
 
 A chat of ten thousand turns is a path of twenty thousand nodes, and its next prompt begins with all
-of it. The whole prefix of a tip is kept beside it: one comparison tells how many tokens of a prompt
+of it. The whole prefix of an end is kept beside it: one comparison tells how many tokens of a prompt
 agree with it, and the walk through the tree continues from there. So does the hash for keys.
 
-    root ... branch | own nodes of a scope ................... tip
-    prompt  [ = prefix of the tip                            ) [ walked, or new )
+    root ... branch | own nodes of a scope ................... end
+    prompt  [ = prefix of the end                            ) [ walked, or new )
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from towerd.tokens import common_prefix, ids_array
 
 TOKENS_MIN = 256
 """Minimum length; shorter towers are walked just as quickly."""
-TIPS_MAX = 64
+ENDS_MAX = 64
 BYTES_MAX = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tip:
+class TowerEnd:
     """`prefix`: the ids [0, node.p1). `branch`: the last node on its path that is not of its
     scope. `hash`: gives the keys of nodes below it when updated with their ids."""
 
@@ -36,31 +36,31 @@ class Tip:
     hash: hashlib.blake2b
 
 
-class Tips:
+class TowerEnds:
     """Not thread-safe; the store's lock guards it. Bounded: the least recently used are evicted."""
 
     def __init__(self) -> None:
-        self._tips: OrderedDict[int, Tip] = OrderedDict()
+        self._ends: OrderedDict[int, TowerEnd] = OrderedDict()
         """By node id, most recently used last."""
         self._nbytes = 0
 
     def __len__(self) -> int:
-        return len(self._tips)
+        return len(self._ends)
 
     def problems(self) -> Iterator[str]:
         """Inconsistencies with the prefix tree."""
-        if self._nbytes != sum(len(tip.prefix) for tip in self._tips.values()):
-            yield "the tips' bytes are miscounted"
-        for tip in self._tips.values():
-            if tip.node.removed:
+        if self._nbytes != sum(len(end.prefix) for end in self._ends.values()):
+            yield "the tower ends' bytes are miscounted"
+        for end in self._ends.values():
+            if end.node.removed:
                 continue
-            path = tip.node.path()
-            own = next(i for i, node in enumerate(path) if node.scope == tip.node.scope)
-            if tip.prefix != tip.node.prefix_bytes() or tip.branch is not path[own].parent:
-                yield f"the tip {tip.node} is remembered with another prefix"
+            path = end.node.path()
+            own = next(i for i, node in enumerate(path) if node.scope == end.node.scope)
+            if end.prefix != end.node.prefix_bytes() or end.branch is not path[own].parent:
+                yield f"the tower end {end.node} is remembered with another prefix"
 
     def add(self, node: Node, prefix: bytes, hash: hashlib.blake2b) -> None:
-        """Remember `node`; it replaces the tip that it extends."""
+        """Remember `node`; it replaces the end that it extends."""
         if is_public(node.scope) or node.p1 < TOKENS_MIN:
             return
         above, before = node, self.get(node)
@@ -71,29 +71,29 @@ class Tips:
         assert branch is not None
         if before is not None:
             self._forget(before)
-        self._tips[node.id] = Tip(node, prefix, branch, hash)
+        self._ends[node.id] = TowerEnd(node, prefix, branch, hash)
         self._nbytes += len(prefix)
-        while len(self._tips) > TIPS_MAX or self._nbytes > BYTES_MAX:
-            self._forget(next(iter(self._tips.values())))
+        while len(self._ends) > ENDS_MAX or self._nbytes > BYTES_MAX:
+            self._forget(next(iter(self._ends.values())))
 
-    def get(self, node: Node) -> Tip | None:
-        """The tip at `node`, if there is one."""
-        tip = self._tips.get(node.id)
-        return tip if tip is not None and tip.node is node else None
+    def get(self, node: Node) -> TowerEnd | None:
+        """The end at `node`, if there is one."""
+        end = self._ends.get(node.id)
+        return end if end is not None and end.node is node else None
 
     def nearest(self, start: Node, ids: bytes, scope: str) -> Node:
-        """The deepest node on a tip's path that is of `scope`, lies below `start` and whose
+        """The deepest node on a end's path that is of `scope`, lies below `start` and whose
         prefix begins `ids`; `start` if there is none. `start` is a node of another scope
         whose prefix also begins `ids`."""
         best, wanted = start, ids_array(ids)
-        for tip in list(self._tips.values()):
-            if tip.node.removed:
-                self._forget(tip)
+        for end in list(self._ends.values()):
+            if end.node.removed:
+                self._forget(end)
                 continue
-            if tip.branch is not start or tip.node.scope != scope:
+            if end.branch is not start or end.node.scope != scope:
                 continue
-            n = common_prefix(ids_array(tip.prefix), wanted)
-            node = tip.node if n > best.p1 else best
+            n = common_prefix(ids_array(end.prefix), wanted)
+            node = end.node if n > best.p1 else best
             while node.p1 > n:
                 assert node.parent is not None
                 node = node.parent
@@ -101,6 +101,6 @@ class Tips:
                 best = node
         return best
 
-    def _forget(self, tip: Tip) -> None:
-        if self._tips.pop(tip.node.id, None) is not None:
-            self._nbytes -= len(tip.prefix)
+    def _forget(self, end: TowerEnd) -> None:
+        if self._ends.pop(end.node.id, None) is not None:
+            self._nbytes -= len(end.prefix)

@@ -9,10 +9,9 @@ import pytest
 from store_tools import ids_of, turn_of
 
 from towerd.store import Node, Store
-from towerd.store.segments import keys
+from towerd.store.segments.segment_header import key_hash as key_hash_of
 from towerd.store.sessions.sessions import SessionTable
-from towerd.store.state import growth
-from towerd.store.tree import tips, tree
+from towerd.store.tree import tower_ends, tree
 
 
 class Watch:
@@ -20,7 +19,7 @@ class Watch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.n_walked = self.n_hashed_anew = 0
-        walk, key_hash = tree.walk, keys.key_hash
+        walk, key_hash = tree.walk, key_hash_of
 
         def walked(node: Node, ids: bytes, *args: Any) -> tuple[Node, int]:
             last, n = walk(node, ids, *args)
@@ -32,7 +31,7 @@ class Watch:
             return key_hash(*args)
 
         monkeypatch.setattr(tree, "walk", walked)
-        monkeypatch.setattr(growth, "key_hash", hashed)
+        monkeypatch.setattr("towerd.store.state.state.key_hash", hashed)
 
     def tokens(self) -> int:
         """Tokens walked since it was asked last."""
@@ -56,7 +55,7 @@ def talk(store: Store, ids: list[int], n_turns: int, scope: str = "local") -> No
 def test_a_turn_is_walked_not_the_chat(store: Store, watch: Watch, scope: str) -> None:
     """Below a base that all share, too. Keys of the whole prefix are made from the last ones."""
     base = np.arange(40, dtype=np.int32)
-    store.add_base("base", base, "local", 0, True)
+    store.bases.add("base", base, "local", 0, True)
     ids = base.tolist()
     talk(store, ids, 200, scope)
     watch.tokens()
@@ -103,7 +102,7 @@ def test_what_was_removed_is_not_found(store: Store) -> None:
 
 
 def test_a_failed_turn_is_not_remembered(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The transaction is taken back after the tree had grown, and the tip with it."""
+    """The transaction is taken back after the tree had grown, and the end with it."""
     ids: list[int] = []
     talk(store, ids, 60)
 
@@ -120,12 +119,12 @@ def test_a_failed_turn_is_not_remembered(store: Store, monkeypatch: pytest.Monke
     store.check_integrity(keys=True)
 
 
-def test_tips_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ends_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The chats used last have one each, within the bytes."""
-    monkeypatch.setattr(tips, "BYTES_MAX", 4 * 2000)
+    monkeypatch.setattr(tower_ends, "BYTES_MAX", 4 * 2000)
     for chat in range(12):
         talk(store, [5000 + chat], 50)
-    found = store.state.tree.tips
+    found = store.state.tree.tower_ends
     assert 0 < len(found) <= 6
     assert not list(found.problems())
     store.check_integrity(keys=True)
