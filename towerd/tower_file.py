@@ -62,6 +62,21 @@ COMPRESSED_BYTES_MAX = 1 << 26
 """Maximum of the bytes that are compressed as one."""
 _LEVEL = 12
 _WINDOW_BYTES_MAX = 1 << 23
+TURN_IDS_MAX = 1 << 28
+"""Maximum number of token ids of all turns together, each counted with its whole prompt."""
+_TURN_NUMBERS = 6
+_DIGEST_BYTES = 32
+WORD_BYTES_MAX = 1024
+"""Maximum of a piece's or name's bytes; known vocabularies have up to some hundred."""
+_HASH_BYTES = 16
+MAGIC = b"TWRS"
+VERSION = 2
+_WITHOUT_WORDS = 1
+TOKENS_MAX = 1 << 24
+"""Maximum number of tokens in a vocabulary."""
+_FIXED = struct.Struct("<4sBQ")
+_CHECKSUM_BYTES = 16
+_VOCABULARY_BYTES = 8
 
 
 class TowerFileError(InvalidRequest):
@@ -154,12 +169,6 @@ def read_compressed(reader: VarintReader) -> bytes:
     return data
 
 
-TURN_IDS_MAX = 1 << 28
-"""Maximum number of token ids of all turns together, each counted with its whole prompt."""
-_TURN_NUMBERS = 6
-_DIGEST_BYTES = 32
-
-
 def put_bases(bases: tuple[NamedBase, ...]) -> bytes:
     """The bases that the current branch begins with."""
     parts = [varint.put(len(bases))]
@@ -219,12 +228,11 @@ def check_size(turns: tuple[PastTurn, ...]) -> None:
         )
 
 
-WORD_BYTES_MAX = 1024
-"""Maximum of a piece's or name's bytes; known vocabularies have up to some hundred."""
-
-
 def put_words(ids: Iterable[int], vocabulary: KeptVocabulary) -> bytes:
-    """What each of `ids`, ascending and all in the vocabulary, stands for."""
+    """What each of `ids`, ascending and all in the vocabulary, stands for, compressed:
+
+    varint: ids | per id a varint, its difference to the one before | per id a varint, twice the
+    bytes of its piece or name, plus 1 for a control token | the pieces and names"""
     steps, sizes, pieces, before = [], [], [], 0
     for id in ids:
         name = vocabulary.names[id]
@@ -259,11 +267,11 @@ def read_words(reader: VarintReader, n_tokens: int) -> tuple[set[int], KeptVocab
     return set(found), some_words(n_tokens, found)
 
 
-_HASH_BYTES = 16
-
-
 def put_spelled(written: WrittenText) -> bytes:
-    """The bytes of a written text."""
+    """Ids that could not be made when the file was written, as their text and what corrects it:
+
+    varint: ids | hash of the ids 16 | side information (`codec/text.py`) and media
+    (`codec/media.py`), each after its length | compressed: the text"""
     head = varint.put(written.n_ids) + written.hash
     side = put_bytes(written.text.side()) + put_bytes(written.media)
     return head + side + put_compressed(written.text.text)
@@ -276,16 +284,6 @@ def read_spelled(reader: VarintReader) -> WrittenText:
     return WrittenText(parse(read_compressed(reader), side), n_ids, hash, media)
 
 
-MAGIC = b"TWRS"
-VERSION = 2
-_WITHOUT_WORDS = 1
-TOKENS_MAX = 1 << 24
-"""Maximum number of tokens in a vocabulary."""
-_FIXED = struct.Struct("<4sBQ")
-_CHECKSUM_BYTES = 16
-_VOCABULARY_BYTES = 8
-
-
 @dataclass(frozen=True, slots=True)
 class Source:
     """The model that a session was held with, as far as its tokens go."""
@@ -293,7 +291,7 @@ class Source:
     name: str
     """The name of its file, for messages."""
     hash: str
-    """The fingerprint's `model_hash`; empty if several models have the tokenizer."""
+    """The `model_hash` of the row identity; empty if several models have the tokenizer."""
     vocabulary: bytes
     """The hash of its vocabulary, 8 bytes (`codec.base.vocabulary_hash`)."""
     n_tokens: int

@@ -11,7 +11,8 @@ from typing import TypeAlias
 import yaml
 
 from towerd.errors import ConfigError
-from towerd.tiers.formats.fidelity import NATIVE, check_format
+from towerd.slots.layout import NATIVE
+from towerd.tiers.formats.fidelity import check_format
 from towerd.tiers.module_text import ANYWHERE, PERCENT_DEFAULT, PERCENT_MAX, PREFIX
 
 Message: TypeAlias = dict[str, str]

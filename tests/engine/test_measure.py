@@ -27,7 +27,7 @@ from towerd.model.vocab import Vocab
 from towerd.models.bundled import bundled_model
 from towerd.settings.config import Config
 from towerd.slots.layout import NATIVE
-from towerd.tiers.formats.levels import uniform
+from towerd.tiers.formats.calibration import uniform
 
 T = TypeVar("T")
 

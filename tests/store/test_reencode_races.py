@@ -74,11 +74,10 @@ def test_loads_continue(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     meanwhile(monkeypatch, lambda: during.append(len(store.rows.load(part))))
     new = reencode(store, file, FormatRequest(4, 50, "q8"))
     assert during == [50]
-    newer = reencode(store, new, FormatRequest(0, 4, "q8"))
+    reencode(store, new, FormatRequest(0, 4, "q8"))
     assert [(len(r), r.layout.format_name) for r in store.rows.load(part)] == [(50, "q8")]
     after = [plane for rows in loaded for plane in rows.planes()]
     assert all(map(np.array_equal, before, after))
-    assert newer.verified
 
 
 def test_file_that_goes_between_check_and_load(

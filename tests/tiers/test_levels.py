@@ -9,8 +9,14 @@ from towerd.kernels.formats import BY_NAME
 from towerd.slots.blob import emit_blob, parse_blob
 from towerd.slots.layout import NATIVE, KVLayout, Plane
 from towerd.slots.rows import KVRows
-from towerd.tiers.formats.calibration import SHARES, Table
-from towerd.tiers.formats.levels import level_ranges, stored, stored_parts, uniform
+from towerd.tiers.formats.calibration import (
+    SHARES,
+    Table,
+    level_ranges,
+    stored,
+    stored_parts,
+    uniform,
+)
 from towerd.tiers.shrink import SINKS, TAIL
 
 LAYOUT = KVLayout((Plane(1, 128),) * 2, (Plane(1, 128),) * 2)

@@ -197,9 +197,11 @@ class Disk(Daemon):
         real = self.tiers.ranking.warm_victims
 
         def watch(
-            bytes_needed: int, is_evictable: Callable[[SegmentFile], bool]
+            nbytes: int, is_evictable: Callable[[SegmentFile], bool], *, leave: bool = True
         ) -> list[SegmentFile]:
-            found = real(bytes_needed, is_evictable)
+            found = real(nbytes, is_evictable, leave=leave)
+            if not leave:
+                return found
             self.gone += [
                 tuple(node.prefix_ids().tolist())
                 for file in found

@@ -136,6 +136,6 @@ def _vocabulary(source: VocabularySource) -> GgufVocabulary:
 
 
 def tokenizer_of(vocabulary: GgufVocabulary) -> str:
-    """The hash of a vocabulary's tokens, computed as for the fingerprint."""
+    """The hash of a vocabulary's tokens, computed as a row identity's `tokenizer`."""
     both = zip(vocabulary.pieces, vocabulary.names, strict=True)
     return tokenizer_hash(piece or name for piece, name in both)

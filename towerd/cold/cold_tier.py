@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from towerd.codec.errors import CodecError
 from towerd.cold.coding import Coding
@@ -50,6 +51,29 @@ _REFUSALS = (NotFound, NotSupported, InvalidRequest, SessionBusy)
 
 Run = Callable[[GenerateRequest], Coroutine[Any, Any, Finish | None]]
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def _on(
+    pool: str,
+) -> Callable[
+    [Callable[Concatenate[ColdTier, P], T]],
+    Callable[Concatenate[ColdTier, P], Coroutine[Any, Any, T]],
+]:
+    """Makes a coroutine function of a method, which then runs on the tier's threads of this name."""
+
+    def wrapped(
+        work: Callable[Concatenate[ColdTier, P], T],
+    ) -> Callable[Concatenate[ColdTier, P], Coroutine[Any, Any, T]]:
+        @wraps(work)
+        async def run(tier: ColdTier, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            threads: ThreadPoolExecutor = getattr(tier, pool)
+            call = partial(work, tier, *args, **kwargs)
+            return await asyncio.get_running_loop().run_in_executor(threads, call)
+
+        return run
+
+    return wrapped
 
 
 SessionName = tuple[str, str]
@@ -227,46 +251,102 @@ class ColdTier:
         is_used = any(not request.background for request in list(self._uses.values()))
         return 0.0 if is_used else time.monotonic() - self._last_use
 
-    async def freeze(
+    @_on("_freezer")
+    def freeze(
         self, id: str, scope: str | None = None, *, only_without_rows: bool = False
     ) -> FreezeResult | None:
         """Freeze a session now; None if it is already frozen. Raises as `freezing.freeze`, and
         NotSupported. `only_without_rows`: SessionBusy if rows would go."""
-        return await self._on(self._freezer, self._freeze, id, scope, only_without_rows)
+        began = time.monotonic()
 
-    async def write_copy(self, id: str, scope: str) -> bool:
+        def may_drop(id: str, scope: str, doomed: Sequence[Node]) -> bool:
+            if only_without_rows and any(
+                self.has_rows(node) or is_viewed(self.store.state, node) for node in doomed
+            ):
+                return False
+            return self._may_drop(id, scope, doomed)
+
+        with self._counted_failure():
+            self.store.session(id, scope)  # before the vocabulary is loaded
+            done = freeze(self.store, self.coding.codec, id, scope, may_drop)
+        if done is not None:
+            self._damaged.discard((tenant_of(done.scope), done.id))  # an earlier one of its name
+            self._notify(done)
+            with self._counting:
+                self.n_frozen += 1
+                self.freeze_s += time.monotonic() - began
+        return done
+
+    @_on("_freezer")
+    def write_copy(self, id: str, scope: str) -> bool:
         """Write a session in coded form beside its tokens and rows; False if that is done already.
         Raises as `freeze`."""
-        return await self._on(self._freezer, self._write_copy, id, scope)
+        began = time.monotonic()
+        with self._counted_failure():
+            wrote = write_copy(self.store, self.coding.codec, id, scope)
+        with self._counting:
+            self.n_copied += wrote
+            self.freeze_s += time.monotonic() - began
+        return wrote
 
-    async def recode(self, id: str, scope: str | None = None) -> bool:
+    @_on("_freezer")
+    def recode(self, id: str, scope: str | None = None) -> bool:
         """Code a session in coded form again, with today's tables and models; False if it is in
         none. Raises as `freezing.recode`, and NotSupported."""
-        return await self._on(self._freezer, self._recode, id, scope)
+        with self._counted_failure():
+            self.store.session(id, scope)  # before the vocabulary is loaded
+            recoded = recode(self.store, self.coding.codec, id, scope)
+        with self._counting:
+            self.n_recoded += recoded
+        return recoded
 
-    async def is_current(self, session: CodedSession) -> bool:
+    @_on("_freezer")
+    def is_current(self, session: CodedSession) -> bool:
         """Whether a session's blob needs nothing but today's tables and models. A damaged one is
         not renewed. Raises NotSupported."""
-        return await self._on(self._freezer, self._is_current, session)
+        codec = self.coding.codec
+        try:
+            return codec.is_current(self.store.cold.blob(session.pk))
+        except CodecError:
+            return True
 
     async def warm_up(self) -> None:
         """Build the codec's tables before a request needs them. No failure is raised, because none
         may stop automatic freezing."""
         try:
-            await self._on(self._freezer, self._use_codec)
+            await self._use_codec()
         except Exception as error:
             self.n_failed += 1
             log.warning("frozen sessions cannot be coded here", extra={"error": str(error)})
 
-    async def thaw(self, id: str, scope: str | None = None) -> bool:
+    @_on("_thawer")
+    def thaw(self, id: str, scope: str | None = None) -> bool:
         """Thaw a session; False if it is not frozen. Raises as `freezing.thaw`, and
         NotSupported."""
-        return await self._on(self._thawer, self._thaw, id, scope)
+        began = time.monotonic()
+        with self._counted_failure():
+            info = self.store.session(id, scope)
+            if not info.cold_bytes:
+                return False
+            was_frozen = thaw(self.store, self.coding.codec, id, info.scope)
+            self._damaged.discard((tenant_of(info.scope), id))
+            self.backoff.delay((info.scope, id), self.freeze_after_s)
+        with self._counting:
+            self.n_thawed += was_frozen
+            self.thaw_s += time.monotonic() - began
+        return was_frozen
 
-    async def session_ids(self, id: str, scope: str | None = None) -> Ids:
+    @_on("_thawer")
+    def session_ids(self, id: str, scope: str | None = None) -> Ids:
         """The token ids of a session's current branch, int32[n]. A frozen session stays frozen.
         Raises as `thaw`."""
-        return await self._on(self._thawer, self._session_ids, id, scope)
+        try:
+            return self.store.session_ids(id, scope)
+        except SessionFrozen:
+            history = cold_history(self.store, self.coding.codec, id, scope)
+        if history is None:  # thawed just now
+            return self.store.session_ids(id, scope)
+        return history.ids(history.leaf)
 
     def space(self) -> dict[str, Any]:
         """How many tokens resume without prefill, and what a larger disk would keep."""
@@ -290,54 +370,6 @@ class ColdTier:
 
     # ---- inside -----------------------------------------------------------------------------
 
-    async def _on(self, pool: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(pool, work, *args)
-
-    def _write_copy(self, id: str, scope: str) -> bool:
-        began = time.monotonic()
-        with self._counted_failure():
-            wrote = write_copy(self.store, self.coding.codec, id, scope)
-        with self._counting:
-            self.n_copied += wrote
-            self.freeze_s += time.monotonic() - began
-        return wrote
-
-    def _recode(self, id: str, scope: str | None) -> bool:
-        with self._counted_failure():
-            self.store.session(id, scope)  # before the vocabulary is loaded
-            recoded = recode(self.store, self.coding.codec, id, scope)
-        with self._counting:
-            self.n_recoded += recoded
-        return recoded
-
-    def _is_current(self, session: CodedSession) -> bool:
-        codec = self.coding.codec
-        try:
-            return codec.is_current(self.store.cold.blob(session.pk))
-        except CodecError:
-            return True
-
-    def _freeze(self, id: str, scope: str | None, only_without_rows: bool) -> FreezeResult | None:
-        began = time.monotonic()
-
-        def may_drop(id: str, scope: str, doomed: Sequence[Node]) -> bool:
-            if only_without_rows and any(
-                self.has_rows(node) or is_viewed(self.store.state, node) for node in doomed
-            ):
-                return False
-            return self._may_drop(id, scope, doomed)
-
-        with self._counted_failure():
-            self.store.session(id, scope)  # before the vocabulary is loaded
-            done = freeze(self.store, self.coding.codec, id, scope, may_drop)
-        if done is not None:
-            self._damaged.discard((tenant_of(done.scope), done.id))  # an earlier one of its name
-            self._notify(done)
-            with self._counting:
-                self.n_frozen += 1
-                self.freeze_s += time.monotonic() - began
-        return done
-
     def _notify(self, done: FreezeResult) -> None:
         """Report the removed segments. The session is frozen even if this fails."""
         if self.ahead is not None:
@@ -347,33 +379,11 @@ class ColdTier:
         except Exception as error:
             log.warning("not all of a frozen session was released", extra={"error": str(error)})
 
-    def _thaw(self, id: str, scope: str | None) -> bool:
-        began = time.monotonic()
-        with self._counted_failure():
-            info = self.store.session(id, scope)
-            if not info.cold_bytes:
-                return False
-            was_frozen = thaw(self.store, self.coding.codec, id, info.scope)
-            self._damaged.discard((tenant_of(info.scope), id))
-            self.backoff.delay((info.scope, id), self.freeze_after_s)
-        with self._counting:
-            self.n_thawed += was_frozen
-            self.thaw_s += time.monotonic() - began
-        return was_frozen
-
+    @_on("_freezer")
     def _use_codec(self) -> None:
         codec = self.coding.codec
         codec.decode(codec.encode([0]))
         check_minis(self.store, codec)
-
-    def _session_ids(self, id: str, scope: str | None) -> Ids:
-        try:
-            return self.store.session_ids(id, scope)
-        except SessionFrozen:
-            history = cold_history(self.store, self.coding.codec, id, scope)
-        if history is None:  # thawed just now
-            return self.store.session_ids(id, scope)
-        return history.ids(history.leaf)
 
     @contextmanager
     def _counted_failure(self) -> Iterator[None]:

@@ -24,6 +24,14 @@ log = logging.getLogger(__name__)
 
 RENEWAL_PAGE = 64
 """Sessions that are looked at under one lock."""
+QUIET_S = 5.0
+"""It starts when no request has run for this long."""
+POLL_S_MAX = 60.0
+POLL_S_MIN = 0.05
+RETRY_S = 3600.0
+"""Time until a session that could not be coded is tried again."""
+PAGE = 256
+"""Sessions that are listed at a time."""
 
 
 class Renewal:
@@ -78,16 +86,6 @@ class Renewal:
             await asyncio.to_thread(
                 note_renewed, self._tier.store.state, self._digest, self._n_text
             )
-
-
-QUIET_S = 5.0
-"""It starts when no request has run for this long."""
-POLL_S_MAX = 60.0
-POLL_S_MIN = 0.05
-RETRY_S = 3600.0
-"""Time until a session that could not be coded is tried again."""
-PAGE = 256
-"""Sessions that are listed at a time."""
 
 
 class IdleFreezer:

@@ -38,6 +38,18 @@ _AT_ONCE = 400
 _FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR})
 _OF_TENANT = "(?1 IS NULL OR s.scope = ?1 OR s.scope > ?1 || '{0}' AND s.scope < ?1 || '{1}')"
 _WHOSE = _OF_TENANT.format(MARK, chr(ord(MARK) + 1))
+CUT = "\u200b"
+"""Zero-width space: separates characters in what is indexed, and is removed from what is shown."""
+MARKS = "\x02", "\x03"
+"""Begin and end of what matched, in a text that SQLite returns."""
+TERMS_MAX = 32
+_NO_MARKS = dict.fromkeys(map(ord, ("\0", *MARKS)), " ")
+_UNSPACED = re.compile(
+    "([\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    "\U00020000-\U0003ffff])"
+)
+_TERM = re.compile(r'"([^"]*)"|([^\s"]+)')
+_WORD = re.compile(r"[^\W_]")
 
 
 class SessionKey(NamedTuple):
@@ -346,22 +358,9 @@ def _runs(snippet: str) -> list[str]:
     return uncut(snippet).replace(MARKS[1], MARKS[0]).split(MARKS[0])
 
 
-CUT = "\u200b"
-"""Zero-width space: separates characters in what is indexed, and is removed from what is shown."""
-MARKS = "\x02", "\x03"
-"""Begin and end of what matched, in a text that SQLite returns."""
-TERMS_MAX = 32
-_NO_MARKS = dict.fromkeys(map(ord, ("\0", *MARKS)), " ")
-_UNSPACED = re.compile(
-    "([\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-    "\U00020000-\U0003ffff])"
-)
-_TERM = re.compile(r'"([^"]*)"|([^\s"]+)')
-_WORD = re.compile(r"[^\W_]")
-
-
 def cut(text: str) -> str:
-    """The text with its unspaced scripts cut into characters, and without MARKS."""
+    """The text with scripts that put no space between words cut into their characters, in texts and
+    queries alike, and without MARKS."""
     return _UNSPACED.sub(rf"{CUT}\1{CUT}", text.translate(_NO_MARKS))
 
 
@@ -371,7 +370,10 @@ def uncut(text: str) -> str:
 
 
 def expression(typed: str) -> str:
-    """The FTS5 query for all terms of `typed`; "" if it has no word."""
+    """What people type, as the FTS5 query for all its terms; "" if it has no word.
+
+    Words are found as whole words, the last one by its beginning, too, and words in quotes as a
+    phrase. Nothing that is typed is a syntax error."""
     terms: list[str] = []
     begun = False
     for found in _TERM.finditer(typed):

@@ -44,7 +44,7 @@ SESSIONS_MAX = 1_000_000
 WhichModel: TypeAlias = (
     Fingerprint | ModelIdentity | Callable[[Catalog], Fingerprint | ModelIdentity]
 )
-"""A fingerprint, alone or with what is known of the tokenizer, or a function that finds it in the
+"""A row identity, alone or with what is known of the tokenizer, or a function that finds it in the
 opened catalog."""
 
 
@@ -80,7 +80,7 @@ class Store:
         catalog_fd: int | None = None,
     ) -> Store:
         """Open the store in `root` for one model; created if it is missing. Its sessions are
-        those of every model with this tokenizer; its rows are those of the fingerprint.
+        those of every model with this tokenizer; its rows are those of the row identity.
         catalog_fd: a socket of the process that has the store's catalog (`CatalogBroker`).
 
         Raises StoreLocked, StoreVersion, DiskFull, or StoreError (unwritable, damaged)."""
@@ -288,7 +288,7 @@ class Store:
         """A session in a form that another store can import. Raises as `session`."""
         with self.state.locked():
             found = self._sessions.find(id, scope)
-            taken = copy_history(self.state, self._sessions, self.bases, found)
+            taken = copy_history(self._sessions, found, self.state.tree.nodes, self.bases)
         return taken.history()
 
     def add_history(self, history: History, scope: str, since: DeletionWatch | None = None) -> int:

@@ -52,7 +52,7 @@ class Evictor:
             self._evict_hot(lambda: self._pinned_bytes() - bytes_max, self._is_written)
 
     def evict_warm(self, bytes_max: int) -> None:
-        """Delete files until they fit, those of other fingerprints first."""
+        """Delete files until they fit, those of other row identities first."""
         excess = self._store.state.warm_bytes + self._store.state.foreign_bytes - bytes_max
         if excess <= 0:
             return
@@ -63,7 +63,7 @@ class Evictor:
 
     def least_valuable(self, nbytes: int) -> list[SegmentFile]:
         """The files that `evict_warm` would delete first, `nbytes` of them."""
-        return self._ranking.warm_lowest(nbytes, self._can_drop)
+        return self._ranking.warm_victims(nbytes, self._can_drop, leave=False)
 
     def _evict_hot(self, excess: Callable[[], int], may_drop: Callable[[int], bool]) -> None:
         while (n_bytes := excess()) > 0:

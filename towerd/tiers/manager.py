@@ -337,7 +337,6 @@ class Tiers(Listener):
                 self._work.put(("write", lower))
 
     def removed(self, node: Node) -> None:
-        """See Listener.removed."""
         self.ranking.removed(node)
         self.prefetcher.forget(node)
         self._promoter.forget(node)
@@ -359,20 +358,17 @@ class Tiers(Listener):
             )
 
     def left_hot(self, node: Node) -> None:
-        """See Listener.left_hot."""
         self.ranking.left_hot(node)
         self.prefetcher.forget(node)
         with self._lock:
             self._writer.unwritten.discard(node.id)
 
     def became_warm(self, file: SegmentFile, nodes: Sequence[Node]) -> None:
-        """See Listener.became_warm."""
         self.ranking.became_warm(file, nodes)
         with self._lock:
             self._writer.unwritten.difference_update(node.id for node in nodes)
 
     def left_warm(self, file: SegmentFile, nodes: Sequence[Node]) -> None:
-        """See Listener.left_warm."""
         self.ranking.left_warm(file, nodes)
 
     # ---- the tier thread --------------------------------------------------------------------

@@ -32,6 +32,15 @@ from towerd.policy.base import Learning, ReuseForecaster
 from towerd.store import Node, SegmentFile, Store
 from towerd.store.tree.tree import Listener, PrefixTree
 
+log = logging.getLogger(__name__)
+
+META_KEY = "learned"
+BYTES_MAX = 1 << 20
+"""Maximum size of the text; larger ones are not kept."""
+_JSON_BYTES_MAX = 16 << 20
+_DIGEST_BYTES = 16
+_KEEP_S = 600.0
+
 
 class NodeTree:
     """A `policy.Tree` whose keys are node ids. It is read without the store's lock, by whoever
@@ -69,7 +78,8 @@ _NO_USE_S = float("-inf")
 
 
 class TierRanking:
-    """Not thread-safe; the ranking's lock guards it."""
+    """The eviction policy of one tier, told of uses and of rows that come and go. Not thread-safe;
+    the ranking's lock guards it."""
 
     def __init__(self, policy: Policy, clock: Callable[[], float]) -> None:
         self.policy = policy
@@ -172,9 +182,6 @@ class TierRanking:
         self.policy.check_integrity({**there, **expected})
 
 
-log = logging.getLogger(__name__)
-
-
 class Ranking(Listener):
     """Both policies behind one lock.
 
@@ -233,7 +240,6 @@ class Ranking(Listener):
         self._events.append(partial(self._warm.visit, keys, warm, arrived_s))
 
     def split(self, lower: Node, upper: Node) -> None:
-        """See Listener.split."""
         native, n = self._store.bytes_of(upper), (upper.n, lower.n)
         hot = native if upper.hot is None else upper.hot.nbytes
         warm = self._store.state.file_bytes(upper) or native
@@ -241,7 +247,6 @@ class Ranking(Listener):
         self._events.append(partial(self._warm.split, lower.id, upper.id, warm, *n))
 
     def removed(self, node: Node) -> None:
-        """See Listener.removed."""
         self._tree.removed[node.id] = node
         self._events.append(partial(self._remove, node))
 
@@ -251,16 +256,13 @@ class Ranking(Listener):
         self._events.append(partial(self._hot.arrive, found))
 
     def left_hot(self, node: Node) -> None:
-        """See Listener.left_hot."""
         self._events.append(partial(self._hot.leave, node.id))
 
     def became_warm(self, file: SegmentFile, nodes: Sequence[Node]) -> None:
-        """See Listener.became_warm."""
         found = [(node.id, self._store.state.file_bytes(node)) for node in nodes]
         self._events.append(partial(self._warm.arrive, found))
 
     def left_warm(self, file: SegmentFile, nodes: Sequence[Node]) -> None:
-        """See Listener.left_warm."""
         for node in nodes:
             self._events.append(partial(self._warm.leave, node.id))
 
@@ -309,30 +311,10 @@ class Ranking(Listener):
             return self._hot.victims(bytes_needed, is_evictable)
 
     def warm_victims(
-        self, bytes_needed: int, is_evictable: Callable[[SegmentFile], bool]
+        self, nbytes: int, is_evictable: Callable[[SegmentFile], bool], *, leave: bool = True
     ) -> list[SegmentFile]:
-        """Files to delete, in order. A file goes with the last of the nodes that view it.
-        `is_evictable` must not wait for the store."""
-        with self._lock:
-            self._play()
-            return self._files(self._warm.victims, bytes_needed, is_evictable)
-
-    def warm_lowest(
-        self, nbytes: int, is_evictable: Callable[[SegmentFile], bool]
-    ) -> list[SegmentFile]:
-        """The files that would be the first to go, `nbytes` of them, in order. `is_evictable` must
-        not wait for the store."""
-        with self._lock:
-            self._play()
-            return self._files(self._warm.policy.lowest, nbytes, is_evictable)
-
-    def _files(
-        self,
-        choose: Callable[[int, Callable[[Key], bool], Callable[[Key], int]], list[Key]],
-        nbytes: int,
-        is_evictable: Callable[[SegmentFile], bool],
-    ) -> list[SegmentFile]:
-        """The files of which `choose` takes every node, in the order of their last ones."""
+        """Files to delete, in order; with `leave` off, those that would be the first to go. A file
+        goes with the last of the nodes that view it. `is_evictable` must not wait for the store."""
         tree, files = self._tree, list[SegmentFile]()
         left: dict[SegmentFile, int] = {}
 
@@ -350,7 +332,10 @@ class Ranking(Listener):
             files.append(file)
             return file.nbytes
 
-        choose(nbytes, is_free, frees)
+        with self._lock:
+            self._play()
+            choose = self._warm.victims if leave else self._warm.policy.lowest
+            choose(nbytes, is_free, frees)
         return files
 
     @property
@@ -444,16 +429,9 @@ class Ranking(Listener):
         return [(name, each) for name, each in both if isinstance(each, Learning)]
 
 
-META_KEY = "learned"
-BYTES_MAX = 1 << 20
-"""Maximum size of the text; larger ones are not kept."""
-_JSON_BYTES_MAX = 16 << 20
-_DIGEST_BYTES = 16
-_KEEP_S = 600.0
-
-
 def pack(policy: str, learned: Mapping[str, Any]) -> str | None:
-    """The text for `unpack`; None: it would be larger than BYTES_MAX."""
+    """What policies learned as a short text: JSON, deflated, with a checksum, of which damage only
+    loses what was learned. None: it would be larger than BYTES_MAX."""
     raw = zlib.compress(json.dumps({"policy": policy, **learned}).encode())
     text = base64.b85encode(_digest(raw) + raw).decode()
     return text if len(text) <= BYTES_MAX else None

@@ -17,9 +17,10 @@ from contextlib import contextmanager
 
 from towerd.errors import NotFound, RowsDamaged, StoreError
 from towerd.kernels.formats import BY_NAME
+from towerd.slots.layout import NATIVE
 from towerd.store import Base, FormatRequest, Node, SegmentFile, Store
 from towerd.store.rows.rows import differs
-from towerd.tiers.formats.fidelity import DYNAMIC, NATIVE, LevelFormats
+from towerd.tiers.formats.fidelity import DYNAMIC, LevelFormats
 
 log = logging.getLogger(__name__)
 

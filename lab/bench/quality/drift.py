@@ -28,8 +28,7 @@ from towerd.kernels.formats import BY_NAME
 from towerd.slots.blob import emit_blob
 from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.rows import KVRows
-from towerd.tiers.formats.calibration import Table
-from towerd.tiers.formats.levels import encoded, level_ranges, stored_parts
+from towerd.tiers.formats.calibration import Table, encoded, level_ranges, stored_parts
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 

@@ -44,9 +44,9 @@ from towerd.tiers.formats.calibration import (
     Table,
     bits_of,
     sizes,
+    uniform,
 )
 from towerd.tiers.formats.format_search import COARSE, calibrate
-from towerd.tiers.formats.levels import uniform
 
 PAPER: Table = ("q4h", "q6h", "q8h")
 """The allocation of Corollary 21 (papers on Towers of Segments, section 6)."""

@@ -23,7 +23,7 @@ from towerd.engine.embedded.calibration.calibrate import calibration_text
 from towerd.engine.embedded.context.taps import Taps
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
-from towerd.tiers.formats.levels import uniform
+from towerd.tiers.formats.calibration import uniform
 
 FIRST_ORDER = 1.05
 """Slack for what is beyond first order, where no score moves by more than 0.03."""

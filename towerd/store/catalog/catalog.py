@@ -29,7 +29,7 @@ DELETED = "deleted"
 
 @dataclass(frozen=True, slots=True)
 class KnownFingerprint:
-    """A fingerprint known to the store. `opened` is the Unix time it was last opened."""
+    """A row identity known to the store. `opened` is the Unix time it was last opened."""
 
     pk: int
     fingerprint: Fingerprint
@@ -38,7 +38,7 @@ class KnownFingerprint:
 
 @dataclass(frozen=True, slots=True)
 class EnteredIdentity:
-    """The row ids of a model's fingerprint and of its tokenizer, and the tokenizer's digest."""
+    """The row ids of a model's row identity and of its tokenizer, and the tokenizer's digest."""
 
     fingerprint: int
     tokenizer: int
@@ -108,7 +108,7 @@ class Catalog(ABC):
             self.run("INSERT OR REPLACE INTO meta(key, value) VALUES (?, ?)", (key, value))
 
     def fingerprints(self) -> list[KnownFingerprint]:
-        """Every fingerprint in the store, most recently opened first."""
+        """Every row identity in the store, most recently opened first."""
         found = []
         for row in self.sealed("fingerprints", "true ORDER BY opened DESC, id DESC", ()):
             try:
@@ -119,14 +119,14 @@ class Catalog(ABC):
         return found
 
     def enter(self, identity: ModelIdentity, now: float) -> EnteredIdentity:
-        """The keys of a model's fingerprint and tokenizer, which are entered if they are new."""
+        """The keys of a model's row identity and tokenizer, which are entered if they are new."""
         digest = identity.fingerprint.digest()
         text = msgspec.json.encode(identity.fingerprint.to_json()).decode()
         known = self.rows("SELECT id, tokenizer FROM fingerprints WHERE digest = ?", (digest,))
         tokenizer = known[0][1] if known else None
         if tokenizer is None or self.tokenizer(tokenizer).pieces == UNKNOWN:
             tokenizer = self._tokenizer_of(identity.tokenizer)
-        # A known fingerprint can be opened on a full disk, so that data can be evicted.
+        # A known row identity can be opened on a full disk, so that data can be evicted.
         is_known = tokenizer is not None and bool(known)
         with suppress(DiskFull) if is_known else nullcontext(), self.transaction():
             if tokenizer is None:
@@ -193,12 +193,8 @@ class Catalog(ABC):
         """What was recovered at opening and since, in sentences."""
 
     @abstractmethod
-    def bytes_on_disk(self) -> int:
-        """Size of the database and its WAL."""
-
-    @abstractmethod
-    def journal_bytes(self) -> int:
-        """Size of the journal."""
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of the database with its WAL, and of the journal."""
 
     @abstractmethod
     def shrink(self) -> None:
@@ -281,7 +277,7 @@ class Catalog(ABC):
         return ()
 
     def open_elsewhere(self) -> Collection[int]:
-        """The row ids of the fingerprints that other processes have open."""
+        """The row ids of the row identities that other processes have open."""
         return ()
 
     # --- inside ---------------------------------------------------------------------------
@@ -304,7 +300,7 @@ class Catalog(ABC):
 
 
 def latest_fingerprint(catalog: Catalog) -> Fingerprint:
-    """The most recently opened fingerprint, for tools that have no model loaded.
+    """The most recently opened row identity, for tools that have no model loaded.
 
     Raises StoreError for an empty store."""
     known = catalog.fingerprints()

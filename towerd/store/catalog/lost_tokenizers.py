@@ -1,6 +1,6 @@
 """Tokenizers whose row is lost in the catalog and in its journal: found again, or kept as unknown.
 
-Every conversation hangs on its tokenizer's row. What names one otherwise are the fingerprints of its
+Every conversation hangs on its tokenizer's row. What names one otherwise are the row identities of its
 models and the vocabularies that are kept as files; the key of a segment, a hash over the tokenizer's
 digest and the tokens, proves which one it was. One that nothing names keeps its number, and its
 conversations stay listed as those of another tokenizer, until its model is served again.
@@ -87,7 +87,7 @@ def _identify(db: sqlite3.Connection, pk: int, vocabularies: Vocabularies) -> Ca
 
 
 def _of_models(db: sqlite3.Connection, pk: int) -> Iterator[Candidate]:
-    """What the fingerprints that refer to a tokenizer say of it, with its rules and without."""
+    """What the row identities that refer to a tokenizer say of it, with its rules and without."""
     rows = db.execute("SELECT json FROM fingerprints WHERE tokenizer = ?", (pk,)).fetchall()
     for (text,) in rows:
         with suppress(StateError, msgspec.DecodeError):
@@ -104,7 +104,7 @@ def _of_models(db: sqlite3.Connection, pk: int) -> Iterator[Candidate]:
 
 
 def _of_vocabularies(vocabularies: Vocabularies) -> Iterator[Candidate]:
-    for digest in vocabularies.digests():
+    for digest in vocabularies.digests(".vocab", ".words"):
         for words in vocabularies.of_any(digest)[:1]:
             yield digest, words.tokenizer
 

@@ -15,6 +15,7 @@ from towerd.store.catalog import database, lost_tokenizers
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.catalog.database import CatalogDamaged
 from towerd.store.catalog.identity import TokenizerIdentity
+from towerd.store.catalog.journal.journal import read_chain
 from towerd.store.catalog.journal.rebuild import drop_wrong
 from towerd.store.catalog.journal.recover import (
     begin_snapshot,
@@ -158,12 +159,10 @@ class SqliteCatalog(Catalog):
             self._compact()
             self._note("The journal was rewritten from the self.")
 
-    def journal_bytes(self) -> int:
-        return self.journal.nbytes()
-
-    def bytes_on_disk(self) -> int:
+    def sizes(self) -> tuple[int, int]:
         paths = (self.path, self.path.with_name(self.path.name + "-wal"))
-        return sum(path.stat().st_size for path in paths if path.exists())
+        n_bytes = sum(path.stat().st_size for path in paths if path.exists())
+        return n_bytes, self.journal.nbytes()
 
     def shrink(self) -> None:
         pragmas = ("page_size", "page_count", "freelist_count")
@@ -182,7 +181,7 @@ class SqliteCatalog(Catalog):
 
     def journal_problems(self) -> list[str]:
         try:
-            chain = self.journal.read()
+            chain = read_chain(self.journal.folder)
         except OSError as error:
             return [f"journal: {error.strerror}"]
         damaged = [file.path.name for file in chain.files if file.is_damaged]
@@ -208,7 +207,7 @@ class SqliteCatalog(Catalog):
         CatalogDamaged if the journal does not have exactly this state; the next start then
         recovers what the journal has."""
         assert not self._db.in_transaction
-        chain = self.journal.read()
+        chain = read_chain(self.journal.folder)
         if not chain.is_whole or (chain.store, chain.end) != (self._ledger.store, self._ledger.seq):
             raise database.damaged_in_use(self.path, why)
         with suppress(sqlite3.Error):

@@ -13,7 +13,6 @@ whichever model is served.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import secrets
 import struct
@@ -178,11 +177,9 @@ class Vocabularies:
         """Whether the whole vocabulary of a tokenizer identity is kept."""
         return self._path(digest).is_file()
 
-    def digests(self) -> list[bytes]:
-        """The tokenizers of which something is kept."""
-        return self._digests_of((".vocab", ".words"))
-
-    def _digests_of(self, suffixes: Sequence[str]) -> list[bytes]:
+    def digests(self, *suffixes: str) -> list[bytes]:
+        """The tokenizers of which files with these suffixes are kept: `.vocab`, `.words` (of some
+        tenant) or `.damaged`."""
         kept = (path for path in self.folder.glob("*") if path.suffix in suffixes)
         names = {path.name.partition(".")[0] for path in kept}
         return [bytes.fromhex(name) for name in sorted(names) if _DIGEST.fullmatch(name)]
@@ -209,10 +206,6 @@ class Vocabularies:
             content = _SomeWords(n_tokens, known, words.hash, of.pieces, of.rules, words.model)
             self._write(self._words_path(digest, scope), content)
             (self.folder / f"{digest.hex()}.words").unlink(missing_ok=True)  # of no tenant: of old
-
-    def known_in_part(self) -> list[bytes]:
-        """The tokenizers of which tenants' words or damaged files are kept."""
-        return self._digests_of((".words", ".damaged"))
 
     def keep_words(self, digest: bytes, said: Mapping[str, Collection[int]]) -> None:
         """Keep, of a tokenizer that is known in part, what the tokens stand for that each tenant has:
@@ -305,17 +298,8 @@ class Vocabularies:
         with durable.store_errors("a vocabulary cannot be kept"):
             for left in self.folder.glob("*.tmp"):  # by a kill
                 left.unlink(missing_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            try:
-                with open(os.open(half, flags, 0o600), "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    durable.sync(file.fileno())
-                half.rename(path)
-            except BaseException:
-                half.unlink(missing_ok=True)
-                raise
-            durable.sync_dir(self.folder)
+            with durable.new_file(half, path) as fd:
+                durable.write_all(fd, memoryview(data), 0)
 
     def _load(self, path: Path, type: type[T]) -> T | None:
         """The content of a file; None if there is none. Raises StoreError, if it is damaged or cannot

@@ -1,4 +1,4 @@
-"""The store's directory: file locations, creation, quarantine and removal."""
+"""The store's directory: its lock, file locations, creation, quarantine and removal."""
 
 from __future__ import annotations
 

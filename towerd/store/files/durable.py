@@ -45,6 +45,32 @@ def reserve(fd: int, n_bytes: int) -> None:
 
 
 @contextmanager
+def new_file(half: Path, final: Path) -> Iterator[int]:
+    """A descriptor of the new file `half`, which is durable under its name `final` when the block
+    ends without an error; otherwise nothing is left behind. Raises OSError."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(half, flags, 0o600)
+    try:
+        try:
+            yield fd
+            sync(fd)
+        finally:
+            os.close(fd)
+        os.rename(half, final)
+    except BaseException:
+        half.unlink(missing_ok=True)
+        raise
+    sync_dir(final.parent)
+
+
+def write_all(fd: int, data: memoryview, at: int) -> None:
+    """Write all of the data at an offset. Raises OSError."""
+    while data:
+        n = os.pwrite(fd, data, at)
+        data, at = data[n:], at + n
+
+
+@contextmanager
 def store_errors(what: str) -> Iterator[None]:
     """Turn an OSError of the block into DiskFull or StoreError, with a message that begins
     with `what`."""

@@ -55,7 +55,7 @@ def erase(
 
 
 def _longer_files(state: StoreState, was_deleted: bool) -> list[SegmentFile]:
-    """The files with tokens behind those of their last segment. Those of other fingerprints cannot
+    """The files with tokens behind those of their last segment. Those of other row identities cannot
     be written here: they are deleted if these may be tokens of a deleted session, and their rows are
     evaluated again. Otherwise they stay. Runs under the lock."""
     found = []
@@ -84,7 +84,7 @@ def _erase_copies(state: StoreState, vocabularies: Vocabularies) -> int:
     if state.catalog.get_meta(DELETED_META) is None:
         return 0
     freed = state.directory.empty_quarantine()
-    for digest in vocabularies.known_in_part():
+    for digest in vocabularies.digests(".words", ".damaged"):
         vocabularies.keep_words(digest, _words_said(state, digest))
     with state.catalog.transaction():
         state.catalog.run(_FORGET_NAMES)

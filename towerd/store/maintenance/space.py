@@ -1,4 +1,5 @@
-"""How many stored tokens resume without prefill, and how much more disk would save the others."""
+"""What conversations take: which of their tokens resume without prefill, in which tier and for which model
+their rows are, and how much more disk would save the others."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ _FROZEN = (
     "SELECT coalesce(sum(max(0, n_tokens - n_base)), 0) FROM sessions JOIN cold ON session = pk"
     " WHERE tokenizer = ? AND cold_bytes > 0"
 )
+_AT_ONCE = 500
+"""Segments in one query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +114,6 @@ def _resumable(path: Sequence[Node], states: Sequence[int], anywhere: bool) -> i
         ends = [node.p1 for node, n_bytes in zip(path, states, strict=True) if n_bytes]
         return max(ends, default=0)
     return next((node.p0 for node in path if not node.has_rows), path[-1].p1 if path else 0)
-
-
-_AT_ONCE = 500
-"""Segments in one query."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Verification of every file's checksums and of the store's invariants."""
+"""Verification of every file's checksums, and of the store's invariants: prefix tree, catalog, files and
+sums must agree."""
 
 from __future__ import annotations
 
@@ -227,7 +228,7 @@ def verify(
     *,
     repair: bool,
 ) -> VerifyReport:
-    """Check the invariants, then every file of every fingerprint and every frozen session."""
+    """Check the invariants, then every file of every row identity and every frozen session."""
     with state.catalog.paused(), state.lock:
         found = problems(state, keys=True) + state.catalog.journal_problems()
         n_orphans = len(orphans(state)) + len(stray_checkpoints(state))
@@ -331,8 +332,8 @@ def _is_catalogued(state: StoreState, file_id: int) -> bool:
 
 
 def _set_aside(state: StoreState, rows: RowStore, file_id: int) -> bool:
-    """Quarantine a file of the open fingerprint; other files are handled when their
-    fingerprint is opened."""
+    """Quarantine a file of the open row identity; other files are handled when their
+    row identity is opened."""
     with state.lock:
         file = state.files.get(file_id)
     return file is not None and rows.drop_file(file, set_aside=True) > 0

@@ -38,6 +38,12 @@ from towerd.store.tree.node import Node
 from towerd.tokens import Ids, ids_bytes, path_bytes
 
 Bytes = npt.NDArray[np.uint8]
+_UNCLAIMED = -1
+"""Stands for the tokenizer of a row identity that the catalog does not have; it has no segments."""
+_STATEFUL_OTHERS = (
+    "SELECT f.digest FROM fingerprints f JOIN meta m ON m.key = ?1 || lower(hex(f.digest))"
+    " WHERE f.tokenizer = ?2 AND f.digest != ?3 AND m.value != ?4"
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -61,16 +67,16 @@ class CheckpointTable:
     """The state checkpoints of an open store. Thread-safe."""
 
     def __init__(self, state: StoreState) -> None:
-        """Find the files that belong to this fingerprint's segments; nothing is opened.
+        """Find the files that belong to this row identity's segments; nothing is opened.
 
         Raises StoreError when the directory cannot be used."""
         self.state = state
         self.folder = state.directory.root / FOLDER
         self.file_bytes = 0
-        """All files of all fingerprints."""
+        """All files of all row identities."""
         self._found: dict[int, StateCheckpoint] = {}
         self._foreign: dict[str, int] = {}
-        """The size of each file that no segment of this fingerprint claims."""
+        """The size of each file that no segment of this row identity claims."""
         self._lock = threading.RLock()
         with durable.store_errors(f"the directory {self.folder} cannot be used"):
             self.folder.mkdir(mode=0o700, exist_ok=True)
@@ -168,7 +174,7 @@ class CheckpointTable:
             return found.nbytes
 
     def drop_since(self, since: float) -> None:
-        """Delete the states of this fingerprint that were taken after a Unix time."""
+        """Delete the states of this row identity that were taken after a Unix time."""
         with self._lock:
             for found in self.all():
                 path = self.folder / file_name(self._key(found.node), found.derived)
@@ -176,7 +182,7 @@ class CheckpointTable:
                     self.drop(found.node)
 
     def drop_foreign(self, bytes_needed: int) -> int:
-        """Delete files of fingerprints that nobody has open and of removed segments, as many as
+        """Delete files of row identities that nobody has open and of removed segments, as many as
         needed."""
         self.sweep()
         freed, live = 0, self._open_elsewhere()
@@ -224,7 +230,7 @@ class CheckpointTable:
                 self._found[node.id] = StateCheckpoint(node, named[1], size, has_file=True)
 
     def _open_elsewhere(self) -> set[bytes]:
-        """The digests of the fingerprints that other processes have open."""
+        """The digests of the row identities that other processes have open."""
         with self.state.locked():
             catalog = self.state.catalog
             live = catalog.open_elsewhere()
@@ -247,7 +253,7 @@ class CheckpointTable:
 
 
 def cut_of(state: StoreState) -> str:
-    """Where the stored state of the open fingerprint can be cut: `anywhere`, at a `boundary`, or
+    """Where the stored state of the open row identity can be cut: `anywhere`, at a `boundary`, or
     only as a `whole`."""
     with state.locked():
         return state.catalog.get_meta(CUT_META + state.digest.hex()) or ANYWHERE
@@ -268,12 +274,8 @@ def checkpoint_bytes(state: StoreState, node: Node) -> int:
     return 0
 
 
-_UNCLAIMED = -1
-"""Stands for the tokenizer of a fingerprint that the catalog does not have; it has no segments."""
-
-
 def digest_in(path: Path) -> bytes | None:
-    """The digest of the fingerprint that a file is of; None if it cannot be read."""
+    """The digest of the row identity that a file is of; None if it cannot be read."""
     try:
         return fingerprint_of(path)
     except OSError:
@@ -286,12 +288,6 @@ def checkpoint_files(root: Path) -> Iterator[tuple[Path, int]]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.is_file() and not path.is_symlink():
             yield path, path.stat().st_size
-
-
-_STATEFUL_OTHERS = (
-    "SELECT f.digest FROM fingerprints f JOIN meta m ON m.key = ?1 || lower(hex(f.digest))"
-    " WHERE f.tokenizer = ?2 AND f.digest != ?3 AND m.value != ?4"
-)
 
 
 def is_checkpointed_elsewhere(state: StoreState, node: Node) -> bool:

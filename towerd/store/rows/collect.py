@@ -1,4 +1,6 @@
-"""Garbage collection of unneeded segments, unviewed files and old quarantined files."""
+"""Garbage collection of unneeded segments, unviewed files and old quarantined files; and the segments
+that only one session needs, which can be removed once its tokens are coded.
+"""
 
 from __future__ import annotations
 
@@ -171,8 +173,8 @@ def delete(
     state: StoreState, doomed: Sequence[Node], unviewed: Sequence[SegmentFile]
 ) -> list[tuple[str, int]]:
     """Delete nodes, children before their parents, and files from the catalog, inside a
-    transaction; returns the names and bytes of the files of other fingerprints that nothing views any more,
-    which are deleted too. Call `forget` once it is durable."""
+    transaction; returns the names and bytes of the files of other row identities that nothing views
+    any more, which are deleted too. Call `forget` once it is durable."""
     run_many, nodes = state.catalog.run_many, [(node.id,) for node in doomed]
     foreign: set[tuple[int, str, int]] = set()
     for node in nodes:
@@ -272,7 +274,7 @@ def _ids(keys: Collection[int]) -> str:
 
 
 def drop_foreign_file(state: StoreState, id: int, name: str, n_bytes: int) -> int:
-    """Delete a file of another fingerprint; returns its bytes. Runs under the lock."""
+    """Delete a file of another row identity; returns its bytes. Runs under the lock."""
     try:
         uncatalogue(state.catalog, id)
     except DiskFull:

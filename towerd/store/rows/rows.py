@@ -1,4 +1,4 @@
-"""Rows of segments: planning, loading, caching in memory, and writing."""
+"""Rows of segments: planning, loading, caching in memory, writing, and encoding files again in other formats."""
 
 from __future__ import annotations
 

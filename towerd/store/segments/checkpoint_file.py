@@ -13,7 +13,6 @@ however many sessions share it, and a file found on disk says by itself where it
 
 from __future__ import annotations
 
-import os
 import secrets
 from pathlib import Path
 
@@ -23,12 +22,12 @@ import numpy.typing as npt
 
 from towerd.slots.errors import StateError
 from towerd.store.files import durable
-from towerd.store.segments.segment_header import PREAMBLE, PREFIX_BYTES, checksum, page_up
+from towerd.store.segments.segment_header import PREAMBLE, checksum, framed, unframed
 
 MAGIC = b"TWRBND"
 VERSION = 1
 CUT_META = "state_cut:"
-"""With the fingerprint's digest behind it: where this model's stored state can be cut."""
+"""With the row identity's digest behind it: where this model's stored state can be cut."""
 ANYWHERE = "anywhere"
 FOLDER = "boundaries"
 """The folder of these files in a store."""
@@ -92,27 +91,11 @@ def write_checkpoint(
     is complete. Raises OSError."""
     data = np.ascontiguousarray(state).data
     header = CheckpointHeader(fingerprint, key, position, derived, len(data), checksum(data))
-    body = _encode(header)
-    prefix = PREAMBLE.pack(MAGIC, VERSION, len(body), 0, bytes(16))[:PREFIX_BYTES]
-    head = prefix + checksum(prefix, body) + body
-    head = head.ljust(page_up(len(head)), b"\0")
-    path = folder / half
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            durable.reserve(fd, len(head) + len(data))
-            for part, at in ((memoryview(head), 0), (data, len(head))):
-                while part:
-                    n = os.pwrite(fd, part, at)
-                    part, at = part[n:], at + n
-            durable.sync(fd)
-        finally:
-            os.close(fd)
-        os.rename(path, folder / file_name(key, derived))
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    durable.sync_dir(folder)
+    head = framed(MAGIC, VERSION, _encode(header))
+    with durable.new_file(folder / half, folder / file_name(key, derived)) as fd:
+        durable.reserve(fd, len(head) + len(data))
+        durable.write_all(fd, memoryview(head), 0)
+        durable.write_all(fd, data, len(head))
     return len(head) + len(data)
 
 
@@ -129,7 +112,7 @@ def read_checkpoint(
 
 
 def fingerprint_of(path: Path) -> bytes | None:
-    """The digest of the fingerprint whose state a file says it is; None if its header cannot be
+    """The digest of the row identity whose state a file says it is; None if its header cannot be
     read. Raises OSError."""
     with path.open("rb") as file:
         head = file.read(PREAMBLE.size)
@@ -153,21 +136,12 @@ def verify_checkpoint(path: Path) -> None:
 
 def _read(path: Path) -> tuple[CheckpointHeader, Bytes]:
     data = np.fromfile(path, np.uint8)
-    head = data[:PREFIX_BYTES].tobytes()
-    if len(data) < PREAMBLE.size:
-        raise StateError("a state checkpoint file is too short")
-    magic, version, n_header, zero, expected = PREAMBLE.unpack_from(data.data)
-    end = PREAMBLE.size + n_header
-    if magic != MAGIC or version != VERSION or zero != 0 or end > len(data):
-        raise StateError("not a state checkpoint file of this version")
-    body = data[PREAMBLE.size : end].tobytes()
-    if checksum(head, body) != expected:
-        raise StateError("the header's checksum does not match")
+    body, start = unframed(data.data, MAGIC, VERSION, "state checkpoint")
     try:
         header = _decode(body)
     except msgspec.MsgspecError as error:
         raise StateError(f"the header cannot be read: {error}") from error
-    state = data[page_up(end) :]
+    state = data[start:]
     if len(state) != header.nbytes or checksum(state.data) != header.checksum:
         raise StateError("the state's checksum does not match")
     return header, state

@@ -51,11 +51,11 @@ class Claim:
 
 
 class SegmentFile:
-    """A catalogued file with the rows [p0, p0 + n_rows). `nodes` are the nodes that view it."""
+    """A catalogued file with the rows [p0, p0 + n_rows)."""
 
     __slots__ = (
         "_checked", "_header", "_lock", "_mapped", "_start", "dropped", "id",
-        "n_rows", "nbytes", "nodes", "p0", "path", "runs", "successor",
+        "n_rows", "nbytes", "p0", "path", "runs", "successor",
     )  # fmt: skip
 
     def __init__(
@@ -106,12 +106,6 @@ class SegmentFile:
     def is_open(self) -> bool:
         """Whether the header was read and matches the catalog."""
         return self._header is not None
-
-    @property
-    def verified(self) -> bool:
-        """Whether the whole file was checked."""
-        header = self._header
-        return header is not None and len(self._checked) == len(header.pieces)
 
     def open(self, claim: Claim) -> None:
         """Check the header, once per process. Raises StateError (damaged, foreign) or OSError
@@ -243,7 +237,7 @@ def quantized_bytes(files: Iterable[SegmentFile], native: KVLayout) -> int:
 
 
 def check_claim(header: SegmentHeader, claim: Claim) -> None:
-    """Raises StateError unless fingerprint, scope, key and ids match the catalog."""
+    """Raises StateError unless row identity, scope, key and ids match the catalog."""
     digest = claim.fingerprint.digest()
     if header.fingerprint != digest:
         raise StateError("the file belongs to another model or configuration")

@@ -1,4 +1,5 @@
-"""The head of a segment file: reading and writing its preamble and msgpack header.
+"""The head of a segment file: its key, its runs of rows in one format each, and the reading and writing of
+preamble and msgpack header.
 
     0   magic "TWRSEG"
     6   u16  version
@@ -36,7 +37,7 @@ KEY_BYTES = 32
 def key_hash(identity: bytes, scope: str) -> hashlib.blake2b:
     """A hash that gives the key of [0, p1) once it is fed the ids [0, p1) (int32 LE).
 
-    `identity` is a 32-byte digest: the tokenizer's for what the catalog lists, the fingerprint's
+    `identity` is a 32-byte digest: the tokenizer's for what the catalog lists, the row identity's
     for files of rows and of states. The scope is length-prefixed, so that no scope and ids
     can pass for others."""
     name = scope.encode()
@@ -279,10 +280,33 @@ def plane_shapes(native: KVLayout, format: str = NATIVE) -> list[Shape]:
 
 def encode_head(header: SegmentHeader) -> bytes:
     """Preamble, header and padding: the file's bytes before the data."""
-    body = _encode(header)
-    prefix = PREAMBLE.pack(MAGIC, VERSION, len(body), 0, bytes(CHECKSUM_BYTES))[:PREFIX_BYTES]
+    return framed(MAGIC, VERSION, _encode(header))
+
+
+def framed(magic: bytes, version: int, body: bytes) -> bytes:
+    """A header of a file after its preamble, padded to whole pages."""
+    prefix = PREAMBLE.pack(magic, version, len(body), 0, bytes(CHECKSUM_BYTES))[:PREFIX_BYTES]
     head = prefix + checksum(prefix, body) + body
     return head.ljust(page_up(len(head)), b"\0")
+
+
+def unframed(data: memoryview, magic: bytes, version: int, what: str) -> tuple[memoryview, int]:
+    """The header that `framed` put before the data of a file, and where the data begin. Raises
+    StateError, which calls the file a `what` file, unless magic, version and checksum are right."""
+    if len(data) < PREAMBLE.size:
+        raise StateError(f"a {what} file of {len(data)} bytes is too short")
+    found, of_version, n_header, zero, expected = PREAMBLE.unpack_from(data)
+    if found != magic:
+        raise StateError(f"not a {what} file (wrong magic)")
+    if of_version != version or zero != 0:
+        raise StateError(f"{what} file version {of_version}; this build reads {version}")
+    end = PREAMBLE.size + n_header
+    if n_header > HEADER_BYTES_MAX or end > len(data):
+        raise StateError("the header reaches beyond the file")
+    body = data[PREAMBLE.size : end]
+    if checksum(data[:PREFIX_BYTES], body) != expected:
+        raise StateError("the header's checksum does not match")
+    return body, page_up(end)
 
 
 def decode_head(data: memoryview) -> tuple[SegmentHeader, int]:
@@ -290,25 +314,13 @@ def decode_head(data: memoryview) -> tuple[SegmentHeader, int]:
 
     Raises StateError unless checksum, version and every bound hold; never allocates more than
     the file justifies."""
-    if len(data) < PREAMBLE.size:
-        raise StateError(f"a segment file of {len(data)} bytes is too short")
-    magic, version, n_header, zero, expected = PREAMBLE.unpack_from(data)
-    if magic != MAGIC:
-        raise StateError("not a segment file (wrong magic)")
-    if version != VERSION or zero != 0:
-        raise StateError(f"segment file version {version}; this build reads {VERSION}")
-    end = PREAMBLE.size + n_header
-    if n_header > HEADER_BYTES_MAX or end > len(data):
-        raise StateError("the header reaches beyond the file")
-    body = data[PREAMBLE.size : end]
-    if checksum(data[:PREFIX_BYTES], body) != expected:
-        raise StateError("the header's checksum does not match")
+    body, start = unframed(data, MAGIC, VERSION, "segment")
     try:
         header = _decode(body)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise StateError(f"the header cannot be read: {error}") from error
-    _check(header, len(data) - page_up(end))
-    return header, page_up(end)
+    _check(header, len(data) - start)
+    return header, start
 
 
 def check_layout(header: SegmentHeader, native: KVLayout) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
@@ -149,23 +148,12 @@ def write_segment(draft: Draft, name: str, tmp: Path, final: Path, pool: Executo
     table, n_data = _place(draft)
     blank = [[bytes(CHECKSUM_BYTES * extent.n_sums) for extent in extents] for extents in table]
     start = len(encode_head(_header(draft, table, blank)))
-    path = tmp / name
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            durable.reserve(fd, start + n_data)
-            digests = _write_extents(fd, start, table, draft.native, pool)
-            head = encode_head(_header(draft, table, digests))
-            assert len(head) == start
-            _write(fd, memoryview(head), 0)
-            durable.sync(fd)
-        finally:
-            os.close(fd)
-        os.rename(path, final / name)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    durable.sync_dir(final)
+    with durable.new_file(tmp / name, final / name) as fd:
+        durable.reserve(fd, start + n_data)
+        digests = _write_extents(fd, start, table, draft.native, pool)
+        head = encode_head(_header(draft, table, digests))
+        assert len(head) == start
+        durable.write_all(fd, memoryview(head), 0)
     return start + n_data
 
 
@@ -241,7 +229,7 @@ def _write_extent(fd: int, start: int, extent: _Extent, native: KVLayout) -> byt
     h, sums = xxhash.xxh3_128(), b""
     at = start + extent.offset
     for chunk in extent.chunks(native):
-        _write(fd, chunk, at)
+        durable.write_all(fd, chunk, at)
         at += len(chunk)
         if isinstance(extent, _PlaneExtent):
             h.update(chunk)
@@ -277,9 +265,3 @@ def _chunks(plane: npt.NDArray[np.uint8]) -> Iterator[memoryview]:
     for row in range(0, len(plane), step):
         chunk = np.ascontiguousarray(plane[row : row + step])
         yield chunk.reshape(-1).data
-
-
-def _write(fd: int, data: memoryview, at: int) -> None:
-    while data:
-        n = os.pwrite(fd, data, at)
-        data, at = data[n:], at + n

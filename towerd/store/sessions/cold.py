@@ -37,7 +37,6 @@ from towerd.store.sessions.frozen import (
     FrozenSession,
     SessionBusy,
     WarmSession,
-    coded_page,
     damaged_session,
     encode_prefix_hashes,
     encode_turns,
@@ -69,6 +68,13 @@ _PAGE = (
 )
 
 
+_CODED = (
+    "SELECT pk, id, scope FROM cold JOIN sessions ON pk = session"
+    " WHERE tokenizer = ?1 AND session > ?2"
+    f" AND (?3 IS NULL OR ?3 IN (scope, {TENANT_SQL})) ORDER BY session LIMIT ?4"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class IdleSession:
     """A session that has its tokens and is unused."""
@@ -80,28 +86,6 @@ class IdleSession:
     """Whether its coded copy has all its turns."""
     has_rows: bool
     """Whether its end, or anything that no other session needs, has rows; True without a copy."""
-
-
-def idle_page(
-    state: StoreState,
-    before: float,
-    after: Place,
-    limit: int,
-    holds: Callable[[Node], bool],
-) -> list[IdleSession]:
-    """At most `limit` sessions with tokens, last used before a Unix time, that follow `after`; the
-    least recently used first. `holds`: whether a segment has rows, in RAM or on disk. The lock is
-    released between sessions, of which a long one takes more than a millisecond."""
-    with state.locked():
-        rows = state.catalog.rows(_PAGE, (state.identity.tokenizer, *after, before, limit))
-    found = []
-    for updated, pk, id, scope, copied, base, leaf in rows:
-        has_rows = True
-        if copied is not None:
-            with state.locked():
-                has_rows = _has_rows(state, pk, leaf, base, holds)
-        found.append(IdleSession((updated, pk), id, scope, copied is not None, has_rows))
-    return found
 
 
 def _has_rows(
@@ -174,31 +158,36 @@ class ColdTable:
             )
         return {"frozen_sessions": n, "cold_bytes": n_bytes, "copied_sessions": n_copied}
 
-    def idle(
-        self,
-        before: float,
-        limit: int,
-        scope: str | None = None,
-        without: Collection[tuple[str, str]] = (),
-    ) -> list[SessionInfo]:
+    def idle(self, before: float, limit: int, scope: str | None = None) -> list[SessionInfo]:
         """Sessions with tokens that were last used before a Unix time and are not frozen,
-        least recently used first, excluding the (scope, id) pairs in `without`."""
+        least recently used first."""
         with self._state.locked():
             rows = self._state.catalog.rows(
-                "SELECT pk, id, scope FROM sessions INDEXED BY sessions_warm"
+                "SELECT pk, id FROM sessions INDEXED BY sessions_warm"
                 " WHERE tokenizer = ? AND cold_bytes = 0 AND updated < ? AND leaf IS NOT NULL"
                 f" AND (?3 IS NULL OR ?3 IN (scope, {TENANT_SQL}))"
                 " ORDER BY updated, pk LIMIT ?4",
-                (self._mine, before, scope, limit + len(without)),
+                (self._mine, before, scope, limit),
             )
-            due = [SessionRow(pk, id) for pk, id, whose in rows if (whose, id) not in without]
-            return [self._sessions.info(each) for each in due[:limit]]
+            return [self._sessions.info(SessionRow(*row)) for row in rows]
 
     def page(
         self, before: float, after: Place, limit: int, holds: Callable[[Node], bool]
     ) -> list[IdleSession]:
-        """See `idle_page`."""
-        return idle_page(self._state, before, after, limit, holds)
+        """At most `limit` sessions with tokens, last used before a Unix time, that follow `after`;
+        the least recently used first. `holds`: whether a segment has rows, in RAM or on disk. The
+        lock is released between sessions, of which a long one takes more than a millisecond."""
+        state = self._state
+        with state.locked():
+            rows = state.catalog.rows(_PAGE, (self._mine, *after, before, limit))
+        found = []
+        for updated, pk, id, scope, copied, base, leaf in rows:
+            has_rows = True
+            if copied is not None:
+                with state.locked():
+                    has_rows = _has_rows(state, pk, leaf, base, holds)
+            found.append(IdleSession((updated, pk), id, scope, copied is not None, has_rows))
+        return found
 
     def frozen(self) -> list[tuple[str, str]]:
         """(id, scope) of every frozen session."""
@@ -209,9 +198,11 @@ class ColdTable:
             )
 
     def coded(self, after: int, limit: int, scope: str | None = None) -> list[CodedSession]:
-        """See `coded_page`."""
+        """Sessions, of one tenant or scope or of all, that have a blob, in order of their rows,
+        which follow row `after`."""
         with self._state.locked():
-            return coded_page(self._state.catalog, self._mine, after, limit, scope)
+            rows = self._state.catalog.rows(_CODED, (self._mine, after, scope, limit))
+        return [CodedSession(*row) for row in rows]
 
     def blob(self, pk: int) -> bytes:
         """The blob of a session's row; empty if it has none."""
@@ -273,10 +264,11 @@ class ColdTable:
             session = self._sessions.find(id, scope)
             if self._sessions.info(session).cold_bytes:
                 return None
-            taken = copy_history(self._state, self._sessions, self._bases, session)
+            nodes = self._state.tree.nodes
+            taken = copy_history(self._sessions, session, nodes, self._bases)
             if not taken.turns:
                 raise InvalidRequest(f"Session {id!r} has no turns: there is nothing to freeze.")
-            first = self._state.tree.nodes.get(taken.turns[0][2])
+            first = nodes.get(taken.turns[0][2])
             needs = OtherUsers(self._state, session.pk)
             base = None if first is None else common_base(needs, first, taken.nodes)
             return WarmSession(session, taken, base, 0 if base is None else base.p1)
@@ -456,7 +448,7 @@ class ColdTable:
 
     def _has_turns_of(self, warm: WarmSession) -> bool:
         """Row ids are reused: another session with this name may have replaced the removed one."""
-        return turn_rows(self._state, warm.session) == warm.taken.turns
+        return turn_rows(self._state.catalog, warm.session) == warm.taken.turns
 
     def _has_said(
         self, session: SessionRow, scope: str, turns: list[tuple[int, int, int, int]], prompt: bytes

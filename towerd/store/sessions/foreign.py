@@ -7,6 +7,7 @@ when a client sends their text to another one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,49 +15,29 @@ from towerd.errors import InvalidRequest, NotFound
 from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.sessions.deletions import Deletions, DeletionWatch
 from towerd.store.sessions.frozen import FrozenSession, damaged_session, read_coded
-from towerd.store.sessions.history import History, HistoryCopy, add_history, turn_rows
-from towerd.store.sessions.sessions import SessionRow, SessionTable, tokens_lost
+from towerd.store.sessions.history import History, add_history, copy_history
+from towerd.store.sessions.sessions import SessionRow, SessionTable
 from towerd.store.sessions.turn import SessionInfo, TurnInfo
 from towerd.store.state.state import StoreState, load_foreign
 from towerd.store.tree.node import Node
 from towerd.tokens import ID_BYTES, Ids, ids_array
 
-_PREFIX = (
-    "WITH RECURSIVE up(id, parent, p0, ids) AS ("
-    " SELECT id, parent, p0, ids FROM segments WHERE id = ?"
-    " UNION ALL SELECT s.id, s.parent, s.p0, s.ids FROM segments s JOIN up ON s.id = up.parent"
-    " AND s.p0 < up.p0) SELECT ids FROM up ORDER BY p0"
+_ABOVE = (
+    "WITH RECURSIVE up(id, parent, p0, p1, ids) AS ("
+    " SELECT id, parent, p0, p1, ids FROM segments WHERE id = ?"
+    " UNION ALL SELECT s.id, s.parent, s.p0, s.p1, s.ids FROM segments s JOIN up"
+    " ON s.id = up.parent AND s.p0 < up.p0) SELECT id, coalesce(parent, 0), ids, p1 FROM up ORDER BY p0"
 )
 
 
 def prefix_of(state: StoreState, segment: int) -> bytes:
     """The ids (int32 LE) from the root to the end of a segment of any tokenizer."""
-    return b"".join(ids for (ids,) in state.catalog.rows(_PREFIX, (segment,)))
+    return b"".join([ids for _, _, ids, _ in _path(state, segment)])
 
 
-_ABOVE = (
-    "WITH RECURSIVE up(id, parent, p0, p1, ids) AS ("
-    " SELECT id, parent, p0, p1, ids FROM segments WHERE id = ?"
-    " UNION ALL SELECT s.id, s.parent, s.p0, s.p1, s.ids FROM segments s JOIN up"
-    " ON s.id = up.parent AND s.p0 < up.p0) SELECT id, coalesce(parent, 0), ids, p1 FROM up"
-)
-
-
-def _copy_history(state: StoreState, table: SessionTable, session: SessionRow) -> HistoryCopy:
-    """The data of a session's history, as `history.copy_history` takes it from the prefix tree."""
-    table.check_thawed(session)
-    rows = turn_rows(state, session)
-    if not rows:  # damage destroyed all of them
-        raise tokens_lost(session)
-    nodes: dict[int, tuple[int, bytes]] = {}
-    ends = {0: 0}
-    for row in rows:
-        if row[2] not in ends:
-            for id, parent, ids, p1 in state.catalog.rows(_ABOVE, (row[2],)):
-                nodes[id], ends[id] = (parent, ids), p1
-        if ends.get(row[2]) != row[5]:
-            raise tokens_lost(session)
-    return HistoryCopy(table.info(session), rows, nodes, [])
+def _path(state: StoreState, segment: int) -> list[tuple[int, int, bytes, int]]:
+    """(id, parent or 0, ids, p1) of the segments from the root down to one of any tokenizer."""
+    return state.catalog.rows(_ABOVE, (segment,))
 
 
 _ENDS = (
@@ -72,7 +53,7 @@ def _nodes_of(state: StoreState, session: SessionRow) -> dict[int, Node]:
     for (end,) in state.catalog.rows(_ENDS, (session.pk,)):
         if end in nodes:
             continue
-        for id, parent, ids, p1 in reversed(state.catalog.rows(_ABOVE, (end,))):
+        for id, parent, ids, p1 in _path(state, end):
             above, p0 = nodes.get(parent), p1 - len(ids) // ID_BYTES
             if id not in nodes and above is not None and above.p1 == p0:
                 nodes[id] = Node(id, above, "", p0, ids)
@@ -99,22 +80,21 @@ class ForeignSessions:
 
     def listing(self, scope: str | None, limit: int) -> list[SessionInfo]:
         """Sessions of one scope, or of all, the last used first."""
-        with self._state.locked():
-            found = [
-                replace(info, tokenizer=digest.hex())
-                for pk, digest in self._tokenizers()
-                for info in self._table(pk).listing(scope, limit)
-            ]
+        found = self._each(lambda table: table.listing(scope, limit))
         found.sort(key=lambda info: info.updated, reverse=True)
         return found[:limit]
 
     def beginning(self, prefix: str, scope: str | None, limit: int) -> list[SessionInfo]:
         """Sessions whose id was generated and begins with `prefix`."""
+        return self._each(lambda table: table.beginning(prefix, scope, limit))
+
+    def _each(self, look: Callable[[SessionTable], list[SessionInfo]]) -> list[SessionInfo]:
+        """What `look` finds among the sessions of each tokenizer."""
         with self._state.locked():
             return [
                 replace(info, tokenizer=digest.hex())
                 for pk, digest in self._tokenizers()
-                for info in self._table(pk).beginning(prefix, scope, limit)
+                for info in look(self._table(pk))
             ]
 
     def session(self, id: str, scope: str | None = None, tokenizer: str = "") -> ForeignSession:
@@ -156,7 +136,7 @@ class ForeignSessions:
         as `session_ids`."""
         with self._state.locked():
             table, row, digest = self._find(id, scope, tokenizer)
-            taken = _copy_history(self._state, table, row)
+            taken = copy_history(table, row, _nodes_of(self._state, row), None)
         return taken.history(), digest
 
     def identity(self, digest: bytes) -> TokenizerIdentity:

@@ -1,4 +1,5 @@
-"""A session on its way into the cold tier, and one that is there."""
+"""A session on its way into the cold tier, and one that is there; what the catalog keeps of it beside its
+blob, with the checksum of both."""
 
 from __future__ import annotations
 
@@ -12,17 +13,20 @@ import numpy as np
 from towerd.codec import varint
 from towerd.codec.errors import CodecError
 from towerd.errors import StoreError, ThawError
-from towerd.store.catalog.catalog import Catalog
 from towerd.store.sessions.history import History, HistoryCopy, PastTurn, beginning
 from towerd.store.sessions.prefix_hashes import prefix_hashes_at
 from towerd.store.sessions.sessions import RECOGNISED_TOKENS_MIN, SessionRow, SessionTable
 from towerd.store.sessions.turn import Base, SessionInfo
 from towerd.store.state.state import StoreState
 from towerd.store.tree.node import Node
-from towerd.store.tree.scope import TENANT_SQL
 from towerd.tokens import Ids, ids_array
 
 DIGEST_BYTES = 16
+_FACTS = ("id", "parent", "n_prompt", "n_reply", "n_cached", "started", "created", "finished")
+_PREFIX_HASHES = (
+    "SELECT session, marks FROM cold JOIN sessions ON pk = session"
+    " WHERE frozen = 1 AND tokenizer = ?1 AND (?2 IS NULL OR session = ?2)"
+)
 
 
 def encode_turns(ids: Sequence[int], turns: Sequence[PastTurn]) -> bytes:
@@ -192,19 +196,6 @@ class SessionBusy(StoreError):
     stands_for = ""
 
 
-_FACTS = ("id", "parent", "n_prompt", "n_reply", "n_cached", "started", "created", "finished")
-
-_PAGE = (
-    "SELECT pk, id, scope FROM cold JOIN sessions ON pk = session"
-    " WHERE tokenizer = ?1 AND session > ?2"
-    f" AND (?3 IS NULL OR ?3 IN (scope, {TENANT_SQL})) ORDER BY session LIMIT ?4"
-)
-_PREFIX_HASHES = (
-    "SELECT session, marks FROM cold JOIN sessions ON pk = session"
-    " WHERE frozen = 1 AND tokenizer = ?1 AND (?2 IS NULL OR session = ?2)"
-)
-
-
 @dataclass(frozen=True, slots=True)
 class CodedSession:
     """A session that has a blob, be it frozen or not."""
@@ -213,14 +204,6 @@ class CodedSession:
     """Its row, by which sessions are gone through."""
     id: str
     scope: str
-
-
-def coded_page(
-    catalog: Catalog, tokenizer: int, after: int, limit: int, scope: str | None
-) -> list[CodedSession]:
-    """Sessions of a tokenizer, of one tenant or scope or of all, that have a blob, in order of their
-    rows, which follow row `after`. Runs under the lock."""
-    return [CodedSession(*row) for row in catalog.rows(_PAGE, (tokenizer, after, scope, limit))]
 
 
 def prefix_hash_rows(state: StoreState, session: int | None = None) -> list[tuple[int, bytes]]:

@@ -7,7 +7,7 @@ stream: each turn names the earlier turn (its origin), the shared length, and ad
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 
 from towerd.errors import InvalidRequest
+from towerd.store.catalog.catalog import Catalog
 from towerd.store.sessions.bases import BaseTable
 from towerd.store.sessions.sessions import SessionRow, SessionTable, check_name, tokens_lost
 from towerd.store.sessions.turn import Base, SessionInfo
 from towerd.store.state.state import Growth, StoreState
+from towerd.store.tree.node import Node
 from towerd.store.tree.scope import public_of
 from towerd.tokens import ID_BYTES, Ids, common_prefix, ids_array
 
@@ -177,29 +179,31 @@ class HistoryCopy:
 
 
 def copy_history(
-    state: StoreState, table: SessionTable, bases: BaseTable, session: SessionRow
+    table: SessionTable, session: SessionRow, nodes: Mapping[int, Node], bases: BaseTable | None
 ) -> HistoryCopy:
-    """Copy the data of a session's history, under the lock. Raises SessionFrozen, and
-    StoreError if damage destroyed the tokens of a turn."""
+    """Copy the data of a session's history, under the lock. `nodes`: by id, at least those that its
+    turns end in. `bases`: what it may begin with. Raises SessionFrozen, and StoreError if damage
+    destroyed the tokens of a turn."""
     table.check_thawed(session)
-    info = table.info(session)
-    rows = turn_rows(state, session)
+    info, rows = table.info(session), turn_rows(table.catalog, session)
     if not rows:  # damage destroyed all of them
         raise tokens_lost(session)
-    nodes: dict[int, tuple[int, bytes]] = {}
+    copied: dict[int, tuple[int, bytes]] = {}
     for row in rows:
-        node = state.tree.nodes[row[2]] if row[2] else state.tree.root
-        if node.p1 != row[5]:
+        node = nodes.get(row[2])
+        if (0 if node is None else node.p1) != row[5]:
             raise tokens_lost(session)
-        while node.parent is not None and node.id not in nodes:
-            nodes[node.id] = (node.parent.id, node.ids)
+        while node is not None and node.parent is not None and node.id not in copied:
+            copied[node.id] = (node.parent.id, node.ids)
             node = node.parent
-    return HistoryCopy(info, rows, nodes, visible_bases(bases, info.scope))
+    return HistoryCopy(
+        info, rows, copied, [] if bases is None else visible_bases(bases, info.scope)
+    )
 
 
-def turn_rows(state: StoreState, session: SessionRow) -> list[tuple[Any, ...]]:
+def turn_rows(catalog: Catalog, session: SessionRow) -> list[tuple[Any, ...]]:
     """The catalog row of each turn, oldest first; the node of a turn without one is 0."""
-    turns = state.catalog.sealed("turns", "session = ? ORDER BY id", (session.pk,))
+    turns = catalog.sealed("turns", "session = ? ORDER BY id", (session.pk,))
     return [
         tuple((turn | {"reply_node": turn["reply_node"] or 0})[name] for name in _TURN)
         for turn in turns
@@ -248,7 +252,7 @@ def add_history(
 def _same_turns(state: StoreState, session: SessionRow, history: History) -> list[int]:
     """The ids of the session's turns. Raises InvalidRequest if they differ from the history's
     within the length of the shorter one."""
-    rows = turn_rows(state, session)
+    rows = turn_rows(state.catalog, session)
     places = {row[0]: place for place, row in enumerate(rows)}
     for place, (row, turn) in enumerate(zip(rows, history.turns, strict=False)):
         _, parent, leaf, *facts, finished, tail = row

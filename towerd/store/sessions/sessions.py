@@ -234,7 +234,7 @@ class SessionTable:
         )
         parents = {row[0]: row[1] for row in rows}
         branch: set[int] = set()
-        at = self._leaf(session)
+        at = self.info(session).leaf
         while at is not None and at not in branch:
             branch.add(at)
             at = parents.get(at)
@@ -325,12 +325,6 @@ class SessionTable:
             raise SessionFrozen(
                 f"Session {session.id!r} is frozen: thaw it with towerctl thaw first."
             )
-
-    def _leaf(self, session: SessionRow) -> int | None:
-        leaf: int | None = self.catalog.rows(
-            "SELECT leaf FROM sessions WHERE pk = ?", (session.pk,)
-        )[0][0]
-        return leaf
 
     def _parent_turn(self, session: SessionRow, known: Iterable[Node], n_prompt: int) -> int | None:
         """The turn this one continues: a shorter prompt whose reply, or at least whose prompt

@@ -1,4 +1,5 @@
-"""The state shared by all parts of an open store."""
+"""The state shared by all parts of an open store; how it is loaded from the catalog, and how a path grows
+in it: splits and new nodes, in the catalog and in memory."""
 
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ class Growth:
             "UPDATE segments SET parent = ?, p0 = ?, ids = ? WHERE id = ?",
             (upper_id, at, node.ids[n * ID_BYTES :], node.id),
         )
-        # of every fingerprint, not just the one that is open
+        # of every row identity, not just the one that is open
         self.state.catalog.run(
             "INSERT INTO views(node, file, row0) SELECT ?, file, row0 FROM views WHERE node = ?",
             (upper_id, node.id),
@@ -165,16 +166,16 @@ class StoreState:
     catalog: Catalog
     fingerprint: Fingerprint
     digest: bytes
-    """The fingerprint's."""
+    """The row identity's."""
     identity: EnteredIdentity
     clock: Callable[[], float]
     tree: PrefixTree
     files: dict[int, SegmentFile]
     hot_bytes: int = 0
     warm_bytes: int = 0
-    """Files of this fingerprint on disk."""
+    """Files of this row identity on disk."""
     foreign_bytes: int = 0
-    """Files of other fingerprints on disk."""
+    """Files of other row identities on disk."""
     touched: set[Node] = field(default_factory=set)
     """Nodes whose last use is not in the catalog yet."""
     listener: Listener = field(default_factory=Listener)
@@ -267,6 +268,7 @@ class StoreState:
 
     def stats(self) -> dict[str, Any]:
         """Counts and sizes of the store's content."""
+        catalog_bytes, journal_bytes = self.catalog.sizes()
         disk = self.catalog.rows("SELECT coalesce(sum(bytes), 0) FROM files")[0][0]
         return {
             "segments": len(self.tree),
@@ -279,8 +281,8 @@ class StoreState:
             "warm_bytes": self.warm_bytes,
             "warm_quantized_bytes": quantized_bytes(self.files.values(), self.fingerprint.layout),
             "disk_bytes": int(disk),
-            "catalog_bytes": self.catalog.bytes_on_disk(),
-            "journal_bytes": self.catalog.journal_bytes(),
+            "catalog_bytes": catalog_bytes,
+            "journal_bytes": journal_bytes,
         }
 
     def _count(self, table: str) -> int:
@@ -304,8 +306,9 @@ def load_state(
     identity: ModelIdentity,
     clock: Callable[[], float],
 ) -> StoreState:
-    """Load the state of an opened store for one model, whose fingerprint and tokenizer are entered
-    if they are new: the prefix tree of the tokenizer, and the rows of the fingerprint. Runs under the lock."""
+    """Load the state of an opened store for one model, whose row identity and tokenizer are entered
+    if they are new: the prefix tree of the tokenizer, and the rows of the row identity. Runs under
+    the lock."""
     entered = catalog.enter(identity, clock())
     catalog.open_model(entered)
     files = load_files(catalog, entered.fingerprint, directory.segments)
@@ -332,13 +335,13 @@ def load_foreign(state: StoreState, tokenizer: int, digest: bytes) -> StoreState
 
 
 def foreign_bytes(catalog: Catalog, fingerprint: int) -> int:
-    """Bytes of the files of every other fingerprint."""
+    """Bytes of the files of every other row identity."""
     sql = "SELECT coalesce(sum(bytes), 0) FROM files WHERE fingerprint != ?"
     return int(catalog.rows(sql, (fingerprint,))[0][0])
 
 
 def load_files(catalog: Catalog, fingerprint: int, folder: Path) -> dict[int, SegmentFile]:
-    """The files of one fingerprint by id; nothing is opened."""
+    """The files of one row identity by id; nothing is opened."""
     files = {}
     for id, name, p0, n_rows, n_bytes, text in catalog.rows(
         "SELECT id, name, p0, n_rows, bytes, runs FROM files WHERE fingerprint = ?",
@@ -355,7 +358,7 @@ def load_files(catalog: Catalog, fingerprint: int, folder: Path) -> dict[int, Se
 
 
 def load_tree(catalog: Catalog, of: EnteredIdentity, files: dict[int, SegmentFile]) -> PrefixTree:
-    """The tree of one tokenizer with the rows of one fingerprint, whose files are `files`. Raises
+    """The tree of one tokenizer with the rows of one row identity, whose files are `files`. Raises
     StoreError if the catalog contradicts itself."""
     tree = PrefixTree()
     with _no_collections():

@@ -127,7 +127,7 @@ class PrefixTree:
         return [*chains, (public, n)]
 
     def keys(self, identity: bytes) -> Iterator[tuple[Node, bytes]]:
-        """Every node with its key under a tokenizer's or a fingerprint's digest. O(all tokens)."""
+        """Every node with its key under a tokenizer's or a row identity's digest. O(all tokens)."""
         scopes = {node.scope for node in self.nodes.values()} | {PUBLIC}
         roots = {scope: key_hash(identity, scope) for scope in scopes}
         stack = [(child, roots) for child in self.root.children]

@@ -1,4 +1,4 @@
-"""Calibration: the measured cost of stored formats above a model's noise floor, with a JSON form.
+"""Calibration: the measured cost of stored formats above a model's noise floor, as the catalog keeps it.
 
 Quantized weights amplify rounding, so that evaluating the same text in other batches moves the
 next-token distributions, by 0.003 nats on a model of 135M parameters in 4 bits. Any disturbance
@@ -22,10 +22,15 @@ import numpy as np
 
 from towerd.drift import Drift, combined
 from towerd.errors import DiskFull
+from towerd.kernels import dispatch
 from towerd.kernels.formats import FORMATS
 from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout, stored_format
+from towerd.slots.rows import KVRows
 from towerd.store import Store
+from towerd.tiers.shrink import SINKS, TAIL
+
+log = logging.getLogger(__name__)
 
 LEVELS = 3
 """Platform, community and bot base; deeper levels take the last entry."""
@@ -43,6 +48,8 @@ VERSION = 2
 Table: TypeAlias = tuple[str, ...]
 """A format name, or "native", for each level."""
 ALL_NATIVE: Table = (NATIVE,) * LEVELS
+_Z = 1.959964
+"""The 97.5 % quantile of the normal distribution."""
 
 
 def bound_of(fidelity: str, floor_kl: float) -> float:
@@ -160,10 +167,10 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A finished calibration of one fingerprint."""
+    """A finished calibration of one row identity."""
 
     fingerprint: str
-    """Digest of the fingerprint, hex."""
+    """Digest of the row identity, hex."""
     formats: str
     """`formats_digest()` of the table of formats that was measured."""
     ids: str
@@ -237,10 +244,6 @@ def bits_of(table: Table, bits: Mapping[str, float]) -> float:
     return sum(share * bits[name] for share, name in zip(SHARES, table, strict=True))
 
 
-_Z = 1.959964
-"""The 97.5 % quantile of the normal distribution."""
-
-
 def interval(means: Sequence[float]) -> tuple[float, float]:
     """The mean of independent clusters' means, and the half-width of its 95 % interval.
 
@@ -267,11 +270,8 @@ def t_quantile(df: int) -> float:
     )
 
 
-log = logging.getLogger(__name__)
-
-
 def load_calibration(store: Store, fingerprint: str) -> Calibration | None:
-    """The calibration of a fingerprint (its digest in hex); None if there is none, or if it was
+    """The calibration of a row identity (its digest in hex); None if there is none, or if it was
     made with other stored formats than this towerd has. Raises StoreError."""
     text = store.get_meta(_key(fingerprint))
     if text is None:
@@ -333,3 +333,50 @@ def remember_squeezed(store: Store, squeezed: SqueezedFormat | None) -> dict[str
         with suppress(DiskFull):  # told until the next start all the same
             store.set_meta(key, msgspec.json.encode(found).decode())
     return found
+
+
+def level_ranges(n: int) -> list[tuple[int, int]]:
+    """[start, stop) of each level in a prefix of `n` tokens, without sinks and last rows; the
+    ranges are empty if there is nothing between them."""
+    first, last = SINKS, max(SINKS, n - TAIL)
+    ends = first + np.round(np.cumsum(SHARES) * (last - first)).astype(int)
+    return list(zip([first, *ends[:-1].tolist()], ends.tolist(), strict=True))
+
+
+def stored_parts(rows: KVRows, table: Table) -> list[KVRows]:
+    """`rows` (native, positions [0, n)) as consecutive parts, each level in its format. Raises
+    ValueError for an invalid table."""
+    check_table(table)
+    parts, at = [], 0
+    for (start, stop), name in zip(level_ranges(len(rows)), table, strict=True):
+        if start == stop or name == NATIVE:
+            continue
+        if at < start:
+            parts.append(rows.slice(at, start))
+        parts.append(stored(rows.slice(start, stop), name))
+        at = stop
+    if at < len(rows):
+        parts.append(rows.slice(at, len(rows)))
+    return parts
+
+
+def uniform(name: str) -> Table:
+    """The table that gives every level the same format."""
+    return (name,) * LEVELS
+
+
+def stored(rows: KVRows, name: str) -> KVRows:
+    """Native rows encoded as `name`, where that makes them smaller (`KVLayout.stored_as`)."""
+    return encoded(rows, rows.layout.stored_as(name))
+
+
+def encoded(rows: KVRows, layout: KVLayout) -> KVRows:
+    """A copy of native rows as rows of `layout`, which must describe the same values.
+    `emit_blob(..., layout=rows.layout)` decodes them."""
+    old = rows.layout.planes
+    planes = tuple(
+        dispatch.transcoded(plane, have.format.name, want.format.name)
+        for plane, have, want in zip(rows.planes(), old, layout.planes, strict=True)
+    )
+    k, v = planes[: layout.n_layer], planes[layout.n_layer :]
+    return KVRows(layout, rows.positions, k, v, rows.ext)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from towerd.errors import ConfigError
 from towerd.kernels.formats import BY_NAME, STORED_FORMATS
+from towerd.slots.layout import NATIVE
 
 Fidelity: TypeAlias = Literal["exact", "near", "small"]
 
 FIDELITIES: tuple[Fidelity, ...] = ("exact", "near", "small")
-NATIVE = "native"
-"""The context's own formats: rows as they were computed."""
 LEVEL_MAX = 64
 DYNAMIC = LEVEL_MAX + 1
 """The level of a segment that no base covers: deeper than every base."""
@@ -59,17 +57,8 @@ class LevelFormats:
             )
         return cls(tuple(found[level] for level in range(len(found))))
 
-    @classmethod
-    def from_json(cls, value: object) -> LevelFormats:
-        """The table that `to_json` described. Raises ConfigError for anything else."""
-        if not isinstance(value, Mapping) or not all(
-            isinstance(level, str) and isinstance(name, str) for level, name in value.items()
-        ):
-            raise ConfigError("level formats must be an object of level: format.")
-        return cls.parse(",".join(f"{level}={name}" for level, name in value.items()))
-
     def to_json(self) -> dict[str, Any]:
-        """{"0": name, ...}; `from_json` takes it back."""
+        """{"0": name, ...}"""
         return {str(level): name for level, name in enumerate(self.names)}
 
     def __str__(self) -> str:

@@ -37,8 +37,8 @@ from towerd.tiers.formats.calibration import (
     Table,
     format_cost,
     interval,
+    stored_parts,
 )
-from towerd.tiers.formats.levels import stored_parts
 from towerd.tokens import Ids
 
 LogProbs = npt.NDArray[np.float32]

@@ -2,8 +2,23 @@
 
 `<seq>.snapshot` holds every row of the catalog after transaction `seq`. `<seq>.log` holds
 the changes of the transactions after `seq`. The newest complete snapshot and the logs from
-it on form a second copy of the catalog. A snapshot appears under its name only when it is
-complete and durable; the files that it replaces are removed after that.
+it on form a second copy of the catalog: the chain. A snapshot appears under its name only when it
+is complete and durable; the files that it replaces are removed after that.
+
+Both consist of frames:
+
+     0  4   magic
+     4  1   kind
+     5  1   0
+     6  2   schema version of the catalog that the record belongs to
+     8  8   id of the store
+    16  8   number of the transaction
+    24  4   length of the payload
+    28 16   xxh3_128 of the 28 bytes above and the payload
+    44      payload
+
+Every frame stands by itself. A reader that meets damage looks for the next magic whose checksum is
+right, so one bad byte costs one frame.
 """
 
 from __future__ import annotations
@@ -46,6 +61,7 @@ class FrameKind(IntEnum):
 class JournalFrame:
     """One record; `start` and `end` are its offsets in the file."""
 
+    path: Path
     kind: FrameKind
     schema: int
     store: int
@@ -64,11 +80,12 @@ def encode_frame(kind: FrameKind, schema: int, store: int, seq: int, payload: by
     return prefix + _frame_checksum(prefix, payload) + payload
 
 
-def frames(data: bytes) -> Iterator[JournalFrame]:
-    """Every frame with a valid checksum, in order. Damage between frames is skipped."""
+def frames(path: Path, data: bytes) -> Iterator[JournalFrame]:
+    """Every frame with a valid checksum in the bytes of a file, in order. Damage between frames is
+    skipped."""
     view, at = memoryview(data), 0
     while (at := data.find(MAGIC, at)) >= 0:
-        frame = _frame_at(view, at)
+        frame = _frame_at(path, view, at)
         if frame is None:
             at += 1
         else:
@@ -76,7 +93,7 @@ def frames(data: bytes) -> Iterator[JournalFrame]:
             at = frame.end
 
 
-def _frame_at(data: memoryview, start: int) -> JournalFrame | None:
+def _frame_at(path: Path, data: memoryview, start: int) -> JournalFrame | None:
     body = start + HEAD_BYTES
     if body > len(data):
         return None
@@ -89,7 +106,7 @@ def _frame_at(data: memoryview, start: int) -> JournalFrame | None:
         return None
     if kind not in tuple(FrameKind) or zero != 0:
         return None
-    return JournalFrame(FrameKind(kind), schema, store, seq, start, body + n_bytes)
+    return JournalFrame(path, FrameKind(kind), schema, store, seq, start, body + n_bytes)
 
 
 def _frame_checksum(prefix: bytes | memoryview, payload: bytes | memoryview) -> bytes:
@@ -138,20 +155,12 @@ class JournalFile:
 
 
 @dataclass(frozen=True, slots=True)
-class ChainRecord:
-    """One frame of the chain."""
-
-    file: JournalFile
-    frame: JournalFrame
-
-
-@dataclass(frozen=True, slots=True)
 class Chain:
     """The newest complete snapshot and every change after it. Without a complete snapshot and
     the very first change, everything that could be read."""
 
     files: Sequence[JournalFile]
-    records: Sequence[ChainRecord]
+    records: Sequence[JournalFrame]
     """In the order in which they apply."""
     store: int
     schema: int
@@ -181,16 +190,16 @@ class Chain:
         the transaction that it follows. Raises OSError."""
         path, data = None, b""
         for record in self.records:
-            seq = record.frame.seq
+            seq = record.seq
             if seq <= after or (until is not None and seq > until):
                 continue
-            if record.file.path != path:
-                path, data = record.file.path, record.file.path.read_bytes()
-            yield decode_changes(record.frame.payload(data))
+            if record.path != path:
+                path, data = record.path, record.path.read_bytes()
+            yield decode_changes(record.payload(data))
 
     def has_all_after(self, seq: int) -> bool:
         """Whether every transaction from `seq` + 1 to the last is present."""
-        found = {each.frame.seq for each in self.records if each.frame.kind is FrameKind.CHANGE}
+        found = {each.seq for each in self.records if each.kind is FrameKind.CHANGE}
         return all(number in found for number in range(seq + 1, self.last + 1))
 
 
@@ -208,15 +217,11 @@ def seq_of(path: Path) -> int | None:
 def read_chain(folder: Path) -> Chain:
     """Read and check every file. Raises OSError."""
     files = _read_files(folder)
-    every = [ChainRecord(file, frame) for file in files for frame in file.frames]
+    every = [frame for file in files for frame in file.frames]
     if not every:
         return Chain(files, [], 0, 0, 0, 0, {})
-    newest = every[-1].frame
-    mine = [
-        each
-        for each in every
-        if (each.frame.store, each.frame.schema) == (newest.store, newest.schema)
-    ]
+    newest = every[-1]
+    mine = [each for each in every if (each.store, each.schema) == (newest.store, newest.schema)]
     base = next(
         (
             file
@@ -228,7 +233,7 @@ def read_chain(folder: Path) -> Chain:
         None,
     )
     records = _from_base(mine, base)
-    last = max((each.frame.seq for each in records), default=0)
+    last = max((each.seq for each in records), default=0)
     sequences = base.whole.sequences if base is not None and base.whole is not None else {}
     end = _end(records, base)
     return Chain(files, records, newest.store, newest.schema, end, last, sequences)
@@ -254,7 +259,7 @@ def _order(named: tuple[int, Path]) -> tuple[int, bool]:
 
 def _read_file(path: Path, seq: int) -> JournalFile:
     data = path.read_bytes()
-    found = list(frames(data))
+    found = list(frames(path, data))
     whole = None
     if path.suffix == SNAPSHOT and found and found[-1].kind is FrameKind.WHOLE:
         whole = msgspec.msgpack.decode(found[-1].payload(data), type=SnapshotEnd)
@@ -263,28 +268,27 @@ def _read_file(path: Path, seq: int) -> JournalFile:
     return JournalFile(path, seq, len(data), found, whole)
 
 
-def _from_base(records: Sequence[ChainRecord], base: JournalFile | None) -> list[ChainRecord]:
+def _from_base(records: Sequence[JournalFrame], base: JournalFile | None) -> list[JournalFrame]:
     """The records to apply, in order: a snapshot before the changes after it."""
-    found = [each for each in records if each.frame.kind is not FrameKind.WHOLE]
+    found = [each for each in records if each.kind is not FrameKind.WHOLE]
     if base is not None:
         found = [
             each
             for each in found
-            if each.file is base
-            or (each.frame.kind is FrameKind.CHANGE and each.frame.seq > base.seq)
+            if each.path == base.path or (each.kind is FrameKind.CHANGE and each.seq > base.seq)
         ]
-    found.sort(key=lambda each: (each.frame.seq, each.frame.kind is FrameKind.CHANGE))
+    found.sort(key=lambda each: (each.seq, each.kind is FrameKind.CHANGE))
     return found
 
 
-def _end(records: Sequence[ChainRecord], base: JournalFile | None) -> int:
+def _end(records: Sequence[JournalFrame], base: JournalFile | None) -> int:
     """The last transaction before the first gap."""
     end = 0 if base is None else base.seq
-    if base is None and any(each.frame.kind is FrameKind.ROWS for each in records):
+    if base is None and any(each.kind is FrameKind.ROWS for each in records):
         return 0
     for each in records:
-        if each.frame.kind is FrameKind.CHANGE and each.frame.seq <= end + 1:
-            end = max(end, each.frame.seq)
+        if each.kind is FrameKind.CHANGE and each.seq <= end + 1:
+            end = max(end, each.seq)
     return end
 
 
@@ -314,10 +318,6 @@ class Journal:
         self._snapshot_bytes = 0
         self.is_behind = False
         """A record is missing or a rewrite failed, so the journal must be rewritten."""
-
-    def read(self) -> Chain:
-        """Read and check all files."""
-        return read_chain(self.folder)
 
     def begin(self, chain: Chain, store: int, seq: int) -> None:
         """Append to the newest log of `chain` from now on, or to a new one that follows

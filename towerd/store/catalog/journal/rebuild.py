@@ -1,4 +1,9 @@
-"""Rebuilding a catalog from its journal and the readable rows of a damaged one."""
+"""Rebuilding a catalog from its journal and the readable rows of a damaged one.
+
+Lost data stays visibly missing (`settle`): a turn without its segments keeps its lengths, so that
+serving it raises an error and never yields other tokens. A segment is kept only if its key
+is that of its whole prefix.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +36,9 @@ from towerd.store.tree.scope import public_of
 
 _PREFIX_LOST = {("segments", "parent")}
 """References in which NULL means the root, which would be another prefix."""
+_UNREADABLE = (sqlite3.Error, UnicodeError)
+"""A damaged database may put bytes that are not text into its errors."""
+_KEY_MAX = (1 << 63) - 1
 
 
 def settle(db: sqlite3.Connection, vocabularies: Path) -> tuple[str, ...]:
@@ -121,11 +129,6 @@ def _drop_wrong_segments(db: sqlite3.Connection) -> int:
                 stack.append((pk, id, scope, whole))
     db.executemany("DELETE FROM segments WHERE id = ?", [(id,) for id in every - right])
     return len(every - right)
-
-
-_UNREADABLE = (sqlite3.Error, UnicodeError)
-"""A damaged database may put bytes that are not text into its errors."""
-_KEY_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,9 @@
-"""Opening a catalog together with its journal. Each can repair the other."""
+"""Opening a catalog together with its journal. Each can repair the other.
+
+A clean stop leaves a mark: the checksum of the whole catalog file. If it matches, the file is bit for
+bit what was written, and a start has nothing to check. A stale mark left by a crash does not match
+a catalog changed since, so the mark needs no fsync.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ import xxhash
 from towerd.errors import StoreError, StoreVersion
 from towerd.store.catalog import database
 from towerd.store.catalog.database import CatalogDamaged
-from towerd.store.catalog.journal.journal import UNFINISHED, Journal
+from towerd.store.catalog.journal.journal import UNFINISHED, Journal, read_chain
 from towerd.store.catalog.journal.rebuild import rebuild, replay
 from towerd.store.catalog.journal.tables import (
     Ledger,
@@ -37,7 +42,27 @@ from towerd.store.catalog.schema import VERSION
 from towerd.store.files import durable
 from towerd.store.files.directory import remove_file
 
+log = logging.getLogger(__name__)
+
 _BLOCK_BYTES = 1 << 20
+CHUNK_ROWS = 1000
+LONG_CHECK_BYTES = 32 << 20
+"""A catalog of this size takes about a second to check, so the check is logged."""
+_SIDE_FILES = ("-wal", "-shm")
+_NOT_DAMAGE = frozenset(
+    (
+        sqlite3.SQLITE_AUTH,
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_INTERRUPT,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_PROTOCOL,
+    )
+)
 
 
 def was_closed_cleanly(path: Path) -> bool:
@@ -79,9 +104,6 @@ def _checksum(path: Path) -> bytes:
         while block := file.read(_BLOCK_BYTES):
             h.update(block)
     return h.digest()
-
-
-CHUNK_ROWS = 1000
 
 
 def rewrite(journal: Journal, db: sqlite3.Connection, tables: Sequence[Table]) -> None:
@@ -143,13 +165,6 @@ def _sequences(db: sqlite3.Connection, tables: Sequence[Table]) -> dict[str, int
     return {name: seq for name, seq in found if name in names}
 
 
-log = logging.getLogger(__name__)
-
-LONG_CHECK_BYTES = 32 << 20
-"""A catalog of this size takes about a second to check, so the check is logged."""
-_SIDE_FILES = ("-wal", "-shm")
-
-
 @dataclass(frozen=True, slots=True)
 class OpenedCatalog:
     """A sound catalog and its journal, in the same state."""
@@ -176,7 +191,7 @@ def rebuild_catalog(path: Path, journal: Journal, why: str) -> str:
     """Replace the catalog at `path`, which must not be open, with one rebuilt from its
     journal, and move the old one to `quarantine/`. Returns a description of the result.
     Raises sqlite3.Error, OSError, or CatalogDamaged if there is nothing to rebuild from."""
-    chain = journal.read()
+    chain = read_chain(journal.folder)
     if chain.is_empty:
         raise database.damaged(path, why)
     database.check_version(chain.schema, journal.folder)
@@ -195,7 +210,7 @@ class _Opening:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._journal = Journal(path.with_name("journal"), VERSION)
-        self._chain = self._journal.read()
+        self._chain = read_chain(self._journal.folder)
         self._notes: list[str] = []
 
     def open(self) -> OpenedCatalog:
@@ -316,7 +331,7 @@ class _Opening:
         note = f"The journal was rewritten from the catalog. {why}: {kept} files are in quarantine."
         log.warning("%s", note)
         self._notes.append(note)
-        self._chain = self._journal.read()
+        self._chain = read_chain(self._journal.folder)
 
 
 def _ledger_of(db: sqlite3.Connection) -> Ledger:
@@ -370,19 +385,3 @@ def _may_be_damage(error: sqlite3.Error) -> bool:
     if code in (sqlite3.SQLITE_IOERR_READ, sqlite3.SQLITE_IOERR_SHORT_READ):
         return True
     return code & 0xFF not in _NOT_DAMAGE
-
-
-_NOT_DAMAGE = frozenset(
-    (
-        sqlite3.SQLITE_AUTH,
-        sqlite3.SQLITE_BUSY,
-        sqlite3.SQLITE_CANTOPEN,
-        sqlite3.SQLITE_FULL,
-        sqlite3.SQLITE_INTERRUPT,
-        sqlite3.SQLITE_IOERR,
-        sqlite3.SQLITE_LOCKED,
-        sqlite3.SQLITE_NOMEM,
-        sqlite3.SQLITE_PERM,
-        sqlite3.SQLITE_PROTOCOL,
-    )
-)

@@ -1,4 +1,9 @@
-"""The tables that the journal covers, and row seals: checksums in a column of their own."""
+"""The tables that the journal covers, row seals (checksums in a column of their own), and the rows that
+a transaction changed.
+
+Triggers record the changed rows and set the seal of each in the same statement, so no caller can
+forget the seal or the journal. They are temporary: they belong to the connection, not to the file.
+"""
 
 from __future__ import annotations
 

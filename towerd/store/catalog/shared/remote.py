@@ -76,11 +76,9 @@ class RemoteCatalog(Catalog):
         found: list[str] = self._call("recovered")
         return found
 
-    def bytes_on_disk(self) -> int:
-        return int(self._call("bytes_on_disk"))
-
-    def journal_bytes(self) -> int:
-        return int(self._call("journal_bytes"))
+    def sizes(self) -> tuple[int, int]:
+        of_catalog, of_journal = self._call("sizes")
+        return of_catalog, of_journal
 
     def shrink(self) -> None:
         self._call("shrink")
