@@ -14,6 +14,7 @@ from oracle import ask
 from seams import connections
 from services import OpenService
 from store_tools import FINGERPRINT, turn_of
+from waiting import until_async
 
 from towerd.codec import Codec, container
 from towerd.cold import (
@@ -212,10 +213,7 @@ async def test_the_watch_continues_after_an_error(
     )
     freezer = IdleFreezer(cold)
     freezer.start()
-    for _ in range(600):
-        if cold.n_frozen:
-            break
-        await asyncio.sleep(0.02)
+    await until_async(lambda: cold.n_frozen > 0)
     assert (cold.n_frozen, cold.n_failed, failures) == (1, 0, [])
     assert store.session("x").cold_bytes
     await freezer.stop()
@@ -235,10 +233,7 @@ async def test_what_no_session_can_do_without_is_asked_for_once(store: Store) ->
     cold = ColdTier(store, Coding(source), freeze_after_s=0)
     freezer = IdleFreezer(cold)
     freezer.start()
-    for _ in range(500):
-        if asked:
-            break
-        await asyncio.sleep(0.02)
+    await until_async(lambda: bool(asked))
     await asyncio.sleep(0.5)
     assert len(asked) == 1
     await freezer.stop()
