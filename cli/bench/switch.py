@@ -27,7 +27,7 @@ from towerd.cli.bench.harness.models import bench_model, random_prompt, vocab_si
 from towerd.cli.bench.harness.report import Report
 from towerd.cli.bench.harness.servers import ServerProcess, llama_server, towerd_server
 from towerd.cli.lab import SLOT_RIVAL, laboratory_module
-from towerd.engine.llama_server.slots.slotdir import SlotDir
+from towerd.engine.llama_server.slot_files.slotdir import SlotDir
 from towerd.errors import TowerdError
 from towerd.settings.config import ENGINES
 

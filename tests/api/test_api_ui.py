@@ -11,7 +11,7 @@ import pytest
 from services import EmbeddedService
 from tenants_talk import Client
 
-from towerd.api.admin.ui import ui_files
+from towerd.api.admin.page import ui_files
 from towerd.app.daemon import build_app
 from towerd.settings.config import Config, with_server_args
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient
 
 from towerd.api.http.keys import GATE
-from towerd.api.http.reply import event_of_reply, reshaped, reshaped_event
+from towerd.api.http.reply import event_of_reply, reshaped
 from towerd.api.llama.task import Task
 from towerd.errors import ContextExceeded, DiskFull
 
@@ -124,20 +124,17 @@ async def test_in_mid_stream(client: Client, monkeypatch: pytest.MonkeyPatch, pa
 
 
 def test_llama_servers_errors() -> None:
-    """Replies and events of a llama-server, and replies of a model's process behind a router."""
+    """Replies of a llama-server, and replies of a model's process behind a router."""
     said = {"code": 503, "message": "Loading model", "type": "unavailable_error"}
-    bare, body = json.dumps(said).encode(), json.dumps({"error": said}).encode()
+    body = json.dumps({"error": said}).encode()
     theirs = {"type": "error", "error": {"type": "overloaded_error", "message": "Loading model"}}
     assert json.loads(reshaped("/v1/messages", body)) == theirs
     for path in ("/completion", "/v1/chat/completions", "/v1/responses"):
         assert json.loads(reshaped(path, body)) == {"error": said}
     event = b"event: error\ndata: " + json.dumps(theirs, separators=(",", ":")).encode() + b"\n\n"
-    assert reshaped_event("/v1/messages", bare) == event
-    assert reshaped_event("/v1/messages", body) == event
     assert event_of_reply("/v1/messages", json.dumps(theirs).encode()) == event
     for text in (b"", b"[1]", b'{"error": 3}', b"<html>"):
         assert reshaped("/v1/messages", text) == text
-        assert reshaped_event("/v1/messages", text) is None
         assert event_of_reply("/v1/messages", text) == b"data: %s\n\n" % text
 
 

@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient
 from yarl import URL
 
-from towerd.api.http.requests.log import TITLE_CHARS_MAX, error_line, title_of, why_evaluated
+from towerd.api.http.request_log import TITLE_CHARS_MAX, error_line, title_of, why_evaluated
 from towerd.engine.base import Reuse, Timings
 
 

@@ -10,8 +10,8 @@ import pytest
 from tenants_talk import KEYS, Client, key
 
 from towerd.api.http.keys import GATE
-from towerd.api.http.numbers import TenantNumbers
-from towerd.api.relay.splice import SlotHider
+from towerd.api.http.numbers import Numbers
+from towerd.api.relay.relay import SlotHider
 
 MakeClient = Callable[..., Awaitable[Client]]
 OWN = "/towerd/v1"
@@ -34,11 +34,15 @@ def numbers_in(value: Any, name: str = "") -> Iterator[int]:
 @pytest.mark.parametrize("number", [1, 2, 3, 1000, 2**26 - 1, 2**26, 2**40 + 7, 2**52 - 1])
 def test_numbers_are_one_for_one(number: int) -> None:
     """Each tenant's are its own, and fit a number of JSON exactly."""
-    ann, bob = TenantNumbers(b"secret", "ann"), TenantNumbers(b"secret", "bob")
+    ann, bob = Numbers.of_tenant(b"secret", "ann"), Numbers.of_tenant(b"secret", "bob")
     shown = ann.shown(number)
     assert ann.real(shown) == number
     assert 0 < shown < 2**52
-    assert shown not in (number, bob.shown(number), TenantNumbers(b"other", "ann").shown(number))
+    assert shown not in (
+        number,
+        bob.shown(number),
+        Numbers.of_tenant(b"other", "ann").shown(number),
+    )
     assert ann.shown(0) == ann.real(0) == 0
     assert ann.real(2**52) == ann.real(-5) == ann.real(2**70) == -1
 

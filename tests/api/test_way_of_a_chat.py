@@ -22,10 +22,10 @@ PAGE = ROOT / "docs" / "architecture.md"
 PACKAGES = ("towerd/", "slots/", "kernels/", "codec/")
 BEGINS, ENDS = (
     ("towerd/api/llama/completion.py", "_complete"),
-    ("towerd/api/llama/choice.py", "absorb"),
+    ("towerd/api/llama/task.py", "absorb"),
 )
 THREADS = ("MainThread", "towerd-wire", "towerd-inference", "towerd-compose")
-FILES_MAX = 84
+FILES_MAX = 81
 """All files that a chat from the store enters up to its first token; may only fall."""
 COMPOSING = "towerd/tiers/composer.py"
 CHAT = {

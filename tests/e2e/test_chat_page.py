@@ -15,7 +15,7 @@ from scripted_model import make_scripted_model
 from vision_model import make_projector, picture
 
 from lab.models.random_gguf import PRESETS, make_random_gguf
-from towerd.api.admin.ui import INDEX, built_ui
+from towerd.api.admin.page import INDEX, built_ui
 from towerd.models.bundled import bundled_model
 
 pytestmark = [

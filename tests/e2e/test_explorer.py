@@ -12,7 +12,7 @@ import requests
 from browser import open_browser, screenshots
 from daemon import Daemon
 
-from towerd.api.admin.ui import built_ui
+from towerd.api.admin.page import built_ui
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,8 @@ from services import EmbeddedService, OpenService
 from waiting import until, until_async
 
 from towerd.api.http.hints import Hints
-from towerd.api.llama.task import Caller, parse_task
+from towerd.api.http.tenants import OWNER
+from towerd.api.llama.task import parse_task
 from towerd.engine.base import Finish, GenerateRequest, encode
 from towerd.engine.embedded.context.context import Interrupted
 from towerd.engine.embedded.live.pool import LiveSeq
@@ -44,9 +45,9 @@ async def chat(
 ) -> tuple[dict[str, str], Finish]:
     """The message and the Finish of one chat request."""
     body = {"messages": messages, "max_tokens": n_predict, "temperature": 0, "grammar": grammar}
-    caller = Caller("local", Hints(session))
-    task = await parse_task("chat", encode(body), caller, service.engine, service.config)
-    finish = await service.sessions.run_quietly(await task.request_of(0)())
+    hints, engine = Hints(session), service.engine
+    task = await parse_task("chat", encode(body), OWNER, hints, engine, service.config)
+    finish = await service.sessions.run_quietly(await task.request_of(0))
     assert finish is not None
     reply = json.loads(await task.final(0, finish))
     return reply["choices"][0]["message"], finish

@@ -175,7 +175,7 @@ async def _start_and_leave(service: EmbeddedService, prompt: Ids) -> None:
         pieces += isinstance(event, Piece)
         if pieces == 3:
             break
-    await stream.aclose()  # type: ignore[attr-defined]  # an async generator
+    await stream.aclose()
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])

@@ -72,7 +72,7 @@ def sidecar_on(llama_server: Path, tmp_path: Path) -> OpenSidecar:
         config = Config(**(values | settings))
         async with open_llama_server(config) as opened:
             engine, store, tiers = opened.engine, opened.store, opened.tiers
-            engine.placer.policy.costs = SteadyCosts()
+            engine.holds.placer.policy.costs = SteadyCosts()
             sessions = Sessions(engine, TurnRecorder(store))
             try:
                 yield Sidecar(config, engine, store, tiers, sessions)

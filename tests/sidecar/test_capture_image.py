@@ -10,10 +10,9 @@ import pytest
 from sidecar_tools import OpenSidecar, alone, ask, prompt
 
 from towerd.engine.llama_server.process.upstream_client import UpstreamClient
-from towerd.engine.llama_server.slots.image import (
+from towerd.engine.llama_server.slot_files.image import (
     ImageSpec,
     SlotImage,
-    first_state_bytes,
     image_size,
     parse_image,
     usable,
@@ -96,7 +95,9 @@ def parse_state_of(data: bytes) -> list[int]:
     """Positions of the sliding-window rows of a composed file; not consecutive, so that
     `parse_image` refuses them."""
     rest = array(data)[12 + 4 * (N + 4) :]
-    window = parse_state(ByteReader(rest[first_state_bytes(rest) :]), cell_ext=False)
+    reader = ByteReader(rest)
+    parse_state(reader, cell_ext=False, has_v=True, is_last=False)
+    window = parse_state(reader, cell_ext=False)
     return [int(position) for position in window.rows.positions]
 
 
@@ -170,13 +171,13 @@ async def test_the_saved_tokens_are_the_truth(sidecar_on: OpenSidecar) -> None:
     async with sidecar_on() as sidecar:
         engine = sidecar.engine
         ids = prompt(50)
-        async with await engine.lease(ids, "local", None) as lease:
-            body = {"prompt": ids.tolist(), "id_slot": lease.slot, "n_predict": 12}
+        async with await engine.holds.hold(ids, "local") as hold:
+            body = {"prompt": ids.tolist(), "id_slot": hold.slot, "n_predict": 12}
             reply = await engine.upstream.post(
                 "/completion",
                 {**body, "temperature": 0.0, "ignore_eos": True, "return_tokens": True},
             )
-            lease.hold(prompt(9, 1), is_certain=False, hidden=True)
+            hold.replied(prompt(0), n_hidden=12)
         await engine.settle()
         said = np.concatenate([ids, np.array(reply["tokens"], np.int32)])
         match = sidecar.store.match(said, "local")

@@ -1,4 +1,4 @@
-"""The engine on a real llama-server: leases, tenants, failures, and a store that both engines
+"""The engine on a real llama-server: slots, tenants, failures, and a store that both engines
 read."""
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ import pytest
 from sidecar_tools import GREEDY, OpenSidecar, Sidecar, alone, ask, prompt, running_again
 from waiting import until_async
 
-from towerd.engine.base import GenerateRequest, Piece
+from towerd.engine.base import GenerateRequest, Piece, encode
 from towerd.engine.llama_server.process.process import free_port
-from towerd.engine.llama_server.slots.slot_lease import SlotLease
+from towerd.engine.llama_server.slots.holds import SlotHold
 from towerd.errors import ContextExceeded, InvalidRequest, TowerdError, Unavailable
 from towerd.models.bundled import bundled_model
 from towerd.tokens import Ids
 
 
-async def complete(sidecar: Sidecar, lease: SlotLease, ids: Ids, n: int = 8) -> dict[str, Any]:
-    """A request in a leased slot."""
-    body = {"prompt": ids.tolist(), "id_slot": lease.slot, "n_predict": n, "temperature": 0.0}
+async def complete(sidecar: Sidecar, hold: SlotHold, ids: Ids, n: int = 8) -> dict[str, Any]:
+    """A request in a slot that it holds."""
+    body = {"prompt": ids.tolist(), "id_slot": hold.slot, "n_predict": n, "temperature": 0.0}
     body |= {"ignore_eos": True, "return_tokens": True}
     reply: dict[str, Any] = await sidecar.engine.upstream.post("/completion", body)
-    await lease.launched()
+    hold.launched()
     return reply
 
 
-def ended(lease: SlotLease, reply: dict[str, Any]) -> None:
-    """Tell the lease what its reply was."""
+def ended(hold: SlotHold, reply: dict[str, Any]) -> None:
+    """Tell the hold what its reply was."""
     timings = reply["timings"]
-    lease.observe(timings["cache_n"], timings["prompt_ms"])
-    lease.hold(np.array(reply["tokens"], np.int32), is_certain=True, hidden=False)
+    hold.observe(timings["cache_n"], timings["prompt_ms"])
+    hold.replied(np.array(reply["tokens"], np.int32))
 
 
 async def test_a_chat_comes_back(sidecar_on: OpenSidecar) -> None:
@@ -115,20 +115,20 @@ async def test_a_public_base_is_shared(sidecar_on: OpenSidecar) -> None:
 
 
 async def test_opaque_prompts(sidecar_on: OpenSidecar) -> None:
-    """Unknown tokens: pinned by label, never stored, and gone before another tenant comes."""
+    """Unknown tokens: pinned to the slot that such a prompt had last, never stored, and gone before another tenant comes."""
     async with sidecar_on() as sidecar:
         engine = sidecar.engine
-        async with await engine.lease_opaque("alice", label="images") as lease:
-            await complete(sidecar, lease, prompt(40))
-        async with await engine.lease_opaque("alice", label="images") as again:
-            assert again.slot == lease.slot
+        async with await engine.holds.hold_opaque("alice") as hold:
+            await complete(sidecar, hold, prompt(40))
+        async with await engine.holds.hold_opaque("alice") as again:
+            assert again.slot == hold.slot
             reply = await complete(sidecar, again, prompt(40))
             assert reply["timings"]["cache_n"] == 39
         first = again.slot
         seen = set()
         async with AsyncExitStack() as stack:
             for _ in range(2):
-                other = await stack.enter_async_context(await engine.lease_opaque("bob", label="b"))
+                other = await stack.enter_async_context(await engine.holds.hold_opaque("bob"))
                 reply = await complete(sidecar, other, prompt(40))
                 assert reply["timings"]["cache_n"] == 0
                 seen.add(other.slot)
@@ -142,10 +142,10 @@ async def test_requests_that_the_server_places(sidecar_on: OpenSidecar) -> None:
     async with sidecar_on(parallel=1) as sidecar:
         engine = sidecar.engine
         _, first = await ask(sidecar, prompt(60))
-        async with engine.unpinned() as unpinned:
+        async with engine.holds.unpinned() as launched:
             body = {"prompt": prompt(45, 5).tolist(), "n_predict": 4}
             await engine.upstream.post("/completion", body)
-            unpinned.launched()
+            launched()
         longer = np.concatenate([prompt(60), np.array(first.ids, np.int32), prompt(4, 1)])
         _, done = await ask(sidecar, longer)
         assert done.reuse.live == 0  # it was overwritten, and that was noticed
@@ -156,13 +156,13 @@ async def test_an_unstreamed_reply_blocks_no_other(sidecar_on: OpenSidecar) -> N
     """Its first byte is its last, so that it runs is seen in the slots."""
     async with sidecar_on() as sidecar:
         engine = sidecar.engine
-        lease = await engine.lease(prompt(30), "local", None)
-        body = {"prompt": prompt(30), "id_slot": lease.slot, "n_predict": 470, "ignore_eos": True}
+        hold = await engine.holds.hold(prompt(30), "local")
+        body = {"prompt": prompt(30), "id_slot": hold.slot, "n_predict": 470, "ignore_eos": True}
         long = asyncio.create_task(engine.upstream.post("/completion", body))
-        async with engine.unpinned():
+        async with engine.holds.unpinned():
             assert not long.done()
         await long
-        lease.release()
+        hold.release()
 
 
 async def test_shifted_rows_are_never_stored(sidecar_on: OpenSidecar) -> None:
@@ -176,12 +176,12 @@ async def test_shifted_rows_are_never_stored(sidecar_on: OpenSidecar) -> None:
         engine = sidecar.engine
         await ask(sidecar, prompt(120))
         moved = np.concatenate([prompt(120)[:10], prompt(120)[30:], prompt(4, 2)])
-        async with await engine.lease(moved, "local", None) as lease:
-            body = {"prompt": moved, "id_slot": lease.slot, "n_predict": 4, "n_cache_reuse": 16}
+        async with await engine.holds.hold(moved, "local") as hold:
+            body = {"prompt": moved, "id_slot": hold.slot, "n_predict": 4, "n_cache_reuse": 16}
             reply = await engine.upstream.post("/completion", {**body, "return_tokens": True})
             cache_n = reply["timings"]["cache_n"]
             assert cache_n >= 90
-            ended(lease, reply)
+            ended(hold, reply)
         saves = engine.stats()["saves"]
         await engine.settle()
         assert engine.stats()["saves"] == saves
@@ -216,19 +216,21 @@ async def test_big_prompts_do_not_stop_the_loop(sidecar_on: OpenSidecar) -> None
     async with sidecar_on() as sidecar:
         text = "word " * 400_000
         body = {"messages": [{"role": "user", "content": text}]}
-        assert text.strip() in await sidecar.engine.apply_template(body)
+        wire, data = sidecar.engine.wire, encode(body)
+        rendered = await wire.call(len(data), wire.model.apply_template, data)
+        assert text.strip() in rendered.decode()
 
 
 async def test_the_queue_is_bounded(sidecar_on: OpenSidecar) -> None:
     """One slot, one that may wait: the third is told 503, and the second gets its turn."""
     async with sidecar_on(parallel=1, queue_max=1) as sidecar:
         engine = sidecar.engine
-        lease = await engine.lease(prompt(10), "local", None)
-        waiting = asyncio.create_task(engine.lease(prompt(10, 1), "local", None))
+        hold = await engine.holds.hold(prompt(10), "local")
+        waiting = asyncio.create_task(engine.holds.hold(prompt(10, 1), "local"))
         await until_async(lambda: engine.stats()["waiting"] == 1)
         with pytest.raises(Unavailable, match="waiting"):
-            await engine.lease(prompt(10, 2), "local", None)
-        lease.release()
+            await engine.holds.hold(prompt(10, 2), "local")
+        hold.release()
         (await waiting).release()
         assert engine.stats()["running"] == 0
 
@@ -237,8 +239,8 @@ async def test_bad_prompts(sidecar_on: OpenSidecar) -> None:
     """Ids that are no tokens, none at all, too many of them, a bad grammar."""
     async with sidecar_on() as sidecar:
         engine = sidecar.engine
-        with pytest.raises(InvalidRequest, match="vocabulary"):
-            await engine.lease(np.array([1, 99999], np.int32), "local", None)
+        with pytest.raises(TowerdError, match="invalid tokens"):
+            await ask(sidecar, [1, 99999])
         with pytest.raises(InvalidRequest, match="no tokens"):
             engine.generate(GenerateRequest(np.zeros(0, np.int32)))
         with pytest.raises(ContextExceeded):
@@ -277,7 +279,7 @@ async def test_cancelled(sidecar_on: OpenSidecar) -> None:
         async for event in run:
             if isinstance(event, Piece) and event.ids:
                 break
-        await run.aclose()  # type: ignore[attr-defined]
+        await run.aclose()
         await sidecar.sessions.drain()
         assert sidecar.engine.stats()["running"] == 0
         infos = await asyncio.to_thread(sidecar.store.sessions)
@@ -325,18 +327,18 @@ async def test_who_waits_is_told(sidecar_on: OpenSidecar) -> None:
         engine = sidecar.engine
         process = engine.backend.process
         assert process is not None
-        lease = await engine.lease(prompt(10), "local", None)
-        waiting = asyncio.create_task(engine.lease(prompt(10, 1), "local", None))
+        hold = await engine.holds.hold(prompt(10), "local")
+        waiting = asyncio.create_task(engine.holds.hold(prompt(10, 1), "local"))
         await until_async(lambda: engine.stats()["waiting"] == 1)
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(Unavailable, match="SIGKILL"):
             await waiting
-        assert lease.is_stale
-        lease.release()
-        assert not engine.is_running
+        assert hold.is_stale
+        hold.release()
+        assert not engine.availability.is_running
         with pytest.raises(Unavailable, match="being started"):
-            await engine.lease(prompt(10), "local", None)
+            engine.generate(GenerateRequest(prompt(10)))
 
 
 async def test_an_attached_server_goes_and_comes_back(
@@ -361,8 +363,8 @@ async def test_an_attached_server_goes_and_comes_back(
             os.kill(process.pid or 0, signal.SIGKILL)
             with pytest.raises(Unavailable):
                 await ask(sidecar, prompt(60))
-            assert not sidecar.engine.is_running
-            await until_async(lambda: sidecar.engine.is_running)
+            assert not sidecar.engine.availability.is_running
+            await until_async(lambda: sidecar.engine.availability.is_running)
             _, again = await ask(sidecar, prompt(60))
             assert again.timings.cache_n == again.reuse.hot == 59
 
@@ -375,11 +377,11 @@ async def test_a_restore_that_does_not_take(sidecar_on: OpenSidecar) -> None:
         for seed in range(2):
             await ask(sidecar, prompt(60, seed))
         for missed in range(1, 6):
-            async with await engine.lease(prompt(60, (missed + 1) % 2), "local", None) as lease:
-                assert lease.restored
-                await engine.upstream.erase(lease.slot)  # as a build would that drops it
-                reply = await complete(sidecar, lease, prompt(60, (missed + 1) % 2))
-                ended(lease, reply)
+            async with await engine.holds.hold(prompt(60, (missed + 1) % 2), "local") as hold:
+                assert hold.reuse.hot > 0
+                await engine.upstream.erase(hold.slot)  # as a build would that drops it
+                reply = await complete(sidecar, hold, prompt(60, (missed + 1) % 2))
+                ended(hold, reply)
             assert engine.stats()["restores_missed"] == missed
         assert any("Nothing is restored any more" in note for note in engine.notes)
         assert engine.stats()["reuse_works"] == 0
@@ -396,7 +398,7 @@ async def test_a_slot_that_runs_something_else(sidecar_on: OpenSidecar) -> None:
         running = asyncio.create_task(engine.upstream.post("/completion", stray))
         while not running.done() and not (await engine.upstream.slots())[0]["is_processing"]:
             pass
-        engine.upkeep.doubt()
+        engine.holds.upkeep.doubt()
         _, done = await ask(sidecar, prompt(20))
         assert done.timings.predicted_n == 8
         assert (await running)["tokens_predicted"] == 400
@@ -435,7 +437,7 @@ async def test_prompts_that_do_not_fit_together(sidecar_on: OpenSidecar) -> None
 async def test_idle_chats_are_saved(sidecar_on: OpenSidecar) -> None:
     """A chat without requests for a while is in the store, so that a crash costs nothing."""
     async with sidecar_on() as sidecar:
-        sidecar.engine.upkeep.idle_s = 0.0
+        sidecar.engine.holds.upkeep.idle_s = 0.0
         await ask(sidecar, prompt(60))
         await until_async(lambda: sidecar.engine.stats()["saves"] == 1)
         assert sidecar.tiers.plan(sidecar.tiers.store.hold(prompt(60), "local"), 0).n == 60

@@ -11,15 +11,15 @@ from sidecar_tools import OpenSidecar, ask, prompt
 from waiting import until_async
 
 from towerd.engine.llama_server.engine import LlamaServerEngine
+from towerd.engine.llama_server.slot_files.slotdir import PREFIX
 from towerd.engine.llama_server.slots.slot import Slot
-from towerd.engine.llama_server.slots.slotdir import PREFIX
 from towerd.tokens import Ids
 
 
 async def leave_early(engine: LlamaServerEngine, ids: Ids) -> Slot:
     """Ask for the only slot, and leave while it is being prepared."""
-    leaving = asyncio.create_task(engine.lease(ids, "local", None))
-    slot = engine.table.slots[0]
+    leaving = asyncio.create_task(engine.holds.hold(ids, "local"))
+    slot = engine.holds.table.slots[0]
     await until_async(lambda: slot.busy)
     await asyncio.sleep(0.05)
     leaving.cancel()

@@ -18,7 +18,7 @@ from towerd.engine.llama_server.process.binary import library_env
 from towerd.engine.llama_server.process.probe import ProbeResult, probe
 from towerd.engine.llama_server.process.process import LlamaServerProcess
 from towerd.engine.llama_server.process.upstream_client import UpstreamClient
-from towerd.engine.llama_server.slots.slotdir import SlotDir
+from towerd.engine.llama_server.slot_files.slotdir import SlotDir
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from multidict import CIMultiDict
 
 from towerd.api.relay.headers import to_client, to_upstream
-from towerd.api.relay.metrics import merged
-from towerd.api.relay.splice import with_fields
+from towerd.api.relay.media import with_fields
+from towerd.api.relay.routes import merged
 from towerd.engine.llama_server.process.upstream_counters import counters, difference, without
 
 # --- headers ------------------------------------------------------------------------------

@@ -26,22 +26,22 @@ async def test_a_save_does_not_hold_up_a_first_token(
         return call_later(delay_s, *work, **more)
 
     async with sidecar_on(parallel=2) as sidecar:
-        engine, upkeep = sidecar.engine, sidecar.engine.upkeep
+        engine, upkeep = sidecar.engine, sidecar.engine.holds.upkeep
         upkeep.idle_s = 0.0
-        async with await engine.lease(prompt(40, 9), "local", None) as lease:
-            await lease.launched()
+        async with await engine.holds.hold(prompt(40, 9), "local") as hold:
+            hold.launched()
             with monkeypatch.context() as patch:
                 patch.setattr(loop, "call_later", counting)
                 _, done = await ask(sidecar, prompt(60))
-                (slot,) = (each for each in engine.table.slots if each.n)
+                (slot,) = (each for each in engine.holds.table.slots if each.n)
                 await until_async(lambda: n_postponed > 2)
             assert slot.n_unsaved > 0
-            lease.answering()
+            hold.answering()
             await until_async(lambda: slot.n_unsaved == 0)
         assert upkeep.n_awaited == 0
         monkeypatch.setattr(slot_upkeep, "PATIENCE_S", 0.1)
-        async with await engine.lease(prompt(40, 8), "local", None) as lease:
-            await lease.launched()
+        async with await engine.holds.hold(prompt(40, 8), "local") as hold:
+            hold.launched()
             await ask(sidecar, np.concatenate([prompt(60), done.ids, prompt(30, 2)]))
             await until_async(lambda: slot.n_unsaved == 0)
             assert upkeep.n_awaited == 1

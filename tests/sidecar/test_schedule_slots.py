@@ -142,14 +142,14 @@ def test_windows() -> None:
 
 
 def test_opaque_conversations_keep_their_slot(policy: PlacementPolicy) -> None:
-    """Images and the like: by label, never with what another tenant left."""
+    """Images and the like: where such a prompt was last, never with what another tenant left."""
     slots = [Slot(0, last_used=5), Slot(1, last_used=1)]
-    slots[0].hold_unknown("a", "chat-7")
-    slots[1].hold_unknown("b", "chat-7")
-    own = choose(policy, SlotRequest(None, "a", "chat-7"), *slots)
+    slots[0].hold_unknown("a")
+    slots[1].hold_unknown("b")
+    own = choose(policy, SlotRequest(None, "a"), *slots)
     assert (own.slot, own.erase) == (slots[0], False)
     slots[0].busy = True
-    other = choose(policy, SlotRequest(None, "a", "chat-7"), *slots)
+    other = choose(policy, SlotRequest(None, "a"), *slots)
     assert (other.slot, other.erase) == (slots[1], True)
 
 

@@ -109,7 +109,7 @@ async def test_small_prompts_do_not_pass_a_large_one_for_ever(policy: PlacementP
 
 
 async def test_the_gate_keeps_the_two_kinds_apart() -> None:
-    """An unpinned request waits for leases that are being placed, and holds new ones up."""
+    """An unpinned request waits for those that are being placed, and holds new ones up."""
     gate = LaunchGate()
     await gate.begin_placing()
     unpinned = asyncio.create_task(gate.begin_unpinned())
@@ -127,18 +127,17 @@ async def test_the_gate_keeps_the_two_kinds_apart() -> None:
 
 
 async def test_neither_kind_keeps_the_other_out() -> None:
-    """Unpinned requests that never leave a gap let a lease through that came before them; one
+    """Unpinned requests that never leave a gap let another through that came before them; one
     that stops waiting lets those behind it continue."""
     gate = LaunchGate()
     await gate.begin_unpinned()
-    lease = asyncio.create_task(gate.begin_placing())
+    placing = asyncio.create_task(gate.begin_placing())
     await asyncio.sleep(0)
     unpinned = [asyncio.create_task(gate.begin_unpinned()) for _ in range(2)]
     await asyncio.sleep(0)
-    assert not gate.try_placing()
-    assert not any(task.done() for task in (lease, *unpinned))
+    assert not any(task.done() for task in (placing, *unpinned))
     gate.end_unpinned()
-    await lease
+    await placing
     assert gate.is_awaited
     behind = asyncio.create_task(gate.begin_placing())
     await asyncio.sleep(0)
@@ -148,9 +147,8 @@ async def test_neither_kind_keeps_the_other_out() -> None:
     assert not gate.is_awaited
     gate.end_placing()
     gate.end_placing()
-    assert gate.try_placing()
+    await gate.begin_placing()  # nothing is left to wait for
     gate.end_placing()
-    granted = asyncio.create_task(gate.begin_unpinned())
-    await granted
+    await gate.begin_unpinned()
     gate.end_unpinned()
-    assert gate.try_placing()
+    await gate.begin_placing()

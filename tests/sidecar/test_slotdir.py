@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from towerd.engine.llama_server.slots.slotdir import PREFIX, SlotDir
+from towerd.engine.llama_server.slot_files.slotdir import PREFIX, SlotDir
 from towerd.errors import ConfigError, DiskFull
 
 
@@ -115,7 +115,7 @@ def test_it_goes_with_us(slotdir: SlotDir) -> None:
 def test_what_a_killed_daemon_left(tmp_path: Path) -> None:
     """Its directory is removed by the next one; that of a living one is not touched."""
     living = SlotDir.private(tmp_path)
-    code = "import sys, os, pathlib; from towerd.engine.llama_server.slots.slotdir import SlotDir\n"
+    code = "import sys, os, pathlib; from towerd.engine.llama_server.slot_files.slotdir import SlotDir\n"
     code += (
         "made = SlotDir.private(pathlib.Path(sys.argv[1])); (made.path / made.new_name()).touch()"
     )

@@ -93,4 +93,4 @@ async def running_again(sidecar: Sidecar) -> None:
     process = sidecar.engine.backend.process
     assert process is not None
     before = process.restarts
-    await until_async(lambda: process.restarts > before and sidecar.engine.is_running)
+    await until_async(lambda: process.restarts > before and sidecar.engine.availability.is_running)

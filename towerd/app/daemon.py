@@ -11,9 +11,8 @@ from pathlib import Path
 
 from aiohttp import web
 
-from towerd.api.admin.ui import built_ui, ui_files
-from towerd.api.http.backlog import BACKLOGS, Backlogs
-from towerd.api.http.bodies import BODIES, Bodies
+from towerd.api.admin.page import built_ui, ui_files
+from towerd.api.http.body import BODIES, Bodies
 from towerd.api.http.kept_stream import KeptStreams
 from towerd.api.http.keys import (
     CONFIG,
@@ -32,7 +31,8 @@ from towerd.api.http.keys import (
 from towerd.api.http.limits import Limits
 from towerd.api.http.metrics import Metrics
 from towerd.api.http.middleware import MIDDLEWARES, add_headers
-from towerd.api.http.requests.recent import RECENT, RecentRequests
+from towerd.api.http.recent_requests import RECENT, RecentRequests
+from towerd.api.http.sse import BACKLOGS, Backlogs
 from towerd.api.http.tenants import Tenants
 from towerd.api.llama.task import RUNNING
 from towerd.app.listening import listening

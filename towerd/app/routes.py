@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from towerd.api.admin import calibration as own_calibration
-from towerd.api.admin import page, pins, precache, ui
+from towerd.api.admin import page, pins, precache, upkeep
 from towerd.api.admin import requests as own_requests
 from towerd.api.admin import workflows as own_workflows
 from towerd.api.llama import (
     completion,
-    control,
     embeddings,
     info,
     lora,
@@ -37,7 +35,7 @@ LLAMA_ROUTES: tuple[Route, ...] = (
     Route("POST", "/responses", completion.post_responses),
     Route("POST", "/v1/responses", completion.post_responses),
     Route("POST", "/v1/messages", completion.post_messages),
-    Route("POST", "/v1/chat/completions/control", control.post_control),
+    Route("POST", "/v1/chat/completions/control", completion.post_control),
     Route("POST", "/embedding", embeddings.post_embeddings),
     Route("POST", "/embeddings", embeddings.post_embeddings),
     Route("POST", "/v1/embeddings", embeddings.post_openai_embeddings),
@@ -69,18 +67,18 @@ OWN_ROUTES: tuple[Route, ...] = (
     Route("POST", "/towerd/v1/workflows/{id}/end", own_workflows.post_end),
     Route("GET", "/towerd/v1/bases", pins.list_bases),
     Route("POST", "/towerd/v1/precache", precache.post_precache),
-    Route("GET", "/towerd/v1/calibration", own_calibration.get_calibration),
-    Route("POST", "/towerd/v1/calibration", own_calibration.post_calibration),
+    Route("GET", "/towerd/v1/calibration", upkeep.get_calibration),
+    Route("POST", "/towerd/v1/calibration", upkeep.post_calibration),
 )
 
 UI_ROUTES: tuple[Route, ...] = (
-    Route("GET", "/", ui.get_root),
-    Route("GET", "/{file:.+[.][a-z0-9]+}", ui.get_file),
+    Route("GET", "/", page.get_root),
+    Route("GET", "/{file:.+[.][a-z0-9]+}", page.get_file),
 )
 
 PAGE_ROUTES: tuple[Route, ...] = (
-    Route("GET", "/towerd", page.get_root),
-    Route("GET", "/towerd/", page.get_page),
+    Route("GET", "/towerd", page.redirect),
+    Route("GET", "/towerd/", page.get_explorer),
     Route("GET", "/towerd/page/{name}", page.get_asset),
 )
 

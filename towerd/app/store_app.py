@@ -17,7 +17,7 @@ from aiohttp import web
 
 from towerd import __version__
 from towerd.api.admin.pins import base_json
-from towerd.api.http.bodies import BODIES, Bodies
+from towerd.api.http.body import BODIES, Bodies
 from towerd.api.http.keys import (
     CONFIG,
     GATE,
@@ -47,9 +47,10 @@ from towerd.tiers.formats.calibration import load_calibration
 from towerd.transfer import Transfer
 
 if TYPE_CHECKING:
-    from towerd.api.http.keys import SessionRunner, TiersView
     from towerd.engine.base import Engine
+    from towerd.sessions.sessions import Sessions
     from towerd.sessions.traffic import Traffic
+    from towerd.tiers.manager import Tiers
 
 DAEMON_ONLY = (
     "engine_name",
@@ -72,7 +73,7 @@ DAEMON_ONLY = (
 
 @dataclass(frozen=True, slots=True)
 class StoreService:
-    """`towerd.api.http.keys.Service` without a model. Access to anything that needs one raises
+    """`towerd.api.http.keys.ApiService` without a model. Access to anything that needs one raises
     TowerdError."""
 
     store: Store
@@ -87,12 +88,12 @@ class StoreService:
         )
 
     @property
-    def sessions(self) -> SessionRunner:
+    def sessions(self) -> Sessions:
         """Raises TowerdError."""
         _needs_daemon()
 
     @property
-    def tiers(self) -> TiersView:
+    def tiers(self) -> Tiers:
         """Raises TowerdError."""
         _needs_daemon()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from towerd.api.admin import pins, search, segments, sessions, transfer, upkeep, why
+from towerd.api.admin import pins, segments, sessions, transfer, upkeep
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ STORE_ROUTES: tuple[Route, ...] = (
     Route("POST", "/towerd/v1/sessions/{id}/recode", upkeep.post_recode),
     Route("GET", "/towerd/v1/sessions/{id}/export", transfer.get_export),
     Route("POST", "/towerd/v1/sessions/import", transfer.post_import),
-    Route("GET", "/towerd/v1/search", search.get_search),
+    Route("GET", "/towerd/v1/search", sessions.get_search),
     Route("GET", "/towerd/v1/segments", segments.list_segments),
     Route("GET", "/towerd/v1/segments/{id}", segments.get_segment),
-    Route("GET", "/towerd/v1/segments/{id}/why", why.get_why),
+    Route("GET", "/towerd/v1/segments/{id}/why", segments.get_why),
     Route("GET", "/towerd/v1/trie", segments.get_trie),
     Route("GET", "/towerd/v1/pins", pins.list_pins),
     Route("POST", "/towerd/v1/pins", pins.post_pin),

@@ -339,14 +339,6 @@ class Embeds(Protocol):
 class AdapterSet(Protocol):
     """The LoRA adapters of a model, and how strong each is. Any thread may use it."""
 
-    def listing(self) -> list[dict[str, Any]]:
-        """What GET /lora-adapters answers."""
-        ...
-
-    def set_scales(self, asked: Sequence[Any]) -> None:
-        """Set the scales of requests from now on. Raises InvalidRequest."""
-        ...
-
     def scope(self, tenant: str, asked: object = None) -> str:
         """The scope of a request of `tenant`; asked: its field `lora`. Raises InvalidRequest."""
         ...
@@ -374,9 +366,7 @@ class Engine(Protocol):
     """The policies of a `LiveBudget` under which a prompt may be longer than the context."""
 
     @property
-    def adapters(self) -> AdapterSet | None:
-        """None: another process applies them."""
-        ...
+    def adapters(self) -> AdapterSet: ...
 
     def generate(self, request: GenerateRequest) -> Generation:
         """Queue one request.
@@ -391,11 +381,6 @@ class Engine(Protocol):
 
     async def detokenize(self, ids: Sequence[int] | Ids) -> bytes:
         """Ids to bytes (special tokens as text), off the loop."""
-        ...
-
-    async def apply_template(self, body: Mapping[str, Any]) -> str:
-        """A chat request body (`messages`, `add_generation_prompt`, `chat_template_kwargs`...)
-        to the prompt text. Raises InvalidRequest."""
         ...
 
     async def end_reasoning(self, replies: Sequence[Reply]) -> bool:

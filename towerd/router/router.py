@@ -9,9 +9,9 @@ from pathlib import Path
 
 from aiohttp import web
 
-from towerd.api.admin import page, ui
-from towerd.api.admin.ui import built_ui, ui_files
-from towerd.api.http.bodies import BODIES, Bodies
+from towerd.api.admin import page
+from towerd.api.admin.page import built_ui, ui_files
+from towerd.api.http.body import BODIES, Bodies
 from towerd.api.http.keys import CONFIG, LIMITS, REQUESTS, TENANTS, UI, UI_SETTINGS
 from towerd.api.http.limits import Limits
 from towerd.api.http.middleware import account, add_headers, authenticate, guard
@@ -162,9 +162,9 @@ ROUTES = (
     # to all loaded models: each knows the workflows of its own requests
     Route("POST", "/towerd/v1/workflows/{id}/end", end_workflow),
     Route("*", "/towerd/v1/{path:.*}", forward_store),
-    Route("GET", "/", ui.get_root),
-    Route("GET", "/towerd", page.get_root),
-    Route("GET", "/towerd/", page.get_page),
+    Route("GET", "/", page.get_root),
+    Route("GET", "/towerd", page.redirect),
+    Route("GET", "/towerd/", page.get_explorer),
     Route("GET", "/towerd/page/{name}", page.get_asset),
-    Route("GET", "/{file:.+[.][a-z0-9]+}", ui.get_file),
+    Route("GET", "/{file:.+[.][a-z0-9]+}", page.get_file),
 )

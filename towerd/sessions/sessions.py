@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,7 @@ class Sessions:
             )
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def run(self, request: GenerateRequest) -> AsyncIterator[Event]:
+    async def run(self, request: GenerateRequest) -> AsyncGenerator[Event]:
         """The events of one request; closing the iterator early cancels it.
 
         Tokens generated until then are kept. The Finish event is yielded only after the turn is

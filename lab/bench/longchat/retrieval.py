@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from lab.texts.tasks import Fact
 from lab.texts.tokenizer import TextTokenizer
-from towerd.engine.base import GenerateRequest, LiveBudget, Piece
+from towerd.engine.base import GenerateRequest, LiveBudget, Piece, encode
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.service import Service
 from towerd.tokens import Ids
@@ -92,7 +93,9 @@ async def prompt(engine: EmbeddedEngine, task: RetrievalTask, asked: Asked) -> I
     if engine.info.chat_template:
         content = f"{task.text}\n\n{asked.question}"
         messages = [{"role": "user", "content": content}]
-        text = await engine.apply_template({"messages": messages, "add_generation_prompt": True})
+        data = encode({"messages": messages})
+        rendered = await engine.wire.call(len(data), engine.wire.model.apply_template, data)
+        text = str(msgspec.json.decode(rendered)["prompt"])
     else:
         text = f"{task.text}\n"
     return await engine.tokenize(text + asked.begin, add_special=True, parse_special=True)

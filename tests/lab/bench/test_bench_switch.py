@@ -20,7 +20,7 @@ from towerd.cli.bench.harness.client import complete, new_session
 from towerd.cli.bench.harness.models import random_prompt, vocab_size
 from towerd.cli.bench.switch import SwitchLoad, can_count_written, written_bytes
 from towerd.engine.llama_server.process.binary import find_binary
-from towerd.engine.llama_server.slots.slotdir import SlotDir
+from towerd.engine.llama_server.slot_files.slotdir import SlotDir
 from towerd.errors import TowerdError
 
 LAYERS = 2

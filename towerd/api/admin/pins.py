@@ -7,27 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from towerd.api.admin.segments import segment_json
+from towerd.api.admin.segments import segment_id, segment_json
 from towerd.api.http import fields
+from towerd.api.http.access import own_scope, require_admin
 from towerd.api.http.body import read_object
 from towerd.api.http.keys import TENANT, service_of
 from towerd.api.http.numbers import numbers_of
-from towerd.api.http.query import segment_id
 from towerd.api.http.reply import json_reply
-from towerd.api.http.scope import own_scope
-from towerd.errors import Forbidden, InvalidRequest, SessionFrozen
+from towerd.errors import InvalidRequest, SessionFrozen
 from towerd.store.tree.scope import is_of, is_public, public_of
 from towerd.tiers.formats.calibration import allows
 
 if TYPE_CHECKING:
     from towerd.store import Base, Module, Store
-
-
-def require_admin(request: web.Request) -> None:
-    """Raises Forbidden unless the caller is the owner: over the Unix socket, or if no keys are
-    set."""
-    if not request[TENANT].admin:
-        raise Forbidden("Only the daemon's owner may do this, over its Unix socket")
 
 
 async def list_pins(request: web.Request) -> web.Response:

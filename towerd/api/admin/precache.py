@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from towerd.api.admin.pins import base_json, require_admin
+from towerd.api.admin.pins import base_json
 from towerd.api.http import fields
+from towerd.api.http.access import own_scope, require_admin
 from towerd.api.http.body import read_object
 from towerd.api.http.fields import Body
-from towerd.api.http.keys import LIMITS, ApiService, service_of
-from towerd.api.http.middleware import is_owner_socket
-from towerd.api.http.reply import error_event, json_reply
-from towerd.api.http.scope import own_scope
-from towerd.api.http.sse import EventStream
-from towerd.api.llama.fanout import Events, fan_out
-from towerd.api.llama.prompts import PromptLimit, tokenize_mixed, tokenize_prompts
+from towerd.api.http.keys import ApiService, service_of
+from towerd.api.http.reply import json_reply
+from towerd.api.http.sse import event_stream
 from towerd.api.llama.reuse import progress_json, reuse_json, timings_json
-from towerd.engine.base import Engine, Finish, GenerateRequest, ModuleMaker, Progress
+from towerd.api.llama.text import tokenize_mixed
+from towerd.engine.base import Engine, Event, Finish, GenerateRequest, ModuleMaker, Progress, encode
 from towerd.errors import (
     ConfigError,
     ContextExceeded,
     InvalidRequest,
     NotSupported,
-    TowerdError,
     Unavailable,
 )
 from towerd.store.tree.scope import public_of
@@ -40,6 +39,9 @@ from towerd.tiers.module_text import (
     surrounded,
 )
 from towerd.tokens import Ids
+
+if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is listened on
+    from towerd.wire import Model
 
 LEVEL_MAX = 64
 
@@ -67,7 +69,7 @@ class BaseSpec:
     module: ModuleSpec | None = None
     """Set for `reuse: anywhere`; then `ids` end with the module's ids."""
 
-    async def request(self) -> GenerateRequest:
+    def request(self) -> GenerateRequest:
         """The request that evaluates the base and generates nothing."""
         return GenerateRequest(
             ids=self.ids,
@@ -85,35 +87,27 @@ async def post_precache(request: web.Request) -> web.StreamResponse:
     require_admin(request)
     service = service_of(request)
     body = await read_object(request)
-    spec = await _parse(body, service.engine, own_scope(request))
-    events_max = request.app[LIMITS].events_max
-    async with fan_out(
-        service.sessions, [spec.request], parallel=1, events_max=events_max
-    ) as events:
-        if fields.boolean(body, "stream", False):
+    spec = await _parse(body, request.content_length or 0, service.engine, own_scope(request))
+    sessions = service.sessions
+    if fields.boolean(body, "stream", False):
+        async with aclosing(sessions.run(spec.request())) as events:
             return await _stream(request, spec, events, service)
-        finish = None
-        while (item := await events.next()) is not None:
-            if isinstance(item[1], Finish):
-                finish = item[1]
-    return json_reply(await _enter(service, spec, finish))
+    return json_reply(await _enter(service, spec, await sessions.run_quietly(spec.request())))
 
 
-async def _parse(body: Body, engine: Engine, scope: str) -> BaseSpec:
+async def _parse(body: Body, n_bytes: int, engine: Engine, scope: str) -> BaseSpec:
     name = fields.string(body, "name", "")
     if not name or not name.isprintable():
         raise InvalidRequest("Field 'name' is required: printable text")
     if (body.get("prompt") is None) == (body.get("messages") is None):
         raise InvalidRequest("Exactly one of 'prompt' and 'messages' is required")
     module = await _module(body, engine)
-    ids = await _ids(body, engine) if module is None else module.maker.path(module.ids)
+    if module is None:
+        ids = await engine.wire.call(n_bytes, _prompt_of, engine.wire.model, body)
+    else:
+        ids = module.maker.path(module.ids)
     if len(ids) >= engine.n_ctx:
-        raise ContextExceeded(
-            f"the base ({len(ids)} tokens) exceeds the available context size "
-            f"({engine.n_ctx} tokens)",
-            n_prompt_tokens=len(ids),
-            n_ctx=engine.n_ctx,
-        )
+        raise ContextExceeded.of_request(len(ids), engine.n_ctx)
     return BaseSpec(
         name=name,
         ids=ids,
@@ -125,14 +119,21 @@ async def _parse(body: Body, engine: Engine, scope: str) -> BaseSpec:
     )
 
 
-async def _ids(body: Body, engine: Engine) -> Ids:
-    """The prompt of an ordinary base."""
-    if body.get("messages") is not None:
-        prompt: Any = await engine.apply_template({"add_generation_prompt": False, **body})
-    else:
-        prompt = body["prompt"]
-    prompts = await tokenize_prompts(prompt, engine, PromptLimit(engine.n_ctx), 1)
-    return prompts[0]
+def _prompt_of(model: Model, body: Body) -> Ids:
+    """The prompt of an ordinary base, tokenized as a request's will be."""
+    from towerd.wire import Request
+
+    is_chat = body.get("messages") is not None
+    asked = {"add_generation_prompt": False, **body} if is_chat else {"prompt": body["prompt"]}
+    data = encode({**asked, "stream": False})
+    request = Request(model, "chat" if is_chat else "completion", data)
+    if request.media(0):
+        raise NotSupported(
+            "Only text can be precached: pictures and sounds stay with the chats that show them"
+        )
+    if len(request.prompts) != 1 or not len(request.prompts[0]):
+        raise InvalidRequest('"prompt" must be one prompt that is not empty')
+    return request.prompts[0]
 
 
 async def _module(body: Body, engine: Engine) -> ModuleSpec | None:
@@ -202,24 +203,17 @@ async def _enter(service: ApiService, spec: BaseSpec, finish: Finish | None) -> 
 
 
 async def _stream(
-    request: web.Request, spec: BaseSpec, events: Events, service: ApiService
+    request: web.Request, spec: BaseSpec, events: AsyncIterator[Event], service: ApiService
 ) -> web.StreamResponse:
     """Stream progress events, and the entered base at the end."""
-    item = await events.next()
-    stream = EventStream(request)
-    await stream.open({})
-    finish = None
-    try:
-        while item is not None:
-            event = item[1]
+    event: Event | None = await anext(events)  # a failure before it is an ordinary error reply
+    finish: Finish | None = None
+    async with event_stream(request) as stream:
+        while event is not None:
             if isinstance(event, Progress):
                 await stream.send([{"progress": progress_json(event)}])
             elif isinstance(event, Finish):
                 finish = event
-            item = await events.next()
+            event = await anext(events, None)
         await stream.send([await _enter(service, spec, finish)])
-    except TowerdError as error:
-        in_full = is_owner_socket(request)
-        await stream.write(error_event(request.path, error, in_full=in_full))
-    await stream.close()
     return stream.response

@@ -9,12 +9,12 @@ from typing import Any
 
 from aiohttp import web
 
-from towerd.api.admin.overview import require_overview, slot_numbers
-from towerd.api.admin.sessions import served_tokenizer, visible_scope
+from towerd.api.admin.sessions import served_tokenizer
+from towerd.api.http.access import require_overview, slot_numbers, visible_scope
+from towerd.api.http.fields import integer_query
 from towerd.api.http.keys import CONFIG, LIMITS, service_of
-from towerd.api.http.query import integer_query
+from towerd.api.http.recent_requests import RECENT, REQUESTS_MAX, speeds_json
 from towerd.api.http.reply import json_reply
-from towerd.api.http.requests.recent import RECENT, REQUESTS_MAX, speeds_json
 from towerd.engine.base import SlotView
 from towerd.settings.config import Config
 from towerd.settings.llama_flags import canonical

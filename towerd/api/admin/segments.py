@@ -1,4 +1,5 @@
-"""/towerd/v1/segments and /towerd/v1/trie: the part of the prefix tree that the caller may see."""
+"""/towerd/v1/segments and /towerd/v1/trie: the part of the prefix tree that the caller may see, and why a
+segment is where it is."""
 
 from __future__ import annotations
 
@@ -6,16 +7,16 @@ import asyncio
 import heapq
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from towerd.api.admin.sessions import visible_scope
+from towerd.api.http.access import require_overview, visible_scope
+from towerd.api.http.fields import flag, integer_query
 from towerd.api.http.keys import LIMITS, TENANT, service_of
 from towerd.api.http.numbers import PLAIN, Numbers, numbers_of
-from towerd.api.http.query import flag, integer_query, segment_id
 from towerd.api.http.reply import json_reply
 from towerd.errors import InvalidRequest, NotFound
 from towerd.store.rows.checkpoints import checkpoint_bytes, cut_of
@@ -37,7 +38,7 @@ class Viewer:
     """Whose segments are shown, beside public ones; None: all."""
     sees_all: bool
     """Also how much all tenants use a public segment, and when."""
-    numbers: Numbers = field(default_factory=lambda: PLAIN)
+    numbers: Numbers = PLAIN
     """By which it knows segments."""
 
     def may_see(self, node: Node) -> bool:
@@ -73,6 +74,14 @@ async def viewer_of(request: web.Request) -> Viewer:
     """What the caller may see."""
     numbers = await numbers_of(request)
     return Viewer(visible_scope(request), request[TENANT].sees_all, numbers)
+
+
+def segment_id(request: web.Request) -> int:
+    """The segment id in the request's path. Raises NotFound."""
+    raw = request.match_info["id"]
+    if not raw.isdecimal() or len(raw) > 18:
+        raise NotFound(f"there is no segment {raw[:50]!r}")
+    return int(raw)
 
 
 def segment_json(node: Node, store: Store, viewer: Viewer = OWNER_VIEW) -> dict[str, Any]:
@@ -198,3 +207,28 @@ def _tree(
         "segments": n,
         "truncated": truncated,
     }
+
+
+async def get_why(request: web.Request) -> web.Response:
+    """How the policies rank one segment: score, prediction, pin and place."""
+    service = service_of(request)
+    number, viewer = segment_id(request), await viewer_of(request)
+
+    def why() -> dict[str, Any]:
+        node = viewer.node(service.store, number)
+        if not viewer.may_see_uses(node):
+            require_overview(request)
+        segment = segment_json(node, service.store, viewer)
+        return {"segment": segment, "why": _shown(service.tiers.ranking.explain(node), viewer)}
+
+    return json_reply(await asyncio.to_thread(why))
+
+
+def _shown(why: dict[str, Any], viewer: Viewer) -> dict[str, Any]:
+    """Without what counts the segments of all tenants, unless the caller sees what all do."""
+    if viewer.sees_all:
+        return why
+    for tier in ("hot", "warm"):
+        if why[tier] is not None:
+            why[tier] = {**why[tier], "place": None}
+    return {**why, "n_hot": None, "n_warm": None}

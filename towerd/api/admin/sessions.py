@@ -1,4 +1,4 @@
-"""/towerd/v1/sessions: the conversations of the caller's tenant."""
+"""/towerd/v1/sessions: the conversations of the caller's tenant; /towerd/v1/search: where words were said."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from towerd.api.http import fields
+from towerd.api.http.access import visible_scope
 from towerd.api.http.body import read_object
-from towerd.api.http.keys import LIMITS, TENANT, service_of
+from towerd.api.http.fields import flag, integer_query
+from towerd.api.http.keys import LIMITS, service_of
 from towerd.api.http.numbers import numbers_of
-from towerd.api.http.query import flag, integer_query
 from towerd.api.http.reply import json_reply
 from towerd.errors import InvalidRequest, NotFound, ThawError
 from towerd.store import SessionInfo, Store, TurnInfo
@@ -28,12 +29,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 IDLE_S_MAX = 10**10
 ROW_MAX = (1 << 63) - 1
-
-
-def visible_scope(request: web.Request) -> str | None:
-    """The scope that the caller sees: its own; the owner sees all (None), or that of `?scope=`."""
-    tenant = request[TENANT]
-    return (request.query.get("scope") or None) if tenant.admin else tenant.scope
+QUERY_CHARS_MAX = 1000
 
 
 async def list_sessions(request: web.Request) -> web.Response:
@@ -60,6 +56,29 @@ async def list_sessions(request: web.Request) -> web.Response:
     return json_reply({"sessions": await sessions_json(request, sessions)})
 
 
+async def get_search(request: web.Request) -> web.Response:
+    """The conversations with a turn in which all words of `?q=` occur, the best match first, with
+    the words around them."""
+    search = service_of(request).search
+    typed = request.query.get("q", "")
+    if len(typed) > QUERY_CHARS_MAX:
+        raise InvalidRequest(f"Query parameter 'q' may have {QUERY_CHARS_MAX} characters")
+    limit = integer_query(request, "limit", 20, 1, request.app[LIMITS].page_max)
+    found = await asyncio.to_thread(search.find, typed, visible_scope(request), limit)
+    listed = await sessions_json(request, [info for _, info in found])
+    numbers = await numbers_of(request)
+    results: list[dict[str, Any]] = [
+        {
+            "session": session,
+            "turn": numbers.shown(hit.turn),
+            "said": hit.said,
+            "snippet": hit.snippet,
+        }
+        for session, (hit, _) in zip(listed, found, strict=True)
+    ]
+    return json_reply({"query": typed, "results": results})
+
+
 async def sessions_json(request: web.Request, infos: Sequence[SessionInfo]) -> list[dict[str, Any]]:
     """Sessions as they are listed; one that was given no title has its first question for one."""
     titles = [info.title for info in infos]
@@ -82,21 +101,25 @@ def _sessions(store: Store, scope: str | None, limit: int) -> list[SessionInfo]:
     return sorted([*own, *foreign], key=lambda info: info.updated, reverse=True)[:limit]
 
 
-async def _in_either(
+def in_either(
     request: web.Request,
     own: Callable[[str, str | None], T],
     foreign: Callable[[str, str | None, str], U],
-) -> T | U:
-    """What is asked of a session: one of the served model's tokenizer, or else one of another, or
-    at once the one of `?tokenizer=`. Raises NotFound."""
+) -> Callable[[], T | U]:
+    """What is asked of a session, for a thread: of one of the served model's tokenizer, or else of one of
+    another, or at once of the one of `?tokenizer=`. The call raises NotFound."""
     name, scope = request.match_info["id"], visible_scope(request)
     tokenizer = request.query.get("tokenizer", "")
-    if tokenizer == served_tokenizer(request):
-        return await asyncio.to_thread(own, name, scope)
-    if not tokenizer:
-        with suppress(NotFound):
-            return await asyncio.to_thread(own, name, scope)
-    return await asyncio.to_thread(foreign, name, scope, tokenizer)
+
+    def work() -> T | U:
+        if tokenizer == served_tokenizer(request):
+            return own(name, scope)
+        if not tokenizer:
+            with suppress(NotFound):
+                return own(name, scope)
+        return foreign(name, scope, tokenizer)
+
+    return work
 
 
 def served_tokenizer(request: web.Request) -> str:
@@ -110,7 +133,7 @@ async def get_session(request: web.Request) -> web.Response:
     is decoded for that, and stays frozen."""
     service = service_of(request)
     store, name = service.store, request.match_info["id"]
-    found = await _in_either(request, store.session, store.foreign.session)
+    found = await asyncio.to_thread(in_either(request, store.session, store.foreign.session))
     if isinstance(found, ForeignSession):
         return await _get_foreign(request, name, found)
     info = found
@@ -203,22 +226,20 @@ async def patch_session(request: web.Request) -> web.Response:
     if body.get("title") is None:
         raise InvalidRequest("Field 'title' is required")
     title = fields.string(body, "title", "")
-    info = await _in_either(
+    rename = in_either(
         request,
         lambda id, scope: store.rename_session(id, title, scope),
         lambda id, scope, tokenizer: store.foreign.rename(id, title, scope, tokenizer),
     )
+    info = await asyncio.to_thread(rename)
     return json_reply({"session": await _session_json(request, info)})
 
 
 async def own_session(request: web.Request) -> SessionInfo:
     """The session in the path, which is to be coded or decoded. Raises NotFound, or InvalidRequest if
     that takes another model than the served one."""
-    store, name, scope = (
-        service_of(request).store,
-        request.match_info["id"],
-        visible_scope(request),
-    )
+    store, name = service_of(request).store, request.match_info["id"]
+    scope = visible_scope(request)
     try:
         return await asyncio.to_thread(store.session, name, scope)
     except NotFound:
@@ -253,6 +274,6 @@ async def post_thaw(request: web.Request) -> web.Response:
 async def delete_session(request: web.Request) -> web.Response:
     """Delete a session. The next gc removes its segments unless another session needs them."""
     store, name = service_of(request).store, request.match_info["id"]
-    await _in_either(request, store.delete_session, store.foreign.delete)
+    await asyncio.to_thread(in_either(request, store.delete_session, store.foreign.delete))
     await asyncio.to_thread(service_of(request).search.deleted, name)
     return json_reply({"deleted": name})

@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from functools import partial
 
 from aiohttp import web
 
-from towerd.api.admin.sessions import served_tokenizer, visible_scope
+from towerd.api.admin.sessions import in_either
+from towerd.api.http.access import visible_scope
 from towerd.api.http.body import read_bytes
 from towerd.api.http.keys import TENANT, TRANSFER, service_of
 from towerd.api.http.reply import json_reply
-from towerd.errors import NotFound
 from towerd.transfer import export_foreign, export_session, import_session
 
 
 async def get_export(request: web.Request) -> web.Response:
-    """The session as a `.tower` file: one of the served model's tokenizer, or else one of another, or
-    at once the one of `?tokenizer=`."""
-    service, transfer = service_of(request), request.app[TRANSFER]
-    id, scope = request.match_info["id"], visible_scope(request)
+    """The session as a `.tower` file; which one: see `in_either`."""
+    service = service_of(request)
+    store, coding = service.store, service.cold.coding
 
-    tokenizer = request.query.get("tokenizer", "")
+    def own(id: str, scope: str | None) -> bytes:
+        found = store.session(id, scope)  # before the vocabulary is loaded
+        return export_session(store, coding.model(), id, found.scope)
 
-    def export_own() -> bytes:
-        found = service.store.session(id, scope)  # before the vocabulary is loaded
-        return export_session(service.store, service.cold.coding.model(), id, found.scope)
-
-    def work() -> bytes:
-        if tokenizer == served_tokenizer(request):
-            return export_own()
-        if not tokenizer:
-            with suppress(NotFound):
-                return export_own()
-        return export_foreign(service.store, id, scope, tokenizer)
-
-    return web.Response(body=await transfer.run(work), content_type="application/octet-stream")
+    work = in_either(request, own, partial(export_foreign, store))
+    body = await request.app[TRANSFER].run(work)
+    return web.Response(body=body, content_type="application/octet-stream")
 
 
 async def post_import(request: web.Request) -> web.Response:

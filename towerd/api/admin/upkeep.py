@@ -1,4 +1,5 @@
-"""/towerd/v1/verify, gc and sessions/{id}/recode: maintenance of the store."""
+"""/towerd/v1/verify, gc, calibration and sessions/{id}/recode: maintenance of the store, and the measured cost
+of stored formats for this model."""
 
 from __future__ import annotations
 
@@ -6,19 +7,21 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from towerd.api.admin.pins import require_admin
 from towerd.api.admin.sessions import own_session, sessions_json
 from towerd.api.http import fields
+from towerd.api.http.access import require_admin
 from towerd.api.http.body import read_object
 from towerd.api.http.keys import service_of
-from towerd.api.http.middleware import is_owner_socket
-from towerd.api.http.reply import error_event, json_reply
-from towerd.api.http.sse import EventStream
-from towerd.errors import InvalidRequest, TowerdError
+from towerd.api.http.reply import json_reply
+from towerd.api.http.sse import event_stream
+from towerd.errors import InvalidRequest, NotSupported
+
+if TYPE_CHECKING:
+    from towerd.engine.embedded.calibration.calibrate import Calibrator
 
 QUARANTINE_DAYS = 30.0
 
@@ -45,8 +48,6 @@ async def _stream_verify(
 ) -> web.StreamResponse:
     """Stream the latest progress of the worker thread: a slow client misses some. The work ends
     when the client leaves."""
-    stream = EventStream(request)
-    await stream.open({})
     newest: list[tuple[int, int]] = [(0, 0)]
     gone = threading.Event()
 
@@ -55,21 +56,18 @@ async def _stream_verify(
             raise ConnectionResetError
         newest[0] = (done, total)
 
-    running = asyncio.create_task(asyncio.to_thread(work, progress))
-    sent = (0, 0)
-    try:
-        while not (await asyncio.wait((running,), timeout=0.2))[0]:
-            if newest[0] != sent:
-                sent = newest[0]
-                await stream.send([{"progress": {"done": sent[0], "total": sent[1]}}])
-        await stream.send([running.result()])
-    except TowerdError as error:
-        in_full = is_owner_socket(request)
-        await stream.write(error_event(request.path, error, in_full=in_full))
-    finally:
-        gone.set()
-        await asyncio.gather(running, return_exceptions=True)
-    await stream.close()
+    async with event_stream(request) as stream:
+        running = asyncio.create_task(asyncio.to_thread(work, progress))
+        sent = (0, 0)
+        try:
+            while not (await asyncio.wait((running,), timeout=0.2))[0]:
+                if newest[0] != sent:
+                    sent = newest[0]
+                    await stream.send([{"progress": {"done": sent[0], "total": sent[1]}}])
+            await stream.send([running.result()])
+        finally:
+            gone.set()
+            await asyncio.gather(running, return_exceptions=True)
     return stream.response
 
 
@@ -97,3 +95,25 @@ async def post_recode(request: web.Request) -> web.Response:
     recoded = await service.cold.recode(found.id, found.scope)
     info = await asyncio.to_thread(service.store.session, found.id, found.scope)
     return json_reply({"session": (await sessions_json(request, [info]))[0], "changed": recoded})
+
+
+async def get_calibration(request: web.Request) -> web.Response:
+    """The progress of the calibration, and its result."""
+    return json_reply({"calibration": _calibrator(request).view()})
+
+
+async def post_calibration(request: web.Request) -> web.Response:
+    """Start calibration now; `again`: even if there is a result already."""
+    require_admin(request)
+    calibrator = _calibrator(request)
+    body = await read_object(request)
+    calibrator.request(again=fields.boolean(body, "again", False))
+    return json_reply({"calibration": calibrator.view()})
+
+
+def _calibrator(request: web.Request) -> Calibrator:
+    """The calibrator. Raises NotSupported without one: only the embedded engine can measure."""
+    found: Calibrator | None = getattr(service_of(request).engine, "calibrator", None)
+    if found is None:
+        raise NotSupported("Calibration needs the model in the daemon: use --engine embedded.")
+    return found

@@ -7,10 +7,10 @@ from typing import Any
 
 from aiohttp import web
 
-from towerd.api.admin.sessions import visible_scope
+from towerd.api.http.access import visible_scope
+from towerd.api.http.fields import integer_query
 from towerd.api.http.hints import checked_name
 from towerd.api.http.keys import LIMITS, TENANT, service_of
-from towerd.api.http.query import integer_query
 from towerd.api.http.reply import json_reply
 from towerd.sessions.workflows import Workflow
 

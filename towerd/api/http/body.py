@@ -1,8 +1,13 @@
-"""Reading a request's body, with bounds on its size, on stalls and on time on the loop."""
+"""Reading a request's body, with bounds on its size, on stalls, on time on the loop and on memory.
+
+A body is held from its first byte until it is parsed. Bodies of all clients together take no more
+than a few of the largest allowed: many at once would exhaust the memory of a small machine.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from io import BytesIO
 from typing import Any
@@ -11,15 +16,47 @@ import msgspec
 from aiohttp import hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from towerd.api.http.bodies import hold_body
+from towerd.api.http.connection import let_send
 from towerd.api.http.content_coding import coding_of, unpack
-from towerd.api.http.expectation import let_send
 from towerd.api.http.fields import json_type
-from towerd.api.http.json_text import decode_json
 from towerd.api.http.keys import CONFIG, LIMITS
 from towerd.api.http.limits import Limits
 from towerd.api.http.reply import RequestTimeout, reason_of
-from towerd.errors import InvalidRequest, TooLarge
+from towerd.errors import InvalidRequest, TooLarge, Unavailable
+
+LARGEST_AT_ONCE = 4
+"""The room for all bodies, in bodies of the largest size."""
+_MARK = b"\xef\xbb\xbf"
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+class Bodies:
+    """The bytes of all bodies that are held. Event loop only."""
+
+    def __init__(self, request_bytes_max: int) -> None:
+        self.bytes_max = LARGEST_AT_ONCE * request_bytes_max
+        self.n_bytes = 0
+
+    def hold(self, request: web.Request, n_bytes: int) -> None:
+        """Count more bytes of a request's body. Raises Unavailable if there is no room."""
+        if self.n_bytes + n_bytes > self.bytes_max:
+            raise Unavailable(
+                "The bodies of other requests take all the memory that there is for them; try again"
+            )
+        self.n_bytes += n_bytes
+        request[HELD] = request.get(HELD, 0) + n_bytes
+
+
+BODIES = web.AppKey("bodies", Bodies)
+HELD = web.RequestKey("held", int)
+"""How many bytes of the request's body are held."""
+
+
+def release_body(request: web.Request) -> None:
+    """The request's body is not held any more, if it was; called at the end of every request."""
+    if n_bytes := request.get(HELD):
+        request.app[BODIES].n_bytes -= n_bytes
+        request[HELD] = 0
 
 
 async def read_object(request: web.Request) -> dict[str, Any]:
@@ -55,6 +92,26 @@ def _decode(data: bytes, limits: Limits) -> Any:
     return value
 
 
+def decode_json(data: bytes, type: Any = Any) -> Any:
+    """The value of a text that is nearly JSON, as clients send it: see `towerd.wire.mended_json`. Raises
+    as msgspec's decoder."""
+    try:
+        return msgspec.json.decode(data, type=type)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        if not may_be_mended(data):
+            raise
+    from towerd.wire import mended_json  # llama.cpp's libraries are loaded for that
+
+    return msgspec.json.decode(mended_json(data), type=type)
+
+
+def may_be_mended(data: bytes) -> bool:
+    """Whether a text may begin with a byte-order mark or hold half of a surrogate pair."""
+    return data.startswith(_MARK) or _SURROGATE.search(data) is not None
+
+
 PEEKED = web.RequestKey("peeked", bytes)
 
 
@@ -64,28 +121,27 @@ async def peek_bytes(request: web.Request) -> bytes:
     return data
 
 
-async def read_bytes(request: web.Request, bytes_max: int = 0) -> bytes:
+async def read_bytes(request: web.Request) -> bytes:
     """The whole body, which counts among the `Bodies` until `release_body`, or the end of the
-    request. Takes and raises what `iter_bytes` does, and Unavailable if other bodies take all the room."""
+    request. Raises what `iter_bytes` does, and Unavailable if other bodies take all the room."""
     if PEEKED in request:
         peeked = request[PEEKED]
         del request[PEEKED]
         return peeked
     data = BytesIO()
-    held = hold_body(request)
-    async for chunk in iter_bytes(request, bytes_max):
-        held.add(len(chunk))
+    bodies = request.app[BODIES]
+    async for chunk in iter_bytes(request):
+        bodies.hold(request, len(chunk))
         data.write(chunk)
     return data.getvalue()  # not a copy: copying 64 MiB would block the loop for 50 ms
 
 
-def iter_bytes(request: web.Request, bytes_max: int = 0) -> AsyncIterator[bytes]:
-    """The body as it arrives, unpacked. bytes_max: a lower limit than `request_bytes_max`; 0: none.
+def iter_bytes(request: web.Request) -> AsyncIterator[bytes]:
+    """The body as it arrives, unpacked, up to `request_bytes_max`.
 
     A body whose Content-Length is too large, or that is compressed in an unknown way, is refused
     before any of it is read. Raises InvalidRequest, TooLarge, RequestTimeout."""
-    most = request.app[CONFIG].request_bytes_max
-    bytes_max = min(most, bytes_max or most)
+    bytes_max = request.app[CONFIG].request_bytes_max
     too_large = TooLarge(f"The request body exceeds the limit of {bytes_max} bytes")
     if (request.content_length or 0) > bytes_max:
         raise too_large

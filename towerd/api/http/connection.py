@@ -1,7 +1,7 @@
 """One client's connection: where towerd differs from aiohttp below the application.
 
-A body is neither asked for nor unpacked before a handler reads it. What is left of it behind the
-reply is dropped within bounds.
+A body is neither asked for (`Expect: 100-continue`) nor unpacked before a handler reads it, so that a
+client that is refused sends nothing. What is left of it behind the reply is dropped within bounds.
 
 A request that is not valid HTTP gets an error in llama-server's shape and one line in the log.
 
@@ -20,18 +20,20 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, cast
 
-from aiohttp import web
-from aiohttp.http import RawRequestMessage
+from aiohttp import hdrs, web
+from aiohttp.http import HttpVersion11, RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
+from multidict import CIMultiDict, CIMultiDictProxy
 
-from towerd.api.http.expectation import WAITS, is_expecting, without_expectation
 from towerd.api.http.reply import error_reply, from_http, reason_of
 from towerd.errors import InvalidRequest, TowerdError
 
 log = logging.getLogger(__name__)
 
-
+WAITS = web.RequestKey("waits", bool)
+"""Whether the client waits for the word to send its body."""
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 COMMON = b"HTTP/1."
 """The bytes that every reply begins with."""
 LEFT_S_MAX = 5.0
@@ -192,7 +194,7 @@ class Connection(RequestHandler):
         if isinstance(resp, web.HTTPException) and resp.status >= 400:
             resp = error_reply(from_http(resp), path=request.path)
         is_left = not request.content.is_eof()
-        is_kept = is_left and not _waits(request) and 0 < _n_bytes(request) <= LEFT_BYTES_KEPT
+        is_kept = is_left and not request.get(WAITS) and 0 < _n_bytes(request) <= LEFT_BYTES_KEPT
         if is_left and not is_kept and not resp.prepared:
             resp.force_close()
         finished = await super().finish_response(request, resp, start_time)
@@ -221,11 +223,6 @@ class Connection(RequestHandler):
         self._n_left += len(data)
         if self._n_left > LEFT_BYTES_MAX and not self._all_left.done():
             self._all_left.set_result(None)
-
-
-def _waits(request: web.BaseRequest) -> bool:
-    """Whether the client waits for the word to send its body."""
-    return bool(request.get(WAITS))
 
 
 def _n_bytes(request: web.BaseRequest) -> int:
@@ -264,10 +261,20 @@ def _deferring(make: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRe
     """As `make`, but nobody is told to send a body before it is read."""
 
     def factory(message: RawRequestMessage, *args: Any) -> web.BaseRequest:
-        if not is_expecting(message):
-            return make(message, *args)
-        request = make(without_expectation(message), *args)
+        if message.headers.get(hdrs.EXPECT, "").lower() != "100-continue":
+            return make(message, *args)  # other expectations are aiohttp's to refuse
+        headers = CIMultiDict(message.headers)
+        del headers[hdrs.EXPECT]  # aiohttp would answer it at once
+        request = make(message._replace(headers=CIMultiDictProxy(headers)), *args)
         request[WAITS] = True
         return request
 
     return factory
+
+
+async def let_send(request: web.Request) -> None:
+    """Tell the client to send its body, if it waits for that."""
+    if request.get(WAITS) and request.version >= HttpVersion11:
+        request[WAITS] = False
+        await request.writer.write(_CONTINUE)
+        request.writer.output_size = 0  # a reply has not begun

@@ -1,4 +1,4 @@
-"""Typed access to the fields of a request body, with errors that name the field.
+"""Typed access to the fields of a request body and of its query, with errors that name the field.
 
 As in llama-server, null is the same as absent.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from aiohttp import web
 
 from towerd.errors import InvalidRequest
 
@@ -91,3 +93,21 @@ def check_range(name: str, value: float, low: float, high: float) -> None:
         raise InvalidRequest(
             f"Field '{name}': Value must be between {low} <= value <= {high}, but got {value}"
         )
+
+
+def integer_query(request: web.Request, name: str, default: int, low: int, high: int) -> int:
+    """`?name=` within [low, high]. Raises InvalidRequest."""
+    raw = request.query.get(name)
+    if raw is None:
+        return default
+    try:
+        value = int(raw)
+    except ValueError:
+        raise InvalidRequest(f"Query parameter '{name}' must be an integer") from None
+    check_range(name, value, low, high)
+    return value
+
+
+def flag(request: web.Request, name: str) -> bool:
+    """Whether `?name` is set and not 0 or false."""
+    return request.query.get(name, "0").lower() not in ("0", "false")

@@ -14,7 +14,6 @@ NAME_CHARS_MAX = 128
 SESSION_HEADER = "X-Towerd-Session"
 WORKFLOW_HEADER = "X-Towerd-Workflow"
 AGENT_HEADER = "X-Towerd-Agent"
-_SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True, slots=True)

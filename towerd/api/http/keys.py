@@ -1,8 +1,8 @@
-"""Keys of the application and of requests, and the protocols of what handlers use."""
+"""Keys of the application and of requests, and what handlers use."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,7 +12,7 @@ from aiohttp import web
 from towerd.api.http.limits import Limits
 from towerd.api.http.metrics import Metrics, RequestMetrics
 from towerd.api.http.tenants import Tenant, Tenants
-from towerd.engine.base import Engine, Event, GenerateRequest
+from towerd.engine.base import Engine
 from towerd.errors import Unavailable
 from towerd.settings.config import Config
 
@@ -20,53 +20,25 @@ if TYPE_CHECKING:
     from towerd.api.http.kept_stream import KeptStreams
     from towerd.cold import ColdTier
     from towerd.search.search import Search
-    from towerd.sessions.recorder import TurnRecorder
+    from towerd.sessions.sessions import Sessions
     from towerd.sessions.traffic import Traffic
     from towerd.store import Store
-    from towerd.tiers.formats.fidelity import Fidelity
-    from towerd.tiers.ranking import Ranking
+    from towerd.tiers.manager import Tiers
     from towerd.transfer import Transfer
 
 
-class HasStats(Protocol):
-    """An object with counters and gauges."""
-
-    def stats(self) -> dict[str, Any]: ...
-
-
-class SessionRunner(HasStats, Protocol):
-    """`towerd.sessions.sessions.Sessions` as the API sees it."""
-
-    @property
-    def recorder(self) -> TurnRecorder:
-        """Records turns that did not go through `run`."""
-        ...
-
-    def run(self, request: GenerateRequest) -> AsyncIterator[Event]:
-        """Run one request; the Finish event arrives when its tokens are durable."""
-        ...
-
-
-class TiersView(HasStats, Protocol):
-    """`towerd.tiers.manager.Tiers` as the API sees it."""
-
-    ranking: Ranking
-    """Ranks segments for eviction."""
-    fidelity: Fidelity
-    """The fidelity in force."""
-
-
 class ApiService(Protocol):
-    """Everything behind the API, from `towerd.service.open_service`."""
+    """Everything behind the API: `towerd.service.Service`, or of a store alone
+    `towerd.app.store_app.StoreService`."""
 
     @property
     def engine(self) -> Engine: ...
     @property
-    def sessions(self) -> SessionRunner: ...
+    def sessions(self) -> Sessions: ...
     @property
     def store(self) -> Store: ...
     @property
-    def tiers(self) -> TiersView: ...
+    def tiers(self) -> Tiers: ...
     @property
     def traffic(self) -> Traffic: ...
     @property

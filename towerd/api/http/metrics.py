@@ -218,14 +218,6 @@ class Metrics(RequestMetrics):
             registry=self.registry,
         )
 
-    def started(self, began: float) -> None:
-        """A request that began at `began` (time.monotonic) is about to get its first token."""
-        self.ttft.observe(time.monotonic() - began)
-
-    def embedded(self, n_tokens: int) -> None:
-        """Account for embedded texts of `n_tokens` in total."""
-        self.prompt_tokens.inc(n_tokens)
-
     def finished(self, finish: Finish) -> None:
         """Account for one finished generation."""
         reuse, timings = finish.reuse, finish.timings

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from contextlib import suppress
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
-from towerd.api.http.bodies import release_body
+from towerd.api.http.access import is_owner_socket
+from towerd.api.http.body import release_body
 from towerd.api.http.keys import CONFIG, GATE, REQUESTS, TENANT, TENANTS, UI
 from towerd.api.http.reply import error_reply, from_http
-from towerd.api.http.requests.log import LOGGED, log_refused
-from towerd.api.http.tenants import CALLER, OWNER, SOCKET, Tenant
+from towerd.api.http.request_log import LOGGED, log_refused
+from towerd.api.http.tenants import CALLER, OWNER, Tenant
 from towerd.errors import Forbidden, NotSupported, TowerdError, Unauthorized, Unavailable
 from towerd.settings.addresses import host_of, is_loopback
 
 log = logging.getLogger(__name__)
 
-PUBLIC = frozenset(("/health", "/v1/health", "/", "/towerd", "/towerd/"))
-"""Paths that need no key; the page's own files are public as well."""
 PAGE_PREFIX = "/towerd/page/"
 UI_PREFIX = "/_app/"
 UI_SUFFIXES = (
@@ -151,17 +149,7 @@ def is_page(path: str) -> bool:
 
 def is_public(path: str) -> bool:
     """Whether this path needs no key: health, the status page and its files."""
-    return path in PUBLIC or path.startswith(PAGE_PREFIX)
-
-
-def is_owner_socket(request: web.Request) -> bool:
-    """Whether the request came over the Unix socket, which only the daemon's owner can open. Behind
-    a router: over the router's."""
-    if request.transport is None:
-        return False
-    if isinstance(request.transport.get_extra_info("sockname"), tuple):
-        return False
-    return not request.app[CONFIG].behind_router or request.headers.get(CALLER) == SOCKET
+    return path in ("/health", "/v1/health") or is_page(path)
 
 
 def _host_allowed(request: web.Request) -> bool:
@@ -187,22 +175,13 @@ def origin_allowed(request: web.Request) -> bool:
     name = host_of(authority)
     if name is None:
         return False
-    return _is_this_machine(name) or authority == _host(request)
+    return is_loopback(name) or name.endswith(".localhost") or authority == _host(request)
 
 
 def _host(request: web.Request) -> str:
     """The Host header. aiohttp would ask the system for the machine's name where there is none,
     which may take seconds."""
     return request.headers.get(hdrs.HOST, "")
-
-
-def _is_this_machine(name: str) -> bool:
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def _preflight(request: web.Request) -> web.Response:

@@ -29,43 +29,37 @@ _ROUNDS = 4
 
 
 class Numbers:
-    """The numbers that one caller sees."""
+    """The numbers that one caller sees: the store's own, or with a key a permutation of [1, 2**52), which
+    is a Feistel network over keyed BLAKE2b. 0, the root, stays 0."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        self._key = key
+
+    @classmethod
+    def of_tenant(cls, secret: bytes, tenant: str) -> Numbers:
+        """Those of one tenant. secret: the store's."""
+        return cls(blake2b(tenant.encode(), key=secret, digest_size=32).digest())
 
     def shown(self, number: int) -> int:
         """The caller's number for one of the store's."""
-        return number
+        if number == 0 or self._key is None:
+            return number
+        found = self._forward(number)
+        return found or self._forward(found)  # what lands on the root's number takes another round
 
     def real(self, shown: int) -> int:
         """The store's number for one of the caller's; NOTHING if it cannot be one."""
-        return shown
+        if shown == 0 or self._key is None:
+            return shown
+        if not 0 < shown <= _HALF << _HALF_BITS | _HALF:
+            return NOTHING
+        found = self._backward(shown)
+        return found or self._backward(found)
 
     def with_shown(self, facts: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
         """`facts` with the caller's numbers in the fields `names`; None stays None."""
         numbers = {name: facts[name] for name in names}
         return {**facts, **{n: v if v is None else self.shown(v) for n, v in numbers.items()}}
-
-
-class TenantNumbers(Numbers):
-    """A permutation of [1, 2**52): a Feistel network over keyed BLAKE2b. 0, the root, stays 0."""
-
-    def __init__(self, secret: bytes, tenant: str) -> None:
-        self._key = blake2b(tenant.encode(), key=secret, digest_size=32).digest()
-
-    def shown(self, number: int) -> int:
-        """The tenant's number for one of the store's."""
-        if number == 0:
-            return 0
-        found = self._forward(number)
-        return found or self._forward(found)  # what lands on the root's number takes another round
-
-    def real(self, shown: int) -> int:
-        """The store's number for one of the tenant's; NOTHING if it cannot be one."""
-        if shown == 0:
-            return 0
-        if not 0 < shown <= _HALF << _HALF_BITS | _HALF:
-            return NOTHING
-        found = self._backward(shown)
-        return found or self._backward(found)
 
     def _forward(self, number: int) -> int:
         left, right = number >> _HALF_BITS, number & _HALF
@@ -80,6 +74,7 @@ class TenantNumbers(Numbers):
         return left << _HALF_BITS | right
 
     def _mixed(self, place: int, half: int) -> int:
+        assert self._key is not None
         data = half.to_bytes(4, "little")
         digest = blake2b(data, key=self._key, digest_size=4, salt=bytes([place])).digest()
         return int.from_bytes(digest, "little") & _HALF
@@ -95,7 +90,7 @@ async def numbers_of(request: web.Request) -> Numbers:
     if tenant.sees_all:
         return PLAIN
     secret = await asyncio.to_thread(_secret, service_of(request).store)
-    return TenantNumbers(secret, tenant.scope)
+    return Numbers.of_tenant(secret, tenant.scope)
 
 
 def _secret(store: Store) -> bytes:

@@ -1,16 +1,22 @@
-"""JSON replies, and errors in the shape of the API that was asked."""
+"""JSON replies, and errors in the shape of the API that was asked: its path says which.
+
+A program acts upon some errors by their type or their words: it compacts a conversation that is too long, or
+asks for a key. So an error has the words that programs of that API look for, beside llama-server's own where
+the API leaves room for them.
+"""
 
 from __future__ import annotations
 
+import enum
 import logging
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, InvalidURLError, LineTooLong
 
-from towerd.api.http.error_shape import Api, api_of, event_fields, has_event_name, shaped
 from towerd.errors import (
+    ContextExceeded,
     DiskFull,
     Forbidden,
     InvalidRequest,
@@ -83,7 +89,7 @@ def error_reply(
 ) -> web.Response:
     """An error with its status. path: of the request, which says whose shape it has; empty:
     llama-server's, `{"error": {"code", "message", "type"}}`."""
-    body = shaped(api_of(path), error.body(in_full=in_full)["error"])
+    body = _shaped(_api_of(path), error.body(in_full=in_full)["error"])
     return json_reply(body, status=error.status, headers=headers)
 
 
@@ -92,39 +98,30 @@ def error_event(path: str, error: TowerdError, *, in_full: bool = False) -> byte
     logged."""
     if error.public != error.message:
         log.warning("request failed: %s", error.message)
-    api = api_of(path)
-    return _event(api, shaped(api, error.body(in_full=in_full)["error"]))
+    api = _api_of(path)
+    return _event(api, _shaped(api, error.body(in_full=in_full)["error"]))
 
 
 def event_of_reply(path: str, body: bytes) -> bytes:
     """The event for the body of an error reply that another towerd made for this path."""
-    said = _decoded(body)
-    return b"data: %s\n\n" % body if said is None else _event(api_of(path), said)
+    said = error_body(body)
+    return b"data: %s\n\n" % body if said is None else _event(_api_of(path), said)
 
 
 def reshaped(path: str, body: bytes) -> bytes:
     """llama-server's error reply in the shape of the path's API; unchanged if it is none."""
-    api, said = api_of(path), _decoded(body)
+    api, said = _api_of(path), error_body(body)
     if said is None or api is Api.LLAMA:
         return body
-    return encode(said | shaped(api, said["error"]))
-
-
-def reshaped_event(path: str, data: bytes) -> bytes | None:
-    """The event for the data of llama-server's error event; None: it is none."""
-    said = _decoded(data) or _decoded(b'{"error":%s}' % data)
-    if said is None or "message" not in said["error"]:
-        return None
-    api = api_of(path)
-    return _event(api, shaped(api, said["error"]))
+    return encode(said | _shaped(api, said["error"]))
 
 
 def _event(api: Api, body: dict[str, Any]) -> bytes:
-    name = b"event: error\n" if has_event_name(api) else b""
-    return b"%sdata: %s\n\n" % (name, encode(event_fields(api, body)))
+    name = b"event: error\n" if api in (Api.ANTHROPIC, Api.RESPONSES) else b""
+    return b"%sdata: %s\n\n" % (name, encode(_event_fields(api, body)))
 
 
-def _decoded(body: bytes) -> dict[str, Any] | None:
+def error_body(body: bytes) -> dict[str, Any] | None:
     """A JSON object with the object `error`; None: it is not one."""
     try:
         said = msgspec.json.decode(body)
@@ -153,3 +150,100 @@ def reason_of(error: HttpProcessingError) -> str:
         return "its URL is invalid"
     said = " ".join(error.message.partition("\n\n")[0].split())
     return said.rstrip(":.")[:REASON_CHARS_MAX]
+
+
+# ---- the shapes of errors -----------------------------------------------------------------------
+
+ErrorFields: TypeAlias = dict[str, Any]
+"""llama-server's error object: `code` (the status), `message`, `type` and further fields."""
+
+
+class Api(enum.Enum):
+    """Whose API a path belongs to."""
+
+    LLAMA = "llama"
+    """llama-server's own endpoints, and towerd's."""
+    OPENAI = "openai"
+    RESPONSES = "responses"
+    """OpenAI's as well, but its streams have another shape."""
+    ANTHROPIC = "anthropic"
+
+
+_PATHS: dict[str, Api] = {
+    "/v1/messages": Api.ANTHROPIC,
+    "/v1/responses": Api.RESPONSES,
+    "/responses": Api.RESPONSES,
+    "/v1/chat/completions": Api.OPENAI,
+    "/chat/completions": Api.OPENAI,
+    "/v1/completions": Api.OPENAI,
+}
+_ANTHROPIC_TYPES: dict[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""By status; others are `invalid_request_error` below 500, `api_error` from there on."""
+
+
+def _api_of(path: str) -> Api:
+    """The API of a path, and of the paths below it."""
+    return next(
+        (api for base, api in _PATHS.items() if path == base or path.startswith(base + "/")),
+        Api.LLAMA,
+    )
+
+
+def _shaped(api: Api, error: ErrorFields) -> dict[str, Any]:
+    """The body that says `error` in this API."""
+    if api is Api.ANTHROPIC:
+        return {"type": "error", "error": _anthropic(error)}
+    return {"error": error if api is Api.LLAMA else _openai(error)}
+
+
+def _event_fields(api: Api, body: dict[str, Any]) -> dict[str, Any]:
+    """What the `data` of an event says in a stream of this API. body: of `shaped`."""
+    if api is not Api.RESPONSES:
+        return body
+    error = body["error"]
+    code = error.get("code")
+    named = {
+        "code": code if isinstance(code, str) else error.get("type"),
+        "message": error.get("message"),
+    }
+    return {"type": "error", **named, "param": None, **body}
+
+
+def _openai(error: ErrorFields) -> ErrorFields:
+    if (sizes := _sizes(error)) is None:
+        return error
+    n_prompt, n_ctx = sizes
+    words = (
+        f"This model's maximum context length is {n_ctx} tokens. However, you requested {n_prompt} "
+        f"tokens: {error.get('message')}"
+    )
+    return error | {"code": "context_length_exceeded", "message": words}
+
+
+def _anthropic(error: ErrorFields) -> dict[str, str]:
+    if (sizes := _sizes(error)) is not None:
+        n_prompt, n_ctx = sizes
+        most = min(n_ctx, n_prompt - 1)  # a prompt of all the context leaves no room for a reply
+        words = f"prompt is too long: {n_prompt} tokens > {most} maximum"
+        return {"type": "invalid_request_error", "message": words}
+    code = error.get("code")
+    status = code if isinstance(code, int) else 500
+    kind = "invalid_request_error" if status < 500 else "api_error"
+    message = str(error.get("message", ""))
+    return {"type": _ANTHROPIC_TYPES.get(status, kind), "message": message}
+
+
+def _sizes(error: ErrorFields) -> tuple[int, int] | None:
+    """The tokens of a prompt that is too long, and those of the context; None: it is another error."""
+    n_prompt, n_ctx = error.get("n_prompt_tokens"), error.get("n_ctx")
+    is_too_long = error.get("type") == ContextExceeded.kind
+    if not is_too_long or not isinstance(n_prompt, int) or not isinstance(n_ctx, int):
+        return None
+    return n_prompt, n_ctx

@@ -8,29 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
-from towerd.api.http.backlog import QueuedStream
-from towerd.api.http.bodies import release_body
-from towerd.api.http.body import read_bytes
+from towerd.api.http import fields
+from towerd.api.http.body import read_bytes, read_object, release_body
 from towerd.api.http.hints import SESSION_HEADER, hints_of
 from towerd.api.http.kept_stream import KeptStream
 from towerd.api.http.keys import CONFIG, LIMITS, METRICS, STREAMS, TENANT, service_of
-from towerd.api.http.reply import error_event, raw_reply
-from towerd.api.http.requests.log import log_finished, log_refused, title_for
-from towerd.api.http.requests.recent import RECENT
-from towerd.api.http.sse import PING, ClientStalled, Sink
-from towerd.api.llama.choice import ChoiceState
+from towerd.api.http.recent_requests import RECENT
+from towerd.api.http.reply import error_event, json_reply, raw_reply
+from towerd.api.http.request_log import log_finished, log_refused, title_for
+from towerd.api.http.sse import PING, ClientStalled, QueuedStream
 from towerd.api.llama.fanout import Events, fan_out
 from towerd.api.llama.reuse import timings_of, total
 from towerd.api.llama.streams import CONVERSATION, follow, key_of
-from towerd.api.llama.task import RUNNING, Caller, Task, parse_task
+from towerd.api.llama.task import RUNNING, Task, parse_task
 from towerd.engine.base import Event, Finish, Started
-from towerd.errors import TowerdError
+from towerd.errors import InvalidRequest, TowerdError
+from towerd.store.tree.scope import tenant_of
 
 if TYPE_CHECKING:
     from towerd.wire import Endpoint
@@ -40,42 +40,47 @@ log = logging.getLogger(__name__)
 REUSE_HEADER = "X-Towerd-Reuse"
 
 
-async def post_completion(request: web.Request) -> web.StreamResponse:
-    """llama-server's native completion."""
-    return await _complete(request, "completion")
+def completing(endpoint: Endpoint) -> Handler:
+    """The handler of an endpoint that generates."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await _complete(request, endpoint)
+
+    return handle
 
 
-async def post_infill(request: web.Request) -> web.StreamResponse:
-    """llama-server's fill-in-the-middle."""
-    return await _complete(request, "infill")
+post_completion = completing("completion")
+post_infill = completing("infill")
+post_openai_completion = completing("completions")
+post_chat = completing("chat")
+post_responses = completing("responses")
+post_messages = completing("messages")
 
 
-async def post_openai_completion(request: web.Request) -> web.StreamResponse:
-    """OpenAI's text completion."""
-    return await _complete(request, "completions")
-
-
-async def post_chat(request: web.Request) -> web.StreamResponse:
-    """OpenAI's chat completion."""
-    return await _complete(request, "chat")
-
-
-async def post_responses(request: web.Request) -> web.StreamResponse:
-    """OpenAI's Responses."""
-    return await _complete(request, "responses")
-
-
-async def post_messages(request: web.Request) -> web.StreamResponse:
-    """Anthropic's Messages."""
-    return await _complete(request, "messages")
+async def post_control(request: web.Request) -> web.Response:
+    """End the reasoning of a reply while it is generated. Takes the `id` of a running completion, and
+    `action`: reasoning_end."""
+    body = await read_object(request)
+    name, action = fields.string(body, "id", ""), fields.string(body, "action", "")
+    if not name:
+        raise InvalidRequest("missing completion id")
+    if action != "reasoning_end":
+        raise InvalidRequest("unknown control action")
+    task = request.app[RUNNING].get(name)
+    if task is None or tenant_of(task.scope) != request[TENANT].scope:
+        refused = "no active completion for this id"
+    elif not await task.end_reasoning():
+        refused = "reasoning control not enabled for this completion"
+    else:
+        return json_reply({"success": True})
+    return json_reply({"success": False, "message": refused})
 
 
 async def _complete(request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
-    service = service_of(request)
-    tenant = request[TENANT]
-    caller = Caller(tenant.scope, hints_of(request), tenant.sees_all)
+    engine, config = service_of(request).engine, request.app[CONFIG]
+    hints = hints_of(request)
     body = await read_bytes(request)
-    task = await parse_task(endpoint, body, caller, service.engine, request.app[CONFIG])
+    task = await parse_task(endpoint, body, request[TENANT], hints, engine, config)
     title = await title_for(request, body)
     del body
     release_body(request)
@@ -92,96 +97,78 @@ async def _complete(request: web.Request, endpoint: Endpoint) -> web.StreamRespo
 
 
 @asynccontextmanager
-async def _running(request: web.Request, task: Task) -> AsyncIterator[Events]:
+async def _running(request: web.Request, task: Task, title: str) -> AsyncIterator[Events]:
+    """The events of a task. The request is logged when it has ended; an error reply is logged where it
+    is made."""
     service, under_way = service_of(request), request.app[RUNNING]
-    running = fan_out(
-        service.sessions,
-        [task.request_of(k) for k in range(task.n_choices)],
-        parallel=service.engine.n_slots,
-        events_max=request.app[LIMITS].events_max,
-    )
+    n_slots, events_max = service.engine.n_slots, request.app[LIMITS].events_max
     under_way[task.wire.id] = task
-    try:
-        async with running as events:
-            yield events
-    finally:
-        del under_way[task.wire.id]
-        task.close()
-
-
-async def _whole(request: web.Request, task: Task, title: str) -> web.StreamResponse:
-    choices = [ChoiceState() for _ in range(task.n_choices)]
-    with _logged(request, title, choices):
-        async with _running(request, task) as events:
-            body = await _body(request, task, choices, events)
-    reply = raw_reply(body)
-    reply.headers.update(_headers(choices))
-    return reply
-
-
-async def _body(
-    request: web.Request, task: Task, choices: list[ChoiceState], events: Events
-) -> bytes:
-    body = b""
-    while (item := await events.next()) is not None:
-        index, event = item
-        _absorb(request, task, choices[index], event)
-        if isinstance(event, Finish):
-            body = await task.final(index, event)
-    return body
-
-
-def _absorb(request: web.Request, task: Task, choice: ChoiceState, event: Event) -> None:
-    choice.absorb(event)
-    metrics = request.app[METRICS]
-    if isinstance(event, Started):
-        metrics.started(choice.began)
-    elif isinstance(event, Finish):
-        metrics.finished(event)
-        request.app[RECENT].add(task.template.scope, event, choice.ttft_s)
-
-
-def _headers(choices: Sequence[ChoiceState]) -> dict[str, str]:
-    headers = {REUSE_HEADER: total([choice.reuse for choice in choices]).header()}
-    finish = choices[0].finish
-    if finish is not None and finish.session:
-        headers[SESSION_HEADER] = finish.session
-    return headers
-
-
-@contextmanager
-def _logged(request: web.Request, title: str, choices: Sequence[ChoiceState]) -> Iterator[None]:
-    """Log the request when it has ended. An error reply is logged where it is made."""
     end = ""
     try:
-        yield
-    except (ConnectionError, ClientStalled, asyncio.CancelledError):
+        async with fan_out(
+            service.sessions, task, parallel=n_slots, events_max=events_max
+        ) as events:
+            yield events
+    except (ConnectionError, asyncio.CancelledError):
         end = "the client left"
         raise
     finally:
-        finishes = [choice.finish for choice in choices if choice.finish is not None]
-        if end or len(finishes) == len(choices):
-            log_finished(
-                request,
-                title,
-                total([choice.reuse for choice in choices]),
-                timings_of([finish.timings for finish in finishes]),
-                session=finishes[0].session if finishes else "",
-                ttft_s=choices[0].ttft_s,
-                end=end,
-            )
+        del under_way[task.wire.id]
+        task.close()
+        _log_ended(request, task, title, end)
 
 
-async def _stream(request: web.Request, task: Task, stream: Sink, title: str) -> None:
+def _log_ended(request: web.Request, task: Task, title: str, end: str) -> None:
+    choices = task.choices
+    finishes = [choice.finish for choice in choices if choice.finish is not None]
+    if end or len(finishes) == len(choices):
+        log_finished(
+            request,
+            title,
+            total([choice.reuse for choice in choices]),
+            timings_of([finish.timings for finish in finishes]),
+            session=finishes[0].session if finishes else "",
+            ttft_s=choices[0].ttft_s,
+            end=end,
+        )
+
+
+async def _whole(request: web.Request, task: Task, title: str) -> web.StreamResponse:
+    body = b""
+    async with _running(request, task, title) as events:
+        while (item := await events.next()) is not None:
+            index, event = item
+            _absorb(request, task, index, event)
+            if isinstance(event, Finish):
+                body = await task.final(index, event)
+    reply = raw_reply(body)
+    reply.headers[REUSE_HEADER] = total([choice.reuse for choice in task.choices]).header()
+    finish = task.choices[0].finish
+    if finish is not None and finish.session:
+        reply.headers[SESSION_HEADER] = finish.session
+    return reply
+
+
+def _absorb(request: web.Request, task: Task, index: int, event: Event) -> None:
+    choice, metrics = task.choices[index], request.app[METRICS]
+    choice.absorb(event)
+    if isinstance(event, Started) and choice.ttft_s is not None:
+        metrics.ttft.observe(choice.ttft_s)
+    elif isinstance(event, Finish):
+        metrics.finished(event)
+        request.app[RECENT].add(task.scope, event, choice.ttft_s)
+
+
+async def _stream(
+    request: web.Request, task: Task, stream: QueuedStream | KeptStream, title: str
+) -> None:
     """Stream the events. A failure before the first one is an ordinary error reply."""
-    choices = [ChoiceState() for _ in range(task.n_choices)]
-    with _logged(request, title, choices):
-        async with _running(request, task) as events:
-            await _pass_on(request, task, events, stream, choices)
+    async with _running(request, task, title) as events:
+        await _pass_on(request, task, events, stream)
 
 
 async def _pass_on(
-    request: web.Request, task: Task, events: Events, stream: Sink, choices: list[ChoiceState]
+    request: web.Request, task: Task, events: Events, stream: QueuedStream | KeptStream
 ) -> None:
     ping_s = task.ping_s
     try:
@@ -190,7 +177,7 @@ async def _pass_on(
     except TimeoutError:
         item, is_silent = None, True
     headers: dict[str, str] = {}
-    if item is not None and len(choices) == 1 and isinstance(item[1], Started | Finish):
+    if item is not None and len(task.choices) == 1 and isinstance(item[1], Started | Finish):
         headers[REUSE_HEADER] = item[1].reuse.header()
     await stream.open(headers)
     try:
@@ -199,7 +186,7 @@ async def _pass_on(
             item = await _next(ping_s, stream, events)
         while item is not None:
             index, event = item
-            _absorb(request, task, choices[index], event)
+            _absorb(request, task, index, event)
             await stream.write(await task.events(index, event))
             item = await _next(ping_s, stream, events)
         await stream.write(task.writer.end())
@@ -217,7 +204,9 @@ async def _pass_on(
         await stream.write(error_event(request.path, hidden))
 
 
-async def _next(ping_s: float | None, stream: Sink, events: Events) -> tuple[int, Event] | None:
+async def _next(
+    ping_s: float | None, stream: QueuedStream | KeptStream, events: Events
+) -> tuple[int, Event] | None:
     """The next event; writes pings while there is none."""
     while True:
         try:

@@ -8,11 +8,12 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from towerd.api.http.body import read_bytes
 from towerd.api.http.keys import METRICS, service_of
 from towerd.api.http.reply import raw_reply
-from towerd.api.http.requests.log import log_embedded
+from towerd.api.http.request_log import log_embedded
 from towerd.engine.base import Embeds, Engine
 from towerd.errors import InvalidRequest, NotSupported
 
@@ -20,16 +21,6 @@ if TYPE_CHECKING:
     from towerd.wire import EmbeddingRequest, Model, RerankRequest
 
 T = TypeVar("T")
-
-
-async def post_embeddings(request: web.Request) -> web.Response:
-    """llama-server's embeddings."""
-    return await _embed(request, openai=False)
-
-
-async def post_openai_embeddings(request: web.Request) -> web.Response:
-    """OpenAI's embeddings."""
-    return await _embed(request, openai=True)
 
 
 async def post_rerank(request: web.Request) -> web.Response:
@@ -46,22 +37,31 @@ async def post_rerank(request: web.Request) -> web.Response:
     return raw_reply(await wire.call(0, asked.reply, scores))
 
 
-async def _embed(request: web.Request, *, openai: bool) -> web.Response:
-    engine = service_of(request).engine
-    embedder = _embedder(engine)
-    if openai and embedder.pooling == "none":
-        raise InvalidRequest(
-            "Pooling type 'none' is not OAI compatible. Please use a different pooling type"
-        )
-    body = await read_bytes(request)
-    wire = engine.wire
-    asked = await wire.call(len(body), _embedding_request, wire.model, openai, body)
-    prompts = asked.prompts
-    rows = await _all([embedder.embed(ids, asked.normalize) for ids in prompts])
-    n_tokens = sum(map(len, prompts))
-    request.app[METRICS].embedded(n_tokens)
-    log_embedded(request, n_tokens)
-    return raw_reply(await wire.call(0, asked.reply, rows))
+def embedding(*, openai: bool) -> Handler:
+    """The handler of llama-server's embeddings, or of OpenAI's."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        engine = service_of(request).engine
+        embedder = _embedder(engine)
+        if openai and embedder.pooling == "none":
+            raise InvalidRequest(
+                "Pooling type 'none' is not OAI compatible. Please use a different pooling type"
+            )
+        body = await read_bytes(request)
+        wire = engine.wire
+        asked = await wire.call(len(body), _embedding_request, wire.model, openai, body)
+        prompts = asked.prompts
+        rows = await _all([embedder.embed(ids, asked.normalize) for ids in prompts])
+        n_tokens = sum(map(len, prompts))
+        request.app[METRICS].prompt_tokens.inc(n_tokens)
+        log_embedded(request, n_tokens)
+        return raw_reply(await wire.call(0, asked.reply, rows))
+
+    return handle
+
+
+post_embeddings = embedding(openai=False)
+post_openai_embeddings = embedding(openai=True)
 
 
 async def _all(running: Sequence[Future[T]]) -> list[T]:

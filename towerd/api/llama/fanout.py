@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING
 
-from towerd.api.http.keys import SessionRunner
-from towerd.engine.base import Event, GenerateRequest
+from towerd.api.llama.task import Task
+from towerd.engine.base import Event
+
+if TYPE_CHECKING:  # slow to import, and not needed before a model is loaded
+    from towerd.sessions.sessions import Sessions
 
 Item = tuple[int, Event] | Exception | None
-MakeRequest = Callable[[], Awaitable[GenerateRequest]]
 
 
 class Events:
@@ -35,25 +38,27 @@ class Events:
 
 @asynccontextmanager
 async def fan_out(
-    runner: SessionRunner, requests: Sequence[MakeRequest], *, parallel: int, events_max: int
+    sessions: Sessions, task: Task, *, parallel: int, events_max: int
 ) -> AsyncIterator[Events]:
-    """Make and run `requests`, at most `parallel` at once. Leaving the context cancels those that
+    """Run the choices of a task, at most `parallel` at once. Leaving the context cancels those that
     still run and waits until every iterator is closed."""
     events = Events(events_max)
-    waiting = iter(enumerate(requests))
-    n_tasks = min(max(parallel, 1), len(requests))
+    waiting = iter(range(len(task.choices)))
+    n_workers = min(max(parallel, 1), len(task.choices))
 
     async def drive() -> None:
-        tasks = [asyncio.create_task(_run(runner, waiting, events)) for _ in range(n_tasks)]
+        workers = [
+            asyncio.create_task(_run(sessions, task, waiting, events)) for _ in range(n_workers)
+        ]
         try:
-            await asyncio.gather(*tasks)
+            await asyncio.gather(*workers)
             await events.queue.put(None)
         except Exception as error:
             await events.queue.put(error)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
 
     driver = asyncio.create_task(drive())
     try:
@@ -63,16 +68,9 @@ async def fan_out(
         await asyncio.gather(driver, return_exceptions=True)
 
 
-async def _run(
-    runner: SessionRunner, waiting: Iterator[tuple[int, MakeRequest]], events: Events
-) -> None:
-    """Run waiting requests, one after the other."""
-    for index, make in waiting:
-        iterator = runner.run(await make())
-        try:
-            async for event in iterator:
+async def _run(sessions: Sessions, task: Task, waiting: Iterator[int], events: Events) -> None:
+    """Run waiting choices, one after the other."""
+    for index in waiting:
+        async with aclosing(sessions.run(await task.request_of(index))) as running:
+            async for event in running:
                 await events.queue.put((index, event))
-        finally:
-            close = getattr(iterator, "aclose", None)
-            if close is not None:
-                await close()

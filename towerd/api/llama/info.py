@@ -10,13 +10,14 @@ import msgspec
 from aiohttp import web
 
 from towerd import __version__
-from towerd.api.admin.overview import require_overview, seen_slots
+from towerd.api.http.access import require_overview, seen_slots
 from towerd.api.http.keys import CONFIG, METRICS, TENANT, UI, UI_SETTINGS, ApiService, service_of
 from towerd.api.http.reply import json_reply
-from towerd.api.llama.build import BUILD_INFO
-from towerd.api.llama.models import ftype, models_json
-from towerd.engine.base import SlotView
+from towerd.engine.base import Engine, ModelInfo, SlotView
 from towerd.errors import SwitchedOff, Unavailable
+
+BUILD_INFO = f"towerd-{__version__}"
+"""The build that llama-server's endpoints name."""
 
 
 async def get_health(request: web.Request) -> web.Response:
@@ -27,6 +28,62 @@ async def get_health(request: web.Request) -> web.Response:
 async def get_models(request: web.Request) -> web.Response:
     """The model that is served."""
     return json_reply(models_json(service_of(request).engine))
+
+
+def ftype(info: ModelInfo) -> str:
+    """The file type as llama.cpp names it, at the end of its model description."""
+    words = info.description.split(" ", 2)
+    return words[2] if len(words) == 3 else info.description
+
+
+def models_json(engine: Engine) -> dict[str, Any]:
+    """llama-server's answer, which combines Ollama's and OpenAI's."""
+    info = engine.info
+    return {
+        "models": [
+            {
+                "name": info.alias,
+                "model": info.alias,
+                "modified_at": "",
+                "size": "",
+                "digest": "",
+                "type": "model",
+                "description": "",
+                "tags": [""],
+                "capabilities": ["completion", *(["multimodal"] if info.has_media else [])],
+                "parameters": "",
+                "details": {
+                    "parent_model": "",
+                    "format": "gguf",
+                    "family": "",
+                    "families": [""],
+                    "parameter_size": "",
+                    "quantization_level": "",
+                },
+            }
+        ],
+        "object": "list",
+        "data": [
+            {
+                "id": info.alias,
+                "aliases": list(info.aliases or (info.alias,)),
+                "tags": list(info.tags),
+                "object": "model",
+                "created": int(time.time()),
+                "owned_by": "llamacpp",
+                "meta": {
+                    "vocab_type": info.vocab_type,
+                    "n_vocab": info.n_vocab,
+                    "n_ctx": engine.n_ctx,
+                    "n_ctx_train": info.n_ctx_train,
+                    "n_embd": info.n_embd,
+                    "n_params": info.n_params,
+                    "size": info.size_bytes,
+                    "ftype": ftype(info),
+                },
+            }
+        ],
+    }
 
 
 async def get_props(request: web.Request) -> web.Response:

@@ -1,15 +1,19 @@
-"""/lora-adapters: the LoRA adapters of the model, and their scales."""
+"""/lora-adapters: the LoRA adapters of the embedded engine's model, and their scales."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 from aiohttp import web
 
-from towerd.api.admin.pins import require_admin
+from towerd.api.http.access import require_admin
 from towerd.api.http.body import decode, read_bytes
 from towerd.api.http.keys import service_of
 from towerd.api.http.reply import json_reply
-from towerd.engine.base import AdapterSet
-from towerd.errors import InvalidRequest, NotSupported
+from towerd.errors import InvalidRequest
+
+if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is listened on
+    from towerd.engine.embedded.context.adapters import Adapters
 
 
 async def get_adapters(request: web.Request) -> web.Response:
@@ -27,8 +31,5 @@ async def post_adapters(request: web.Request) -> web.Response:
     return json_reply({"success": True})
 
 
-def _adapters(request: web.Request) -> AdapterSet:
-    adapters = service_of(request).engine.adapters
-    if adapters is None:
-        raise NotSupported("This engine's adapters are llama-server's own")
-    return adapters
+def _adapters(request: web.Request) -> Adapters:
+    return cast("Adapters", service_of(request).engine.adapters)

@@ -1,67 +1,91 @@
-"""A completion request, parsed: what to run and how to answer."""
+"""A completion request, parsed: what to run and how to answer it."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
 
+from towerd.api.http import fields
+from towerd.api.http.fields import INT32_MAX, Body
 from towerd.api.http.hints import Hints
 from towerd.api.http.reply import encode
-from towerd.api.http.scope import scope_of
-from towerd.api.llama.live import parse_live
-from towerd.api.llama.prompts import PromptLimit
+from towerd.api.http.tenants import Tenant
 from towerd.api.llama.reuse import towerd_json
-from towerd.engine.base import Engine, Event, Finish, GenerateRequest, LiveBudget, Piece, Progress
-from towerd.errors import InvalidRequest
-from towerd.settings.config import Config
+from towerd.engine.base import (
+    Engine,
+    Event,
+    Finish,
+    GenerateRequest,
+    LiveBudget,
+    Piece,
+    Progress,
+    Reuse,
+    Started,
+)
+from towerd.errors import ContextExceeded, InvalidRequest, NotSupported
+from towerd.settings.config import RETENTIONS, UNBOUNDED, Config
 from towerd.tokens import Ids
 
 if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is listened on
-    from towerd.wire import Endpoint, Reply, Request, WireThreads, Writer
+    from towerd.wire import Endpoint, Model, Reply, Request, WireThreads, Writer
 
 WRITE_S_MAX = 1e-3
 """Once an event took longer than this to write, later ones are written off the event loop."""
-_NO_HINTS = Hints()
 FitCheck = Callable[[dict[str, bytes], list[int]], None]
 """See `towerd.wire.Request`."""
+_LIVE_FIELDS = ("retention", "live_budget")
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """What a request's headers and key determine, as opposed to its body."""
+class TaskChoice:
+    """One reply of a task, and how far it is."""
 
-    scope: str
-    hints: Hints = _NO_HINTS
-    sees_slots: bool = True
-    """Whether replies name their slot (`id_slot`): which one it is says how much others ask."""
-
-
-class ChoiceChat:
-    """The chat of one choice."""
-
-    def __init__(self, threads: WireThreads, request: Request, writer: Writer, choice: int) -> None:
+    def __init__(
+        self,
+        threads: WireThreads,
+        request: Request,
+        writer: Writer,
+        index: int,
+    ) -> None:
+        self.reply: Reply | None = None
+        """None before it is its turn, and once it was written."""
+        self.started: Started | None = None
+        self.finish: Finish | None = None
+        self.ttft_s: float | None = None
+        """From a parsed request to its first token; None before it."""
         self._threads = threads
         self._request = request
         self._writer = writer
-        self._choice = choice
+        self._index = index
+        self._began_s = time.monotonic()
         self._is_over = asyncio.Event()
         self._is_whole = False
 
-    def complete(self) -> None:
-        """The writer has the whole reply."""
-        self._is_whole = True
-        self._is_over.set()
+    @property
+    def reuse(self) -> Reuse:
+        """Where the prompt came from; empty before the prompt is evaluated."""
+        found = self.finish or self.started
+        return Reuse() if found is None else found.reuse
 
-    def abandon(self) -> None:
-        """No more of the reply will come. No effect after `complete`."""
-        self._is_over.set()
+    def absorb(self, event: Event) -> None:
+        """Take notice of one of its events."""
+        if isinstance(event, Started):
+            self.started = event
+            self.ttft_s = time.monotonic() - self._began_s
+        elif isinstance(event, Finish):
+            self.finish = event
+
+    def end(self, *, is_whole: bool) -> None:
+        """No more of the reply will come; only the first call counts. is_whole: the writer has all of it."""
+        if not self._is_over.is_set():
+            self._is_whole = is_whole
+            self._is_over.set()
 
     async def next_prompt(self) -> Ids | None:
         """See `GenerateRequest.next_prompt`."""
@@ -69,28 +93,34 @@ class ChoiceChat:
         return await self._threads.call(0, self._next_prompt) if self._is_whole else None
 
     def _next_prompt(self) -> Ids:
-        return self._request.next_prompt(self._writer.message(self._choice))
+        return self._request.next_prompt(self._writer.message(self._index))
 
 
 class Task:
     """One HTTP completion request: one GenerateRequest for each choice, and how to answer it."""
 
     def __init__(
-        self, engine: Engine, wire: Request, first: Reply, prompts: list[Ids], writer: Writer
+        self,
+        engine: Engine,
+        template: GenerateRequest,
+        prompts: list[Ids],
+        first: Reply,
+        writer: Writer,
+        *,
+        sees_slots: bool,
     ) -> None:
-        """first: the reply of the first choice."""
+        """template: the common part of its requests. first: the reply of the first choice. sees_slots:
+        whether its reply names the slot (`id_slot`): which one it is says how much others ask."""
+        wire = self.wire = first.request
+        self.writer = writer
+        self.scope = template.scope
+        self.choices = [TaskChoice(engine.wire, wire, writer, i) for i in range(wire.n_choices)]
+        self.choices[0].reply = first
         self._engine = engine
         self._threads = engine.wire
-        self.wire = wire
-        self.writer = writer
-        self.prompts = prompts
-        self.n_choices = wire.n_choices
-        self.template = GenerateRequest(ids=prompts[0])
-        """The common part of all its requests."""
-        self.sees_slots = True
-        """See `Caller`."""
-        self._replies: dict[int, Reply] = {0: first}
-        self._chats: dict[int, ChoiceChat] = {}
+        self._template = template
+        self._prompts = prompts
+        self._sees_slots = sees_slots
         self._is_slow = False
 
     @property
@@ -98,36 +128,32 @@ class Task:
         """Seconds of silence before an SSE comment; None: never."""
         return float(self.wire.ping_s) if self.wire.ping_s > 0 else None
 
-    def request_of(self, choice: int) -> Callable[[], Awaitable[GenerateRequest]]:
-        """A factory for the request of a choice, called when it is its turn: samplers take
-        memory."""
+    async def request_of(self, index: int) -> GenerateRequest:
+        """The request of a choice whose turn it is. Not made earlier: samplers take memory."""
+        choice = self.choices[index]
+        if choice.reply is None:
+            choice.reply = await self._threads.call(0, _new_reply, self.wire, index)
+        prompt = index // self.wire.n_per_prompt
+        return replace(
+            self._template,
+            ids=self._prompts[prompt],
+            media=self.wire.media(prompt),
+            reply=choice.reply,
+            next_prompt=choice.next_prompt,
+        )
 
-        async def make() -> GenerateRequest:
-            if choice not in self._replies:
-                self._replies[choice] = await self._threads.call(0, _new_reply, self.wire, choice)
-            chat = self._chats[choice] = ChoiceChat(self._threads, self.wire, self.writer, choice)
-            return replace(
-                self.template,
-                ids=self.prompts[choice // self.wire.n_per_prompt],
-                media=self.wire.media(choice // self.wire.n_per_prompt),
-                reply=self._replies[choice],
-                next_prompt=chat.next_prompt,
-            )
-
-        return make
-
-    async def events(self, choice: int, event: Event) -> bytes:
-        """The bytes of an event in a stream. Raises TowerdError."""
+    async def events(self, index: int, event: Event) -> bytes:
+        """The bytes of an event of a choice in a stream. Raises TowerdError."""
         if isinstance(event, Piece) and event.chunk is not None:
             return await self._timed(self.writer.partial, event.chunk)
         if isinstance(event, Progress):
             done = (event.total, event.cache, event.processed, int(event.time_ms))
-            return self.writer.progress(choice, *done)
+            return self.writer.progress(index, *done)
         if isinstance(event, Finish):
-            return await self.final(choice, event)
+            return await self.final(index, event)
         return b""
 
-    async def final(self, choice: int, finish: Finish) -> bytes:
+    async def final(self, index: int, finish: Finish) -> bytes:
         """The last events of a choice; if not streaming, the whole reply with the last choice.
 
         Raises TowerdError."""
@@ -136,20 +162,23 @@ class Task:
             extra = encode({"towerd": towerd_json(finish)})
         elif finish.truncated:  # OpenAI's shapes have no field for it
             extra = encode({"towerd": {"truncated": True}})
-        reply = self._replies.pop(choice)
-        slot = finish.slot if self.sees_slots else 0
+        choice = self.choices[index]
+        reply, choice.reply = choice.reply, None
+        assert reply is not None
+        slot = finish.slot if self._sees_slots else 0
         data = await self._threads.call(0, self.writer.final, reply, slot, finish.n_cached, extra)
-        self._chats[choice].complete()
+        choice.end(is_whole=True)
         return data
 
     async def end_reasoning(self) -> bool:
         """End the reasoning of its choices with the next tokens; False: none is reasoning."""
-        return await self._engine.end_reasoning(list(self._replies.values()))
+        replies = [choice.reply for choice in self.choices if choice.reply is not None]
+        return await self._engine.end_reasoning(replies)
 
     def close(self) -> None:
         """The task was answered or abandoned."""
-        for chat in self._chats.values():
-            chat.abandon()
+        for choice in self.choices:
+            choice.end(is_whole=False)
 
     async def _timed(self, write: Callable[..., bytes], *args: Any) -> bytes:
         if self._is_slow:
@@ -161,59 +190,22 @@ class Task:
 
 
 async def parse_task(
-    endpoint: Endpoint, body: bytes, caller: Caller, engine: Engine, config: Config
+    endpoint: Endpoint, body: bytes, tenant: Tenant, hints: Hints, engine: Engine, config: Config
 ) -> Task:
     """Check and tokenize a request body. Raises WireError, InvalidRequest, ContextExceeded."""
-    threads = engine.wire
 
     def check_fit(kept: dict[str, bytes], least: list[int]) -> None:
         limit = _limit(_live(kept.get, config, engine), config, engine)
         limit.check(least, are_least=True)
 
-    task = await threads.call(len(body), _parse, engine, endpoint, body, check_fit)
-    wire, task.sees_slots = task.wire, caller.sees_slots
+    model = engine.wire.model
+    parsed = await engine.wire.call(len(body), _parse, model, endpoint, body, check_fit)
+    prompts, first, writer = parsed
+    wire = first.request
     live = _live(wire.field, config, engine)
-    scope = scope_of(engine, caller.scope, _decoded(wire.field("lora")))
-    task.template = _template(wire, task.prompts, scope, caller.hints, live)
-    _limit(live, config, engine).check([len(ids) for ids in task.prompts])
-    return task
-
-
-def _live(field: Callable[[str], bytes | None], config: Config, engine: Engine) -> LiveBudget:
-    """The budget that a body's fields ask for. Raises InvalidRequest."""
-    fields = {name: _decoded(field(name)) for name in ("retention", "live_budget")}
-    return parse_live(fields, config, engine.n_ctx)
-
-
-def _limit(live: LiveBudget, config: Config, engine: Engine) -> PromptLimit:
-    may_outgrow = live.policy in engine.outgrowing
-    return PromptLimit(engine.n_ctx, config.prompt_tokens_max if may_outgrow else 0)
-
-
-def _parse(engine: Engine, endpoint: Endpoint, body: bytes, check_fit: FitCheck) -> Task:
-    from towerd.wire import Reply, Request, Writer
-
-    request = Request(engine.wire.model, endpoint, body or b"{}", check_fit)
-    prompts = request.prompts
-    if not prompts or not all(len(ids) for ids in prompts):
-        raise InvalidRequest('"prompt" must not be empty')
-    return Task(engine, request, Reply(request, 0), prompts, Writer(request))
-
-
-def _new_reply(request: Request, choice: int) -> Reply:
-    from towerd.wire import Reply
-
-    return Reply(request, choice)
-
-
-def _decoded(value: bytes | None) -> Any:
-    return None if value is None else msgspec.json.decode(value)
-
-
-def _template(
-    wire: Request, prompts: list[Ids], scope: str, hints: Hints, live: LiveBudget
-) -> GenerateRequest:
-    return GenerateRequest(
+    scope = engine.adapters.scope(tenant.scope, _decoded(wire.field("lora")))
+    _limit(live, config, engine).check([len(ids) for ids in prompts])
+    template = GenerateRequest(
         ids=prompts[0],
         n_predict=wire.n_predict,
         scope=scope,
@@ -225,11 +217,96 @@ def _template(
         n_keep=wire.n_keep,
         live=live,
     )
+    return Task(engine, template, prompts, first, writer, sees_slots=tenant.sees_all)
+
+
+def _parse(
+    model: Model, endpoint: Endpoint, body: bytes, check_fit: FitCheck
+) -> tuple[list[Ids], Reply, Writer]:
+    from towerd.wire import Reply, Request, Writer
+
+    request = Request(model, endpoint, body or b"{}", check_fit)
+    prompts = request.prompts
+    if not prompts or not all(len(ids) for ids in prompts):
+        raise InvalidRequest('"prompt" must not be empty')
+    return prompts, Reply(request, 0), Writer(request)
+
+
+def _new_reply(request: Request, index: int) -> Reply:
+    from towerd.wire import Reply
+
+    return Reply(request, index)
+
+
+def _decoded(value: bytes | None) -> Any:
+    return None if value is None else msgspec.json.decode(value)
 
 
 def _agent(text: bytes) -> str | None:
     """A name for the agent with this system prompt and these tools; None: it has neither."""
     return "~" + hashlib.blake2b(text, digest_size=8).hexdigest() if text else None
+
+
+# ---- how long a prompt may be, and which of its tokens stay live ---------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimit:
+    """The limit on the prompts of one request, in tokens."""
+
+    n_ctx: int
+    outgrown_max: int = 0
+    """Total tokens of the prompts that exceed the context; 0: none may exceed it."""
+
+    def check(self, lengths: list[int], *, are_least: bool = False) -> None:
+        """Raises ContextExceeded unless prompts of these lengths may be evaluated. are_least: they
+        may be longer, since they were not tokenized."""
+        outgrown = [n for n in lengths if n >= self.n_ctx]
+        if not outgrown or sum(outgrown) <= self.outgrown_max:
+            return
+        if not self.outgrown_max:
+            raise ContextExceeded.of_request(outgrown[0], self.n_ctx, is_least=are_least)
+        least = "at least " if are_least else ""
+        raise ContextExceeded(
+            f"request ({least}{sum(outgrown)} tokens) exceeds the limit of prompts longer than the context "
+            f"({self.outgrown_max} tokens), see --prompt-tokens-max",
+            n_prompt_tokens=sum(outgrown),
+            n_ctx=self.n_ctx,
+        )
+
+
+def _limit(live: LiveBudget, config: Config, engine: Engine) -> PromptLimit:
+    may_outgrow = live.policy in engine.outgrowing
+    return PromptLimit(engine.n_ctx, config.prompt_tokens_max if may_outgrow else 0)
+
+
+def _live(field: Callable[[str], bytes | None], config: Config, engine: Engine) -> LiveBudget:
+    """The budget that a body's fields ask for, else that of the daemon's settings.
+
+    Raises InvalidRequest for an unknown policy, or a budget for a policy that has none, and NotSupported
+    in front of a llama-server."""
+    body: Body = {name: _decoded(field(name)) for name in _LIVE_FIELDS}
+    name = fields.present(body, *_LIVE_FIELDS)
+    if name is not None and config.engine != "embedded":
+        raise NotSupported(
+            f"Field '{name}' needs the embedded engine: a llama-server keeps all of a chat, or "
+            "shifts its context where it was started with --context-shift"
+        )
+    policy = fields.string(body, "retention", config.retention)
+    if policy not in RETENTIONS:
+        raise InvalidRequest(
+            f"Field 'retention': there is no {policy[:40]!r}, take one of {', '.join(RETENTIONS)}"
+        )
+    tokens = fields.integer_in(body, ("live_budget",), 0, 1, INT32_MAX)
+    if policy in UNBOUNDED:
+        if tokens:
+            bounded = ", ".join(name for name in RETENTIONS if name not in UNBOUNDED)
+            raise InvalidRequest(
+                f"Field 'live_budget' needs a policy that keeps to it: set 'retention' to one of "
+                f"{bounded}"
+            )
+        return LiveBudget(policy)
+    return LiveBudget(policy, tokens or config.live_budget or engine.n_ctx // 2)
 
 
 RUNNING: web.AppKey[dict[str, Task]] = web.AppKey("running")

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import msgspec
+import numpy as np
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from towerd.api.http import fields
+from towerd.api.http.access import own_scope
 from towerd.api.http.body import read_bytes, read_object
 from towerd.api.http.hints import hints_of
 from towerd.api.http.keys import service_of
-from towerd.api.http.off_loop import by_size
+from towerd.api.http.off_loop import by_size, size_of
 from towerd.api.http.reply import encode, json_reply, raw_reply
-from towerd.api.http.scope import own_scope
-from towerd.api.llama.prompts import tokenize_mixed
 from towerd.engine.base import Engine
+from towerd.errors import InvalidRequest
 from towerd.tokens import Ids
 
 if TYPE_CHECKING:
     from towerd.wire import Endpoint
+
+
+Parts: TypeAlias = list["str | Ids"]
+"""Texts to tokenize and ids as given, in order."""
+
+TEXTS_MAX = 16_384
+"""Texts in one prompt, each of which is tokenized separately."""
+_FORMS = (
+    '"prompt" elements must be a string, a list of tokens, a JSON object containing a prompt '
+    "string, or a list of mixed strings & tokens."
+)
 
 
 async def post_tokenize(request: web.Request) -> web.Response:
@@ -37,6 +50,59 @@ async def post_tokenize(request: web.Request) -> web.Response:
     )
     with_pieces = fields.boolean(body, "with_pieces", False)
     return await by_size(len(ids), _tokens_reply, ids, engine if with_pieces else None)
+
+
+async def tokenize_mixed(
+    content: Any, engine: Engine, *, add_special: bool, parse_special: bool
+) -> Ids:
+    """Convert text, ids or a list of both to ids; only text at the very front gets the BOS token.
+
+    Raises InvalidRequest."""
+    if not isinstance(content, str | list):
+        raise fields.wrong_type("content", "string or array", content)
+    out: list[Ids] = []
+    parts = await by_size(size_of(content), _parts, content, engine.info.n_vocab)
+    for index, part in enumerate(parts):
+        if isinstance(part, str):
+            first = add_special and index == 0
+            out.append(await engine.tokenize(part, add_special=first, parse_special=parse_special))
+        else:
+            out.append(part)
+    if len(out) == 1:
+        return out[0]
+    return cast(Ids, np.concatenate(out)) if out else np.zeros(0, np.int32)
+
+
+def _parts(content: str | list[Any], n_vocab: int) -> Parts:
+    if isinstance(content, str):
+        return [content]
+    if sum(isinstance(item, str) for item in content) > TEXTS_MAX:
+        raise InvalidRequest(f'"prompt" may hold at most {TEXTS_MAX} texts among its tokens')
+    parts: Parts = []
+    run: list[int] = []
+    for item in content:
+        if type(item) is int:
+            run.append(item)
+            continue
+        if not isinstance(item, str):
+            raise InvalidRequest(_FORMS)
+        if run:
+            parts.append(_checked_ids(run, n_vocab))
+            run = []
+        parts.append(item)
+    if run:
+        parts.append(_checked_ids(run, n_vocab))
+    return parts
+
+
+def _checked_ids(values: list[int], n_vocab: int) -> Ids:
+    try:
+        ids = np.asarray(values, dtype=np.int64)
+    except OverflowError:
+        raise InvalidRequest("Prompt contains invalid tokens") from None
+    if ids.min() < 0 or ids.max() >= n_vocab:
+        raise InvalidRequest("Prompt contains invalid tokens")
+    return ids.astype(np.int32)
 
 
 def _tokens_reply(ids: Ids, engine: Engine | None) -> web.Response:
@@ -78,26 +144,21 @@ async def post_apply_template(request: web.Request) -> web.Response:
     return raw_reply(await wire.call(len(body), wire.model.apply_template, body))
 
 
-async def post_chat_tokens(request: web.Request) -> web.Response:
-    """Count the prompt tokens of a chat completion."""
-    return await _count(request, "chat")
+def counting(endpoint: Endpoint) -> Handler:
+    """The handler that counts the prompt tokens of requests to an endpoint."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        _announce(request)
+        wire = service_of(request).engine.wire
+        body = await read_bytes(request)
+        return raw_reply(await wire.call(len(body), wire.model.count_tokens, endpoint, body))
+
+    return handle
 
 
-async def post_responses_tokens(request: web.Request) -> web.Response:
-    """Count the prompt tokens of a Responses request."""
-    return await _count(request, "responses")
-
-
-async def post_messages_tokens(request: web.Request) -> web.Response:
-    """Count the prompt tokens of a Messages request."""
-    return await _count(request, "messages")
-
-
-async def _count(request: web.Request, endpoint: Endpoint) -> web.Response:
-    _announce(request)
-    wire = service_of(request).engine.wire
-    body = await read_bytes(request)
-    return raw_reply(await wire.call(len(body), wire.model.count_tokens, endpoint, body))
+post_chat_tokens = counting("chat")
+post_responses_tokens = counting("responses")
+post_messages_tokens = counting("messages")
 
 
 def _announce(request: web.Request) -> None:

@@ -16,16 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import ClientResponse, web
 
-from towerd.api.http.body import decode, peek_bytes, read_bytes
-from towerd.api.http.json_text import may_be_mended
+from towerd.api.http.body import decode, may_be_mended, peek_bytes, read_bytes
 from towerd.api.http.keys import TENANT, TENANTS
 from towerd.api.http.off_loop import by_size, count, release
-from towerd.api.http.requests.log import log_finished, title_for
-from towerd.api.relay import upstream
-from towerd.api.relay.forward import copy
+from towerd.api.http.reply import encode
+from towerd.api.http.request_log import log_finished, title_for
+from towerd.api.relay.forward import ask, copy, llama_server_of
 from towerd.api.relay.headers import to_upstream
-from towerd.api.relay.splice import with_fields
-from towerd.api.relay.upstream import llama_server_of
 from towerd.engine.base import Reuse
 from towerd.errors import InvalidRequest
 
@@ -37,29 +34,35 @@ HOLDERS = ("image_url", "input_audio", "input_video", "video_url")
 """Fields of a part, each of which holds a medium or where it is."""
 FETCHED = "http"
 """What llama-server takes for an address begins so."""
-LABEL = "media"
 MESSAGES = "/v1/messages"
 """llama-server does not let these requests name a slot."""
+_SPACE = b" \t\r\n"
 
 
 def with_media(handler: Handler) -> Handler:
     """The handler for requests that generate; those with media go to llama-server."""
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        data = await _peek_media(request)
-        return await handler(request) if data is None else await _generate(request, data)
-
-    return handle
+    return _dividing(handler, _generate)
 
 
 def with_counted_media(handler: Handler) -> Handler:
     """The same for requests that only count or render."""
 
+    async def relayed(request: web.Request, data: bytes) -> web.StreamResponse:
+        return await copy(request, await _sent(request, llama_server_of(request), data))
+
+    return _dividing(handler, relayed)
+
+
+def _dividing(
+    handler: Handler, relayed: Callable[[web.Request, bytes], Awaitable[web.StreamResponse]]
+) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        data = await _peek_media(request)
-        if data is None:
+        if not llama_server_of(request).info.has_media:
             return await handler(request)
-        return await _copy(request, await _sent(request, llama_server_of(request), data))
+        data = await peek_bytes(request)
+        if not await _has_media(request, data):
+            return await handler(request)
+        return await relayed(request, await read_bytes(request))
 
     return handle
 
@@ -68,23 +71,11 @@ async def forward_embeddings(request: web.Request) -> web.StreamResponse:
     """Forward what is to be embedded or ranked, which may be media, and may take any slot."""
     engine = llama_server_of(request)
     data = await _mended(await read_bytes(request))
-    media = await _media_in(request, data)
-    await _check(media)
-    async with engine.unpinned() as unpinned:
+    await _has_media(request, data)
+    async with engine.holds.unpinned() as launched:
         reply = await _sent(request, engine, data)
-        unpinned.launched()
-        return await _copy(request, reply)
-
-
-async def _peek_media(request: web.Request) -> bytes | None:
-    """The body of a request with media, once they were checked; None if it has none, or the model
-    takes none. Raises InvalidRequest."""
-    if not llama_server_of(request).info.has_media:
-        return None
-    data = await peek_bytes(request)
-    media = await _media_in(request, data)
-    await _check(media)
-    return await read_bytes(request) if media else None
+        launched()
+        return await copy(request, reply)
 
 
 async def _generate(request: web.Request, data: bytes) -> web.StreamResponse:
@@ -93,20 +84,34 @@ async def _generate(request: web.Request, data: bytes) -> web.StreamResponse:
     if request.path == MESSAGES:
         # Reuse in a slot of llama-server's choice would tell one tenant of the others.
         fields = {"cache_prompt": False} if request.app[TENANTS].required else {}
-        async with engine.unpinned() as unpinned:
+        async with engine.holds.unpinned() as launched:
             reply = await _sent(request, engine, with_fields(data, fields))
-            unpinned.launched()
+            launched()
             return await _finish(request, reply, title)
-    async with await engine.lease_opaque(request[TENANT].scope, label=LABEL) as lease:
-        pinned = with_fields(data, {"id_slot": lease.slot, "n_cache_reuse": 0})
+    async with await engine.holds.hold_opaque(request[TENANT].scope) as hold:
+        pinned = with_fields(data, {"id_slot": hold.slot, "n_cache_reuse": 0})
         reply = await _sent(request, engine, pinned)
-        await lease.launched()
-        lease.answering()
+        hold.launched()
+        hold.answering()
         return await _finish(request, reply, title)
 
 
+def with_fields(document: bytes, fields: Mapping[str, Any]) -> bytes:
+    """`document`, the text of a JSON object, with `fields` set and the rest of its bytes as they are: numbers
+    keep their digits, unknown fields their order. llama-server, like every common JSON parser, takes the
+    last of two equal keys, so they are appended. Raises ValueError if it does not end as an object does."""
+    body = document.strip(_SPACE)
+    if not body.endswith(b"}"):
+        raise ValueError("not a JSON object")
+    head = body[:-1].rstrip(_SPACE)
+    if not fields:
+        return body
+    comma = b"" if head == b"{" else b","
+    return head + comma + encode(dict(fields))[1:]
+
+
 async def _finish(request: web.Request, reply: ClientResponse, title: str) -> web.StreamResponse:
-    response = await _copy(request, reply)
+    response = await copy(request, reply)
     if response.status == 200:
         log_finished(request, title, Reuse(), None)
     return response
@@ -116,14 +121,7 @@ async def _sent(request: web.Request, engine: LlamaServerEngine, data: bytes) ->
     """The head of the reply to this body."""
     headers = to_upstream(request.headers, engine.upstream.auth())
     path = request.rel_url.raw_path_qs
-    return await upstream.request(engine, request.method, path, headers, data)
-
-
-async def _copy(request: web.Request, reply: ClientResponse) -> web.StreamResponse:
-    try:
-        return await copy(request, reply)
-    finally:
-        reply.close()
+    return await ask(engine, request.method, path, headers, data)
 
 
 async def _mended(data: bytes) -> bytes:
@@ -135,28 +133,25 @@ async def _mended(data: bytes) -> bytes:
     return await asyncio.to_thread(mended_json, data)
 
 
-async def _media_in(request: web.Request, data: bytes) -> list[str]:
-    """The media of a request in any form: addresses, data: URIs, and bytes in base64. What is no
-    JSON has none."""
+async def _has_media(request: web.Request, data: bytes) -> bool:
+    """Whether a request has media in any form: addresses, data: URIs, and bytes in base64. What is no
+    JSON has none. Raises InvalidRequest for media that would be fetched, or must not be decoded."""
     try:
         body = await decode(request, data) if data else None
     except InvalidRequest:
-        return []
+        return False
     if not isinstance(body, dict):
-        return []
+        return False
     try:
         lists = [body.get(name) for name in ("messages", "input", "prompt", "content")]
-        return await by_size(count(lists), _media, lists)
+        media = await by_size(count(lists), _media, lists)
     finally:
         await release(body)
-
-
-async def _check(media: list[str]) -> None:
-    """Raises InvalidRequest for media that would be fetched, or must not be decoded."""
     if any(address.startswith(FETCHED) for address in media):
         raise InvalidRequest("Media are not fetched from elsewhere: send the bytes in a data: URI")
     if media:
         await asyncio.to_thread(_check_bytes, media)
+    return bool(media)
 
 
 def _media(lists: Any) -> list[str]:

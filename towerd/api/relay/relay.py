@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
-from typing import Protocol
 
 from aiohttp import ClientResponse, web
 
@@ -17,18 +17,35 @@ from towerd.errors import TowerdError
 EVENT_STREAM = "text/event-stream"
 COPY_BYTES_MAX = 256 * 1024
 """Bytes of a reply that are copied in one step of the event loop."""
+_SLOT = re.compile(rb'(?<=[{,])"id_slot":(-?\d+)')
+_SLOT_BYTES_MAX = 32
 
 
-class Edit(Protocol):
-    """Changes a reply that arrives in parts."""
+class SlotHider:
+    """Replaces each `id_slot` of a reply that arrives in parts by 0, in as many bytes, so that the
+    reply's length stays."""
+
+    def __init__(self) -> None:
+        self._held = b""
 
     def feed(self, chunk: bytes) -> bytes:
-        """What can be sent now."""
-        ...
+        """What can be sent of the bytes so far: all but an end that may be half an `id_slot`."""
+        data = self._held + chunk
+        cut = len(data)
+        if not data.endswith(b"\n"):  # at the end of an event there is nothing to wait for
+            start = max(data.rfind(b","), data.rfind(b"{"))
+            cut = start if 0 <= start and cut - start <= _SLOT_BYTES_MAX else cut
+        self._held = data[cut:]
+        return _SLOT.sub(_zero, data[:cut])
 
     def rest(self) -> bytes:
-        """What is left at the end."""
-        ...
+        """The end of the reply."""
+        held, self._held = self._held, b""
+        return _SLOT.sub(_zero, held)
+
+
+def _zero(found: re.Match[bytes]) -> bytes:
+    return b'"id_slot":' + b"0".rjust(len(found[1]))
 
 
 async def relay(
@@ -36,18 +53,19 @@ async def relay(
     reply: ClientResponse,
     response: web.StreamResponse,
     on_lost: Callable[[], TowerdError],
-    edit: Edit | None = None,
+    hider: SlotHider | None = None,
 ) -> web.StreamResponse:
     """Write the body of `reply` as that of `response`, whose head is sent here if it was not.
 
-    edit: changes the body on its way, not its length. on_lost: called if the process ended before the reply did; the error is told to the client."""
+    hider: hides slots in the body. on_lost: called if the process ended before the reply did; the error is
+    told to the client."""
     if not response.prepared:
         await response.prepare(request)
     try:
         while chunk := await read(reply):
-            await write_or_stall(request, response, edit.feed(chunk) if edit else chunk)
-        if edit is not None:
-            await write_or_stall(request, response, edit.rest())
+            await write_or_stall(request, response, hider.feed(chunk) if hider else chunk)
+        if hider is not None:
+            await write_or_stall(request, response, hider.rest())
     except Lost:
         await cut_off(request, response, on_lost())
     await response.write_eof()

@@ -5,22 +5,26 @@ Requests to other endpoints are forwarded as well; see `unknown`.
 
 from __future__ import annotations
 
+import asyncio
 from operator import itemgetter
 from typing import Any
 from urllib.parse import unquote
 
-import msgspec
 from aiohttp import web
 
-from towerd.api.admin.overview import is_own_slot, slot_numbers
-from towerd.api.admin.pins import require_admin
+from towerd.api.http.access import is_own_slot, require_admin, slot_numbers
 from towerd.api.http.keys import CONFIG, GATE, TENANT
 from towerd.api.http.reply import json_reply, raw_reply
-from towerd.api.llama import completion, control, streams, text
-from towerd.api.relay.forward import body_of, copy, forward, forward_unpinned, send
+from towerd.api.llama import completion, info, streams, text
+from towerd.api.relay.forward import (
+    body_of,
+    copy,
+    forward,
+    forward_unpinned,
+    llama_server_of,
+    send,
+)
 from towerd.api.relay.media import forward_embeddings, with_counted_media, with_media
-from towerd.api.relay.metrics import get_metrics
-from towerd.api.relay.upstream import llama_server_of
 from towerd.engine.base import SlotView
 from towerd.errors import NotFound, NotSupported, SwitchedOff, TowerdError
 
@@ -30,9 +34,8 @@ IDLE_FIELDS = ("id", "n_ctx", "speculative")
 """Fields shown of a slot that another tenant uses, beside whether it is busy."""
 
 
-async def get_health(request: web.Request) -> web.StreamResponse:
-    """llama-server's own health."""
-    return await forward(request)
+_THEIRS = b"llamacpp:"
+_PREFIXES = (_THEIRS, b"# HELP " + _THEIRS, b"# TYPE " + _THEIRS)
 
 
 async def get_props(request: web.Request) -> web.StreamResponse:
@@ -48,17 +51,10 @@ async def get_slots(request: web.Request) -> web.StreamResponse:
     if not request.app[CONFIG].slots_endpoint:
         raise SwitchedOff("This server does not support slots endpoint. Start it with `--slots`")
     engine = llama_server_of(request)
+    engine.availability.check()
     # Whether all are busy (`?fail_on_no_slot=`) is not told to one of several tenants.
-    path = None if request[TENANT].sees_all else "/slots"
-    reply = await send(request, engine, auth=engine.upstream.auth(), path=path)
-    try:
-        if reply.status != 200:
-            return await copy(request, reply)
-        slots: list[dict[str, Any]] = msgspec.json.decode(await body_of(reply))
-    except msgspec.DecodeError as error:
-        raise TowerdError("llama-server's list of slots cannot be read") from error
-    finally:
-        reply.close()
+    path = request.rel_url.raw_path_qs if request[TENANT].sees_all else "/slots"
+    slots: list[dict[str, Any]] = await engine.upstream.get(path)
     shown = [{k: v for k, v in slot.items() if k not in PRIVATE_FIELDS} for slot in slots]
     if request[TENANT].admin:
         return json_reply(shown)
@@ -90,6 +86,29 @@ async def post_slot(request: web.Request) -> web.StreamResponse:
     )
 
 
+async def get_metrics(request: web.Request) -> web.Response:
+    """Prometheus text: llama-server's own metrics, then towerd's. Without --metrics at llama-server towerd's
+    own values of its metrics stay.
+
+    Raises SwitchedOff."""
+    reply = await info.get_metrics(request)
+    engine, own = llama_server_of(request), reply.body
+    try:
+        engine.availability.check()
+        theirs = engine.without_own(await engine.upstream.metrics())
+    except TowerdError:
+        return reply
+    if theirs and isinstance(own, bytes):
+        reply.body = await asyncio.to_thread(merged, theirs, own)
+    return reply
+
+
+def merged(theirs: bytes, own: bytes) -> bytes:
+    """`theirs`, followed by those metrics of `own` that do not have llama-server's names."""
+    lines = [line for line in own.splitlines(keepends=True) if not line.startswith(_PREFIXES)]
+    return theirs.rstrip(b"\n") + b"\n" + b"".join(lines)
+
+
 async def forward_admin(request: web.Request) -> web.StreamResponse:
     """Forward a request that changes llama-server for all tenants; for the owner only."""
     require_admin(request)
@@ -100,7 +119,7 @@ async def post_lora(request: web.Request) -> web.StreamResponse:
     """Set the scales of LoRA adapters, for requests from now on; rows of other scales are others."""
     require_admin(request)
     engine = llama_server_of(request)
-    async with engine.unpinned():
+    async with engine.holds.unpinned():
         reply = await send(request, engine, auth=engine.upstream.auth())
         try:
             if reply.status != 200:
@@ -117,12 +136,10 @@ async def get_root(request: web.Request) -> web.StreamResponse:
     if request.app[GATE].service is None or request.app[GATE].closing:
         raise web.HTTPFound("/towerd/")
     reply = await send(request, llama_server_of(request), auth={})
-    try:
-        if reply.status in (401, 404):
-            raise web.HTTPFound("/towerd/")
-        return await copy(request, reply)
-    finally:
+    if reply.status in (401, 404):
         reply.close()
+        raise web.HTTPFound("/towerd/")
+    return await copy(request, reply)
 
 
 async def unknown(request: web.Request) -> web.StreamResponse:
@@ -135,11 +152,7 @@ async def unknown(request: web.Request) -> web.StreamResponse:
     if is_ruled(path):
         raise NotFound("File Not Found")
     if TENANT not in request:  # a file of the web UI, asked for without a key
-        reply = await send(request, llama_server_of(request), auth={})
-        try:
-            return await copy(request, reply)
-        finally:
-            reply.close()
+        return await copy(request, await send(request, llama_server_of(request), auth={}))
     return await forward_unpinned(request)
 
 
@@ -149,8 +162,8 @@ def is_ruled(path: str) -> bool:
 
 
 ROUTES: tuple[tuple[str, str, Any], ...] = (
-    ("GET", "/health", get_health),
-    ("GET", "/v1/health", get_health),
+    ("GET", "/health", forward),
+    ("GET", "/v1/health", forward),
     ("GET", "/props", get_props),
     ("POST", "/props", forward_admin),
     ("GET", "/models", forward),
@@ -168,7 +181,7 @@ ROUTES: tuple[tuple[str, str, Any], ...] = (
     ("POST", "/v1/completions", with_media(completion.post_openai_completion)),
     ("POST", "/chat/completions", with_media(completion.post_chat)),
     ("POST", "/v1/chat/completions", with_media(completion.post_chat)),
-    ("POST", "/v1/chat/completions/control", control.post_control),
+    ("POST", "/v1/chat/completions/control", completion.post_control),
     ("POST", "/responses", with_media(completion.post_responses)),
     ("POST", "/v1/responses", with_media(completion.post_responses)),
     ("POST", "/v1/messages", with_media(completion.post_messages)),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from towerd.engine.base import (
@@ -204,11 +203,6 @@ class EmbeddedEngine:
         array = np.asarray(ids, np.int32)
         self.core.vocab.validate(array[is_token(array)])
         return await self._loop.run_in_executor(self._text, self.core.vocab.detokenize, array)
-
-    async def apply_template(self, body: Mapping[str, Any]) -> str:
-        data = encode(body)
-        reply = await self.wire.call(len(data), self.wire.model.apply_template, data)
-        return str(msgspec.json.decode(reply)["prompt"])
 
     async def end_reasoning(self, replies: Sequence[Reply]) -> bool:
         # Off the loop: a reply that is being sampled makes others wait.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,10 +23,10 @@ from towerd.engine.base import (
     Timings,
     encode,
 )
+from towerd.engine.llama_server.availability import Availability
 from towerd.engine.llama_server.process.client import LOST, read
 from towerd.engine.llama_server.process.upstream_adapters import UpstreamAdapters
-from towerd.engine.llama_server.process.upstream_client import UpstreamClient
-from towerd.engine.llama_server.slots.slot_lease import SlotLease
+from towerd.engine.llama_server.slots.holds import SlotHold, SlotHolds
 from towerd.errors import TowerdError, Unavailable
 from towerd.wire import Received, Reply, Request, WireThreads
 
@@ -38,48 +38,25 @@ _NO_TIME = Timings(0, 0, 0.0, 0, 0.0)
 _DATA = b"data: {"
 
 
-class Host(Protocol):
-    """The engine as its generations see it."""
-
-    @property
-    def upstream(self) -> UpstreamClient: ...
-
-    @property
-    def wire(self) -> WireThreads: ...
-
-    @property
-    def adapters(self) -> UpstreamAdapters: ...
-
-    async def lease(
-        self,
-        ids: Any,
-        scope: str,
-        session: str | None,
-        *,
-        n_predict: int = -1,
-        compose: bool = True,
-    ) -> SlotLease:
-        """A slot with as much of `ids` in it as the store has. Raises Unavailable."""
-        ...
-
-    def failure(self, otherwise: str) -> Unavailable:
-        """The error of a request that llama-server does not answer."""
-        ...
-
-    def notice(self, error: TowerdError) -> None:
-        """A request to llama-server failed."""
-        ...
-
-
 class LlamaServerGeneration:
     """Events of one running request. See `towerd.engine.base.Generation`."""
 
-    def __init__(self, engine: Host, request: GenerateRequest) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        holds: SlotHolds,
+        availability: Availability,
+        adapters: UpstreamAdapters,
+        wire: WireThreads,
+        request: GenerateRequest,
+    ) -> None:
+        self._holds = holds
+        self._availability = availability
+        self._adapters = adapters
+        self._wire = wire
         self._request = request
         self._reply = request.reply
         self._events: asyncio.Queue[Event | TowerdError] = asyncio.Queue()
-        self._lease: SlotLease | None = None
+        self._hold: SlotHold | None = None
         self._ids: list[int] = []
         """The reply's tokens that are known, also those that a stop string cuts off."""
         self._is_started = False
@@ -114,8 +91,8 @@ class LlamaServerGeneration:
         self.task.cancel()
 
     def release(self) -> None:
-        if self._lease is not None:
-            self._lease.release()
+        if self._hold is not None:
+            self._hold.release()
 
     async def _run(self) -> None:
         try:
@@ -123,9 +100,9 @@ class LlamaServerGeneration:
         except asyncio.CancelledError:
             self._events.put_nowait(self._finish("cancelled", _NO_TIME))
         except TowerdError as error:
-            self._engine.notice(error)
-            is_lost = self._lease is not None and isinstance(error, Unavailable)
-            self._fail(self._engine.failure(LOST) if is_lost else error)
+            self._availability.notice(error)
+            is_lost = self._hold is not None and isinstance(error, Unavailable)
+            self._fail(self._availability.failure(LOST) if is_lost else error)
         except Exception:
             log.exception("a request on llama-server failed")
             self._fail(TowerdError("Internal error; the daemon's log has it"))
@@ -141,27 +118,27 @@ class LlamaServerGeneration:
     async def _generate(self) -> Finish:
         request = self._request
         reply = self._reply = request.reply or await self._quiet_reply()
-        lease = self._lease = await self._engine.lease(
+        hold = self._hold = await self._holds.hold(
             request.ids,
             request.scope,
             request.session,
             n_predict=request.n_predict,
-            compose=request.cache_prompt,
+            cache_prompt=request.cache_prompt,
         )
         # Only this endpoint says how llama-server calls the reply.
         is_named = reply.request.has_reasoning_control
         path = "/v1/completions" if is_named else "/completion"
-        own = encode(self._own_fields(lease.slot, verbose=is_named))
-        body = await self._engine.wire.call(0, reply.request.upstream_body, reply.choice, own)
-        async with self._engine.upstream.stream(path, body) as stream:
-            await lease.launched()
+        own = encode(self._own_fields(hold.slot, verbose=is_named))
+        body = await self._wire.call(0, reply.request.upstream_body, reply.choice, own)
+        async with self._holds.upstream.stream(path, body) as stream:
+            hold.launched()
             async for data in events(stream):
-                if self._take(lease, reply.received(data)):
-                    return self._last(lease, reply)
+                if self._take(hold, reply.received(data)):
+                    return self._last(hold, reply)
         raise Unavailable(LOST)
 
     def _own_fields(self, slot: int, *, verbose: bool) -> dict[str, Any]:
-        lora = self._engine.adapters.entries(self._request.scope)
+        lora = self._adapters.entries(self._request.scope)
         fields: dict[str, Any] = {
             "id_slot": slot,
             "stream": True,
@@ -175,7 +152,7 @@ class LlamaServerGeneration:
 
     async def _quiet_reply(self) -> Reply:
         """The reply of a request that no client made."""
-        request, wire = self._request, self._engine.wire
+        request, wire = self._request, self._wire
         body = {"prompt": request.ids, "n_predict": request.n_predict, **request.fields}
 
         def make() -> Reply:
@@ -183,55 +160,57 @@ class LlamaServerGeneration:
 
         return await wire.call(len(request.ids), make)
 
-    def _take(self, lease: SlotLease, received: Received) -> bool:
+    def _take(self, hold: SlotHold, received: Received) -> bool:
         """Emit what an event says; whether it was the last one."""
         if received.progress is not None:
             if self._request.return_progress:
                 self._events.put_nowait(Progress(*received.progress))
             return False
         if received.chunk is not None or received.is_last:
-            self._start(lease)
+            self._start(hold)
         self._ids += received.ids
         if received.chunk is not None:
             text = received.chunk.text.decode("utf-8", "replace")
             self._events.put_nowait(Piece(text, received.ids, received.chunk))
         return received.is_last
 
-    def _start(self, lease: SlotLease) -> None:
+    def _start(self, hold: SlotHold) -> None:
         """Emit Started once, when the prompt is evaluated."""
         if not self._is_started:
             assert self._reply is not None
             self._is_started = True
-            lease.answering()
+            hold.answering()
             _, _, prompt_ms, _, _ = self._reply.timings
-            self._events.put_nowait(Started(lease.reuse, len(self._request.ids), prompt_ms))
+            self._events.put_nowait(Started(hold.reuse, len(self._request.ids), prompt_ms))
 
-    def _last(self, lease: SlotLease, reply: Reply) -> Finish:
+    def _last(self, hold: SlotHold, reply: Reply) -> Finish:
         timings = Timings(*reply.timings)
-        lease.observe(timings.cache_n, timings.prompt_ms)
+        hold.observe(timings.cache_n, timings.prompt_ms)
         return self._finish(reply.stop or "limit", timings)
 
     def _finish(self, stop: StopType, timings: Timings) -> Finish:
         """The Finish, after updating the record of what the slot holds."""
-        n_prompt, lease, reply = len(self._request.ids), self._lease, self._reply
+        n_prompt, hold, reply = len(self._request.ids), self._hold, self._reply
         kept, n_cached, word = self._ids, 0, ""
-        is_exact, hidden = True, stop == "cancelled"
+        is_exact, n_unnamed = True, int(stop == "cancelled")
         if reply is not None:
             kept, is_exact = self._ids[: reply.n_kept], reply.is_exact
-            hidden = hidden or reply.n_unnamed > 0
+            n_unnamed += reply.n_unnamed
             word = reply.stopping_word.decode("utf-8", "replace")
-        if lease is not None and (self._is_started or stop != "cancelled"):
+        if hold is not None and (self._is_started or stop != "cancelled"):
             # llama-server never evaluates the last token that it samples.
             n_cached = n_prompt + min(len(kept), max(0, len(self._ids) - 1))
-            lease.hold(np.array(self._ids, np.int32), is_certain=is_exact, hidden=hidden)
+            certain = self._ids if is_exact else []
+            n_hidden = len(self._ids) - len(certain) + n_unnamed
+            hold.replied(np.array(certain, np.int32), n_hidden)
         return Finish(
             stop=stop,
             stopping_word=word,
             ids=tuple(kept),
             n_cached=n_cached if is_exact else n_prompt,
             timings=timings,
-            reuse=lease.reuse if lease is not None else Reuse(prefill=n_prompt),
-            slot=-1 if lease is None else lease.slot,
+            reuse=hold.reuse if hold is not None else Reuse(prefill=n_prompt),
+            slot=-1 if hold is None else hold.slot,
         )
 
 

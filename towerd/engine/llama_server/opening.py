@@ -54,7 +54,7 @@ def _forgetter(engine: LlamaServerEngine, store: Store) -> Callable[[Sequence[No
         tops = [node for node in nodes if node.parent is None or node.parent.id not in gone]
         with store.locked():
             prefixes = {(node.scope, node.prefix_bytes()) for node in tops}
-        loop.call_soon_threadsafe(engine.frozen, prefixes)
+        loop.call_soon_threadsafe(engine.holds.frozen, prefixes)
 
     return forget
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from towerd.api.http.json_text import decode_json
+from towerd.api.http.body import decode_json
 from towerd.api.http.keys import LIMITS
 from towerd.errors import InvalidRequest, NotFound
 from towerd.router.http.form import boundary_of, field_of

@@ -6,8 +6,7 @@ import asyncio
 
 from aiohttp import web
 
-from towerd.api.http.bodies import release_body
-from towerd.api.http.body import read_bytes
+from towerd.api.http.body import read_bytes, release_body
 from towerd.api.http.keys import TENANT
 from towerd.api.http.reply import error_event, event_of_reply
 from towerd.api.http.sse import PING, EventStream

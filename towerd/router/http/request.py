@@ -6,8 +6,8 @@ import time
 
 from aiohttp import ClientResponse, web
 
+from towerd.api.http.access import is_owner_socket
 from towerd.api.http.keys import TENANT
-from towerd.api.http.middleware import is_owner_socket
 from towerd.api.http.tenants import caller_name
 from towerd.api.relay.headers import to_towerd
 from towerd.api.relay.relay import read

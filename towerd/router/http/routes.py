@@ -9,12 +9,12 @@ from typing import Any
 
 from aiohttp import web
 
-from towerd.api.admin.overview import require_overview
+from towerd.api.http.access import require_overview
 from towerd.api.http.body import read_object
 from towerd.api.http.keys import REQUESTS, UI_SETTINGS
 from towerd.api.http.reply import json_reply
 from towerd.api.http.sse import EventStream
-from towerd.api.llama.build import BUILD_INFO
+from towerd.api.llama.info import BUILD_INFO
 from towerd.errors import InvalidRequest, NotFound, NotSupported, SwitchedOff
 from towerd.router.http.forward import LAUNCHER, MODELS, TABLES, forward_named
 from towerd.router.loading.metrics import RouterMetrics

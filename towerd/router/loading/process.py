@@ -72,7 +72,7 @@ class ModelProcess:
     def assign(self, config: Config) -> None:
         """Choose the model that `load` loads."""
         self._config = replace(config, catalog_fd=self._catalog_fd)
-        self._client = Client(config.socket)
+        self._client = Client("http://model", config.socket)
 
     async def start(self) -> None:
         """Start the process, without a model. Raises OSError."""
@@ -224,4 +224,4 @@ class ModelProcess:
     ) -> ClientResponse:
         """Send a request; see `Client.send`."""
         assert self._client is not None
-        return await self._client.send("http://model", method, path, headers, body)
+        return await self._client.send(method, path, headers, body)

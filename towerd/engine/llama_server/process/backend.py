@@ -22,7 +22,7 @@ from towerd.engine.llama_server.process.probe import ProbeResult, identify, prob
 from towerd.engine.llama_server.process.process import LlamaServerProcess
 from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.engine.llama_server.process.upstream_counters import CounterValues, counters, difference
-from towerd.engine.llama_server.slots.slotdir import SlotDir
+from towerd.engine.llama_server.slot_files.slotdir import SlotDir
 from towerd.errors import ConfigError
 from towerd.model.llama_model import LlamaModel
 from towerd.models.bundled import find_model

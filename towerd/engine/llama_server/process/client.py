@@ -64,10 +64,12 @@ class NotHttp(ClientFailure):
 
 
 class Client:
-    """Requests to any server, until it is closed."""
+    """Requests to one server, until it is closed."""
 
-    def __init__(self, socket: Path | None = None) -> None:
-        """socket: the Unix socket of the server; None: it is where each URL says."""
+    def __init__(self, url: str, socket: Path | None = None) -> None:
+        """url: what stands before every path. socket: the Unix socket of the server; None: it is where
+        the URL says."""
+        self.url = url.rstrip("/")
         self._socket = socket
         self._session: ClientSession | None = None
         """Made by the first request: it belongs to an event loop."""
@@ -77,11 +79,10 @@ class Client:
         self._replies: WeakSet[ClientResponse] = WeakSet()
 
     async def send(
-        self, url: str, method: str, path: str, headers: Mapping[str, str], body: Body = None
+        self, method: str, path: str, headers: Mapping[str, str], body: Body = None
     ) -> ClientResponse:
         """Send a request and return when the reply's head is there; `close` the reply.
 
-        url: of the server, with what stands before every path
         path: quoted, with its query
         headers: sent as UTF-8, without the bytes of a value that are not UTF-8
         body: one that is iterated goes out in chunks unless `headers` have a `Content-Length`
@@ -93,7 +94,7 @@ class Client:
             headers[hdrs.CONTENT_LENGTH] = str(len(body))
             body = _pieces(body)
         session = self._session = self._session or _open_session(self._socket)
-        target = URL(url + path, encoded=True)
+        target = URL(self.url + path, encoded=True)
         self.n_waiting += 1
         try:
             reply = await session.request(

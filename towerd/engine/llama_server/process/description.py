@@ -1,7 +1,7 @@
 """ModelDescription: the model that an upstream serves, and what its rows depend on.
 
 The model file is read as the embedded engine reads it, only without its weights, so that both
-engines write the same fingerprint and one reads the other's store.
+engines write the same row identity and one reads the other's store.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from towerd.engine.base import ModelInfo
+from towerd.engine.base import KEPT_FIELDS, ModelInfo
 from towerd.engine.llama_server.process.attached import Command
 from towerd.engine.llama_server.process.probe import ProbeResult
-from towerd.engine.llama_server.wire_model import open_upstream_wire
 from towerd.errors import ConfigError
 from towerd.kernels.formats import BY_NAME
 from towerd.model.llama_model import LlamaModel
@@ -25,11 +24,11 @@ from towerd.model.model_file import ModelFile, weights_hash
 from towerd.model.row_flags import is_rotated, row_overrides
 from towerd.model.vocab import Vocab
 from towerd.settings.config import Config
-from towerd.settings.llama_flags import canonical
+from towerd.settings.llama_flags import canonical, words_of
 from towerd.slots.fingerprint import REPORTED_HASH_PREFIX, Fingerprint, tokenizer_hash
 from towerd.slots.layout import KVLayout, Plane
 from towerd.store import Catalog
-from towerd.wire import Model
+from towerd.wire import Model, Settings
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ class ModelDescription:
     adapters: tuple[ModelFile, ...] = ()
     """The files of its adapters that can be read here."""
     files: tuple[ModelFile, ...] = ()
-    """Every file that the fingerprint has the hash of."""
+    """Every file that the row identity has the hash of."""
 
     def close(self) -> None:
         """Close the adapters; the model belongs to the backend."""
@@ -130,12 +129,12 @@ def describe(
         files += tuple(model.files)
         if command is None:
             notes += (_NO_COMMAND_NOTE,)
-        fingerprint = _own_fingerprint(config, found, model, vocab, command, layout, lora, catalog)
+        fingerprint = _own_identity(config, found, model, vocab, command, layout, lora, catalog)
     else:
         notes += (_NO_FILE_NOTE,)
-        fingerprint = _reported_fingerprint(found, vocab, meta, layout, lora)
+        fingerprint = _reported_identity(found, vocab, meta, layout, lora)
     info = _info(found, model, vocab, meta, fingerprint)
-    wire = open_upstream_wire(model, vocab, found, command, config)
+    wire = _open_wire(model, vocab, found, command, config)
     return ModelDescription(
         info, vocab, model, wire, tuple(names), notes, tuple(adapters.values()), files
     )
@@ -150,7 +149,7 @@ def _check_vocabulary(model: LlamaModel, vocab: Vocab, meta: Mapping[str, Any]) 
         )
 
 
-def _own_fingerprint(
+def _own_identity(
     config: Config,
     found: ProbeResult,
     model: LlamaModel,
@@ -160,7 +159,7 @@ def _own_fingerprint(
     lora: tuple[str, ...],
     catalog: Catalog,
 ) -> Fingerprint:
-    """The fingerprint that the embedded engine has for the same file, flags and cache."""
+    """The row identity that the embedded engine has for the same file, flags and cache."""
     rope = model.rope(config)
     if command is None:
         rope = {"upstream": "unseen", **rope}
@@ -181,7 +180,7 @@ def _own_fingerprint(
 
 
 _NO_LAYOUT = KVLayout((Plane(BY_NAME["f16"].type_id, 2),), ())
-"""Stands in a fingerprint for states that towerd never stores."""
+"""Stands in a row identity for states that towerd never stores."""
 
 
 def _info(
@@ -215,14 +214,14 @@ def _info(
 _MEDIA = ("vision", "audio", "video")
 
 
-def _reported_fingerprint(
+def _reported_identity(
     found: ProbeResult,
     vocab: Vocab,
     meta: Mapping[str, Any],
     layout: KVLayout,
     lora: tuple[str, ...],
 ) -> Fingerprint:
-    """A fingerprint from what the server says about its model."""
+    """A row identity from what the server says about its model."""
     known = {key: meta.get(key) for key in ("n_vocab", "n_embd", "n_params", "size", "ftype")}
     text = json.dumps([found.model_path, known], sort_keys=True)
     return Fingerprint(
@@ -244,3 +243,57 @@ def first_model(models: Any) -> Mapping[str, Any]:
     entries: Sequence[Any] = models.get("data", []) if isinstance(models, Mapping) else []
     meta = entries[0].get("meta") if entries else None
     return meta if isinstance(meta, Mapping) else {}
+
+
+# ---- as towerd.wire takes it --------------------------------------------------------------------
+
+_NOT_DEFAULTS = frozenset(
+    (
+        "stream",
+        "chat_format",
+        "reasoning_format",
+        "reasoning_in_content",
+        "generation_prompt",
+        "speculative.types",
+        "lora",
+        "backend_sampling",
+    )
+)
+"""Parameters in GET /props that are no fields of a request, or no defaults."""
+
+
+def _open_wire(
+    model: LlamaModel, vocab: Vocab, found: ProbeResult, command: Command | None, config: Config
+) -> Model:
+    """The model's vocabulary with that server's templates and defaults. command: how it was started;
+    None: that cannot be seen, and its flags about templates and reasoning are taken not to be set.
+
+    Raises ConfigError: a chat template that does not parse here, a flag that this llama.cpp does
+    not have."""
+    params = found.props.get("default_generation_settings", {}).get("params", {})
+    template = str(found.props.get("chat_template", ""))
+    has_several = "chat_template_tool_use" in found.props  # which the GGUF alone has
+    flags = () if command is None else tuple(words_of(command.flags, "wire", of_any=True))
+    settings = Settings(
+        name=str(found.props.get("model_alias") or model.path.name),
+        n_ctx=found.n_ctx,
+        n_parallel=found.n_slots,
+        text_bytes_max=config.text_bytes_max(found.n_ctx),
+        chat_template="" if has_several else template,
+        defaults=_defaults(params),
+        flags=flags,
+        kept_fields=KEPT_FIELDS,
+        is_upstream=True,
+    )
+    try:
+        deep_stack = vocab.with_deep_stack if vocab.is_deep else None
+        return Model(model.address, settings.encode(), deep_stack=deep_stack)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"towerd's llama.cpp refuses a chat template or flag of this llama-server: {error}."
+        ) from error
+
+
+def _defaults(params: Mapping[str, Any]) -> dict[str, Any]:
+    """llama-server's default sampling parameters, as fields of a request."""
+    return {name: value for name, value in params.items() if name not in _NOT_DEFAULTS}

@@ -15,7 +15,7 @@ import numpy as np
 
 from towerd.engine.llama_server.process.binary import Build
 from towerd.engine.llama_server.process.upstream_client import UpstreamClient, UpstreamGone
-from towerd.engine.llama_server.slots.image import (
+from towerd.engine.llama_server.slot_files.image import (
     ImageSpec,
     SlotImage,
     image_size,
@@ -23,7 +23,7 @@ from towerd.engine.llama_server.slots.image import (
     window_rows,
     write_image,
 )
-from towerd.engine.llama_server.slots.slotdir import SlotDir
+from towerd.engine.llama_server.slot_files.slotdir import SlotDir
 from towerd.errors import (
     ConfigError,
     InvalidRequest,

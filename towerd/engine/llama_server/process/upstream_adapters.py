@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from towerd.errors import InvalidRequest, NotSupported
+from towerd.errors import InvalidRequest
 from towerd.store.tree.scope import adapters_of, scope_of
 
 ENTRIES_MAX = 8192
@@ -20,21 +20,12 @@ class UpstreamAdapters:
 
     def __init__(self, listed: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
         """listed: GET /lora-adapters at the start. names: what identifies each adapter's file."""
-        self._listed = list(listed)
         self._names = tuple(names)
         self._first = self._scales = _scales_of(listed)
 
-    def listing(self) -> list[dict[str, Any]]:
-        """What GET /lora-adapters answered last."""
-        return [dict(each) for each in self._listed]
-
-    def set_scales(self, asked: Sequence[Any]) -> None:
-        """Always raises NotSupported: llama-server is asked itself."""
-        raise NotSupported("The scales are llama-server's")
-
     def reread(self, listed: Sequence[Mapping[str, Any]]) -> None:
         """Take the scales that llama-server has now."""
-        self._listed, self._scales = list(listed), _scales_of(listed)
+        self._scales = _scales_of(listed)
 
     def scope(self, tenant: str, asked: object = None) -> str:
         """The scope of a request of `tenant`; asked: its field `lora`. Raises InvalidRequest."""

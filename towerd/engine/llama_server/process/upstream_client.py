@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 from aiohttp import ClientResponse
 
+from towerd.engine.base import encode
 from towerd.engine.llama_server.process.client import (
-    Body,
     Client,
     Lost,
     NotHttp,
@@ -61,38 +61,17 @@ class SlotAction:
     ms: float
 
 
-class UpstreamClient:
-    """A llama-server at `url`; `url` and `key` may change while it is restarted. Every call
+class UpstreamClient(Client):
+    """A llama-server at `url`; `url` and `key` may change while it is restarted. Every call but `send`
     raises UpstreamGone, or the TowerdError of the status it got."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        self.url = url.rstrip("/")
+        super().__init__(url)
         self.key = key
-        self._client = Client()
 
     def auth(self) -> dict[str, str]:
         """The authorization header, if there is a key."""
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
-
-    async def aclose(self) -> None:
-        """Close the client; replies that are still being read are lost."""
-        await self._client.aclose()
-
-    @property
-    def n_waiting(self) -> int:
-        """Requests that wait for the head of their reply."""
-        return self._client.n_waiting
-
-    async def drop_requests(self) -> None:
-        """End the requests that wait for it, and those whose replies are being read."""
-        await self._client.drop()
-
-    async def send(
-        self, method: str, path: str, headers: Mapping[str, str], body: Body = None
-    ) -> ClientResponse:
-        """Send a request unchanged; see `Client.send`, which raises other errors than this
-        class."""
-        return await self._client.send(self.url, method, path, headers, body)
 
     async def get(self, path: str) -> Any:
         """JSON of a GET."""
@@ -100,7 +79,7 @@ class UpstreamClient:
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """JSON of a POST; arrays of ids may be numpy arrays."""
-        return await _json(path, await self._ask("POST", path, _ENCODER.encode(body)))
+        return await _json(path, await self._ask("POST", path, encode(body)))
 
     async def answer(self) -> None:
         """Return when it answers for its health, whatever it says: a server behind another one may
@@ -195,16 +174,6 @@ class UpstreamClient:
             yield
         except (Lost, NotHttp, Unreachable) as error:
             raise UpstreamGone(f"llama-server at {self.url} does not answer: {error}") from error
-
-
-def _plain(value: Any) -> Any:
-    """Encode arrays of ids as lists."""
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} is no JSON value")
-
-
-_ENCODER = msgspec.json.Encoder(enc_hook=_plain)
 
 
 async def _json(path: str, data: bytes) -> Any:

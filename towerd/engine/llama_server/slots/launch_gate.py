@@ -17,7 +17,7 @@ class _Kind(enum.Enum):
 
 
 class LaunchGate:
-    """Any number of leases may be placing, or unpinned requests launching, at once, but not both.
+    """Any number of requests may be placed, or unpinned ones launching, at once, but not both.
     Those that wait go before all that come later, so that neither kind can starve the other."""
 
     def __init__(self) -> None:
@@ -26,19 +26,15 @@ class LaunchGate:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether an unpinned request waits for leases to be launched."""
+        """Whether an unpinned request waits for others to be launched."""
         return self._n_inside[_Kind.PLACING] > 0 and bool(self._waiting)
 
     async def begin_placing(self) -> None:
-        """Wait until a lease may be placed. Every call needs one `end_placing`."""
+        """Wait until a request may be placed. Every call needs one `end_placing`."""
         await self._enter(_Kind.PLACING)
 
-    def try_placing(self) -> bool:
-        """As `begin_placing`, if there is nothing to wait for."""
-        return self._try(_Kind.PLACING)
-
     def end_placing(self) -> None:
-        """Called when the lease's request runs, or will not."""
+        """Called when a placed request runs, or will not."""
         self._leave(_Kind.PLACING)
 
     async def begin_unpinned(self) -> None:
@@ -52,14 +48,9 @@ class LaunchGate:
     def _can_enter(self, kind: _Kind) -> bool:
         return not any(n for other, n in self._n_inside.items() if other is not kind)
 
-    def _try(self, kind: _Kind) -> bool:
-        if self._waiting or not self._can_enter(kind):
-            return False
-        self._n_inside[kind] += 1
-        return True
-
     async def _enter(self, kind: _Kind) -> None:
-        if self._try(kind):
+        if not self._waiting and self._can_enter(kind):
+            self._n_inside[kind] += 1
             return
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((kind, turn))

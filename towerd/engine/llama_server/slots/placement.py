@@ -70,7 +70,6 @@ class SlotRequest:
     ids: Ids | None
     """Its prompt; None when its tokens are not known."""
     scope: str
-    label: str = ""
     n_storable: int = 0
     """Leading tokens that the store can restore."""
     n_public: int = 0
@@ -228,8 +227,7 @@ class PlacementPolicy:
 
     def _opaque(self, request: SlotRequest, slot: Slot, used: Sequence[int]) -> SlotChoice:
         """A slot for unknown tokens: the one its conversation had, else the cheapest to lose."""
-        own = not slot.known and slot.scope == request.scope and slot.label == request.label != ""
-        if own:
+        if _is_opaque_of(slot, request):
             return SlotChoice(slot, 0, cost_ms=-1.0)
         capture = slot if self.worth_saving(slot, 0) else None
         foreign = slot.scope != request.scope and (slot.n > 0 or not slot.known)
@@ -330,8 +328,11 @@ class PlacementPolicy:
         """Whether the slot holds most of this request's tokens, so that giving it to another
         would throw away what is about to be used."""
         if request.ids is None:
-            return (
-                not slot.known and slot.label == request.label != "" and slot.scope == request.scope
-            )
+            return _is_opaque_of(slot, request)
         live, _ = self.live(request, slot)
         return 2 * live > request.n
+
+
+def _is_opaque_of(slot: Slot, request: SlotRequest) -> bool:
+    """Whether the slot holds unknown tokens of the request's scope."""
+    return not slot.known and slot.scope == request.scope

@@ -10,26 +10,21 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from towerd.engine.base import Reuse
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
 from towerd.engine.llama_server.process.upstream_adapters import UpstreamAdapters
-from towerd.engine.llama_server.process.upstream_client import UpstreamGone
-from towerd.engine.llama_server.slots.capture import Captured, Capturer
-from towerd.engine.llama_server.slots.placement import (
-    Costs,
-    PlacementPolicy,
-    SlotChoice,
-    SlotRequest,
-)
-from towerd.engine.llama_server.slots.restore import Restored, SlotRestorer
+from towerd.engine.llama_server.process.upstream_client import SlotAction, UpstreamGone
+from towerd.engine.llama_server.slot_files.image import SlotImage
+from towerd.engine.llama_server.slots.placement import SlotChoice, SlotRequest
 from towerd.engine.llama_server.slots.slot import Slot
-from towerd.engine.llama_server.slots.slot_counters import SlotCounters
+from towerd.engine.llama_server.slots.slot_rows import Restored, SlotRows
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.errors import TowerdError
 from towerd.store import Handle
 from towerd.store.tree.scope import adapters_of
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import RestorePlan
-from towerd.tokens import Ids
+from towerd.tokens import Ids, count_approximate
 
 log = logging.getLogger(__name__)
 
@@ -37,49 +32,71 @@ _SHORT_TOKENS = 256
 """A prompt that adds no more than this to a live slot is not looked up in the store first."""
 
 
+@dataclass(slots=True)
+class SlotCounters:
+    """Counters since the start, all of which are in /metrics and /towerd/v1/stats."""
+
+    restores: int = 0
+    restores_failed: int = 0
+    """Restores that llama-server refused."""
+    restores_missed: int = 0
+    """Restores that were accepted, and then not used by the prompt."""
+    restore_bytes: int = 0
+    restore_ms: float = 0.0
+    """Composing and restoring, as a request waited for it."""
+    blocked_ms: float = 0.0
+    """Time in which a save or restore kept all slots from moving."""
+    composed_tokens: int = 0
+    saves: int = 0
+    saves_failed: int = 0
+    save_bytes: int = 0
+    captured_tokens: int = 0
+    """Saved tokens that the store lacked."""
+    erases: int = 0
+    live_missed: int = 0
+    """Prompts for which a slot did not hold the tokens that it was believed to hold."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedPrompt:
-    """A prompt in its slot: `n` of its tokens are in place."""
+    """A prompt in its slot, and what its reply should report."""
 
-    n: int
-    restored: Restored | None
+    reuse: Reuse
+    """Where the prompt's tokens come from."""
+    n_cached: int | None = None
+    """How many tokens the reply should report as cached; None: that cannot be predicted."""
+    n_cached_max: int | None = None
+    """The most that it can report; None when the slot may hold more than is known."""
+    is_restored: bool = False
+    """Whether the tokens in place come from a restore for this request."""
 
 
 class Placer:
-    """Prepares slots. The engine sets `table` right after construction."""
-
-    table: SlotTable
+    """Prepares slots."""
 
     def __init__(
         self,
         backend: LlamaServerBackend,
         tiers: Tiers,
-        workers: ThreadPoolExecutor,
+        table: SlotTable,
         adapters: UpstreamAdapters,
+        workers: ThreadPoolExecutor,
     ) -> None:
         found = backend.probe
         self.counters = SlotCounters()
         self.can_compose = found.can_compose
         self.epoch = 0
-        """The number of restarts of llama-server; a lease of an older epoch is void."""
-        spec = found.spec
-        window = spec.window if spec is not None and spec.has_window else 0
-        self.policy = PlacementPolicy(
-            Costs(),
-            window=window,
-            extends_only=found.extends_only,
-            can_store=found.can_compose,
-        )
+        """The number of restarts of llama-server; what a request of an older epoch held is gone."""
+        self.policy = table.policy
+        self._table = table
         self._keeps_idle = found.keeps_idle_slots
         self._upstream = backend.upstream
         self._adapters = adapters
         self._tiers = tiers
         self._workers = workers
-        self._restorer: SlotRestorer | None = None
-        self._capturer: Capturer | None = None
-        if spec is not None:
-            parts = backend.upstream, backend.slotdir, tiers, spec, workers
-            self._restorer, self._capturer = SlotRestorer(*parts), Capturer(*parts)
+        self._rows: SlotRows | None = None
+        if found.spec is not None:
+            self._rows = SlotRows(backend, tiers, found.spec, workers)
 
     def stop_composing(self) -> None:
         """Save and restore nothing from now on."""
@@ -90,7 +107,7 @@ class Placer:
     def is_continuation(self, request: SlotRequest) -> bool:
         """Whether a free slot holds all but little of the prompt, and nothing after it."""
         assert request.ids is not None
-        for slot in self.table.slots:
+        for slot in self._table.slots:
             if slot.busy or not slot.known or not slot.sure or slot.scope != request.scope:
                 continue
             if (
@@ -115,18 +132,13 @@ class Placer:
         request.n_storable, request.n_public = plan.n, plan.n_public
         return plan
 
-    def has_room(self, slot: Slot, request: SlotRequest) -> bool:
-        """Whether the request can run in the slot while all others stay as they are."""
-        if not self._keeps_idle:
-            return False
-        n_others = sum(each.n_needed for each in self.table.slots if each is not slot)
-        return self.table.fits(n_others, request)
-
     def is_in_place(self, request: SlotRequest, choice: SlotChoice) -> bool:
         """Whether a choice needs nothing but the request itself."""
         if choice.restore or choice.erase or choice.capture is not None or not choice.n_reused:
             return False
-        return self.has_room(choice.slot, request)
+        others = [each for each in self._table.slots if each is not choice.slot]
+        n_others = sum(each.n_needed for each in others)
+        return self._keeps_idle and self._table.fits(n_others, request)
 
     # ---- in a chosen slot -------------------------------------------------------------------
 
@@ -137,7 +149,7 @@ class Placer:
         if not self._keeps_idle:
             await self._give_up_idle(slot)
         if request.ids is None:
-            return PlacedPrompt(0, None)
+            return PlacedPrompt(Reuse())
         if not choice.restore and choice.n_reused == 0 and request.n_storable == 0:
             # The slot that it seemed to continue in was taken meanwhile, so it was not looked up.
             await self.look_up(request)
@@ -145,13 +157,31 @@ class Placer:
         if choice.restore:
             restored = await self._restore(request, slot)
             if restored is not None:
-                return PlacedPrompt(restored.n, restored)
+                return self._placed(request, slot, restored.n, restored)
             live, erase = self.policy.live(request, slot)
             if erase:
                 await self.erase(slot)
             choice = replace(choice, n_reused=0 if erase else live)
         await self._make_room(slot, request)
-        return PlacedPrompt(min(choice.n_reused, request.n - 1), None)
+        return self._placed(request, slot, min(choice.n_reused, request.n - 1), None)
+
+    def _placed(
+        self, request: SlotRequest, slot: Slot, n: int, restored: Restored | None
+    ) -> PlacedPrompt:
+        """`n` tokens of the prompt are in place."""
+        assert request.ids is not None
+        reuse = Reuse(live=n, prefill=request.n - n)
+        if restored is not None:
+            n_hot, approximate = restored.n_hot, count_approximate(restored.provenance)
+            reuse = Reuse(0, n_hot, n - n_hot, request.n - n, approximate)
+        # With windows or recurrent layers it depends on which checkpoints the server has.
+        is_told = restored is not None or not (self.policy.window or self.policy.extends_only)
+        return PlacedPrompt(
+            reuse,
+            n if is_told and request.cache_prompt else None,
+            None if slot.hidden or not slot.known else slot.common(request.ids),
+            restored is not None,
+        )
 
     async def clear(self, choice: SlotChoice) -> None:
         """Save what has to be saved first, and empty the slot if it has to be."""
@@ -161,7 +191,7 @@ class Placer:
                 await self.capture(source)
             finally:
                 if source is not choice.slot:
-                    self.table.free(source, used=False)
+                    self._table.free(source, used=False)
         if choice.erase and not choice.restore:
             await self.erase(choice.slot)
 
@@ -169,14 +199,14 @@ class Placer:
         """Restore what the store has; None if that fails. The slot's record then says what it
         holds."""
         assert request.ids is not None
-        assert self._restorer is not None
+        assert self._rows is not None
         plan = await self.look_up(request)
         if plan.n == 0:
             return None
         await self._adapt(slot, request)
         room = asyncio.create_task(self._make_room(slot, request))
         try:
-            restored = await self._restorer.restore(slot.id, request.ids, plan, room)
+            restored = await self._rows.restore(slot.id, request.ids, plan, room)
         except UpstreamGone:
             raise
         except TowerdError as error:
@@ -209,7 +239,7 @@ class Placer:
         counters.restores += 1
         counters.restore_bytes += restored.n_bytes
         counters.restore_ms += restored.ms
-        counters.blocked_ms += restored.restore_ms
+        counters.blocked_ms += restored.blocked_ms
         counters.composed_tokens += restored.n
         self.policy.costs.observe_restore(restored.n, restored.ms)
 
@@ -222,13 +252,13 @@ class Placer:
     async def _make_room(self, slot: Slot, request: SlotRequest) -> None:
         """If all slots share the cells, empty idle ones until the request fits: with a full cache
         llama-server would empty them itself, in its own order."""
-        others = [each for each in self.table.slots if each is not slot]
-        while not self.table.fits(sum(each.n_needed for each in others), request):
+        others = [each for each in self._table.slots if each is not slot]
+        while not self._table.fits(sum(each.n_needed for each in others), request):
             idle = [each for each in others if each.n and not each.busy]
             if idle:
                 await self._empty(min(idle, key=lambda each: each.last_used))
             elif any(each.busy and not each.n_promised for each in others):
-                await self.table.freed()  # it is only saved or emptied
+                await self._table.freed()  # it is only saved or emptied
             else:
                 return
 
@@ -240,11 +270,11 @@ class Placer:
                 await self.capture(victim)
             await self.erase(victim)
         finally:
-            self.table.free(victim, used=False)
+            self._table.free(victim, used=False)
 
     async def _give_up_idle(self, slot: Slot) -> None:
         """If llama-server clears idle slots when another one runs, save what they hold first."""
-        for other in self.table.slots:
+        for other in self._table.slots:
             if other is slot or other.busy or (other.known and not other.n):
                 continue
             other.busy, other.holder = True, ""
@@ -253,17 +283,17 @@ class Placer:
                     await self.capture(other)
                 other.forget()
             finally:
-                self.table.free(other, used=False)
+                self._table.free(other, used=False)
 
     # ---- out of a slot ----------------------------------------------------------------------
 
     async def capture(self, slot: Slot) -> None:
         """Save a slot that the caller has marked busy, and store what is new. A failure costs a
         prefill later; only UpstreamGone is raised."""
-        assert self._capturer is not None
+        assert self._rows is not None
         epoch = self.epoch
         try:
-            captured = await self._capturer.capture(slot)
+            image, n_kept, done = await self._rows.capture(slot)
         except UpstreamGone:
             raise
         except TowerdError as error:
@@ -271,27 +301,23 @@ class Placer:
             slot.n_stored = slot.n  # not again
             log.warning("a slot could not be saved", extra={"error": error.message})
             return
-        self._count_capture(captured)
+        self._count_capture(image, n_kept, done)
         if epoch == self.epoch:
-            slot.hold(captured.image.tokens, slot.scope)
+            slot.hold(image.tokens, slot.scope)
             slot.n_stored = slot.n
 
-    def _count_capture(self, captured: Captured) -> None:
+    def _count_capture(self, image: SlotImage, n_kept: int, done: SlotAction) -> None:
         self.counters.saves += 1
-        self.counters.save_bytes += captured.n_bytes
-        self.counters.blocked_ms += captured.save_ms
-        self.counters.captured_tokens += captured.n_kept
-        image = captured.image
-        self.policy.costs.observe_save(image.n, captured.save_ms)
+        self.counters.save_bytes += done.n_bytes
+        self.counters.blocked_ms += done.ms
+        self.counters.captured_tokens += n_kept
+        self.policy.costs.observe_save(image.n, done.ms)
         if image.window is not None:
             self._learn_window(len(image.window.rows), image.n)
 
     def _learn_window(self, n_window: int, n: int) -> None:
         """Learn the window's size from a longer slot: the server saves exactly the window."""
-        if n_window >= n or self.policy.window == n_window:
-            return
-        self.policy.window = n_window
-        assert self._capturer is not None
-        assert self._restorer is not None
-        spec = replace(self._capturer.spec, window=n_window)
-        self._capturer.spec = self._restorer.spec = spec
+        if n_window < n and self.policy.window != n_window:
+            assert self._rows is not None
+            self.policy.window = n_window
+            self._rows.spec = replace(self._rows.spec, window=n_window)

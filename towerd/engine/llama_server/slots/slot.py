@@ -25,18 +25,14 @@ class Slot:
     """The scope of these tokens."""
     known: bool = True
     """False: it holds something towerd cannot name (images, a request it did not place)."""
-    n_certain: int = 0
-    """Leading tokens that it certainly holds; the others are guessed from a reply's text."""
     hidden: bool = False
-    """Whether it may hold more after `tokens`: a reply whose ids were not reported."""
+    """Whether it may hold more after `tokens`: a reply whose ids are not certain."""
     n_stored: int = 0
     """Leading tokens whose rows the store has."""
     provenance: Provenances = field(default_factory=lambda: np.zeros(0, np.uint8))
     """Provenance of the rows of the restored leading tokens."""
     window_from: int = 0
     """The first position whose sliding-window rows it holds; earlier ones were not restored."""
-    label: str = ""
-    """Which opaque conversation used it last."""
     busy: bool = False
     holder: str = ""
     """Scope of the request that uses it, while busy."""
@@ -47,7 +43,7 @@ class Slot:
     sure: bool = True
     """False: it may have changed without towerd's knowledge; ask before relying on it."""
     last_used: int = 0
-    """Count of leases when it was last released; 0: never."""
+    """Count of requests when it was last released; 0: never."""
     adapters: str = ""
     """The LoRA adapters of its last request, as in a scope."""
     since: DeletionWatch | None = None
@@ -67,22 +63,20 @@ class Slot:
 
     @property
     def n_unsaved(self) -> int:
-        """Tokens whose rows only this slot has."""
-        return max(0, self.n - self.n_stored)
+        """Tokens whose rows only this slot has, as far as they are known; at least one if it may hold
+        more."""
+        return max(self.n - self.n_stored, int(self.hidden))
 
     def forget(self) -> None:
         """Note that it is empty."""
         self.hold_restored(_EMPTY, "", 0, np.zeros(0, np.uint8))
 
-    def hold(
-        self, tokens: Ids, scope: str, *, n_certain: int | None = None, hidden: bool = False
-    ) -> None:
+    def hold(self, tokens: Ids, scope: str, *, hidden: bool = False) -> None:
         """Note that it holds these tokens; rows of unchanged tokens are as before."""
         self.n_stored = min(self.n_stored, self.common(tokens))
         self.provenance = self.provenance[: self.common(tokens)]
         self.tokens, self.scope = tokens, scope
-        self.n_certain = len(tokens) if n_certain is None else n_certain
-        self.known, self.sure, self.hidden, self.label = True, True, hidden, ""
+        self.known, self.sure, self.hidden = True, True, hidden
         self.adapters = adapters_of(scope)
 
     def hold_restored(
@@ -90,8 +84,8 @@ class Slot:
     ) -> None:
         """Note that it was replaced by stored rows of these tokens."""
         self.tokens, self.scope, self.provenance = tokens, scope, provenance
-        self.n_certain = self.n_stored = len(tokens)
-        self.window_from, self.label = window_from, ""
+        self.n_stored = len(tokens)
+        self.window_from = window_from
         self.known, self.sure, self.hidden = True, True, False
 
     def provenance_of(self, n: int) -> Provenances:
@@ -100,10 +94,10 @@ class Slot:
         provenance[: min(n, len(self.provenance))] = self.provenance[:n]
         return provenance
 
-    def hold_unknown(self, scope: str, label: str = "") -> None:
-        """Note that it holds unknown tokens of `scope`."""
+    def hold_unknown(self, scope: str) -> None:
+        """Note that it holds unknown tokens of `scope`; empty: of whom is not known either."""
         self.forget()
-        self.scope, self.known, self.label = scope, False, label
+        self.scope, self.known = scope, False
 
     def view(self, n_ctx: int) -> SlotView:
         """The view for GET /slots."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from towerd.engine.llama_server.slots.placement import PlacementPolicy, SlotChoice, SlotRequest
 from towerd.engine.llama_server.slots.slot import Slot
@@ -13,12 +12,6 @@ from towerd.errors import TowerdError, Unavailable
 
 _RESERVE_CELLS = 256
 """Cells to leave for a reply where all slots share them; fewer if its limit is lower."""
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    request: SlotRequest
-    granted: asyncio.Future[SlotChoice]
 
 
 class SlotTable:
@@ -43,8 +36,8 @@ class SlotTable:
         self._cells = cells
         self._reserve = min(_RESERVE_CELLS, cells // 8)
         self._verify = verify
-        self._waiting: list[_Waiting] = []
-        self._n_leases = 0
+        self._waiting: dict[SlotRequest, asyncio.Future[SlotChoice]] = {}
+        self._n_used = 0
         self._freed = asyncio.Event()
         self._displaced: deque[bool] = deque(maxlen=2 * n_slots)
 
@@ -63,21 +56,20 @@ class SlotTable:
 
     async def acquire(self, request: SlotRequest) -> SlotChoice:
         """A slot, marked busy; so is `choice.capture`. Raises Unavailable when too many wait."""
-        waiting = _Waiting(request, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
+        granted: asyncio.Future[SlotChoice] = asyncio.get_running_loop().create_future()
+        self._waiting[request] = granted
         self.pump()
-        if not waiting.granted.done() and len(self._waiting) > self.queue_max:
-            self._waiting.remove(waiting)
+        if not granted.done() and len(self._waiting) > self.queue_max:
+            del self._waiting[request]
             raise Unavailable(
                 f"{self.queue_max} requests are waiting for a slot already; try again later."
             )
         try:
-            return await waiting.granted
+            return await granted
         except asyncio.CancelledError:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
-            elif waiting.granted.done() and not waiting.granted.cancelled():
-                self.undo(waiting.granted.result())
+            was_waiting = self._waiting.pop(request, None) is not None
+            if not was_waiting and granted.done() and not granted.cancelled():
+                self.undo(granted.result())
             raise
 
     def fits(self, n_others: int, request: SlotRequest) -> bool:
@@ -94,8 +86,8 @@ class SlotTable:
         """Give a slot back. `used`: a request ran in it, rather than upkeep."""
         self._set_free(slot)
         if used:
-            self._n_leases += 1
-            slot.last_used = self._n_leases
+            self._n_used += 1
+            slot.last_used = self._n_used
         self.pump()
 
     async def freed(self) -> None:
@@ -114,30 +106,31 @@ class SlotTable:
             if pair is None:
                 return
             request, choice = pair
-            waiting = next(each for each in self._waiting if each.request is request)
-            for each in self._waiting[: self._waiting.index(waiting)]:
-                each.request.overtaken += not self._has_room(each.request)
-            self._waiting.remove(waiting)
-            if waiting.granted.cancelled():
+            for each in self._waiting:
+                if each is request:
+                    break
+                each.overtaken += not self._has_room(each)
+            granted = self._waiting.pop(request)
+            if granted.cancelled():
                 continue
             self._take(choice, request)
-            waiting.granted.set_result(choice)
+            granted.set_result(choice)
 
     def fail_waiting(self, error: TowerdError) -> None:
         """Fail all waiting requests with `error`."""
-        waiting, self._waiting = self._waiting, []
-        for each in waiting:
-            if not each.granted.done():
-                each.granted.set_exception(error)
+        waiting, self._waiting = self._waiting, {}
+        for granted in waiting.values():
+            if not granted.done():
+                granted.set_exception(error)
 
     def _fitting(self) -> list[SlotRequest]:
         """The requests that fit beside those that run, in order. Later ones go before one that does
         not fit a limited number of times."""
         found: list[SlotRequest] = []
         for each in self._waiting:
-            if self._has_room(each.request):
-                found.append(each.request)
-            elif each.request.overtaken >= len(self.slots):
+            if self._has_room(each):
+                found.append(each)
+            elif each.overtaken >= len(self.slots):
                 break
         return found
 

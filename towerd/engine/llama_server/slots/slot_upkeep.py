@@ -10,6 +10,7 @@ from typing import Any
 from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.engine.llama_server.slots.placer import Placer
 from towerd.engine.llama_server.slots.slot import Slot
+from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.errors import TowerdError
 
 log = logging.getLogger(__name__)
@@ -27,17 +28,18 @@ FOREIGN_S = 0.1
 class SlotUpkeep:
     """Background work on one table of slots."""
 
-    def __init__(self, placer: Placer, upstream: UpstreamClient, *, idle_s: float = IDLE_S) -> None:
-        self.idle_s = idle_s
+    def __init__(self, placer: Placer, table: SlotTable, upstream: UpstreamClient) -> None:
+        self.idle_s = IDLE_S
         self.n_preparing = 0
         """Requests whose slots are being prepared right now."""
         self.n_awaited = 0
         """Requests that have a slot and no token yet."""
         self._placer = placer
+        self._table = table
         self._upstream = upstream
         self._tasks: set[asyncio.Task[None]] = set()
         self._verifying = False
-        self._reported_fingerprint: set[Slot] = set()
+        self._foreign: set[Slot] = set()
         self._is_closed = False
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -51,7 +53,7 @@ class SlotUpkeep:
     def capture_later(self, slot: Slot) -> None:
         """Save a slot once it has been idle for a while; soon if others need slots."""
         if not self._is_closed and self._wants_capture(slot):
-            delay_s = PRESSED_S if self._placer.table.is_pressed else self.idle_s
+            delay_s = PRESSED_S if self._table.is_pressed else self.idle_s
             self._call_later(delay_s, slot, slot.last_used, 0)
 
     def _call_later(self, delay_s: float, slot: Slot, used: int, n_waits: int) -> None:
@@ -77,12 +79,12 @@ class SlotUpkeep:
         except TowerdError as error:
             log.warning("an idle slot could not be saved", extra={"error": error.message})
         finally:
-            self._placer.table.free(slot, used=False)
+            self._table.free(slot, used=False)
 
     async def settle(self) -> None:
         """Wait for what runs, then save every idle slot that has rows the store lacks."""
         await self._wait()
-        for slot in self._placer.table.slots:
+        for slot in self._table.slots:
             await self.capture_idle(slot)
 
     async def close(self, *, save: bool) -> None:
@@ -105,18 +107,18 @@ class SlotUpkeep:
 
     def doubt(self) -> None:
         """Mark all slots as doubtful, because a request ran that towerd did not place."""
-        for slot in self._placer.table.slots:
+        for slot in self._table.slots:
             slot.sure = False
         self._release_foreign()
 
     def _release_foreign(self) -> None:
         """Release slots that ran other requests, as they may be free: they are asked about when
         needed."""
-        for slot in self._reported_fingerprint:
+        for slot in self._foreign:
             slot.hold_unknown("")
             slot.busy = slot.sure = False
-        self._reported_fingerprint.clear()
-        self._placer.table.pump()
+        self._foreign.clear()
+        self._table.pump()
 
     def verify_soon(self) -> None:
         """Ask about doubtful free slots in the background, then grant slots again."""
@@ -130,13 +132,13 @@ class SlotUpkeep:
         except TowerdError as error:
             log.warning("the slots cannot be asked for", extra={"error": error.message})
             views = {}
-        for slot in self._placer.table.slots:
+        for slot in self._table.slots:
             if not slot.sure and not slot.busy:
                 self._settle_doubt(slot, views.get(slot.id))
         self._verifying = False
-        if self._reported_fingerprint:
+        if self._foreign:
             asyncio.get_running_loop().call_later(FOREIGN_S, self._release_foreign)
-        self._placer.table.pump()
+        self._table.pump()
 
     def _settle_doubt(self, slot: Slot, view: dict[str, Any] | None) -> None:
         """Trust a slot that holds as many tokens as it should. If that were wrong, llama-server
@@ -147,4 +149,4 @@ class SlotUpkeep:
         slot.sure = True
         if view is not None and view.get("is_processing"):
             slot.busy, slot.holder = True, ""
-            self._reported_fingerprint.add(slot)
+            self._foreign.add(slot)

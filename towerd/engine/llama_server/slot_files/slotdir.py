@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
 from towerd.errors import ConfigError, DiskFull
 
@@ -265,16 +266,11 @@ def _runtime_dir() -> Path | None:
 
 
 def _is_ram(path: Path) -> bool:
-    """Whether `path` lies on a RAM disk, as far as /proc/mounts tells (macOS: unknown, False)."""
-    try:
-        mounts = Path("/proc/mounts").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    best, kind = "", ""
-    resolved = str(path.resolve())
-    for line in mounts.splitlines():
-        _, point, fs_type, *_ = line.split(" ")
-        inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, fs_type
+    """Whether `path` lies on a RAM disk."""
+    resolved = path.resolve()
+    place, kind = "", ""
+    for mount in psutil.disk_partitions(all=True):
+        # Of those at one place the last one hides the others.
+        if resolved.is_relative_to(mount.mountpoint) and len(mount.mountpoint) >= len(place):
+            place, kind = mount.mountpoint, mount.fstype
     return kind in _RAM_TYPES

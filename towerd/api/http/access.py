@@ -1,4 +1,4 @@
-"""Access to what all tenants do together: how much they ask, and when."""
+"""What a caller may see and do: its scope, what only the owner may, what all tenants do together."""
 
 from __future__ import annotations
 
@@ -7,11 +7,40 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from towerd.api.http.keys import TENANT
+from towerd.api.http.keys import CONFIG, TENANT, service_of
+from towerd.api.http.tenants import CALLER, SOCKET
 from towerd.engine.base import SlotView
 from towerd.errors import Forbidden
 from towerd.settings.setting import LOCAL_TENANT
 from towerd.store.tree.scope import tenant_of
+
+
+def own_scope(request: web.Request) -> str:
+    """The scope of a request that names no LoRA adapters."""
+    return service_of(request).engine.adapters.scope(request[TENANT].scope)
+
+
+def visible_scope(request: web.Request) -> str | None:
+    """The scope that the caller sees: its own; the owner sees all (None), or that of `?scope=`."""
+    tenant = request[TENANT]
+    return (request.query.get("scope") or None) if tenant.admin else tenant.scope
+
+
+def is_owner_socket(request: web.Request) -> bool:
+    """Whether the request came over the Unix socket, which only the daemon's owner can open. Behind
+    a router: over the router's."""
+    if request.transport is None:
+        return False
+    if isinstance(request.transport.get_extra_info("sockname"), tuple):
+        return False
+    return not request.app[CONFIG].behind_router or request.headers.get(CALLER) == SOCKET
+
+
+def require_admin(request: web.Request) -> None:
+    """Raises Forbidden unless the caller is the owner: over the Unix socket, or if no keys are
+    set."""
+    if not request[TENANT].admin:
+        raise Forbidden("Only the daemon's owner may do this, over its Unix socket")
 
 
 def require_overview(request: web.Request) -> None:

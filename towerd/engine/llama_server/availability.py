@@ -8,9 +8,8 @@ import logging
 from towerd.engine.base import CLOSING
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
 from towerd.engine.llama_server.process.silence import SilenceWatch
-from towerd.engine.llama_server.process.upstream_weights import UpstreamWeights
-from towerd.engine.llama_server.slots.placer import Placer
-from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
+from towerd.engine.llama_server.slots.holds import SlotHolds
+from towerd.engine.llama_server.upstream_weights import UpstreamWeights
 from towerd.errors import TowerdError, Unavailable
 
 POLL_S = 0.5
@@ -27,8 +26,7 @@ class Availability:
     def __init__(
         self,
         backend: LlamaServerBackend,
-        placer: Placer,
-        upkeep: SlotUpkeep,
+        holds: SlotHolds,
         weights: UpstreamWeights,
     ) -> None:
         self.is_draining = False
@@ -36,8 +34,7 @@ class Availability:
         self._process = backend.process
         self._attached = backend.command
         self._upstream = backend.upstream
-        self._placer = placer
-        self._upkeep = upkeep
+        self._holds = holds
         self._weights = weights
         self._is_reachable = True
         self._silent = ""
@@ -73,12 +70,12 @@ class Availability:
             return
         self._is_reachable = False
         self._ended()
-        self._upkeep.spawn(self._wait_reachable())
+        self._holds.upkeep.spawn(self._wait_reachable())
 
     def drain(self) -> None:
         """Take no more requests, and fail those that wait for a slot."""
         self.is_draining = True
-        self._placer.table.fail_waiting(Unavailable(CLOSING))
+        self._holds.table.fail_waiting(Unavailable(CLOSING))
 
     async def close(self) -> None:
         """Stop watching."""
@@ -89,14 +86,7 @@ class Availability:
         """Mark every slot empty, and fail the waiting requests."""
         process = self._process
         reason = process.exit_reason if process is not None else "does not answer any more"
-        self._forget(self._silent or reason)
-
-    def _forget(self, reason: str) -> None:
-        self._placer.epoch += 1
-        table = self._placer.table
-        for slot in table.slots:
-            slot.forget()
-        table.fail_waiting(Unavailable(f"llama-server {reason}; try again in a moment."))
+        self._holds.forget(self._silent or reason)
 
     async def _wait_reachable(self) -> None:
         while True:
@@ -107,7 +97,7 @@ class Availability:
         self._is_reachable = True
 
     async def _found_again(self) -> None:
-        for slot in self._placer.table.slots:
+        for slot in self._holds.table.slots:
             slot.hold_unknown("")  # maybe only the connection was broken
         await self._weights.reloaded()
 
@@ -118,8 +108,8 @@ class Availability:
         while True:
             self._silent = await watch.until_silent()
             log.error("llama-server %s", self._silent, extra={"pid": self._pid()})
-            self._forget(self._silent)
-            await self._upstream.drop_requests()
+            self._holds.forget(self._silent)
+            await self._upstream.drop()
             await watch.until_answer()
             try:
                 await self._found_again()
@@ -134,4 +124,4 @@ class Availability:
         return None if self._attached is None else self._attached.pid or None
 
     def _is_busy(self) -> bool:
-        return self._upstream.n_waiting > 0 or self._placer.table.n_busy > 0
+        return self._upstream.n_waiting > 0 or self._holds.table.n_busy > 0

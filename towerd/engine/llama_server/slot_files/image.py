@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.kernels import dispatch
-from towerd.slots.cells import cell_bytes
 from towerd.slots.compose import StateFrame, check_parts, state_size, write_state
 from towerd.slots.errors import StateError
 from towerd.slots.layout import STATE_VERSION, KVLayout
@@ -110,12 +109,19 @@ def parse_image(data: Bytes, *, cell_ext: bool = False) -> SlotImage:
     n_words = reader.u32("token section size")
     words = reader.take(4 * n_words, f"token section of {n_words} words").view("<i4")
     tokens, packed = parse_tokens(words)
-    rest = reader.take(reader.remaining, "state")
-    end = first_state_bytes(rest, cell_ext=cell_ext)
-    full = parse_state(ByteReader(rest[:end]), cell_ext=cell_ext)
-    window = parse_state(ByteReader(rest[end:]), cell_ext=cell_ext) if end < len(rest) else None
+    full, window = _parse_states(reader.take(reader.remaining, "state"), cell_ext)
     _check(tokens, full, window)
     return SlotImage(tokens, full, window, packed)
+
+
+def _parse_states(data: Bytes, cell_ext: bool) -> tuple[SequenceState, SequenceState | None]:
+    """One state, or two of layers that have values."""
+    try:
+        return parse_state(ByteReader(data), cell_ext=cell_ext), None
+    except StateError:
+        reader = ByteReader(data)
+        full = parse_state(reader, cell_ext=cell_ext, has_v=True, is_last=False)
+        return full, parse_state(reader, cell_ext=cell_ext)
 
 
 def _check(tokens: Ids, full: SequenceState, window: SequenceState | None) -> None:
@@ -130,31 +136,6 @@ def _check(tokens: Ids, full: SequenceState, window: SequenceState | None) -> No
         raise StateError("the sliding-window rows are not the last ones")
     if window.frame != full.frame or window.rows.layout.cell_ext:
         raise StateError("full-attention and sliding-window layers are framed differently")
-
-
-def first_state_bytes(data: Bytes, *, cell_ext: bool = False) -> int:
-    """Bytes of the first of the states in `data`. Raises StateError when it is cut off."""
-    reader = ByteReader(data)
-    n_stream = reader.u32("n_stream")
-    for stream in range(min(n_stream, len(data))):
-        n_cells = reader.u32(f"cell count of stream {stream}")
-        if n_cells == 0:
-            continue
-        reader.take(n_cells * cell_bytes(cell_ext), "cells")
-        v_trans = reader.u32("v_trans")
-        n_layer = reader.u32("n_layer")
-        tail_bytes = 4 * (n_stream - 1 - stream)
-        for _ in range(n_layer):
-            reader.i32("K type")
-            reader.take(n_cells * reader.u64("K row size"), "K")
-        for _ in range(n_layer if reader.remaining > tail_bytes else 0):
-            reader.i32("V type")
-            if v_trans:
-                row_bytes = reader.u32("V element size") * reader.u32("V width")
-            else:
-                row_bytes = reader.u64("V row size")
-            reader.take(n_cells * row_bytes, "V")
-    return len(data) - reader.remaining
 
 
 # ---- composing ------------------------------------------------------------------------------

@@ -6,8 +6,7 @@ import asyncio
 
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
 from towerd.engine.llama_server.process.description import ModelDescription
-from towerd.engine.llama_server.slots.placer import Placer
-from towerd.engine.llama_server.slots.slot import Slot
+from towerd.engine.llama_server.slots.holds import SlotHolds
 from towerd.model.weights_check import WeightsCheck
 from towerd.store import Store
 
@@ -26,19 +25,19 @@ class UpstreamWeights:
         backend: LlamaServerBackend,
         described: ModelDescription,
         store: Store,
-        placer: Placer,
+        holds: SlotHolds,
         notes: list[str],
     ) -> None:
         """notes: the engine's, to which one may be added"""
         self._are_others = False
         self._store = store
-        self._placer = placer
+        self._holds = holds
         self._notes = notes
         self._loop = asyncio.get_running_loop()
         self._check = WeightsCheck(
             described.files,
             store,
-            is_busy=lambda: placer.table.n_busy > 0,
+            is_busy=lambda: holds.table.n_busy > 0,
             on_change=self._changed,
             follow=True,
         )
@@ -53,21 +52,12 @@ class UpstreamWeights:
         """Check the files again after llama-server was restarted."""
         await asyncio.to_thread(self._check.look)
 
-    def left(self, slot: Slot) -> None:
-        """Called when a request has left this slot."""
-        if self._are_others:
-            slot.hold_unknown("")
-
     def _changed(self, since: float) -> None:
         self._store.rows.distrust(since)
         self._loop.call_soon_threadsafe(self._forget)
 
     def _forget(self) -> None:
-        if self._are_others:
-            return
-        self._are_others = True
-        self._placer.stop_composing()
-        self._notes.append(NOTE)
-        for slot in self._placer.table.slots:
-            if not slot.busy:
-                slot.hold_unknown("")
+        if not self._are_others:
+            self._are_others = True
+            self._holds.distrust()
+            self._notes.append(NOTE)

@@ -1,0 +1,175 @@
+"""SlotRows: moves rows between the slots of a llama-server and the store, through slot files.
+
+llama-server can only save a whole slot, and a restore replaces the whole slot, so a file always starts
+at token 0. The file of a save is in RAM for a moment; only the delta reaches the hot tier and the
+disk. llama-server reads and writes files on its one main thread, between two decode steps: other slots
+wait for that and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from towerd.engine.llama_server.process.backend import LlamaServerBackend
+from towerd.engine.llama_server.process.upstream_client import SlotAction
+from towerd.engine.llama_server.slot_files.image import (
+    ImageSpec,
+    SlotImage,
+    image_size,
+    parse_image,
+    usable,
+    window_rows,
+    write_image,
+)
+from towerd.engine.llama_server.slots.slot import Slot
+from towerd.errors import SessionDeleted, TowerdError
+from towerd.slots.errors import StateError
+from towerd.slots.rows import KVRows
+from towerd.tiers.manager import Tiers
+from towerd.tiers.plan import RestorePlan
+from towerd.tokens import Ids, Provenances, has_derived
+
+
+@dataclass(slots=True)
+class Restored:
+    """What a slot holds after a restore: the first `n` tokens, `n_hot` of them from the hot tier."""
+
+    n: int
+    n_hot: int
+    window_from: int
+    provenance: Provenances
+    ms: float
+    """Composing and restoring together."""
+    n_bytes: int = 0
+    blocked_ms: float = 0.0
+    """How long llama-server's read took, in which no other slot ran."""
+
+
+class SlotRows:
+    """The slots of one upstream, and one store."""
+
+    def __init__(
+        self,
+        backend: LlamaServerBackend,
+        tiers: Tiers,
+        spec: ImageSpec,
+        workers: ThreadPoolExecutor,
+    ) -> None:
+        self.spec = spec
+        self._upstream = backend.upstream
+        self._slotdir = backend.slotdir
+        self._tiers = tiers
+        self._workers = workers
+
+    # ---- out of a slot ----------------------------------------------------------------------
+
+    async def capture(self, slot: Slot) -> tuple[SlotImage, int, SlotAction]:
+        """Save `slot` and store what is new in it: its tokens as the server has them, how many of their
+        rows went into the store, and what the save took. The caller keeps it from being used.
+
+        Raises TowerdError, also when the file is not what it should be."""
+        loop = asyncio.get_running_loop()
+        name = self._slotdir.new_name()
+        try:
+            done = await self._upstream.save(slot.id, name)
+        except BaseException:
+            await loop.run_in_executor(self._workers, self._slotdir.remove, name)
+            raise
+        image, n_kept = await loop.run_in_executor(self._workers, self._keep, name, slot)
+        return image, n_kept, done
+
+    def _keep(self, name: str, slot: Slot) -> tuple[SlotImage, int]:
+        try:
+            data = self._slotdir.take(name)
+            image = parse_image(data, cell_ext=self.spec.layout.cell_ext)
+        except (OSError, StateError) as error:
+            raise TowerdError(f"A saved slot cannot be read: {error}.") from error
+        if image.spec(self.spec.window).layout != self.spec.layout:
+            raise TowerdError("A saved slot has another layout than the probe had.")
+        # Tokens other than the known ones come from a reply whose ids are not certain, or from a
+        # request that was cut off: they are computed rows, after the known ones.
+        provenance = slot.provenance_of(image.n)
+        try:
+            return image, self._store(image, slot, provenance)
+        except SessionDeleted:
+            return image, 0
+
+    def _store(self, image: SlotImage, slot: Slot, provenance: Provenances) -> int:
+        store, tokens, scope = self._tiers.store, image.tokens, slot.scope
+        if store.match(tokens, scope).n < image.n:
+            store.insert(tokens, scope, [image.n], slot.since)
+        n_kept = 0
+        for gap in self._tiers.gaps(tokens, scope, provenance):
+            rows = image.rows(self.spec.layout, gap.p0, gap.p1)
+            derived = has_derived(provenance[gap.p0 : gap.p1])
+            # A copy, so that rows in the hot tier do not keep the file's memory.
+            self._tiers.accept(gap, rows.copy(), derived=derived)
+            n_kept += gap.p1 - gap.p0
+        return n_kept
+
+    # ---- into a slot ------------------------------------------------------------------------
+
+    async def restore(
+        self, slot: int, ids: Ids, plan: RestorePlan, room: Awaitable[None]
+    ) -> Restored | None:
+        """Fill `slot` with the rows that `plan` found for `ids`; None when none of them can be
+        used after all (the slot is as it was). Raises TowerdError, and what `room` raises.
+
+        room: awaited before llama-server reads; it frees cells while the file is written"""
+        loop = asyncio.get_running_loop()
+        name = self._slotdir.new_name()
+        writing = loop.run_in_executor(self._workers, self._write, name, slot, ids, plan)
+        try:
+            try:
+                await room
+            finally:
+                restored = await writing
+            if restored is None:
+                return None
+            asked = time.perf_counter()
+            done = await self._upstream.restore(slot, name)
+        finally:
+            # Not awaited, so that the request can continue.
+            self._workers.submit(self._slotdir.remove, name)
+        if done.n_tokens != restored.n:
+            raise TowerdError(f"llama-server restored {done.n_tokens} of {restored.n} tokens.")
+        restored.ms += (time.perf_counter() - asked) * 1e3
+        restored.n_bytes, restored.blocked_ms = done.n_bytes, done.ms
+        return restored
+
+    def _write(self, name: str, slot: int, ids: Ids, plan: RestorePlan) -> Restored | None:
+        began = time.perf_counter()
+        parts: list[KVRows] = []
+        ends: list[tuple[int, bool]] = []
+        provenances: list[Provenances] = []
+        for part, rows in self._tiers.rows(plan):
+            parts.append(rows)
+            ends.append((part.p1, part.tier == "hot"))
+            provenances.append(part.provenance)
+        n = usable(self.spec, parts, parts[-1].p1) if parts else 0
+        if n == 0:
+            return None
+        parts = [part.slice(part.p0, min(part.p1, n)) for part in parts if part.p0 < n]
+        window = window_rows(self.spec, parts, n)
+        n_window = sum(map(len, window))
+        with self._slotdir.writing(name, image_size(self.spec, n, n_window)) as out:
+            write_image(self.spec, ids[:n], parts, window, slot, out)
+        window_from = window[-1].p1 - n_window + 1 if len(window) > 1 else 0
+        provenance, ms = np.concatenate(provenances)[:n], (time.perf_counter() - began) * 1e3
+        return Restored(n, _count_hot(ends, n), window_from, provenance, ms)
+
+
+def _count_hot(ends: list[tuple[int, bool]], n: int) -> int:
+    """How many of the first `n` tokens came from the hot tier."""
+    hot = at = 0
+    for end, is_hot in ends:
+        stop = min(end, n)
+        hot += max(0, stop - at) if is_hot else 0
+        at = end
+    return hot
