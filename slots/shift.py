@@ -37,7 +37,7 @@ def shift(
 ) -> KVRows:
     """The rows with the first at position `to` and the distances between them kept.
 
-    rot_k: the cache stores quantized keys Hadamard-rotated (`Fingerprint.rot_k`). Native
+    rot_k: the cache stores quantized keys Hadamard-rotated (`RowIdentity.rot_k`). Native
     formats only; quantized keys are rounded once more. V, and keys of layers without RoPE, are
     the same arrays; rows that stay where they are, the same value. StateError if `rope` does not
     fit the layout, a plane is in a stored format, or a position would be out of range."""

@@ -138,13 +138,18 @@ def test_images_are_there() -> None:
 
 
 def test_the_drawing_of_a_chat_names_files() -> None:
-    """docs/architecture.md names the files of a chat in order: at most fifteen, which exist."""
-    text = (DOCS / "architecture.md").read_text()
+    """docs/anatomy-of-a-request.md names the files of a chat in order: at most fifteen, which exist."""
+    text = (DOCS / "anatomy-of-a-request.md").read_text()
     way = re.findall(r"^\| (\d+) \| `([^`]+)`", text, re.MULTILINE)
     assert [int(number) for number, _ in way] == list(range(1, len(way) + 1))
     assert 0 < len(way) <= CHAT_FILES_MAX
-    named = re.findall(r"`((?:towerd|codec|kernels|slots|cli|lab|tests|docs)/[\w/.-]+)`", text)
-    for name in [file for _, file in way] + named:
+
+
+@pytest.mark.parametrize("page", ["architecture", "anatomy-of-a-request", "anatomy-of-an-endpoint"])
+def test_named_files_exist(page: str) -> None:
+    """What a page about the code names is there."""
+    text = (DOCS / f"{page}.md").read_text()
+    for name in re.findall(r"`((?:towerd|codec|kernels|slots|cli|lab|tests|docs)/[\w/.-]+)`", text):
         assert (ROOT / name).exists(), name
 
 

@@ -32,8 +32,8 @@ from towerd.engine.embedded.calibration.calibrate import calibration_text
 from towerd.kernels.formats import BY_NAME
 from towerd.model.llama_model import init_backend
 from towerd.models.bundled import default_model
-from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane
+from towerd.slots.row_identity import RowIdentity
 from towerd.store import Store, Turn
 from towerd.store.sessions.frozen import encode_turns, row_digest
 from towerd.tokens import Ids, ids_bytes
@@ -106,7 +106,7 @@ async def run(
         with GgufVocabulary(vocab or path) as vocabulary:
             n_each = max(-(-n_coded // len(sources)) * TOKENS + _BASES * BASE_TOKENS, LONG_TOKENS)
             streams = {key: _stream(parts, vocabulary, n_each) for key, parts in sources.items()}
-            with Store.open(root, _fingerprint()) as store:
+            with Store.open(root, _row_identity()) as store:
                 made = _fill(store, Codec(vocabulary, tables=store.tables), streams, n_coded)
                 report.figures["forms"] = made.forms()
                 report.figures |= made.bits_per_token()
@@ -144,10 +144,10 @@ def _sources(
     return found or {"shuffled sentences": _shuffled()}
 
 
-def _fingerprint() -> Fingerprint:
+def _row_identity() -> RowIdentity:
     plane = Plane(BY_NAME["f16"].ggml_type, 512)
     layout = KVLayout((plane,), (plane,))
-    return Fingerprint("bench", "llama", "bench", {}, (), layout, False, False, False)
+    return RowIdentity("bench", "llama", "bench", {}, (), layout, False, False, False)
 
 
 def _stream(parts: Iterator[bytes], vocabulary: GgufVocabulary, n: int) -> Ids:
@@ -270,7 +270,7 @@ def _measure(report: Report, root: Path, made: Population, n: int) -> None:
     figures["tokens_per_session"] = TOKENS
     figures["bytes_per_session"] = disk_bytes(root) / n
     began = time.monotonic()
-    with Store.open(root, _fingerprint()) as store:
+    with Store.open(root, _row_identity()) as store:
         figures["open_s"] = time.monotonic() - began
         figures["blob_bytes"] = store.cold.stats()["cold_bytes"] / n
         figures["freeze_ms"] = statistics.median(made.freeze_s) * 1e3

@@ -20,8 +20,8 @@ from lab.bench.plot import new_figure, require
 from towerd.cli.bench.harness.report import Report
 from towerd.kernels.formats import BY_NAME
 from towerd.slots.compose import state_size
-from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane
+from towerd.slots.row_identity import RowIdentity
 from towerd.slots.rows import KVRows
 from towerd.store import Store, Turn
 from towerd.tiers.formats.fidelity import LevelFormats
@@ -115,8 +115,8 @@ def _layout() -> KVLayout:
 def _open(root: Path, formats: LevelFormats) -> GrowingStore:
     """The store with its bases; sessions that it already has are counted."""
     layout = _layout()
-    fingerprint = Fingerprint("footprint", "llama", "bench", {}, (), layout, False, False, False)
-    store = Store.open(root, fingerprint)
+    row_identity = RowIdentity("footprint", "llama", "bench", {}, (), layout, False, False, False)
+    store = Store.open(root, row_identity)
     tiers = Tiers(
         store,
         layout,

@@ -31,7 +31,7 @@ from towerd.cli.bench.harness.client import daemon_stats
 from towerd.cli.bench.harness.report import Report
 from towerd.cli.bench.harness.servers import ServerProcess, towerd_server
 from towerd.models.bundled import bundled_model
-from towerd.store import Store, latest_fingerprint
+from towerd.store import Store, latest_row_identity
 
 REQUESTS = 10_000
 REQUESTS_QUICK = 500
@@ -143,7 +143,7 @@ async def run(model: Path | None, quick: bool) -> Report:
             stats = await press(server, load)
         seconds = time.monotonic() - began
         if not load.stopped:
-            with Store.open(root, latest_fingerprint) as store:
+            with Store.open(root, latest_row_identity) as store:
                 store.check_integrity()
     show(load.samples)
     return report_of(path.name, load, stats, seconds)

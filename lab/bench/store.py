@@ -15,8 +15,8 @@ import numpy as np
 
 from towerd.cli.bench.harness.report import Report
 from towerd.kernels.formats import BY_NAME
-from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane
+from towerd.slots.row_identity import RowIdentity
 from towerd.store import Store, Turn
 from towerd.tokens import Ids
 
@@ -34,7 +34,7 @@ async def run(model: Path | None, quick: bool) -> Report:
         root = Path(folder) / "store"
         chats = _build(root, n_segments)
         _measure_load(report, root)
-        with Store.open(root, _fingerprint()) as store:
+        with Store.open(root, _row_identity()) as store:
             _measure_lookup(report, store, chats)
             _measure_commit(report, store, chats)
     report.target("load_s", most=n_segments / 100_000)
@@ -42,10 +42,10 @@ async def run(model: Path | None, quick: bool) -> Report:
     return report
 
 
-def _fingerprint() -> Fingerprint:
+def _row_identity() -> RowIdentity:
     plane = Plane(BY_NAME["f16"].ggml_type, 1024)
     layout = KVLayout((plane,) * 16, (plane,) * 16)
-    return Fingerprint("bench", "llama", "bench", {}, (), layout, False, False, False)
+    return RowIdentity("bench", "llama", "bench", {}, (), layout, False, False, False)
 
 
 def _build(root: Path, n_segments: int) -> list[Ids]:
@@ -55,7 +55,7 @@ def _build(root: Path, n_segments: int) -> list[Ids]:
     ends = list(range(_SEGMENT_TOKENS, _PROMPT_TOKENS + 1, _SEGMENT_TOKENS))
     n_own = len(ends) - len(base) // _SEGMENT_TOKENS
     chats = []
-    with Store.open(root, _fingerprint()) as store:
+    with Store.open(root, _row_identity()) as store:
         for _ in range(-(-n_segments // n_own)):
             own = rng.integers(0, 32000, _PROMPT_TOKENS - len(base)).astype(np.int32)
             chats.append(np.concatenate([base, own]))
@@ -66,12 +66,12 @@ def _build(root: Path, n_segments: int) -> list[Ids]:
 def _measure_load(report: Report, root: Path) -> None:
     gc.collect()
     started = time.perf_counter()
-    store = Store.open(root, _fingerprint())
+    store = Store.open(root, _row_identity())
     load_s = time.perf_counter() - started
     stats = store.stats()
     store.close()
     tracemalloc.start()
-    store = Store.open(root, _fingerprint())
+    store = Store.open(root, _row_identity())
     memory = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     store.close()
@@ -91,7 +91,7 @@ def _measure_load(report: Report, root: Path) -> None:
 def _load_without(root: Path, name: str) -> float:
     (root / name).unlink()
     started = time.perf_counter()
-    store = Store.open(root, _fingerprint())
+    store = Store.open(root, _row_identity())
     load_s = time.perf_counter() - started
     store.close()
     return load_s

@@ -8,7 +8,7 @@ from typing import Any
 
 from click.testing import Result
 from daemon import Daemon
-from store_tools import FINGERPRINT, turn_of
+from store_tools import ROW_IDENTITY, turn_of
 
 from towerd.store import Store
 
@@ -65,7 +65,7 @@ def test_with_a_daemon_and_without(server: Daemon, ctl: Ctl, ctl_json: CtlJson) 
 
 def test_what_is_not_about_a_session_is_said_twice_at_most(tmp_path: Path, ctl: Ctl) -> None:
     """Many are due, and the model is not there: it ends, and fails."""
-    with Store.open(tmp_path / "store", FINGERPRINT) as store:
+    with Store.open(tmp_path / "store", ROW_IDENTITY) as store:
         for number in range(5):
             store.commit_turn(turn_of([1, 2, 3], [4], session=f"s{number}"))
     said = ctl("freeze", "--idle", "0", "--store-dir", tmp_path / "store", code=1).stderr

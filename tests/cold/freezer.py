@@ -10,14 +10,14 @@ import numpy as np
 from cold_population import coder, name_of, some_form
 
 from towerd.cold import freeze, recode, thaw, write_copy
-from towerd.store import Store, latest_fingerprint
+from towerd.store import Store, latest_row_identity
 
 
 def main() -> None:
     """At least a tenth of what is frozen is coded with the mini model."""
     root, seed, n = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     chance = random.Random(seed)
-    with Store.open(root, latest_fingerprint) as store, coder(store.tables) as codec:
+    with Store.open(root, latest_row_identity) as store, coder(store.tables) as codec:
         freeze(store, codec, name_of(0), form="packed")
         store.match(np.zeros(1, np.int32), "local")
         print("ready", flush=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cold_population import ALL_NETWORK, coder, form_of, name_of, record, said
-from store_tools import FINGERPRINT
+from store_tools import ROW_IDENTITY
 
 from lab.models.random_gguf import Shape, make_random_gguf
 from towerd.codec import container
@@ -29,7 +29,7 @@ FREEZER = Path(__file__).with_name("freezer.py")
 
 def fill(root: Path) -> None:
     """Every session recorded and frozen. The catalog is not synced meanwhile."""
-    with Store.open(root, FINGERPRINT) as store, coder(store.tables) as codec:
+    with Store.open(root, ROW_IDENTITY) as store, coder(store.tables) as codec:
         store.state.catalog.rows("PRAGMA synchronous = OFF")
         for number in range(N):
             record(store, number)
@@ -44,7 +44,7 @@ def fill(root: Path) -> None:
 def check(root: Path, n_threads: int = 1) -> set[str]:
     """Every session has exactly its tokens, frozen or not; the forms of the frozen ones."""
     forms = set()
-    with Store.open(root, FINGERPRINT) as store, coder(store.tables, n_threads) as codec:
+    with Store.open(root, ROW_IDENTITY) as store, coder(store.tables, n_threads) as codec:
         report = store.verify()
         assert report.ok, report.problems
         assert {info.id for info in store.sessions()} == {name_of(n) for n in range(N)}
@@ -70,7 +70,7 @@ def kill_somewhere(root: Path, chance: random.Random) -> None:
 
 def thaw_some(root: Path, n_threads: int = 1) -> None:
     """Every fiftieth session, for good."""
-    with Store.open(root, FINGERPRINT) as store, coder(store.tables, n_threads) as codec:
+    with Store.open(root, ROW_IDENTITY) as store, coder(store.tables, n_threads) as codec:
         for number in range(1, N, 50):
             thaw(store, codec, name_of(number))
             assert store.session_ids(name_of(number)).tolist() == said(number)[-1]

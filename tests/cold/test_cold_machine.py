@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from store_tools import FINGERPRINT, check_rows, turn_of, write_all
+from store_tools import ROW_IDENTITY, check_rows, turn_of, write_all
 
 from towerd.codec import Codec
 from towerd.codec.vocabulary import GgufVocabulary
@@ -71,7 +71,7 @@ class ColdMachine(RuleBasedStateMachine):
             self.store.bases.add("base", np.array(BASE, np.int32), "a", 0, True)
 
     def open_store(self) -> None:
-        self.store = Store.open(self.root, FINGERPRINT, clock=self.clock)
+        self.store = Store.open(self.root, ROW_IDENTITY, clock=self.clock)
         self.ranking = Ranking("foresight", self.store, self.clock)
         self.store.listen(self.ranking)
         self.ranking.found(self.store.nodes())

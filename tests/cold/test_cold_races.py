@@ -13,7 +13,7 @@ import pytest
 from oracle import ask
 from seams import connections
 from services import OpenService
-from store_tools import FINGERPRINT, turn_of
+from store_tools import ROW_IDENTITY, turn_of
 from waiting import until_async
 
 from towerd.codec import Codec, container
@@ -44,7 +44,7 @@ CHAT = [*BASE, 7, 8, 9, 10]
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[tuple[Store, sqlite3.Connection]]:
-    with connections() as found, Store.open(tmp_path / "store", FINGERPRINT) as store:
+    with connections() as found, Store.open(tmp_path / "store", ROW_IDENTITY) as store:
         yield store, found[-1]
 
 

@@ -272,12 +272,12 @@ async def test_a_frozen_chat_that_is_expected_back_is_thawed_ahead(
     async with service_on(bundled_model()) as service:
         first = await ask(service, prompt, session="s")
         await settle(service)
-        tip = service.store.turns("s")[-1].reply_node
+        end = service.store.turns("s")[-1].reply_node
         await service.cold.freeze("s")
         for seq in list(service.engine.pool):
             service.engine.pool.drop(seq)
         assert service.cold.ahead is not None
-        await asyncio.to_thread(service.cold.ahead.expected_back, tip)
+        await asyncio.to_thread(service.cold.ahead.expected_back, end)
         await asyncio.sleep(0)
         await service.cold.ahead.idle()
         assert service.store.session("s").cold_bytes == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_tools import FINGERPRINT, turn_of
+from store_tools import ROW_IDENTITY, turn_of
 
 from lab.models.random_gguf import Shape, make_random_gguf
 from towerd.codec import Codec
@@ -54,7 +54,7 @@ def make_codec() -> Iterator[MakeCodec]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(tmp_path / "store", FINGERPRINT) as opened:
+    with Store.open(tmp_path / "store", ROW_IDENTITY) as opened:
         yield opened
 
 

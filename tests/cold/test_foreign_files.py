@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_tools import FINGERPRINT, OTHER_TOKENIZER, turn_of
+from store_tools import OTHER_TOKENIZER, ROW_IDENTITY, turn_of
 
 from towerd import tower_file
 from towerd.codec import Codec
@@ -54,7 +54,7 @@ def words_of(codec: Codec) -> KeptVocabulary:
 
 def talk(root: Path, codec: Codec, ids: list[int]) -> None:
     """A session with an edited turn, in a store that keeps the vocabulary."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         store.vocabularies.keep(store.state.identity.tokenizer_digest, words_of(codec))
         store.commit_turn(turn_of(ids[:9], ids[9:12], session="chat"))
         store.commit_turn(turn_of([*ids[:9], 300], [301, 302], session="chat"))
@@ -68,7 +68,7 @@ def test_a_frozen_one_comes_out(
 ) -> None:
     """Whatever its blob is: read by anyone, and the same session where its tokenizer is served."""
     talk(tmp_path / "a", codec, ids)
-    with Store.open(tmp_path / "a", FINGERPRINT) as store:
+    with Store.open(tmp_path / "a", ROW_IDENTITY) as store:
         history = store.history("chat")
         freeze(store, Codec(codec.vocabulary, tables=store.tables), "chat", form=form)
     with Store.open(tmp_path / "a", OTHER_TOKENIZER) as store:
@@ -77,7 +77,7 @@ def test_a_frozen_one_comes_out(
     text = tower_file.read(data).text()
     assert text.startswith("<s> Once upon a time")
     assert words_of(codec).text(np.array(ids[12:], np.int32)) in text
-    with Store.open(tmp_path / "b", FINGERPRINT) as store:
+    with Store.open(tmp_path / "b", ROW_IDENTITY) as store:
         assert import_session(store, here, data, "local")["added"] == 3
         found = store.history("chat")
         np.testing.assert_array_equal(found.stream, history.stream)
@@ -90,7 +90,7 @@ def test_it_goes_on_where_its_model_is_served_later(
     """Imported under another tokenizer: listed, read, exported, imported again, and then continued
     by the model that it is of."""
     talk(tmp_path / "a", codec, ids)
-    with Store.open(tmp_path / "a", FINGERPRINT) as store:
+    with Store.open(tmp_path / "a", ROW_IDENTITY) as store:
         data = export_session(store, here, "chat", None)
         history = store.history("chat")
     root = tmp_path / "b"
@@ -111,7 +111,7 @@ def test_it_goes_on_where_its_model_is_served_later(
         assert again.source.name == "here.gguf"
         store.check_integrity(keys=True)
         assert store.verify().ok
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         store.check_integrity(keys=True)
         np.testing.assert_array_equal(store.history("chat").stream, history.stream)
         assert store.recognise(np.array([*ids, 7], np.int32), "local") == "chat"
@@ -124,7 +124,7 @@ def test_a_text_takes_its_tokenizer(
 ) -> None:
     """What only its tokenizer makes ids of is refused elsewhere, with the way to read it."""
     talk(tmp_path / "a", codec, ids)
-    with Store.open(tmp_path / "a", FINGERPRINT) as store:
+    with Store.open(tmp_path / "a", ROW_IDENTITY) as store:
         freeze(store, Codec(codec.vocabulary, tables=store.tables), "chat", form="text")
     with Store.open(tmp_path / "a", OTHER_TOKENIZER) as store:
         data = export_foreign(store, "chat", None)
@@ -138,7 +138,7 @@ def test_files_that_lie_about_their_tokenizer(
 ) -> None:
     """One that says that it is the served one, and one whose words contradict those that are known."""
     talk(tmp_path / "a", codec, ids)
-    with Store.open(tmp_path / "a", FINGERPRINT) as store:
+    with Store.open(tmp_path / "a", ROW_IDENTITY) as store:
         honest = export_session(store, here, "chat", None)
         with pytest.raises(InvalidRequest, match="says that its tokenizer is the one"):
             import_session(store, there, honest, "guest")
@@ -159,7 +159,7 @@ def test_words_are_of_one_tenant(
     """Nobody reads which tokens others' conversations have, or what they stand for there; once the
     whole vocabulary is kept, all read that."""
     talk(tmp_path / "a", codec, ids)
-    with Store.open(tmp_path / "a", FINGERPRINT) as store:
+    with Store.open(tmp_path / "a", ROW_IDENTITY) as store:
         honest = export_session(store, here, "chat", None)
     parsed = tower_file.read(honest)
     n = parsed.source.n_tokens
@@ -190,7 +190,7 @@ def test_words_are_of_one_tenant(
 
 def test_words_grow_together(tmp_path: Path) -> None:
     """What two files know of one tokenizer; damage is an error and never another text."""
-    with Store.open(tmp_path / "a", FINGERPRINT) as store:
+    with Store.open(tmp_path / "a", ROW_IDENTITY) as store:
         for known in ({0: (b"a", b"")}, {1: (b"", b"<s>"), 2: (b"c", b"")}):
             some = KnownWords(some_words(1 << 24, known), b"h" * 8, TokenizerIdentity("p"))
             store.vocabularies.add_words(b"d" * 32, "ann", some)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from oracle import ask
 from services import EmbeddedService, OpenService
-from store_tools import FINGERPRINT, OTHER_MODEL, turn_of, write_all
+from store_tools import OTHER_MODEL, ROW_IDENTITY, turn_of, write_all
 
 from towerd.codec import Codec
 from towerd.codec.vocabulary import GgufVocabulary
@@ -30,7 +30,7 @@ BASE = list(range(100, 140))
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(tmp_path / "store", FINGERPRINT) as opened:
+    with Store.open(tmp_path / "store", ROW_IDENTITY) as opened:
         yield opened
 
 
@@ -54,7 +54,7 @@ async def settle(service: EmbeddedService) -> None:
 
 def a_year_passes(root: Path) -> None:
     """Everything in the store is a year older."""
-    with Store.open(root, lambda catalog: catalog.fingerprints()[0].fingerprint) as store:
+    with Store.open(root, lambda catalog: catalog.row_identities()[0].row_identity) as store:
         catalog = store.state.catalog
         with catalog.transaction():
             for table, column in (
@@ -268,7 +268,7 @@ def test_a_state_of_another_model_is_no_want_of_rows(tmp_path: Path) -> None:
         states = {len(ids): (np.zeros(64, np.uint8), False)}
         for node in table.attach(np.array(ids, np.int32), "local", states):
             table.write(node)
-    with GgufVocabulary(bundled_model()) as vocabulary, Store.open(tmp_path, FINGERPRINT) as store:
+    with GgufVocabulary(bundled_model()) as vocabulary, Store.open(tmp_path, ROW_IDENTITY) as store:
         assert write_copy(store, Codec(vocabulary), "s", "local")
         assert pages(store)["s"].has_rows
         assert store.gc().bytes_freed == 0

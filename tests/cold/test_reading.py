@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from reworded import Reworded
-from store_tools import FINGERPRINT, turn_of
+from store_tools import ROW_IDENTITY, turn_of
 
 from towerd.codec import Codec, container
 from towerd.codec.codec import WrittenText
@@ -23,14 +23,14 @@ from towerd.store.catalog.vocabularies import MEDIUM, KeptVocabulary
 
 STORY = "Once upon a time there was a little girl who said: “hello, world” €5. ".encode()
 FORMS = ("packed", "ranked", "text", "mix", "network")
-OTHER = replace(FINGERPRINT, tokenizer="another")
+OTHER = replace(ROW_IDENTITY, tokenizer="another")
 
 
 @pytest.fixture
 def root(tmp_path: Path, codec: Codec) -> Path:
     """A store with a session of each form, frozen, behind a prompt that a live session shares."""
     root = tmp_path / "store"
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         words = KeptVocabulary(codec.vocabulary.pieces, codec.vocabulary.names)
         store.vocabularies.keep(store.state.identity.tokenizer_digest, words)
         base = [1, *map(int, codec.vocabulary.tokenize(STORY))]
@@ -77,7 +77,7 @@ def test_of_another_tokenizer(root: Path, codec: Codec, form: str) -> None:
 def test_cut_otherwise_than_it_was(root: Path, codec: Codec, form: str) -> None:
     """Its ids are an error that says so, its text is what it was."""
     words = KeptVocabulary(codec.vocabulary.pieces, codec.vocabulary.names)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         changed = Codec(Reworded(codec.vocabulary), tables=store.tables)
         frozen = store.cold.read(form)
         assert frozen is not None
@@ -91,7 +91,7 @@ def test_branches_and_media(tmp_path: Path, codec: Codec) -> None:
     damaged blob is an error."""
     ids = [1, *map(int, codec.vocabulary.tokenize(STORY))]
     medium = [-5, -6, -7]
-    with Store.open(tmp_path / "store", FINGERPRINT) as store:
+    with Store.open(tmp_path / "store", ROW_IDENTITY) as store:
         store.commit_turn(turn_of(ids, [*medium, 400], session="x"))
         store.commit_turn(turn_of(ids, [401, 402], session="x"))
         for form in ("packed", "text"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cold_population import coder, name_of, record, said
-from store_tools import FINGERPRINT
+from store_tools import ROW_IDENTITY
 from waiting import until_async
 
 from towerd.codec import Codec, container
@@ -31,7 +31,7 @@ from towerd.store import Store
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(tmp_path / "store", FINGERPRINT) as opened:
+    with Store.open(tmp_path / "store", ROW_IDENTITY) as opened:
         yield opened
 
 

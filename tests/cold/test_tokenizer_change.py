@@ -16,7 +16,7 @@ from cold_population import N_BASES, name_of, record, said
 from oracle import ask
 from reworded import Reworded
 from services import OpenService
-from store_tools import FINGERPRINT, turn_of
+from store_tools import ROW_IDENTITY, turn_of
 from waiting import until_async
 
 from towerd.cli.doctor import store as doctor
@@ -32,7 +32,7 @@ from towerd.cold.freezing import decode
 from towerd.errors import ThawError
 from towerd.models.bundled import bundled_model
 from towerd.settings.config import Config
-from towerd.store import Store, latest_fingerprint
+from towerd.store import Store, latest_row_identity
 from towerd.store.state.probes import is_renewing, note_probe, note_renewed
 
 STORY = b"Once upon a time there was a little girl who had a dog. They went to the park."
@@ -43,7 +43,7 @@ def coded_before(root: Path, codec: Codec) -> list[int]:
     before = Reworded(codec.vocabulary)
     ids = [1, *before.tokenize(STORY).tolist()]
     assert ids != [1, *map(int, codec.vocabulary.tokenize(STORY))]
-    with Store.open(root, latest_fingerprint) as store:
+    with Store.open(root, latest_row_identity) as store:
         digest = store.state.identity.tokenizer_digest
         assert note_probe(store.state, digest, probe(before.tokenize))
         note_renewed(store.state, digest, 0)
@@ -92,7 +92,7 @@ async def test_the_codecs_own_vocabulary(
     tmp_path: Path, codec: Codec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What was coded after a base took its cut, too: it is said, and copies are coded again."""
-    with Store.open(tmp_path / "store", FINGERPRINT) as store:
+    with Store.open(tmp_path / "store", ROW_IDENTITY) as store:
         for number in (0, N_BASES):
             record(store, number)
         with monkeypatch.context() as patch:
@@ -127,7 +127,7 @@ def test_what_is_remembered(tmp_path: Path, codec: Codec) -> None:
     """The first probe is no change; a change stays until all is renewed. The texts differ under a
     tokenizer that differs a little."""
 
-    store, digest = Store.open(tmp_path / "store", FINGERPRINT), b"d" * 32
+    store, digest = Store.open(tmp_path / "store", ROW_IDENTITY), b"d" * 32
     assert not note_probe(store.state, digest, "one")
     assert not note_probe(store.state, digest, "one")
     assert not is_renewing(store.state, digest)

@@ -16,7 +16,7 @@ from gguf import GGUFWriter
 
 from towerd.errors import StoreError
 from towerd.models.bundled import bundled_model
-from towerd.store import Store, latest_fingerprint
+from towerd.store import Store, latest_row_identity
 from towerd.store.catalog.schema import VERSION
 
 SESSION = "kept"
@@ -149,7 +149,7 @@ def test_store_from_the_future(make_daemon: MakeDaemon) -> None:
     assert "use a newer towerd" in said
     assert catalog.read_bytes() == before
     with pytest.raises(StoreError, match="schema version"):
-        Store.open(daemon.store_dir, latest_fingerprint)
+        Store.open(daemon.store_dir, latest_row_identity)
     set_version(catalog, VERSION)
     with daemon.stored() as store:
         assert len(store.sessions()) == 1

@@ -21,7 +21,7 @@ from lora_adapter import write_adapter
 from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.llama_library import lib
 from towerd.models.bundled import bundled_model
-from towerd.store import Store, latest_fingerprint
+from towerd.store import Store, latest_row_identity
 
 MakeDaemon = Callable[..., Daemon]
 START = "Once upon a time there was a little girl who had a dog."
@@ -170,7 +170,7 @@ def check_moved(make_daemon: MakeDaemon, tmp_path: Path, chat: Chat, text: str) 
 
 def unused_for(store_dir: Path, days: int) -> None:
     """Set back the clock of everything in a store."""
-    with Store.open(store_dir, latest_fingerprint) as store, store.locked():
+    with Store.open(store_dir, latest_row_identity) as store, store.locked():
         catalog, by = store.state.catalog, days * DAYS_S
         with catalog.transaction():
             catalog.run(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import Result
 from daemon import Daemon
-from store_tools import FINGERPRINT
+from store_tools import ROW_IDENTITY
 
 from lab.commands.cluster import own_ids
 from towerd.cli.client.target import Target, connect
@@ -81,7 +81,7 @@ def test_bases_of_a_store(
 
 def test_tenants_with_bases_of_one_name(tmp_path: Path) -> None:
     """Each base is cut by what its own tenant has above it."""
-    with closing(Store.open(tmp_path / "store", FINGERPRINT)) as store:
+    with closing(Store.open(tmp_path / "store", ROW_IDENTITY)) as store:
         for scope, above, own in (("a", [1, 2, 3], [4, 5]), ("b", [6, 7], [8])):
             store.bases.add("p", np.array(above, np.int32), scope, 0, False)
             store.bases.add("p/q", np.array(above + own, np.int32), scope, 1, False)

@@ -166,7 +166,7 @@ def test_visits_follow_a_conversation() -> None:
         for key in range(turn + 1):
             visit.nbytes += 10
             visits.returned(key, 10.0 * turn)
-        visits.set_tip(turn)
+        visits.set_end(turn)
         if turn == 1:
             visits.answered(1, 14.0, "tool_use")
     visit = visits.current
@@ -183,7 +183,7 @@ def test_visits_follow_a_conversation() -> None:
 
 
 def test_a_turn_that_leaves_the_last_input_early_is_a_return() -> None:
-    """The tip was split: the conversation continues from its upper part."""
+    """The end was split: the conversation continues from its upper part."""
     policy = planted(Foresight)
     policy.insert(1, 100, 0.0, None)
     policy.insert(2, 100, 10.0, None)
@@ -203,7 +203,7 @@ def test_floods_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     visits = Visits()
     for i in range(800):
         visits.begin(float(i)).nbytes += 1
-        visits.set_tip(i)
+        visits.set_end(i)
         visits.answered(i, i + 0.5, f"reason {i}")
     assert len(visits.away) == 500
     assert len(visits.stops) <= 8
@@ -217,7 +217,7 @@ def test_what_a_visit_takes() -> None:
             tracemalloc.start()
         visit = visits.begin(float(i))
         visit.nbytes += 1
-        visits.set_tip(i)
+        visits.set_end(i)
         visits.answered(i, i + 0.5, "end_turn")
         visits.index(visit, float(i))
     nbytes, _ = tracemalloc.get_traced_memory()

@@ -57,14 +57,14 @@ def live(policy: Any, seed: int, room: int, n: int) -> list[list[Key]]:
     request, forecasts leading from the 200th on. Sizes and times have no ties."""
     rng = np.random.default_rng(seed)
     victims: list[list[Key]] = []
-    tips: list[Key] = []
+    ends: list[Key] = []
     now, key = 0.0, 0
     for base in (0, 1):
         policy.insert(base, 40 + base, now, None)
     for i in range(n):
         now += float(rng.exponential(4.0))
-        old = int(rng.integers(len(tips) + 1))
-        parent = tips.pop(old) if old < len(tips) else int(rng.integers(2))
+        old = int(rng.integers(len(ends) + 1))
+        parent = ends.pop(old) if old < len(ends) else int(rng.integers(2))
         key += 2
         if parent in policy:
             policy.access(parent, now)
@@ -76,7 +76,7 @@ def live(policy: Any, seed: int, room: int, n: int) -> list[list[Key]]:
         if rng.random() < 0.2:
             policy.ended(key, now)
         else:
-            tips.append(key)
+            ends.append(key)
         if i == 200:
             policy.trusts = True
         found = policy.victims(policy.nbytes - room, lambda key: key > 1)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from store_tools import FINGERPRINT, OTHER_TOKENIZER, turn_of
+from store_tools import OTHER_TOKENIZER, ROW_IDENTITY, turn_of
 from waiting import until
 
 from towerd.codec import Codec
@@ -28,7 +28,7 @@ SAID = (b"the red otter", b" and a kilimanjaro")
 def exported(root: Path) -> list[bytes]:
     """A conversation of the bundled model's tokenizer after its first and its second turn."""
     files = []
-    with GgufVocabulary(bundled_model()) as vocabulary, Store.open(root, FINGERPRINT) as store:
+    with GgufVocabulary(bundled_model()) as vocabulary, Store.open(root, ROW_IDENTITY) as store:
         model = SessionModel("here.gguf", "hash", Codec(vocabulary))
         ids = [1]
         for text in SAID:
@@ -71,7 +71,7 @@ def test_what_is_imported_again_with_more_turns_is_found(tmp_path: Path) -> None
                 search.changed()
                 until(partial(is_found, search, word))
             assert len(search.find("otter kilimanjaro", "local", 9)) == 1
-    with GgufVocabulary(bundled_model()) as vocabulary, Store.open(root, FINGERPRINT) as store:
+    with GgufVocabulary(bundled_model()) as vocabulary, Store.open(root, ROW_IDENTITY) as store:
         keep_own_vocabulary(store, vocabulary)
         with searched(store, root) as (search, index):
             key = search.reader.key(store.session("chat"))
@@ -86,7 +86,7 @@ def test_a_session_without_words_hides_no_other(tmp_path: Path) -> None:
     """Its tokenizer's vocabulary is not kept; those behind it are entered all the same."""
     with Store.open(tmp_path, OTHER_TOKENIZER) as store:
         store.commit_turn(turn_of([1, 5, 6], [7, 8], session="wordless"))
-    with GgufVocabulary(bundled_model()) as vocabulary, Store.open(tmp_path, FINGERPRINT) as store:
+    with GgufVocabulary(bundled_model()) as vocabulary, Store.open(tmp_path, ROW_IDENTITY) as store:
         keep_own_vocabulary(store, vocabulary)
         prompt = [1, *map(int, vocabulary.tokenize(SAID[0]))]
         store.commit_turn(turn_of(prompt, [300, 301], session="mine"))
@@ -96,7 +96,7 @@ def test_a_session_without_words_hides_no_other(tmp_path: Path) -> None:
 
 def test_a_name_that_is_used_again(tmp_path: Path) -> None:
     """Another process deleted the first session of the name: the second one is found by all its words."""
-    with GgufVocabulary(bundled_model()) as vocabulary, Store.open(tmp_path, FINGERPRINT) as store:
+    with GgufVocabulary(bundled_model()) as vocabulary, Store.open(tmp_path, ROW_IDENTITY) as store:
         keep_own_vocabulary(store, vocabulary)
         turn = turn_of([1, *map(int, vocabulary.tokenize(SAID[0]))], [300, 301], session="chat")
         with searched(store, tmp_path) as (search, index):

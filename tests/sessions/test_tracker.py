@@ -12,7 +12,7 @@ from towerd.sessions.workflows import Tracker, WorkflowStep
 from towerd.sessions.workflows import tracker as module
 from towerd.store import Node
 
-TIP = Node(1, None, "local", 0, b"")
+END = Node(1, None, "local", 0, b"")
 _RNG = np.random.default_rng(3)
 
 
@@ -23,7 +23,7 @@ def text(n: int = 200) -> Any:
 def step(session: str, agent: str, prompt: Any, **values: Any) -> WorkflowStep:
     fixed: dict[str, Any] = {
         "scope": "local",
-        "tip": TIP,
+        "end": END,
         "reply": text(),
         "arrived_s": 1.0,
         "answered_s": 2.0,

@@ -10,7 +10,7 @@ import pytest
 import requests
 from daemon import Daemon
 
-from towerd.store import Store, latest_fingerprint
+from towerd.store import Store, latest_row_identity
 
 MakeDaemon = Callable[..., Daemon]
 Messages = list[dict[str, Any]]
@@ -86,7 +86,7 @@ def test_a_chat_goes_on(daemon: Daemon, alone: str, stream: bool) -> None:
     nothing_missed(daemon)
     expected = ids_of(alone, ours.messages[:-1])
     assert daemon.stop() == 0
-    with Store.open(daemon.store_dir, latest_fingerprint) as store:
+    with Store.open(daemon.store_dir, latest_row_identity) as store:
         assert [turn.n_prompt for turn in store.turns("diary")][-1] == len(expected)
         assert store.session_ids("diary").tolist()[: len(expected)] == expected
 

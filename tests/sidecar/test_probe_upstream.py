@@ -211,7 +211,7 @@ async def test_attached(
             "llama_server_args": (),
         }
         async with sidecar_on(**settings) as sidecar:
-            assert sidecar.engine.info.fingerprint.rope["override.freq_base"] == "20000.0"
+            assert sidecar.engine.info.row_identity.rope["override.freq_base"] == "20000.0"
             for seed in (1, 2, 3):
                 await ask(sidecar, prompt(80, seed))
             _, done = await ask(sidecar, prompt(80, 1))

@@ -199,7 +199,7 @@ def test_exit_reasons() -> None:
 
 
 def test_flags_that_change_rows() -> None:
-    """RoPE overrides and the like enter the fingerprint as the settings do, however written."""
+    """RoPE overrides and the like enter the row identity as the settings do, however written."""
     flags = [
         "--rope-freq-base",
         "1000000",

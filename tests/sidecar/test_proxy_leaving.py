@@ -22,7 +22,7 @@ from towerd.app.daemon import build_app
 from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.service import Service, open_service
 from towerd.settings.config import Config
-from towerd.store import Store, latest_fingerprint
+from towerd.store import Store, latest_row_identity
 
 GRACE_S = 0.2
 LONG: dict[str, Any] = {
@@ -93,7 +93,7 @@ async def test_leaving(
             reply.close()
         await daemon.leave()
         reply.close()
-    with Store.open(config.store_dir, latest_fingerprint) as store:
+    with Store.open(config.store_dir, latest_row_identity) as store:
         (turn,) = store.turns("cut")
         assert not turn.finished
         assert 1 <= turn.n_reply < LONG["n_predict"]

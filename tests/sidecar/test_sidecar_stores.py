@@ -35,11 +35,11 @@ async def test_both_engines_read_one_store(
             hot_bytes=1 << 30, warm_bytes=1 << 30, **settings,
         )  # fmt: skip
         async with open_service(config) as service:
-            return await work(service), service.engine.info.fingerprint
+            return await work(service), service.engine.info.row_identity
 
     async def with_server(work: Callable[[Any], Any]) -> Any:
         async with sidecar_on(tiny_model, **settings) as sidecar:
-            return await work(sidecar), sidecar.engine.info.fingerprint
+            return await work(sidecar), sidecar.engine.info.row_identity
 
     run = [with_embedded, with_server]
     begin, go_on = run if first == "embedded" else run[::-1]

@@ -79,7 +79,7 @@ def test_only_stored_formats_can_be_stored_in(name: str) -> None:
 
 
 def test_descriptions_from_outside_are_native() -> None:
-    """Fingerprints never hold stored formats."""
+    """Row identities never hold stored formats."""
     with pytest.raises(StateError, match="not a KV cache type"):
         KVLayout.from_json(F16.stored_as("q4h").to_json())
     with pytest.raises(StateError, match="no format"):

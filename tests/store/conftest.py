@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from store_tools import FINGERPRINT
+from store_tools import ROW_IDENTITY
 
 from towerd.store import Store
 
@@ -18,5 +18,5 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(root: Path) -> Iterator[Store]:
-    with Store.open(root, FINGERPRINT) as opened:
+    with Store.open(root, ROW_IDENTITY) as opened:
         yield opened

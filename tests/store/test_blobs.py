@@ -8,21 +8,23 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from store_tools import FINGERPRINT, MROPE, assert_same_rows, rows_of, write_all
+from store_tools import MROPE, ROW_IDENTITY, assert_same_rows, rows_of, write_all
 
 from towerd.errors import RowsDamaged
 from towerd.slots.blob import emit_blob, parse_rows
-from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane
+from towerd.slots.row_identity import RowIdentity
 from towerd.slots.rows import KVRows
 from towerd.store import Node, Store
 from towerd.store.segments.segment_header import PREAMBLE, checksum, decode_head
 
 SPAN_BYTES = 500
 IDS = np.arange(100, 150, dtype=np.int32)
-PLAIN = replace(FINGERPRINT, layout=KVLayout((Plane(1, 16),) * 2, (Plane(1, 32),) * 2))
-NO_V = replace(FINGERPRINT, layout=KVLayout((Plane(1, 16),), ()))
-WINDOW = replace(FINGERPRINT, layout=KVLayout((Plane(1, 64),) * 3, (Plane(1, 32),) * 3, n_window=2))
+PLAIN = replace(ROW_IDENTITY, layout=KVLayout((Plane(1, 16),) * 2, (Plane(1, 32),) * 2))
+NO_V = replace(ROW_IDENTITY, layout=KVLayout((Plane(1, 16),), ()))
+WINDOW = replace(
+    ROW_IDENTITY, layout=KVLayout((Plane(1, 64),) * 3, (Plane(1, 32),) * 3, n_window=2)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -30,13 +32,13 @@ def small_blobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that 50 rows need several, and each of them several checksums."""
     for module in ("segment_header", "segment_writer"):
         monkeypatch.setattr(f"towerd.store.segments.{module}.SPAN_BYTES", SPAN_BYTES)
-    n_bytes = 20 * FINGERPRINT.layout.token_bytes
+    n_bytes = 20 * ROW_IDENTITY.layout.token_bytes
     monkeypatch.setattr("towerd.store.segments.segment_writer.BLOB_BYTES_MAX", n_bytes)
 
 
-def channels(rows_fingerprint: Fingerprint, ids: npt.NDArray[np.int32], p0: int = 0) -> KVRows:
+def channels(row_identity_of_rows: RowIdentity, ids: npt.NDArray[np.int32], p0: int = 0) -> KVRows:
     """Rows as a context without flash attention gives them."""
-    layout = rows_fingerprint.layout
+    layout = row_identity_of_rows.layout
     blob = emit_blob([rows_of(ids, p0, layout)], layout=layout, v_trans=True)
     return parse_rows(blob, has_window=layout.n_window > 0, layout=layout)
 
@@ -44,7 +46,7 @@ def channels(rows_fingerprint: Fingerprint, ids: npt.NDArray[np.int32], p0: int 
 def written(store: Store, *, v_trans: bool = False) -> Node:
     leaf = store.insert(IDS, "local", [50])[-1]
     if v_trans:
-        store.rows.attach_hot([leaf], channels(store.state.fingerprint, IDS))
+        store.rows.attach_hot([leaf], channels(store.state.row_identity, IDS))
         store.rows.write([leaf])
         store.rows.drop_hot(leaf)
     else:
@@ -57,16 +59,16 @@ def path_of(node: Node) -> Path:
     return node.file.path
 
 
-@pytest.mark.parametrize("fingerprint", [FINGERPRINT, PLAIN, NO_V, WINDOW, MROPE])
-def test_rows_come_in_blobs(root: Path, fingerprint: Fingerprint) -> None:
+@pytest.mark.parametrize("row_identity", [ROW_IDENTITY, PLAIN, NO_V, WINDOW, MROPE])
+def test_rows_come_in_blobs(root: Path, row_identity: RowIdentity) -> None:
     """Each part is a view of a blob that llama.cpp takes back."""
-    layout = fingerprint.layout
-    for v_trans in (False, True) if fingerprint in (PLAIN, WINDOW) else (False,):
-        with Store.open(root / str(v_trans), fingerprint) as store:
+    layout = row_identity.layout
+    for v_trans in (False, True) if row_identity in (PLAIN, WINDOW) else (False,):
+        with Store.open(root / str(v_trans), row_identity) as store:
             leaf = written(store, v_trans=v_trans)
             assert leaf.file is not None
             assert leaf.file.path.stat().st_size < 50 * layout.token_bytes + 3 * 4096
-        with Store.open(root / str(v_trans), fingerprint) as store:
+        with Store.open(root / str(v_trans), row_identity) as store:
             leaf = store.match(IDS, "local").nodes[-1]
             (part,) = store.plan_rows(leaf, 0, 50)
             at = 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from store_tools import FINGERPRINT, OTHER_MODEL, turn_of
+from store_tools import OTHER_MODEL, ROW_IDENTITY, turn_of
 
 from towerd.errors import RowsDamaged
 from towerd.store import Store
@@ -36,9 +36,9 @@ def stored(store: Store, *positions: int, derived: bool = False) -> CheckpointTa
 
 
 def test_states_survive_a_restart_and_later_splits(root: Path) -> None:
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         stored(store, 40, 70)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         table = CheckpointTable(store.state)
         store.insert(np.append(IDS[:55], 7).astype(np.int32), "local", [56])
         found = {each.position: each for each in table.all()}
@@ -99,14 +99,14 @@ def test_a_state_of_another_prefix_is_refused(store: Store) -> None:
 def test_a_file_that_a_kill_left_is_taken_over(root: Path) -> None:
     """Its segment is removed, the file is not yet: once the tokens are back it is written over,
     counts once, and only its owner deletes it."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         table = stored(store, 40)
         (path,) = table.folder.iterdir()
         data = path.read_bytes()
         store.gc()
         assert not path.exists()
     path.write_bytes(data)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         table = stored(store, 40)
         assert table.file_bytes == len(data)
         assert table.drop_foreign(1) == 0
@@ -115,10 +115,10 @@ def test_a_file_that_a_kill_left_is_taken_over(root: Path) -> None:
 
 
 def test_a_derived_state_is_not_served_as_an_exact_one(root: Path) -> None:
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         (path,) = stored(store, 40, derived=True).folder.iterdir()
     path.rename(path.with_name(path.name.replace(".derived", "")))
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         table = CheckpointTable(store.state)
         (found,) = table.all()
         with pytest.raises(RowsDamaged, match="exact"):
@@ -130,7 +130,7 @@ def test_what_a_kill_left_is_swept_and_foreign_states_go_first(root: Path) -> No
         stored(store, 40)
     (root / "boundaries" / "0123.tmp").write_bytes(b"half")
     os.utime(root / "boundaries" / "0123.tmp", (0, 0))
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         table = stored(store, 70)
         assert not list(table.folder.glob("*.tmp"))
         assert len(list(table.folder.iterdir())) == 2
@@ -141,7 +141,7 @@ def test_what_a_kill_left_is_swept_and_foreign_states_go_first(root: Path) -> No
 def test_verify_reads_every_state_of_every_model(root: Path) -> None:
     with Store.open(root, OTHER_MODEL) as store:
         stored(store, 40)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         before = set((root / "boundaries").iterdir())
         table = stored(store, 20, 70)
         mine = {path.name for path in table.folder.iterdir() if path not in before}

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_tools import FINGERPRINT, OTHER_MODEL, check_rows, make_hot, turn_of, write_all
+from store_tools import OTHER_MODEL, ROW_IDENTITY, check_rows, make_hot, turn_of, write_all
 
 from towerd.errors import RowsDamaged, StoreError, StoreVersion
 from towerd.slots.errors import StateError
-from towerd.store import Store, latest_fingerprint
+from towerd.store import Store, latest_row_identity
 from towerd.store.catalog.vocabularies import KeptVocabulary
 from towerd.store.segments.segment_header import (
     PAGE,
@@ -33,7 +33,7 @@ IDS = np.arange(100, 150, dtype=np.int32)
 
 def one_file(root: Path) -> Path:
     """A store with one session of two nodes in one file, closed; the file."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         node = store.commit_turn(turn_of(IDS[:30].tolist(), IDS[30:].tolist())).node
         make_hot(store, node)
         store.rows.write(node.path())
@@ -51,7 +51,7 @@ def flip(path: Path, at: int) -> None:
 
 def assert_quarantined(root: Path, path: Path) -> None:
     """Using the rows raises RowsDamaged once; then the tokens are there and the rows are not."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         match = store.match(IDS, "local")
         assert match.n == 49
         report = store.verify()
@@ -70,7 +70,7 @@ def assert_quarantined(root: Path, path: Path) -> None:
         assert len(store.session_ids(store.sessions()[0].id)) == 50
         store.check_integrity(keys=True)
         assert store.verify().ok
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         store.check_integrity(keys=True)
         store.gc(quarantine_days=1)
         assert len(list((root / "quarantine").iterdir())) == 1
@@ -135,7 +135,7 @@ def test_links_are_not_followed(root: Path, tmp_path: Path) -> None:
     path = one_file(root)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         with pytest.raises(RowsDamaged):
             store.rows.load(store.plan_rows(store.match(IDS, "local"), 0, 49)[0])
         store.check_integrity()
@@ -146,14 +146,14 @@ def test_a_pipe_does_not_hang(root: Path) -> None:
     path = one_file(root)
     path.unlink()
     os.mkfifo(path)
-    with Store.open(root, FINGERPRINT) as store, pytest.raises(RowsDamaged):
+    with Store.open(root, ROW_IDENTITY) as store, pytest.raises(RowsDamaged):
         store.rows.load(store.plan_rows(store.match(IDS, "local"), 0, 49)[0])
 
 
 def test_missing_files_are_forgotten_at_opening(root: Path) -> None:
     """Someone deleted it by hand: the tokens stay and the store is clean."""
     one_file(root).unlink()
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         assert store.plan_rows(store.match(IDS, "local"), 0, 49) == []
         store.check_integrity(keys=True)
 
@@ -161,7 +161,7 @@ def test_missing_files_are_forgotten_at_opening(root: Path) -> None:
 def test_missing_file_while_open(root: Path) -> None:
     """The same, under a running daemon."""
     path = one_file(root)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         path.unlink()
         with pytest.raises(RowsDamaged):
             store.rows.load(store.plan_rows(store.match(IDS, "local"), 0, 49)[0])
@@ -172,7 +172,7 @@ def test_missing_file_while_open(root: Path) -> None:
 def test_files_cannot_stand_in_for_each_other(root: Path, whole: bool, message: str) -> None:
     """Two valid files with swapped names: identity is checked, not only checksums. Runs of the
     same tokens under other parents have other keys."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         leaves = [
             store.commit_turn(turn_of([first, *range(30)], [1, 2])).node for first in (500, 600)
         ]
@@ -184,7 +184,7 @@ def test_files_cannot_stand_in_for_each_other(root: Path, whole: bool, message: 
     paths[0].rename(swap)
     paths[1].rename(paths[0])
     swap.rename(paths[1])
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         assert len(store.verify().problems) == 2
         for node in store.nodes():
             if node.file is not None:
@@ -196,7 +196,7 @@ def test_files_cannot_stand_in_for_each_other(root: Path, whole: bool, message: 
 @pytest.mark.parametrize("scope", ["bob", "local~59ce0aab@0.5"])
 def test_files_of_other_scopes_do_not_stand_in(root: Path, scope: str) -> None:
     """Another tenant's rows of the same tokens, or those made under an adapter, which are others."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         paths = []
         for each in ("local", scope):
             turn = turn_of(IDS[:30].tolist(), IDS[30:].tolist(), scope=each)
@@ -205,7 +205,7 @@ def test_files_of_other_scopes_do_not_stand_in(root: Path, scope: str) -> None:
             assert node.file is not None
             paths.append(node.file.path)
     shutil.copy(paths[1], paths[0])
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         assert len(store.verify().problems) == 1
         with pytest.raises(RowsDamaged, match="another tenant"):
             check_rows(store, store.match(IDS, "local").nodes[-1])
@@ -230,7 +230,7 @@ def test_verify_can_repair(root: Path) -> None:
     path = one_file(root)
     flip(path, path.stat().st_size - PAGE)
     seen: list[tuple[int, int]] = []
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         size = store.state.warm_bytes
         report = store.verify(lambda done, total: seen.append((done, total)), repair=True)
         assert (report.quarantined, report.ok, seen) == (1, False, [(size, size)])
@@ -339,17 +339,17 @@ def test_contradictory_catalogs_are_refused(root: Path, statement: str) -> None:
     journal = root / "journal"
     journal.rename(root / "elsewhere")
     with pytest.raises(StoreError, match="is damaged"):
-        Store.open(root, latest_fingerprint)
+        Store.open(root, latest_row_identity)
     shutil.rmtree(journal)
     (root / "elsewhere").rename(journal)
-    with Store.open(root, latest_fingerprint) as store:
+    with Store.open(root, latest_row_identity) as store:
         assert check_rows(store, store.match(IDS, "local").nodes[-1]) == 49
         assert store.verify().ok
 
 
 def test_damaged_pages_of_the_catalog(root: Path) -> None:
     """Overwritten pages show as StoreError, never as a crash."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         for n in range(200):
             store.commit_turn(turn_of([n, *range(50)], [1, 2]))
     shutil.rmtree(root / "journal")
@@ -360,7 +360,7 @@ def test_damaged_pages_of_the_catalog(root: Path) -> None:
         data[page * PAGE : page * PAGE + 200] = rng.bytes(200)
     path.write_bytes(data)
     with pytest.raises(StoreError, match="is damaged"):
-        Store.open(root, FINGERPRINT)
+        Store.open(root, ROW_IDENTITY)
     assert path.read_bytes() == bytes(data)
 
 
@@ -369,11 +369,11 @@ def test_newer_and_foreign_catalogs(root: Path) -> None:
     one_file(root)
     write_catalog(root, "PRAGMA user_version = 99")
     with pytest.raises(StoreVersion, match="99"):
-        Store.open(root, FINGERPRINT)
+        Store.open(root, ROW_IDENTITY)
     write_catalog(root, "PRAGMA application_id = 1")
     shutil.rmtree(root / "journal")
     with pytest.raises(StoreVersion, match="not a towerd catalog"):
-        Store.open(root, FINGERPRINT)
+        Store.open(root, ROW_IDENTITY)
 
 
 def test_no_descriptors_is_not_damage(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +383,7 @@ def test_no_descriptors_is_not_damage(root: Path, monkeypatch: pytest.MonkeyPatc
     def out_of_files(*args: object) -> None:
         raise OSError(24, "Too many open files")
 
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         (part, _) = store.plan_rows(store.match(IDS, "local"), 0, 49)
         with monkeypatch.context() as patch:
             patch.setattr("towerd.store.segments.segment_file.map_file", out_of_files)

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from crash import killed_at
 from store_tools import (
-    FINGERPRINT,
     OTHER_MODEL,
     OTHER_TOKENIZER,
+    ROW_IDENTITY,
     check_rows,
     turn_of,
     write_all,
@@ -55,7 +55,7 @@ def folder() -> Iterator[Path]:
 
 def talk(root: Path) -> None:
     """Both chats, with rows and states, as a hybrid model has them."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         store.set_meta(CUT_META + store.state.digest.hex(), "boundary")
         node = store.commit_turn(turn_of(GONE[:60], GONE[60:], session="gone")).node
         store.commit_turn(turn_of(GONE[:50], GONE[70:], session="gone"))
@@ -69,7 +69,7 @@ def talk(root: Path) -> None:
 
 
 def delete(root: Path, acknowledged: Callable[[], None]) -> None:
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         store.delete_session("gone")
         acknowledged()
         store.gc()
@@ -100,7 +100,7 @@ def ids_of(store: Store, name: str) -> list[int]:
 
 def check(root: Path, *, acknowledged: bool) -> None:
     """The chat is whole, if its deletion was not acknowledged, or gone; the other one is whole."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         names = {info.id for info in store.sessions()}
         assert names in ({"kept"}, {"kept", "gone"})
         if "gone" in names:
@@ -128,7 +128,7 @@ def test_killed_anywhere(folder: Path) -> None:
         is_acknowledged = mark.exists()
         n_acknowledged += is_acknowledged
         if is_acknowledged:
-            with Store.open(root, FINGERPRINT) as store:
+            with Store.open(root, ROW_IDENTITY) as store:
                 store.gc()
                 assert found_in(root) == [], number
         check(root, acknowledged=is_acknowledged)
@@ -145,7 +145,7 @@ def test_a_turn_on_its_way_brings_nothing_back(root: Path, name: str | None) -> 
     """A request sends all of its conversation again: recorded after the deletion, its turn would be
     the deleted conversation under the same name, or as a new session."""
     talk(root)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         before, ids = store.deletions.watch(), np.array([*GONE, 1, 2, 3], np.int32)
         store.delete_session("gone")
         with pytest.raises(SessionDeleted):
@@ -166,7 +166,7 @@ def test_a_turn_on_its_way_brings_nothing_back(root: Path, name: str | None) -> 
 def test_turns_of_other_chats_are_recorded(root: Path) -> None:
     """One that only begins alike, one of another tenant, one that has all of the deleted chat itself."""
     talk(root)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         store.commit_turn(turn_of([*GONE, 1], [2, 3], session="copy"))
         store.commit_turn(turn_of(GONE[:60], GONE[60:], session="gone", scope="other"))
         before = store.deletions.watch()
@@ -185,7 +185,7 @@ def test_turns_of_other_chats_are_recorded(root: Path) -> None:
 
 def test_an_import_on_its_way_brings_nothing_back(root: Path) -> None:
     talk(root)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         before, history = store.deletions.watch(), store.history("gone")
         store.delete_session("gone")
         with pytest.raises(SessionDeleted):
@@ -199,7 +199,7 @@ def test_another_process_hears_of_it(root: Path) -> None:
     through a third one whose tokenizer is another."""
     talk(root)
     broker = CatalogBroker(root)
-    models = (FINGERPRINT, OTHER_MODEL, OTHER_TOKENIZER)
+    models = (ROW_IDENTITY, OTHER_MODEL, OTHER_TOKENIZER)
     with ExitStack() as closing:
         closing.callback(broker.close)
         stores = [
@@ -235,7 +235,7 @@ def test_a_chat_that_begins_after_a_deletion_in_another_process(
             closing.enter_context(
                 Store.open(root, model, catalog_fd=broker.connect().socket.detach())
             )
-            for model in (FINGERPRINT, OTHER_TOKENIZER)
+            for model in (ROW_IDENTITY, OTHER_TOKENIZER)
         )
         foreign.foreign.delete("gone")
         begun = answering.deletions.watch()
@@ -255,7 +255,7 @@ def test_what_another_model_has_of_it_goes(root: Path) -> None:
         assert store.gc().segments == before.segments > 0
         assert found_in(root) == []
         assert store.verify().ok
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         check_rows(store, store.node(store.turns("kept")[0].reply_node))
         assert len(list((root / "boundaries").iterdir())) == 1
         assert ids_of(store, "kept") == KEPT
@@ -265,7 +265,7 @@ def test_what_another_model_has_of_it_goes(root: Path) -> None:
 def test_rows_that_others_need_stay(root: Path) -> None:
     """The file with the shared beginning is written again without the rest, not given up."""
     talk(root)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         store.delete_session("gone")
         store.gc()
         assert found_in(root) == []
@@ -281,7 +281,7 @@ def test_rows_of_another_model_stay_unless_something_was_deleted(root: Path) -> 
         for begun in (GONE[:60], KEPT):  # requests that were not answered
             prompt = np.array([*begun, 1, 2], np.int32)
             write_all(store, store.insert(prompt, "local", [len(prompt)])[-1])
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         assert store.gc().segments == 2
     with Store.open(root, OTHER_MODEL) as store:
         kept = store.node(store.turns("kept")[0].reply_node)
@@ -297,7 +297,7 @@ def test_without_room_rows_go_only_after_a_deletion(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     talk(root)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         kept = store.node(store.turns("kept")[0].reply_node)
         prompt = np.array([*KEPT, 1, 2], np.int32)  # of a request that was not answered
         write_all(store, store.insert(prompt, "local", [len(prompt)])[-1])
@@ -316,7 +316,7 @@ def test_what_a_running_request_still_needs_goes_with_the_next_gc(root: Path) ->
     talk(root)
     with Store.open(root, OTHER_MODEL) as store:
         write_all(store, store.node(store.turns("gone")[0].reply_node))
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         with store.hold(np.array(GONE, np.int32), "local") as running:
             running.match()
             store.delete_session("gone")
@@ -330,7 +330,7 @@ def test_what_was_set_aside_goes_with_a_deletion(root: Path) -> None:
     """A damaged catalog and its journal are kept for a month, with every conversation of then."""
     talk(root)
     shutil.copy(root / "catalog.sqlite", root / "quarantine" / "1-catalog.sqlite")
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         for name in ("gone", "kept"):
             step = Invocation("local", "w", True, 1.0, "agent", name, 1, 1, 1, 1.0, 2.0, "end_turn")
             WorkflowTable(store.state).add([step])
@@ -349,7 +349,7 @@ def test_what_was_set_aside_goes_with_a_deletion(root: Path) -> None:
 def test_words_that_only_the_deleted_chat_used_go(root: Path) -> None:
     """Of a tokenizer that was never served here, a store has the words of imported conversations."""
     talk(root)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         digest = store.foreign.enter(TokenizerIdentity("never served here"))
         for name in ("gone", "kept"):
             history = store.history(name)
@@ -372,7 +372,7 @@ def test_words_that_cannot_be_read_now_stay(root: Path, monkeypatch: pytest.Monk
     """A process without descriptors left does not take them for gone, and neither forgets nor replaces
     them; the next gc erases what this one could not."""
     talk(root)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         digest = store.foreign.enter(TokenizerIdentity("never served here"))
         said = {id: (b"word %d" % id, b"") for id in KEPT}
         words = KnownWords(some_words(1 << 24, said), b"8 bytes!", TokenizerIdentity("x"))
@@ -399,7 +399,7 @@ def test_words_that_cannot_be_read_now_stay(root: Path, monkeypatch: pytest.Monk
 def test_a_journal_that_could_not_be_rewritten(root: Path) -> None:
     """No room for the snapshot at the first gc: the next one has all of the work before it."""
     talk(root)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         store.delete_session("gone")
         n = read_chain(root / "journal").last
         in_the_way = [

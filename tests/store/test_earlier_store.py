@@ -19,16 +19,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store_tools import FINGERPRINT, OTHER_MODEL, check_rows, turn_of
+from store_tools import OTHER_MODEL, ROW_IDENTITY, check_rows, turn_of
 
 from towerd.errors import StoreVersion
 from towerd.store import Store
 from towerd.store.sessions.workflows import WorkflowTable
 
 MODELS = {
-    "A": FINGERPRINT,
+    "A": ROW_IDENTITY,
     "B": OTHER_MODEL,
-    "C": replace(FINGERPRINT, model_hash="third", tokenizer="bpe"),
+    "C": replace(ROW_IDENTITY, model_hash="third", tokenizer="bpe"),
 }
 RENAMED = {("B", "work"): "work (2)"}
 """Both models of one tokenizer had a session of this name."""
@@ -79,7 +79,7 @@ def check_frozen(store: Store, frozen: dict[str, list[int]]) -> None:
 
 
 def check_own_rows(store: Store, expected: dict[str, Any], opened: str) -> None:
-    """The rows of a fingerprint are those of its own files."""
+    """The rows of a row identity are those of its own files."""
     for id, n_rows in expected[opened]["rows"].items():
         ids = np.array(expected[opened]["sessions"][id][2], np.int32)
         assert check_rows(store, store.match(ids, "local").nodes[-1]) >= n_rows
@@ -116,7 +116,7 @@ def test_a_chat_of_one_model_continues_under_the_other(old: tuple[Path, dict[str
         assert store.recognise(np.array([*ids, 1], np.int32), "local") == "work"
         result = store.commit_turn(turn_of([*ids, 1], [2]))
         assert (result.session_id, result.new_session) == ("work", False)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         assert store.session_ids("work").tolist() == [*ids, 1, 2]
         match = store.match(np.array(ids, np.int32), "local")
         assert check_rows(store, match.nodes[-1]) >= expected["A"]["rows"]["work"]
@@ -131,7 +131,7 @@ def test_the_catalog_is_made_again_from_its_journal(old: tuple[Path, dict[str, A
     data = bytearray((root / "catalog.sqlite").read_bytes())
     data[100:116] = bytes(16)
     (root / "catalog.sqlite").write_bytes(data)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         (note,) = store.state.catalog.recovered
     assert "rebuilt from its journal" in note
     assert "lost" not in note
@@ -140,7 +140,7 @@ def test_the_catalog_is_made_again_from_its_journal(old: tuple[Path, dict[str, A
 
 def test_a_new_store_has_the_same_tables(old: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """To the letter: their text is part of what a catalog is checked by."""
-    Store.open(tmp_path / "new", FINGERPRINT).close()
+    Store.open(tmp_path / "new", ROW_IDENTITY).close()
     found = []
     for root in (old[0], tmp_path / "new"):
         with closing(sqlite3.connect(root / "catalog.sqlite")) as db:
@@ -160,5 +160,5 @@ def test_another_schema_is_refused(
         db.execute(f"PRAGMA user_version = {version}")
     before = (root / "catalog.sqlite").read_bytes()
     with pytest.raises(StoreVersion, match=whose):
-        Store.open(root, FINGERPRINT)
+        Store.open(root, ROW_IDENTITY)
     assert (root / "catalog.sqlite").read_bytes() == before

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_tools import FINGERPRINT
+from store_tools import ROW_IDENTITY
 
 from towerd.store import Store
 
@@ -17,7 +17,7 @@ IDS = np.arange(1, 101, dtype=np.int32)
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(tmp_path / "store", FINGERPRINT) as opened:
+    with Store.open(tmp_path / "store", ROW_IDENTITY) as opened:
         yield opened
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from store_tools import (
-    FINGERPRINT,
     OTHER_MODEL,
     OTHER_TOKENIZER,
+    ROW_IDENTITY,
     check_rows,
     make_hot,
     turn_of,
@@ -18,7 +18,7 @@ from store_tools import (
 )
 
 from towerd.errors import NotFound, StoreError
-from towerd.slots.fingerprint import REPORTED_HASH_PREFIX
+from towerd.slots.row_identity import REPORTED_HASH_PREFIX
 from towerd.store import Store
 from towerd.store.catalog.identity import ModelIdentity
 from towerd.store.catalog.vocabularies import KeptVocabulary
@@ -28,17 +28,17 @@ IDS = list(range(100))
 
 
 def talk(root: Path, name: str = "chat", model: ModelIdentity | None = None) -> None:
-    with Store.open(root, model or FINGERPRINT) as store:
+    with Store.open(root, model or ROW_IDENTITY) as store:
         store.commit_turn(turn_of(IDS[:90], IDS[90:], session=name))
 
 
 def test_rows_of_two_models_lie_side_by_side(root: Path) -> None:
     """Each model finds its own; a split by one keeps the other's; gc takes both."""
-    for model in (FINGERPRINT, OTHER_MODEL):
+    for model in (ROW_IDENTITY, OTHER_MODEL):
         with Store.open(root, model) as store:
             result = store.commit_turn(turn_of(IDS[:90], IDS[90:], session="chat"))
             write_all(store, result.node)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         store.insert(np.arange(37, dtype=np.int32), "local", [37])
         store.check_integrity(keys=True)
     with Store.open(root, OTHER_MODEL) as store:
@@ -55,7 +55,7 @@ def test_rows_of_two_models_lie_side_by_side(root: Path) -> None:
 
 def test_how_much_has_rows_is_told_of_the_current_branch(root: Path) -> None:
     """Whatever numbers splits gave to its segments."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         store.commit_turn(turn_of(IDS[:90], IDS[90:], session="x", n_cached=100))
         store.commit_turn(turn_of(IDS[:20], IDS[20:30], session="y", n_cached=30))
         store.commit_turn(turn_of(IDS[:90], IDS[90:], session="y", n_cached=100))
@@ -66,8 +66,8 @@ def test_how_much_has_rows_is_told_of_the_current_branch(root: Path) -> None:
 
 def test_a_vocabulary_that_only_looks_alike_is_another(root: Path) -> None:
     """The same pieces cut by other rules; unknown rules are taken for those that are known."""
-    talk(root, model=ModelIdentity(FINGERPRINT, "rules"))
-    with Store.open(root, replace(FINGERPRINT, model_hash="third")) as store:
+    talk(root, model=ModelIdentity(ROW_IDENTITY, "rules"))
+    with Store.open(root, replace(ROW_IDENTITY, model_hash="third")) as store:
         assert [info.id for info in store.sessions()] == ["chat"]
     with Store.open(root, ModelIdentity(OTHER_MODEL, "others")) as store:
         assert store.sessions() == []
@@ -77,7 +77,7 @@ def test_a_vocabulary_that_only_looks_alike_is_another(root: Path) -> None:
 def test_tokens_that_were_only_reported_are_one_models(root: Path) -> None:
     """Two servers report the same of vocabularies that were never read."""
     reported = [
-        replace(FINGERPRINT, model_hash=f"{REPORTED_HASH_PREFIX}{n}", tokenizer="2") for n in "ab"
+        replace(ROW_IDENTITY, model_hash=f"{REPORTED_HASH_PREFIX}{n}", tokenizer="2") for n in "ab"
     ]
     with Store.open(root, reported[0]) as store:
         store.commit_turn(turn_of([1], [2], session="chat"))
@@ -94,7 +94,7 @@ def test_sessions_of_one_name_under_two_tokenizers(root: Path) -> None:
             KeptVocabulary([b"x"] * 7 + [b"", b"b", b"c"], [b""] * 7 + [b"<s>", b"", b""]),
         )
     talk(root)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         (foreign,) = store.foreign.listing("local", 10)
         ids, digest = store.foreign.session_ids("chat", None, foreign.tokenizer)
         assert store.vocabularies.read(digest).text(ids) == "<s>bc"
@@ -110,7 +110,7 @@ def test_sessions_of_one_name_under_two_tokenizers(root: Path) -> None:
 def test_of_two_adapters_the_one_that_is_asked_for(root: Path) -> None:
     """Earlier releases made two sessions of one name."""
     scopes = ("alice", "alice~x@1")
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         store.commit_turn(turn_of([1, 2], [3], scope=scopes[1], session="work"))
         catalog = store.state.catalog
         with store.locked(), catalog.transaction():
@@ -126,7 +126,7 @@ def test_of_two_adapters_the_one_that_is_asked_for(root: Path) -> None:
 
 def test_a_chat_continues_under_other_adapters(root: Path) -> None:
     """As the same session, found by its tokens; rows stay apart."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         first = store.commit_turn(turn_of(IDS[:50], IDS[50:60], scope="alice"))
         assert store.recognise(np.array(IDS, np.int32), "alice~x@1") == first.session_id
         assert store.recognise(np.array(IDS, np.int32), "bob") is None
@@ -140,17 +140,17 @@ def test_a_chat_continues_under_other_adapters(root: Path) -> None:
 def test_a_tokenizer_that_the_catalog_lost_is_entered_again(root: Path) -> None:
     """What a repair of two damaged copies leaves; the store opens, now and later."""
     talk(root)
-    with Store.open(root, FINGERPRINT) as store, store.locked():
+    with Store.open(root, ROW_IDENTITY) as store, store.locked():
         catalog = store.state.catalog
         with catalog.transaction():
             catalog.run("UPDATE fingerprints SET tokenizer = NULL")
     for _ in range(2):
-        with Store.open(root, FINGERPRINT) as store:
+        with Store.open(root, ROW_IDENTITY) as store:
             assert store.session_ids("chat").tolist() == IDS
 
 
 def test_damage_of_a_kept_vocabulary_is_set_aside(root: Path) -> None:
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         digest = store.state.identity.tokenizer_digest
         store.vocabularies.keep(digest, KeptVocabulary([b"a"], [b""]))
         (path,) = (root / "tokenizers").iterdir()

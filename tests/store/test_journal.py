@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from programs import run_python
-from store_tools import FINGERPRINT, turn_of
+from store_tools import ROW_IDENTITY, turn_of
 from ten_sessions import (
     DATABASE,
     change,
@@ -28,12 +28,12 @@ from towerd.store import Store
 
 def test_damage_under_a_running_store_is_healed(root: Path) -> None:
     """A row whose checksum is wrong is not served: the catalog is rebuilt at once."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         populate(store)
         change(root, "UPDATE turns SET tail = zeroblob(4)")
         check_open(store)
         store.commit_turn(turn_of([1, 2], [3], session="more"))
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         assert store.session_ids("more").tolist() == [1, 2, 3]
         store.delete_session("more")
     check(root)
@@ -41,7 +41,7 @@ def test_damage_under_a_running_store_is_healed(root: Path) -> None:
 
 def test_verify_repairs_while_the_store_is_open(root: Path) -> None:
     """It names what is wrong, changes nothing by itself, and makes it right when told to."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         populate(store)
         change(root, "UPDATE sessions SET title = 'other' WHERE id = 'session-3'")
         reports = [store.verify(repair=repair) for repair in (False, True)]
@@ -61,7 +61,7 @@ def test_verify_repairs_while_the_store_is_open(root: Path) -> None:
 
 def test_a_journal_that_is_not_whole_never_heals_a_running_store(root: Path) -> None:
     """The error says what to do; the next start puts both together."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         populate(store)
         change(root, "UPDATE turns SET tail = zeroblob(4) WHERE id = 2")
         flip(log_of(root), 100)
@@ -75,7 +75,7 @@ def test_a_journal_that_is_not_whole_never_heals_a_running_store(root: Path) -> 
 
 def test_deleted_sessions_are_in_no_file_after_gc(root: Path) -> None:
     """Neither in the catalog and its WAL nor in the journal."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         populate(store)
         store.delete_session("session-5")
         store.gc()
@@ -88,7 +88,7 @@ def test_deleted_sessions_are_in_no_file_after_gc(root: Path) -> None:
 def test_the_journal_stays_small(root: Path) -> None:
     """It is rewritten in idle moments when most of it is history, and loses nothing by it."""
     rng = random.Random(0)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         populate(store)
         sizes, value = [], ""
         for _ in range(20):
@@ -99,18 +99,18 @@ def test_the_journal_stays_small(root: Path) -> None:
             sizes.append(store.stats()["journal_bytes"])
     assert max(sizes) < 2_000_000
     remove(DATABASE)(root)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         assert store.get_meta("value") == value
         check_open(store)
 
 
 def test_ids_are_not_used_again(root: Path) -> None:
     """Not even when the journal was rewritten after their segments were removed."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         (leaf,) = store.insert(np.arange(10, dtype=np.int32), "local", [10])
         store.gc()
     remove(DATABASE)(root)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         assert store.nodes() == []
         (after,) = store.insert(np.arange(10, dtype=np.int32), "local", [10])
         assert after.id > leaf.id
@@ -143,6 +143,6 @@ def test_without_room_for_the_journal_turns_are_still_recorded(root: Path) -> No
         str(root),
     )
     assert done == "3\n"
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         assert store.session_ids("b").tolist() == [5] * 50 + [6]
         assert store.session_ids("c").tolist() == [7] * 50 + [8]

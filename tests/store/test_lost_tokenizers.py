@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from store_tools import FINGERPRINT, OTHER_TOKENIZER, turn_of
+from store_tools import OTHER_TOKENIZER, ROW_IDENTITY, turn_of
 from ten_sessions import DATABASE, N_SESSIONS, flip, log_of, populate, tokens
 
 from towerd.codec import Codec
@@ -36,7 +36,7 @@ def lose(root: Path, *, models_too: bool) -> None:
     """Damage every copy of the row of FINGERPRINT's tokenizer, in the catalog and in the journal."""
     with closing(sqlite3.connect(root / DATABASE)) as db:
         ((pk, digest),) = db.execute(
-            "SELECT id, digest FROM tokenizers WHERE pieces = ?", (FINGERPRINT.tokenizer,)
+            "SELECT id, digest FROM tokenizers WHERE pieces = ?", (ROW_IDENTITY.tokenizer,)
         ).fetchall()
         db.execute("UPDATE tokenizers SET created = created + 1 WHERE id = ?", (pk,))
         if models_too:
@@ -50,7 +50,7 @@ def lose(root: Path, *, models_too: bool) -> None:
 
 
 def talk(root: Path, codec: Codec, *, keeps_words: bool, frozen: bool = False) -> None:
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         populate(store)
         store.commit_turn(turn_of(IDS[:30], IDS[30:], session="words"))
         if keeps_words:
@@ -63,7 +63,7 @@ def talk(root: Path, codec: Codec, *, keeps_words: bool, frozen: bool = False) -
 def test_it_is_found_again(
     root: Path, codec: Codec, models_too: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By a fingerprint of its model, or by its kept vocabulary, which segments prove; also while
+    """By a row identity of its model, or by its kept vocabulary, which segments prove; also while
     another model is served."""
     talk(root, codec, keeps_words=models_too)
     lose(root, models_too=models_too)
@@ -75,7 +75,7 @@ def test_it_is_found_again(
             assert store.vocabularies.read(digest).text(ids).startswith("<s>")
     assert "rebuilt from its journal" in caplog.text
     assert "tokenizers" not in caplog.text.split("lost:")[-1]
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         assert store.session_ids("words").tolist() == IDS
         for session in range(N_SESSIONS):
             assert store.session_ids(f"session-{session}").tolist() == tokens(session)
@@ -98,7 +98,7 @@ def test_until_it_is_found_its_conversations_are_listed(
                 store.vocabularies.read(store.foreign.session_ids("words")[1])
     assert "1 tokenizers, whose conversations are listed" in caplog.text
     for _ in range(2):
-        with Store.open(root, FINGERPRINT) as store:
+        with Store.open(root, ROW_IDENTITY) as store:
             assert store.session_ids("words").tolist() == IDS
             assert store.foreign.listing(None, 100) == []
             store.check_integrity(keys=True)
@@ -116,7 +116,7 @@ def test_its_segments_are_checked_once_it_is_found(root: Path, codec: Codec) -> 
             catalog.run(
                 "UPDATE segments SET key = randomblob(32) WHERE id = ?", (turns[0].prompt_node,)
             )
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         with pytest.raises(TokensLost):
             store.session_ids("words")
         for session in range(N_SESSIONS):
@@ -128,7 +128,7 @@ def test_its_segments_are_checked_once_it_is_found(root: Path, codec: Codec) -> 
 
 def test_frozen_ones_are_read_by_their_vocabulary(root: Path, codec: Codec) -> None:
     """No segment is left whose key could prove anything; the blob says whose it is."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         store.commit_turn(turn_of(IDS[:30], IDS[30:], session="words"))
         store.vocabularies.keep(store.state.identity.tokenizer_digest, words_of(codec))
         other = KeptVocabulary([b"other"], [b""])

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from store_tools import FINGERPRINT, OTHER_TOKENIZER, turn_of
+from store_tools import OTHER_TOKENIZER, ROW_IDENTITY, turn_of
 from ten_sessions import (
     DATABASE,
     MARK,
@@ -55,7 +55,7 @@ AFTER_A_STOP: dict[str, Damage] = {
     "a title": flip_in(DATABASE, b"A title"),
     "a session's name": flip_in(DATABASE, b"session-7"),
     "the schema": flip_in(DATABASE, b"CREATE INDEX turns_session"),
-    "a fingerprint": flip_in(DATABASE, b'"arch":"llama"'),
+    "a row identity": flip_in(DATABASE, b'"arch":"llama"'),
     "the catalog": remove(DATABASE),
     "the catalog's content": write(DATABASE, b""),
     "half of the catalog": write(DATABASE, None),
@@ -135,13 +135,13 @@ def test_what_neither_has_is_an_error_and_never_other_tokens(
 ) -> None:
     """A turn lost in both is not served, and nothing else suffers."""
     closed(root)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         ids = tokens(N_SESSIONS)
         store.commit_turn(turn_of(ids[:80], ids[80:], session="lost"))
     flip_in(DATABASE, ids_bytes(ids[81:88]))(root)
     log = log_of(root)
     flip(log, log.stat().st_size - 300)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         assert len(store.sessions()) == N_SESSIONS + 1
         for session in range(N_SESSIONS):
             assert store.session_ids(f"session-{session}").tolist() == tokens(session)
@@ -159,7 +159,7 @@ def test_a_missing_catalog_without_a_journal_is_no_empty_store(root: Path) -> No
     remove(DATABASE, "journal")(root)
     for _ in range(2):
         with pytest.raises(StoreError, match=r"missing.*put a backup"):
-            Store.open(root, FINGERPRINT)
+            Store.open(root, ROW_IDENTITY)
         assert not (root / DATABASE).exists()
 
 
@@ -169,7 +169,7 @@ def test_a_damaged_catalog_without_a_journal_is_refused(root: Path) -> None:
     remove("journal")(root)
     write(DATABASE, b"garbage " * 1000)(root)
     with pytest.raises(StoreError, match="put a backup in its place"):
-        Store.open(root, FINGERPRINT)
+        Store.open(root, ROW_IDENTITY)
     assert (root / DATABASE).read_bytes() == b"garbage " * 1000
 
 
@@ -177,13 +177,13 @@ def test_another_stores_journal_is_refused(root: Path, tmp_path: Path) -> None:
     """Whichever counted, the conversations of the other one would be gone. Without it the catalog
     has a journal of its own again."""
     closed(root)
-    with Store.open(tmp_path / "other", FINGERPRINT) as store:
+    with Store.open(tmp_path / "other", ROW_IDENTITY) as store:
         for n in range(100):
             store.commit_turn(turn_of([n, 1, 2], [3], session=str(n)))
     remove("journal")(root)
     shutil.copytree(tmp_path / "other" / "journal", root / "journal")
     with pytest.raises(StoreError, match="different stores"):
-        Store.open(root, FINGERPRINT)
+        Store.open(root, ROW_IDENTITY)
     assert read_chain(root / "journal").records
     remove("journal")(root)
     check(root)
@@ -193,10 +193,10 @@ def test_another_stores_journal_is_refused(root: Path, tmp_path: Path) -> None:
 
 def test_an_older_copy_of_the_catalog_is_brought_up_to_date(root: Path) -> None:
     """A backup in its place loses nothing that was said since."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         store.commit_turn(turn_of([1, 2, 3], [4], session="gone"))
     older = (root / DATABASE).read_bytes()
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         store.delete_session("gone")
         populate(store)
         store.gc()
@@ -238,7 +238,7 @@ def test_random_bits_of_both(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 
 
 def check_what_is_there(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         for session in range(N_SESSIONS):
             whole, found = tokens(session), None
             with suppress(NotFound, TokensLost):
@@ -256,5 +256,5 @@ def test_another_models_sessions_are_recovered_too(root: Path) -> None:
     remove(DATABASE)(root)
     with Store.open(root, OTHER_TOKENIZER) as store:
         assert store.session_ids("other").tolist() == [1, 2, 3, 4]
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         check_open(store)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from crash import killed_at
-from store_tools import FINGERPRINT, turn_of
+from store_tools import ROW_IDENTITY, turn_of
 
 from towerd.store import Store
 
@@ -19,27 +19,27 @@ Step = Callable[[Path], None]
 
 
 def talk(root: Path) -> None:
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         for name, ids in CHAT.items():
             store.commit_turn(turn_of(ids[:40], ids[40:], session=name))
 
 
 def commit(root: Path) -> None:
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         store.commit_turn(turn_of(NEW[:-1], NEW[-1:], session="new"))
         store.flush()
 
 
 def collect(root: Path) -> None:
     """A session goes, and the journal is rewritten without it."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         store.commit_turn(turn_of(NEW[:-1], NEW[-1:], session="new"))
         store.delete_session("new")
         store.gc()
 
 
 def reopen(root: Path) -> None:
-    Store.open(root, FINGERPRINT).close()
+    Store.open(root, ROW_IDENTITY).close()
 
 
 def lose_catalog(root: Path) -> None:
@@ -71,7 +71,7 @@ STEPS: dict[str, tuple[list[Step], Step]] = {
 
 
 def check(root: Path) -> None:
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         for name, ids in CHAT.items():
             assert store.session_ids(name).tolist() == ids
         found = {info.id for info in store.sessions()}

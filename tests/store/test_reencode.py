@@ -11,9 +11,9 @@ import pytest
 from format_oracle import STORED, plane_of, random_rows
 from reencoded import IDS, one_leaf, reencode
 from store_tools import (
-    FINGERPRINT,
     LAYOUT,
     MROPE,
+    ROW_IDENTITY,
     check_rows,
     formats_of,
     ids_of,
@@ -37,7 +37,7 @@ from towerd.tokens import Provenance
 @pytest.mark.parametrize("name", STORED)
 def test_every_format_comes_back(root: Path, name: str) -> None:
     """What is loaded is the native rows encoded once, before and after a restart."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         leaf, file = one_leaf(store)
         before = store.state.warm_bytes
         new = reencode(store, file, FormatRequest(4, 40, name))
@@ -50,7 +50,7 @@ def test_every_format_comes_back(root: Path, name: str) -> None:
         assert store.stats()["warm_quantized_bytes"] == 36 * kept
         assert check_rows(store, leaf) == 50
         store.check_integrity(keys=True)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         leaf = store.match(IDS, "local").nodes[-1]
         assert check_rows(store, leaf) == 50
         assert formats_of(store, leaf) == [(4, NATIVE), (36, name), (10, NATIVE)]
@@ -60,7 +60,7 @@ def test_every_format_comes_back(root: Path, name: str) -> None:
 
 def test_several_segments_in_one_file(root: Path) -> None:
     """Each segment of a file has its own format; a later split views the same runs."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         leaf, file = one_leaf(store, (10, 30, 50))
         new = reencode(
             store,
@@ -79,7 +79,7 @@ def test_several_segments_in_one_file(root: Path) -> None:
         assert [node.p1 for node in leaf.path()] == [10, 20, 25, 30, 50]
         assert check_rows(store, leaf) == 50
         store.check_integrity(keys=True)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         assert check_rows(store, store.match(IDS, "local").nodes[-1]) == 50
 
 
@@ -135,7 +135,7 @@ def test_approximate_rows_are_never_encoded_again(store: Store) -> None:
 def test_formats_that_gain_nothing_are_native(root: Path) -> None:
     """Where no plane would shrink there is nothing to do, and nothing is called approximate."""
     small = KVLayout((plane_of("q4_0", 64),), (plane_of("f16", 16),))
-    with Store.open(root, replace(FINGERPRINT, layout=small)) as store:
+    with Store.open(root, replace(ROW_IDENTITY, layout=small)) as store:
         (leaf,) = store.insert(IDS, "local", [50])
         store.rows.attach_hot([leaf], random_rows(small, 0, 50))
         file = store.rows.write([leaf])
@@ -271,7 +271,7 @@ def test_hot_rows_of_another_layout_are_refused(store: Store) -> None:
 
 def test_turns_over_shrunk_segments(root: Path) -> None:
     """A session whose past is in a stored format grows as any other."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         prompt = IDS[:30].tolist()
         first = store.commit_turn(turn_of(prompt, [1, 2, 3], session="s")).node
         write_all(store, first)

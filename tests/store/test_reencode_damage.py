@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from reencoded import IDS, one_leaf, reencode
 from store_tools import (
-    FINGERPRINT,
+    ROW_IDENTITY,
     check_rows,
 )
 
@@ -49,7 +49,7 @@ def test_damage_is_not_copied(store: Store) -> None:
 @pytest.mark.parametrize("place", ["native", "stored", "header"])
 def test_damaged_stored_rows_are_set_aside(root: Path, place: str) -> None:
     """Every run has its checksums."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         leaf, file = one_leaf(store)
         path = reencode(store, file, FormatRequest(4, 50, "q4h")).path
     with path.open("r+b") as handle:
@@ -61,7 +61,7 @@ def test_damaged_stored_rows_are_set_aside(root: Path, place: str) -> None:
         byte = handle.read(1)[0]
         handle.seek(at)
         handle.write(bytes([byte ^ 1]))
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         assert not store.verify().ok
         (part,) = store.plan_rows(store.match(IDS, "local"), 0, 50)
         with pytest.raises(RowsDamaged):
@@ -94,7 +94,7 @@ def rewritten(path: Path, edit: Callable[[dict[str, object]], None]) -> None:
 )
 def test_headers_that_contradict_are_refused(root: Path, what: str, message: str) -> None:
     """Formats and shapes come from our table and the model, never from the file alone."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         _, file = one_leaf(store)
         path = reencode(store, file, FormatRequest(4, 50, "q4h")).path
 
@@ -115,7 +115,7 @@ def test_headers_that_contradict_are_refused(root: Path, what: str, message: str
             del runs[1]
 
     rewritten(path, edit)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         (problem,) = store.verify().problems
         (part,) = store.plan_rows(store.match(IDS, "local"), 0, 50)
         with pytest.raises(RowsDamaged, match=message):
@@ -137,12 +137,12 @@ def test_headers_that_contradict_are_refused(root: Path, what: str, message: str
 )
 def test_catalogs_with_impossible_runs_are_refused(root: Path, text: str) -> None:
     """As any other contradiction in the catalog."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         one_leaf(store)
         with store.state.catalog.transaction():
             store.state.catalog.run("UPDATE files SET runs = ?", (text,))
     with pytest.raises(StoreError, match="damaged"):
-        Store.open(root, FINGERPRINT)
+        Store.open(root, ROW_IDENTITY)
 
 
 def test_runs_as_text() -> None:
@@ -156,11 +156,11 @@ def test_runs_as_text() -> None:
 
 def test_bases_keep_their_format(root: Path) -> None:
     """A base may ask for a format of its own."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         store.bases.add("a", IDS[:20], "local", 1, False, "q6h")
         store.bases.add("b", IDS[:30], "local", 1, False)
         store.bases.add("a", IDS[:20], "local", 1, False, "native")
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         assert [(base.name, base.format) for base in store.bases.listing()] == [
             ("a", "native"),
             ("b", None),

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from store_tools import (
-    FINGERPRINT,
     LAYOUT,
     MROPE,
     OTHER_MODEL,
+    ROW_IDENTITY,
     assert_same_rows,
     check_rows,
     ids_of,
@@ -32,7 +32,7 @@ IDS = np.arange(100, 150, dtype=np.int32)
 
 def test_rows_survive_writing_and_reopening(root: Path) -> None:
     """Several nodes share a file; every row comes back."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         path = store.insert(IDS, "local", [10, 30, 50])
         make_hot(store, path[-1])
         assert store.state.hot_bytes == 50 * LAYOUT.token_bytes
@@ -45,7 +45,7 @@ def test_rows_survive_writing_and_reopening(root: Path) -> None:
         assert store.state.hot_bytes == 0
         assert check_rows(store, path[-1]) == 50
         store.check_integrity(keys=True)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         match = store.match(IDS, "local")
         assert [part.tier for part in store.plan_rows(match, 0, 99)] == ["warm"] * 3
         assert check_rows(store, match.nodes[-1]) == 50
@@ -210,7 +210,7 @@ def test_modes_are_private(root: Path, store: Store) -> None:
 
 def test_mappings_last_as_long_as_their_rows(root: Path) -> None:
     """Each costs a descriptor, and what was read through it counts as memory of the process."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         leaves = [store.insert(ids_of(n, 1, 2), "local", [3])[-1] for n in range(20)]
         for leaf in leaves:
             write_all(store, leaf)
@@ -227,7 +227,7 @@ def test_drop_foreign_frees_other_models_files(root: Path) -> None:
     with Store.open(root, OTHER_MODEL) as store:
         write_all(store, store.insert(IDS, "local", [50])[-1])
         size = store.state.warm_bytes
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         assert store.state.warm_bytes == 0
         assert store.stats()["disk_bytes"] == size
         (leaf,) = store.insert(IDS, "local", [50])

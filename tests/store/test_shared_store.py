@@ -18,10 +18,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import precondition, rule
 from store_machine import StoreMachine
-from store_tools import FINGERPRINT, OTHER_MODEL, OTHER_TOKENIZER, make_hot, turn_of
+from store_tools import OTHER_MODEL, OTHER_TOKENIZER, ROW_IDENTITY, make_hot, turn_of
 
 from towerd.errors import NotFound, StoreError, StoreLocked
-from towerd.slots.fingerprint import Fingerprint
+from towerd.slots.row_identity import RowIdentity
 from towerd.store import Store
 from towerd.store.catalog.shared.broker import CatalogBroker
 from towerd.store.catalog.shared.remote import RemoteCatalog
@@ -41,7 +41,7 @@ class Shared:
         self._closing = ExitStack()
         self._closing.callback(self.broker.close)
 
-    def open(self, model: Fingerprint) -> Store:
+    def open(self, model: RowIdentity) -> Store:
         store = Store.open(self.root, model, catalog_fd=self.broker.connect().socket.detach())
         self._closing.callback(store.close)
         return store
@@ -63,7 +63,7 @@ class SharedStoreMachine(StoreMachine):
     def open_store(self) -> None:
         self.broker = CatalogBroker(self.root)
         self.sides = []
-        for model in (FINGERPRINT, OTHER_MODEL):
+        for model in (ROW_IDENTITY, OTHER_MODEL):
             fd = self.broker.connect().socket.detach()
             store = Store.open(self.root, model, clock=self.clock, catalog_fd=fd)
             ranking = Ranking(self.policy, store, self.clock)
@@ -87,7 +87,7 @@ class SharedStoreMachine(StoreMachine):
     def one_side_leaves(self) -> None:
         """A model is unloaded, and loaded again."""
         gone, _ = self.sides.pop()
-        model = gone.state.fingerprint
+        model = gone.state.row_identity
         self.requests = [each for each in self.requests if each[0] is not gone]
         gone.close()
         fd = self.broker.connect().socket.detach()
@@ -113,7 +113,7 @@ TestSharedStoreMachine = SharedStoreMachine.TestCase
 
 
 def test_what_one_model_learns_the_other_knows(shared: Shared) -> None:
-    one, two = shared.open(FINGERPRINT), shared.open(OTHER_MODEL)
+    one, two = shared.open(ROW_IDENTITY), shared.open(OTHER_MODEL)
     told = one.commit_turn(turn_of(IDS.tolist(), [1, 2, 3, 4, 5], n_cached=44))
     assert [each.id for each in two.sessions()] == [told.session_id]
     assert two.match(np.concatenate([IDS, IDS[:5]]), "local").n == 44
@@ -123,7 +123,7 @@ def test_what_one_model_learns_the_other_knows(shared: Shared) -> None:
 
 
 def test_rows_stay_apart_and_survive_the_splits_of_the_other(shared: Shared) -> None:
-    one, two = shared.open(FINGERPRINT), shared.open(OTHER_MODEL)
+    one, two = shared.open(ROW_IDENTITY), shared.open(OTHER_MODEL)
     for store in (one, two):
         path = store.insert(IDS, "local", [40])
         make_hot(store, path[-1])
@@ -138,7 +138,7 @@ def test_rows_stay_apart_and_survive_the_splits_of_the_other(shared: Shared) -> 
 
 def test_what_is_written_while_a_model_is_being_opened(shared: Shared) -> None:
     """A process that has connected, and has read nothing yet, is told of no changes."""
-    one = shared.open(FINGERPRINT)
+    one = shared.open(ROW_IDENTITY)
     late = shared.broker.connect().socket
     path = one.insert(IDS, "local", [40])
     make_hot(one, path[-1])
@@ -149,7 +149,7 @@ def test_what_is_written_while_a_model_is_being_opened(shared: Shared) -> None:
 
 
 def test_a_file_that_another_model_evicts_is_forgotten(shared: Shared) -> None:
-    one, two = shared.open(FINGERPRINT), shared.open(OTHER_MODEL)
+    one, two = shared.open(ROW_IDENTITY), shared.open(OTHER_MODEL)
     path = one.insert(IDS, "local", [40])
     make_hot(one, path[-1])
     file = one.rows.write(path)
@@ -160,7 +160,7 @@ def test_a_file_that_another_model_evicts_is_forgotten(shared: Shared) -> None:
 
 
 def test_the_larger_of_two_open_models_gives_first(shared: Shared) -> None:
-    one, two = shared.open(FINGERPRINT), shared.open(OTHER_MODEL)
+    one, two = shared.open(ROW_IDENTITY), shared.open(OTHER_MODEL)
     files = []
     for first in (100, 200, 300):
         path = one.insert(IDS + first, "local", [40])
@@ -183,7 +183,7 @@ def test_a_file_of_another_model_under_a_used_id_is_not_taken_for_the_old_one(
     shared: Shared,
 ) -> None:
     """The catalog gives the id of the newest file, once that is deleted, to the next one."""
-    one, two = shared.open(FINGERPRINT), shared.open(OTHER_MODEL)
+    one, two = shared.open(ROW_IDENTITY), shared.open(OTHER_MODEL)
     path = one.insert(IDS, "local", [40])
     make_hot(one, path[-1])
     old = one.rows.write(path)
@@ -199,7 +199,7 @@ def test_a_file_of_another_model_under_a_used_id_is_not_taken_for_the_old_one(
 def test_what_could_not_be_learned_is_told_again(
     shared: Shared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, two = shared.open(FINGERPRINT), shared.open(OTHER_MODEL)
+    one, two = shared.open(ROW_IDENTITY), shared.open(OTHER_MODEL)
     one.insert(IDS, "local", [40])
     two.insert(np.array([*IDS[:20], 99], np.int32), "local", [21])  # splits it
     real = RemoteCatalog.rows
@@ -231,7 +231,7 @@ def test_who_waits_for_a_snapshot_stops_nobody(
         real(self)
 
     monkeypatch.setattr(SqliteCatalog, "purge", purge)
-    store = shared.open(FINGERPRINT)
+    store = shared.open(ROW_IDENTITY)
     store.insert(IDS, "local", [40])
     with shared.broker.catalog.paused():  # as a snapshot does
         collecting = threading.Thread(target=store.gc)
@@ -243,14 +243,14 @@ def test_who_waits_for_a_snapshot_stops_nobody(
 
 
 def test_an_unexpected_failure_ends_no_connection(shared: Shared) -> None:
-    store = shared.open(FINGERPRINT)
+    store = shared.open(ROW_IDENTITY)
     with pytest.raises(StoreError, match="the catalog failed"):
         store.state.catalog.rows("SELECT ?", (1 << 63,))
     assert store.insert(IDS, "local", [40])
 
 
 def test_a_request_of_one_model_holds_its_path_for_all(shared: Shared) -> None:
-    one, two = shared.open(FINGERPRINT), shared.open(OTHER_MODEL)
+    one, two = shared.open(ROW_IDENTITY), shared.open(OTHER_MODEL)
     one.insert(IDS, "local", [40])
     with one.hold(IDS, "local") as handle:
         handle.match()
@@ -261,7 +261,7 @@ def test_a_request_of_one_model_holds_its_path_for_all(shared: Shared) -> None:
 
 
 def test_a_pin_counts_for_all(shared: Shared) -> None:
-    one, two = shared.open(FINGERPRINT), shared.open(OTHER_MODEL)
+    one, two = shared.open(ROW_IDENTITY), shared.open(OTHER_MODEL)
     node = one.insert(IDS, "local", [40])[-1]
     two.pins.add(node.id)
     assert one.node(node.id).pinned
@@ -270,7 +270,7 @@ def test_a_pin_counts_for_all(shared: Shared) -> None:
 
 
 def test_other_tokenizers_share_the_budget_and_nothing_else(shared: Shared) -> None:
-    one, two = shared.open(FINGERPRINT), shared.open(OTHER_TOKENIZER)
+    one, two = shared.open(ROW_IDENTITY), shared.open(OTHER_TOKENIZER)
     path = one.insert(IDS, "local", [40])
     make_hot(one, path[-1])
     one.rows.write(path)
@@ -284,7 +284,7 @@ def test_other_tokenizers_share_the_budget_and_nothing_else(shared: Shared) -> N
 def test_a_conversation_entered_under_another_tokenizer_is_known_to_its_model(
     shared: Shared,
 ) -> None:
-    one, two = shared.open(FINGERPRINT), shared.open(OTHER_TOKENIZER)
+    one, two = shared.open(ROW_IDENTITY), shared.open(OTHER_TOKENIZER)
     told = two.commit_turn(turn_of(IDS.tolist(), [1, 2, 3], n_cached=42))
     history, digest = one.foreign.history(told.session_id)
     assert one.foreign.add_history(replace(history, id="imported"), "b", digest) == 1
@@ -294,25 +294,25 @@ def test_a_conversation_entered_under_another_tokenizer_is_known_to_its_model(
 
 
 def test_one_model_is_not_opened_twice(shared: Shared) -> None:
-    shared.open(FINGERPRINT)
+    shared.open(ROW_IDENTITY)
     with pytest.raises(StoreLocked, match="served already"):
-        shared.open(FINGERPRINT)
+        shared.open(ROW_IDENTITY)
 
 
 def test_a_store_with_a_broker_is_locked(shared: Shared) -> None:
     with pytest.raises(StoreLocked, match=str(os.getpid())):
-        Store.open(shared.root, FINGERPRINT)
+        Store.open(shared.root, ROW_IDENTITY)
 
 
 def test_without_its_broker_a_store_fails_in_a_sentence(root: Path) -> None:
     broker = CatalogBroker(root)
-    store = Store.open(root, FINGERPRINT, catalog_fd=broker.connect().socket.detach())
+    store = Store.open(root, ROW_IDENTITY, catalog_fd=broker.connect().socket.detach())
     broker.close()
     with pytest.raises(StoreError, match="start towerd again"):
         store.sessions()
     with pytest.raises(StoreError, match="start towerd again"):
         store.close()
-    Store.open(root, FINGERPRINT).close()
+    Store.open(root, ROW_IDENTITY).close()
 
 
 _VICTIM = """
@@ -332,7 +332,7 @@ with store.locked(), store.state.growing() as growth:
 
 def test_a_killed_process_leaves_nothing_half_done(shared: Shared) -> None:
     """It is killed inside a transaction, with the lock: others go on with what it had committed."""
-    one, theirs = shared.open(FINGERPRINT), shared.broker.connect().socket
+    one, theirs = shared.open(ROW_IDENTITY), shared.broker.connect().socket
     victim = subprocess.Popen(
         [sys.executable, "-c", _VICTIM, str(shared.root), str(theirs.fileno())],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()],

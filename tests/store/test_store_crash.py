@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from store_tools import FINGERPRINT, check_rows
+from store_tools import ROW_IDENTITY, check_rows
 
 from towerd.store import Store
 
@@ -103,7 +103,7 @@ def test_no_acknowledged_token_is_lost(root: Path) -> None:
     acknowledged: dict[int, int] = {}
     for _ in range(KILLS):
         acknowledged |= run_and_kill(root, rng.uniform(0.01, 0.25))
-        with Store.open(root, FINGERPRINT) as store:
+        with Store.open(root, ROW_IDENTITY) as store:
             for chat, n in acknowledged.items():
                 found = store.session_ids(str(chat)).tolist()
                 assert found in (history(chat, n), history(chat, n + 1))
@@ -111,7 +111,7 @@ def test_no_acknowledged_token_is_lost(root: Path) -> None:
                 acknowledged[chat] = store.session(str(chat)).n_turns
             store.check_integrity(keys=True)
             assert store.verify().problems == ()
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         for info in store.sessions():
             check_rows(store, store.node(store.turns(info.id)[-1].reply_node))
     assert sum(acknowledged.values()) > KILLS

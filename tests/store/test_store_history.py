@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_tools import FINGERPRINT, OTHER_TOKENIZER, ids_of, turn_of, write_all
+from store_tools import OTHER_TOKENIZER, ROW_IDENTITY, ids_of, turn_of, write_all
 
 from towerd.errors import InvalidRequest, NotFound
 from towerd.store import History, Store
@@ -71,8 +71,8 @@ def test_a_history_is_the_session(tmp_path_factory: pytest.TempPathFactory, a: A
     """Any branching session arrives whole in a store that holds tokens of another scope."""
     folder = tmp_path_factory.mktemp("stores")
     with (
-        Store.open(folder / "a", FINGERPRINT) as one,
-        Store.open(folder / "b", FINGERPRINT) as two,
+        Store.open(folder / "a", ROW_IDENTITY) as one,
+        Store.open(folder / "b", ROW_IDENTITY) as two,
     ):
         play(one, a)
         play(two, b)
@@ -91,7 +91,7 @@ def test_a_history_is_the_session(tmp_path_factory: pytest.TempPathFactory, a: A
 
 @pytest.fixture
 def other(tmp_path: Path) -> Any:
-    with Store.open(tmp_path / "other", FINGERPRINT) as opened:
+    with Store.open(tmp_path / "other", ROW_IDENTITY) as opened:
         yield opened
 
 
@@ -171,15 +171,15 @@ def test_a_bad_name_is_refused(store: Store, other: Store) -> None:
 
 def test_a_history_survives_a_restart(root: Path, tmp_path: Path) -> None:
     """What was added is durable, and a model with another tokenizer does not have it."""
-    with Store.open(tmp_path / "from", FINGERPRINT) as store:
+    with Store.open(tmp_path / "from", ROW_IDENTITY) as store:
         play(store, [(0, 0, [1], [2, 3], 0.7), (0, 0, [1], [4], 0.7)])
         history, expected = store.history("chat"), seen(store)
         with pytest.raises(NotFound):
             store.history("none")
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         store.add_history(history, "local")
     with Store.open(root, OTHER_TOKENIZER) as store:
         assert store.sessions() == []
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         assert seen(store) == expected
         store.check_integrity(keys=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from programs import run_python
-from store_tools import FINGERPRINT, check_rows, make_hot, turn_of, write_all
+from store_tools import ROW_IDENTITY, check_rows, make_hot, turn_of, write_all
 
 from towerd.errors import DiskFull, StoreError, StoreLocked
 from towerd.store import Store
@@ -20,7 +20,7 @@ from towerd.store import Store
 def test_second_open_names_the_owner(root: Path, store: Store) -> None:
     """One process at a time; the message says which."""
     with pytest.raises(StoreLocked, match=f"process {os.getpid()}"):
-        Store.open(root, FINGERPRINT)
+        Store.open(root, ROW_IDENTITY)
     out = run_python(
         """
         import sys
@@ -46,10 +46,10 @@ def test_lock_is_released_by_close_and_by_failure(root: Path) -> None:
 
     with pytest.raises(RuntimeError):
         Store.open(root, fails)  # type: ignore[arg-type]
-    store = Store.open(root, FINGERPRINT)
+    store = Store.open(root, ROW_IDENTITY)
     store.close()
     store.close()
-    Store.open(root, FINGERPRINT).close()
+    Store.open(root, ROW_IDENTITY).close()
 
 
 def test_a_closed_store_says_so(store: Store) -> None:
@@ -69,9 +69,9 @@ def test_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
     """A clear error, not a traceback."""
     (tmp_path / "store").write_text("")
     with pytest.raises(StoreError, match="cannot be used"):
-        Store.open(tmp_path / "store", FINGERPRINT)
+        Store.open(tmp_path / "store", ROW_IDENTITY)
     with pytest.raises(StoreError, match="cannot be used"):
-        Store.open(tmp_path / "store" / "below", FINGERPRINT)
+        Store.open(tmp_path / "store" / "below", ROW_IDENTITY)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -79,7 +79,7 @@ def test_unwritable_directory(tmp_path: Path) -> None:
     """No permission is a StoreError too."""
     (tmp_path / "store").mkdir(mode=0o500)
     with pytest.raises(StoreError, match="cannot be used"):
-        Store.open(tmp_path / "store", FINGERPRINT)
+        Store.open(tmp_path / "store", ROW_IDENTITY)
 
 
 def test_linked_parts_are_refused(tmp_path: Path) -> None:
@@ -88,20 +88,20 @@ def test_linked_parts_are_refused(tmp_path: Path) -> None:
     (tmp_path / "else").mkdir()
     (tmp_path / "store" / "segments").symlink_to(tmp_path / "else")
     with pytest.raises(StoreError, match="link"):
-        Store.open(tmp_path / "store", FINGERPRINT)
+        Store.open(tmp_path / "store", ROW_IDENTITY)
     (tmp_path / "two").mkdir()
     (tmp_path / "two" / "catalog.sqlite").symlink_to(tmp_path / "else" / "db")
     with pytest.raises(StoreError):
-        Store.open(tmp_path / "two", FINGERPRINT)
+        Store.open(tmp_path / "two", ROW_IDENTITY)
     assert list((tmp_path / "else").iterdir()) == []
 
 
 def test_leftovers_of_a_crash_are_swept(root: Path) -> None:
     """Temporary files go at opening, files that are in no catalog with gc."""
-    Store.open(root, FINGERPRINT).close()
+    Store.open(root, ROW_IDENTITY).close()
     (root / "tmp" / "half.twr").write_bytes(b"x" * 100)
     (root / "segments" / "orphan.twr").write_bytes(b"x" * 100)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         assert list((root / "tmp").iterdir()) == []
         assert (store.verify().ok, store.verify().orphans) == (True, 1)
         report = store.gc()
@@ -110,8 +110,8 @@ def test_leftovers_of_a_crash_are_swept(root: Path) -> None:
 
 
 def test_meta_values(root: Path) -> None:
-    """Small values for other modules, readable before the fingerprint is known."""
-    with Store.open(root, FINGERPRINT) as store:
+    """Small values for other modules, readable before the row identity is known."""
+    with Store.open(root, ROW_IDENTITY) as store:
         assert store.get_meta("k") is None
         store.set_meta("k", "1")
         store.set_meta("k", "2")
@@ -119,11 +119,11 @@ def test_meta_values(root: Path) -> None:
 
     def choose(catalog):  # type: ignore[no-untyped-def]
         seen.append(catalog.get_meta("k"))
-        return catalog.fingerprints()[0].fingerprint
+        return catalog.row_identities()[0].row_identity
 
     with Store.open(root, choose) as store:
         assert seen == ["2"]
-        assert store.state.fingerprint == FINGERPRINT
+        assert store.state.row_identity == ROW_IDENTITY
 
 
 def test_file_size_limit_is_a_full_disk(root: Path) -> None:
@@ -158,7 +158,7 @@ def test_file_size_limit_is_a_full_disk(root: Path) -> None:
     )
     assert out.startswith("rows 507\nturn 507\nacknowledged ")
     n = int(out.split()[-1])
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         assert len(store.sessions()) == n + 1
         for number in range(n):
             assert store.session_ids(str(number)).tolist() == [number, *range(500), 1, 2]
@@ -195,7 +195,7 @@ def commit_until_full(store: Store) -> int:
 
 def test_full_disk(small_disk: Path) -> None:
     """ENOSPC for real: writes fail cleanly, eviction still works, and then there is room."""
-    with Store.open(small_disk / "store", FINGERPRINT) as store:
+    with Store.open(small_disk / "store", ROW_IDENTITY) as store:
         first = store.commit_turn(turn_of(list(range(900)), [1, 2])).node
         write_all(store, first)
         with (small_disk / "ballast").open("wb", buffering=0) as ballast, suppress(OSError):
@@ -213,7 +213,7 @@ def test_full_disk(small_disk: Path) -> None:
         assert result.session_id == "after"
         store.check_integrity(keys=True)
     (small_disk / "ballast").unlink()
-    with Store.open(small_disk / "store", FINGERPRINT) as store:
+    with Store.open(small_disk / "store", ROW_IDENTITY) as store:
         assert store.session("after").n_turns == 1
         known = [info.id for info in store.sessions()]
         assert len(store.turns("full") if "full" in known else []) == acknowledged
@@ -222,7 +222,7 @@ def test_full_disk(small_disk: Path) -> None:
 
 def test_descriptor_limit_is_enough_for_many_files(root: Path) -> None:
     """Thousands of files, few descriptors: macOS allows 256."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         leaves = [store.insert(np.array([n, 1], np.int32), "local", [2])[-1] for n in range(150)]
         for leaf in leaves:
             write_all(store, leaf)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from store_tools import FINGERPRINT, check_rows, rows_of, turn_of
+from store_tools import ROW_IDENTITY, check_rows, rows_of, turn_of
 
 from towerd.errors import RowsDamaged, StoreError
 from towerd.store import Store
@@ -30,7 +30,7 @@ def synthetic_ids(chat: int, n_runs: int = N_RUNS) -> npt.NDArray[np.int32]:
 
 def fill(root: Path, n_chats: int, n_runs: int = N_RUNS) -> int:
     """Enter synthetic chats, a segment per run, straight into the catalog; returns segments."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         state = store.state
         rows: list[tuple[object, ...]] = []
         seen: dict[bytes, int] = {}
@@ -69,7 +69,7 @@ def test_hundred_thousand_segments(root: Path) -> None:
     """They load, are found in full, and the accounting holds."""
     n_segments = fill(root, 1100)
     assert n_segments >= 100_000
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         assert len(store.nodes()) == n_segments
         for chat in range(0, 1100, 97):
             ids = synthetic_ids(chat)

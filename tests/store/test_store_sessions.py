@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_tools import FINGERPRINT, OTHER_TOKENIZER, ids_of, turn_of, write_all
+from store_tools import OTHER_TOKENIZER, ROW_IDENTITY, ids_of, turn_of, write_all
 
 from towerd.errors import InvalidRequest, NotFound
 from towerd.store import Store
@@ -206,10 +206,10 @@ def test_a_freed_history_takes_no_disk(store: Store) -> None:
 
 def test_ids_of_removed_segments_are_not_used_again(root: Path) -> None:
     """A tier that still holds an old id must not meet a new segment under it."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         old = store.insert(ids_of(1), "local", [1])[0].id
         store.gc()
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         assert store.insert(ids_of(2), "local", [1])[0].id > old
 
 
@@ -235,7 +235,7 @@ def test_bases_are_idempotent_and_move(store: Store) -> None:
 
 def test_sessions_belong_to_one_tokenizer(root: Path) -> None:
     """Another tokenizer's ids mean other text, so its sessions are not shown."""
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         store.commit_turn(turn_of([1], [2], session="chat"))
         store.bases.add("b", ids_of(1), "local", 0, public=False)
     with Store.open(root, OTHER_TOKENIZER) as store:
@@ -243,7 +243,7 @@ def test_sessions_belong_to_one_tokenizer(root: Path) -> None:
         assert store.bases.listing() == []
         assert store.commit_turn(turn_of([1], [2], session="chat")).new_session
         store.gc()
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         assert len(store.nodes()) == 1
         assert store.session_ids("chat").tolist() == [1, 2]
         assert store.node(store.bases.listing()[0].node).pinned

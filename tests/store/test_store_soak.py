@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cold_population import coder
-from store_tools import FINGERPRINT, check_rows, turn_of, write_all
+from store_tools import ROW_IDENTITY, check_rows, turn_of, write_all
 
 from towerd.codec import Codec
 from towerd.cold import freeze
@@ -32,7 +32,7 @@ CHATS = {
 FORMATS = {"chat-0": None, "chat-1": "q4h", "chat-2": "q5h"}
 """What the rows of these are stored in."""
 FROZEN, STATEFUL = "chat-4", "chat-3"
-CALIBRATION = "calibration:" + FINGERPRINT.digest().hex()
+CALIBRATION = "calibration:" + ROW_IDENTITY.digest().hex()
 MEASURED = '{"measured": ' + str(list(range(300))) + "}"
 WORD = "otter"
 KEY = SessionKey("00" * 32, "local", "chat-0")
@@ -54,7 +54,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Codec]:
 def before(tmp_path_factory: pytest.TempPathFactory, codec: Codec) -> Path:
     """A closed store that has every kind of file."""
     root = tmp_path_factory.mktemp("before") / "store"
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         store.set_meta(CUT_META + store.state.digest.hex(), "boundary")
         store.set_meta(CALIBRATION, MEASURED)
         for name, ids in CHATS.items():
@@ -85,7 +85,7 @@ def before(tmp_path_factory: pytest.TempPathFactory, codec: Codec) -> Path:
 
 
 @contextmanager
-def opened(root: Path, model: object = FINGERPRINT) -> Iterator[Store]:
+def opened(root: Path, model: object = ROW_IDENTITY) -> Iterator[Store]:
     with Store.open(root, model) as store:  # type: ignore[arg-type]
         yield store
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_tools import FINGERPRINT, OTHER_TOKENIZER, ids_of, make_hot
+from store_tools import OTHER_TOKENIZER, ROW_IDENTITY, ids_of, make_hot
 
 from towerd.errors import NotFound
 from towerd.store import Node, SegmentFile, Store
@@ -97,7 +97,7 @@ def test_float_ids_are_refused(store: Store) -> None:
 
 def test_reopen_finds_the_same_tree(root: Path) -> None:
     """Ids, splits, pins and flushed uses survive; another tokenizer sees none of it."""
-    with Store.open(root, FINGERPRINT, clock=lambda: 7.0) as store:
+    with Store.open(root, ROW_IDENTITY, clock=lambda: 7.0) as store:
         leaf = store.insert(np.arange(10, dtype=np.int32), "local", [4, 10])[-1]
         store.insert(ids_of(0, 1, 7), "public", [3])
         store.pins.add(leaf.id)
@@ -105,7 +105,7 @@ def test_reopen_finds_the_same_tree(root: Path) -> None:
     with Store.open(root, OTHER_TOKENIZER) as store:
         assert store.nodes() == []
         store.insert(ids_of(5, 6), "local", [2])
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         again = store.node(leaf.id)
         assert (again.p0, again.p1, again.hits, again.last_used) == (4, 10, hits, 7.0)
         assert again.pinned

@@ -16,7 +16,7 @@ from typing import Any
 
 import requests
 
-from towerd.store import Store, latest_fingerprint
+from towerd.store import Store, latest_row_identity
 
 START_S = 60.0
 STOP_S = 30.0
@@ -186,7 +186,7 @@ class Daemon:
     def stored(self) -> Iterator[Store]:
         """The store, opened directly; the daemon must not run. Checked on the way in."""
         assert self.process is None, "the daemon owns the store"
-        with Store.open(self.store_dir, latest_fingerprint) as store:
+        with Store.open(self.store_dir, latest_row_identity) as store:
             store.check_integrity(keys=True)
             report = store.verify()
             assert report.ok, report.problems

@@ -47,7 +47,7 @@ async def add_module(
     path = maker.path(ids)
     await ask(service, path, 0, scope="public" if public else scope, precache=name)
     of = service.store.state.digest.hex()
-    module = Module(len(path) - len(ids), "", 15.0, spans, kl, 0.9, floor_kl, fingerprint=of)
+    module = Module(len(path) - len(ids), "", 15.0, spans, kl, 0.9, floor_kl, row_identity=of)
     base = service.store.bases.add(name, path, scope, 0, public, None, module)
     await settle(service)
     return base

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from store_tools import FINGERPRINT, LAYOUT, check_rows, insert_in_vain, rows_of, turn_of
+from store_tools import LAYOUT, ROW_IDENTITY, check_rows, insert_in_vain, rows_of, turn_of
 
 from towerd.errors import StoreError
 from towerd.policy import NAMES
@@ -59,7 +59,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.open_store()
 
     def open_store(self) -> None:
-        self.store = Store.open(self.root, FINGERPRINT, clock=self.clock)
+        self.store = Store.open(self.root, ROW_IDENTITY, clock=self.clock)
         self.ranking = Ranking(self.policy, self.store, self.clock)
         self.store.listen(self.ranking)
         self.ranking.found(self.store.nodes())
@@ -194,7 +194,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(data=st.data(), stop=st.sampled_from((None, "tool_use", "end_turn")))
     def visit(self, data: st.DataObject, stop: str | None) -> None:
         """A request used a path; rows that it lacks are expected, or not."""
-        tip, is_expected = self.pick(data), data.draw(st.booleans())
+        end, is_expected = self.pick(data), data.draw(st.booleans())
 
         def nbytes(node: Node) -> int:
             if node.hot is not None:
@@ -205,10 +205,10 @@ class StoreMachine(RuleBasedStateMachine):
             return self.store.state.file_bytes(node) or nbytes(node)
 
         with self.store.locked():
-            self.ranking.visited(tip.path(), self.clock(), nbytes, on_disk)
+            self.ranking.visited(end.path(), self.clock(), nbytes, on_disk)
         if stop is not None:
-            self.ranking.stepped(tip, "workflow", "agent")
-            self.ranking.answered(tip, self.clock(), stop)
+            self.ranking.stepped(end, "workflow", "agent")
+            self.ranking.answered(end, self.clock(), stop)
 
     @rule(nbytes=st.integers(1, 20 * LAYOUT.token_bytes))
     def evict(self, nbytes: int) -> None:

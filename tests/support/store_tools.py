@@ -1,4 +1,4 @@
-"""A tiny model's fingerprint, and rows that are a function of the tokens before them."""
+"""A tiny model's row identity, and rows that are a function of the tokens before them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import numpy as np
 import numpy.typing as npt
 from format_oracle import converted
 
-from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane
+from towerd.slots.row_identity import RowIdentity
 from towerd.slots.rows import KVRows
 from towerd.store import Node, Store, Turn
 
 F16 = 1
 Q8_0 = 8
 LAYOUT = KVLayout((Plane(F16, 16), Plane(F16, 32)), (Plane(Q8_0, 34), Plane(F16, 64)))
-FINGERPRINT = Fingerprint(
+ROW_IDENTITY = RowIdentity(
     "hash", "llama", "spm", {"freq_base": 1e4}, (), LAYOUT, False, False, False
 )
-OTHER_MODEL = replace(FINGERPRINT, model_hash="other")
+OTHER_MODEL = replace(ROW_IDENTITY, model_hash="other")
 OTHER_TOKENIZER = replace(OTHER_MODEL, tokenizer="bpe")
 FINITE = np.uint8(0xBF)
 """What keeps any byte from completing the exponent of an infinity."""
-MROPE = replace(FINGERPRINT, layout=replace(LAYOUT, cell_ext=True))
+MROPE = replace(ROW_IDENTITY, layout=replace(LAYOUT, cell_ext=True))
 
 
 def ids_of(*ids: int) -> npt.NDArray[np.int32]:
@@ -65,7 +65,7 @@ def assert_same_rows(found: KVRows, expected: KVRows) -> None:
 
 def make_hot(store: Store, node: Node) -> list[Node]:
     """Give the whole path of `node` its rows."""
-    layout = store.state.fingerprint.layout
+    layout = store.state.row_identity.layout
     return store.rows.attach_hot(node.path(), rows_of(node.prefix_ids(), layout=layout))
 
 
@@ -95,7 +95,7 @@ def check_rows(store: Store, node: Node) -> int:
     for part in store.plan_rows(node, 0, node.p1):
         for rows in store.rows.load(part):
             assert rows.p0 == at
-            layout = store.state.fingerprint.layout
+            layout = store.state.row_identity.layout
             expected = rows_of(node.prefix_ids()[: rows.p1], at, layout)
             assert_same_rows(rows, converted(expected, rows.layout))
             at = rows.p1

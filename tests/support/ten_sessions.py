@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 from crash import killed_after
-from store_tools import FINGERPRINT, make_hot, turn_of
+from store_tools import ROW_IDENTITY, make_hot, turn_of
 
-from towerd.store import Store, latest_fingerprint
+from towerd.store import Store, latest_row_identity
 
 N_SESSIONS = 10
 MARK = "a value that is found in the file"
@@ -43,26 +43,26 @@ def committed_and_killed(root: Path) -> None:
     """All of it is in the WAL."""
 
     def work() -> None:
-        populate(Store.open(root, FINGERPRINT))
+        populate(Store.open(root, ROW_IDENTITY))
 
     killed_after(work)
     assert (root / "catalog.sqlite-wal").stat().st_size > 100_000
 
 
 def closed(root: Path) -> None:
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         populate(store)
     assert not (root / "catalog.sqlite-wal").exists()
 
 
 def check(root: Path) -> None:
     """Everything is there, and the store is sound."""
-    with Store.open(root, latest_fingerprint) as store:
+    with Store.open(root, latest_row_identity) as store:
         check_open(store)
 
 
 def check_open(store: Store) -> None:
-    assert store.state.fingerprint == FINGERPRINT
+    assert store.state.row_identity == ROW_IDENTITY
     assert len(store.sessions()) == N_SESSIONS
     for session in range(N_SESSIONS):
         name = f"session-{session}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_tools import FINGERPRINT
+from store_tools import ROW_IDENTITY
 
 from towerd.store import Store
 from towerd.store.rows.checkpoints import StateCheckpoint
@@ -78,7 +78,7 @@ def prefix(found: StateCheckpoint) -> Tokens:
 @given(chats=CHATS)
 def test_the_state_that_leaves_saves_least(chats: list[tuple[int, int, int, list[int]]]) -> None:
     """One after the other, until none is left."""
-    with tempfile.TemporaryDirectory() as folder, Store.open(Path(folder), FINGERPRINT) as store:
+    with tempfile.TemporaryDirectory() as folder, Store.open(Path(folder), ROW_IDENTITY) as store:
         tier = CheckpointTier(store, bytes_max=1 << 30, exact=False, clock=lambda: 0.0)
         try:
             model = build(store, tier, chats)
@@ -99,7 +99,7 @@ def test_the_state_that_leaves_saves_least(chats: list[tuple[int, int, int, list
 @given(chats=CHATS, n_max=st.integers(1, 8))
 def test_the_budget_holds(chats: list[tuple[int, int, int, list[int]]], n_max: int) -> None:
     """Whatever comes, the files take no more than they may, and all that is left is whole."""
-    with tempfile.TemporaryDirectory() as folder, Store.open(Path(folder), FINGERPRINT) as store:
+    with tempfile.TemporaryDirectory() as folder, Store.open(Path(folder), ROW_IDENTITY) as store:
         bytes_max = n_max * (FILE_BYTES + 200)
         tier = CheckpointTier(store, bytes_max=bytes_max, exact=False, clock=lambda: 0.0)
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from format_oracle import plane_of
-from store_tools import FINGERPRINT, check_rows, rows_of
+from store_tools import ROW_IDENTITY, check_rows, rows_of
 
 from towerd.slots.layout import KVLayout
 from towerd.store import Node, Store
@@ -25,7 +25,7 @@ HERE = "local"
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(tmp_path / "store", replace(FINGERPRINT, layout=LAYOUT)) as opened:
+    with Store.open(tmp_path / "store", replace(ROW_IDENTITY, layout=LAYOUT)) as opened:
         yield opened
 
 
@@ -86,13 +86,13 @@ def test_a_pinned_base_stays(store: Store, tiers: Tiers, caplog: pytest.LogCaptu
     pinned ones that do not fit into their own share some leave, and the log says so once."""
     pinned, other = np.arange(1000, 1060, dtype=np.int32), np.arange(2000, 2100, dtype=np.int32)
     for at, ids in enumerate((pinned, other, IDS)):
-        tip = store.insert(ids, HERE, [len(ids)])[-1]
-        tiers.visited(tip, float(at))
+        end = store.insert(ids, HERE, [len(ids)])[-1]
+        tiers.visited(end, float(at))
         (gap,) = tiers.gaps(ids, HERE)
         tiers.accept(gap, rows_of(ids, 0, LAYOUT).copy())
         tiers.flush()
         if ids is not other:
-            store.pins.add(tip.id)
+            store.pins.add(end.id)
     base, middle, last = (
         store.match(np.array([first], np.int32), HERE).nodes[0] for first in (1000, 2000, 0)
     )

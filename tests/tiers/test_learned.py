@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planted import Planted
 from seams import hot_policy
-from store_tools import FINGERPRINT
+from store_tools import ROW_IDENTITY
 
 from lab.predict.runs import FinishedRun
 from lab.predict.train_mixture import save, train_mixture
@@ -73,8 +73,8 @@ POLICIES = ("foresight", "pbkv")
 
 def test_the_catalog_keeps_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Both tiers' policies; a text that is damaged, another policy's or no text is ignored."""
-    store = Store.open(tmp_path / "store", FINGERPRINT)
-    with Store.open(tmp_path / "empty", FINGERPRINT) as empty:
+    store = Store.open(tmp_path / "store", ROW_IDENTITY)
+    with Store.open(tmp_path / "empty", ROW_IDENTITY) as empty:
         unlearned = {each: Ranking(each, empty, lambda: 0.0).learned() for each in POLICIES}
 
     def opened(policy: str) -> Ranking:

@@ -11,7 +11,7 @@ import pytest
 from format_oracle import plane_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_tools import FINGERPRINT, assert_same_rows, rows_of
+from store_tools import ROW_IDENTITY, assert_same_rows, rows_of
 
 from towerd.errors import InvalidRequest, StoreError
 from towerd.model.llama_model import LlamaModel
@@ -26,8 +26,8 @@ from towerd.tiers.modules import Modules
 from towerd.tokens import Ids
 
 LAYOUT = KVLayout((plane_of("f16", 64),), (plane_of("f16", 64),))
-WIDE = replace(FINGERPRINT, layout=LAYOUT)
-MODULE = Module(1, "", 15.0, ((0, 4),), 0.001, 0.9, fingerprint=WIDE.digest().hex())
+WIDE = replace(ROW_IDENTITY, layout=LAYOUT)
+MODULE = Module(1, "", 15.0, ((0, 4),), 0.001, 0.9, row_identity=WIDE.digest().hex())
 
 
 def _ids(n: int, seed: int) -> Ids:
@@ -123,7 +123,7 @@ PIECES = OWN | OTHER | {"half": OWN["m"][:20], "rest": OWN["m"][20:]}
 @pytest.fixture(scope="module")
 def two_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Modules]:
     folder = tmp_path_factory.mktemp("two")
-    with Store.open(folder / "store", replace(FINGERPRINT, layout=LAYOUT)) as store:
+    with Store.open(folder / "store", replace(ROW_IDENTITY, layout=LAYOUT)) as store:
         tiers = Tiers(store, LAYOUT, v_trans=False, hot_bytes=1, warm_bytes=1, policy="lru")
         for name, ids in OWN.items():
             add(tiers, name, ids)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from seams import connections, hot_policy
-from store_tools import FINGERPRINT, LAYOUT, insert_in_vain, rows_of
+from store_tools import LAYOUT, ROW_IDENTITY, insert_in_vain, rows_of
 from waiting import until
 
 from towerd.errors import StoreError
@@ -56,7 +56,7 @@ class Bench:
         clock: Callable[[], float] = time.time,
     ) -> None:
         with connections() as opened:
-            self.store = Store.open(root, FINGERPRINT)
+            self.store = Store.open(root, ROW_IDENTITY)
         self.db = opened[-1]
         self.db.execute("PRAGMA synchronous = OFF")  # there are many
         self.lock = WatchedLock(self.store.state.lock)
@@ -69,23 +69,23 @@ class Bench:
         self.policy = made[0]
         self.now = 0.0
         self.ids = np.zeros(N, np.int32)
-        self.tip = self.other = self.begin()
+        self.end = self.other = self.begin()
         self.heat()
         self.begin()
 
     def begin(self) -> Node:
-        """Another chat; its tip."""
+        """Another chat; its end."""
         self.ids = np.arange(self.ids[-1] + 1, self.ids[-1] + 1 + N, dtype=np.int32)
-        self.tip = self.store.insert(self.ids, HERE, [N])[-1]
-        return self.tip
+        self.end = self.store.insert(self.ids, HERE, [N])[-1]
+        return self.end
 
     def close(self) -> None:
         self.tiers.close()
         self.store.close()
 
-    def visit(self, tip: Node) -> None:
+    def visit(self, end: Node) -> None:
         self.now += 1.0
-        self.tiers.visited(tip, self.now)
+        self.tiers.visited(end, self.now)
 
     def heat(self) -> None:
         """Rows of the chat come from the live context, and are written."""
@@ -162,7 +162,7 @@ def make(tmp_path: Path) -> Iterator[Callable[[], Bench]]:
 
 STATES: dict[str, Callable[[Bench], None]] = {
     "nothing": lambda bench: None,
-    "expected": lambda bench: bench.visit(bench.tip),
+    "expected": lambda bench: bench.visit(bench.end),
     "hot": lambda bench: bench.heat(),
     "warm": lambda bench: bench.cool(),
 }
@@ -173,20 +173,20 @@ def promote(bench: Bench) -> None:
     """A request reads the rows and is recorded."""
     for _ in bench.tiers.rows(bench.tiers.plan(bench.tiers.store.hold(bench.ids, HERE), 0)):
         pass
-    bench.visit(bench.tip)
+    bench.visit(bench.end)
     bench.tiers.flush()
 
 
 CALLS: dict[str, Callable[[Bench], object]] = {
-    "visited": lambda bench: bench.visit(bench.tip),
+    "visited": lambda bench: bench.visit(bench.end),
     "visited another": lambda bench: bench.visit(bench.other),
-    "answered": lambda bench: bench.tiers.ranking.answered(bench.tip, 9.0, "tool_use"),
-    "stepped": lambda bench: bench.tiers.ranking.stepped(bench.tip, "w", "a"),
-    "ended": lambda bench: bench.tiers.ranking.ended(bench.tip),
+    "answered": lambda bench: bench.tiers.ranking.answered(bench.end, 9.0, "tool_use"),
+    "stepped": lambda bench: bench.tiers.ranking.stepped(bench.end, "w", "a"),
+    "ended": lambda bench: bench.tiers.ranking.ended(bench.end),
     "workflow ended": lambda bench: bench.tiers.ranking.workflow_ended("w"),
-    "explain": lambda bench: bench.tiers.ranking.explain(bench.tip),
+    "explain": lambda bench: bench.tiers.ranking.explain(bench.end),
     "wanted": lambda bench: bench.tiers.ranking.wanted(5),
-    "accept": lambda bench: bench.tiers.accept(Gap((bench.tip,), 0, N), rows_of(bench.ids)),
+    "accept": lambda bench: bench.tiers.accept(Gap((bench.end,), 0, N), rows_of(bench.ids)),
     "write": lambda bench: bench.tiers.flush(),
     "promote": promote,
     "evict rows": lambda bench: bench.evict(hot=1),
@@ -242,11 +242,11 @@ def test_visits_of_what_is_gone(make: Callable[[], Bench]) -> None:
 def test_rows_of_a_long_answer_are_waited_for(make: Callable[[], Bench]) -> None:
     """It took more than a minute to compute: that is not how long the rows are overdue."""
     bench = make()
-    bench.tiers.visited(bench.tip, time.time() - 100.0)
+    bench.tiers.visited(bench.end, time.time() - 100.0)
     bench.tiers.ranking.settle()
-    assert bench.tiers.ranking.explain(bench.tip)["hot"]["expected"]
+    assert bench.tiers.ranking.explain(bench.end)["hot"]["expected"]
     bench.visit(bench.other)
-    assert bench.tiers.ranking.explain(bench.tip)["hot"]["expected"]
+    assert bench.tiers.ranking.explain(bench.end)["hot"]["expected"]
     bench.check()
 
 
@@ -271,7 +271,7 @@ def test_cut_while_it_is_promoted(make: Callable[[], Bench], at: str) -> None:
     STATES["warm"](bench)
     with cut_before(bench, at):
         promote(bench)
-    assert [node.hot is None for node in bench.tip.path()] == [False, False]
+    assert [node.hot is None for node in bench.end.path()] == [False, False]
     bench.check()
     bench.evict(hot=1)
     assert bench.store.state.hot_bytes == 0
@@ -284,21 +284,21 @@ def test_cut_after_it_was_read(make: Callable[[], Bench]) -> None:
     for _ in bench.tiers.rows(bench.tiers.plan(bench.tiers.store.hold(bench.ids, HERE), 0)):
         pass
     bench.cut()
-    bench.visit(bench.tip)
+    bench.visit(bench.end)
     bench.tiers.flush()
-    assert [node.hot is None for node in bench.tip.path()] == [False, False]
+    assert [node.hot is None for node in bench.end.path()] == [False, False]
     bench.check()
 
 
 def test_cut_before_it_is_written(make: Callable[[], Bench]) -> None:
     """All rows get to disk, and nothing counts as an error."""
     bench = make()
-    bench.visit(bench.tip)
+    bench.visit(bench.end)
     middle = bench.store.insert(bench.ids, HERE, [30])[0]
     with cut_before(bench, "write", 35):
-        bench.tiers.accept(Gap((middle, bench.tip), 0, N), rows_of(bench.ids))
+        bench.tiers.accept(Gap((middle, bench.end), 0, N), rows_of(bench.ids))
         bench.tiers.flush()
-    path = bench.tip.path()
+    path = bench.end.path()
     assert [node.p1 for node in path] == [30, 35, N]
     assert all(node.file is not None for node in path)
     assert bench.tiers.stats()["write_errors"] == 0
@@ -318,7 +318,7 @@ def test_removed_before_it_is_written(
         return real(*args, **options)
 
     monkeypatch.setattr(bench.store.rows, "write", remove_first)
-    bench.tiers.accept(Gap((bench.tip,), 0, N), rows_of(bench.ids))
+    bench.tiers.accept(Gap((bench.end,), 0, N), rows_of(bench.ids))
     bench.check()
     assert bench.store.nodes() == []
     assert bench.tiers.stats()["write_errors"] == 0
@@ -329,8 +329,8 @@ def test_rows_leave_whose_file_left_before(make: Callable[[], Bench]) -> None:
     bench = make()
     bench.heat()
     bench.evict(warm=1)
-    assert bench.tip.hot is not None
-    assert bench.tip.file is None
+    assert bench.end.hot is not None
+    assert bench.end.file is None
     bench.evict(hot=1)
     assert bench.store.state.hot_bytes == 0
     bench.check()
@@ -352,7 +352,7 @@ def test_cut_while_it_is_fetched_ahead(tmp_path: Path, at: str | None) -> None:
     bench = Bench(tmp_path / "store", Seer, lambda: now)
     try:
         STATES["warm"](bench)
-        bench.policy.said = (bench.tip.id,)
+        bench.policy.said = (bench.end.id,)
         prefetcher = bench.tiers.prefetcher
         prefetcher.step(0)  # bandwidth accrues from here on
         now = 1.0
@@ -364,7 +364,7 @@ def test_cut_while_it_is_fetched_ahead(tmp_path: Path, at: str | None) -> None:
         else:
             with cut_before(bench, at):
                 prefetcher.step(1 << 30)
-        path = bench.tip.path()
+        path = bench.end.path()
         assert [node.hot is None for node in path] == [False, False]
         bench.check()
         assert not any(node.id in bench.policy for node in path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from format_oracle import plane_of
-from store_tools import FINGERPRINT, rows_of
+from store_tools import ROW_IDENTITY, rows_of
 
 from lab.replay.load import load
 from lab.replay.simulate import replay
@@ -66,7 +66,7 @@ class Daemon:
         self.now = 0.0
         self.layout = layout
         self.hot_bytes = hot_tokens * layout.token_bytes
-        self.store = Store.open(root, replace(FINGERPRINT, layout=layout), clock=lambda: self.now)
+        self.store = Store.open(root, replace(ROW_IDENTITY, layout=layout), clock=lambda: self.now)
         self.tiers = Tiers(
             self.store, layout, v_trans=False, hot_bytes=1 << 40, warm_bytes=1 << 40,
             policy=policy, fidelity="exact", clock=lambda: self.now,
@@ -87,23 +87,23 @@ class Daemon:
         for _ in self.tiers.rows(self.tiers.plan(self.tiers.store.hold(ask.ids, "local"), 0)):
             pass
         self.tiers.hot_bytes_max = 1 << 40
-        tip = self.store.insert(ask.ids, "local", [len(ask.ids)])[-1]
-        self.tiers.visited(tip, ask.t)
+        end = self.store.insert(ask.ids, "local", [len(ask.ids)])[-1]
+        self.tiers.visited(end, ask.t)
         if ask.agent is not None:
-            self.tiers.ranking.stepped(tip, ask.session, ask.agent)
+            self.tiers.ranking.stepped(end, ask.session, ask.agent)
         for gap in self.tiers.gaps(ask.ids, "local"):
             for node in gap.nodes:  # each has a file of its own
                 rows = rows_of(ask.ids[: node.p1], node.p0, self.layout)
                 self.tiers.accept(Gap((node,), node.p0, node.p1), rows)
                 self.tiers.flush()
         self.tiers.flush()
-        assert all(node.hot is not None for node in tip.path())
+        assert all(node.hot is not None for node in end.path())
         self.tiers.hot_bytes_max = self.hot_bytes
         self.tiers.flush()
         self._enforce_disk()
         self.now = ask.t + ask.service_s
-        self.tiers.ranking.answered(tip, self.now, ask.stop)
-        return tip
+        self.tiers.ranking.answered(end, self.now, ask.stop)
+        return end
 
     def _enforce_disk(self) -> None:
         """For a test of the disk tier."""
@@ -291,14 +291,14 @@ def test_rows_that_never_come_are_forgotten(daemon: Daemon) -> None:
     ranking = daemon.tiers.ranking
     daemon.now = 1.0
     ids = np.arange(30, dtype=np.int32)
-    tip = daemon.store.insert(ids, "local", [30])[-1]
-    daemon.tiers.visited(tip, 1.0)
+    end = daemon.store.insert(ids, "local", [30])[-1]
+    daemon.tiers.visited(end, 1.0)
     ranking.check_integrity()
     assert ranking.hot_victims(1, lambda key: True) == []
-    assert expected(ranking, [tip]) == [tip]
+    assert expected(ranking, [end]) == [end]
     daemon.now = 62.0
     assert ranking.hot_victims(1, lambda key: True) == []
-    assert ranking.explain(tip)["hot"] is None
+    assert ranking.explain(end)["hot"] is None
     ranking.check_integrity()
 
 
@@ -308,10 +308,10 @@ def test_rows_that_never_come_do_not_pile_up(daemon: Daemon) -> None:
     for turn in range(1, 20):
         daemon.now = 61.0 * turn
         ids = np.arange(30 * turn, 30 * turn + 30, dtype=np.int32)
-        tip = daemon.store.insert(ids, "local", [30])[-1]
-        daemon.tiers.visited(tip, daemon.now)
-        assert expected(ranking, daemon.store.nodes()) == [tip]
-        assert ranking.explain(tip)["n_hot"] == 1
+        end = daemon.store.insert(ids, "local", [30])[-1]
+        daemon.tiers.visited(end, daemon.now)
+        assert expected(ranking, daemon.store.nodes()) == [end]
+        assert ranking.explain(end)["n_hot"] == 1
 
 
 def test_a_visit_of_a_chat_with_a_partial_live_set(daemon: Daemon) -> None:
@@ -352,12 +352,12 @@ def test_a_split_belongs_to_the_visit_that_caused_it(daemon: Daemon) -> None:
 
 def test_files_are_used_by_the_visit_that_wrote_them(daemon: Daemon) -> None:
     """The warm tier hears of a visit once its file is there, stop reason included."""
-    tip = daemon.serve(Ask(3.0, "a", np.arange(30, dtype=np.int32), "end_turn", 0.5))
+    end = daemon.serve(Ask(3.0, "a", np.arange(30, dtype=np.int32), "end_turn", 0.5))
     other = daemon.serve(Ask(4.0, "b", np.arange(50, 80, dtype=np.int32), "end_turn", 0.5))
     daemon.serve(Ask(8.0, "a", np.arange(33, dtype=np.int32), "end_turn", 0.5))
     ranking = daemon.tiers.ranking
-    assert [ranking.explain(node)["warm"]["used"] for node in (tip, other)] == [8.0, 4.0]
-    assert tip.file is not None
+    assert [ranking.explain(node)["warm"]["used"] for node in (end, other)] == [8.0, 4.0]
+    assert end.file is not None
     assert other.file is not None
     everything = ranking.warm_victims(1 << 40, lambda file: True)
     assert everything[0] is other.file
@@ -365,15 +365,15 @@ def test_files_are_used_by_the_visit_that_wrote_them(daemon: Daemon) -> None:
 
 def test_a_replaced_file_keeps_its_place(daemon: Daemon) -> None:
     """Re-encoding is not a use, and the new file is known at once."""
-    tip = daemon.serve(Ask(3.0, "a", np.arange(30, dtype=np.int32), "end_turn", 0.5))
+    end = daemon.serve(Ask(3.0, "a", np.arange(30, dtype=np.int32), "end_turn", 0.5))
     other = daemon.serve(Ask(4.0, "b", np.arange(50, 80, dtype=np.int32), "end_turn", 0.5))
     store, ranking = daemon.store, daemon.tiers.ranking
-    assert tip.file is not None
-    new = store.rows.reencode(tip.file, [FormatRequest(0, 30, "q8")])
-    assert new is tip.file
+    assert end.file is not None
+    new = store.rows.reencode(end.file, [FormatRequest(0, 30, "q8")])
+    assert new is end.file
     assert ranking.warm_victims(1, lambda file: True) == [new]
     daemon.tiers.check_integrity()
-    daemon.tiers.visited(tip, 9.0)
+    daemon.tiers.visited(end, 9.0)
     assert ranking.warm_victims(1, lambda file: True) == [other.file]
     assert ranking.warm_victims(1 << 40, lambda file: True) == [other.file, new]
     daemon.tiers.check_integrity()
@@ -381,10 +381,10 @@ def test_a_replaced_file_keeps_its_place(daemon: Daemon) -> None:
 
 def test_a_damaged_file_leaves_the_policy(daemon: Daemon) -> None:
     """It is set aside by whoever reads it, at any time."""
-    tip = daemon.serve(Ask(3.0, "a", np.arange(30, dtype=np.int32), "end_turn", 0.5))
-    daemon.tiers.evictor.drop_hot(tip.id)
-    assert tip.file is not None
-    with tip.file.path.open("r+b") as file:
+    end = daemon.serve(Ask(3.0, "a", np.arange(30, dtype=np.int32), "end_turn", 0.5))
+    daemon.tiers.evictor.drop_hot(end.id)
+    assert end.file is not None
+    with end.file.path.open("r+b") as file:
         file.seek(-100, 2)
         file.write(b"damage")
     assert not list(
@@ -392,6 +392,6 @@ def test_a_damaged_file_leaves_the_policy(daemon: Daemon) -> None:
             daemon.tiers.plan(daemon.tiers.store.hold(np.arange(30, dtype=np.int32), "local"), 0)
         )
     )
-    assert tip.file is None
-    assert daemon.tiers.ranking.explain(tip)["warm"] is None
+    assert end.file is None
+    assert daemon.tiers.ranking.explain(end)["warm"] is None
     daemon.tiers.check_integrity()

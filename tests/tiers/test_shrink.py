@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from format_oracle import plane_of
-from store_tools import FINGERPRINT, check_rows, formats_of, make_hot, write_all
+from store_tools import ROW_IDENTITY, check_rows, formats_of, make_hot, write_all
 from waiting import until
 
 from towerd.drift import Drift
@@ -50,8 +50,8 @@ def clock() -> Clock:
 
 @pytest.fixture
 def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
-    fingerprint = replace(FINGERPRINT, layout=LAYOUT)
-    with Store.open(tmp_path / "store", fingerprint, clock=clock) as opened:
+    row_identity = replace(ROW_IDENTITY, layout=LAYOUT)
+    with Store.open(tmp_path / "store", row_identity, clock=clock) as opened:
         yield opened
 
 

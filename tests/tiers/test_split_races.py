@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from store_tools import FINGERPRINT, LAYOUT, rows_of
+from store_tools import LAYOUT, ROW_IDENTITY, rows_of
 
 from towerd.store import Store
 from towerd.tiers.manager import Tiers
@@ -31,7 +31,7 @@ def busy_interpreter() -> Iterator[None]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(tmp_path / "store", FINGERPRINT) as opened:
+    with Store.open(tmp_path / "store", ROW_IDENTITY) as opened:
         yield opened
 
 

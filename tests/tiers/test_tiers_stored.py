@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from format_oracle import plane_of
 from seams import hot_policy
-from store_tools import FINGERPRINT, assert_same_rows, check_rows, formats_of, rows_of
+from store_tools import ROW_IDENTITY, assert_same_rows, check_rows, formats_of, rows_of
 from waiting import until
 
 from towerd.drift import Drift
@@ -49,7 +49,7 @@ def open_tiers(tmp_path: Path) -> Iterator[OpenTiers]:
 
     def open_it(**settings: Any) -> tuple[Store, Tiers]:
         close()
-        store = Store.open(tmp_path / "store", replace(FINGERPRINT, layout=LAYOUT))
+        store = Store.open(tmp_path / "store", replace(ROW_IDENTITY, layout=LAYOUT))
         values: dict[str, Any] = {
             "v_trans": False, "hot_bytes": 1 << 30, "warm_bytes": 1 << 30, "policy": "lru",
             "shrink_after_s": 0.0, "promote_delay_s": 0.0,

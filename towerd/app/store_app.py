@@ -41,8 +41,8 @@ from towerd.errors import StoreError, StoreLocked, TowerdError
 from towerd.models.bundled import find_model
 from towerd.search.search import Search, open_search
 from towerd.settings.config import Config
-from towerd.slots.fingerprint import REPORTED_HASH_PREFIX
-from towerd.store import Store, latest_fingerprint
+from towerd.slots.row_identity import REPORTED_HASH_PREFIX
+from towerd.store import Store, latest_row_identity
 from towerd.tiers.formats.calibration import load_calibration
 from towerd.transfer import Transfer
 
@@ -141,7 +141,7 @@ def _open_store(root: Path) -> Store:
             f"There is no store at {root}: run towerd serve, or name a store with --store-dir."
         )
     try:
-        return Store.open(root, latest_fingerprint)
+        return Store.open(root, latest_row_identity)
     except StoreLocked as error:
         raise StoreLocked(
             f"{error.message}; ask a running daemon with --socket or --url"
@@ -152,7 +152,7 @@ def _source(config: Config, store: Store) -> VocabularySource:
     """The vocabulary of the model of `config`, which must be that of the model that was last served
     from the store. Raises ModelError, or StoreError if that model's tokens were not seen."""
     path = find_model(config.model, config.hf_repo, config.hf_file)
-    served = store.state.fingerprint
+    served = store.state.row_identity
     if served.model_hash.startswith(REPORTED_HASH_PREFIX):
         raise StoreError(
             "Coding a text takes the vocabulary of the model that was served from this store, "

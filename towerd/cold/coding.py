@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from towerd.engine.base import ModelInfo
 from towerd.errors import ConfigError, NotSupported
-from towerd.slots.fingerprint import REPORTED_HASH_PREFIX, tokenizer_hash
+from towerd.slots.row_identity import REPORTED_HASH_PREFIX, tokenizer_hash
 
 if TYPE_CHECKING:
     from towerd.codec import Codec
@@ -24,7 +24,7 @@ class SessionModel:
     name: str
     """The file name, for messages."""
     hash: str
-    """The fingerprint's `model_hash`."""
+    """The row identity's `model_hash`."""
     codec: Codec
     """The codec of the model's vocabulary."""
 
@@ -36,16 +36,16 @@ class VocabularySource:
     path: Path
     """The model's GGUF; an empty path if it is unknown."""
     hash: str
-    """The fingerprint's `model_hash`."""
+    """The row identity's `model_hash`."""
     n_vocab: int | None = None
     """Number of tokens in the model's vocabulary, if known."""
     tokenizer: str | None = None
-    """The fingerprint's `tokenizer`, if it was computed from the model's own tokens."""
+    """The row identity's `tokenizer`, if it was computed from the model's own tokens."""
 
 
 def vocabulary_source(info: ModelInfo) -> VocabularySource:
     """The vocabulary source of the model that an engine serves."""
-    known = info.fingerprint
+    known = info.row_identity
     tokenizer = None if known.model_hash.startswith(REPORTED_HASH_PREFIX) else known.tokenizer
     return VocabularySource(Path(info.path), known.model_hash, info.n_vocab, tokenizer)
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from towerd.drift import Drift
 from towerd.errors import TooLarge
-from towerd.slots.fingerprint import Fingerprint
+from towerd.slots.row_identity import RowIdentity
 from towerd.store import Node, Store
 from towerd.store.tree.module import Module
 from towerd.tiers.manager import Tiers
@@ -222,7 +222,7 @@ class ModelInfo:
     bos_token: str
     eos_token: str
     chat_template: str
-    fingerprint: Fingerprint
+    row_identity: RowIdentity
     kv_bytes_per_token: int
     metadata: Mapping[str, str]
     aliases: tuple[str, ...] = ()

@@ -225,7 +225,7 @@ class Foresight(ReturnRanking):
             if entry.key in away:
                 self.visits.returned(entry.key, now)
         if key in entries:
-            self.visits.set_tip(key)
+            self.visits.set_end(key)
             self._push(key)
 
     def _compare(self, path: list[Entry]) -> None:
@@ -315,7 +315,7 @@ class Foresight(ReturnRanking):
         super().check_integrity(known)
         self._shadow.check_integrity()
         for key, visit in self.visits.away.items():
-            assert visit.tip == key, f"a visit waits for {key}, its tip is {visit.tip}"
+            assert visit.end == key, f"a visit waits for {key}, its end is {visit.end}"
 
     def learned(self) -> Mapping[str, Any]:
         """See Learning.learned. `trusts` is not part of it: forecasts must prove themselves
@@ -331,9 +331,9 @@ class Foresight(ReturnRanking):
         if not self.trusts:
             return []
         last = islice(reversed(self.visits.away.values()), _WANTED_AMONG)
-        ranked = [(self.visits.index(visit, now), visit.tip) for visit in last if not visit.ended]
-        best = nlargest(most, [(value, tip) for value, tip in ranked if tip is not None])
-        return [(tip, value) for value, tip in best if value > 0.0]
+        ranked = [(self.visits.index(visit, now), visit.end) for visit in last if not visit.ended]
+        best = nlargest(most, [(value, end) for value, end in ranked if end is not None])
+        return [(end, value) for value, end in best if value > 0.0]
 
     def victims(self, bytes_needed: int, is_evictable: Evictable, frees: Frees = None) -> list[Key]:
         """See Policy.victims. Sets the capacity of the shadow."""

@@ -39,8 +39,8 @@ class Lindy(Policy):
         at least one half, and highest for what has lived long and was used just now."""
         last = islice(reversed(self._ends.items()), _WANTED_AMONG)
         chances = [
-            (tip, (used - born) / (max(now, used) - born))
-            for tip, (born, used) in last
+            (end, (used - born) / (max(now, used) - born))
+            for end, (born, used) in last
             if used > born
         ]
         return nlargest(

@@ -63,9 +63,9 @@ class PBKV(WorkflowTree):
         chances: dict[Key, float] = {}
         for run in self.runs.values():
             step = run.forecast[0] if run.forecast else {}
-            for agent, tip in run.ends.items():
+            for agent, end in run.ends.items():
                 if (chance := step.get(agent, 0.0)) > 0.0:
-                    chances[tip] = chances.get(tip, 0.0) + chance
+                    chances[end] = chances.get(end, 0.0) + chance
         return nlargest(most, chances.items(), key=lambda pair: pair[1])
 
     def _rank(self, entry: Entry) -> Rank:

@@ -1,7 +1,7 @@
 """Visits: which requests used which keys last, and whether and when they returned.
 
 A visit is one request as a policy sees it: the keys used at one moment, the last of them being its
-tip. It returns when a later visit uses its tip; the later one continues its turn numbers. The
+end. It returns when a later visit uses its end; the later one continues its turn numbers. The
 return-time model predicts from what is known of a visit: why answers ended, how long its
 conversation was away, how long it is and how much of that is new, its turn, and how long the
 answer took.
@@ -55,7 +55,7 @@ class Visit:
     was away; base_nbytes: what it shares with that visit."""
 
     start_s: float
-    tip: Key | None = None
+    end: Key | None = None
     turn: int = 0
     before: str | None = None
     """Why the previous answer ended; None: there was none."""
@@ -90,7 +90,7 @@ class Visits:
         self.model = ReturnModel(N_FEATURES)
         self.current = Visit(float("-inf"))
         self.away: OrderedDict[Key, Visit] = OrderedDict()
-        """Visits that have not returned yet, by tip."""
+        """Visits that have not returned yet, by end."""
         self.stops: list[str] = []
         """The known stop reasons; the index is the number."""
         self.mean_nbytes = 0.0
@@ -104,7 +104,7 @@ class Visits:
         return self.current
 
     def returned(self, key: Key, now: float) -> None:
-        """The current visit uses `key`: if it is the tip of an earlier visit, that one is back."""
+        """The current visit uses `key`: if it is the end of an earlier visit, that one is back."""
         back, visit = self.away.get(key), self.current
         if back is None or back is visit:
             return
@@ -118,17 +118,17 @@ class Visits:
             visit.gap_before_s = back.gap_s
             visit.new_before = back.nbytes - back.base_nbytes
 
-    def set_tip(self, key: Key) -> None:
+    def set_end(self, key: Key) -> None:
         """The current visit has used everything up to `key`."""
-        self.current.tip = key
+        self.current.end = key
 
     def split(self, lower: Key, upper: Key, *, upper_is_more: bool) -> None:
         """See Policy.split. The next turn of a conversation often diverges from the last input a
-        few tokens before its end; the key that it continues from is then the tip."""
+        few tokens before its end; the key that it continues from is then the end."""
         visit = self._find(lower)
         if visit is None or not upper_is_more:
             return
-        visit.tip = upper
+        visit.end = upper
         if visit is not self.current:
             del self.away[lower]
             self.away[upper] = visit
@@ -212,12 +212,12 @@ class Visits:
         self._n_before = _MEAN_VISITS if mean_nbytes else 0
 
     def _find(self, key: Key) -> Visit | None:
-        return self.current if self.current.tip == key else self.away.get(key)
+        return self.current if self.current.end == key else self.away.get(key)
 
     def _close(self) -> None:
         """The current visit is complete: start waiting for its return."""
         visit = self.current
-        if visit.tip is None:
+        if visit.end is None:
             return
         visit.table = None
         visit.number = self.model.asked(
@@ -225,8 +225,8 @@ class Visits:
         )
         if visit.answered_s is not None:
             self._tell_answer(visit, visit.number, visit.answered_s)
-        self.away[visit.tip] = visit
-        self.away.move_to_end(visit.tip)
+        self.away[visit.end] = visit
+        self.away.move_to_end(visit.end)
         self._n_before = min(_MEAN_VISITS, self._n_before + 1)
         self.mean_nbytes += (visit.nbytes - self.mean_nbytes) / self._n_before
         if len(self.away) > AWAY_MAX:

@@ -72,21 +72,21 @@ class Traffic:
         if self._recorder is not None:
             self._recorder.close()
 
-    def recorded(self, turn: Turn, tip: Node, session: str) -> None:
-        """`turn` was committed to `session`; its tower ends with `tip`."""
+    def recorded(self, turn: Turn, end: Node, session: str) -> None:
+        """`turn` was committed to `session`; its tower ends with `end`."""
         now = self._clock()
-        last = self._tiers.visited(tip, turn.started_s, turn.n_rows)
+        last = self._tiers.visited(end, turn.started_s, turn.n_rows)
         if turn.agent is not None or turn.workflow is not None:
-            self._later(lambda: self._step(turn, tip, last, session, now))
+            self._later(lambda: self._step(turn, end, last, session, now))
         self._tiers.ranking.answered(last, now, turn.stop)
         if self._recorder is not None and self._is_open:
             self._recorder.add(turn, session, now)
 
-    def kept(self, tip: Node, arrived_s: float) -> None:
-        """A prompt without an answer was kept as reusable tokens; its tower ends with `tip`. As
+    def kept(self, end: Node, arrived_s: float) -> None:
+        """A prompt without an answer was kept as reusable tokens; its tower ends with `end`. As
         after any answer, a person is expected to send the next request."""
-        self._tiers.visited(tip, arrived_s)
-        self._tiers.ranking.answered(tip, self._clock(), "end_turn")
+        self._tiers.visited(end, arrived_s)
+        self._tiers.ranking.answered(end, self._clock(), "end_turn")
 
     def running(self, scope: str | None) -> list[Workflow]:
         """The running workflows of one tenant, or of all, including every step answered so far."""
@@ -100,11 +100,11 @@ class Traffic:
         workflow = self.tracker.end(scope, id)
         if workflow is None:
             raise NotFound(f"there is no running workflow {id!r}")
-        for tip in workflow.towers.values():
+        for end in workflow.towers.values():
             if (
-                tenant_of(tip.scope) == scope and not tip.removed
+                tenant_of(end.scope) == scope and not end.removed
             ):  # a client cannot end segments that others share
-                self._tiers.ranking.ended(tip)
+                self._tiers.ranking.ended(end)
         self._tiers.ranking.workflow_ended(workflow.name)
         self._write()
         self.table.end(scope, id, self._clock())
@@ -117,13 +117,13 @@ class Traffic:
             stats["requests_recorded"] = self._recorder.n_requests
         return stats
 
-    def _step(self, turn: Turn, tip: Node, last: Node, session: str, now: float) -> None:
+    def _step(self, turn: Turn, end: Node, last: Node, session: str, now: float) -> None:
         """`last`: the node by which the policies know the visit."""
         step = WorkflowStep(
             scope=tenant_of(turn.scope),
             session=session,
             agent=turn.agent or "",
-            tip=tip,
+            end=end,
             prompt=np.asarray(turn.prompt),
             reply=np.asarray(turn.reply),
             arrived_s=turn.started_s,
@@ -145,7 +145,7 @@ class Traffic:
                 started_s=workflow.started_s,
                 agent=step.agent,
                 session=session,
-                end=tip.id,
+                end=end.id,
                 n_prompt=len(turn.prompt),
                 n_reply=len(turn.reply),
                 arrived_s=step.arrived_s,

@@ -1,7 +1,7 @@
 """All settings of a daemon, in one frozen value.
 
 `towerd.settings.sources` reads it from flags, variables and towerd.toml. What the bytes of a stored
-segment depend on is in `towerd.slots.fingerprint` instead.
+segment depend on is in `towerd.slots.row_identity` instead.
 """
 
 from __future__ import annotations

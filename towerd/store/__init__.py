@@ -1,6 +1,6 @@
 """The store: segments, their prefix tree, sessions, and the files that hold the rows."""
 
-from towerd.store.catalog.catalog import Catalog, latest_fingerprint
+from towerd.store.catalog.catalog import Catalog, latest_row_identity
 from towerd.store.maintenance.verify import VerifyReport
 from towerd.store.rows.collect import GcReport
 from towerd.store.rows.rows import FormatRequest, RowsPart, Tier
@@ -18,5 +18,5 @@ __all__ = [
     "PUBLIC", "Base", "Catalog",
     "GcReport", "Handle", "History", "Match", "Module", "Node", "RowsPart", "FormatRun", "SegmentFile", "SessionInfo",
     "Store", "Tier", "Turn", "TurnInfo", "TurnResult", "VerifyReport", "FormatRequest",
-    "latest_fingerprint",
+    "latest_row_identity",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from towerd.slots.fingerprint import Fingerprint
+from towerd.slots.row_identity import RowIdentity
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.catalog.identity import ModelIdentity
 from towerd.store.catalog.shared.remote import RemoteCatalog
@@ -42,7 +42,7 @@ SESSIONS_MAX = 1_000_000
 
 
 WhichModel: TypeAlias = (
-    Fingerprint | ModelIdentity | Callable[[Catalog], Fingerprint | ModelIdentity]
+    RowIdentity | ModelIdentity | Callable[[Catalog], RowIdentity | ModelIdentity]
 )
 """A row identity, alone or with what is known of the tokenizer, or a function that finds it in the
 opened catalog."""
@@ -215,7 +215,7 @@ class Store:
 
     def bytes_of(self, node: Node) -> int:
         """Bytes of a node's rows in native format."""
-        return node.n * self.state.fingerprint.layout.token_bytes
+        return node.n * self.state.row_identity.layout.token_bytes
 
     # --- turns and sessions ---------------------------------------------------------------
 
@@ -375,4 +375,4 @@ def _open_catalog(root: Path, catalog_fd: int | None, undo: ExitStack) -> tuple[
 def _identify(model: WhichModel, catalog: Catalog) -> ModelIdentity:
     """The identity of the model to open a store for."""
     found = model(catalog) if callable(model) else model
-    return ModelIdentity(found) if isinstance(found, Fingerprint) else found
+    return ModelIdentity(found) if isinstance(found, RowIdentity) else found

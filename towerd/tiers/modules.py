@@ -123,7 +123,7 @@ class Modules:
     def _is_allowed(self, module: Module | None) -> bool:
         """Modules that were measured with other rows or under a laxer fidelity stay in the store,
         unused."""
-        if module is None or module.fingerprint != self._tiers.store.state.digest.hex():
+        if module is None or module.row_identity != self._tiers.store.state.digest.hex():
             return False
         return allows(self._tiers.fidelity, module.drift)
 

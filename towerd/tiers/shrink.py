@@ -220,7 +220,7 @@ class Shrinker:
         if self._clock() - used < self._after_s or self._reading[file.id]:
             return False
         requests = self._format_requests(file, self._formats)
-        native = self._store.state.fingerprint.layout
+        native = self._store.state.row_identity.layout
         n_changed, _ = differs(file, requests, native)
         if n_changed == 0:
             n_kept = sum(differs(file, [request], native)[1] > 0 for request in requests)
@@ -229,7 +229,7 @@ class Shrinker:
         return n_changed > 0
 
     def _reencode(self, file: SegmentFile, requests: Sequence[FormatRequest]) -> SegmentFile | None:
-        if differs(file, requests, self._store.state.fingerprint.layout)[0] == 0:
+        if differs(file, requests, self._store.state.row_identity.layout)[0] == 0:
             return None
         try:
             new = self._store.rows.reencode(file, requests)

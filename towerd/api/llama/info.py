@@ -187,7 +187,7 @@ async def get_stats(request: web.Request) -> web.Response:
             "n_ctx": engine.n_ctx,
             "n_slots": engine.n_slots,
             "fidelity": service.tiers.fidelity,
-            "fingerprint": engine.info.fingerprint.digest().hex(),
+            "fingerprint": engine.info.row_identity.digest().hex(),
             "uptime_s": round(time.time() - metrics.started_unix, 3),
             "reuse": metrics.reuse_totals(),
             "slots": [

@@ -83,7 +83,7 @@ def _open_store(config: Config) -> tuple[Core, Store]:
     def load(catalog: Catalog) -> ModelIdentity:
         core = load_core(config, catalog)
         cores.append(core)
-        known = core.info.fingerprint
+        known = core.info.row_identity
         return ModelIdentity(known, tokenizer_rules(core.model.path, known.model_hash, catalog))
 
     try:

@@ -74,7 +74,7 @@ async def _open_store(
         )
         stack.callback(described.close)
         found.append((backend, described))
-        known, path = described.info.fingerprint, described.model.path
+        known, path = described.info.row_identity, described.model.path
         rules = await asyncio.to_thread(tokenizer_rules, path, known.model_hash, catalog)
         return ModelIdentity(known, rules)
 
@@ -96,7 +96,7 @@ def _open_tiers(config: Config, backend: LlamaServerBackend, store: Store) -> Ti
     spec = backend.probe.spec
     return Tiers(
         store,
-        store.state.fingerprint.layout,
+        store.state.row_identity.layout,
         v_trans=spec is not None and spec.v_trans,
         hot_bytes=config.hot_bytes,
         pinned_bytes=pinned_bytes(),

@@ -35,7 +35,7 @@ class WorkflowStep:
     scope: str
     session: str
     agent: str
-    tip: Node
+    end: Node
     prompt: Ids
     reply: Ids
     arrived_s: float
@@ -96,7 +96,7 @@ class Tracker:
             workflow.n_steps += 1
             self.n_steps += 1
             _bounded(workflow.agents, step.agent, None, AGENTS_MAX)
-            _bounded(workflow.towers, step.session, step.tip, TOWERS_MAX)
+            _bounded(workflow.towers, step.session, step.end, TOWERS_MAX)
             _bounded(tenant.of_session, step.session, workflow.id, WORKFLOWS_MAX * 4)
             tenant.quotes.add(news, workflow.id)
             tenant.quotes.add(step.reply, workflow.id)

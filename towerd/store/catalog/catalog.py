@@ -13,7 +13,7 @@ import msgspec
 
 from towerd.errors import DiskFull, StoreError
 from towerd.slots.errors import StateError
-from towerd.slots.fingerprint import Fingerprint
+from towerd.slots.row_identity import RowIdentity
 from towerd.store.catalog import database
 from towerd.store.catalog.identity import ModelIdentity, TokenizerIdentity
 from towerd.store.catalog.lost_tokenizers import UNKNOWN
@@ -28,11 +28,11 @@ DELETED = "deleted"
 
 
 @dataclass(frozen=True, slots=True)
-class KnownFingerprint:
+class KnownRowIdentity:
     """A row identity known to the store. `opened` is the Unix time it was last opened."""
 
     pk: int
-    fingerprint: Fingerprint
+    row_identity: RowIdentity
     opened: float
 
 
@@ -40,7 +40,7 @@ class KnownFingerprint:
 class EnteredIdentity:
     """The row ids of a model's row identity and of its tokenizer, and the tokenizer's digest."""
 
-    fingerprint: int
+    row_identity: int
     tokenizer: int
     tokenizer_digest: bytes
 
@@ -107,21 +107,21 @@ class Catalog(ABC):
         with self.transaction():
             self.run("INSERT OR REPLACE INTO meta(key, value) VALUES (?, ?)", (key, value))
 
-    def fingerprints(self) -> list[KnownFingerprint]:
+    def row_identities(self) -> list[KnownRowIdentity]:
         """Every row identity in the store, most recently opened first."""
         found = []
         for row in self.sealed("fingerprints", "true ORDER BY opened DESC, id DESC", ()):
             try:
-                fingerprint = Fingerprint.from_json(msgspec.json.decode(row["json"]))
-                found.append(KnownFingerprint(row["id"], fingerprint, row["opened"]))
+                row_identity = RowIdentity.from_json(msgspec.json.decode(row["json"]))
+                found.append(KnownRowIdentity(row["id"], row_identity, row["opened"]))
             except (StateError, msgspec.DecodeError) as error:
-                raise self.damaged(f"fingerprint {row['id']}: {error}") from error
+                raise self.damaged(f"row identity {row['id']}: {error}") from error
         return found
 
     def enter(self, identity: ModelIdentity, now: float) -> EnteredIdentity:
         """The keys of a model's row identity and tokenizer, which are entered if they are new."""
-        digest = identity.fingerprint.digest()
-        text = msgspec.json.encode(identity.fingerprint.to_json()).decode()
+        digest = identity.row_identity.digest()
+        text = msgspec.json.encode(identity.row_identity.to_json()).decode()
         known = self.rows("SELECT id, tokenizer FROM fingerprints WHERE digest = ?", (digest,))
         tokenizer = known[0][1] if known else None
         if tokenizer is None or self.tokenizer(tokenizer).pieces == UNKNOWN:
@@ -299,11 +299,11 @@ class Catalog(ABC):
         return nullcontext()
 
 
-def latest_fingerprint(catalog: Catalog) -> Fingerprint:
+def latest_row_identity(catalog: Catalog) -> RowIdentity:
     """The most recently opened row identity, for tools that have no model loaded.
 
     Raises StoreError for an empty store."""
-    known = catalog.fingerprints()
+    known = catalog.row_identities()
     if not known:
         raise StoreError(f"the store {catalog.path.parent} is empty: nothing was served from it")
-    return known[0].fingerprint
+    return known[0].row_identity

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from towerd.slots.fingerprint import REPORTED_HASH_PREFIX, Fingerprint
+from towerd.slots.row_identity import REPORTED_HASH_PREFIX, RowIdentity
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,7 @@ class TokenizerIdentity:
     """What conversations hang on: token ids mean the same text and come about in the same way."""
 
     pieces: str
-    """The fingerprint's `tokenizer`: a hash of every token's bytes."""
+    """The row identity's `tokenizer`: a hash of every token's bytes."""
     rules: str | None = None
     """A hash of how text is cut into tokens (merges, scores, token types, pre-tokenizer); None if
     it is not known, as for a llama-server elsewhere."""
@@ -29,18 +29,18 @@ class TokenizerIdentity:
 class ModelIdentity:
     """What a store is opened for: the row identity, and how the model's tokenizer cuts text."""
 
-    fingerprint: Fingerprint
+    row_identity: RowIdentity
     rules: str | None = None
 
     @property
     def tokenizer(self) -> TokenizerIdentity:
         """The tokenizer identity of the model."""
-        known = self.fingerprint
+        known = self.row_identity
         return TokenizerIdentity(pieces_of(known.tokenizer, known.model_hash), self.rules)
 
 
 def pieces_of(tokenizer: str, model_hash: str) -> str:
-    """A fingerprint's `tokenizer`; with its model's hash if a server only reported it, because its
+    """A row identity's `tokenizer`; with its model's hash if a server only reported it, because its
     tokens were then not seen."""
     is_reported = model_hash.startswith(REPORTED_HASH_PREFIX)
     return f"{tokenizer} {model_hash}" if is_reported else tokenizer

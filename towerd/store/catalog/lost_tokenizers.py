@@ -19,7 +19,7 @@ import msgspec
 
 from towerd.codec import container
 from towerd.slots.errors import StateError
-from towerd.slots.fingerprint import Fingerprint
+from towerd.slots.row_identity import RowIdentity
 from towerd.store.catalog.identity import TokenizerIdentity, pieces_of
 from towerd.store.catalog.vocabularies import Vocabularies
 from towerd.store.segments.segment_header import segment_key
@@ -91,7 +91,7 @@ def _of_models(db: sqlite3.Connection, pk: int) -> Iterator[Candidate]:
     rows = db.execute("SELECT json FROM fingerprints WHERE tokenizer = ?", (pk,)).fetchall()
     for (text,) in rows:
         with suppress(StateError, msgspec.DecodeError):
-            known = Fingerprint.from_json(msgspec.json.decode(text))
+            known = RowIdentity.from_json(msgspec.json.decode(text))
             pieces = pieces_of(known.tokenizer, known.model_hash)
             rules = db.execute(
                 "SELECT value FROM meta WHERE key = ?", (f"tokenizer_rules:{known.model_hash}",)

@@ -29,7 +29,7 @@ import zstandard
 from towerd.codec.base import vocabulary_hash
 from towerd.codec.errors import UnknownModel
 from towerd.errors import InvalidRequest, NotSupported, StoreError
-from towerd.slots.fingerprint import tokenizer_hash
+from towerd.slots.row_identity import tokenizer_hash
 from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.files import durable
 from towerd.store.tree.scope import tenant_of

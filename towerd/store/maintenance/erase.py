@@ -59,8 +59,8 @@ def _longer_files(state: StoreState, was_deleted: bool) -> list[SegmentFile]:
     be written here: they are deleted if these may be tokens of a deleted session, and their rows are
     evaluated again. Otherwise they stay. Runs under the lock."""
     found = []
-    for id, name, n_bytes, fingerprint in state.catalog.rows(_LONGER):
-        if fingerprint != state.identity.fingerprint:
+    for id, name, n_bytes, row_identity in state.catalog.rows(_LONGER):
+        if row_identity != state.identity.row_identity:
             if was_deleted:
                 drop_foreign_file(state, id, name, n_bytes)
         elif id in state.files:

@@ -111,7 +111,7 @@ class Replica:
 
     def _view(self, ids: Sequence[int]) -> None:
         """Give new nodes the rows that this model has of them, which were those of a longer one."""
-        tree, files, mine = self.state.tree, self.state.files, self.state.identity.fingerprint
+        tree, files, mine = self.state.tree, self.state.files, self.state.identity.row_identity
         for id, file, row0 in self.state.catalog.rows(_VIEWS, (mine, _keys(ids))):
             if file in files and tree.nodes[id].file is None:
                 tree.view(tree.nodes[id], files[file], row0)
@@ -124,11 +124,11 @@ class Replica:
         state = self.state
         if mine := {id for id in ids if id in state.files}:
             # an id may be another file's by now; names are never used again
-            there = dict(state.catalog.rows(_FILES, (state.identity.fingerprint, _keys(mine))))
+            there = dict(state.catalog.rows(_FILES, (state.identity.row_identity, _keys(mine))))
             for id in mine:
                 if there.get(id) != state.files[id].path.name:
                     state.forget_file(state.files[id])
-        state.foreign_bytes = foreign_bytes(state.catalog, state.identity.fingerprint)
+        state.foreign_bytes = foreign_bytes(state.catalog, state.identity.row_identity)
 
 
 def _keys(ids: Collection[int]) -> str:

@@ -43,7 +43,7 @@ def space(state: StoreState, has_checkpoint: Callable[[Node], bool] | None) -> S
     of a moment of change may be a little off. has_checkpoint: whether a state checkpoint is at a
     segment's end; None: the model resumes from any row."""
     nodes = sorted(state.tree.nodes.copy().values(), key=lambda node: node.p1)
-    has_kv = bool(state.fingerprint.layout.planes)
+    has_kv = bool(state.row_identity.layout.planes)
     reached = {state.tree.root.id}
     for node in nodes:
         if (not has_kv or node.has_rows) and node.parent is not None and node.parent.id in reached:
@@ -60,7 +60,7 @@ def space(state: StoreState, has_checkpoint: Callable[[Node], bool] | None) -> S
     with state.lock:
         ((n_frozen,),) = state.catalog.rows(_FROZEN, (state.identity.tokenizer,))
     n_stored = sum(node.n for node in nodes if node.file is not None)
-    native = state.fingerprint.layout.token_bytes if has_kv else 0
+    native = state.row_identity.layout.token_bytes if has_kv else 0
     token_bytes = state.warm_bytes / n_stored if n_stored else float(native)
     return SpaceReport(n_reached, n_all - n_reached + n_frozen, token_bytes)
 
@@ -121,7 +121,7 @@ class StoredRows:
     """How much of a conversation one model need not evaluate again."""
 
     fingerprint: str
-    """Hex digest of the row identity."""
+    """Hex digest of the row identity; so named by clients."""
     model_hash: str
     arch: str
     cache_types: str
@@ -151,21 +151,21 @@ def _rows_of(state: StoreState, path: list[Node]) -> list[StoredRows]:
             ids,
         ):
             holders[pk].add(node_id)
-    own = state.identity.fingerprint
+    own = state.identity.row_identity
     holders[own] |= {node.id for node in path if node.hot is not None}
     found = []
-    for known in state.catalog.fingerprints():
+    for known in state.catalog.row_identities():
         held = holders.get(known.pk, set())
         n_tokens = next((node.p0 for node in path if node.id not in held), path[-1].p1)
         if n_tokens:
-            fingerprint = known.fingerprint
-            layout = fingerprint.layout
+            row_identity = known.row_identity
+            layout = row_identity.layout
             types = [planes[0].format.name if planes else "none" for planes in (layout.k, layout.v)]
             found.append(
                 StoredRows(
-                    fingerprint.digest().hex(),
-                    fingerprint.model_hash,
-                    fingerprint.arch,
+                    row_identity.digest().hex(),
+                    row_identity.model_hash,
+                    row_identity.arch,
                     "/".join(types),
                     n_tokens,
                     known.pk == own,

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from towerd.slots.errors import StateError
-from towerd.slots.fingerprint import Fingerprint
+from towerd.slots.row_identity import RowIdentity
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.catalog.database import CatalogDamaged
 from towerd.store.rows.checkpoints import (
@@ -107,7 +107,7 @@ def _node_problems(state: StoreState, node: Node) -> Iterator[str]:
         yield f"{node} is filed under a wrong token"
     if node.hot is not None and (node.hot.p0, node.hot.p1) != (node.p0, node.p1):
         yield f"{node} has hot rows [{node.hot.p0}, {node.hot.p1})"
-    if node.hot is not None and not node.hot.fits(state.fingerprint.layout):
+    if node.hot is not None and not node.hot.fits(state.row_identity.layout):
         yield f"{node} has hot rows of another layout"
     file = node.file
     if file is None:
@@ -124,7 +124,7 @@ def _sum_problems(state: StoreState, nodes: list[Node]) -> Iterator[str]:
     if (hot, warm) != (state.hot_bytes, state.warm_bytes):
         yield f"hot and warm bytes are {(hot, warm)}, counted {(state.hot_bytes, state.warm_bytes)}"
     sql = "SELECT coalesce(sum(bytes), 0) FROM files WHERE fingerprint != ?"
-    ((foreign,),) = state.catalog.rows(sql, (state.identity.fingerprint,))
+    ((foreign,),) = state.catalog.rows(sql, (state.identity.row_identity,))
     if foreign != state.foreign_bytes:
         yield f"files of other models have {foreign} bytes, counted {state.foreign_bytes}"
 
@@ -147,7 +147,7 @@ def _catalog_problems(state: StoreState, nodes: list[Node]) -> Iterator[str]:
             " FROM segments LEFT JOIN (SELECT node, file, row0 FROM views JOIN files"
             " ON files.id = file WHERE fingerprint = ?) AS v ON v.node = segments.id"
             " WHERE tokenizer = ?",
-            (state.identity.fingerprint, state.identity.tokenizer),
+            (state.identity.row_identity, state.identity.tokenizer),
         )
     }
     for id in mine.keys() | stored.keys():
@@ -159,7 +159,7 @@ def _catalog_problems(state: StoreState, nodes: list[Node]) -> Iterator[str]:
     }
     rows = state.catalog.rows(
         "SELECT id, name, p0, n_rows, bytes, runs FROM files WHERE fingerprint = ?",
-        (state.identity.fingerprint,),
+        (state.identity.row_identity,),
     )
     if {row[0]: (*row[1:5], decode_runs(row[5], row[3])) for row in rows} != files:
         yield "the files in memory and in the catalog differ"
@@ -291,7 +291,7 @@ def _repair(catalog: Catalog) -> list[str]:
 def _file_problem(state: StoreState, pool: Executor, row: tuple[Any, ...]) -> str | None:
     id, name, p0, n_bytes, n_rows, text, runs = row
     try:
-        fingerprint = Fingerprint.from_json(msgspec.json.decode(text))
+        row_identity = RowIdentity.from_json(msgspec.json.decode(text))
         with state.lock:
             views = state.catalog.rows(
                 "SELECT p0, ids, node, scope FROM views JOIN segments ON segments.id = node"
@@ -305,24 +305,24 @@ def _file_problem(state: StoreState, pool: Executor, row: tuple[Any, ...]) -> st
         header, start = decode_head(memoryview(data))
         if (header.p0, header.n, header.run_table) != (p0, n_rows, decode_runs(runs, n_rows)):
             return "the catalog describes another file under this name"
-        check_layout(header, fingerprint.layout)
+        check_layout(header, row_identity.layout)
         *_, scope = views[-1]
-        check_claim(header, Claim(fingerprint, scope, prefix, [view[:2] for view in views]))
+        check_claim(header, Claim(row_identity, scope, prefix, [view[:2] for view in views]))
         check_pieces(data, header.pieces, start, pool)
-        _check_blobs(data, header, start, fingerprint)
+        _check_blobs(data, header, start, row_identity)
     except (StateError, OSError, msgspec.DecodeError) as error:
         return str(error)
     return None
 
 
 def _check_blobs(
-    data: mmap.mmap, header: SegmentHeader, start: int, fingerprint: Fingerprint
+    data: mmap.mmap, header: SegmentHeader, start: int, row_identity: RowIdentity
 ) -> None:
     """Raises StateError unless every blob can be read."""
     for run in header.runs:
         at = header.p0 + run.row0
         for blob in run.blobs:
-            blob_rows(data, blob, start, fingerprint.layout, at)
+            blob_rows(data, blob, start, row_identity.layout, at)
             at += blob.n_rows
 
 

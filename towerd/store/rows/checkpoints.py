@@ -25,10 +25,10 @@ from towerd.store.segments.checkpoint_file import (
     FOLDER,
     HALF,
     file_name,
-    fingerprint_of,
     new_half,
     parse_name,
     read_checkpoint,
+    row_identity_of,
     verify_checkpoint,
     write_checkpoint,
 )
@@ -277,7 +277,7 @@ def checkpoint_bytes(state: StoreState, node: Node) -> int:
 def digest_in(path: Path) -> bytes | None:
     """The digest of the row identity that a file is of; None if it cannot be read."""
     try:
-        return fingerprint_of(path)
+        return row_identity_of(path)
     except OSError:
         return None
 
@@ -306,8 +306,8 @@ def stray_checkpoints(state: StoreState, removed: Collection[int] = ()) -> list[
     not among those that are being written. `removed`: ids of segments about to be removed. Runs
     under the lock."""
     gone = set(removed)
-    fingerprints = state.catalog.rows("SELECT digest, tokenizer FROM fingerprints")
-    tokenizers: dict[bytes, int | None] = dict(fingerprints)
+    row_identities = state.catalog.rows("SELECT digest, tokenizer FROM fingerprints")
+    tokenizers: dict[bytes, int | None] = dict(row_identities)
     trees = {state.identity.tokenizer: state.tree}
     keys: dict[bytes, set[bytes]] = {}
     strays = []
@@ -320,7 +320,7 @@ def stray_checkpoints(state: StoreState, removed: Collection[int] = ()) -> list[
                 strays.append(path)
             continue
         try:
-            of = fingerprint_of(path)
+            of = row_identity_of(path)
         except OSError:
             continue  # deleted meanwhile, or for verify to report
         tokenizer = tokenizers.get(of, _UNCLAIMED) if of is not None else None

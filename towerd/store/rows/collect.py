@@ -160,7 +160,7 @@ def collect(
     with state.catalog.transaction():
         foreign = delete(state, doomed, unviewed)
     freed += forget(state, doomed, unviewed, foreign)
-    state.foreign_bytes = foreign_bytes(state.catalog, state.identity.fingerprint)
+    state.foreign_bytes = foreign_bytes(state.catalog, state.identity.row_identity)
     freed += sum(directory.remove(name) for name in strays)
     freed += sum(remove_file(path) for path in checkpoints)
     freed += directory.sweep_tmp(state.catalog.writing)
@@ -178,7 +178,7 @@ def delete(
     run_many, nodes = state.catalog.run_many, [(node.id,) for node in doomed]
     foreign: set[tuple[int, str, int]] = set()
     for node in nodes:
-        foreign.update(state.catalog.rows(_FOREIGN, (*node, state.identity.fingerprint)))
+        foreign.update(state.catalog.rows(_FOREIGN, (*node, state.identity.row_identity)))
     run_many("DELETE FROM views WHERE node = ?", nodes)
     run_many("DELETE FROM segments WHERE id = ?", nodes)
     run_many("DELETE FROM files WHERE id = ?", [(file.id,) for file in unviewed])
@@ -227,7 +227,7 @@ def drop_foreign(state: StoreState, bytes_needed: int) -> int:
 def _drop_foreign(state: StoreState, bytes_needed: int) -> int:
     sizes = dict.fromkeys(state.catalog.open_elsewhere(), 0)
     freed = 0
-    for of, id, name, n_bytes in state.catalog.rows(_FOREIGN_FILES, (state.identity.fingerprint,)):
+    for of, id, name, n_bytes in state.catalog.rows(_FOREIGN_FILES, (state.identity.row_identity,)):
         if of in sizes:
             sizes[of] += n_bytes
         elif freed < bytes_needed:

@@ -166,7 +166,7 @@ class RowStore:
     def _load(self, file: SegmentFile, part: RowsPart, p0: int) -> Iterator[KVRows]:
         self._open(file, part.node)
         try:
-            yield from file.rows(self._state.fingerprint.layout, p0, part.p1, self._pool)
+            yield from file.rows(self._state.row_identity.layout, p0, part.p1, self._pool)
         except (StateError, OSError) as error:
             raise self._damaged(file, error) from error
 
@@ -177,7 +177,7 @@ class RowStore:
         returns the nodes that took it. A node that is hot already keeps what it has, unless
         that is not exact and `rows` are. Raises StateError for rows of another layout."""
         state, rows = self._state, Runs.of(rows)
-        if not rows.fits(state.fingerprint.layout):
+        if not rows.fits(state.row_identity.layout):
             raise StateError("these rows have another layout than the store's")
         is_exact = rows.is_native and not derived
         taken = []
@@ -280,7 +280,7 @@ class RowStore:
             p0, last, prefix = nodes[0].p0, nodes[-1], nodes[-1].prefix_bytes()
         self.verify(file, last)
         try:
-            runs = _stretches(file, self.pieces, requests, state.fingerprint.layout, p0, last.p1)
+            runs = _stretches(file, self.pieces, requests, state.row_identity.layout, p0, last.p1)
         except (OSError, StateError) as error:
             raise StoreError(f"{file.path} cannot be read again: {error}") from error
         draft = Draft(
@@ -288,7 +288,7 @@ class RowStore:
             segment_key(state.digest, last.scope, prefix),
             last.scope,
             prefix[p0 * ID_BYTES :],
-            state.fingerprint.layout,
+            state.row_identity.layout,
             runs,
         )
 
@@ -336,7 +336,7 @@ class RowStore:
 
     def pieces(self, file: SegmentFile, p0: int, p1: int) -> list[KVRows]:
         """The rows [p0, p1) of a file that was verified. Raises OSError or StateError."""
-        return list(file.rows(self._state.fingerprint.layout, p0, p1, self._pool))
+        return list(file.rows(self._state.row_identity.layout, p0, p1, self._pool))
 
     def _open(self, file: SegmentFile, node: Node) -> None:
         self._refuse_dropped(file)
@@ -354,7 +354,7 @@ class RowStore:
     def _claim(self, file: SegmentFile, node: Node) -> Claim:
         with self._state.lock:
             views = [(viewer.p0, viewer.ids) for viewer in self._state.tree.viewers(file)]
-            return Claim(self._state.fingerprint, node.scope, node.prefix_bytes(), views)
+            return Claim(self._state.row_identity, node.scope, node.prefix_bytes(), views)
 
     def _damaged(self, file: SegmentFile, error: Exception) -> StoreError:
         """Quarantine `file` and return the error to raise."""
@@ -382,7 +382,7 @@ def _adopt(
     with state.catalog.transaction():
         id = state.catalog.insert(
             "files",
-            fingerprint=state.identity.fingerprint,
+            fingerprint=state.identity.row_identity,
             name=name,
             p0=p0,
             n_rows=n_rows,
@@ -470,7 +470,7 @@ def _draft(nodes: Sequence[Node], state: StoreState) -> Draft:
         segment_key(state.digest, last.scope, prefix),
         last.scope,
         prefix[first.p0 * ID_BYTES :],
-        state.fingerprint.layout,
+        state.row_identity.layout,
         merge_runs(runs),
     )
 

@@ -43,7 +43,7 @@ Bytes = npt.NDArray[np.uint8]
 class CheckpointHeader(msgspec.Struct, frozen=True):
     """The header of a checkpoint file."""
 
-    fingerprint: bytes
+    row_identity: bytes = msgspec.field(name="fingerprint")
     key: bytes
     position: int
     derived: bool
@@ -81,7 +81,7 @@ def new_half() -> str:
 def write_checkpoint(
     folder: Path,
     half: str,
-    fingerprint: bytes,
+    row_identity: bytes,
     key: bytes,
     position: int,
     derived: bool,
@@ -90,7 +90,7 @@ def write_checkpoint(
     """Write the file of `key` durably, or not at all; returns its size. `half`: its name until it
     is complete. Raises OSError."""
     data = np.ascontiguousarray(state).data
-    header = CheckpointHeader(fingerprint, key, position, derived, len(data), checksum(data))
+    header = CheckpointHeader(row_identity, key, position, derived, len(data), checksum(data))
     head = framed(MAGIC, VERSION, _encode(header))
     with durable.new_file(folder / half, folder / file_name(key, derived)) as fd:
         durable.reserve(fd, len(head) + len(data))
@@ -100,18 +100,18 @@ def write_checkpoint(
 
 
 def read_checkpoint(
-    path: Path, fingerprint: bytes, key: bytes, position: int, derived: bool
+    path: Path, row_identity: bytes, key: bytes, position: int, derived: bool
 ) -> Bytes:
     """The state, every byte checked. Raises StateError (damaged, or another's) or OSError."""
     header, state = _read(path)
-    if (header.fingerprint, header.key, header.position) != (fingerprint, key, position):
+    if (header.row_identity, header.key, header.position) != (row_identity, key, position):
         raise StateError("the state is of another prefix or model")
     if header.derived != derived:
         raise StateError("the state is not as exact as the file's name says")
     return state
 
 
-def fingerprint_of(path: Path) -> bytes | None:
+def row_identity_of(path: Path) -> bytes | None:
     """The digest of the row identity whose state a file says it is; None if its header cannot be
     read. Raises OSError."""
     with path.open("rb") as file:
@@ -122,7 +122,7 @@ def fingerprint_of(path: Path) -> bytes | None:
         if magic != MAGIC or version != VERSION:
             return None
         try:
-            return _decode(file.read(n_header)).fingerprint
+            return _decode(file.read(n_header)).row_identity
         except msgspec.MsgspecError:
             return None
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from towerd.slots.blob import parse_rows
 from towerd.slots.errors import StateError
-from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import NATIVE, KVLayout
+from towerd.slots.row_identity import RowIdentity
 from towerd.slots.rows import KVRows
 from towerd.store.segments.segment_header import (
     BlobEntry,
@@ -41,7 +41,7 @@ from towerd.tokens import ID_BYTES, Provenances, are_exact
 class Claim:
     """The catalog's record of a file's content. The file must match it before it is used."""
 
-    fingerprint: Fingerprint
+    row_identity: RowIdentity
     scope: str
     """Of every node that views the file."""
     prefix: bytes
@@ -128,7 +128,7 @@ class SegmentFile:
         """The header and the offset of the data."""
         header, start = decode_head(memoryview(data))
         self._check_identity(header)
-        check_layout(header, claim.fingerprint.layout)
+        check_layout(header, claim.row_identity.layout)
         check_claim(header, claim)
         return header, start
 
@@ -238,8 +238,8 @@ def quantized_bytes(files: Iterable[SegmentFile], native: KVLayout) -> int:
 
 def check_claim(header: SegmentHeader, claim: Claim) -> None:
     """Raises StateError unless row identity, scope, key and ids match the catalog."""
-    digest = claim.fingerprint.digest()
-    if header.fingerprint != digest:
+    digest = claim.row_identity.digest()
+    if header.row_identity != digest:
         raise StateError("the file belongs to another model or configuration")
     if header.scope != claim.scope:  # adapters are part of it: they make other rows
         raise StateError("the file belongs to another tenant, or was made under other adapters")

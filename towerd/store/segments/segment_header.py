@@ -217,7 +217,7 @@ class RunEntry(msgspec.Struct, frozen=True, array_like=True):
 class SegmentHeader(msgspec.Struct, frozen=True):
     """The header of a segment file."""
 
-    fingerprint: bytes
+    row_identity: bytes = msgspec.field(name="fingerprint")
     key: bytes
     """Key of the prefix that ends at p1."""
     scope: str
@@ -341,8 +341,8 @@ def _check(header: SegmentHeader, n_data: int) -> None:
         raise StateError(f"positions [{header.p0}, {header.p1}) make no segment")
     if len(header.ids) != header.n * ID_BYTES:
         raise StateError("the number of ids and of positions differ")
-    if len(header.fingerprint) != KEY_BYTES or len(header.key) != KEY_BYTES:
-        raise StateError("fingerprint and key must have 32 bytes")
+    if len(header.row_identity) != KEY_BYTES or len(header.key) != KEY_BYTES:
+        raise StateError("row identity and key must have 32 bytes")
     check_runs(header.run_table, header.n)
     for run in header.runs:
         for plane in run.planes:

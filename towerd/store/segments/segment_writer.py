@@ -60,7 +60,7 @@ class DraftRun:
 class Draft:
     """The content of a file to write: consecutive runs and their identity."""
 
-    fingerprint: bytes
+    row_identity: bytes
     key: bytes
     scope: str
     ids: bytes
@@ -187,7 +187,7 @@ def _header(
         blobs = [entry for entry in entries if isinstance(entry, BlobEntry)]
         runs.append(RunEntry(run.row0, run.n_rows, run.format, run.derived, planes, blobs))
     return SegmentHeader(
-        draft.fingerprint, draft.key, draft.scope, draft.p0, draft.p1, draft.ids, runs
+        draft.row_identity, draft.key, draft.scope, draft.p0, draft.p1, draft.ids, runs
     )
 
 

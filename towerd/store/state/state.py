@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from towerd.errors import NotFound, StoreError
 from towerd.slots.errors import StateError
-from towerd.slots.fingerprint import Fingerprint
+from towerd.slots.row_identity import RowIdentity
 from towerd.store.catalog.catalog import Catalog, EnteredIdentity, Lock, Undo
 from towerd.store.catalog.identity import ModelIdentity
 from towerd.store.files.directory import Directory
@@ -164,7 +164,7 @@ class StoreState:
 
     directory: Directory
     catalog: Catalog
-    fingerprint: Fingerprint
+    row_identity: RowIdentity
     digest: bytes
     """The row identity's."""
     identity: EnteredIdentity
@@ -243,7 +243,7 @@ class StoreState:
 
     def held(self, node: Node) -> Held:
         """The format of a node's rows: in memory, else on disk, else none."""
-        layout = self.fingerprint.layout
+        layout = self.row_identity.layout
         if node.hot is not None:
             names = [part.layout.format_name for part in node.hot]
             return Held("+".join(dict.fromkeys(names)), node.hot.nbytes)
@@ -254,7 +254,7 @@ class StoreState:
 
     def file_bytes(self, node: Node) -> int:
         """Bytes of a node's rows on disk; 0 if there are none."""
-        first, end, layout = node.file_row0, node.file_row0 + node.n, self.fingerprint.layout
+        first, end, layout = node.file_row0, node.file_row0 + node.n, self.row_identity.layout
         return sum(
             (min(end, run.end) - max(first, run.row0)) * layout.stored_as(run.format).token_bytes
             for run in self._runs(node)
@@ -279,7 +279,7 @@ class StoreState:
             "paths_held": len(self.tree.held),
             "hot_bytes": self.hot_bytes,
             "warm_bytes": self.warm_bytes,
-            "warm_quantized_bytes": quantized_bytes(self.files.values(), self.fingerprint.layout),
+            "warm_quantized_bytes": quantized_bytes(self.files.values(), self.row_identity.layout),
             "disk_bytes": int(disk),
             "catalog_bytes": catalog_bytes,
             "journal_bytes": journal_bytes,
@@ -311,18 +311,18 @@ def load_state(
     the lock."""
     entered = catalog.enter(identity, clock())
     catalog.open_model(entered)
-    files = load_files(catalog, entered.fingerprint, directory.segments)
+    files = load_files(catalog, entered.row_identity, directory.segments)
     return StoreState(
         directory,
         catalog,
-        identity.fingerprint,
-        identity.fingerprint.digest(),
+        identity.row_identity,
+        identity.row_identity.digest(),
         entered,
         clock,
         load_tree(catalog, entered, files),
         files,
         warm_bytes=sum(file.nbytes for file in files.values()),
-        foreign_bytes=foreign_bytes(catalog, entered.fingerprint),
+        foreign_bytes=foreign_bytes(catalog, entered.row_identity),
     )
 
 
@@ -334,18 +334,18 @@ def load_foreign(state: StoreState, tokenizer: int, digest: bytes) -> StoreState
     return replace(state, identity=of, tree=tree, files={}, listener=Listener())
 
 
-def foreign_bytes(catalog: Catalog, fingerprint: int) -> int:
+def foreign_bytes(catalog: Catalog, row_identity: int) -> int:
     """Bytes of the files of every other row identity."""
     sql = "SELECT coalesce(sum(bytes), 0) FROM files WHERE fingerprint != ?"
-    return int(catalog.rows(sql, (fingerprint,))[0][0])
+    return int(catalog.rows(sql, (row_identity,))[0][0])
 
 
-def load_files(catalog: Catalog, fingerprint: int, folder: Path) -> dict[int, SegmentFile]:
+def load_files(catalog: Catalog, row_identity: int, folder: Path) -> dict[int, SegmentFile]:
     """The files of one row identity by id; nothing is opened."""
     files = {}
     for id, name, p0, n_rows, n_bytes, text in catalog.rows(
         "SELECT id, name, p0, n_rows, bytes, runs FROM files WHERE fingerprint = ?",
-        (fingerprint,),
+        (row_identity,),
     ):
         if "/" in name or name in ("", ".", "..") or "\0" in name:
             raise catalog.damaged(f"file {id} has an impossible name")
@@ -364,7 +364,7 @@ def load_tree(catalog: Catalog, of: EnteredIdentity, files: dict[int, SegmentFil
     with _no_collections():
         parents = _load_nodes(catalog, of.tokenizer, tree)
         _link(catalog, tree, parents)
-        _load_views(catalog, of.fingerprint, files, tree)
+        _load_views(catalog, of.row_identity, files, tree)
     count_pins(catalog, tree)
     return tree
 
@@ -400,12 +400,12 @@ def _load_nodes(catalog: Catalog, tokenizer: int, tree: PrefixTree) -> list[int 
 
 
 def _load_views(
-    catalog: Catalog, fingerprint: int, files: dict[int, SegmentFile], tree: PrefixTree
+    catalog: Catalog, row_identity: int, files: dict[int, SegmentFile], tree: PrefixTree
 ) -> None:
     """Give the nodes their rows on disk."""
     for id, file_id, row0 in catalog.rows(
         "SELECT node, file, row0 FROM views JOIN files ON files.id = file WHERE fingerprint = ?",
-        (fingerprint,),
+        (row_identity,),
     ):
         node, file = tree.nodes.get(id), files[file_id]
         if node is None or node.file is not None or row0 < 0 or row0 + node.n > file.n_rows:

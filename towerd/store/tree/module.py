@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
@@ -13,8 +12,7 @@ Spans: TypeAlias = tuple[tuple[int, int], ...]
 """[start, stop) ranges of a module's tokens, ascending and disjoint, counted from its first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Module:
+class Module(msgspec.Struct, frozen=True):
     """The base's rows are those of the module alone, after `first` tokens."""
 
     first: int
@@ -33,7 +31,7 @@ class Module:
     """The model's noise on the same tokens; 0 for a module measured without it."""
     fidelity: str = ""
     """The fidelity whose bound determined `spans`; "" for a module from an older version."""
-    fingerprint: str = ""
+    row_identity: str = msgspec.field(default="", name="fingerprint")
     """The row identity that it was measured with, hex."""
 
     @property

@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
@@ -165,11 +165,10 @@ class Grid:
     """Each level's share of the excess of a format that all levels take."""
 
 
-@dataclass(frozen=True, slots=True)
-class Calibration:
+class Calibration(msgspec.Struct, frozen=True):
     """A finished calibration of one row identity."""
 
-    fingerprint: str
+    row_identity: str = msgspec.field(name="fingerprint")
     """Digest of the row identity, hex."""
     formats: str
     """`formats_digest()` of the table of formats that was measured."""
@@ -190,7 +189,7 @@ class Calibration:
 
     def to_json(self) -> dict[str, Any]:
         """A dict of JSON values; `from_json` takes it back."""
-        return {"version": VERSION, **asdict(self)}
+        return {"version": VERSION, **msgspec.to_builtins(self)}
 
     @classmethod
     def from_json(cls, value: object) -> Calibration:
@@ -270,10 +269,10 @@ def t_quantile(df: int) -> float:
     )
 
 
-def load_calibration(store: Store, fingerprint: str) -> Calibration | None:
+def load_calibration(store: Store, row_identity: str) -> Calibration | None:
     """The calibration of a row identity (its digest in hex); None if there is none, or if it was
     made with other stored formats than this towerd has. Raises StoreError."""
-    text = store.get_meta(_key(fingerprint))
+    text = store.get_meta(_key(row_identity))
     if text is None:
         return None
     try:
@@ -286,11 +285,11 @@ def load_calibration(store: Store, fingerprint: str) -> Calibration | None:
 
 def save_calibration(store: Store, found: Calibration) -> None:
     """Store a calibration durably in place of an earlier one. Raises DiskFull or StoreError."""
-    store.set_meta(_key(found.fingerprint), msgspec.json.encode(found.to_json()).decode())
+    store.set_meta(_key(found.row_identity), msgspec.json.encode(found.to_json()).decode())
 
 
-def _key(fingerprint: str) -> str:
-    return f"calibration:{fingerprint}"
+def _key(row_identity: str) -> str:
+    return f"calibration:{row_identity}"
 
 
 @dataclass(frozen=True, slots=True)

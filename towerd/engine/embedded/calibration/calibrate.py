@@ -109,7 +109,7 @@ class Calibrator:
 
     def start(self) -> None:
         """Apply a stored calibration; without one, measure in idle time."""
-        self._found = load_calibration(self._store, self._core.info.fingerprint.digest().hex())
+        self._found = load_calibration(self._store, self._core.info.row_identity.digest().hex())
         if self._found is not None:
             self._state = "done"
             self._apply(self._found)
@@ -208,7 +208,7 @@ class Calibrator:
         measurer.prepare()
         floor, grid, choices = calibrate(measurer, bits)
         return Calibration(
-            fingerprint=core.info.fingerprint.digest().hex(),
+            row_identity=core.info.row_identity.digest().hex(),
             formats=formats_digest(),
             ids=plan.digest(),
             made_unix=self._clock(),

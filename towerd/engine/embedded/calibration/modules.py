@@ -84,7 +84,7 @@ class EmbeddedModules:
             def line() -> SteppedSequence:
                 return SteppedSequence(scratch, run_step=step, step_s=_STEP_S)
 
-            rot_k = core.info.fingerprint.rot_k
+            rot_k = core.info.row_identity.rot_k
             rope, shapes = self._splicer.check(), other_shapes(core.context)
             meter = SpliceMeter(line, rope, rot_k=rot_k, head=head, ids=ids, shapes=shapes)
             meter.prepare(make_cases(text, head, len(ids), core.n_ctx))
@@ -92,7 +92,7 @@ class EmbeddedModules:
         digest = hashlib.blake2b(ids_bytes(ids), digest_size=32).hexdigest()
         fidelity = self._splicer.fidelity
         costs = cost.kl, cost.top1, meter.floor.kl
-        of = core.info.fingerprint.digest().hex()
+        of = core.info.row_identity.digest().hex()
         return Module(len(head), digest, percent, spans, *costs, fidelity, of)
 
     def _step(self, work: Callable[[], T], n_cells: int, given_up: threading.Event) -> T:

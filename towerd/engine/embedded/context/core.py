@@ -35,9 +35,9 @@ from towerd.models.known import metadata_of
 from towerd.settings.config import UNQUANTIZED, WATCHING, Config, partial_bytes
 from towerd.settings.llama_flags import adapter_files, media_flags, named_files, words_of
 from towerd.slots.errors import StateError
-from towerd.slots.fingerprint import Fingerprint, tokenizer_hash
 from towerd.slots.kind import DENSE, WHOLE
 from towerd.slots.layout import KVLayout, Plane
+from towerd.slots.row_identity import RowIdentity, tokenizer_hash
 from towerd.slots.selftest import check_slot_file, self_test
 from towerd.store import Catalog
 from towerd.system.machine import own_resident_bytes, ram_bytes
@@ -81,7 +81,7 @@ class Core:
 
     @property
     def layout(self) -> KVLayout:
-        return self.info.fingerprint.layout
+        return self.info.row_identity.layout
 
     def close(self) -> None:
         self.context.close()
@@ -277,7 +277,7 @@ def _info(
     if memory.kind is WHOLE:  # its bytes depend on what otherwise only the layout says
         arch = f"{arch}:{config.cache_type_k}:{config.cache_type_v}:{memory.context.v_trans:d}"
     n_head_kv = _largest(model, "attention.head_count_kv", 1)
-    fingerprint = Fingerprint(
+    row_identity = RowIdentity(
         model_hash=weights_hash(model.files, catalog),
         arch=arch,
         tokenizer=tokenizer_hash(vocab.pieces),
@@ -303,7 +303,7 @@ def _info(
         bos_token=vocab.bos_text,
         eos_token=vocab.eos_text,
         chat_template=model.metadata.get("tokenizer.chat_template", ""),
-        fingerprint=fingerprint,
+        row_identity=row_identity,
         kv_bytes_per_token=layout.token_bytes,
         metadata=model.metadata,
     )

@@ -320,7 +320,7 @@ class Budgets(Hook):
             self._observer.measure(seq, live_set)  # those queries saw the places before
         rows = self._memory.rows(seq.id, 0, live_set.place_next)
         assert rows is not None
-        rot_k = self._core.info.fingerprint.rot_k
+        rot_k = self._core.info.row_identity.rot_k
         moved = compose_at(runs_of(rows), self._splicer.rope(), rot_k=rot_k)
         blob = np.asarray(emit_blob([join(moved)], v_trans=self._core.context.v_trans))
         self._pool.let_go(seq)

@@ -247,7 +247,7 @@ class Recall:
         Raises Unavailable if no cells can be freed."""
         left, rows = self._second_half(seq, live_set)
         sink = live_set.sink
-        rows = shift(rows, len(sink), rope, rot_k=self._core.info.fingerprint.rot_k)
+        rows = shift(rows, len(sink), rope, rot_k=self._core.info.row_identity.rot_k)
         chunk = self.space.lay_out(rows, left, np.arange(len(left)))
         self._pool.let_go(seq)
         live_set.moved_down(live_set.offloaded.only(sink).add(chunk))

@@ -76,7 +76,7 @@ class Splicer:
         if self._rope is None and not self._why_not:
             core = self._core
             try:
-                rope = rope_of(core.model, core.info.fingerprint.rope, core.context.n_cells)
+                rope = rope_of(core.model, core.info.row_identity.rope, core.context.n_cells)
                 check_rope(core.layout, rope)
                 self._rope = rope
             except StateError as error:  # for good: the file is not read again at every token
@@ -176,7 +176,7 @@ class Splicer:
         return Blobs(blobs, n_hot == placed.n)
 
     def _blob(self, rows: KVRows, to: int, rope: Rope) -> Buffer:
-        moved = shift(rows, to, rope, rot_k=self._core.info.fingerprint.rot_k)
+        moved = shift(rows, to, rope, rot_k=self._core.info.row_identity.rot_k)
         return np.asarray(emit_blob([moved], v_trans=self._core.context.v_trans))
 
 

@@ -25,8 +25,8 @@ from towerd.model.row_flags import is_rotated, row_overrides
 from towerd.model.vocab import Vocab
 from towerd.settings.config import Config
 from towerd.settings.llama_flags import canonical, words_of
-from towerd.slots.fingerprint import REPORTED_HASH_PREFIX, Fingerprint, tokenizer_hash
 from towerd.slots.layout import KVLayout, Plane
+from towerd.slots.row_identity import REPORTED_HASH_PREFIX, RowIdentity, tokenizer_hash
 from towerd.store import Catalog
 from towerd.wire import Model, Settings
 
@@ -129,11 +129,11 @@ def describe(
         files += tuple(model.files)
         if command is None:
             notes += (_NO_COMMAND_NOTE,)
-        fingerprint = _own_identity(config, found, model, vocab, command, layout, lora, catalog)
+        row_identity = _own_identity(config, found, model, vocab, command, layout, lora, catalog)
     else:
         notes += (_NO_FILE_NOTE,)
-        fingerprint = _reported_identity(found, vocab, meta, layout, lora)
-    info = _info(found, model, vocab, meta, fingerprint)
+        row_identity = _reported_identity(found, vocab, meta, layout, lora)
+    info = _info(found, model, vocab, meta, row_identity)
     wire = _open_wire(model, vocab, found, command, config)
     return ModelDescription(
         info, vocab, model, wire, tuple(names), notes, tuple(adapters.values()), files
@@ -158,7 +158,7 @@ def _own_identity(
     layout: KVLayout,
     lora: tuple[str, ...],
     catalog: Catalog,
-) -> Fingerprint:
+) -> RowIdentity:
     """The row identity that the embedded engine has for the same file, flags and cache."""
     rope = model.rope(config)
     if command is None:
@@ -166,7 +166,7 @@ def _own_identity(
         command = Command()
     rotated = command.env.get("LLAMA_ATTN_ROT_DISABLE", "0") in ("", "0")
     n_head_kv = int(model.key("attention.head_count_kv", "1").strip("[]").split(",")[0]) or 1
-    return Fingerprint(
+    return RowIdentity(
         model_hash=weights_hash(model.files, catalog),
         arch=model.arch,
         tokenizer=tokenizer_hash(vocab.pieces),
@@ -188,7 +188,7 @@ def _info(
     model: LlamaModel,
     vocab: Vocab,
     meta: Mapping[str, Any],
-    fingerprint: Fingerprint,
+    row_identity: RowIdentity,
 ) -> ModelInfo:
     props = found.props
     return ModelInfo(
@@ -204,8 +204,8 @@ def _info(
         bos_token=str(props.get("bos_token", "")),
         eos_token=str(props.get("eos_token", "")),
         chat_template=str(props.get("chat_template", "")),
-        fingerprint=fingerprint,
-        kv_bytes_per_token=fingerprint.layout.token_bytes if found.spec is not None else 0,
+        row_identity=row_identity,
+        kv_bytes_per_token=row_identity.layout.token_bytes if found.spec is not None else 0,
         metadata=model.metadata,
         has_media=any(bool(props.get("modalities", {}).get(name)) for name in _MEDIA),
     )
@@ -220,11 +220,11 @@ def _reported_identity(
     meta: Mapping[str, Any],
     layout: KVLayout,
     lora: tuple[str, ...],
-) -> Fingerprint:
+) -> RowIdentity:
     """A row identity from what the server says about its model."""
     known = {key: meta.get(key) for key in ("n_vocab", "n_embd", "n_params", "size", "ftype")}
     text = json.dumps([found.model_path, known], sort_keys=True)
-    return Fingerprint(
+    return RowIdentity(
         model_hash=REPORTED_HASH_PREFIX
         + hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
         arch="",

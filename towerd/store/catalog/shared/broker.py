@@ -121,7 +121,7 @@ class CatalogBroker:
 
     def others(self, client: BrokerClient) -> list[BrokerClient]:
         """The other clients that have a model open. Called in a turn."""
-        return [each for each in self._clients if each is not client and each.fingerprint]
+        return [each for each in self._clients if each is not client and each.row_identity]
 
     def leave(self, client: BrokerClient) -> None:
         """Forget a client. Called in its turn."""
@@ -147,7 +147,7 @@ class BrokerClient:
     it answers."""
 
     def __init__(self, broker: CatalogBroker, catalog: SqliteCatalog, sock: socket.socket) -> None:
-        self.fingerprint = self.tokenizer = 0
+        self.row_identity = self.tokenizer = 0
         self.unseen: defaultdict[str, set[Any]] = defaultdict(set)
         """Rows that other clients changed, by table, and what they told."""
         self.held: Collection[int] = ()
@@ -179,7 +179,7 @@ class BrokerClient:
             "recognise_lost": lambda *wanted: catalog.recognise_lost(TokenizerIdentity(*wanted)),
             "tell": lambda *deletion: broker.tell(self, deletion),
             "held_elsewhere": lambda: [id for each in broker.others(self) for id in each.held],
-            "open_elsewhere": lambda: [each.fingerprint for each in broker.others(self)],
+            "open_elsewhere": lambda: [each.row_identity for each in broker.others(self)],
             "writing": lambda: list(catalog.writing()),
             "begin_file": self._begin_file,
             "end_file": self._end_file,
@@ -233,10 +233,10 @@ class BrokerClient:
             self.held = held
         self._give_turn()
 
-    def _open_model(self, fingerprint: int, tokenizer: int) -> None:
-        if any(each.fingerprint == fingerprint for each in self._broker.others(self)):
+    def _open_model(self, row_identity: int, tokenizer: int) -> None:
+        if any(each.row_identity == row_identity for each in self._broker.others(self)):
             raise StoreLocked("this model is served already, with the same settings")
-        self.fingerprint, self.tokenizer = fingerprint, tokenizer
+        self.row_identity, self.tokenizer = row_identity, tokenizer
         self.unseen.clear()
 
     def _begin(self) -> None:

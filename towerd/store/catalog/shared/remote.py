@@ -126,7 +126,7 @@ class RemoteCatalog(Catalog):
         self._call("end_file", name)
 
     def open_model(self, of: EnteredIdentity) -> None:
-        self._call("open_model", of.fingerprint, of.tokenizer)
+        self._call("open_model", of.row_identity, of.tokenizer)
 
     def follow(
         self, changed: Callable[[Changed], None], held: Callable[[], Collection[int]]

@@ -1,4 +1,4 @@
-"""The fingerprint: every field counts, and its digest is stable for ever."""
+"""The row identity: every field counts, and its digest is stable for ever."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from towerd.slots.errors import StateError
-from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane
+from towerd.slots.row_identity import RowIdentity
 
 BASE: dict[str, Any] = {
     "model_hash": "ab" * 32,
@@ -43,16 +43,16 @@ OTHERS: dict[str, tuple[str, Any]] = {
 def test_every_field_counts(name: str) -> None:
     """A change of any field changes equality and digest."""
     field, value = OTHERS[name]
-    one, two = Fingerprint(**BASE), Fingerprint(**(BASE | {field: value}))
+    one, two = RowIdentity(**BASE), RowIdentity(**(BASE | {field: value}))
     assert one != two
     assert one.digest() != two.digest()
 
 
 def test_equal() -> None:
     """Order and number type of RoPE parameters do not matter; JSON keeps everything."""
-    one = Fingerprint(**BASE)
-    two = Fingerprint(**(BASE | {"rope": {"scaling": "none", "freq_base": 10000}}))
-    three = Fingerprint.from_json(json.loads(json.dumps(one.to_json())))
+    one = RowIdentity(**BASE)
+    two = RowIdentity(**(BASE | {"rope": {"scaling": "none", "freq_base": 10000}}))
+    three = RowIdentity.from_json(json.loads(json.dumps(one.to_json())))
     for other in (two, three, dataclasses.replace(one)):
         assert one == other
         assert hash(one) == hash(other)
@@ -62,17 +62,17 @@ def test_equal() -> None:
 def test_digest_is_fixed() -> None:
     """Stores on disk depend on this value: a change must raise the store's version."""
     expected = "ff69fa4e4d688ff2c276cd4de76d58476f04cbb9ca1a78a701b61d42ab232df2"
-    assert Fingerprint(**BASE).digest().hex() == expected
+    assert RowIdentity(**BASE).digest().hex() == expected
 
 
 def test_immutable() -> None:
     """Neither fields nor the mapping can be changed, not even through the caller's dict."""
     rope = {"freq_base": 1.0}
-    fingerprint = Fingerprint(**(BASE | {"rope": rope}))
+    row_identity = RowIdentity(**(BASE | {"rope": rope}))
     rope["freq_base"] = 2.0
-    assert fingerprint.rope["freq_base"] == 1.0
+    assert row_identity.rope["freq_base"] == 1.0
     with pytest.raises(TypeError):
-        fingerprint.rope["x"] = 1.0  # type: ignore[index]
+        row_identity.rope["x"] = 1.0  # type: ignore[index]
 
 
 BAD: dict[str, Any] = {
@@ -91,14 +91,14 @@ BAD: dict[str, Any] = {
 def test_bad_fields(name: str) -> None:
     """Wrong types are refused."""
     with pytest.raises(StateError):
-        Fingerprint(**(BASE | {name: BAD[name]}))
+        RowIdentity(**(BASE | {name: BAD[name]}))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), True, None, 10**400, [1.0]])
 def test_bad_rope_values(value: object) -> None:
     """RoPE parameters are finite numbers or strings."""
     with pytest.raises(StateError):
-        Fingerprint(**(BASE | {"rope": {"freq_base": value}}))
+        RowIdentity(**(BASE | {"rope": {"freq_base": value}}))
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def test_bad_rope_values(value: object) -> None:
 def test_bad_json(change: dict[str, Any]) -> None:
     """Unknown keys and wrong types in stored JSON are refused."""
     with pytest.raises(StateError):
-        Fingerprint.from_json(Fingerprint(**BASE).to_json() | change)
+        RowIdentity.from_json(RowIdentity(**BASE).to_json() | change)
     values: list[object] = [None, [], "x", {}]
     for value in values:
         with pytest.raises(StateError):
-            Fingerprint.from_json(value)
+            RowIdentity.from_json(value)

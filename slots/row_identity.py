@@ -1,4 +1,4 @@
-"""The fingerprint: everything that must match before cached rows may be reused."""
+"""The row identity: everything that must match before cached rows may be reused."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from towerd.slots.layout import STATE_VERSION, KVLayout
 RopeValue: TypeAlias = float | str
 RANGE = 1e300
 REPORTED_HASH_PREFIX = "props:"
-"""Prefix of a fingerprint's `model_hash` if the model's file could not be read: the rest is a hash
+"""Prefix of a row identity's `model_hash` if the model's file could not be read: the rest is a hash
 of what its server reports."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """Everything that a row depends on besides its tokens; equal fingerprints may share rows.
+class RowIdentity:
+    """Everything that a row depends on besides its tokens; equal row identities may share rows.
 
     Raises StateError for values of the wrong type (integers in `rope` become floats)."""
 
@@ -45,14 +45,14 @@ class Fingerprint:
     def __post_init__(self) -> None:
         for name in ("model_hash", "arch", "tokenizer"):
             if not isinstance(getattr(self, name), str):
-                raise StateError(f"fingerprint: {name} must be a string")
+                raise StateError(f"row identity: {name} must be a string")
         for name in ("rot_k", "rot_v", "long_context"):
             if not isinstance(getattr(self, name), bool):
-                raise StateError(f"fingerprint: {name} must be true or false")
+                raise StateError(f"row identity: {name} must be true or false")
         if type(self.format_version) is not int:
-            raise StateError("fingerprint: format_version must be an integer")
+            raise StateError("row identity: format_version must be an integer")
         if not isinstance(self.layout, KVLayout):
-            raise StateError("fingerprint: layout must be a KVLayout")
+            raise StateError("row identity: layout must be a KVLayout")
         _check_names(self.lora)
         object.__setattr__(self, "rope", MappingProxyType(_checked_rope(self.rope)))
 
@@ -74,40 +74,40 @@ class Fingerprint:
         }
 
     @classmethod
-    def from_json(cls, value: object) -> Fingerprint:
-        """The fingerprint that `to_json` described. Raises StateError for anything else."""
+    def from_json(cls, value: object) -> RowIdentity:
+        """The row identity that `to_json` described. Raises StateError for anything else."""
         names = {field.name for field in fields(cls)}
         if not isinstance(value, Mapping) or set(value) != names:
-            raise StateError(f"a fingerprint must be an object with exactly {sorted(names)}")
+            raise StateError(f"a row identity must be an object with exactly {sorted(names)}")
         if not isinstance(value["lora"], list | tuple):
-            raise StateError("fingerprint: lora must be a list")
+            raise StateError("row identity: lora must be a list")
         layout = KVLayout.from_json(value["layout"])
         return cls(**{**value, "lora": tuple(value["lora"]), "layout": layout})
 
 
 def _check_names(lora: object) -> None:
     if not isinstance(lora, tuple) or not all(isinstance(name, str) for name in lora):
-        raise StateError("fingerprint: lora must be a tuple of strings")
+        raise StateError("row identity: lora must be a tuple of strings")
 
 
 def _checked_rope(rope: object) -> dict[str, RopeValue]:
     if not isinstance(rope, Mapping):
-        raise StateError("fingerprint: rope must be a mapping")
+        raise StateError("row identity: rope must be a mapping")
     checked: dict[str, RopeValue] = {}
     for key, value in rope.items():
         if not isinstance(key, str) or isinstance(value, bool):
-            raise StateError("fingerprint: rope must map names to numbers or strings")
+            raise StateError("row identity: rope must map names to numbers or strings")
         if isinstance(value, str):
             checked[key] = value
         elif isinstance(value, int | float) and abs(value) <= RANGE:  # also refuses nan
             checked[key] = float(value)
         else:
-            raise StateError(f"fingerprint: rope {key} must be a finite number or a string")
+            raise StateError(f"row identity: rope {key} must be a finite number or a string")
     return dict(sorted(checked.items()))
 
 
 def tokenizer_hash(pieces: Iterable[bytes]) -> str:
-    """The fingerprint's `tokenizer`: a hash of every token's bytes, special tokens as text."""
+    """The row identity's `tokenizer`: a hash of every token's bytes, special tokens as text."""
     digest = hashlib.blake2b(digest_size=16)
     for piece in pieces:
         digest.update(len(piece).to_bytes(4, "little") + piece)
