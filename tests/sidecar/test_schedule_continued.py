@@ -24,7 +24,7 @@ TOKENS = st.lists(st.integers(1, 2), max_size=6)
 class Weighing(PlacementPolicy):
     """Weighs every option, always."""
 
-    def _continuation(self, request: SlotRequest, free: Any, slots: Any) -> SlotChoice | None:
+    def _continuation(self, request: SlotRequest, slots: Any) -> SlotChoice | None:
         return None
 
 

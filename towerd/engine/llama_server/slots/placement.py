@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from towerd.engine.live_index import LiveIndex
 from towerd.engine.llama_server.slots.slot import Slot
 from towerd.store import Handle
 from towerd.store.tree.scope import adapters_of
@@ -125,7 +126,7 @@ class PlacementPolicy:
     def choose(self, request: SlotRequest, slots: Sequence[Slot]) -> SlotChoice | None:
         """The cheapest way to serve `request` in a free slot; None when all are busy."""
         free = [slot for slot in slots if not slot.busy]
-        continuation = self._continuation(request, free, slots)
+        continuation = self._continuation(request, slots)
         if continuation is not None:
             return continuation
         used = sorted(slot.last_used for slot in slots)
@@ -137,26 +138,22 @@ class PlacementPolicy:
             options, key=lambda choice: (choice.cost_ms, choice.slot.last_used), default=None
         )
 
-    def _continuation(
-        self, request: SlotRequest, free: Sequence[Slot], slots: Sequence[Slot]
-    ) -> SlotChoice | None:
+    def _continuation(self, request: SlotRequest, slots: Sequence[Slot]) -> SlotChoice | None:
         """Continue in a slot that holds only the beginning of the prompt, if no other place has
         more of it. Every turn of a chat in its slot is such a case. Nothing has to leave and every
         other option evaluates more, so none has to be weighed."""
         if request.ids is None:
             return None
-        shared = max(slot.common(request.ids) for slot in slots)
-        if shared == 0 or request.n_storable > shared:
+
+        def usable(slot: Slot, n: int) -> int:
+            is_whole = not slot.busy and slot.n == n and self.live(request, slot) == (n, False)
+            return n if is_whole else 0
+
+        found = LiveIndex(slots).longest(request.ids, request.scope, usable=usable)
+        if found.source is None or found.n < max(found.n_common, request.n_storable):
             return None
-        fitting = [
-            slot
-            for slot in free
-            if slot.n == shared and self.live(request, slot) == (shared, False)
-        ]
-        if not fitting:
-            return None
-        slot = min(fitting, key=lambda each: each.last_used)
-        return SlotChoice(slot, shared, cost_ms=self.costs.prefill(request.n - shared))
+        cost_ms = self.costs.prefill(request.n - found.n)
+        return SlotChoice(found.source, found.n, cost_ms=cost_ms)
 
     def _options(
         self, request: SlotRequest, free: Sequence[Slot], slots: Sequence[Slot], used: Sequence[int]

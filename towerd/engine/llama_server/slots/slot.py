@@ -52,6 +52,20 @@ class Slot:
     """The last two arrays that were compared and their common prefix, which is asked for often."""
 
     @property
+    def ids(self) -> Ids:
+        """See `LiveIndex`."""
+        return self.tokens
+
+    @property
+    def rank(self) -> int:
+        """See `LiveIndex`: of slots that hold the same, the one that was used longest ago."""
+        return -self.last_used
+
+    def n_visible(self, scope: str) -> int:
+        """See `LiveIndex`. Whether a request of `scope` may use it is the policy's to decide."""
+        return self.n
+
+    @property
     def n(self) -> int:
         """How many tokens it holds."""
         return len(self.tokens)
