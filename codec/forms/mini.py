@@ -67,7 +67,11 @@ class Student(Network):
             super().__init__(vocabulary, file.bundled(), ExactPredictor(path))
             return
         words = MarkedVocabulary(path)
-        predictor = ExactPredictor(path, vocabulary=words)
+        try:
+            predictor = ExactPredictor(path, vocabulary=words)
+        except UnknownModel:
+            words.close()
+            raise
         key = predictor.name, predictor.n_ctx, predictor.n_tokens
         found = find(*key) if find is not None else None
         self.start = found or derive(words, words.marks, predictor)

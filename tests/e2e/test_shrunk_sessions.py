@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -77,7 +78,7 @@ def check_listed(daemon: Daemon) -> None:
     shown = CliRunner().invoke(
         towerctl, ["segments", "show", str(one), "--socket", str(daemon.socket)]
     )
-    assert f"format     {segments[0]['format']}" in shown.output
+    assert re.search(rf"^format +{re.escape(segments[0]['format'])}$", shown.output, re.MULTILINE)
     metrics = requests.get(daemon.url + "/metrics", timeout=10).text
     assert "towerd_segments_shrunk_total" in metrics
     line = next(

@@ -14,7 +14,8 @@ import pytest
 from oracle import ask, check_integrity, settle, some_ids
 from services import OpenService
 
-from towerd.engine.base import GenerateRequest, LiveBudget
+from towerd.engine.base import GenerateRequest, LiveBudget, Piece
+from towerd.engine.embedded.context.context import LlamaContext
 from towerd.engine.embedded.context.taps import Taps
 from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.live_set import BoundedSet, Observed
@@ -246,3 +247,37 @@ def test_parked_chats_are_weighed_with_all_they_hold() -> None:
     assert len(towers) == 2
     assert list(index) == list(towers)
     assert towers.nbytes == 2 * parked.nbytes
+
+
+async def test_what_a_failed_request_said_is_kept(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens, in a session; its rows are evaluated again."""
+    async with service_on(bundled_model(), threads=1) as service:
+        decode, n_left = LlamaContext.decode, 6
+
+        def failing(context: LlamaContext) -> None:
+            nonlocal n_left
+            n_left -= 1
+            if n_left < 0:
+                raise TowerdError("it is broken")
+            decode(context)
+
+        monkeypatch.setattr(LlamaContext, "decode", failing)
+        said: list[int] = []
+        request = GenerateRequest(ids=some_ids(30), n_predict=20)
+
+        async def run() -> None:
+            async for event in service.sessions.run(request):
+                said.extend(event.ids if isinstance(event, Piece) else ())
+
+        with pytest.raises(TowerdError):
+            await run()
+        assert said
+        await service.sessions.drain()
+        monkeypatch.undo()
+        (session,) = service.store.sessions()
+        kept = service.store.session_ids(session.id, "local").tolist()
+        assert kept == [*some_ids(30).tolist(), *said]
+        again = await ask(service, kept, 4)
+        assert again.finish.reuse.prefill >= len(said)

@@ -69,8 +69,8 @@ def test_tables(vocab: Vocab) -> None:
     assert len(vocab.pieces) == vocab.n_vocab == 512
     assert vocab.bos_text == "<s>"
     assert vocab.eos_text == "</s>"
-    assert vocab.is_eog(vocab.eos_id)
-    assert not vocab.is_eog(vocab.n_vocab - 1)
+    assert vocab.eos_id in vocab.eog_ids
+    assert vocab.n_vocab - 1 not in vocab.eog_ids
     assert vocab.piece(vocab.eos_id) == b"</s>"
     assert vocab.detokenize([vocab.bos_id, vocab.eos_id]) == b"<s></s>"
 

@@ -177,7 +177,7 @@ async def test_the_saved_tokens_are_the_truth(sidecar_on: OpenSidecar) -> None:
                 "/completion",
                 {**body, "temperature": 0.0, "ignore_eos": True, "return_tokens": True},
             )
-            hold.replied(prompt(0), n_hidden=12)
+            hold.replied(prompt(0), n_uncertain=12)
         await engine.settle()
         said = np.concatenate([ids, np.array(reply["tokens"], np.int32)])
         match = sidecar.store.match(said, "local")
@@ -201,3 +201,28 @@ async def test_a_file_of_another_model(
         with pytest.raises(InvalidRequest, match="Unable to restore"):
             await process.upstream.restore(0, "saved")
         assert await process.upstream.evaluate(prompt(20), 0) == 0
+
+
+async def test_a_request_that_was_given_up_leaves_nothing_to_save(sidecar_on: OpenSidecar) -> None:
+    """Its client left before the reply began: only what the slot held before is known."""
+    async with sidecar_on() as sidecar:
+        engine = sidecar.engine
+        ids = prompt(50)
+        async with await engine.holds.hold(ids, "local"):
+            pass
+        await engine.settle()
+        assert engine.stats()["saves"] == engine.stats()["saves_failed"] == 0
+        assert sidecar.store.match(ids, "local").n == 0
+
+
+async def test_what_froze_is_not_saved_again(sidecar_on: OpenSidecar) -> None:
+    """Also where the slot may hold more than is known, as its client left in the reply."""
+    async with sidecar_on() as sidecar:
+        engine = sidecar.engine
+        ids = prompt(50)
+        async with await engine.holds.hold(ids, "local") as hold:
+            await engine.upstream.evaluate(ids, hold.slot)
+            hold.replied(prompt(0), hidden=True)
+        engine.holds.frozen({("local", ids[:20].tobytes())})
+        await engine.settle()
+        assert engine.stats()["saves"] == 0

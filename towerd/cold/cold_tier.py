@@ -337,6 +337,12 @@ class ColdTier:
         return was_frozen
 
     @_on("_thawer")
+    def read_text(self, read: Callable[..., str], *which: str) -> str:
+        """`read(*which)`, which decodes with the codec: it takes its turn among thaws, and the codec
+        is not closed before it ends."""
+        return read(*which)
+
+    @_on("_thawer")
     def session_ids(self, id: str, scope: str | None = None) -> Ids:
         """The token ids of a session's current branch, int32[n]. A frozen session stays frozen.
         Raises as `thaw`."""

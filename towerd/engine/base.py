@@ -6,6 +6,8 @@ one-dimensional int32 arrays (`Ids`).
 
 from __future__ import annotations
 
+import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.drift import Drift
-from towerd.errors import TooLarge
+from towerd.errors import TooLarge, TowerdError
 from towerd.slots.row_identity import RowIdentity
 from towerd.store import Node, Store
 from towerd.store.tree.module import Module
@@ -281,22 +283,47 @@ class Kept:
     """[p0, p1) of its tokens that are kept, ascending."""
 
 
-class Generation(Protocol):
+class Generation(ABC):
     """A running request. Iterate it to its Finish, or `cancel` it; then always `release` it."""
 
-    def __aiter__(self) -> AsyncIterator[Event]:
+    def __init__(self) -> None:
+        self.events: asyncio.Queue[Event | TowerdError] = asyncio.Queue()
+        """What the engine emits; the last one is a Finish or an error."""
+        self.cut_off: Finish | None = None
+        """What was generated before the request failed. Set before its error is emitted."""
+        self._ended = False
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
         """Its events, ending with Finish. Raises TowerdError when it failed."""
-        ...
+        while not self._ended:
+            event = await self.events.get()
+            if isinstance(event, TowerdError):
+                self._ended = True
+                raise event
+            self._ended = isinstance(event, Finish)
+            yield event
 
     async def cancel(self) -> Finish | None:
-        """End it now: the Finish of what was generated, None if it had ended. Of one that failed,
-        what was generated before, if the engine still has it."""
-        ...
+        """End it now: the Finish of what was generated; of a request that failed, of what was
+        generated before. None if it had ended, or nothing was generated."""
+        if not self._ended:
+            self.stop()
+            try:
+                async for event in self:
+                    if isinstance(event, Finish):
+                        return event
+            except TowerdError:
+                pass
+        return self.cut_off
 
+    @abstractmethod
+    def stop(self) -> None:
+        """Have it end soon, with a Finish of what was generated."""
+
+    @abstractmethod
     def release(self) -> None:
         """Call when its tokens are recorded: the engine may then export, share or evict its live
         rows."""
-        ...
 
 
 class ModuleMaker(Protocol):

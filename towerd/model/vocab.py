@@ -137,10 +137,6 @@ class Vocab:
         """The bytes of one token; a special token's own text."""
         return self.pieces[token]
 
-    def is_eog(self, token: int) -> bool:
-        """Whether the token ends generation."""
-        return token in self.eog_ids
-
     def validate(self, ids: Sequence[int] | Ids) -> Ids:
         """`ids` as int32; InvalidRequest names the first that is not a token of this model."""
         try:

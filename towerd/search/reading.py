@@ -151,15 +151,18 @@ class TurnReader:
         return messages(ids, self._vocabulary(info.tokenizer, info.scope))
 
     def _codec(self, tokenizer: str, scope: str) -> Codec:
-        """The codec of a vocabulary that is kept for a tenant, which cannot tokenize; the last one
-        stays in memory."""
+        """The codec of a vocabulary that is kept for a tenant, which cannot tokenize; that of the
+        last whole one stays in memory."""
         from towerd.codec import Codec  # imported late: it loads llama.cpp
 
         with self._lock:
             vocabulary = self._vocabulary(tokenizer, scope)
-            if self._last_codec is None or self._last_codec.vocabulary is not vocabulary:
-                self._last_codec = Codec(vocabulary, tables=self._store.tables)
-            return self._last_codec
+            if self._last_codec is not None and self._last_codec.vocabulary is vocabulary:
+                return self._last_codec
+            codec = Codec(vocabulary, tables=self._store.tables)
+            if self._last is not None and self._last[1] is vocabulary:
+                self._last_codec = codec
+            return codec
 
     def _vocabulary(self, tokenizer: str, scope: str | None = None) -> KeptVocabulary:
         """The vocabulary of a tokenizer that is kept for a tenant; the last whole one stays in

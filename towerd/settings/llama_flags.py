@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,10 @@ def _split(
             if skips_unknown:
                 continue
             raise unknown_flag(word, own or ())
+        if skips_unknown:  # another build's flag of this name may take another number of values
+            values = [value] if is_joined else list(islice(words, flag.n_values))
+            yield flag, [name, *values]
+            continue
         if is_joined and flag.n_values != 1:
             raise ConfigError(
                 f"{name} takes {flag.n_values or 'no'} value{'s' * bool(flag.n_values)}."

@@ -57,10 +57,6 @@ class RestorePlan:
             checkpoint=checkpoint,
         )
 
-    @classmethod
-    def nothing(cls) -> RestorePlan:
-        return cls()
-
 
 @dataclass(frozen=True, slots=True)
 class Composed:

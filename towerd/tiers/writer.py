@@ -21,7 +21,7 @@ class TierCounters:
     bytes_written: int = 0
 
     def stats(self) -> dict[str, int]:
-        """TierCounters by their names in /metrics, except `damaged`, which has other contributors."""
+        """The counters by their names in /metrics, except `damaged`, which has other contributors."""
         return {
             "segments_written": self.written,
             "segments_promoted": self.promoted,

@@ -210,7 +210,7 @@ def test_gain_is_that_of_conversations_held_out_whole(
     )
     assert ("do not use it" in advice(found, BUNDLED)) == (found["gain"] <= 0)
     (tmp_path / "x.gguf").write_text("no model")
-    assert "x.gguf is no mini model" in advice(gain(BUNDLED, tmp_path / "x.gguf", unseen), BUNDLED)
+    assert "x.gguf cannot be loaded" in advice(gain(BUNDLED, tmp_path / "x.gguf", unseen), BUNDLED)
 
 
 BESIDE_BFLOAT16 = """

@@ -170,7 +170,7 @@ async def _add_tokens(request: web.Request, out: dict[str, Any], name: str, scop
     except ThawError:
         if flag(request, "ids"):
             raise
-        out["text"] = await asyncio.to_thread(service.search.reader.text, name, scope)
+        out["text"] = await service.cold.read_text(service.search.reader.text, name, scope)
         return
     if flag(request, "ids"):
         out["ids"] = ids.tolist()
@@ -205,9 +205,8 @@ async def _get_foreign(request: web.Request, name: str, found: ForeignSession) -
         ids, _ = await asyncio.to_thread(foreign.session_ids, *which)
         out["ids"] = ids.tolist()
     if flag(request, "text"):
-        out["text"] = await asyncio.to_thread(
-            service_of(request).search.reader.foreign_text, *which
-        )
+        service = service_of(request)
+        out["text"] = await service.cold.read_text(service.search.reader.foreign_text, *which)
     return json_reply(out)
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is li
 
 
 _BAD_HTTP = "llama-server's reply is not valid HTTP"
-_DOWN = "llama-server is not running at the moment; try again"
+DOWN = "llama-server is not running at the moment; try again"
 REFUSAL_BYTES_MAX = 64 * 1024
 """No error of llama-server is larger."""
 _FINAL = (
@@ -61,13 +61,13 @@ async def ask(
     head is there. Raises Unavailable if llama-server is unavailable, TowerdError if its reply
     cannot be read, and the errors of iterating the body."""
     if not engine.availability.is_running:
-        raise engine.availability.failure(_DOWN)
+        raise engine.availability.failure(DOWN)
     try:
         return await engine.upstream.send(method, path, headers, body)
     except NotHttp as error:
         raise TowerdError(_BAD_HTTP) from error
     except (Lost, Unreachable) as error:
-        failure = engine.availability.failure(LOST if isinstance(error, Lost) else _DOWN)
+        failure = engine.availability.failure(LOST if isinstance(error, Lost) else DOWN)
         # llama-server closes the connection on a body that it refuses; it may still be well.
         if not isinstance(body, AsyncIterator):
             engine.availability.notice(failure)

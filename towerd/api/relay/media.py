@@ -21,9 +21,10 @@ from towerd.api.http.keys import TENANT, TENANTS
 from towerd.api.http.off_loop import by_size, count, release
 from towerd.api.http.reply import encode
 from towerd.api.http.request_log import log_finished, title_for
-from towerd.api.relay.forward import ask, copy, llama_server_of
+from towerd.api.relay.forward import DOWN, ask, copy, llama_server_of
 from towerd.api.relay.headers import to_upstream
 from towerd.engine.base import Reuse
+from towerd.engine.llama_server.process.upstream_client import UpstreamGone
 from towerd.errors import InvalidRequest
 
 if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is listened on
@@ -80,6 +81,7 @@ async def forward_embeddings(request: web.Request) -> web.StreamResponse:
 
 async def _generate(request: web.Request, data: bytes) -> web.StreamResponse:
     engine = llama_server_of(request)
+    engine.availability.check()
     title = await title_for(request, data)
     if request.path == MESSAGES:
         # Reuse in a slot of llama-server's choice would tell one tenant of the others.
@@ -88,7 +90,12 @@ async def _generate(request: web.Request, data: bytes) -> web.StreamResponse:
             reply = await _sent(request, engine, with_fields(data, fields))
             launched()
             return await _finish(request, reply, title)
-    async with await engine.holds.hold_opaque(request[TENANT].scope) as hold:
+    try:
+        held = await engine.holds.hold_opaque(request[TENANT].scope)
+    except UpstreamGone as error:
+        engine.availability.notice(error)
+        raise engine.availability.failure(DOWN) from error
+    async with held as hold:
         pinned = with_fields(data, {"id_slot": hold.slot, "n_cache_reuse": 0})
         reply = await _sent(request, engine, pinned)
         hold.launched()

@@ -17,6 +17,7 @@ from towerd.api.http.keys import CONFIG, GATE, TENANT
 from towerd.api.http.reply import json_reply, raw_reply
 from towerd.api.llama import completion, info, streams, text
 from towerd.api.relay.forward import (
+    DOWN,
     body_of,
     copy,
     forward,
@@ -26,6 +27,7 @@ from towerd.api.relay.forward import (
 )
 from towerd.api.relay.media import forward_embeddings, with_counted_media, with_media
 from towerd.engine.base import SlotView
+from towerd.engine.llama_server.process.upstream_client import UpstreamGone
 from towerd.errors import NotFound, NotSupported, SwitchedOff, TowerdError
 
 PRIVATE_FIELDS = ("prompt", "generated")
@@ -54,7 +56,11 @@ async def get_slots(request: web.Request) -> web.StreamResponse:
     engine.availability.check()
     # Whether all are busy (`?fail_on_no_slot=`) is not told to one of several tenants.
     path = request.rel_url.raw_path_qs if request[TENANT].sees_all else "/slots"
-    slots: list[dict[str, Any]] = await engine.upstream.get(path)
+    try:
+        slots: list[dict[str, Any]] = await engine.upstream.get(path)
+    except UpstreamGone as error:
+        engine.availability.notice(error)
+        raise engine.availability.failure(DOWN) from error
     shown = [{k: v for k, v in slot.items() if k not in PRIVATE_FIELDS} for slot in slots]
     if request[TENANT].admin:
         return json_reply(shown)
@@ -216,4 +222,8 @@ ROUTES: tuple[tuple[str, str, Any], ...] = (
 )
 """(method, path, handler) of every endpoint of llama-server."""
 
-_RULED = frozenset(path for _, path, handler in ROUTES if handler is not forward)
+_RULED = frozenset(path for _, path, handler in ROUTES if handler is not forward) | {
+    "/health",
+    "/v1/health",
+}
+"""Paths whose other methods and spellings are unknown here: they have rules, or need no key."""

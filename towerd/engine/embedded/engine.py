@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -14,9 +14,9 @@ import numpy as np
 from towerd.engine.base import (
     CLOSING,
     Embeds,
-    Event,
     Finish,
     GenerateRequest,
+    Generation,
     Kept,
     LiveBudget,
     ModuleMaker,
@@ -56,35 +56,16 @@ _TEXT_CHARS_MAX = 64 * 1024
 """Longer texts are tokenized one at a time, on a separate thread."""
 
 
-class EmbeddedGeneration:
-    """Events of one running request. See `towerd.engine.base.Generation`."""
+class EmbeddedGeneration(Generation):
+    """A request whose job the inference thread runs."""
 
     def __init__(self, job: Job, scheduler: Scheduler) -> None:
-        self.events: asyncio.Queue[Event | TowerdError] = asyncio.Queue()
+        super().__init__()
         self.job = job
         self._scheduler = scheduler
-        self._ended = False
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        while not self._ended:
-            event = await self.events.get()
-            if isinstance(event, TowerdError):
-                self._ended = True
-                raise event
-            self._ended = isinstance(event, Finish)
-            yield event
-
-    async def cancel(self) -> Finish | None:
-        if self._ended:
-            return None
+    def stop(self) -> None:
         self._scheduler.cancel(self.job)
-        try:
-            async for event in self:
-                if isinstance(event, Finish):
-                    return event
-        except TowerdError:
-            pass
-        return None
 
     def release(self) -> None:
         self._scheduler.release(self.job)
@@ -315,6 +296,7 @@ class EmbeddedEngine:
             generation = self._generations.get(job)
             if generation is None:
                 continue
+            generation.cut_off = job.cut_off
             generation.events.put_nowait(event)
             if isinstance(event, Finish | TowerdError):
                 self._forget(job)

@@ -12,9 +12,9 @@ import numpy as np
 from aiohttp import ClientResponse
 
 from towerd.engine.base import (
-    Event,
     Finish,
     GenerateRequest,
+    Generation,
     Piece,
     Progress,
     Reuse,
@@ -32,14 +32,17 @@ from towerd.wire import Received, Reply, Request, WireThreads
 
 log = logging.getLogger(__name__)
 
+PROGRESS_TOKENS_MIN = 256
+"""Prompt tokens to evaluate from which llama-server is asked for its progress: an older one sends
+nothing before the first token otherwise, and what waits for the launch would wait for that."""
 READ_BYTES_MAX = 16 * 1024
 """Bytes of a stream that are worked through in one step of the event loop: about a hundred events."""
 _NO_TIME = Timings(0, 0, 0.0, 0, 0.0)
 _DATA = b"data: {"
 
 
-class LlamaServerGeneration:
-    """Events of one running request. See `towerd.engine.base.Generation`."""
+class LlamaServerGeneration(Generation):
+    """A request that a task sends to llama-server."""
 
     def __init__(
         self,
@@ -49,45 +52,20 @@ class LlamaServerGeneration:
         wire: WireThreads,
         request: GenerateRequest,
     ) -> None:
+        super().__init__()
         self._holds = holds
         self._availability = availability
         self._adapters = adapters
         self._wire = wire
         self._request = request
         self._reply = request.reply
-        self._events: asyncio.Queue[Event | TowerdError] = asyncio.Queue()
         self._hold: SlotHold | None = None
         self._ids: list[int] = []
         """The reply's tokens that are known, also those that a stop string cuts off."""
         self._is_started = False
-        self._ended = False
-        self._cut_off: Finish | None = None
-        """What was generated before the request failed."""
         self.task = asyncio.get_running_loop().create_task(self._run())
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        while not self._ended:
-            event = await self._events.get()
-            if isinstance(event, TowerdError):
-                self._ended = True
-                raise event
-            self._ended = isinstance(event, Finish)
-            yield event
-
-    async def cancel(self) -> Finish | None:
-        if self._ended:
-            return self._cut_off
-        self.stop()
-        try:
-            async for event in self:
-                if isinstance(event, Finish):
-                    return event
-        except TowerdError:
-            pass
-        return self._cut_off
-
     def stop(self) -> None:
-        """End it now, with a Finish of what was generated."""
         self.task.cancel()
 
     def release(self) -> None:
@@ -96,9 +74,9 @@ class LlamaServerGeneration:
 
     async def _run(self) -> None:
         try:
-            self._events.put_nowait(await self._generate())
+            self.events.put_nowait(await self._generate())
         except asyncio.CancelledError:
-            self._events.put_nowait(self._finish("cancelled", _NO_TIME))
+            self.events.put_nowait(self._finish("cancelled", _NO_TIME))
         except TowerdError as error:
             self._availability.notice(error)
             is_lost = self._hold is not None and isinstance(error, Unavailable)
@@ -110,10 +88,10 @@ class LlamaServerGeneration:
     def _fail(self, error: TowerdError) -> None:
         """Emit the error; what was generated before is for `cancel`."""
         if self._ids:
-            self._cut_off = self._finish("cancelled", _NO_TIME)
+            self.cut_off = self._finish("cancelled", _NO_TIME)
         else:
             self.release()
-        self._events.put_nowait(error)
+        self.events.put_nowait(error)
 
     async def _generate(self) -> Finish:
         request = self._request
@@ -128,7 +106,7 @@ class LlamaServerGeneration:
         # Only this endpoint says how llama-server calls the reply.
         is_named = reply.request.has_reasoning_control
         path = "/v1/completions" if is_named else "/completion"
-        own = encode(self._own_fields(hold.slot, verbose=is_named))
+        own = encode(self._own_fields(hold, verbose=is_named))
         body = await self._wire.call(0, reply.request.upstream_body, reply.choice, own)
         async with self._holds.upstream.stream(path, body) as stream:
             hold.launched()
@@ -137,13 +115,14 @@ class LlamaServerGeneration:
                     return self._last(hold, reply)
         raise Unavailable(LOST)
 
-    def _own_fields(self, slot: int, *, verbose: bool) -> dict[str, Any]:
+    def _own_fields(self, hold: SlotHold, *, verbose: bool) -> dict[str, Any]:
         lora = self._adapters.entries(self._request.scope)
         fields: dict[str, Any] = {
-            "id_slot": slot,
+            "id_slot": hold.slot,
             "stream": True,
             "return_tokens": True,
-            "return_progress": self._request.return_progress,
+            "return_progress": self._request.return_progress
+            or hold.reuse.prefill >= PROGRESS_TOKENS_MIN,
             "cache_prompt": self._request.cache_prompt,
             "n_cache_reuse": 0,  # moved rows are approximations, and the slot is stored later
         }
@@ -164,14 +143,14 @@ class LlamaServerGeneration:
         """Emit what an event says; whether it was the last one."""
         if received.progress is not None:
             if self._request.return_progress:
-                self._events.put_nowait(Progress(*received.progress))
+                self.events.put_nowait(Progress(*received.progress))
             return False
         if received.chunk is not None or received.is_last:
             self._start(hold)
         self._ids += received.ids
         if received.chunk is not None:
             text = received.chunk.text.decode("utf-8", "replace")
-            self._events.put_nowait(Piece(text, received.ids, received.chunk))
+            self.events.put_nowait(Piece(text, received.ids, received.chunk))
         return received.is_last
 
     def _start(self, hold: SlotHold) -> None:
@@ -181,7 +160,7 @@ class LlamaServerGeneration:
             self._is_started = True
             hold.answering()
             _, _, prompt_ms, _, _ = self._reply.timings
-            self._events.put_nowait(Started(hold.reuse, len(self._request.ids), prompt_ms))
+            self.events.put_nowait(Started(hold.reuse, len(self._request.ids), prompt_ms))
 
     def _last(self, hold: SlotHold, reply: Reply) -> Finish:
         timings = Timings(*reply.timings)
@@ -192,17 +171,19 @@ class LlamaServerGeneration:
         """The Finish, after updating the record of what the slot holds."""
         n_prompt, hold, reply = len(self._request.ids), self._hold, self._reply
         kept, n_cached, word = self._ids, 0, ""
-        is_exact, n_unnamed = True, int(stop == "cancelled")
+        is_exact, n_unnamed = True, 0
         if reply is not None:
             kept, is_exact = self._ids[: reply.n_kept], reply.is_exact
-            n_unnamed += reply.n_unnamed
+            n_unnamed = reply.n_unnamed
             word = reply.stopping_word.decode("utf-8", "replace")
         if hold is not None and (self._is_started or stop != "cancelled"):
             # llama-server never evaluates the last token that it samples.
             n_cached = n_prompt + min(len(kept), max(0, len(self._ids) - 1))
             certain = self._ids if is_exact else []
-            n_hidden = len(self._ids) - len(certain) + n_unnamed
-            hold.replied(np.array(certain, np.int32), n_hidden)
+            n_uncertain = len(self._ids) - len(certain) + n_unnamed
+            hold.replied(
+                np.array(certain, np.int32), n_uncertain=n_uncertain, hidden=stop == "cancelled"
+            )
         return Finish(
             stop=stop,
             stopping_word=word,

@@ -157,7 +157,7 @@ class SqliteCatalog(Catalog):
             is_journal_wrong = bool(self.journal_problems())
         if is_journal_wrong:
             self._compact()
-            self._note("The journal was rewritten from the self.")
+            self._note("The journal was rewritten from the catalog.")
 
     def sizes(self) -> tuple[int, int]:
         paths = (self.path, self.path.with_name(self.path.name + "-wal"))

@@ -82,7 +82,7 @@ class TowerEnds:
         return end if end is not None and end.node is node else None
 
     def nearest(self, start: Node, ids: bytes, scope: str) -> Node:
-        """The deepest node on a end's path that is of `scope`, lies below `start` and whose
+        """The deepest node on an end's path that is of `scope`, lies below `start` and whose
         prefix begins `ids`; `start` if there is none. `start` is a node of another scope
         whose prefix also begins `ids`."""
         best, wanted = start, ids_array(ids)

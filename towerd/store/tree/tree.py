@@ -37,12 +37,6 @@ class Match:
             return self
         return Match(self.nodes[: bisect_left(self.nodes, n, key=lambda node: node.p0)], n)
 
-    @property
-    def full(self) -> tuple[Node, ...]:
-        """The nodes that are matched in full."""
-        is_partial = bool(self.nodes) and self.nodes[-1].p1 > self.n
-        return self.nodes[:-1] if is_partial else self.nodes
-
 
 @dataclass(frozen=True, slots=True)
 class Matched:

@@ -1,6 +1,6 @@
 """Cells of a context are in RAM before rows are restored to them.
 
-The pages of unused cells were given back to the system (`model/zero_pages.py`). When llama.cpp writes
+The pages of unused cells were given back to the system (`context/zero_pages.py`). When llama.cpp writes
 to such a page for the first time, the kernel stops it to find one and fill it with zeros: two
 microseconds for 4 KiB, three times what copying the row's own bytes costs. So a thread asks for
 pages ahead. llama.cpp takes free cells from the beginning on, and what was taken once stays in RAM:

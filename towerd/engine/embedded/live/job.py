@@ -128,6 +128,8 @@ class Job:
     """Where GET /slots shows it."""
     phase: JobPhase = JobPhase.WAITING
     cancelled: bool = False
+    cut_off: Finish | None = None
+    """What was generated before it failed."""
     seq: LiveSeq | None = None
     output: Reply | None = None
     """Samples, and keeps the text; None: nothing is generated."""

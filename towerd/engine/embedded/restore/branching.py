@@ -103,7 +103,7 @@ class Branching:
         """Plan what to restore after `seq`, within the job's first `stop` tokens. A plan never ends
         within a medium."""
         if not job.request.cache_prompt:
-            return RestorePlan.nothing()
+            return RestorePlan()
         plan = self.tiers.plan(job.path, seq.n, job.n_on_path(whole(job.media, stop)))
         seq.n_public = plan.n_public
         n_whole = whole(job.media, seq.n + plan.n)

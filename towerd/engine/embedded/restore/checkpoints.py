@@ -91,7 +91,7 @@ class Checkpoints(Branching):
         """See Branching.plan. The plan ends at a position with a checkpoint. Also sets the
         positions at which the job is to take checkpoints."""
         stop = job.n_on_path(stop)
-        plan, n_known = RestorePlan.nothing(), 0
+        plan, n_known = RestorePlan(), 0
         if job.request.cache_prompt and job.n_broken < _BROKEN_MAX:
             stored = self.tiers.plan(job.path, seq.n, stop)
             seq.n_public, n_known = stored.n_public, stored.n_match

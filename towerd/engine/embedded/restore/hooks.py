@@ -49,7 +49,7 @@ class Hook:
     def plan(self, job: Job, seq: LiveSeq, found: FoundLive) -> RestorePlan:
         """Plan what to restore after `seq`, which begins with what was found."""
         n = self.n_loadable(job, seq)
-        return self.branching.plan(job, seq, found, n) if n else RestorePlan.nothing()
+        return self.branching.plan(job, seq, found, n) if n else RestorePlan()
 
     def n_loadable(self, job: Job, seq: LiveSeq) -> int:
         """How many leading tokens may be loaded from the store: the last one is evaluated."""

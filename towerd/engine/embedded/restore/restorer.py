@@ -126,7 +126,7 @@ class Restorer:
 
     def find(self, job: Job) -> FoundLive:
         """What is live to continue from, or, for a preempted job that had more, the sequence whose
-        cells its rows can share. To be asked once before the job begins."""
+        cells its rows can share. Asked anew in each pass until the job begins."""
         if not job.request.cache_prompt:
             return NOTHING_FOUND
         found, saved = self._hooks.of_job(job).find(job), job.saved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from towerd.engine.base import StopType
@@ -64,7 +65,11 @@ class Endings:
         self.emit(job, finish)
 
     def fail(self, job: Job, error: TowerdError) -> None:
-        """Emit the error; nothing is kept of the job's sequence."""
+        """Emit the error; nothing is kept of the job's sequence, but what was generated is told."""
+        if job.reply:
+            n_kept = len(job.reply) if job.output is None else job.output.n_kept
+            finish = job.finish("cancelled", "", n_kept)
+            job.cut_off = replace(finish, n_cached=len(job.request.ids), n_rows=0)
         self._leave(job)
         job.saved = None
         if job.seq is not None:

@@ -107,19 +107,20 @@ class SlotHold:
         if placed.n_cached is not None and not self.is_stale:
             self._holds.compare(cache_n, placed.n_cached, restored=placed.is_restored)
 
-    def replied(self, reply: Ids, n_hidden: int = 0) -> None:
+    def replied(self, reply: Ids, *, n_uncertain: int = 0, hidden: bool = False) -> None:
         """Note what the slot holds after this reply: all but its last token, which llama-server
-        never evaluated. n_hidden: how many tokens may follow whose ids are not certain."""
+        never evaluated. n_uncertain: about how many tokens follow whose ids are not certain; hidden:
+        whether it may hold more than that."""
         if self.ids is None or self.is_stale:
             return
         self._is_open = False
         self._slot.since = self._since
         tokens = np.concatenate([self.ids, reply[:-1]])
-        if not self._is_exact or len(tokens) + n_hidden >= self._holds.n_ctx:
+        if not self._is_exact or len(tokens) + n_uncertain >= self._holds.n_ctx:
             # Moved rows or a context shift, which must never be stored.
             self._slot.hold_unknown(self.scope)
         else:
-            self._slot.hold(tokens, self.scope, hidden=n_hidden > 0)
+            self._slot.hold(tokens, self.scope, n_uncertain=n_uncertain, hidden=hidden)
 
     async def __aenter__(self) -> SlotHold:
         return self
@@ -128,13 +129,14 @@ class SlotHold:
         self.release()
 
     def release(self) -> None:
-        """Give the slot back. Unless it has `replied` its content counts as unknown."""
+        """Give the slot back. Unless it has `replied`, only what was in place before counts."""
         self.launched()
         self.answering()
         if self._is_released:
             return
         self._is_released = True
         if self._is_open and not self.is_stale:
+            self._slot.since = self._since
             if self.ids is None:
                 self._slot.hold_unknown(self.scope)
             else:
@@ -362,7 +364,7 @@ class SlotHolds:
         for slot in self.table.slots:
             data = slot.tokens.tobytes()
             if any(slot.scope == scope and data.startswith(ids) for scope, ids in prefixes):
-                slot.n_stored = slot.n
+                slot.be_stored()
 
     # ---- seen from outside ------------------------------------------------------------------
 

@@ -187,12 +187,12 @@ class PlacementPolicy:
         allowed = common if slot.scope == request.scope else min(common, request.n_public)
         if allowed < common:
             return 0, True
-        if self.extends_only and (common < slot.n or common == request.n):
+        if self.extends_only and (common < slot.n_all or common == request.n):
             return 0, False  # it starts over, unless it kept a checkpoint
-        if self.window and 0 < common < slot.n:
+        if self.window and 0 < common < slot.n_all:
             if slot.window_from and common < slot.window_from + self.window - 1:
                 return 0, True  # with --swa-full the server would use rows that it lacks
-            if common < slot.n - 1:
+            if common < slot.n_all - 1:
                 return 0, False  # it starts over, unless it kept a checkpoint
         return common, False
 
@@ -255,10 +255,10 @@ class PlacementPolicy:
     def _leave(self, slot: Slot, n_kept: int, used: Sequence[int], capture: Slot | None) -> float:
         """The cost of keeping only `n_kept` tokens: saving what only the slot has (or losing it),
         and restoring the rest, which is the likelier the more recently it was used."""
-        if slot.n <= n_kept and slot.known:
+        if slot.n_all <= n_kept and slot.known:
             return 0.0
         save = self.costs.save(slot.n) if capture is slot else 0.0
-        lost = 0 if capture is slot else max(0, slot.n - max(slot.n_stored, n_kept))
+        lost = 0 if capture is slot else max(0, slot.n_all - max(slot.n_stored, n_kept))
         later = len(used) - bisect_right(used, slot.last_used)
         odds = _RETURN_ODDS * 0.5**later
         return save + odds * (self.costs.prefill(lost) + self.costs.restore(slot.n))
@@ -267,7 +267,7 @@ class PlacementPolicy:
         """Whether losing rows would cost more than saving the slot."""
         if not self.can_store or not slot.known or not slot.sure:
             return False
-        lost = slot.n - max(slot.n_stored, n_kept)
+        lost = slot.n_all - max(slot.n_stored, n_kept)
         return lost > 0 and self.costs.prefill(lost) > self.costs.save(slot.n)
 
     # ---- many requests ------------------------------------------------------------------------

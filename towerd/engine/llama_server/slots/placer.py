@@ -125,7 +125,7 @@ class Placer:
     async def look_up(self, request: SlotRequest) -> RestorePlan:
         """What the store has of the prompt, which is also noted in `request`."""
         if not self.can_compose or not request.cache_prompt or request.path is None:
-            return RestorePlan.nothing()
+            return RestorePlan()
         plan = await asyncio.get_running_loop().run_in_executor(
             self._workers, self._tiers.plan, request.path, 0
         )
@@ -298,13 +298,13 @@ class Placer:
             raise
         except TowerdError as error:
             self.counters.saves_failed += 1
-            slot.n_stored = slot.n  # not again
+            slot.be_stored()  # not again
             log.warning("a slot could not be saved", extra={"error": error.message})
             return
         self._count_capture(image, n_kept, done)
         if epoch == self.epoch:
             slot.hold(image.tokens, slot.scope)
-            slot.n_stored = slot.n
+            slot.be_stored()
 
     def _count_capture(self, image: SlotImage, n_kept: int, done: SlotAction) -> None:
         self.counters.saves += 1

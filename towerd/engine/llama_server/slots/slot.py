@@ -26,7 +26,9 @@ class Slot:
     known: bool = True
     """False: it holds something towerd cannot name (images, a request it did not place)."""
     hidden: bool = False
-    """Whether it may hold more after `tokens`: a reply whose ids are not certain."""
+    """Whether it may hold more after `tokens`: what was generated last, as far as it is not known."""
+    n_uncertain: int = 0
+    """How many tokens of a reply follow `tokens`, about, whose ids are not certain: a save tells them."""
     n_stored: int = 0
     """Leading tokens whose rows the store has."""
     provenance: Provenances = field(default_factory=lambda: np.zeros(0, np.uint8))
@@ -71,26 +73,35 @@ class Slot:
         return len(self.tokens)
 
     @property
+    def n_all(self) -> int:
+        """How many tokens it holds, with those whose ids are not certain."""
+        return self.n + self.n_uncertain
+
+    @property
     def n_needed(self) -> int:
         """Cells that it takes, or will take with the request that uses it."""
-        return self.n_promised or self.n
+        return self.n_promised or self.n_all
 
     @property
     def n_unsaved(self) -> int:
-        """Tokens whose rows only this slot has, as far as they are known; at least one if it may hold
-        more."""
-        return max(self.n - self.n_stored, int(self.hidden))
+        """Tokens whose rows only this slot has."""
+        return max(0, self.n_all - self.n_stored)
+
+    def be_stored(self) -> None:
+        """Note that it has nothing that is to be saved."""
+        self.n_stored, self.n_uncertain = self.n, 0
 
     def forget(self) -> None:
         """Note that it is empty."""
         self.hold_restored(_EMPTY, "", 0, np.zeros(0, np.uint8))
 
-    def hold(self, tokens: Ids, scope: str, *, hidden: bool = False) -> None:
+    def hold(self, tokens: Ids, scope: str, *, n_uncertain: int = 0, hidden: bool = False) -> None:
         """Note that it holds these tokens; rows of unchanged tokens are as before."""
         self.n_stored = min(self.n_stored, self.common(tokens))
         self.provenance = self.provenance[: self.common(tokens)]
         self.tokens, self.scope = tokens, scope
-        self.known, self.sure, self.hidden = True, True, hidden
+        self.known, self.sure, self.hidden = True, True, hidden or n_uncertain > 0
+        self.n_uncertain = n_uncertain
         self.adapters = adapters_of(scope)
 
     def hold_restored(
@@ -101,6 +112,7 @@ class Slot:
         self.n_stored = len(tokens)
         self.window_from = window_from
         self.known, self.sure, self.hidden = True, True, False
+        self.n_uncertain = 0
 
     def provenance_of(self, n: int) -> Provenances:
         """The provenance of `n` tokens: tokens after a row that is not exact are derived."""
