@@ -118,7 +118,7 @@ class SegmentShape(TypedDict):
     warm: bool
     format: str | None
     bytes: int
-    boundary_bytes: int
+    checkpoint_bytes: int
     pinned: bool
     hits: int | None
     last_used: Moment | None

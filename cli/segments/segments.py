@@ -117,7 +117,7 @@ def _print(found: Json, *, whole_text: bool) -> None:
         ("rows", f"{tiers(found)}, {size(found['bytes'])}"),
         ("format", found["format"] or "-"),
         ("reuse", _CUTS[found["cut"]]),
-        ("state checkpoint", size(found["boundary_bytes"]) if found["boundary_bytes"] else "-"),
+        ("state checkpoint", size(found["checkpoint_bytes"]) if found["checkpoint_bytes"] else "-"),
         ("pinned", "yes" if found["pinned"] else "no"),
     ]
     if found["hits"] is not None:

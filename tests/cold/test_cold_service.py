@@ -86,7 +86,7 @@ async def test_the_same_tokens_as_never_frozen(
 ) -> None:
     """Named or recognised by its tokens: the same session, greedy tokens, turns; what others begin
     with is kept with its rows, the rest was frozen, and the reuse says so."""
-    fields: dict[str, Any] = {"boundary_tokens": 32, "live_sequences": 1, "parallel": 1}
+    fields: dict[str, Any] = {"checkpoint_tokens": 32, "live_sequences": 1, "parallel": 1}
     async with service_on(model, "never", **fields) as service:
         await ask(service, [1, *BASE, *words(9, 90)])
         expected = await chat(service, session, freeze=False)

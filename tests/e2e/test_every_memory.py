@@ -58,7 +58,7 @@ class Model:
             "1",
             "-tb",
             "1",
-            "--boundary-tokens",
+            "--checkpoint-tokens",
             "32",
         )
 
@@ -145,7 +145,7 @@ def check_shown(model: Model, segment: int, *where: object) -> None:
     """What `segments show` says that can be done with a base."""
     shown = json.loads(ctl("segments", "show", segment, "--json", *where))
     assert shown["cut"] == model.cut
-    assert (shown["boundary_bytes"] > 0) == (model.cut == "boundary")
+    assert (shown["checkpoint_bytes"] > 0) == (model.cut == "boundary")
     text = ctl("segments", "show", segment, *where)
     assert f"{WORDS[model.cut]}\n" in text
 

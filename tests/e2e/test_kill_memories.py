@@ -42,7 +42,7 @@ class Model:
             "1",
             "-tb",
             "1",
-            "--boundary-tokens",
+            "--checkpoint-tokens",
             EVERY,
         )
 

@@ -28,7 +28,7 @@ SHAPES = {
     "deepseek2": replace(SHAPE, arch="deepseek2", head_dim=64),
 }
 """Dense, sliding-window, hybrid, recurrent, and MLA."""
-FLAGS = ("-c", "1024", "-t", "1", "-tb", "1", "--boundary-tokens", "32", "--freeze-after", "0")
+FLAGS = ("-c", "1024", "-t", "1", "-tb", "1", "--checkpoint-tokens", "32", "--freeze-after", "0")
 SOAK_KILLS = 20
 WORK_S = (0.3, 1.0, 3.0, 8.0)
 """The most time between two kills; freezing needs seconds, for the codec is loaded first."""

@@ -38,7 +38,7 @@ def test_a_chat_goes_on(make_daemon: MakeDaemon, tmp_path: Path, arch: Arch) -> 
     model, projector = files(tmp_path, arch)
     chat: list[Any] = [look_at(1, text="one two three four " * 3)]
     with llama_server(model, *FLAGS, "-np", "1", "--mmproj", str(projector)) as alone:
-        flags = ("--boundary-tokens", "32", "--no-anticipate")
+        flags = ("--checkpoint-tokens", "32", "--no-anticipate")
         with make_daemon("-m", str(model), *FLAGS, "--mmproj", str(projector), *flags) as daemon:
             n_before = 0
             for turn in range(4):

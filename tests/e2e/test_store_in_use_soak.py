@@ -29,7 +29,7 @@ FLAGS = (
     "1024",
     "--live-tokens",
     "2048",
-    "--boundary-tokens",
+    "--checkpoint-tokens",
     "64",
 )
 N_CHATS = 6

@@ -61,7 +61,7 @@ def oracle(model: Path) -> Iterator[Oracle]:
 @pytest.fixture
 def opened(service_on: OpenService, model: Path) -> Any:
     def on(**settings: Any) -> Any:
-        return service_on(model, boundary_tokens=EVERY, **settings)
+        return service_on(model, checkpoint_tokens=EVERY, **settings)
 
     return on
 

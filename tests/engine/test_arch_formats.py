@@ -61,7 +61,7 @@ def opened(service_on: OpenService, model: Path, tmp_path: Path) -> Any:
     """`async with opened("name", ...)`: a service on the store of that name."""
 
     def on(name: str = "store", **settings: Any) -> Any:
-        fixed = {"store_dir": tmp_path / name, "boundary_tokens": 32, "threads": 1}
+        fixed = {"store_dir": tmp_path / name, "checkpoint_tokens": 32, "threads": 1}
         return service_on(model, **fixed, anticipate=False, **settings)
 
     return on

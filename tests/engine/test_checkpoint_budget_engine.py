@@ -27,8 +27,8 @@ async def test_a_long_chat_stays_within_its_budget(service_on: OpenService, tmp_
     places: list[int] = []
     size = 0
     for opening in range(4):
-        settings = {"boundary_bytes": N_STATES * size} if size else {}
-        async with service_on(path, boundary_tokens=32, ctx_size=1024, **settings) as service:
+        settings = {"checkpoint_bytes": N_STATES * size} if size else {}
+        async with service_on(path, checkpoint_tokens=32, ctx_size=1024, **settings) as service:
             for turn in range(7):
                 prompt = [*ids, *rng.integers(300, 448, 23).tolist(), END]
                 answer = await ask(service, prompt, 6)
@@ -42,7 +42,7 @@ async def test_a_long_chat_stays_within_its_budget(service_on: OpenService, tmp_
             table = service.engine.checkpoint_tier.table
             size = max(size, *(found.nbytes for found in table.all()))
             if settings:
-                assert table.file_bytes <= settings["boundary_bytes"]
+                assert table.file_bytes <= settings["checkpoint_bytes"]
                 places = sorted(found.position for found in table.all())
                 assert len(places) == N_STATES
                 assert places[-1] == len(ids) - 1

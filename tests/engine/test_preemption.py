@@ -26,7 +26,7 @@ SHAPE = Shape(
 )
 EVERY = 32
 """Tokens between state checkpoints here."""
-FULL = {"ctx_size": 1024, "live_tokens": 1024, "parallel": 8, "boundary_tokens": EVERY}
+FULL = {"ctx_size": 1024, "live_tokens": 1024, "parallel": 8, "checkpoint_tokens": EVERY}
 SMALL = FULL | {"ctx_size": 512, "live_tokens": 512}
 END = 4
 """<|im_end|> of the synthetic vocabulary."""

@@ -34,6 +34,13 @@ def test_flags_beat_environment_beats_file_beats_defaults(tmp_path: Path) -> Non
     assert found.host == "127.0.0.1"
 
 
+def test_names_of_the_last_release(tmp_path: Path) -> None:
+    """Settings that were renamed are read under both names."""
+    toml = write_toml(tmp_path, "boundary_tokens = 64\n")
+    found = load({}, {"TOWERD_BOUNDARY_BYTES": "1MiB"}, toml)
+    assert (found.checkpoint_tokens, found.checkpoint_bytes) == (64, 2**20)
+
+
 def test_user_file_is_read_when_it_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toml = write_toml(tmp_path, "port = 1001\n")
     monkeypatch.setattr("towerd.system.paths.config_file", lambda: toml)

@@ -136,11 +136,11 @@ class Config:
     warm_bytes: int = _set(-1, "size", "--warm-bytes",
         "Disk for the attention state of conversations.", low=-1,
         auto="32 GiB, but at most half of what is free")
-    boundary_bytes: int = _set(-1, "size", "--boundary-bytes",
+    checkpoint_bytes: int = _set(-1, "size", "--checkpoint-bytes --boundary-bytes",
         "Disk for state checkpoints, from which models with recurrent layers resume; of several "
         "models, for each.", low=-1,
         auto="a quarter of warm-bytes")
-    boundary_tokens: int = _set(512, "int", "--boundary-tokens",
+    checkpoint_tokens: int = _set(512, "int", "--checkpoint-tokens --boundary-tokens",
         "Tokens between state checkpoints near the end of a long prompt.", low=16, high=2**20)
     fidelity: str = _set("near", "text", "--fidelity",
         "How faithfully unused attention state is stored on disk: as computed, or within a measured bound; in front "
@@ -324,8 +324,8 @@ class Config:
         if self.recall_disk_bytes == -1:
             most = auto.get("warm_bytes", self.warm_bytes) // 4
             auto["recall_disk_bytes"] = min(4 * auto.get("recall_bytes", self.recall_bytes), most)
-        if self.boundary_bytes == -1:
-            auto["boundary_bytes"] = auto.get("warm_bytes", self.warm_bytes) // 4
+        if self.checkpoint_bytes == -1:
+            auto["checkpoint_bytes"] = auto.get("warm_bytes", self.warm_bytes) // 4
         for name, value in auto.items():
             object.__setattr__(self, name, value)
 

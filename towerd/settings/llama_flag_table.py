@@ -124,8 +124,8 @@ _TABLE: Mapping[Use, str] = {
 --poll --poll-batch --spec-draft-poll --spec-draft-poll-batch | threads wait as OpenMP has them wait
 --cache-ram | the RAM for idle conversations is --hot-bytes
 --cache-reuse | what a prompt begins with is used again, and nothing in its middle
---ctx-checkpoints | state checkpoints are kept on disk, see --boundary-bytes
---checkpoint-min-step | state checkpoints are --boundary-tokens apart
+--ctx-checkpoints | state checkpoints are kept on disk, see --checkpoint-bytes
+--checkpoint-min-step | state checkpoints are --checkpoint-tokens apart
 --slot-prompt-similarity | a conversation is found by its tokens
 --slot-save-path | every conversation is kept in --store-dir
 --defrag-thold | llama.cpp has no use for it any more

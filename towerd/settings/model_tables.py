@@ -13,7 +13,7 @@ from typing import Any
 
 from towerd.errors import ConfigError
 from towerd.settings.config import Config, settings, with_server_args
-from towerd.settings.setting import Setting
+from towerd.settings.setting import OLD_NAMES, Setting
 
 ALL = "*"
 OF_ROUTER = frozenset(
@@ -107,6 +107,7 @@ def parse_table(table: Mapping[str, Any], place: str, names: Iterable[str] = ())
     """The values of a TOML table of settings. names: those that may be meant by a wrong one, if
     more than the settings. Raises ConfigError."""
     known = settings()
+    table = {OLD_NAMES.get(key, key): raw for key, raw in table.items()}
     for key in table:
         if key not in known:
             raise unknown_setting(key, place, names or known)

@@ -34,6 +34,8 @@ LOCAL_TENANT = "local"
 """The tenant of a key that names none, and of every caller while no key is set."""
 PUBLIC_TENANT = "public"
 """Reserved: the scope of what the operator shares with all tenants."""
+OLD_NAMES = {"boundary_bytes": "checkpoint_bytes", "boundary_tokens": "checkpoint_tokens"}
+"""Names that settings had in the last release, in variables and towerd.toml, and those they have now."""
 YES = ("1", "true", "yes", "on")
 NO = ("0", "false", "no", "off")
 

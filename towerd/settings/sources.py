@@ -15,7 +15,7 @@ from typing import Any
 from towerd.errors import ConfigError
 from towerd.settings.config import Config, settings
 from towerd.settings.model_tables import ModelTables, parse_table, tables_from, unknown_setting
-from towerd.settings.setting import keys_from, parse_path
+from towerd.settings.setting import OLD_NAMES, keys_from, parse_path
 from towerd.system import paths
 
 ENV_PREFIX = "TOWERD_"
@@ -88,7 +88,8 @@ def _read_toml(path: Path | None) -> tuple[dict[str, Any], str]:
 
 
 def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
-    known = {ENV_PREFIX + name.upper(): name for name in settings()}
+    names = {name: name for name in settings()} | OLD_NAMES
+    known = {ENV_PREFIX + name.upper(): now for name, now in names.items()}
     values: dict[str, Any] = {}
     for variable, raw in env.items():
         if not variable.startswith(ENV_PREFIX) or variable.startswith(ENV_TEST_PREFIX):

@@ -89,6 +89,7 @@ def segment_json(node: Node, store: Store, viewer: Viewer = OWNER_VIEW) -> dict[
     parent = node.parent.id if node.parent is not None else 0
     held = store.held(node)
     has_uses = viewer.may_see_uses(node)
+    n_checkpoint = checkpoint_bytes(store.state, node)
     return {
         "id": viewer.numbers.shown(node.id),
         "parent": viewer.numbers.shown(parent),
@@ -100,7 +101,8 @@ def segment_json(node: Node, store: Store, viewer: Viewer = OWNER_VIEW) -> dict[
         "warm": node.file is not None,
         "format": held.format,
         "bytes": held.nbytes,
-        "boundary_bytes": checkpoint_bytes(store.state, node),
+        "checkpoint_bytes": n_checkpoint,
+        "boundary_bytes": n_checkpoint,  # its name in the last release
         "pinned": node.pinned,
         "hits": node.hits if has_uses else None,
         "last_used": node.last_used if has_uses else None,

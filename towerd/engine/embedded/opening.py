@@ -144,4 +144,4 @@ def _open_checkpoint_tier(config: Config, core: Core, store: Store) -> Checkpoin
         return None
     store.set_meta(CUT_META + store.state.digest.hex(), core.memory.kind.cut)
     exact = config.fidelity == "exact"
-    return CheckpointTier(store, bytes_max=config.boundary_bytes, exact=exact)
+    return CheckpointTier(store, bytes_max=config.checkpoint_bytes, exact=exact)

@@ -52,7 +52,7 @@ class Parts:
         self.splicer = Splicer(core, tiers)
         checkpoints = None
         if checkpoint_tier is not None:
-            ends, every = core.vocab.eog_ids, config.boundary_tokens
+            ends, every = core.vocab.eog_ids, config.checkpoint_tokens
             checkpoints = Checkpoints(memory, self.pool, tiers, checkpoint_tier, ends, every)
         self.exporter = Exporter(memory, tiers, checkpoints)
         tokens = Branching(memory, self.pool, tiers, self.exporter.export)
