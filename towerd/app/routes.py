@@ -1,4 +1,5 @@
-"""Every route, in one table; `docs/http-api.md` has an entry for each."""
+"""The routes of the embedded engine, in tables; `docs/http-api.md` has an entry for each. Those in front of a
+llama-server are in `towerd.api.relay.routes`, those of a router in `towerd.router.router`."""
 
 from __future__ import annotations
 

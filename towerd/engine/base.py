@@ -1,6 +1,7 @@
 """The engine protocol: requests, their events, and what an engine can do.
 
-Everything above an engine (sessions, API, CLI) uses only these types. Token ids travel as
+What is above an engine (sessions, API) uses these types; only the relay, LoRA adapters and calibration,
+which one engine alone has, name its own. Token ids travel as
 one-dimensional int32 arrays (`Ids`).
 """
 

@@ -1,4 +1,4 @@
-"""Eviction policies. Pure and synchronous, one class per file."""
+"""Eviction policies. Pure and synchronous, one per file."""
 
 from towerd.policy.base import Key, Policy, Tree
 from towerd.policy.factory import NAMES, make_policy

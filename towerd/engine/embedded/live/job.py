@@ -36,7 +36,8 @@ _ROOM_MIN = 64
 
 
 class JobPhase(enum.Enum):
-    """The phase of a job. It only moves down this list, except when the job is preempted."""
+    """The phase of a job. It moves down this list; back to LOADING for rows or a medium in the middle of a
+    prompt, and to WAITING when the job is preempted or its rows turn out to be gone."""
 
     WAITING = "waiting"
     LOADING = "loading"

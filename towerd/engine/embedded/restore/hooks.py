@@ -1,4 +1,4 @@
-"""Hook: called by the scheduler at named moments of a request; decides what stays live.
+"""Hook: what a kind of chat keeps live, asked by the scheduler and the restorer at named moments.
 
 The base class serves most requests: everything stays live, and a chat ends with its context.
 Subclasses override the moments at which they differ. Called by the inference thread only.

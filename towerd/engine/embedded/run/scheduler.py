@@ -1,8 +1,8 @@
 """The inference thread: continuous batching over the live sequences.
 
-One pass of the loop: take commands, admit waiting jobs, attach loaded rows, decode one batch,
-sample, deliver events. Between passes, or when nothing runs, rows that the store lacks are
-exported. The thread is the only one that touches the context and the pool.
+One pass of the loop: take commands and attach loaded rows, admit waiting jobs, decode one batch,
+sample, deliver events, export some rows that the store lacks. The thread is the only one that
+touches the context and changes the pool.
 """
 
 from __future__ import annotations
