@@ -34,8 +34,13 @@ TEMPLATE = ROOT / "towerd" / "data" / "templates" / "Qwen3.jinja"
 ANSWER = "The notes say forty-two."
 CTX_SIZE, CTX_SIZE_SMALL = 32768, 512
 LONG_QUESTION = QUESTION + " Tell me all." * CTX_SIZE_SMALL
-REASONS = "exceeds the available context size", "prompt is too long"
-"""What a program shows of a refusal, in the words of its API."""
+REASONS = (
+    "exceeds the available context size",
+    "prompt is too long",
+    "ran out of room in the model's context window",
+    "possibly exhausted context window",
+)
+"""What a program shows of a refusal: the words of its API, or Codex's and aider's own."""
 
 
 def main() -> None:
