@@ -122,10 +122,10 @@ def test_without_room_for_the_journal_turns_are_still_recorded(root: Path) -> No
         """
         import resource, sys
         from pathlib import Path
-        from store_tools import FINGERPRINT, turn_of
+        from store_tools import ROW_IDENTITY, turn_of
         from towerd.store import Store
         root = Path(sys.argv[1])
-        store = Store.open(root, FINGERPRINT)
+        store = Store.open(root, ROW_IDENTITY)
         for turn in range(30):
             store.commit_turn(turn_of(range(turn, turn + 3000), [1], session="a"))
         store.flush()

@@ -33,7 +33,7 @@ def words_of(codec: Codec) -> KeptVocabulary:
 
 
 def lose(root: Path, *, models_too: bool) -> None:
-    """Damage every copy of the row of FINGERPRINT's tokenizer, in the catalog and in the journal."""
+    """Damage every copy of the row of ROW_IDENTITY's tokenizer, in the catalog and in the journal."""
     with closing(sqlite3.connect(root / DATABASE)) as db:
         ((pk, digest),) = db.execute(
             "SELECT id, digest FROM tokenizers WHERE pieces = ?", (ROW_IDENTITY.tokenizer,)

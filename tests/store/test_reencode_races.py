@@ -121,7 +121,7 @@ CRASHES = textwrap.dedent(
     """
     import os, shutil, sys
     from pathlib import Path
-    from store_tools import FINGERPRINT, check_rows, write_all
+    from store_tools import ROW_IDENTITY, check_rows, write_all
     import numpy as np
     from towerd.kernels import dispatch
     from towerd.store import Store
@@ -130,7 +130,7 @@ CRASHES = textwrap.dedent(
 
     root, copy = Path(sys.argv[1]), Path(sys.argv[1] + "-copy")
     IDS = np.arange(100, 150, dtype=np.int32)
-    with Store.open(root, FINGERPRINT) as store:
+    with Store.open(root, ROW_IDENTITY) as store:
         write_all(store, store.insert(IDS, "local", [20, 50])[-1])
 
     def dying(call, after):
@@ -145,7 +145,7 @@ CRASHES = textwrap.dedent(
         return wrapper
 
     def child(after):
-        with Store.open(copy, FINGERPRINT) as store:
+        with Store.open(copy, ROW_IDENTITY) as store:
             (file,) = store.files()
             for owner, name in (
                 (os, "pwrite"), (os, "rename"), (os, "fsync"), (os, "unlink"), (os, "open"),
@@ -170,7 +170,7 @@ CRASHES = textwrap.dedent(
                 child(after)
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             assert status in (0, 9), status
-            with Store.open(copy, FINGERPRINT) as store:
+            with Store.open(copy, ROW_IDENTITY) as store:
                 assert check_rows(store, store.match(IDS, "local").nodes[-1]) == 50
                 store.check_integrity(keys=True)
                 assert store.verify().ok, store.verify()

@@ -21,7 +21,7 @@ WORKER = textwrap.dedent(
     """
     import os, sys, threading
     from pathlib import Path
-    from store_tools import FINGERPRINT, make_hot, turn_of
+    from store_tools import ROW_IDENTITY, make_hot, turn_of
     from towerd.store import Store
     from towerd.store import FormatRequest
     def history(chat, n_turns):
@@ -30,7 +30,7 @@ WORKER = textwrap.dedent(
             ids += [1000 + chat, turn, 7, 8] + [chat * 31 + turn * 7 + i for i in range(6)]
         return ids
 
-    store = Store.open(Path(sys.argv[1]), FINGERPRINT)
+    store = Store.open(Path(sys.argv[1]), ROW_IDENTITY)
     done = {int(info.id): info.n_turns for info in store.sessions()}
     nodes = []
 

@@ -25,11 +25,11 @@ def test_second_open_names_the_owner(root: Path, store: Store) -> None:
         """
         import sys
         from pathlib import Path
-        from store_tools import FINGERPRINT
+        from store_tools import ROW_IDENTITY
         from towerd.errors import StoreLocked
         from towerd.store import Store
         try:
-            Store.open(Path(sys.argv[1]), FINGERPRINT)
+            Store.open(Path(sys.argv[1]), ROW_IDENTITY)
         except StoreLocked as error:
             print(error.message)
         """,
@@ -133,10 +133,10 @@ def test_file_size_limit_is_a_full_disk(root: Path) -> None:
         import resource, sys
         from pathlib import Path
         import numpy as np
-        from store_tools import FINGERPRINT, make_hot, turn_of
+        from store_tools import ROW_IDENTITY, make_hot, turn_of
         from towerd.errors import DiskFull
         from towerd.store import Store
-        store = Store.open(Path(sys.argv[1]), FINGERPRINT)
+        store = Store.open(Path(sys.argv[1]), ROW_IDENTITY)
         first = store.commit_turn(turn_of(list(range(2000)), [1, 2]))
         make_hot(store, first.node)
         wal = (Path(sys.argv[1]) / "catalog.sqlite-wal").stat().st_size
