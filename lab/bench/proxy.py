@@ -55,7 +55,7 @@ FULL = (ProxyLoad(1, 512, 16, 9), ProxyLoad(32, 64, 8, 1))
 QUICK = (ProxyLoad(1, 256, 8, 8), ProxyLoad(32, 64, 4, 1))
 """32 streams share one context, and each step attends to all of it, so they are short."""
 CHATS_FULL = (2, 16)
-CHATS_QUICK = (1, 4)
+CHATS_QUICK = (5, 14)
 """The number of chats, one after the other, and the turns of each."""
 CHAT_CELLS = 4096
 """More than a chat ever takes."""
@@ -109,7 +109,7 @@ async def run(model: Path | None, quick: bool) -> Report:
                 _enter(report, load, *await _measure((direct, sidecar), load, n_vocab))
                 if load.streams == 1:
                     await _enter_chats(report, (direct, sidecar), n_chats, n_turns)
-    report.target("added_ttft_p50_ms", most=2)
+    report.target("added_ttft_p50_ms", most=5)
     report.target("added_per_token_p50_ms", most=0.5)
     return report
 
