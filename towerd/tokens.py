@@ -61,10 +61,10 @@ class Provenance(enum.IntEnum):
     """Computed from earlier rows of which some were approximate."""
     APPROXIMATE = 2
     """Decoded from a quantized stored format."""
-    SPLICED = 3
-    """Taken from a module that was computed after other text or at another position."""
-    AFTER_SPLICE = 4
-    """Computed from earlier rows of which some were spliced."""
+    MOVED = 3
+    """Computed behind other text, or at another position."""
+    AFTER_MOVED = 4
+    """Computed from earlier rows of which some were moved."""
     PARTIAL = 5
     """Computed while some of the tokens before it were not live."""
 
@@ -80,13 +80,13 @@ def are_exact(rows: Provenances) -> bool:
 
 def are_computed(rows: Provenances) -> bool:
     """Whether all rows were computed here, from exact or approximate ones; none was loaded from a
-    quantized format or affected by a splice or by dropped tokens."""
+    quantized format or affected by moved rows or by dropped tokens."""
     return bool((rows < Provenance.APPROXIMATE).all())
 
 
 def are_storable(rows: Provenances) -> bool:
-    """Whether no row is affected by a splice or by dropped tokens."""
-    return bool((rows < Provenance.SPLICED).all())
+    """Whether no row is affected by moved rows or by dropped tokens."""
+    return bool((rows < Provenance.MOVED).all())
 
 
 def has_derived(rows: Provenances) -> bool:
@@ -95,8 +95,8 @@ def has_derived(rows: Provenances) -> bool:
 
 
 def count_approximate(rows: Provenances) -> int:
-    """The number of rows that were loaded as an approximation: quantized or spliced."""
-    loaded = (rows == Provenance.APPROXIMATE) | (rows == Provenance.SPLICED)
+    """The number of rows that were loaded as an approximation: quantized or moved."""
+    loaded = (rows == Provenance.APPROXIMATE) | (rows == Provenance.MOVED)
     return int(np.count_nonzero(loaded))
 
 
@@ -105,4 +105,4 @@ def computed_after(before: Provenances) -> Provenance:
     worst = Provenance(int(before.max(initial=Provenance.EXACT)))
     if worst in (Provenance.EXACT, Provenance.PARTIAL):
         return worst
-    return Provenance.DERIVED if worst < Provenance.SPLICED else Provenance.AFTER_SPLICE
+    return Provenance.DERIVED if worst < Provenance.MOVED else Provenance.AFTER_MOVED

@@ -106,8 +106,8 @@ async def test_spliced_rows_never_reach_the_store(
         (seq,) = [s for s in service.engine.pool if s.n > N_MODULE + 20]
         provenance = seq.provenance[len(GAP) : seq.n]
         assert set(provenance[:16]) == {0}  # before the first row of the module
-        assert np.count_nonzero(provenance == Provenance.SPLICED) == N_KEPT
-        assert set(provenance[48:56]) | set(provenance[N_MODULE:]) == {Provenance.AFTER_SPLICE}
+        assert np.count_nonzero(provenance == Provenance.MOVED) == N_KEPT
+        assert set(provenance[48:56]) | set(provenance[N_MODULE:]) == {Provenance.AFTER_MOVED}
         await settle(service)
         whole = np.concatenate([PROMPT, np.array(answer.ids, np.int32)])
         nodes = service.store.match(whole, "local").nodes

@@ -71,7 +71,7 @@ class SplicePiece:
     @property
     def provenance(self) -> Provenances:
         """uint8[n]: the provenance of its rows."""
-        return np.full(self.n, Provenance.SPLICED, np.uint8)
+        return np.full(self.n, Provenance.MOVED, np.uint8)
 
     def when_ready(self, tell: Callable[[Buffer | None], None]) -> None:
         """Call `tell` with the blob, or None if it cannot be read; on any thread, maybe at once."""

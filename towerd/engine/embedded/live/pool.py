@@ -111,16 +111,16 @@ class LiveSeq:
         return self.ids[: self.n]
 
     def n_approximate(self) -> int:
-        """Live tokens whose rows were decoded from a stored format or spliced in."""
+        """Live tokens whose rows were decoded from a stored format or moved."""
         return count_approximate(self.provenance[: self.n])
 
-    def spliced(self) -> npt.NDArray[np.bool_]:
-        """bool[n]: whether each live token's rows were spliced in."""
-        return np.equal(self.provenance[: self.n], Provenance.SPLICED)
+    def moved(self) -> npt.NDArray[np.bool_]:
+        """bool[n]: whether each live token's rows were moved."""
+        return np.equal(self.provenance[: self.n], Provenance.MOVED)
 
-    def n_unspliced(self) -> int:
-        """Leading tokens before the first spliced one."""
-        found = self.spliced()
+    def n_unmoved(self) -> int:
+        """Leading tokens before the first moved one."""
+        found = self.moved()
         return int(found.argmax()) if found.any() else self.n
 
 

@@ -44,10 +44,10 @@ class Branching:
         instead, and never for a prompt that is to be precached."""
         ids, scope, longest = job.ids[: job.n - 1], job.request.scope, self.pool.index.longest
         if job.request.precache is not None:
-            return self.usable(job, longest(ids, scope, has_everything, n_unspliced))
+            return self.usable(job, longest(ids, scope, has_everything, n_unmoved))
         found = longest(ids, scope, has_everything)
-        if found.source is not None and n_unspliced(found.source, found.n) < found.n:
-            exact = longest(ids, scope, has_everything, n_unspliced)
+        if found.source is not None and n_unmoved(found.source, found.n) < found.n:
+            exact = longest(ids, scope, has_everything, n_unmoved)
             stored = self.tiers.plan(job.path, exact.n, job.n_on_path(len(ids)))
             if exact.n + stored.n >= found.n:
                 found = exact
@@ -117,7 +117,7 @@ def has_everything(holder: LiveSeq | Parked) -> bool:
     return isinstance(holder, LiveSeq) and not holder.is_partial
 
 
-def n_unspliced(holder: LiveSeq | Parked, n: int) -> int:
+def n_unmoved(holder: LiveSeq | Parked, n: int) -> int:
     """How many of its first `n` tokens are before the first spliced one."""
     assert isinstance(holder, LiveSeq)
-    return min(n, holder.n_unspliced())
+    return min(n, holder.n_unmoved())

@@ -95,7 +95,7 @@ class Splicer:
         if self._core.why_not_spliceable:
             return None
         start, stop = seq.n + n_stored, job.n - 1  # the last token has to be evaluated
-        splice, spliced = Splice(), seq.spliced()
+        splice, spliced = Splice(), seq.moved()
         for placed in self.modules.find(job.ids, request.scope):
             runs = kept_runs(placed, start, stop)
             if spliced[placed.at : placed.end].any():
@@ -141,7 +141,7 @@ class Splicer:
     def drift(self, job: Job, seq: LiveSeq, reuse: Reuse) -> Drift | None:
         """The `Reuse.drift` of live and stored rows, all approximations combined; None if there is
         none or one was not measured."""
-        spliced = seq.spliced()
+        spliced = seq.moved()
         n_spliced = int(np.count_nonzero(spliced))
         costs: list[Drift | None] = []
         if reuse.approximate > n_spliced:
