@@ -266,6 +266,37 @@ class DciTree:
     def copy(self) -> DciTree:
         """The same tree, apart from now on."""
 
+def common_before(a: bytes, i: int, b: bytes, j: int, n: int) -> int:
+    """The number of tokens, at most n, before a[i] and b[j] that agree; a and b are int32."""
+
+def common_after(a: bytes, i: int, b: bytes, j: int, n: int) -> int:
+    """The number of tokens, at most n, from a[i] and b[j] on that agree; a and b are int32."""
+
+TOKEN_INDEX_CONTEXT: int
+"""Tokens that determine which window of them is sampled."""
+
+TOKEN_INDEX_PLACES: int
+"""Most places that are known of a window under one key."""
+
+TOKEN_INDEX_SHARDS: int
+"""Parts of a TokenIndex that are compacted one by one."""
+
+class TokenIndex:
+    """Where in stored paths windows of tokens occur; the contract is in lab.reference.token_index."""
+
+    def __init__(self, seed: int) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def add(self, runs: Sequence[tuple[int, int, int, int, int, bytes, bytes]]) -> None:
+        """Enter the sampled windows of nodes."""
+
+    def find(self, keys: Sequence[int], ids: bytes, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """[n, 3]: where a window ends in the prompt, an owner, where it ends in the owner's path."""
+
+    def compact(self, live: npt.NDArray[np.int64], start: int, stop: int) -> None:
+        """Forget the places of other owners in these shards."""
+
 class NodeTap:
     """Copies tensors out of a compute graph; see lab.reference.taps."""
 

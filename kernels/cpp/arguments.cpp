@@ -160,11 +160,11 @@ void check_spans(std::vector<Span> spans) {
     }
 }
 
-nb::sequence checked_jobs(nb::handle jobs) {
-    if (!PyList_Check(jobs.ptr()) && !PyTuple_Check(jobs.ptr())) {
-        refuse("jobs", "expected a list or tuple");
+nb::sequence sequence_of(nb::handle value, const std::string & name) {
+    if (!PyList_Check(value.ptr()) && !PyTuple_Check(value.ptr())) {
+        refuse(name, "expected a list or tuple");
     }
-    return nb::borrow<nb::sequence>(jobs);
+    return nb::borrow<nb::sequence>(value);
 }
 
 JobRows job_rows(nb::handle item, std::size_t length, const std::string & name, const Buffer & dst,

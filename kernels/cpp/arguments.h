@@ -82,7 +82,7 @@ struct JobRows {
     std::size_t          n_rows;  // to write
 };
 
-nb::sequence checked_jobs(nb::handle jobs);
+nb::sequence sequence_of(nb::handle value, const std::string & name);
 
 // Reads (offset, rows, index) from the front of a tuple of `length`; its buffers go into `held`,
 // which must outlive the work.

@@ -49,7 +49,7 @@ void Kernels::copy_planes(handle dst, handle jobs, handle n_threads) const {
     std::deque<Buffer>   held;
     std::vector<CopyJob> work;
     std::vector<Span>    spans;
-    for (handle item : checked_jobs(jobs)) {
+    for (handle item : sequence_of(jobs, "jobs")) {
         const std::string name = "jobs[" + std::to_string(work.size()) + "]";
         const JobRows     job = job_rows(item, 3, name, target, held);
         check_job(job, job.source.bytes, name, target);
@@ -131,7 +131,7 @@ void Kernels::transcode(handle dst, handle jobs, handle n_threads, handle is_new
     std::deque<Buffer>        held;
     std::vector<TranscodeJob> work;
     std::vector<Span>         spans;
-    for (handle item : checked_jobs(jobs)) {
+    for (handle item : sequence_of(jobs, "jobs")) {
         work.push_back(transcode_job(item, "jobs[" + std::to_string(work.size()) + "]", target, held));
         spans.emplace_back(work.back().target, work.back().target_span());
     }
@@ -424,4 +424,5 @@ NB_MODULE(_native, m) {
     bind_pages(m);
     bind_side_by_side(m);
     bind_taps(m);
+    bind_token_index(m);
 }

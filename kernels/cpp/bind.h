@@ -17,6 +17,7 @@ void bind_mixer(nanobind::module_ & m);
 void bind_pages(nanobind::module_ & m);
 void bind_side_by_side(nanobind::module_ & m);
 void bind_taps(nanobind::module_ & m);
+void bind_token_index(nanobind::module_ & m);
 
 // What a Python object holds; each raises TypeError for another one.
 Lm &           lm_of(nanobind::handle bound);

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from towerd.errors import StoreError
 from towerd.slots.row_identity import RowIdentity
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.catalog.identity import ModelIdentity
@@ -34,11 +36,18 @@ from towerd.store.sessions.turn import SessionInfo, Turn, TurnInfo, TurnResult
 from towerd.store.state.state import Held, StoreState, load_state
 from towerd.store.tree.handle import Handle
 from towerd.store.tree.node import Node
+from towerd.store.tree.run_index import RUN_TOKENS, RunIndex, StoredRun
 from towerd.store.tree.tree import Listener, Match
 from towerd.tokens import ID_BYTES, Ids, ids_array, ids_bytes, path_bytes
 
 WORKERS_MAX = 4
 SESSIONS_MAX = 1_000_000
+_ENTERING_PAUSE_S = 0.002
+"""How long the thread that builds the index of runs leaves the lock to others at each step."""
+
+
+def _has_rows(node: Node) -> bool:
+    return node.has_rows
 
 
 WhichModel: TypeAlias = (
@@ -58,6 +67,9 @@ class Store:
         self._closing = closing
         self._pool = ThreadPoolExecutor(min(WORKERS_MAX, os.cpu_count() or 1), "store")
         self.rows = RowStore(state, self._pool)
+        self.run_index = RunIndex(state.tree)
+        self._is_entering = False
+        """Whether the thread runs that builds the index of runs."""
         self._sessions = SessionTable(state.catalog, state.identity.tokenizer)
         self.bases = BaseTable(state)
         self.pins = PinTable(state)
@@ -137,6 +149,41 @@ class Store:
     def hold(self, ids: Ids, scope: str) -> Handle:
         """The path of a request with these tokens, to be released when the request ends."""
         return Handle(self.state.tree, self.state.locked, ids, scope)
+
+    def runs(
+        self,
+        ids: Ids,
+        scope: str,
+        start: int,
+        stop: int,
+        n_min: int = RUN_TOKENS,
+        usable: Callable[[Node], bool] = _has_rows,
+    ) -> list[StoredRun]:
+        """Runs of at least `n_min` tokens of ids[start:stop], ascending and disjoint, that lie in
+        `usable` nodes of the scope or public ones, wherever. Those of fewer than RUN_TOKENS are found
+        by chance. A node may be removed once the store is not locked; nothing else makes a run wrong."""
+        self.index_runs()
+        with self.state.locked():
+            return self.run_index.find(ids, start, stop, scope, n_min, usable)
+
+    def index_runs(self) -> None:
+        """Begin to enter what the store has into the index of runs, in a thread that ends when all of
+        it is there; what is not entered yet is not found. `runs` calls it, too."""
+        with self.state.locked():
+            self.run_index.begin()
+            if self._is_entering or not self.run_index.is_behind:
+                return
+            self._is_entering = True
+        threading.Thread(target=self._enter_runs, name="towerd-runs", daemon=True).start()
+
+    def _enter_runs(self) -> None:
+        """Do the work of the index, in steps of two milliseconds at most under the lock."""
+        with suppress(StoreError):  # closed
+            while self._is_entering:
+                with self.state.locked():
+                    self.run_index.work()
+                    self._is_entering = self.run_index.is_behind
+                time.sleep(_ENTERING_PAUSE_S)
 
     def holds_any(self, nodes: Collection[Node]) -> bool:
         """Whether a running request, of whatever process, needs one of these nodes."""

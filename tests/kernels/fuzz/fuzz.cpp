@@ -17,6 +17,7 @@
 #include "random.h"
 #include "rope.h"
 #include "stream.h"
+#include "token_index.h"
 #include "transcode.h"
 #include "transpose.h"
 
@@ -332,13 +333,71 @@ void fuzz_stage(Random & random) {
     }
 }
 
+// Tokens of few words, some of them repeated, some none, in memory of their size.
+Memory any_tokens(Random & random, std::size_t n) {
+    Memory     tokens(n * sizeof(std::int32_t));
+    auto *     ids = reinterpret_cast<std::int32_t *>(tokens.data());
+    const auto words = random.one_of({1, 3, 50, 30000});
+    const auto period = random.chance(3) ? random.between(1, 40) : n;
+    for (std::size_t i = 0; i < n; ++i) {
+        ids[i] = i >= period ? ids[i - period] : static_cast<std::int32_t>(random.between(0, words));
+        ids[i] = random.chance(300) ? -1 : ids[i];
+    }
+    return tokens;
+}
+
+const std::int32_t * ids_of(const Memory & tokens, std::size_t at) {
+    return reinterpret_cast<const std::int32_t *>(tokens.data()) + at;
+}
+
+// Paths of two nodes each, and a prompt with a part of one: what is found is there, and that part is found.
+void fuzz_token_index(Random & random) {
+    const std::size_t   n_paths = random.between(1, 6), n_live = random.between(0, n_paths);
+    towerd::TokenIndex  index(random.between(0, 1u << 30));
+    std::vector<Memory> paths;
+    std::vector<std::int64_t> live;
+    for (std::uint64_t owner = 1; owner <= n_paths; ++owner) {
+        const std::size_t n = random.between(1, random.chance(9) ? 3000 : 300), cut = random.between(0, n - 1);
+        paths.push_back(any_tokens(random, n));
+        const Memory & path = paths.back();
+        index.add({owner % 2, 0, owner, 0, 0, nullptr, 0, ids_of(path, 0), cut});
+        const std::size_t before = random.between(0, cut);
+        index.add({owner % 2, owner, owner, owner - 1, cut, ids_of(path, cut - before), before, ids_of(path, cut), n - cut});
+        if (owner <= n_live) {
+            live.push_back(static_cast<std::int64_t>(owner));
+        }
+    }
+    const bool compacted = random.chance(3);
+    for (std::size_t shard = 0; compacted && shard < towerd::TokenIndex::kShards; ++shard) {
+        index.compact(shard, live.data(), live.size());
+    }
+    if (compacted && n_live > 0) {  // again, into what is left
+        index.add({1, 0, 1, 0, 0, nullptr, 0, ids_of(paths[0], 0), paths[0].size() / sizeof(std::int32_t)});
+    }
+    Memory            prompt = any_tokens(random, random.between(0, 400));
+    const Memory &    path = paths[random.between(0, n_paths - 1)];
+    const std::size_t n = std::min(prompt.size(), path.size()) / sizeof(std::int32_t) / 2;
+    const std::size_t at = random.between(0, n);
+    std::memcpy(prompt.data() + at * sizeof(std::int32_t), ids_of(path, at), n * sizeof(std::int32_t));
+    const std::size_t stop = prompt.size() / sizeof(std::int32_t), start = random.between(0, stop);
+    for (const towerd::TokenHit & hit : index.find({0, 1}, ids_of(prompt, 0), start, stop)) {
+        const std::uint64_t owner = hit.place.owner;
+        require(owner >= 1 && owner <= (compacted ? n_live : n_paths), "owner is wrong", "token_index");
+        const Memory & of = paths[owner - 1];
+        require(hit.place.end * sizeof(std::int32_t) <= of.size() && hit.at >= start + towerd::kWindow, "place is wrong",
+                "token_index");
+        const std::size_t same = towerd::common_before(ids_of(prompt, hit.at), ids_of(of, hit.place.end), towerd::kWindow);
+        require(same == towerd::kWindow, "window is wrong", "token_index");
+    }
+}
+
 struct Kernel {
     const char * name;
     void (*fuzz)(Random &);
     unsigned long long cases;
 };
 
-constexpr std::size_t kKernels = 8;
+constexpr std::size_t kKernels = 9;
 
 void run_case(std::uint64_t seed, Kernel (&kernels)[kKernels]) {
     seed_in_work = seed;
@@ -360,7 +419,8 @@ int main(int n_arguments, char ** arguments) {
                                 {"attention_mass", fuzz_attention, 0},
                                 {"copy", fuzz_copy, 0},
                                 {"transpose", fuzz_transpose, 0},
-                                {"stage", fuzz_stage, 0}};
+                                {"stage", fuzz_stage, 0},
+                                {"token_index", fuzz_token_index, 0}};
     __sanitizer_set_death_callback(report_seed);
     using Clock = std::chrono::steady_clock;
     const auto end = Clock::now() + std::chrono::duration<double>(seconds);

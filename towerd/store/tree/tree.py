@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -73,6 +74,9 @@ class PrefixTree:
         """Changes with every change of a path."""
         self.held: dict[object, Node] = {}
         """The last node of each path that a running request needs, by its Handle."""
+        self.grown: deque[tuple[Node, int]] | None = None
+        """For the index of runs, once there is one: each new node, and the id of the node that it was
+        split from, or 0."""
         self._viewers: dict[SegmentFile, list[Node]] = {}
 
     def __len__(self) -> int:
@@ -165,6 +169,8 @@ class PrefixTree:
         parent.by_token[place] = node
         self.nodes[node.id] = node
         self.version += 1
+        if self.grown is not None:
+            self.grown.append((node, 0))
 
     def remove(self, node: Node) -> None:
         """Remove a leaf."""
@@ -196,6 +202,8 @@ class PrefixTree:
         upper.by_token = {(node.scope, node.first): node}
         self.nodes[upper_id] = upper
         self.version += 1
+        if self.grown is not None:
+            self.grown.append((upper, node.id))
         return upper
 
     def unsplit(self, node: Node, upper: Node, hot: object) -> None:
