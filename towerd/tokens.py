@@ -52,8 +52,9 @@ def common_prefix(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer]) -> int
 
 
 class Provenance(enum.IntEnum):
-    """How a row came to be. The values are written to disk: DERIVED and APPROXIMATE rows are stored
-    under their provenance, the later ones are never stored."""
+    """How a row came to be. The values are written to disk: EXACT, DERIVED and AFTER_MOVED are what
+    stored rows were computed as (`origin_of`), APPROXIMATE follows from their format, and PARTIAL ones
+    are never stored. A later value is a worse one, but for PARTIAL."""
 
     EXACT = 0
     """Equal to what monolithic prefill computes."""
@@ -78,26 +79,46 @@ def are_exact(rows: Provenances) -> bool:
     return not rows.any()
 
 
-def are_computed(rows: Provenances) -> bool:
-    """Whether all rows were computed here, from exact or approximate ones; none was loaded from a
-    quantized format or affected by moved rows or by dropped tokens."""
-    return bool((rows < Provenance.APPROXIMATE).all())
-
-
 def are_storable(rows: Provenances) -> bool:
     """Whether no row is affected by moved rows or by dropped tokens."""
     return bool((rows < Provenance.MOVED).all())
 
 
-def has_derived(rows: Provenances) -> bool:
-    """Whether any row was computed from approximate ones."""
-    return bool((rows == Provenance.DERIVED).any())
+def origin_of(rows: Provenances) -> Provenance:
+    """What rows are stored as, all of them alike: EXACT, DERIVED or AFTER_MOVED. None may be
+    PARTIAL."""
+    if (rows > Provenance.APPROXIMATE).any():
+        return Provenance.AFTER_MOVED
+    return Provenance.DERIVED if (rows == Provenance.DERIVED).any() else Provenance.EXACT
+
+
+def provenance_as_kept(origin: Provenance, *, is_native: bool) -> Provenance:
+    """The provenance of rows that were computed as `origin` and are kept natively or in a stored
+    format."""
+    return max(origin, Provenance.EXACT if is_native else Provenance.APPROXIMATE)
+
+
+def may_replace(new: Provenance, old: Provenance) -> bool:
+    """Whether rows of provenance `new` take the place of rows of `old`: exact ones that of all
+    others, all others that of moved ones."""
+    return new < old and (new == Provenance.EXACT or old > Provenance.APPROXIMATE)
+
+
+def are_moved(rows: Provenances) -> npt.NDArray[np.bool_]:
+    """bool[n]: which rows were moved, or computed from moved ones."""
+    found: npt.NDArray[np.bool_] = (rows == Provenance.MOVED) | (rows == Provenance.AFTER_MOVED)
+    return found
+
+
+def count_unmoved(rows: Provenances) -> int:
+    """The number of leading rows before the first that was moved or computed from moved ones."""
+    moved = are_moved(rows)
+    return int(moved.argmax()) if moved.any() else len(rows)
 
 
 def count_approximate(rows: Provenances) -> int:
-    """The number of rows that were loaded as an approximation: quantized or moved."""
-    loaded = (rows == Provenance.APPROXIMATE) | (rows == Provenance.MOVED)
-    return int(np.count_nonzero(loaded))
+    """The number of rows that come from a stored format, were moved or computed from moved ones."""
+    return int(np.count_nonzero((rows == Provenance.APPROXIMATE) | are_moved(rows)))
 
 
 def computed_after(before: Provenances) -> Provenance:

@@ -95,7 +95,7 @@ async def test_rows_after_approximate_ones_are_marked(
         new = [node for node in nodes if node.p0 >= N + 7]
         assert new
         for node in new:
-            assert node.derived
+            assert node.origin == Provenance.DERIVED
             assert node.file is not None
             assert set(node.file.provenance(node.p0, node.p1).tolist()) == {Provenance.DERIVED}
 
@@ -169,7 +169,7 @@ async def test_preempted_requests_keep_their_label(
         nodes = service.store.match(np.concatenate([base, _prompt(5, 1)]), "local").nodes
         for node in nodes:
             if node.p0 >= N + 7:
-                assert node.derived or node.file is None
+                assert node.origin == Provenance.DERIVED or node.file is None
 
 
 async def run_all(service: EmbeddedService, prompts: list[Ids]) -> None:

@@ -147,12 +147,12 @@ def test_formats_that_gain_nothing_are_native(root: Path) -> None:
 
 
 def test_provenance_of_rows(store: Store) -> None:
-    """Of files and of hot rows; `derived` survives writing and re-encoding."""
+    """Of files and of hot rows; an origin survives writing and re-encoding."""
     path = store.insert(IDS, "local", [20, 50])
     make_hot(store, path[0])
     store.rows.write(path[:1])
     rows = random_rows(LAYOUT, 20, 50)
-    assert store.rows.attach_hot(path, rows, derived=True) == [path[1]]
+    assert store.rows.attach_hot(path, rows, origin=Provenance.DERIVED) == [path[1]]
     hot = store.plan_rows(path[-1], 0, 50)[-1]
     assert (hot.tier, set(hot.provenance.tolist())) == ("hot", {Provenance.DERIVED})
     file = store.rows.write(path[1:])
@@ -176,20 +176,23 @@ def test_exact_plans_pass_over_the_rest(store: Store) -> None:
     path = store.insert(IDS, "local", [20, 50])
     make_hot(store, path[-1])
     file = store.rows.write(path)
-    assert len(store.plan_rows(path[-1], 0, 50, exact=True)) == 2
+    assert len(store.plan_rows(path[-1], 0, 50, worst=Provenance.EXACT)) == 2
     new = reencode(store, file, FormatRequest(30, 50, "q4h"))
-    assert [p.tier for p in store.plan_rows(path[-1], 0, 50, exact=True)] == ["hot", "hot"]
+    assert [p.tier for p in store.plan_rows(path[-1], 0, 50, worst=Provenance.EXACT)] == [
+        "hot",
+        "hot",
+    ]
     for node in path:
         store.rows.drop_hot(node)
-    assert [p.p1 for p in store.plan_rows(path[-1], 0, 50, exact=True)] == [20]
+    assert [p.p1 for p in store.plan_rows(path[-1], 0, 50, worst=Provenance.EXACT)] == [20]
     assert [p.p1 for p in store.plan_rows(path[-1], 0, 50)] == [20, 50]
     make_hot(store, path[-1])
     assert store.rows.write(path[1:]) is new
-    exact = store.rows.write(path[1:], replace=True)
+    exact = store.rows.write(path[1:], sufficient=Provenance.EXACT)
     assert (path[0].file, path[1].file) == (new, exact)
     for node in path:
         store.rows.drop_hot(node)
-    assert [p.p1 for p in store.plan_rows(path[-1], 0, 50, exact=True)] == [20, 50]
+    assert [p.p1 for p in store.plan_rows(path[-1], 0, 50, worst=Provenance.EXACT)] == [20, 50]
     assert check_rows(store, path[-1]) == 50
     store.check_integrity(keys=True)
 
@@ -198,11 +201,11 @@ def test_exact_rows_replace_hot_ones_that_are_not(store: Store) -> None:
     """The other way round they do not."""
     path = store.insert(IDS, "local", [50])
     rows = random_rows(LAYOUT, 0, 50)
-    assert store.rows.attach_hot(path, rows, derived=True) == path
-    assert store.rows.attach_hot(path, rows, derived=True) == []
+    assert store.rows.attach_hot(path, rows, origin=Provenance.DERIVED) == path
+    assert store.rows.attach_hot(path, rows, origin=Provenance.DERIVED) == []
     assert store.rows.attach_hot(path, rows) == path
     assert store.rows.attach_hot(path, rows) == []
-    assert path[0].has_exact_hot
+    assert path[0].worst_hot == Provenance.EXACT
     assert store.state.hot_bytes == rows.nbytes
     store.check_integrity()
 

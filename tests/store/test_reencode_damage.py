@@ -26,6 +26,7 @@ from towerd.store.segments.segment_header import (
     decode_runs,
     encode_runs,
 )
+from towerd.tokens import Provenance
 
 
 def test_damage_is_not_copied(store: Store) -> None:
@@ -88,6 +89,8 @@ def rewritten(path: Path, edit: Callable[[dict[str, object]], None]) -> None:
         ("plane format", "layer table"),
         ("type", "layer table"),
         ("derived", "another file"),
+        ("moved", "another file"),
+        ("origin", "are not known"),
         ("overlap", "follow one another"),
         ("fewer", "rows, not"),
     ],
@@ -109,6 +112,10 @@ def test_headers_that_contradict_are_refused(root: Path, what: str, message: str
             runs[1][4][3][2] = 263
         elif what == "derived":
             runs[0][3] = True
+        elif what == "moved":
+            runs[0][3] = int(Provenance.AFTER_MOVED)
+        elif what == "origin":
+            runs[0][3] = int(Provenance.APPROXIMATE)
         elif what == "overlap":
             runs[1][0] = 3
         else:
@@ -133,6 +140,7 @@ def test_headers_that_contradict_are_refused(root: Path, what: str, message: str
         '[[-1, "q4h", false], [51, "q4h", false]]',
         "[]",
         '[[50, "f16", false]]',
+        '[[50, "q4h", 5]]',
     ],
 )
 def test_catalogs_with_impossible_runs_are_refused(root: Path, text: str) -> None:
@@ -147,8 +155,15 @@ def test_catalogs_with_impossible_runs_are_refused(root: Path, text: str) -> Non
 
 def test_runs_as_text() -> None:
     """What is written to the catalog is read from it."""
-    runs = (FormatRun(0, 4, NATIVE), FormatRun(4, 6, "q4h", True), FormatRun(10, 1, NATIVE, True))
-    assert decode_runs(encode_runs(runs), 11) == runs
+    derived, moved = Provenance.DERIVED, Provenance.AFTER_MOVED
+    runs = (
+        FormatRun(0, 4, NATIVE),
+        FormatRun(4, 6, "q4h", derived),
+        FormatRun(10, 1, NATIVE, moved),
+    )
+    text = encode_runs(runs)
+    assert text == '[[4,"native",false],[6,"q4h",true],[1,"native",4]]'
+    assert decode_runs(text, 11) == runs
     assert decode_runs("", 11) == (FormatRun(0, 11, NATIVE),)
     with pytest.raises(StateError, match="11 rows, not 12"):
         decode_runs(encode_runs(runs), 12)

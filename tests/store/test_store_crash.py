@@ -9,10 +9,12 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 from store_tools import ROW_IDENTITY, check_rows
 
 from towerd.store import Store
+from towerd.tokens import Provenance
 
 SUPPORT = Path(__file__).resolve().parent.parent / "support"
 KILLS = 20
@@ -82,10 +84,10 @@ def history(chat: int, n_turns: int) -> list[int]:
     return ids
 
 
-def run_and_kill(root: Path, delay_s: float) -> dict[int, int]:
+def run_and_kill(root: Path, delay_s: float, script: str = WORKER) -> dict[int, int]:
     """Let the worker run for a while, kill it, return the turns it acknowledged per chat."""
     env = {**os.environ, "PYTHONPATH": str(SUPPORT)}
-    command = [sys.executable, "-P", "-c", WORKER, str(root)]
+    command = [sys.executable, "-P", "-c", script, str(root)]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as worker:
         assert worker.stdout is not None
         assert worker.stdout.readline() == b"ready\n"
@@ -115,3 +117,46 @@ def test_no_acknowledged_token_is_lost(root: Path) -> None:
         for info in store.sessions():
             check_rows(store, store.node(store.turns(info.id)[-1].reply_node))
     assert sum(acknowledged.values()) > KILLS
+
+
+REPLACER = textwrap.dedent(
+    """
+    import os, sys
+    from pathlib import Path
+    import numpy as np
+    from store_tools import ROW_IDENTITY, moved_rows_of, rows_of
+    from towerd.store import Store
+    from towerd.tokens import Provenance
+
+    store = Store.open(Path(sys.argv[1]), ROW_IDENTITY)
+    os.write(1, b"ready\\n")
+    n = len(store.nodes())
+    while True:
+        n += 1
+        ids = np.arange(n, n + 30, dtype=np.int32)
+        (node,) = store.insert(ids, "local", [30])
+        store.rows.attach_hot([node], moved_rows_of(ids), origin=Provenance.AFTER_MOVED)
+        store.rows.write([node])
+        os.write(1, f"{n} 0\\n".encode())
+        store.rows.attach_hot([node], rows_of(ids))
+        store.rows.write([node])
+        os.write(1, f"{n} 1\\n".encode())
+        store.rows.drop_hot(node)
+    """
+)
+
+
+def test_moved_rows_are_there_until_exact_ones_are(root: Path) -> None:
+    """Whenever it is killed, a segment has either; each is known as what it is."""
+    rng = random.Random(3)
+    for _ in range(8):
+        done = run_and_kill(root, rng.uniform(0.01, 0.2), REPLACER)
+        with Store.open(root, ROW_IDENTITY) as store:
+            for n, is_exact in done.items():
+                (node,) = store.match(np.arange(n, n + 30, dtype=np.int32), "local").nodes
+                assert node.worst_file in (0, Provenance.AFTER_MOVED * (1 - is_exact))
+            assert {check_rows(store, node) for node in store.nodes()} <= {0, 30}
+            store.check_integrity(keys=True)
+            assert store.verify().problems == ()
+            store.gc()
+            assert len(list(store.state.directory.segments.iterdir())) == len(store.files())

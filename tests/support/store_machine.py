@@ -10,18 +10,29 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from store_tools import LAYOUT, ROW_IDENTITY, check_rows, insert_in_vain, rows_of, turn_of
+from store_tools import (
+    LAYOUT,
+    ROW_IDENTITY,
+    check_rows,
+    insert_in_vain,
+    moved_rows_of,
+    rows_of,
+    turn_of,
+)
 
 from towerd.errors import StoreError
 from towerd.policy import NAMES
 from towerd.slots.layout import NATIVE
 from towerd.store import FormatRequest, Handle, Node, Store
+from towerd.store.rows.rows import lacks
 from towerd.store.sessions.sessions import RECOGNISED_TOKENS_MIN
 from towerd.store.tree import tower_ends
 from towerd.tiers.ranking import Ranking
-from towerd.tokens import Provenance
+from towerd.tokens import Provenance, origin_of
 
 SCOPES = ("a", "b")
+ORIGINS = (Provenance.EXACT, Provenance.DERIVED, Provenance.AFTER_MOVED)
+SUFFICIENT = (Provenance.EXACT, Provenance.APPROXIMATE)
 FORMATS = (NATIVE, "q4h", "q6", "q8ah")
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 Tokens = tuple[int, ...]
@@ -135,12 +146,17 @@ class StoreMachine(RuleBasedStateMachine):
         return max(found)[2] if found else None
 
     @precondition(has_nodes)
-    @rule(data=st.data())
-    def heat(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), origin=st.sampled_from(ORIGINS))
+    def heat(self, data: st.DataObject, origin: Provenance) -> None:
+        """Better rows replace those that are hot already, worse ones do not."""
         node = self.pick(data)
         ids = node.prefix_ids()
         p0 = data.draw(st.integers(0, node.p1 - 1))
-        self.store.rows.attach_hot(node.path(), rows_of(ids, p0))
+        rows = (moved_rows_of if origin == Provenance.AFTER_MOVED else rows_of)(ids, p0)
+        before = {each: each.worst_hot for each in node.path()}
+        self.store.rows.attach_hot(node.path(), rows, origin=origin)
+        for each, was in before.items():
+            assert was is None or (each.worst_hot is not None and each.worst_hot <= was)
 
     @precondition(has_nodes)
     @rule(data=st.data())
@@ -149,21 +165,25 @@ class StoreMachine(RuleBasedStateMachine):
         node = self.pick(data)
         if node.file is not None and node.hot is None:
             (part,) = self.store.plan_rows(node, node.p0, node.p1)
-            assert self.store.rows.attach_hot([node], self.store.rows.load(part).copy()) == [node]
+            rows, origin = self.store.rows.load(part).copy(), origin_of(part.provenance)
+            assert self.store.rows.attach_hot([node], rows, origin=origin) == [node]
 
     @precondition(has_nodes)
-    @rule(data=st.data(), everything=st.booleans())
-    def write(self, data: st.DataObject, everything: bool) -> None:
+    @rule(data=st.data(), everything=st.booleans(), sufficient=st.sampled_from(SUFFICIENT))
+    def write(self, data: st.DataObject, everything: bool, sufficient: Provenance) -> None:
         run: list[Node] = []
         for node in reversed(self.pick(data).path()):
-            if node.hot is None or node.file is not None or (run and run[0].scope != node.scope):
+            if node.hot is None or (run and run[0].scope != node.scope):
+                break
+            if not lacks(node.worst_file, node.worst_hot, sufficient):
                 break
             run.insert(0, node)
             if not everything:
                 break
         if run:
-            file = self.store.rows.write(run)
+            file = self.store.rows.write(run, sufficient=sufficient)
             assert all(node.file is file for node in run)
+            assert all(node.worst_file == node.worst_hot for node in run)
 
     @precondition(has_nodes)
     @rule(data=st.data(), names=st.lists(st.sampled_from(FORMATS), min_size=1, max_size=3))
@@ -186,9 +206,9 @@ class StoreMachine(RuleBasedStateMachine):
         assert new is not None
         for request in requests:
             for p in range(request.p0, request.p1):
-                assert (new.provenance(p, p + 1)[0] == Provenance.APPROXIMATE) == (
-                    before[p] == Provenance.APPROXIMATE or request.format != NATIVE
-                )
+                is_stored = before[p] == Provenance.APPROXIMATE or request.format != NATIVE
+                expected = max(before[p], Provenance.APPROXIMATE) if is_stored else before[p]
+                assert new.provenance(p, p + 1)[0] == expected
 
     @precondition(has_nodes)
     @rule(data=st.data(), stop=st.sampled_from((None, "tool_use", "end_turn")))
@@ -368,7 +388,10 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def rows_are_right(self) -> None:
         for node in self.store.nodes():
-            check_rows(self.store, node)
+            for worst in (Provenance.EXACT, Provenance.APPROXIMATE, Provenance.AFTER_MOVED):
+                check_rows(self.store, node, worst)
+            if node.worst_hot == Provenance.AFTER_MOVED:
+                assert node.worst_file in (None, Provenance.AFTER_MOVED)
 
     @invariant()
     def sessions_are_exact(self) -> None:

@@ -14,6 +14,7 @@ from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.row_identity import RowIdentity
 from towerd.slots.rows import KVRows
 from towerd.store import Node, Store, Turn
+from towerd.tokens import Provenance
 
 F16 = 1
 Q8_0 = 8
@@ -55,6 +56,13 @@ def rows_of(
     return KVRows(layout, positions, tuple(planes[:n_k]), tuple(planes[n_k:]), ext)
 
 
+def moved_rows_of(
+    prefix: Sequence[int] | npt.NDArray[np.int32], p0: int = 0, layout: KVLayout = LAYOUT
+) -> KVRows:
+    """`rows_of`, behind another first token."""
+    return rows_of([-1 - int(prefix[0]), *list(prefix)[1:]], p0, layout)
+
+
 def assert_same_rows(found: KVRows, expected: KVRows) -> None:
     assert (found.p0, found.p1) == (expected.p0, expected.p1)
     for mine, theirs in zip(found.planes(), expected.planes(), strict=True):
@@ -88,15 +96,18 @@ def write_all(store: Store, node: Node) -> None:
         store.rows.drop_hot(each)
 
 
-def check_rows(store: Store, node: Node) -> int:
-    """Load whatever rows the path of `node` has from its start and compare, those in stored
-    formats with native ones encoded once; returns how many."""
+def check_rows(store: Store, node: Node, worst: Provenance = Provenance.AFTER_MOVED) -> int:
+    """Load whatever rows up to `worst` the path of `node` has from its start and compare, those in
+    stored formats with native ones encoded once, moved ones with `moved_rows_of`; returns how many."""
     at = 0
-    for part in store.plan_rows(node, 0, node.p1):
+    for part in store.plan_rows(node, 0, node.p1, worst=worst):
+        found = set(part.provenance.tolist())
+        assert max(found) <= worst
+        make = moved_rows_of if found == {Provenance.AFTER_MOVED} else rows_of
         for rows in store.rows.load(part):
             assert rows.p0 == at
             layout = store.state.row_identity.layout
-            expected = rows_of(node.prefix_ids()[: rows.p1], at, layout)
+            expected = make(node.prefix_ids()[: rows.p1], at, layout)
             assert_same_rows(rows, converted(expected, rows.layout))
             at = rows.p1
     return at

@@ -13,18 +13,25 @@ import numpy as np
 import pytest
 from format_oracle import plane_of
 from seams import hot_policy
-from store_tools import ROW_IDENTITY, assert_same_rows, check_rows, formats_of, rows_of
+from store_tools import (
+    ROW_IDENTITY,
+    assert_same_rows,
+    check_rows,
+    formats_of,
+    moved_rows_of,
+    rows_of,
+)
 from waiting import until
 
 from towerd.drift import Drift
 from towerd.policy.base import LRU
 from towerd.slots.blob import emit_blob, parse_blob
 from towerd.slots.layout import NATIVE, KVLayout
-from towerd.store import Node, Store
+from towerd.store import FormatRequest, Node, Store
 from towerd.tiers.formats.calibration import SqueezedFormat
 from towerd.tiers.formats.fidelity import LevelFormats
 from towerd.tiers.manager import Tiers
-from towerd.tiers.plan import RestorePlan
+from towerd.tiers.plan import Gap, RestorePlan
 from towerd.tiers.shrink import SINKS, TAIL
 from towerd.tokens import Provenance
 
@@ -61,11 +68,11 @@ def open_tiers(tmp_path: Path) -> Iterator[OpenTiers]:
     close()
 
 
-def put(store: Store, tiers: Tiers, ends: tuple[int, ...] = (600,), **flags: Any) -> list[Node]:
+def put(store: Store, tiers: Tiers, ends: tuple[int, ...] = (600,)) -> list[Node]:
     """A recorded path whose rows came out of the live context."""
     path = store.insert(IDS, "local", ends)
     (gap,) = tiers.gaps(IDS, "local")
-    tiers.accept(gap, rows_of(IDS, 0, LAYOUT), **flags)
+    tiers.accept(gap, rows_of(IDS, 0, LAYOUT))
     tiers.flush()
     return path
 
@@ -208,7 +215,7 @@ def test_approximate_rows_are_never_exported(open_tiers: OpenTiers) -> None:
     provenance[400:] = Provenance.DERIVED
     gaps = tiers.gaps(IDS, "local", provenance)
     assert [(gap.p0, gap.p1) for gap in gaps] == [(0, 200), (400, 600)]
-    tiers.accept(gaps[1], rows_of(IDS, 400, LAYOUT), derived=True)
+    tiers.accept(gaps[1], rows_of(IDS, 400, LAYOUT))
     tiers.flush()
     assert path[2].file is not None
     assert set(path[2].file.provenance(400, 600).tolist()) == {Provenance.DERIVED}
@@ -304,3 +311,108 @@ def test_eviction_counts_what_files_take(open_tiers: OpenTiers) -> None:
     tiers.flush()
     assert store.files() == []
     assert tiers.stats()["warm_evictions"] == 1
+
+
+def moved_from(n: int) -> np.ndarray[Any, Any]:
+    """The provenance of 600 live rows of which those from `n` on were moved or came after."""
+    provenance = np.zeros(600, np.uint8)
+    provenance[n:], provenance[n : n + 50] = Provenance.AFTER_MOVED, Provenance.MOVED
+    return provenance
+
+
+def accept(tiers: Tiers, gap: Gap) -> None:
+    """Hand over rows of IDS: other bytes for moved ones."""
+    make = moved_rows_of if gap.origin == Provenance.AFTER_MOVED else rows_of
+    tiers.accept(gap, make(IDS[: gap.p1], gap.p0, LAYOUT))
+    tiers.flush()
+
+
+def test_moved_rows_are_stored_as_such(open_tiers: OpenTiers) -> None:
+    """The segment that they begin in is cut there. They have a file of their own, which no format
+    applies to; plans that do not want them end before them."""
+    store, tiers = open_tiers(forced=Q6H)
+    store.insert(IDS, "local", [200, 600])
+    gaps = tiers.gaps(IDS, "local", moved_from(350))
+    exact, moved = Provenance.EXACT, Provenance.AFTER_MOVED
+    assert [(gap.p0, gap.p1, gap.origin) for gap in gaps] == [(0, 350, exact), (350, 600, moved)]
+    for gap in gaps:
+        accept(tiers, gap)
+    assert tiers.gaps(IDS, "local", moved_from(350)) == []
+    until(lambda: tiers.stats()["segments_shrunk"] == 2)
+    for node in store.nodes():
+        store.rows.drop_hot(node)
+    (file,) = {node.file for node in store.nodes() if node.p1 == 600}
+    assert file is not None
+    assert (file.p0, file.n_rows, file.is_native) == (350, 250, True)
+    assert tiers.stats()["moved_bytes"] == 250 * LAYOUT.token_bytes
+    path = store.hold(IDS, "local")
+    assert tiers.plan(path, 0, worst=Provenance.APPROXIMATE).n == 350
+    plan = tiers.plan(path, 0)
+    assert (plan.n, plan.n_moved, plan.n_approximate) == (600, 250, 600 - SINKS)
+    _, provenance = composed(tiers, plan)
+    assert provenance[350:].tolist() == [moved] * 250
+    until(lambda: tiers.stats()["segments_promoted"] == 3)
+    _, provenance = composed(tiers, tiers.plan(path, 0))  # out of RAM
+    assert provenance[350:].tolist() == [moved] * 250
+    assert tiers.plan(path, 0, worst=Provenance.APPROXIMATE).n == 350
+    path.release()
+
+
+@pytest.mark.parametrize("origin", [Provenance.EXACT, Provenance.DERIVED])
+def test_better_rows_replace_moved_ones(open_tiers: OpenTiers, origin: Provenance) -> None:
+    """In RAM and on disk, under near, and up to where they are; the file goes with its last view."""
+    store, tiers = open_tiers()
+    store.insert(IDS, "local", [600])
+    (gap,) = tiers.gaps(IDS, "local", moved_from(0))
+    accept(tiers, gap)
+    (file,) = store.files()
+    provenance = moved_from(400)
+    provenance[:400] = origin
+    (gap,) = tiers.gaps(IDS, "local", provenance)
+    assert (gap.p0, gap.p1, gap.origin) == (0, 400, origin)
+    accept(tiers, gap)
+    assert file.path.exists()
+    worst = [(node.worst_hot, node.worst_file) for node in store.match(IDS, "local").nodes]
+    assert worst == [(origin, origin), (Provenance.AFTER_MOVED, Provenance.AFTER_MOVED)]
+    (gap,) = tiers.gaps(IDS, "local", np.full(600, origin, np.uint8))
+    accept(tiers, gap)
+    assert not file.path.exists()
+    assert tiers.stats()["moved_bytes"] == 0
+    assert tiers.gaps(IDS, "local", moved_from(0)) == []
+    for node in store.nodes():
+        store.rows.drop_hot(node)
+    assert check_rows(store, store.match(IDS, "local").nodes[-1]) == 600
+
+
+def test_moved_rows_are_for_nobody_else(open_tiers: OpenTiers) -> None:
+    """Not for public segments, nor for those that have any rows; under exact fidelity they are
+    neither stored nor used, and replaced."""
+    store, tiers = open_tiers()
+    store.insert(IDS[:100], "public", [100])
+    store.insert(IDS, "local", [300, 600])
+    gaps = tiers.gaps(IDS, "local", moved_from(0))
+    assert [(gap.p0, gap.p1) for gap in gaps] == [(100, 600)]
+    assert tiers.gaps(IDS[:100], "public", moved_from(0)[:100]) == []
+    accept(tiers, gaps[0])
+    store.insert(IDS, "guest", [600])
+    assert tiers.plan(store.hold(IDS, "guest"), 100).n == 0
+    store, tiers = open_tiers(fidelity="exact")
+    assert tiers.plan(store.hold(IDS, "local"), 100, worst=Provenance.AFTER_MOVED).n == 0
+    assert tiers.gaps(IDS, "local", moved_from(0)) == []
+    for gap in tiers.gaps(IDS, "local", np.zeros(600, np.uint8)):
+        accept(tiers, gap)
+    assert tiers.plan(store.hold(IDS, "local"), 0).n == 600
+    assert tiers.stats()["moved_bytes"] == 0
+
+
+def test_moved_rows_in_a_stored_format_stay_moved(open_tiers: OpenTiers) -> None:
+    store, tiers = open_tiers()
+    (leaf,) = store.insert(IDS, "local", [600])
+    (gap,) = tiers.gaps(IDS, "local", moved_from(0))
+    accept(tiers, gap)
+    assert leaf.file is not None
+    new = store.rows.reencode(leaf.file, [FormatRequest(0, 300, "q8")])
+    assert new is not None
+    assert set(new.provenance(0, 600).tolist()) == {Provenance.AFTER_MOVED}
+    store.rows.drop_hot(leaf)
+    assert store.plan_rows(leaf, 0, 600, worst=Provenance.APPROXIMATE) == []

@@ -38,7 +38,7 @@ from towerd.store.tree.handle import Handle
 from towerd.store.tree.node import Node
 from towerd.store.tree.run_index import RUN_TOKENS, RunIndex, StoredRun
 from towerd.store.tree.tree import Listener, Match
-from towerd.tokens import ID_BYTES, Ids, ids_array, ids_bytes, path_bytes
+from towerd.tokens import ID_BYTES, Ids, Provenance, ids_array, ids_bytes, path_bytes
 
 WORKERS_MAX = 4
 SESSIONS_MAX = 1_000_000
@@ -239,14 +239,20 @@ class Store:
     # --- rows -----------------------------------------------------------------------------
 
     def plan_rows(
-        self, match: Match | Node, start: int, stop: int, *, exact: bool = False
+        self,
+        match: Match | Node,
+        start: int,
+        stop: int,
+        *,
+        worst: Provenance = Provenance.AFTER_MOVED,
     ) -> list[RowsPart]:
         """The rows that exist from token `start` on, up to the first gap, `stop`, or the end
-        of the match (or of the node's path); `exact`: only those that prefill computes."""
+        of the match (or of the node's path). Those of a provenance beyond `worst` count as
+        none."""
         with self.state.locked():
             nodes = match.nodes if isinstance(match, Match) else match.path()
             n = match.n if isinstance(match, Match) else match.p1
-            return self.rows.plan(nodes, start, min(stop, n), exact=exact)
+            return self.rows.plan(nodes, start, min(stop, n), worst)
 
     def held(self, node: Node) -> Held:
         """The format of a node's rows, and their size."""

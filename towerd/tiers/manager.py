@@ -22,12 +22,15 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from towerd.drift import Drift
 from towerd.errors import RowsDamaged, StoreError
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows
 from towerd.store import Handle, Node, RowsPart, SegmentFile, Store
-from towerd.store.segments.segment_file import quantized_bytes
+from towerd.store.rows.rows import lacks
+from towerd.store.segments.segment_file import moved_bytes, quantized_bytes
 from towerd.store.tree.scope import is_public
 from towerd.store.tree.tree import Listener
 from towerd.tiers.composer import Composer, Piece
@@ -40,7 +43,7 @@ from towerd.tiers.promotion import Promoter
 from towerd.tiers.ranking import Ranking
 from towerd.tiers.shrink import Shrinker
 from towerd.tiers.writer import RowsWriter, TierCounters
-from towerd.tokens import Ids, Provenances, are_computed, are_exact, count_approximate
+from towerd.tokens import Ids, Provenance, Provenances, count_approximate, count_unmoved, origin_of
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +104,9 @@ class Tiers(Listener):
         """time.monotonic() at which failed writes are retried."""
         self.fidelity = fidelity
         self.exact = fidelity == "exact"
-        self._writer = RowsWriter(store, self.counters, exact=self.exact)
+        self._sufficient = Provenance.EXACT if self.exact else Provenance.APPROXIMATE
+        """Stored rows that are worse than this are replaced once there are better ones."""
+        self._writer = RowsWriter(store, self.counters, self._sufficient)
         self.evictor = Evictor(store, self.ranking, self.counters, self._writer.unwritten)
         self._forced = forced
         self._drift: Drift | None = None
@@ -153,13 +158,22 @@ class Tiers(Listener):
 
     # ---- rows in (towards live) -------------------------------------------------------------
 
-    def plan(self, path: Handle, start: int, stop: int | None = None) -> RestorePlan:
-        """The stored rows from token `start` of a request's path on, up to token `stop`."""
+    def plan(
+        self,
+        path: Handle,
+        start: int,
+        stop: int | None = None,
+        *,
+        worst: Provenance = Provenance.AFTER_MOVED,
+    ) -> RestorePlan:
+        """The stored rows from token `start` of a request's path on, up to token `stop`. worst: the
+        worst provenance that is accepted; under exact fidelity it is EXACT"""
+        worst = min(worst, Provenance.EXACT) if self.exact else worst
         parts: tuple[RowsPart, ...] = ()
         with self.store.locked():  # a split would leave its upper part out
             match = path.match(stop)
             if match.n > start:
-                parts = tuple(self.store.plan_rows(match, start, match.n, exact=self.exact))
+                parts = tuple(self.store.plan_rows(match, start, match.n, worst=worst))
         public = takewhile(lambda node: is_public(node.scope), match.nodes)
         n_public = max((min(node.p1, match.n) for node in public), default=0)
         n_hot = sum(p.p1 - p.p0 for p in parts if p.tier == "hot")
@@ -250,43 +264,51 @@ class Tiers(Listener):
     # ---- rows out (from live) ---------------------------------------------------------------
 
     def gaps(self, ids: Ids, scope: str, provenance: Provenances | None = None) -> list[Gap]:
-        """Recorded runs along `ids` that have neither hot nor warm rows (under exact fidelity:
-        no exact ones).
+        """Recorded runs along `ids` whose live rows the store lacks: it has neither hot nor warm ones,
+        or worse ones (under exact fidelity: none that are exact; else: moved ones).
 
-        provenance: of the live rows. Segments with a row that is approximate or affected by a
-        splice are left out: such rows must never pass for rows that prefill computed."""
-        gaps: list[Gap] = []
-        run: list[Node] = []
+        provenance: of the live rows. Segments with a row that comes from a stored format or was
+        computed over a partial live set are left out: such rows must never pass for rows that
+        prefill computed. Moved rows are for segments of `scope` that have none at all, and never for
+        public ones; a segment that they begin in is cut there first."""
+        if provenance is None:
+            provenance = np.zeros(len(ids), np.uint8)
+        if 0 < (n_unmoved := count_unmoved(provenance)) < len(ids):
+            self.cut(ids[:n_unmoved], scope)
+        runs: list[tuple[Provenance, list[Node]]] = []
         with self.store.locked():  # a split would leave its upper part out
             match = self.store.match(ids, scope)
-            for node in (*match.nodes, None):
-                lacks = node is not None and node.p1 <= match.n and self._lacks(node, provenance)
-                if lacks and node is not None:
-                    run.append(node)
-                elif run:
-                    gaps.append(Gap(tuple(run), run[0].p0, run[-1].p1))
-                    run = []
-        return gaps
+            for node in match.nodes:
+                live = provenance[node.p0 : node.p1]
+                if node.p1 > match.n or not self._lacks(node, scope, live):
+                    continue
+                origin = origin_of(live)
+                if runs and runs[-1][0] == origin and runs[-1][1][-1] is node.parent:
+                    runs[-1][1].append(node)
+                else:
+                    runs.append((origin, [node]))
+            return [Gap(tuple(run), run[0].p0, run[-1].p1, origin) for origin, run in runs]
 
     def cut(self, ids: Ids, scope: str) -> None:
-        """Split a segment at the end of `ids`, if `ids` is recorded and ends within it."""
+        """Split a segment at the end of `ids`, if `ids` is recorded and ends within it, and its rows
+        are not sufficient."""
         match = self.store.match(ids, scope)
-        if match.n == len(ids) and match.nodes and match.nodes[-1].p1 > match.n:
-            self.store.insert(ids, scope, [len(ids)])
+        last = match.nodes[-1] if match.nodes else None
+        if last is not None and match.n == len(ids) < last.p1:
+            if lacks(_stored(last), Provenance.EXACT, self._sufficient):
+                self.store.insert(ids, scope, [len(ids)])
 
-    def _lacks(self, node: Node, provenance: Provenances | None) -> bool:
-        """Whether the live rows of `node` must be exported."""
-        live = None if provenance is None else provenance[node.p0 : node.p1]
-        if live is not None and not are_computed(live):
-            return False
-        if not self.exact or (live is not None and not are_exact(live)):
-            return node.hot is None and node.file is None
-        return not node.has_exact_hot and not node.has_exact_file
+    def _lacks(self, node: Node, scope: str, live: Provenances) -> bool:
+        """Whether the live rows of `node`, of which `live` is the provenance, must be exported."""
+        worst = Provenance(int(live.max()))
+        if worst in (Provenance.MOVED, Provenance.AFTER_MOVED):
+            is_own = node.scope == scope and not is_public(scope)
+            return is_own and not self.exact and not node.has_rows
+        return worst < Provenance.APPROXIMATE and lacks(_stored(node), worst, self._sufficient)
 
-    def accept(self, gap: Gap, rows: KVRows, *, derived: bool = False) -> None:
-        """Take exported rows of a gap into the hot tier and queue them for writing. `derived`:
-        they were computed from approximate rows."""
-        self.store.rows.attach_hot(gap.nodes, rows, derived=derived)
+    def accept(self, gap: Gap, rows: KVRows) -> None:
+        """Take exported rows of a gap into the hot tier and queue them for writing."""
+        self.store.rows.attach_hot(gap.nodes, rows, origin=gap.origin)
         self._work.put(("write", gap.nodes[-1]))
 
     def flush(self) -> None:
@@ -297,13 +319,14 @@ class Tiers(Listener):
 
     def stats(self) -> dict[str, Any]:
         """Gauges and counters for /metrics and /towerd/v1/stats."""
-        c = self.counters
+        c, files = self.counters, self.store.files()
         return {
             "hot_bytes": self.store.state.hot_bytes,
             "hot_bytes_max": self.hot_bytes_max,
             "warm_bytes": self.store.state.warm_bytes,
             "warm_bytes_max": self.warm_bytes_max,
-            "warm_quantized_bytes": quantized_bytes(self.store.files(), self.layout),
+            "warm_quantized_bytes": quantized_bytes(files, self.layout),
+            "moved_bytes": moved_bytes(files, self.layout),
             "segments_shrunk": self._shrinker.n_shrunk,
             "segments_kept": self._shrinker.n_kept,
             "segments_squeezed": self._shrinker.n_squeezed,
@@ -366,7 +389,9 @@ class Tiers(Listener):
     def became_warm(self, file: SegmentFile, nodes: Sequence[Node]) -> None:
         self.ranking.became_warm(file, nodes)
         with self._lock:
-            self._writer.unwritten.difference_update(node.id for node in nodes)
+            self._writer.unwritten.difference_update(
+                node.id for node in nodes if not self._writer.is_unwritten(node)
+            )
 
     def left_warm(self, file: SegmentFile, nodes: Sequence[Node]) -> None:
         self.ranking.left_warm(file, nodes)
@@ -427,6 +452,13 @@ class Tiers(Listener):
         self.prefetcher.give_back(self.store.state.hot_bytes - self.hot_bytes_max)
         self.evictor.evict_hot(self.hot_bytes_max, self.pinned_bytes_max)
         self.evictor.evict_warm(self.warm_bytes_max)
+
+
+def _stored(node: Node) -> Provenance | None:
+    """The worst provenance of a segment's rows in memory or on disk, whichever are better; None if it
+    has none."""
+    found = [worst for worst in (node.worst_hot, node.worst_file) if worst is not None]
+    return min(found, default=None)
 
 
 def merge_adjacent(parts: Iterable[RowsPart]) -> Iterator[RowsPart]:

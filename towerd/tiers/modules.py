@@ -16,7 +16,7 @@ from towerd.store.tree.scope import public_of
 from towerd.tiers.formats.calibration import allows
 from towerd.tiers.manager import Tiers
 from towerd.tiers.module_text import TOKENS_MIN
-from towerd.tokens import Ids
+from towerd.tokens import Ids, Provenance
 
 _KEY_TOKENS = 16
 """Modules are looked up by the hash of this many first ids."""
@@ -96,7 +96,7 @@ class Modules:
         """The module's rows in the context's own format, at the positions at which they were
         computed, and how many of them were in RAM. Raises StoreError unless all can be read."""
         with self._tiers.store.hold(placed.ids, scope) as path:
-            plan = self._tiers.plan(path, placed.module.first)
+            plan = self._tiers.plan(path, placed.module.first, worst=Provenance.APPROXIMATE)
         parts = [rows for _, rows in self._tiers.rows(plan)]
         if sum(len(part) for part in parts) != placed.n:
             message = (

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from towerd.store import Node, RowsPart
 from towerd.store.rows.checkpoints import StateCheckpoint
-from towerd.tokens import Provenances, count_approximate
+from towerd.tokens import Provenance, Provenances, are_moved, count_approximate
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,8 @@ class RestorePlan:
     n_warm: int = 0
     n_public: int = 0
     n_approximate: int = 0
-    """Tokens among `parts` whose rows are in a stored format."""
+    """Tokens among `parts` whose rows are in a stored format, were moved or computed from moved
+    ones."""
     n_match: int = 0
     """Leading tokens of the prompt that are stored, with or without rows."""
     checkpoint: StateCheckpoint | None = None
@@ -31,6 +32,11 @@ class RestorePlan:
     @property
     def n(self) -> int:
         return self.n_hot + self.n_warm
+
+    @property
+    def n_moved(self) -> int:
+        """Tokens among `parts` whose rows were moved or computed from moved ones."""
+        return sum(int(are_moved(part.provenance).sum()) for part in self.parts)
 
     @property
     def n_rows(self) -> int:
@@ -68,18 +74,20 @@ class Composed:
     blob: npt.NDArray[np.uint8]
     buffer: npt.NDArray[np.uint8] | None
     provenance: Provenances
-    """uint8[n]: which of the tokens are EXACT, DERIVED or APPROXIMATE."""
+    """uint8[n]: that of each token; AFTER_MOVED for all rows that were stored as such."""
 
     @property
     def n_approximate(self) -> int:
-        """Tokens whose rows were decoded from a stored format."""
+        """Tokens whose rows were decoded from a stored format, moved or computed from moved ones."""
         return count_approximate(self.provenance)
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Recorded tokens [p0, p1) of one path whose rows the store lacks."""
+    """Recorded tokens [p0, p1) of one path whose rows the store lacks, or has worse ones of."""
 
     nodes: tuple[Node, ...]
     p0: int
     p1: int
+    origin: Provenance = Provenance.EXACT
+    """What the live rows are stored as, see `origin_of`."""

@@ -10,7 +10,7 @@ from itertools import count
 
 from towerd.store import Node, RowsPart, Store
 from towerd.tiers.writer import TierCounters
-from towerd.tokens import has_derived
+from towerd.tokens import origin_of
 
 
 class Promoter:
@@ -85,9 +85,9 @@ class Promoter:
             if node.hot is not None or node.file is None or n_bytes > self._nbytes_max():
                 return False
             part = RowsPart(node, node.p0, node.p1, "warm", node.file)
-        derived = has_derived(part.provenance)
+        origin = origin_of(part.provenance)
         taken = self._store.rows.attach_hot(
-            [node], self._store.rows.load(part).copy(), derived=derived
+            [node], self._store.rows.load(part).copy(), origin=origin
         )
         self._counters.promoted += len(taken)
         return bool(taken)

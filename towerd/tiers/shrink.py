@@ -21,6 +21,7 @@ from towerd.slots.layout import NATIVE
 from towerd.store import Base, FormatRequest, Node, SegmentFile, Store
 from towerd.store.rows.rows import differs
 from towerd.tiers.formats.fidelity import DYNAMIC, LevelFormats
+from towerd.tokens import Provenance
 
 log = logging.getLogger(__name__)
 
@@ -254,13 +255,14 @@ class Shrinker:
         self, file: SegmentFile, table: LevelFormats | None, *, again: bool = False
     ) -> list[FormatRequest]:
         """The formats that `table` asks for, of the rows of the file's segments without sinks and
-        tails."""
+        tails. Moved rows stay as they are, until exact ones replace them."""
         requests = []
         with self._store.locked():
             for node in self._store.viewers(file):
                 p0, p1 = max(node.p0, SINKS), min(node.p1, tail_start(node))
                 name = self._format_for(node, table)
-                if p0 < p1 and name != NATIVE:
+                is_moved = file.worst(node.p0, node.p1) > Provenance.APPROXIMATE
+                if p0 < p1 and name != NATIVE and not is_moved:
                     requests.append(FormatRequest(p0, p1, name, again))
         return requests
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from towerd.errors import NotFound, SegmentsGone
 from towerd.store import Node, Store
+from towerd.store.rows.rows import lacks
+from towerd.tokens import Provenance
 
 
 @dataclass(slots=True)
@@ -36,30 +38,30 @@ class RowsWriter:
     """Writes the rows that are only in RAM. `unwritten` may be read by any thread; all else
     belongs to the thread of the tiers."""
 
-    def __init__(self, store: Store, counters: TierCounters, *, exact: bool) -> None:
-        """exact: a file whose rows are not exact is replaced when exact rows are in RAM"""
+    def __init__(self, store: Store, counters: TierCounters, sufficient: Provenance) -> None:
+        """sufficient: a file with worse rows than that is replaced when better ones are in RAM"""
         self._store = store
         self._counters = counters
-        self._exact = exact
+        self._sufficient = sufficient
         self.unwritten: set[int] = set()
         """Ids of the nodes whose rows in RAM must be written."""
 
     def is_unwritten(self, node: Node) -> bool:
         """Whether the node has rows in RAM that its file lacks."""
-        if node.hot is None:
-            return False
-        replaces = self._exact and node.has_exact_hot and not node.has_exact_file
-        return node.file is None or replaces
+        hot = node.worst_hot
+        return hot is not None and lacks(node.worst_file, hot, self._sufficient)
 
     def write_path(self, leaf: Node) -> None:
-        """Write every run of hot, unwritten nodes on the path to `leaf`, one file per run. Raises
+        """Write every run of hot, unwritten nodes on the path to `leaf`, one file per run. Moved
+        rows get files of their own, which are deleted once better rows have replaced them. Raises
         StoreError."""
         runs: list[list[Node]] = []
         with self._store.locked():
             for node in leaf.path():
                 if not self.is_unwritten(node):
                     continue
-                if runs and runs[-1][-1] is node.parent:
+                last = runs[-1][-1] if runs else None
+                if last is not None and last is node.parent and _is_moved(last) == _is_moved(node):
                     runs[-1].append(node)
                 else:
                     runs.append([node])
@@ -77,11 +79,15 @@ class RowsWriter:
 
     def _write(self, nodes: list[Node]) -> None:
         try:
-            file = self._store.rows.write(nodes, replace=self._exact)
+            file = self._store.rows.write(nodes, sufficient=self._sufficient)
         except SegmentsGone:
             return
         self._counters.written += len(nodes)
         self._counters.bytes_written += file.nbytes
+
+
+def _is_moved(node: Node) -> bool:
+    return node.origin == Provenance.AFTER_MOVED
 
 
 def find_node(store: Store, node_id: int) -> Node | None:

@@ -68,6 +68,8 @@ SAMPLES = (
     StatsMetric("towerd_warm_bytes", "tiers", "warm_bytes", "Rows held in segment files"),
     StatsMetric("towerd_warm_quantized_bytes", "tiers", "warm_quantized_bytes",
            "Rows held in segment files in a stored format"),
+    StatsMetric("towerd_moved_bytes", "tiers", "moved_bytes",
+           "Rows held in segment files that were moved behind other text, or computed from such"),
     StatsMetric("towerd_boundary_states", "engine", "boundary_states",
            "State checkpoints that can be resumed from"),
     StatsMetric("towerd_boundary_bytes", "engine", "boundary_bytes", "State checkpoints on disk"),

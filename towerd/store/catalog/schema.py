@@ -38,7 +38,7 @@ CREATE TABLE fingerprints (
     opened REAL NOT NULL
 , seal INTEGER NOT NULL DEFAULT 0x4000000000000000, tokenizer INTEGER REFERENCES tokenizers) STRICT;
 
--- runs: [[rows, format, derived], ...]; empty: one run of native rows
+-- runs: [[rows, format, origin], ...]; empty: one run of native rows
 CREATE TABLE files (
     id INTEGER PRIMARY KEY,
     fingerprint INTEGER NOT NULL REFERENCES fingerprints,

@@ -19,11 +19,11 @@ from towerd.slots.runs import Runs
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.files import durable
 from towerd.store.segments.segment_file import Claim, SegmentFile
-from towerd.store.segments.segment_header import encode_runs, segment_key
+from towerd.store.segments.segment_header import encode_runs, segment_key, worst_of
 from towerd.store.segments.segment_writer import Draft, DraftRun, new_name, write_segment
 from towerd.store.state.state import StoreState
 from towerd.store.tree.node import Node
-from towerd.tokens import ID_BYTES, Provenance, Provenances
+from towerd.tokens import ID_BYTES, Provenance, Provenances, may_replace, provenance_as_kept
 
 Tier: TypeAlias = Literal["hot", "warm"]
 
@@ -40,19 +40,19 @@ class RowsPart:
     p1: int
     tier: Tier
     source: Runs | SegmentFile
-    derived: bool = False
-    """For hot rows: they were computed from approximate rows."""
+    origin: Provenance = Provenance.EXACT
+    """For hot rows: what they were computed as."""
 
     @property
     def provenance(self) -> Provenances:
-        """EXACT, DERIVED or APPROXIMATE for each position, uint8[p1 - p0]."""
+        """That of each position, uint8[p1 - p0]."""
         if isinstance(self.source, SegmentFile):
             return self.source.provenance(self.p0, self.p1)
-        computed = Provenance.DERIVED if self.derived else Provenance.EXACT
-        provenance = np.full(self.p1 - self.p0, computed, np.uint8)
+        provenance = np.full(self.p1 - self.p0, self.origin, np.uint8)
         for rows in self.source.slice(self.p0, self.p1):
             if not rows.layout.is_native:
-                provenance[rows.p0 - self.p0 : rows.p1 - self.p0] = Provenance.APPROXIMATE
+                kept = provenance_as_kept(self.origin, is_native=False)
+                provenance[rows.p0 - self.p0 : rows.p1 - self.p0] = kept
         return provenance
 
 
@@ -117,20 +117,22 @@ class RowStore:
         for file in files:
             self.drop_file(file)
 
-    def plan(self, nodes: Sequence[Node], start: int, stop: int, *, exact: bool) -> list[RowsPart]:
-        """The rows of [start, stop) along a path, up to the first token without any. `exact`:
-        ignore rows other than those that prefill computes."""
+    def plan(
+        self, nodes: Sequence[Node], start: int, stop: int, worst: Provenance
+    ) -> list[RowsPart]:
+        """The rows of [start, stop) along a path, up to the first token without any. Those of a
+        provenance beyond `worst` count as none."""
         parts: list[RowsPart] = []
         if not self.is_trusted:
             return parts
-        at = start
+        at, takes_all = start, worst >= Provenance.AFTER_MOVED
         for node in nodes:
             if node.p1 <= at or at >= stop:
                 continue
             end = min(node.p1, stop)
-            if node.hot is not None and (not exact or node.has_exact_hot):
-                parts.append(RowsPart(node, at, end, "hot", node.hot, node.derived))
-            elif node.file is not None and (not exact or node.has_exact_file):
+            if node.hot is not None and (takes_all or _is_within(node.worst_hot, worst)):
+                parts.append(RowsPart(node, at, end, "hot", node.hot, node.origin))
+            elif node.file is not None and (takes_all or _is_within(node.worst_file, worst)):
                 parts.append(RowsPart(node, at, end, "warm", node.file))
             else:
                 break
@@ -171,22 +173,29 @@ class RowStore:
             raise self._damaged(file, error) from error
 
     def attach_hot(
-        self, nodes: Sequence[Node], rows: KVRows | Runs, *, derived: bool = False
+        self,
+        nodes: Sequence[Node],
+        rows: KVRows | Runs,
+        *,
+        origin: Provenance = Provenance.EXACT,
     ) -> list[Node]:
         """Give every node of the path that ends with `nodes` and lies within `rows` its slice;
         returns the nodes that took it. A node that is hot already keeps what it has, unless
-        that is not exact and `rows` are. Raises StateError for rows of another layout."""
+        `may_replace` prefers `rows`; one with a better file takes nothing. `origin`: what the rows
+        were computed as. Raises StateError for rows of another layout."""
         state, rows = self._state, Runs.of(rows)
         if not rows.fits(state.row_identity.layout):
             raise StateError("these rows have another layout than the store's")
-        is_exact = rows.is_native and not derived
-        taken = []
+        new, taken = provenance_as_kept(origin, is_native=rows.is_native), []
         with state.lock:
             for node in _covered(nodes, rows.p0, rows.p1) if self.is_trusted else ():
-                if node.hot is not None and (node.has_exact_hot or not is_exact):
+                hot, on_disk = node.worst_hot, node.worst_file
+                if hot is not None and not may_replace(new, hot):
+                    continue
+                if on_disk is not None and may_replace(on_disk, new):
                     continue
                 n_before = 0 if node.hot is None else node.hot.nbytes
-                node.hot, node.derived = rows.slice(node.p0, node.p1), derived
+                node.hot, node.origin = rows.slice(node.p0, node.p1), origin
                 state.hot_bytes += node.hot.nbytes - n_before
                 taken.append(node)
             state.listener.became_hot(taken)
@@ -212,28 +221,35 @@ class RowStore:
             state.listener.left_hot(node)
         return n_bytes
 
-    def write(self, nodes: Sequence[Node], *, replace: bool = False) -> SegmentFile:
+    def write(
+        self, nodes: Sequence[Node], *, sufficient: Provenance = Provenance.APPROXIMATE
+    ) -> SegmentFile:
         """Write consecutive hot nodes of one path and scope into one file; durable. Nodes that
-        have a file keep it; with `replace` only if its rows are exact. If all have files already,
-        the last one's is returned. Nodes that splits have made of them are also written.
+        have a file keep it, unless its rows are worse than `sufficient` and `may_replace` prefers
+        those in memory. If all keep theirs, the last one's is returned. Nodes that splits have made
+        of them are also written.
 
         Raises SegmentsGone (they were removed meanwhile), DiskFull (nothing is left behind) or
         StoreError (not hot, not consecutive)."""
         state = self._state
         state.check_open()
 
-        def wants(node: Node) -> bool:
-            return node.file is None or (replace and not node.has_exact_file)
-
         with state.lock:
             nodes = _as_split(nodes)
-            if nodes and not any(wants(node) for node in nodes):
+            if nodes and not any(
+                lacks(node.worst_file, node.worst_hot, sufficient) for node in nodes
+            ):
                 assert nodes[-1].file is not None
                 return nodes[-1].file
             draft = _draft(nodes, state)
 
         def targets() -> list[Node]:
-            return [node for node in _covered(nodes, draft.p0, draft.p1) if wants(node)]
+            found, runs = [], draft.run_table
+            for node in _covered(nodes, draft.p0, draft.p1):
+                new = worst_of(runs, node.p0 - draft.p0, node.p1 - draft.p0)
+                if lacks(node.worst_file, new, sufficient):
+                    found.append(node)
+            return found
 
         file = self.write_draft(draft, targets)
         if file is None:
@@ -370,6 +386,18 @@ class RowStore:
         return RowsDamaged(f"rows in {file.path.name} are damaged and set aside: {error}")
 
 
+def lacks(stored: Provenance | None, new: Provenance | None, sufficient: Provenance) -> bool:
+    """Whether rows whose worst provenance is `new` are wanted where those of `stored` are: there are
+    none, or they are worse than `sufficient` and `new` is better. None: no rows."""
+    if stored is None:
+        return True
+    return new is not None and stored > sufficient and may_replace(new, stored)
+
+
+def _is_within(provenance: Provenance | None, worst: Provenance) -> bool:
+    return provenance is not None and provenance <= worst
+
+
 def _adopt(
     state: StoreState, nodes: Sequence[Node], draft: Draft, name: str, n_bytes: int
 ) -> tuple[SegmentFile, list[SegmentFile]]:
@@ -462,7 +490,7 @@ def _draft(nodes: Sequence[Node], state: StoreState) -> Draft:
             raise StoreError(f"segment {node.id} has no rows in memory to write")
         if above is not None and (node.parent is not above or node.scope != above.scope):
             raise StoreError("only consecutive segments of one scope can share a file")
-        runs += [DraftRun([rows], rows.layout.format_name, node.derived) for rows in node.hot]
+        runs += [DraftRun([rows], rows.layout.format_name, node.origin) for rows in node.hot]
     first, last = nodes[0], nodes[-1]
     prefix = last.prefix_bytes()
     return Draft(
@@ -480,8 +508,8 @@ def merge_runs(runs: Sequence[DraftRun]) -> list[DraftRun]:
     merged: list[DraftRun] = []
     for run in runs:
         last = merged[-1] if merged else None
-        if last is not None and (last.format, last.derived) == (run.format, run.derived):
-            merged[-1] = DraftRun([*last.parts, *run.parts], run.format, run.derived)
+        if last is not None and (last.format, last.origin) == (run.format, run.origin):
+            merged[-1] = DraftRun([*last.parts, *run.parts], run.format, run.origin)
         else:
             merged.append(run)
     return merged
@@ -503,8 +531,8 @@ def _stretches(
     runs = []
     for start, end in zip(ends, ends[1:], strict=False):
         parts = pieces(file, start, end)
-        origin = next(run for run in file.runs if start - file.p0 < run.end)
-        runs.append(DraftRun(parts, _format_of(parts[0], requests, native), origin.derived))
+        before = next(run for run in file.runs if start - file.p0 < run.end)
+        runs.append(DraftRun(parts, _format_of(parts[0], requests, native), before.origin))
     return merge_runs(runs)
 
 

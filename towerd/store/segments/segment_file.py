@@ -33,8 +33,9 @@ from towerd.store.segments.segment_header import (
     native_run,
     provenance_of,
     segment_key,
+    worst_of,
 )
-from towerd.tokens import ID_BYTES, Provenances, are_exact
+from towerd.tokens import ID_BYTES, Provenance, Provenances
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +95,12 @@ class SegmentFile:
         return all(run.format == NATIVE for run in self.runs)
 
     def provenance(self, p0: int, p1: int) -> Provenances:
-        """EXACT, DERIVED or APPROXIMATE for each position in [p0, p1), uint8[p1 - p0]."""
+        """That of each position in [p0, p1), uint8[p1 - p0]."""
         return provenance_of(self.runs, p0 - self.p0, p1 - self.p0)
 
-    def is_exact(self, p0: int, p1: int) -> bool:
-        """True when the rows [p0, p1) are what prefill computes, in native format."""
-        row0, row1 = p0 - self.p0, p1 - self.p0
-        return are_exact(provenance_of(self.runs, row0, row1))
+    def worst(self, p0: int, p1: int) -> Provenance:
+        """The worst provenance of the rows [p0, p1)."""
+        return worst_of(self.runs, p0 - self.p0, p1 - self.p0)
 
     @property
     def is_open(self) -> bool:
@@ -233,6 +233,16 @@ def quantized_bytes(files: Iterable[SegmentFile], native: KVLayout) -> int:
             n_rows[run.format] += run.n_rows
     return sum(
         n * native.stored_as(name).token_bytes for name, n in n_rows.items() if name != NATIVE
+    )
+
+
+def moved_bytes(files: Iterable[SegmentFile], native: KVLayout) -> int:
+    """Bytes of the rows in these files that were moved or computed from moved ones."""
+    return sum(
+        run.n_rows * native.stored_as(run.format).token_bytes
+        for file in files
+        for run in file.runs
+        if run.origin == Provenance.AFTER_MOVED
     )
 
 

@@ -29,7 +29,7 @@ import xxhash
 from towerd.slots.blob import blob_size
 from towerd.slots.errors import StateError
 from towerd.slots.layout import CELL_EXT_BYTES, NATIVE, KVLayout, stored_format
-from towerd.tokens import ID_BYTES, Provenance, Provenances
+from towerd.tokens import ID_BYTES, Provenance, Provenances, provenance_as_kept
 
 KEY_BYTES = 32
 
@@ -66,8 +66,8 @@ class FormatRun:
     n_rows: int
     format: str
     """`native` or a stored format."""
-    derived: bool = False
-    """These rows were computed from approximate rows."""
+    origin: Provenance = Provenance.EXACT
+    """What these rows were computed as: EXACT, DERIVED or AFTER_MOVED."""
 
     @property
     def end(self) -> int:
@@ -76,10 +76,26 @@ class FormatRun:
 
     @property
     def provenance(self) -> Provenance:
-        """EXACT, DERIVED or APPROXIMATE."""
-        if self.format != NATIVE:
-            return Provenance.APPROXIMATE
-        return Provenance.DERIVED if self.derived else Provenance.EXACT
+        """That of each of its rows."""
+        return provenance_as_kept(self.origin, is_native=self.format == NATIVE)
+
+
+WrittenOrigin: TypeAlias = bool | int
+"""An origin as files and the catalog have it: false for EXACT, true for DERIVED, as when there were
+no others; the number for AFTER_MOVED."""
+_ORIGINS = (Provenance.EXACT, Provenance.DERIVED, Provenance.AFTER_MOVED)
+
+
+def written_origin(origin: Provenance) -> WrittenOrigin:
+    """An origin as it is written."""
+    return bool(origin) if origin <= Provenance.DERIVED else int(origin)
+
+
+def read_origin(written: WrittenOrigin) -> Provenance:
+    """The inverse. Raises StateError."""
+    if written not in _ORIGINS:
+        raise StateError(f"rows that were computed as {written} are not known")
+    return Provenance(written)
 
 
 def native_run(n_rows: int) -> tuple[FormatRun, ...]:
@@ -111,12 +127,19 @@ def provenance_of(runs: Iterable[FormatRun], row0: int, row1: int) -> Provenance
     return provenance
 
 
+def worst_of(runs: Iterable[FormatRun], row0: int, row1: int) -> Provenance:
+    """The worst provenance of rows [row0, row1)."""
+    found = (run.provenance for run in runs if run.row0 < row1 and row0 < run.end)
+    return max(found, default=Provenance.EXACT)
+
+
 def encode_runs(runs: Sequence[FormatRun]) -> str:
     """The catalog's text of a file's runs."""
-    return msgspec.json.encode([[run.n_rows, run.format, run.derived] for run in runs]).decode()
+    table = [(run.n_rows, run.format, written_origin(run.origin)) for run in runs]
+    return msgspec.json.encode(table).decode()
 
 
-_decode_table = msgspec.json.Decoder(list[tuple[int, str, bool]]).decode
+_decode_table = msgspec.json.Decoder(list[tuple[int, str, WrittenOrigin]]).decode
 
 
 def decode_runs(text: str, n_rows: int) -> tuple[FormatRun, ...]:
@@ -125,8 +148,9 @@ def decode_runs(text: str, n_rows: int) -> tuple[FormatRun, ...]:
         return native_run(n_rows)
     runs: list[FormatRun] = []
     try:
-        for n, name, derived in _decode_table(text):
-            runs.append(FormatRun(runs[-1].end if runs else 0, n, name, derived))
+        for n, name, written in _decode_table(text):
+            at = runs[-1].end if runs else 0
+            runs.append(FormatRun(at, n, name, read_origin(written)))
     except msgspec.MsgspecError as error:
         raise StateError(f"the list of runs cannot be read: {error}") from error
     check_runs(runs, n_rows)
@@ -204,14 +228,14 @@ class RunEntry(msgspec.Struct, frozen=True, array_like=True):
     row0: int
     n_rows: int
     format: str
-    derived: bool
+    origin: WrittenOrigin
     planes: list[PlaneEntry]
     blobs: list[BlobEntry] = []
 
     @property
     def run(self) -> FormatRun:
-        """The run without its planes or blobs."""
-        return FormatRun(self.row0, self.n_rows, self.format, self.derived)
+        """The run without its planes or blobs. Raises StateError."""
+        return FormatRun(self.row0, self.n_rows, self.format, read_origin(self.origin))
 
 
 class SegmentHeader(msgspec.Struct, frozen=True):

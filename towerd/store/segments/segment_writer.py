@@ -32,7 +32,9 @@ from towerd.store.segments.segment_header import (
     encode_head,
     page_up,
     plane_shapes,
+    written_origin,
 )
+from towerd.tokens import Provenance
 
 CHUNK_BYTES = 1 << 22
 BLOB_BYTES_MAX = 1 << 25
@@ -48,7 +50,7 @@ class DraftRun:
 
     parts: Sequence[KVRows]
     format: str
-    derived: bool = False
+    origin: Provenance = Provenance.EXACT
 
     @property
     def n_rows(self) -> int:
@@ -83,7 +85,7 @@ class Draft:
         table: list[FormatRun] = []
         for run in self.runs:
             at = table[-1].end if table else 0
-            table.append(FormatRun(at, run.n_rows, run.format, run.derived))
+            table.append(FormatRun(at, run.n_rows, run.format, run.origin))
         return tuple(table)
 
 
@@ -185,7 +187,8 @@ def _header(
         entries = [extent.entry(digest) for extent, digest in zip(extents, sums, strict=True)]
         planes = [entry for entry in entries if isinstance(entry, PlaneEntry)]
         blobs = [entry for entry in entries if isinstance(entry, BlobEntry)]
-        runs.append(RunEntry(run.row0, run.n_rows, run.format, run.derived, planes, blobs))
+        origin = written_origin(run.origin)
+        runs.append(RunEntry(run.row0, run.n_rows, run.format, origin, planes, blobs))
     return SegmentHeader(
         draft.row_identity, draft.key, draft.scope, draft.p0, draft.p1, draft.ids, runs
     )

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from towerd.slots.runs import Runs
 from towerd.store.segments.segment_file import SegmentFile
-from towerd.tokens import ID_BYTES, Ids, ids_array
+from towerd.tokens import ID_BYTES, Ids, Provenance, ids_array, provenance_as_kept
 
 PUBLIC = "public"
 """The scope whose segments every tenant may reuse."""
@@ -16,11 +16,11 @@ class Node:
     """A run of tokens [p0, p1) below `parent`. Only the store changes it, under its lock.
 
     Rows cover the whole node or none of it: `hot` holds them in memory, `file` on disk,
-    starting at row `file_row0`. `derived`: the hot rows were computed from approximate rows.
+    starting at row `file_row0`. `origin`: what the hot rows were computed as, see `origin_of`.
     After a split this object is the lower part."""
 
     __slots__ = (
-        "by_token", "derived", "file", "file_row0", "hits", "hot", "id", "ids", "last_used", "p0",
+        "by_token", "file", "file_row0", "hits", "hot", "id", "ids", "last_used", "origin", "p0",
         "p1", "parent", "pins", "removed", "scope",
     )  # fmt: skip
 
@@ -35,7 +35,7 @@ class Node:
         self.file: SegmentFile | None = None
         self.file_row0 = 0
         self.hot: Runs | None = None
-        self.derived = False
+        self.origin = Provenance.EXACT
         self.pins = 0
         self.hits = 0
         self.last_used = 0.0
@@ -65,14 +65,16 @@ class Node:
         return self.hot is not None or self.file is not None
 
     @property
-    def has_exact_hot(self) -> bool:
-        """True if the rows in memory are exact, as prefill computes them."""
-        return self.hot is not None and not self.derived and self.hot.is_native
+    def worst_hot(self) -> Provenance | None:
+        """The worst provenance of the rows in memory; None if there are none."""
+        if self.hot is None:
+            return None
+        return provenance_as_kept(self.origin, is_native=self.hot.is_native)
 
     @property
-    def has_exact_file(self) -> bool:
-        """True if the rows on disk are exact, as prefill computes them."""
-        return self.file is not None and self.file.is_exact(self.p0, self.p1)
+    def worst_file(self) -> Provenance | None:
+        """The worst provenance of the rows on disk; None if there are none."""
+        return None if self.file is None else self.file.worst(self.p0, self.p1)
 
     @property
     def pinned(self) -> bool:

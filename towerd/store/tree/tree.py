@@ -197,7 +197,7 @@ class PrefixTree:
             node.file_row0 += n
         if node.hot is not None:
             upper.hot, node.hot = node.hot.split(at)
-            upper.derived = node.derived
+            upper.origin = node.origin
         node.parent, node.p0, node.ids = upper, at, node.ids[n * ID_BYTES :]
         upper.by_token = {(node.scope, node.first): node}
         self.nodes[upper_id] = upper

@@ -34,6 +34,7 @@ from towerd.tokens import (
     Provenances,
     computed_after,
     count_approximate,
+    count_unmoved,
 )
 
 
@@ -111,7 +112,8 @@ class LiveSeq:
         return self.ids[: self.n]
 
     def n_approximate(self) -> int:
-        """Live tokens whose rows were decoded from a stored format or moved."""
+        """Live tokens whose rows were decoded from a stored format, moved or computed from moved
+        ones."""
         return count_approximate(self.provenance[: self.n])
 
     def moved(self) -> npt.NDArray[np.bool_]:
@@ -119,9 +121,8 @@ class LiveSeq:
         return np.equal(self.provenance[: self.n], Provenance.MOVED)
 
     def n_unmoved(self) -> int:
-        """Leading tokens before the first moved one."""
-        found = self.moved()
-        return int(found.argmax()) if found.any() else self.n
+        """Leading tokens before the first that was moved or computed from moved ones."""
+        return count_unmoved(self.provenance[: self.n])
 
 
 class LivePool:

@@ -16,6 +16,7 @@ from towerd.engine.live_index import Found
 from towerd.media_ids import whole
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import RestorePlan
+from towerd.tokens import Provenance
 
 Evict = Callable[[], bool]
 """Frees one idle sequence; False if there is none."""
@@ -48,7 +49,8 @@ class Branching:
         found = longest(ids, scope, has_everything)
         if found.source is not None and n_unmoved(found.source, found.n) < found.n:
             exact = longest(ids, scope, has_everything, n_unmoved)
-            stored = self.tiers.plan(job.path, exact.n, job.n_on_path(len(ids)))
+            stop = job.n_on_path(len(ids))
+            stored = self.tiers.plan(job.path, exact.n, stop, worst=Provenance.APPROXIMATE)
             if exact.n + stored.n >= found.n:
                 found = exact
         return self.usable(job, found)
@@ -104,12 +106,20 @@ class Branching:
         within a medium."""
         if not job.request.cache_prompt:
             return RestorePlan()
-        plan = self.tiers.plan(job.path, seq.n, job.n_on_path(whole(job.media, stop)))
-        seq.n_public = plan.n_public
+        stop, worst = job.n_on_path(whole(job.media, stop)), worst_for(job)
+        plan = self.tiers.plan(job.path, seq.n, stop, worst=worst)
+        # Others may share public tokens only up to the first whose live rows were moved.
+        seq.n_public = n_unmoved(seq, plan.n_public)
         n_whole = whole(job.media, seq.n + plan.n)
         if n_whole < seq.n + plan.n:
-            plan = self.tiers.plan(job.path, seq.n, n_whole)
+            plan = self.tiers.plan(job.path, seq.n, n_whole, worst=worst)
         return plan
+
+
+def worst_for(job: Job) -> Provenance:
+    """The worst provenance of stored rows that a job may continue from."""
+    is_precached = job.request.precache is not None
+    return Provenance.APPROXIMATE if is_precached else Provenance.AFTER_MOVED
 
 
 def has_everything(holder: LiveSeq | Parked) -> bool:

@@ -23,7 +23,7 @@ from towerd.store.rows.checkpoints import StateCheckpoint
 from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import RestorePlan
-from towerd.tokens import Ids, Provenances, are_exact, are_storable
+from towerd.tokens import Ids, Provenance, Provenances, are_exact, are_storable
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Checkpoints(Branching):
         stop = job.n_on_path(stop)
         plan, n_known = RestorePlan(), 0
         if job.request.cache_prompt and job.n_broken < _BROKEN_MAX:
-            stored = self.tiers.plan(job.path, seq.n, stop)
+            stored = self.tiers.plan(job.path, seq.n, stop, worst=Provenance.APPROXIMATE)
             seq.n_public, n_known = stored.n_public, stored.n_match
             end = seq.n + stored.n if self.memory.kind.has_rows else stored.n_match
             checkpoint = self.checkpoint_tier.deepest(job.path, seq.n, end)

@@ -13,7 +13,7 @@ from towerd.engine.embedded.restore.checkpoints import Checkpoints
 from towerd.slots.rows import KVRows
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import Gap
-from towerd.tokens import Ids, Provenances, has_derived
+from towerd.tokens import Ids, Provenances
 
 
 class Exporter:
@@ -43,7 +43,7 @@ class Exporter:
         for gap in self._tiers.gaps(seq.tokens(), seq.scope, provenance):
             rows = self._memory.rows(seq.id, gap.p0, gap.p1)
             if rows is not None:
-                self._accept(gap, rows, provenance)
+                self._accept(gap, rows)
 
     def export_saved(self, saved: Saved) -> None:
         """Hand over the rows and states of a preempted job that the store lacks."""
@@ -67,9 +67,8 @@ class Exporter:
     def _export_copy(self, ids: Ids, scope: str, provenance: Provenances, rows: KVRows) -> None:
         """Export of `rows`, which are those of all of `ids`, what the store lacks."""
         for gap in self._tiers.gaps(ids, scope, provenance):
-            self._accept(gap, rows.slice(gap.p0, gap.p1).copy(), provenance)
+            self._accept(gap, rows.slice(gap.p0, gap.p1).copy())
 
-    def _accept(self, gap: Gap, rows: KVRows, provenance: Provenances) -> None:
+    def _accept(self, gap: Gap, rows: KVRows) -> None:
         self.bytes_out += rows.nbytes
-        derived = has_derived(provenance[gap.p0 : gap.p1])
-        self._tiers.accept(gap, rows, derived=derived)
+        self._tiers.accept(gap, rows)

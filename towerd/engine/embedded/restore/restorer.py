@@ -189,7 +189,8 @@ class Restorer:
             job.n_loaded_hot = job.n_loaded_warm = 0
         if not job.t_first:
             hot, warm = job.n_loaded_hot + plan.n_hot, job.n_loaded_warm + plan.n_warm
-            self._report(job, job.reuse.live if continues else seq.n, hot, warm, plan.n_approximate)
+            live = job.reuse.live if continues else seq.n
+            self._report(job, live, hot, warm, plan.n_approximate, plan.n_moved)
         if plan.n:
             self._plans[id(job)] = plan
             job.phase = JobPhase.LOADING
@@ -279,7 +280,7 @@ class Restorer:
             job.n_loaded_warm += loaded.n_warm
             if loaded.is_last and not job.t_first and loaded.piece is None and not loaded.n:
                 # Rows that turned out damaged or gone are prefilled: report those that came.
-                self._report(job, job.reuse.live, job.n_loaded_hot, job.n_loaded_warm, 0)
+                self._report(job, job.reuse.live, job.n_loaded_hot, job.n_loaded_warm, 0, 0)
         finally:
             self.discard(loaded)
 
@@ -335,12 +336,15 @@ class Restorer:
         if loaded.slot is not None:
             loaded.slot.release()
 
-    def _report(self, job: Job, live: int, hot: int, warm: int, n_approximate: int) -> None:
-        """Set the job's reuse; `n_approximate`: approximate tokens beside the live ones."""
+    def _report(
+        self, job: Job, live: int, hot: int, warm: int, n_approximate: int, n_moved: int
+    ) -> None:
+        """Set the job's reuse; `n_approximate`: approximate tokens beside the live ones, `n_moved`:
+        those among them whose drift the store does not know."""
         assert job.seq is not None
         n_rest = job.n_prompt - live - hot - warm
         reuse = Reuse(live, hot, warm, n_rest, n_approximate + job.seq.n_approximate())
-        if reuse.approximate:
+        if reuse.approximate and not n_moved:
             reuse = replace(reuse, drift=self._splicer.drift(job, job.seq, reuse))
         job.reuse = reuse
 

@@ -33,6 +33,7 @@ from towerd.store.tree.module import Spans
 from towerd.tiers.manager import Tiers
 from towerd.tiers.module_text import TOKENS_MIN
 from towerd.tiers.modules import Modules, PlacedModule
+from towerd.tokens import are_moved
 
 log = logging.getLogger(__name__)
 
@@ -144,8 +145,11 @@ class Splicer:
         spliced = seq.moved()
         n_spliced = int(np.count_nonzero(spliced))
         costs: list[Drift | None] = []
-        if reuse.approximate > n_spliced:
+        moved = are_moved(seq.provenance[: seq.n])
+        if reuse.approximate > np.count_nonzero(moved):
             costs.append(self._tiers.drift)
+        if moved.any() and not spliced[moved.argmax()]:  # what comes first was stored as moved
+            costs.append(None)
         for placed in self.modules.find(seq.tokens(), job.request.scope) if n_spliced else ():
             if spliced[placed.at : placed.end].any():
                 costs.append(placed.module.drift)

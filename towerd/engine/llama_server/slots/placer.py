@@ -9,6 +9,7 @@ import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 from towerd.engine.base import Reuse
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
@@ -24,7 +25,7 @@ from towerd.store import Handle
 from towerd.store.tree.scope import adapters_of
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import RestorePlan
-from towerd.tokens import Ids, count_approximate
+from towerd.tokens import Ids, Provenance, count_approximate
 
 log = logging.getLogger(__name__)
 
@@ -123,12 +124,12 @@ class Placer:
         return self._tiers.store.hold(ids[:-1], scope)
 
     async def look_up(self, request: SlotRequest) -> RestorePlan:
-        """What the store has of the prompt, which is also noted in `request`."""
+        """What the store has of the prompt, which is also noted in `request`. Moved rows are left
+        out."""
         if not self.can_compose or not request.cache_prompt or request.path is None:
             return RestorePlan()
-        plan = await asyncio.get_running_loop().run_in_executor(
-            self._workers, self._tiers.plan, request.path, 0
-        )
+        look_up = partial(self._tiers.plan, request.path, 0, worst=Provenance.APPROXIMATE)
+        plan = await asyncio.get_running_loop().run_in_executor(self._workers, look_up)
         request.n_storable, request.n_public = plan.n, plan.n_public
         return plan
 

@@ -33,7 +33,7 @@ from towerd.slots.errors import StateError
 from towerd.slots.rows import KVRows
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import RestorePlan
-from towerd.tokens import Ids, Provenances, has_derived
+from towerd.tokens import Ids, Provenances
 
 
 @dataclass(slots=True)
@@ -107,9 +107,8 @@ class SlotRows:
         n_kept = 0
         for gap in self._tiers.gaps(tokens, scope, provenance):
             rows = image.rows(self.spec.layout, gap.p0, gap.p1)
-            derived = has_derived(provenance[gap.p0 : gap.p1])
             # A copy, so that rows in the hot tier do not keep the file's memory.
-            self._tiers.accept(gap, rows.copy(), derived=derived)
+            self._tiers.accept(gap, rows.copy())
             n_kept += gap.p1 - gap.p0
         return n_kept
 
