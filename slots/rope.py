@@ -139,9 +139,12 @@ class LayerRope:
 class Rope:
     """The rotation of every cached layer, in the cache's order (`KVLayout.k`).
 
+    n_window: how many of them, the last ones, are the sliding window's (`KVLayout.n_window`)
+
     Raises StateError without a layer, or if only some layers have M-RoPE sections."""
 
     layers: tuple[LayerRope, ...]
+    n_window: int = 0
 
     def __post_init__(self) -> None:
         if not self.layers:

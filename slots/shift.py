@@ -92,6 +92,10 @@ def check_rope(layout: KVLayout, rope: Rope) -> None:
     """StateError unless `rope` describes the layers that a cache of `layout` holds."""
     if len(rope.layers) != layout.n_layer:
         raise StateError(f"the RoPE has {len(rope.layers)} layers, the cache {layout.n_layer}")
+    if rope.n_window != layout.n_window:
+        raise StateError(
+            f"the RoPE has {rope.n_window} sliding-window layers, the cache {layout.n_window}"
+        )
     if rope.is_multi != layout.cell_ext:
         raise StateError("cells have an extension exactly when the RoPE is an M-RoPE")
     for plane, layer in zip(layout.k, rope.layers, strict=True):

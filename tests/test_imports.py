@@ -64,6 +64,7 @@ INNER_LAYERS = {
     "engine": (
         {"embedded", "llama_server"},
         {"base", "live_index"},
+        {"served"},
     ),
     "engine.embedded": (
         {"opening"},
@@ -122,7 +123,8 @@ INNER_LAYERS = {
     ),
     "sessions": (
         {"sessions"},
-        {"anticipation", "recorder"},
+        {"anticipation", "divergence_finder", "recorder", "reevaluation"},
+        {"divergence", "habits"},
         {"traffic"},
         {"trace_recorder", "workflows"},
     ),

@@ -12,6 +12,7 @@ from towerd.cold import Coding, ColdTier, IdleFreezer, check_codec_model, vocabu
 from towerd.engine.base import EngineT, LiveBudget, OpenedEngine
 from towerd.policy.factory import load_predictor
 from towerd.search.search import Search, open_search
+from towerd.sessions.divergence_finder import DivergenceFinder
 from towerd.sessions.recorder import TurnRecorder
 from towerd.sessions.sessions import Sessions
 from towerd.sessions.traffic import Traffic, open_traffic
@@ -32,6 +33,7 @@ class Service(Generic[EngineT]):
     traffic: Traffic
     cold: ColdTier
     search: Search
+    divergences: DivergenceFinder
 
 
 @asynccontextmanager
@@ -56,21 +58,26 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
         sessions = Sessions(
             engine,
             TurnRecorder(store, traffic, search),
+            tiers if config.anticipate else None,
             cold,
             anticipate_tokens_max=opened.anticipate_tokens_max,
         )
         freezer = IdleFreezer(cold)
+        divergences = DivergenceFinder(store, search.reader)
         try:
             _start(config, opened, sessions, cold)
             freezer.start()
             search.start(cold.idle_s)
-            yield Service(config, engine, sessions, store, tiers, traffic, cold, search)
+            yield Service(
+                config, engine, sessions, store, tiers, traffic, cold, search, divergences
+            )
         finally:
             tiers.prefetcher.stop()
             await sessions.stop_anticipating()
             await freezer.stop()
             await cold.stop()
             await sessions.drain()  # may wait for a thaw
+            await divergences.close()
             await asyncio.to_thread(traffic.close)
             await asyncio.to_thread(search.close)
             await cold.close()  # reading for the search used its vocabulary

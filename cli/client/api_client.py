@@ -202,6 +202,10 @@ class ApiClient:
         """`segment`, and `why`: how the policies of the running daemon rank it."""
         return self._get(f"{OWN}/segments/{id}/why", replies.WhyShape)
 
+    def why_request(self, id: str) -> Json:
+        """`request`, `why` and `divergence`: why it did not find more of its prompt."""
+        return self._get(f"{OWN}/requests/{part_of_url(id)}/why", replies.WhyRequestShape)
+
     def tree(self, root: int, depth: int, limit: int, scope: str | None = None) -> Json:
         """`root`, `trie` (segments with nested `children`), `segments` (how many), `truncated`."""
         shape = replies.TreeShape
@@ -321,14 +325,11 @@ class ApiClient:
         level: int,
         public: bool,
         format: str | None = None,
-        recompute: float | None = None,
+        anywhere: bool = False,
         progress: Callable[[int, int], None],
     ) -> Json:
         """Evaluate, store and pin a base: `base`, `reuse`, `timings`. progress: called with
-        (done, total) tokens. recompute: the percentage of a module to recompute; None: an
-        ordinary base."""
-        from towerd.tiers.module_text import ANYWHERE
-
+        (done, total) tokens. anywhere: it is a text that may stand anywhere in prompts."""
         body: Json = {
             "name": name,
             "prompt": list(ids),
@@ -336,8 +337,8 @@ class ApiClient:
             "public": public,
             "format": format,
         }
-        if recompute is not None:
-            body |= {"reuse": ANYWHERE, "recompute": recompute}
+        if anywhere:
+            body["reuse"] = "anywhere"
         result: Json | None = None
         for event in self._events(f"{OWN}/precache", replies.PrecacheEventShape, body):
             if "base" in event:

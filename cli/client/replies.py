@@ -177,18 +177,37 @@ class WhyShape(TypedDict):
     why: RanksShape
 
 
-class ModuleShape(TypedDict):
-    """A base that may stand anywhere."""
+class ReuseShape(TypedDict):
+    live: int
+    hot: int
+    warm: int
+    prefill: int
 
-    tokens: int
-    recompute: float
-    recomputed: int
-    kl: float
-    floor_kl: float
-    top1: float
-    fidelity: str
-    spliced: bool
-    digest: str
+
+class RequestShape(TypedDict):
+    """A request that was answered."""
+
+    id: str
+    reuse: ReuseShape
+
+
+class DivergenceShape(TypedDict):
+    """Where a prompt left a stored conversation, or a base."""
+
+    known: int
+    session: str
+    title: str
+    base: str
+    before: str | None
+    stored: str | None
+    sent: str | None
+    advice: str
+
+
+class WhyRequestShape(TypedDict):
+    request: RequestShape
+    why: str
+    divergence: DivergenceShape | None
 
 
 class BaseShape(TypedDict):
@@ -199,7 +218,7 @@ class BaseShape(TypedDict):
     public: bool
     level: int
     format: str | None
-    module: ModuleShape | None
+    reuse: str
     segment: int
     tokens: int
     digest: str
@@ -362,6 +381,15 @@ class CalibrationShape(TypedDict):
     grid: GridShape
 
 
+class MovedShape(TypedDict):
+    """What rows behind changed text cost."""
+
+    floor_kl: float
+    noise: float
+    slope: float
+    tightened: float
+
+
 class CalibrationStateShape(TypedDict):
     state: str
     why: str
@@ -369,17 +397,12 @@ class CalibrationStateShape(TypedDict):
     level_formats: str | None
     progress: DoneShape
     calibration: CalibrationShape | None
+    moved: NotRequired[MovedShape | None]
 
 
 class ProcessedShape(TypedDict):
     processed: int
     total: int
-
-
-class ReuseShape(TypedDict):
-    live: int
-    hot: int
-    warm: int
 
 
 class PrecacheEventShape(TypedDict):

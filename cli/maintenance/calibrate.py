@@ -52,7 +52,7 @@ def calibrate(
         with daemon_for(target, {"model": model}, quiet=as_json) as daemon:
             found = _measure(daemon, again=again, quiet=as_json)
     calibration = found["calibration"]
-    if fidelity is not None:
+    if fidelity is not None and calibration is not None:
         calibration["choices"] = {fidelity: calibration["choices"][fidelity]}
     if as_json:
         echo_json(found)
@@ -72,7 +72,7 @@ def _known(target: Target, model: str | None) -> Json | None:
         if target.url is not None or target.socket is not None:
             raise
         return None  # no store yet: measuring makes one
-    return found if found["calibration"] is not None else None
+    return found if found["calibration"] is not None or found.get("moved") else None
 
 
 def _measure(daemon: ApiClient, *, again: bool, quiet: bool) -> Json:
@@ -87,14 +87,28 @@ def _measure(daemon: ApiClient, *, again: bool, quiet: bool) -> Json:
             found = daemon.calibration()
             done, total = found["progress"]["done"], found["progress"]["total"]
             bar.update(task, completed=done, total=total or None)
-    if found["state"] == "failed" or found["calibration"] is None:
+    has_any = found["calibration"] is not None or found.get("moved") is not None
+    if found["state"] == "failed" or not has_any:
         raise TowerdError(f"The calibration failed: {found['why']}")
     return found
+
+
+def _moved(limits: Json) -> str:
+    """What rows behind changed text cost, in a sentence."""
+    costs = ", ".join(
+        f"{share:.0%} costs {limits['slope'] * max(0.0, share**2 - limits['noise'] ** 2):.4f}"
+        for share in (0.03, 0.05, 0.1)
+    )
+    return f"a run that deviates by {costs} nats over the noise of {limits['floor_kl']:.4f}"
 
 
 def _print(found: Json) -> None:
     from towerd.cli.output import moment, show_facts, show_table
 
+    if (limits := found.get("moved")) is not None:
+        show_facts([("moved rows", _moved(limits))])
+    if found["calibration"] is None:
+        return
     calibration: Json = found["calibration"]
     floor = calibration["floor"]
     show_facts(

@@ -32,8 +32,6 @@ class Planned:
     status: str
     """new, changed or unchanged."""
     segment: int | None
-    module: Json | None = None
-    """The measurements of a module that is stored already."""
 
     @property
     def digest(self) -> str:
@@ -80,8 +78,7 @@ def make_plan(daemon: ApiClient, root: Prompt, spec: Path) -> list[Planned]:
     """Every base with its ids, parents first. Raises SpecError."""
     ids = _tokenize(daemon, root, spec)
     known = {(base["name"], base["public"]): base for base in daemon.bases()}
-    stats = daemon.stats()
-    n_ctx, fidelity = stats["n_ctx"], stats["fidelity"]
+    n_ctx = daemon.stats()["n_ctx"]
     plan = []
     for prompt in root.walk():
         n = len(ids[prompt.name])
@@ -90,25 +87,18 @@ def make_plan(daemon: ApiClient, root: Prompt, spec: Path) -> list[Planned]:
         old = known.get((prompt.name, prompt.public))
         status = "new"
         if old is not None:
-            is_same = _is_same(old, prompt, digest_of(ids[prompt.name]), fidelity)
+            is_same = _is_same(old, prompt, digest_of(ids[prompt.name]))
             status = "unchanged" if is_same else "changed"
         same = old if old is not None and status == "unchanged" else {}
-        found = Planned(prompt, ids[prompt.name], status, same.get("segment"), same.get("module"))
-        plan.append(found)
+        plan.append(Planned(prompt, ids[prompt.name], status, same.get("segment")))
     return plan
 
 
-def _is_same(old: Json, prompt: Prompt, digest: str, fidelity: str) -> bool:
-    """Whether the stored base `old` matches the file; a module must also have been measured for
-    the daemon's fidelity."""
-    module = old["module"]
-    if (module is None) != (prompt.recompute is None):
-        return False
-    if module is not None:
-        if (module["recompute"], module["fidelity"]) != (prompt.recompute, fidelity):
-            return False
-    known = (module or old)["digest"], old["level"], old["format"]
-    return bool(known == (digest, prompt.level, prompt.format))
+def _is_same(old: Json, prompt: Prompt, digest: str) -> bool:
+    """Whether the stored base `old` matches the file."""
+    is_anywhere = old["reuse"] == "anywhere"
+    known = old["digest"], old["level"], old["format"], is_anywhere
+    return bool(known == (digest, prompt.level, prompt.format, prompt.anywhere))
 
 
 def digest_of(ids: Sequence[int]) -> str:
@@ -125,15 +115,15 @@ def _tokenize(daemon: ApiClient, root: Prompt, spec: Path) -> dict[str, list[int
     ids: dict[str, list[int]] = {}
 
     def read(prompt: Prompt, above: str, said: list[dict[str, str]]) -> None:
-        if prompt.recompute is not None:
-            ids[prompt.name] = _module_ids(daemon, prompt, spec)
+        if prompt.anywhere:
+            ids[prompt.name] = daemon.tokenize(prompt.text)
             return
         said = [*said, *prompt.messages]
         texts[prompt.name] = _text(daemon, prompt, above, said, spec)
         ids[prompt.name] = daemon.tokenize(texts[prompt.name])
         for child in prompt.children:
             read(child, texts[prompt.name], said)
-            if child.recompute is not None:
+            if child.anywhere:
                 continue
             n = len(os.path.commonprefix([ids[prompt.name], ids[child.name]]))
             ids[prompt.name] = ids[prompt.name][:n]
@@ -141,18 +131,6 @@ def _tokenize(daemon: ApiClient, root: Prompt, spec: Path) -> dict[str, list[int
             raise _problem(spec, prompt, "makes no tokens of its own")
 
     read(root, "", [])
-    return ids
-
-
-def _module_ids(daemon: ApiClient, prompt: Prompt, spec: Path) -> list[int]:
-    """The ids of a module, which must be the same wherever it stands."""
-    from towerd.tiers.module_text import inner_ids, surrounded
-
-    found = [daemon.tokenize(text, whole=False) for text in surrounded(prompt.text)]
-    try:
-        ids: list[int] = inner_ids(found).tolist()
-    except TowerdError as error:
-        raise _problem(spec, prompt, error.message) from error
     return ids
 
 
@@ -193,18 +171,9 @@ def _report(base: Planned) -> Json:
         "digest": base.digest,
         "status": base.status,
         "segment": base.segment,
-        "module": base.module or _unmeasured(base),
+        "anywhere": prompt.anywhere,
         "reuse": None,
     }
-
-
-def _unmeasured(base: Planned) -> Json | None:
-    """The daemon's JSON of a module that is not measured yet; None for an ordinary base."""
-    if base.prompt.recompute is None:
-        return None
-    found: Json = {"tokens": len(base.ids), "recompute": base.prompt.recompute}
-    unknown = ("recomputed", "kl", "floor_kl", "top1", "fidelity", "spliced")
-    return found | dict.fromkeys(unknown) | {"digest": base.digest}
 
 
 def _evaluate(daemon: ApiClient, plan: list[Planned], reports: list[Json], *, quiet: bool) -> None:
@@ -219,7 +188,6 @@ def _evaluate(daemon: ApiClient, plan: list[Planned], reports: list[Json], *, qu
             if base.status != "unchanged":
                 done = _evaluate_one(daemon, base, bar)
                 report |= {"segment": done["base"]["segment"], "reuse": done["reuse"]}
-                report["module"] = done["base"]["module"]
             bar.advance(overall, len(base.ids))
 
 
@@ -233,7 +201,7 @@ def _evaluate_one(daemon: ApiClient, base: Planned, bar: Lines | Progress) -> Js
             level=prompt.level,
             public=prompt.public,
             format=prompt.format,
-            recompute=prompt.recompute,
+            anywhere=prompt.anywhere,
             progress=lambda done, _: bar.update(task, completed=done),
         )
     finally:
@@ -254,43 +222,12 @@ def _print(reports: list[Json], dry_run: bool) -> None:
         )
         for report in reports
     ]
-    if any(report["module"] for report in reports):
-        columns += (">RECOMPUTED", ">DRIFT KL", ">NOISE", ">EXCESS", ">TOP-1")
-        rows = [(*row, *_drift(report)) for row, report in zip(rows, reports, strict=True)]
     show_table(columns, rows, wraps=True)
-    for report in reports:
-        if (module := report["module"]) and module["spliced"] is False:
-            click.echo(
-                f"{report['name']} is not spliced in: its drift is {_excess(module):.4f} over the "
-                f"model's noise, and --fidelity {module['fidelity']} allows "
-                f"{_allowed(module):.4f}."
-            )
     todo = [report for report in reports if report["status"] != "unchanged"]
     if dry_run:
         click.echo(f"{len(todo)} of {len(reports)} bases would be evaluated; nothing was changed.")
     else:
         click.echo(f"{len(todo)} of {len(reports)} bases were evaluated; the rest was there.")
-
-
-def _drift(report: Json) -> tuple[str, ...]:
-    """The cells of a module: recomputed tokens, and its drift compared with the noise."""
-    module = report["module"]
-    if module is None or module["kl"] is None:
-        return ("-",) * 5
-    share = f"{module['recomputed']:,} ({module['recomputed'] / module['tokens']:.0%})"
-    drifts = module["kl"], module["floor_kl"], _excess(module)
-    return share, *(f"{each:.5f}" for each in drifts), f"{module['top1']:.1%}"
-
-
-def _excess(module: Json) -> float:
-    return float(module["kl"] - module["floor_kl"])
-
-
-def _allowed(module: Json) -> float:
-    """The drift allowed by the fidelity that the module was measured for."""
-    from towerd.tiers.formats.calibration import bound_of
-
-    return bound_of(module["fidelity"], module["floor_kl"])
 
 
 def _reused(report: Json) -> int:

@@ -12,8 +12,8 @@ import yaml
 
 from towerd.errors import ConfigError
 from towerd.slots.layout import NATIVE
+from towerd.store.sessions.turn import ANYWHERE, PREFIX
 from towerd.tiers.formats.fidelity import check_format
-from towerd.tiers.module_text import ANYWHERE, PERCENT_DEFAULT, PERCENT_MAX, PREFIX
 
 Message: TypeAlias = dict[str, str]
 
@@ -44,9 +44,8 @@ class Prompt:
     children: tuple[Prompt, ...]
     format: str | None = None
     """The format to store its rows in, overriding that of its level; `native`: exact."""
-    recompute: float | None = None
-    """For a module (`reuse: anywhere`), whose prompt is its text alone: the percentage of its
-    tokens to evaluate again where it is spliced in. None: an ordinary base."""
+    anywhere: bool = False
+    """Whether it is a text that may stand anywhere in prompts (`reuse: anywhere`), by itself."""
 
     def walk(self) -> Iterator[Prompt]:
         """This prompt and its descendants, parents first."""
@@ -117,8 +116,8 @@ class _Reader:
         text, messages = self._source(node, keys, what, parent)
         line = node.start_mark.line + 1
         format = self._format(keys)
-        recompute = self._recompute(keys, below)
-        prompt = Prompt(name, level, public, line, text, messages, (), format, recompute)
+        anywhere = self._anywhere(keys, below)
+        prompt = Prompt(name, level, public, line, text, messages, (), format, anywhere)
         if not below or below[0] not in keys:
             return prompt
         return replace(prompt, children=self._children(keys[below[0]], below[0], prompt))
@@ -191,33 +190,21 @@ class _Reader:
                 self._problem(keys["format"], error.message)
         return name
 
-    def _recompute(self, keys: dict[str, yaml.Node], below: tuple[str, ...]) -> float | None:
-        """The percentage set by `reuse: anywhere` and `recompute`; None: an ordinary base."""
+    def _anywhere(self, keys: dict[str, yaml.Node], below: tuple[str, ...]) -> bool:
+        """Whether `reuse: anywhere` is set. `recompute` had to do with it once and has no effect."""
         reuse = self._text(keys["reuse"], "reuse") if "reuse" in keys else PREFIX
         if reuse != ANYWHERE:
             if reuse not in (None, PREFIX):
                 self._problem(keys["reuse"], f"'reuse' must be {PREFIX} or {ANYWHERE}")
-            if "recompute" in keys:
-                self._problem(keys["recompute"], f"'recompute' belongs to 'reuse: {ANYWHERE}'")
-            return None
+            return False
         for key in ("messages", *below):
             if key in keys:
                 self._problem(
                     keys[key],
-                    f"'{key}' in a module (reuse: {ANYWHERE}): it is a text of its own, and what "
-                    "stands before or after it is not known",
+                    f"'{key}' beside reuse: {ANYWHERE}: it is a text of its own, and what stands "
+                    "before or after it is not known",
                 )
-        if "recompute" not in keys:
-            return PERCENT_DEFAULT
-        try:
-            percent = float(keys["recompute"].value)
-        except (TypeError, ValueError):
-            percent = -1.0
-        if not 0 <= percent <= PERCENT_MAX:
-            self._problem(
-                keys["recompute"], f"'recompute' must be a percentage, 0 to {PERCENT_MAX:g}"
-            )
-        return percent
+        return True
 
     def _source(
         self, at: yaml.Node, keys: dict[str, yaml.Node], what: str, parent: Prompt | None

@@ -1,4 +1,4 @@
-"""`towerctl why`: why a segment is where it is."""
+"""`towerctl why`: why a segment is where it is, and why a request did not find more of its prompt."""
 
 from __future__ import annotations
 
@@ -8,25 +8,58 @@ import click
 
 from towerd.cli.client.target import Target, connect, json_option, target_options
 from towerd.cli.client.transport import Json
+from towerd.errors import TowerdError
 
 _PLACES = {"hot": "RAM", "warm": "disk"}
 
 
 @click.command()
-@click.argument("segment", type=click.IntRange(1, 2**62))
+@click.argument("which", metavar="SEGMENT|REQUEST")
 @json_option
 @target_options
-def why(segment: int, as_json: bool, target: Target) -> None:
-    """Say where SEGMENT is, and why it leaves there sooner or later than others."""
+def why(which: str, as_json: bool, target: Target) -> None:
+    """Say where SEGMENT is, and why it leaves there sooner or later than others; or why REQUEST, an id
+    or what the log shows of it, evaluated as much of its prompt as it did."""
     from towerd.cli.output import echo_json
 
     with connect(target) as backend:
-        found = backend.why(segment)
+        if which.isdecimal():
+            found = backend.why(int(which[:18]))
+            said = sentences(found["segment"], found["why"])
+        elif backend.has_model:
+            found = backend.why_request(which)
+            said = reasons(found)
+        else:
+            raise TowerdError(
+                "Only the daemon knows this: start it with towerd serve and ask again."
+            )
     if as_json:
         echo_json(found)
     else:
-        for sentence in sentences(found["segment"], found["why"]):
+        for sentence in said:
             click.echo(sentence)
+
+
+def reasons(found: Json) -> Iterator[str]:
+    """What is said of a request."""
+    from towerd.cli.output import clean
+
+    request, divergence = found["request"], found["divergence"]
+    reuse = request["reuse"]
+    reused = reuse["live"] + reuse["hot"] + reuse["warm"]
+    evaluated = f"{reused:,} tokens were reused, {reuse['prefill']:,} evaluated"
+    yield f"Request {clean(request['id'])}: {evaluated}."
+    if found["why"]:
+        yield clean(found["why"])
+    if divergence is None:
+        return
+    base, title = clean(divergence["base"]), clean(divergence["title"])
+    of = f"the base {base}" if base else f'"{title}" ({clean(divergence["session"])})'
+    yield f"Diverged from {of}, which has {divergence['known']:,} of the evaluated tokens, too."
+    for name, side in (("both", "before"), ("stored", "stored"), ("sent", "sent")):
+        if divergence[side] is not None:
+            yield f"  {name:<6}  {clean(divergence[side])}"
+    yield clean(divergence["advice"])
 
 
 def sentences(segment: Json, known: Json) -> Iterator[str]:

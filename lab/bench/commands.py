@@ -19,19 +19,6 @@ def bench() -> None:
 
 
 @bench.command()
-@trained_model_option("GGUF to measure, a trained one")
-@click.option(
-    "--text",
-    type=FILE,
-    help="UTF-8 text to cut modules from; default: the one of calibration.",
-)
-@QUICK
-def splice(model: Path | None, text: Path | None, quick: bool) -> None:
-    """Quality lost and time saved by splicing a module in."""
-    _run("splice", model, quick, text=text)
-
-
-@bench.command()
 @QUICK
 def kernels(quick: bool) -> None:
     """GB/s of every kernel, beside memcpy and ggml's own routines."""

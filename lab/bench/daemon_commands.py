@@ -162,5 +162,13 @@ def longchat(
     _run("longchat.policies", model, quick, text=text, meetings=meetings, pairs=pairs)
 
 
+@click.command()
+@trained_model_option("Trained GGUF to serve")
+@QUICK
+def volatile(model: Path | None, quick: bool) -> None:
+    """Agents' prompts that change in the middle: what is evaluated, how soon, how exact it is."""
+    _run("volatile.served", model, quick)
+
+
 def _run(name: str, model: Path | None, quick: bool, **options: Any) -> Report:
     return run_benchmark(f"lab.bench.{name}", model, quick, QUICK_WORK.get(name), **options)

@@ -27,9 +27,6 @@ QUICK_WORK = {
     # A chat of 8,000 tokens takes 70.3 s to evaluate, twice that on slow cores, and one of 1,000; 20
     # sessions are coded, and one of 8,000 tokens decoded 27 times.
     "cold": Work(SMOLLM2, 1000, 4, starts=3, other_s=2 * 70.3 + 60),
-    # For each of two modules of 512 tokens: 2.8 times it is evaluated in three cases with two choices and
-    # timed three times, with the text around it.
-    "splice": Work(SMOLLM2, 2 * (28 * 9 * 52 + 8 * 704 + 6200), 0, starts=1),
     # 30.0 s with 21.5 s of CPU.
     "kernels.rates": Work(0, 0, 0, starts=0, other_s=60),
     # 24.5 s with 8.4 s of CPU; the rest waits for the store to settle.
@@ -38,6 +35,11 @@ QUICK_WORK = {
     "latem.costs": Work(0, 0, 0, starts=0, other_s=6),
     # Three templates, without and with anticipation: five replies of 200 tokens, and 150 of thinking.
     "anticipation": Work(SMOLLM2, 6 * 5 * 300, 2 * 5 * (200 + 350 + 350), starts=6),
+    # Three sessions of 3,438 tokens on three servers, then 7,984 tokens behind nine changes on four; a
+    # reply of 32 tokens is written once and asked for again twice, token by token.
+    "volatile.served": Work(
+        SMOLLM2, 3 * 3438 + 4 * 7984, 9 * (3 * 32 + 3) + 3 * 3 * 4 + 9 * 8, starts=4
+    ),
     # Two minutes on two cores; its pauses are scaled with the speed of the model.
     "agents.latency": Work(0, 0, 0, starts=0, other_s=240),
 }

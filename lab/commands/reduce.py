@@ -14,7 +14,7 @@ from towerd.cli.client.target import json_option
 from towerd.cli.client.transport import Json
 from towerd.cli.precache.spec import LEVELS, Prompt, SpecError
 from towerd.errors import ConfigError, TowerdError
-from towerd.tiers.module_text import ANYWHERE
+from towerd.store.sessions.turn import ANYWHERE
 
 if TYPE_CHECKING:
     import yaml
@@ -144,8 +144,8 @@ class _Reducer:
         self.done: dict[str, Reduction] = {}
 
     def tree(self, prompt: Prompt, above: str) -> Prompt:
-        if prompt.recompute is not None:
-            above = ""  # a module stands by itself
+        if prompt.anywhere:
+            above = ""  # it stands by itself
         if prompt.name in self._asked:
             prompt = self._one(prompt, above)
         above += _said(prompt)
@@ -242,8 +242,8 @@ def _node(prompt: Prompt, above: str) -> dict[str, Any]:
     node: dict[str, Any] = {"name": prompt.name.removeprefix(above), "public": prompt.public}
     if prompt.format is not None:
         node["format"] = prompt.format
-    if prompt.recompute is not None:
-        node |= {"reuse": ANYWHERE, "recompute": prompt.recompute}
+    if prompt.anywhere:
+        node["reuse"] = ANYWHERE
     if prompt.messages:
         node["messages"] = [dict(message) for message in prompt.messages]
     else:

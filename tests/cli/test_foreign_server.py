@@ -29,6 +29,7 @@ COMMANDS = (
     "segments ls",
     "segments show 1",
     "why 1",
+    "why abcdef",
     "trie",
     "pin",
     "pin 1",

@@ -67,16 +67,14 @@ def test_formats_belong_to_one_prompt(tmp_path: Path) -> None:
     ]
 
 
-def test_modules_stand_for_themselves(tmp_path: Path) -> None:
-    """`reuse: anywhere` with its share, 5 per cent unless it says otherwise; not handed down."""
+def test_texts_that_stand_anywhere(tmp_path: Path) -> None:
+    """`reuse: anywhere` is not handed down; `recompute`, which was beside it once, is read."""
     text = GOOD.replace('text: "Roses. "', 'text: "Roses. "\n          reuse: anywhere')
     text = text.replace("text: Tulips.", "text: Tulips., reuse: anywhere, recompute: 2.5")
     (tmp_path / "garden.txt").write_text("x")
     root = load_spec(write(tmp_path, text))
-    assert [(p.name, p.recompute) for p in root.walk() if p.recompute is not None] == [
-        ("acme/garden/roses", 5.0),
-        ("acme/garden/tulips", 2.5),
-    ]
+    names = [prompt.name for prompt in root.walk() if prompt.anywhere]
+    assert names == ["acme/garden/roses", "acme/garden/tulips"]
 
 
 def test_messages_continue_messages(tmp_path: Path) -> None:
@@ -144,18 +142,13 @@ PROBLEMS = [
     ),
     (A + "  reuse: everywhere\n", "4: 'reuse' must be prefix or anywhere"),
     (A + "  reuse: true\n", "4: 'reuse' must be text; put it in quotes"),
-    (A + "  recompute: 5\n", "4: 'recompute' belongs to 'reuse: anywhere'"),
-    (A + "  reuse: prefix\n  recompute: 5\n", "5: 'recompute' belongs to 'reuse: anywhere'"),
-    (A + "  reuse: anywhere\n  recompute: 100\n", "5: 'recompute' must be a percentage, 0 to 99"),
-    (A + "  reuse: anywhere\n  recompute: nan\n", "5: 'recompute' must be a percentage, 0 to 99"),
-    (A + "  reuse: anywhere\n  recompute: [1]\n", "5: 'recompute' must be a percentage, 0 to 99"),
     (
         A + "  reuse: anywhere\n  communities: [{name: b, text: x}]\n",
-        "5: 'communities' in a module (reuse: anywhere): it is a text of its own",
+        "5: 'communities' beside reuse: anywhere: it is a text of its own",
     ),
     (
         A + "  communities: [{name: b, reuse: anywhere, messages: [{role: user, content: x}]}]\n",
-        "4: 'messages' in a module (reuse: anywhere): it is a text of its own",
+        "4: 'messages' beside reuse: anywhere: it is a text of its own",
     ),
     ("platform:\n  name: a\n  messages: []\n", "3: 'messages' must be a list of messages"),
     ("platform:\n  name: a\n  messages: [{role: user}]\n", "3: a message needs 'content'"),

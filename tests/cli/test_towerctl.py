@@ -398,7 +398,8 @@ def test_text_needs_the_daemon(server: Daemon, chats: list[str], ctl: Ctl) -> No
     )
     assert chats[0][:8] in ctl("sessions", "ls", *store).output
     assert "#1" in ctl("trie", *store).output
-    assert "start it with towerd serve" in ctl("why", 1, *store, code=1).output
+    for which in (1, "abcdef"):
+        assert "start it with towerd serve" in ctl("why", which, *store, code=1).output
     assert "not running" in ctl("stats", *store).output
 
 

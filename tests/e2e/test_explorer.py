@@ -140,6 +140,9 @@ def test_branches_tree_requests_and_settings(page: Any, daemon: Daemon, tmp_path
     page.wait_for_selector("svg[aria-label='Time to first token'] rect")
     assert page.locator("tbody tr:has-text('the red otter')").count() == 2
     page.screenshot(path=folder / "live.png", full_page=True)
+    page.locator("td a[href^='#/why/']").first.click()
+    page.wait_for_selector("main p:has-text('tokens were evaluated')")
+    page.screenshot(path=folder / "why.png")
     page.click("nav >> text=Settings")
     page.wait_for_selector("tr:has-text('--ctx-size') >> text=512")
 

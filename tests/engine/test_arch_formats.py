@@ -170,6 +170,7 @@ async def calibrated(service: EmbeddedService) -> None:
         service.engine.scheduler,
         service.store,
         service.tiers,
+        rotation=service.engine.parts.rotation,
         fidelity="near",
         forced=False,
         idle_s=0.1,

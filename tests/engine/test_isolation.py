@@ -22,7 +22,7 @@ from towerd.engine.embedded.live.live_set import BoundedSet, Observed
 from towerd.engine.embedded.live.parked import Parked, ParkedTowers
 from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.longchat.budgets import Budgets
-from towerd.engine.embedded.restore import splice
+from towerd.engine.embedded.restore import rotation
 from towerd.engine.embedded.restore.branching import FoundLive
 from towerd.engine.embedded.run.background import Inbox
 from towerd.engine.live_index import LiveIndex
@@ -164,7 +164,7 @@ async def test_a_budget_where_rows_cannot_be_moved(
         n_read += 1
         raise StateError("it is not known how it rotates")
 
-    monkeypatch.setattr(splice, "rope_of", unknown)
+    monkeypatch.setattr(rotation, "rope_of", unknown)
     async with service_on(bundled_model(), threads=1, ctx_size=256) as service:
         answer = await ask(service, some_ids(100), 200, live=LIVE)
         assert len(answer.ids) == 156

@@ -11,7 +11,16 @@ from gguf import GGUFWriter
 
 from lab.models.gguf_file import writing
 from lab.models.random_gguf import Shape, make_random_gguf
-from towerd.model.rope import PLAIN, REASONS, WITH_FACTORS, Running, read_rope
+from towerd.model.rope import (
+    FULL_FACTORS,
+    OWN_N_ROT,
+    PLAIN,
+    REASONS,
+    WINDOWED,
+    WITH_FACTORS,
+    Running,
+    read_rope,
+)
 from towerd.slots.errors import StateError
 
 NORM, NEOX, MROPE, IMROPE = 0, 2, 8, 40
@@ -125,6 +134,76 @@ def test_layers_without_rope(file: Path) -> None:
         assert kinds == ({"norm"} if on else {"none"})
 
 
+@pytest.mark.parametrize(
+    ("arch", "keys", "bases"),
+    [
+        # by default the last of a period has no window; the cache has those layers first
+        ("gemma3", {"block_count": 7, "attention.sliding_window": 9}, "f wwwwww"),
+        ("gemma3", {"block_count": 7}, "fffffff"),
+        ("gemma2", {"block_count": 5}, "ff www"),
+        ("gemma2", {"attention.sliding_window_pattern": [True, False, True, True]}, "f www"),
+        ("gemma2", {"attention.sliding_window_pattern": [0, 1]}, "fff w"),
+        ("gemma2", {"attention.sliding_window_pattern": 4}, "f www"),
+        ("cohere2moe", {"block_count": 5}, "-- fff"),
+        ("cohere2moe", {"block_count": 5, "leading_dense_block_count": 1}, "f- fff"),
+        ("exaone4", {"block_count": 64}, "-" * 16 + " " + "f" * 48),
+        ("exaone4", {"attention.sliding_window": 9}, "ffff"),
+        ("afmoe", {"attention.sliding_window": 9, "block_count": 5}, "- wwww"),
+        (
+            "smallthinker",
+            {
+                "attention.sliding_window": 9,
+                "attention.sliding_window_pattern": 2,
+                "block_count": 6,
+            },
+            "-f- www",
+        ),
+        ("gemma3n", {"block_count": 22}, "ffff" + " " + "w" * 16),
+        (
+            "gemma4",
+            {
+                "attention.sliding_window_pattern": [1, 1, 0, 1, 1, 0],
+                "attention.shared_kv_layers": 3,
+                "block_count": 6,
+            },
+            "f ww",
+        ),
+    ],
+)
+def test_windowed_layers(file: Path, arch: str, keys: dict[str, Any], bases: str) -> None:
+    """Which layers have a window, and in which order. f, w: the frequencies of layers without and with
+    one; -: no RoPE."""
+    own = {"rope.freq_base": 3e4, "rope.freq_base_swa": 2e4}
+    rope = read_rope(write(file, arch, own | keys), Running(NEOX, 4096))
+    found = [
+        "-" if layer.kind == "none" else {3e4: "f", 2e4: "w"}[layer.freq_base]
+        for layer in rope.layers
+    ]
+    at = len(found) - rope.n_window
+    assert "".join([*found[:at], " " * (rope.n_window > 0), *found[at:]]) == bases
+
+
+def test_windows_have_the_frequencies_of_the_file(file: Path) -> None:
+    """Overrides of the context are those of the other layers alone."""
+    keys = {"rope.freq_base": 3e4, "rope.scaling.factor": 4.0}
+    running = Running(NEOX, 4096, freq_base=7e4, freq_scale=0.5)
+    for arch, base, scale in (
+        ("gemma2", 3e4, 0.25),
+        ("gemma3", 1e4, 1.0),
+        ("muse-glimmer", 3e4, 1.0),
+        ("cohere2", 7e4, 0.5),
+        ("olmo2", 7e4, 1.0),
+    ):
+        written = write(file, arch, keys | {"attention.sliding_window": 9, "block_count": 6})
+        layer = read_rope(written, running).layers[-1]
+        assert (layer.freq_base, layer.freq_scale) == (base, scale), arch
+
+
+def test_windows_that_the_file_does_not_list(file: Path) -> None:
+    with pytest.raises(StateError, match="does not say which layers"):
+        read_rope(write(file, "gemma4", {}), Running(NEOX, 4096))
+
+
 def test_draft_layers_are_not_in_the_cache(file: Path) -> None:
     path = write(file, "glm4moe", {"block_count": 5, "nextn_predict_layers": 1})
     assert len(read_rope(path, Running(NEOX, 4096)).layers) == 4
@@ -159,7 +238,7 @@ def test_overridden_base(file: Path) -> None:
     assert read_rope(path, Running(NORM, 4096, freq_base=1e6)).layers[0].freq_base == 1e6
 
 
-@pytest.mark.parametrize("arch", [*REASONS, "gemma4", "mamba", "baichuan", "something-new"])
+@pytest.mark.parametrize("arch", [*REASONS, "mamba", "baichuan", "something-new"])
 def test_architectures_that_are_refused(file: Path, arch: str) -> None:
     """By name: K-norms after the rotation, absolute positions, and everything unknown."""
     with pytest.raises(StateError, match=f"cannot be moved to other positions: {arch} "):
@@ -171,7 +250,7 @@ def test_architectures_that_are_refused(file: Path, arch: str) -> None:
     [
         (Running(-1, 4096), {}, "unknown type -1"),
         (Running(24, 4096), {}, "unknown type 24"),
-        (Running(NORM, 4096, n_swa=512), {}, "sliding-window"),
+        (Running(NORM, 4096), {"rope.dimension_count_swa": 32}, "sliding-window"),
         (Running(NORM, 4096), {"attention.temperature_scale": 0.1}, "absolute positions"),
         (Running(NORM, 4096), {"block_count": 0}, "no layers"),
     ],
@@ -200,6 +279,9 @@ def test_tensors_of_a_split_model(tmp_path: Path) -> None:
 def test_no_architecture_is_in_two_tables() -> None:
     assert not PLAIN & WITH_FACTORS
     assert not (PLAIN | WITH_FACTORS) & set(REASONS)
+    assert set(WINDOWED) <= PLAIN | WITH_FACTORS
+    assert FULL_FACTORS <= WITH_FACTORS & set(WINDOWED)
+    assert set(WINDOWED) >= OWN_N_ROT
 
 
 def test_a_written_model_reads_back(file: Path) -> None:

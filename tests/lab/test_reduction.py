@@ -125,7 +125,7 @@ def test_what_is_written_is_read_again(
 ) -> None:
     bots = Prompt("a/b/c", 2, False, 0, texts[2], (), ())
     chat = Prompt("m/n", 1, public, 0, "", ({"role": texts[0], "content": texts[3]},), ())
-    module = Prompt("a/b/d", 2, public, 0, texts[3], (), (), None, 12.5)
+    module = Prompt("a/b/d", 2, public, 0, texts[3], (), (), None, True)
     below = Prompt("a/b", 1, public, 0, texts[1], (), (bots, module), "q6h")
     for root in (
         Prompt("a", 0, public, 0, texts[0], (), (below,)),

@@ -289,6 +289,18 @@ def test_a_workflow_ends_in_all_models(make_router: MakeRouter) -> None:
     assert (again.status_code, again.json()["error"]["type"]) == (404, "not_found_error")
 
 
+def test_any_model_is_asked_about_a_request(make_router: MakeRouter) -> None:
+    """Only the one that answered it knows why it evaluated what it did."""
+    router = make_router()
+    ask(router, "tales")
+    (request,) = router.get("/towerd/v1/requests?model=tales")["finished"]
+    ask(router, "dice")
+    found = router.get(f"/towerd/v1/requests/{request['id']}/why")
+    assert found["request"] == request
+    unknown = requests.get(router.url + "/towerd/v1/requests/unknown/why", timeout=60)
+    assert unknown.status_code == 404
+
+
 def test_no_autoload(make_router: MakeRouter) -> None:
     router = make_router("--no-models-autoload")
     reply = ask(router, "tales")

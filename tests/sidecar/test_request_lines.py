@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
+from click.testing import CliRunner
 from daemon import Daemon
 from waiting import until
+
+from towerd.cli.main import towerctl
 
 MakeDaemon = Callable[..., Daemon]
 CHAT = [{"role": "user", "content": "Tell me a story about a cat that nobody has ever seen before"}]
@@ -56,6 +61,35 @@ def test_a_line_a_request(make_sidecar: MakeDaemon, engine: str) -> None:
     assert "exceeds the available context" in long["error"]
     assert (refused["message"], refused["status"]) == ("/v1/embeddings", 400)
     assert "--embeddings" in refused["error"]
+
+
+@pytest.mark.parametrize("engine", ["embedded", "llama-server"])
+def test_what_changed_in_a_prompt(make_sidecar: MakeDaemon, tiny_model: Path, engine: str) -> None:
+    """The log says it in a phrase, towerctl with the text on both sides."""
+    rules = "Be brief, and kind to whoever asks, and say so if you do not know. " * 3
+    flags = ("-m", str(tiny_model), "--engine", engine, "--log-format", "json")
+    with make_sidecar(*flags) as daemon:
+        for day in (25, 26):
+            system = {"role": "system", "content": f"Today is Nov {day}. {rules}"}
+            ask(daemon, "/v1/chat/completions", {"messages": [system, *CHAT], "max_tokens": 2})
+            until(lambda day=day: len(lines(daemon)) == day - 24)  # type: ignore[misc]
+        line = lines(daemon)[1]
+        command = ["why", line["request"], "--socket", str(daemon.socket)]
+        shown = CliRunner().invoke(towerctl, command)
+        as_json = CliRunner().invoke(towerctl, [*command, "--json"])
+    assert re.fullmatch(r"system prompt changed at token \d+: 'Nov 25' -> 'Nov 26'", line["why"]), (
+        line
+    )
+    assert shown.exit_code == 0, shown.output
+    said = shown.output.splitlines()
+    assert said[1] == line["why"]
+    assert said[2].startswith(f'Diverged from "{CHAT[0]["content"]}" (')
+    assert [each[:24] for each in said[4:6]] == [
+        "  stored  5. Be brief, a",
+        "  sent    6. Be brief, a",
+    ]
+    assert "put what changes at the end" in said[6]
+    assert json.loads(as_json.output)["why"] == line["why"]
 
 
 @pytest.mark.parametrize("engine", ["embedded", "llama-server"])

@@ -330,7 +330,7 @@ def test_what_other_processes_enter_is_found(root: Path) -> None:
 
 
 def test_removed_nodes_leave_the_index(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_index, "_STALE_MIN", 5)
+    monkeypatch.setattr(run_index, "STALE_MIN", 5)
     kept, late = words(400, 1), words(400, 2)
     store.pins.add(store.insert(kept, "alice", [400])[-1].id)
     for i in range(30):

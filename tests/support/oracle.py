@@ -133,7 +133,10 @@ def check_live(service: EmbeddedService) -> None:
     pool, context = service.engine.pool, service.engine.core.context
     pool.check_integrity()
     live = {seq.id: seq.place_next for seq in pool}
-    for seq in range(context.n_seqs):
+    n_own = service.engine.core.memory.n_live + 1
+    for twin in range(n_own, context.n_seqs):  # of a window: it holds no more than its sequence
+        assert context.pos_max(twin) < live.get(twin - n_own, 0), f"sequence {twin}"
+    for seq in range(n_own):
         assert context.pos_max(seq) == live.get(seq, 0) - 1, f"sequence {seq}"
         if live.get(seq):
             assert context.pos_min(seq) == 0

@@ -9,14 +9,16 @@ from typing import Any
 import llama_cpp.llama_cpp as lib
 import numpy as np
 import numpy.typing as npt
+from any_arch import make_arch_gguf
 from gguf import GGMLQuantizationType, quants
 
 from lab.models.random_gguf import Shape, make_random_gguf
 from towerd.engine.embedded.context.context import LlamaContext
+from towerd.engine.embedded.context.memory import open_memory
 from towerd.model.llama_model import LlamaModel
 from towerd.model.rope import Running, read_rope
 from towerd.settings.config import Config
-from towerd.slots.blob import emit_blob, parse_blob
+from towerd.slots.blob import emit_blob
 from towerd.slots.layout import Plane
 from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows
@@ -45,6 +47,61 @@ SHAPES: dict[str, Shape] = {
     "deepseek2": replace(BASE, arch="deepseek2"),
     "deepseek2-yarn": replace(BASE, arch="deepseek2", rope_scaling="yarn"),
 }
+_OWN_BASE = {"rope.freq_base": 500000.0, "rope.freq_base_swa": 20000.0}
+_LINEAR = {"rope.freq_base": 500000.0, "rope.scaling.factor": 4.0}
+_YARN: dict[str, Any] = {
+    **_LINEAR,
+    "rope.scaling.type": "yarn",
+    "rope.scaling.original_context_length": 512,
+}
+_LISTED = {"attention.sliding_window_pattern": [1, 0, 1, 1]}
+WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe": ("afmoe", {"block_count": 6, "leading_dense_block_count": 2, **_LINEAR}),
+    "cohere2": ("cohere2", _LISTED | _LINEAR),
+    "cohere2moe": ("cohere2moe", {"rope.freq_base_swa": 77.0}),
+    "exaone-moe": ("exaone-moe", _LINEAR),
+    "exaone4": ("exaone4", {"rope.freq_base_swa": 77.0}),
+    "exaone4-windowed": ("exaone4", {"block_count": 64, "rope.freq_base_swa": 77.0}),
+    "gemma2": ("gemma2", _OWN_BASE),
+    "gemma2-linear": ("gemma2", {**_LINEAR, "rope.scaling.type": "none"}),
+    "gemma3": ("gemma3", {"block_count": 7, **_LINEAR}),
+    "gemma3-listed": ("gemma3", _LISTED | _OWN_BASE),
+    "gemma3-dense": ("gemma3", {"attention.sliding_window": 0, **_LINEAR}),
+    "gemma3n": ("gemma3n", {"block_count": 22, "rope.freq_base": 1e6}),
+    "gemma4": (
+        "gemma4",
+        {
+            "block_count": 6,
+            "attention.sliding_window_pattern": [0, 1, 1, 0, 1, 0],
+            "attention.shared_kv_layers": 2,
+            "attention.key_length": 64,
+            "attention.value_length": 64,
+            "attention.key_length_swa": 32,
+            "attention.value_length_swa": 32,
+            "embedding_length_per_layer_input": 32,
+            "rope.dimension_count": 64,
+            "rope.dimension_count_swa": 32,
+            "rope.freq_base": 1e6,
+        },
+    ),
+    "gpt-oss": ("gpt-oss", _YARN),
+    "gpt-oss-listed": ("gpt-oss", _LISTED | _OWN_BASE),
+    "granite_swa": ("granite_swa", _LISTED | _LINEAR | {"attention.rope_pattern": [1, 1, 0, 1]}),
+    "laguna": ("laguna", {**_YARN, "rope.dimension_count": 16, "rope.dimension_count_swa": 32}),
+    "maple": ("maple", _LISTED | _LINEAR | {"swiglu_clamp_exp": 7.0}),
+    "mellum": ("mellum", _YARN),
+    "mimo2": ("mimo2", _LISTED | _LINEAR | {"rope.dimension_count": 16}),
+    "muse-glimmer": ("muse-glimmer", _LINEAR),
+    "olmo2": ("olmo2", {"attention.sliding_window": 0, **_YARN}),
+    "olmo2-windowed": ("olmo2", _YARN),
+    "plamo3": ("plamo3", {"block_count": 8, **_LINEAR}),
+    "smallthinker": ("smallthinker", {"block_count": 6, **_LINEAR}),
+    "smallthinker-4": ("smallthinker", _LINEAR),
+    "smallthinker-dense": ("smallthinker", {"attention.sliding_window": 0, "block_count": 5}),
+    "spark2_5": ("spark2_5", _LISTED | _OWN_BASE | {"rope.dimension_count_swa": 16}),
+    "step35": ("step35", _LISTED | _LINEAR),
+}
+"""An architecture and keys of its metadata; four layers and a window of 48 if they do not say."""
 
 
 def some_ids(n: int, seed: int = 0) -> Ids:
@@ -61,12 +118,15 @@ class Fresh:
 
 
 class Roped:
-    """A model of `SHAPES` with a context of 2048 cells whose K has a given type."""
+    """A model of `SHAPES` or `WINDOWED` with a context of 2048 cells whose K has a given type."""
 
     def __init__(self, folder: Path, name: str, k: str = "f16", **settings: Any) -> None:
         path = folder / f"{name}.gguf"
         if not path.exists():
-            make_random_gguf(path, SHAPES[name])
+            if name in SHAPES:
+                make_random_gguf(path, SHAPES[name])
+            else:
+                make_arch_gguf(path, *WINDOWED[name])
         is_latent = name.startswith("deepseek")  # K is V there: one type
         values: dict[str, Any] = {
             "cache_type_k": k,
@@ -75,14 +135,14 @@ class Roped:
         }
         config = Config(model=path, flash_attn="on", **(values | settings))
         self.model = LlamaModel(path, config)
-        self.context = LlamaContext(self.model, config, n_cells=N_CELLS, n_seqs=2)
+        self.context = LlamaContext(self.model, config, n_cells=N_CELLS, n_seqs=3)
+        self.memory = open_memory(self.context, self.model)
         self.rot_k = k.startswith("q")
         self.rope: Rope = read_rope(
             path,
             Running(
                 rope_type=int(lib.llama_model_rope_type(self.model.ptr)),
                 n_ctx_seq=self.context.n_cells,
-                n_swa=self.model.n_swa,
                 freq_base=config.rope_freq_base,
                 freq_scale=config.rope_freq_scale,
             ),
@@ -94,21 +154,22 @@ class Roped:
 
     def fresh(self, ids: Ids, at: int) -> Fresh:
         """Decode `ids` as a sequence that begins at position `at`."""
-        self.context.seq_rm(0)
+        self.memory.seq_rm(0)
         return self._decoded(ids, at)
 
     def continued(self, parts: list[KVRows], ids: Ids) -> Fresh:
         """Restore consecutive rows, decode `ids` after them; the rows of `ids` alone."""
-        self.context.seq_rm(0)
-        self.context.set_state(0, np.frombuffer(emit_blob(parts), np.uint8))
+        self.memory.seq_rm(0)
+        self.memory.append(0, np.frombuffer(emit_blob(parts), np.uint8), is_empty=True)
         return self._decoded(ids, parts[-1].p1)
 
     def _decoded(self, ids: Ids, at: int) -> Fresh:
         last = self.context.batch.add(ids, at, 0, logits_last=True)
         self.context.decode()
         logits = self.context.logits(last).copy()
-        rows = parse_blob(self.context.get_state(0), cell_ext=self.rope.is_multi).rows
-        return Fresh(rows.slice(at, at + len(ids)).copy(), logits)
+        rows = self.memory.rows(0, at, at + len(ids))
+        assert rows is not None
+        return Fresh(rows.copy(), logits)
 
 
 def values_of(plane: Plane, rows: npt.NDArray[np.uint8]) -> Values:

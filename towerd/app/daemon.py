@@ -35,10 +35,12 @@ from towerd.api.http.recent_requests import RECENT, RecentRequests
 from towerd.api.http.sse import BACKLOGS, Backlogs
 from towerd.api.http.tenants import Tenants
 from towerd.api.llama.task import RUNNING
+from towerd.api.llama.why import HABITS
 from towerd.app.listening import listening
 from towerd.app.loop import run_on_loop, stop_event, tune_gc, watch_lag
 from towerd.app.routes import ROUTES, add_upstream_routes
 from towerd.app.store_routes import add_routes
+from towerd.sessions.habits import Habits
 from towerd.settings.config import Config
 from towerd.settings.llama_flags import ui_settings
 from towerd.transfer import Transfer
@@ -73,6 +75,7 @@ def build_app(
     app[BACKLOGS] = Backlogs()
     app[TRANSFER] = Transfer()
     app[RECENT] = RecentRequests()
+    app[HABITS] = Habits()
     app.cleanup_ctx.append(watch_lag)
     app.on_cleanup.append(_close_streams)
     app.on_cleanup.append(_close_transfer)

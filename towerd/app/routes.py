@@ -63,6 +63,7 @@ OWN_ROUTES: tuple[Route, ...] = (
     *STORE_ROUTES,
     Route("GET", "/towerd/v1/stats", info.get_stats),
     Route("GET", "/towerd/v1/requests", own_requests.get_requests),
+    Route("GET", "/towerd/v1/requests/{id}/why", own_requests.get_why),
     Route("GET", "/towerd/v1/settings", own_requests.get_settings),
     Route("GET", "/towerd/v1/workflows", own_workflows.list_workflows),
     Route("POST", "/towerd/v1/workflows/{id}/end", own_workflows.post_end),

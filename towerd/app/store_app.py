@@ -48,6 +48,7 @@ from towerd.transfer import Transfer
 
 if TYPE_CHECKING:
     from towerd.engine.base import Engine
+    from towerd.sessions.divergence_finder import DivergenceFinder
     from towerd.sessions.sessions import Sessions
     from towerd.sessions.traffic import Traffic
     from towerd.tiers.manager import Tiers
@@ -99,6 +100,11 @@ class StoreService:
 
     @property
     def traffic(self) -> Traffic:
+        """Raises TowerdError."""
+        _needs_daemon()
+
+    @property
+    def divergences(self) -> DivergenceFinder:
         """Raises TowerdError."""
         _needs_daemon()
 

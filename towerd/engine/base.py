@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.drift import Drift
+from towerd.engine.served import ServedAnswer
 from towerd.errors import TooLarge, TowerdError
 from towerd.slots.row_identity import RowIdentity
 from towerd.store import Node, Store
-from towerd.store.tree.module import Module
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids
 
@@ -87,8 +87,20 @@ class GenerateRequest:
     """The client's X-Towerd-Workflow."""
     agent: str | None = None
     """The client's X-Towerd-Agent, else a digest of system prompt and tools; None: neither."""
+    may_move: bool = True
+    """Whether rows that were computed behind other text may be used for it, and kept for it."""
+    reuse_tokens_min: int | None = None
+    """The shortest run of tokens whose rows are kept behind other text; 0: none is; None: as the
+    engine is set."""
+    compare: ServedAnswer | None = None
+    """An answer to its last tokens that was served from moved rows, which this evaluates exactly."""
     precache: str | None = None
     """Name of a base when this evaluates a precached prompt: stored, pinned, no session."""
+
+    @property
+    def takes_moved(self) -> bool:
+        """Whether it may continue from moved rows: what is precached never does."""
+        return self.may_move and self.precache is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +161,19 @@ class Reuse:
     """Tokens in the live context when the reply began, if the chat has a budget."""
     drift: Drift | None = None
     """The measured drift of the approximate rows; None if there are none or it was not measured."""
+    moved: int = 0
+    """Reused tokens whose rows are kept behind other text than they were computed after."""
+    checked: int = 0
+    """Evaluated tokens by which that was checked."""
+    refused: int = 0
+    """Evaluated tokens whose rows were known, but deviated too much behind the new text."""
 
     def header(self) -> str:
         """The value of X-Towerd-Reuse."""
         parts = f"live={self.live},hot={self.hot},warm={self.warm},prefill={self.prefill}"
-        parts += f",approx={self.approximate}" if self.approximate else ""
-        parts += f",cold={self.cold}" if self.cold else ""
+        more = {"approx": self.approximate, "cold": self.cold}
+        more |= {"moved": self.moved, "checked": self.checked, "refused": self.refused}
+        parts += "".join(f",{name}={n}" for name, n in more.items() if n)
         if self.kept is not None:
             n = self.live + self.hot + self.warm + self.prefill
             parts += f",kept={self.kept}/{n}"
@@ -204,6 +223,8 @@ class Finish:
     chat with a partial live set, or one that was shortened."""
     slot: int = -1
     """Where GET /slots showed it."""
+    served: ServedAnswer | None = None
+    """What the reply was sampled from, if that was computed over moved rows."""
 
 
 Event: TypeAlias = Progress | Started | Piece | Finish
@@ -327,25 +348,6 @@ class Generation(ABC):
         rows."""
 
 
-class ModuleMaker(Protocol):
-    """Makes modules: texts whose rows are spliced in wherever they occur in a prompt."""
-
-    def check(self, n: int) -> None:
-        """Raises NotSupported or InvalidRequest, with the reason, if a text of `n` tokens cannot
-        be a module of this model."""
-        ...
-
-    def path(self, ids: Ids) -> Ids:
-        """The prompt that ends with the module's tokens and has no other text."""
-        ...
-
-    async def measure(self, ids: Ids, percent: float) -> Module:
-        """Choose which of its tokens are evaluated again at each splice, `percent` of them or as
-        many more as the fidelity asks for, and measure what is lost. Takes a few times as long
-        as evaluating them. Raises TowerdError."""
-        ...
-
-
 class Embeds(Protocol):
     """A model that turns texts into embeddings."""
 
@@ -386,8 +388,6 @@ class Engine(Protocol):
     """Tokens one sequence may hold."""
     n_slots: int
     """Sequences that may run at once."""
-    modules: ModuleMaker | None
-    """None: this engine splices nothing."""
     token_bytes_max: int
     """Bytes of text that one token stands for, at most; 0: any number."""
     outgrowing: Collection[str]
@@ -395,6 +395,11 @@ class Engine(Protocol):
 
     @property
     def adapters(self) -> AdapterSet: ...
+
+    @property
+    def why_not_movable(self) -> str:
+        """Why rows cannot be kept behind other text than they were computed after; "" if they can."""
+        ...
 
     def generate(self, request: GenerateRequest) -> Generation:
         """Queue one request.
@@ -477,7 +482,7 @@ def check_text(text: str, bytes_max: int) -> None:
         )
 
 
-KEPT_FIELDS = ("retention", "live_budget", "lora")
+KEPT_FIELDS = ("retention", "live_budget", "lora", "n_cache_reuse")
 """Fields of a body that towerd reads itself."""
 
 

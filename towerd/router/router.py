@@ -31,7 +31,7 @@ from towerd.router.http.forward import (
     forward_named,
     forward_store,
 )
-from towerd.router.http.loaded import end_workflow
+from towerd.router.http.loaded import ask_whoever_knows
 from towerd.router.loading.launcher import Launcher
 from towerd.router.loading.metrics import RouterMetrics
 from towerd.router.loading.models import Models
@@ -159,8 +159,8 @@ ROUTES = (
     *(Route(*route, unsupported.refuse_disabled) for route in unsupported.DISABLED),
     *(Route("GET", path, forward_named) for path in PASSED_GET),
     *(Route("POST", path, forward) for path in PASSED_POST),
-    # to all loaded models: each knows the workflows of its own requests
-    Route("POST", "/towerd/v1/workflows/{id}/end", end_workflow),
+    Route("GET", "/towerd/v1/requests/{id}/why", ask_whoever_knows),
+    Route("POST", "/towerd/v1/workflows/{id}/end", ask_whoever_knows),
     Route("*", "/towerd/v1/{path:.*}", forward_store),
     Route("GET", "/", page.get_root),
     Route("GET", "/towerd", page.redirect),

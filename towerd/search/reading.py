@@ -57,11 +57,15 @@ class TurnReader:
 
     def said(self, ids: Ids) -> list[ChatMessage]:
         """The messages in tokens of the served model."""
-        return messages(ids, self._vocabulary(self.own_tokenizer))
+        return messages(ids, self.own_vocabulary())
 
     def begins(self, ids: Ids) -> str:
         """How the text of tokens of the served model begins, control tokens as they are written."""
-        return self._vocabulary(self.own_tokenizer).text(ids[:BEGINNING_TOKENS])
+        return self.own_vocabulary().text(ids[:BEGINNING_TOKENS])
+
+    def own_vocabulary(self) -> KeptVocabulary:
+        """The vocabulary of the served model."""
+        return self._vocabulary(self.own_tokenizer)
 
     def text(self, id: str, scope: str | None = None) -> str:
         """The text of a frozen session of the served model's tokenizer; see `text_of`. Raises
@@ -93,7 +97,7 @@ class TurnReader:
         except ThawError:  # its text can be read all the same
             said = [ChatMessage("", self.text(info.id, info.scope))]
             return _whole(info, spoken(said)), first_question(said)
-        vocabulary = self._vocabulary(self.own_tokenizer)
+        vocabulary = self.own_vocabulary()
         found: list[Passage] = []
         question = ""
         for place, turn in enumerate(turns[: len(history.turns)]):
@@ -115,7 +119,7 @@ class TurnReader:
             ids = self._branch_ids(info, turn)
         except ThawError:
             return [ChatMessage("", self.text(info.id, info.scope))]
-        return messages(ids, self._vocabulary(self.own_tokenizer))
+        return messages(ids, self.own_vocabulary())
 
     def _branch_ids(self, info: SessionInfo, turn: int | None) -> Ids:
         if turn is None:

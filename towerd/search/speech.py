@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
+
+import numpy as np
 
 from towerd.store.catalog.vocabularies import KeptVocabulary
 from towerd.tokens import Ids
@@ -33,6 +35,8 @@ _NAMED = re.compile(rf"(?i)[<\[|｜_]({'|'.join(_ROLES)})(?=[|｜>\]_])")
 _HEADER = re.compile(rf"\s*({'|'.join(_ROLES)})[ \t]*(?:\n+|\Z)", re.IGNORECASE)
 _INSTRUCTION = {"[INST]": "user", "[/INST]": "assistant", "[TOOL_RESULTS]": "tool"}
 TITLE_CHARS_MAX = 100
+_HEADER_TOKENS = 16
+"""The name of a speaker behind a control token has fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,14 @@ class ChatMessage:
 
     role: str
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class MessageStart:
+    """`at`: the first token of a message of `role`, which is a control token."""
+
+    role: str
+    at: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +85,27 @@ def messages(ids: Ids, vocabulary: KeptVocabulary) -> list[ChatMessage]:
         ChatMessage(role, "".join(each.text for each in run).strip())
         for role, run in groupby(found, key=lambda each: each.role)
     ]
+
+
+def message_starts(ids: Ids, vocabulary: KeptVocabulary) -> list[MessageStart]:
+    """Where each message begins whose speaker is named, in a prompt: what follows the last one is to be
+    generated, and is none."""
+    pieces, names = vocabulary.pieces, vocabulary.names
+    controls = [id for id in np.unique(ids).tolist() if 0 <= id < len(names) and names[id]]
+    places = np.flatnonzero(np.isin(ids, controls)).tolist()
+    found = list[MessageStart]()
+    for at, end in pairwise([*places, len(ids)]):
+        role = _role_in(names[ids[at]].decode("utf-8", "replace"))
+        if not role:
+            behind = ids[at + 1 : min(end, at + 1 + _HEADER_TOKENS)].tolist()
+            text = b"".join(pieces[id] for id in behind if 0 <= id < len(pieces))
+            header = _HEADER.match(text.decode("utf-8", "replace"))
+            role = _ROLES[header[1].lower()] if header else ""
+        if role:
+            found.append(MessageStart(role, at))
+    if found and found[-1].role == "assistant" and len(ids) - found[-1].at <= _HEADER_TOKENS:
+        found.pop()
+    return found
 
 
 def spoken(found: Iterable[ChatMessage]) -> str:

@@ -30,8 +30,10 @@ from towerd.engine.base import (
 from towerd.errors import TowerdError
 from towerd.sessions.anticipation import Anticipator
 from towerd.sessions.recorder import TurnRecorder
+from towerd.sessions.reevaluation import Reevaluator
 from towerd.store.sessions.deletions import DeletionWatch
 from towerd.store.sessions.turn import Turn
+from towerd.tiers.manager import Tiers
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +81,12 @@ class Sessions:
         self,
         engine: Engine,
         recorder: TurnRecorder,
+        moved_in: Tiers | None = None,
         cold: ColdTier | None = None,
         *,
         anticipate_tokens_max: int = 0,
     ) -> None:
-        """cold: thaws the sessions that requests continue. anticipate_tokens_max: maximum number
+        """moved_in: the tiers whose moved rows are made exact in idle time; None: they stay. cold: thaws the sessions that requests continue. anticipate_tokens_max: maximum number
         of tokens of a chat's next prompt that are evaluated ahead; 0: none."""
         self.recorder = recorder
         self._engine = engine
@@ -93,6 +96,7 @@ class Sessions:
             self._anticipator = Anticipator(
                 engine, self.run_quietly, tokens_max=anticipate_tokens_max
             )
+        self._reevaluator = None if moved_in is None else Reevaluator(self.run_quietly, moved_in)
         self._closing: set[asyncio.Task[None]] = set()
 
     async def run(self, request: GenerateRequest) -> AsyncGenerator[Event]:
@@ -126,13 +130,16 @@ class Sessions:
         return finish
 
     async def stop_anticipating(self) -> None:
-        """Cancel the evaluation of next prompts, and wait until it has ended."""
+        """Cancel what is evaluated in idle time, and wait until it has ended."""
         if self._anticipator is not None:
             await self._anticipator.close()
+        if self._reevaluator is not None:
+            await self._reevaluator.close()
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the tokens evaluated ahead."""
-        return {} if self._anticipator is None else self._anticipator.stats()
+        """Counters of what is evaluated in idle time."""
+        found = {} if self._anticipator is None else self._anticipator.stats()
+        return found | ({} if self._reevaluator is None else self._reevaluator.stats())
 
     async def drain(self) -> None:
         """Wait for the recording of requests whose clients left."""
@@ -151,8 +158,15 @@ class Sessions:
                 self._later(self._leave_recorded(run))
             case Ending.RECORDED:
                 self._leave(run)
-                if self._anticipator is not None and run.recording is not None:
-                    self._anticipator.answered(run.request, run.recording.result())
+                if run.recording is not None:
+                    self._answered(run.request, run.recording.result())
+
+    def _answered(self, request: GenerateRequest, finish: Finish) -> None:
+        """Begin what follows an answer in idle time."""
+        if self._anticipator is not None:
+            self._anticipator.answered(request, finish)
+        if self._reevaluator is not None:
+            self._reevaluator.answered(request, finish)
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -146,6 +146,10 @@ class Config:
         "How faithfully unused attention state is stored on disk: as computed, or within a measured bound; in front "
         "of a llama-server, where nothing is measured, as computed.",
         choices=FIDELITIES)
+    cache_reuse: int = _set(64, "int", "--cache-reuse",
+        "The shortest run of tokens whose state is kept behind text that changed before it, checked, and "
+        "made exact in idle time; 0: only what a prompt begins with is used again, as always with "
+        "--fidelity exact.", low=0, high=2**20)
     level_formats: str | None = _set(None, "text", "--level-formats",
         "Stored formats to use, by level, such as 0=q4h,1=q6h,2=q8.", auto="what calibration finds")
     shrink_after_s: float = _set(600.0, "float", "--shrink-after",
@@ -165,7 +169,8 @@ class Config:
         auto="what is learned while it runs")
     anticipate: bool = _set(True, "bool", "--anticipate",
         "Evaluate in idle time what a chat's next prompt will begin with, if its template "
-        "renders the last answer differently from how it was generated.", off="--no-anticipate")
+        "renders the last answer differently from how it was generated, and exactly what was answered "
+        "from state kept behind changed text.", off="--no-anticipate")
     anticipate_tokens_max: int = _set(2048, "int", "--anticipate-tokens-max",
         "Tokens evaluated ahead for one answer, at most.", low=1, high=2**20)
     prefetch_bytes: int = _set(64 * 2**20, "size", "--prefetch-bytes",

@@ -123,7 +123,6 @@ _TABLE: Mapping[Use, str] = {
 --prio --prio-batch --spec-draft-prio --spec-draft-prio-batch | the operating system ranks threads: start towerd with nice
 --poll --poll-batch --spec-draft-poll --spec-draft-poll-batch | threads wait as OpenMP has them wait
 --cache-ram | the RAM for idle conversations is --hot-bytes
---cache-reuse | what a prompt begins with is used again, and nothing in its middle
 --ctx-checkpoints | state checkpoints are kept on disk, see --checkpoint-bytes
 --checkpoint-min-step | state checkpoints are --checkpoint-tokens apart
 --slot-prompt-similarity | a conversation is found by its tokens

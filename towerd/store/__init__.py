@@ -10,13 +10,12 @@ from towerd.store.sessions.history import History
 from towerd.store.sessions.turn import Base, SessionInfo, Turn, TurnInfo, TurnResult
 from towerd.store.store import Store
 from towerd.store.tree.handle import Handle
-from towerd.store.tree.module import Module
 from towerd.store.tree.node import PUBLIC, Node
 from towerd.store.tree.tree import Match
 
 __all__ = [
     "PUBLIC", "Base", "Catalog",
-    "GcReport", "Handle", "History", "Match", "Module", "Node", "RowsPart", "FormatRun", "SegmentFile", "SessionInfo",
+    "GcReport", "Handle", "History", "Match", "Node", "RowsPart", "FormatRun", "SegmentFile", "SessionInfo",
     "Store", "Tier", "Turn", "TurnInfo", "TurnResult", "VerifyReport", "FormatRequest",
     "latest_row_identity",
 ]  # fmt: skip

@@ -302,6 +302,17 @@ class Store:
             found = self._sessions.recognise(known, scope)
         return None if found is None else found.id
 
+    def session_beyond(self, node: Node, n: int, scope: str) -> tuple[str, int] | None:
+        """The session of the tenant of `scope` with the longest turn on the path of `node`, and how many
+        tokens of the path the turn has; None if none there is longer than `n`."""
+        with self.state.locked():
+            for each in () if node.removed else reversed(node.path()):
+                if each.p1 <= n:
+                    break
+                if (found := self._sessions.recognise((each,), scope)) is not None:
+                    return found.id, each.p1
+        return None
+
     def sessions(self, scope: str | None = None, limit: int = SESSIONS_MAX) -> list[SessionInfo]:
         """Sessions of one scope, or of all, the last used first."""
         with self.state.locked():

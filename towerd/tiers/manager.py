@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from towerd.drift import Drift
-from towerd.errors import RowsDamaged, StoreError
+from towerd.errors import DiskFull, RowsDamaged, StoreError
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows
 from towerd.store import Handle, Node, RowsPart, SegmentFile, Store
@@ -35,8 +36,9 @@ from towerd.store.tree.scope import is_public
 from towerd.store.tree.tree import Listener
 from towerd.tiers.composer import Composer, Piece
 from towerd.tiers.eviction import Evictor
-from towerd.tiers.formats.calibration import SqueezedFormat, remember_squeezed
+from towerd.tiers.formats.calibration import SqueezedFormat, bound_of, remember_squeezed
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
+from towerd.tiers.moved_limits import MovedLimits, save_moved_limits
 from towerd.tiers.plan import Composed, Gap, RestorePlan
 from towerd.tiers.prefetch import Prefetcher
 from towerd.tiers.promotion import Promoter
@@ -108,6 +110,9 @@ class Tiers(Listener):
         """Stored rows that are worse than this are replaced once there are better ones."""
         self._writer = RowsWriter(store, self.counters, self._sufficient)
         self.evictor = Evictor(store, self.ranking, self.counters, self._writer.unwritten)
+        self.moved_limits: MovedLimits | None = None
+        """What deviations of moved rows have to stay under; None: not measured, so that no rows are
+        moved."""
         self._forced = forced
         self._drift: Drift | None = None
         self._squeezed_drift: Drift | None = None
@@ -144,6 +149,26 @@ class Tiers(Listener):
             self._drift = drift
             self._squeezed_drift = max(ever.values(), key=lambda each: each.kl, default=drift)
             self._work.put(("look", None))
+
+    @property
+    def moved_bound(self) -> float:
+        """What answers from moved rows may drift by over the model's noise, in nats; 0: there are none."""
+        limits = self.moved_limits
+        return 0.0 if limits is None else bound_of(self.fidelity, limits.floor_kl)
+
+    def tighten_moves(self, excess: float) -> None:
+        """Keep fewer rows behind changed text, since served answers drifted by `excess` on average,
+        which is beyond the bound."""
+        limits = self.moved_limits
+        if limits is None:
+            return
+        self.moved_limits = limits.tighter()
+        log.warning(
+            "answers from moved rows drift more than estimated; fewer are kept from now on",
+            extra={"excess": excess, "bound": self.moved_bound},
+        )
+        with suppress(DiskFull):  # it holds until the next start all the same
+            save_moved_limits(self.store, self.moved_limits)
 
     @property
     def drift(self) -> Drift | None:

@@ -24,6 +24,9 @@ class Completion:
     """When the last event with a token arrived."""
     total_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
+    top: dict[int, dict[int, float]] = field(default_factory=dict)
+    """With `n_probs`, by the place in the reply, from 0: the most probable tokens there, with their
+    log-probabilities. A place is missing where a token does not end a character."""
     text: str = ""
     final: dict[str, Any] = field(default_factory=dict)
 
@@ -66,6 +69,9 @@ async def complete(
         if event.get("stop"):
             result.final = event
         result.tokens += event.get("tokens") or []
+        for each in event.get("completion_probabilities") or []:
+            place = event["tokens_predicted"] - 1
+            result.top[place] = {one["id"]: one["logprob"] for one in each["top_logprobs"]}
     result.total_s = time.perf_counter() - started
     return result
 

@@ -27,7 +27,7 @@ from towerd.engine.embedded.calibration.measure import Measurer
 from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS, WINDOW_TOKENS_MAX
 from towerd.engine.embedded.calibration.scratch import Scratch
 from towerd.engine.embedded.context.context import LlamaContext
-from towerd.engine.embedded.context.core import flash_attention, why_not_spliceable
+from towerd.engine.embedded.context.core import flash_attention
 from towerd.engine.embedded.context.memory import open_memory
 from towerd.engine.embedded.context.taps import Taps
 from towerd.errors import ConfigError, NotSupported, TowerdError
@@ -36,6 +36,7 @@ from towerd.model.llama_model import LlamaModel
 from towerd.model.vocab import Vocab
 from towerd.models.bundled import default_model
 from towerd.settings.sources import load
+from towerd.slots.kind import DENSE
 from towerd.slots.layout import KVLayout
 from towerd.tiers.formats.calibration import (
     ALL_NATIVE,
@@ -135,7 +136,7 @@ def measurer_on(
         config = replace(config, flash_attn=attention)
         context = LlamaContext(model, config, n_cells=n_ctx, n_seqs=1, taps=taps)
         try:
-            check_spliceable(context, model)
+            check_measurable(context, model)
             scratch = Scratch(context, 0)
             token_bytes = probe_layout(scratch).token_bytes
             measurer = Measurer(scratch, plan_for(vocab, text, n_ctx, token_bytes, n_checkpoints))
@@ -147,10 +148,10 @@ def measurer_on(
         model.close()
 
 
-def check_spliceable(context: LlamaContext, model: LlamaModel) -> None:
+def check_measurable(context: LlamaContext, model: LlamaModel) -> None:
     """Raises NotSupported, with the reason, for a model whose rows cannot be moved."""
-    if why := why_not_spliceable(open_memory(context, model)):
-        raise NotSupported(f"This model has nothing to measure: {why}.")
+    if open_memory(context, model).kind is not DENSE:
+        raise NotSupported("Only the rows of dense attention are measured.")
 
 
 def probe_layout(scratch: Scratch) -> KVLayout:

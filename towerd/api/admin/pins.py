@@ -16,10 +16,9 @@ from towerd.api.http.numbers import numbers_of
 from towerd.api.http.reply import json_reply
 from towerd.errors import InvalidRequest, SessionFrozen
 from towerd.store.tree.scope import is_of, is_public, public_of
-from towerd.tiers.formats.calibration import allows
 
 if TYPE_CHECKING:
-    from towerd.store import Base, Module, Store
+    from towerd.store import Base, Store
 
 
 async def list_pins(request: web.Request) -> web.Response:
@@ -72,34 +71,15 @@ async def delete_pin(request: web.Request) -> web.Response:
     return json_reply({"unpinned": node_id})
 
 
-def module_json(module: Module, n_tokens: int, fidelity: str) -> dict[str, Any]:
-    """Describe a base of `n_tokens` that may be spliced in anywhere, and whether `fidelity`
-    allows that."""
-    return {
-        "tokens": n_tokens - module.first,
-        "recompute": module.percent,
-        "recomputed": module.n_recomputed,
-        "kl": module.kl,
-        "floor_kl": module.floor_kl,
-        "top1": module.top1,
-        "fidelity": module.fidelity,
-        "spliced": allows(fidelity, module.drift),
-        "digest": module.digest,
-    }
-
-
-def base_json(base: Base, fidelity: str | None = None) -> dict[str, Any]:
-    """Describe a precached prompt. fidelity: the one in force; None: no daemon is running."""
-    module = None
-    if base.module is not None:
-        module = module_json(base.module, base.n_tokens, fidelity or base.module.fidelity)
+def base_json(base: Base) -> dict[str, Any]:
+    """Describe a precached prompt."""
     return {
         "name": base.name,
         "scope": base.scope,
         "public": is_public(base.scope),
         "level": base.level,
         "format": base.format,
-        "module": module,
+        "reuse": base.reuse,
         "segment": base.node,
         "tokens": base.n_tokens,
         "digest": base.digest.hex(),
@@ -111,9 +91,8 @@ async def list_bases(request: web.Request) -> web.Response:
     tenant = request[TENANT]
     bases = await asyncio.to_thread(service_of(request).store.bases.listing)
     shown = [b for b in bases if tenant.admin or is_public(b.scope) or is_of(b.scope, tenant.scope)]
-    fidelity = service_of(request).tiers.fidelity
     numbers = await numbers_of(request)
-    bases_json = [numbers.with_shown(base_json(base, fidelity), ("segment",)) for base in shown]
+    bases_json = [numbers.with_shown(base_json(base), ("segment",)) for base in shown]
     return json_reply({"bases": bases_json})
 
 

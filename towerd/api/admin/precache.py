@@ -19,8 +19,7 @@ from towerd.api.http.keys import ApiService, service_of
 from towerd.api.http.reply import json_reply
 from towerd.api.http.sse import event_stream
 from towerd.api.llama.reuse import progress_json, reuse_json, timings_json
-from towerd.api.llama.text import tokenize_mixed
-from towerd.engine.base import Engine, Event, Finish, GenerateRequest, ModuleMaker, Progress, encode
+from towerd.engine.base import Engine, Event, Finish, GenerateRequest, Progress, encode
 from towerd.errors import (
     ConfigError,
     ContextExceeded,
@@ -28,31 +27,17 @@ from towerd.errors import (
     NotSupported,
     Unavailable,
 )
+from towerd.store.sessions.turn import ANYWHERE, PREFIX
 from towerd.store.tree.scope import public_of
 from towerd.tiers.formats.fidelity import check_format
-from towerd.tiers.module_text import (
-    ANYWHERE,
-    PERCENT_DEFAULT,
-    PERCENT_MAX,
-    PREFIX,
-    inner_ids,
-    surrounded,
-)
 from towerd.tokens import Ids
 
 if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is listened on
     from towerd.wire import Model
 
 LEVEL_MAX = 64
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleSpec:
-    """A text to splice in anywhere: its own ids, and the percentage of it to recompute."""
-
-    maker: ModuleMaker
-    ids: Ids
-    percent: float
+REUSE_TOKENS_MIN = 64
+"""A shorter text is not looked for in the middle of prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +51,8 @@ class BaseSpec:
     public: bool
     format: str | None = None
     """The format to store it in, overriding that of its level."""
-    module: ModuleSpec | None = None
-    """Set for `reuse: anywhere`; then `ids` end with the module's ids."""
+    anywhere: bool = False
+    """Whether it is a text that may stand anywhere in prompts, by itself."""
 
     def request(self) -> GenerateRequest:
         """The request that evaluates the base and generates nothing."""
@@ -82,7 +67,7 @@ class BaseSpec:
 
 async def post_precache(request: web.Request) -> web.StreamResponse:
     """Takes `name`, and `prompt` (as in /completion) or `messages`; optional are `level`,
-    `public`, `format`, `reuse`, `recompute` and `stream`.
+    `public`, `format`, `reuse` and `stream`.
     Repeating it with the same prompt costs nothing."""
     require_admin(request)
     service = service_of(request)
@@ -101,11 +86,12 @@ async def _parse(body: Body, n_bytes: int, engine: Engine, scope: str) -> BaseSp
         raise InvalidRequest("Field 'name' is required: printable text")
     if (body.get("prompt") is None) == (body.get("messages") is None):
         raise InvalidRequest("Exactly one of 'prompt' and 'messages' is required")
-    module = await _module(body, engine)
-    if module is None:
-        ids = await engine.wire.call(n_bytes, _prompt_of, engine.wire.model, body)
-    else:
-        ids = module.maker.path(module.ids)
+    anywhere = _anywhere(body, engine)
+    ids = await engine.wire.call(n_bytes, _prompt_of, engine.wire.model, body)
+    if anywhere and len(ids) < REUSE_TOKENS_MIN:
+        raise InvalidRequest(
+            f"A text that is reused anywhere needs {REUSE_TOKENS_MIN} tokens; this one has {len(ids)}"
+        )
     if len(ids) >= engine.n_ctx:
         raise ContextExceeded.of_request(len(ids), engine.n_ctx)
     return BaseSpec(
@@ -115,7 +101,7 @@ async def _parse(body: Body, n_bytes: int, engine: Engine, scope: str) -> BaseSp
         level=fields.integer_in(body, ("level",), 0, 0, LEVEL_MAX),
         public=fields.boolean(body, "public", False),
         format=_format(body),
-        module=module,
+        anywhere=anywhere,
     )
 
 
@@ -136,34 +122,20 @@ def _prompt_of(model: Model, body: Body) -> Ids:
     return request.prompts[0]
 
 
-async def _module(body: Body, engine: Engine) -> ModuleSpec | None:
-    """The module that `reuse: anywhere` asks for. Raises InvalidRequest, NotSupported."""
+def _anywhere(body: Body, engine: Engine) -> bool:
+    """Whether `reuse: anywhere` is asked for. Raises InvalidRequest, NotSupported."""
     reuse = fields.string(body, "reuse", PREFIX)
     if reuse not in (PREFIX, ANYWHERE):
         raise InvalidRequest(f"Field 'reuse' must be '{PREFIX}' or '{ANYWHERE}', not {reuse!r}")
     if reuse == PREFIX:
-        if body.get("recompute") is not None:
-            raise InvalidRequest(f"Field 'recompute' belongs to 'reuse': '{ANYWHERE}'")
-        return None
-    if engine.modules is None:
-        raise NotSupported("This engine splices nothing; the embedded engine does")
+        return False
+    if engine.why_not_movable:
+        raise NotSupported(f"Rows cannot be kept behind other text here: {engine.why_not_movable}")
     if body.get("messages") is not None:
-        raise InvalidRequest("A module is a 'prompt', not 'messages': it may stand anywhere")
-    percent = PERCENT_DEFAULT
-    if body.get("recompute") is not None:
-        percent = fields.number("recompute", body["recompute"])
-        fields.check_range("recompute", percent, 0, PERCENT_MAX)
-    prompt = body["prompt"]
-    if isinstance(prompt, str):
-        texts = surrounded(prompt)
-        found = [
-            await engine.tokenize(text, add_special=False, parse_special=True) for text in texts
-        ]
-        ids = inner_ids(found)
-    else:
-        ids = await tokenize_mixed(prompt, engine, add_special=False, parse_special=True)
-    engine.modules.check(len(ids))
-    return ModuleSpec(engine.modules, ids, percent)
+        raise InvalidRequest(
+            "What is reused anywhere is a 'prompt', not 'messages': it may stand in any of them"
+        )
+    return True
 
 
 def _format(body: Body) -> str | None:
@@ -182,9 +154,6 @@ async def _enter(service: ApiService, spec: BaseSpec, finish: Finish | None) -> 
     """Pin the evaluated path under its name."""
     if finish is None or finish.stop == "cancelled":
         raise Unavailable("The base was not evaluated to its end")
-    module = None
-    if (wanted := spec.module) is not None:
-        module = await wanted.maker.measure(wanted.ids, wanted.percent)
     base = await asyncio.to_thread(
         service.store.bases.add,
         spec.name,
@@ -193,10 +162,10 @@ async def _enter(service: ApiService, spec: BaseSpec, finish: Finish | None) -> 
         spec.level,
         spec.public,
         spec.format,
-        module,
+        spec.anywhere,
     )
     return {
-        "base": base_json(base, service.tiers.fidelity),
+        "base": base_json(base),
         "reuse": reuse_json(finish.reuse),
         "timings": timings_json(finish.timings),
     }

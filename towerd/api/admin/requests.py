@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from towerd.api.admin.sessions import served_tokenizer
+from towerd.api.admin.sessions import served_tokenizer, sessions_json
 from towerd.api.http.access import require_overview, slot_numbers, visible_scope
 from towerd.api.http.fields import integer_query
 from towerd.api.http.keys import CONFIG, LIMITS, service_of
-from towerd.api.http.recent_requests import RECENT, REQUESTS_MAX, speeds_json
+from towerd.api.http.recent_requests import RECENT, REQUESTS_MAX, RecentRequest, speeds_json
 from towerd.api.http.reply import json_reply
 from towerd.engine.base import SlotView
+from towerd.errors import NotFound
+from towerd.sessions.divergence import Divergence
 from towerd.settings.config import Config
 from towerd.settings.llama_flags import canonical
+from towerd.store import SessionInfo
 from towerd.store.tree.scope import tenant_of
 
 SET = "(set)"
@@ -42,9 +47,53 @@ async def get_requests(request: web.Request) -> web.Response:
         for slot in slots
         if scope is None or tenant_of(slot.scope) == tenant_of(scope)
     ]
-    finished = request.app[RECENT].since(since, scope, limit)
+    finished = [each.json() for each in request.app[RECENT].since(since, scope, limit)]
     tokenizer = served_tokenizer(request)
     return json_reply({"running": running, "finished": finished, "tokenizer": tokenizer})
+
+
+async def get_why(request: web.Request) -> web.Response:
+    """Why a request of the caller's tenant did not find more of its prompt: where that diverged from a
+    stored conversation, with the text of both as long as neither is deleted."""
+    found = request.app[RECENT].find(request.match_info["id"], visible_scope(request))
+    divergence = found.divergence
+    shown = None
+    why = found.why
+    if divergence is not None:
+        info = await asyncio.to_thread(_session, request, found, divergence.session)
+        own = await asyncio.to_thread(_session, request, found, found.finish.session)
+        has_text = (info or divergence.base) and (own or not found.finish.session)
+        why = divergence.phrase(with_text=bool(has_text))
+        title = "" if info is None else (await sessions_json(request, [info]))[0]["title"]
+        shown = _divergence_json(divergence, title, has_text=bool(has_text))
+    return json_reply({"request": found.json(), "why": why, "divergence": shown})
+
+
+def _session(request: web.Request, found: RecentRequest, id: str) -> SessionInfo | None:
+    """A session of the tenant of a request; None if there is none any more."""
+    with suppress(NotFound):
+        return service_of(request).store.session(id, found.scope)
+    return None
+
+
+def _divergence_json(divergence: Divergence, title: str, *, has_text: bool) -> dict[str, Any]:
+    texts = divergence.texts
+    return {
+        "token": divergence.at,
+        "known": divergence.n_known,
+        "kind": divergence.kind,
+        "role": divergence.role,
+        "message": divergence.message,
+        "messages": divergence.n_messages,
+        "moved": divergence.n_moved,
+        "session": divergence.session,
+        "title": title,
+        "base": divergence.base,
+        "before": texts.before if has_text else None,
+        "stored": texts.old if has_text else None,
+        "sent": texts.new if has_text else None,
+        "advice": divergence.advice,
+    }
 
 
 def _running(slot: SlotView, number: int) -> dict[str, Any]:

@@ -103,11 +103,13 @@ async def get_calibration(request: web.Request) -> web.Response:
 
 
 async def post_calibration(request: web.Request) -> web.Response:
-    """Start calibration now; `again`: even if there is a result already."""
+    """Start calibration now; `again`: even if there is a result already; `formats`: of stored formats,
+    too."""
     require_admin(request)
     calibrator = _calibrator(request)
     body = await read_object(request)
-    calibrator.request(again=fields.boolean(body, "again", False))
+    again, formats = fields.boolean(body, "again", False), fields.boolean(body, "formats", True)
+    calibrator.request(again=again, formats=formats)
     return json_reply({"calibration": calibrator.view()})
 
 

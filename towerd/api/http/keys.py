@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from towerd.api.http.kept_stream import KeptStreams
     from towerd.cold import ColdTier
     from towerd.search.search import Search
+    from towerd.sessions.divergence_finder import DivergenceFinder
     from towerd.sessions.sessions import Sessions
     from towerd.sessions.traffic import Traffic
     from towerd.store import Store
@@ -45,6 +46,8 @@ class ApiService(Protocol):
     def cold(self) -> ColdTier: ...
     @property
     def search(self) -> Search: ...
+    @property
+    def divergences(self) -> DivergenceFinder: ...
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ from their `stats()` when /metrics is scraped.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -101,6 +102,21 @@ SAMPLES = (
            "Those that a prompt then began with", counter=True),
     StatsMetric("towerd_anticipated_tokens_wasted_total", "traffic", "anticipated_tokens_wasted",
            "Those that no prompt began with", counter=True),
+    StatsMetric("towerd_moved_tokens_total", "engine", "tokens_moved",
+           "Prompt tokens whose rows were kept behind changed text", counter=True),
+    StatsMetric("towerd_moved_checked_tokens_total", "engine", "tokens_move_checked",
+           "Tokens evaluated again to check such rows", counter=True),
+    StatsMetric("towerd_moved_refused_tokens_total", "engine", "tokens_move_refused",
+           "Tokens of known runs that were evaluated because the rows deviated", counter=True),
+    StatsMetric("towerd_moved_exact_tokens_total", "traffic", "moved_tokens_made_exact",
+           "Tokens evaluated in idle time of conversations with moved rows", counter=True),
+    StatsMetric("towerd_moved_answers", "traffic", "moved_answers_measured",
+           "Answers from moved rows whose drift was measured, the last ones"),
+    StatsMetric("towerd_moved_excess_mean", "traffic", "moved_excess_mean",
+           "Their mean drift over the model's noise, in nats"),
+    StatsMetric("towerd_moved_excess_high", "traffic", "moved_excess_p99",
+           "The 99th percentile of it"),
+    StatsMetric("towerd_moved_excess_worst", "traffic", "moved_excess_worst", "The largest of it"),
     StatsMetric("towerd_workflows", "traffic", "workflow_workflows", "Workflows that run"),
     StatsMetric("towerd_workflow_steps_total", "traffic", "workflow_steps",
            "Requests that were steps of workflows", counter=True),
@@ -147,7 +163,8 @@ class _StatsCollector(Collector):
         for sample in SAMPLES:
             value = self.stats.get(sample.source, {}).get(sample.key, 0)
             kind = CounterMetricFamily if sample.counter else GaugeMetricFamily
-            yield kind(sample.name, sample.help, value=float(value))
+            known = math.nan if value is None else float(value)
+            yield kind(sample.name, sample.help, value=known)
         if accepted := self.stats.get("engine", {}).get("draft_tokens_accepted_at"):
             yield _by_position(accepted)
 

@@ -1,18 +1,27 @@
-"""The requests that were answered last, of all tenants: reuse, and how fast."""
+"""The requests that were answered last, of all tenants: reuse, how fast, and why not more was found."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
 
+from towerd.api.http.request_log import why_evaluated
 from towerd.engine.base import Finish
+from towerd.errors import NotFound
+from towerd.sessions.divergence import Divergence
 from towerd.store.tree.scope import tenant_of
 
 REQUESTS_MAX = 4096
-"""Requests that are remembered, in some 4 MB: hours of a person's, an hour of a few agents'."""
+"""Requests that are remembered, in some 8 MB: hours of a person's, an hour of a few agents'."""
+ID_CHARS_MIN = 4
+"""Of an id, what its beginning must have to name a request."""
+_ID_PREFIX = "chatcmpl-"
+_TIERS = ("live", "hot", "warm", "prefill", "cold")
 
 
 def speeds_json(ttft_s: float | None, tokens_per_second: float | None) -> dict[str, float | None]:
@@ -23,38 +32,86 @@ def speeds_json(ttft_s: float | None, tokens_per_second: float | None) -> dict[s
     }
 
 
+@dataclass(slots=True)
+class RecentRequest:
+    """A choice of a request that was answered."""
+
+    id: str
+    """The completion's, which its client was told."""
+    scope: str
+    finish: Finish
+    """Without the ids of the reply."""
+    ttft_s: float | None
+    """From a parsed request to its first token; None if there was none."""
+    divergence: Divergence | None = None
+    """Why not more of its prompt was found; set once it is known. It has text of two conversations."""
+    finished_s: float = field(default_factory=time.time)
+    """Unix time."""
+
+    def is_of(self, scope: str | None) -> bool:
+        """Whether it is a tenant's; None: anybody's."""
+        return scope is None or tenant_of(self.scope) == tenant_of(scope)
+
+    def __post_init__(self) -> None:
+        self.finish = replace(self.finish, ids=())
+
+    @property
+    def why(self) -> str:
+        """Why tokens of its prompt were evaluated, without text; "" if none were."""
+        if self.divergence is not None:
+            return self.divergence.phrase(with_text=False)
+        return why_evaluated(self.finish.reuse)
+
+    def json(self) -> dict[str, Any]:
+        """Its facts, without text."""
+        timings = self.finish.timings
+        return {
+            "id": self.id,
+            "finished": self.finished_s,
+            "session": self.finish.session,
+            "scope": self.scope,
+            "stop": self.finish.stop,
+            "reuse": {name: getattr(self.finish.reuse, name) for name in _TIERS},
+            "why": self.why,
+            "generated": timings.predicted_n,
+            **speeds_json(self.ttft_s, timings.tokens_per_second),
+        }
+
+
 class RecentRequests:
-    """A ring of answered requests: their facts, without text. Belongs to the event loop."""
+    """A ring of answered requests. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self._ring: deque[dict[str, Any]] = deque(maxlen=REQUESTS_MAX)
+        self._ring: deque[RecentRequest] = deque(maxlen=REQUESTS_MAX)
 
-    def add(self, scope: str, finish: Finish, ttft_s: float | None) -> None:
-        """A request of `scope` ended now. ttft_s: from a parsed request to its first token; None if
-        there was none."""
-        reuse, timings = finish.reuse, finish.timings
-        tiers = ("live", "hot", "warm", "prefill", "cold")
-        self._ring.append(
-            {
-                "finished": time.time(),
-                "session": finish.session,
-                "scope": scope,
-                "stop": finish.stop,
-                "reuse": {name: getattr(reuse, name) for name in tiers},
-                "generated": timings.predicted_n,
-                **speeds_json(ttft_s, timings.tokens_per_second),
-            }
-        )
+    def extend(self, answered: Iterable[RecentRequest]) -> None:
+        """These ended now."""
+        self._ring.extend(answered)
 
-    def since(self, moment: float, scope: str | None, limit: int) -> list[dict[str, Any]]:
+    def since(self, moment: float, scope: str | None, limit: int) -> list[RecentRequest]:
         """Those of a tenant (None: of all) that ended after `moment` (Unix time), the newest first."""
-        found: list[dict[str, Any]] = []
+        found: list[RecentRequest] = []
         for each in reversed(self._ring):
-            if each["finished"] <= moment or len(found) == limit:
+            if each.finished_s <= moment or len(found) == limit:
                 break
-            if scope is None or tenant_of(each["scope"]) == tenant_of(scope):
+            if each.is_of(scope):
                 found.append(each)
         return found
+
+    def find(self, name: str, scope: str | None) -> RecentRequest:
+        """The newest one of a tenant (None: of any) whose id is `name`, or begins so, with or without
+        what all ids begin with. Raises NotFound."""
+        wanted = name.removeprefix(_ID_PREFIX)
+        if len(wanted) >= ID_CHARS_MIN:
+            for each in reversed(self._ring):
+                if each.is_of(scope) and each.id.removeprefix(_ID_PREFIX).startswith(wanted):
+                    return each
+        raise NotFound(f"there is no request {name[:50]!r} among the last {REQUESTS_MAX:,}")
+
+
+def short_id(id: str) -> str:
+    """How the log names a request."""
+    return id.removeprefix(_ID_PREFIX)[:8]
 
 
 RECENT: web.AppKey[RecentRequests] = web.AppKey("recent", RecentRequests)

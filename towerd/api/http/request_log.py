@@ -1,7 +1,7 @@
 """One line in the log for each request: what it was about, where its tokens came from, how fast it was.
 
-Nothing of a request's text but its title is logged, and not even that where keys are set: the log is the
-operator's, the text another tenant's.
+Nothing of a request's text is logged but its title, and the words by which it differs from a stored
+conversation; not even these where keys are set: the log is the operator's, the text another tenant's.
 """
 
 from __future__ import annotations
@@ -9,18 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
 
+from towerd.api.http.hints import AGENT_HEADER
 from towerd.api.http.keys import TENANTS
 from towerd.engine.base import Reuse, Timings
+
+if TYPE_CHECKING:
+    from towerd.sessions.divergence import Divergence
 
 log = logging.getLogger("towerd.request")
 
 TITLE_CHARS_MAX = 40
 ERROR_CHARS_MAX = 160
+CLIENT_CHARS_MAX = 60
 _INLINE_BYTES_MAX = 32 * 1024
 _QUOTE = re.compile(r"(?<!\w)['\"`]")
 """The beginning of a quotation; an apostrophe inside a word is none."""
@@ -35,9 +40,14 @@ LOGGED = web.RequestKey("logged", bool)
 """Set once the log has a line for the request."""
 
 
+def has_titles(request: web.Request) -> bool:
+    """Whether the log may have words of a request."""
+    return not request.app[TENANTS].required
+
+
 async def title_for(request: web.Request, body: bytes) -> str:
     """The title of a request that generates; empty if it has no text, or titles are not logged."""
-    if request.app[TENANTS].required or not log.isEnabledFor(logging.INFO):
+    if not has_titles(request) or not log.isEnabledFor(logging.INFO):
         return ""
     if len(body) <= _INLINE_BYTES_MAX:
         return title_of(body)
@@ -81,17 +91,23 @@ def log_finished(
     reuse: Reuse,
     timings: Timings | None,
     *,
+    id: str = "",
+    divergence: Divergence | None = None,
     session: str = "",
     ttft_s: float | None = None,
     end: str = "",
 ) -> None:
-    """Log a request that was answered, or whose client left. end: how it ended, unless as it should."""
+    """Log a request that was answered, or whose client left. id: by which people may ask about it;
+    divergence: why not more was found; end: how it ended, unless as it should."""
     if not log.isEnabledFor(logging.INFO):
         return
     fields: dict[str, Any] = {name: n for name, n in _sources(reuse).items() if n}
     if reuse.approximate:
         fields["approximate"] = reuse.approximate
-    if why := why_evaluated(reuse):
+    fields |= {name: n for name, n in (("moved", reuse.moved), ("refused", reuse.refused)) if n}
+    if divergence is not None:
+        fields["why"] = divergence.phrase(with_text=has_titles(request))
+    elif why := why_evaluated(reuse):
         fields["why"] = why
     if ttft_s is not None:
         fields["ttft_s"] = round(ttft_s, 3)
@@ -101,9 +117,22 @@ def log_finished(
             fields["tokens_per_s"] = round(speed, 1)
     if session:
         fields["session"] = session
+    if id:
+        fields["request"] = id
     if end:
         fields["end"] = end
     _line(request, title, fields)
+
+
+def log_habit(request: web.Request, divergence: Divergence) -> None:
+    """Log that the prompts of a client always diverge at one place, and what it could do."""
+    where = divergence.phrase(with_text=has_titles(request))
+    headers = request.headers
+    client = headers.get(AGENT_HEADER) or headers.get("User-Agent") or ""
+    log.info(
+        f"a client's prompts keep diverging from what is stored. {divergence.advice}",
+        extra={"client": client[:CLIENT_CHARS_MAX], "why": where},
+    )
 
 
 def log_embedded(request: web.Request, n_tokens: int) -> None:

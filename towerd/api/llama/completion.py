@@ -20,7 +20,7 @@ from towerd.api.http.body import read_bytes, read_object, release_body
 from towerd.api.http.hints import SESSION_HEADER, hints_of
 from towerd.api.http.kept_stream import KeptStream
 from towerd.api.http.keys import CONFIG, LIMITS, METRICS, STREAMS, TENANT, service_of
-from towerd.api.http.recent_requests import RECENT
+from towerd.api.http.recent_requests import RECENT, RecentRequest, short_id
 from towerd.api.http.reply import error_event, json_reply, raw_reply
 from towerd.api.http.request_log import log_finished, log_refused, title_for
 from towerd.api.http.sse import PING, ClientStalled, QueuedStream
@@ -28,11 +28,13 @@ from towerd.api.llama.fanout import Events, fan_out
 from towerd.api.llama.reuse import timings_of, total
 from towerd.api.llama.streams import CONVERSATION, follow, key_of
 from towerd.api.llama.task import RUNNING, Task, parse_task
+from towerd.api.llama.why import find_divergence
 from towerd.engine.base import Event, Finish, Started
 from towerd.errors import InvalidRequest, TowerdError
 from towerd.store.tree.scope import tenant_of
 
 if TYPE_CHECKING:
+    from towerd.sessions.divergence import Divergence
     from towerd.wire import Endpoint
 
 log = logging.getLogger(__name__)
@@ -98,8 +100,8 @@ async def _complete(request: web.Request, endpoint: Endpoint) -> web.StreamRespo
 
 @asynccontextmanager
 async def _running(request: web.Request, task: Task, title: str) -> AsyncIterator[Events]:
-    """The events of a task. The request is logged when it has ended; an error reply is logged where it
-    is made."""
+    """The events of a task. The request is remembered and logged when it has ended; an error reply is
+    logged where it is made."""
     service, under_way = service_of(request), request.app[RUNNING]
     n_slots, events_max = service.engine.n_slots, request.app[LIMITS].events_max
     under_way[task.wire.id] = task
@@ -120,17 +122,31 @@ async def _running(request: web.Request, task: Task, title: str) -> AsyncIterato
 
 def _log_ended(request: web.Request, task: Task, title: str, end: str) -> None:
     choices = task.choices
-    finishes = [choice.finish for choice in choices if choice.finish is not None]
-    if end or len(finishes) == len(choices):
+    answered = [
+        RecentRequest(task.wire.id, task.scope, choice.finish, choice.ttft_s)
+        for choice in choices
+        if choice.finish is not None
+    ]
+    request.app[RECENT].extend(answered)
+    finishes = [each.finish for each in answered]
+
+    def write(divergence: Divergence | None) -> None:
+        if choices[0].finish is not None:
+            answered[0].divergence = divergence
         log_finished(
             request,
             title,
             total([choice.reuse for choice in choices]),
             timings_of([finish.timings for finish in finishes]),
+            id=short_id(task.wire.id),
+            divergence=divergence,
             session=finishes[0].session if finishes else "",
             ttft_s=choices[0].ttft_s,
             end=end,
         )
+
+    if end or len(finishes) == len(choices):
+        find_divergence(request, task, write)
 
 
 async def _whole(request: web.Request, task: Task, title: str) -> web.StreamResponse:
@@ -156,7 +172,6 @@ def _absorb(request: web.Request, task: Task, index: int, event: Event) -> None:
         metrics.ttft.observe(choice.ttft_s)
     elif isinstance(event, Finish):
         metrics.finished(event)
-        request.app[RECENT].add(task.scope, event, choice.ttft_s)
 
 
 async def _stream(

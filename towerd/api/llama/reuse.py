@@ -21,6 +21,9 @@ def total(parts: Sequence[Reuse]) -> Reuse:
         prefill=sum(reuse.prefill for reuse in parts),
         approximate=sum(reuse.approximate for reuse in parts),
         cold=sum(reuse.cold for reuse in parts),
+        moved=sum(reuse.moved for reuse in parts),
+        checked=sum(reuse.checked for reuse in parts),
+        refused=sum(reuse.refused for reuse in parts),
         kept=sum(kept) if kept else None,
     )
 
@@ -42,6 +45,7 @@ def reuse_json(reuse: Reuse) -> Json:
     """Prompt tokens by the tier that they came from."""
     tiers = {"live": reuse.live, "hot": reuse.hot, "warm": reuse.warm, "prefill": reuse.prefill}
     more = {"approximate": reuse.approximate, "cold": reuse.cold}
+    more |= {"moved": reuse.moved, "checked": reuse.checked, "refused": reuse.refused}
     return tiers | {name: n for name, n in more.items() if n}
 
 

@@ -128,6 +128,16 @@ class Task:
         """Seconds of silence before an SSE comment; None: never."""
         return float(self.wire.ping_s) if self.wire.ping_s > 0 else None
 
+    @property
+    def first_prompt(self) -> Ids:
+        """The prompt of the first choice."""
+        return self._prompts[0]
+
+    @property
+    def session(self) -> str | None:
+        """The session that its client names."""
+        return self._template.session
+
     async def request_of(self, index: int) -> GenerateRequest:
         """The request of a choice whose turn it is. Not made earlier: samplers take memory."""
         choice = self.choices[index]
@@ -216,6 +226,7 @@ async def parse_task(
         return_progress=wire.return_progress and wire.stream,
         n_keep=wire.n_keep,
         live=live,
+        reuse_tokens_min=_reuse_tokens_min(wire.field("n_cache_reuse")),
     )
     return Task(engine, template, prompts, first, writer, sees_slots=tenant.sees_all)
 
@@ -278,6 +289,14 @@ class PromptLimit:
 def _limit(live: LiveBudget, config: Config, engine: Engine) -> PromptLimit:
     may_outgrow = live.policy in engine.outgrowing
     return PromptLimit(engine.n_ctx, config.prompt_tokens_max if may_outgrow else 0)
+
+
+def _reuse_tokens_min(data: bytes | None) -> int | None:
+    """The field `n_cache_reuse`; None if the body has none. Raises InvalidRequest."""
+    body: Body = {"n_cache_reuse": _decoded(data)}
+    if fields.present(body, "n_cache_reuse") is None:
+        return None
+    return fields.integer_in(body, ("n_cache_reuse",), 0, 0, INT32_MAX)
 
 
 def _live(field: Callable[[str], bytes | None], config: Config, engine: Engine) -> LiveBudget:

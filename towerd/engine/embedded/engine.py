@@ -19,14 +19,12 @@ from towerd.engine.base import (
     Generation,
     Kept,
     LiveBudget,
-    ModuleMaker,
     SlotView,
     Started,
     check_text,
     encode,
 )
 from towerd.engine.embedded.calibration.calibrate import Calibrator
-from towerd.engine.embedded.calibration.modules import EmbeddedModules
 from towerd.engine.embedded.context.core import Core, open_wire
 from towerd.engine.embedded.context.embedding import Embedder
 from towerd.engine.embedded.live.job import Job, JobPhase
@@ -113,6 +111,7 @@ class EmbeddedEngine:
             self.scheduler,
             tiers.store,
             tiers,
+            rotation=self.parts.rotation,
             fidelity=config.fidelity,
             forced=config.level_formats is not None,
         )
@@ -120,8 +119,7 @@ class EmbeddedEngine:
         self.outgrowing: Collection[str] = {
             policy for policy in RETENTIONS if self.parts.hooks.of(LiveBudget(policy)).may_outgrow
         }
-        self.embedded_modules = EmbeddedModules(core, self.scheduler, self.parts.splicer)
-        self.modules: ModuleMaker | None = self.embedded_modules
+        self._config = config
         self.look_at_weights: Callable[[], None] = lambda: None
         """Voids all rows if the model's file has changed; set by who opens the engine."""
         self._text = ThreadPoolExecutor(2, "towerd-text")
@@ -134,6 +132,15 @@ class EmbeddedEngine:
             self.budgets.check(LiveBudget(config.retention, tokens))
         except (InvalidRequest, NotSupported) as error:
             raise ConfigError(str(error)) from error
+
+    @property
+    def why_not_movable(self) -> str:
+        """See Engine.why_not_movable."""
+        if self._config.fidelity == "exact":
+            return "--fidelity exact reuses only what prefill computes"
+        if not self._config.cache_reuse:
+            return "--cache-reuse 0 asks for none"
+        return self.parts.rotation.why_not
 
     def start(self) -> None:
         """Start the inference thread, and the calibrator once it runs. Not on the event loop."""
@@ -226,7 +233,9 @@ class EmbeddedEngine:
             "busy_slots_per_decode": scheduler.counters["sequences_decoded"]
             / max(1, scheduler.counters["decode_steps"]),
             "exports": scheduler.room.n_exports,
-            "tokens_spliced": self.parts.splicer.n_spliced,
+            "tokens_moved": self.parts.moved.n_moved,
+            "tokens_move_checked": self.parts.moved.n_checked,
+            "tokens_move_refused": self.parts.moved.n_refused,
             **self.budgets.stats(),
             **scheduler.speculator.stats(),
             **self.media.stats(),
@@ -277,7 +286,6 @@ class EmbeddedEngine:
 
     async def close(self) -> None:
         await asyncio.to_thread(self.calibrator.close)
-        await asyncio.to_thread(self.embedded_modules.close)
         await asyncio.to_thread(self.wire.close)
         if self._embedder is not None:
             await asyncio.to_thread(self._embedder.close)

@@ -14,8 +14,9 @@ from towerd.engine.embedded.restore.branching import Branching
 from towerd.engine.embedded.restore.checkpoints import Checkpoints
 from towerd.engine.embedded.restore.exporter import Exporter
 from towerd.engine.embedded.restore.hooks import Hook, Hooks
+from towerd.engine.embedded.restore.moved import MovedRuns
 from towerd.engine.embedded.restore.restorer import Restorer
-from towerd.engine.embedded.restore.splice import Splicer
+from towerd.engine.embedded.restore.rotation import Rotation
 from towerd.engine.embedded.run.endings import Events
 from towerd.engine.embedded.run.media import Media
 from towerd.engine.embedded.run.scheduler import Scheduler
@@ -49,7 +50,7 @@ class Parts:
             context.host_buffers, memory.layout, n_cells=context.n_cells, v_trans=context.v_trans
         )
         self.pool = LivePool(memory, n_seqs=memory.n_live, n_cells=context.n_cells)
-        self.splicer = Splicer(core, tiers)
+        self.rotation = Rotation(core)
         checkpoints = None
         if checkpoint_tier is not None:
             ends, every = core.vocab.eog_ids, config.checkpoint_tokens
@@ -58,10 +59,20 @@ class Parts:
         tokens = Branching(memory, self.pool, tiers, self.exporter.export)
         branching = checkpoints or tokens
         folder = tiers.store.state.directory.tmp
-        self.budgets = Budgets(tokens, core, self.observer, self.pool, self.splicer, config, folder)
+        self.budgets = Budgets(
+            tokens, core, self.observer, self.pool, self.rotation, config, folder
+        )
         self.hooks = Hooks(Hook(branching), ContextShift(branching, tiers), self.budgets)
+        self.moved = MovedRuns(
+            core,
+            self.pool,
+            tiers,
+            self.rotation,
+            self.exporter.export,
+            tokens_min=config.cache_reuse,
+        )
         self.restorer = Restorer(
-            memory, pages, self.pool, tiers, self.splicer, self.hooks, checkpoints
+            memory, pages, self.pool, tiers, self.moved, self.hooks, checkpoints
         )
         self.media = Media(core.projector, context, self.pool, self.restorer)
         self.scheduler = Scheduler(

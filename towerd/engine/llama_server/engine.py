@@ -15,7 +15,6 @@ from towerd.engine.base import (
     GenerateRequest,
     Kept,
     ModelInfo,
-    ModuleMaker,
     SlotView,
     check_text,
 )
@@ -41,7 +40,7 @@ class LlamaServerEngine:
 
     name = "llama-server"
     embedder: Embeds | None = None
-    modules: ModuleMaker | None = None
+    why_not_movable = "a llama-server evaluates its prompts by itself"
     outgrowing: Collection[str] = ()  # it refuses such a prompt even where it shifts its context
 
     def __init__(

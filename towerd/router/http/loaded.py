@@ -11,7 +11,7 @@ from towerd.api.relay.headers import from_towerd
 from towerd.engine.llama_server.process.client import Lost, read_all
 from towerd.errors import NotFound, TowerdError
 from towerd.router.http.forward import MODELS, forward_store
-from towerd.router.http.request import RoutedRequest
+from towerd.router.http.request import READING, RoutedRequest
 from towerd.router.loading.model import RoutedModel, State
 
 
@@ -39,12 +39,13 @@ async def _ask(request: web.Request, model: RoutedModel, body: bytes) -> web.Res
         routed.close()
 
 
-async def end_workflow(request: web.Request) -> web.StreamResponse:
-    """End a workflow in every loaded model, or in the one that the query names. Raises NotFound if
-    none knows it."""
+async def ask_whoever_knows(request: web.Request) -> web.StreamResponse:
+    """Pass on what is about a workflow or a request to every loaded model, or the one that the query
+    names: each knows its own. Raises NotFound if none is loaded."""
     if request.query.get("model"):
         return await forward_store(request)
-    answers = await ask_loaded(request, request.app[MODELS].loaded(), await read_bytes(request))
+    body = b"" if request.method in READING else await read_bytes(request)
+    answers = await ask_loaded(request, request.app[MODELS].loaded(), body)
     if not answers:
-        raise NotFound(f"there is no running workflow {request.match_info['id']!r}")
+        raise NotFound(f"no loaded model knows {request.match_info['id'][:50]!r}")
     return min(answers, key=lambda each: (each.status >= 400, each.status == 404))

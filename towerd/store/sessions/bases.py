@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 
 from towerd.errors import NotFound
 from towerd.store.sessions.sessions import check_name
-from towerd.store.sessions.turn import Base
+from towerd.store.sessions.turn import ANYWHERE, PREFIX, Base
 from towerd.store.state.state import StoreState, add_pins
-from towerd.store.tree.module import Module, module_from_json
 from towerd.store.tree.node import Node
 from towerd.store.tree.scope import public_of
 from towerd.tokens import Ids, path_bytes
+
+_ANYWHERE_JSON = "{}"
+"""What the catalog's column says of a text that may stand anywhere; earlier versions kept there what
+they had measured of it."""
 
 
 @dataclass(slots=True)
@@ -31,7 +34,9 @@ class BaseTable:
                 " WHERE tokenizer = ? ORDER BY level, scope, name",
                 (self.state.identity.tokenizer,),
             )
-        return [replace(Base(*row[:-1]), module=module_from_json(row[-1])) for row in rows]
+        return [
+            replace(Base(*row[:-1]), reuse=PREFIX if row[-1] is None else ANYWHERE) for row in rows
+        ]
 
     def _find(self, name: str, scope: str) -> Base | None:
         """The base of this name and scope."""
@@ -46,18 +51,19 @@ class BaseTable:
         level: int,
         public: bool,
         format: str | None = None,
-        module: Module | None = None,
+        anywhere: bool = False,
     ) -> Base:
         """Store and pin the path of a precached prompt; idempotent. A public base belongs to
         every scope; a changed prompt moves the name to its new path. The rest: see Base."""
         check_name(name)
         data, owner = path_bytes(ids, [len(ids)]), public_of(scope) if public else scope
         digest = hashlib.blake2b(data, digest_size=32).digest()
+        reuse = ANYWHERE if anywhere else PREFIX
         with self.state.locked():
             old = self._find(name, owner)
             with self.state.growing() as growth:
                 node = growth.grow(data, owner, [len(ids)])[-1]
-                base = Base(name, owner, level, node.id, len(ids), digest, format, module)
+                base = Base(name, owner, level, node.id, len(ids), digest, format, reuse)
                 self._put(base, growth.now)
             add_pins(node, 1)
             if old is not None:
@@ -81,7 +87,7 @@ class BaseTable:
             digest=base.digest,
             created=now,
             format=base.format,
-            module=base.module and base.module.to_json(),
+            module=None if base.reuse == PREFIX else _ANYWHERE_JSON,
         )
 
     def remove(self, name: str, scope: str) -> None:

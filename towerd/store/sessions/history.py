@@ -18,7 +18,7 @@ from towerd.errors import InvalidRequest
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.sessions.bases import BaseTable
 from towerd.store.sessions.sessions import SessionRow, SessionTable, check_name, tokens_lost
-from towerd.store.sessions.turn import Base, SessionInfo
+from towerd.store.sessions.turn import PREFIX, Base, SessionInfo
 from towerd.store.state.state import Growth, StoreState
 from towerd.store.tree.node import Node
 from towerd.store.tree.scope import public_of
@@ -211,9 +211,9 @@ def turn_rows(catalog: Catalog, session: SessionRow) -> list[tuple[Any, ...]]:
 
 
 def visible_bases(bases: BaseTable, scope: str) -> list[Base]:
-    """The bases that a tenant's sessions may begin with, modules left out."""
+    """The bases that a tenant's sessions may begin with."""
     listed = [base for base in bases.listing() if base.scope in (scope, public_of(scope))]
-    return [base for base in listed if base.module is None]
+    return [base for base in listed if base.reuse == PREFIX]
 
 
 def add_history(

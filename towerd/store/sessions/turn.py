@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from towerd.store.sessions.deletions import DeletionWatch
-from towerd.store.tree.module import Module
 from towerd.store.tree.node import Node
 from towerd.tokens import Ids
 
@@ -89,6 +88,10 @@ class TurnInfo:
     """True when it lies on the session's current branch."""
 
 
+PREFIX, ANYWHERE = "prefix", "anywhere"
+"""Where a base may stand in a prompt."""
+
+
 @dataclass(frozen=True, slots=True)
 class Base:
     """A precached prompt: a pinned path that ends at `node`."""
@@ -102,5 +105,5 @@ class Base:
     """BLAKE2b-256 of the ids; changes when the prompt does."""
     format: str | None = None
     """The format to store its rows in whatever its level says: `native` or a stored one."""
-    module: Module | None = None
-    """Set for one that may be spliced in anywhere."""
+    reuse: str = PREFIX
+    """`prefix`, or `anywhere` for a text that is no prompt but may stand in the middle of one."""

@@ -48,7 +48,7 @@ _PLACE_VISITS = 2
 _STEP_TOKENS = 60_000
 """Tokens entered at once, a millisecond's work; a node's own cost is that of _NODE_TOKENS."""
 _NODE_TOKENS = 250
-_STALE_MIN = 1000
+STALE_MIN = 1000
 _SHARDS_AT_ONCE = 8
 
 
@@ -122,7 +122,7 @@ class RunIndex:
         """Whether too many entered nodes were removed."""
         n_waiting = len(self._loaded) + len(self._grown or ())
         n_removed = self._n_entered - len(self._tree) + n_waiting
-        return n_removed > max(_STALE_MIN, len(self._tree) // 2)
+        return n_removed > max(STALE_MIN, len(self._tree) // 2)
 
     def _enter(self) -> None:
         """Enter nodes that wait, new ones first."""

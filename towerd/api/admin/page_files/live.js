@@ -1,7 +1,7 @@
 // What runs, how full the tiers are, and the last hours: reuse, time to first token, speed.
 
 import { call, callModel, query } from "./api.js";
-import { bytes, count, el, legend, moment, svg, table } from "./dom.js";
+import { bytes, count, el, facts, legend, moment, svg, table } from "./dom.js";
 import { chosen, hasSeveral, loaded } from "./models.js";
 
 const SOURCES = ["live", "hot", "warm", "cold", "prefill"];
@@ -50,6 +50,11 @@ const wait = (request) => (request.ttft_ms == null ? "–" : `${request.ttft_ms.
 const speed = (request) =>
   (request.tokens_per_second == null ? "–" : request.tokens_per_second.toFixed(1));
 
+// Why tokens were evaluated, as a link to the texts.
+function why({ id, why: said, model }) {
+  return said ? el("a", { href: `#/why/${encodeURIComponent(id)}${query({ model })}` }, said) : "–";
+}
+
 const heads = () => (hasSeveral() ? ["model", "conversation"] : ["conversation"]);
 
 // The model, where there are several, and the conversation, which its id alone may not tell from others. The
@@ -75,11 +80,11 @@ function history(finished, titles) {
     el("h3", {}, "Time to first token, median, ms"), chart("Time to first token", buckets, one((each) => each.ttft_ms)),
     el("h3", {}, "Tokens a second, median"), chart("Tokens a second", buckets, one((each) => each.tokens_per_second)),
     el("h3", {}, "Last requests"),
-    table(["when", ...heads(), "reused", "evaluated", "first token", "generated", "tokens/s"],
+    table(["when", ...heads(), "reused", "evaluated", "why", "first token", "generated", "tokens/s"],
       finished.slice(0, ROWS).map((each) => [
         moment(each.finished), ...conversation(each, titles),
         count(each.reuse.live + each.reuse.hot + each.reuse.warm), count(each.reuse.prefill),
-        wait(each), count(each.generated), speed(each),
+        why(each), wait(each), count(each.generated), speed(each),
       ])),
   ];
 }
@@ -123,6 +128,25 @@ const nameOf = ({ scope, id, tokenizer }) => JSON.stringify([scope, id, tokenize
 function titlesOf(sessions, answers) {
   const own = answers.find((each) => each.model === chosen())?.tokenizer;
   return new Map(sessions.map((each) => [nameOf({ ...each, tokenizer: each.tokenizer || own }), each.title]));
+}
+
+function sides({ before, stored, sent }) {
+  const text = (said) => el("pre", { class: "text" }, said);
+  return facts([["both", text(before)], ["stored", text(stored)], ["sent", text(sent)]]);
+}
+
+// Why a request did not find more of its prompt: where it left a stored conversation, and both texts.
+export async function showWhy(main, { id }) {
+  const { request, why: said, divergence } = await call(`/requests/${encodeURIComponent(id)}/why`);
+  main.replaceChildren(el("h2", {}, said || "All of it was found."),
+    el("p", { class: "quiet" }, `${request.id}, ${moment(request.finished)}: ${count(request.reuse.prefill)} tokens were evaluated.`));
+  if (!divergence) return;
+  const { session, title, base, known, before, advice } = divergence;
+  const href = `#/chat/${encodeURIComponent(session)}${query({ scope: request.scope })}`;
+  main.append(el("p", {}, "Diverged from ", session ? el("a", { href }, title || session) : `the base ${base}`,
+    `, which has ${count(known)} of them, too.`),
+    before === null ? el("p", { class: "quiet" }, "One of the two conversations was deleted.") : sides(divergence),
+    el("p", {}, advice));
 }
 
 export async function showLive(main, _, stats) {

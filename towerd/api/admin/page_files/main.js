@@ -4,7 +4,7 @@ import { ApiError, call, onKey, say } from "./api.js";
 import { get } from "./dom.js";
 import { choose, findModels, loaded, reportLoad, showModels } from "./models.js";
 import { showConversations } from "./conversations.js";
-import { showLive } from "./live.js";
+import { showLive, showWhy } from "./live.js";
 import { showSettings } from "./settings.js";
 import { showTree } from "./tree.js";
 
@@ -40,6 +40,7 @@ function pageOf({ name, id, parameters }) {
     case "chat": return (main) => showConversations(main, { ...given, id });
     case "tree": return (main) => showTree(main, given);
     case "live": return (main) => showLive(main, given, stats);
+    case "why": return (main) => showWhy(main, { ...given, id });
     case "settings": return (main) => showSettings(main);
     default: return (main) => showConversations(main, null);
   }

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Literal, TypeAlias, TypeVar
 
+import numpy as np
+
 from towerd.drift import Drift
 from towerd.engine.embedded.calibration.measure import Measurer
 from towerd.engine.embedded.calibration.measure_plan import (
@@ -22,11 +24,14 @@ from towerd.engine.embedded.calibration.measure_plan import (
     MeasurePlan,
     plan_measurement,
 )
-from towerd.engine.embedded.calibration.scratch import Scratch
+from towerd.engine.embedded.calibration.moved import MovedMeter, limits_of, plan_changes
+from towerd.engine.embedded.calibration.scratch import Scratch, SteppedSequence, other_shapes
 from towerd.engine.embedded.context.core import Core
+from towerd.engine.embedded.restore.rotation import Rotation
 from towerd.engine.embedded.run.scheduler import Scheduler
 from towerd.errors import NotSupported, TowerdError
 from towerd.model.vocab import Vocab
+from towerd.slots.kind import WINDOW
 from towerd.store import Store
 from towerd.tiers.formats.calibration import (
     BOUNDS,
@@ -41,6 +46,7 @@ from towerd.tiers.formats.calibration import (
 from towerd.tiers.formats.fidelity import LevelFormats
 from towerd.tiers.formats.format_search import COARSE, calibrate, coarse_tables
 from towerd.tiers.manager import Tiers
+from towerd.tiers.moved_limits import load_moved_limits, save_moved_limits
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +79,14 @@ class CalibrationProgress:
     total: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What was asked for: to measure again what was measured, and stored formats."""
+
+    again: bool
+    formats: bool
+
+
 class Calibrator:
     """All methods may be called from any thread. `start` it once, `close` it before the engine."""
 
@@ -83,27 +97,32 @@ class Calibrator:
         store: Store,
         tiers: Tiers,
         *,
+        rotation: Rotation,
         fidelity: str,
         forced: bool,
         idle_s: float = _IDLE_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """fidelity: near or small, whose table is applied; exact applies none
+        """rotation: of rows that are moved
+        fidelity: near or small, whose table is applied; exact applies none
         forced: the operator chose the formats, so that a calibration changes nothing by itself"""
         self.fidelity = fidelity
         self.why_off = _why_off(core, fidelity, forced)
+        """Why no stored formats are measured; "" if they are."""
+        self._may_move = fidelity in BOUNDS and not core.why_not_movable
         self._core = core
         self._scheduler = scheduler
         self._store = store
         self._tiers = tiers
+        self._rotation = rotation
         self._idle_s = idle_s
         self._clock = clock
-        self._state: State = "off" if self.why_off else "waiting"
+        self._state: State = "waiting" if self._may_move or not self.why_off else "off"
         self._error = ""
         self._progress = CalibrationProgress()
         self._stop = threading.Event()
         self._wake = threading.Event()
-        self._asked = False
+        self._asked: _Asked | None = None
         self._found: Calibration | None = None
         self._thread = threading.Thread(target=self._run, name="towerd-calibrate", daemon=True)
 
@@ -111,9 +130,21 @@ class Calibrator:
         """Apply a stored calibration; without one, measure in idle time."""
         self._found = load_calibration(self._store, self._core.info.row_identity.digest().hex())
         if self._found is not None:
-            self._state = "done"
             self._apply(self._found)
+        if self._may_move:
+            self._tiers.moved_limits = load_moved_limits(self._store)
+        has_any = self._found is not None or self._tiers.moved_limits is not None
+        if has_any and not self._lacks_moves and not self._lacks_formats:
+            self._state = "done"
         self._thread.start()
+
+    @property
+    def _lacks_moves(self) -> bool:
+        return self._may_move and self._tiers.moved_limits is None
+
+    @property
+    def _lacks_formats(self) -> bool:
+        return not self.why_off and self._found is None
 
     def close(self) -> None:
         """End a running calibration at its next step; nothing of it is kept."""
@@ -121,20 +152,21 @@ class Calibrator:
         self._wake.set()
         self._thread.join()
 
-    def request(self, *, again: bool) -> None:
+    def request(self, *, again: bool, formats: bool = True) -> None:
         """Calibrate now, between requests, unless that has been done; with `again` in any case.
+        formats: whether stored formats are measured as well as moved rows, which takes most of the time
 
         Raises NotSupported for a model whose rows cannot be measured."""
-        if self._core.why_not_spliceable:
+        if _why_unmeasurable(self._core) and not self._may_move:
             raise NotSupported(f"This model has nothing to calibrate: {self.why_off}.")
         if self._state != "running" and (again or self._state != "done"):
-            self._asked = True
+            self._asked = _Asked(again, formats)
             self._state, self._error, self._progress = "running", "", CalibrationProgress()
             self._wake.set()
 
     def view(self) -> dict[str, Any]:
         """For the API: `state`, `progress`, `calibration` and the table in force."""
-        formats = self._tiers.formats
+        formats, limits = self._tiers.formats, self._tiers.moved_limits
         return {
             "state": self._state,
             "why": self._error or self.why_off,
@@ -142,6 +174,7 @@ class Calibrator:
             "level_formats": str(formats) if formats is not None else None,
             "progress": {"done": self._progress.done, "total": self._progress.total},
             "calibration": self._found.to_json() if self._found is not None else None,
+            "moved": None if limits is None else limits.to_json(),
         }
 
     # ---- the thread -------------------------------------------------------------------------
@@ -155,27 +188,37 @@ class Calibrator:
 
     def _is_due(self) -> bool:
         """Whether a calibration was requested, or is needed and the engine has been idle."""
-        if self._asked:
+        if self._asked is not None:
             return True
         if self._state != "waiting":
             return False
         idle_since, seen = time.monotonic(), -1
-        while not (self._stop.is_set() or self._asked):
+        while not (self._stop.is_set() or self._asked is not None):
             n_decoded = self._scheduler.counters["tokens_decoded"]
             if self._scheduler.is_busy or n_decoded != seen:
                 idle_since, seen = time.monotonic(), n_decoded
             elif time.monotonic() - idle_since >= self._idle_s:
                 return True
             self._wake.wait(min(_POLL_S, self._idle_s))
-        return self._asked
+        return self._asked is not None
 
     def _attempt(self) -> None:
-        self._asked = False
+        asked, self._asked = self._asked, None
+        again = asked is not None and asked.again
+        formats = self._lacks_formats
+        if asked is not None:
+            lacks = again or self._found is None
+            formats = asked.formats and lacks and not _why_unmeasurable(self._core)
         self._state, self._error, self._progress = "running", "", CalibrationProgress()
         started = time.monotonic()
         try:
-            found = self._measure()
-            save_calibration(self._store, found)
+            if self._may_move and (again or self._lacks_moves):
+                self._measure_moves()
+            if formats:
+                found = self._measure()
+                save_calibration(self._store, found)
+                self._found = found
+                self._apply(found)
         except _CalibrationStopped:
             return
         except TowerdError as error:
@@ -186,15 +229,41 @@ class Calibrator:
             log.exception("calibration failed")
             self._state, self._error = "failed", "internal error; the daemon's log has it"
             return
-        self._found = found
-        self._apply(found)
         self._progress = CalibrationProgress(self._progress.total, self._progress.total)
         self._state = "done"
         log.info("calibrated", extra={"seconds": round(time.monotonic() - started, 1)})
 
+    def _scratch(self) -> Scratch:
+        core, memory = self._core, self._core.memory
+        window = core.model.n_swa if memory.kind is WINDOW else 0
+        return Scratch(core.context, memory.scratch, cell_ext=memory.layout.cell_ext, window=window)
+
+    def _measure_moves(self) -> None:
+        """Measure what moved rows cost, and keep the limits that follow."""
+        if self._rotation.why_not:
+            self._may_move = False
+            return
+        core, scratch = self._core, self._scratch()
+        head = np.array([core.vocab.bos_id] if core.vocab.add_bos else [], np.int32)
+        text = core.vocab.tokenize(calibration_text(), False, False)
+
+        def line() -> SteppedSequence:
+            return SteppedSequence(scratch, run_step=self._step, step_s=_STEP_S)
+
+        meter = MovedMeter(line, self._rotation.moved, other_shapes(core.context))
+        plan = plan_changes(text, head, core.n_ctx)
+        total = sum(change.n_tokens for changes in plan for change in changes)
+        self._progress = CalibrationProgress(0, total)
+        samples = []
+        for changes in plan:
+            samples += meter.measure(changes)
+            self._advance(sum(change.n_tokens for change in changes))
+        limits = limits_of(samples, core.info.row_identity.digest().hex())
+        save_moved_limits(self._store, limits)
+        self._tiers.moved_limits = limits
+
     def _measure(self) -> Calibration:
-        core = self._core
-        scratch = Scratch(core.context, core.context.n_seqs - 1)
+        core, scratch = self._core, self._scratch()
         plan = plan_for(core.vocab, calibration_text(), core.n_ctx, core.layout.token_bytes)
         if plan.n_cells > core.context.n_cells:
             raise TowerdError(
@@ -242,9 +311,18 @@ class Calibrator:
         raise _CalibrationStopped
 
 
+def _why_unmeasurable(core: Core) -> str:
+    """Why the cost of stored formats cannot be measured; "" if it can."""
+    if core.memory.kind is WINDOW:
+        return "it has sliding-window layers, whose rows are kept as computed"
+    if core.layout.cell_ext:
+        return "positions have more than one component (M-RoPE)"
+    return core.why_not_movable
+
+
 def _why_off(core: Core, fidelity: str, forced: bool) -> str:
-    if core.why_not_spliceable:
-        return core.why_not_spliceable
+    if why := _why_unmeasurable(core):
+        return why
     if forced:
         return "the formats are set with --level-formats"
     if fidelity not in BOUNDS:

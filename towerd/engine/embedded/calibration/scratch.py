@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS
 from towerd.engine.embedded.context.context import Buffer, LlamaContext
-from towerd.slots.blob import emit_blob, parse_blob
+from towerd.slots.blob import emit_blob, parse_rows
 from towerd.slots.rows import KVRows, join
 from towerd.tokens import Ids
 
@@ -78,9 +78,22 @@ class Evaluated:
 class Scratch:
     """One sequence of a context that holds nothing between two calls."""
 
-    def __init__(self, context: LlamaContext, seq: int) -> None:
+    def __init__(
+        self,
+        context: LlamaContext,
+        seq: int,
+        *,
+        cell_ext: bool = False,
+        window: int = 0,
+    ) -> None:
+        """cell_ext: see `towerd.slots.blob.parse_rows`; window: positions that sliding-window layers
+        see; 0: there are none"""
         self.context = context
         self.seq = seq
+        self.rows_max = window or len(context.batch.token)
+        """Tokens of an evaluation whose rows can be had: llama.cpp gives none that its last token
+        does not see."""
+        self._how = cell_ext, window > 0
 
     def evaluate(
         self,
@@ -93,8 +106,8 @@ class Scratch:
         shape: BatchShape | None = None,
     ) -> Evaluated:
         """Restore `prefix` (the blob of positions [0, p), None for none) and decode `ids` after
-        it, in one batch or in the batches of `shape`. Raises TowerdError; the sequence is empty
-        afterwards in any case."""
+        it, in one batch or in the batches of `shape`. Rows can be had of `rows_max` tokens. Raises
+        TowerdError; the sequence is empty afterwards in any case."""
         context = self.context
         width = len(ids) if shape is None else shape.width
         try:
@@ -109,7 +122,9 @@ class Scratch:
                 return Evaluated(out, None)
             if p:
                 context.seq_rm(self.seq, 0, p)
-            return Evaluated(out, parse_blob(context.get_state(self.seq)).rows)
+            cell_ext, has_window = self._how
+            blob = context.get_state(self.seq)
+            return Evaluated(out, parse_rows(blob, cell_ext=cell_ext, has_window=has_window))
         finally:
             context.batch.clear()
             context.seq_rm(self.seq)
@@ -159,7 +174,7 @@ class SteppedSequence:
         self._scratch = scratch
         self._run_step = run_step
         self._step_s = step_s
-        self._n_batch = len(scratch.context.batch.token)
+        self._n_batch = min(scratch.rows_max, len(scratch.context.batch.token))
         self._pace = Pace(step_s, self._n_batch)
         self._paces: dict[BatchShape, Pace] = {}
 

@@ -67,7 +67,7 @@ class Core:
     n_ctx: int
     memory: SequenceMemory
     adapters: Adapters
-    why_not_spliceable: str
+    why_not_movable: str
     """Why rows cannot be moved to another place, or "" if they can."""
     projector: Projector | None = None
     """Encodes media; None if the model takes none."""
@@ -135,7 +135,7 @@ def load_core(config: Config, catalog: Catalog) -> Core:
         context.close()
         model.close()
         raise
-    why_not = why_not_spliceable(memory)
+    why_not = why_not_movable(memory)
     return Core(model, context, vocab, info, n_ctx, memory, adapters, why_not, projector, taps)
 
 
@@ -163,18 +163,15 @@ def _mib(n_bytes: int) -> str:
 
 
 _KINDS = {
-    "window": "it has sliding-window layers",
     "hybrid": "it has recurrent layers beside attention",
     "recurrent": "its layers are recurrent",
     "whole": "its state can only be stored as a whole",
 }
 
 
-def why_not_spliceable(memory: SequenceMemory) -> str:
+def why_not_movable(memory: SequenceMemory) -> str:
     """Why rows cannot be moved to another place, or "" if they can."""
-    if memory.kind is not DENSE:
-        return f"{_KINDS[memory.kind.name]}, and only the rows of dense attention can be moved"
-    return "positions have more than one component (M-RoPE)" if memory.layout.cell_ext else ""
+    return _KINDS.get(memory.kind.name, "")
 
 
 def _sizes(model: LlamaModel, config: Config) -> tuple[int, int]:

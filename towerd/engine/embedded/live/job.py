@@ -1,11 +1,9 @@
-"""One request on its way through the inference thread, and the pieces that are spliced into it."""
+"""One request on its way through the inference thread."""
 
 from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -24,12 +22,13 @@ from towerd.engine.base import (
 )
 from towerd.engine.embedded.context.adapters import Adapted
 from towerd.engine.embedded.context.context import Buffer
+from towerd.engine.embedded.live.moves import Moves
 from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.live.saved import Saved
+from towerd.engine.served import ServedAnswer
 from towerd.media_ids import Span
 from towerd.store import Handle
-from towerd.tiers.modules import PlacedModule
-from towerd.tokens import Ids, Provenance, Provenances, common_prefix
+from towerd.tokens import Ids, common_prefix
 from towerd.wire import Reply
 
 _ROOM_MIN = 64
@@ -44,67 +43,6 @@ class JobPhase(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     DONE = "done"
-
-
-@dataclass(frozen=True, slots=True)
-class Blobs:
-    """The sequence blobs of the runs of one placed module, by position."""
-
-    by_start: dict[int, Buffer]
-    is_hot: bool
-    """All rows were in RAM."""
-
-
-@dataclass(frozen=True, slots=True)
-class SplicePiece:
-    """Tokens [p0, p1) of a prompt whose rows a module has."""
-
-    placed: PlacedModule
-    p0: int
-    p1: int
-    blobs: Future[Blobs | None]
-
-    @property
-    def n(self) -> int:
-        return self.p1 - self.p0
-
-    @property
-    def provenance(self) -> Provenances:
-        """uint8[n]: the provenance of its rows."""
-        return np.full(self.n, Provenance.MOVED, np.uint8)
-
-    def when_ready(self, tell: Callable[[Buffer | None], None]) -> None:
-        """Call `tell` with the blob, or None if it cannot be read; on any thread, maybe at once."""
-
-        def done(future: Future[Blobs | None]) -> None:
-            blobs = None if future.cancelled() else future.result()
-            tell(None if blobs is None else blobs.by_start[self.p0])
-
-        self.blobs.add_done_callback(done)
-
-
-@dataclass(slots=True)
-class Splice:
-    """The pieces that are still to be spliced into one job's sequence, in order."""
-
-    pieces: list[SplicePiece] = field(default_factory=list)
-    counted: set[int] = field(default_factory=set)
-    """First positions of the modules whose drift is in the job's reuse."""
-
-    @property
-    def p0(self) -> int | None:
-        """Where the next piece begins; up to there the job evaluates."""
-        return self.pieces[0].p0 if self.pieces else None
-
-    def drop(self, placed: PlacedModule) -> None:
-        """Evaluate this module instead."""
-        self.pieces = [piece for piece in self.pieces if piece.placed is not placed]
-
-    def abandon(self) -> None:
-        """Cancel the remaining pieces."""
-        for piece in self.pieces:
-            piece.blobs.cancel()
-        self.pieces = []
 
 
 @dataclass(eq=False, slots=True)
@@ -137,6 +75,8 @@ class Job:
     reuse: Reuse = field(default_factory=Reuse)
     reply: list[int] = field(default_factory=list)
     """The sampled tokens."""
+    served: ServedAnswer | None = None
+    """What the reply is sampled from, if that is computed over moved rows."""
     saved: Saved | None = None
     """What a preempted job had live."""
     n_preempted: int = 0
@@ -153,16 +93,18 @@ class Job:
     """Position of the first token that was evaluated for it, if its chat can recall; -1: none."""
     was_recalled: bool = False
     """Whether the rows that the prompt looks for were recalled."""
-    splice: Splice | None = None
-    """The pieces that are still to be spliced into its sequence."""
+    moves: Moves | None = None
+    """The runs that are kept in its prompt behind other text; None: none."""
     loads: int = 0
     """How many loads were started; blobs of an earlier one are stale."""
     n_loaded_hot: int = 0
-    """Tokens whose rows came from RAM, those that were spliced in among them."""
+    """Tokens whose rows came from RAM, moved ones among them."""
     n_loaded_warm: int = 0
     """Tokens whose rows came from files."""
     in_batch: Ids = field(default_factory=lambda: np.empty(0, np.int32))
     """Its tokens in the batch, the draft among them."""
+    batch_index: int = 0
+    """Index in the batch of its first token."""
     logits_index: int = -1
     """Index in the batch of its newest token, from which on logits are asked for (for the draft as
     well); -1: none are."""
@@ -176,6 +118,14 @@ class Job:
     t_submit: float = field(default_factory=time.monotonic)
     t_prompt: float = 0.0
     t_first: float = 0.0
+
+    @property
+    def compared(self) -> range:
+        """The positions of its batch at which it compares what another request was served."""
+        served = self.request.compare
+        if served is None or self.seq is None:
+            return range(0)
+        return range(max(self.n_live, served.start), min(self.n_live + self.n_in_batch, served.end))
 
     @property
     def n_in_batch(self) -> int:
@@ -210,8 +160,8 @@ class Job:
 
     @property
     def n_to_evaluate(self) -> int:
-        """Tokens up to the next splice, medium, state checkpoint or eviction, or the end."""
-        stop = None if self.splice is None else self.splice.p0
+        """Tokens up to the next moved piece, medium, state checkpoint or eviction, or the end."""
+        stop = None if self.moves is None else self.moves.p0
         stop = self.n if stop is None else stop
         stop = min((start for start, _ in self.media if self.n_live <= start < stop), default=stop)
         n = (
@@ -226,9 +176,9 @@ class Job:
         return self.phase is JobPhase.LOADING and load == self.loads and not self.cancelled
 
     @property
-    def is_at_splice(self) -> bool:
-        """Whether the next tokens are not evaluated but spliced in."""
-        return self.splice is not None and self.splice.p0 == self.n_live
+    def is_at_piece(self) -> bool:
+        """Whether the next tokens are not evaluated: their rows are moved here."""
+        return self.moves is not None and self.moves.p0 == self.n_live
 
     def n_on_path(self, n: int) -> int:
         """How many of its first `n` tokens are the request's own, which `path` follows."""
@@ -323,6 +273,7 @@ class Job:
             truncated=self.truncated or self.is_full or self._is_partial,
             n_rows=self._n_rows(),
             slot=self.slot,
+            served=self.served,
         )
 
     @property

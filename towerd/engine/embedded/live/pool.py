@@ -116,10 +116,6 @@ class LiveSeq:
         ones."""
         return count_approximate(self.provenance[: self.n])
 
-    def moved(self) -> npt.NDArray[np.bool_]:
-        """bool[n]: whether each live token's rows were moved."""
-        return np.equal(self.provenance[: self.n], Provenance.MOVED)
-
     def n_unmoved(self) -> int:
         """Leading tokens before the first that was moved or computed from moved ones."""
         return count_unmoved(self.provenance[: self.n])

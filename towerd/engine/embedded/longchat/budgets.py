@@ -36,7 +36,7 @@ from towerd.engine.embedded.restore.branching import (
     has_everything,
 )
 from towerd.engine.embedded.restore.hooks import Hook
-from towerd.engine.embedded.restore.splice import Splicer
+from towerd.engine.embedded.restore.rotation import Rotation
 from towerd.errors import InvalidRequest, NotSupported
 from towerd.retention import Positions, Signal, can_recall, retention_config
 from towerd.settings.config import RETENTIONS, WATCHING, Config, parked_bytes
@@ -52,7 +52,7 @@ _BUDGET_MIN = 16
 class Budgets(Hook):
     """The hook of chats that have a budget."""
 
-    can_splice = False
+    can_move = False
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Budgets(Hook):
         core: Core,
         observer: Observer | None,
         pool: LivePool,
-        splicer: Splicer,
+        rotation: Rotation,
         config: Config,
         folder: Path,
     ) -> None:
@@ -75,7 +75,7 @@ class Budgets(Hook):
         self._memory = core.memory
         self._observer = observer
         self._pool = pool
-        self._splicer = splicer
+        self._rotation = rotation
         self._config = config
         self.recall: Recall | None = None
         """None: the attention of this context cannot be read."""
@@ -120,7 +120,7 @@ class Budgets(Hook):
     @property
     def may_outgrow(self) -> bool:  # type: ignore[override]  # a constant of the base
         """See Hook.may_outgrow: live rows can be compacted if their keys can be rotated."""
-        return self._splicer.can_rotate
+        return not self._rotation.why_not
 
     # ---- a request begins ----------------------------------------------------------------
 
@@ -308,7 +308,7 @@ class Budgets(Hook):
     def _move(self, seq: LiveSeq, live_set: BoundedSet, evict: Evict) -> None:
         """Make room for a chat that has reached the last place of its context."""
         if live_set.can_recall and self.recall is not None:
-            self.recall.move_down(seq, live_set, self._splicer.rope(), evict)
+            self.recall.move_down(seq, live_set, self._rotation.rope(), evict)
         else:
             self._compact(seq, live_set, evict)
         self.n_moves += 1
@@ -321,7 +321,7 @@ class Budgets(Hook):
         rows = self._memory.rows(seq.id, 0, live_set.place_next)
         assert rows is not None
         rot_k = self._core.info.row_identity.rot_k
-        moved = compose_at(runs_of(rows), self._splicer.rope(), rot_k=rot_k)
+        moved = compose_at(runs_of(rows), self._rotation.rope(), rot_k=rot_k)
         blob = np.asarray(emit_blob([join(moved)], v_trans=self._core.context.v_trans))
         self._pool.let_go(seq)
         live_set.compacted()

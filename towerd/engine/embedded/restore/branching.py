@@ -41,10 +41,10 @@ class Branching:
         self._export = export
 
     def find(self, job: Job) -> FoundLive:
-        """The live sequence to continue from. Spliced rows count only if the store has no exact rows
-        instead, and never for a prompt that is to be precached."""
+        """The live sequence to continue from. Moved rows count only if the store has no exact rows
+        instead, and never for a request that may not have them."""
         ids, scope, longest = job.ids[: job.n - 1], job.request.scope, self.pool.index.longest
-        if job.request.precache is not None:
+        if not job.request.takes_moved:
             return self.usable(job, longest(ids, scope, has_everything, n_unmoved))
         found = longest(ids, scope, has_everything)
         if found.source is not None and n_unmoved(found.source, found.n) < found.n:
@@ -118,8 +118,7 @@ class Branching:
 
 def worst_for(job: Job) -> Provenance:
     """The worst provenance of stored rows that a job may continue from."""
-    is_precached = job.request.precache is not None
-    return Provenance.APPROXIMATE if is_precached else Provenance.AFTER_MOVED
+    return Provenance.AFTER_MOVED if job.request.takes_moved else Provenance.APPROXIMATE
 
 
 def has_everything(holder: LiveSeq | Parked) -> bool:
@@ -128,6 +127,6 @@ def has_everything(holder: LiveSeq | Parked) -> bool:
 
 
 def n_unmoved(holder: LiveSeq | Parked, n: int) -> int:
-    """How many of its first `n` tokens are before the first spliced one."""
+    """How many of its first `n` tokens are before the first moved one."""
     assert isinstance(holder, LiveSeq)
     return min(n, holder.n_unmoved())

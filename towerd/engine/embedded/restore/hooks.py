@@ -22,8 +22,8 @@ class Hook:
 
     may_outgrow = False
     """Whether a chat may be longer than the context."""
-    can_splice = True
-    """Whether rows that were computed elsewhere may be spliced in."""
+    can_move = True
+    """Whether rows that were computed behind other text may be kept."""
 
     def __init__(self, branching: Branching) -> None:
         self.branching = branching

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,7 +19,8 @@ from towerd.engine.base import Reuse
 from towerd.engine.embedded.context.cell_pages import CellPages
 from towerd.engine.embedded.context.context import Buffer
 from towerd.engine.embedded.context.memory import SequenceMemory
-from towerd.engine.embedded.live.job import Job, JobPhase, SplicePiece
+from towerd.engine.embedded.live.job import Job, JobPhase
+from towerd.engine.embedded.live.moves import MovedRows
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.live.saved import save
 from towerd.engine.embedded.restore.branching import (
@@ -30,7 +31,7 @@ from towerd.engine.embedded.restore.branching import (
 )
 from towerd.engine.embedded.restore.checkpoints import Checkpoints
 from towerd.engine.embedded.restore.hooks import Hooks
-from towerd.engine.embedded.restore.splice import Splicer
+from towerd.engine.embedded.restore.moved import MovedRuns
 from towerd.engine.live_index import Found, LiveIndex
 from towerd.errors import TowerdError
 from towerd.media_ids import whole
@@ -54,7 +55,7 @@ def _nothing() -> Provenances:
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """What is ready to append for load number `load` of a job: rows from the store, those of a piece
-    to be spliced in, or, at the end of a load, a state."""
+    that is moved, or, at the end of a load, a state."""
 
     load: int
     blob: Buffer | None = None
@@ -69,8 +70,10 @@ class Loaded:
     composed: Composed | None = None
     """The source of `blob`, to be recycled."""
     slot: threading.Semaphore | None = None
-    piece: SplicePiece | None = None
-    """The piece to be spliced in: `blob` has its rows, or is None if they cannot be read."""
+    is_piece: bool = False
+    """It is the job's next piece."""
+    moved: MovedRows | None = None
+    """The rows of the piece; None if they cannot be read."""
     checkpoint: StateCheckpoint | None = None
     """The state checkpoint that ends the load: `blob` is its state, and `provenance` that of the
     tokens that it covers without rows."""
@@ -97,7 +100,7 @@ class Restorer:
         pages: CellPages,
         pool: LivePool,
         tiers: Tiers,
-        splicer: Splicer,
+        moved: MovedRuns,
         hooks: Hooks,
         checkpoints: Checkpoints | None,
     ) -> None:
@@ -106,7 +109,7 @@ class Restorer:
         self.pages = pages
         self._pool = pool
         self._tiers = tiers
-        self._splicer = splicer
+        self._moved = moved
         self._hooks = hooks
         self._checkpoints = checkpoints
         self._plans: dict[int, RestorePlan] = {}
@@ -180,11 +183,9 @@ class Restorer:
         plan = hook.plan(job, seq, found)
         if plan.n:
             self.pages.ask(self._pool.cells_used + plan.n)
-        if job.splice is not None:
-            job.splice.abandon()
-        job.splice = None
-        if hook.can_splice:
-            job.splice = self._splicer.plan(job, seq, plan.n, self._workers)
+        if job.moves is not None:
+            job.moves.abandon()
+        job.moves = self._moved.plan(job, seq, plan.n, self._workers) if hook.can_move else None
         if not continues:
             job.n_loaded_hot = job.n_loaded_warm = 0
         if not job.t_first:
@@ -238,24 +239,29 @@ class Restorer:
 
         self._workers.submit(work)
 
-    def splice(self, job: Job, on_loaded: Callable[[Job, Loaded | TowerdError], None]) -> None:
-        """Load the rows to be spliced in where `job` stands; `on_loaded` is called once."""
-        assert job.splice is not None
-        piece, load = job.splice.pieces[0], job.loads + 1
+    def move(self, job: Job, on_loaded: Callable[[Job, Loaded | TowerdError], None]) -> None:
+        """Wait for the moved rows of the piece where `job` stands; `on_loaded` is called once."""
+        assert job.moves is not None
+        provenance, load = job.moves.provenance, job.loads + 1
+        future = job.moves.pieces[0].rows
+        assert future is not None
         job.loads = load
 
-        def tell(blob: Buffer | None) -> None:
-            provenance = _nothing() if blob is None else piece.provenance
-            on_loaded(job, Loaded(load, blob, provenance, piece=piece))
+        def tell(future: Future[MovedRows | None]) -> None:
+            rows = None if future.cancelled() else future.result()
+            if rows is None:
+                on_loaded(job, Loaded(load, is_piece=True))
+            else:
+                on_loaded(job, Loaded(load, rows.blob, provenance, is_piece=True, moved=rows))
 
-        piece.when_ready(tell)
+        future.add_done_callback(tell)
 
     def attach(self, job: Job, loaded: Loaded) -> None:
         """Append loaded rows to the job's sequence. Raises TowerdError if llama.cpp refuses."""
         seq = job.seq
         assert seq is not None
-        if loaded.piece is not None and loaded.blob is None and job.splice is not None:
-            job.splice.drop(loaded.piece.placed)
+        if loaded.is_piece:
+            self._attach_piece(job, seq, loaded.moved)
             return
         try:
             if loaded.is_short:
@@ -274,15 +280,25 @@ class Restorer:
             job.n_broken += 1
             raise
         else:
-            if loaded.piece is not None:
-                self._splicer.attached(job, loaded.piece)
             job.n_loaded_hot += loaded.n_hot
             job.n_loaded_warm += loaded.n_warm
-            if loaded.is_last and not job.t_first and loaded.piece is None and not loaded.n:
+            if loaded.is_last and not job.t_first and not loaded.n:
                 # Rows that turned out damaged or gone are prefilled: report those that came.
                 self._report(job, job.reuse.live, job.n_loaded_hot, job.n_loaded_warm, 0, 0)
         finally:
             self.discard(loaded)
+
+    def _attach_piece(self, job: Job, seq: LiveSeq, rows: MovedRows | None) -> None:
+        """Append the rows of the job's next piece, or have its run evaluated instead."""
+        assert job.moves is not None
+        piece = job.moves.pieces[0]
+        if rows is None or not self._moved.accepts(job, seq, piece, rows):
+            self._pool.truncate(seq, self._moved.refuse(job))
+            return
+        self.bytes_in += len(rows.blob)
+        self._restore(seq, rows.blob, None)
+        self._pool.append(seq, job.ids[piece.p0 : piece.p1], job.moves.provenance)
+        self._moved.attached(job, rows, self._workers)
 
     def _restore(self, seq: LiveSeq, blob: Buffer, checkpoint: StateCheckpoint | None) -> None:
         """Put rows, or the state of a checkpoint, behind what `seq` holds."""
@@ -344,8 +360,9 @@ class Restorer:
         assert job.seq is not None
         n_rest = job.n_prompt - live - hot - warm
         reuse = Reuse(live, hot, warm, n_rest, n_approximate + job.seq.n_approximate())
-        if reuse.approximate and not n_moved:
-            reuse = replace(reuse, drift=self._splicer.drift(job, job.seq, reuse))
+        if reuse.approximate:
+            coming = n_approximate - n_moved, n_moved
+            reuse = replace(reuse, drift=self._moved.drift(job, job.seq, *coming))
         job.reuse = reuse
 
     # ---- out ------------------------------------------------------------------------------

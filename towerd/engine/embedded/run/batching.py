@@ -90,6 +90,9 @@ class Batching:
             ids = np.concatenate([ids, job.draft])
         index = self._batch.add(ids, place, job.seq.id, logits_last=last, n_last=1 + n_draft)
         job.in_batch = ids
+        job.batch_index = index + 1 - len(ids)
+        for position in job.compared:
+            self._batch.logits[job.batch_index + position - start] = 1
         job.logits_index = index - n_draft if last else -1
 
 

@@ -98,5 +98,5 @@ class Endings:
         job.phase = JobPhase.DONE
         if job in self._active:
             self._active.remove(job)
-        if job.splice is not None:
-            job.splice.abandon()
+        if job.moves is not None:
+            job.moves.abandon()

@@ -36,6 +36,7 @@ from towerd.engine.embedded.run.cell_room import CellRoom
 from towerd.engine.embedded.run.endings import Endings, Events
 from towerd.engine.embedded.run.media import Media, Ready
 from towerd.engine.embedded.run.speculation import Speculator
+from towerd.engine.served import ServedAnswer
 from towerd.errors import TowerdError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -200,7 +201,7 @@ class Scheduler:
         self._take_commands()
         self._admit()
         self._drop_cancelled()
-        self._splice()
+        self._bring()
         self.room.evict_surplus(sum(not is_background(job) for job in self.active))
         stepped = self._step()
         self._endings.flush()
@@ -364,12 +365,12 @@ class Scheduler:
 
     # ---- one batch --------------------------------------------------------------------------
 
-    def _splice(self) -> None:
-        """Start loading the module, or encoding the medium, that is next in the prompt of a job."""
+    def _bring(self) -> None:
+        """Start to move the rows, or to encode the medium, that is next in the prompt of a job."""
         for job in self.active:
-            if job.phase is JobPhase.PREFILL and job.is_at_splice:
+            if job.phase is JobPhase.PREFILL and job.is_at_piece:
                 job.phase = JobPhase.LOADING
-                self.restorer.splice(job, self._on_loaded)
+                self.restorer.move(job, self._on_loaded)
             elif job.phase is JobPhase.PREFILL and job.medium_at(job.n_live) is not None:
                 job.phase = JobPhase.LOADING
                 self.media.encode(job, self._on_ready)
@@ -442,6 +443,10 @@ class Scheduler:
     def _advance(self, job: Job) -> None:
         """Account for the job's part of the batch; sample when its last token was in it."""
         assert job.seq is not None
+        for position in job.compared:
+            assert job.request.compare is not None
+            logits = self.context.logits(job.batch_index + position - job.n_live)
+            job.request.compare.compare(position, logits)
         self.pool.append(job.seq, job.in_batch)
         self.counters["tokens_decoded"] += job.n_in_batch
         self.restorer.advanced(job)
@@ -463,6 +468,8 @@ class Scheduler:
                 n_cached = job.reuse.live + job.reuse.hot + job.reuse.warm
                 prompt_ms = (job.t_first - job.t_prompt) * 1e3
                 job.output.started(n_cached, job.reuse.prefill, prompt_ms)
+            if job.seq is not None and job.seq.n_unmoved() < job.seq.n:
+                job.served = ServedAnswer(job.n - 1)
         job.phase = JobPhase.DECODE
         if job.request.n_predict == 0:
             self._endings.finish(job, "limit")
@@ -470,8 +477,10 @@ class Scheduler:
     def _sample(self, job: Job) -> None:
         assert job.output is not None
         hook = self.hooks.of_job(job)
-        may_outgrow = hook.may_outgrow
+        may_outgrow, n_before = hook.may_outgrow, len(job.reply)
         for chunk in self.speculator.sample(job, self.context.address, may_outgrow=may_outgrow):
+            if job.served is not None and not job.served.is_full:
+                job.served.add(self.context.logits(job.logits_index + len(job.reply) - n_before))
             job.push(chunk.token)
             self._endings.emit(
                 job, Piece(chunk.text.decode("utf-8", "replace"), (chunk.token,), chunk)

@@ -1,0 +1,174 @@
+"""Measures what rows cost an answer that are kept behind other text, against how much they deviate.
+
+Runs of a text are evaluated behind one text, and their rows kept behind another, as requests keep them:
+blocks of each run are evaluated again in between. What follows is compared with its exact evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from towerd.engine.embedded.calibration.measure import LogProbs, compare, log_softmax
+from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS
+from towerd.engine.embedded.calibration.scratch import BatchShape, SteppedSequence
+from towerd.errors import TowerdError
+from towerd.slots.rows import KVRows
+from towerd.tiers.moved_limits import BLOCK_TOKENS, MovedLimits, block_offsets, deviation, spread
+from towerd.tokens import Ids
+
+TEXTS = 4
+"""Runs that are measured, each behind several changed texts."""
+RUN_TOKENS, NEW_TOKENS = 384, 64
+_TOKENS_MIN = 96
+"""A run this short, behind half as many tokens, is the least that says something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A run of tokens, and the text before it that changes."""
+
+    before: Ids
+    instead: Ids
+    run: Ids
+    new: Ids
+    """What follows the run, and is new: a turn of the user's."""
+    after: Ids
+    """What follows that: the answer."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that measuring it evaluates, about."""
+        return len(self.before) + len(self.run) + 2 * len(self.new) + 3 * len(self.after)
+
+
+@dataclass(frozen=True, slots=True)
+class MovedSample:
+    """What keeping one run did."""
+
+    n: int
+    """Tokens of the run."""
+    share: float
+    """Its share of the prompt."""
+    deviations: Sequence[float]
+    """Of its blocks."""
+    kl: float
+    """Mean KL divergence of the next-token distributions after it from exact evaluation, in nats."""
+    floor_kl: float
+    """The model's noise on the same tokens."""
+
+    @property
+    def excess(self) -> float:
+        """What was added to the noise; negative by chance only."""
+        return self.kl - self.floor_kl
+
+
+def plan_changes(text: Ids, head: Ids, n_ctx: int) -> list[list[Change]]:
+    """The changes to measure, those of one run together, out of `text` (ids without special tokens);
+    head: what every prompt begins with. Raises TowerdError if the context or the text is too short."""
+    n_after = NEW_TOKENS + NEXT_TOKENS
+    n_run = min(RUN_TOKENS, (n_ctx - len(head) - n_after) * 2 // 3, len(text) // 6)
+    n_before = n_run // 2
+    if n_run < _TOKENS_MIN:
+        raise TowerdError("The context or the text is too short to measure moved rows.")
+    step = (len(text) - n_run - n_after - 2 * n_before) // TEXTS
+    found = []
+    for at in range(0, TEXTS * step, step):
+        ends = np.cumsum([n_before, n_run, NEW_TOKENS, NEXT_TOKENS])
+        before, run, new, after, _ = np.split(text[at:], ends)
+        other = np.roll(text, -(at + len(text) // 2))[:n_before]
+        changes = [
+            np.concatenate([head, instead]) for instead in _changed(before, other, run, n_before)
+        ]
+        first = np.concatenate([head, before])
+        found.append([Change(first, each, run, new, after) for each in changes])
+    return found
+
+
+def _changed(before: Ids, other: Ids, run: Ids, n: int) -> Iterator[Ids]:
+    """Texts of at most `n` tokens in place of `before`: a few tokens are others, a span of another length, the second half,
+    everything, and words of the run itself."""
+    few = before.copy()
+    few[n // 2 : n // 2 + 6] = other[:6]
+    yield few
+    yield np.concatenate([before[: n // 3], other[: n // 4], before[2 * n // 3 :]])
+    yield np.concatenate([before[: n // 2], other[: n // 2]])
+    yield other
+    pieces = np.array_split(run, max(2, len(run) // 12))
+    yield np.concatenate([*pieces[1::2], *pieces[::2]])[:n]
+
+
+class MovedMeter:
+    """Measures changes with sequences that `new_line` makes."""
+
+    def __init__(
+        self,
+        new_line: Callable[[], SteppedSequence],
+        moved: Callable[[KVRows, int], KVRows],
+        shapes: Sequence[BatchShape],
+    ) -> None:
+        """moved: see `Rotation.moved`; shapes: what the noise is measured in, the first that disturbs
+        most is kept"""
+        self._new_line = new_line
+        self._moved = moved
+        self._shapes = tuple(shapes)
+
+    def measure(self, changes: Sequence[Change]) -> list[MovedSample]:
+        """The samples of changes before one run."""
+        one = changes[0]
+        line = self._new_line()
+        line.decode(one.before)
+        line.decode(one.run)
+        rows = line.rows(len(one.before), line.n)
+        return [self._sample(rows, each) for each in changes]
+
+    def _sample(self, rows: KVRows, change: Change) -> MovedSample:
+        line = self._new_line()
+        line.decode(change.instead)
+        line.decode(change.run)
+        line.decode(change.new)
+        native = log_softmax(line.logits(change.after))
+        floor_kl = self._noise(line, change, native)
+        line.cut(len(change.instead))
+        deviations = self._keep(line, rows, change.run)
+        line.decode(change.new)
+        kl = compare(native, line.logits(change.after)).kl
+        n = len(change.run)
+        return MovedSample(n, n / line.n, deviations, kl, floor_kl)
+
+    def _noise(self, line: SteppedSequence, change: Change, native: LogProbs) -> float:
+        found = {
+            shape: compare(native, line.logits(change.after, shape)).kl for shape in self._shapes
+        }
+        noisiest = max(found, key=lambda shape: found[shape])
+        self._shapes = (noisiest,)
+        return found[noisiest]
+
+    def _keep(self, line: SteppedSequence, rows: KVRows, run: Ids) -> list[float]:
+        """Keep the run at the end of `line`; the deviation of each block that is evaluated again."""
+        at, found = line.n, []
+        kept = self._moved(rows, at)
+        offsets = block_offsets(len(run))
+        for block, end in zip(offsets, [*offsets[1:], len(run)], strict=True):
+            stop = block + BLOCK_TOKENS
+            line.decode(run[block:stop])
+            evaluated = line.rows(at + block, at + stop)
+            found.append(deviation(evaluated, kept.slice(at + block, at + stop)))
+            line.append(kept.slice(at + stop, at + end))
+        return found
+
+
+def limits_of(samples: Sequence[MovedSample], row_identity: str) -> MovedLimits:
+    """The limits that follow from what was measured: the excess rises in proportion to the spread of
+    the deviations and to the run's share of the prompt; the median over the samples that deviate much
+    tells how steeply. The least deviation of any block is what every change causes, however small:
+    rounding, amplified."""
+    noise = min(min(each.deviations) for each in samples)
+    x = np.array([each.share * spread(each.n, each.deviations, noise) for each in samples])
+    y = np.array([each.excess for each in samples])
+    is_large = x >= np.median(x)
+    slope = max(0.0, float(np.median(y[is_large] / np.maximum(x[is_large], 1e-12))))
+    floor_kl = float(np.mean([each.floor_kl for each in samples]))
+    return MovedLimits(row_identity, floor_kl, noise, slope)

@@ -1,0 +1,111 @@
+"""Moves: the runs of rows that are kept behind other text than they were computed after, for one job.
+
+A run is kept in pieces. Before each piece a block of tokens is evaluated that the run has rows of, too:
+its rows, computed behind the new text, are compared with those of the run. A piece may follow another
+one without a block, where a long one is brought in parts.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from towerd.engine.embedded.context.context import Buffer
+from towerd.slots.rows import KVRows
+from towerd.store import RowsPart
+from towerd.tiers.moved_limits import Profile
+from towerd.tokens import Provenance, Provenances
+
+
+@dataclass(frozen=True, slots=True)
+class MovedRows:
+    """The composed rows of one piece, at the positions of the prompt."""
+
+    blob: Buffer
+    block: KVRows | None
+    """The run's own rows of the block before the piece; None if there is none."""
+    is_hot: bool
+    """All rows were in RAM."""
+
+
+@dataclass(eq=False, slots=True)
+class MovedPiece:
+    """Tokens [p0, p1) of a prompt whose rows are those of another path."""
+
+    run: int
+    """Where its run begins in the prompt."""
+    block: int
+    """Where the block begins that is evaluated before it; `p0` if there is none."""
+    p0: int
+    p1: int
+    delta: int
+    """How far its rows move: `p0` less the position at which they were computed."""
+    parts: tuple[RowsPart, ...]
+    """The rows of [block, p1), where they are stored."""
+    rows: Future[MovedRows | None] | None = None
+    """Being composed; its result is None if they cannot be read."""
+    is_hot: bool = False
+    """See MovedRows; known once they are attached."""
+
+    @property
+    def n(self) -> int:
+        """Tokens in it."""
+        return self.p1 - self.p0
+
+
+@dataclass(slots=True)
+class RunProfile:
+    """How far a run of `n` tokens deviates behind the new text."""
+
+    n: int
+    deviations: list[float] = field(default_factory=list)
+    """Of its blocks, in order, as far as they were evaluated."""
+
+
+@dataclass(slots=True)
+class Moves:
+    """The pieces of one job, those to come in order of position."""
+
+    pieces: list[MovedPiece]
+    profiles: dict[int, RunProfile]
+    """What was measured of each run, by where it begins."""
+    attached: list[MovedPiece] = field(default_factory=list)
+    """Those that are live."""
+    n_checked: int = 0
+    """Tokens of blocks that were evaluated."""
+    n_refused: int = 0
+    """Tokens of runs that were found and then evaluated, because a block deviated."""
+
+    @property
+    def p0(self) -> int | None:
+        """Where the next piece begins; up to there the job evaluates."""
+        return self.pieces[0].p0 if self.pieces else None
+
+    @property
+    def provenance(self) -> Provenances:
+        """uint8[n]: the provenance of the next piece's rows."""
+        return np.full(self.pieces[0].n, Provenance.MOVED, np.uint8)
+
+    @property
+    def measured(self) -> list[Profile]:
+        """What was measured of each run that has a block by now."""
+        found = self.profiles.values()
+        return [(each.n, each.deviations) for each in found if each.deviations]
+
+    def cut(self, run: int) -> list[MovedPiece]:
+        """Evaluate the rest of a run instead; returns its pieces that were to come."""
+        gone = [piece for piece in self.pieces if piece.run == run]
+        self.pieces = [piece for piece in self.pieces if piece.run != run]
+        for piece in gone:
+            if piece.rows is not None:
+                piece.rows.cancel()
+        return gone
+
+    def abandon(self) -> None:
+        """Bring no more pieces."""
+        for piece in self.pieces:
+            if piece.rows is not None:
+                piece.rows.cancel()
+        self.pieces = []
