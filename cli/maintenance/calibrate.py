@@ -72,7 +72,9 @@ def _known(target: Target, model: str | None) -> Json | None:
         if target.url is not None or target.socket is not None:
             raise
         return None  # no store yet: measuring makes one
-    return found if found["calibration"] is not None or found.get("moved") else None
+    has_any = found["calibration"] is not None or found.get("moved") is not None
+    is_done = found["state"] == "done" or found["calibration"] is not None
+    return found if has_any and is_done else None
 
 
 def _measure(daemon: ApiClient, *, again: bool, quiet: bool) -> Json:

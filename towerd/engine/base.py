@@ -100,7 +100,7 @@ class GenerateRequest:
     @property
     def takes_moved(self) -> bool:
         """Whether it may continue from moved rows: what is precached never does."""
-        return self.may_move and self.precache is None
+        return self.may_move and self.precache is None and self.reuse_tokens_min != 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,9 +93,10 @@ def message_starts(ids: Ids, vocabulary: KeptVocabulary) -> list[MessageStart]:
     pieces, names = vocabulary.pieces, vocabulary.names
     controls = [id for id in np.unique(ids).tolist() if 0 <= id < len(names) and names[id]]
     places = np.flatnonzero(np.isin(ids, controls)).tolist()
+    roles = {id: _role_in(names[id].decode("utf-8", "replace")) for id in controls}
     found = list[MessageStart]()
     for at, end in pairwise([*places, len(ids)]):
-        role = _role_in(names[ids[at]].decode("utf-8", "replace"))
+        role = roles[int(ids[at])]
         if not role:
             behind = ids[at + 1 : min(end, at + 1 + _HEADER_TOKENS)].tolist()
             text = b"".join(pieces[id] for id in behind if 0 <= id < len(pieces))

@@ -11,6 +11,7 @@ import heapq
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 from towerd.engine.base import Reuse
 from towerd.errors import TowerdError
@@ -19,12 +20,12 @@ from towerd.sessions.divergence import KNOWN_MIN, Divergence, diverge, n_known
 from towerd.store import Node, Store
 from towerd.store.tree.scope import is_public, public_of
 from towerd.store.tree.tree import PrefixTree
-from towerd.system.priority import lower_priority
 from towerd.tokens import Ids, common_prefix, ids_bytes
 
 log = logging.getLogger(__name__)
 
 TOWERS_MAX = 8
+_CHILDREN_MAX = 1000
 NEAR_TOKENS = 64
 """A tower that leaves the path so shortly before the end of reuse may have more of the prompt than those
 that leave it there: two times of day share digits with a third."""
@@ -37,12 +38,12 @@ def is_due(reuse: Reuse) -> bool:
 
 
 class DivergenceFinder:
-    """Works on a thread of its own, of low priority. Belongs to the event loop."""
+    """Works on a thread of its own. Belongs to the event loop."""
 
     def __init__(self, store: Store, reader: TurnReader) -> None:
         self._store = store
         self._reader = reader
-        self._thread = ThreadPoolExecutor(1, "towerd-why", initializer=lower_priority)
+        self._thread = ThreadPoolExecutor(1, "towerd-why")
 
     async def find(
         self, ids: Ids, scope: str, reuse: Reuse, session: str | None = None
@@ -128,16 +129,22 @@ def tower_ends(tree: PrefixTree, ids: bytes, scope: str, start: int) -> list[Nod
     for node in path:
         if node.p1 >= start:
             wait_for(
-                [each for each in node.children if each.scope in seen and each.id not in on_path]
+                [each for each in _newest(node) if each.scope in seen and each.id not in on_path]
             )
     found: list[Node] = []
     while waiting and len(found) < TOWERS_MAX:
         node = heapq.heappop(waiting)[2]
-        below = [each for each in node.children if each.scope in seen]
+        below = [each for each in _newest(node) if each.scope in seen]
         wait_for(below)
         if not below:
             found.append(node)
     return found
+
+
+def _newest(node: Node) -> list[Node]:
+    """The children that came last, of which there may be a hundred thousand."""
+    found = {} if node.by_token is None else node.by_token
+    return list(islice(reversed(found.values()), _CHILDREN_MAX))
 
 
 def _recency(node: Node) -> float:

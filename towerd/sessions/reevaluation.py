@@ -19,6 +19,7 @@ import numpy as np
 
 from towerd.engine.base import Finish, GenerateRequest
 from towerd.errors import TowerdError
+from towerd.store.sessions.deletions import DeletionWatch
 from towerd.tiers.manager import Tiers
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,11 @@ _PAUSE_S = 1.0
 """How long an evaluation that got nowhere waits: the context is full of running requests."""
 _TRIES_MAX = 600
 
-Run = Callable[[GenerateRequest], Coroutine[Any, Any, Finish | None]]
+WAITING_MAX = 64
+"""Conversations that wait for idle time, each with the distributions of its answer. Beyond it the one
+that waits longest keeps its moved rows."""
+
+Run = Callable[[GenerateRequest, DeletionWatch], Coroutine[Any, Any, Finish | None]]
 
 
 class Reevaluator:
@@ -47,15 +52,18 @@ class Reevaluator:
         self.n_tokens = 0
         """Tokens of conversations that were made exact."""
 
-    def answered(self, request: GenerateRequest, finish: Finish) -> None:
+    def answered(self, request: GenerateRequest, finish: Finish, since: DeletionWatch) -> None:
         """Make the conversation exact when the engine is idle, if it was answered from moved rows. What
-        an earlier turn of it still waits for is done with it."""
+        an earlier turn of it still waits for is done with it. since: what was deleted since the request
+        came, so that nothing of a deleted conversation is recorded again"""
         if finish.served is None or request.live.is_bounded or not finish.session:
             return
         key = f"{request.scope}\n{finish.session}"
         if (earlier := self._tasks.pop(key, None)) is not None:
             earlier.cancel()
-        task = asyncio.create_task(self._make_exact(request, finish))
+        while len(self._tasks) >= WAITING_MAX:
+            self._tasks.pop(next(iter(self._tasks))).cancel()
+        task = asyncio.create_task(self._make_exact(request, finish, since))
         self._tasks[key] = task
         task.add_done_callback(lambda done: self._forget(key, done))
 
@@ -79,7 +87,9 @@ class Reevaluator:
             "moved_excess_worst": float(found.max()) if has_any else None,
         }
 
-    async def _make_exact(self, request: GenerateRequest, finish: Finish) -> None:
+    async def _make_exact(
+        self, request: GenerateRequest, finish: Finish, since: DeletionWatch
+    ) -> None:
         ids = np.concatenate([request.ids, np.asarray(finish.ids, np.int32)])[: finish.n_cached]
         again = GenerateRequest(
             ids=ids,
@@ -95,7 +105,7 @@ class Reevaluator:
         for _ in range(_TRIES_MAX):
             before = 0 if done is None else done.n_cached
             try:
-                done = await self._run(again)
+                done = await self._run(again, since)
             except TowerdError as error:
                 log.debug("moved rows cannot be made exact", extra={"error": str(error)})
                 return

@@ -99,13 +99,17 @@ class Sessions:
         self._reevaluator = None if moved_in is None else Reevaluator(self.run_quietly, moved_in)
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def run(self, request: GenerateRequest) -> AsyncGenerator[Event]:
-        """The events of one request; closing the iterator early cancels it.
+    async def run(
+        self, request: GenerateRequest, since: DeletionWatch | None = None
+    ) -> AsyncGenerator[Event]:
+        """The events of one request; closing the iterator early cancels it. since: what was deleted
+        before, for a request that evaluates an earlier one again; None: from now on.
 
         Tokens generated until then are kept. The Finish event is yielded only after the turn is
         durable. Raises what `Engine.generate` raises, and DiskFull."""
         use = self._cold.enter(request) if self._cold is not None else None
-        run = RequestRun(request, use, time.time(), self.recorder.watch_deletions())
+        since = self.recorder.watch_deletions() if since is None else since
+        run = RequestRun(request, use, time.time(), since)
         if self._anticipator is not None:
             self._anticipator.asked(request)
         try:
@@ -121,10 +125,13 @@ class Sessions:
         finally:
             self._end(run)
 
-    async def run_quietly(self, request: GenerateRequest) -> Finish | None:
-        """Run a request without a client. Returns its Finish, or None if it ended without one."""
+    async def run_quietly(
+        self, request: GenerateRequest, since: DeletionWatch | None = None
+    ) -> Finish | None:
+        """Run a request without a client, as `run`. Returns its Finish, or None if it ended without
+        one."""
         finish: Finish | None = None
-        async for event in self.run(request):
+        async for event in self.run(request, since):
             if isinstance(event, Finish):
                 finish = event
         return finish
@@ -159,14 +166,14 @@ class Sessions:
             case Ending.RECORDED:
                 self._leave(run)
                 if run.recording is not None:
-                    self._answered(run.request, run.recording.result())
+                    self._answered(run.request, run.recording.result(), run.since)
 
-    def _answered(self, request: GenerateRequest, finish: Finish) -> None:
+    def _answered(self, request: GenerateRequest, finish: Finish, since: DeletionWatch) -> None:
         """Begin what follows an answer in idle time."""
         if self._anticipator is not None:
             self._anticipator.answered(request, finish)
         if self._reevaluator is not None:
-            self._reevaluator.answered(request, finish)
+            self._reevaluator.answered(request, finish, since)
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

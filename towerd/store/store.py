@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -178,12 +178,16 @@ class Store:
 
     def _enter_runs(self) -> None:
         """Do the work of the index, in steps of two milliseconds at most under the lock."""
-        with suppress(StoreError):  # closed
+        try:
             while self._is_entering:
                 with self.state.locked():
                     self.run_index.work()
                     self._is_entering = self.run_index.is_behind
                 time.sleep(_ENTERING_PAUSE_S)
+        except StoreError:
+            pass  # closed
+        finally:
+            self._is_entering = False
 
     def holds_any(self, nodes: Collection[Node]) -> bool:
         """Whether a running request, of whatever process, needs one of these nodes."""
@@ -306,12 +310,8 @@ class Store:
         """The session of the tenant of `scope` with the longest turn on the path of `node`, and how many
         tokens of the path the turn has; None if none there is longer than `n`."""
         with self.state.locked():
-            for each in () if node.removed else reversed(node.path()):
-                if each.p1 <= n:
-                    break
-                if (found := self._sessions.recognise((each,), scope)) is not None:
-                    return found.id, each.p1
-        return None
+            path = [] if node.removed else [each for each in node.path() if each.p1 > n]
+            return self._sessions.last_on(path, scope)
 
     def sessions(self, scope: str | None = None, limit: int = SESSIONS_MAX) -> list[SessionInfo]:
         """Sessions of one scope, or of all, the last used first."""

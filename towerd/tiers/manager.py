@@ -317,11 +317,12 @@ class Tiers(Listener):
     def cut(self, ids: Ids, scope: str) -> None:
         """Split a segment at the end of `ids`, if `ids` is recorded and ends within it, and its rows
         are not sufficient."""
-        match = self.store.match(ids, scope)
-        last = match.nodes[-1] if match.nodes else None
-        if last is not None and match.n == len(ids) < last.p1:
-            if lacks(_stored(last), Provenance.EXACT, self._sufficient):
-                self.store.insert(ids, scope, [len(ids)])
+        with self.store.locked():  # a gc in between would have it insert what was deleted
+            match = self.store.match(ids, scope)
+            last = match.nodes[-1] if match.nodes else None
+            if last is not None and match.n == len(ids) < last.p1:
+                if lacks(_stored(last), Provenance.EXACT, self._sufficient):
+                    self.store.insert(ids, scope, [len(ids)])
 
     def _lacks(self, node: Node, scope: str, live: Provenances) -> bool:
         """Whether the live rows of `node`, of which `live` is the provenance, must be exported."""

@@ -62,7 +62,8 @@ async def get_why(request: web.Request) -> web.Response:
     if divergence is not None:
         info = await asyncio.to_thread(_session, request, found, divergence.session)
         own = await asyncio.to_thread(_session, request, found, found.finish.session)
-        has_text = (info or divergence.base) and (own or not found.finish.session)
+        was_answered = found.finish.timings.predicted_n > 0
+        has_text = (info or divergence.base) and (own or not was_answered)
         why = divergence.phrase(with_text=bool(has_text))
         title = "" if info is None else (await sessions_json(request, [info]))[0]["title"]
         shown = _divergence_json(divergence, title, has_text=bool(has_text))
@@ -70,9 +71,11 @@ async def get_why(request: web.Request) -> web.Response:
 
 
 def _session(request: web.Request, found: RecentRequest, id: str) -> SessionInfo | None:
-    """A session of the tenant of a request; None if there is none any more."""
+    """A session of the tenant of a request; None if there is none any more, or another one of that
+    name."""
     with suppress(NotFound):
-        return service_of(request).store.session(id, found.scope)
+        info = service_of(request).store.session(id, found.scope)
+        return info if info.created <= found.finished_s else None
     return None
 
 

@@ -40,7 +40,7 @@ class RecentRequest:
     """The completion's, which its client was told."""
     scope: str
     finish: Finish
-    """Without the ids of the reply."""
+    """Without the ids of the reply, and what it was sampled from."""
     ttft_s: float | None
     """From a parsed request to its first token; None if there was none."""
     divergence: Divergence | None = None
@@ -53,7 +53,7 @@ class RecentRequest:
         return scope is None or tenant_of(self.scope) == tenant_of(scope)
 
     def __post_init__(self) -> None:
-        self.finish = replace(self.finish, ids=())
+        self.finish = replace(self.finish, ids=(), served=None)
 
     @property
     def why(self) -> str:
@@ -103,9 +103,14 @@ class RecentRequests:
         what all ids begin with. Raises NotFound."""
         wanted = name.removeprefix(_ID_PREFIX)
         if len(wanted) >= ID_CHARS_MIN:
-            for each in reversed(self._ring):
-                if each.is_of(scope) and each.id.removeprefix(_ID_PREFIX).startswith(wanted):
-                    return each
+            named = [
+                each
+                for each in reversed(self._ring)
+                if each.is_of(scope) and each.id.removeprefix(_ID_PREFIX).startswith(wanted)
+            ]
+            if named:  # of the choices of one request, the first is explained
+                same = (each for each in named if each.id == named[0].id and each.divergence)
+                return next(same, named[0])
         raise NotFound(f"there is no request {name[:50]!r} among the last {REQUESTS_MAX:,}")
 
 

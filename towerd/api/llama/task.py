@@ -292,11 +292,12 @@ def _limit(live: LiveBudget, config: Config, engine: Engine) -> PromptLimit:
 
 
 def _reuse_tokens_min(data: bytes | None) -> int | None:
-    """The field `n_cache_reuse`; None if the body has none. Raises InvalidRequest."""
+    """The field `n_cache_reuse`; None if the body has none. Less than 0 is 0, as in llama-server. Raises
+    InvalidRequest."""
     body: Body = {"n_cache_reuse": _decoded(data)}
     if fields.present(body, "n_cache_reuse") is None:
         return None
-    return fields.integer_in(body, ("n_cache_reuse",), 0, 0, INT32_MAX)
+    return max(0, fields.integer_in(body, ("n_cache_reuse",), 0, -1 - INT32_MAX, INT32_MAX))
 
 
 def _live(field: Callable[[str], bytes | None], config: Config, engine: Engine) -> LiveBudget:

@@ -146,6 +146,9 @@ class EmbeddedEngine:
         """Start the inference thread, and the calibrator once it runs. Not on the event loop."""
         self.scheduler.start()
         self.calibrator.start()
+        can_move = self._config.fidelity != "exact" and not self.core.why_not_movable
+        if can_move and self._config.cache_reuse:
+            self.store.index_runs()
 
     def generate(self, request: GenerateRequest) -> EmbeddedGeneration:
         if self._is_draining:
@@ -156,6 +159,8 @@ class EmbeddedEngine:
         self.core.vocab.validate(ids[is_token(ids)])
         self.media.check(request, ids)
         self.budgets.check(request.live)
+        if request.reuse_tokens_min is None:
+            request = replace(request, reuse_tokens_min=self._config.cache_reuse)
         self.look_at_weights()  # before rows are chosen for it
         if len(ids) >= self.n_ctx and request.live.policy not in self.outgrowing:
             raise ContextExceeded.of_request(len(ids), self.n_ctx)

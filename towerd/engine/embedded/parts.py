@@ -63,14 +63,7 @@ class Parts:
             tokens, core, self.observer, self.pool, self.rotation, config, folder
         )
         self.hooks = Hooks(Hook(branching), ContextShift(branching, tiers), self.budgets)
-        self.moved = MovedRuns(
-            core,
-            self.pool,
-            tiers,
-            self.rotation,
-            self.exporter.export,
-            tokens_min=config.cache_reuse,
-        )
+        self.moved = MovedRuns(core, self.pool, tiers, self.rotation, self.exporter.export)
         self.restorer = Restorer(
             memory, pages, self.pool, tiers, self.moved, self.hooks, checkpoints
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,6 +68,29 @@ class SessionTable:
             if rows:
                 return SessionRow(*rows[0])
         return None
+
+    def last_on(self, path: Sequence[Node], scope: str) -> tuple[str, int] | None:
+        """The session of the tenant of `scope` with a prompt end or a reply end at the deepest possible
+        node of a path, and the position of that end; of several, the one used last."""
+        tenant, ends = tenant_of(scope), {node.id: node.p1 for node in path}
+        rows = self.catalog.rows(
+            "SELECT s.id, t.prompt_node, t.reply_node, s.updated FROM turns t"
+            " JOIN sessions s ON s.pk = t.session"
+            " WHERE (t.prompt_node IN (SELECT value FROM json_each(?1))"
+            " OR t.reply_node IN (SELECT value FROM json_each(?1)))"
+            " AND (s.scope = ?2 OR s.scope > ?3 AND s.scope < ?4)",
+            (str(list(ends)), tenant, *_with_any_adapters(tenant)),
+        )
+        found = [
+            (end, updated, id)
+            for id, *nodes, updated in rows
+            for node in nodes
+            if (end := ends.get(node, 0)) >= RECOGNISED_TOKENS_MIN
+        ]
+        if not found:
+            return None
+        end, _, id = max(found)
+        return id, end
 
     def find(self, id: str, scope: str | None) -> SessionRow:
         """The session with this id; of several of one tenant, which differ in their adapters, that

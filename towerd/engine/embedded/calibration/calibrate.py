@@ -180,6 +180,8 @@ class Calibrator:
     # ---- the thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if self._rotation.why_not:  # read here, before the first prompt asks
+            self._may_move = False
         while not self._stop.is_set():
             if self._is_due():
                 self._attempt()
@@ -240,9 +242,6 @@ class Calibrator:
 
     def _measure_moves(self) -> None:
         """Measure what moved rows cost, and keep the limits that follow."""
-        if self._rotation.why_not:
-            self._may_move = False
-            return
         core, scratch = self._core, self._scratch()
         head = np.array([core.vocab.bos_id] if core.vocab.add_bos else [], np.int32)
         text = core.vocab.tokenize(calibration_text(), False, False)

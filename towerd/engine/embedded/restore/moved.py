@@ -62,11 +62,8 @@ class MovedRuns:
         tiers: Tiers,
         rotation: Rotation,
         export: Callable[[LiveSeq], None],
-        *,
-        tokens_min: int,
     ) -> None:
-        """export: hands what the store lacks of a sequence to it; tokens_min: the shortest run that is
-        kept; 0: none is"""
+        """export: hands what the store lacks of a sequence to it"""
         self.n_moved = self.n_checked = self.n_refused = 0
         """Tokens since the start: kept, evaluated again to check them, and found but evaluated."""
         self._core = core
@@ -74,20 +71,19 @@ class MovedRuns:
         self._tiers = tiers
         self._rotation = rotation
         self._export = export
-        self._tokens_min = tokens_min
 
     @property
     def limits(self) -> MovedLimits | None:
         """What deviations have to stay under; None: no run is kept."""
-        return None if self._tiers.exact or self._rotation.why_not else self._tiers.moved_limits
+        found = self._tiers.moved_limits
+        return None if found is None or self._tiers.exact or self._rotation.why_not else found
 
     def plan(self, job: Job, seq: LiveSeq, n_stored: int, workers: Executor) -> Moves | None:
         """What to keep behind the live tokens and `n_stored` tokens from the store; None if there is
         nothing. Composing begins at once, on `workers`."""
         request, limits = job.request, self.limits
         start, stop = seq.n + n_stored, job.n - 1  # the last token has to be evaluated
-        tokens_min = request.reuse_tokens_min
-        tokens_min = self._tokens_min if tokens_min is None else tokens_min
+        tokens_min = request.reuse_tokens_min or 0
         if limits is None or not tokens_min or job.truncated:
             return None
         if not request.takes_moved or not request.cache_prompt:
@@ -114,7 +110,10 @@ class MovedRuns:
         scopes = scope, public_of(scope)
         for seq in list(self._pool):
             if seq.dirty and not seq.busy and seq.scope in scopes:
-                self._export(seq)
+                try:
+                    self._export(seq)
+                except StoreError as error:  # the disk is full, say: its rows stay live alone
+                    log.warning("live rows are not exported", extra={"error": str(error)})
 
     def _pieces(self, run: StoredRun) -> list[MovedPiece]:
         """A run in pieces. Under the store's lock."""
