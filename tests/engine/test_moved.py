@@ -158,6 +158,23 @@ async def test_moved_rows_become_exact_in_idle_time(
         await settle(service)
 
 
+async def test_a_deleted_chat_is_not_recorded_again(
+    service_on: OpenService, tiny_model: Path
+) -> None:
+    """It was to be made exact when it was deleted."""
+    async with service_on(tiny_model) as service:
+        allow(service)
+        await ask(service, BEFORE)
+        answer = await ask(service, AFTER)
+        assert answer.finish.reuse.moved == N_MOVED
+        service.store.delete_session(answer.finish.session, "local")
+        stats = service.sessions.stats
+        await until_async(lambda: stats()["moved_answers_waiting"] == 0)
+        await settle(service)
+        service.store.gc()
+        assert service.store.match(AFTER, "local").n == len(HEAD)
+
+
 async def test_limits_tighten_when_answers_drift(service_on: OpenService, model_path: Path) -> None:
     async with service_on(model_path) as service:
         before = MovedLimits("", -1.0, 0.0, 0.0)  # any answer is far above such a floor
