@@ -239,7 +239,8 @@ void TokenIndex::Shard::put(Slot slot, std::uint64_t instead_of) {
         ++n;
         return;
     }
-    for (std::size_t j = 0; j + 1 < kPlacesMax; ++j) {
+    // The first place stays: what came since may be copies of it whose rows are not there, or moved.
+    for (std::size_t j = 1; j + 1 < kPlacesMax; ++j) {
         slots[same[j]].place = slots[same[j + 1]].place;
     }
     slots[same[kPlacesMax - 1]].place = slot.place;

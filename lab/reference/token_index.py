@@ -76,7 +76,8 @@ class _Place:
 
 
 class ReferenceTokenIndex:
-    """The sampled windows of nodes, each with at most PLACES_MAX places, the newest ones."""
+    """The sampled windows of nodes, each with at most PLACES_MAX places: the first one and the
+    newest."""
 
     def __init__(self, seed: int) -> None:
         """seed: of 64 bits; who does not know it cannot tell which windows are sampled."""
@@ -105,7 +106,7 @@ class ReferenceTokenIndex:
             places[places.index(before)] = place
         else:
             places.append(place)
-            del places[:-PLACES_MAX]
+            del places[1 : max(1, len(places) - PLACES_MAX + 1)]
 
     def find(
         self, keys: Sequence[int], ids: bytes, start: int, stop: int

@@ -38,11 +38,13 @@ class ServedAnswer:
 
     @property
     def kl(self) -> float | None:
-        """Mean KL divergence of what was served from exact evaluation, in nats, over the positions
-        compared; None before all were. Unlikely tokens count as one."""
-        if not self._served or len(self._kl) < len(self._served):
-            return None
-        return float(np.mean(list(self._kl.values())))
+        """Mean KL divergence of what was served from exact evaluation, in nats, over the positions that
+        were compared; None if none was. Unlikely tokens count as one."""
+        return float(np.mean(list(self._kl.values()))) if self._kl else None
+
+    def cut(self, n: int) -> None:
+        """Keep the first `n` distributions: the other tokens were not sent."""
+        del self._served[n:]
 
     def add(self, logits: Logits) -> None:
         """Keep the distribution at the next position. logits: float32[n_vocab]"""

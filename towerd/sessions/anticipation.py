@@ -117,6 +117,7 @@ class Anticipator:
                 background=True,
                 live=request.live,
                 media=request.media,
+                may_move=finish.served is None,  # else all of it is made exact
             )
             done = await self._run(ahead)
         except TowerdError as error:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from towerd.engine.base import Finish, GenerateRequest
-from towerd.errors import TowerdError
+from towerd.errors import TowerdError, Unavailable
 from towerd.store.sessions.deletions import DeletionWatch
 from towerd.tiers.manager import Tiers
 
@@ -106,6 +106,9 @@ class Reevaluator:
             before = 0 if done is None else done.n_cached
             try:
                 done = await self._run(again, since)
+            except Unavailable:
+                await asyncio.sleep(_PAUSE_S)  # too many requests wait
+                continue
             except TowerdError as error:
                 log.debug("moved rows cannot be made exact", extra={"error": str(error)})
                 return

@@ -193,7 +193,7 @@ class Sessions:
         try:
             finish = await run.generation.cancel()
             if finish is not None:
-                await self._record(run, finish)
+                self._answered(run.request, await self._record(run, finish), run.since)
         except TowerdError as error:
             log.error("an abandoned turn was not recorded", extra={"error": str(error)})
         finally:
@@ -202,7 +202,7 @@ class Sessions:
     async def _leave_recorded(self, run: RequestRun) -> None:
         assert run.recording is not None
         try:
-            await run.recording
+            self._answered(run.request, await run.recording, run.since)
         except TowerdError as error:
             log.error("a turn was not recorded", extra={"error": str(error)})
         finally:

@@ -214,8 +214,13 @@ class Calibrator:
         self._state, self._error, self._progress = "running", "", CalibrationProgress()
         started = time.monotonic()
         try:
+            failed = ""
             if self._may_move and (again or self._lacks_moves):
-                self._measure_moves()
+                try:
+                    self._measure_moves()
+                except TowerdError as error:
+                    log.warning("moved rows cannot be measured", extra={"reason": error.message})
+                    failed = error.public
             if formats:
                 found = self._measure()
                 save_calibration(self._store, found)
@@ -232,7 +237,7 @@ class Calibrator:
             self._state, self._error = "failed", "internal error; the daemon's log has it"
             return
         self._progress = CalibrationProgress(self._progress.total, self._progress.total)
-        self._state = "done"
+        self._state, self._error = ("failed", failed) if failed else ("done", "")
         log.info("calibrated", extra={"seconds": round(time.monotonic() - started, 1)})
 
     def _scratch(self) -> Scratch:

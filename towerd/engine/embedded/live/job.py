@@ -154,6 +154,14 @@ class Job:
         return self.seq.n if self.seq is not None else 0
 
     @property
+    def n_unmoved(self) -> int:
+        """Leading tokens that are neither moved nor computed from moved ones, now or later."""
+        seq, moves = self.seq, self.moves
+        if seq is not None and (n := seq.n_unmoved()) < seq.n:
+            return n
+        return self.n if moves is None or moves.p0 is None else moves.p0
+
+    @property
     def n_had(self) -> int:
         """Tokens whose rows are in the context, or were before it was preempted."""
         return self.n_live if self.saved is None else self.saved.n
@@ -263,6 +271,8 @@ class Job:
         n_cached = min(self.n_had, self.n_prompt + n_kept)
         if self.truncated:  # the live tokens are not a prefix of the conversation's
             n_cached = len(self.request.ids) + max(0, n_kept - 1)
+        if self.served is not None:
+            self.served.cut(n_kept)
         return Finish(
             stop=stop,
             stopping_word=word,

@@ -46,7 +46,7 @@ class Branching:
         ids, scope, longest = job.ids[: job.n - 1], job.request.scope, self.pool.index.longest
         if not job.request.takes_moved:
             return self.usable(job, longest(ids, scope, has_everything, n_unmoved))
-        found = longest(ids, scope, has_everything)
+        found = longest(ids, scope, has_everything, n_settled)
         if found.source is not None and n_unmoved(found.source, found.n) < found.n:
             exact = longest(ids, scope, has_everything, n_unmoved)
             stop = job.n_on_path(len(ids))
@@ -109,7 +109,8 @@ class Branching:
         stop, worst = job.n_on_path(whole(job.media, stop)), worst_for(job)
         plan = self.tiers.plan(job.path, seq.n, stop, worst=worst)
         # Others may share public tokens only up to the first whose live rows were moved.
-        seq.n_public = n_unmoved(seq, plan.n_public)
+        n_exact = seq.n_unmoved()
+        seq.n_public = plan.n_public if n_exact == seq.n else min(n_exact, plan.n_public)
         n_whole = whole(job.media, seq.n + plan.n)
         if n_whole < seq.n + plan.n:
             plan = self.tiers.plan(job.path, seq.n, n_whole, worst=worst)
@@ -124,6 +125,13 @@ def worst_for(job: Job) -> Provenance:
 def has_everything(holder: LiveSeq | Parked) -> bool:
     """Whether each of its tokens is live."""
     return isinstance(holder, LiveSeq) and not holder.is_partial
+
+
+def n_settled(holder: LiveSeq | Parked, n: int) -> int:
+    """How many of its first `n` tokens stay what they are: moved ones of a running request may be refused
+    yet."""
+    assert isinstance(holder, LiveSeq)
+    return min(n, holder.n_unmoved()) if holder.busy else n
 
 
 def n_unmoved(holder: LiveSeq | Parked, n: int) -> int:

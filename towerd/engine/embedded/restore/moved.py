@@ -41,7 +41,7 @@ from towerd.tiers.moved_limits import (
     deviation,
 )
 from towerd.tiers.plan import RestorePlan
-from towerd.tokens import Provenance
+from towerd.tokens import Ids, Provenance
 
 log = logging.getLogger(__name__)
 
@@ -91,11 +91,10 @@ class MovedRuns:
         tokens_min = max(tokens_min, BLOCK_TOKENS + STRETCH_TOKENS_MIN)
         if stop - start < tokens_min:
             return None
-        self._export_idle(job.request.scope)
+        asked = job.ids, request.scope, start, stop, tokens_min
+        self._export_runs(*asked)
         with self._tiers.store.locked():
-            runs = self._tiers.store.runs(
-                job.ids, request.scope, start, stop, tokens_min, _can_move
-            )
+            runs = self._tiers.store.runs(*asked, _can_move)
             pieces = [piece for run in runs for piece in self._pieces(run)]
         if not pieces:
             return None
@@ -105,15 +104,23 @@ class MovedRuns:
         self._compose_ahead(moves, workers)
         return moves
 
-    def _export_idle(self, scope: str) -> None:
-        """Have the store take what only live sequences hold: the last turn of the chat, say."""
+    def _export_runs(self, ids: Ids, scope: str, start: int, stop: int, tokens_min: int) -> None:
+        """Have the store take the rows of runs that only idle live sequences have: those of the chat's
+        last turn, if its next one comes at once."""
         scopes = scope, public_of(scope)
-        for seq in list(self._pool):
-            if seq.dirty and not seq.busy and seq.scope in scopes:
+        dirty = [s for s in self._pool if s.dirty and not s.busy and s.scope in scopes]
+        if not dirty:
+            return
+        for run in self._tiers.store.runs(ids, scope, start, stop, tokens_min, lambda _: True):
+            wanted = ids[run.at : run.end]
+            for seq in dirty:
+                there = seq.tokens()[run.start : run.start + run.n]
+                if not seq.dirty or not np.array_equal(there, wanted):
+                    continue
                 try:
                     self._export(seq)
-                except StoreError as error:  # the disk is full, say: its rows stay live alone
-                    log.warning("live rows are not exported", extra={"error": str(error)})
+                except Exception:  # its rows stay live alone; this request is another one
+                    log.exception("the rows of an idle sequence are not stored")
 
     def _pieces(self, run: StoredRun) -> list[MovedPiece]:
         """A run in pieces. Under the store's lock."""
@@ -125,7 +132,9 @@ class MovedRuns:
             starts = range(block + BLOCK_TOKENS, end, n_max)
             for i, p0 in enumerate(starts):
                 p1, first = min(p0 + n_max, end), block if i == 0 else p0
-                parts = self._tiers.store.plan_rows(run.node, run.start + first, run.start + p1)
+                at = run.start
+                worst = Provenance.APPROXIMATE
+                parts = self._tiers.store.plan_rows(run.node, at + first, at + p1, worst=worst)
                 if sum(part.p1 - part.p0 for part in parts) != p1 - first:
                     return found
                 at = run.at
@@ -187,14 +196,14 @@ class MovedRuns:
         profile.deviations.append(deviation(evaluated, rows.block))
         return limits.allows(self._tiers.fidelity, moves.measured, job.n_prompt)
 
-    def refuse(self, job: Job) -> int:
-        """Cut the run of the next piece, whose block deviates or whose rows are gone. Returns how many
-        of the job's tokens stay live: what was kept between this block and the one before it is
-        evaluated as well."""
+    def refuse(self, job: Job, workers: Executor, *, has_deviated: bool) -> int:
+        """Cut the run of the next piece, whose block deviates (`has_deviated`) or whose rows are gone.
+        Returns how many of the job's tokens stay live: what was kept between this block and the one
+        before it is evaluated as well. Call `report` once they alone are live."""
         moves = job.moves
         assert moves is not None
         piece = moves.pieces[0]
-        if moves.profiles[piece.run].deviations:  # of the block behind what is evaluated as well
+        if has_deviated:  # the block that is evaluated once more
             moves.profiles[piece.run].deviations.pop()
         n_live, n = piece.p0, sum(each.n for each in moves.cut(piece.run))
         while moves.attached and moves.attached[-1].run == piece.run:
@@ -207,7 +216,7 @@ class MovedRuns:
             del moves.profiles[piece.run]
         moves.n_refused += n
         self.n_refused += n
-        self._report(job)
+        self._compose_ahead(moves, workers)
         return n_live
 
     def attached(self, job: Job, rows: MovedRows, workers: Executor) -> None:
@@ -218,7 +227,7 @@ class MovedRuns:
         piece.is_hot = rows.is_hot
         moves.attached.append(piece)
         self._count(job, piece, 1)
-        self._report(job)
+        self.report(job)
         self._compose_ahead(moves, workers)
 
     def _count(self, job: Job, piece: MovedPiece, sign: int) -> None:
@@ -238,7 +247,7 @@ class MovedRuns:
                 moved=reuse.moved + n,
             )
 
-    def _report(self, job: Job) -> None:
+    def report(self, job: Job) -> None:
         """Put what was checked, and the drift that is to be expected, into the job's reuse."""
         moves, seq = job.moves, job.seq
         if moves is None or seq is None or job.t_first:
@@ -265,6 +274,7 @@ class MovedRuns:
 
 
 def _can_move(node: Node) -> bool:
-    """Whether a node's rows may be kept elsewhere. Those of a node that was moved itself are, but for
-    its blocks, what was computed first: they deviate as if they had moved once."""
-    return node.has_rows
+    """Whether a node's rows may be kept behind other text. Moved ones are not moved once more: what they
+    deviate by would add up, and their blocks would only be compared with those of the last move."""
+    found = (node.worst_hot, node.worst_file)
+    return any(worst is not None and worst < Provenance.MOVED for worst in found)

@@ -188,10 +188,16 @@ class Restorer:
         job.moves = self._moved.plan(job, seq, plan.n, self._workers) if hook.can_move else None
         if not continues:
             job.n_loaded_hot = job.n_loaded_warm = 0
+        elif job.moves is not None:
+            job.moves.n_checked, job.moves.n_refused = job.reuse.checked, job.reuse.refused
         if not job.t_first:
             hot, warm = job.n_loaded_hot + plan.n_hot, job.n_loaded_warm + plan.n_warm
-            live = job.reuse.live if continues else seq.n
+            before = job.reuse if continues else Reuse()
+            live = before.live if continues else seq.n
             self._report(job, live, hot, warm, plan.n_approximate, plan.n_moved)
+            job.reuse = replace(
+                job.reuse, moved=before.moved, checked=before.checked, refused=before.refused
+            )
         if plan.n:
             self._plans[id(job)] = plan
             job.phase = JobPhase.LOADING
@@ -293,7 +299,10 @@ class Restorer:
         assert job.moves is not None
         piece = job.moves.pieces[0]
         if rows is None or not self._moved.accepts(job, seq, piece, rows):
-            self._pool.truncate(seq, self._moved.refuse(job))
+            has_deviated = rows is not None and rows.block is not None
+            n_live = self._moved.refuse(job, self._workers, has_deviated=has_deviated)
+            self._pool.truncate(seq, n_live)
+            self._moved.report(job)
             return
         self.bytes_in += len(rows.blob)
         self._restore(seq, rows.blob, None)
@@ -340,10 +349,12 @@ class Restorer:
         return coming.n >= found.n_common + _SHARE_TOKENS_MIN
 
     def _n_sharable(self, other: Job, job: Job) -> int:
-        """How many leading tokens of `other` its sequence can share with `job`."""
+        """How many leading tokens of `other` its sequence can share with `job`: none that are moved,
+        since they may be refused yet."""
         if other.request.live == job.request.live:
-            return other.n
-        return self._hooks.of_job(job).n_taken(job, self._hooks.of_job(other).n_given(other))
+            return min(other.n, other.n_unmoved)
+        n = self._hooks.of_job(job).n_taken(job, self._hooks.of_job(other).n_given(other))
+        return min(n, other.n_unmoved)
 
     def discard(self, loaded: Loaded) -> None:
         """Release the buffer of rows that were attached or are no longer wanted."""

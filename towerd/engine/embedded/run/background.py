@@ -72,13 +72,16 @@ class Background:
         restorer: Restorer,
         inbox: Inbox,
         finish: Callable[[Job], None],
+        drop_moved: Callable[[Job], None],
     ) -> None:
-        """inbox: where requests come in; finish: ends a job with what it has."""
+        """inbox: where requests come in; finish: ends a job with what it has; drop_moved: see
+        `CellRoom.drop_moved`."""
         self._memory = memory
         self._pool = pool
         self._restorer = restorer
         self._inbox = inbox
         self._finish = finish
+        self._drop_moved = drop_moved
         self._waiting: deque[Job] = deque()
         self._interruption = Interruption(memory.context.address)
 
@@ -132,12 +135,18 @@ class Background:
             self._waiting.remove(job)
             self._finish(job)
 
+    def _fits(self, job: Job) -> bool:
+        """Whether there are cells and a sequence for what is not live of it."""
+        n_new = min(job.n - self._restorer.find(job).n_common, job.n_cells)
+        return n_new + _HEADROOM_CELLS <= self._pool.cells_free and self._pool.can_open()
+
     def next(self) -> Job | None:
         """The next job that fits into the free cells; those before it end unevaluated."""
         while self._waiting:
             job = self._waiting.popleft()
-            n_new = min(job.n - self._restorer.find(job).n_common, job.n_cells)
-            if n_new + _HEADROOM_CELLS <= self._pool.cells_free and self._pool.can_open():
+            if job.request.compare is not None and not self._fits(job):
+                self._drop_moved(job)
+            if self._fits(job):
                 return job
             self._finish(job)
         return None

@@ -20,6 +20,7 @@ from towerd.engine.embedded.restore.branching import FoundLive
 from towerd.engine.embedded.restore.exporter import Exporter
 from towerd.engine.embedded.restore.restorer import Restorer
 from towerd.errors import Unavailable
+from towerd.tokens import common_prefix
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +151,16 @@ class CellRoom:
         self._export(seq)
         self._restorer.drop(seq)
         return True
+
+    def drop_moved(self, job: Job) -> None:
+        """Free idle sequences that hold tokens of a job by moved rows, which it is to replace: a context has
+        room for a long chat only once. The rows stay in the store until then."""
+        for seq in [each for each in self._pool if not each.busy]:
+            n = seq.n_unmoved()
+            if n < seq.n and seq.scope == job.request.scope:
+                if common_prefix(seq.tokens(), job.ids) > n:
+                    self._export(seq)
+                    self._restorer.drop(seq)
 
     def export_recorded(self, seq: LiveSeq) -> None:
         """Export what the store lacks of a sequence that its job gives up: the rows of the turns

@@ -108,7 +108,12 @@ class Scheduler:
         self._endings = Endings(pool, restorer, self.room, self.active, deliver)
         self._inbox = Inbox()
         self.background = Background(
-            memory, pool, restorer, self._inbox, lambda job: self._endings.finish(job, "cancelled")
+            memory,
+            pool,
+            restorer,
+            self._inbox,
+            lambda job: self._endings.finish(job, "cancelled"),
+            self.room.drop_moved,
         )
         self._closing = False
         self._close_deadline = 0.0
@@ -367,13 +372,13 @@ class Scheduler:
 
     def _bring(self) -> None:
         """Start to move the rows, or to encode the medium, that is next in the prompt of a job."""
-        for job in self.active:
+        for job in list(self.active):
             if job.phase is JobPhase.PREFILL and job.is_at_piece:
                 job.phase = JobPhase.LOADING
-                self.restorer.move(job, self._on_loaded)
+                self._isolated(job, lambda job: self.restorer.move(job, self._on_loaded))
             elif job.phase is JobPhase.PREFILL and job.medium_at(job.n_live) is not None:
                 job.phase = JobPhase.LOADING
-                self.media.encode(job, self._on_ready)
+                self._isolated(job, lambda job: self.media.encode(job, self._on_ready))
 
     def _on_ready(self, job: Job, ready: Ready) -> None:
         """Called when a medium is encoded, or could not be."""
