@@ -207,3 +207,84 @@ async def test_several_at_once(service_on: OpenService, tiny_model: Path) -> Non
         assert len(moved) == 5
         assert all(moved)
         await settle(service)
+
+
+async def test_a_refused_run_ends_no_other_request(
+    service_on: OpenService, tiny_model: Path
+) -> None:
+    """The run behind it is looked at as well."""
+    second = some_ids(150, 14)
+    async with service_on(tiny_model, ctx_size=1024, live_tokens=4096) as service:
+        allow(service, NOTHING)
+        await ask(service, np.concatenate([HEAD, OLD, RUN, some_ids(20, 50), second]))
+        other = asyncio.create_task(ask(service, some_ids(100, 77), 60))
+        prompt = np.concatenate([HEAD, NEW, RUN, some_ids(33, 7), second, REST])
+        reuse = (await ask(service, prompt)).finish.reuse
+        assert (reuse.moved, reuse.prefill) == (0, len(prompt) - len(HEAD))
+        assert reuse.drift is None
+        assert (await other).finish.stop == "limit"
+        await settle(service)
+
+
+async def test_moved_rows_are_not_moved_once_more(
+    service_on: OpenService, tiny_model: Path
+) -> None:
+    """Each change keeps the exact rows, of which the first prompt's stay known."""
+    async with service_on(tiny_model, anticipate=False) as service:
+        allow(service)
+        await ask(service, BEFORE)
+        for i in range(6):
+            prompt = np.concatenate([HEAD, some_ids(40, 60 + i), RUN, REST])
+            reuse = (await ask(service, prompt)).finish.reuse
+            assert (
+                reuse.moved == N_MOVED
+            )  # and not the tokens behind the run, which are no longer exact
+        await settle(service)
+
+
+async def test_a_chat_that_fills_the_context_becomes_exact(
+    service_on: OpenService, tiny_model: Path
+) -> None:
+    """There is no room for it twice: its moved rows leave the context first."""
+    run = some_ids(520, 44)
+    async with service_on(tiny_model, ctx_size=1024, live_tokens=1024) as service:
+        allow(service)
+        await ask(service, np.concatenate([HEAD, OLD, run]))
+        answer = await ask(service, np.concatenate([HEAD, NEW, run, REST]))
+        assert answer.finish.reuse.moved > 300
+        stats = service.sessions.stats
+        await until_async(lambda: stats()["moved_answers_measured"] == 1)
+        await settle(service)
+        assert service.tiers.stats()["moved_bytes"] == 0
+
+
+async def test_tenants_share_the_live_rows_of_a_base_from_the_store(
+    service_on: OpenService, tiny_model: Path
+) -> None:
+    base = some_ids(200, 9)
+    async with service_on(tiny_model) as service:
+        await ask(service, base, 0, scope="public", precache="p")
+        await settle(service)
+        service.engine.forget_live()
+        await ask(service, np.concatenate([base, some_ids(20, 1)]), scope="alice")
+        theirs = await ask(service, np.concatenate([base, some_ids(20, 2)]), scope="bob")
+        assert theirs.finish.reuse.live == len(base)
+        await settle(service)
+
+
+@pytest.mark.parametrize("asked", [{"reuse_tokens_min": 0}, {}])
+async def test_who_asks_for_none_continues_from_none(
+    service_on: OpenService, tiny_model: Path, asked: dict[str, Any]
+) -> None:
+    """Neither a request nor a daemon that was told so."""
+    async with service_on(tiny_model, anticipate=False) as service:
+        allow(service)
+        await ask(service, BEFORE)
+        answer = await ask(service, AFTER)
+        longer = np.concatenate([AFTER, np.array(answer.ids, np.int32), REST])
+        if asked:
+            assert (await ask(service, longer, **asked)).finish.reuse.approximate == 0
+        await settle(service)
+    async with service_on(tiny_model, anticipate=False, cache_reuse=0) as service:
+        assert (await ask(service, longer)).finish.reuse.approximate == 0
+        await settle(service)
