@@ -94,7 +94,7 @@ def own_ids(backend: ApiClient) -> list[tuple[str, bytes | Ids]]:
     """Name and ids of each base, without those of the base above it. Tenants do not share bases."""
     from towerd.store.tree.node import PUBLIC
 
-    bases = [base for base in backend.bases() if base["module"] is None]
+    bases = [base for base in backend.bases() if base["reuse"] == "prefix"]
     held = {(base["name"], base["scope"]): _path(backend, base) for base in bases}
     own: list[tuple[str, bytes | Ids]] = []
     for base in bases:

@@ -15,6 +15,7 @@ from typing import Any
 import llama_cpp.llama_cpp as lib
 import numpy as np
 from gguf import GGUFWriter
+from llama_cpp import llama_cpp
 
 from lab.models.gguf_file import writing
 from lab.models.parts import LOGIT_STD, NORM_SPREAD, QUERY_GAIN
@@ -88,7 +89,7 @@ def _add_keys(writer: GGUFWriter, arch: str, keys: Mapping[str, Any]) -> None:
 def _shapes(metadata: Path) -> dict[str, tuple[int, ...]]:
     """numpy shapes of the tensors, by name."""
     init_backend()
-    name_of = lib._lib.ggml_get_name
+    name_of = llama_cpp._lib.ggml_get_name
     name_of.restype, name_of.argtypes = ctypes.c_char_p, (ctypes.c_void_p,)
     found: dict[str, tuple[int, ...]] = {}
 
@@ -103,7 +104,7 @@ def _shapes(metadata: Path) -> dict[str, tuple[int, ...]]:
     params = lib.llama_model_default_params()
     params.n_gpu_layers = 0
     model = lib.llama_model_init_from_user(
-        keys._ptr, lib.llama_model_set_tensor_data_t(note), None, params
+        keys.ptr, lib.llama_model_set_tensor_data_t(note), None, params
     )
     assert model, f"llama.cpp makes no model of {metadata}"
     lib.llama_model_free(model)

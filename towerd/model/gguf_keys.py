@@ -64,43 +64,43 @@ class GgufKeys:
         self.path = path
         route_log()
         with demoted_log():
-            self._ptr: Any = _open(os.fsencode(path), _Params(True, None))
-        if not self._ptr:
+            self.ptr: Any = _open(os.fsencode(path), _Params(True, None))
+        if not self.ptr:
             raise ValueError(f"{path} is not a readable GGUF")
 
     def close(self) -> None:
-        if self._ptr:
-            _free(self._ptr)
-            self._ptr = None
+        if self.ptr:
+            _free(self.ptr)
+            self.ptr = None
 
     @property
     def n_tensors(self) -> int:
-        return int(_n_tensors(self._ptr))
+        return int(_n_tensors(self.ptr))
 
     def shortage(self) -> str:
         """What is said of a file that lacks bytes of its tensors; empty for a whole one."""
         ends = [
-            _tensor_offset(self._ptr, i) + _tensor_size(self._ptr, i) for i in range(self.n_tensors)
+            _tensor_offset(self.ptr, i) + _tensor_size(self.ptr, i) for i in range(self.n_tensors)
         ]
-        wanted = _data_offset(self._ptr) + max(ends) if ends else 0
+        wanted = _data_offset(self.ptr) + max(ends) if ends else 0
         size = self.path.stat().st_size
         return "" if size >= wanted else f"is cut short: {size:,} of {wanted:,} bytes"
 
     def get(self, key: str, default: Any = None) -> Any:
         """The key's number, text or list of numbers; `default` if it is not there or is a list
         of something else."""
-        at = _find_key(self._ptr, key.encode())
+        at = _find_key(self.ptr, key.encode())
         if at < 0:
             return default
-        kind = _kv_type(self._ptr, at)
+        kind = _kv_type(self.ptr, at)
         if kind == _STRING:
-            return _val_str(self._ptr, at).decode("utf-8", "replace")
+            return _val_str(self.ptr, at).decode("utf-8", "replace")
         if kind != _ARRAY:
-            return _numbers(_val_data(self._ptr, at), kind, 1)[0].item()
-        kind = _arr_type(self._ptr, at)
+            return _numbers(_val_data(self.ptr, at), kind, 1)[0].item()
+        kind = _arr_type(self.ptr, at)
         if kind not in _SCALARS:
             return default
-        return _numbers(_arr_data(self._ptr, at), kind, _arr_n(self._ptr, at)).tolist()
+        return _numbers(_arr_data(self.ptr, at), kind, _arr_n(self.ptr, at)).tolist()
 
     def counts(self, key: str, default: int = 0, high: int = COUNT_MAX) -> list[int]:
         """The key's list of numbers of something, one for each layer, or its one number. Raises
@@ -120,19 +120,19 @@ class GgufKeys:
 
     def strings(self, key: str) -> list[bytes]:
         """The key's list of texts; empty if it is not there or is something else."""
-        at = _find_key(self._ptr, key.encode())
-        if at < 0 or _kv_type(self._ptr, at) != _ARRAY or _arr_type(self._ptr, at) != _STRING:
+        at = _find_key(self.ptr, key.encode())
+        if at < 0 or _kv_type(self.ptr, at) != _ARRAY or _arr_type(self.ptr, at) != _STRING:
             return []
-        return [_arr_str(self._ptr, at, i) for i in range(_arr_n(self._ptr, at))]
+        return [_arr_str(self.ptr, at, i) for i in range(_arr_n(self.ptr, at))]
 
     def floats(self, name: str) -> tuple[float, ...] | None:
         """A float32 tensor's values; None if the file has no such tensor of that type."""
-        at = _find_tensor(self._ptr, name.encode())
-        if at < 0 or _tensor_type(self._ptr, at) != _F32:
+        at = _find_tensor(self.ptr, name.encode())
+        if at < 0 or _tensor_type(self.ptr, at) != _F32:
             return None
         with self.path.open("rb") as file:
-            file.seek(_data_offset(self._ptr) + _tensor_offset(self._ptr, at))
-            data = file.read(_tensor_size(self._ptr, at))
+            file.seek(_data_offset(self.ptr) + _tensor_offset(self.ptr, at))
+            data = file.read(_tensor_size(self.ptr, at))
         return tuple(np.frombuffer(data, "<f4").tolist())
 
 

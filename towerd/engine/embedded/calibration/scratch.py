@@ -124,7 +124,8 @@ class Scratch:
                 context.seq_rm(self.seq, 0, p)
             cell_ext, has_window = self._how
             blob = context.get_state(self.seq)
-            return Evaluated(out, parse_rows(blob, cell_ext=cell_ext, has_window=has_window))
+            found_rows = parse_rows(blob, cell_ext=cell_ext, has_window=has_window)
+            return Evaluated(out, found_rows.token_major())
         finally:
             context.batch.clear()
             context.seq_rm(self.seq)
