@@ -70,17 +70,17 @@ def _floats(rows: np.ndarray, name: str) -> np.ndarray:
 
 def spread(n: int, deviations: Sequence[float], noise: float) -> float:
     """The mean square of what a run of `n` tokens deviates by, over the noise, as far as its first
-    blocks tell. Its first tokens deviate behind any change, and fast less so: they count only if the
-    run is too short for more blocks. Between two blocks the mean of both counts, and behind the last one
-    half of it. deviations: of its blocks in order, of all or of the first few"""
+    blocks tell. A token counts by how far behind the change it is, from 0 to 2: an answer reads what is
+    near, and the first tokens deviate behind any change. Between two blocks the mean of both counts, and
+    behind the last one half of it. deviations: of its blocks in order, of all or of the first few"""
     offsets = block_offsets(n)
     squares = [max(0.0, found**2 - noise**2) for found in deviations]
     if len(offsets) == 1:
         return _ALONE * squares[0]
-    lengths = [end - at for at, end in zip(offsets, [*offsets[1:], n], strict=True)]
+    weights = [(end**2 - at**2) / n**2 for at, end in zip(offsets, [*offsets[1:], n], strict=True)]
     after = [*squares[1:], 0.0]
-    parts = zip(lengths, squares, after, strict=False)
-    return sum(length / n * (one + two) / 2 for length, one, two in list(parts)[1:])
+    parts = zip(weights, squares, after, strict=False)
+    return sum(weight * (one + two) / 2 for weight, one, two in list(parts)[1:])
 
 
 class MovedLimits(msgspec.Struct, frozen=True):
