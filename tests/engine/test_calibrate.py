@@ -74,12 +74,17 @@ async def test_calibrates_when_idle_and_keeps_it(service_on: OpenService) -> Non
         assert service.tiers.drift == Drift(near.cost.kl, near.cost.floor_kl)
         digest = service.store.state.digest.hex()
         assert load_calibration(service.store, digest) == found
+        limits = service.tiers.moved_limits
+        assert limits is not None
+        assert limits.slope > 0
+        assert view["moved"] == limits.to_json()
         await check_integrity(service)  # the scratch sequence is empty
         await asyncio.to_thread(calibrator.close)
     async with service_on(bundled_model(), threads=1, fidelity="small") as service:
         view = service.engine.calibrator.view()
         assert view["state"] == "done"
         assert view["calibration"] == found.to_json()
+        assert service.tiers.moved_limits == limits
         assert service.tiers.formats is not None
         assert service.tiers.formats.names == found.choices["small"].levels
     async with service_on(bundled_model(), threads=1, fidelity="exact") as service:

@@ -23,6 +23,8 @@ from towerd.tokens import Ids
 TEXTS = 4
 """Runs that are measured, each behind several changed texts."""
 RUN_TOKENS, NEW_TOKENS = 384, 64
+_SLOPE_MIN = 0.2
+"""A sixth of what SmolLM2 and Gemma 3 270M have."""
 _TOKENS_MIN = 96
 """A run this short, behind half as many tokens, is the least that says something."""
 
@@ -87,8 +89,8 @@ def plan_changes(text: Ids, head: Ids, n_ctx: int) -> list[list[Change]]:
 
 
 def _changed(before: Ids, other: Ids, run: Ids, n: int) -> Iterator[Ids]:
-    """Texts of at most `n` tokens in place of `before`: a few tokens are others, a span of another length, the second half,
-    everything, and words of the run itself."""
+    """Texts of at most `n` tokens in place of `before`: a few tokens are others, a span of another
+    length, the second half, everything, and words of the run itself."""
     few = before.copy()
     few[n // 2 : n // 2 + 6] = other[:6]
     yield few
@@ -163,11 +165,11 @@ def limits_of(samples: Sequence[MovedSample], row_identity: str) -> MovedLimits:
     """The limits that follow from what was measured: the excess rises in proportion to the spread of
     the deviations and to the run's share of the prompt; the median over the samples that deviate much
     tells how steeply. The least deviation of any block is what every change causes, however small:
-    rounding, amplified."""
+    rounding, amplified. A slope that the noise hides is taken to be _SLOPE_MIN: at 0 all would be kept."""
     noise = min(min(each.deviations) for each in samples)
     x = np.array([each.share * spread(each.n, each.deviations, noise) for each in samples])
     y = np.array([each.excess for each in samples])
     is_large = x >= np.median(x)
-    slope = max(0.0, float(np.median(y[is_large] / np.maximum(x[is_large], 1e-12))))
+    slope = max(_SLOPE_MIN, float(np.median(y[is_large] / np.maximum(x[is_large], 1e-12))))
     floor_kl = float(np.mean([each.floor_kl for each in samples]))
     return MovedLimits(row_identity, floor_kl, noise, slope)
