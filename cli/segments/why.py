@@ -55,7 +55,7 @@ def reasons(found: Json) -> Iterator[str]:
         return
     base, title = clean(divergence["base"]), clean(divergence["title"])
     of = f"the base {base}" if base else f'"{title}" ({clean(divergence["session"])})'
-    yield f"Diverged from {of}, which has {divergence['known']:,} of the evaluated tokens, too."
+    yield f"Diverged from {of}, which has {divergence['known']:,} tokens of what follows, too."
     for name, side in (("both", "before"), ("stored", "stored"), ("sent", "sent")):
         if divergence[side] is not None:
             yield f"  {name:<6}  {clean(divergence[side])}"

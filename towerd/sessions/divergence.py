@@ -64,7 +64,7 @@ class Divergence:
     at: int
     """The first token that differs, counted from 0."""
     n_known: int
-    """Tokens of the prompt that were evaluated and are in the tower, behind the divergence."""
+    """Tokens of the prompt that were evaluated or moved and are in the tower, behind the divergence."""
     kind: Kind
     role: str
     """The speaker of the prompt's message there; "" if it is not known."""

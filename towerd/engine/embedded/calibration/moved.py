@@ -1,8 +1,8 @@
 """Measures what rows cost an answer that are kept behind other text, against how much they deviate.
 
 Runs of a text are evaluated behind one text, and their rows kept behind another, as requests keep them:
-blocks of each run are evaluated again in between. The model's own answer to what follows is compared with
-its exact evaluation.
+blocks of each run are evaluated again in between. What follows is compared with its exact evaluation. The
+model's own answers instead of the text gave the same slope (1.27 and 1.36 on SmolLM2) in twice the time.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ class Change:
     instead: Ids
     run: Ids
     new: Ids
-    """What follows the run, and is new: a turn of the user's. The model answers to it."""
+    """What follows the run, and is new: a turn of the user's."""
+    after: Ids
+    """What follows that: the tokens at which distributions are compared."""
 
     @property
     def n_tokens(self) -> int:
         """Tokens that measuring it evaluates, about."""
-        return len(self.instead) + len(self.run) + 2 * len(self.new) + 4 * NEXT_TOKENS
+        return len(self.instead) + len(self.run) + 2 * len(self.new) + 3 * len(self.after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +79,14 @@ def plan_changes(text: Ids, head: Ids, n_ctx: int) -> list[list[Change]]:
     step = (len(text) - n_run - n_after - 2 * n_before) // TEXTS
     found = []
     for at in range(0, TEXTS * step, step):
-        ends = np.cumsum([n_before, n_run, NEW_TOKENS])
-        before, run, new, _ = np.split(text[at:], ends)
+        ends = np.cumsum([n_before, n_run, NEW_TOKENS, NEXT_TOKENS])
+        before, run, new, after, _ = np.split(text[at:], ends)
         other = np.roll(text, -(at + len(text) // 2))[:n_before]
         changes = [
             np.concatenate([head, instead]) for instead in _changed(before, other, run, n_before)
         ]
         first = np.concatenate([head, before])
-        found.append([Change(first, each, run, new) for each in changes])
+        found.append([Change(first, each, run, new, after) for each in changes])
     return found
 
 
@@ -129,15 +131,13 @@ class MovedMeter:
         line = self._new_line()
         line.decode(change.instead)
         line.decode(change.run)
-        line.decode(change.new[:-1])
-        answer = line.greedy(int(change.new[-1]), NEXT_TOKENS)
-        ids = np.concatenate([change.new[-1:], answer[:-1]])  # the answer follows each of them
-        native = log_softmax(line.logits(ids))
-        floor_kl = self._noise(line, ids, native)
+        line.decode(change.new)
+        native = log_softmax(line.logits(change.after))
+        floor_kl = self._noise(line, change.after, native)
         line.cut(len(change.instead))
         deviations = self._keep(line, rows, change.run)
-        line.decode(change.new[:-1])
-        kl = compare(native, line.logits(ids)).kl
+        line.decode(change.new)
+        kl = compare(native, line.logits(change.after)).kl
         n = len(change.run)
         return MovedSample(n, n / line.n, deviations, kl, floor_kl)
 

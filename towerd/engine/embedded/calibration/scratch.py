@@ -214,19 +214,6 @@ class SteppedSequence:
             parts += [done.rows] if done.rows is not None else []
         return np.concatenate(found)
 
-    def greedy(self, last: int, n: int) -> Ids:
-        """int32[n]: the most likely tokens after it and `last`, one after the other; it has the same
-        tokens afterwards."""
-        parts, found = list(self.parts), [last]
-        for _ in range(n):
-            step = np.array(found[-1:], np.int32)
-            done = self._evaluate(parts, step, Pace(self._step_s, 1, 1), logits=True, rows=True)
-            assert done.logits is not None
-            assert done.rows is not None
-            found.append(int(done.logits[-1].argmax()))
-            parts.append(done.rows.copy())
-        return np.array(found[1:], np.int32)
-
     def append(self, rows: KVRows) -> None:
         """Add rows, the first at position `n`."""
         self.parts.append(rows)
