@@ -13,6 +13,8 @@ CLIENTS_MAX = 256
 
 @dataclass(slots=True)
 class ClientHabits:
+    """Where the last prompts of one client diverged, and what it was told of."""
+
     places: deque[Hashable] = field(default_factory=lambda: deque(maxlen=LOOKED_AT))
     told: set[Hashable] = field(default_factory=set)
 
