@@ -122,6 +122,24 @@ def test_a_chat_of_one_model_continues_under_the_other(old: tuple[Path, dict[str
         assert check_rows(store, match.nodes[-1]) >= expected["A"]["rows"]["work"]
 
 
+@pytest.mark.parametrize("opened", ["A", "B"])
+def test_a_gc_leaves_rows_that_private_segments_share_with_public_ones(
+    old: tuple[Path, dict[str, Any]], opened: str
+) -> None:
+    """Their file is of the public scope, also when no other public segment views its end."""
+    root, _ = old
+    with Store.open(root, MODELS[opened]) as store:
+        n_rows = {
+            node.id: check_rows(store, node) for node in list(store.state.tree.nodes.values())
+        }
+        store.gc()
+        assert store.verify().ok, store.verify().problems
+    with Store.open(root, MODELS[opened]) as store:
+        for node in list(store.state.tree.nodes.values()):
+            assert check_rows(store, node) == n_rows[node.id]
+        assert store.verify().ok, store.verify().problems
+
+
 def test_the_catalog_is_made_again_from_its_journal(old: tuple[Path, dict[str, Any]]) -> None:
     """Also where only a few bytes of it are wrong; nothing is said to be lost."""
     root, expected = old

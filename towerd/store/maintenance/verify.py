@@ -35,7 +35,7 @@ from towerd.store.sessions.cold import ColdTable
 from towerd.store.sessions.foreign import prefix_of
 from towerd.store.state.state import StoreState
 from towerd.store.tree.node import Node
-from towerd.store.tree.scope import public_of
+from towerd.store.tree.scope import public_of, readable_scopes
 from towerd.tokens import ID_BYTES
 
 _LOST = (
@@ -306,8 +306,8 @@ def _file_problem(state: StoreState, pool: Executor, row: tuple[Any, ...]) -> st
         if (header.p0, header.n, header.run_table) != (p0, n_rows, decode_runs(runs, n_rows)):
             return "the catalog describes another file under this name"
         check_layout(header, row_identity.layout)
-        *_, scope = views[-1]
-        check_claim(header, Claim(row_identity, scope, prefix, [view[:2] for view in views]))
+        scopes = readable_scopes(view[3] for view in views)
+        check_claim(header, Claim(row_identity, scopes, prefix, [view[:2] for view in views]))
         check_pieces(data, header.pieces, start, pool)
         _check_blobs(data, header, start, row_identity)
     except (StateError, OSError, msgspec.DecodeError) as error:

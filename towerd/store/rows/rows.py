@@ -23,6 +23,7 @@ from towerd.store.segments.segment_header import encode_runs, segment_key, worst
 from towerd.store.segments.segment_writer import Draft, DraftRun, new_name, write_segment
 from towerd.store.state.state import StoreState
 from towerd.store.tree.node import Node
+from towerd.store.tree.scope import readable_scopes
 from towerd.tokens import ID_BYTES, Provenance, Provenances, may_replace, provenance_as_kept
 
 Tier: TypeAlias = Literal["hot", "warm"]
@@ -369,8 +370,10 @@ class RowStore:
 
     def _claim(self, file: SegmentFile, node: Node) -> Claim:
         with self._state.lock:
-            views = [(viewer.p0, viewer.ids) for viewer in self._state.tree.viewers(file)]
-            return Claim(self._state.row_identity, node.scope, node.prefix_bytes(), views)
+            viewers = self._state.tree.viewers(file)
+            views = [(viewer.p0, viewer.ids) for viewer in viewers]
+            scopes = readable_scopes(viewer.scope for viewer in viewers)
+            return Claim(self._state.row_identity, scopes, node.prefix_bytes(), views)
 
     def _damaged(self, file: SegmentFile, error: Exception) -> StoreError:
         """Quarantine `file` and return the error to raise."""

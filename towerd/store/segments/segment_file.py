@@ -43,8 +43,9 @@ class Claim:
     """The catalog's record of a file's content. The file must match it before it is used."""
 
     row_identity: RowIdentity
-    scope: str
-    """Of every node that views the file."""
+    scopes: frozenset[str]
+    """Those that the file may be of: of the nodes that view it, and the public ones, whose rows they may
+    share."""
     prefix: bytes
     """Ids [0, p) of a path through the file's rows, p > the file's p0."""
     views: Sequence[tuple[int, bytes]]
@@ -251,7 +252,7 @@ def check_claim(header: SegmentHeader, claim: Claim) -> None:
     digest = claim.row_identity.digest()
     if header.row_identity != digest:
         raise StateError("the file belongs to another model or configuration")
-    if header.scope != claim.scope:  # adapters are part of it: they make other rows
+    if header.scope not in claim.scopes:  # adapters are part of it: they make other rows
         raise StateError("the file belongs to another tenant, or was made under other adapters")
     before = claim.prefix[: header.p0 * ID_BYTES]
     if segment_key(digest, header.scope, before + header.ids) != header.key:

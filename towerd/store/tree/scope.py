@@ -11,6 +11,8 @@ compare only the tenant.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from towerd.store.tree.node import PUBLIC
 
 MARK = "~"
@@ -38,6 +40,11 @@ def scope_of(tenant: str, adapters: str) -> str:
 def public_of(scope: str) -> str:
     """The scope of the public segments that `scope` may reuse."""
     return scope_of(PUBLIC, adapters_of(scope))
+
+
+def readable_scopes(scopes: Iterable[str]) -> frozenset[str]:
+    """The scopes of the segments that requests of these scopes may reuse."""
+    return frozenset(each for scope in scopes for each in (scope, public_of(scope)))
 
 
 def is_public(scope: str) -> bool:
