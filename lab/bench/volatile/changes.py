@@ -4,7 +4,6 @@ answered from the rows of before."""
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -30,7 +29,6 @@ Change = Callable[[AgentPrompt, Rng], AgentPrompt]
 _DATE = re.compile(r"2026-11-(\d\d)")
 _NAMED = re.compile(r"`(\w+)`")
 _PATH = re.compile(r"\b\w+/\w+\.py\b")
-_WORD = re.compile(r"\b[a-z]{5,}\b")
 _UNRELATED = AgentShape(rules=1, tools=1, memory=1, tasks=3, code_lines=14)
 
 
@@ -106,23 +104,13 @@ def compaction(prompt: AgentPrompt, rng: Rng) -> AgentPrompt:
 
 
 def shared_words(prompt: AgentPrompt, rng: Rng) -> AgentPrompt:
-    """The memory becomes a text with the words and names of the history that says otherwise."""
-    names, paths = _names(prompt), sorted(set(_PATH.findall(_said(prompt))))
-    counted = Counter(_WORD.findall(_said(prompt)))
-    words = [word for word, _ in counted.most_common(40)]
-    sayings = (
-        "{path} does not define `{name}`: {word} and {other} are in `{second}` now.",
-        "Where the history says {word}, read {other}; `{name}` of {path} was deleted.",
-        "`{name}` is the name of a person, {path} is where {word} keeps its {other}.",
-        "{word} {other} {path}: the {word} of `{second}` is never the {other} of `{name}`.",
-    )
+    """The memory becomes a text out of pieces of the history, in another order: its words and names say
+    something else."""
+    words = _said(prompt).split()
     lines: list[str] = []
     while sum(map(len, lines)) < sum(map(len, prompt.memory)):
-        name, second = (names[i] for i in rng.integers(len(names), size=2))
-        word, other = (words[i] for i in rng.integers(len(words), size=2))
-        path = paths[rng.integers(len(paths))]
-        saying = sayings[len(lines) % len(sayings)]
-        lines.append(saying.format(name=name, second=second, word=word, other=other, path=path))
+        at = rng.integers(len(words), size=3)
+        lines.append(" ".join(word for i in at for word in words[i : i + rng.integers(4, 9)]))
     return replace(prompt, memory=tuple(lines))
 
 
