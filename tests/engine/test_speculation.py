@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,13 +14,13 @@ import pytest
 from oracle import Oracle, ask, check_greedy, settle, some_ids
 from scripted_model import make_scripted_model
 from services import EmbeddedService, OpenService
+from speculating import EVEN, Said, drafted, gist, say
 
 from lab.models.random_gguf import PRESETS, Shape, make_random_gguf
 from towerd.api.http.metrics import Metrics
-from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Piece, encode
+from towerd.engine.base import GenerateRequest, LiveBudget, Piece
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
-from towerd.wire import Reply, Request, Writer
 
 STORY = "Once upon a time there was a little dog. Once upon a time there was a little"
 OTHER = "Lily and Tom went to the park. They saw a big tree. Lily and Tom"
@@ -30,9 +29,6 @@ NGRAMS = (
     *("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "1"),
     *("--spec-ngram-simple-size-m", "5"),
 )
-EVEN = {"flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"}
-"""With these the shape of a batch hardly shows in what it computes."""
-Said = dict[str, Any]
 
 
 @pytest.fixture(scope="session")
@@ -65,48 +61,10 @@ def oracle() -> Iterator[Oracle]:
     made.close()
 
 
-async def say(
-    service: EmbeddedService, prompt: str | list[int], live: LiveBudget | None = None, **fields: Any
-) -> Said:
-    """An answer to /completion, and under `ids` its tokens."""
-    body = {"temperature": 0, "n_predict": 80, "cache_prompt": False, **fields, "prompt": prompt}
-    assert service.engine.wire is not None
-    wire = Request(service.engine.wire.model, "completion", encode(body))
-    reply, writer = Reply(wire, 0), Writer(wire)
-    request = GenerateRequest(
-        ids=wire.prompts[0],
-        reply=reply,
-        n_predict=wire.n_predict,
-        cache_prompt=False,
-        live=live or LiveBudget(),
-    )
-    finish: Finish | None = None
-    async for event in service.sessions.run(request):
-        if isinstance(event, Finish):
-            finish = event
-    assert finish is not None
-    answer: Said = json.loads(writer.final(reply, 0, finish.n_cached, b""))
-    return answer | {"ids": list(finish.ids)}
-
-
-GIST = ("ids", "content", "stop_type", "stopping_word", "truncated", "tokens_predicted")
-
-
-def gist(answer: Said) -> Said:
-    """What a reply is, without the time that it took and its probabilities."""
-    return {key: answer[key] for key in GIST}
-
-
 def logprobs(answer: Said) -> list[float]:
     """Of each token and of those that were likely in its place."""
     places = answer.get("completion_probabilities", [])
     return [one["logprob"] for place in places for one in (place, *place["top_logprobs"])]
-
-
-def drafted(answer: Said) -> tuple[int, int]:
-    """(tokens that were drafted, those that were right)."""
-    timings = answer["timings"]
-    return timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
 
 
 BODIES: dict[str, Said] = {
@@ -358,7 +316,7 @@ async def test_what_is_counted(opened: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--spec-type", "draft-mtp"), "drafts from hidden states"),
+        (("--spec-type", "draft-eagle3"), "drafts from hidden states"),
         (("--spec-type", "draft-simple"), "name one with --model-draft"),
         (("-md", "/nowhere.gguf"), "-md: there is no file /nowhere.gguf"),
         (

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import llama_cpp.llama_cpp as lib
 import numpy as np
+import numpy.typing as npt
 from gguf import GGUFWriter
 from llama_cpp import llama_cpp
 
@@ -52,8 +53,19 @@ COMMON: dict[str, Any] = {
 _NE_OFFSET = 16  # of `ne` in a ggml_tensor: behind its type and its buffer
 
 
-def make_arch_gguf(path: Path, arch: str, keys: Mapping[str, Any], seed: int = 0) -> None:
-    """Write a float32 model of `arch` whose metadata are COMMON and `keys` (those of `{arch}.`)."""
+Values: TypeAlias = npt.NDArray[np.float32]
+
+
+def make_arch_gguf(
+    path: Path,
+    arch: str,
+    keys: Mapping[str, Any],
+    seed: int = 0,
+    changed: Callable[[str, Values], Values | None] = lambda _name, values: values,
+) -> None:
+    """Write a float32 model of `arch` whose metadata are COMMON and `keys` (those of `{arch}.`).
+
+    changed: what becomes of the random values of a tensor; None: it is left out"""
     metadata = path.with_suffix(".keys")
     with writing(metadata, arch) as writer:
         _add_keys(writer, arch, keys)
@@ -69,7 +81,8 @@ def make_arch_gguf(path: Path, arch: str, keys: Mapping[str, Any], seed: int = 0
             values = each.draw(seed)
             if each.name in ("output.weight", "token_embd.weight"):
                 values[vocabulary.silent] *= np.float32(0.01)
-            writer.add_tensor(each.name, values)
+            if (found := changed(each.name, values)) is not None:
+                writer.add_tensor(each.name, found)
 
 
 def _add_keys(writer: GGUFWriter, arch: str, keys: Mapping[str, Any]) -> None:
@@ -103,6 +116,7 @@ def _shapes(metadata: Path) -> dict[str, tuple[int, ...]]:
     keys = GgufKeys(metadata)
     params = lib.llama_model_default_params()
     params.n_gpu_layers = 0
+    params.load_mtp = True
     model = lib.llama_model_init_from_user(
         keys.ptr, lib.llama_model_set_tensor_data_t(note), None, params
     )
@@ -121,6 +135,8 @@ def _tensor(name: str, shape: tuple[int, ...], is_tied: bool) -> Tensor:
         return Tensor(name, shape, values=tuple(float(each) for each in ramp))
     if name.endswith(".bias") or "exp_probs_b" in name:
         return Tensor(name, shape, 0.1)
+    if name.endswith("ssm_a"):  # states fade
+        return Tensor(name, shape, 0.1, -1.0)
     if name.endswith("scale"):
         return Tensor(name, shape, mean=1.0)
     if "sinks" in name:

@@ -25,6 +25,8 @@ _HARMLESS = re.compile(
     "|using full-size SWA cache"  # rows that slid out of a window are stored as well
     # llama.cpp corrects it, and who serves the model can do nothing else
     "|was not control-type; this is probably a bug in the model"
+    # of a head that predicts several tokens, where drafts are not asked for
+    r"|has unused tensor blk\.\d+\."
     # of the tables of the codec, of which llama.cpp reads the vocabulary alone
     "|unknown type i32$"
 )

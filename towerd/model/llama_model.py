@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,7 @@ class LlamaModel:
         params.n_gpu_layers = config.gpu_layers
         params.load_mode = _load_mode(config)
         params.vocab_only = vocab_only
+        params.load_mtp = _asks_for_head(config)
         if config.progress_fd is not None:
             progress = LoadProgress(config.progress_fd)
             params.progress_callback = progress.callback
@@ -276,6 +278,14 @@ def take_load_flags(config: Config) -> LoadFlags | None:
     if flags.numa:
         lib.llama_numa_init(flags.numa)
     return flags
+
+
+def _asks_for_head(config: Config) -> bool:
+    """Whether drafts are to come from the model's heads that predict several tokens: else their weights
+    are left out."""
+    words = words_of(config.llama_server_args, "wire")
+    types = (value for flag, value in pairwise(words) if flag == "--spec-type")
+    return any("draft-mtp" in value.split(",") for value in types)
 
 
 def check_reply_flags(config: Config) -> None:

@@ -340,6 +340,40 @@ class Speculation:
     def accept(self, slot: int, n_accepted: int) -> None:
         """How many tokens of the slot's last draft were right."""
 
+class Head:
+    """Drafts the next tokens of running replies from the model's hidden states, by heads that predict
+    several tokens. It reads every token that the model evaluates. Not thread-safe."""
+
+    def __init__(
+        self, model: Model, ctx: int, n_running: int, n_threads: int, n_threads_batch: int
+    ) -> None:
+        """ctx: the address of the `llama_context` that verifies the drafts, which must outlive this
+        object; n_running: sequences that get drafts at once
+
+        Raises RuntimeError: other types beside it, a model without such a head, or a head that cannot
+        forget a draft."""
+
+    @staticmethod
+    def is_asked_for(model: Model) -> bool:
+        """Whether the model's flags ask for one."""
+
+    @property
+    def followed_context(self) -> int:
+        """The address of the `llama_context` whose sequences are to be shared and cut as those of `ctx`
+        are; 0: the head has no rows of its own."""
+
+    def follow(self, ids: Ids, pos: Ids, seqs: Ids) -> None:
+        """Read a batch that `ctx` has just evaluated; the tokens of one sequence are beside each other.
+        Raises WireError (500)."""
+
+    def draft(self, asked: Sequence[tuple[int, int, int, int]]) -> list[Ids]:
+        """A draft, possibly empty, for each (sequence, newest token, its position, the most tokens to
+        draft). Raises WireError (500)."""
+
+    def accept(self, seq: int, n_accepted: int) -> None:
+        """How many tokens of the sequence's last draft were right; before anything else of it is
+        evaluated."""
+
 class Writer:
     """The bytes of one response. Any thread may use it; calls are serialized. Every call may raise
     WireError (500) if the generated text is not a reply in the model's format."""

@@ -29,8 +29,8 @@ from towerd.engine.embedded.context.core import Core, open_wire
 from towerd.engine.embedded.context.embedding import Embedder
 from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.parts import Parts
+from towerd.engine.embedded.run.drafts import open_drafts
 from towerd.engine.embedded.run.scheduler import Scheduler
-from towerd.engine.embedded.run.speculation import open_speculation
 from towerd.errors import (
     ConfigError,
     ContextExceeded,
@@ -102,7 +102,7 @@ class EmbeddedEngine:
         self._is_draining = False
         self._all_ended = asyncio.Event()
         self._all_ended.set()
-        drafts = open_speculation(self.wire.model, core, config)
+        drafts = open_drafts(self.wire.model, core, config)
         self.parts = Parts(core, tiers, config, checkpoint_tier, drafts, self._deliver)
         self.pool, self.scheduler = self.parts.pool, self.parts.scheduler
         self.budgets, self.media = self.parts.budgets, self.parts.media

@@ -17,6 +17,7 @@ from towerd.engine.embedded.restore.hooks import Hook, Hooks
 from towerd.engine.embedded.restore.moved import MovedRuns
 from towerd.engine.embedded.restore.restorer import Restorer
 from towerd.engine.embedded.restore.rotation import Rotation
+from towerd.engine.embedded.run.drafts import Drafts
 from towerd.engine.embedded.run.endings import Events
 from towerd.engine.embedded.run.media import Media
 from towerd.engine.embedded.run.scheduler import Scheduler
@@ -25,7 +26,6 @@ from towerd.settings.config import Config
 from towerd.slots.kind import DENSE
 from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
-from towerd.wire import Speculation
 
 
 class Parts:
@@ -37,7 +37,7 @@ class Parts:
         tiers: Tiers,
         config: Config,
         checkpoint_tier: CheckpointTier | None,
-        drafts: Speculation | None,
+        drafts: Drafts | None,
         deliver: Callable[[Events], None],
     ) -> None:
         """checkpoint_tier: needed for a model whose memory has a state; drafts: the source of drafts, if

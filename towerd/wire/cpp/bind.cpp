@@ -18,6 +18,7 @@
 
 #include "bounds.h"
 #include "flags.h"
+#include "head.h"
 #include "history.h"
 #include "interruption.h"
 #include "media.h"
@@ -399,6 +400,37 @@ void bind_speculation(nb::module_ & m) {
         .def("accept", &Speculation::accept, "slot"_a, "n_accepted"_a, nb::call_guard<nb::gil_scoped_release>());
 }
 
+void bind_head(nb::module_ & m) {
+    nb::class_<Head>(m, "Head")
+        .def(
+            "__init__",
+            [](Head * self, const Model & model, uintptr_t ctx, int n_running, int n_threads, int n_threads_batch) {
+                unlocked([&] {
+                    new (self) Head(model, at<llama_context>(ctx), n_running, n_threads, n_threads_batch);
+                });
+            },
+            "model"_a, "ctx"_a, "n_running"_a, "n_threads"_a, "n_threads_batch"_a, nb::keep_alive<1, 2>())
+        .def_static("is_asked_for", &Head::is_asked_for, "model"_a)
+        .def_prop_ro("followed_context",
+                     [](const Head & head) { return reinterpret_cast<uintptr_t>(head.followed_context()); })
+        .def("follow",
+             [](Head & head, const Given & ids, const Given & pos, const Given & seqs) {
+                 const auto tokens = tokens_of(ids), positions = tokens_of(pos), sequences = tokens_of(seqs);
+                 unlocked([&] { head.follow(tokens, positions, sequences); });
+             },
+             "ids"_a, "pos"_a, "seqs"_a)
+        .def("draft",
+             [](Head & head, const std::vector<std::tuple<int, int, int, int>> & asked) {
+                 std::vector<Head::Asked> all;
+                 for (const auto & [seq, last, pos, n_max] : asked) {
+                     all.push_back({seq, last, pos, n_max});
+                 }
+                 return arrays_of(unlocked([&] { return head.draft(all); }));
+             },
+             "asked"_a)
+        .def("accept", &Head::accept, "seq"_a, "n_accepted"_a, nb::call_guard<nb::gil_scoped_release>());
+}
+
 void bind_writer(nb::module_ & m) {
     nb::class_<Writer>(m, "Writer")
         .def(nb::init<std::shared_ptr<const Request>>(), "request"_a)
@@ -493,6 +525,7 @@ NB_MODULE(_wire, m) {
     towerd::wire::bind_request(m);
     towerd::wire::bind_reply(m);
     towerd::wire::bind_speculation(m);
+    towerd::wire::bind_head(m);
     towerd::wire::bind_interruption(m);
     towerd::wire::bind_writer(m);
     towerd::wire::bind_others(m);

@@ -35,12 +35,12 @@ bool has(const std::vector<common_speculative_type> & types, common_speculative_
 }
 
 void check(const common_params_speculative & params) {
-    for (const auto type : {COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3, COMMON_SPECULATIVE_TYPE_DRAFT_MTP,
-                            COMMON_SPECULATIVE_TYPE_DRAFT_DFLASH, COMMON_SPECULATIVE_TYPE_DRAFT_DSPARK}) {
+    for (const auto type : {COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3, COMMON_SPECULATIVE_TYPE_DRAFT_DFLASH,
+                            COMMON_SPECULATIVE_TYPE_DRAFT_DSPARK}) {
         if (has(params.types, type)) {
             throw std::runtime_error("--spec-type " + common_speculative_type_to_str(type) +
-                                     " drafts from hidden states, which no stored row has; take draft-simple or an "
-                                     "ngram type");
+                                     " drafts from hidden states, which no stored row has; take draft-simple, draft-mtp or "
+                                     "an ngram type");
         }
     }
     const bool is_simple = has(params.types, COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE);

@@ -144,6 +144,7 @@ class LlamaContext:
         self.n_seqs = n_seqs
         self.v_trans = config.flash_attn == "off"
         self.batch = Batch(n_batch)
+        self._follower: Any = None
         self._adapted: Adapted = ()
         self._applied: Adapted = ()
 
@@ -163,6 +164,18 @@ class LlamaContext:
             raise Interrupted
         if code != 0:
             raise DecodeError(code)
+
+    def lead(self, address: int) -> None:
+        """Share and cut the sequences of the `llama_context` at this address as those of this one from
+        now on; 0: of none. Rows that come from outside have no counterpart there."""
+        other = ctypes.c_void_p(address)
+        self._follower = lib.llama_get_memory(other) if address else None
+
+    @property
+    def evaluated(self) -> tuple[Ids, Ids, Ids]:
+        """Tokens, positions and sequences of the last batch; valid until the next one is filled."""
+        n, batch = int(self.batch.raw.n_tokens), self.batch
+        return batch.token[:n], batch.pos[:n], batch.seq[:n]
 
     def apply_adapters(self) -> None:
         """Apply the adapters in force; to be called before an evaluation that bypasses `decode`."""
@@ -206,10 +219,14 @@ class LlamaContext:
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
         if not lib.llama_memory_seq_rm(self._mem, seq, p0, p1):
             raise TowerdError(f"llama.cpp cannot remove positions [{p0}, {p1}) of a sequence.")
+        if self._follower is not None:
+            lib.llama_memory_seq_rm(self._follower, seq, p0, p1)
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
         """Share cells of `src` with `dst`; no bytes move in a unified cache."""
         lib.llama_memory_seq_cp(self._mem, src, dst, p0, p1)
+        if self._follower is not None:
+            lib.llama_memory_seq_cp(self._follower, src, dst, p0, p1)
 
     def pos_max(self, seq: int) -> int:
         """The last position of a sequence, -1 when it is empty."""
@@ -238,6 +255,8 @@ class LlamaContext:
         size = blob.nbytes
         data = blob.ctypes.data_as(_U8P)
         used = lib.llama_state_seq_set_data_ext(self.ptr, data, size, seq, flags)
+        if self._follower is not None and flags != PARTIAL:
+            lib.llama_memory_seq_rm(self._follower, seq, -1, -1)
         if used != size:
             raise TowerdError(f"llama.cpp refused a state of {size} bytes: {last_errors()}")
 

@@ -416,6 +416,7 @@ class Scheduler:
                 self.hooks.evaluating(jobs),
             ):
                 self.context.decode()
+                self.speculator.evaluated()
             self._batching.learn(sum(j.n_in_batch for j in jobs), time.monotonic() - started)
         except TowerdError as error:
             self._decode_failed(jobs, error)

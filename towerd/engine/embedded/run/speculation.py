@@ -6,7 +6,8 @@ cut is restored to the state before the draft, and evaluates the accepted tokens
 next step.
 
 A draft model reads a prompt after the first token of the reply was sent, a few tokens in each step,
-and only the end of a long one: it never delays a resumed chat (`towerd/wire/cpp/speculation.cpp`).
+and only the end of a long one: it never delays a resumed chat (`towerd/wire/cpp/speculation.cpp`). A head
+reads what is evaluated, with each step (`towerd/wire/cpp/head.cpp`).
 """
 
 from __future__ import annotations
@@ -16,15 +17,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from towerd.engine.embedded.context.core import Core, on_short_lived_thread
 from towerd.engine.embedded.context.memory import SequenceMemory
 from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.pool import LivePool
 from towerd.engine.embedded.run.batching import Batching
-from towerd.errors import ConfigError
-from towerd.settings.config import Config
-from towerd.slots.kind import WHOLE
-from towerd.wire import Chunk, Model, Speculation, WireError
+from towerd.engine.embedded.run.drafts import Drafts
+from towerd.wire import Chunk, WireError
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +33,7 @@ class Speculator:
     """Drafts for the running requests of one context. Called by the inference thread only."""
 
     def __init__(
-        self, drafts: Speculation | None, memory: SequenceMemory, pool: LivePool, n_ctx: int
+        self, drafts: Drafts | None, memory: SequenceMemory, pool: LivePool, n_ctx: int
     ) -> None:
         """drafts: the source of drafts; None: there are none"""
         self.n_drafts = 0
@@ -75,6 +73,14 @@ class Speculator:
                 assert job.seq is not None
                 job.undo = (job.seq.n, self._memory.snapshot(job.seq.id))
 
+    def evaluated(self) -> None:
+        """After a batch was decoded, have a head read it."""
+        if self._drafts is not None:
+            try:
+                self._drafts.evaluated()
+            except WireError:
+                self._give_up()
+
     def sample(self, job: Job, context: int, *, may_outgrow: bool) -> list[Chunk]:
         """Sample the next tokens of the job's reply, at least one; rejected tokens of its draft
         leave the context. may_outgrow: whether the chat may outgrow the context. Raises
@@ -88,8 +94,14 @@ class Speculator:
         return chunks
 
     def close(self) -> None:
-        """Free a draft model. No request may run any more."""
-        self._drafts = None
+        """Free a draft model or a head. No request may run any more."""
+        drafts, self._drafts = self._drafts, None
+        if drafts is not None:
+            drafts.close()
+
+    def _give_up(self) -> None:
+        log.exception("speculation failed; replies continue without it")
+        self.close()
 
     def _draft(self, active: Sequence[Job]) -> None:
         """Set each job's `draft`."""
@@ -103,10 +115,9 @@ class Speculator:
         if not asked:
             return
         try:
-            drafts = self._drafts.draft([(job.slot, job.ids, n) for job, n in asked])
+            drafts = self._drafts.draft(asked)
         except WireError:
-            log.exception("speculation failed; replies continue without it")
-            self._drafts = None
+            self._give_up()
             return
         for (job, _), draft in zip(asked, drafts, strict=True):
             job.draft = draft
@@ -115,7 +126,7 @@ class Speculator:
         """Drop all but the first `n_right` tokens of the job's draft."""
         self._count(n_draft, n_right)
         if self._drafts is not None:
-            self._drafts.accept(job.slot, n_right)
+            self._drafts.accept(job, n_right)
         seq, undo, job.undo = job.seq, job.undo, None
         assert seq is not None
         if n_right == n_draft:
@@ -152,22 +163,3 @@ class Speculator:
             "draft_tokens_accepted": self.n_accepted,
             "draft_tokens_accepted_at": list(self.n_accepted_at),
         }
-
-
-def open_speculation(model: Model, core: Core, config: Config) -> Speculation | None:
-    """The speculation that llama-server's flags ask for; None if they do not. Raises ConfigError
-    for a model whose state cannot be restored, an unusable draft model, or clashing flags."""
-    if not Speculation.is_asked_for(model):
-        return None
-    if core.memory.kind is WHOLE:
-        raise ConfigError(
-            "This model's state can only be kept whole, and speculation has to take parts of it "
-            "back: leave out --spec-type and --model-draft."
-        )
-    n_threads = config.threads, config.threads_batch or config.threads
-    try:
-        return on_short_lived_thread(
-            lambda: Speculation(model, core.context.address, config.parallel, *n_threads)
-        )
-    except RuntimeError as error:
-        raise ConfigError(f"No speculation: {error}.") from error

@@ -1,0 +1,111 @@
+"""Drafts: where guesses come from, which llama.cpp makes from text or from the model's hidden states.
+
+A draft model and n-grams read a reply's text. A head that predicts several tokens (MTP) reads what the
+model evaluates: each token beside the hidden state of the one before. Its own rows are in a context of
+its own, whose sequences are shared and cut as the model's are. Rows that came from the store have none
+beside them: the head then drafts from the tokens that were evaluated since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from towerd.engine.embedded.context.context import LlamaContext
+from towerd.engine.embedded.context.core import Core, on_short_lived_thread
+from towerd.engine.embedded.live.job import Job
+from towerd.errors import ConfigError
+from towerd.settings.config import Config
+from towerd.slots.kind import WHOLE
+from towerd.tokens import Ids
+from towerd.wire import Head, Model, Speculation
+
+
+class Drafts(Protocol):
+    """Methods raise WireError."""
+
+    def evaluated(self) -> None:
+        """Read the batch that the context has just evaluated."""
+
+    def draft(self, asked: Sequence[tuple[Job, int]]) -> list[Ids]:
+        """A draft, possibly empty, for each (job, the most tokens to draft)."""
+
+    def accept(self, job: Job, n_accepted: int) -> None:
+        """How many tokens of the job's last draft were right."""
+
+    def close(self) -> None:
+        """Free what drafts are made with. Before the context is freed."""
+
+
+class TextDrafts:
+    """From a draft model, from n-grams, or both."""
+
+    def __init__(self, speculation: Speculation) -> None:
+        self._speculation = speculation
+
+    def evaluated(self) -> None:
+        """See Drafts. The text says it all."""
+
+    def draft(self, asked: Sequence[tuple[Job, int]]) -> list[Ids]:
+        """See Drafts."""
+        return self._speculation.draft([(job.slot, job.ids, n) for job, n in asked])
+
+    def accept(self, job: Job, n_accepted: int) -> None:
+        """See Drafts."""
+        self._speculation.accept(job.slot, n_accepted)
+
+    def close(self) -> None:
+        """See Drafts."""
+        del self._speculation
+
+
+class HeadDrafts:
+    """From a head that predicts several tokens."""
+
+    def __init__(self, head: Head, context: LlamaContext) -> None:
+        self._head = head
+        self._context = context
+        context.lead(head.followed_context)
+
+    def evaluated(self) -> None:
+        """See Drafts."""
+        self._head.follow(*self._context.evaluated)
+
+    def draft(self, asked: Sequence[tuple[Job, int]]) -> list[Ids]:
+        """See Drafts."""
+        wanted = []
+        for job, n in asked:
+            assert job.seq is not None
+            wanted.append((job.seq.id, int(job.ids[-1]), job.seq.n, n))
+        return self._head.draft(wanted)
+
+    def accept(self, job: Job, n_accepted: int) -> None:
+        """See Drafts."""
+        assert job.seq is not None
+        self._head.accept(job.seq.id, n_accepted)
+
+    def close(self) -> None:
+        """See Drafts."""
+        self._context.lead(0)
+        del self._head
+
+
+def open_drafts(model: Model, core: Core, config: Config) -> Drafts | None:
+    """The drafts that llama-server's flags ask for; None if they do not. Raises ConfigError for a model
+    whose state cannot be restored, an unusable draft model or head, or clashing flags."""
+    if not Speculation.is_asked_for(model):
+        return None
+    if core.memory.kind is WHOLE:
+        raise ConfigError(
+            "This model's state can only be kept whole, and speculation has to take parts of it "
+            "back: leave out --spec-type and --model-draft."
+        )
+    made = model, core.context.address, config.parallel
+    n_threads = config.threads, config.threads_batch or config.threads
+    try:
+        if Head.is_asked_for(model):
+            head = on_short_lived_thread(lambda: Head(*made, *n_threads))
+            return HeadDrafts(head, core.context)
+        return TextDrafts(on_short_lived_thread(lambda: Speculation(*made, *n_threads)))
+    except RuntimeError as error:
+        raise ConfigError(f"No speculation: {error}.") from error

@@ -1,0 +1,158 @@
+#include "head.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "refused.h"
+
+// Declared in llama.cpp's src/llama-ext.h, which is no part of its public sources.
+LLAMA_API llama_context * llama_get_ctx_other(llama_context * ctx);
+
+namespace towerd::wire {
+
+namespace {
+
+constexpr uint32_t kRound = 256;  // llama.cpp's contexts have multiples of so many cells
+
+bool has_head(const common_params_speculative & params) {
+    const auto & types = params.types;
+    return std::find(types.begin(), types.end(), COMMON_SPECULATIVE_TYPE_DRAFT_MTP) != types.end();
+}
+
+}  // namespace
+
+bool Head::is_asked_for(const Model & model) {
+    return has_head(model.params().speculative);
+}
+
+Head::Head(const Model & model, llama_context * ctx, int n_running, int n_threads, int n_threads_batch) :
+    n_vocab_(llama_vocab_n_tokens(model.vocab)), params_(model.params()), sequences_(llama_n_seq_max(ctx)) {
+    const AbortGuard guard;
+    auto &           speculative = params_.speculative;
+    for (const auto type : speculative.types) {
+        if (type != COMMON_SPECULATIVE_TYPE_DRAFT_MTP && type != COMMON_SPECULATIVE_TYPE_NONE) {
+            throw std::runtime_error("--spec-type draft-mtp does not go together with " +
+                                     common_speculative_type_to_str(type) + ": name one of them");
+        }
+    }
+    speculative.types         = {COMMON_SPECULATIVE_TYPE_DRAFT_MTP};
+    speculative.draft.ctx_tgt = ctx;
+
+    params_.n_batch                   = static_cast<int32_t>(llama_n_batch(ctx));
+    params_.n_ubatch                  = static_cast<int32_t>(llama_n_ubatch(ctx));
+    params_.cpuparams.n_threads       = n_threads;
+    params_.cpuparams_batch.n_threads = n_threads_batch;
+    load(common_base_params_to_speculative(params_), ctx, n_running);
+    speculative.draft.ctx_dft = context_.get();
+    batch_                    = common_batch(context_.get());
+    speculative_.reset(common_speculative_init(speculative, static_cast<uint32_t>(sequences_.size())));
+    if (!speculative_) {
+        throw std::runtime_error("--spec-type draft-mtp: llama.cpp makes no drafts of this model");
+    }
+}
+
+// As common_speculative_init_result, for a context with the sequences of `ctx`.
+void Head::load(const common_params & params, llama_context * ctx, int n_running) {
+    auto *      model = const_cast<llama_model *>(llama_get_model(ctx));
+    std::string whose = "this model";
+    if (params_.speculative.has_dft()) {
+        whose = params.model.path;
+        model_.reset(llama_model_load_from_file(whose.c_str(), common_model_params_to_llama(const_cast<common_params &>(params))));
+        model = model_.get();
+        if (!model) {
+            throw std::runtime_error("the draft model " + whose + " cannot be loaded");
+        }
+    }
+    auto           cparams = common_context_params_to_llama(params);
+    const uint32_t n_most  = n_running * static_cast<uint32_t>(std::max(1, params_.speculative.draft.n_max) + 1);
+    cparams.ctx_type       = LLAMA_CONTEXT_TYPE_MTP;
+    cparams.ctx_other      = ctx;
+    cparams.n_ctx          = llama_n_ctx(ctx) + (n_most + kRound - 1) / kRound * kRound;
+    cparams.n_seq_max      = llama_n_seq_max(ctx);
+    cparams.n_outputs_max  = std::max(cparams.n_outputs_max, cparams.n_seq_max);
+    cparams.n_rs_seq       = 0;
+    cparams.kv_unified     = true;
+    cparams.swa_full       = true;
+    context_.reset(llama_init_from_model(model, cparams));
+    if (!context_) {
+        throw std::runtime_error("--spec-type draft-mtp: " + whose + " has no head that predicts several tokens");
+    }
+    is_shared_ = llama_get_ctx_other(context_.get()) == ctx;
+    if (!is_shared_ && common_context_can_seq_rm(context_.get()) != COMMON_CONTEXT_SEQ_RM_TYPE_PART) {
+        throw std::runtime_error("--spec-type draft-mtp: the head of " + whose + " has a state that cannot take a draft back");
+    }
+}
+
+void Head::follow(const std::vector<llama_token> & ids, const std::vector<llama_pos> & pos,
+                  const std::vector<llama_seq_id> & seqs) {
+    answering(ERROR_TYPE_SERVER, [&] {
+        struct Part {
+            llama_seq_id seq;
+            llama_pos    first, end;
+        };
+        std::vector<Part> parts;
+        batch_.clear();
+        for (size_t i = 0; i < ids.size(); ++i) {
+            if (parts.empty() || parts.back().seq != seqs[i]) {
+                begin(seqs[i], pos[i]);
+                parts.push_back({seqs[i], pos[i], pos[i]});
+            }
+            batch_.add(ids[i], pos[i], seqs[i], false);
+            parts.back().end = pos[i] + 1;
+        }
+        const bool is_read = common_speculative_process(speculative_.get(), batch_);
+        for (const auto & part : parts) {
+            Sequence & sequence = sequences_.at(part.seq);
+            if (!is_read) {  // it has no room
+                begin(part.seq, part.first);
+            }
+            sequence.first = part.first;
+            sequence.state = is_read ? part.end - 1 : -1;
+        }
+    });
+}
+
+std::vector<llama_tokens> Head::draft(const std::vector<Asked> & asked) {
+    return answering(ERROR_TYPE_SERVER, [&] {
+        for (const auto & one : asked) {
+            Sequence & sequence = sequences_.at(one.seq);
+            sequence.result.clear();
+            common_speculative_get_draft_params(speculative_.get(), one.seq) = {
+                sequence.state == one.pos - 1, one.n_max, one.pos, one.last, &nothing_, &sequence.result};
+        }
+        common_speculative_draft(speculative_.get());
+        std::vector<llama_tokens> drafts;
+        for (const auto & one : asked) {
+            llama_tokens & result = sequences_[one.seq].result;
+            const auto     is_odd = [this](llama_token id) { return id < 0 || id >= n_vocab_; };
+            result.erase(std::find_if(result.begin(), result.end(), is_odd), result.end());
+            result.resize(std::min<size_t>(result.size(), one.n_max));
+            drafts.push_back(result);
+        }
+        return drafts;
+    });
+}
+
+void Head::accept(llama_seq_id seq, int n_accepted) {
+    answering(ERROR_TYPE_SERVER, [&] {
+        common_speculative_accept(speculative_.get(), seq, n_accepted);
+        Sequence & sequence = sequences_.at(seq);
+        sequence.state      = sequence.state < 0 ? -1 : sequence.first + n_accepted;
+    });
+}
+
+// Takes out what it guessed from position `p` on, or evaluated before the sequence was cut there. llama.cpp evaluates
+// nothing behind a gap: where rows are missing before `p`, the others go as well. After one, and wherever a sequence
+// does not go on where it was evaluated last, the first row is computed with the hidden state of another token.
+void Head::begin(llama_seq_id seq, llama_pos p) {
+    if (is_shared_) {
+        return;
+    }
+    llama_memory_t memory = llama_get_memory(context_.get());
+    llama_memory_seq_rm(memory, seq, p, -1);
+    if (llama_memory_seq_pos_max(memory, seq) != p - 1) {
+        llama_memory_seq_rm(memory, seq, -1, -1);
+    }
+}
+
+}  // namespace towerd::wire
