@@ -50,7 +50,7 @@ def models(arch: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     found = {}
     for guesses in ("of token", "of state", "wrong"):
         found[guesses] = folder / f"{arch} {guesses}.gguf"
-        make_head_gguf(found[guesses], arch, guesses)  # type: ignore[arg-type]
+        make_head_gguf(found[guesses], arch, guesses)
     return found
 
 
