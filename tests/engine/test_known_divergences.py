@@ -70,6 +70,13 @@ class Asked:
     n_evaluated: int
 
 
+async def settle(service: EmbeddedService) -> None:
+    """Wait until all checkpoints are stored."""
+    await service.engine.settle()
+    assert service.engine.checkpoint_tier is not None
+    await asyncio.to_thread(service.engine.checkpoint_tier.flush)
+
+
 async def talk(
     service: EmbeddedService, session: AgentSession, known: list[list[int]], oracle: Oracle | None
 ) -> list[Asked]:
@@ -88,9 +95,7 @@ async def talk(
         reuse = answer.finish.reuse
         asked.append(Asked(session.project, change, len(prompt), n_known, reuse.prefill))
         known.append(prompt + answer.ids)
-        await service.engine.settle()
-        assert service.engine.checkpoint_tier is not None
-        await asyncio.to_thread(service.engine.checkpoint_tier.flush)
+        await settle(service)
 
     await send("session", 100)
     for n in (160, 60, 280):
@@ -139,3 +144,21 @@ async def test_prompts_continue_where_they_diverge(
         print(f"session {asked[0].session + 1}", table(asked), sep="\n")
     for each in (each for asked in sessions[1:] for each in asked):
         assert 0 <= each.n_evaluated - (each.n_prompt - each.n_known) < APART_MIN, each
+
+
+@pytest.mark.parametrize("n_message", [20, 45])
+async def test_oldest_turns_are_dropped_behind_the_system_prompt(
+    n_message: int, service_on: OpenService, tmp_path: Path
+) -> None:
+    """The first time, too, and wherever messages end behind it."""
+    model = tmp_path / "model.gguf"
+    make_random_gguf(model, replace(SHAPE, arch="lfm2"))
+    session = AgentSession(0, messages=[words(n_message, 11, i) for i in range(25)])
+    async with service_on(model, ctx_size=4096, live_tokens=8192, checkpoint_tokens=256) as service:
+        await ask(service, session.prompt(), N_REPLY)
+        await settle(service)
+        del session.messages[:4]
+        prompt = session.prompt()
+        answer = await ask(service, prompt, N_REPLY)
+    n_new = len(prompt) - len(session.system())
+    assert 0 <= answer.finish.reuse.prefill - n_new < APART_MIN

@@ -32,7 +32,7 @@ ANCHORS_MAX = 64
 """Of one scope."""
 SCOPES_MAX = 256
 APART_MIN = 16
-"""Of positions closer together than this the first will do."""
+"""Checkpoints closer together than this save next to nothing: the first will do."""
 _WORD_MAX = 12
 """The longest word, in tokens; what is longer is none."""
 

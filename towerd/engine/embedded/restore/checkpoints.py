@@ -33,8 +33,6 @@ _BROKEN_MAX = 2
 CHECKPOINTS_MAX = 16
 """About the most checkpoints that are taken of one prompt."""
 _RATIOS = (8, 4, 2, 1)
-_GAP_MIN = 16
-"""Checkpoints closer together than this save next to nothing."""
 
 
 class Checkpoints(Branching):
@@ -165,12 +163,14 @@ class Checkpoints(Branching):
         if self.memory.kind.cut == "whole":  # as large as the conversation: its end is enough
             return ()
         ids = job.ids[: job.n_prompt]
-        branches = {self._words.before(ids, n) for n in branches if n < len(ids)}
-        for at in self._anchors.positions(ids, job.request.scope, start):
+        ends: list[int] = (np.flatnonzero(np.isin(ids, self._ends)) + 1).tolist()
+        branches = {start, *(self._words.before(ids, n) for n in branches if n < len(ids))}
+        # Behind its first message, a system prompt, other chats begin, and oldest turns are dropped.
+        likely = [*ends[:1], *self._anchors.positions(ids, job.request.scope, start)]
+        for at in sorted(likely):
             if all(abs(at - n) >= APART_MIN for n in branches):
                 branches.add(at)
-        ends = np.flatnonzero(np.isin(ids, self._ends)) + 1
-        return plan_checkpoints(start, len(ids), self._every, ends.tolist(), branches)
+        return plan_checkpoints(start, len(ids), self._every, ends, branches)
 
 
 def plan_checkpoints(
@@ -189,7 +189,7 @@ def plan_checkpoints(
     if start >= last:
         return ()
     messages = {p for p in message_ends if start < p <= last}
-    near = [p for p in messages if end - p <= _GAP_MIN]
+    near = [p for p in messages if end - p <= APART_MIN]
     fixed = {p for p in branches if start < p <= last} | {max(near, default=last)}
     grid = set(range(-(-(start + 1) // every) * every, last, every))
     positions: list[int] = []
@@ -207,7 +207,7 @@ def _spaced(
     positions: list[int] = []
     at = end
     for p in sorted(messages | grid | fixed, reverse=True):
-        gap_min = max(_GAP_MIN if p in messages else every, (end - p) // ratio)
+        gap_min = max(APART_MIN if p in messages else every, (end - p) // ratio)
         if p in fixed or at - p >= gap_min:
             positions.append(p)
             at = p
