@@ -14,6 +14,8 @@ Ids: TypeAlias = npt.NDArray[np.int32]
 ID_BYTES = 4
 _BLOCK = 256
 """Number of ids compared first; each further block is twice as long as the one before."""
+_HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_HASH_SHIFT = np.uint64(29)
 
 
 def ids_bytes(ids: Ids) -> bytes:
@@ -49,6 +51,18 @@ def common_prefix(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer]) -> int
             return start + first
         start, end = end, min(n, 3 * end)
     return n
+
+
+def run_hashes(ids: Ids, n: int, seed: int = 0) -> npt.NDArray[np.uint64]:
+    """A hash of each run of `n` successive ids, uint64[len(ids) - n + 1], or empty. seed: below 2^64; other
+    seeds, other hashes"""
+    n_runs = max(len(ids) - n + 1, 0)
+    tokens = np.asarray(ids, np.int64).astype(np.uint64)
+    found = np.full(n_runs, seed, np.uint64)
+    for i in range(n):
+        found = (found ^ tokens[i : i + n_runs]) * _HASH_FACTOR
+        found ^= found >> _HASH_SHIFT
+    return found
 
 
 class Provenance(enum.IntEnum):

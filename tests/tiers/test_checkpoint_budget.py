@@ -37,7 +37,8 @@ class Model:
         self.states: set[Tokens] = set()
 
     def worth(self, state: Tokens) -> float:
-        """Tokens saved by how far back they lie: tried on every other state and every chat."""
+        """Tokens saved, for each way on from there, by how far back they lie: tried on every other state and
+        every chat."""
         before = max(
             (len(s) for s in self.states if s != state and state[: len(s)] == s), default=0
         )
@@ -50,7 +51,12 @@ class Model:
         saves = len(state) - before
         if min(ends) == 0:
             saves = max(saves, NEAR_TOKENS)
-        return saves / (NEAR_TOKENS + min(ends))
+        ways = {
+            chat[len(state)]
+            for chat in self.chats
+            if len(chat) > len(state) and chat[: len(state)] == state
+        }
+        return max(1, len(ways)) * saves / (NEAR_TOKENS + min(ends))
 
 
 def build(

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from towerd.search.speech import MessageStart, message_starts
 from towerd.store.catalog.vocabularies import KeptVocabulary
-from towerd.tokens import Ids, common_prefix
+from towerd.tokens import Ids, common_prefix, run_hashes
 
 Kind: TypeAlias = Literal["changed", "gone", "inserted"]
 """What is at the divergence: other text, nothing of some messages, messages that were not there."""
@@ -152,23 +151,14 @@ def _numbers(first: int, last: int) -> str:
 def n_known(prompt: Ids, tower: Ids, start: int, at: int) -> int:
     """How many tokens of the prompt from `start` on are in runs of GRAM or more that the tower has
     from `at` on, wherever."""
-    mine, theirs = (_grams(ids[n : n + COMPARED_MAX]) for ids, n in ((prompt, start), (tower, at)))
+    mine, theirs = (
+        run_hashes(ids[n : n + COMPARED_MAX], GRAM) for ids, n in ((prompt, start), (tower, at))
+    )
     hits = np.flatnonzero(np.isin(mine, theirs))
     covered = np.zeros(len(mine) + GRAM, bool)
     for k in range(GRAM):
         covered[hits + k] = True
     return int(np.count_nonzero(covered))
-
-
-def _grams(ids: Ids) -> npt.NDArray[np.uint64]:
-    """A hash of each GRAM successive ids, uint64[len(ids) - GRAM + 1], or empty."""
-    n = max(len(ids) - GRAM + 1, 0)
-    values = ids.astype(np.int64).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    values ^= values >> np.uint64(29)
-    found = np.zeros(n, np.uint64)
-    for k in range(GRAM):
-        found = found * np.uint64(0xBF58476D1CE4E5B9) + values[k : k + n]
-    return found
 
 
 def diverge(
@@ -244,7 +234,7 @@ def _texts(prompt: Ids, tower: Ids, at: int, vocabulary: KeptVocabulary) -> Text
 
 def _changed_ends(a: Ids, b: Ids, at: int) -> tuple[int, int]:
     """Where two texts, which differ from `at` on, agree again."""
-    grams, others = (_grams(ids[at : at + _ALIGNED_MAX]) for ids in (a, b))
+    grams, others = (run_hashes(ids[at : at + _ALIGNED_MAX], GRAM) for ids in (a, b))
     hits = np.isin(others, grams)
     if not hits.any():
         return at + SHOWN_TOKENS, at + SHOWN_TOKENS

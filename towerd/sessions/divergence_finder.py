@@ -11,7 +11,6 @@ import heapq
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 
 from towerd.engine.base import Reuse
 from towerd.errors import TowerdError
@@ -128,23 +127,16 @@ def tower_ends(tree: PrefixTree, ids: bytes, scope: str, start: int) -> list[Nod
         wait_for([path.pop()])
     for node in path:
         if node.p1 >= start:
-            wait_for(
-                [each for each in _newest(node) if each.scope in seen and each.id not in on_path]
-            )
+            children = node.newest(_CHILDREN_MAX)
+            wait_for([each for each in children if each.scope in seen and each.id not in on_path])
     found: list[Node] = []
     while waiting and len(found) < TOWERS_MAX:
         node = heapq.heappop(waiting)[2]
-        below = [each for each in _newest(node) if each.scope in seen]
+        below = [each for each in node.newest(_CHILDREN_MAX) if each.scope in seen]
         wait_for(below)
         if not below:
             found.append(node)
     return found
-
-
-def _newest(node: Node) -> list[Node]:
-    """The children that came last, of which there may be a hundred thousand."""
-    found = {} if node.by_token is None else node.by_token
-    return list(islice(reversed(found.values()), _CHILDREN_MAX))
 
 
 def _recency(node: Node) -> float:

@@ -4,7 +4,8 @@ budget.
 A checkpoint is taken where a later prompt is likely to resume, kept in RAM until its file
 is written, and read back when a prompt begins with the tokens before it. The checkpoints
 that save the least are evicted first: those close behind another one, far from the end of
-their conversation, or long unused. Checkpoints therefore stay dense near the leaves and
+their conversation, or long unused. One where prompts parted counts once for each of the ways that
+they took: the next prompt may part there, too. Checkpoints therefore stay dense near the leaves and
 become sparse in the past.
 """
 
@@ -160,12 +161,14 @@ class CheckpointTier:
             return min(states, key=lambda state: self._worth(state, now), default=None)
 
     def _worth(self, found: StateCheckpoint, now: float) -> float:
-        """Tokens that it saves, discounted by distance to the leaf and time since its last use."""
+        """Tokens that it saves, for each way that prompts took there, discounted by distance to the leaf and
+        time since its last use."""
         gap = found.position - self._position_before(found.node)
         distance = leaf_distance(found.node)
         age = (now - found.node.last_used) // AGE_S
         saves = gap if distance else max(gap, NEAR_TOKENS)
-        return saves / (NEAR_TOKENS + distance) / (1 + max(0.0, age))
+        n_ways = max(1, len(found.node.children))
+        return n_ways * saves / (NEAR_TOKENS + distance) / (1 + max(0.0, age))
 
     def _position_before(self, node: Node) -> int:
         above = node.parent

@@ -10,6 +10,7 @@ from towerd.engine.embedded.live.pool import LivePool
 from towerd.engine.embedded.longchat.budgets import Budgets
 from towerd.engine.embedded.longchat.observer import Observer, check_attention
 from towerd.engine.embedded.longchat.shift import ContextShift
+from towerd.engine.embedded.restore.anchors import WordStarts
 from towerd.engine.embedded.restore.branching import Branching
 from towerd.engine.embedded.restore.checkpoints import Checkpoints
 from towerd.engine.embedded.restore.exporter import Exporter
@@ -54,7 +55,8 @@ class Parts:
         checkpoints = None
         if checkpoint_tier is not None:
             ends, every = core.vocab.eog_ids, config.checkpoint_tokens
-            checkpoints = Checkpoints(memory, self.pool, tiers, checkpoint_tier, ends, every)
+            words = WordStarts(core.vocab.pieces, ends)
+            checkpoints = Checkpoints(memory, self.pool, tiers, checkpoint_tier, words, ends, every)
         self.exporter = Exporter(memory, tiers, checkpoints)
         tokens = Branching(memory, self.pool, tiers, self.exporter.export)
         branching = checkpoints or tokens

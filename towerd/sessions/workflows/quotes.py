@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 
 import numpy as np
-import numpy.typing as npt
 
-from towerd.tokens import Ids
+from towerd.tokens import Ids, run_hashes
 
 WINDOW = 12
 SAMPLE = 4
@@ -21,8 +20,6 @@ EVIDENCE_MIN = 2
 """Sampled hashes that must point to the same workflow."""
 HASHES_MAX = 1 << 16
 _COMMON = ""
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)
-_SHIFT = np.uint64(29)
 
 
 class Quotes:
@@ -54,14 +51,7 @@ class Quotes:
 
 def sample(ids: Ids) -> list[int]:
     """The sampled hashes of all runs of WINDOW tokens, without duplicates."""
-    n = len(ids) - WINDOW + 1
-    if n < 1:
-        return []
-    tokens = np.asarray(ids, np.int64).astype(np.uint64)
-    hashes: npt.NDArray[np.uint64] = np.zeros(n, np.uint64)
-    for i in range(WINDOW):
-        hashes = (hashes ^ tokens[i : i + n]) * _FACTOR
-        hashes ^= hashes >> _SHIFT
+    hashes = run_hashes(ids, WINDOW)
     kept = np.unique(hashes[hashes % np.uint64(SAMPLE) == 0])
     found: list[int] = kept.tolist()
     return found

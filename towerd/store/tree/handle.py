@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from towerd.store.tree.scope import public_of
 from towerd.store.tree.tree import Match, PrefixTree
-from towerd.tokens import Ids, ids_bytes
+from towerd.tokens import ID_BYTES, Ids, ids_array, ids_bytes
+
+_CHILDREN_MAX = 100
+"""Of a node, those that are looked at for one of a scope."""
 
 
 class Handle:
@@ -48,6 +52,23 @@ class Handle:
                 self._version = self._tree.version
                 self._hold()
             return self._match if n is None else self._match.first(n)
+
+    def beyond(self, at: int, n: int) -> Ids:
+        """Up to `n` tokens with which the newest stored tower goes on that this path leaves at token `at`;
+        empty if none does."""
+        with self._locked():
+            match = self.match()
+            if not match.nodes or match.n != at:
+                return ids_array(b"")
+            node, seen = match.nodes[-1], (self.scope, public_of(self.scope))
+            found = node.ids[(match.n - node.p0) * ID_BYTES :]
+            while len(found) < n * ID_BYTES:
+                below = [each for each in node.newest(_CHILDREN_MAX) if each.scope in seen]
+                if not below:
+                    break
+                node = below[0]
+                found += node.ids
+            return ids_array(found[: n * ID_BYTES])
 
     def release(self) -> None:
         """Let go of the path. Takes no lock, so it never waits."""

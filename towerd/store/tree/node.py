@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import islice
 
 from towerd.slots.runs import Runs
 from towerd.store.segments.segment_file import SegmentFile
@@ -58,6 +59,10 @@ class Node:
     def children(self) -> Collection[Node]:
         """The runs that continue this one, of any scope."""
         return self.by_token.values() if self.by_token else ()
+
+    def newest(self, n: int) -> list[Node]:
+        """The `n` children that came last, the newest first; there may be a hundred thousand."""
+        return list(islice(reversed(self.by_token.values()), n)) if self.by_token else []
 
     @property
     def has_rows(self) -> bool:

@@ -17,6 +17,7 @@ from towerd.engine.embedded.context.memory import SequenceMemory
 from towerd.engine.embedded.live.job import Job
 from towerd.engine.embedded.live.parked import Parked
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
+from towerd.engine.embedded.restore.anchors import APART_MIN, GRAM, Anchors, WordStarts
 from towerd.engine.embedded.restore.branching import Branching, Evict, FoundLive
 from towerd.errors import StoreError, TowerdError
 from towerd.store.rows.checkpoints import StateCheckpoint
@@ -32,8 +33,6 @@ _BROKEN_MAX = 2
 CHECKPOINTS_MAX = 16
 """About the most checkpoints that are taken of one prompt."""
 _RATIOS = (8, 4, 2, 1)
-_GAP_MIN = 16
-"""Checkpoints closer together than this save next to nothing."""
 
 
 class Checkpoints(Branching):
@@ -45,6 +44,7 @@ class Checkpoints(Branching):
         pool: LivePool,
         tiers: Tiers,
         checkpoint_tier: CheckpointTier,
+        words: WordStarts,
         message_ends: Collection[int],
         every: int,
     ) -> None:
@@ -54,6 +54,8 @@ class Checkpoints(Branching):
         self.checkpoint_tier = checkpoint_tier
         self._ends = np.array(sorted(message_ends), np.int32)
         self._every = every
+        self._words = words
+        self._anchors = Anchors(words)
 
     # ---- in ---------------------------------------------------------------------------------
 
@@ -91,16 +93,19 @@ class Checkpoints(Branching):
         """See Branching.plan. The plan ends at a position with a checkpoint. Also sets the
         positions at which the job is to take checkpoints."""
         stop = job.n_on_path(stop)
-        plan, n_known = RestorePlan(), 0
+        plan, branches = RestorePlan(), {found.n_common}
         if job.request.cache_prompt and job.n_broken < _BROKEN_MAX:
             stored = self.tiers.plan(job.path, seq.n, stop, worst=Provenance.APPROXIMATE)
-            seq.n_public, n_known = stored.n_public, stored.n_match
+            seq.n_public = stored.n_public
+            branches.add(stored.n_match)
+            if stored.n_match < stop and not job.n_broken and not job.request.background:
+                self._learn(job, stored.n_match)
             end = seq.n + stored.n if self.memory.kind.has_rows else stored.n_match
             checkpoint = self.checkpoint_tier.deepest(job.path, seq.n, end)
             if checkpoint is not None:
                 plan = stored.up_to(checkpoint)
         start = seq.n + plan.n
-        job.checkpoints_at = self._checkpoint_positions(job, start, {n_known, found.n_common})
+        job.checkpoints_at = self._checkpoint_positions(job, start, branches)
         return plan
 
     def load(self, plan: RestorePlan) -> Buffer | None:
@@ -148,12 +153,24 @@ class Checkpoints(Branching):
 
     # ---- private ----------------------------------------------------------------------------
 
+    def _learn(self, job: Job, at: int) -> None:
+        """Note where the prompt leaves a stored tower, if that goes on there."""
+        tower = job.path.beyond(at, GRAM + 1)
+        if len(tower):
+            self._anchors.learn(job.ids, job.request.scope, at, tower)
+
     def _checkpoint_positions(self, job: Job, start: int, branches: set[int]) -> tuple[int, ...]:
         if self.memory.kind.cut == "whole":  # as large as the conversation: its end is enough
             return ()
         ids = job.ids[: job.n_prompt]
-        ends = np.flatnonzero(np.isin(ids, self._ends)) + 1
-        return plan_checkpoints(start, len(ids), self._every, ends.tolist(), branches)
+        ends: list[int] = (np.flatnonzero(np.isin(ids, self._ends)) + 1).tolist()
+        branches = {start, *(self._words.before(ids, n) for n in branches if n < len(ids))}
+        # Behind its first message, a system prompt, other chats begin, and oldest turns are dropped.
+        likely = [*ends[:1], *self._anchors.positions(ids, job.request.scope, start)]
+        for at in sorted(likely):
+            if all(abs(at - n) >= APART_MIN for n in branches):
+                branches.add(at)
+        return plan_checkpoints(start, len(ids), self._every, ends, branches)
 
 
 def plan_checkpoints(
@@ -172,7 +189,7 @@ def plan_checkpoints(
     if start >= last:
         return ()
     messages = {p for p in message_ends if start < p <= last}
-    near = [p for p in messages if end - p <= _GAP_MIN]
+    near = [p for p in messages if end - p <= APART_MIN]
     fixed = {p for p in branches if start < p <= last} | {max(near, default=last)}
     grid = set(range(-(-(start + 1) // every) * every, last, every))
     positions: list[int] = []
@@ -190,7 +207,7 @@ def _spaced(
     positions: list[int] = []
     at = end
     for p in sorted(messages | grid | fixed, reverse=True):
-        gap_min = max(_GAP_MIN if p in messages else every, (end - p) // ratio)
+        gap_min = max(APART_MIN if p in messages else every, (end - p) // ratio)
         if p in fixed or at - p >= gap_min:
             positions.append(p)
             at = p
