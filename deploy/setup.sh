@@ -186,6 +186,9 @@ install_project() {
   say "Installing towerd and its development tools into .venv"
   "$PY" -m pip install --quiet --group build --group dev
   PATH="$VENV/bin:$PATH" "$PY" -m pip install --quiet --no-build-isolation --editable .
+  # With a libstdc++ in each of its libraries, loading it crashes. In a shell of its own, as above.
+  bash -c '"$@"; exit $?' wire "$PY" -P -c 'import towerd.wire' 2>/dev/null ||
+    die "towerd.wire was built but cannot be loaded; a compiler that links libstdc++ statically does that: name another (CXX=g++), remove .venv and run again."
   printf '%s' "$wanted" >"$STAMPS/project"
 }
 

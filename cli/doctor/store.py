@@ -128,7 +128,8 @@ def _tokenizers_changed(db: sqlite3.Connection) -> str:
     """What is left of coded conversations since another llama.cpp cut text into other tokens; empty
     if nothing is."""
     rows = db.execute(
-        "SELECT value FROM meta WHERE key >= ?1 AND key < ?1 || '~' AND value != '0'", (CHANGED,)
+        "SELECT value FROM meta WHERE key >= ? AND key < ? || '~' AND value != '0'",
+        (CHANGED, CHANGED),
     )
     values = [str(row[0]) for row in rows]
     if RENEWING in values:

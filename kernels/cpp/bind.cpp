@@ -294,7 +294,7 @@ void check_rope_shift(handle src, handle out, handle format, handle cos, handle 
 }
 
 float scale_of(handle value) {
-    const double scale = PyFloat_Check(value.ptr()) ? PyFloat_AS_DOUBLE(value.ptr()) : std::nan("");
+    const double scale = PyFloat_Check(value.ptr()) ? PyFloat_AsDouble(value.ptr()) : std::nan("");
     if (!(std::abs(scale) <= 3.4028234663852886e38)) {
         refuse("scale", "expected a finite float32");
     }

@@ -43,7 +43,7 @@ void check_rows(const Buffer & rows, std::size_t n_dims, const char * name) {
 }
 
 double ratio_of(handle value) {
-    const double ratio = PyFloat_Check(value.ptr()) ? PyFloat_AS_DOUBLE(value.ptr()) : -1.0;
+    const double ratio = PyFloat_Check(value.ptr()) ? PyFloat_AsDouble(value.ptr()) : -1.0;
     if (!(ratio > 0 && ratio <= 0.5)) {
         refuse("ratio", "expected a float above 0, at most 0.5");
     }

@@ -36,7 +36,7 @@ DAMAGED = "The search index is damaged and is being filled again: try in a minut
 _AT_ONCE = 400
 """Rows of one query's parameters."""
 _FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR})
-_OF_TENANT = "(?1 IS NULL OR s.scope = ?1 OR s.scope > ?1 || '{0}' AND s.scope < ?1 || '{1}')"
+_OF_TENANT = "(:scope IS NULL OR s.scope = :scope OR s.scope > :scope || '{0}' AND s.scope < :scope || '{1}')"
 _WHOSE = _OF_TENANT.format(MARK, chr(ord(MARK) + 1))
 CUT = "\u200b"
 """Zero-width space: separates characters in what is indexed, and is removed from what is shown."""
@@ -220,7 +220,8 @@ class SearchIndex:
         """All sessions, or those with this id."""
         with self._looking() as db:
             rows = db.execute(
-                "SELECT tokenizer, scope, id FROM sessions WHERE ?1 IS NULL OR id = ?1", (id,)
+                "SELECT tokenizer, scope, id FROM sessions WHERE :id IS NULL OR id = :id",
+                {"id": id},
             ).fetchall()
         return [SessionKey(*row) for row in rows]
 
@@ -249,9 +250,9 @@ class SearchIndex:
         with self._looking() as db:
             for row, session in db.execute(
                 "SELECT words.rowid, p.session FROM words JOIN passages p ON p.rowid = words.rowid"
-                f" JOIN sessions s ON s.pk = p.session WHERE {_WHOSE} AND words MATCH ?2"
+                f" JOIN sessions s ON s.pk = p.session WHERE {_WHOSE} AND words MATCH :query"
                 " ORDER BY rank, said DESC",
-                (scope, query),
+                {"scope": scope, "query": query},
             ):
                 best.setdefault(session, row)
                 if len(best) == limit:

@@ -30,8 +30,8 @@ _FORGET_NAMES = (
     " WHERE session != '' AND session NOT IN (SELECT id FROM sessions)"
 )
 _SAID = (
-    "SELECT scope, ids FROM segments WHERE tokenizer = ?1 UNION ALL"
-    " SELECT scope, tail FROM turns JOIN sessions ON pk = session WHERE tokenizer = ?1"
+    "SELECT scope, ids FROM segments WHERE tokenizer = ? UNION ALL"
+    " SELECT scope, tail FROM turns JOIN sessions ON pk = session WHERE tokenizer = ?"
 )
 
 
@@ -98,6 +98,6 @@ def _words_said(state: StoreState, tokenizer: bytes) -> dict[str, set[int]]:
     said: defaultdict[str, set[int]] = defaultdict(set)
     of = state.catalog.rows("SELECT id FROM tokenizers WHERE digest = ?", (tokenizer,))
     for row in of:
-        for scope, ids in state.catalog.rows(_SAID, row):
+        for scope, ids in state.catalog.rows(_SAID, row * 2):
             said[tenant_of(scope)].update(ids_array(ids).tolist())
     return said

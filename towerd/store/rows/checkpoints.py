@@ -41,8 +41,8 @@ Bytes = npt.NDArray[np.uint8]
 _UNCLAIMED = -1
 """Stands for the tokenizer of a row identity that the catalog does not have; it has no segments."""
 _STATEFUL_OTHERS = (
-    "SELECT f.digest FROM fingerprints f JOIN meta m ON m.key = ?1 || lower(hex(f.digest))"
-    " WHERE f.tokenizer = ?2 AND f.digest != ?3 AND m.value != ?4"
+    "SELECT f.digest FROM fingerprints f JOIN meta m ON m.key = ? || lower(hex(f.digest))"
+    " WHERE f.tokenizer = ? AND f.digest != ? AND m.value != ?"
 )
 
 

@@ -24,9 +24,9 @@ BASE_TOKENS_MIN = 32
 """A shorter prefix is coded with the rest: a reference to it would take as many bytes."""
 
 _OTHERS = (
-    "SELECT 1 FROM turns WHERE prompt_node = ?1 AND session != ?2"
-    " UNION ALL SELECT 1 FROM turns WHERE reply_node = ?1 AND session != ?2"
-    " UNION ALL SELECT 1 FROM cold WHERE base = ?1 AND session != ?2 LIMIT 1"
+    "SELECT 1 FROM turns WHERE prompt_node = ? AND session != ?"
+    " UNION ALL SELECT 1 FROM turns WHERE reply_node = ? AND session != ?"
+    " UNION ALL SELECT 1 FROM cold WHERE base = ? AND session != ? LIMIT 1"
 )
 
 
@@ -40,7 +40,7 @@ class OtherUsers:
 
     def is_end(self, node: Node) -> bool:
         """Whether a turn of another session ends at `node`, or its blob continues from it."""
-        return bool(self.state.catalog.rows(_OTHERS, (node.id, self.session)))
+        return bool(self.state.catalog.rows(_OTHERS, (node.id, self.session) * 3))
 
     def holds(self, node: Node) -> bool:
         """Whether anything else needs `node`: a pin, a base, or another session here or below."""

@@ -70,8 +70,8 @@ _PAGE = (
 
 _CODED = (
     "SELECT pk, id, scope FROM cold JOIN sessions ON pk = session"
-    " WHERE tokenizer = ?1 AND session > ?2"
-    f" AND (?3 IS NULL OR ?3 IN (scope, {TENANT_SQL})) ORDER BY session LIMIT ?4"
+    " WHERE tokenizer = ? AND session > ?"
+    f" AND (? IS NULL OR ? IN (scope, {TENANT_SQL})) ORDER BY session LIMIT ?"
 )
 
 
@@ -165,9 +165,9 @@ class ColdTable:
             rows = self._state.catalog.rows(
                 "SELECT pk, id FROM sessions INDEXED BY sessions_warm"
                 " WHERE tokenizer = ? AND cold_bytes = 0 AND updated < ? AND leaf IS NOT NULL"
-                f" AND (?3 IS NULL OR ?3 IN (scope, {TENANT_SQL}))"
-                " ORDER BY updated, pk LIMIT ?4",
-                (self._mine, before, scope, limit),
+                f" AND (? IS NULL OR ? IN (scope, {TENANT_SQL}))"
+                " ORDER BY updated, pk LIMIT ?",
+                (self._mine, before, scope, scope, limit),
             )
             return [self._sessions.info(SessionRow(*row)) for row in rows]
 
@@ -201,7 +201,7 @@ class ColdTable:
         """Sessions, of one tenant or scope or of all, that have a blob, in order of their rows,
         which follow row `after`."""
         with self._state.locked():
-            rows = self._state.catalog.rows(_CODED, (self._mine, after, scope, limit))
+            rows = self._state.catalog.rows(_CODED, (self._mine, after, scope, scope, limit))
         return [CodedSession(*row) for row in rows]
 
     def blob(self, pk: int) -> bytes:

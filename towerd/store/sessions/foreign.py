@@ -41,8 +41,8 @@ def _path(state: StoreState, segment: int) -> list[tuple[int, int, bytes, int]]:
 
 
 _ENDS = (
-    "SELECT id FROM segments WHERE id IN (SELECT prompt_node FROM turns WHERE session = ?1"
-    " UNION SELECT reply_node FROM turns WHERE session = ?1) ORDER BY p1 DESC"
+    "SELECT id FROM segments WHERE id IN (SELECT prompt_node FROM turns WHERE session = ?"
+    " UNION SELECT reply_node FROM turns WHERE session = ?) ORDER BY p1 DESC"
 )
 
 
@@ -50,7 +50,7 @@ def _nodes_of(state: StoreState, session: SessionRow) -> dict[int, Node]:
     """The nodes that a session's prompts and replies end in, and all above them, by id; without those
     of which the catalog lost what comes before. Their scopes are not read."""
     nodes = {0: Node(0, None, "", 0, b"")}
-    for (end,) in state.catalog.rows(_ENDS, (session.pk,)):
+    for (end,) in state.catalog.rows(_ENDS, (session.pk, session.pk)):
         if end in nodes:
             continue
         for id, parent, ids, p1 in _path(state, end):

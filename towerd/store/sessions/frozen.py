@@ -25,7 +25,7 @@ DIGEST_BYTES = 16
 _FACTS = ("id", "parent", "n_prompt", "n_reply", "n_cached", "started", "created", "finished")
 _PREFIX_HASHES = (
     "SELECT session, marks FROM cold JOIN sessions ON pk = session"
-    " WHERE frozen = 1 AND tokenizer = ?1 AND (?2 IS NULL OR session = ?2)"
+    " WHERE frozen = 1 AND tokenizer = ? AND (? IS NULL OR session = ?)"
 )
 
 
@@ -209,7 +209,7 @@ class CodedSession:
 def prefix_hash_rows(state: StoreState, session: int | None = None) -> list[tuple[int, bytes]]:
     """(row, prefix hashes as they are stored) of the frozen session of this row, or of all, of the
     open tokenizer. Runs under the lock."""
-    return state.catalog.rows(_PREFIX_HASHES, (state.identity.tokenizer, session))
+    return state.catalog.rows(_PREFIX_HASHES, (state.identity.tokenizer, session, session))
 
 
 def read_coded(

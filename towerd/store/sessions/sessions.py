@@ -60,10 +60,10 @@ class SessionTable:
                 break
             rows = self.catalog.rows(
                 "SELECT s.pk, s.id FROM turns t JOIN sessions s ON s.pk = t.session"
-                " WHERE (t.prompt_node = ?1 OR t.reply_node = ?1)"
-                " AND (s.scope = ?2 OR s.scope > ?3 AND s.scope < ?4)"
+                " WHERE (t.prompt_node = ? OR t.reply_node = ?)"
+                " AND (s.scope = ? OR s.scope > ? AND s.scope < ?)"
                 " ORDER BY s.updated DESC, s.pk DESC LIMIT 1",
-                (node.id, tenant, *_with_any_adapters(tenant)),
+                (node.id, node.id, tenant, *_with_any_adapters(tenant)),
             )
             if rows:
                 return SessionRow(*rows[0])
@@ -73,13 +73,14 @@ class SessionTable:
         """The session of the tenant of `scope` with a prompt end or a reply end at the deepest possible
         node of a path, and the position of that end; of several, the one used last."""
         tenant, ends = tenant_of(scope), {node.id: node.p1 for node in path}
+        ids = str(list(ends))
         rows = self.catalog.rows(
             "SELECT s.id, t.prompt_node, t.reply_node, s.updated FROM turns t"
             " JOIN sessions s ON s.pk = t.session"
-            " WHERE (t.prompt_node IN (SELECT value FROM json_each(?1))"
-            " OR t.reply_node IN (SELECT value FROM json_each(?1)))"
-            " AND (s.scope = ?2 OR s.scope > ?3 AND s.scope < ?4)",
-            (str(list(ends)), tenant, *_with_any_adapters(tenant)),
+            " WHERE (t.prompt_node IN (SELECT value FROM json_each(?))"
+            " OR t.reply_node IN (SELECT value FROM json_each(?)))"
+            " AND (s.scope = ? OR s.scope > ? AND s.scope < ?)",
+            (ids, ids, tenant, *_with_any_adapters(tenant)),
         )
         found = [
             (end, updated, id)
@@ -128,9 +129,9 @@ class SessionTable:
         """The session with this id of the tenant of `scope`, that of `scope` itself first."""
         tenant = tenant_of(scope)
         rows = self.catalog.rows(
-            "SELECT pk, id FROM sessions WHERE tokenizer = ?1 AND id = ?2"
-            " AND (scope = ?3 OR scope > ?4 AND scope < ?5)"
-            " ORDER BY scope = ?6 DESC, updated DESC, pk DESC LIMIT 1",
+            "SELECT pk, id FROM sessions WHERE tokenizer = ? AND id = ?"
+            " AND (scope = ? OR scope > ? AND scope < ?)"
+            " ORDER BY scope = ? DESC, updated DESC, pk DESC LIMIT 1",
             (self.tokenizer, id, tenant, *_with_any_adapters(tenant), scope),
         )
         return SessionRow(*rows[0]) if rows else None
@@ -290,9 +291,9 @@ class SessionTable:
         pk = (session.pk,)
         ((scope,),) = self.catalog.rows("SELECT scope FROM sessions WHERE pk = ?", pk)
         rows = self.catalog.rows(
-            "SELECT prompt_node FROM turns WHERE session = ?1"
-            " UNION SELECT reply_node FROM turns WHERE session = ?1",
-            pk,
+            "SELECT prompt_node FROM turns WHERE session = ?"
+            " UNION SELECT reply_node FROM turns WHERE session = ?",
+            pk * 2,
         )
         ends = [nodes[id] for (id,) in rows if id in nodes]
         hashes = hashes_at([end for end in ends if end.p1 >= RECOGNISED_TOKENS_MIN], scope)
@@ -355,9 +356,9 @@ class SessionTable:
         same prompt length and so finds the turn before."""
         for node in known:
             rows = self.catalog.rows(
-                "SELECT id FROM turns WHERE session = ?1 AND n_prompt < ?3"
-                " AND (prompt_node = ?2 OR reply_node = ?2) ORDER BY id DESC LIMIT 1",
-                (session.pk, node.id, n_prompt),
+                "SELECT id FROM turns WHERE session = ? AND n_prompt < ?"
+                " AND (prompt_node = ? OR reply_node = ?) ORDER BY id DESC LIMIT 1",
+                (session.pk, n_prompt, node.id, node.id),
             )
             if rows:
                 return int(rows[0][0])

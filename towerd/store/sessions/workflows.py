@@ -77,8 +77,8 @@ class WorkflowTable:
                 "SELECT w.pk, w.scope, w.id, w.named, w.started, i.agent, i.session, i.tip,"
                 " i.n_prompt, i.n_reply, i.arrived, i.answered, i.stop"
                 " FROM invocations i JOIN workflows w ON w.pk = i.workflow"
-                " WHERE w.tokenizer = ?1 AND (?2 IS NULL OR w.scope = ?2) ORDER BY w.pk, i.id",
-                (self._state.identity.tokenizer, scope),
+                " WHERE w.tokenizer = ? AND (? IS NULL OR w.scope = ?) ORDER BY w.pk, i.id",
+                (self._state.identity.tokenizer, scope, scope),
             )
         found: dict[int, list[Invocation]] = {}
         for pk, of, id, named, *rest in rows:

@@ -24,6 +24,7 @@ from towerd.engine.embedded.context.taps import Taps
 from towerd.errors import ConfigError, ModelError
 from towerd.kernels.formats import BY_NAME
 from towerd.llama_library import lib
+from towerd.model.gpus import gpu_free_bytes
 from towerd.model.llama_log import buffers_made, last_errors
 from towerd.model.llama_model import LlamaModel, check_reply_flags
 from towerd.model.model_file import Memo, file_hash, weights_hash
@@ -51,6 +52,8 @@ N_CTX_DEFAULT_MAX = 32768
 _CELLS_ROUND = 256
 _LIVE_RAM_SHARE = 8
 """The default live context takes at most 1 / _LIVE_RAM_SHARE of RAM."""
+_LIVE_GPU_SHARE = 2
+"""On a GPU it takes at most 1 / _LIVE_GPU_SHARE of what the weights left free: compute buffers need memory, too."""
 _SCORE_BYTES = 4
 _SCORES_RAM_SHARE = 8
 """The scores of one batch may take at most 1 / _SCORES_RAM_SHARE of RAM."""
@@ -108,11 +111,11 @@ def load_core(config: Config, catalog: Catalog) -> Core:
     check_before_loading(config)
     model = LlamaModel(find_model(config.model), config)
     try:
-        n_ctx, n_cells = _sizes(model, config)
-        ram = ram_bytes()
+        ram, gpu = ram_bytes(), gpu_free_bytes() if config.gpu_layers else 0
+        n_ctx, n_cells = _sizes(model, config, ram, gpu)
         attention = flash_attention(config, n_head=model.n_head, n_cells=n_cells, ram_bytes=ram)
         config = replace(config, flash_attn=attention)
-        n_seqs = on_short_lived_thread(lambda: n_seqs_of(model, config, ram))
+        n_seqs = on_short_lived_thread(lambda: n_seqs_of(model, config, min(ram, gpu or ram)))
         taps = Taps() if config.retention in WATCHING else None
         buffers_made()  # those of trials
         context = LlamaContext(model, config, n_cells=n_cells, n_seqs=n_seqs, taps=taps)
@@ -174,8 +177,8 @@ def why_not_movable(memory: SequenceMemory) -> str:
     return _KINDS.get(memory.kind.name, "")
 
 
-def _sizes(model: LlamaModel, config: Config) -> tuple[int, int]:
-    """(tokens per sequence, cells of the context)."""
+def _sizes(model: LlamaModel, config: Config, ram: int, gpu: int) -> tuple[int, int]:
+    """(tokens per sequence, cells of the context). ram: bytes; gpu: bytes that are free on GPUs."""
     n_ctx = config.ctx_size or min(model.n_ctx_train, N_CTX_DEFAULT_MAX)
     is_stretched = (
         config.rope_freq_base or config.rope_freq_scale or row_overrides(config.load_words, {})
@@ -189,14 +192,30 @@ def _sizes(model: LlamaModel, config: Config) -> tuple[int, int]:
     if config.live_tokens:
         n_cells = config.live_tokens
     else:
-        affordable = ram_bytes() // _LIVE_RAM_SHARE // layout.token_bytes
-        n_cells = max(n_ctx, min(4 * n_ctx, affordable))
+        n_cells = max(n_ctx, min(4 * n_ctx, affordable_cells(layout, config, ram, gpu)))
     if n_cells < n_ctx:
         raise ConfigError(
             f"--live-tokens {n_cells} is less than --ctx-size {n_ctx}; "
             "one full conversation has to fit the live context."
         )
     return n_ctx, -(-n_cells // _CELLS_ROUND) * _CELLS_ROUND
+
+
+def affordable_cells(layout: KVLayout, config: Config, ram: int, gpu: int) -> int:
+    """How many cells fit where llama.cpp puts them: those of a layer are where its weights are.
+    ram: bytes; gpu: bytes that are free on GPUs, 0 without one."""
+    n_layer = max(1, len(layout.k))
+    n_on_gpu = n_layer if config.gpu_layers < 0 else min(n_layer, config.gpu_layers)
+    if not gpu or "--no-kv-offload" in config.load_words:
+        n_on_gpu = 0
+    gpu_cell_bytes = layout.token_bytes * n_on_gpu // n_layer
+    ram_cell_bytes = layout.token_bytes - gpu_cell_bytes
+    limits = []
+    if gpu_cell_bytes:
+        limits.append(gpu // _LIVE_GPU_SHARE // gpu_cell_bytes)
+    if ram_cell_bytes:
+        limits.append(ram // _LIVE_RAM_SHARE // ram_cell_bytes)
+    return min(limits)
 
 
 def declared_layout(model: LlamaModel, config: Config) -> KVLayout:
