@@ -49,7 +49,7 @@ _AHEAD = 2
 
 
 class MovedRuns:
-    """Thread-safe but for the counters, which one thread changes."""
+    """Thread-safe but for the counters."""
 
     def __init__(
         self,
@@ -62,7 +62,8 @@ class MovedRuns:
         """piece_bytes_max: longer pieces are brought in parts. prepare: puts the rows of a piece into
         the form that they are attached in, on a worker thread"""
         self.n_moved = self.n_checked = self.n_refused = 0
-        """Tokens since the start: kept, evaluated again to check them, and found but evaluated."""
+        """Tokens since the start: kept, evaluated again to check them, and found but evaluated. Counted by
+        the engine."""
         self._tiers = tiers
         self._rotation = rotation
         self._piece_bytes_max = piece_bytes_max
@@ -166,7 +167,6 @@ class MovedRuns:
         if limits is None or evaluated is None:
             return False
         moves.n_checked += len(rows.block)
-        self.n_checked += len(rows.block)
         profile = moves.profiles[moves.pieces[0].run]
         profile.deviations.append(deviation(evaluated, rows.block))
         return limits.allows(self._tiers.fidelity, moves.measured, n_prompt)

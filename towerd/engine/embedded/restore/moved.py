@@ -97,11 +97,14 @@ class MovedJobs:
     def accepts(self, job: Job, seq: LiveSeq, piece: MovedPiece, rows: MovedRows) -> bool:
         """Whether the evaluated block before a piece deviates little enough from the run's own rows
         of it."""
-        assert job.moves is not None
-        evaluated = None
+        moves, evaluated = job.moves, None
+        assert moves is not None
         if piece.block < piece.p0:
             evaluated = self._core.memory.rows(seq.id, piece.block, piece.p0)
-        return self.runs.accepts(job.moves, rows, evaluated, job.n_prompt)
+        n_checked = moves.n_checked
+        is_accepted = self.runs.accepts(moves, rows, evaluated, job.n_prompt)
+        self.runs.n_checked += moves.n_checked - n_checked
+        return is_accepted
 
     def refuse(self, job: Job, workers: Executor, *, has_deviated: bool) -> int:
         """Cut the run of the next piece, whose block deviates (`has_deviated`) or whose rows are gone.

@@ -103,13 +103,13 @@ class SlotHold:
 
     def observe(self, cache_n: int, prompt_ms: float) -> None:
         """Compare what the reply says with what was prepared for it: how many prompt tokens were
-        reused, and how long the others took."""
+        reused, and how long the others took (if they were evaluated at once)."""
         if self.ids is None:
             return
         placed = self._placed
         cache_n += placed.n_evaluated
-        prompt_ms -= placed.evaluated_ms
-        self._holds.placer.policy.costs.observe_prefill(len(self.ids) - cache_n, prompt_ms)
+        if not placed.n_evaluated:
+            self._holds.placer.policy.costs.observe_prefill(len(self.ids) - cache_n, prompt_ms)
         if placed.n_cached_max is not None and cache_n > placed.n_cached_max:
             # It moved rows from elsewhere in the slot (--cache-reuse), which is not exact.
             self._is_exact = False

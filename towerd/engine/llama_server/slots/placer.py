@@ -173,8 +173,7 @@ class Placer:
     ) -> PlacedPrompt:
         """`n` tokens of the prompt are in place, and what was `moved` behind them."""
         assert request.ids is not None
-        if not slot.known:
-            n = 0
+        n = min(n, slot.common(request.ids))  # it is empty if they could not be moved
         n_hot = 0 if restored is None else min(restored.n_hot, n)
         live = slot.provenance_of(n if moved is None else slot.n)
         reuse = Reuse(n, 0, 0, request.n - n, count_approximate(live[:n]))

@@ -106,9 +106,10 @@ class SlotMover:
             moves.abandon()
         slot.hold_restored(request.ids[: len(live)], request.scope, 0, live)
         slot.n_stored = n_stored
-        self._runs.n_moved += sum(piece.n for piece in moves.attached)
-        self._runs.n_refused += moves.n_refused
         n_moved = sum(piece.n for piece in moves.attached)
+        self._runs.n_moved += n_moved
+        self._runs.n_checked += moves.n_checked
+        self._runs.n_refused += moves.n_refused
         ms = (time.perf_counter() - began) * 1e3
         return Moved(moves, len(live) - n - n_moved, ms)
 
