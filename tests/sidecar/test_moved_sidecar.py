@@ -17,6 +17,7 @@ from moved import ANYTHING, NOTHING, difference, moved_logprobs
 from oracle import Answer, Oracle, TokenProbs
 from real_models import smollm2
 from real_text import CLOCK, RIVER
+from services import opener
 from sidecar_tools import OpenSidecar, Sidecar, SteadyCosts, ask, prompt, running_again
 from waiting import until, until_async
 
@@ -227,11 +228,12 @@ async def test_runs_that_cost_more_to_bring_are_evaluated(sidecar_on: OpenSideca
         assert (done.reuse.moved, done.reuse.checked, done.reuse.refused) == (0, 0, 0)
 
 
-async def test_limits_come_from_the_store(sidecar_on: OpenSidecar) -> None:
+async def test_limits_come_from_the_store(sidecar_on: OpenSidecar, tmp_path: Path) -> None:
     """What the embedded engine measured of the same rows."""
     async with sidecar_on() as sidecar:
         assert sidecar.tiers.moved_limits is None
-        await asyncio.to_thread(save_moved_limits, sidecar.store, NOTHING)
+    async with opener(tmp_path)(bundled_model(), ctx_size=512) as service:
+        await asyncio.to_thread(save_moved_limits, service.store, NOTHING)
     async with sidecar_on() as sidecar:
         assert sidecar.tiers.moved_limits == NOTHING
 
