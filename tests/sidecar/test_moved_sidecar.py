@@ -22,6 +22,8 @@ from sidecar_tools import OpenSidecar, Sidecar, SteadyCosts, ask, prompt, runnin
 from waiting import until, until_async
 
 from towerd.engine.base import Finish
+from towerd.engine.llama_server.process.upstream_client import SlotAction
+from towerd.errors import InvalidRequest
 from towerd.models.bundled import bundled_model
 from towerd.tiers.moved_limits import BLOCK_TOKENS, MovedLimits, block_offsets, save_moved_limits
 from towerd.tokens import Ids, Provenance
@@ -323,6 +325,41 @@ async def test_a_client_that_leaves_while_runs_are_moved(sidecar_on: OpenSidecar
         assert done.reuse.approximate > N_MOVED / 2
         assert done.timings.prompt_n == done.reuse.prefill
         assert sidecar.engine.stats()["running"] == 0
+
+
+@pytest.mark.parametrize("what", ["save", "put"])
+async def test_what_fails_on_the_way_is_evaluated(
+    sidecar_on: OpenSidecar, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """llama-server refuses a step, or another request came into the slot: the prompt is evaluated whole."""
+    async with sidecar_on() as sidecar:
+        allow(sidecar)
+        await ask(sidecar, BEFORE)
+        await settled(sidecar)
+        upstream = sidecar.engine.upstream
+        evaluate, restore = upstream.evaluate, upstream.restore
+        n_restored = 0
+
+        async def other(ids: Ids, slot: int, lora: Any = ()) -> int:
+            return await evaluate(np.append(ids[:-1], 300), slot, lora)
+
+        async def refuse(slot: int, name: str) -> SlotAction:
+            nonlocal n_restored
+            n_restored += 1
+            if n_restored == 2:
+                raise InvalidRequest("no")
+            return await restore(slot, name)
+
+        if what == "save":
+            monkeypatch.setattr(upstream, "evaluate", other)
+        else:
+            monkeypatch.setattr(upstream, "restore", refuse)
+        _, done = await ask(sidecar, AFTER)
+        assert (done.reuse.moved, done.reuse.approximate) == (0, 0)
+        assert done.reuse.prefill == done.timings.prompt_n == len(AFTER)
+        monkeypatch.undo()
+        _, again = await ask(sidecar, np.concatenate([HEAD, prompt(33, 8), RUN, REST]))
+        assert again.reuse.moved >= N_MOVED
 
 
 async def test_several_at_once(sidecar_on: OpenSidecar) -> None:

@@ -24,6 +24,7 @@ from towerd.engine.llama_server.slots.slot_rows import Restored, SlotRows
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.engine.moving.runs import MovedRuns
 from towerd.errors import TowerdError
+from towerd.slots.errors import StateError
 from towerd.store import Handle
 from towerd.store.tree.scope import adapters_of
 from towerd.tiers.manager import Tiers
@@ -206,8 +207,8 @@ class Placer:
             return await self._mover.move(request, slot, n)
         except UpstreamGone:
             raise
-        except TowerdError as error:
-            log.warning("moved rows cannot be put into a slot", extra={"error": error.message})
+        except (TowerdError, StateError) as error:
+            log.warning("moved rows cannot be put into a slot", extra={"error": str(error)})
             await self.erase(slot)
             return None
 

@@ -28,6 +28,7 @@ from towerd.engine.llama_server.slots.slot_rows import SlotRows
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.engine.moving.moves import MovedPiece, MovedRows, Moves
 from towerd.engine.moving.runs import MovedRuns
+from towerd.errors import TowerdError
 from towerd.store.tree.scope import adapters_of, public_of
 from towerd.tokens import Ids, Provenances, computed_after
 
@@ -162,6 +163,8 @@ class SlotMover:
         lora = self._adapters.entries(scope)
         await self._upstream.evaluate(ids[: piece.p0], slot.id, lora)
         image, saved = await self._rows.save(slot.id)
+        if not np.array_equal(image.tokens, ids[: piece.p0]):
+            raise TowerdError("A slot holds other tokens than it was given.")
         self._counters.saved(saved)
         self._costs.observe_save(image.n, saved.ms)
         evaluated = np.full(piece.p0 - len(live), computed_after(live), np.uint8)
