@@ -63,6 +63,7 @@ INNER_LAYERS = {
     ),
     "engine": (
         {"embedded", "llama_server"},
+        {"moving"},
         {"base", "live_index"},
         {"served"},
     ),

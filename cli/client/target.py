@@ -156,9 +156,10 @@ def _open_store(config: Config) -> AbstractContextManager[ApiClient]:
 
 
 def daemon_for(
-    target: Target, model: dict[str, Any], *, quiet: bool
+    target: Target, model: dict[str, Any], *, quiet: bool, engine: str | None = None
 ) -> AbstractContextManager[ApiClient]:
-    """The running daemon, or a private one for this command."""
+    """The running daemon, or a private one for this command; engine: that of a private one, None: as it
+    is set."""
     check_one_place(target)
     found = find_daemon(target)
     if found is not None:
@@ -168,7 +169,7 @@ def daemon_for(
             found.close()
             raise
         return found
-    config = target.config(**model)
+    config = target.config(**model, engine=engine)
     if not quiet:
         name = config.model.name if config.model else "the default model"
         click.echo(f"No daemon runs: loading {name} for this command.", err=True)

@@ -49,7 +49,7 @@ def calibrate(
 
     found = _known(target, model) if not again else None
     if found is None:
-        with daemon_for(target, {"model": model}, quiet=as_json) as daemon:
+        with daemon_for(target, {"model": model}, quiet=as_json, engine="embedded") as daemon:
             found = _measure(daemon, again=again, quiet=as_json)
     calibration = found["calibration"]
     if fidelity is not None and calibration is not None:

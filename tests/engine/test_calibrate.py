@@ -14,7 +14,6 @@ from services import EmbeddedService, OpenService
 
 from towerd.drift import Drift
 from towerd.engine.embedded.calibration.calibrate import Calibrator, calibration_text
-from towerd.engine.embedded.restore.rotation import Rotation
 from towerd.errors import NotSupported
 from towerd.models.bundled import bundled_model
 from towerd.slots.layout import NATIVE
@@ -46,7 +45,7 @@ def calibrator_on(service: EmbeddedService, idle_s: float) -> Calibrator:
         service.engine.scheduler,
         service.store,
         service.tiers,
-        rotation=Rotation(service.engine.core),
+        rotation=service.engine.parts.rotation,
         fidelity="near",
         forced=False,
         idle_s=idle_s,

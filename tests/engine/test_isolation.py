@@ -22,10 +22,10 @@ from towerd.engine.embedded.live.live_set import BoundedSet, Observed
 from towerd.engine.embedded.live.parked import Parked, ParkedTowers
 from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.longchat.budgets import Budgets
-from towerd.engine.embedded.restore import rotation
 from towerd.engine.embedded.restore.branching import FoundLive
 from towerd.engine.embedded.run.background import Inbox
 from towerd.engine.live_index import LiveIndex
+from towerd.engine.moving import rotation
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
 from towerd.slots.errors import StateError

@@ -5,8 +5,6 @@ say."""
 from __future__ import annotations
 
 import json
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import psutil
 import requests
 from daemon import Daemon
 
@@ -75,16 +72,6 @@ def talk(chat: Chat, url: str) -> None:
         pass
 
 
-def kill_both(daemon: Daemon) -> None:
-    """At the same moment, as far as two calls allow; nothing of them is left."""
-    family = [psutil.Process(daemon.pid), *psutil.Process(daemon.pid).children(recursive=True)]
-    assert any(each.name() == "llama-server" for each in family)
-    for each in family:
-        os.kill(each.pid, signal.SIGKILL)
-    daemon.wait()
-    assert psutil.wait_procs(family[1:], timeout=30)[1] == []
-
-
 def run_and_kill(daemon: Daemon, chats: list[Chat], n_turns: int) -> None:
     """All chats talk at once; after so many turns everything is killed."""
     done_before = sum(len(chat.replies) for chat in chats)
@@ -94,7 +81,7 @@ def run_and_kill(daemon: Daemon, chats: list[Chat], n_turns: int) -> None:
     while sum(len(chat.replies) for chat in chats) < done_before + n_turns:
         assert any(thread.is_alive() for thread in threads)
         time.sleep(0.001)
-    kill_both(daemon)
+    daemon.kill_both()
     for thread in threads:
         thread.join()
 

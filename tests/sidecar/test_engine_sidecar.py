@@ -20,7 +20,7 @@ from towerd.engine.llama_server.process.process import free_port
 from towerd.engine.llama_server.slots.holds import SlotHold
 from towerd.errors import ContextExceeded, InvalidRequest, TowerdError, Unavailable
 from towerd.models.bundled import bundled_model
-from towerd.tokens import Ids, Provenance
+from towerd.tokens import Ids
 
 
 async def complete(sidecar: Sidecar, hold: SlotHold, ids: Ids, n: int = 8) -> dict[str, Any]:
@@ -432,31 +432,6 @@ async def test_prompts_that_do_not_fit_together(sidecar_on: OpenSidecar) -> None
         assert [done.timings.predicted_n for _, done in (*first, *again)] == [4] * 6
         assert [done.reuse.prefill for _, done in again] == [1] * 3
         assert sidecar.engine.stats()["live_missed"] == 0
-
-
-async def test_moved_rows_are_for_the_embedded_engine(sidecar_on: OpenSidecar) -> None:
-    """A prompt whose stored rows are known as moved is evaluated, and its rows replace them."""
-    ids, moved = prompt(60), Provenance.AFTER_MOVED
-    async with sidecar_on() as sidecar:
-        await ask(sidecar, ids)
-        sidecar.engine.holds.upkeep.idle_s = 0.0
-        await until_async(lambda: sidecar.engine.stats()["saves"] == 1)
-    async with sidecar_on() as sidecar:
-        for node in sidecar.tiers.store.match(ids, "local").nodes:
-            (part,) = sidecar.tiers.store.plan_rows(node, node.p0, node.p1)
-            rows = sidecar.tiers.store.rows.load(part).copy()
-            assert node.file is not None
-            sidecar.tiers.store.rows.drop_hot(node)
-            sidecar.tiers.store.rows.drop_file(node.file)
-            sidecar.tiers.store.rows.attach_hot([node], rows, origin=moved)
-        sidecar.tiers.flush()
-        assert sidecar.tiers.plan(sidecar.tiers.store.hold(ids, "local"), 0).n_moved == 60
-        _, done = await ask(sidecar, np.append(ids, 300))
-        assert done.reuse.prefill == 61
-        sidecar.engine.holds.upkeep.idle_s = 0.0
-        await until_async(lambda: sidecar.engine.stats()["saves"] == 1)
-        sidecar.tiers.flush()
-        assert sidecar.tiers.stats()["moved_bytes"] == 0
 
 
 async def test_idle_chats_are_saved(sidecar_on: OpenSidecar) -> None:

@@ -16,7 +16,7 @@ from towerd.engine.llama_server.slots.placement import (
     SlotRequest,
 )
 from towerd.engine.llama_server.slots.slot import Slot
-from towerd.tokens import Ids
+from towerd.tokens import Ids, Provenance
 
 
 def ids(n: int, seed: int = 0) -> Ids:
@@ -50,6 +50,24 @@ def test_a_chat_goes_on_where_it_is(policy: PlacementPolicy) -> None:
     choice = choose(policy, request, other, own)
     assert (choice.slot, choice.n_reused) == (own, 100)
     assert (choice.restore, choice.erase, choice.capture) == (False, False, None)
+
+
+def test_moved_rows_are_for_those_who_take_them(policy: PlacementPolicy) -> None:
+    """Within their scope, and while the store has no others. llama-server would use them unasked, so
+    the slot is emptied for all others."""
+    chat = ids(100)
+    slot = Slot(0)
+    provenance = np.full(100, Provenance.AFTER_MOVED, np.uint8)
+    provenance[:30] = Provenance.EXACT
+    slot.hold_restored(chat, "a", 0, provenance)
+    assert slot.n_unmoved == 30
+    longer = np.concatenate([chat, ids(9, 1)])
+    assert policy.live(SlotRequest(longer, "a"), slot) == (100, False)
+    assert policy.live(SlotRequest(longer, "a", takes_moved=False), slot) == (0, True)
+    assert policy.live(SlotRequest(longer, "b", n_public=100), slot) == (0, True)
+    assert policy.live(SlotRequest(longer, "a", n_storable=100, n_unmoved=100), slot) == (0, True)
+    other = np.concatenate([chat[:30], ids(50, 2)])
+    assert policy.live(SlotRequest(other, "a", takes_moved=False), slot) == (30, False)
 
 
 def test_an_empty_slot_is_taken_before_a_full_one(policy: PlacementPolicy) -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import requests
 
 from towerd.store import Store, latest_row_identity
@@ -98,6 +99,16 @@ class Daemon:
         """SIGKILL and wait."""
         self.signal(signal.SIGKILL)
         self.wait()
+
+    def kill_both(self) -> None:
+        """SIGKILL it and its llama-server at the same moment, as far as two calls allow, and wait."""
+        own = psutil.Process(self._running().pid)
+        family = [own, *own.children(recursive=True)]
+        assert any(each.name() == "llama-server" for each in family)
+        for each in family:
+            os.kill(each.pid, signal.SIGKILL)
+        self.wait()
+        assert psutil.wait_procs(family[1:], timeout=STOP_S)[1] == []
 
     def wait(self) -> int:
         """Wait for the process to end; the exit status."""

@@ -9,7 +9,7 @@ from services import EmbeddedService
 from towerd.engine.embedded.calibration.measure import log_softmax
 from towerd.engine.embedded.calibration.scratch import Scratch, SteppedSequence
 from towerd.engine.embedded.context.memory import open_memory
-from towerd.engine.embedded.restore.rotation import rope_of
+from towerd.engine.moving.rotation import rope_of
 from towerd.slots.kind import WINDOW
 from towerd.slots.shift import shift
 from towerd.tiers.moved_limits import BLOCK_TOKENS, MovedLimits, block_offsets

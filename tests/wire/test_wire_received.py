@@ -154,6 +154,22 @@ def test_errors_and_progress(upstream: tuple[Vocab, Model]) -> None:
     assert caught.value.status == 503
 
 
+def test_what_was_evaluated_before(upstream: tuple[Vocab, Model]) -> None:
+    """llama-server takes it for reused: it was in the slot when the request came."""
+    _, model = upstream
+    reply = Reply(
+        Request(model, "completion", b'{"prompt": [1, 2, 3, 4, 5, 6], "stream": true}'), 0
+    )
+    reply.evaluated_before(2, 30.0)
+    progress = {"total": 6, "cache": 5, "processed": 6, "time_ms": 10}
+    got = reply.received(json.dumps({"prompt_progress": progress, "stop": False}).encode())
+    assert got.progress == (6, 3, 6, 40)
+    timings = {"cache_n": 5, "prompt_n": 1, "prompt_ms": 10.0, "predicted_ms": 7.0}
+    said = {"content": "a", "tokens": [300], "tokens_predicted": 1, "stop": False}
+    reply.received(json.dumps(said | {"timings": timings}).encode())
+    assert reply.timings == (3, 3, 40.0, 1, 7.0)
+
+
 def test_the_body_that_is_sent(upstream: tuple[Vocab, Model]) -> None:
     """Token ids, the fields of the request that are known or not, and none that was worked in."""
     _, model = upstream

@@ -11,7 +11,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import msgspec
@@ -167,6 +167,19 @@ class Reuse:
     """Evaluated tokens by which that was checked."""
     refused: int = 0
     """Evaluated tokens whose rows were known, but deviated too much behind the new text."""
+
+    def with_moved(self, hot: int, warm: int) -> Reuse:
+        """With so many more tokens kept behind other text that would have been evaluated; fewer if
+        negative."""
+        n = hot + warm
+        return replace(
+            self,
+            hot=self.hot + hot,
+            warm=self.warm + warm,
+            prefill=self.prefill - n,
+            approximate=self.approximate + n,
+            moved=self.moved + n,
+        )
 
     def header(self) -> str:
         """The value of X-Towerd-Reuse."""

@@ -147,9 +147,10 @@ class Config:
         "of a llama-server, where nothing is measured, as computed.",
         choices=FIDELITIES)
     cache_reuse: int = _set(64, "int", "--cache-reuse",
-        "The shortest run of tokens whose state is kept behind text that changed before it, checked, and "
-        "made exact in idle time; 0: only what a prompt begins with is used again, as always with "
-        "--fidelity exact.", low=0, high=2**20)
+        "The shortest run of tokens whose state is kept behind text that changed before it, and checked, on "
+        "either engine; the embedded one makes it exact in idle time. What it costs is measured first: in idle "
+        "time, or, for a llama-server, by towerctl calibrate. 0: only what a prompt begins with is used again, "
+        "as always with --fidelity exact.", low=0, high=2**20)
     level_formats: str | None = _set(None, "text", "--level-formats",
         "Stored formats to use, by level, such as 0=q4h,1=q6h,2=q8.", auto="what calibration finds")
     shrink_after_s: float = _set(600.0, "float", "--shrink-after",

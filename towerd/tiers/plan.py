@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from towerd.store import Node, RowsPart
 from towerd.store.rows.checkpoints import StateCheckpoint
-from towerd.tokens import Provenance, Provenances, are_moved, count_approximate
+from towerd.tokens import Provenance, Provenances, are_moved, count_approximate, count_unmoved
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,17 @@ class RestorePlan:
     def n_moved(self) -> int:
         """Tokens among `parts` whose rows were moved or computed from moved ones."""
         return sum(int(are_moved(part.provenance).sum()) for part in self.parts)
+
+    @property
+    def n_unmoved(self) -> int:
+        """Leading tokens among `parts` before the first whose rows were moved or computed from moved
+        ones."""
+        n = 0
+        for part in self.parts:
+            n += count_unmoved(part.provenance)
+            if n < part.p1 - self.start:
+                break
+        return n
 
     @property
     def n_rows(self) -> int:

@@ -234,6 +234,10 @@ class Reply:
         """Add an event of a llama-server's POST /completion, a JSON object. Raises WireError: the
         error that it is."""
 
+    def evaluated_before(self, n: int, ms: float) -> None:
+        """Of the prompt, `n` tokens were evaluated before llama-server got the request, so that it says
+        that it reused them; all that took `ms`."""
+
     @property
     def upstream_id(self) -> str:
         """llama-server's name of a received reply; empty if it did not say."""

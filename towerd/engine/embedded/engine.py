@@ -238,9 +238,9 @@ class EmbeddedEngine:
             "busy_slots_per_decode": scheduler.counters["sequences_decoded"]
             / max(1, scheduler.counters["decode_steps"]),
             "exports": scheduler.room.n_exports,
-            "tokens_moved": self.parts.moved.n_moved,
-            "tokens_move_checked": self.parts.moved.n_checked,
-            "tokens_move_refused": self.parts.moved.n_refused,
+            "tokens_moved": self.parts.moved.runs.n_moved,
+            "tokens_move_checked": self.parts.moved.runs.n_checked,
+            "tokens_move_refused": self.parts.moved.runs.n_refused,
             **self.budgets.stats(),
             **scheduler.speculator.stats(),
             **self.media.stats(),

@@ -15,14 +15,14 @@ from towerd.engine.embedded.restore.branching import Branching
 from towerd.engine.embedded.restore.checkpoints import Checkpoints
 from towerd.engine.embedded.restore.exporter import Exporter
 from towerd.engine.embedded.restore.hooks import Hook, Hooks
-from towerd.engine.embedded.restore.moved import MovedRuns
+from towerd.engine.embedded.restore.moved import MovedJobs
 from towerd.engine.embedded.restore.restorer import Restorer
-from towerd.engine.embedded.restore.rotation import Rotation
 from towerd.engine.embedded.run.drafts import Drafts
 from towerd.engine.embedded.run.endings import Events
 from towerd.engine.embedded.run.media import Media
 from towerd.engine.embedded.run.scheduler import Scheduler
 from towerd.engine.embedded.run.speculation import Speculator
+from towerd.engine.moving.rotation import Rotation
 from towerd.settings.config import Config
 from towerd.slots.kind import DENSE
 from towerd.tiers.checkpoint_tier import CheckpointTier
@@ -51,7 +51,9 @@ class Parts:
             context.host_buffers, memory.layout, n_cells=context.n_cells, v_trans=context.v_trans
         )
         self.pool = LivePool(memory, n_seqs=memory.n_live, n_cells=context.n_cells)
-        self.rotation = Rotation(core)
+        self.rotation = Rotation(
+            core.model, core.info.row_identity, context.n_cells, core.why_not_movable
+        )
         checkpoints = None
         if checkpoint_tier is not None:
             ends, every = core.vocab.eog_ids, config.checkpoint_tokens
@@ -65,7 +67,7 @@ class Parts:
             tokens, core, self.observer, self.pool, self.rotation, config, folder
         )
         self.hooks = Hooks(Hook(branching), ContextShift(branching, tiers), self.budgets)
-        self.moved = MovedRuns(core, self.pool, tiers, self.rotation, self.exporter.export)
+        self.moved = MovedJobs(core, self.pool, tiers, self.rotation, self.exporter.export)
         self.restorer = Restorer(
             memory, pages, self.pool, tiers, self.moved, self.hooks, checkpoints
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,13 @@ from towerd.engine.base import (
 from towerd.engine.llama_server.availability import Availability
 from towerd.engine.llama_server.generation import LlamaServerGeneration
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
-from towerd.engine.llama_server.process.description import ModelDescription
+from towerd.engine.llama_server.process.description import ModelDescription, has_ram_cache
 from towerd.engine.llama_server.process.upstream_adapters import UpstreamAdapters
 from towerd.engine.llama_server.process.upstream_counters import without
 from towerd.engine.llama_server.slots.holds import SlotHolds
 from towerd.engine.llama_server.upstream_weights import UpstreamWeights
+from towerd.engine.moving.rotation import Rotation
+from towerd.engine.moving.runs import MovedRuns
 from towerd.errors import ContextExceeded, InvalidRequest
 from towerd.settings.config import Config
 from towerd.store import Store
@@ -40,7 +43,6 @@ class LlamaServerEngine:
 
     name = "llama-server"
     embedder: Embeds | None = None
-    why_not_movable = "a llama-server evaluates its prompts by itself"
     outgrowing: Collection[str] = ()  # it refuses such a prompt even where it shifts its context
 
     def __init__(
@@ -64,8 +66,13 @@ class LlamaServerEngine:
         self.adapters = UpstreamAdapters(found.loras, described.adapter_names)
         self.token_bytes_max = self.wire.model.token_bytes_max
         self.text_bytes_max = config.text_bytes_max(found.n_ctx)
+        self._cache_reuse = config.cache_reuse
+        self._rotation = Rotation(
+            described.model, described.info.row_identity, found.n_ctx, _why_not_movable(backend)
+        )
+        self.runs = MovedRuns(tiers, self._rotation)
         self.holds = SlotHolds(
-            backend, tiers, self.adapters, self.notes, queue_max=config.queue_max
+            backend, tiers, self.adapters, self.runs, self.notes, queue_max=config.queue_max
         )
         self._vocab = described.vocab
         self._text = ThreadPoolExecutor(2, "towerd-text", initializer=shorten_slice)
@@ -73,6 +80,15 @@ class LlamaServerEngine:
         self._weights = UpstreamWeights(backend, described, store, self.holds, self.notes)
         self.availability = Availability(backend, self.holds, self._weights)
         self._generations: set[LlamaServerGeneration] = set()
+
+    @property
+    def why_not_movable(self) -> str:
+        """See Engine.why_not_movable."""
+        if self.holds.tiers.exact:
+            return "--fidelity exact reuses only what prefill computes"
+        if not self._cache_reuse:
+            return "--cache-reuse 0 asks for none"
+        return self._rotation.why_not
 
     async def lora_changed(self) -> None:
         """Read the adapters' scales again: rows of requests from now on depend on them."""
@@ -91,6 +107,8 @@ class LlamaServerEngine:
             raise InvalidRequest("The prompt has no tokens.")
         if len(request.ids) >= self.n_ctx:
             raise ContextExceeded.of_request(len(request.ids), self.n_ctx)
+        if request.reuse_tokens_min is None:
+            request = replace(request, reuse_tokens_min=self._cache_reuse)
         parts = self.holds, self.availability, self.adapters, self.wire
         generation = LlamaServerGeneration(*parts, request)
         self._generations.add(generation)
@@ -144,6 +162,9 @@ class LlamaServerEngine:
             "live_cells_used": sum(slot.n for slot in table.slots),
             "bytes_in": counters.restore_bytes,
             "bytes_out": counters.save_bytes,
+            "tokens_moved": self.runs.n_moved,
+            "tokens_move_checked": self.runs.n_checked,
+            "tokens_move_refused": self.runs.n_refused,
             "can_slice": placer.can_compose,
             "why_not_sliceable": "" if placer.can_compose else " ".join(self.notes),
             "reuse_works": int(placer.can_compose),
@@ -183,3 +204,17 @@ class LlamaServerEngine:
         await self.holds.close(save=self.availability.is_running)
         await self.availability.close()
         self._text.shutdown(wait=False)
+
+
+def _why_not_movable(backend: LlamaServerBackend) -> str:
+    """Why rows cannot be put behind other text in its slots, whatever their rotation; "" if they can."""
+    found = backend.probe
+    if not found.can_compose or found.spec is None:
+        return "the slots of this llama-server cannot be restored"
+    if found.spec.has_window:
+        return "it has sliding-window layers, which a llama-server saves the last rows of alone"
+    if backend.command is None or not Path(found.model_path).is_file():
+        return "the file or the command line of this llama-server cannot be seen"
+    if has_ram_cache(backend.command):
+        return "its RAM cache would bring them back unasked: start it with --cache-ram 0"
+    return ""

@@ -102,7 +102,10 @@ class LlamaServerGeneration(Generation):
             request.session,
             n_predict=request.n_predict,
             cache_prompt=request.cache_prompt,
+            takes_moved=request.takes_moved,
+            run_tokens_min=self._holds.runs.tokens_min(request),
         )
+        reply.evaluated_before(*hold.evaluated)
         # Only this endpoint says how llama-server calls the reply.
         is_named = reply.request.has_reasoning_control
         path = "/v1/completions" if is_named else "/completion"
@@ -124,7 +127,7 @@ class LlamaServerGeneration(Generation):
             "return_progress": self._request.return_progress
             or hold.reuse.prefill >= PROGRESS_TOKENS_MIN,
             "cache_prompt": self._request.cache_prompt,
-            "n_cache_reuse": 0,  # moved rows are approximations, and the slot is stored later
+            "n_cache_reuse": 0,  # it would not check what it moves, and the slot is stored later
         }
         fields |= {"lora": lora} if lora else {}
         return fields | ({"verbose": True} if verbose else {})

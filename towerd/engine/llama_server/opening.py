@@ -19,6 +19,7 @@ from towerd.store import Catalog, Node, Store
 from towerd.store.catalog.identity import ModelIdentity
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.manager import Tiers
+from towerd.tiers.moved_limits import load_moved_limits
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,9 @@ async def open_llama_server(config: Config) -> AsyncIterator[OpenedEngine[LlamaS
         tiers = await asyncio.to_thread(_open_tiers, config, backend, store)
         try:
             engine = LlamaServerEngine(backend, described, store, tiers, config)
+            if not engine.why_not_movable:
+                tiers.moved_limits = await asyncio.to_thread(load_moved_limits, store)
+                await asyncio.to_thread(store.index_runs)
             for note in engine.notes:
                 log.warning(note)
             try:

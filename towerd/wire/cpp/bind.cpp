@@ -349,6 +349,7 @@ void bind_reply(nb::module_ & m) {
                  unlocked([&] { r.accept_prompt(ids.data(), ids.shape(0)); });
              },
              "ids"_a)
+        .def("evaluated_before", &Reply::evaluated_before, "n"_a, "ms"_a)
         .def("started", &Reply::started, "n_cached"_a, "n_processed"_a, "prompt_ms"_a)
         .def("steps",
              [](Reply & r, uintptr_t ctx, int index, const Given & draft, int32_t n_room) {

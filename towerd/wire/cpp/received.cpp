@@ -91,6 +91,8 @@ Received Reply::received(const std::string & event) {
         const json & said = outer.contains("__verbose") ? outer.at("__verbose") : outer;
         if (said.contains("prompt_progress")) {
             out.progress = progress_of(said.at("prompt_progress"));
+            out.progress->cached -= std::min(out.progress->cached, n_before_);
+            out.progress->time_ms += us_before_ / 1000;
             take_progress(*out.progress);
         } else if (said.contains("stop")) {
             if (said.contains("timings")) {
@@ -107,6 +109,12 @@ Received Reply::received(const std::string & event) {
     });
 }
 
+void Reply::evaluated_before(int32_t n, double ms) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    n_before_  = n;
+    us_before_ = std::llround(ms * 1e3);
+}
+
 void Reply::take_progress(const PromptProgress & progress) {
     stats_.n_prompt_cached    = static_cast<uint64_t>(progress.cached);
     stats_.n_prompt_processed = static_cast<uint64_t>(std::max(0, progress.processed - progress.cached));
@@ -116,12 +124,14 @@ void Reply::take_progress(const PromptProgress & progress) {
 
 void Reply::take_timings(const json & said) {
     const auto us = [&](const char * name) { return std::llround(said.at(name).get<double>() * 1e3); };
-    stats_.n_prompt_cached    = said.at("cache_n").get<uint64_t>();
-    stats_.n_prompt_processed = said.at("prompt_n").get<uint64_t>();
+    const auto cached         = said.at("cache_n").get<uint64_t>();
+    const auto n_before       = std::min(cached, static_cast<uint64_t>(n_before_));
+    stats_.n_prompt_cached    = cached - n_before;
+    stats_.n_prompt_processed = said.at("prompt_n").get<uint64_t>() + n_before;
     stats_.n_draft_tokens     = json_value(said, "draft_n", uint64_t(0));
     stats_.n_draft_accepted   = json_value(said, "draft_n_accepted", uint64_t(0));
     stats_.t_start            = std::max<int64_t>(1, stats_.t_start);
-    stats_.t_prompt_last      = stats_.t_start + us("prompt_ms");
+    stats_.t_prompt_last      = stats_.t_start + us("prompt_ms") + us_before_;
     stats_.t_gen_last         = stats_.t_prompt_last + us("predicted_ms");
 }
 

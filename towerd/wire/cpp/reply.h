@@ -50,6 +50,9 @@ public:
     std::vector<Chunk> steps(llama_context * ctx, int index, const llama_tokens & draft, int32_t n_room);
     // What an event of a llama-server's stream, a JSON object, adds to the reply. Raises Refused: the error that it is.
     Received received(const std::string & event);
+    // Of the prompt of a received reply, tokens that llama-server evaluated before it got the request, and so says to have
+    // reused, and how long all that took.
+    void evaluated_before(int32_t n, double ms);
     // The name that llama-server has for it; empty if it did not say.
     std::string upstream_id() const;
     // Whether the ids of a received reply are certainly those that were sampled.
@@ -121,6 +124,8 @@ private:
     std::vector<std::optional<llama_token>> unnamed_;  // the last tokens, from the first unknown one on
     size_t                                  n_named_bytes_ = 0;
     bool                                    is_exact_      = true;
+    int32_t                                 n_before_      = 0;
+    int64_t                                 us_before_     = 0;
     std::string                             upstream_id_;
 };
 

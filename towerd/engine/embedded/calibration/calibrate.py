@@ -27,8 +27,8 @@ from towerd.engine.embedded.calibration.measure_plan import (
 from towerd.engine.embedded.calibration.moved import MovedMeter, limits_of, plan_changes
 from towerd.engine.embedded.calibration.scratch import Scratch, SteppedSequence, other_shapes
 from towerd.engine.embedded.context.core import Core
-from towerd.engine.embedded.restore.rotation import Rotation
 from towerd.engine.embedded.run.scheduler import Scheduler
+from towerd.engine.moving.rotation import Rotation
 from towerd.errors import NotSupported, TowerdError
 from towerd.model.vocab import Vocab
 from towerd.slots.kind import WINDOW

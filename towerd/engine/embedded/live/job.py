@@ -22,9 +22,9 @@ from towerd.engine.base import (
 )
 from towerd.engine.embedded.context.adapters import Adapted
 from towerd.engine.embedded.context.context import Buffer
-from towerd.engine.embedded.live.moves import Moves
 from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.live.saved import Saved
+from towerd.engine.moving.moves import Moves
 from towerd.engine.served import ServedAnswer
 from towerd.media_ids import Span
 from towerd.store import Handle

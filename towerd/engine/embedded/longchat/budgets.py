@@ -36,7 +36,7 @@ from towerd.engine.embedded.restore.branching import (
     has_everything,
 )
 from towerd.engine.embedded.restore.hooks import Hook
-from towerd.engine.embedded.restore.rotation import Rotation
+from towerd.engine.moving.rotation import Rotation
 from towerd.errors import InvalidRequest, NotSupported
 from towerd.retention import Positions, Signal, can_recall, retention_config
 from towerd.settings.config import RETENTIONS, WATCHING, Config, parked_bytes

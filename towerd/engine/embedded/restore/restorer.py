@@ -20,7 +20,6 @@ from towerd.engine.embedded.context.cell_pages import CellPages
 from towerd.engine.embedded.context.context import Buffer
 from towerd.engine.embedded.context.memory import SequenceMemory
 from towerd.engine.embedded.live.job import Job, JobPhase
-from towerd.engine.embedded.live.moves import MovedRows
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.live.saved import save
 from towerd.engine.embedded.restore.branching import (
@@ -31,8 +30,9 @@ from towerd.engine.embedded.restore.branching import (
 )
 from towerd.engine.embedded.restore.checkpoints import Checkpoints
 from towerd.engine.embedded.restore.hooks import Hooks
-from towerd.engine.embedded.restore.moved import MovedRuns
+from towerd.engine.embedded.restore.moved import MovedJobs
 from towerd.engine.live_index import Found, LiveIndex
+from towerd.engine.moving.moves import MovedRows
 from towerd.errors import TowerdError
 from towerd.media_ids import whole
 from towerd.store.rows.checkpoints import StateCheckpoint
@@ -100,7 +100,7 @@ class Restorer:
         pages: CellPages,
         pool: LivePool,
         tiers: Tiers,
-        moved: MovedRuns,
+        moved: MovedJobs,
         hooks: Hooks,
         checkpoints: Checkpoints | None,
     ) -> None:
@@ -258,7 +258,7 @@ class Restorer:
             if rows is None:
                 on_loaded(job, Loaded(load, is_piece=True))
             else:
-                on_loaded(job, Loaded(load, rows.blob, provenance, is_piece=True, moved=rows))
+                on_loaded(job, Loaded(load, None, provenance, is_piece=True, moved=rows))
 
         future.add_done_callback(tell)
 
@@ -304,8 +304,10 @@ class Restorer:
             self._pool.truncate(seq, n_live)
             self._moved.report(job)
             return
-        self.bytes_in += len(rows.blob)
-        self._restore(seq, rows.blob, None)
+        blob = rows.kept.blob
+        assert blob is not None
+        self.bytes_in += len(blob)
+        self._restore(seq, blob, None)
         self._pool.append(seq, job.ids[piece.p0 : piece.p1], job.moves.provenance)
         self._moved.attached(job, rows, self._workers)
 

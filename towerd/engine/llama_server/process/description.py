@@ -90,6 +90,16 @@ def flag_notes(command: Command | None, *, is_ours: bool) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def has_ram_cache(command: Command) -> bool:
+    """Whether it keeps prompts in a RAM cache of its own."""
+    values, size = iter(command.flags), ""
+    for word in values:
+        name, _, value = word.partition("=")
+        if canonical(name) in ("-cram", "--cache-ram"):
+            size = value or next(values, "")
+    return size != "0"
+
+
 def open_vocab(path: Path, config: Config) -> LlamaModel:
     """The model file without its weights. Raises ModelError."""
     return LlamaModel(path, config, vocab_only=True)

@@ -27,6 +27,7 @@ from towerd.engine.llama_server.slots.placer import PlacedPrompt, Placer
 from towerd.engine.llama_server.slots.slot import Slot
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
+from towerd.engine.moving.runs import MovedRuns
 from towerd.errors import TowerdError, Unavailable
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids
@@ -77,6 +78,12 @@ class SlotHold:
         self._is_released = False
 
     @property
+    def evaluated(self) -> tuple[int, float]:
+        """How many of the prompt's tokens were evaluated before the request runs, and in how many
+        milliseconds."""
+        return self._placed.n_evaluated, self._placed.evaluated_ms
+
+    @property
     def is_stale(self) -> bool:
         """Whether llama-server was restarted since, so that the slot is empty."""
         return self._epoch != self._holds.placer.epoch
@@ -96,11 +103,13 @@ class SlotHold:
 
     def observe(self, cache_n: int, prompt_ms: float) -> None:
         """Compare what the reply says with what was prepared for it: how many prompt tokens were
-        reused, and how long the others took."""
+        reused, and how long the others took (if they were evaluated at once)."""
         if self.ids is None:
             return
         placed = self._placed
-        self._holds.placer.policy.costs.observe_prefill(len(self.ids) - cache_n, prompt_ms)
+        cache_n += placed.n_evaluated
+        if not placed.n_evaluated:
+            self._holds.placer.policy.costs.observe_prefill(len(self.ids) - cache_n, prompt_ms)
         if placed.n_cached_max is not None and cache_n > placed.n_cached_max:
             # It moved rows from elsewhere in the slot (--cache-reuse), which is not exact.
             self._is_exact = False
@@ -152,12 +161,13 @@ class SlotHolds:
         backend: LlamaServerBackend,
         tiers: Tiers,
         adapters: UpstreamAdapters,
+        runs: MovedRuns,
         notes: list[str],
         *,
         queue_max: int,
     ) -> None:
-        """notes: the engine's, to which one may be added. queue_max: requests that may wait for a
-        slot."""
+        """runs: finds rows that are kept behind other text. notes: the engine's, to which one may be
+        added. queue_max: requests that may wait for a slot."""
         found, spec = backend.probe, backend.probe.spec
         policy = PlacementPolicy(
             Costs(),
@@ -166,6 +176,7 @@ class SlotHolds:
             can_store=found.can_compose,
         )
         self.tiers = tiers
+        self.runs = runs
         self.n_ctx = found.n_ctx
         self.table = SlotTable(
             policy,
@@ -175,7 +186,7 @@ class SlotHolds:
             cells=found.cells,
         )
         self._workers = ThreadPoolExecutor(4, "towerd-slots")
-        self.placer = Placer(backend, tiers, self.table, adapters, self._workers)
+        self.placer = Placer(backend, tiers, self.table, adapters, runs, self._workers)
         self.upkeep = SlotUpkeep(self.placer, self.table, backend.upstream)
         self.gate = LaunchGate()
         self.all_ended = asyncio.Event()
@@ -197,16 +208,24 @@ class SlotHolds:
         *,
         n_predict: int = -1,
         cache_prompt: bool = True,
+        takes_moved: bool = True,
+        run_tokens_min: int = 0,
     ) -> SlotHold:
         """Wait for a slot for this prompt, and bring as much of the prompt into it as is worth it.
 
         n_predict: maximum number of tokens of the reply; negative: no limit. cache_prompt=False: the
-        client wants nothing reused. Raises Unavailable when too many wait, or llama-server ended
+        client wants nothing reused. takes_moved, run_tokens_min: see SlotRequest. Raises Unavailable when too many wait, or llama-server ended
         meanwhile."""
         ids = np.ascontiguousarray(ids, np.int32)
         with self.placer.path_of(ids, scope) as path:
             request = SlotRequest(
-                ids, scope, cache_prompt=cache_prompt, path=path, n_predict=n_predict
+                ids,
+                scope,
+                cache_prompt=cache_prompt,
+                path=path,
+                n_predict=n_predict,
+                takes_moved=takes_moved,
+                run_tokens_min=run_tokens_min,
             )
             if not self.placer.is_continuation(request):
                 await self.placer.look_up(request)
@@ -233,6 +252,7 @@ class SlotHolds:
             try:
                 placed = await asyncio.shield(placing)
             except asyncio.CancelledError:
+                request.is_left = True
                 self.upkeep.spawn(self._put_back(choice.slot, placing))
                 raise
         hold = SlotHold(self, choice.slot, request, placed, session)

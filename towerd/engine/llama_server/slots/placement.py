@@ -80,6 +80,14 @@ class SlotRequest:
     """What the store knows of its prompt but the last token; None: nothing of it is restored."""
     n_predict: int = -1
     """Maximum number of tokens of its reply; negative: no limit."""
+    takes_moved: bool = True
+    """Whether it may continue from moved rows."""
+    n_unmoved: int = 0
+    """Of `n_storable`, those whose rows are neither moved nor computed from moved ones."""
+    run_tokens_min: int = 0
+    """The shortest run of tokens whose rows are kept behind other text for it; 0: none is."""
+    is_left: bool = False
+    """Its client left: what is not begun for it need not be."""
     overtaken: int = 0
     """How often a later request went first."""
 
@@ -184,7 +192,11 @@ class PlacementPolicy:
             return 0, False
         if slot.adapters != adapters_of(request.scope):
             return 0, True
-        allowed = common if slot.scope == request.scope else min(common, request.n_public)
+        is_own = slot.scope == request.scope
+        allowed = common if is_own else min(common, request.n_public)
+        lacks_better = request.n_unmoved < common
+        if not (is_own and request.takes_moved and lacks_better):
+            allowed = min(allowed, slot.n_unmoved)
         if allowed < common:
             return 0, True
         if self.extends_only and (common < slot.n_all or common == request.n):
@@ -243,6 +255,8 @@ class PlacementPolicy:
             n = min(slot.common(request.ids), request.n - 1)
             if slot.scope != request.scope:
                 n = min(n, request.n_public)
+            if not request.takes_moved:
+                n = min(n, slot.n_unmoved)
             if self.window and n < slot.n:
                 continue  # its window rows are those before its own end
             gain = self.costs.prefill(n - n_best) - self.costs.save(slot.n)

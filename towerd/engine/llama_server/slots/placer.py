@@ -18,9 +18,13 @@ from towerd.engine.llama_server.process.upstream_client import SlotAction, Upstr
 from towerd.engine.llama_server.slot_files.image import SlotImage
 from towerd.engine.llama_server.slots.placement import SlotChoice, SlotRequest
 from towerd.engine.llama_server.slots.slot import Slot
+from towerd.engine.llama_server.slots.slot_counters import SlotCounters
+from towerd.engine.llama_server.slots.slot_moves import Moved, SlotMover
 from towerd.engine.llama_server.slots.slot_rows import Restored, SlotRows
 from towerd.engine.llama_server.slots.slot_table import SlotTable
+from towerd.engine.moving.runs import MovedRuns
 from towerd.errors import TowerdError
+from towerd.slots.errors import StateError
 from towerd.store import Handle
 from towerd.store.tree.scope import adapters_of
 from towerd.tiers.manager import Tiers
@@ -31,31 +35,6 @@ log = logging.getLogger(__name__)
 
 _SHORT_TOKENS = 256
 """A prompt that adds no more than this to a live slot is not looked up in the store first."""
-
-
-@dataclass(slots=True)
-class SlotCounters:
-    """Counters since the start, all of which are in /metrics and /towerd/v1/stats."""
-
-    restores: int = 0
-    restores_failed: int = 0
-    """Restores that llama-server refused."""
-    restores_missed: int = 0
-    """Restores that were accepted, and then not used by the prompt."""
-    restore_bytes: int = 0
-    restore_ms: float = 0.0
-    """Composing and restoring, as a request waited for it."""
-    blocked_ms: float = 0.0
-    """Time in which a save or restore kept all slots from moving."""
-    composed_tokens: int = 0
-    saves: int = 0
-    saves_failed: int = 0
-    save_bytes: int = 0
-    captured_tokens: int = 0
-    """Saved tokens that the store lacked."""
-    erases: int = 0
-    live_missed: int = 0
-    """Prompts for which a slot did not hold the tokens that it was believed to hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +49,10 @@ class PlacedPrompt:
     """The most that it can report; None when the slot may hold more than is known."""
     is_restored: bool = False
     """Whether the tokens in place come from a restore for this request."""
+    n_evaluated: int = 0
+    """How many of the prompt's tokens were evaluated to bring the others."""
+    evaluated_ms: float = 0.0
+    """How long that took, with what it was for."""
 
 
 class Placer:
@@ -81,6 +64,7 @@ class Placer:
         tiers: Tiers,
         table: SlotTable,
         adapters: UpstreamAdapters,
+        runs: MovedRuns,
         workers: ThreadPoolExecutor,
     ) -> None:
         found = backend.probe
@@ -95,9 +79,15 @@ class Placer:
         self._adapters = adapters
         self._tiers = tiers
         self._workers = workers
+        self._runs = runs
         self._rows: SlotRows | None = None
+        self._mover: SlotMover | None = None
         if found.spec is not None:
-            self._rows = SlotRows(backend, tiers, found.spec, workers)
+            self._rows = rows = SlotRows(backend, tiers, found.spec, workers)
+            counters, upstream = self.counters, backend.upstream
+            self._mover = SlotMover(
+                rows, runs, table, counters, upstream, adapters, workers, self.capture
+            )
 
     def stop_composing(self) -> None:
         """Save and restore nothing from now on."""
@@ -111,6 +101,8 @@ class Placer:
         for slot in self._table.slots:
             if slot.busy or not slot.known or not slot.sure or slot.scope != request.scope:
                 continue
+            if slot.n_unmoved < slot.n:
+                continue  # there may be better rows meanwhile
             if (
                 0 < slot.n <= request.n <= slot.n + _SHORT_TOKENS
                 and slot.common(request.ids) == slot.n
@@ -124,18 +116,21 @@ class Placer:
         return self._tiers.store.hold(ids[:-1], scope)
 
     async def look_up(self, request: SlotRequest) -> RestorePlan:
-        """What the store has of the prompt, which is also noted in `request`. Moved rows are left
-        out."""
+        """What the store has of the prompt, which is also noted in `request`."""
         if not self.can_compose or not request.cache_prompt or request.path is None:
             return RestorePlan()
-        look_up = partial(self._tiers.plan, request.path, 0, worst=Provenance.APPROXIMATE)
+        worst = Provenance.AFTER_MOVED if request.takes_moved else Provenance.APPROXIMATE
+        look_up = partial(self._tiers.plan, request.path, 0, worst=worst)
         plan = await asyncio.get_running_loop().run_in_executor(self._workers, look_up)
         request.n_storable, request.n_public = plan.n, plan.n_public
+        request.n_unmoved = plan.n_unmoved
         return plan
 
     def is_in_place(self, request: SlotRequest, choice: SlotChoice) -> bool:
         """Whether a choice needs nothing but the request itself."""
         if choice.restore or choice.erase or choice.capture is not None or not choice.n_reused:
+            return False
+        if self._mover is not None and self._mover.is_wanted(request, choice.n_reused):
             return False
         others = [each for each in self._table.slots if each is not choice.slot]
         n_others = sum(each.n_needed for each in others)
@@ -158,31 +153,64 @@ class Placer:
         if choice.restore:
             restored = await self._restore(request, slot)
             if restored is not None:
-                return self._placed(request, slot, restored.n, restored)
+                moved = await self._move(request, slot, restored.n)
+                return self._placed(request, slot, restored.n, restored, moved)
             live, erase = self.policy.live(request, slot)
             if erase:
                 await self.erase(slot)
             choice = replace(choice, n_reused=0 if erase else live)
         await self._make_room(slot, request)
-        return self._placed(request, slot, min(choice.n_reused, request.n - 1), None)
+        n = min(choice.n_reused, request.n - 1)
+        moved = await self._move(request, slot, n)
+        return self._placed(request, slot, n, None, moved)
 
     def _placed(
-        self, request: SlotRequest, slot: Slot, n: int, restored: Restored | None
+        self,
+        request: SlotRequest,
+        slot: Slot,
+        n: int,
+        restored: Restored | None,
+        moved: Moved | None,
     ) -> PlacedPrompt:
-        """`n` tokens of the prompt are in place."""
+        """`n` tokens of the prompt are in place, and what was `moved` behind them."""
         assert request.ids is not None
-        reuse = Reuse(live=n, prefill=request.n - n)
+        n = min(n, slot.common(request.ids))  # it is empty if they could not be moved
+        n_hot = 0 if restored is None else min(restored.n_hot, n)
+        live = slot.provenance_of(n if moved is None else slot.n)
+        reuse = Reuse(n, 0, 0, request.n - n, count_approximate(live[:n]))
         if restored is not None:
-            n_hot, approximate = restored.n_hot, count_approximate(restored.provenance)
-            reuse = Reuse(0, n_hot, n - n_hot, request.n - n, approximate)
+            reuse = replace(reuse, live=0, hot=n_hot, warm=n - n_hot)
+        if moved is not None:
+            reuse = moved.counted_in(reuse)
+            n = slot.n
+        if reuse.approximate:
+            moves = None if moved is None else moved.moves
+            reuse = replace(reuse, drift=self._runs.drift(moves, live, request.n))
         # With windows or recurrent layers it depends on which checkpoints the server has.
-        is_told = restored is not None or not (self.policy.window or self.policy.extends_only)
+        has_new = restored is not None or moved is not None
+        is_told = has_new or not (self.policy.window or self.policy.extends_only)
         return PlacedPrompt(
             reuse,
             n if is_told and request.cache_prompt else None,
             None if slot.hidden or not slot.known else slot.common(request.ids),
-            restored is not None,
+            has_new,
+            0 if moved is None else moved.n_evaluated,
+            0.0 if moved is None else moved.ms,
         )
+
+    async def _move(self, request: SlotRequest, slot: Slot, n: int) -> Moved | None:
+        """Bring runs that are known from elsewhere behind the first `n` tokens of the prompt. If that
+        fails the slot is empty."""
+        if self._mover is None or not self.can_compose:
+            return None
+        try:
+            return await self._mover.move(request, slot, n)
+        except UpstreamGone:
+            raise
+        except (TowerdError, StateError) as error:
+            log.warning("moved rows cannot be put into a slot", extra={"error": str(error)})
+            await self.erase(slot)
+            return None
 
     async def clear(self, choice: SlotChoice) -> None:
         """Save what has to be saved first, and empty the slot if it has to be."""
@@ -219,7 +247,8 @@ class Placer:
             return None
         if restored is None:
             return None
-        self._count_restore(restored)
+        self.counters.restored(restored)
+        self.policy.costs.observe_restore(restored.n, restored.ms)
         tokens = request.ids[: restored.n]
         slot.hold_restored(tokens, request.scope, restored.window_from, restored.provenance)
         return restored
@@ -234,15 +263,6 @@ class Placer:
                 slot.id, int(request.ids[0]), self._adapters.entries(request.scope)
             )
             slot.adapters = wanted
-
-    def _count_restore(self, restored: Restored) -> None:
-        counters = self.counters
-        counters.restores += 1
-        counters.restore_bytes += restored.n_bytes
-        counters.restore_ms += restored.ms
-        counters.blocked_ms += restored.blocked_ms
-        counters.composed_tokens += restored.n
-        self.policy.costs.observe_restore(restored.n, restored.ms)
 
     async def erase(self, slot: Slot) -> None:
         """Empty a slot that the caller has marked busy."""
@@ -308,9 +328,7 @@ class Placer:
             slot.be_stored()
 
     def _count_capture(self, image: SlotImage, n_kept: int, done: SlotAction) -> None:
-        self.counters.saves += 1
-        self.counters.save_bytes += done.n_bytes
-        self.counters.blocked_ms += done.ms
+        self.counters.saved(done)
         self.counters.captured_tokens += n_kept
         self.policy.costs.observe_save(image.n, done.ms)
         if image.window is not None:

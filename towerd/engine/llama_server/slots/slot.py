@@ -9,7 +9,7 @@ import numpy as np
 from towerd.engine.base import SlotView
 from towerd.store.sessions.deletions import DeletionWatch
 from towerd.store.tree.scope import adapters_of
-from towerd.tokens import Ids, Provenances, common_prefix, computed_after
+from towerd.tokens import Ids, Provenances, common_prefix, computed_after, count_unmoved
 
 _EMPTY: Ids = np.zeros(0, np.int32)
 
@@ -86,6 +86,12 @@ class Slot:
     def n_unsaved(self) -> int:
         """Tokens whose rows only this slot has."""
         return max(0, self.n_all - self.n_stored)
+
+    @property
+    def n_unmoved(self) -> int:
+        """Leading tokens whose rows are neither moved nor computed from moved ones."""
+        n = count_unmoved(self.provenance)
+        return n if n < len(self.provenance) else self.n
 
     def be_stored(self) -> None:
         """Note that it has nothing that is to be saved."""

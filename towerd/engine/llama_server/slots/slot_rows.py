@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -74,17 +75,22 @@ class SlotRows:
         rows went into the store, and what the save took. The caller keeps it from being used.
 
         Raises TowerdError, also when the file is not what it should be."""
+        image, done = await self.save(slot.id)
+        loop = asyncio.get_running_loop()
+        return image, await loop.run_in_executor(self._workers, self._keep, image, slot), done
+
+    async def save(self, slot: int) -> tuple[SlotImage, SlotAction]:
+        """What a slot holds, and what the save took. Raises as `capture`."""
         loop = asyncio.get_running_loop()
         name = self._slotdir.new_name()
         try:
-            done = await self._upstream.save(slot.id, name)
+            done = await self._upstream.save(slot, name)
         except BaseException:
             await loop.run_in_executor(self._workers, self._slotdir.remove, name)
             raise
-        image, n_kept = await loop.run_in_executor(self._workers, self._keep, name, slot)
-        return image, n_kept, done
+        return await loop.run_in_executor(self._workers, self._read, name), done
 
-    def _keep(self, name: str, slot: Slot) -> tuple[SlotImage, int]:
+    def _read(self, name: str) -> SlotImage:
         try:
             data = self._slotdir.take(name)
             image = parse_image(data, cell_ext=self.spec.layout.cell_ext)
@@ -92,13 +98,16 @@ class SlotRows:
             raise TowerdError(f"A saved slot cannot be read: {error}.") from error
         if image.spec(self.spec.window).layout != self.spec.layout:
             raise TowerdError("A saved slot has another layout than the probe had.")
+        return image
+
+    def _keep(self, image: SlotImage, slot: Slot) -> int:
         # Tokens other than the known ones come from a reply whose ids are not certain, or from a
         # request that was cut off: they are computed rows, after the known ones.
         provenance = slot.provenance_of(image.n)
         try:
-            return image, self._store(image, slot, provenance)
+            return self._store(image, slot, provenance)
         except SessionDeleted:
-            return image, 0
+            return 0
 
     def _store(self, image: SlotImage, slot: Slot, provenance: Provenances) -> int:
         store, tokens, scope = self._tiers.store, image.tokens, slot.scope
@@ -121,12 +130,36 @@ class SlotRows:
         used after all (the slot is as it was). Raises TowerdError, and what `room` raises.
 
         room: awaited before llama-server reads; it frees cells while the file is written"""
+        return await self._fill(slot, partial(self._write_plan, slot, ids, plan), room)
+
+    async def put(self, slot: int, tokens: Ids, parts: Sequence[KVRows]) -> Restored:
+        """Fill `slot` with the rows of `tokens`, native ones of layers without a window; there is room.
+        Raises TowerdError."""
+
+        def write(name: str) -> Restored:
+            began = time.perf_counter()
+            self._write(name, slot, tokens, parts, ())
+            ms = (time.perf_counter() - began) * 1e3
+            return Restored(len(tokens), 0, 0, np.zeros(0, np.uint8), ms)
+
+        done = await self._fill(slot, write)
+        assert done is not None
+        return done
+
+    async def _fill(
+        self,
+        slot: int,
+        write: Callable[[str], Restored | None],
+        room: Awaitable[None] | None = None,
+    ) -> Restored | None:
+        """Have llama-server restore a file that `write` fills on a worker; None if it writes none."""
         loop = asyncio.get_running_loop()
         name = self._slotdir.new_name()
-        writing = loop.run_in_executor(self._workers, self._write, name, slot, ids, plan)
+        writing = loop.run_in_executor(self._workers, write, name)
         try:
             try:
-                await room
+                if room is not None:
+                    await room
             finally:
                 restored = await writing
             if restored is None:
@@ -142,7 +175,7 @@ class SlotRows:
         restored.n_bytes, restored.blocked_ms = done.n_bytes, done.ms
         return restored
 
-    def _write(self, name: str, slot: int, ids: Ids, plan: RestorePlan) -> Restored | None:
+    def _write_plan(self, slot: int, ids: Ids, plan: RestorePlan, name: str) -> Restored | None:
         began = time.perf_counter()
         parts: list[KVRows] = []
         ends: list[tuple[int, bool]] = []
@@ -156,12 +189,17 @@ class SlotRows:
             return None
         parts = [part.slice(part.p0, min(part.p1, n)) for part in parts if part.p0 < n]
         window = window_rows(self.spec, parts, n)
-        n_window = sum(map(len, window))
-        with self._slotdir.writing(name, image_size(self.spec, n, n_window)) as out:
-            write_image(self.spec, ids[:n], parts, window, slot, out)
-        window_from = window[-1].p1 - n_window + 1 if len(window) > 1 else 0
+        self._write(name, slot, ids[:n], parts, window)
+        window_from = window[-1].p1 - sum(map(len, window)) + 1 if len(window) > 1 else 0
         provenance, ms = np.concatenate(provenances)[:n], (time.perf_counter() - began) * 1e3
         return Restored(n, _count_hot(ends, n), window_from, provenance, ms)
+
+    def _write(
+        self, name: str, slot: int, ids: Ids, parts: Sequence[KVRows], window: Sequence[KVRows]
+    ) -> None:
+        size = image_size(self.spec, len(ids), sum(map(len, window)))
+        with self._slotdir.writing(name, size) as out:
+            write_image(self.spec, ids, parts, window, slot, out)
 
 
 def _count_hot(ends: list[tuple[int, bool]], n: int) -> int:

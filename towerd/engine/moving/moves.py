@@ -1,4 +1,4 @@
-"""Moves: the runs of rows that are kept behind other text than they were computed after, for one job.
+"""Moves: the runs of rows that are kept behind other text than they were computed after, for one prompt.
 
 A run is kept in pieces. Before each piece a block of tokens is evaluated that the run has rows of, too:
 its rows, computed behind the new text, are compared with those of the run. A piece may follow another
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from towerd.engine.embedded.context.context import Buffer
 from towerd.slots.rows import KVRows
 from towerd.store import RowsPart
 from towerd.tiers.moved_limits import Profile
@@ -21,9 +20,9 @@ from towerd.tokens import Provenance, Provenances
 
 @dataclass(frozen=True, slots=True)
 class MovedRows:
-    """The composed rows of one piece, at the positions of the prompt."""
+    """The rows of one piece, at the positions of the prompt."""
 
-    blob: Buffer
+    kept: KVRows
     block: KVRows | None
     """The run's own rows of the block before the piece; None if there is none."""
     is_hot: bool
@@ -66,7 +65,7 @@ class RunProfile:
 
 @dataclass(slots=True)
 class Moves:
-    """The pieces of one job, those to come in order of position."""
+    """The pieces of one prompt, those to come in order of position."""
 
     pieces: list[MovedPiece]
     profiles: dict[int, RunProfile]
@@ -80,7 +79,7 @@ class Moves:
 
     @property
     def p0(self) -> int | None:
-        """Where the next piece begins; up to there the job evaluates."""
+        """Where the next piece begins; up to there the prompt is evaluated."""
         return self.pieces[0].p0 if self.pieces else None
 
     @property
@@ -93,6 +92,32 @@ class Moves:
         """What was measured of each run that has a block by now."""
         found = self.profiles.values()
         return [(each.n, each.deviations) for each in found if each.deviations]
+
+    def attach(self, rows: MovedRows) -> MovedPiece:
+        """Note that the next piece is live now; returns it."""
+        piece = self.pieces.pop(0)
+        piece.is_hot = rows.is_hot
+        self.attached.append(piece)
+        return piece
+
+    def refuse(self, *, has_deviated: bool) -> list[MovedPiece]:
+        """Cut the run of the next piece, whose block deviates (`has_deviated`) or whose rows are gone.
+        Returns the pieces that are live and must not stay so: those between this block and the one
+        before it, the last one first."""
+        piece = self.pieces[0]
+        if has_deviated:  # the block that is evaluated once more
+            self.profiles[piece.run].deviations.pop()
+        n, dropped = sum(each.n for each in self.cut(piece.run)), list[MovedPiece]()
+        while self.attached and self.attached[-1].run == piece.run:
+            last = self.attached.pop()
+            dropped.append(last)
+            n += last.n
+            if last.block < last.p0:
+                break
+        if not any(each.run == piece.run for each in self.attached):
+            del self.profiles[piece.run]
+        self.n_refused += n
+        return dropped
 
     def cut(self, run: int) -> list[MovedPiece]:
         """Evaluate the rest of a run instead; returns its pieces that were to come."""

@@ -5,21 +5,34 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from towerd.engine.embedded.context.core import Core
 from towerd.errors import NotSupported
 from towerd.model.llama_model import LlamaModel
 from towerd.model.rope import Running, read_rope
 from towerd.slots.errors import StateError
+from towerd.slots.layout import KVLayout
 from towerd.slots.rope import Rope
+from towerd.slots.row_identity import RowIdentity
 from towerd.slots.rows import KVRows
 from towerd.slots.shift import check_rope, shift
 
 
 class Rotation:
-    """The RoPE of a loaded model, read when it is first asked for. Any thread may use it."""
+    """The RoPE of a served model, read when it is first asked for. Any thread may use it."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(
+        self, model: LlamaModel, row_identity: RowIdentity, n_cells: int, why_not: str = ""
+    ) -> None:
+        """n_cells: what a sequence of the context may have; why_not: why its rows cannot go to another
+        position, whatever their rotation"""
+        self._model = model
+        self._row_identity = row_identity
+        self._n_cells = n_cells
+        self._why_not = why_not
+
+    @property
+    def layout(self) -> KVLayout:
+        """The layout of native rows."""
+        return self._row_identity.layout
 
     @property
     def why_not(self) -> str:
@@ -37,19 +50,18 @@ class Rotation:
     @functools.cached_property
     def _read(self) -> Rope | str:
         """The rotation, or why there is none: the file is not read again at every token."""
-        core = self._core
-        if core.why_not_movable:
-            return core.why_not_movable
+        if self._why_not:
+            return self._why_not
         try:
-            rope = rope_of(core.model, core.info.row_identity.rope, core.context.n_cells)
-            check_rope(core.layout, rope)
+            rope = rope_of(self._model, self._row_identity.rope, self._n_cells)
+            check_rope(self.layout, rope)
         except StateError as error:
             return str(error)
         return rope
 
     def moved(self, rows: KVRows, to: int) -> KVRows:
         """Native rows with the first at position `to`. Raises NotSupported or StateError."""
-        return shift(rows, to, self.rope(), rot_k=self._core.info.row_identity.rot_k)
+        return shift(rows, to, self.rope(), rot_k=self._row_identity.rot_k)
 
 
 _KNOWN = ("override.freq_base", "override.freq_scale")
