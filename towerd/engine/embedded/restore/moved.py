@@ -22,7 +22,7 @@ import numpy as np
 from towerd.drift import Drift, combined
 from towerd.engine.embedded.context.core import Core
 from towerd.engine.embedded.live.job import Job
-from towerd.engine.embedded.live.moves import MovedPiece, MovedRows, Moves, RunProfile
+from towerd.engine.embedded.live.moves import MovedPiece, MovedRows, Moves
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.restore.rotation import Rotation
 from towerd.errors import StoreError, TowerdError
@@ -37,6 +37,7 @@ from towerd.tiers.moved_limits import (
     BLOCK_TOKENS,
     STRETCH_TOKENS_MIN,
     MovedLimits,
+    RunProfile,
     block_offsets,
     deviation,
 )
@@ -194,7 +195,7 @@ class MovedRuns:
         self.n_checked += n
         profile = moves.profiles[piece.run]
         profile.deviations.append(deviation(evaluated, rows.block))
-        return limits.allows(self._tiers.fidelity, moves.measured, job.n_prompt)
+        return limits.allows(self._tiers.fidelity, profile)
 
     def refuse(self, job: Job, workers: Executor, *, has_deviated: bool) -> int:
         """Cut the run of the next piece, whose block deviates (`has_deviated`) or whose rows are gone.
