@@ -7,8 +7,9 @@ against what keeping the run costs an answer. That grows with the mean square of
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,28 +22,36 @@ from towerd.tiers.formats.calibration import bound_of
 
 log = logging.getLogger(__name__)
 
-BLOCK_TOKENS = 16
-"""Tokens of a block: enough for a steady mean, and one step of a few milliseconds."""
-_SECOND = 48
-_SHARES = (0.125, 0.25, 0.5, 0.75)
-"""Where blocks of a run begin: at its first token, soon after that, and at shares of its length. What a
-change before the run does to its rows fades along the run, fast at first."""
-STRETCH_TOKENS_MIN = 32
+BLOCK_TOKENS = 8
+"""Tokens of a block. Many short blocks tell more than a few long ones: what rows deviate by differs from
+place to place."""
+_BLOCKS = 8
+"""Blocks of a long run, at equal distances from its first token on."""
+STRETCH_TOKENS_MIN = 16
 """The fewest tokens between two blocks: fewer are not worth a step of their own."""
+_LAYERS_SHARE = 0.2
+"""The share of the layers that are compared, the last ones: there, changes that matter to an answer and others
+lie twice as far apart as over all layers (SmolLM2)."""
 _ALONE = 0.25
 """How much the first block of a run counts that has no other."""
-VERSION = 1
+VERSION = 2
 _TIGHTENED = 0.7
 
 
-Profile: TypeAlias = tuple[int, Sequence[float]]
-"""A run: its tokens, and the deviations of its blocks, as far as they were evaluated."""
+@dataclass(slots=True)
+class RunProfile:
+    """How far a run of `n` tokens deviates behind other text than before."""
+
+    n: int
+    deviations: list[float] = field(default_factory=list)
+    """Of its blocks, in order, as far as they were evaluated."""
 
 
 def block_offsets(n: int) -> list[int]:
     """Where the blocks of a run of `n` tokens begin, ascending from 0."""
     offsets = [0]
-    for at in (_SECOND, *(int(share * n) for share in _SHARES)):
+    for i in range(1, _BLOCKS):
+        at = i * n // _BLOCKS
         end = offsets[-1] + BLOCK_TOKENS
         if at - end >= STRETCH_TOKENS_MIN and n - at - BLOCK_TOKENS >= STRETCH_TOKENS_MIN:
             offsets.append(at)
@@ -51,11 +60,11 @@ def block_offsets(n: int) -> list[int]:
 
 def deviation(evaluated: KVRows, kept: KVRows) -> float:
     """By how much rows differ from those that were kept for the same positions, relative to their
-    size: the mean over tokens and layers of V, or of K in a cache without V."""
-    first = evaluated.layout.n_layer if evaluated.layout.v else 0
-    planes = evaluated.layout.planes
+    size: the mean over tokens and the last layers of V, or of K in a cache without V."""
+    layout = evaluated.layout
+    planes, n_layers = layout.planes, len(layout.v or layout.k)
     found = []
-    for i in range(first, len(planes)):
+    for i in range(len(planes) - max(1, round(n_layers * _LAYERS_SHARE)), len(planes)):
         name = planes[i].format.name
         a, b = (_floats(rows.plane(i), name) for rows in (evaluated, kept))
         size = np.maximum(np.linalg.norm(b, axis=1), 1e-9)
@@ -68,19 +77,12 @@ def _floats(rows: np.ndarray, name: str) -> np.ndarray:
     return (rows if name == "f32" else dispatch.transcoded(rows, name, "f32")).view(np.float32)
 
 
-def spread(n: int, deviations: Sequence[float], noise: float) -> float:
-    """The mean square of what a run of `n` tokens deviates by, over the noise, as far as its first
-    blocks tell. A token counts by how far behind the change it is, from 0 to 2: an answer reads what is
-    near, and the first tokens deviate behind any change. Between two blocks the mean of both counts, and
-    behind the last one half of it. deviations: of its blocks in order, of all or of the first few"""
-    offsets = block_offsets(n)
-    squares = [max(0.0, found**2 - noise**2) for found in deviations]
-    if len(offsets) == 1:
-        return _ALONE * squares[0]
-    weights = [(end**2 - at**2) / n**2 for at, end in zip(offsets, [*offsets[1:], n], strict=True)]
-    after = [*squares[1:], 0.0]
-    parts = zip(weights, squares, after, strict=False)
-    return sum(weight * (one + two) / 2 for weight, one, two in list(parts)[1:])
+def spread(run: RunProfile, noise: float) -> float:
+    """The mean square of what a run deviates by, over the noise, as far as its first blocks tell. The
+    first one does not count, since the first tokens deviate behind any change, unless it is the only one."""
+    squares = [max(0.0, found**2 - noise**2) for found in run.deviations]
+    n_later = len(block_offsets(run.n)) - 1
+    return sum(squares[1:]) / n_later if n_later else _ALONE * squares[0]
 
 
 class MovedLimits(msgspec.Struct, frozen=True):
@@ -93,7 +95,7 @@ class MovedLimits(msgspec.Struct, frozen=True):
     noise: float
     """The deviation of rows behind the same text, evaluated in other batches."""
     slope: float
-    """Nats over the noise if a whole prompt had a `spread` of 1."""
+    """Nats over the noise if rows had a `spread` of 1."""
     tightened: float = 1.0
     """What the bound is multiplied by, since served answers drifted more than was estimated."""
 
@@ -102,18 +104,19 @@ class MovedLimits(msgspec.Struct, frozen=True):
         found: dict[str, Any] = msgspec.to_builtins(self)
         return found
 
-    def allows(self, fidelity: str, runs: Iterable[Profile], n_prompt: int) -> bool:
-        """Whether these runs of a prompt may be kept, as far as their first blocks tell."""
+    def allows(self, fidelity: str, run: RunProfile) -> bool:
+        """Whether a run may be kept, as far as its first blocks tell. Its share of the prompt does not
+        count: a short run whose rows deviate wins little, and may mean something else."""
         bound = self.tightened * bound_of(fidelity, self.floor_kl)
-        return self._excess(runs, n_prompt) <= bound
+        return self._excess(run) <= bound
 
-    def estimate(self, runs: Iterable[Profile], n_prompt: int) -> Drift:
+    def estimate(self, runs: Iterable[RunProfile], n_prompt: int) -> Drift:
         """The drift of keeping these runs of a prompt."""
-        return Drift(self.floor_kl + self._excess(runs, n_prompt), self.floor_kl)
+        excess = sum(run.n / n_prompt * self._excess(run) for run in runs)
+        return Drift(self.floor_kl + excess, self.floor_kl)
 
-    def _excess(self, runs: Iterable[Profile], n_prompt: int) -> float:
-        parts = (n / n_prompt * spread(n, found, self.noise) for n, found in runs)
-        return self.slope * sum(parts)
+    def _excess(self, run: RunProfile) -> float:
+        return self.slope * spread(run, self.noise)
 
     def tighter(self) -> MovedLimits:
         """Limits under which fewer runs are kept."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from towerd.slots.rows import KVRows
 from towerd.store import RowsPart
-from towerd.tiers.moved_limits import Profile
+from towerd.tiers.moved_limits import RunProfile
 from towerd.tokens import Provenance, Provenances
 
 
@@ -55,15 +55,6 @@ class MovedPiece:
 
 
 @dataclass(slots=True)
-class RunProfile:
-    """How far a run of `n` tokens deviates behind the new text."""
-
-    n: int
-    deviations: list[float] = field(default_factory=list)
-    """Of its blocks, in order, as far as they were evaluated."""
-
-
-@dataclass(slots=True)
 class Moves:
     """The pieces of one prompt, those to come in order of position."""
 
@@ -88,10 +79,9 @@ class Moves:
         return np.full(self.pieces[0].n, Provenance.MOVED, np.uint8)
 
     @property
-    def measured(self) -> list[Profile]:
+    def measured(self) -> list[RunProfile]:
         """What was measured of each run that has a block by now."""
-        found = self.profiles.values()
-        return [(each.n, each.deviations) for each in found if each.deviations]
+        return [each for each in self.profiles.values() if each.deviations]
 
     def attach(self, rows: MovedRows) -> MovedPiece:
         """Note that the next piece is live now; returns it."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from towerd.drift import Drift, combined
 from towerd.engine.base import GenerateRequest
-from towerd.engine.moving.moves import MovedPiece, MovedRows, Moves, RunProfile
+from towerd.engine.moving.moves import MovedPiece, MovedRows, Moves
 from towerd.engine.moving.rotation import Rotation
 from towerd.errors import StoreError, TowerdError
 from towerd.slots.blob import emit_blob, parse_blob
@@ -34,6 +34,7 @@ from towerd.tiers.moved_limits import (
     BLOCK_TOKENS,
     STRETCH_TOKENS_MIN,
     MovedLimits,
+    RunProfile,
     block_offsets,
     deviation,
 )
@@ -156,9 +157,7 @@ class MovedRuns:
 
     # ---- while the prompt is evaluated --------------------------------------------------------
 
-    def accepts(
-        self, moves: Moves, rows: MovedRows, evaluated: KVRows | None, n_prompt: int
-    ) -> bool:
+    def accepts(self, moves: Moves, rows: MovedRows, evaluated: KVRows | None) -> bool:
         """Whether the evaluated block before the next piece deviates little enough from the run's own
         rows of it. A piece without a block follows one that was accepted."""
         limits = self.limits
@@ -169,7 +168,7 @@ class MovedRuns:
         moves.n_checked += len(rows.block)
         profile = moves.profiles[moves.pieces[0].run]
         profile.deviations.append(deviation(evaluated, rows.block))
-        return limits.allows(self._tiers.fidelity, moves.measured, n_prompt)
+        return limits.allows(self._tiers.fidelity, profile)
 
     def drift(
         self,

@@ -17,14 +17,21 @@ from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS
 from towerd.engine.embedded.calibration.scratch import BatchShape, SteppedSequence
 from towerd.errors import TowerdError
 from towerd.slots.rows import KVRows
-from towerd.tiers.moved_limits import BLOCK_TOKENS, MovedLimits, block_offsets, deviation, spread
+from towerd.tiers.moved_limits import (
+    BLOCK_TOKENS,
+    MovedLimits,
+    RunProfile,
+    block_offsets,
+    deviation,
+    spread,
+)
 from towerd.tokens import Ids
 
 TEXTS = 4
 """Runs that are measured, each behind several changed texts."""
 RUN_TOKENS, NEW_TOKENS = 384, 64
-_SLOPE_MIN = 0.2
-"""A sixth of what SmolLM2 and Gemma 3 270M have."""
+_SLOPE_MIN = 0.03
+"""A sixth of what SmolLM2 has."""
 _TOKENS_MIN = 96
 """A run this short, behind half as many tokens, is the least that says something."""
 
@@ -51,12 +58,7 @@ class Change:
 class MovedSample:
     """What keeping one run did."""
 
-    n: int
-    """Tokens of the run."""
-    share: float
-    """Its share of the prompt."""
-    deviations: Sequence[float]
-    """Of its blocks."""
+    run: RunProfile
     kl: float
     """Mean KL divergence of the next-token distributions after it from exact evaluation, in nats."""
     floor_kl: float
@@ -92,7 +94,7 @@ def plan_changes(text: Ids, head: Ids, n_ctx: int) -> list[list[Change]]:
 
 def _changed(before: Ids, other: Ids, run: Ids, n: int) -> Iterator[Ids]:
     """Texts of at most `n` tokens in place of `before`: a few tokens are others, a span of another
-    length, the second half, everything, and words of the run itself."""
+    length, the second half, everything, and words of the run itself; and one half is gone."""
     few = before.copy()
     few[n // 2 : n // 2 + 6] = other[:6]
     yield few
@@ -101,6 +103,7 @@ def _changed(before: Ids, other: Ids, run: Ids, n: int) -> Iterator[Ids]:
     yield other
     pieces = np.array_split(run, max(2, len(run) // 12))
     yield np.concatenate([*pieces[1::2], *pieces[::2]])[:n]
+    yield before[n // 2 :]
 
 
 class MovedMeter:
@@ -138,8 +141,8 @@ class MovedMeter:
         deviations = self._keep(line, rows, change.run)
         line.decode(change.new)
         kl = compare(native, line.logits(change.after)).kl
-        n = len(change.run)
-        return MovedSample(n, n / line.n, deviations, kl, floor_kl)
+        run = RunProfile(len(change.run), deviations)
+        return MovedSample(run, kl, floor_kl)
 
     def _noise(self, line: SteppedSequence, ids: Ids, native: LogProbs) -> float:
         found = {shape: compare(native, line.logits(ids, shape)).kl for shape in self._shapes}
@@ -163,13 +166,12 @@ class MovedMeter:
 
 def limits_of(samples: Sequence[MovedSample], row_identity: str) -> MovedLimits:
     """The limits that follow from what was measured: the excess rises in proportion to the spread of
-    the deviations and to the run's share of the prompt; the median over the samples that deviate much
-    tells how steeply. The least deviation of any block is what every change causes, however small:
-    rounding, amplified. A slope that the noise hides is taken to be _SLOPE_MIN: at 0 all would be kept."""
-    noise = min(min(each.deviations) for each in samples)
-    x = np.array([each.share * spread(each.n, each.deviations, noise) for each in samples])
+    the deviations; least squares over the samples tell how steeply. The least deviation of any block is
+    what every change causes, however small: rounding, amplified. A slope that the noise hides is taken to
+    be _SLOPE_MIN: at 0 all would be kept."""
+    noise = min(min(each.run.deviations) for each in samples)
+    x = np.array([spread(each.run, noise) for each in samples])
     y = np.array([each.excess for each in samples])
-    is_large = x >= np.median(x)
-    slope = max(_SLOPE_MIN, float(np.median(y[is_large] / np.maximum(x[is_large], 1e-12))))
+    slope = max(_SLOPE_MIN, float(x @ y / max(x @ x, 1e-12)))
     floor_kl = float(np.mean([each.floor_kl for each in samples]))
     return MovedLimits(row_identity, floor_kl, noise, slope)

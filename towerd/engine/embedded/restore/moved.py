@@ -102,7 +102,7 @@ class MovedJobs:
         if piece.block < piece.p0:
             evaluated = self._core.memory.rows(seq.id, piece.block, piece.p0)
         n_checked = moves.n_checked
-        is_accepted = self.runs.accepts(moves, rows, evaluated, job.n_prompt)
+        is_accepted = self.runs.accepts(moves, rows, evaluated)
         self.runs.n_checked += moves.n_checked - n_checked
         return is_accepted
 

@@ -171,7 +171,7 @@ class SlotMover:
         live = np.concatenate([live, evaluated])
         assert piece.rows is not None
         found = await asyncio.wrap_future(piece.rows)
-        is_kept = await self._on_worker(self._accepts, moves, found, image, len(ids))
+        is_kept = await self._on_worker(self._accepts, moves, found, image)
         if found is not None and is_kept:
             live = np.concatenate([live, moves.provenance])
             moves.attach(found)
@@ -189,15 +189,13 @@ class SlotMover:
             self._costs.observe_restore(restored.n, restored.ms)
         return live
 
-    def _accepts(
-        self, moves: Moves, found: MovedRows | None, image: SlotImage, n_prompt: int
-    ) -> bool:
+    def _accepts(self, moves: Moves, found: MovedRows | None, image: SlotImage) -> bool:
         """Whether the next piece may stay, on a worker thread; `image`: the slot up to it."""
         if found is None:
             return False
         piece = moves.pieces[0]
         block = image.full.rows.slice(piece.block, piece.p0) if piece.block < piece.p0 else None
-        return self._runs.accepts(moves, found, block, n_prompt)
+        return self._runs.accepts(moves, found, block)
 
     async def _on_worker(self, work: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._workers, work, *args)
