@@ -61,7 +61,7 @@ def test_more_blocks_never_tell_less() -> None:
 
 
 def samples(slope: float, chance: float = 0.0) -> list[MovedSample]:
-    """Runs whose excess is `slope` times their spread."""
+    """Runs that cost the continuation of a text `slope` times their spread."""
     rng, made = np.random.default_rng(1), []
     for size in np.geomspace(0.035, 0.5, 20).tolist():
         later = [max(NOISE, size * fade) for fade in (0.8, 0.7, 0.6, 0.5, 0.4, 0.3)]
@@ -73,9 +73,9 @@ def samples(slope: float, chance: float = 0.0) -> list[MovedSample]:
 
 def test_the_slope_is_found() -> None:
     limits = limits_of(samples(0.5), "r")
-    assert limits.slope == pytest.approx(0.5)
+    assert limits.slope == pytest.approx(0.4 * 0.5)  # as an answer counts
     assert limits.noise == NOISE
-    assert limits_of(samples(0.5, chance=3e-4), "r").slope == pytest.approx(0.5, rel=0.1)
+    assert limits_of(samples(0.5, chance=3e-4), "r").slope == pytest.approx(0.2, rel=0.1)
 
 
 def test_noise_never_allows_everything() -> None:
