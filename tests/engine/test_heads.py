@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from any_arch import N_VOCAB
 from heads import FIRST_WORD, HEADS, make_head_gguf
+from lora_adapter import write_adapter
 from scripted_model import make_scripted_model
 from services import EmbeddedService, OpenService
 from speculating import EVEN, drafted, gist, say
@@ -129,6 +130,38 @@ async def test_wrong_guesses_leave_nothing(
         assert n_right <= n // 8
     async with opened(models["wrong"], 3) as service:
         assert [each["ids"] for each in await chat(service)] == [each["ids"] for each in said]
+
+
+async def test_drafts_that_were_not_evaluated_hold_up_none(
+    opened: Opened, models: dict[str, Path], arch: str, tmp_path: Path
+) -> None:
+    """Requests under different adapters take turns; both have drafts all the while."""
+    model, path = models["of token"], tmp_path / "adapter.gguf"
+    adapter = write_adapter(path, model, seed=1, strength=0.0, arch=arch)
+    asked: dict[str, Any] = {"n_predict": REPLY, "ignore_eos": True}
+    async with opened(models["of token"], 3) as service:
+        alone = drafted(await say(service, ids(60, 5), **asked))
+    flags = (*FLAGS, "3", "--lora", str(adapter))
+    async with opened(models["of token"], 0, llama_server_args=flags) as service:
+        adapted = service.engine.adapters.scope("local", [{"id": 0, "scale": 1.0}])
+        both = await asyncio.gather(
+            say(service, ids(60, 5), **asked), say(service, ids(60, 6), scope=adapted, **asked)
+        )
+    assert [drafted(each) for each in both] == [alone, alone]
+
+
+async def test_a_head_in_a_file_of_its_own(
+    opened: Opened, models: dict[str, Path], arch: str
+) -> None:
+    """What follows from the file need not be said; weights may be kept on the CPU."""
+    for flags in (
+        ("-md", str(models["of token"])),
+        ("-md", str(models["of token"]), "--spec-draft-cpu-moe"),
+    ):
+        words = (*flags, "--spec-draft-n-max", "3")
+        async with opened(models["of token"], 0, llama_server_args=words) as service:
+            n, n_right = drafted(await say(service, ids(90, 1), n_predict=REPLY, ignore_eos=True))
+            assert n == n_right >= REPLY // 2
 
 
 async def test_without_a_head_or_with_others_it_is_refused(

@@ -11,11 +11,13 @@ RANK = 4
 _SUFFIXES = ("attn_q.weight", "attn_v.weight", "ffn_down.weight")
 
 
-def write_adapter(path: Path, model: Path, *, seed: int, strength: float = 1.0) -> Path:
+def write_adapter(
+    path: Path, model: Path, *, seed: int, strength: float = 1.0, arch: str = "llama"
+) -> Path:
     """Of a model's query, value and down projections; strong enough to change what it says."""
     reader = gguf.GGUFReader(model)
     chance = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, arch)
     writer.add_string("general.type", "adapter")
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", float(RANK))

@@ -17,7 +17,11 @@ GIST = ("ids", "content", "stop_type", "stopping_word", "truncated", "tokens_pre
 
 
 async def say(
-    service: EmbeddedService, prompt: str | list[int], live: LiveBudget | None = None, **fields: Any
+    service: EmbeddedService,
+    prompt: str | list[int],
+    live: LiveBudget | None = None,
+    scope: str = "local",
+    **fields: Any,
 ) -> Said:
     """An answer to /completion, and under `ids` its tokens."""
     body = {"temperature": 0, "n_predict": 80, "cache_prompt": False, **fields, "prompt": prompt}
@@ -30,6 +34,7 @@ async def say(
         n_predict=wire.n_predict,
         cache_prompt=body["cache_prompt"],
         live=live or LiveBudget(),
+        scope=scope,
     )
     finish: Finish | None = None
     async for event in service.sessions.run(request):

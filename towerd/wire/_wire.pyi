@@ -348,11 +348,9 @@ class Head:
     """Drafts the next tokens of running replies from the model's hidden states, by heads that predict
     several tokens. It reads every token that the model evaluates. Not thread-safe."""
 
-    def __init__(
-        self, model: Model, ctx: int, n_running: int, n_threads: int, n_threads_batch: int
-    ) -> None:
+    def __init__(self, model: Model, ctx: int, flags: int, n_running: int) -> None:
         """ctx: the address of the `llama_context` that verifies the drafts, which must outlive this
-        object; n_running: sequences that get drafts at once
+        object; flags: that of its `llama_context_params`; n_running: sequences that get drafts at once
 
         Raises RuntimeError: other types beside it, a model without such a head, or a head that cannot
         forget a draft."""

@@ -103,9 +103,15 @@ class EmbeddedEngine:
         self._all_ended = asyncio.Event()
         self._all_ended.set()
         drafts = open_drafts(self.wire.model, core, config)
-        self.parts = Parts(core, tiers, config, checkpoint_tier, drafts, self._deliver)
+        try:
+            self.parts = Parts(core, tiers, config, checkpoint_tier, drafts, self._deliver)
+            self.budgets, self.media = self.parts.budgets, self.parts.media
+            self._check_retention(config)
+        except ConfigError:
+            if drafts is not None:  # before the caller frees the context and the model
+                drafts.close()
+            raise
         self.pool, self.scheduler = self.parts.pool, self.parts.scheduler
-        self.budgets, self.media = self.parts.budgets, self.parts.media
         self.calibrator = Calibrator(
             core,
             self.scheduler,
@@ -115,7 +121,6 @@ class EmbeddedEngine:
             fidelity=config.fidelity,
             forced=config.level_formats is not None,
         )
-        self._check_retention(config)
         self.outgrowing: Collection[str] = {
             policy for policy in RETENTIONS if self.parts.hooks.of(LiveBudget(policy)).may_outgrow
         }

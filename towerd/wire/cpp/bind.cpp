@@ -405,12 +405,12 @@ void bind_head(nb::module_ & m) {
     nb::class_<Head>(m, "Head")
         .def(
             "__init__",
-            [](Head * self, const Model & model, uintptr_t ctx, int n_running, int n_threads, int n_threads_batch) {
+            [](Head * self, const Model & model, uintptr_t ctx, uintptr_t flags, int n_running) {
                 unlocked([&] {
-                    new (self) Head(model, at<llama_context>(ctx), n_running, n_threads, n_threads_batch);
+                    new (self) Head(model, at<llama_context>(ctx), *at<llama_context_params>(flags), n_running);
                 });
             },
-            "model"_a, "ctx"_a, "n_running"_a, "n_threads"_a, "n_threads_batch"_a, nb::keep_alive<1, 2>())
+            "model"_a, "ctx"_a, "flags"_a, "n_running"_a, nb::keep_alive<1, 2>())
         .def_static("is_asked_for", &Head::is_asked_for, "model"_a)
         .def_prop_ro("followed_context",
                      [](const Head & head) { return reinterpret_cast<uintptr_t>(head.followed_context()); })

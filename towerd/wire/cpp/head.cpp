@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "refused.h"
+#include "speculation.h"
 
 // Declared in llama.cpp's src/llama-ext.h, which is no part of its public sources.
 LLAMA_API llama_context * llama_get_ctx_other(llama_context * ctx);
@@ -12,10 +13,11 @@ namespace towerd::wire {
 
 namespace {
 
-constexpr uint32_t kRound = 256;  // llama.cpp's contexts have multiples of so many cells
+constexpr uint32_t kRound     = 256;       // llama.cpp's contexts have multiples of so many cells
+constexpr size_t   kHeldBytes = 64 << 20;  // of hidden states that common_speculative holds, about
 
 bool has_head(const common_params_speculative & params) {
-    const auto & types = params.types;
+    const auto types = speculative_types(params);
     return std::find(types.begin(), types.end(), COMMON_SPECULATIVE_TYPE_DRAFT_MTP) != types.end();
 }
 
@@ -25,12 +27,12 @@ bool Head::is_asked_for(const Model & model) {
     return has_head(model.params().speculative);
 }
 
-Head::Head(const Model & model, llama_context * ctx, int n_running, int n_threads, int n_threads_batch) :
+Head::Head(const Model & model, llama_context * ctx, const llama_context_params & flags, int n_running) :
     n_vocab_(llama_vocab_n_tokens(model.vocab)), params_(model.params()), sequences_(llama_n_seq_max(ctx)) {
     const AbortGuard guard;
     auto &           speculative = params_.speculative;
-    for (const auto type : speculative.types) {
-        if (type != COMMON_SPECULATIVE_TYPE_DRAFT_MTP && type != COMMON_SPECULATIVE_TYPE_NONE) {
+    for (const auto type : speculative_types(speculative)) {
+        if (type != COMMON_SPECULATIVE_TYPE_DRAFT_MTP) {
             throw std::runtime_error("--spec-type draft-mtp does not go together with " +
                                      common_speculative_type_to_str(type) + ": name one of them");
         }
@@ -38,33 +40,49 @@ Head::Head(const Model & model, llama_context * ctx, int n_running, int n_thread
     speculative.types         = {COMMON_SPECULATIVE_TYPE_DRAFT_MTP};
     speculative.draft.ctx_tgt = ctx;
 
-    params_.n_batch                   = static_cast<int32_t>(llama_n_batch(ctx));
-    params_.n_ubatch                  = static_cast<int32_t>(llama_n_ubatch(ctx));
-    params_.cpuparams.n_threads       = n_threads;
-    params_.cpuparams_batch.n_threads = n_threads_batch;
-    load(common_base_params_to_speculative(params_), ctx, n_running);
+    load(common_base_params_to_speculative(params_), flags, ctx, n_running);
     speculative.draft.ctx_dft = context_.get();
     batch_                    = common_batch(context_.get());
-    speculative_.reset(common_speculative_init(speculative, static_cast<uint32_t>(sequences_.size())));
+    renew();
     if (!speculative_) {
         throw std::runtime_error("--spec-type draft-mtp: llama.cpp makes no drafts of this model");
     }
 }
 
+// Makes common_speculative anew: it keeps the hidden states of the largest batch that each sequence ever had. The first
+// row of each that follows is computed with none.
+void Head::renew() {
+    speculative_.reset();
+    speculative_.reset(common_speculative_init(params_.speculative, static_cast<uint32_t>(sequences_.size())));
+    n_rows_held_ = 0;
+    for (auto & sequence : sequences_) {
+        sequence.state = -1;
+        sequence.n_rows_held = 0;
+    }
+}
+
 // As common_speculative_init_result, for a context with the sequences of `ctx`.
-void Head::load(const common_params & params, llama_context * ctx, int n_running) {
+void Head::load(common_params params, const llama_context_params & flags, llama_context * ctx, int n_running) {
     auto *      model = const_cast<llama_model *>(llama_get_model(ctx));
     std::string whose = "this model";
     if (params_.speculative.has_dft()) {
         whose = params.model.path;
-        model_.reset(llama_model_load_from_file(whose.c_str(), common_model_params_to_llama(const_cast<common_params &>(params))));
+        if (!params.tensor_buft_overrides.empty()) {
+            params.tensor_buft_overrides.push_back({nullptr, nullptr});
+        }
+        model_.reset(llama_model_load_from_file(whose.c_str(), common_model_params_to_llama(params)));
         model = model_.get();
         if (!model) {
             throw std::runtime_error("the draft model " + whose + " cannot be loaded");
         }
     }
-    auto           cparams = common_context_params_to_llama(params);
+    auto           cparams = flags;
     const uint32_t n_most  = n_running * static_cast<uint32_t>(std::max(1, params_.speculative.draft.n_max) + 1);
+    cparams.cb_eval        = nullptr;
+    cparams.type_k         = params_.speculative.draft.cache_type_k;
+    cparams.type_v         = params_.speculative.draft.cache_type_v;
+    cparams.n_batch        = llama_n_batch(ctx);
+    cparams.n_ubatch       = llama_n_ubatch(ctx);
     cparams.ctx_type       = LLAMA_CONTEXT_TYPE_MTP;
     cparams.ctx_other      = ctx;
     cparams.n_ctx          = llama_n_ctx(ctx) + (n_most + kRound - 1) / kRound * kRound;
@@ -100,6 +118,9 @@ void Head::follow(const std::vector<llama_token> & ids, const std::vector<llama_
             batch_.add(ids[i], pos[i], seqs[i], false);
             parts.back().end = pos[i] + 1;
         }
+        for (const auto & part : parts) {
+            note_rows(sequences_.at(part.seq), static_cast<size_t>(part.end - part.first));
+        }
         const bool is_read = common_speculative_process(speculative_.get(), batch_);
         for (const auto & part : parts) {
             Sequence & sequence = sequences_.at(part.seq);
@@ -115,6 +136,7 @@ void Head::follow(const std::vector<llama_token> & ids, const std::vector<llama_
 std::vector<llama_tokens> Head::draft(const std::vector<Asked> & asked) {
     return answering(ERROR_TYPE_SERVER, [&] {
         for (const auto & one : asked) {
+            begin(one.seq, one.pos);  // the batch of an earlier draft may never have been evaluated
             Sequence & sequence = sequences_.at(one.seq);
             sequence.result.clear();
             common_speculative_get_draft_params(speculative_.get(), one.seq) = {
@@ -139,6 +161,17 @@ void Head::accept(llama_seq_id seq, int n_accepted) {
         Sequence & sequence = sequences_.at(seq);
         sequence.state      = sequence.state < 0 ? -1 : sequence.first + n_accepted;
     });
+}
+
+void Head::note_rows(Sequence & sequence, size_t n) {
+    const size_t row_bytes = sizeof(float) * static_cast<size_t>(llama_model_n_embd_out(llama_get_model(context_.get())));
+    if ((n_rows_held_ + n) * row_bytes > kHeldBytes && n_rows_held_ > 0 && n > sequence.n_rows_held) {
+        renew();
+    }
+    if (n > sequence.n_rows_held) {
+        n_rows_held_ += n - sequence.n_rows_held;
+        sequence.n_rows_held = n;
+    }
 }
 
 // Takes out what it guessed from position `p` on, or evaluated before the sequence was cut there. llama.cpp evaluates

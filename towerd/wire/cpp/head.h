@@ -25,10 +25,10 @@ public:
     // Whether the model's flags ask for one.
     static bool is_asked_for(const Model & model);
 
-    // `model` and `ctx`, the context that will verify the drafts, outlive this object. n_running: sequences that
-    // get drafts at once.
+    // `model` and `ctx`, the context that will verify the drafts, outlive this object. flags: those of `ctx`.
+    // n_running: sequences that get drafts at once.
     // Throws std::exception: flags that do not go together, or a model without such a head.
-    Head(const Model & model, llama_context * ctx, int n_running, int n_threads, int n_threads_batch);
+    Head(const Model & model, llama_context * ctx, const llama_context_params & flags, int n_running);
 
     // The context whose sequences are to be shared and cut as those of `ctx` are; null: the head has no rows of its own.
     llama_context * followed_context() const { return is_shared_ ? nullptr : context_.get(); }
@@ -45,15 +45,19 @@ private:
     struct Sequence {
         llama_pos    first = -1;  // position of its first token in the last batch
         llama_pos    state = -1;  // position of the token whose hidden state common_speculative holds; -1: of none
+        size_t       n_rows_held = 0;  // hidden states of it that common_speculative keeps
         llama_tokens result;
     };
 
-    void load(const common_params & params, llama_context * ctx, int n_running);
+    void load(common_params params, const llama_context_params & flags, llama_context * ctx, int n_running);
+    void renew();
+    void note_rows(Sequence & sequence, size_t n);
     void begin(llama_seq_id seq, llama_pos p);
 
     const llama_tokens     nothing_;
     const int              n_vocab_;
-    bool                   is_shared_ = false;
+    bool                   is_shared_   = false;
+    size_t                 n_rows_held_ = 0;
     common_params          params_;
     llama_model_ptr        model_;  // of a head that has a file of its own
     llama_context_ptr      context_;

@@ -14,22 +14,6 @@ constexpr size_t kCapacity = 1024;  // tokens of each text that the draft model 
 constexpr size_t kFirst    = 4;     // of these the text's first tokens, as attention sinks
 constexpr size_t kChunk    = 64;    // tokens that a draft model reads in one call, so that others need not wait
 
-std::vector<common_speculative_type> types_of(const common_params_speculative & params) {
-    std::vector<common_speculative_type> types;
-    for (const auto type : params.types) {
-        if (type != COMMON_SPECULATIVE_TYPE_NONE) {
-            types.push_back(type);
-        }
-    }
-    if (types.empty() && params.has_dft()) {
-        types = common_speculative_types_from_gguf(params.draft.mparams.path);
-        if (types.empty()) {
-            types.push_back(COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE);
-        }
-    }
-    return types;
-}
-
 bool has(const std::vector<common_speculative_type> & types, common_speculative_type type) {
     return std::find(types.begin(), types.end(), type) != types.end();
 }
@@ -59,15 +43,31 @@ void check(const common_params_speculative & params) {
 
 }  // namespace
 
+std::vector<common_speculative_type> speculative_types(const common_params_speculative & params) {
+    std::vector<common_speculative_type> types;
+    for (const auto type : params.types) {
+        if (type != COMMON_SPECULATIVE_TYPE_NONE) {
+            types.push_back(type);
+        }
+    }
+    if (types.empty() && params.has_dft()) {
+        types = common_speculative_types_from_gguf(params.draft.mparams.path);
+        if (types.empty()) {
+            types.push_back(COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE);
+        }
+    }
+    return types;
+}
+
 bool Speculation::is_asked_for(const Model & model) {
-    return !types_of(model.params().speculative).empty();
+    return !speculative_types(model.params().speculative).empty();
 }
 
 Speculation::Speculation(const Model & model, llama_context * ctx, int n_slots, int n_threads, int n_threads_batch) :
     n_vocab_(llama_vocab_n_tokens(model.vocab)), params_(model.params()), slots_(n_slots) {
     const AbortGuard guard;
     auto &           speculative = params_.speculative;
-    speculative.types            = types_of(speculative);
+    speculative.types            = speculative_types(speculative);
     speculative.draft.ctx_tgt    = ctx;
     check(speculative);
     if (speculative.has_dft()) {

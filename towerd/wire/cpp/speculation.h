@@ -10,6 +10,9 @@
 
 namespace towerd::wire {
 
+// The types that flags ask for, or that follow from the draft model's file; empty: none.
+std::vector<common_speculative_type> speculative_types(const common_params_speculative & params);
+
 class Speculation {
 public:
     struct Asked {

@@ -122,6 +122,8 @@ class LlamaContext:
         params.type_v = BY_NAME[config.cache_type_v].ggml_type
         params.kv_unified = True
         params.swa_full = True  # else rows that slid out of a window could not be stored
+        self.params = params
+        """The `llama_context_params` that it was made with."""
         self._taps = taps
         if taps is not None:
             function, params.cb_eval_user_data = taps.callback
@@ -225,8 +227,9 @@ class LlamaContext:
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
         """Share cells of `src` with `dst`; no bytes move in a unified cache."""
         lib.llama_memory_seq_cp(self._mem, src, dst, p0, p1)
-        if self._follower is not None:
-            lib.llama_memory_seq_cp(self._follower, src, dst, p0, p1)
+        if self._follower is not None:  # of guesses, whose rows only it has, nothing is shared
+            end = self.pos_max(src) + 1 if p1 < 0 else p1
+            lib.llama_memory_seq_cp(self._follower, src, dst, p0, end)
 
     def pos_max(self, seq: int) -> int:
         """The last position of a sequence, -1 when it is empty."""

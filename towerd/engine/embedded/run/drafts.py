@@ -8,6 +8,7 @@ beside them: the head then drafts from the tokens that were evaluated since.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -100,12 +101,14 @@ def open_drafts(model: Model, core: Core, config: Config) -> Drafts | None:
             "This model's state can only be kept whole, and speculation has to take parts of it "
             "back: leave out --spec-type and --model-draft."
         )
-    made = model, core.context.address, config.parallel
-    n_threads = config.threads, config.threads_batch or config.threads
+    address = core.context.address
     try:
         if Head.is_asked_for(model):
-            head = on_short_lived_thread(lambda: Head(*made, *n_threads))
-            return HeadDrafts(head, core.context)
-        return TextDrafts(on_short_lived_thread(lambda: Speculation(*made, *n_threads)))
+            flags = core.context.params
+            made = model, address, ctypes.addressof(flags), config.parallel
+            return HeadDrafts(on_short_lived_thread(lambda: Head(*made)), core.context)
+        n_threads = config.threads, config.threads_batch or config.threads
+        read = model, address, config.parallel, *n_threads
+        return TextDrafts(on_short_lived_thread(lambda: Speculation(*read)))
     except RuntimeError as error:
         raise ConfigError(f"No speculation: {error}.") from error
