@@ -13,7 +13,15 @@ from oracle import Answer, Oracle, ask, settle, some_ids
 from services import OpenService
 from waiting import until_async
 
-from towerd.tiers.moved_limits import BLOCK_TOKENS, MovedLimits, block_offsets
+from towerd.engine.base import GenerateRequest, Progress
+from towerd.engine.moving.moves import MovedPiece, MovedRows, Moves
+from towerd.tiers.moved_limits import (
+    BLOCK_TOKENS,
+    MovedLimits,
+    RunProfile,
+    block_offsets,
+    spread,
+)
 from towerd.tokens import Ids
 
 NOISE = 0.01
@@ -71,19 +79,44 @@ async def test_a_run_that_deviates_is_evaluated(
         await settle(service)
 
 
-async def test_a_run_is_cut_where_it_deviates(service_on: OpenService, tiny_model: Path) -> None:
-    """The limits allow the first stretches only: what came before them stays, the rest is evaluated."""
+@pytest.mark.parametrize(("bound", "n_kept"), [(0.0, 0), (0.0099, 0), (0.0101, 3), (0.02, 3)])
+def test_a_run_is_cut_where_it_deviates(bound: float, n_kept: int) -> None:
+    """What came before the last stretch stays, if it may be kept by itself."""
+    pieces = [MovedPiece(10, at - 8, at, at + 20, 5, ()) for at in range(18, 158, 28)]
+    profile = RunProfile(140, [0.3])
+    moves = Moves(pieces, {10: profile})
+    for _ in range(4):
+        moves.attach(MovedRows(np.zeros(0), None, is_hot=True))  # type: ignore[arg-type]
+        profile.deviations.append(0.1)
+
+    dropped = moves.refuse(lambda run: spread(run, 0.0) <= bound)
+    assert [piece.p0 for piece in moves.attached] == [18, 46, 74][:n_kept]
+    assert [piece.p0 for piece in dropped] == [102, 74, 46, 18][: 4 - n_kept]
+    assert moves.p0 is None
+    assert moves.n_refused == 20 * (5 - n_kept)
+    assert [run.is_cut for run in moves.measured] == [True] * bool(n_kept)
+
+
+async def test_what_was_not_checked_does_not_stay(
+    service_on: OpenService, tiny_model: Path
+) -> None:
+    """A client leaves when rows came that the next block would have told of: its retry has none of them."""
     async with service_on(tiny_model) as service:
+        allow(service, NOTHING)
         await ask(service, BEFORE)
-        for slope in np.geomspace(1e-4, 10, 60).tolist():
-            allow(service, MovedLimits("", 0.0, 0.0, slope))
-            prompt = np.concatenate([HEAD, some_ids(45, int(1e6 * slope)), RUN, REST])
-            reuse = (await ask(service, prompt)).finish.reuse
-            assert reuse.moved + reuse.refused >= N_MOVED
-            if reuse.moved and reuse.refused:
-                break
-        else:
-            pytest.fail("no limits cut a run in the middle")
+        for n_events in range(1, 6):
+            prompt = np.concatenate([HEAD, some_ids(45, 100 + n_events), RUN, REST])
+            request = GenerateRequest(
+                prompt, n_predict=4, scope="local", reuse_tokens_min=64, return_progress=True
+            )
+            generation = service.engine.generate(request)
+            async for event in generation:
+                n_events -= isinstance(event, Progress)
+                if n_events == 0:
+                    generation.stop()
+            generation.release()
+            again = await ask(service, prompt)
+            assert again.finish.reuse.approximate == 0
         await settle(service)
 
 

@@ -53,6 +53,14 @@ def test_noise_counts_nothing_and_all_places_alike() -> None:
     assert 0 < spread(profile(32, 0.2), NOISE) < 0.2**2  # it has no other block
 
 
+def test_of_a_run_that_was_cut_the_blocks_up_to_there_tell() -> None:
+    """What they say is not spread over blocks that are evaluated like anything else."""
+    run = profile(1000, 0.3, 0.1, 0.1)
+    before = spread(run, 0.0)
+    run.is_cut = True
+    assert before < spread(run, 0.0) == pytest.approx(0.1**2)
+
+
 def test_more_blocks_never_tell_less() -> None:
     """A run that was cut stays cut, whatever its later blocks would be."""
     deviations = np.random.default_rng(0).uniform(0, 0.4, 8).tolist()

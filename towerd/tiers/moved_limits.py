@@ -44,7 +44,9 @@ class RunProfile:
 
     n: int
     deviations: list[float] = field(default_factory=list)
-    """Of its blocks, in order, as far as they were evaluated."""
+    """Of its blocks, in order, as far as they were evaluated and allowed to keep it."""
+    is_cut: bool = False
+    """Only its beginning is kept: there are no more blocks."""
 
 
 def block_offsets(n: int) -> list[int]:
@@ -81,8 +83,8 @@ def spread(run: RunProfile, noise: float) -> float:
     """The mean square of what a run deviates by, over the noise, as far as its first blocks tell. The
     first one does not count, since the first tokens deviate behind any change, unless it is the only one."""
     squares = [max(0.0, found**2 - noise**2) for found in run.deviations]
-    n_later = len(block_offsets(run.n)) - 1
-    return sum(squares[1:]) / n_later if n_later else _ALONE * squares[0]
+    n_later = (len(run.deviations) if run.is_cut else len(block_offsets(run.n))) - 1
+    return sum(squares[1:]) / n_later if n_later > 0 else _ALONE * squares[0]
 
 
 class MovedLimits(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ one without a block, where a long one is brought in parts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -86,28 +87,45 @@ class Moves:
     def attach(self, rows: MovedRows) -> MovedPiece:
         """Note that the next piece is live now; returns it."""
         piece = self.pieces.pop(0)
-        piece.is_hot = rows.is_hot
+        piece.is_hot, piece.rows, piece.parts = rows.is_hot, None, ()
         self.attached.append(piece)
         return piece
 
-    def refuse(self, *, has_deviated: bool) -> list[MovedPiece]:
-        """Cut the run of the next piece, whose block deviates (`has_deviated`) or whose rows are gone.
-        Returns the pieces that are live and must not stay so: those between this block and the one
-        before it, the last one first."""
-        piece = self.pieces[0]
-        if has_deviated:  # the block that is evaluated once more
-            self.profiles[piece.run].deviations.pop()
-        n, dropped = sum(each.n for each in self.cut(piece.run)), list[MovedPiece]()
-        while self.attached and self.attached[-1].run == piece.run:
-            last = self.attached.pop()
-            dropped.append(last)
-            n += last.n
-            if last.block < last.p0:
-                break
-        if not any(each.run == piece.run for each in self.attached):
-            del self.profiles[piece.run]
-        self.n_refused += n
+    def refuse(self, allows: Callable[[RunProfile], bool]) -> list[MovedPiece]:
+        """Cut the run of the next piece, whose block deviates or whose rows are gone. Returns the pieces
+        that are live and must not stay so, the last one first: those between this block and the one
+        before it, and more until `allows` says that what is left may be kept."""
+        run = self.pieces[0].run
+        profile, n = self.profiles[run], sum(each.n for each in self.cut(run))
+        profile.is_cut = True
+        dropped = self.drop_stretch(run)
+        while self._has(run) and not allows(profile):
+            profile.deviations.pop()
+            dropped += self.drop_stretch(run)
+        self.n_refused += n + sum(each.n for each in dropped)
+        if not self._has(run):
+            del self.profiles[run]
         return dropped
+
+    def drop_stretch(self, run: int) -> list[MovedPiece]:
+        """Take the pieces of a run behind its last block out of `attached`; returns them, the last one
+        first."""
+        dropped: list[MovedPiece] = []
+        while self._has(run):
+            dropped.append(self.attached.pop())
+            if dropped[-1].block < dropped[-1].p0:
+                break
+        return dropped
+
+    def drop_unchecked(self) -> list[MovedPiece]:
+        """Take the pieces out of `attached` that a block still to come would have told of: no more are
+        brought. Returns them, the last one first."""
+        dropped = self.drop_stretch(self.pieces[0].run) if self.pieces else []
+        self.abandon()
+        return dropped
+
+    def _has(self, run: int) -> bool:
+        return bool(self.attached) and self.attached[-1].run == run
 
     def cut(self, run: int) -> list[MovedPiece]:
         """Evaluate the rest of a run instead; returns its pieces that were to come."""

@@ -168,7 +168,15 @@ class MovedRuns:
         moves.n_checked += len(rows.block)
         profile = moves.profiles[moves.pieces[0].run]
         profile.deviations.append(deviation(evaluated, rows.block))
-        return limits.allows(self._tiers.fidelity, profile)
+        is_allowed = self.allows(profile)
+        if not is_allowed:  # the block is evaluated, and the run cut before it
+            profile.deviations.pop()
+        return is_allowed
+
+    def allows(self, profile: RunProfile) -> bool:
+        """Whether a run may be kept, as far as its blocks tell."""
+        limits = self.limits
+        return limits is not None and limits.allows(self._tiers.fidelity, profile)
 
     def drift(
         self,

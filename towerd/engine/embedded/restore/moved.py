@@ -106,18 +106,26 @@ class MovedJobs:
         self.runs.n_checked += moves.n_checked - n_checked
         return is_accepted
 
-    def refuse(self, job: Job, workers: Executor, *, has_deviated: bool) -> int:
-        """Cut the run of the next piece, whose block deviates (`has_deviated`) or whose rows are gone.
-        Returns how many of the job's tokens stay live: what was kept between this block and the one
-        before it is evaluated as well. Call `report` once they alone are live."""
+    def refuse(self, job: Job, workers: Executor) -> int:
+        """Cut the run of the next piece, whose block deviates or whose rows are gone. Returns how many of
+        the job's tokens stay live: see `Moves.refuse`. Call `report` once they alone are live."""
         moves = job.moves
         assert moves is not None
         n_live, n_refused = moves.pieces[0].p0, moves.n_refused
-        for piece in moves.refuse(has_deviated=has_deviated):
+        for piece in moves.refuse(self.runs.allows):
             n_live = piece.p0
             self._count(job, piece, -1)
         self.runs.n_refused += moves.n_refused - n_refused
         self.runs.compose_ahead(moves, workers)
+        return n_live
+
+    def drop_unchecked(self, job: Job) -> int | None:
+        """Bring no more pieces, since the job ends or waits. Returns how many of its tokens may stay live;
+        None: all."""
+        n_live = None
+        for piece in job.moves.drop_unchecked() if job.moves is not None else ():
+            n_live = piece.p0
+            self._count(job, piece, -1)
         return n_live
 
     def attached(self, job: Job, rows: MovedRows, workers: Executor) -> None:

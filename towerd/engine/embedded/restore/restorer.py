@@ -183,8 +183,6 @@ class Restorer:
         plan = hook.plan(job, seq, found)
         if plan.n:
             self.pages.ask(self._pool.cells_used + plan.n)
-        if job.moves is not None:
-            job.moves.abandon()
         job.moves = self._moved.plan(job, seq, plan.n, self._workers) if hook.can_move else None
         if not continues:
             job.n_loaded_hot = job.n_loaded_warm = 0
@@ -299,9 +297,7 @@ class Restorer:
         assert job.moves is not None
         piece = job.moves.pieces[0]
         if rows is None or not self._moved.accepts(job, seq, piece, rows):
-            has_deviated = rows is not None and rows.block is not None
-            n_live = self._moved.refuse(job, self._workers, has_deviated=has_deviated)
-            self._pool.truncate(seq, n_live)
+            self._pool.truncate(seq, self._moved.refuse(job, self._workers))
             self._moved.report(job)
             return
         blob = rows.kept.blob
@@ -310,6 +306,13 @@ class Restorer:
         self._restore(seq, blob, None)
         self._pool.append(seq, job.ids[piece.p0 : piece.p1], job.moves.provenance)
         self._moved.attached(job, rows, self._workers)
+
+    def drop_unchecked(self, job: Job) -> None:
+        """Before a job ends or waits, take moved rows out of its sequence that were not checked yet, and
+        bring no more of them."""
+        n_live = self._moved.drop_unchecked(job)
+        if n_live is not None and job.seq is not None:
+            self._pool.truncate(job.seq, n_live)
 
     def _restore(self, seq: LiveSeq, blob: Buffer, checkpoint: StateCheckpoint | None) -> None:
         """Put rows, or the state of a checkpoint, behind what `seq` holds."""

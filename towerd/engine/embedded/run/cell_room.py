@@ -100,6 +100,7 @@ class CellRoom:
     def preempt(self) -> None:
         """Push the youngest running job back to the queue; its rows wait in RAM."""
         job = max((j for j in self._active if j.seq is not None), key=lambda j: j.t_submit)
+        self._restorer.drop_unchecked(job)
         self._restorer.save(job)
         self.n_preemptions += 1
         job.n_preempted += 1
@@ -108,6 +109,7 @@ class CellRoom:
     def requeue(self, job: Job) -> None:
         """Put a running job back to the front of the queue, without its sequence."""
         assert job.seq is not None
+        self._restorer.drop_unchecked(job)
         self.export_recorded(job.seq)
         self._restorer.drop(job.seq)
         job.seq = None

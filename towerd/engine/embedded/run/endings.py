@@ -92,11 +92,10 @@ class Endings:
             self._pool.drop(seq)
 
     def _leave(self, job: Job) -> None:
+        self._restorer.drop_unchecked(job)
         if job.seq is not None and not job.seq.is_whole:
             self._room.export_recorded(job.seq)
         self._restorer.left(job)
         job.phase = JobPhase.DONE
         if job in self._active:
             self._active.remove(job)
-        if job.moves is not None:
-            job.moves.abandon()

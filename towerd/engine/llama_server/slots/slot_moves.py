@@ -177,8 +177,7 @@ class SlotMover:
             moves.attach(found)
             parts = [image.full.rows, found.kept]
         else:
-            has_deviated = found is not None and found.block is not None
-            dropped = moves.refuse(has_deviated=has_deviated)
+            dropped = moves.refuse(self._runs.allows)
             if dropped:
                 live = live[: dropped[-1].p0]
             parts = [image.full.rows.slice(0, len(live))]
