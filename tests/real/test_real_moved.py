@@ -16,7 +16,7 @@ from towerd.tiers.moved_limits import MovedLimits
 from towerd.tokens import Ids
 
 SMOLLM2 = MovedLimits("", 0.0024, 0.0313, 0.158)
-GEMMA = MovedLimits("", 0.0049, 0.046, 1.6)
+GEMMA = MovedLimits("", 0.0041, 0.055, 0.24)
 """As measured on them."""
 FACTS = [
     ("Today's date is 3 May 2026.", "Today's date is 9 June 2026.", "Today's date is", "9 June"),
