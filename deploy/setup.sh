@@ -14,6 +14,18 @@ SOURCE=$VENV/src/llama.cpp
 say() { printf '%s\n' "$*"; }
 die() { printf 'make setup: %s\n' "$*" >&2; exit 1; }
 
+# $1: a file of $STAMPS, $2: what it has to say.
+is_stamped() { [ -f "$STAMPS/$1" ] && [ "$(cat "$STAMPS/$1")" = "$2" ]; }
+
+# What was built is whole but cannot run here: NVIDIA's driver is no part of the toolkit. $1: what a program said.
+lacks_driver() { grep -q 'libcuda\.so\.1: cannot open' "$1"; }
+
+# $1: a file of $STAMPS, $2: what it says: that this much was built, so that it is not built again when the driver is there.
+die_without_driver() {
+  printf '%s' "$2" >"$STAMPS/$1"
+  die "a CUDA build was made, and this machine has no NVIDIA driver (libcuda.so.1 is missing): install the driver, or run on a machine with one, and nothing is compiled again; TOWERD_CMAKE_ARGS= make setup builds without CUDA."
+}
+
 site() { "$PY" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 
 # $1: interpreter. True if it is at least 3.11.
@@ -130,21 +142,33 @@ llama_installed() {
 install_llama() {
   local wanted
   wanted="$LLAMA_VERSION $(llama_cmake_args) $(cpu_features | cksum)"
-  [ -f "$STAMPS/llama" ] && [ "$(cat "$STAMPS/llama")" = "$wanted" ] && llama_installed && return
-  if [ ! -f "$STAMPS/llama" ] && llama_installed && llama_works; then
+  is_stamped llama "$wanted" && llama_installed && return
+  if is_stamped llama-untried "$wanted" && llama_installed; then
+    try_llama "$wanted"
+  elif [ ! -f "$STAMPS/llama" ] && llama_installed && llama_works; then
     say "Found a llama-cpp-python $LLAMA_VERSION with llama-server in .venv: keeping it."
   else
     build_llama "$(wheel_cache)"
-    llama_works || build_llama ""  # a wheel of pip's cache may be of another compiler
+    llama_works || lacks_driver "$STAMPS/probe.log" ||
+      build_llama ""  # a wheel of pip's cache may be of another compiler
     llama_installed || die "the build has no llama-server in it; see $LOG."
-    llama_works || die "llama.cpp was built but cannot multiply quantized matrices on this CPU."
+    try_llama "$wanted"
   fi
   printf '%s' "$wanted" >"$STAMPS/llama"
+}
+
+# $1: what was built
+try_llama() {
+  rm -f "$STAMPS/llama-untried"
+  llama_works && return
+  ! lacks_driver "$STAMPS/probe.log" || die_without_driver llama-untried "$1"
+  die "llama.cpp was built but cannot multiply quantized matrices on this CPU: $(tail -n 1 "$STAMPS/probe.log") (all of it is in $STAMPS/probe.log)"
 }
 
 # Runs a quantized random model through the new build: a miscompiled one dies here, not later.
 llama_works() {
   local model status=0
+  : >"$STAMPS/probe.log"
   "$PY" -m pip install --quiet "llama-cpp-python==$LLAMA_VERSION" gguf numpy platformdirs || return 1
   model=$(mktemp -d)
   PYTHONPATH=$PWD "$PY" - "$model/probe.gguf" <<'PROBE' || return 1
@@ -166,7 +190,7 @@ PROBE
 fetch_source() {
   local wanted fetch=deploy/llama.cpp/fetch_source.sh
   wanted="$LLAMA_VERSION $(cksum <"$fetch")"
-  [ -f "$STAMPS/source" ] && [ "$(cat "$STAMPS/source")" = "$wanted" ] && [ -d "$SOURCE" ] && return
+  is_stamped source "$wanted" && [ -d "$SOURCE" ] && return
   say "Fetching the source of llama-cpp-python $LLAMA_VERSION"
   "$fetch" "$PY" "$SOURCE" || die "the source of llama-cpp-python $LLAMA_VERSION could not be fetched."
   printf '%s' "$wanted" >"$STAMPS/source"
@@ -182,14 +206,27 @@ install_project() {
       LC_ALL=C sort | tr '\n' '\0' | xargs -0 cat
     find -L towerd -name __pycache__ -prune -o -type d -print | LC_ALL=C sort
   } | cksum)
-  [ -f "$STAMPS/project" ] && [ "$(cat "$STAMPS/project")" = "$wanted" ] && return
-  say "Installing towerd and its development tools into .venv"
-  "$PY" -m pip install --quiet --group build --group dev
-  PATH="$VENV/bin:$PATH" "$PY" -m pip install --quiet --no-build-isolation --editable .
-  # With a libstdc++ in each of its libraries, loading it crashes. In a shell of its own, as above.
-  bash -c '"$@"; exit $?' wire "$PY" -P -c 'import towerd.wire' 2>/dev/null ||
-    die "towerd.wire was built but cannot be loaded; a compiler that links libstdc++ statically does that: name another (CXX=g++), remove .venv and run again."
+  is_stamped project "$wanted" && return
+  if ! is_stamped project-untried "$wanted"; then
+    say "Installing towerd and its development tools into .venv"
+    "$PY" -m pip install --quiet --group build --group dev
+    PATH="$VENV/bin:$PATH" "$PY" -m pip install --quiet --no-build-isolation --editable .
+  fi
+  try_wire "$wanted"
   printf '%s' "$wanted" >"$STAMPS/project"
+}
+
+# $1: what was built
+try_wire() {
+  local log=$STAMPS/wire.log status=0
+  rm -f "$STAMPS/project-untried"
+  # In a shell of its own, as above.
+  bash -c '"$@"; exit $?' wire "$PY" -P -c 'import towerd.wire' 2>"$log" || status=$?
+  [ $status -ne 0 ] || return 0
+  ! lacks_driver "$log" || die_without_driver project-untried "$1"
+  [ $status -lt 128 ] ||  # with a libstdc++ in each of its libraries, loading it crashes
+    die "towerd.wire was built but crashes as it is loaded (status $status); a compiler that links libstdc++ statically does that: name another (CXX=g++), remove .venv and run again."
+  die "towerd.wire was built but cannot be loaded: $(tail -n 1 "$log") (all of it is in $log)"
 }
 
 # --- the default model -------------------------------------------------------------------------

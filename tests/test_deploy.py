@@ -200,3 +200,72 @@ def test_setup_goes_without_the_model(tmp_path: Path) -> None:
     assert "SmolLM2-135M-Instruct (88.6 MiB, Apache-2.0)" in first
     assert "the bundled story model is served" in first
     assert run() == ""
+
+
+NO_DRIVER = "libcuda.so.1: cannot open shared object file: No such file or directory"
+
+
+def setup_step(folder: Path, functions: str, script: str) -> tuple[int, str]:
+    """The status and the words of `script` with these functions of the set-up, its stamps in `folder`."""
+    wanted = "|".join(
+        ("is_stamped", "lacks_driver", "die_without_driver", "die", *functions.split())
+    )
+    lines = rf"/^({wanted})\(\) \{{$/,/^\}}/p; /^({wanted})\(\) \{{.*\}}$/p"
+    pick = f"sed -nE '{lines}' deploy/setup.sh"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", f"STAMPS=$0; source <({pick}); {script}", str(folder)],
+        cwd=DEPLOY.parent,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ends", "says", "is_compiler"),
+    [
+        ("echo fine >&2", "", False),
+        ("echo other; echo ImportError: undefined symbol: llama_x >&2; exit 1", "llama_x", False),
+        ("kill -SEGV $$", "status 139", True),
+        (f"echo ImportError: {NO_DRIVER} >&2; exit 1", "no NVIDIA driver", False),
+    ],
+)
+def test_setup_says_why_the_extension_cannot_be_loaded(
+    ends: str, says: str, is_compiler: bool, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/usr/bin/env bash\n{ends}\n")
+    python.chmod(0o755)
+    status, said = setup_step(tmp_path, "try_wire", "PY=$STAMPS/python; try_wire built")
+    assert (status != 0) is bool(says)
+    assert says in said
+    assert ("libstdc++" in said) is is_compiler
+    assert (tmp_path / "project-untried").exists() is (NO_DRIVER in ends)
+    assert is_compiler or says in said + (tmp_path / "wire.log").read_text()
+
+
+def test_setup_compiles_a_cuda_build_once_where_there_is_no_driver(tmp_path: Path) -> None:
+    """And tries it again when there is one."""
+    fakes = """
+        LLAMA_VERSION=1 LOG=log
+        say() { echo "$@"; }
+        llama_cmake_args() { echo -DGGML_CUDA=ON; }; cpu_features() { echo avx; }; wheel_cache() { :; }
+        build_llama() { echo compiling; touch "$STAMPS/installed"; }
+        llama_installed() { [ -f "$STAMPS/installed" ]; }
+        llama_works() { cp "$STAMPS/said" "$STAMPS/probe.log"; [ ! -s "$STAMPS/probe.log" ]; }
+        install_llama
+    """
+    said = tmp_path / "said"
+    said.write_text(f"llama-bench: error while loading shared libraries: {NO_DRIVER}\n")
+    runs = [setup_step(tmp_path, "install_llama try_llama", fakes) for _ in range(2)]
+    assert [(status, words.count("compiling")) for status, words in runs] == [(1, 1), (1, 0)]
+    assert all("no NVIDIA driver" in words for _, words in runs)
+    said.write_text("")
+    assert setup_step(tmp_path, "install_llama try_llama", fakes) == (0, "")
+    assert (tmp_path / "llama").exists()
+    (tmp_path / "llama").unlink()
+    said.write_text("illegal instruction\n")
+    status, words = setup_step(tmp_path, "install_llama try_llama", fakes)
+    assert (status, words.count("compiling")) == (1, 2)
+    assert "quantized matrices on this CPU: illegal instruction" in words

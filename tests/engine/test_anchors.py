@@ -12,10 +12,11 @@ from towerd.engine.embedded.restore.anchors import (
     APART_MIN,
     GRAM,
     POSITIONS_MAX,
-    SCOPES_MAX,
+    TENANTS_MAX,
     Anchors,
     WordStarts,
 )
+from towerd.store.tree.scope import scope_of
 from towerd.tokens import Ids, common_prefix
 
 END = 4
@@ -119,15 +120,25 @@ def test_what_was_seen_often_comes_first_and_stays() -> None:
     assert positions(anchors, prompt) == [38]
 
 
-def test_scopes_are_apart_and_bounded() -> None:
+def test_tenants_are_apart_and_bounded() -> None:
     anchors = Anchors(WORDS)
     prompt, tower = joined(HEAD, [125], REST), joined(HEAD, [126], REST)
     learn(anchors, prompt, tower)
     assert positions(anchors, prompt, scope="b") == []
-    for i in range(SCOPES_MAX):
+    for i in range(TENANTS_MAX):
         learn(anchors, prompt, tower, scope=f"tenant {i}")
     assert positions(anchors, prompt) == []
     assert positions(anchors, prompt, scope="tenant 0")
+
+
+def test_one_tenant_pushes_out_no_other_with_scales_of_its_adapters() -> None:
+    anchors = Anchors(WORDS)
+    prompt, tower = joined(HEAD, [125], REST), joined(HEAD, [126], REST)
+    learn(anchors, prompt, tower)
+    for i in range(TENANTS_MAX + 1):
+        learn(anchors, prompt, tower, scope=scope_of("b", f"59ce0aab@{i}"))
+    assert positions(anchors, prompt) == [50]
+    assert positions(anchors, prompt, scope=scope_of("b", "59ce0aab@0.5")) == [50]
 
 
 def test_nothing_is_learned_of_what_is_too_short() -> None:

@@ -25,6 +25,7 @@ from towerd.engine.embedded.live.live_set import BoundedSet
 from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.longchat.budgets import bounded
 from towerd.model.llama_model import LlamaModel
+from towerd.model.row_memory import row_memory
 from towerd.model.vocab import Vocab
 from towerd.settings.config import Config
 from towerd.store import Handle
@@ -153,9 +154,8 @@ class Oracle:
         values: dict[str, Any] = {"threads": 1, "batch_size": 2048, "ubatch_size": 2048}
         config = Config(model=path, **(values | settings))
         self.model = LlamaModel(path, config)
-        attention = flash_attention(
-            config, n_head=self.model.n_head, n_cells=4096, ram_bytes=1 << 40
-        )
+        rows = row_memory(self.model, config, 1 << 40)
+        attention = flash_attention(config, rows, n_head=self.model.n_head, n_cells=4096)
         config = dataclasses.replace(config, flash_attn=attention)
         self.context = LlamaContext(self.model, config, n_cells=4096, n_seqs=2)
         self._first_batch = np.zeros(0, np.int32)

@@ -12,7 +12,7 @@ from store_tools import ROW_IDENTITY
 
 from towerd.store import Store
 from towerd.store.rows.checkpoints import StateCheckpoint
-from towerd.tiers.checkpoint_tier import NEAR_TOKENS, CheckpointTier
+from towerd.tiers.checkpoint_tier import NEAR_TOKENS, WAYS_MAX, CheckpointTier
 
 Tokens = tuple[int, ...]
 
@@ -56,7 +56,7 @@ class Model:
             for chat in self.chats
             if len(chat) > len(state) and chat[: len(state)] == state
         }
-        return max(1, len(ways)) * saves / (NEAR_TOKENS + min(ends))
+        return min(max(1, len(ways)), WAYS_MAX) * saves / (NEAR_TOKENS + min(ends))
 
 
 def build(
@@ -97,6 +97,21 @@ def test_the_state_that_leaves_saves_least(chats: list[tuple[int, int, int, list
                 assert np.isclose(model.worth(victim), least)
                 model.states.remove(victim)
             assert tier.table.file_bytes == 0
+        finally:
+            tier.close()
+
+
+def test_no_number_of_short_prompts_outweighs_a_long_conversation() -> None:
+    prefix_of_many, long = 2 * NEAR_TOKENS, 3 * NEAR_TOKENS * WAYS_MAX
+    chats = [(0, 0, prefix_of_many, [prefix_of_many]), (0, 0, long + 1, [long])]
+    chats += [(0, prefix_of_many, 1, []) for _ in range(4 * WAYS_MAX)]
+    with tempfile.TemporaryDirectory() as folder, Store.open(Path(folder), ROW_IDENTITY) as store:
+        tier = CheckpointTier(store, bytes_max=1 << 30, exact=False, clock=lambda: 0.0)
+        try:
+            build(store, tier, chats)
+            tier.bytes_max = tier.table.file_bytes - 1
+            tier.flush()
+            assert sorted(found.position for found in tier.table.all()) == [long]
         finally:
             tier.close()
 

@@ -5,8 +5,8 @@ A checkpoint is taken where a later prompt is likely to resume, kept in RAM unti
 is written, and read back when a prompt begins with the tokens before it. The checkpoints
 that save the least are evicted first: those close behind another one, far from the end of
 their conversation, or long unused. One where prompts parted counts once for each of the ways that
-they took: the next prompt may part there, too. Checkpoints therefore stay dense near the leaves and
-become sparse in the past.
+they took, up to a limit: the next prompt may part there, too. Checkpoints therefore stay dense
+near the leaves and become sparse in the past.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ NEAR_TOKENS = 32
 """Minimum distance to a leaf for the ranking. The checkpoint at a leaf, where a
 conversation continues, counts as if it saved this many tokens, however short the last
 answer."""
+WAYS_MAX = 16
+"""The most ways that count: short prompts make any number of them, and those of one tenant may not
+outweigh whatever others have."""
 
 
 class CheckpointTier:
@@ -167,7 +170,7 @@ class CheckpointTier:
         distance = leaf_distance(found.node)
         age = (now - found.node.last_used) // AGE_S
         saves = gap if distance else max(gap, NEAR_TOKENS)
-        n_ways = max(1, len(found.node.children))
+        n_ways = min(max(1, len(found.node.children)), WAYS_MAX)
         return n_ways * saves / (NEAR_TOKENS + distance) / (1 + max(0.0, age))
 
     def _position_before(self, node: Node) -> int:

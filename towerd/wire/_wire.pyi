@@ -70,6 +70,10 @@ class Projector:
         `ctx`; call it on that context's thread. Raises WireError (500), possibly after a part was
         evaluated."""
 
+def device_bytes(model: int) -> list[tuple[int, int]]:
+    """Bytes that are free and all bytes of each device beside the CPU that llama.cpp put a model on; both 0
+    where a device does not tell. model: the address of a `llama_model`."""
+
 def token_bytes_max(model: int) -> int:
     """Bytes of text that one token stands for, at most; 0: any number, where the tokenizer may drop
     text or change it, or a special token takes the space beside it. model: the address of a

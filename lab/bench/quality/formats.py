@@ -33,6 +33,7 @@ from towerd.engine.embedded.context.taps import Taps
 from towerd.errors import ConfigError, NotSupported, TowerdError
 from towerd.kernels.formats import STORED_FORMATS
 from towerd.model.llama_model import LlamaModel
+from towerd.model.row_memory import row_memory
 from towerd.model.vocab import Vocab
 from towerd.models.bundled import default_model
 from towerd.settings.sources import load
@@ -131,8 +132,8 @@ def measurer_on(
     try:
         vocab = Vocab(model.ptr)
         n_ctx = min(model.n_ctx_train, WINDOW_TOKENS_MAX)
-        ram_bytes = psutil.virtual_memory().total
-        attention = flash_attention(config, n_head=model.n_head, n_cells=n_ctx, ram_bytes=ram_bytes)
+        rows = row_memory(model, config, psutil.virtual_memory().total)
+        attention = flash_attention(config, rows, n_head=model.n_head, n_cells=n_ctx)
         config = replace(config, flash_attn=attention)
         context = LlamaContext(model, config, n_cells=n_ctx, n_seqs=1, taps=taps)
         try:

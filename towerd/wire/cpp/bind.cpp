@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "bounds.h"
+#include "devices.h"
 #include "flags.h"
 #include "head.h"
 #include "history.h"
@@ -230,6 +231,7 @@ void bind_flags(nb::module_ & m) {
 }
 
 void bind_model(nb::module_ & m) {
+    m.def("device_bytes", [](uintptr_t model) { return device_bytes(*at<llama_model>(model)); }, "model"_a);
     m.def("token_bytes_max", [](uintptr_t model) { return token_bytes_max(at<llama_model>(model)); }, "model"_a);
     nb::class_<Model>(m, "Model")
         .def(

@@ -23,13 +23,12 @@ from towerd.engine.embedded.context.memory import SequenceMemory, n_seqs_of, ope
 from towerd.engine.embedded.context.taps import Taps
 from towerd.errors import ConfigError, ModelError
 from towerd.kernels.formats import BY_NAME
-from towerd.llama_library import lib
-from towerd.model.gpus import gpu_free_bytes
 from towerd.model.llama_log import buffers_made, last_errors
 from towerd.model.llama_model import LlamaModel, check_reply_flags
 from towerd.model.model_file import Memo, file_hash, weights_hash
 from towerd.model.retokenize import Retokenizer
 from towerd.model.row_flags import is_rotated, row_overrides
+from towerd.model.row_memory import RowMemory, row_memory
 from towerd.model.vocab import Vocab
 from towerd.models.bundled import find_model
 from towerd.models.known import metadata_of
@@ -111,11 +110,11 @@ def load_core(config: Config, catalog: Catalog) -> Core:
     check_before_loading(config)
     model = LlamaModel(find_model(config.model), config)
     try:
-        ram, gpu = ram_bytes(), gpu_free_bytes() if config.gpu_layers else 0
-        n_ctx, n_cells = _sizes(model, config, ram, gpu)
-        attention = flash_attention(config, n_head=model.n_head, n_cells=n_cells, ram_bytes=ram)
+        rows = row_memory(model, config, ram_bytes())
+        n_ctx, n_cells = _sizes(model, config, rows)
+        attention = flash_attention(config, rows, n_head=model.n_head, n_cells=n_cells)
         config = replace(config, flash_attn=attention)
-        n_seqs = on_short_lived_thread(lambda: n_seqs_of(model, config, min(ram, gpu or ram)))
+        n_seqs = on_short_lived_thread(lambda: n_seqs_of(model, config, rows))
         taps = Taps() if config.retention in WATCHING else None
         buffers_made()  # those of trials
         context = LlamaContext(model, config, n_cells=n_cells, n_seqs=n_seqs, taps=taps)
@@ -177,8 +176,8 @@ def why_not_movable(memory: SequenceMemory) -> str:
     return _KINDS.get(memory.kind.name, "")
 
 
-def _sizes(model: LlamaModel, config: Config, ram: int, gpu: int) -> tuple[int, int]:
-    """(tokens per sequence, cells of the context). ram: bytes; gpu: bytes that are free on GPUs."""
+def _sizes(model: LlamaModel, config: Config, rows: RowMemory) -> tuple[int, int]:
+    """(tokens per sequence, cells of the context)"""
     n_ctx = config.ctx_size or min(model.n_ctx_train, N_CTX_DEFAULT_MAX)
     is_stretched = (
         config.rope_freq_base or config.rope_freq_scale or row_overrides(config.load_words, {})
@@ -192,7 +191,7 @@ def _sizes(model: LlamaModel, config: Config, ram: int, gpu: int) -> tuple[int, 
     if config.live_tokens:
         n_cells = config.live_tokens
     else:
-        n_cells = max(n_ctx, min(4 * n_ctx, affordable_cells(layout, config, ram, gpu)))
+        n_cells = max(n_ctx, min(4 * n_ctx, affordable_cells(layout, rows)))
     if n_cells < n_ctx:
         raise ConfigError(
             f"--live-tokens {n_cells} is less than --ctx-size {n_ctx}; "
@@ -201,21 +200,11 @@ def _sizes(model: LlamaModel, config: Config, ram: int, gpu: int) -> tuple[int, 
     return n_ctx, -(-n_cells // _CELLS_ROUND) * _CELLS_ROUND
 
 
-def affordable_cells(layout: KVLayout, config: Config, ram: int, gpu: int) -> int:
-    """How many cells fit where llama.cpp puts them: those of a layer are where its weights are.
-    ram: bytes; gpu: bytes that are free on GPUs, 0 without one."""
-    n_layer = max(1, len(layout.k))
-    n_on_gpu = n_layer if config.gpu_layers < 0 else min(n_layer, config.gpu_layers)
-    if not gpu or "--no-kv-offload" in config.load_words:
-        n_on_gpu = 0
-    gpu_cell_bytes = layout.token_bytes * n_on_gpu // n_layer
-    ram_cell_bytes = layout.token_bytes - gpu_cell_bytes
-    limits = []
-    if gpu_cell_bytes:
-        limits.append(gpu // _LIVE_GPU_SHARE // gpu_cell_bytes)
-    if ram_cell_bytes:
-        limits.append(ram // _LIVE_RAM_SHARE // ram_cell_bytes)
-    return min(limits)
+def affordable_cells(layout: KVLayout, rows: RowMemory) -> int:
+    """How many cells the default live context may have."""
+    return rows.n_affordable(
+        layout.token_bytes, ram_share=_LIVE_RAM_SHARE, gpu_share=_LIVE_GPU_SHARE
+    )
 
 
 def declared_layout(model: LlamaModel, config: Config) -> KVLayout:
@@ -325,7 +314,7 @@ def _info(
     )
 
 
-def flash_attention(config: Config, *, n_head: int, n_cells: int, ram_bytes: int) -> str:
+def flash_attention(config: Config, rows: RowMemory, *, n_head: int, n_cells: int) -> str:
     """Return `on`, `off` or, to let llama.cpp decide, `auto`. n_head: query heads of the widest layer;
     n_cells: cells of the context.
 
@@ -344,11 +333,10 @@ def flash_attention(config: Config, *, n_head: int, n_cells: int, ram_bytes: int
     sequences included. The scheduler therefore keeps few idle cells, and the scores need memory."""
     if config.flash_attn != "auto":
         return config.flash_attn
-    on_gpu = config.gpu_layers != 0 and lib.llama_supports_gpu_offload()
-    if on_gpu or config.cache_type_v not in UNQUANTIZED:
+    if rows.n_on_gpu or config.cache_type_v not in UNQUANTIZED:
         return "auto"
     scores_bytes = config.ubatch_size * n_cells * n_head * _SCORE_BYTES
-    return "off" if scores_bytes <= ram_bytes // _SCORES_RAM_SHARE else "auto"
+    return "off" if scores_bytes <= rows.ram // _SCORES_RAM_SHARE else "auto"
 
 
 def open_projector(model: LlamaModel, config: Config, memo: Memo) -> Projector | None:

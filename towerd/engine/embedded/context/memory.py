@@ -18,6 +18,7 @@ import numpy as np
 
 from towerd.engine.embedded.context.context import PARTIAL, Buffer, LlamaContext
 from towerd.model.llama_model import LlamaModel
+from towerd.model.row_memory import RowMemory
 from towerd.settings.config import Config
 from towerd.slots.blob import emit_blob, parse_rows
 from towerd.slots.errors import StateError
@@ -30,8 +31,8 @@ from towerd.tokens import Ids
 log = logging.getLogger(__name__)
 
 SEQS_MAX = 256  # LLAMA_MAX_SEQ
-_STATE_RAM_SHARE = 16
-"""The live sequences' recurrent states take at most 1 / _STATE_RAM_SHARE of RAM."""
+_STATE_SHARE = 16
+"""The live sequences' recurrent states take at most 1 / _STATE_SHARE of the memory that holds them."""
 _NO_ROWS = KVLayout((), ())
 
 
@@ -200,7 +201,7 @@ def _empty_tail(context: LlamaContext) -> bytes:
     return np.ascontiguousarray(part[PREFIX_BYTES:]).tobytes()
 
 
-def n_seqs_of(model: LlamaModel, config: Config, ram_bytes: int) -> int:
+def n_seqs_of(model: LlamaModel, config: Config, rows: RowMemory) -> int:
     """Sequences that the context needs: the live ones, one for scratch, and a window's twins.
 
     In a recurrent model each has its state in memory, used or not, so there are fewer of them
@@ -208,7 +209,9 @@ def n_seqs_of(model: LlamaModel, config: Config, ram_bytes: int) -> int:
     if model.is_compressed:
         return min(SEQS_MAX, config.parallel + 1)
     if model.is_recurrent or model.is_hybrid:
-        affordable = ram_bytes // _STATE_RAM_SHARE // max(1, state_bytes(model, config))
+        affordable = rows.n_affordable(
+            state_bytes(model, config), ram_share=_STATE_SHARE, gpu_share=_STATE_SHARE
+        )
         n_live = min(config.live_sequences, max(config.parallel, affordable))
         return min(SEQS_MAX, n_live + 1)
     if model.n_swa > 0:

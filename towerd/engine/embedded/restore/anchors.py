@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from towerd.store.tree.scope import tenant_of
 from towerd.tokens import Ids, run_hashes
 
 GRAM = 8
@@ -29,8 +30,8 @@ GRAM = 8
 POSITIONS_MAX = 4
 """The most positions of one prompt: each costs a state."""
 ANCHORS_MAX = 64
-"""Of one scope."""
-SCOPES_MAX = 256
+"""Of one tenant."""
+TENANTS_MAX = 256
 APART_MIN = 16
 """Checkpoints closer together than this save next to nothing: the first will do."""
 _WORD_MAX = 12
@@ -75,12 +76,13 @@ class WordStarts:
 
 
 class Anchors:
-    """Those of each scope. Bounded: the scopes that learned nothing for longest are forgotten, of one scope
-    the anchors that were seen once, the oldest first. Not thread-safe."""
+    """Those of each tenant, whatever adapters its prompts are for: the text is the same. Bounded: the tenants
+    that learned nothing for longest are forgotten, of one tenant the anchors that were seen once, the oldest
+    first. Not thread-safe."""
 
     def __init__(self, words: WordStarts) -> None:
         self._words = words
-        self._scopes: OrderedDict[str, dict[_Place, Anchor]] = OrderedDict()
+        self._tenants: OrderedDict[str, dict[_Place, Anchor]] = OrderedDict()
         self._seed = secrets.randbits(64)
         self._n_learned = 0
 
@@ -89,10 +91,11 @@ class Anchors:
         enough"""
         word = self._words.before(ids, at)
         before, behind = ids[max(word - GRAM, 0) : word], tower[1 : GRAM + 1]
-        known = self._scopes.setdefault(scope, {})
-        self._scopes.move_to_end(scope)
-        if len(self._scopes) > SCOPES_MAX:
-            self._scopes.popitem(last=False)
+        tenant = tenant_of(scope)
+        known = self._tenants.setdefault(tenant, {})
+        self._tenants.move_to_end(tenant)
+        if len(self._tenants) > TENANTS_MAX:
+            self._tenants.popitem(last=False)
         self._n_learned += 1
         for run, offset in ((before, GRAM), (behind, -1)):
             for gram in run_hashes(run, GRAM, self._seed).tolist():
@@ -117,7 +120,7 @@ class Anchors:
 
     def _occurrences(self, ids: Ids, scope: str) -> Iterator[int]:
         """Those of the anchors that were seen most often first."""
-        known = self._scopes.get(scope)
+        known = self._tenants.get(tenant_of(scope))
         if not known:
             return
         grams = run_hashes(ids, GRAM, self._seed)
