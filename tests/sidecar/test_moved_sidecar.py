@@ -79,6 +79,12 @@ def values(sidecar: Sidecar, ids: Ids) -> np.ndarray:
     return np.concatenate([rows.token_major().v[-1] for _, rows in sidecar.tiers.rows(plan)])
 
 
+def n_same(sidecar: Sidecar, ids: Ids, at: int) -> int:
+    """How many stored rows of the run that begins at `at` in `ids` are those of BEFORE."""
+    old, new = values(sidecar, BEFORE)[-N_RUN:], values(sidecar, ids)[at : at + N_RUN]
+    return int((new == old).all(axis=1).sum())
+
+
 async def probabilities(sidecar: Sidecar, ids: Ids, n_min: int) -> Answer:
     """A reply in a slot that the engine prepared for it, with its log-probabilities."""
     async with await sidecar.engine.holds.hold(ids, "local", run_tokens_min=n_min) as hold:
@@ -325,6 +331,28 @@ async def test_a_client_that_leaves_while_runs_are_moved(sidecar_on: OpenSidecar
         assert done.reuse.approximate > N_MOVED / 2
         assert done.timings.prompt_n == done.reuse.prefill
         assert sidecar.engine.stats()["running"] == 0
+
+
+async def test_a_client_that_leaves_before_llama_server_has_its_request(
+    sidecar_on: OpenSidecar,
+) -> None:
+    """It shared the changed text alone, so the slot may have the moved rows behind it still."""
+    whole = np.concatenate([NEW, RUN, REST])
+    async with sidecar_on(parallel=1) as sidecar:
+        allow(sidecar)
+        await ask(sidecar, BEFORE)
+        await settled(sidecar)
+        _, done = await ask(sidecar, whole, 4)
+        assert done.reuse.moved == N_MOVED
+        await settled(sidecar)
+        # So quick that nothing is restored in place of what is live.
+        sidecar.engine.holds.placer.policy.costs = SteadyCosts(prefill_ms=0.05)
+        async with await sidecar.engine.holds.hold(np.concatenate([NEW, REST]), "local") as hold:
+            assert hold.reuse.live == len(NEW)
+        _, exact = await ask(sidecar, np.append(whole, 300), 4, may_move=False)
+        assert exact.timings.cache_n <= len(NEW) + BLOCK_TOKENS
+        await settled(sidecar)
+        assert await asyncio.to_thread(n_same, sidecar, whole, len(NEW)) == 0
 
 
 @pytest.mark.parametrize("what", ["save", "put"])

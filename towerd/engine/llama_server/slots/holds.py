@@ -149,7 +149,7 @@ class SlotHold:
             if self.ids is None:
                 self._slot.hold_unknown(self.scope)
             else:
-                self._slot.hold(self.ids[: self._placed.n_cached or 0], self.scope, hidden=True)
+                self._slot.hold_first(self.ids[: self._placed.n_cached or 0], self.scope)
         self._holds.give_back(self, self._slot)
 
 
