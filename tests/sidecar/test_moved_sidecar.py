@@ -285,6 +285,25 @@ async def test_an_exact_request_does_not_continue_in_a_slot_with_moved_rows(
         assert sidecar.tiers.stats()["moved_bytes"] == 0
 
 
+async def test_a_ram_cache_gets_no_moved_rows(sidecar_on: OpenSidecar) -> None:
+    """llama-server would bring them back for any request: those that are stored are not restored."""
+    async with sidecar_on() as sidecar:
+        done = await moved(sidecar)
+        await settled(sidecar)
+    longer = np.concatenate([whole(done), prompt(5, 6)])
+    async with sidecar_on(None, "--cache-ram", "64", parallel=1) as sidecar:
+        assert "RAM cache" in sidecar.engine.why_not_movable
+        _, resumed = await ask(sidecar, longer, 2)
+        assert (resumed.reuse.approximate, resumed.timings.cache_n) == (0, MOVED_FROM)
+        await ask(sidecar, prompt(200, 90), 2)
+        _, exact = await ask(sidecar, np.append(longer, 300), 2, may_move=False)
+        assert exact.reuse.approximate == 0
+        await settled(sidecar)
+        assert sidecar.tiers.stats()["moved_bytes"] == 0
+        at = len(HEAD) + len(NEW)
+        assert await asyncio.to_thread(n_same, sidecar, AFTER, at) == 0
+
+
 async def test_moved_rows_are_not_moved_once_more(sidecar_on: OpenSidecar) -> None:
     async with sidecar_on() as sidecar:
         allow(sidecar)

@@ -27,6 +27,7 @@ from towerd.engine.llama_server.slots.placer import PlacedPrompt, Placer
 from towerd.engine.llama_server.slots.slot import Slot
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
+from towerd.engine.moving.rotation import Rotation
 from towerd.engine.moving.runs import MovedRuns
 from towerd.errors import TowerdError, Unavailable
 from towerd.tiers.manager import Tiers
@@ -162,12 +163,14 @@ class SlotHolds:
         tiers: Tiers,
         adapters: UpstreamAdapters,
         runs: MovedRuns,
+        rotation: Rotation,
         notes: list[str],
         *,
         queue_max: int,
     ) -> None:
-        """runs: finds rows that are kept behind other text. notes: the engine's, to which one may be
-        added. queue_max: requests that may wait for a slot."""
+        """runs: finds rows that are kept behind other text. rotation: says whether there may be any here;
+        a store may have those of another start. notes: the engine's, to which one may be added.
+        queue_max: requests that may wait for a slot."""
         found, spec = backend.probe, backend.probe.spec
         policy = PlacementPolicy(
             Costs(),
@@ -177,6 +180,7 @@ class SlotHolds:
         )
         self.tiers = tiers
         self.runs = runs
+        self._rotation = rotation
         self.n_ctx = found.n_ctx
         self.table = SlotTable(
             policy,
@@ -224,7 +228,7 @@ class SlotHolds:
                 cache_prompt=cache_prompt,
                 path=path,
                 n_predict=n_predict,
-                takes_moved=takes_moved,
+                takes_moved=takes_moved and not self._rotation.why_not,
                 run_tokens_min=run_tokens_min,
             )
             if not self.placer.is_continuation(request):

@@ -184,7 +184,8 @@ class PlacementPolicy:
         emptied first because the server would use other tokens as well."""
         assert request.ids is not None
         if not slot.known:
-            return 0, slot.scope != request.scope or self.window > 0
+            # A server that cannot save cannot empty slots either; it has only what it evaluated.
+            return 0, self.can_store or slot.scope != request.scope or self.window > 0
         common = slot.common(request.ids)
         if slot.hidden and slot.scope != request.scope:
             return 0, True
