@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -350,6 +351,110 @@ async def test_a_client_that_leaves_while_runs_are_moved(sidecar_on: OpenSidecar
         assert done.reuse.approximate > N_MOVED / 2
         assert done.timings.prompt_n == done.reuse.prefill
         assert sidecar.engine.stats()["running"] == 0
+
+
+async def test_a_client_that_leaves_before_anything_is_moved(
+    sidecar_on: OpenSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot's record says what it holds still, behind the beginning of the prompt too."""
+    longer = np.concatenate([HEAD, prompt(60, 55)])
+    async with sidecar_on(parallel=1) as sidecar:
+        allow(sidecar)
+        await ask(sidecar, BEFORE)
+        await settled(sidecar)
+        _, done = await ask(sidecar, longer, 2)
+        await settled(sidecar)
+        runs, loop, at, go = (
+            sidecar.engine.runs,
+            asyncio.get_running_loop(),
+            asyncio.Event(),
+            Event(),
+        )
+        find = runs.find
+
+        def slow(*asked: Any) -> Any:
+            loop.call_soon_threadsafe(at.set)
+            go.wait(60)
+            return find(*asked)
+
+        monkeypatch.setattr(runs, "find", slow)
+        leaving = asyncio.create_task(sidecar.engine.holds.hold(AFTER, "local", run_tokens_min=64))
+        await at.wait()
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        go.set()
+        await until_async(lambda: not sidecar.engine.stats()["running"])
+        (view,), (held,) = sidecar.engine.slots(), await sidecar.engine.upstream.slots()
+        assert view.n_tokens == held["n_prompt_tokens"] == len(longer) + len(done.ids) - 1
+
+
+async def test_what_was_not_checked_when_the_client_left(
+    sidecar_on: OpenSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first block tells nothing, so what was put behind it stays only with the second one."""
+    async with sidecar_on(parallel=1) as sidecar:
+        allow(sidecar, NOTHING)
+        await ask(sidecar, BEFORE)
+        await settled(sidecar)
+        hold, upstream = sidecar.engine.holds.hold, sidecar.engine.upstream
+        restore = upstream.restore
+
+        async def last(slot: int, name: str) -> SlotAction:
+            done = await restore(slot, name)
+            leaving.cancel()
+            await asyncio.wait((leaving,))
+            return done
+
+        monkeypatch.setattr(upstream, "restore", last)
+        leaving = asyncio.create_task(hold(AFTER, "local", run_tokens_min=64))
+        await asyncio.wait((leaving,))
+        assert leaving.cancelled()
+        monkeypatch.undo()
+        await until_async(lambda: not sidecar.engine.stats()["running"])
+        _, done = await ask(sidecar, AFTER, 4, reuse_tokens_min=N_RUN + 10)
+        assert (done.reuse.approximate, done.timings.cache_n) == (0, MOVED_FROM)
+        await settled(sidecar)
+        assert sidecar.tiers.stats()["moved_bytes"] == 0
+
+
+async def test_a_client_that_leaves_while_the_changed_text_is_evaluated(
+    sidecar_on: OpenSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama-server need not finish that."""
+    async with sidecar_on(parallel=1) as sidecar:
+        allow(sidecar)
+        await ask(sidecar, BEFORE)
+        await settled(sidecar)
+        upstream, is_cancelled = sidecar.engine.upstream, False
+        at, end = asyncio.Event(), asyncio.Event()
+
+        async def endless(*_: Any) -> int:
+            nonlocal is_cancelled
+            at.set()
+            try:
+                await end.wait()
+            except asyncio.CancelledError:
+                is_cancelled = True
+                raise
+            return 0
+
+        monkeypatch.setattr(upstream, "evaluate", endless)
+        leaving = asyncio.create_task(sidecar.engine.holds.hold(AFTER, "local", run_tokens_min=64))
+        await at.wait()
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        try:
+            await until_async(lambda: is_cancelled)
+        finally:
+            end.set()
+        await until_async(lambda: not sidecar.engine.stats()["running"])
+        monkeypatch.undo()
+        (view,), (held,) = sidecar.engine.slots(), await upstream.slots()
+        assert view.n_tokens == held.get("n_prompt_tokens", 0) == 0
+        _, done = await ask(sidecar, AFTER)
+        assert done.reuse.moved == N_MOVED
 
 
 async def test_a_client_that_leaves_before_llama_server_has_its_request(

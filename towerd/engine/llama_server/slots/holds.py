@@ -256,7 +256,7 @@ class SlotHolds:
             try:
                 placed = await asyncio.shield(placing)
             except asyncio.CancelledError:
-                request.is_left = True
+                request.left.set()
                 self.upkeep.spawn(self._put_back(choice.slot, placing))
                 raise
         hold = SlotHold(self, choice.slot, request, placed, session)

@@ -85,8 +85,9 @@ class Placer:
         if found.spec is not None:
             self._rows = rows = SlotRows(backend, tiers, found.spec, workers)
             counters, upstream = self.counters, backend.upstream
+            saving = self.capture, self.erase
             self._mover = SlotMover(
-                rows, runs, table, counters, upstream, adapters, workers, self.capture
+                rows, runs, table, counters, upstream, adapters, workers, *saving
             )
 
     def stop_composing(self) -> None:
