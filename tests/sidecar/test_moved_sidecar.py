@@ -353,6 +353,37 @@ async def test_a_client_that_leaves_while_runs_are_moved(sidecar_on: OpenSidecar
         assert sidecar.engine.stats()["running"] == 0
 
 
+async def test_a_chat_that_is_deleted_while_its_next_turn_is_moved(
+    sidecar_on: OpenSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it comes back with what its slot holds."""
+    async with sidecar_on() as sidecar:
+        allow(sidecar)
+        await ask(sidecar, BEFORE)
+        first = prompt(60, 7)
+        _, done = await ask(sidecar, first, 4, session="gone")
+        await settled(sidecar)
+        longer = np.concatenate([first, np.array(done.ids, np.int32), NEW, RUN, REST])
+        upstream = sidecar.engine.upstream
+        at, go = asyncio.Event(), asyncio.Event()
+        restore = upstream.restore
+
+        async def slow(slot: int, name: str) -> SlotAction:
+            at.set()
+            await go.wait()
+            return await restore(slot, name)
+
+        monkeypatch.setattr(upstream, "restore", slow)
+        asking = asyncio.create_task(ask(sidecar, longer, 4, session="gone"))
+        await at.wait()
+        await asyncio.to_thread(sidecar.store.delete_session, "gone", "local")
+        go.set()
+        await asking
+        captured = sidecar.engine.stats()["captured_tokens"]
+        await settled(sidecar)
+        assert sidecar.engine.stats()["captured_tokens"] == captured
+
+
 async def test_a_client_that_leaves_before_anything_is_moved(
     sidecar_on: OpenSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
 from towerd.engine.moving.rotation import Rotation
 from towerd.engine.moving.runs import MovedRuns
 from towerd.errors import TowerdError, Unavailable
+from towerd.store.sessions.deletions import DeletionWatch
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids
 
@@ -53,7 +54,9 @@ class SlotHold:
         request: SlotRequest,
         placed: PlacedPrompt,
         session: str | None,
+        since: DeletionWatch,
     ) -> None:
+        """since: what was deleted since its request began"""
         self.slot = slot.id
         """The slot to pin the request to (`id_slot`)."""
         self.reuse = placed.reuse
@@ -69,7 +72,7 @@ class SlotHold:
         self._holds = holds
         self._slot = slot
         self._placed = placed
-        self._since = holds.tiers.store.deletions.watch()
+        self._since = since
         self._epoch = holds.placer.epoch
         self._is_exact = True
         """False: the slot's rows are not what evaluating its tokens gives."""
@@ -221,6 +224,7 @@ class SlotHolds:
         client wants nothing reused. takes_moved, run_tokens_min: see SlotRequest. Raises Unavailable when too many wait, or llama-server ended
         meanwhile."""
         ids = np.ascontiguousarray(ids, np.int32)
+        since = self.tiers.store.deletions.watch()
         with self.placer.path_of(ids, scope) as path:
             request = SlotRequest(
                 ids,
@@ -233,14 +237,17 @@ class SlotHolds:
             )
             if not self.placer.is_continuation(request):
                 await self.placer.look_up(request)
-            return await self._hold(request, session)
+            return await self._hold(request, session, since)
 
     async def hold_opaque(self, scope: str) -> SlotHold:
         """A slot for a prompt whose tokens are not known (pictures, sounds): the one that such a
         prompt of this scope had last, if it is free. It is never stored."""
-        return await self._hold(SlotRequest(None, scope), None)
+        since = self.tiers.store.deletions.watch()
+        return await self._hold(SlotRequest(None, scope), None, since)
 
-    async def _hold(self, request: SlotRequest, session: str | None) -> SlotHold:
+    async def _hold(
+        self, request: SlotRequest, session: str | None, since: DeletionWatch
+    ) -> SlotHold:
         epoch = self.placer.epoch
         choice = await self.table.acquire(request)
         try:
@@ -257,9 +264,9 @@ class SlotHolds:
                 placed = await asyncio.shield(placing)
             except asyncio.CancelledError:
                 request.left.set()
-                self.upkeep.spawn(self._put_back(choice.slot, placing))
+                self.upkeep.spawn(self._put_back(choice.slot, placing, since))
                 raise
-        hold = SlotHold(self, choice.slot, request, placed, session)
+        hold = SlotHold(self, choice.slot, request, placed, session, since)
         self._open.add(hold)
         self.upkeep.n_awaited += 1
         self.all_ended.clear()
@@ -284,11 +291,14 @@ class SlotHolds:
         if epoch != self.placer.epoch:
             raise Unavailable(LOST)
 
-    async def _put_back(self, slot: Slot, placing: asyncio.Task[PlacedPrompt]) -> None:
+    async def _put_back(
+        self, slot: Slot, placing: asyncio.Task[PlacedPrompt], since: DeletionWatch
+    ) -> None:
         """Free a slot whose client left while it was prepared. llama-server finishes what it was
         told, so the preparation is awaited, and what was saved or restored is not lost."""
         await asyncio.wait((placing,))
         if placing.exception() is None:
+            slot.since = since
             self.gate.end_placing()
             self.table.free(slot)
             self.upkeep.capture_later(slot)
