@@ -24,7 +24,7 @@ from waiting import until, until_async
 
 from towerd.engine.base import Finish
 from towerd.engine.llama_server.process.upstream_client import SlotAction
-from towerd.errors import InvalidRequest
+from towerd.errors import InvalidRequest, StoreError
 from towerd.models.bundled import bundled_model
 from towerd.tiers.moved_limits import BLOCK_TOKENS, MovedLimits, block_offsets, save_moved_limits
 from towerd.tokens import Ids, Provenance
@@ -514,7 +514,7 @@ async def test_a_client_that_leaves_before_llama_server_has_its_request(
 async def test_what_fails_on_the_way_is_evaluated(
     sidecar_on: OpenSidecar, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """llama-server refuses a step, or another request came into the slot: the prompt is evaluated whole."""
+    """llama-server refuses a step, or another request came into the slot: the store has the rest."""
     async with sidecar_on() as sidecar:
         allow(sidecar)
         await ask(sidecar, BEFORE)
@@ -539,10 +539,35 @@ async def test_what_fails_on_the_way_is_evaluated(
             monkeypatch.setattr(upstream, "restore", refuse)
         _, done = await ask(sidecar, AFTER)
         assert (done.reuse.moved, done.reuse.approximate) == (0, 0)
-        assert done.reuse.prefill == done.timings.prompt_n == len(AFTER)
+        assert done.reuse.prefill == done.timings.prompt_n == len(AFTER) - len(HEAD)
+        assert done.reuse.hot == len(HEAD)
         monkeypatch.undo()
         _, again = await ask(sidecar, np.concatenate([HEAD, prompt(33, 8), RUN, REST]))
         assert again.reuse.moved >= N_MOVED
+
+
+async def test_what_cannot_be_looked_for_costs_nothing(
+    sidecar_on: OpenSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is live stays; after some failures in a row nothing is looked for until the next start."""
+    async with sidecar_on(parallel=1) as sidecar:
+        allow(sidecar)
+        await ask(sidecar, BEFORE)
+        await settled(sidecar)
+        chat, n_failed = prompt(60, 44), 0
+
+        def fail(*_: Any) -> None:
+            nonlocal n_failed
+            n_failed += 1
+            raise StoreError("no")
+
+        monkeypatch.setattr(sidecar.engine.runs, "find", fail)
+        _, done = await ask(sidecar, chat, 2)
+        for i in range(5):
+            chat = np.concatenate([chat, np.array(done.ids, np.int32), prompt(66, i)])
+            _, done = await ask(sidecar, chat, 2, reuse_tokens_min=64)
+            assert done.timings.cache_n == done.reuse.live > 60
+        assert n_failed == 3
 
 
 async def test_several_at_once(sidecar_on: OpenSidecar) -> None:
