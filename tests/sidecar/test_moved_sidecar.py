@@ -570,6 +570,20 @@ async def test_what_cannot_be_looked_for_costs_nothing(
         assert n_failed == 3
 
 
+async def test_a_slot_that_lost_what_was_evaluated_on_the_way(sidecar_on: OpenSidecar) -> None:
+    """It is noticed, although the client is told the same: all of its prompt was evaluated for it."""
+    ids = np.concatenate([NEW, RUN, REST])
+    async with sidecar_on(parallel=1) as sidecar:
+        allow(sidecar, NOTHING)
+        await ask(sidecar, BEFORE)
+        await settled(sidecar)
+        async with await sidecar.engine.holds.hold(ids, "local", run_tokens_min=64) as hold:
+            assert hold.evaluated[0] > 0
+            hold.observe(0, 10.0)
+        stats = sidecar.engine.stats()
+        assert stats["live_missed"] + stats["restores_missed"] == 1
+
+
 async def test_several_at_once(sidecar_on: OpenSidecar) -> None:
     """Each gets the run, with more of them than slots, and none what another has in its slot."""
     async with sidecar_on(parallel=3, ctx_size=2048) as sidecar:

@@ -106,12 +106,11 @@ class SlotHold:
             self._holds.upkeep.n_awaited -= 1
 
     def observe(self, cache_n: int, prompt_ms: float) -> None:
-        """Compare what the reply says with what was prepared for it: how many prompt tokens were
+        """Compare what llama-server says with what was prepared for it: how many prompt tokens it
         reused, and how long the others took (if they were evaluated at once)."""
         if self.ids is None:
             return
         placed = self._placed
-        cache_n += placed.n_evaluated
         if not placed.n_evaluated:
             self._holds.placer.policy.costs.observe_prefill(len(self.ids) - cache_n, prompt_ms)
         if placed.n_cached_max is not None and cache_n > placed.n_cached_max:
