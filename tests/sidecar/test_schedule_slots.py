@@ -171,6 +171,16 @@ def test_opaque_conversations_keep_their_slot(policy: PlacementPolicy) -> None:
     assert (other.slot, other.erase) == (slots[1], True)
 
 
+def test_what_is_not_known_is_not_continued(policy: PlacementPolicy) -> None:
+    """Not even by its own tenant: its rows may be moved ones. What cannot save cannot be emptied either,
+    and has none."""
+    slot, request = Slot(0), SlotRequest(ids(10), "a", takes_moved=False)
+    slot.hold_unknown("a")
+    assert policy.live(request, slot) == (0, True)
+    policy.can_store = False
+    assert policy.live(request, slot) == (0, False)
+
+
 def test_all_busy(policy: PlacementPolicy) -> None:
     slot = filled(0, ids(10))
     slot.busy = True

@@ -168,6 +168,7 @@ def test_what_was_evaluated_before(upstream: tuple[Vocab, Model]) -> None:
     said = {"content": "a", "tokens": [300], "tokens_predicted": 1, "stop": False}
     reply.received(json.dumps(said | {"timings": timings}).encode())
     assert reply.timings == (3, 3, 40.0, 1, 7.0)
+    assert reply.n_reused == 5
 
 
 def test_the_body_that_is_sent(upstream: tuple[Vocab, Model]) -> None:

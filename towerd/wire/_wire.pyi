@@ -251,6 +251,11 @@ class Reply:
         """Whether the ids of a received reply are certainly those that were sampled."""
 
     @property
+    def n_reused(self) -> int:
+        """How many tokens of its prompt llama-server said to have reused, with those that were
+        evaluated before."""
+
+    @property
     def n_unnamed(self) -> int:
         """Tokens of a received reply whose ids are not known: they came after the last text."""
 

@@ -71,8 +71,9 @@ class LlamaServerEngine:
             described.model, described.info.row_identity, found.n_ctx, _why_not_movable(backend)
         )
         self.runs = MovedRuns(tiers, self._rotation)
+        moving = self.runs, self._rotation
         self.holds = SlotHolds(
-            backend, tiers, self.adapters, self.runs, self.notes, queue_max=config.queue_max
+            backend, tiers, self.adapters, *moving, self.notes, queue_max=config.queue_max
         )
         self._vocab = described.vocab
         self._text = ThreadPoolExecutor(2, "towerd-text", initializer=shorten_slice)

@@ -167,7 +167,7 @@ class LlamaServerGeneration(Generation):
 
     def _last(self, hold: SlotHold, reply: Reply) -> Finish:
         timings = Timings(*reply.timings)
-        hold.observe(timings.cache_n, timings.prompt_ms)
+        hold.observe(reply.n_reused, timings.prompt_ms)
         return self._finish(reply.stop or "limit", timings)
 
     def _finish(self, stop: StopType, timings: Timings) -> Finish:

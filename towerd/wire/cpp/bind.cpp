@@ -345,6 +345,7 @@ void bind_reply(nb::module_ & m) {
              "event"_a)
         .def_prop_ro("upstream_id", &Reply::upstream_id)
         .def_prop_ro("is_exact", &Reply::is_exact)
+        .def_prop_ro("n_reused", &Reply::n_reused)
         .def_prop_ro("n_unnamed", &Reply::n_unnamed)
         .def("accept_prompt",
              [](Reply & r, const Given & ids) {

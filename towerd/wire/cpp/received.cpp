@@ -126,6 +126,7 @@ void Reply::take_timings(const json & said) {
     const auto us = [&](const char * name) { return std::llround(said.at(name).get<double>() * 1e3); };
     const auto cached         = said.at("cache_n").get<uint64_t>();
     const auto n_before       = std::min(cached, static_cast<uint64_t>(n_before_));
+    n_reused_                 = cached;
     stats_.n_prompt_cached    = cached - n_before;
     stats_.n_prompt_processed = said.at("prompt_n").get<uint64_t>() + n_before;
     stats_.n_draft_tokens     = json_value(said, "draft_n", uint64_t(0));

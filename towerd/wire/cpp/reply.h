@@ -53,6 +53,8 @@ public:
     // Of the prompt of a received reply, tokens that llama-server evaluated before it got the request, and so says to have
     // reused, and how long all that took.
     void evaluated_before(int32_t n, double ms);
+    // Tokens of the prompt that llama-server said to have reused, with those.
+    uint64_t n_reused() const { return locked(n_reused_); }
     // The name that llama-server has for it; empty if it did not say.
     std::string upstream_id() const;
     // Whether the ids of a received reply are certainly those that were sampled.
@@ -125,6 +127,7 @@ private:
     size_t                                  n_named_bytes_ = 0;
     bool                                    is_exact_      = true;
     int32_t                                 n_before_      = 0;
+    uint64_t                                n_reused_      = 0;
     int64_t                                 us_before_     = 0;
     std::string                             upstream_id_;
 };

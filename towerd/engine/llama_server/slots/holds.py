@@ -27,8 +27,10 @@ from towerd.engine.llama_server.slots.placer import PlacedPrompt, Placer
 from towerd.engine.llama_server.slots.slot import Slot
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
+from towerd.engine.moving.rotation import Rotation
 from towerd.engine.moving.runs import MovedRuns
 from towerd.errors import TowerdError, Unavailable
+from towerd.store.sessions.deletions import DeletionWatch
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids
 
@@ -52,7 +54,9 @@ class SlotHold:
         request: SlotRequest,
         placed: PlacedPrompt,
         session: str | None,
+        since: DeletionWatch,
     ) -> None:
+        """since: what was deleted since its request began"""
         self.slot = slot.id
         """The slot to pin the request to (`id_slot`)."""
         self.reuse = placed.reuse
@@ -68,7 +72,7 @@ class SlotHold:
         self._holds = holds
         self._slot = slot
         self._placed = placed
-        self._since = holds.tiers.store.deletions.watch()
+        self._since = since
         self._epoch = holds.placer.epoch
         self._is_exact = True
         """False: the slot's rows are not what evaluating its tokens gives."""
@@ -102,12 +106,11 @@ class SlotHold:
             self._holds.upkeep.n_awaited -= 1
 
     def observe(self, cache_n: int, prompt_ms: float) -> None:
-        """Compare what the reply says with what was prepared for it: how many prompt tokens were
+        """Compare what llama-server says with what was prepared for it: how many prompt tokens it
         reused, and how long the others took (if they were evaluated at once)."""
         if self.ids is None:
             return
         placed = self._placed
-        cache_n += placed.n_evaluated
         if not placed.n_evaluated:
             self._holds.placer.policy.costs.observe_prefill(len(self.ids) - cache_n, prompt_ms)
         if placed.n_cached_max is not None and cache_n > placed.n_cached_max:
@@ -149,7 +152,7 @@ class SlotHold:
             if self.ids is None:
                 self._slot.hold_unknown(self.scope)
             else:
-                self._slot.hold(self.ids[: self._placed.n_cached or 0], self.scope, hidden=True)
+                self._slot.hold_first(self.ids[: self._placed.n_cached or 0], self.scope)
         self._holds.give_back(self, self._slot)
 
 
@@ -162,12 +165,14 @@ class SlotHolds:
         tiers: Tiers,
         adapters: UpstreamAdapters,
         runs: MovedRuns,
+        rotation: Rotation,
         notes: list[str],
         *,
         queue_max: int,
     ) -> None:
-        """runs: finds rows that are kept behind other text. notes: the engine's, to which one may be
-        added. queue_max: requests that may wait for a slot."""
+        """runs: finds rows that are kept behind other text. rotation: says whether there may be any here;
+        a store may have those of another start. notes: the engine's, to which one may be added.
+        queue_max: requests that may wait for a slot."""
         found, spec = backend.probe, backend.probe.spec
         policy = PlacementPolicy(
             Costs(),
@@ -177,6 +182,7 @@ class SlotHolds:
         )
         self.tiers = tiers
         self.runs = runs
+        self._rotation = rotation
         self.n_ctx = found.n_ctx
         self.table = SlotTable(
             policy,
@@ -217,6 +223,7 @@ class SlotHolds:
         client wants nothing reused. takes_moved, run_tokens_min: see SlotRequest. Raises Unavailable when too many wait, or llama-server ended
         meanwhile."""
         ids = np.ascontiguousarray(ids, np.int32)
+        since = self.tiers.store.deletions.watch()
         with self.placer.path_of(ids, scope) as path:
             request = SlotRequest(
                 ids,
@@ -224,19 +231,22 @@ class SlotHolds:
                 cache_prompt=cache_prompt,
                 path=path,
                 n_predict=n_predict,
-                takes_moved=takes_moved,
+                takes_moved=takes_moved and not self._rotation.why_not,
                 run_tokens_min=run_tokens_min,
             )
             if not self.placer.is_continuation(request):
                 await self.placer.look_up(request)
-            return await self._hold(request, session)
+            return await self._hold(request, session, since)
 
     async def hold_opaque(self, scope: str) -> SlotHold:
         """A slot for a prompt whose tokens are not known (pictures, sounds): the one that such a
         prompt of this scope had last, if it is free. It is never stored."""
-        return await self._hold(SlotRequest(None, scope), None)
+        since = self.tiers.store.deletions.watch()
+        return await self._hold(SlotRequest(None, scope), None, since)
 
-    async def _hold(self, request: SlotRequest, session: str | None) -> SlotHold:
+    async def _hold(
+        self, request: SlotRequest, session: str | None, since: DeletionWatch
+    ) -> SlotHold:
         epoch = self.placer.epoch
         choice = await self.table.acquire(request)
         try:
@@ -252,10 +262,10 @@ class SlotHolds:
             try:
                 placed = await asyncio.shield(placing)
             except asyncio.CancelledError:
-                request.is_left = True
-                self.upkeep.spawn(self._put_back(choice.slot, placing))
+                request.left.set()
+                self.upkeep.spawn(self._put_back(choice.slot, placing, since))
                 raise
-        hold = SlotHold(self, choice.slot, request, placed, session)
+        hold = SlotHold(self, choice.slot, request, placed, session, since)
         self._open.add(hold)
         self.upkeep.n_awaited += 1
         self.all_ended.clear()
@@ -280,11 +290,14 @@ class SlotHolds:
         if epoch != self.placer.epoch:
             raise Unavailable(LOST)
 
-    async def _put_back(self, slot: Slot, placing: asyncio.Task[PlacedPrompt]) -> None:
+    async def _put_back(
+        self, slot: Slot, placing: asyncio.Task[PlacedPrompt], since: DeletionWatch
+    ) -> None:
         """Free a slot whose client left while it was prepared. llama-server finishes what it was
         told, so the preparation is awaited, and what was saved or restored is not lost."""
         await asyncio.wait((placing,))
         if placing.exception() is None:
+            slot.since = since
             self.gate.end_placing()
             self.table.free(slot)
             self.upkeep.capture_later(slot)

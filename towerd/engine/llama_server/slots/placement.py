@@ -7,9 +7,10 @@ I/O or reads a clock, so that every decision can be replayed.
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from towerd.engine.live_index import LiveIndex
 from towerd.engine.llama_server.slots.slot import Slot
@@ -86,8 +87,8 @@ class SlotRequest:
     """Of `n_storable`, those whose rows are neither moved nor computed from moved ones."""
     run_tokens_min: int = 0
     """The shortest run of tokens whose rows are kept behind other text for it; 0: none is."""
-    is_left: bool = False
-    """Its client left: what is not begun for it need not be."""
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when its client left: what is done for it alone need not go on."""
     overtaken: int = 0
     """How often a later request went first."""
 
@@ -184,7 +185,8 @@ class PlacementPolicy:
         emptied first because the server would use other tokens as well."""
         assert request.ids is not None
         if not slot.known:
-            return 0, slot.scope != request.scope or self.window > 0
+            # A server that cannot save cannot empty slots either; it has only what it evaluated.
+            return 0, self.can_store or slot.scope != request.scope or self.window > 0
         common = slot.common(request.ids)
         if slot.hidden and slot.scope != request.scope:
             return 0, True

@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 _SHORT_TOKENS = 256
 """A prompt that adds no more than this to a live slot is not looked up in the store first."""
 
+_MOVE_FAILURES_MAX = 3
+"""After this many failures in a row no rows are moved until the next start."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlacedPrompt:
@@ -80,13 +83,16 @@ class Placer:
         self._tiers = tiers
         self._workers = workers
         self._runs = runs
+        self._n_move_failures = 0
+        """In a row."""
         self._rows: SlotRows | None = None
         self._mover: SlotMover | None = None
         if found.spec is not None:
             self._rows = rows = SlotRows(backend, tiers, found.spec, workers)
             counters, upstream = self.counters, backend.upstream
+            saving = self.capture, self.erase
             self._mover = SlotMover(
-                rows, runs, table, counters, upstream, adapters, workers, self.capture
+                rows, runs, table, counters, upstream, adapters, workers, *saving
             )
 
     def stop_composing(self) -> None:
@@ -153,16 +159,14 @@ class Placer:
         if choice.restore:
             restored = await self._restore(request, slot)
             if restored is not None:
-                moved = await self._move(request, slot, restored.n)
-                return self._placed(request, slot, restored.n, restored, moved)
+                return await self._move(request, slot, restored.n, restored)
             live, erase = self.policy.live(request, slot)
             if erase:
                 await self.erase(slot)
             choice = replace(choice, n_reused=0 if erase else live)
         await self._make_room(slot, request)
         n = min(choice.n_reused, request.n - 1)
-        moved = await self._move(request, slot, n)
-        return self._placed(request, slot, n, None, moved)
+        return await self._move(request, slot, n, None)
 
     def _placed(
         self,
@@ -198,19 +202,34 @@ class Placer:
             0.0 if moved is None else moved.ms,
         )
 
-    async def _move(self, request: SlotRequest, slot: Slot, n: int) -> Moved | None:
+    async def _move(
+        self, request: SlotRequest, slot: Slot, n: int, restored: Restored | None
+    ) -> PlacedPrompt:
         """Bring runs that are known from elsewhere behind the first `n` tokens of the prompt. If that
-        fails the slot is empty."""
-        if self._mover is None or not self.can_compose:
-            return None
-        try:
-            return await self._mover.move(request, slot, n)
-        except UpstreamGone:
-            raise
-        except (TowerdError, StateError) as error:
-            log.warning("moved rows cannot be put into a slot", extra={"error": str(error)})
-            await self.erase(slot)
-            return None
+        fails, the slot has what it had, or what the store has of the prompt."""
+        moved: Moved | None = None
+        if self._mover is not None and self.can_compose:
+            try:
+                moved = await self._mover.move(request, slot, n)
+            except UpstreamGone:
+                raise
+            except (TowerdError, StateError) as error:
+                self._move_failed(error)
+                if not slot.known:
+                    restored = await self._restore(request, slot)
+                    n = 0 if restored is None else restored.n
+                if not slot.known:
+                    await self.erase(slot)
+            else:
+                self._n_move_failures = 0 if moved is not None else self._n_move_failures
+        return self._placed(request, slot, n, restored, moved)
+
+    def _move_failed(self, error: Exception) -> None:
+        """Bring no more runs if this goes on: what was live is lost each time."""
+        self._n_move_failures += 1
+        if self._n_move_failures == _MOVE_FAILURES_MAX:
+            self._mover = None
+            log.warning("no more rows are moved in slots", extra={"error": str(error)})
 
     async def clear(self, choice: SlotChoice) -> None:
         """Save what has to be saved first, and empty the slot if it has to be."""

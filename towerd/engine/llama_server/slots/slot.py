@@ -110,6 +110,17 @@ class Slot:
         self.n_uncertain = n_uncertain
         self.adapters = adapters_of(scope)
 
+    def hold_first(self, tokens: Ids, scope: str) -> None:
+        """Note that it holds these first tokens of what it held, and maybe the others still. If these
+        are another tenant's, or rows that look better without those before them, it is unknown."""
+        n = len(tokens)
+        rest = self.provenance_of(self.n)[n:]
+        is_foreign = self.scope != scope and (self.n_all > n or self.hidden)
+        if is_foreign or (rest > computed_after(self.provenance[:n])).any():
+            self.hold_unknown("")
+        else:
+            self.hold(tokens, scope, hidden=True)
+
     def hold_restored(
         self, tokens: Ids, scope: str, window_from: int, provenance: Provenances
     ) -> None:

@@ -64,8 +64,9 @@ class SlotMover:
         adapters: UpstreamAdapters,
         workers: ThreadPoolExecutor,
         capture: Callable[[Slot], Coroutine[Any, Any, None]],
+        erase: Callable[[Slot], Coroutine[Any, Any, None]],
     ) -> None:
-        """capture: saves a slot that is marked busy"""
+        """capture, erase: save and empty a slot that is marked busy"""
         self._rows = rows
         self._runs = runs
         self._table = table
@@ -74,6 +75,7 @@ class SlotMover:
         self._adapters = adapters
         self._workers = workers
         self._capture = capture
+        self._erase = erase
 
     @property
     def _costs(self) -> Costs:
@@ -86,13 +88,13 @@ class SlotMover:
 
     async def move(self, request: SlotRequest, slot: Slot, n: int) -> Moved | None:
         """Keep what is known of the prompt behind its first `n` tokens, which the slot holds; None if
-        there is nothing. The slot's record says what it holds afterwards, and that it is unknown if
-        this raises, which it does as UpstreamClient does, or TowerdError."""
+        there is nothing, or its client left. The slot's record says what it holds afterwards, and that
+        it is unknown if this raises (as UpstreamClient does, or TowerdError) and the slot was changed."""
         if not self.is_wanted(request, n) or not slot.known:
             return None
         await self._capture_runs(request, slot, n)
         moves = await self._on_worker(self._find, request, n)
-        if moves is None:
+        if moves is None or request.left.is_set():
             return None
         assert request.ids is not None
         began, n_stored = time.perf_counter(), min(slot.n_stored, n)
@@ -101,8 +103,12 @@ class SlotMover:
         slot.adapters = adapters_of(request.scope)
         try:
             self._runs.compose_ahead(moves, self._workers)
-            while moves.pieces and not request.is_left:
-                live = await self._step(request.ids, request.scope, slot, moves, live)
+            while moves.pieces and not request.left.is_set():
+                if not await self._evaluate(request, slot, moves.pieces[0].p0):
+                    await self._erase(slot)
+                    return None
+                live = await self._step(request.ids, slot, moves, live)
+            live = await self._checked(request, slot, moves, live)
         finally:
             moves.abandon()
         slot.hold_restored(request.ids[: len(live)], request.scope, 0, live)
@@ -154,14 +160,43 @@ class SlotMover:
 
     # ---- a step -----------------------------------------------------------------------------
 
-    async def _step(
-        self, ids: Ids, scope: str, slot: Slot, moves: Moves, live: Provenances
+    async def _evaluate(self, request: SlotRequest, slot: Slot, n: int) -> bool:
+        """Bring the slot to hold the first `n` tokens of the prompt; False if its client left
+        meanwhile, so that llama-server may have stopped anywhere."""
+        assert request.ids is not None
+        lora = self._adapters.entries(request.scope)
+        asked = asyncio.create_task(self._upstream.evaluate(request.ids[:n], slot.id, lora))
+        leaving = asyncio.create_task(request.left.wait())
+        try:
+            await asyncio.wait((asked, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            asked.cancel()
+            await asyncio.wait((asked,))
+        if asked.cancelled():
+            return False
+        asked.result()
+        return True
+
+    async def _checked(
+        self, request: SlotRequest, slot: Slot, moves: Moves, live: Provenances
     ) -> Provenances:
-        """Evaluate up to the next piece and keep it, or refuse its run. live: the provenance of what
-        the slot holds of the prompt; returns that of what it holds then."""
+        """If pieces of a run are still to come, have the slot hold nothing behind the last block of it
+        that was compared. live: see `_step`."""
+        dropped = moves.refuse(has_deviated=False) if moves.pieces else []
+        if not dropped:
+            return live
+        assert request.ids is not None
+        live = live[: dropped[-1].p0]
+        lora = self._adapters.entries(request.scope)
+        # It evaluates the last token again, and drops what follows.
+        await self._upstream.evaluate(request.ids[: len(live)], slot.id, lora)
+        return live
+
+    async def _step(self, ids: Ids, slot: Slot, moves: Moves, live: Provenances) -> Provenances:
+        """Keep the next piece, up to which the slot was evaluated, or refuse its run. live: the
+        provenance of what the slot held of the prompt before; returns that of what it holds then."""
         piece = moves.pieces[0]
-        lora = self._adapters.entries(scope)
-        await self._upstream.evaluate(ids[: piece.p0], slot.id, lora)
         image, saved = await self._rows.save(slot.id)
         if not np.array_equal(image.tokens, ids[: piece.p0]):
             raise TowerdError("A slot holds other tokens than it was given.")
