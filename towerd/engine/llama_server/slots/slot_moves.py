@@ -183,7 +183,7 @@ class SlotMover:
     ) -> Provenances:
         """If pieces of a run are still to come, have the slot hold nothing behind the last block of it
         that was compared. live: see `_step`."""
-        dropped = moves.refuse(has_deviated=False) if moves.pieces else []
+        dropped = moves.drop_unchecked()
         if not dropped:
             return live
         assert request.ids is not None
