@@ -584,6 +584,34 @@ async def test_a_slot_that_lost_what_was_evaluated_on_the_way(sidecar_on: OpenSi
         assert stats["live_missed"] + stats["restores_missed"] == 1
 
 
+async def test_an_engine_waits_for_what_is_moved(
+    sidecar_on: OpenSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request runs to its end within the time to end."""
+    async with sidecar_on(parallel=1) as sidecar:
+        allow(sidecar)
+        await ask(sidecar, BEFORE)
+        await settled(sidecar)
+        upstream, at, go = sidecar.engine.upstream, asyncio.Event(), asyncio.Event()
+        evaluate = upstream.evaluate
+
+        async def slow(*asked: Any) -> int:
+            at.set()
+            await go.wait()
+            return await evaluate(*asked)
+
+        monkeypatch.setattr(upstream, "evaluate", slow)
+        asking = asyncio.create_task(ask(sidecar, AFTER, 2))
+        await at.wait()
+        is_idle = sidecar.engine.holds.all_ended.is_set()
+        drained = asyncio.create_task(sidecar.engine.drain(60))
+        go.set()
+        _, done = await asking
+        await drained
+        assert not is_idle
+        assert done.reuse.moved == N_MOVED
+
+
 async def test_several_at_once(sidecar_on: OpenSidecar) -> None:
     """Each gets the run, with more of them than slots, and none what another has in its slot."""
     async with sidecar_on(parallel=3, ctx_size=2048) as sidecar:

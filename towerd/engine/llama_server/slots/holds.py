@@ -196,9 +196,10 @@ class SlotHolds:
         self.upkeep = SlotUpkeep(self.placer, self.table, backend.upstream)
         self.gate = LaunchGate()
         self.all_ended = asyncio.Event()
-        """Set while no slot is held."""
+        """Set while no slot is held, or prepared for a request."""
         self.all_ended.set()
         self._open: set[SlotHold] = set()
+        self._n_placing = 0
         self.upstream = backend.upstream
         self._notes = notes
         self._n_missed = 0
@@ -255,21 +256,30 @@ class SlotHolds:
         except BaseException:
             self.table.undo(choice)
             raise
-        if self.placer.is_in_place(request, choice):
-            placed = await self._place(request, choice, epoch)
-        else:
-            placing = asyncio.create_task(self._place(request, choice, epoch))
-            try:
-                placed = await asyncio.shield(placing)
-            except asyncio.CancelledError:
-                request.left.set()
-                self.upkeep.spawn(self._put_back(choice.slot, placing, since))
-                raise
-        hold = SlotHold(self, choice.slot, request, placed, session, since)
-        self._open.add(hold)
-        self.upkeep.n_awaited += 1
+        self._n_placing += 1
         self.all_ended.clear()
+        try:
+            if self.placer.is_in_place(request, choice):
+                placed = await self._place(request, choice, epoch)
+            else:
+                placing = asyncio.create_task(self._place(request, choice, epoch))
+                try:
+                    placed = await asyncio.shield(placing)
+                except asyncio.CancelledError:
+                    request.left.set()
+                    self.upkeep.spawn(self._put_back(choice.slot, placing, since))
+                    raise
+            hold = SlotHold(self, choice.slot, request, placed, session, since)
+            self._open.add(hold)
+        finally:
+            self._n_placing -= 1
+            self._note_end()
+        self.upkeep.n_awaited += 1
         return hold
+
+    def _note_end(self) -> None:
+        if not self._open and not self._n_placing:
+            self.all_ended.set()
 
     async def _place(self, request: SlotRequest, choice: SlotChoice, epoch: int) -> PlacedPrompt:
         slot = choice.slot
@@ -309,8 +319,7 @@ class SlotHolds:
             slot.hold_unknown("")
         self.table.free(slot)
         self.upkeep.capture_later(slot)
-        if not self._open:
-            self.all_ended.set()
+        self._note_end()
 
     # ---- requests that llama-server places itself -------------------------------------------
 
