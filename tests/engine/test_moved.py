@@ -94,7 +94,7 @@ def test_a_run_is_cut_where_it_deviates(bound: float, n_kept: int) -> None:
     assert [piece.p0 for piece in dropped] == [102, 74, 46, 18][: 4 - n_kept]
     assert moves.p0 is None
     assert moves.n_refused == 20 * (5 - n_kept)
-    assert [run.is_cut for run in moves.measured] == [True] * bool(n_kept)
+    assert [(run.n, run.is_cut) for run in moves.measured] == [(84, True)] * bool(n_kept)
 
 
 async def test_what_was_not_checked_does_not_stay(

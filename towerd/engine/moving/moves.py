@@ -103,7 +103,9 @@ class Moves:
             profile.deviations.pop()
             dropped += self.drop_stretch(run)
         self.n_refused += n + sum(each.n for each in dropped)
-        if not self._has(run):
+        if self._has(run):
+            profile.n = self.attached[-1].p1 - run
+        else:
             del self.profiles[run]
         return dropped
 
