@@ -66,7 +66,7 @@ def ids(n: int, seed: int) -> list[int]:
 
 
 async def chat(service: EmbeddedService) -> list[dict[str, Any]]:
-    """A chat that goes on, is regenerated, is edited, and one beside it."""
+    """A chat that continues, is regenerated, is edited, and one beside it."""
     said = []
     first = ids(90, 1)
     asked: dict[str, Any] = {"n_predict": REPLY, "ignore_eos": True, "cache_prompt": True}
@@ -118,7 +118,7 @@ async def test_a_state_is_that_of_the_token_before(opened: Opened, models: dict[
 async def test_wrong_guesses_leave_nothing(
     opened: Opened, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The reply is the same, and so are the rows: the chat goes on from them after a restart."""
+    """The reply is the same, and so are the rows: the chat continues from them after a restart."""
     async with opened(models["wrong"], 0, store_dir=tmp_path / "other") as service:
         without = await chat(service)
     async with opened(models["wrong"], 3) as service:

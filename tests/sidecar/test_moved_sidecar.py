@@ -257,7 +257,7 @@ async def test_moved_rows_are_not_moved_once_more(sidecar_on: OpenSidecar) -> No
 
 
 async def test_llama_server_is_killed(sidecar_on: OpenSidecar) -> None:
-    """A chat with moved rows goes on from what was saved of it."""
+    """A chat with moved rows continues from what was saved of it."""
     async with sidecar_on() as sidecar:
         done = await moved(sidecar)
         await settled(sidecar)

@@ -60,7 +60,7 @@ def test_a_late_look_does_not_hold_a_released_path(store: Store) -> None:
     assert store.stats()["paths_held"] == 0
 
 
-def test_it_tells_how_the_newest_stored_tower_goes_on_where_it_ends(store: Store) -> None:
+def test_it_tells_how_the_newest_stored_tower_continues_where_it_ends(store: Store) -> None:
     """Across nodes, within the request's scope and public towers."""
     store.insert(IDS[:60], "a", [60])
     prompt = np.concatenate([IDS[:40], IDS[:5]])
@@ -71,7 +71,7 @@ def test_it_tells_how_the_newest_stored_tower_goes_on_where_it_ends(store: Store
         store.insert(np.concatenate([IDS[:45], IDS[90:]]), "a", [55])
         assert path.beyond(40, 9).tolist() == [*IDS[40:45], *IDS[90:94]]
         store.insert(prompt, "a", [45])
-        assert path.beyond(45, 9).tolist() == [], "none goes on"
+        assert path.beyond(45, 9).tolist() == [], "none continues"
     with store.hold(prompt, "b") as path:
         assert path.beyond(0, 9).tolist() == []
         store.insert(IDS[:40], "public", [40])

@@ -4,8 +4,8 @@ budget.
 A checkpoint is taken where a later prompt is likely to resume, kept in RAM until its file
 is written, and read back when a prompt begins with the tokens before it. The checkpoints
 that save the least are evicted first: those close behind another one, far from the end of
-their conversation, or long unused. One where prompts parted counts once for each of the ways that
-they took, up to a limit: the next prompt may part there, too. Checkpoints therefore stay dense
+their conversation, or long unused. One where prompts diverged counts once for each way on, up to a
+limit: the next prompt may diverge there, too. Checkpoints therefore stay dense
 near the leaves and become sparse in the past.
 """
 

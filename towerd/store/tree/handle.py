@@ -54,8 +54,8 @@ class Handle:
             return self._match if n is None else self._match.first(n)
 
     def beyond(self, at: int, n: int) -> Ids:
-        """Up to `n` tokens with which the newest stored tower goes on that this path leaves at token `at`;
-        empty if none does."""
+        """Up to `n` tokens with which the newest stored tower continues that this path leaves at token
+        `at`; empty if none does."""
         with self._locked():
             match = self.match()
             if not match.nodes or match.n != at:

@@ -176,7 +176,7 @@ void Head::note_rows(Sequence & sequence, size_t n) {
 
 // Takes out what it guessed from position `p` on, or evaluated before the sequence was cut there. llama.cpp evaluates
 // nothing behind a gap: where rows are missing before `p`, the others go as well. After one, and wherever a sequence
-// does not go on where it was evaluated last, the first row is computed with the hidden state of another token.
+// does not continue where it was evaluated last, the first row is computed with the hidden state of another token.
 void Head::begin(llama_seq_id seq, llama_pos p) {
     if (is_shared_) {
         return;

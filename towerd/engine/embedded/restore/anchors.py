@@ -87,8 +87,8 @@ class Anchors:
         self._n_learned = 0
 
     def learn(self, ids: Ids, scope: str, at: int, tower: Ids) -> None:
-        """A prompt leaves a stored tower at token `at`. tower: how that goes on, GRAM + 1 tokens are
-        enough"""
+        """A prompt leaves a stored tower at token `at`. tower: the tokens with which that
+        continues, of which GRAM + 1 are enough"""
         word = self._words.before(ids, at)
         before, behind = ids[max(word - GRAM, 0) : word], tower[1 : GRAM + 1]
         tenant = tenant_of(scope)

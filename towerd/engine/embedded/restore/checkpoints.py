@@ -154,7 +154,7 @@ class Checkpoints(Branching):
     # ---- private ----------------------------------------------------------------------------
 
     def _learn(self, job: Job, at: int) -> None:
-        """Note where the prompt leaves a stored tower, if that goes on there."""
+        """Note where the prompt leaves a stored tower, if that continues there."""
         tower = job.path.beyond(at, GRAM + 1)
         if len(tower):
             self._anchors.learn(job.ids, job.request.scope, at, tower)

@@ -221,8 +221,8 @@ class SlotHolds:
         """Wait for a slot for this prompt, and bring as much of the prompt into it as is worth it.
 
         n_predict: maximum number of tokens of the reply; negative: no limit. cache_prompt=False: the
-        client wants nothing reused. takes_moved, run_tokens_min: see SlotRequest. Raises Unavailable when too many wait, or llama-server ended
-        meanwhile."""
+        client wants nothing reused. takes_moved, run_tokens_min: see SlotRequest. Raises Unavailable
+        when too many wait, or llama-server ended meanwhile."""
         ids = np.ascontiguousarray(ids, np.int32)
         since = self.tiers.store.deletions.watch()
         with self.placer.path_of(ids, scope) as path:

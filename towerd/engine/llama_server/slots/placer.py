@@ -220,12 +220,12 @@ class Placer:
                     n = 0 if restored is None else restored.n
                 if not slot.known:
                     await self.erase(slot)
-            else:
-                self._n_move_failures = 0 if moved is not None else self._n_move_failures
+            if moved is not None:
+                self._n_move_failures = 0
         return self._placed(request, slot, n, restored, moved)
 
     def _move_failed(self, error: Exception) -> None:
-        """Bring no more runs if this goes on: what was live is lost each time."""
+        """Bring no more runs if this fails again and again: what was live is lost each time."""
         self._n_move_failures += 1
         if self._n_move_failures == _MOVE_FAILURES_MAX:
             self._mover = None
