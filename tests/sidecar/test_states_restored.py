@@ -1,0 +1,74 @@
+"""Recurrent, hybrid and whole states behind a llama-server: stored and restored as checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from compressed_model import make_compressed_model
+from sidecar_tools import OpenSidecar, Sidecar, alone, ask, prompt
+
+from lab.models.random_gguf import PRESETS, make_random_gguf
+from towerd.engine.base import Finish
+from towerd.engine.llama_server.process.upstream_client import UpstreamClient
+from towerd.tokens import Ids
+
+ARCHS: tuple[Any, ...] = ("qwen35", "mamba", "jamba")
+N_PREDICT = 8
+TIE = 0.02
+"""Of log-probability; llama.cpp's own noise on these models stays below."""
+
+
+@pytest.fixture(scope="module", params=[*ARCHS, "deepseek4"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / f"{request.param}.gguf"
+    if request.param == "deepseek4":
+        make_compressed_model(path, 32)
+    else:
+        make_random_gguf(path, replace(PRESETS["tiny"], n_layer=4, arch=request.param))
+    return path
+
+
+def words(n: int, seed: int) -> Ids:
+    """Ordinary tokens of the smallest vocabulary."""
+    return prompt(n, seed) % 180 + 260
+
+
+async def check(sidecar: Sidecar, reference: UpstreamClient, ids: Ids) -> Finish:
+    """The same reply as from llama-server alone, but where two tokens are all but equal."""
+    body = {"prompt": ids, "n_predict": N_PREDICT, "temperature": 0.0, "ignore_eos": True}
+    body |= {"return_tokens": True, "cache_prompt": False, "n_probs": 2}
+    said = await reference.post("/completion", body)
+    _, done = await ask(sidecar, ids, N_PREDICT)
+    differ = [i for i in range(N_PREDICT) if done.ids[i] != said["tokens"][i]]
+    if differ:
+        first, second = said["completion_probabilities"][differ[0]]["top_logprobs"]
+        assert first["logprob"] - second["logprob"] < TIE
+    return done
+
+
+async def test_every_turn_is_a_restore(
+    sidecar_on: OpenSidecar, llama_server: Path, model: Path, tmp_path: Path
+) -> None:
+    """Two chats take turns in one slot: llama-server takes over all that was known of each, and answers
+    as one does that evaluates everything."""
+    chats = [words(120 + 10 * chat, chat) for chat in range(2)]
+    async with alone(llama_server, model, tmp_path, "-c", "1024") as server:
+        async with sidecar_on(model, parallel=1, ctx_size=1024) as sidecar:
+            for turn in range(3):
+                for chat, ids in enumerate(chats):
+                    done = await check(sidecar, server.upstream, ids)
+                    if turn:  # all but the last message and the last token of the answer
+                        n_known = len(ids) - 15 - 1
+                        assert done.timings.cache_n == n_known
+                        assert done.reuse.hot + done.reuse.warm == n_known
+                    reply = np.array(done.ids, np.int32)
+                    chats[chat] = np.concatenate([ids, reply, words(15, 10 * turn + chat)])
+            stats = sidecar.engine.stats()
+            assert sidecar.engine.notes == []
+    assert stats["reuse_works"] == 1
+    assert stats["restores"] == 4
+    assert stats["restores_missed"] == stats["restores_failed"] == stats["saves_failed"] == 0
