@@ -106,12 +106,11 @@ async def test_one_slot(probed: Probe) -> None:
 
 
 async def test_a_draft_model(probed: Probe) -> None:
-    """Its own cache cannot be restored: everything passes through, and the note says so."""
+    """No slot file has its cache, so it begins with an empty one; the slot is restored nevertheless."""
     flags = ("-md", str(bundled_model()), "--spec-type", "draft-simple")
     async with probed(bundled_model(), *flags) as found:
         assert found.speculative
-        assert not found.can_compose
-        assert any("draft model" in note for note in found.notes)
+        assert found.can_compose, found.notes
 
 
 async def refusal(url: str, slot_dir: Path, key: str | None = None) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from compressed_model import make_compressed_model
 from sidecar_tools import OpenSidecar, Sidecar, alone, ask, prompt
+from windowed_hybrid import make_windowed_hybrid
 
 from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.engine.base import Finish
@@ -18,15 +19,20 @@ from towerd.tokens import Ids
 
 ARCHS: tuple[Any, ...] = ("qwen35", "mamba", "jamba")
 N_PREDICT = 8
+END = 4
+"""<|im_end|> of the synthetic vocabulary."""
 TIE = 0.02
 """Of log-probability; llama.cpp's own noise on these models stays below."""
 
 
-@pytest.fixture(scope="module", params=[*ARCHS, "deepseek4"])
+@pytest.fixture(scope="module", params=[*ARCHS, "deepseek4", "windowed"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / f"{request.param}.gguf"
     if request.param == "deepseek4":
         make_compressed_model(path, 32)
+    elif request.param == "windowed":
+        shape = replace(PRESETS["tiny"], n_layer=4, arch="lfm2")
+        make_windowed_hybrid(path, shape, 48)
     else:
         make_random_gguf(path, replace(PRESETS["tiny"], n_layer=4, arch=request.param))
     return path
@@ -71,4 +77,29 @@ async def test_every_turn_is_a_restore(
             assert sidecar.engine.notes == []
     assert stats["reuse_works"] == 1
     assert stats["restores"] == 4
+    assert stats["restores_missed"] == stats["restores_failed"] == stats["saves_failed"] == 0
+
+
+async def test_edits_resume_within_the_prompt(
+    sidecar_on: OpenSidecar, llama_server: Path, tmp_path: Path
+) -> None:
+    """A chat whose last message is edited, and another one behind the same system prompt, are evaluated
+    from the end of the last message that they share, after another chat had the slot."""
+    path = tmp_path / "model.gguf"
+    make_random_gguf(path, replace(PRESETS["tiny"], n_layer=4, arch="lfm2"))
+    system, first, last = (np.append(words(n - 1, n), END) for n in (101, 90, 80))
+    async with alone(llama_server, path, tmp_path, "-c", "1024") as server:
+        async with sidecar_on(path, parallel=1, ctx_size=1024) as sidecar:
+            await check(
+                sidecar, server.upstream, np.concatenate([system, first, last, words(3, 1)])
+            )
+            await check(sidecar, server.upstream, words(200, 2))
+            edited = np.concatenate([system, first, words(70, 3)])
+            done = await check(sidecar, server.upstream, edited)
+            assert done.reuse.hot + done.reuse.warm == len(system) + len(first)
+            await check(sidecar, server.upstream, words(200, 4))
+            other = np.concatenate([system, words(70, 5)])
+            done = await check(sidecar, server.upstream, other)
+            assert done.reuse.hot + done.reuse.warm == len(system)
+            stats = sidecar.engine.stats()
     assert stats["restores_missed"] == stats["restores_failed"] == stats["saves_failed"] == 0

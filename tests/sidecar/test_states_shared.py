@@ -1,0 +1,105 @@
+"""Stored states are one store's, whichever engine wrote them, and outlive both processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import requests
+from daemon import Daemon
+from sidecar_tools import OpenSidecar, ask, prompt
+from waiting import until
+from windowed_hybrid import make_windowed_hybrid
+
+from lab.models.random_gguf import PRESETS, make_random_gguf
+from towerd.service import open_service
+from towerd.settings.config import Config
+
+ENGINES = ("embedded", "llama-server")
+SHAPE = replace(PRESETS["tiny"], n_layer=4)
+N_PREDICT = 8
+TIE = 0.02
+"""Of log-probability; llama.cpp's own noise on these models stays below."""
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "return_tokens": True}
+
+
+def make(path: Path, arch: Any) -> Path:
+    if arch == "windowed":
+        make_windowed_hybrid(path, replace(SHAPE, arch="lfm2"), 48)
+    else:
+        make_random_gguf(path, replace(SHAPE, arch=arch))
+    return path
+
+
+@pytest.mark.parametrize("first", ENGINES)
+@pytest.mark.parametrize("arch", ["qwen35", "mamba", "windowed"])
+async def test_either_engine_reads_the_other(
+    sidecar_on: OpenSidecar, tmp_path: Path, arch: str, first: str
+) -> None:
+    """A chat begun on one engine continues from its end on the other, with the same words as there."""
+    model = make(tmp_path / "model.gguf", arch)
+    # A whole state depends on whether flash attention is on.
+    settings: dict[str, Any] = {"ctx_size": 1024, "flash_attn": "on", "anticipate": False}
+    embedded = Config(
+        model=model, store_dir=tmp_path / "store", socket=tmp_path / "s", live_tokens=2048,
+        live_sequences=8, parallel=2, threads=1, hot_bytes=1 << 30, warm_bytes=1 << 30, **settings,
+    )  # fmt: skip
+
+    async def run(engine: str, ids: Any) -> Any:
+        async with AsyncExitStack() as stack:
+            opening = open_service(embedded) if engine == "embedded" else None
+            on: Any = await stack.enter_async_context(opening or sidecar_on(model, **settings))
+            said = await ask(on, ids, N_PREDICT)
+            return said[1], on.engine.info.row_identity
+
+    second = ENGINES[1 - ENGINES.index(first)]
+    done, written = await run(first, prompt(90))
+    longer = np.concatenate([prompt(90), done.ids, prompt(7, 1)])
+    again, read = await run(second, longer)
+    assert written == read
+    assert again.reuse.warm == 90 + N_PREDICT - 1
+    assert again.session == done.session
+    back, _ = await run(first, longer[:-1])
+    assert back.reuse.warm == 90 + N_PREDICT - 1
+
+
+def check(tokens: list[int], said: dict[str, Any]) -> None:
+    """They are the same tokens, but where two are all but equally likely."""
+    differ = [i for i in range(N_PREDICT) if said["tokens"][i] != tokens[i]]
+    if differ:
+        first, second = said["completion_probabilities"][differ[0]]["top_logprobs"]
+        assert first["logprob"] - second["logprob"] < TIE
+
+
+@pytest.mark.parametrize("arch", ["qwen35", "mamba"])
+def test_killed_and_resumed(make_sidecar: Callable[..., Daemon], tmp_path: Path, arch: str) -> None:
+    """Both processes are killed: what was saved of a chat is restored, only what is new is evaluated, and
+    the answer is that of an evaluation of everything."""
+    model = make(tmp_path / "model.gguf", arch)
+    daemon = make_sidecar("-m", str(model), "-np", "1", "--log-level", "warning").start()
+
+    def say(ids: list[int], **more: Any) -> dict[str, Any]:
+        body = {"prompt": ids, "n_predict": N_PREDICT, **GREEDY, **more}
+        reply = requests.post(daemon.url + "/completion", json=body, timeout=60)
+        found: dict[str, Any] = reply.json()
+        return found
+
+    chat = prompt(90).tolist()
+    chat += say(chat)["tokens"] + prompt(7, 1).tolist()
+    chat += say(chat)["tokens"]
+    n_known = len(chat) - 1
+    say(prompt(90, 2).tolist())  # it takes the slot, so the chat is saved
+    until(lambda: daemon.get("/towerd/v1/stats")["engine"]["boundaries_written"] > 1)
+    daemon.kill_both()
+    daemon.start()
+    chat += prompt(7, 3).tolist()
+    again = say(chat)
+    assert again["timings"]["cache_n"] == n_known
+    assert again["timings"]["prompt_n"] == len(chat) - n_known
+    check(again["tokens"], say(chat, cache_prompt=False, n_probs=2))
+    assert daemon.get("/towerd/v1/stats")["engine"]["restores_missed"] == 0
