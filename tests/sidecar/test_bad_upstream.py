@@ -224,13 +224,12 @@ def test_attached(llama_server: Path, slot_dir: Path, tmp_path: Path) -> None:
 
 
 def test_draft_model(llama_server: Path, slot_dir: Path, tmp_path: Path) -> None:
-    """Its own cache cannot be restored: it is said, and everything still works."""
+    """No slot file has its cache, which costs the quality of some drafts and nothing else."""
     model = str(bundled_model())
     flags = (*FLAGS, "--slot-save-path", str(slot_dir), "-md", model, "--spec-type", "draft-simple")
     with start_llama_server(bundled_model(), *flags) as server:
         with attached_to(tmp_path / "d", server.url, slot_dir) as daemon:
-            notes = " ".join(daemon.get("/towerd/v1/stats")["engine"]["notes"])
-            assert "draft model" in notes
+            assert daemon.get("/towerd/v1/stats")["engine"]["reuse_works"] == 1
             assert len(daemon.complete("Once upon a time", 4)["tokens"]) == 4
 
 

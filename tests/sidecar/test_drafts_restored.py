@@ -22,7 +22,7 @@ def words(n: int, seed: int) -> Ids:
 
 @pytest.mark.parametrize("kind", ["ngram", "draft model", "qwen35", "qwen35 wrong", "glm4moe"])
 async def test_every_turn_is_a_restore(sidecar_on: OpenSidecar, tmp_path: Path, kind: str) -> None:
-    """Two chats take turns in one slot, with the words that they have without drafts. A slot is emptied
+    """A short chat takes the slot of a long one in between, which has the words that it has without drafts. A slot is emptied
     before it is restored: else llama-server fails where its drafts have a cache of their own."""
     model, flags = bundled_model(), ["--spec-type", "ngram-simple"]
     if kind == "draft model":
@@ -32,18 +32,17 @@ async def test_every_turn_is_a_restore(sidecar_on: OpenSidecar, tmp_path: Path, 
         make_head_gguf(model, kind.split()[0], "wrong" if "wrong" in kind else "of token")
     replies = []
     for given in ([], flags):
-        chats = [words(90 + 10 * chat, chat) for chat in range(2)]
+        chat = words(90, 0)
         where = {"store_dir": tmp_path / f"store-{len(given)}"}
         async with sidecar_on(model, *given, parallel=1, ctx_size=1024, **where) as sidecar:
             for turn in range(3):
-                for chat, ids in enumerate(chats):
-                    _, done = await ask(sidecar, ids, N_PREDICT)
-                    assert done.timings.cache_n == (len(ids) - 10 if turn else 0)
-                    reply = np.array(done.ids, np.int32)
-                    chats[chat] = np.concatenate([ids, reply, words(9, 10 * turn + chat)])
+                _, done = await ask(sidecar, chat, N_PREDICT)
+                assert done.timings.cache_n == (len(chat) - 10 if turn else 0)
+                chat = np.concatenate([chat, np.array(done.ids, np.int32), words(9, turn)])
+                await ask(sidecar, words(12, 10 + turn), 2)
             stats = sidecar.engine.stats()
-            replies.append([chat.tolist() for chat in chats])
-        assert stats["restores"] == 4
+            replies.append(chat.tolist())
+        assert stats["restores"] == 2
         failed = ("restores_missed", "restores_failed", "saves_failed")
         assert [stats[name] for name in failed] == [0] * len(failed)
         assert sidecar.engine.notes == []

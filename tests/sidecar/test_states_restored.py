@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,66 @@ async def test_edits_resume_within_the_prompt(
             assert done.reuse.hot + done.reuse.warm == len(system)
             stats = sidecar.engine.stats()
     assert stats["restores_missed"] == stats["restores_failed"] == stats["saves_failed"] == 0
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path) -> Path:
+    path = tmp_path / "model.gguf"
+    make_random_gguf(path, replace(PRESETS["tiny"], n_layer=4, arch="lfm2"))
+    return path
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
+    """(it began, let it end): of the first evaluation of a part of a prompt behind the probe's."""
+    at, go = asyncio.Event(), asyncio.Event()
+    advance = UpstreamClient.evaluate
+
+    async def slow(self: UpstreamClient, ids: Ids, *rest: Any, **more: Any) -> int:
+        if len(ids) > 60:
+            at.set()
+            await go.wait()
+        return await advance(self, ids, *rest, **more)
+
+    monkeypatch.setattr(UpstreamClient, "evaluate", slow)
+    return at, go
+
+
+async def test_a_client_that_leaves(
+    sidecar_on: OpenSidecar, hybrid: Path, held: tuple[asyncio.Event, asyncio.Event]
+) -> None:
+    """Its slot is free again, and the next prompt is evaluated as in an empty one."""
+    async with sidecar_on(hybrid, parallel=1) as sidecar:
+        at, go = held
+        leaving = asyncio.create_task(sidecar.engine.holds.hold(words(200, 1), "local"))
+        await at.wait()
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        go.set()
+        text, done = await ask(sidecar, words(200, 1))
+        assert done.reuse.prefill == 200
+        await ask(sidecar, words(100, 2))
+        again, done = await ask(sidecar, words(200, 1))
+        assert again == text
+        assert done.reuse.hot + done.reuse.warm == 199
+        assert sidecar.engine.stats()["running"] == 0
+
+
+async def test_a_chat_that_is_deleted_while_its_prompt_is_evaluated(
+    sidecar_on: OpenSidecar, hybrid: Path, held: tuple[asyncio.Event, asyncio.Event]
+) -> None:
+    """Nothing of it comes back with what its slot holds."""
+    async with sidecar_on(hybrid, parallel=1) as sidecar:
+        at, go = held
+        first = words(50, 7)
+        _, done = await ask(sidecar, first, 4, session="gone")
+        longer = np.concatenate([first, np.array(done.ids, np.int32), words(120, 8)])
+        asking = asyncio.create_task(ask(sidecar, longer, 4, session="gone"))
+        await at.wait()
+        await asyncio.to_thread(sidecar.store.delete_session, "gone", "local")
+        go.set()
+        await asking
+        await sidecar.engine.settle()
+        assert sidecar.engine.stats()["captured_tokens"] == 0
+        assert sidecar.engine.stats()["boundary_states"] == 0

@@ -65,7 +65,7 @@ class LlamaServerEngine:
         self.info: ModelInfo = described.info
         self.n_ctx = found.n_ctx
         self.n_slots = found.n_slots
-        self.notes: list[str] = [*found.notes, *described.notes]
+        self.notes: list[str] = [*found.notes, *described.notes, *_advice(backend)]
         """Sentences about what does not work on this llama-server."""
         self.wire = WireThreads(described.wire)
         self.adapters = UpstreamAdapters(found.loras, described.adapter_names)
@@ -224,6 +224,17 @@ class LlamaServerEngine:
         await self.holds.close(save=self.availability.is_running)
         await self.availability.close()
         self._text.shutdown(wait=False)
+
+
+def _advice(backend: LlamaServerBackend) -> tuple[str, ...]:
+    """What to do about a llama-server whose slots cannot be restored; nothing where its model's file is
+    not here."""
+    if backend.probe.can_compose or not Path(backend.probe.model_path).is_file():
+        return ()
+    return (
+        "The embedded engine keeps the state of this model's chats: start towerd with "
+        f"-m {backend.probe.model_path} and without --engine llama-server or --upstream.",
+    )
 
 
 def _why_not_movable(backend: LlamaServerBackend) -> str:

@@ -235,6 +235,7 @@ class SlotHolds:
                 n_predict=n_predict,
                 takes_moved=takes_moved and not self._rotation.why_not,
                 run_tokens_min=run_tokens_min,
+                since=since,
             )
             if not self.placer.is_continuation(request):
                 await self.placer.look_up(request)

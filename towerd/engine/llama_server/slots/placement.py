@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from towerd.engine.live_index import LiveIndex
 from towerd.engine.llama_server.slots.slot import Slot
 from towerd.store import Handle
+from towerd.store.sessions.deletions import DeletionWatch
 from towerd.store.tree.scope import adapters_of
 from towerd.tokens import Ids
 
@@ -92,6 +93,8 @@ class SlotRequest:
     """Of `n_storable`, those whose rows are neither moved nor computed from moved ones."""
     run_tokens_min: int = 0
     """The shortest run of tokens whose rows are kept behind other text for it; 0: none is."""
+    since: DeletionWatch | None = None
+    """What was deleted since it began."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its client left: what is done for it alone need not go on."""
     overtaken: int = 0
