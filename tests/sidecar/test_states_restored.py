@@ -81,13 +81,14 @@ async def test_every_turn_is_a_restore(
     assert stats["restores_missed"] == stats["restores_failed"] == stats["saves_failed"] == 0
 
 
+@pytest.mark.parametrize("arch", ["lfm2", "gemma3"])
 async def test_edits_resume_within_the_prompt(
-    sidecar_on: OpenSidecar, llama_server: Path, tmp_path: Path
+    sidecar_on: OpenSidecar, llama_server: Path, tmp_path: Path, arch: Any
 ) -> None:
     """A chat whose last message is edited, and another one behind the same system prompt, are evaluated
     from the end of the last message that they share, after another chat had the slot."""
     path = tmp_path / "model.gguf"
-    make_random_gguf(path, replace(PRESETS["tiny"], n_layer=4, arch="lfm2"))
+    make_random_gguf(path, replace(PRESETS["tiny"], n_layer=4, arch=arch, window=48))
     system, first, last = (np.append(words(n - 1, n), END) for n in (101, 90, 80))
     async with alone(llama_server, path, tmp_path, "-c", "1024") as server:
         async with sidecar_on(path, parallel=1, ctx_size=1024) as sidecar:

@@ -80,7 +80,7 @@ class LlamaServerEngine:
         self._vocab = described.vocab
         self._checkpoint_tier = checkpoint_tier
         states = None
-        if checkpoint_tier is not None:
+        if checkpoint_tier is not None or (found.spec is not None and found.spec.has_window):
             every = config.checkpoint_tokens
             positions = CheckpointPositions(self._vocab.pieces, self._vocab.eog_ids, every)
             states = StateParts(checkpoint_tier, positions)

@@ -46,9 +46,10 @@ _MOVE_FAILURES_MAX = 3
 
 @dataclass(frozen=True, slots=True)
 class StateParts:
-    """What a kind of memory that has a state needs."""
+    """What a memory that cannot be restored at any token needs."""
 
-    tier: CheckpointTier
+    tier: CheckpointTier | None
+    """Keeps its states; None for one whose rows are enough, where a whole window of them is stored."""
     positions: CheckpointPositions
 
 
@@ -83,7 +84,7 @@ class Placer:
         workers: ThreadPoolExecutor,
         states: StateParts | None,
     ) -> None:
-        """states: needed for a kind of memory that has a state"""
+        """states: needed for a memory with a state or with sliding windows"""
         found = backend.probe
         self.counters = SlotCounters()
         self.can_compose = found.can_compose
@@ -106,15 +107,13 @@ class Placer:
         if found.spec is None:
             return
         counters, upstream, saving = self.counters, backend.upstream, (self.capture, self.erase)
-        tier = None if states is None else states.tier
+        self._checkpoint_tier = tier = None if states is None else states.tier
         self._rows = rows = SlotRows(backend, tiers, found.spec, tier, workers)
         if states is None:
             self._mover = SlotMover(
                 rows, runs, table, counters, upstream, adapters, workers, *saving
             )
-            return
-        self._checkpoint_tier = tier
-        if found.spec.kind is not WHOLE:  # as large as the conversation: its end is enough
+        elif found.spec.kind is not WHOLE:  # as large as the conversation: its end is enough
             self._checkpoints = SlotCheckpoints(
                 states.positions, lambda: self.policy.costs, upstream, adapters, workers, *saving
             )

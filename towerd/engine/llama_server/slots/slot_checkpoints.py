@@ -1,6 +1,6 @@
-"""SlotCheckpoints: takes state checkpoints within a prompt, for models whose memory cannot be cut.
+"""SlotCheckpoints: saves slots within a prompt, for models that cannot be restored at any token.
 
-llama-server saves a slot only where it ends. So the prompt is evaluated up to a position at which a later
+llama-server saves a slot only where it ends: the state there, and the rows of the last window. So the prompt is evaluated up to a position at which a later
 one is likely to resume, the slot is saved, and so on; the request itself evaluates what is left. A save
 writes the whole slot, so a position is passed over where evaluating its tokens again would cost less.
 """
