@@ -68,6 +68,24 @@ async def test_either_engine_reads_the_other(
     assert back.reuse.warm == 90 + N_PREDICT - 1
 
 
+async def test_whole_states_of_other_caches(sidecar_on: OpenSidecar, tmp_path: Path) -> None:
+    """A state that is kept whole is never restored into caches of other types, and flags that change
+    nothing keep it."""
+    model = make(tmp_path / "model.gguf", "windowed")
+    chat = prompt(90)
+    async with sidecar_on(model, ctx_size=1024) as sidecar:
+        _, done = await ask(sidecar, chat, N_PREDICT)
+    chat = np.concatenate([chat, done.ids, prompt(7, 1)])
+    others: dict[str, Any] = {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}
+    async with sidecar_on(model, ctx_size=1024, **others) as sidecar:
+        _, again = await ask(sidecar, chat, N_PREDICT)
+        assert again.reuse.warm == 0
+        assert sidecar.engine.stats()["restores_failed"] == 0
+    async with sidecar_on(model, "-fa", "on", ctx_size=512, parallel=1) as sidecar:
+        _, again = await ask(sidecar, chat, N_PREDICT)
+        assert again.reuse.warm == again.timings.cache_n == 90 + N_PREDICT - 1
+
+
 def check(tokens: list[int], said: dict[str, Any]) -> None:
     """They are the same tokens, but where two are all but equally likely."""
     differ = [i for i in range(N_PREDICT) if said["tokens"][i] != tokens[i]]
@@ -89,6 +107,8 @@ def test_killed_and_resumed(make_sidecar: Callable[..., Daemon], tmp_path: Path,
         found: dict[str, Any] = reply.json()
         return found
 
+    base = prompt(80, 9).tolist()
+    daemon.post("/towerd/v1/precache", {"name": "base", "prompt": base})
     chat = prompt(90).tolist()
     chat += say(chat)["tokens"] + prompt(7, 1).tolist()
     chat += say(chat)["tokens"]
@@ -102,4 +122,5 @@ def test_killed_and_resumed(make_sidecar: Callable[..., Daemon], tmp_path: Path,
     assert again["timings"]["cache_n"] == n_known
     assert again["timings"]["prompt_n"] == len(chat) - n_known
     check(again["tokens"], say(chat, cache_prompt=False, n_probs=2))
+    assert say(base + prompt(20, 4).tolist())["timings"]["cache_n"] >= len(base) - 1
     assert daemon.get("/towerd/v1/stats")["engine"]["restores_missed"] == 0

@@ -99,11 +99,13 @@ class SlotRows:
         except BaseException:
             await loop.run_in_executor(self._workers, self._slotdir.remove, name)
             raise
-        return await loop.run_in_executor(self._workers, self._read, name), done
+        return await loop.run_in_executor(self._workers, self._read, name, done.n_bytes), done
 
-    def _read(self, name: str) -> SlotImage:
+    def _read(self, name: str, n_bytes: int) -> SlotImage:
         try:
             data = self._slotdir.take(name)
+            if len(data) != n_bytes:
+                raise StateError(f"{n_bytes} bytes were written, {len(data)} are there")
             if self.spec.kind.has_state:
                 image = parse_state_image(data, self.spec)
             else:
