@@ -39,7 +39,7 @@ from towerd.errors import (
     Unauthorized,
 )
 from towerd.slots.errors import StateError
-from towerd.slots.kind import RECURRENT
+from towerd.slots.kind import RECURRENT, WHOLE
 from towerd.tokens import Ids
 
 _TEXT = "The quick brown fox jumps over the lazy dog."
@@ -283,7 +283,10 @@ async def _check_reuse(
         await asyncio.to_thread(slotdir.remove, name)
     if reused == n:
         return replace(found, reuse_works=True)
-    return _without(found, f"of {n} restored tokens it used {reused}")
+    why = f"of {n} restored tokens it used {reused}"
+    if found.spec.kind is WHOLE:
+        why += ", which --swa-full changes for a model with sliding windows"
+    return _without(found, why)
 
 
 def _compose(spec: ImageSpec, image: SlotImage, slotdir: SlotDir, name: str, slot: int) -> None:
