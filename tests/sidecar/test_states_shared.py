@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import requests
 from daemon import Daemon
+from heads import make_head_gguf
 from sidecar_tools import OpenSidecar, ask, prompt
 from waiting import until
 from windowed_hybrid import make_windowed_hybrid
@@ -19,6 +20,7 @@ from windowed_hybrid import make_windowed_hybrid
 from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.service import open_service
 from towerd.settings.config import Config
+from towerd.tokens import Ids
 
 ENGINES = ("embedded", "llama-server")
 SHAPE = replace(PRESETS["tiny"], n_layer=4)
@@ -28,8 +30,15 @@ TIE = 0.02
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "return_tokens": True}
 
 
+def words(n: int, seed: int) -> Ids:
+    """Ordinary tokens of the smallest vocabulary."""
+    return prompt(n, seed) % 140 + 300
+
+
 def make(path: Path, arch: Any) -> Path:
-    if arch == "windowed":
+    if arch == "heads":
+        make_head_gguf(path, "qwen35")
+    elif arch == "windowed":
         make_windowed_hybrid(path, replace(SHAPE, arch="lfm2"), 48)
     else:
         make_random_gguf(path, replace(SHAPE, arch=arch))
@@ -37,29 +46,34 @@ def make(path: Path, arch: Any) -> Path:
 
 
 @pytest.mark.parametrize("first", ENGINES)
-@pytest.mark.parametrize("arch", ["qwen35", "mamba", "windowed"])
+@pytest.mark.parametrize("arch", ["qwen35", "mamba", "windowed", "heads"])
 async def test_either_engine_reads_the_other(
     sidecar_on: OpenSidecar, tmp_path: Path, arch: str, first: str
 ) -> None:
-    """A chat begun on one engine continues from its end on the other, with the same words as there."""
+    """A chat begun on one engine continues from its end on the other, and again on the first; also where
+    heads draft, whose rows no slot has."""
     model = make(tmp_path / "model.gguf", arch)
+    flags = ("--spec-type", "draft-mtp") if arch == "heads" else ()
     # A whole state depends on whether flash attention is on.
     settings: dict[str, Any] = {"ctx_size": 1024, "flash_attn": "on", "anticipate": False}
     embedded = Config(
         model=model, store_dir=tmp_path / "store", socket=tmp_path / "s", live_tokens=2048,
         live_sequences=8, parallel=2, threads=1, hot_bytes=1 << 30, warm_bytes=1 << 30, **settings,
+        llama_server_args=flags,
     )  # fmt: skip
 
     async def run(engine: str, ids: Any) -> Any:
         async with AsyncExitStack() as stack:
             opening = open_service(embedded) if engine == "embedded" else None
-            on: Any = await stack.enter_async_context(opening or sidecar_on(model, **settings))
+            on: Any = await stack.enter_async_context(
+                opening or sidecar_on(model, *flags, **settings)
+            )
             said = await ask(on, ids, N_PREDICT)
             return said[1], on.engine.info.row_identity
 
     second = ENGINES[1 - ENGINES.index(first)]
-    done, written = await run(first, prompt(90))
-    longer = np.concatenate([prompt(90), done.ids, prompt(7, 1)])
+    done, written = await run(first, words(90, 0))
+    longer = np.concatenate([words(90, 0), done.ids, words(7, 1)])
     again, read = await run(second, longer)
     assert written == read
     assert again.reuse.warm == 90 + N_PREDICT - 1
@@ -94,11 +108,10 @@ def check(tokens: list[int], said: dict[str, Any]) -> None:
         assert first["logprob"] - second["logprob"] < TIE
 
 
-@pytest.mark.parametrize("arch", ["qwen35", "mamba"])
-def test_killed_and_resumed(make_sidecar: Callable[..., Daemon], tmp_path: Path, arch: str) -> None:
+def test_killed_and_resumed(make_sidecar: Callable[..., Daemon], tmp_path: Path) -> None:
     """Both processes are killed: what was saved of a chat is restored, only what is new is evaluated, and
     the answer is that of an evaluation of everything."""
-    model = make(tmp_path / "model.gguf", arch)
+    model = make(tmp_path / "model.gguf", "qwen35")
     daemon = make_sidecar("-m", str(model), "-np", "1", "--log-level", "warning").start()
 
     def say(ids: list[int], **more: Any) -> dict[str, Any]:
