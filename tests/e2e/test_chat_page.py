@@ -12,7 +12,7 @@ import pytest
 from browser import open_browser, screenshots
 from daemon import Daemon
 from scripted_model import make_scripted_model
-from vision_model import make_projector, picture
+from lab.models.vision import make_projector, picture
 
 from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.api.admin.page import INDEX, built_ui

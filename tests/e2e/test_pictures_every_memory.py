@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from daemon import Daemon, run_towerd
 from pictures import answered, counts, look_at, say
-from vision_model import TOKENS_AN_IMAGE, make_projector
+from lab.models.vision import TOKENS_AN_IMAGE, make_projector
 
 from lab.models.random_gguf import make_random_gguf
 from lab.models.shape import Arch, Shape
