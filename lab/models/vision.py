@@ -152,7 +152,7 @@ class _Weights:
         """From the tower's values to the text model's."""
         if kind == "gemma3":
             self.matrix("mm.input_projection.weight", tower.n_embd, n_embd_text)
-            self.vector("mm.soft_emb_norm.weight", n_embd_text, 1.0)
+            self.vector("mm.soft_emb_norm.weight", tower.n_embd, 1.0)
             return
         n = tower.n_embd * MERGE**2
         self.linear("mm.0", n, n)

@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from daemon import Daemon, wait_until_written
 from pictures import Said, answered, counts, say
+from seeing import HIGH, SQUARE, WIDE, make_seeing, message
 
-from lab.models.random_gguf import make_random_gguf
-from lab.models.shape import Arch, Shape
-from lab.models.vision import Kind, grid, make_projector, picture
+from lab.models.vision import grid
 from towerd.cli.bench.harness.servers import llama_server
 
 MakeDaemon = Callable[..., Daemon]
-SHAPE = Shape(
-    4, 128, 4, 2, 128, 448, n_ctx_train=2048, rope_freq_base=10000.0, ftype="F32", window=48
-)
-KINDS: dict[Arch, Kind] = {"qwen2vl": "qwen2vl", "qwen3vl": "qwen3vl", "qwen35": "qwen2vl"}
 FLAGS = ("-c", "1024", "-t", "1", "-tb", "1", "-ctk", "f32", "-ctv", "f32", "--no-warmup")
-WIDE, HIGH, SQUARE = (160, 64), (64, 192), (96, 96)
-
-
-def message(*parts: str | tuple[int, tuple[int, int]]) -> dict[str, Any]:
-    """A user's message of words and pictures, each a seed and its pixels."""
-    content: list[Any] = []
-    for part in parts:
-        if isinstance(part, str):
-            content.append({"type": "text", "text": part})
-        else:
-            url = "data:image/png;base64," + picture(part[0], *part[1])
-            content.append({"type": "image_url", "image_url": {"url": url}})
-    return {"role": "user", "content": content}
 
 
 @dataclass(frozen=True)
@@ -51,14 +32,11 @@ class Both:
         return said
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
+@pytest.fixture(scope="module", params=["qwen3vl", "qwen35"])
 def both(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Both]:
-    folder = tmp_path_factory.mktemp("mrope")
-    model, projector = folder / "model.gguf", folder / "mmproj.gguf"
-    make_random_gguf(model, replace(SHAPE, arch=request.param))
-    make_projector(projector, SHAPE.n_embd, kind=KINDS[request.param])
+    model, projector = make_seeing(tmp_path_factory.mktemp("mrope"), request.param)
     flags = (*FLAGS, "--mmproj", str(projector))
     with llama_server(model, *flags, "-np", "1") as alone:
         more = ("--checkpoint-tokens", "32", "--no-anticipate")

@@ -7,6 +7,7 @@ from typing import Any
 
 import requests
 from daemon import Daemon, reuse_of
+
 from lab.models.vision import picture
 
 N_PREDICT = 12

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from hearing_model import make_hearing_projector, sound
+
 from lab.models.vision import make_projector, picture
 
 N_EMBD_TEXT = 64

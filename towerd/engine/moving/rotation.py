@@ -59,8 +59,8 @@ class Rotation:
             return str(error)
         return rope
 
-    def moved(self, rows: KVRows, to: int, place: int) -> KVRows:
-        """Native rows of text with the first at index `to` and rotated to position `place`. Raises
+    def moved(self, rows: KVRows, to: int, place: int | None = None) -> KVRows:
+        """Native rows of text with the first at index `to`, rotated to position `place` if given. Raises
         NotSupported or StateError."""
         return shift(rows, to, self.rope(), place=place, rot_k=self._row_identity.rot_k)
 
