@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from towerd.engine.embedded.context.places import Places
-from towerd.media_ids import n_places, spans_of, whole
+from towerd.media_ids import Span, n_places, spans_of, whole
 from towerd.tokens import Ids
 
 SIGN, LATER, AT_ONE_PLACE = -(1 << 31), -7, 1 << 29
@@ -31,7 +31,8 @@ PARTS = st.lists(st.one_of(TEXT, PICTURE, SOUND), min_size=1, max_size=8)
 def counted(parts: Parts) -> tuple[Ids, list[int]]:
     """The ids, and the place of each and of the next one."""
     ids: list[int] = []
-    places, at = [], 0
+    places: list[int] = []
+    at = 0
     for part, n_shared in parts:
         ids += part
         places += [at] * len(part) if n_shared else range(at, at + len(part))
@@ -59,7 +60,7 @@ def test_places(parts: Parts, data: st.DataObject) -> None:
         check(each, wanted, spans)
 
 
-def check(places: Places, wanted: list[int], spans: Sequence[tuple[int, int]]) -> None:
+def check(places: Places, wanted: list[int], spans: tuple[Span, ...]) -> None:
     n = len(wanted) - 1
     for at in range(n + 1):
         if whole(spans, at) == at:
