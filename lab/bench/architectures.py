@@ -99,22 +99,21 @@ def _session(name: str, quick: bool, tokens: int) -> tuple[Path, SessionPrompt, 
     the flags that it takes. Raises TowerdError."""
     if name in PICTURES:
         arch, kind = PICTURES[name]
-        model, tower = _model(arch, quick), TINY if quick else _TOWER
+        model, tower = _model(name, arch, quick), TINY if quick else _TOWER
         n_embd = (_QUICK if quick else _SHAPE).n_embd
-        size = "quick" if quick else "small"
-        projector = random_projector(f"projector-{kind}-{size}", n_embd, kind, tower)
+        projector = random_projector(f"{model.stem}-mmproj", n_embd, kind, tower)
         flags = ["--mmproj", str(projector), "--no-warmup"]
         return model, picture_prompt(model, tokens, tower), flags
-    model = _model(name, quick)
+    found = next((each for each in ARCHS if each == name), None)
+    if found is None:
+        raise TowerdError(f"--arch must be all or one of {', '.join((*ARCHS, *PICTURES))}.")
+    model = _model(name, found, quick)
     return model, text_prompt(model, tokens), []
 
 
-def _model(name: str, quick: bool) -> Path:
-    arch = next((each for each in ARCHS if each == name), None)
-    if arch is None:
-        raise TowerdError(f"--arch must be all or one of {', '.join((*ARCHS, *PICTURES))}.")
+def _model(name: str, arch: Arch, quick: bool) -> Path:
     shape = replace(_QUICK if quick else _SHAPE, arch=arch)
-    return random_model(f"arch-{arch}-{'quick' if quick else 'small'}", shape)
+    return random_model(f"arch-{name}-{'quick' if quick else 'small'}", shape)
 
 
 async def _towerd(server: ServerProcess, prompt: SessionPrompt, n_trials: int) -> dict[str, Any]:

@@ -76,9 +76,9 @@ def _sections(writer: GGUFWriter, shape: Shape) -> None:
 
 
 def _deep_sections(writer: GGUFWriter, shape: Shape) -> None:
-    """Qwen3-VL: its first layers take features of a projector."""
+    """Qwen3-VL: its first layers, but never the last one, take features of a projector."""
     _sections(writer, shape)
-    writer.add_num_deepstack_layers(DEEP_STACK)
+    writer.add_num_deepstack_layers(min(DEEP_STACK, shape.n_layer - 1))
 
 
 def _latent_metadata(writer: GGUFWriter, shape: Shape) -> None:
