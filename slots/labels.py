@@ -7,7 +7,7 @@ one to the other and back without its rows being moved.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from towerd.slots.state import PREFIX_BYTES
 _COUNTS_BYTES = 8
 """The number of streams, which is 1, and that of cells."""
 
-Labels = npt.NDArray[np.int32]
+Labels: TypeAlias = npt.NDArray[np.int32]
 
 
 def label_tokens(blob: npt.NDArray[np.uint8], p0: int, places: Labels) -> None:

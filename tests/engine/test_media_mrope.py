@@ -13,6 +13,7 @@ import pytest
 from oracle import inside
 from seeing import HIGH, SQUARE, WIDE, Looked, SeeingOracle, letters, look, make_seeing
 from services import EmbeddedService, OpenService
+from waiting import until_async
 
 from lab.models.shape import Arch
 from towerd.media_ids import spans_of
@@ -20,6 +21,8 @@ from towerd.tiers.moved_limits import BLOCK_TOKENS, MovedLimits, block_offsets
 
 NOISE = 0.005
 """Of log-probabilities, between evaluations of the same prompt in other batches and cells."""
+APPROXIMATE = 0.1
+"""Of log-probabilities, with 8 bits for a value."""
 KEY_NOISE = 2e-3
 """Of keys in f16 that were rotated twice, relative to the largest."""
 N_RUN = 300
@@ -122,6 +125,22 @@ async def test_to_the_bit(seeing: OpenSeeing) -> None:
         after = await inside(service, lambda: state(service, n))
     for one, other in zip(before, after, strict=True):
         assert np.array_equal(one, other)
+
+
+async def test_rows_in_a_stored_format(seeing: OpenSeeing, oracle: SeeingOracle) -> None:
+    """They are decoded into place, labels included."""
+    parts = letters(20, 1), (1, WIDE), letters(20, 2), (2, HIGH), letters(200, 3)
+    settings = {"level_formats": "0=q8h", "shrink_after_s": 0.0}
+    async with seeing(**settings) as service:
+        await look(service, *parts, n_predict=1)
+        await settle(service)
+    async with seeing(**settings) as service:
+        await until_async(lambda: service.tiers.stats()["segments_shrunk"] > 0)
+        again = await look(service, *parts, letters(5, 4))
+        assert again.answer.finish.reuse.approximate > 60
+        assert encoded(service) == 0
+        assert oracle.difference(again) <= APPROXIMATE
+        await settle(service)
 
 
 async def test_rows_of_a_part(seeing: OpenSeeing, oracle: SeeingOracle) -> None:

@@ -47,8 +47,9 @@ async def complete(
     headers: Mapping[str, str] | None = None,
     **fields: Any,
 ) -> Completion:
-    """POST /completion with token ids, or with a text and media, greedy, ignoring EOS; TTFT is from the request to the first
-    data line with a token. Raises TowerdError if the server answers with an error."""
+    """POST /completion with token ids, or with a text and its media, greedy, ignoring EOS; TTFT is
+    from the request to the first data line with a token. Raises TowerdError if the server answers
+    with an error."""
     body = {
         "prompt": dict(prompt) if isinstance(prompt, Mapping) else list(prompt),
         "n_predict": n_predict,

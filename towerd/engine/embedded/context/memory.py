@@ -153,6 +153,7 @@ class WindowMemory(SequenceMemory):
             self._hold_all(seq)
 
     def rows(self, seq: int, p0: int, p1: int, places: Places | None = None) -> KVRows | None:
+        # Each token is at its index: pictures that share positions are refused with windows.
         if self.context.pos_min(seq) > p0:
             return None
         ends = [*range((p0 // self._window + 1) * self._window, p1, self._window), p1]
