@@ -48,7 +48,8 @@ PICTURES: dict[str, tuple[Arch, Kind]] = {
     "qwen35-picture": ("qwen35", "qwen2vl"),
 }
 """Architectures of which a session with a picture is measured, and the kind of their projector."""
-_TOWER = Tower(384, 1536, 6, 6, side=512)
+_TOWER = Tower(512, 2048, 8, 6, side=512)
+"""A fifth of the text model's weights, as in Qwen3-VL 2B."""
 _SHAPE = Shape(12, 768, 12, 4, 2304, 8192, n_ctx_train=32768, window=512)
 _QUICK = Shape(4, 256, 4, 2, 768, 2048, n_ctx_train=32768, window=128)
 _TRIALS = 3
