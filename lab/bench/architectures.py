@@ -9,9 +9,9 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import aiohttp
 import click
@@ -26,22 +26,36 @@ from towerd.cli.bench.harness.report import Report
 from towerd.cli.bench.harness.servers import ServerProcess, llama_server, towerd_server
 from towerd.errors import TowerdError
 
-ARCHS: tuple[Arch, ...] = (
-    "llama",
-    "gemma3",
-    "gpt-oss",
-    "cohere2",
-    "mamba",
-    "rwkv7",
-    "lfm2",
-    "granitehybrid",
-    "jamba",
-    "falcon-h1",
-    "qwen35",
-    "deepseek2",
-    "qwen2vl",
-    "qwen3vl",
-)
+_DRAFTS = ("--spec-type", "draft-mtp", "--spec-draft-n-max", "3")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is measured under one name: a model, and the flags that both servers get."""
+
+    arch: Arch
+    n_mtp: int = 0
+    flags: tuple[str, ...] = ()
+
+
+KINDS: dict[str, Kind] = {
+    "llama": Kind("llama"),
+    "gemma3": Kind("gemma3"),
+    "gpt-oss": Kind("gpt-oss"),
+    "cohere2": Kind("cohere2"),
+    "mamba": Kind("mamba"),
+    "rwkv7": Kind("rwkv7"),
+    "lfm2": Kind("lfm2"),
+    "granitehybrid": Kind("granitehybrid"),
+    "jamba": Kind("jamba"),
+    "falcon-h1": Kind("falcon-h1"),
+    "qwen35": Kind("qwen35"),
+    "deepseek2": Kind("deepseek2"),
+    "qwen2vl": Kind("qwen2vl"),
+    "qwen3vl": Kind("qwen3vl"),
+    "glm4moe-mtp": Kind("glm4moe", n_mtp=1, flags=_DRAFTS),
+    "qwen35-mtp": Kind("qwen35", n_mtp=1, flags=_DRAFTS),
+}
 _SHAPE = Shape(12, 768, 12, 4, 2304, 8192, n_ctx_train=32768, window=512)
 _QUICK = Shape(4, 256, 4, 2, 768, 2048, n_ctx_train=32768, window=128)
 _TRIALS = 3
@@ -53,17 +67,17 @@ _OVERHEAD_MAX = 0.1
 _SLOT = "bench.bin"
 
 
-async def run(model: None, quick: bool, arch: Arch | Literal["all"], tokens: int) -> Report:
-    """Measure one architecture or `all`, with a model of its own each; `tokens` is the session's
+async def run(model: None, quick: bool, arch: str, tokens: int) -> Report:
+    """Measure one of KINDS or `all`, with a model of its own each; `tokens` is the session's
     length."""
     report = Report("resume", f"{arch}, random weights")
-    rows: dict[Arch, Any] = {}
-    for name in ARCHS if arch == "all" else (arch,):
+    rows: dict[str, Any] = {}
+    for name in KINDS if arch == "all" else (arch,):
         path = _model(name, quick)
         click.echo(f"{name} ...", err=True)
         with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
             prompt = random_prompt(np.random.default_rng(1), tokens + 1, vocab_size(path)).tolist()
-            flags = ["-c", str(-(-(tokens + 64) // 256) * 256)]
+            flags = ["-c", str(-(-(tokens + 64) // 256) * 256), *KINDS[name].flags]
             with towerd_server(path, Path(folder) / "store", *flags) as server:
                 rows[name] = await _towerd(server, prompt, 1 if quick else _TRIALS)
             flags += ["-np", "1", "--slot-save-path", folder]
@@ -74,7 +88,7 @@ async def run(model: None, quick: bool, arch: Arch | Literal["all"], tokens: int
     report.figures["tokens"] = tokens
     report.figures["ratio_min"] = min(row["ratio"] for row in rows.values())
     report.figures["reused_tokens_min"] = min(row["reused_tokens"] for row in rows.values())
-    report.details = {str(name): row for name, row in rows.items()}
+    report.details = dict(rows)
     if not quick and tokens >= _RATIO_TOKENS:
         report.target("ratio_min", least=_RATIO_MIN)
     sliced = [row["overhead"] for row in rows.values() if row["state_kind"] in ("dense", "window")]
@@ -88,12 +102,13 @@ def _short(value: Any) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
-def _model(arch: Arch, quick: bool) -> Path:
-    """The GGUF of an architecture, written to the user's cache on first use. Raises TowerdError."""
-    if arch not in ARCHS:
-        raise TowerdError(f"--arch must be all or one of {', '.join(ARCHS)}.")
-    shape = replace(_QUICK if quick else _SHAPE, arch=arch)
-    return random_model(f"arch-{arch}-{'quick' if quick else 'small'}", shape)
+def _model(name: str, quick: bool) -> Path:
+    """Its GGUF, written to the user's cache on first use. Raises TowerdError."""
+    kind = KINDS.get(name)
+    if kind is None:
+        raise TowerdError(f"--arch must be all or one of {', '.join(KINDS)}.")
+    shape = replace(_QUICK if quick else _SHAPE, arch=kind.arch, n_mtp=kind.n_mtp)
+    return random_model(f"arch-{name}-{'quick' if quick else 'small'}", shape)
 
 
 async def _towerd(server: ServerProcess, prompt: list[int], n_trials: int) -> dict[str, Any]:
@@ -157,7 +172,8 @@ async def _stats(server: ServerProcess) -> dict[str, Any]:
 
 
 async def _llama_server(server: ServerProcess, prompt: list[int]) -> dict[str, Any]:
-    """llama-server's own mechanism: save the slot, restart, restore it, continue."""
+    """llama-server's own mechanism: save the slot, restart, restore it, continue. It may fail after
+    its own restore, as it does with an MTP head: then that is told."""
     async with new_session() as session:
         await complete(session, server.url, prompt[:-1], 1, id_slot=0)
         await _slot(session, server, "save")
@@ -166,7 +182,10 @@ async def _llama_server(server: ServerProcess, prompt: list[int]) -> dict[str, A
     await _wake(server, prompt, id_slot=0)
     async with new_session() as session:
         restore_s = await _slot(session, server, "restore")
-        again = await complete(session, server.url, prompt, 4, id_slot=0)
+        try:
+            again = await complete(session, server.url, prompt, 4, id_slot=0)
+        except TowerdError as error:
+            return {"llama_server_restore_s": restore_s, "llama_server_failed": str(error)}
     return {
         "llama_server_restore_s": restore_s,
         "llama_server_resume_s": restore_s + again.ttft_s,

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import llama_cpp.llama_cpp as lib
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFWriter
+from gguf import GGUFValueType, GGUFWriter
 from llama_cpp import llama_cpp
 
 from lab.models.gguf_file import writing
@@ -50,6 +50,8 @@ COMMON: dict[str, Any] = {
     "expert_shared_feed_forward_length": 64,
 }
 """Keys that an architecture does not know are ignored."""
+_WITHOUT_ARCH = ("tokenizer.", "xielu.")
+"""Keys that begin so are the same in all architectures."""
 _NE_OFFSET = 16  # of `ne` in a ggml_tensor: behind its type and its buffer
 
 
@@ -79,7 +81,8 @@ def make_arch_gguf(
         is_tied = "output.weight" not in shapes
         for each in (_tensor(name, shape, is_tied) for name, shape in shapes.items()):
             values = each.draw(seed)
-            if each.name in ("output.weight", "token_embd.weight"):
+            is_words = values.shape[0] == N_VOCAB  # not codes of sounds
+            if is_words and each.name in ("output.weight", "token_embd.weight"):
                 values[vocabulary.silent] *= np.float32(0.01)
             if (found := changed(each.name, values)) is not None:
                 writer.add_tensor(each.name, found)
@@ -88,9 +91,14 @@ def make_arch_gguf(
 def _add_keys(writer: GGUFWriter, arch: str, keys: Mapping[str, Any]) -> None:
     synthetic(N_VOCAB).write(writer, None)
     for name, value in (COMMON | dict(keys)).items():
-        key = f"{arch}.{name}"
-        if isinstance(value, list):
+        key = name if name.startswith(_WITHOUT_ARCH) else f"{arch}.{name}"
+        if isinstance(value, np.ndarray):  # of another type than int32
+            kind = GGUFValueType[value.dtype.name.upper()]
+            writer.add_key_value(key, value.tolist(), GGUFValueType.ARRAY, kind)
+        elif isinstance(value, list):
             writer.add_array(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
         elif isinstance(value, str):
             writer.add_string(key, value)
         elif isinstance(value, float):

@@ -47,13 +47,22 @@ def _reason(keys: GgufKeys, arch: str) -> str:
             "reads text in both directions (an embedding or diffusion model), so it keeps no "
             "state to continue from: serve a model that generates text from left to right"
         )
-    is_latent = keys.count(f"{arch}.attention.kv_lora_rank") > 0
-    if is_latent and not keys.count(f"{arch}.rope.dimension_count"):
+    if _lacks_rotated(keys, arch):
         return (
             f"has latent attention but lacks {arch}.rope.dimension_count in its metadata: convert "
             "the model again, or download another conversion"
         )
     return ""
+
+
+def _lacks_rotated(keys: GgufKeys, arch: str) -> bool:
+    """Whether it is said nowhere how many values of a latent row RoPE turns. None is right where rows
+    are no longer than the latent part (GLM 5 Next)."""
+    n_latent = keys.count(f"{arch}.attention.kv_lora_rank")
+    n_rot = keys.get(f"{arch}.rope.dimension_count")
+    if n_latent == 0 or keys.count(f"{arch}.rope.dimension_count"):
+        return False
+    return n_rot is None or keys.count(f"{arch}.attention.key_length") != n_latent
 
 
 def why_not_loaded(path: Path, complaints: str) -> str:
