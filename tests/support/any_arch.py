@@ -69,9 +69,8 @@ def make_arch_gguf(
 
     changed: what becomes of the random values of a tensor; None: it is left out"""
     metadata = path.with_suffix(".keys")
-    with writing(metadata, arch) as writer:
-        _add_keys(writer, arch, keys)
-    vocabulary = synthetic(N_VOCAB)
+    make_metadata_gguf(metadata, arch, keys)
+    vocabulary = synthetic(keys.get("vocab_size", N_VOCAB))
     try:
         shapes = _shapes(metadata)
     finally:
@@ -81,17 +80,26 @@ def make_arch_gguf(
         is_tied = "output.weight" not in shapes
         for each in (_tensor(name, shape, is_tied) for name, shape in shapes.items()):
             values = each.draw(seed)
-            is_words = values.shape[0] == N_VOCAB  # not codes of sounds
+            is_words = values.shape[0] == len(vocabulary)  # not codes of sounds
             if is_words and each.name in ("output.weight", "token_embd.weight"):
                 values[vocabulary.silent] *= np.float32(0.01)
             if (found := changed(each.name, values)) is not None:
                 writer.add_tensor(each.name, found)
 
 
+def make_metadata_gguf(path: Path, arch: str, keys: Mapping[str, Any]) -> None:
+    """Write what `make_arch_gguf` writes, without tensors."""
+    with writing(path, arch) as writer:
+        _add_keys(writer, arch, keys)
+
+
 def _add_keys(writer: GGUFWriter, arch: str, keys: Mapping[str, Any]) -> None:
-    synthetic(N_VOCAB).write(writer, None)
-    for name, value in (COMMON | dict(keys)).items():
+    known = COMMON | dict(keys)
+    synthetic(known["vocab_size"]).write(writer, None)
+    for name, value in known.items():
         key = name if name.startswith(_WITHOUT_ARCH) else f"{arch}.{name}"
+        if value is None:  # this architecture goes without
+            continue
         if isinstance(value, np.ndarray):  # of another type than int32
             kind = GGUFValueType[value.dtype.name.upper()]
             writer.add_key_value(key, value.tolist(), GGUFValueType.ARRAY, kind)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from any_arch import COMMON, N_VOCAB, make_arch_gguf
+from any_arch import COMMON, N_VOCAB, Values, make_arch_gguf, make_metadata_gguf
 from llama_cpp import llama_cpp
 
 N_EMBD: int = COMMON["embedding_length"]
@@ -44,8 +44,8 @@ EVERY: dict[str, Any] = {
     "attention.value_residual_mix_lora_rank": 32,
     "attention.gate_lora_rank": 32,
     "attention.sliding_window_pattern": 2,
-    "attention.indexer.head_count": 4,
-    "attention.indexer.key_length": 32,
+    "attention.indexer.head_count": 32,
+    "attention.indexer.key_length": 64,
     "attention.indexer.top_k": 16,
     "attention.indexer.block_size": 4,
     "attention.indexer.kpool": 4,
@@ -89,7 +89,15 @@ _INDEXED = {"attention.indexer.types": [1, 0] * (N_LAYER // 2)}
 """An index of rows in each second layer, which the next one shares."""
 _RECURRENT = {"attention.head_count_kv": [2, 0] * (N_LAYER // 2)}
 """Layers without KV heads are recurrent."""
+_THREE_KINDS = {
+    "attention.head_count_kv": [2, 0, 0, 2],
+    "feed_forward_length": [0, 0, 128, 0],
+}
+"""Layers are attention, recurrent, or a feed-forward part alone."""
 _LATENT_RECURRENT = _LATENT | {"attention.head_count_kv": [1, 0] * (N_LAYER // 2)}
+_MANY_KV = {"attention.head_count_kv": 4}
+_BOTH_WAYS = {"attention.causal": False}
+"""Embedding and diffusion models; their conversions say so."""
 _ENCODER = {"attention.causal": False, "tokenizer.ggml.token_type_count": 2}
 _STREAMS = {
     "hyper_connection.count": 4,
@@ -111,17 +119,44 @@ _N_GRAMS = {
     "ple.head_vocab_sizes": np.full(4, N_VOCAB, np.uint64),
 }
 """Embeddings of the last two and three tokens, of two hashes each."""
+_BY_LAYER = (
+    *("attention.head_count_kv", "attention.sliding_window_pattern", "feed_forward_length"),
+    *("attention.compress_ratios", "attention.indexer.types"),
+)
+HEADED: dict[str, dict[str, Any]] = {
+    "bailingmoe3": {"attention.head_count_kv": 1},
+    "cohere2moe": {},
+    "deepseek2": {},
+    "deepseek32": {},
+    "deepseek4": {"attention.compress_ratios": 0},
+    "glm-dsa": {},
+    "glm4moe": {},
+    "glm5-next": {"attention.head_count_kv": 1},
+    "hy_v3": {},
+    "mimo2": {},
+    "nemotron_h_moe": {"attention.head_count_kv": 2, "feed_forward_length": 128},
+    "qwen35": {},
+    "qwen35moe": {},
+    "qwen3next": {},
+    "step35": {},
+}
+"""Architectures with a head, and what is of its layer in lists by layer: else what the layer before has."""
 OWN: dict[str, dict[str, Any]] = {
     "apertus": {},
+    "arwkv7": {"token_shift_count": 1},
     "bailingmoe3": _LATENT_RECURRENT | {"rope.dimension_sections": [2, 3, 3, 0]},
     "bert": _ENCODER,
+    "chameleon": {"vocab_size": 10240},
     "deepseek2": _LATENT,
+    "deepseek2-ocr": _MANY_KV,
     "deepseek32": _LATENT,
     "deepseek4": _STREAMS
     | _WEIGHTED
     | {
         "attention.head_count_kv": 1,
-        "rope.dimension_count": 16,
+        "attention.key_length": 64,
+        "attention.value_length": 64,
+        "attention.q_lora_rank": 64,
         "attention.output_group_count": 2,
         "attention.output_lora_rank": 32,
         "attention.compress_ratios": [0, 0, 4, 128],
@@ -129,11 +164,11 @@ OWN: dict[str, dict[str, Any]] = {
         "hash_layer_count": 0,
         "expert_gating_func": 4,
     },
-    "dflash": {"target_layers": [0, 1, 2]},
+    "dflash": _WINDOWS | {"target_layers": [0, 1, 2]},
     "dots3note": _LATENT
     | _WINDOWS
-    | _INDEXED
     | {
+        "attention.indexer.types": [0, 1] * (N_LAYER // 2),
         "attention.kv_lora_rank_swa": 32,
         "attention.key_length_swa": 48,
         "attention.value_length_swa": 32,
@@ -141,11 +176,15 @@ OWN: dict[str, dict[str, Any]] = {
         "attention.value_length_mla_swa": 32,
         "rope.freq_base_swa": 10000.0,
     },
+    "dots1": _MANY_KV,
+    "dream": _BOTH_WAYS,
+    "eurobert": _BOTH_WAYS,
     "eagle3": {"target_layers": [0, 1, 2], "target_hidden_size": N_EMBD},
     "gemma4": _WINDOWS | _WINDOWED_HEADS | {"embedding_length_per_layer_input": 64},
     "gemma4-assistant": _WINDOWS
     | _WINDOWED_HEADS
     | {"embedding_length_out": 64, "nextn_predict_layers": N_LAYER},
+    "glm4moe": {"rope.dimension_sections": None},
     "glm-dsa": _LATENT,
     "glm5-next": _LATENT_RECURRENT | _STREAMS | _N_GRAMS
     | {"attention.key_length": 32, "rope.dimension_count": 0},
@@ -169,20 +208,37 @@ OWN: dict[str, dict[str, Any]] = {
     "jina-bert-v3": _ENCODER,
     "kimi-k3": _LATENT_RECURRENT,
     "kimi-linear": _LATENT_RECURRENT,
-    "lfm2": _RECURRENT,
+    "lfm2": _RECURRENT | {"attention.sliding_window": None},
     "lfm2moe": _RECURRENT,
+    "llada": _BOTH_WAYS,
+    "llada-moe": _BOTH_WAYS,
     "maple": _WINDOWS | {"swiglu_clamp_exp": 7.0},
+    "modern-bert": _ENCODER,
     "mimo2": _WINDOWS,
+    "minimax-m3": {"attention.indexer.head_count": 4},
+    "minicpm3": _MANY_KV | {"rope.dimension_count": 16},
     "mistral4": _LATENT,
-    "nemotron_h": _RECURRENT,
-    "nemotron_h_moe": _RECURRENT,
+    "nemotron_h": _THREE_KINDS,
+    "nemotron_h_moe": _THREE_KINDS,
+    "neo-bert": _ENCODER,
     "nomic-bert": _ENCODER,
     "nomic-bert-moe": _ENCODER,
-    "plamo2": _RECURRENT,
+    "olmoe": _MANY_KV,
+    "plamo2": _RECURRENT | {"ssm.group_count": 0},
+    "plm": _MANY_KV | {"rope.dimension_count": 16},
+    "qwen3tts": {"vocab_size": 3072},
+    "rnd1": _BOTH_WAYS,
+    "rwkv6qwen2": {"token_shift_count": 1},
     "qwen4exp": _STREAMS | _N_GRAMS | {"attention.compress_ratios": [4] * N_LAYER},
     "spark2_5": _WINDOWS,
     "step35": _WINDOWS,
+    "wavtokenizer-dec": _BOTH_WAYS,
 }
+
+WITHOUT = {"rwkv6qwen2": "time_mix_first"}
+"""A tensor that may be missing, and with which llama.cpp takes the model for another."""
+ONLY_METADATA = ("clip", "eagle3", "gemma4-assistant", "gptj")
+"""llama.cpp makes no model of them from nothing, and serves none: what is said of them is said of the metadata."""
 
 
 def llama_architectures() -> list[str]:
@@ -195,11 +251,29 @@ def llama_architectures() -> list[str]:
     return names
 
 
+def has_head(arch: str) -> bool:
+    """Whether its model gets a head that predicts a further token (MTP)."""
+    return arch in HEADED
+
+
 def keys_of(arch: str) -> dict[str, Any]:
     """Its metadata, without `{arch}.`"""
-    return EVERY | OWN.get(arch, {})
+    keys = COMMON | EVERY | OWN.get(arch, {})
+    if not has_head(arch):
+        return keys
+    lists = {name: [*each, HEADED[arch].get(name, each[-1])] for name, each in keys.items() if name in _BY_LAYER and isinstance(each, list)}
+    return keys | lists | {"block_count": keys["block_count"] + 1, "nextn_predict_layers": 1}
 
 
 def make_any_gguf(path: Path, arch: str) -> None:
     """A small random model of it."""
-    make_arch_gguf(path, arch, keys_of(arch))
+
+    def changed(name: str, values: Values) -> Values | None:
+        # Of quantized weights; llama.cpp does not know them in a head that it skips.
+        is_odd = has_head(arch) and name.endswith("scale")
+        return None if is_odd or WITHOUT.get(arch, "-") in name else values
+
+    if arch in ONLY_METADATA:
+        make_metadata_gguf(path, arch, keys_of(arch))
+        return
+    make_arch_gguf(path, arch, keys_of(arch), changed=changed)

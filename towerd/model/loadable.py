@@ -12,6 +12,8 @@ from pathlib import Path
 from towerd.errors import ModelError
 from towerd.model.gguf_keys import GgufKeys
 
+_DRAFTS = ("eagle3", "dflash", "gemma4-assistant")
+"""Architectures that are no model by themselves."""
 _UNSUPPORTED = re.compile(
     r"invalid ggml type|only supports up to version|no longer supported|endian|failed to open"
 )
@@ -19,7 +21,7 @@ _UNSUPPORTED = re.compile(
 
 
 def check_loadable(path: Path) -> None:
-    """Raises ModelError for a file that is cut short, a projector, a model that reads in both
+    """Raises ModelError for a file that is cut short, a projector, a draft model, a model that reads in both
     directions, or latent attention without its RoPE dimensions or with a rank that is none. What ggml cannot read is left to
     llama.cpp."""
     try:
@@ -41,6 +43,11 @@ def _reason(keys: GgufKeys, arch: str) -> str:
         return (
             "is a projector (mmproj), which is no model by itself: serve its language model, for "
             "images with --mmproj FILE"
+        )
+    if arch in _DRAFTS:
+        return (
+            "only drafts for another model, whose hidden states it reads: serve that model, with this "
+            "file as --model-draft"
         )
     if keys.get(f"{arch}.attention.causal") is False:
         return (
@@ -67,6 +74,8 @@ def _lacks_rotated(keys: GgufKeys, arch: str) -> bool:
 
 def why_not_loaded(path: Path, complaints: str) -> str:
     """The sentence for a model that llama.cpp refused with these log lines."""
+    if found := re.search(r"unsupported model architecture: '([^']*)'", complaints):
+        return f"{path} has the architecture {found[1]!r}, which llama.cpp does not run."
     if found := re.search(r"unknown model architecture: '([^']*)'", complaints):
         return (
             f"{path} has the architecture {found[1]!r}, which this llama.cpp does not know: "
