@@ -10,6 +10,7 @@ import ctypes
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import llama_cpp.llama_cpp as lib
@@ -64,15 +65,17 @@ def make_arch_gguf(
     keys: Mapping[str, Any],
     seed: int = 0,
     changed: Callable[[str, Values], Values | None] = lambda _name, values: values,
+    more: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> None:
     """Write a float32 model of `arch` whose metadata are COMMON and `keys` (those of `{arch}.`).
 
-    changed: what becomes of the random values of a tensor; None: it is left out"""
+    changed: what becomes of the random values of a tensor; None: it is left out
+    more: shapes of tensors that llama.cpp takes, and does not ask for"""
     metadata = path.with_suffix(".keys")
     make_metadata_gguf(metadata, arch, keys)
     vocabulary = synthetic(keys.get("vocab_size", N_VOCAB))
     try:
-        shapes = _shapes(metadata)
+        shapes = _shapes(metadata) | dict(more)
     finally:
         metadata.unlink()
     with writing(path, arch) as writer:

@@ -59,14 +59,14 @@ def tried(arch: str, folder: Path) -> Outcome:
     path = folder / "m.gguf"
     make_any_gguf(path, arch)
     try:
-        kind, reused = asyncio.run(resumed(path, folder / "plain"))
+        kind, reused = asyncio.run(resumed(path, folder))
     except TowerdError as error:
         return Outcome(arch, "refused", str(error).replace(str(path), "FILE"))
     outcome = Outcome(arch, resumes_from(*reused), kind)
     if not has_head(arch):
         return outcome
     try:
-        with_head, again = asyncio.run(resumed(path, folder / "drafts", llama_server_args=HEAD))
+        with_head, again = asyncio.run(resumed(path, folder, name="drafts", llama_server_args=HEAD))
     except TowerdError as error:
         return Outcome(arch, outcome.resumes, kind, str(error).replace(str(path), "FILE"))
     same = (with_head, resumes_from(*again)) == (kind, outcome.resumes)
@@ -86,7 +86,6 @@ def resumes_from(n_cut: int, n_end: int) -> str:
 async def resumed(path: Path, folder: Path, **settings: Any) -> tuple[str, Reused]:
     """The kind of the memory, and what was reused after a restart. Raises TowerdError if the model is
     refused, AssertionError for a reply that is not that of monolithic evaluation."""
-    folder.mkdir()
     fixed = {"ctx_size": 256, "parallel": 2, "live_sequences": 4, "anticipate": False}
     opened = opener(folder, **EVEN, **fixed, checkpoint_tokens=EVERY)
     first = tokens(60, 1)

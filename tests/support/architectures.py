@@ -186,7 +186,9 @@ OWN: dict[str, dict[str, Any]] = {
     | {"embedding_length_out": 64, "nextn_predict_layers": N_LAYER},
     "glm4moe": {"rope.dimension_sections": None},
     "glm-dsa": _LATENT,
-    "glm5-next": _LATENT_RECURRENT | _STREAMS | _N_GRAMS
+    "glm5-next": _LATENT_RECURRENT
+    | _STREAMS
+    | _N_GRAMS
     | {"attention.key_length": 32, "rope.dimension_count": 0},
     "granite_swa": _WINDOWS,
     "granitehybrid": _RECURRENT,
@@ -235,8 +237,11 @@ OWN: dict[str, dict[str, Any]] = {
     "wavtokenizer-dec": _BOTH_WAYS,
 }
 
-WITHOUT = {"rwkv6qwen2": "time_mix_first"}
-"""A tensor that may be missing, and with which llama.cpp takes the model for another."""
+_NO_QKV = (f"blk.{N_LAYER}.attn_q.", f"blk.{N_LAYER}.attn_k.", f"blk.{N_LAYER}.attn_v.")
+WITHOUT: dict[str, tuple[str, ...]] = {"rwkv6qwen2": ("time_mix_first",), "mimo2": _NO_QKV}
+"""Tensors that llama.cpp asks for and that real models go without: with them it takes one for another."""
+MORE = {"mimo2": {f"blk.{N_LAYER}.attn_qkv.weight": (2 * N_EMBD, N_EMBD)}}
+"""Tensors that they have instead."""
 ONLY_METADATA = ("clip", "eagle3", "gemma4-assistant", "gptj")
 """llama.cpp makes no model of them from nothing, and serves none: what is said of them is said of the metadata."""
 
@@ -261,7 +266,11 @@ def keys_of(arch: str) -> dict[str, Any]:
     keys = COMMON | EVERY | OWN.get(arch, {})
     if not has_head(arch):
         return keys
-    lists = {name: [*each, HEADED[arch].get(name, each[-1])] for name, each in keys.items() if name in _BY_LAYER and isinstance(each, list)}
+    lists = {
+        name: [*each, HEADED[arch].get(name, each[-1])]
+        for name, each in keys.items()
+        if name in _BY_LAYER and isinstance(each, list)
+    }
     return keys | lists | {"block_count": keys["block_count"] + 1, "nextn_predict_layers": 1}
 
 
@@ -271,9 +280,10 @@ def make_any_gguf(path: Path, arch: str) -> None:
     def changed(name: str, values: Values) -> Values | None:
         # Of quantized weights; llama.cpp does not know them in a head that it skips.
         is_odd = has_head(arch) and name.endswith("scale")
-        return None if is_odd or WITHOUT.get(arch, "-") in name else values
+        is_left_out = any(each in name for each in WITHOUT.get(arch, ()))
+        return None if is_odd or is_left_out else values
 
     if arch in ONLY_METADATA:
         make_metadata_gguf(path, arch, keys_of(arch))
         return
-    make_arch_gguf(path, arch, keys_of(arch), changed=changed)
+    make_arch_gguf(path, arch, keys_of(arch), changed=changed, more=MORE.get(arch, {}))

@@ -45,10 +45,7 @@ def _reason(keys: GgufKeys, arch: str) -> str:
             "images with --mmproj FILE"
         )
     if arch in _DRAFTS:
-        return (
-            "only drafts for another model, whose hidden states it reads: serve that model, with this "
-            "file as --model-draft"
-        )
+        return "only drafts for another model, whose hidden states it reads: serve that model"
     if keys.get(f"{arch}.attention.causal") is False:
         return (
             "reads text in both directions (an embedding or diffusion model), so it keeps no "
