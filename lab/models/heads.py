@@ -21,7 +21,7 @@ from lab.models.tensor import F32, Tensor, bias, norm
 N_EXPERT, N_EXPERT_USED = 2, 1
 ROWS_GAIN = 60.0
 """What a head `of rows` adds of one row, in embeddings. It attends to all its rows alike, so that of n
-random ones ROWS_GAIN / sqrt(n) are left: a guess is wrong with fewer than some 200 rows."""
+different ones ROWS_GAIN / sqrt(n) are left: a guess is wrong with fewer than some 200 rows."""
 _ADDED = ("attn_output", "ffn_down", "ffn_down_exps", "ffn_down_shexp", "ssm_out")
 
 
