@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compressed_model import make_compressed_model
+from architectures import make_any_gguf
 from gguf import GGUFWriter
 from oracle import Answer, Oracle, ask, check_greedy
 from services import EmbeddedService, OpenService
@@ -46,7 +46,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param == "lfm2":
         make_windowed_hybrid(path)
     else:
-        make_compressed_model(path, WINDOW)
+        make_any_gguf(path, request.param)
     return path
 
 
