@@ -27,7 +27,13 @@ from towerd.model.llama_log import buffers_made, last_errors
 from towerd.model.llama_model import LlamaModel, check_reply_flags
 from towerd.model.model_file import Memo, file_hash, weights_hash
 from towerd.model.retokenize import Retokenizer
-from towerd.model.row_flags import is_rotated, row_overrides
+from towerd.model.row_flags import (
+    CacheFraming,
+    has_rotation,
+    is_rotated,
+    row_overrides,
+    whole_arch,
+)
 from towerd.model.row_memory import RowMemory, row_memory
 from towerd.model.vocab import Vocab
 from towerd.models.bundled import find_model
@@ -35,7 +41,7 @@ from towerd.models.known import metadata_of
 from towerd.settings.config import UNQUANTIZED, WATCHING, Config, partial_bytes
 from towerd.settings.llama_flags import adapter_files, media_flags, named_files, words_of
 from towerd.slots.errors import StateError
-from towerd.slots.kind import DENSE, WHOLE
+from towerd.slots.kind import DENSE, WHOLE, WINDOW
 from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.row_identity import RowIdentity, tokenizer_hash
 from towerd.slots.selftest import check_slot_file, self_test
@@ -128,7 +134,7 @@ def load_core(config: Config, catalog: Catalog) -> Core:
         vocab = Vocab(model.ptr)
         memory = on_short_lived_thread(lambda: _probe(context, model))
         info = _info(model, vocab, config, memory, catalog)
-        projector = on_short_lived_thread(lambda: open_projector(model, config, catalog))
+        projector = on_short_lived_thread(lambda: open_projector(model, config, memory, catalog))
         if projector is not None:
             info = replace(info, has_media=True)
         files, applied = adapter_files(config.llama_server_args)
@@ -137,7 +143,7 @@ def load_core(config: Config, catalog: Catalog) -> Core:
         context.close()
         model.close()
         raise
-    why_not = why_not_movable(memory)
+    why_not = memory.kind.why_not_movable
     return Core(model, context, vocab, info, n_ctx, memory, adapters, why_not, projector, taps)
 
 
@@ -162,18 +168,6 @@ def memory_line(weights: int, buffers: Mapping[str, int], n_cells: int, config: 
 
 def _mib(n_bytes: int) -> str:
     return f"{n_bytes / 2**20:,.0f} MiB"
-
-
-_KINDS = {
-    "hybrid": "it has recurrent layers beside attention",
-    "recurrent": "its layers are recurrent",
-    "whole": "its state can only be stored as a whole",
-}
-
-
-def why_not_movable(memory: SequenceMemory) -> str:
-    """Why rows cannot be moved to another place, or "" if they can."""
-    return _KINDS.get(memory.kind.name, "")
 
 
 def _sizes(model: LlamaModel, config: Config, rows: RowMemory) -> tuple[int, int]:
@@ -277,10 +271,11 @@ def _info(
     catalog: Catalog,
 ) -> ModelInfo:
     layout, n_cells = memory.layout, memory.context.n_cells
-    rotated = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "0") in ("", "0")
+    rotated = has_rotation(os.environ)
     arch = model.arch
-    if memory.kind is WHOLE:  # its bytes depend on what otherwise only the layout says
-        arch = f"{arch}:{config.cache_type_k}:{config.cache_type_v}:{memory.context.v_trans:d}"
+    if memory.kind is WHOLE:
+        framing = CacheFraming(config.cache_type_k, config.cache_type_v, memory.context.v_trans)
+        arch = whole_arch(arch, framing, is_rotated=rotated)
     n_head_kv = _largest(model, "attention.head_count_kv", 1)
     row_identity = RowIdentity(
         model_hash=weights_hash(model.files, catalog),
@@ -339,7 +334,9 @@ def flash_attention(config: Config, rows: RowMemory, *, n_head: int, n_cells: in
     return "off" if scores_bytes <= rows.ram // _SCORES_RAM_SHARE else "auto"
 
 
-def open_projector(model: LlamaModel, config: Config, memo: Memo) -> Projector | None:
+def open_projector(
+    model: LlamaModel, config: Config, memory: SequenceMemory, memo: Memo
+) -> Projector | None:
     """What --mmproj names, or None. `memo` remembers the file's hash. Raises ConfigError."""
     flags = media_flags(config.llama_server_args)
     if not flags.path:
@@ -362,10 +359,10 @@ def open_projector(model: LlamaModel, config: Config, memo: Memo) -> Projector |
         projector = Projector(model.address, options.encode())
     except RuntimeError as error:
         raise ConfigError(f"--mmproj: {error}: {last_errors() or 'no reason given'}.") from error
-    if projector.uses_mrope:
+    if projector.uses_mrope and memory.kind is WINDOW:
         raise ConfigError(
-            f"--mmproj {path}: pictures of this model have positions of more than one component "
-            "(M-RoPE), whose rows this engine does not store: leave --mmproj out, or use "
+            f"--mmproj {path}: this model has sliding windows, and pictures with positions of several "
+            "components (M-RoPE), whose rows this engine does not store: leave --mmproj out, or use "
             "--engine llama-server with -- --mmproj FILE."
         )
     return projector
