@@ -11,10 +11,10 @@ ARGS ?=
 NAME ?= resume
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve ui models test test-all lint bench docs conformance agents soak fuzz wheel sdist first-hour arm64 clean
+.PHONY: help setup serve ui models test test-all lint bench docs architectures update-llama-cpp conformance agents soak fuzz wheel sdist first-hour arm64 clean
 
 help: ## Show this help
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
 
 setup: ## Make .venv with everything (compiles llama.cpp once, 5 to 10 minutes), fetch SmolLM2
 	@deploy/setup.sh
@@ -43,8 +43,14 @@ test-all: lint ## All of that and the slow tests: daemons, llama-server, trained
 bench: setup ## Run one benchmark: NAME=resume|switch|store|concurrency ARGS=--quick
 	@$(BIN)/towerctl bench $(NAME) $(ARGS)
 
+architectures: setup ## Try random models of every architecture of llama.cpp; writes the table of docs/models.md
+	@PYTHONPATH=tests/support:. $(BIN)/python tests/support/arch_table.py
+
 docs: setup ## Write the tables of docs/settings.md
 	@PYTHONPATH=tests/support $(BIN)/python tests/support/settings_page.py
+
+update-llama-cpp: setup ## Move to the newest llama-cpp-python (VERSION=0.3.36 for one), try it, list what changed; an hour
+	@deploy/llama.cpp/update.sh $(BIN)/python
 
 conformance: setup ## llama.cpp's own server tests on llama-server and on both engines; writes docs/conformance.md
 	$(BIN)/python tests/conformance/run.py $(ARGS)

@@ -21,7 +21,12 @@ TESTS = Path(__file__).parent
 SLOW = (
     *("agents", "cli", "e2e", "lab", "real", "sidecar"),
     *("codec/test_codec_exact.py", "cold/test_cold_kill.py", "engine/test_calibrate.py"),
-    *("engine/test_operations.py", "kernels/test_block_codes.py", "kernels/test_block_fuzz.py"),
+    *(
+        "engine/test_every_arch.py",
+        "engine/test_operations.py",
+        "kernels/test_block_codes.py",
+        "kernels/test_block_fuzz.py",
+    ),
     *("kernels/test_mlx_kernels.py", "kernels/test_mlx_rope_shift.py", "slots/test_hostile.py"),
     *(
         "store/test_recovery_crash.py",

@@ -100,7 +100,12 @@ def listed(value: str | list[str] | None) -> list[str]:
 def test_one_place_names_llama_cpp() -> None:
     """The scripts read the version from the line that Python runs, and the set-up installed it."""
     line = r's/^VERSION = "\([0-9.]*\)".*/\1/p'
-    for script in ("setup.sh", "llama.cpp/fetch_source.sh", "llama.cpp/build_ui.sh"):
+    for script in (
+        "setup.sh",
+        "llama.cpp/fetch_source.sh",
+        "llama.cpp/build_ui.sh",
+        "llama.cpp/update.sh",
+    ):
         assert line in (DEPLOY / script).read_text()
     done = subprocess.run(
         ["sed", "-n", line, str(ROOT / "towerd" / "llama_build.py")],

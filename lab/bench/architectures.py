@@ -50,6 +50,9 @@ PICTURES: dict[str, tuple[Arch, Kind]] = {
 """Architectures of which a session with a picture is measured, and the kind of their projector."""
 _TOWER = Tower(512, 2048, 8, 6, side=512)
 """A fifth of the text model's weights, as in Qwen3-VL 2B."""
+HEADED: dict[str, Arch] = {"glm4moe-mtp": "glm4moe", "qwen35-mtp": "qwen35"}
+"""Architectures that are measured with a head that predicts a further token, and drafts of it."""
+_DRAFTS = ("--spec-type", "draft-mtp", "--spec-draft-n-max", "3")
 _SHAPE = Shape(12, 768, 12, 4, 2304, 8192, n_ctx_train=32768, window=512)
 _QUICK = Shape(4, 256, 4, 2, 768, 2048, n_ctx_train=32768, window=128)
 _TRIALS = 3
@@ -66,7 +69,7 @@ async def run(model: None, quick: bool, arch: str, tokens: int) -> Report:
     length."""
     report = Report("resume", f"{arch}, random weights")
     rows: dict[str, Any] = {}
-    for name in (*ARCHS, *PICTURES) if arch == "all" else (arch,):
+    for name in (*ARCHS, *PICTURES, *HEADED) if arch == "all" else (arch,):
         path, prompt, flags = _session(name, quick, tokens)
         click.echo(f"{name} ...", err=True)
         with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
@@ -105,15 +108,20 @@ def _session(name: str, quick: bool, tokens: int) -> tuple[Path, SessionPrompt, 
         projector = random_projector(f"{model.stem}-mmproj", n_embd, kind, tower)
         flags = ["--mmproj", str(projector), "--no-warmup"]
         return model, picture_prompt(model, tokens, tower), flags
+    if name in HEADED:
+        model = _model(name, HEADED[name], quick, n_mtp=1)
+        return model, text_prompt(model, tokens), list(_DRAFTS)
     found = next((each for each in ARCHS if each == name), None)
     if found is None:
-        raise TowerdError(f"--arch must be all or one of {', '.join((*ARCHS, *PICTURES))}.")
+        raise TowerdError(
+            f"--arch must be all or one of {', '.join((*ARCHS, *PICTURES, *HEADED))}."
+        )
     model = _model(name, found, quick)
     return model, text_prompt(model, tokens), []
 
 
-def _model(name: str, arch: Arch, quick: bool) -> Path:
-    shape = replace(_QUICK if quick else _SHAPE, arch=arch)
+def _model(name: str, arch: Arch, quick: bool, n_mtp: int = 0) -> Path:
+    shape = replace(_QUICK if quick else _SHAPE, arch=arch, n_mtp=n_mtp)
     return random_model(f"arch-{name}-{'quick' if quick else 'small'}", shape)
 
 
@@ -180,7 +188,8 @@ async def _stats(server: ServerProcess) -> dict[str, Any]:
 
 
 async def _llama_server(server: ServerProcess, prompt: SessionPrompt) -> dict[str, Any]:
-    """llama-server's own mechanism: save the slot, restart, restore it, continue."""
+    """llama-server's own mechanism: save the slot, restart, restore it, continue. It may fail after
+    its own restore, as it does with an MTP head where the slot held another chat: then that is told."""
     async with new_session() as session:
         stored = await prompt.stored(session, server.url)
         await complete(session, server.url, stored, 1, id_slot=0)
@@ -191,7 +200,10 @@ async def _llama_server(server: ServerProcess, prompt: SessionPrompt) -> dict[st
     async with new_session() as session:
         restore_s = await _slot(session, server, "restore")
         whole = await prompt.whole(session, server.url)
-        again = await complete(session, server.url, whole, 4, id_slot=0)
+        try:
+            again = await complete(session, server.url, whole, 4, id_slot=0)
+        except TowerdError as error:
+            return {"llama_server_restore_s": restore_s, "llama_server_failed": str(error)}
     return {
         "llama_server_restore_s": restore_s,
         "llama_server_resume_s": restore_s + again.ttft_s,

@@ -11,7 +11,7 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUT = click.Path(dir_okay=False, path_type=Path)
 ARCHS = (
     "llama qwen3 phi3 stablelm gptneox smollm3 qwen2vl qwen3vl deepseek2 gemma3 gpt-oss cohere2 "
-    "mamba rwkv7 lfm2 granitehybrid jamba falcon-h1 qwen35"
+    "mamba rwkv7 lfm2 granitehybrid jamba falcon-h1 qwen35 glm4moe"
 ).split()
 SCALINGS = ["none", "linear", "yarn", "llama3", "longrope"]
 
@@ -35,6 +35,7 @@ SCALINGS = ["none", "linear", "yarn", "llama3", "longrope"]
 @click.option("--ctx", "n_ctx_train", type=int, help="Context length to declare.")
 @click.option("--rope-freq-base", type=float, help="RoPE base frequency.")
 @click.option("--arch", type=click.Choice(ARCHS), help="Architecture.")
+@click.option("--mtp", "n_mtp", type=int, help="Heads that predict a further token (0 or 1).")
 @click.option("--rope-scaling", type=click.Choice(SCALINGS), help="How its context was extended.")
 @click.option("--ftype", type=click.Choice(["F32", "F16", "Q8_0"]), help="Type of the matrices.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Another seed, other weights.")

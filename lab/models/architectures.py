@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gguf import GGUFWriter
 
-from lab.models import parts, recurrent, windowed
+from lab.models import heads, parts, recurrent, windowed
 from lab.models.shape import Arch, Shape
 from lab.models.tensor import Tensor, norm
 from lab.models.vision import DEEP_STACK
@@ -156,4 +156,5 @@ ARCHITECTURES: dict[Arch, Architecture] = {
     ),
     "falcon-h1": Architecture(recurrent.falcon_h1_layer, metadata=recurrent.grouped_metadata),
     "qwen35": Architecture(recurrent.qwen35_layer, metadata=recurrent.qwen35_metadata),
+    "glm4moe": Architecture(heads.glm4moe_layer, metadata=heads.glm4moe_metadata),
 }

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
 
-from lab.models import templates
+from lab.models import heads, templates
 from lab.models.architectures import ARCHITECTURES, NORM_EPS, layer_tensors
 from lab.models.gguf_file import begin_data, writing
 from lab.models.parts import LOGIT_STD, matrix
@@ -57,7 +57,7 @@ def make_random_gguf(
     vocabulary = synthetic(shape.n_vocab) if vocab is None else from_gguf(vocab)
     shape = replace(shape, n_vocab=len(vocabulary))
     template = chat_template or vocabulary.template or templates.CHATML
-    plan = list(_plan(shape))
+    plan = list(heads.guessing(shape, _plan(shape)))
     n_total = sum(tensor.nbytes for tensor in plan)
     n_done = 0
     output = "token_embd" if ARCHITECTURES[shape.arch].is_tied else "output"
@@ -86,6 +86,8 @@ def _plan(shape: Shape) -> Iterator[Tensor]:
     yield from arch.extra(shape) if arch.extra is not None else ()
     for layer in range(shape.n_layer):
         yield from layer_tensors(shape, layer)
+    for layer in range(shape.n_layer, shape.n_layer + shape.n_mtp):
+        yield from heads.head_tensors(shape, layer)
     yield from norm(arch.output_norm, shape.n_embd, with_bias=arch.has_norm_bias)
     if not arch.is_tied:
         yield matrix(shape, "output", size, LOGIT_STD / math.sqrt(shape.n_embd))
@@ -112,7 +114,9 @@ def _add_metadata(writer: GGUFWriter, shape: Shape, seed: int) -> None:
     writer.add_vocab_size(shape.n_vocab)
     writer.add_context_length(shape.n_ctx_train)
     writer.add_embedding_length(shape.n_embd)
-    writer.add_block_count(shape.n_layer)
+    writer.add_block_count(shape.n_layer + shape.n_mtp)
+    if shape.n_mtp:
+        writer.add_nextn_predict_layers(shape.n_mtp)
     writer.add_feed_forward_length(shape.n_ff)
     writer.add_head_count(shape.n_head if arch.has_heads else 0)
     if arch.heads_kv is not None:

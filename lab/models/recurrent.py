@@ -146,7 +146,7 @@ def qwen35_layer(shape: Shape, layer: int) -> Iterator[Tensor]:
     block = f"blk.{layer}"
     yield from norm(f"{block}.attn_norm", shape.n_embd)
     yield from norm(f"{block}.post_attention_norm", shape.n_embd)
-    if is_attention(shape, layer):
+    if is_attention(shape, layer) or layer >= shape.n_layer:  # a head has no delta net
         yield from normed_qkv(shape, block, q_factor=2)
     else:
         yield from _delta_net(shape, block)

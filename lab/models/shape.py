@@ -30,13 +30,17 @@ Arch: TypeAlias = Literal[
     "jamba",
     "falcon-h1",
     "qwen35",
+    "glm4moe",
 ]
 Scaling: TypeAlias = Literal["none", "linear", "yarn", "llama3", "longrope"]
+Guesses: TypeAlias = Literal["random", "right", "of rows"]
 
 PARTIAL = {"stablelm": 4, "gptneox": 4, "deepseek2": 2, "qwen35": 4}
 """Architectures that rotate only one N-th of a head's elements."""
 FACTOR_ARCHS = {"llama3": ("llama",), "longrope": ("llama", "phi3")}
 """The architectures that read the tensor of frequency factors that a scaling needs."""
+HEADED = ("qwen35", "glm4moe")
+"""Architectures that can have a head that predicts a further token (MTP)."""
 UNROTATED = ("mamba", "rwkv7", "jamba")
 """Architectures without RoPE."""
 
@@ -64,6 +68,12 @@ class Shape:
     rope_scaling: Scaling = "none"
     window: int = 128
     """Positions that a sliding-window layer sees, in architectures that have such layers."""
+    n_mtp: int = 0
+    """Heads that predict a further token (MTP), each a layer behind the `n_layer` ones."""
+    guesses: Guesses = "random"
+    """What a head guesses. Unless it is `random`, the model says one word of its vocabulary after the
+    other, so that a guess can be right: `right` always is, `of rows` where the head has rows of some
+    thousand tokens before, and not where it has only a few."""
 
     def __post_init__(self) -> None:
         counts = (self.n_layer, self.n_embd, self.n_head, self.n_head_kv, self.n_ff)
@@ -82,6 +92,11 @@ class Shape:
             raise ModelError(f"{self.arch} reads no frequency factors for {self.rope_scaling}.")
         if self.arch in UNROTATED and self.rope_scaling != "none":
             raise ModelError(f"{self.arch} has no RoPE to scale.")
+        _check_word("guesses", self.guesses, get_args(Guesses))
+        if self.n_mtp not in (0, 1) or self.n_mtp and self.arch not in HEADED:
+            raise ModelError(f"{' and '.join(HEADED)} can have one MTP head, others none.")
+        if self.guesses != "random" and not self.n_mtp:
+            raise ModelError("What is guessed can be chosen of a model with an MTP head.")
         if self.window < 1:
             raise ModelError("A sliding window must hold at least one position.")
         self._check_rows()

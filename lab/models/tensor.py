@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,8 @@ F32 = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A name, a numpy shape and a normal distribution, or the `values` themselves."""
+    """A name, a numpy shape and a normal distribution, the `values` themselves, or how they are `made`
+    of a seed."""
 
     name: str
     shape: tuple[int, ...]
@@ -23,6 +25,7 @@ class Tensor:
     mean: float = 0.0
     type: GGMLQuantizationType = GGMLQuantizationType.F32
     values: tuple[float, ...] | None = None
+    made: Callable[[int], F32] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -32,6 +35,8 @@ class Tensor:
 
     def draw(self, seed: int) -> F32:
         """The values. Each name has its own random stream, independent of the other tensors."""
+        if self.made is not None:
+            return self.made(seed)
         if self.values is not None:
             return np.array(self.values, dtype=np.float32).reshape(self.shape)
         if self.std == 0.0:

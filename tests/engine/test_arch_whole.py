@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compressed_model import make_compressed_model
+from architectures import make_any_gguf
 from oracle import Answer, Oracle, ask, check_greedy
 from services import EmbeddedService, OpenService
 from windowed_hybrid import make_windowed_hybrid
@@ -30,7 +30,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param == "lfm2":
         make_windowed_hybrid(path, SHAPE, WINDOW)
     else:
-        make_compressed_model(path, WINDOW)
+        make_any_gguf(path, request.param)
     return path
 
 

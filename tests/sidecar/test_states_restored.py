@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compressed_model import make_compressed_model
+from architectures import make_any_gguf
 from sidecar_tools import OpenSidecar, Sidecar, alone, ask, prompt
 from windowed_hybrid import make_windowed_hybrid
 
@@ -30,7 +30,7 @@ TIE = 0.02
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / f"{request.param}.gguf"
     if request.param == "deepseek4":
-        make_compressed_model(path, 32)
+        make_any_gguf(path, "deepseek4")
     elif request.param == "windowed":
         shape = replace(PRESETS["tiny"], n_layer=4, arch="lfm2")
         make_windowed_hybrid(path, shape, 48)

@@ -10,12 +10,13 @@ import ctypes
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import llama_cpp.llama_cpp as lib
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFWriter
+from gguf import GGUFValueType, GGUFWriter
 from llama_cpp import llama_cpp
 
 from lab.models.gguf_file import writing
@@ -50,6 +51,8 @@ COMMON: dict[str, Any] = {
     "expert_shared_feed_forward_length": 64,
 }
 """Keys that an architecture does not know are ignored."""
+_WITHOUT_ARCH = ("tokenizer.", "xielu.")
+"""Keys that begin so are the same in all architectures."""
 _NE_OFFSET = 16  # of `ne` in a ggml_tensor: behind its type and its buffer
 
 
@@ -62,16 +65,17 @@ def make_arch_gguf(
     keys: Mapping[str, Any],
     seed: int = 0,
     changed: Callable[[str, Values], Values | None] = lambda _name, values: values,
+    more: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> None:
     """Write a float32 model of `arch` whose metadata are COMMON and `keys` (those of `{arch}.`).
 
-    changed: what becomes of the random values of a tensor; None: it is left out"""
+    changed: what becomes of the random values of a tensor; None: it is left out
+    more: shapes of tensors that llama.cpp takes, and does not ask for"""
     metadata = path.with_suffix(".keys")
-    with writing(metadata, arch) as writer:
-        _add_keys(writer, arch, keys)
-    vocabulary = synthetic(N_VOCAB)
+    make_metadata_gguf(metadata, arch, keys)
+    vocabulary = synthetic(keys.get("vocab_size", N_VOCAB))
     try:
-        shapes = _shapes(metadata)
+        shapes = _shapes(metadata) | dict(more)
     finally:
         metadata.unlink()
     with writing(path, arch) as writer:
@@ -79,18 +83,33 @@ def make_arch_gguf(
         is_tied = "output.weight" not in shapes
         for each in (_tensor(name, shape, is_tied) for name, shape in shapes.items()):
             values = each.draw(seed)
-            if each.name in ("output.weight", "token_embd.weight"):
+            is_words = values.shape[0] == len(vocabulary)  # not codes of sounds
+            if is_words and each.name in ("output.weight", "token_embd.weight"):
                 values[vocabulary.silent] *= np.float32(0.01)
             if (found := changed(each.name, values)) is not None:
                 writer.add_tensor(each.name, found)
 
 
+def make_metadata_gguf(path: Path, arch: str, keys: Mapping[str, Any]) -> None:
+    """Write what `make_arch_gguf` writes, without tensors."""
+    with writing(path, arch) as writer:
+        _add_keys(writer, arch, keys)
+
+
 def _add_keys(writer: GGUFWriter, arch: str, keys: Mapping[str, Any]) -> None:
-    synthetic(N_VOCAB).write(writer, None)
-    for name, value in (COMMON | dict(keys)).items():
-        key = f"{arch}.{name}"
-        if isinstance(value, list):
+    known = COMMON | dict(keys)
+    synthetic(known["vocab_size"]).write(writer, None)
+    for name, value in known.items():
+        key = name if name.startswith(_WITHOUT_ARCH) else f"{arch}.{name}"
+        if value is None:  # this architecture goes without
+            continue
+        if isinstance(value, np.ndarray):  # of another type than int32
+            kind = GGUFValueType[value.dtype.name.upper()]
+            writer.add_key_value(key, value.tolist(), GGUFValueType.ARRAY, kind)
+        elif isinstance(value, list):
             writer.add_array(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
         elif isinstance(value, str):
             writer.add_string(key, value)
         elif isinstance(value, float):

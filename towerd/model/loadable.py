@@ -12,6 +12,8 @@ from pathlib import Path
 from towerd.errors import ModelError
 from towerd.model.gguf_keys import GgufKeys
 
+_DRAFTS = ("eagle3", "dflash", "gemma4-assistant")
+"""Architectures that are no model by themselves."""
 _UNSUPPORTED = re.compile(
     r"invalid ggml type|only supports up to version|no longer supported|endian|failed to open"
 )
@@ -19,7 +21,7 @@ _UNSUPPORTED = re.compile(
 
 
 def check_loadable(path: Path) -> None:
-    """Raises ModelError for a file that is cut short, a projector, a model that reads in both
+    """Raises ModelError for a file that is cut short, a projector, a draft model, a model that reads in both
     directions, or latent attention without its RoPE dimensions or with a rank that is none. What ggml cannot read is left to
     llama.cpp."""
     try:
@@ -42,13 +44,14 @@ def _reason(keys: GgufKeys, arch: str) -> str:
             "is a projector (mmproj), which is no model by itself: serve its language model, for "
             "images with --mmproj FILE"
         )
+    if arch in _DRAFTS:
+        return "only drafts for another model, whose hidden states it reads: serve that model"
     if keys.get(f"{arch}.attention.causal") is False:
         return (
             "reads text in both directions (an embedding or diffusion model), so it keeps no "
             "state to continue from: serve a model that generates text from left to right"
         )
-    is_latent = keys.count(f"{arch}.attention.kv_lora_rank") > 0
-    if is_latent and not keys.count(f"{arch}.rope.dimension_count"):
+    if _lacks_rotated(keys, arch):
         return (
             f"has latent attention but lacks {arch}.rope.dimension_count in its metadata: convert "
             "the model again, or download another conversion"
@@ -56,8 +59,20 @@ def _reason(keys: GgufKeys, arch: str) -> str:
     return ""
 
 
+def _lacks_rotated(keys: GgufKeys, arch: str) -> bool:
+    """Whether it is said nowhere how many values of a latent row RoPE turns. None is right where rows
+    are no longer than the latent part (GLM 5 Next)."""
+    n_latent = keys.count(f"{arch}.attention.kv_lora_rank")
+    n_rot = keys.get(f"{arch}.rope.dimension_count")
+    if n_latent == 0 or keys.count(f"{arch}.rope.dimension_count"):
+        return False
+    return n_rot is None or keys.count(f"{arch}.attention.key_length") != n_latent
+
+
 def why_not_loaded(path: Path, complaints: str) -> str:
     """The sentence for a model that llama.cpp refused with these log lines."""
+    if found := re.search(r"unsupported model architecture: '([^']*)'", complaints):
+        return f"{path} has the architecture {found[1]!r}, which llama.cpp does not run."
     if found := re.search(r"unknown model architecture: '([^']*)'", complaints):
         return (
             f"{path} has the architecture {found[1]!r}, which this llama.cpp does not know: "

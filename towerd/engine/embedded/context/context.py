@@ -107,7 +107,8 @@ class LlamaContext:
     ) -> None:
         """taps: asked for each node of a graph; they live as long as the context.
 
-        Raises ModelError when llama.cpp cannot make the context (memory, cache types)."""
+        Raises ModelError when llama.cpp cannot make the context (memory, cache types), or makes one
+        without a memory."""
         params = model.context_params(config)
         params.n_ctx = n_cells
         # llama.cpp aborts on a batch that cannot take one token of every sequence.
@@ -140,6 +141,12 @@ class LlamaContext:
         self.address = int(ctypes.cast(self.ptr, ctypes.c_void_p).value or 0)
         """Address of the `llama_context`."""
         self._mem = lib.llama_get_memory(self.ptr)
+        if not self._mem:
+            self.close()
+            raise ModelError(
+                f"{model.path} keeps nothing of what it read (an embedding or diffusion model), so there is "
+                "no state to continue from: serve a model that generates text from left to right."
+            )
         self.n_vocab = int(lib.llama_vocab_n_tokens(model.vocab_ptr))
         self.n_cells = int(lib.llama_n_ctx(self.ptr))
         self.n_ubatch = int(lib.llama_n_ubatch(self.ptr))
