@@ -71,12 +71,8 @@ def read_head_state(blob: Blob) -> HeadState:
     for n_caches, cell_ext, has_v in ways:
         try:
             reader = _behind_prefix(blob)
-            states = [
-                _parsed(reader, cell_ext, has_v, i == n_caches - 1) for i in range(n_caches)
-            ]
-            found = HeadState(
-                tuple(state.rows.layout for state in states), states[0].frame.v_trans
-            )
+            states = [_parsed(reader, cell_ext, has_v, i == n_caches - 1) for i in range(n_caches)]
+            found = HeadState(tuple(state.rows.layout for state in states), states[0].frame.v_trans)
             again = found.emit(found.parse(blob), states[0].frame.seq_id)
             if found.layout.n_layer and np.array_equal(again, blob):
                 return found

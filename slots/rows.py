@@ -63,7 +63,10 @@ class KVRows:
             self.ext.dtype != np.int32 or self.ext.shape != (len(positions), 3)
         ):
             raise StateError(f"ext must be int32 of shape ({len(positions)}, 3)")
-        if self.head is not None and not self.p0 <= self.head.rows.p0 < self.head.rows.p1 <= self.p1:
+        if (
+            self.head is not None
+            and not self.p0 <= self.head.rows.p0 < self.head.rows.p1 <= self.p1
+        ):
             raise StateError("the rows of a head are of other positions")
 
     def __len__(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 from towerd.settings.llama_flags import canonical
@@ -61,3 +62,8 @@ def _number(text: str) -> str:
 def is_rotated(plane: Plane, n_head_kv: int) -> bool:
     """llama.cpp rotates quantized rows whose head size is a multiple of 64."""
     return plane.format.is_quantized and (plane.n_elements // n_head_kv) % 64 == 0
+
+
+def rotation_is_on() -> bool:
+    """Whether llama.cpp rotates quantized rows at all."""
+    return os.environ.get("LLAMA_ATTN_ROT_DISABLE", "0") in ("", "0")

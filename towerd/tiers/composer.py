@@ -17,7 +17,7 @@ import numpy.typing as npt
 from towerd.kernels.dispatch import THREADS
 from towerd.slots.blob import blob_size, emit_blob
 from towerd.slots.layout import KVLayout
-from towerd.slots.rows import KVRows
+from towerd.slots.rows import KVRows, join_heads
 from towerd.store import RowsPart
 from towerd.tiers.plan import Composed
 
@@ -104,7 +104,7 @@ class Composer:
         assert rows.blob is not None
         n, provenance = len(rows), _provenance([(part, rows)])
         n_hot = n if part.tier == "hot" else 0
-        return Composed(n, n_hot, n - n_hot, rows.blob, None, provenance)
+        return Composed(n, n_hot, n - n_hot, rows.blob, None, provenance, rows.head)
 
     def _joined(self, pieces: list[Piece]) -> Composed:
         n = sum(len(rows) for _, rows in pieces)
@@ -123,7 +123,8 @@ class Composer:
             self._buffers.release(buffer)
             raise
         n_hot = sum(len(rows) for part, rows in pieces if part.tier == "hot")
-        return Composed(n, n_hot, n - n_hot, buffer[:size], buffer, _provenance(pieces))
+        head = join_heads(rows.head for _, rows in pieces)
+        return Composed(n, n_hot, n - n_hot, buffer[:size], buffer, _provenance(pieces), head)
 
 
 def _provenance(pieces: Iterable[Piece]) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

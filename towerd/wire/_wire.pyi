@@ -385,6 +385,9 @@ class Head:
         """How many tokens of the sequence's last draft were right; before anything else of it is
         evaluated."""
 
+    def forget(self, seq: int) -> None:
+        """The sequence no longer holds what was evaluated in it last."""
+
 class Writer:
     """The bytes of one response. Any thread may use it; calls are serialized. Every call may raise
     WireError (500) if the generated text is not a reply in the model's format."""

@@ -432,7 +432,8 @@ void bind_head(nb::module_ & m) {
                  return arrays_of(unlocked([&] { return head.draft(all); }));
              },
              "asked"_a)
-        .def("accept", &Head::accept, "seq"_a, "n_accepted"_a, nb::call_guard<nb::gil_scoped_release>());
+        .def("accept", &Head::accept, "seq"_a, "n_accepted"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("forget", &Head::forget, "seq"_a);
 }
 
 void bind_writer(nb::module_ & m) {

@@ -8,6 +8,7 @@
 
 // Declared in llama.cpp's src/llama-ext.h, which is no part of its public sources.
 LLAMA_API llama_context * llama_get_ctx_other(llama_context * ctx);
+LLAMA_API float *         llama_get_embeddings_nextn(llama_context * ctx);
 
 namespace towerd::wire {
 
@@ -28,7 +29,7 @@ bool Head::is_asked_for(const Model & model) {
 }
 
 Head::Head(const Model & model, llama_context * ctx, const llama_context_params & flags, int n_running) :
-    n_vocab_(llama_vocab_n_tokens(model.vocab)), params_(model.params()), sequences_(llama_n_seq_max(ctx)) {
+    n_vocab_(llama_vocab_n_tokens(model.vocab)), model_context_(ctx), params_(model.params()), sequences_(llama_n_seq_max(ctx)) {
     const AbortGuard guard;
     auto &           speculative = params_.speculative;
     for (const auto type : speculative_types(speculative)) {
@@ -56,7 +57,9 @@ void Head::renew() {
     speculative_.reset(common_speculative_init(params_.speculative, static_cast<uint32_t>(sequences_.size())));
     n_rows_held_ = 0;
     for (auto & sequence : sequences_) {
-        sequence.state = -1;
+        sequence.state       = -1;
+        sequence.is_blank    = true;
+        sequence.has_draft   = false;
         sequence.n_rows_held = 0;
     }
 }
@@ -109,6 +112,14 @@ void Head::follow(const std::vector<llama_token> & ids, const std::vector<llama_
             llama_pos    first, end;
         };
         std::vector<Part> parts;
+        std::vector<std::pair<llama_seq_id, llama_pos>> starts;
+        for (size_t i = 0; i < ids.size(); ++i) {
+            const bool is_first = i == 0 || seqs[i] != seqs[i - 1];
+            if (is_first && sequences_.at(seqs[i]).state != pos[i] - 1) {
+                starts.emplace_back(seqs[i], pos[i]);
+            }
+        }
+        blank(starts);
         batch_.clear();
         for (size_t i = 0; i < ids.size(); ++i) {
             if (parts.empty() || parts.back().seq != seqs[i]) {
@@ -127,8 +138,9 @@ void Head::follow(const std::vector<llama_token> & ids, const std::vector<llama_
             if (!is_read) {  // it has no room
                 begin(part.seq, part.first);
             }
-            sequence.first = part.first;
-            sequence.state = is_read ? part.end - 1 : -1;
+            sequence.first    = part.first;
+            sequence.state    = is_read ? part.end - 1 : -1;
+            sequence.is_blank = sequence.is_blank && !is_read;
         }
     });
 }
@@ -136,7 +148,6 @@ void Head::follow(const std::vector<llama_token> & ids, const std::vector<llama_
 std::vector<llama_tokens> Head::draft(const std::vector<Asked> & asked) {
     return answering(ERROR_TYPE_SERVER, [&] {
         for (const auto & one : asked) {
-            begin(one.seq, one.pos);  // the batch of an earlier draft may never have been evaluated
             Sequence & sequence = sequences_.at(one.seq);
             sequence.result.clear();
             common_speculative_get_draft_params(speculative_.get(), one.seq) = {
@@ -145,7 +156,9 @@ std::vector<llama_tokens> Head::draft(const std::vector<Asked> & asked) {
         common_speculative_draft(speculative_.get());
         std::vector<llama_tokens> drafts;
         for (const auto & one : asked) {
+            begin(one.seq, one.pos);  // its batch may never be evaluated
             llama_tokens & result = sequences_[one.seq].result;
+            sequences_[one.seq].has_draft |= !result.empty();
             const auto     is_odd = [this](llama_token id) { return id < 0 || id >= n_vocab_; };
             result.erase(std::find_if(result.begin(), result.end(), is_odd), result.end());
             result.resize(std::min<size_t>(result.size(), one.n_max));
@@ -157,10 +170,55 @@ std::vector<llama_tokens> Head::draft(const std::vector<Asked> & asked) {
 
 void Head::accept(llama_seq_id seq, int n_accepted) {
     answering(ERROR_TYPE_SERVER, [&] {
-        common_speculative_accept(speculative_.get(), seq, n_accepted);
         Sequence & sequence = sequences_.at(seq);
-        sequence.state      = sequence.state < 0 ? -1 : sequence.first + n_accepted;
+        const llama_pos last = sequence.first + n_accepted;
+        if (sequence.has_draft) {
+            common_speculative_accept(speculative_.get(), seq, n_accepted);
+            sequence.state = sequence.state < 0 ? -1 : last;
+        } else if (sequence.state != last) {  // it was made anew since, and has the state of the last guess alone
+            sequence.state = -1;
+        }
     });
+}
+
+void Head::forget(llama_seq_id seq) {
+    sequences_.at(seq).state = -1;
+}
+
+// The first row of sequences that do not continue where they were evaluated last must not be computed with the hidden
+// state of another token, which may be another tenant's. common_speculative has no call to drop it, so it reads a
+// token whose hidden state is zero; what it has of that token is then taken out.
+void Head::blank(const std::vector<std::pair<llama_seq_id, llama_pos>> & starts) {
+    float * hidden = is_shared_ ? nullptr : llama_get_embeddings_nextn(model_context_);
+    if (!hidden) {
+        return;
+    }
+    std::vector<std::pair<llama_seq_id, llama_pos>> held;
+    for (const auto & start : starts) {
+        if (!sequences_.at(start.first).is_blank) {
+            held.push_back(start);
+        }
+    }
+    if (held.empty()) {
+        return;
+    }
+    const size_t             n = held.size() * llama_model_n_embd_out(llama_get_model(context_.get()));
+    const std::vector<float> kept(hidden, hidden + n);
+    batch_.clear();
+    for (const auto & [seq, pos] : held) {
+        begin(seq, pos);
+        batch_.add(0, pos, seq, false);
+    }
+    std::fill(hidden, hidden + n, 0.0f);
+    const bool is_read = common_speculative_process(speculative_.get(), batch_);
+    std::copy(kept.begin(), kept.end(), hidden);
+    for (const auto & [seq, pos] : held) {
+        begin(seq, pos);
+        sequences_[seq].is_blank = is_read;
+    }
+    if (!is_read) {
+        renew();
+    }
 }
 
 void Head::note_rows(Sequence & sequence, size_t n) {

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "llama-cpp.h"
@@ -40,9 +41,13 @@ public:
     std::vector<llama_tokens> draft(const std::vector<Asked> & asked);
     // Says how many tokens of the last draft were right, before anything else of the sequence is evaluated.
     void accept(llama_seq_id seq, int n_accepted);
+    // The sequence no longer holds what was evaluated in it last: what follows there continues other tokens.
+    void forget(llama_seq_id seq);
 
 private:
     struct Sequence {
+        bool         is_blank = true;   // common_speculative holds no hidden state of it
+        bool         has_draft = false; // common_speculative knows of its last draft
         llama_pos    first = -1;  // position of its first token in the last batch
         llama_pos    state = -1;  // position of the token whose hidden state common_speculative holds; -1: of none
         size_t       n_rows_held = 0;  // hidden states of it that common_speculative keeps
@@ -51,11 +56,13 @@ private:
 
     void load(common_params params, const llama_context_params & flags, llama_context * ctx, int n_running);
     void renew();
+    void blank(const std::vector<std::pair<llama_seq_id, llama_pos>> & starts);
     void note_rows(Sequence & sequence, size_t n);
     void begin(llama_seq_id seq, llama_pos p);
 
     const llama_tokens     nothing_;
     const int              n_vocab_;
+    llama_context *        model_context_;
     bool                   is_shared_   = false;
     size_t                 n_rows_held_ = 0;
     common_params          params_;

@@ -27,7 +27,7 @@ from towerd.model.llama_log import buffers_made, last_errors
 from towerd.model.llama_model import LlamaModel, check_reply_flags
 from towerd.model.model_file import Memo, file_hash, weights_hash
 from towerd.model.retokenize import Retokenizer
-from towerd.model.row_flags import is_rotated, row_overrides
+from towerd.model.row_flags import is_rotated, rotation_is_on, row_overrides
 from towerd.model.row_memory import RowMemory, row_memory
 from towerd.model.vocab import Vocab
 from towerd.models.bundled import find_model
@@ -277,7 +277,7 @@ def _info(
     catalog: Catalog,
 ) -> ModelInfo:
     layout, n_cells = memory.layout, memory.context.n_cells
-    rotated = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "0") in ("", "0")
+    rotated = rotation_is_on()
     arch = model.arch
     if memory.kind is WHOLE:  # its bytes depend on what otherwise only the layout says
         arch = f"{arch}:{config.cache_type_k}:{config.cache_type_v}:{memory.context.v_trans:d}"

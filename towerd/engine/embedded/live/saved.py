@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from towerd.engine.embedded.context.context import Buffer
 from towerd.engine.embedded.context.memory import SequenceMemory
+from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.live_set import Observed
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.slots.blob import emit_blob
@@ -50,7 +50,7 @@ class Saved:
         if self.rows is not None:
             rows = self.rows.slice(start, self.n)
             blob = emit_blob([rows], v_trans=memory.context.v_trans, tail=memory.tail)
-            memory.append(seq.id, np.asarray(blob), is_empty=start == 0)
+            memory.append(seq.id, np.asarray(blob), is_empty=start == 0, head=rows.head)
         pool.append(seq, self.ids[start:], self.provenance[start:])
         if self.state is not None:
             memory.restore(seq.id, self.state)

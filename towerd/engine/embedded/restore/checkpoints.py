@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
-from towerd.engine.embedded.context.context import Buffer
 from towerd.engine.embedded.context.memory import SequenceMemory
+from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.job import Job
 from towerd.engine.embedded.live.parked import Parked
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq

@@ -126,7 +126,10 @@ class Speculator:
         """Drop all but the first `n_right` tokens of the job's draft."""
         self._count(n_draft, n_right)
         if self._drafts is not None:
-            self._drafts.accept(job, n_right)
+            try:
+                self._drafts.accept(job, n_right)
+            except WireError:
+                self._give_up()
         seq, undo, job.undo = job.seq, job.undo, None
         assert seq is not None
         if n_right == n_draft:
