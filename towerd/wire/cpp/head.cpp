@@ -114,8 +114,9 @@ void Head::follow(const std::vector<llama_token> & ids, const std::vector<llama_
         std::vector<Part> parts;
         std::vector<std::pair<llama_seq_id, llama_pos>> starts;
         for (size_t i = 0; i < ids.size(); ++i) {
-            const bool is_first = i == 0 || seqs[i] != seqs[i - 1];
-            if (is_first && sequences_.at(seqs[i]).state != pos[i] - 1) {
+            const bool      is_first = i == 0 || seqs[i] != seqs[i - 1];
+            const llama_pos state    = sequences_.at(seqs[i]).state;
+            if (is_first && (state < 0 || state != pos[i] - 1)) {
                 starts.emplace_back(seqs[i], pos[i]);
             }
         }
