@@ -20,7 +20,7 @@ from waiting import until_async
 
 from towerd.engine.embedded.live.job import Job
 from towerd.engine.embedded.run.drafts import HeadDrafts
-from towerd.slots.rows import KVRows
+from towerd.slots.rows import KVRows, join_heads
 from towerd.store import SegmentFile
 from towerd.store.segments.segment_header import decode_head
 from towerd.tokens import Ids
@@ -278,15 +278,41 @@ async def test_a_chat_reads_nothing_that_another_left(opened: Opened, tmp_path: 
         await turn(service, ids(150, 21), scope="another")
         await forget_live(service)
         found = head_of(service, await turn(service, FIRST))
-    assert found.positions.tolist() == wanted.positions.tolist() == list(range(len(FIRST)))
+    assert found.positions.tolist() == wanted.positions.tolist()
+    assert found.p0 == 0
     for mine, theirs in zip(found.planes(), wanted.planes(), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.parametrize("arch", ["glm4moe", "qwen35"])
+async def test_wrong_drafts_leave_what_a_prompt_would_have(
+    opened: Opened, arch: str, tmp_path: Path
+) -> None:
+    """Each row is computed with the hidden state of the token before, also where drafts were wrong and their
+    right tokens are evaluated once more."""
+    path = tmp_path / "states.gguf"
+    make_head_gguf(path, arch, "of states")
+    async with opened(path, 3) as service:
+        chat = await turn(service, FIRST)
+        assert (
+            service.engine.stats()["draft_tokens"] > service.engine.stats()["draft_tokens_accepted"]
+        )
+        found = head_of(service, chat)
+    async with opened(path, 3, store_dir=tmp_path / "other") as service:
+        await turn(service, chat, n_predict=1)
+        wanted = head_of(service, chat)
+    assert found.positions.tolist() == wanted.positions.tolist()[: len(found)]
+    assert len(found) == len(chat) - 1
+    for mine, theirs in zip(found.planes(), wanted.planes(), strict=True):
+        values = [each[: len(found)].copy().view(np.float16) for each in (mine, theirs)]
+        np.testing.assert_allclose(*values, atol=0.02)
+
+
 def head_of(service: EmbeddedService, chat: list[int]) -> KVRows:
-    """What the store has of the head beside the rows of the chat's first prompt."""
+    """What is in RAM of the head beside the rows of a chat."""
     nodes = service.store.match(np.array(chat, np.int32), "local").nodes
-    assert nodes[0].hot is not None
-    head = nodes[0].hot.parts[0].head
-    assert head is not None
-    return head.rows
+    heads = [rows.head for node in nodes for rows in node.hot or ()]
+    assert all(head is not None for head in heads)
+    joined = join_heads(heads)
+    assert joined is not None
+    return joined.rows

@@ -61,6 +61,7 @@ void Head::renew() {
         sequence.is_blank    = true;
         sequence.has_draft   = false;
         sequence.n_rows_held = 0;
+        sequence.before.clear();
     }
 }
 
@@ -110,22 +111,15 @@ void Head::follow(const std::vector<llama_token> & ids, const std::vector<llama_
         struct Part {
             llama_seq_id seq;
             llama_pos    first, end;
+            size_t       at;
         };
         std::vector<Part> parts;
-        std::vector<std::pair<llama_seq_id, llama_pos>> starts;
-        for (size_t i = 0; i < ids.size(); ++i) {
-            const bool      is_first = i == 0 || seqs[i] != seqs[i - 1];
-            const llama_pos state    = sequences_.at(seqs[i]).state;
-            if (is_first && (state < 0 || state != pos[i] - 1)) {
-                starts.emplace_back(seqs[i], pos[i]);
-            }
-        }
-        blank(starts);
+        carry(starts_of(ids, pos, seqs));
         batch_.clear();
         for (size_t i = 0; i < ids.size(); ++i) {
             if (parts.empty() || parts.back().seq != seqs[i]) {
                 begin(seqs[i], pos[i]);
-                parts.push_back({seqs[i], pos[i], pos[i]});
+                parts.push_back({seqs[i], pos[i], pos[i], i});
             }
             batch_.add(ids[i], pos[i], seqs[i], false);
             parts.back().end = pos[i] + 1;
@@ -141,7 +135,9 @@ void Head::follow(const std::vector<llama_token> & ids, const std::vector<llama_
             }
             sequence.first    = part.first;
             sequence.state    = is_read ? part.end - 1 : -1;
+            sequence.first_id = ids[part.at];
             sequence.is_blank = sequence.is_blank && !is_read;
+            note_hidden(sequence, part.at, static_cast<size_t>(part.end - part.first));
         }
     });
 }
@@ -176,6 +172,9 @@ void Head::accept(llama_seq_id seq, int n_accepted) {
         if (sequence.has_draft) {
             common_speculative_accept(speculative_.get(), seq, n_accepted);
             sequence.state = sequence.state < 0 ? -1 : last;
+            if (static_cast<size_t>(n_accepted) < sequence.rows.size()) {
+                sequence.carried = sequence.rows[n_accepted];
+            }
         } else if (sequence.state != last) {  // it was made anew since, and has the state of the last guess alone
             sequence.state = -1;
         }
@@ -183,43 +182,78 @@ void Head::accept(llama_seq_id seq, int n_accepted) {
 }
 
 void Head::forget(llama_seq_id seq) {
-    sequences_.at(seq).state = -1;
+    Sequence & sequence = sequences_.at(seq);
+    sequence.state      = -1;
+    sequence.first      = -1;
 }
 
-// The first row of sequences that do not continue where they were evaluated last must not be computed with the hidden
-// state of another token, which may be another tenant's. common_speculative has no call to drop it, so it reads a
-// token whose hidden state is zero; what it has of that token is then taken out.
-void Head::blank(const std::vector<std::pair<llama_seq_id, llama_pos>> & starts) {
-    float * hidden = is_shared_ ? nullptr : llama_get_embeddings_nextn(model_context_);
+// The sequences of a batch whose first row common_speculative would compute with the hidden state of another token, since
+// they do not continue where they were evaluated last. One whose first tokens are evaluated once more, as after a wrong
+// draft where the model's state cannot be cut, has the same token before them as then.
+std::vector<Head::Start> Head::starts_of(const std::vector<llama_token> & ids, const std::vector<llama_pos> & pos,
+                                         const std::vector<llama_seq_id> & seqs) {
+    std::vector<Start> starts;
+    for (size_t i = 0; i < ids.size(); ++i) {
+        if (i > 0 && seqs[i] == seqs[i - 1]) {
+            continue;
+        }
+        Sequence & sequence = sequences_.at(seqs[i]);
+        if (sequence.state >= 0 && sequence.state == pos[i] - 1) {
+            sequence.before = sequence.carried;
+            continue;
+        }
+        if (sequence.first != pos[i] || sequence.first_id != ids[i]) {
+            sequence.before.clear();
+        }
+        if (!sequence.is_blank || !sequence.before.empty()) {
+            starts.push_back({seqs[i], pos[i], sequence.before});
+        }
+    }
+    return starts;
+}
+
+// Has common_speculative hold what is known of the tokens before these, or zeros: what it holds may be another tenant's.
+// It has no call for that. So it reads a token with this hidden state, and what the head has of that token is taken out.
+void Head::carry(const std::vector<Start> & starts) {
+    float * hidden = is_shared_ || starts.empty() ? nullptr : llama_get_embeddings_nextn(model_context_);
     if (!hidden) {
         return;
     }
-    std::vector<std::pair<llama_seq_id, llama_pos>> held;
-    for (const auto & start : starts) {
-        if (!sequences_.at(start.first).is_blank) {
-            held.push_back(start);
-        }
-    }
-    if (held.empty()) {
-        return;
-    }
-    const size_t             n = held.size() * llama_model_n_embd_out(llama_get_model(context_.get()));
-    const std::vector<float> kept(hidden, hidden + n);
+    const size_t n_embd = llama_model_n_embd_out(llama_get_model(context_.get()));
+    const Hidden kept(hidden, hidden + starts.size() * n_embd);
     batch_.clear();
-    for (const auto & [seq, pos] : held) {
-        begin(seq, pos);
-        batch_.add(0, pos, seq, false);
+    for (size_t i = 0; i < starts.size(); ++i) {
+        const Start & start = starts[i];
+        begin(start.seq, start.pos);
+        batch_.add(0, start.pos, start.seq, false);
+        float * row = hidden + i * n_embd;
+        std::fill(row, row + n_embd, 0.0f);
+        std::copy(start.before.begin(), start.before.end(), row);
     }
-    std::fill(hidden, hidden + n, 0.0f);
     const bool is_read = common_speculative_process(speculative_.get(), batch_);
     std::copy(kept.begin(), kept.end(), hidden);
-    for (const auto & [seq, pos] : held) {
-        begin(seq, pos);
-        sequences_[seq].is_blank = is_read;
+    for (const auto & start : starts) {
+        begin(start.seq, start.pos);
+        sequences_[start.seq].is_blank = start.before.empty();
     }
     if (!is_read) {
         renew();
     }
+}
+
+void Head::note_hidden(Sequence & sequence, size_t at, size_t n) {
+    const float * hidden = is_shared_ ? nullptr : llama_get_embeddings_nextn(model_context_);
+    if (!hidden) {
+        return;
+    }
+    const size_t n_embd = llama_model_n_embd_out(llama_get_model(context_.get()));
+    const auto   row    = [&](size_t i) { return Hidden(hidden + i * n_embd, hidden + (i + 1) * n_embd); };
+    const size_t n_kept = std::min<size_t>(n, std::max(0, params_.speculative.draft.n_max) + 1);
+    sequence.rows.clear();
+    for (size_t i = 0; i < n_kept; ++i) {
+        sequence.rows.push_back(row(at + i));
+    }
+    sequence.carried = row(at + n - 1);
 }
 
 void Head::note_rows(Sequence & sequence, size_t n) {

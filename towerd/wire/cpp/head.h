@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include <utility>
 #include <vector>
 
 #include "llama-cpp.h"
@@ -45,9 +44,20 @@ public:
     void forget(llama_seq_id seq);
 
 private:
+    using Hidden = std::vector<float>;  // a hidden state of the model
+
+    struct Start {
+        llama_seq_id seq;
+        llama_pos    pos;
+        Hidden       before;  // empty: nothing is known of the token before
+    };
+
     struct Sequence {
-        bool         is_blank = true;   // common_speculative holds no hidden state of it
-        bool         has_draft = false; // common_speculative knows of its last draft
+        bool         is_blank  = true;   // common_speculative holds no hidden state of it
+        bool         has_draft = false;  // common_speculative knows of its last draft
+        llama_token  first_id  = -1;     // its first token in the last batch
+        Hidden       before, carried;    // of the tokens before its first and after its last evaluated one; empty: none
+        std::vector<Hidden> rows;        // of its first tokens in the last batch, as many as a draft may have and one
         llama_pos    first = -1;  // position of its first token in the last batch
         llama_pos    state = -1;  // position of the token whose hidden state common_speculative holds; -1: of none
         size_t       n_rows_held = 0;  // hidden states of it that common_speculative keeps
@@ -56,7 +66,10 @@ private:
 
     void load(common_params params, const llama_context_params & flags, llama_context * ctx, int n_running);
     void renew();
-    void blank(const std::vector<std::pair<llama_seq_id, llama_pos>> & starts);
+    std::vector<Start> starts_of(const std::vector<llama_token> & ids, const std::vector<llama_pos> & pos,
+                                 const std::vector<llama_seq_id> & seqs);
+    void carry(const std::vector<Start> & starts);
+    void note_hidden(Sequence & sequence, size_t at, size_t n);
     void note_rows(Sequence & sequence, size_t n);
     void begin(llama_seq_id seq, llama_pos p);
 
