@@ -97,8 +97,7 @@ async def test_replies_are_the_same_and_right_guesses_are_taken(
 
 
 async def test_a_state_is_that_of_the_token_before(opened: Opened, models: dict[str, Path]) -> None:
-    """Also where a chat is regenerated, edited, answered beside another one, or comes from the store
-    without the head's rows."""
+    """Also where a chat is regenerated, edited, answered beside another one, or comes from the store."""
     async with opened(models["of state"], 1) as service:
         said = await chat(service)
         await settle(service)

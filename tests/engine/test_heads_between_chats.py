@@ -18,6 +18,7 @@ from services import EmbeddedService, OpenService
 from speculating import EVEN, say
 from waiting import until_async
 
+from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.live.job import Job
 from towerd.engine.embedded.run.drafts import HeadDrafts
 from towerd.slots.rows import KVRows, join_heads
@@ -304,8 +305,8 @@ async def test_wrong_drafts_leave_what_a_prompt_would_have(
     assert found.positions.tolist() == wanted.positions.tolist()[: len(found)]
     assert len(found) == len(chat) - 1
     for mine, theirs in zip(found.planes(), wanted.planes(), strict=True):
-        values = [each[: len(found)].copy().view(np.float16) for each in (mine, theirs)]
-        np.testing.assert_allclose(*values, atol=0.02)
+        a, b = (each[: len(found)].copy().view(np.float16) for each in (mine, theirs))
+        np.testing.assert_allclose(a, b, atol=0.02)
 
 
 def head_of(service: EmbeddedService, chat: list[int]) -> KVRows:
@@ -316,3 +317,26 @@ def head_of(service: EmbeddedService, chat: list[int]) -> KVRows:
     joined = join_heads(heads)
     assert joined is not None
     return joined.rows
+
+
+async def test_beside_a_chat_with_a_budget(opened: Opened, dense: Path, tmp_path: Path) -> None:
+    """Its rows leave and are moved without those of the head, which it does not use; after a restart both
+    chats continue."""
+    shapes = [LiveBudget("streaming", 96), LiveBudget()]
+    found = []
+    for n_max in (0, N_MAX):
+        said: list[list[int]] = []
+        for _ in range(2):
+            async with opened(dense, n_max, store_dir=tmp_path / f"{n_max}") as service:
+                asked: dict[str, Any] = {"n_predict": REPLY, "ignore_eos": True}
+                chats = said[-2:] or [FIRST, ids(150, 31)]
+                both = await asyncio.gather(
+                    *(
+                        say(service, chat, live, cache_prompt=True, **asked)
+                        for chat, live in zip(chats, shapes, strict=True)
+                    )
+                )
+                said += [chat + each["ids"] for chat, each in zip(chats, both, strict=True)]
+                await settle(service)
+        found.append(said)
+    assert found[0] == found[1]
