@@ -30,7 +30,9 @@ FLAGS = ("--spec-type", "draft-mtp", "--spec-draft-n-max")
 REPLY = 40
 N_MAX = 2
 Opened: TypeAlias = Callable[..., AbstractAsyncContextManager[EmbeddedService]]
-KINDS = {name: (name, {}) for name in HEADS} | {"step35 windowed": ("step35", WINDOWED)}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in HEADS} | {
+    "step35 windowed": ("step35", WINDOWED)
+}
 
 
 @pytest.fixture

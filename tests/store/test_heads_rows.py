@@ -44,7 +44,7 @@ def head_of(
     layout: KVLayout = HEAD,
     digest: bytes = MINE,
 ) -> HeadRows:
-    return HeadRows(digest, rows_of([-2, *list(prefix)[1:]], p0, layout))
+    return HeadRows(digest, rows_of([-2, *(int(each) for each in prefix[1:])], p0, layout))
 
 
 def with_head(ids: np.ndarray[tuple[int], np.dtype[np.int32]], head: HeadRows | None) -> KVRows:
@@ -249,8 +249,9 @@ def test_copies_have_memory_of_their_own(store: Store) -> None:
     store.rows.attach_hot(leaf.path(), with_head(IDS, head))
     store.rows.unshare(leaf)
     assert leaf.hot is not None
-    (mine,), (above,) = leaf.hot, leaf.path()[0].hot or ()
-    assert not set(mine.buffers()) & set(above.buffers())
+    above = leaf.path()[0].hot
+    assert above is not None
+    assert not leaf.hot.buffers().keys() & above.buffers().keys()
 
 
 def test_a_file_without_them_is_as_it_was(root: Path) -> None:

@@ -52,10 +52,6 @@ class HeadMemory:
         except (StateError, TowerdError) as error:
             self._note(error)
 
-    def cut(self, seq: int, p0: int) -> None:
-        """Take positions from `p0` on out of a sequence."""
-        self._sequences.seq_rm(seq, p0, -1)
-
     def _note(self, error: Exception) -> None:
         if not self._has_failed:
             log.warning("a chat's drafts begin anew", extra={"reason": str(error)})
