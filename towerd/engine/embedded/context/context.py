@@ -7,7 +7,7 @@ Semantics of the state calls: llama.cpp `src/llama-kv-cache.cpp` and `src/llama-
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,10 @@ PARTIAL = int(lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
 """Flag for only the recurrent part of a hybrid's state."""
 _INTERRUPTED = 2
 _U8P = ctypes.POINTER(ctypes.c_uint8)
+
+
+def _ignore(_seq: int, _p: int) -> None:
+    """For a context without a head."""
 
 
 class DecodeError(TowerdError):
@@ -147,6 +151,7 @@ class LlamaContext:
         self.v_trans = config.flash_attn == "off"
         self.batch = Batch(n_batch)
         self._follower: Any = None
+        self._changed: Callable[[int, int], None] = _ignore
         self._adapted: Adapted = ()
         self._applied: Adapted = ()
 
@@ -167,11 +172,13 @@ class LlamaContext:
         if code != 0:
             raise DecodeError(code)
 
-    def lead(self, address: int) -> None:
+    def lead(self, address: int, changed: Callable[[int, int], None] | None = None) -> None:
         """Share and cut the sequences of the `llama_context` at this address as those of this one from
-        now on; 0: of none. Rows that come from outside have no counterpart there."""
+        now on; 0: of none. Rows that come from outside have no counterpart there. changed: is told the
+        sequence and the position from which on it was cut or filled, not evaluated."""
         other = ctypes.c_void_p(address)
         self._follower = lib.llama_get_memory(other) if address else None
+        self._changed = changed or _ignore
 
     @property
     def evaluated(self) -> tuple[Ids, Ids, Ids]:
@@ -221,12 +228,14 @@ class LlamaContext:
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
         if not lib.llama_memory_seq_rm(self._mem, seq, p0, p1):
             raise TowerdError(f"llama.cpp cannot remove positions [{p0}, {p1}) of a sequence.")
+        self._changed(seq, p0)
         if self._follower is not None:
             lib.llama_memory_seq_rm(self._follower, seq, p0, p1)
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
         """Share cells of `src` with `dst`; no bytes move in a unified cache."""
         lib.llama_memory_seq_cp(self._mem, src, dst, p0, p1)
+        self._changed(dst, p0)
         if self._follower is not None:  # of guesses, whose rows only it has, nothing is shared
             end = self.pos_max(src) + 1 if p1 < 0 else p1
             lib.llama_memory_seq_cp(self._follower, src, dst, p0, end)
@@ -258,6 +267,8 @@ class LlamaContext:
         size = blob.nbytes
         data = blob.ctypes.data_as(_U8P)
         used = lib.llama_state_seq_set_data_ext(self.ptr, data, size, seq, flags)
+        if flags != PARTIAL:
+            self._changed(seq, 0)
         if self._follower is not None and flags != PARTIAL:
             lib.llama_memory_seq_rm(self._follower, seq, -1, -1)
         if used != size:

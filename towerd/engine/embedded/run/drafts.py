@@ -1,9 +1,9 @@
 """Drafts: where guesses come from, which llama.cpp makes from text or from the model's hidden states.
 
-A draft model and n-grams read a reply's text. A head that predicts several tokens (MTP) reads what the
-model evaluates: each token beside the hidden state of the one before. Its own rows are in a context of
-its own, whose sequences are shared and cut as the model's are. Rows that came from the store have none
-beside them: the head then drafts from the tokens that were evaluated since.
+A draft model and n-grams read a reply's text. A head (MTP, EAGLE-3, DFlash) reads what the model
+evaluates: each token beside hidden states of the model. Its own rows are in a context of its own, whose
+sequences are shared and cut as the model's are. Rows that came from the store have none beside them: the
+head then drafts from the tokens that were evaluated since.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from towerd.engine.embedded.context.context import LlamaContext
 from towerd.engine.embedded.context.core import Core, on_short_lived_thread
 from towerd.engine.embedded.live.job import Job
 from towerd.errors import ConfigError
+from towerd.media_ids import is_token
 from towerd.settings.config import Config
 from towerd.slots.kind import WHOLE
 from towerd.tokens import Ids
@@ -24,6 +25,11 @@ from towerd.wire import Head, Model, Speculation
 
 class Drafts(Protocol):
     """Methods raise WireError."""
+
+    synthetic: tuple[float, ...]
+    """The probabilities with which drafted tokens are taken, right or not; empty: where they are right."""
+    head: Head | None
+    """What reads the hidden states that are evaluated."""
 
     def evaluated(self) -> None:
         """Read the batch that the context has just evaluated."""
@@ -42,6 +48,8 @@ class TextDrafts:
     """From a draft model, from n-grams, or both."""
 
     def __init__(self, speculation: Speculation) -> None:
+        self.synthetic = speculation.synthetic
+        self.head: Head | None = None
         self._speculation = speculation
 
     def evaluated(self) -> None:
@@ -49,7 +57,7 @@ class TextDrafts:
 
     def draft(self, asked: Sequence[tuple[Job, int]]) -> list[Ids]:
         """See Drafts."""
-        return self._speculation.draft([(job.slot, job.ids, n) for job, n in asked])
+        return self._speculation.draft([(job.slot, _text_of(job), n) for job, n in asked])
 
     def accept(self, job: Job, n_accepted: int) -> None:
         """See Drafts."""
@@ -61,12 +69,14 @@ class TextDrafts:
 
 
 class HeadDrafts:
-    """From a head that predicts several tokens."""
+    """From a head that reads hidden states."""
 
     def __init__(self, head: Head, context: LlamaContext) -> None:
+        self.synthetic = head.synthetic
+        self.head: Head | None = head
         self._head = head
         self._context = context
-        context.lead(head.followed_context)
+        context.lead(head.followed_context, head.changed)
 
     def evaluated(self) -> None:
         """See Drafts."""
@@ -77,7 +87,7 @@ class HeadDrafts:
         wanted = []
         for job, n in asked:
             assert job.seq is not None
-            wanted.append((job.seq.id, int(job.ids[-1]), job.seq.n, n))
+            wanted.append((job.seq.id, int(job.ids[-1]), job.seq.place_next, n))
         return self._head.draft(wanted)
 
     def accept(self, job: Job, n_accepted: int) -> None:
@@ -88,7 +98,13 @@ class HeadDrafts:
     def close(self) -> None:
         """See Drafts."""
         self._context.lead(0)
+        self.head = None
         del self._head
+
+
+def _text_of(job: Job) -> Ids:
+    """Its tokens, without its media."""
+    return job.ids[is_token(job.ids)] if job.media else job.ids
 
 
 def open_drafts(model: Model, core: Core, config: Config) -> Drafts | None:
@@ -105,7 +121,7 @@ def open_drafts(model: Model, core: Core, config: Config) -> Drafts | None:
     try:
         if Head.is_asked_for(model):
             flags = core.context.params
-            made = model, address, ctypes.addressof(flags), config.parallel
+            made = model, address, ctypes.addressof(flags), config.parallel, str(config.model)
             return HeadDrafts(on_short_lived_thread(lambda: Head(*made)), core.context)
         n_threads = config.threads, config.threads_batch or config.threads
         read = model, address, config.parallel, *n_threads
