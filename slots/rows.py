@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -187,19 +187,23 @@ class HeadRows:
     some of the same positions.
 
     digest: names the head; rows of another one are of no use to it
-    rows: native, token-major, without a `head` of their own"""
+    rows: native, token-major, without a `head` of their own
+    lag: each row depends on so many tokens behind its own, which must be those of the same rows"""
 
     digest: bytes
     rows: KVRows
+    lag: int = 0
 
     def slice(self, p0: int, p1: int) -> HeadRows | None:
-        """The rows with p0 <= position < p1, as views; None if there is none."""
-        first, last = map(int, np.searchsorted(self.rows.positions, (p0, p1)))
-        return HeadRows(self.digest, self.rows.slice(p0, p1)) if first < last else None
+        """The rows with p0 <= position < p1 that depend on no token from p1 on, as views; None if there
+        is none."""
+        end = p1 - self.lag
+        first, last = map(int, np.searchsorted(self.rows.positions, (p0, end)))
+        return replace(self, rows=self.rows.slice(p0, end)) if first < last else None
 
     def copy(self) -> HeadRows:
         """The same rows in memory of their own."""
-        return HeadRows(self.digest, _gather((self.rows,)))
+        return replace(self, rows=_gather((self.rows,)))
 
 
 def join_heads(heads: Iterable[HeadRows | None]) -> HeadRows | None:
@@ -209,7 +213,7 @@ def join_heads(heads: Iterable[HeadRows | None]) -> HeadRows | None:
     same = [head.rows for head in found if head.digest == found[-1].digest]
     if len(same) < 2:
         return found[-1] if found else None
-    return HeadRows(found[-1].digest, _gather(same))
+    return replace(found[-1], rows=_gather(same))
 
 
 def delta(rows: KVRows, parent_n: int) -> KVRows:

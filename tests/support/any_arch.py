@@ -68,14 +68,14 @@ def make_arch_gguf(
     changed: what becomes of the random values of a tensor; None: it is left out"""
     metadata = path.with_suffix(".keys")
     with writing(metadata, arch) as writer:
-        _add_keys(writer, arch, keys)
+        add_keys(writer, arch, keys)
     vocabulary = synthetic(N_VOCAB)
     try:
         shapes = _shapes(metadata)
     finally:
         metadata.unlink()
     with writing(path, arch) as writer:
-        _add_keys(writer, arch, keys)
+        add_keys(writer, arch, keys)
         is_tied = "output.weight" not in shapes
         for each in (_tensor(name, shape, is_tied) for name, shape in shapes.items()):
             values = each.draw(seed)
@@ -85,7 +85,8 @@ def make_arch_gguf(
                 writer.add_tensor(each.name, found)
 
 
-def _add_keys(writer: GGUFWriter, arch: str, keys: Mapping[str, Any]) -> None:
+def add_keys(writer: GGUFWriter, arch: str, keys: Mapping[str, Any]) -> None:
+    """Add the vocabulary, and COMMON and `keys` as those of `arch`."""
     synthetic(N_VOCAB).write(writer, None)
     for name, value in (COMMON | dict(keys)).items():
         key = f"{arch}.{name}"

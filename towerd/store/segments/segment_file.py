@@ -353,7 +353,8 @@ def head_rows(data: mmap.mmap, start: int, entry: HeadEntry, p0: int) -> HeadRow
     positions = np.concatenate([np.arange(row0, row0 + n) for row0, n in entry.ranges]) + p0
     n_k = len(layout.k)
     k, v = tuple(planes[:n_k]), tuple(planes[n_k:])
-    return HeadRows(entry.digest, KVRows(layout, positions.astype(np.int32), k, v, ext))
+    rows = KVRows(layout, positions.astype(np.int32), k, v, ext)
+    return HeadRows(entry.digest, rows, entry.lag)
 
 
 def _view(

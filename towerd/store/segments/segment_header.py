@@ -248,6 +248,8 @@ class HeadEntry(msgspec.Struct, frozen=True, array_like=True):
     """(first row of the file, rows) of what they are of, ascending."""
     planes: list[PlaneEntry]
     """K and V of each of its layers, then the cell extension if it has one."""
+    lag: int = 0
+    """See `HeadRows`."""
 
     @property
     def n(self) -> int:
@@ -418,7 +420,8 @@ def _check_head(head: HeadEntry, n_rows: int, n_data: int) -> None:
         if not end <= row0 < row0 + n <= n_rows:
             raise StateError("the rows of a head are of positions that the file does not have")
         end = row0 + n
-    if len(head.digest) != KEY_BYTES or not head.ranges or not head.layout.n_layer:
+    is_named = len(head.digest) == KEY_BYTES and head.lag >= 0
+    if not is_named or not head.ranges or not head.layout.n_layer:
         raise StateError("a head without a name or rows")
     for plane in head.planes:
         if plane.nbytes != head.n * plane.row_bytes:

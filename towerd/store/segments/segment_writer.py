@@ -217,7 +217,8 @@ def _head_entry(draft: Draft, entries: Sequence[PlaneEntry | BlobEntry]) -> Head
     ends = np.flatnonzero(np.diff(rows, append=rows[-1] + 2) > 1) + 1
     ranges = [(int(run[0]), len(run)) for run in np.split(rows, ends[:-1])]
     planes = [entry for entry in entries if isinstance(entry, PlaneEntry)]
-    return HeadEntry(draft.heads[-1].digest, ranges, planes)
+    last = draft.heads[-1]
+    return HeadEntry(last.digest, ranges, planes, last.lag)
 
 
 def _place(draft: Draft) -> tuple[list[list[_Extent]], int]:

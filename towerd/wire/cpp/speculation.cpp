@@ -19,14 +19,6 @@ bool has(const std::vector<common_speculative_type> & types, common_speculative_
 }
 
 void check(const common_params_speculative & params) {
-    for (const auto type : {COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3, COMMON_SPECULATIVE_TYPE_DRAFT_DFLASH,
-                            COMMON_SPECULATIVE_TYPE_DRAFT_DSPARK}) {
-        if (has(params.types, type)) {
-            throw std::runtime_error("--spec-type " + common_speculative_type_to_str(type) +
-                                     " drafts from hidden states, which no stored row has; take draft-simple, draft-mtp or "
-                                     "an ngram type");
-        }
-    }
     const bool is_simple = has(params.types, COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE);
     if (is_simple && !params.has_dft()) {
         throw std::runtime_error("--spec-type draft-simple needs a draft model: name one with --model-draft");
@@ -51,6 +43,7 @@ std::vector<common_speculative_type> speculative_types(const common_params_specu
         }
     }
     if (types.empty() && params.has_dft()) {
+        const AbortGuard guard;
         types = common_speculative_types_from_gguf(params.draft.mparams.path);
         if (types.empty()) {
             types.push_back(COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE);

@@ -35,6 +35,10 @@ PARTIAL = int(lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
 _INTERRUPTED = 2
 
 
+def _ignore(_seq: int, _p: int) -> None:
+    """For a context without a head."""
+
+
 class DecodeError(TowerdError):
     """llama_decode refused a batch; `code` is its return value."""
 
@@ -144,7 +148,7 @@ class LlamaContext(Sequences):
         self.v_trans = config.flash_attn == "off"
         self.batch = Batch(n_batch)
         self._follower: Sequences | None = None
-        self._forget: Callable[[int], None] = _nothing
+        self._changed: Callable[[int, int], None] = _ignore
         self._adapted: Adapted = ()
         self._applied: Adapted = ()
 
@@ -165,15 +169,15 @@ class LlamaContext(Sequences):
         if code != 0:
             raise DecodeError(code)
 
-    def lead(self, follower: Sequences | None, forget: Callable[[int], None]) -> None:
-        """Share and cut the sequences of `follower` as those of this context from now on, and call
-        `forget` for each one that no longer holds what was evaluated in it last. Rows that come from
-        outside have no counterpart there."""
-        self._follower, self._forget = follower, forget
+    def lead(self, follower: Sequences | None, changed: Callable[[int, int], None]) -> None:
+        """Share and cut the sequences of `follower` as those of this context from now on. Rows that come
+        from outside have no counterpart there. changed: is told the sequence and the position from which
+        on it was cut or filled, not evaluated."""
+        self._follower, self._changed = follower, changed
 
     def leave(self) -> None:
         """Lead no other context any more."""
-        self._follower, self._forget = None, _nothing
+        self._follower, self._changed = None, _ignore
 
     @property
     def evaluated(self) -> tuple[Ids, Ids, Ids]:
@@ -222,22 +226,21 @@ class LlamaContext(Sequences):
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
         super().seq_rm(seq, p0, p1)
+        self._changed(seq, p0)
         if self._follower is not None:
             self._follower.seq_rm(seq, p0, p1)
-        if p0 <= 0:
-            self._forget(seq)
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
         super().seq_cp(src, dst, p0, p1)
+        self._changed(dst, p0)
         if self._follower is not None:
             self._follower.seq_cp(src, dst, p0, p1)
-        self._forget(dst)
 
     def set_state(self, seq: int, blob: Buffer, flags: int = 0) -> None:
         if flags != PARTIAL:
+            self._changed(seq, 0)
             if self._follower is not None:
                 self._follower.seq_rm(seq)
-            self._forget(seq)
         super().set_state(seq, blob, flags)
 
     def save_file(self, seq: int, path: str, ids: Ids) -> None:
@@ -245,7 +248,3 @@ class LlamaContext(Sequences):
         tokens = ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
         if not lib.llama_state_seq_save_file(self.ptr, path.encode(), seq, tokens, len(ids)):
             raise TowerdError(f"llama.cpp cannot write a slot file to {path}.")
-
-
-def _nothing(_seq: int) -> None:
-    """There is no head that evaluates anything."""

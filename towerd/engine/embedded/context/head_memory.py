@@ -25,9 +25,10 @@ class HeadMemory:
     """Drafts are all that is lost where rows are missing, so no failure here is an error of a request.
     Called by the inference thread only."""
 
-    def __init__(self, sequences: Sequences, state: HeadState, digest: bytes) -> None:
-        """sequences: of the head's context; state: how they are written; digest: see `HeadRows`"""
+    def __init__(self, sequences: Sequences, state: HeadState, digest: bytes, lag: int) -> None:
+        """sequences: of the head's context; state: how they are written; digest, lag: see `HeadRows`"""
         self.digest = digest
+        self._lag = lag
         self._sequences = sequences
         self._state = state
         self._has_failed = False
@@ -38,7 +39,8 @@ class HeadMemory:
         if self._sequences.pos_max(seq) < 0:
             return None
         try:
-            return HeadRows(self.digest, self._state.parse(self._sequences.get_state(seq)))
+            rows = self._state.parse(self._sequences.get_state(seq))
+            return HeadRows(self.digest, rows, self._lag)
         except (StateError, TowerdError) as error:
             self._note(error)
             return None
@@ -64,12 +66,14 @@ def open_head_memory(
     sequences: Sequences,
     follow: Callable[[], None],
     weights: str,
+    lag: int,
 ) -> HeadMemory | None:
     """The memory of a head that has just been loaded, read off what it has of two tokens; None if it has
     a form that we do not know, so that nothing of it is stored.
 
     context: the model's; scratch: an empty sequence of it; sequences: of the head's context; follow: has
-    the head read what `context` evaluated last; weights: a hash of those that the head's rows depend on"""
+    the head read what `context` evaluated last; weights: a hash of those that the head's rows depend on;
+    lag: see `HeadRows`"""
     context.batch.add(np.zeros(2, np.int32), 0, scratch, logits_last=True)
     context.decode()
     try:
@@ -84,7 +88,7 @@ def open_head_memory(
         return None
     finally:
         context.seq_rm(scratch)
-    return HeadMemory(sequences, state, _digest(state, weights))
+    return HeadMemory(sequences, state, _digest(state, weights), lag)
 
 
 def _digest(state: HeadState, weights: str) -> bytes:

@@ -1,9 +1,9 @@
 """Drafts: where guesses come from, which llama.cpp makes from text or from the model's hidden states.
 
-A draft model and n-grams read a reply's text. A head that predicts several tokens (MTP) reads what the
-model evaluates: each token beside the hidden state of the one before. Its own rows are in a context of
-its own, whose sequences are shared and cut as the model's are, and they are stored and restored with the
-model's. Where rows come without them, the head drafts from the tokens that were evaluated since.
+A draft model and n-grams read a reply's text. A head (MTP, EAGLE-3, DFlash) reads what the model
+evaluates: each token beside hidden states of the model. Its own rows are in a context of its own, whose
+sequences are shared and cut as the model's are, and they are stored and restored with the model's. Where
+rows come without them, the head drafts from the tokens that were evaluated since.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from towerd.engine.embedded.context.head_memory import open_head_memory
 from towerd.engine.embedded.context.sequences import Sequences
 from towerd.engine.embedded.live.job import Job
 from towerd.errors import ConfigError, ModelError
+from towerd.media_ids import is_token
 from towerd.model.model_file import Memo, file_hash
 from towerd.settings.config import Config
 from towerd.settings.llama_flags import draft_model
@@ -28,6 +29,11 @@ from towerd.wire import Head, Model, Speculation
 
 class Drafts(Protocol):
     """Methods raise WireError."""
+
+    synthetic: tuple[float, ...]
+    """The probabilities with which drafted tokens are taken, right or not; empty: where they are right."""
+    head: Head | None
+    """What reads the hidden states that are evaluated."""
 
     def evaluated(self) -> None:
         """Read the batch that the context has just evaluated."""
@@ -46,6 +52,8 @@ class TextDrafts:
     """From a draft model, from n-grams, or both."""
 
     def __init__(self, speculation: Speculation) -> None:
+        self.synthetic = speculation.synthetic
+        self.head: Head | None = None
         self._speculation = speculation
 
     def evaluated(self) -> None:
@@ -53,7 +61,7 @@ class TextDrafts:
 
     def draft(self, asked: Sequence[tuple[Job, int]]) -> list[Ids]:
         """See Drafts."""
-        return self._speculation.draft([(job.slot, job.ids, n) for job, n in asked])
+        return self._speculation.draft([(job.slot, _text_of(job), n) for job, n in asked])
 
     def accept(self, job: Job, n_accepted: int) -> None:
         """See Drafts."""
@@ -65,20 +73,22 @@ class TextDrafts:
 
 
 class HeadDrafts:
-    """From a head that predicts several tokens."""
+    """From a head that reads hidden states."""
 
     def __init__(self, head: Head, core: Core, weights: str) -> None:
         """weights: a hash of those that the head's rows depend on. Computes: on a thread that ends with
         it."""
+        self.synthetic = head.synthetic
+        self.head: Head | None = head
         self._head = head
         self._context = core.context
         self._memory = core.memory
         address = head.followed_context
         follower = Sequences(ctypes.c_void_p(address)) if address else None
-        core.context.lead(follower, head.forget)
+        core.context.lead(follower, head.changed)
         if follower is not None and core.memory.kind.has_rows:
             core.memory.head = open_head_memory(
-                core.context, core.memory.scratch, follower, self.evaluated, weights
+                core.context, core.memory.scratch, follower, self.evaluated, weights, head.lag
             )
 
     def evaluated(self) -> None:
@@ -90,7 +100,7 @@ class HeadDrafts:
         wanted = []
         for job, n in asked:
             assert job.seq is not None
-            wanted.append((job.seq.id, int(job.ids[-1]), job.seq.n, n))
+            wanted.append((job.seq.id, int(job.ids[-1]), job.seq.place_next, n))
         return self._head.draft(wanted)
 
     def accept(self, job: Job, n_accepted: int) -> None:
@@ -102,12 +112,19 @@ class HeadDrafts:
         """See Drafts."""
         self._memory.head = None
         self._context.leave()
+        self.head = None
         del self._head
+
+
+def _text_of(job: Job) -> Ids:
+    """Its tokens, without its media."""
+    return job.ids[is_token(job.ids)] if job.media else job.ids
 
 
 def open_drafts(model: Model, core: Core, config: Config, memo: Memo) -> Drafts | None:
     """The drafts that llama-server's flags ask for; None if they do not. `memo` remembers the hash of a
-    head's file. Raises ConfigError for a model whose state cannot be restored, an unusable draft model or head, or clashing flags."""
+    head's file. Raises ConfigError for a model whose state cannot be restored, an unusable draft model
+    or head, or clashing flags."""
     if not Speculation.is_asked_for(model):
         return None
     if core.memory.kind is WHOLE:
@@ -119,7 +136,7 @@ def open_drafts(model: Model, core: Core, config: Config, memo: Memo) -> Drafts 
     try:
         if Head.is_asked_for(model):
             flags = core.context.params
-            made = model, address, ctypes.addressof(flags), config.parallel
+            made = model, address, ctypes.addressof(flags), config.parallel, str(config.model)
             weights = _weights_of_head(core, config, memo)
             return on_short_lived_thread(lambda: HeadDrafts(Head(*made), core, weights))
         n_threads = config.threads, config.threads_batch or config.threads

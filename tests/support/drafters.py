@@ -1,0 +1,266 @@
+"""Heads in files of their own (EAGLE-3, DFlash, DSpark, Gemma 4's assistant), and small models for them.
+
+The models' layers add nothing to the embeddings: each says the words of its vocabulary in a circle, and the
+embedding of the next word is that of a word turned by one matrix. A head that turns hidden states so is
+always right, if they are those of the right tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from any_arch import COMMON, N_VOCAB, Values, add_keys, make_arch_gguf
+from heads import FIRST_WORD, HEADS
+
+from lab.models.gguf_file import writing
+
+N_EMBD: int = COMMON["embedding_length"]
+N_WORDS = N_VOCAB - FIRST_WORD
+MASK = 5
+"""The token that DFlash has guessed."""
+BACK = 8
+"""How many tokens before the one that it guesses the right DFlash head looks."""
+N_EMBD_ASSISTANT = 160
+"""Of Gemma 4's assistant, which must have another width than its model."""
+TARGETS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen35": {**HEADS["qwen35"], "block_count": 4},
+    "gemma4": {
+        "attention.sliding_window_pattern": [1, 0, 1, 0],
+        "attention.key_length": 64,
+        "attention.value_length": 64,
+        "attention.key_length_swa": 32,
+        "attention.value_length_swa": 32,
+        "embedding_length_per_layer_input": 0,
+        "rope.dimension_count": 64,
+        "rope.dimension_count_swa": 32,
+        "rope.freq_base": 1e6,
+    },
+}
+"""Keys of the models, by architecture."""
+KINDS: dict[str, dict[str, Any]] = {
+    "draft-eagle3": {
+        "block_count": 1,
+        "target_layers": [0, 2, 3],
+        "target_hidden_size": N_EMBD,
+    },
+    "draft-dflash": {
+        "block_count": 1,
+        "target_layers": [1, 3],
+        "block_size": BACK,
+        "attention.head_count_kv": 4,
+        "attention.sliding_window": 0,
+        "rope.freq_base": 100.0,
+    },
+    "draft-dspark": {
+        "block_count": 1,
+        "target_layers": [1],
+        "block_size": 4,
+        "attention.head_count_kv": 4,
+        "attention.sliding_window": 0,
+    },
+    "draft-mtp": {
+        **TARGETS["gemma4"],
+        "block_count": 2,
+        "nextn_predict_layers": 2,
+        "embedding_length": N_EMBD_ASSISTANT,
+        "embedding_length_out": N_EMBD,
+        "attention.sliding_window_pattern": [1, 0],
+    },
+}
+"""Keys of the heads, by --spec-type."""
+ARCHS = {
+    "draft-eagle3": "eagle3",
+    "draft-dflash": "dflash",
+    "draft-dspark": "dflash",
+    "draft-mtp": "gemma4-assistant",
+}
+_ADDS = (".attn_output.", ".ffn_down", ".ssm_out.")
+Guesses: TypeAlias = Literal["right", "random"]
+Tensors: TypeAlias = dict[str, npt.NDArray[Any]]
+
+
+def words(n: int, seed: int) -> list[int]:
+    """Tokens of `n` words as a model says them, from any one on."""
+    first = int(np.random.default_rng(seed).integers(N_WORDS))
+    return [FIRST_WORD + (first + i) % N_WORDS for i in range(n)]
+
+
+def make_target(path: Path, arch: str) -> None:
+    """Write a model that says the words in a circle."""
+
+    def changed(name: str, values: Values) -> Values:
+        if name == "token_embd.weight":
+            return _embeddings()
+        if name == "output.weight":
+            return _said()
+        if "norm" in name:
+            return np.ones_like(values)
+        return np.zeros_like(values) if any(each in name for each in _ADDS) else values
+
+    make_arch_gguf(path, arch, TARGETS[arch], 0, changed)
+
+
+def make_drafter(
+    path: Path,
+    kind: str,
+    guesses: Guesses = "right",
+    seed: int = 0,
+    *,
+    keys: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, npt.NDArray[Any]] | None = None,
+) -> None:
+    """Write a head of `kind`. keys, tensors: others than those that belong there."""
+    made = {
+        "draft-eagle3": _eagle3,
+        "draft-dflash": _dflash,
+        "draft-dspark": _dspark,
+        "draft-mtp": _assistant,
+    }[kind]()
+    if guesses == "random":
+        rng = np.random.default_rng(seed)
+        for name, values in made.items():
+            noise = rng.standard_normal(values.shape) * values.shape[-1] ** -0.5
+            made[name] = values if values.ndim < 2 else noise.astype(np.float32)
+    arch = ARCHS[kind]
+    with writing(path, arch) as writer:
+        add_keys(writer, arch, {**KINDS[kind], **(keys or {})})
+        if arch == "dflash":
+            writer.add_mask_token_id(MASK)
+        for name, values in (made | dict(tensors or {})).items():
+            writer.add_tensor(name, values)
+
+
+def _embeddings() -> Values:
+    """float32[N_VOCAB, N_EMBD]: unit variance, the same first number, and the words on a circle."""
+    rng = np.random.default_rng(0)
+    made = rng.standard_normal((N_VOCAB, N_EMBD))
+    angles = np.outer(np.arange(N_WORDS), 2 * np.pi * _speeds() / N_WORDS)
+    circle = np.sqrt(2) * np.stack([np.cos(angles), np.sin(angles)], -1)
+    made[FIRST_WORD:, 1:-1] = circle.reshape(N_WORDS, -1)
+    made[FIRST_WORD:, -1] = 0
+    made[MASK] = 0
+    made[:, 0] = np.sqrt(2)
+    return made.astype(np.float32)
+
+
+def _speeds() -> npt.NDArray[np.int64]:
+    """How often each plane turns in a circle of words."""
+    return 1 + np.random.default_rng(1).permutation(N_WORDS // 2 - 1)[: N_EMBD // 2 - 1]
+
+
+def _turn(n: int) -> Values:
+    """float32[N_EMBD, N_EMBD]: makes the embedding of a word that of the `n`-th after it, without the first
+    number."""
+    made = np.zeros((N_EMBD, N_EMBD))
+    for i, speed in enumerate(_speeds()):
+        angle = 2 * np.pi * speed * n / N_WORDS
+        at = slice(1 + 2 * i, 3 + 2 * i)
+        made[at, at] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+    return made.astype(np.float32)
+
+
+def _said() -> Values:
+    """Of the output: after each word the next one."""
+    made = _embeddings() * np.float32(0.01)
+    circle = _embeddings()[FIRST_WORD:]
+    made[FIRST_WORD:] = np.roll(circle, 1, 0)
+    return made
+
+
+def _layer(n_kv: int, n_inputs: int) -> Tensors:
+    """A layer that adds nothing."""
+    ones, square = np.ones(N_EMBD, np.float32), np.eye(N_EMBD, dtype=np.float32)
+    return {
+        "output_norm.weight": ones,
+        "blk.0.attn_norm.weight": ones,
+        "blk.0.ffn_norm.weight": ones,
+        "blk.0.attn_q.weight": np.zeros((N_EMBD, n_inputs), np.float32),
+        "blk.0.attn_k.weight": np.zeros((n_kv, n_inputs), np.float32),
+        "blk.0.attn_v.weight": np.zeros((n_kv, n_inputs), np.float32),
+        "blk.0.attn_output.weight": np.zeros_like(square),
+        "blk.0.ffn_gate.weight": np.zeros_like(square),
+        "blk.0.ffn_up.weight": np.zeros_like(square),
+        "blk.0.ffn_down.weight": np.zeros_like(square),
+    }
+
+
+def _eagle3() -> Tensors:
+    """Turns the hidden state by one word. The gate is a constant, so that its layer computes a matrix."""
+    square, gate = np.eye(N_EMBD, dtype=np.float32), 10.0
+    made = _layer(2 * 32, 2 * N_EMBD)
+    made["blk.0.attn_norm_2.weight"] = np.ones(N_EMBD, np.float32)
+    made["fc.weight"] = np.concatenate([square / np.float32(3)] * 3, 1)
+    made["blk.0.ffn_gate.weight"][:, 0] = gate / np.sqrt(2)
+    turned = _turn(1) - square
+    turned[0], turned[-1] = 0, 0
+    made["blk.0.ffn_up.weight"] = turned
+    made["blk.0.ffn_down.weight"] = square * np.float32((1 + np.exp(-gate)) / gate)
+    return made
+
+
+def _dflash() -> Tensors:
+    """Each guess looks at the token that is BACK before it, and turns its state to the one before it."""
+    square, half = np.eye(N_EMBD, dtype=np.float32), np.float32(0.5)
+    made = _layer(N_EMBD, N_EMBD)
+    made["fc.weight"] = np.concatenate([square * half, square * half], 1)
+    made["enc.output_norm.weight"] = np.ones(N_EMBD, np.float32)
+    angles = BACK * 100.0 ** (-np.arange(16) / 16)
+    key = np.concatenate([np.ones(16), np.zeros(16)])
+    query = np.concatenate([np.cos(angles), -np.sin(angles)])
+    made["blk.0.attn_k.weight"][:, 0] = np.tile(key, 4)
+    made["blk.0.attn_q.weight"][:, 0] = np.tile(query, 4)
+    for name in ("q", "k"):
+        made[f"blk.0.attn_{name}_norm.weight"] = np.full(32, 12, np.float32)
+    made["blk.0.attn_v.weight"] = square
+    made["blk.0.attn_output.weight"] = _turn(BACK - 1)
+    return made
+
+
+def _dspark() -> Tensors:
+    """Guesses each token from the one before."""
+    made = _layer(N_EMBD, N_EMBD)
+    made["fc.weight"] = np.eye(N_EMBD, dtype=np.float32)
+    made["enc.output_norm.weight"] = np.ones(N_EMBD, np.float32)
+    for name in ("q", "k"):
+        made[f"blk.0.attn_{name}_norm.weight"] = np.ones(32, np.float32)
+    made["markov_w1.weight"], made["markov_w2.weight"] = _embeddings(), _said()
+    return made
+
+
+def _assistant() -> Tensors:
+    """Turns the hidden state of the token before the newest one, which has the state's width, by one word.
+
+    Its layers add nothing, but read the model's rows."""
+    n_head, n, n_ff = 4, N_EMBD_ASSISTANT, COMMON["feed_forward_length"]
+    ones = np.ones(n, np.float32)
+    wide = np.zeros((n, N_EMBD), np.float32)
+    wide[:N_EMBD] = np.eye(N_EMBD)
+    turned = _turn(1)
+    turned[0, 0] = 1
+    made: Tensors = {
+        "token_embd.weight": (wide @ _said().T).T.copy(),
+        "output_norm.weight": ones,
+        "rope_freqs.weight": np.ones(32, np.float32),
+        "nextn.pre_projection.weight": np.concatenate([np.zeros_like(wide), wide @ turned], 1),
+        "nextn.post_projection.weight": wide.T.copy(),
+    }
+    for i, n_head_dims in enumerate((32, 64)):
+        made |= {
+            f"blk.{i}.attn_norm.weight": ones,
+            f"blk.{i}.attn_q.weight": np.zeros((n_head * n_head_dims, n), np.float32),
+            f"blk.{i}.attn_output.weight": np.zeros((n, n_head * n_head_dims), np.float32),
+            f"blk.{i}.attn_q_norm.weight": np.ones(n_head_dims, np.float32),
+            f"blk.{i}.post_attention_norm.weight": ones,
+            f"blk.{i}.layer_output_scale.weight": np.ones(1, np.float32),
+            f"blk.{i}.ffn_norm.weight": ones,
+            f"blk.{i}.ffn_gate.weight": np.zeros((n_ff, n), np.float32),
+            f"blk.{i}.ffn_up.weight": np.zeros((n_ff, n), np.float32),
+            f"blk.{i}.ffn_down.weight": np.zeros((n, n_ff), np.float32),
+            f"blk.{i}.post_ffw_norm.weight": ones,
+        }
+    return made
