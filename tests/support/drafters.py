@@ -124,7 +124,8 @@ def make_drafter(
     if guesses == "random":
         rng = np.random.default_rng(seed)
         for name, values in made.items():
-            noise = rng.standard_normal(values.shape) * values.shape[-1] ** -0.5
+            gain = 4.0 if ".attn_output" in name else 1.0  # so that it shows which rows are there
+            noise = rng.standard_normal(values.shape) * gain * values.shape[-1] ** -0.5
             made[name] = values if values.ndim < 2 else noise.astype(np.float32)
     arch = ARCHS[kind]
     with writing(path, arch) as writer:

@@ -46,16 +46,18 @@ HEADS: dict[str, dict[str, Any]] = {
 _ADDS = (".attn_output.", ".ffn_down", ".ssm_out.", ".attn_out.", "shexp")
 
 
-Guesses: TypeAlias = Literal["of token", "of state", "wrong"]
+Guesses: TypeAlias = Literal["of token", "of state", "wrong", "random"]
 
 
 def make_head_gguf(path: Path, arch: str, guesses: Guesses = "of token", seed: int = 0) -> None:
     """A model of `arch` whose head guesses right from the token, right from the hidden state of the token
-    before it (one token of a draft, since its own hidden states say less), or wrong."""
+    before it (one token of a draft, since its own hidden states say less), wrong, or by chance, from the
+    rows that it has."""
+    keys = {"block_count": 5, "nextn_predict_layers": 1} | HEADS[arch]
     rng = np.random.default_rng(seed)
     embeddings = rng.standard_normal((N_VOCAB, N_EMBD)).astype(np.float32)
     said, wrong = (_permuted(rng) for _ in range(2))
-    guessed = {"of token": said, "of state": said[said], "wrong": wrong}
+    guessed = {"of token": said, "of state": said[said], "wrong": wrong, "random": wrong}
     # Out of [embedding, hidden state] one half.
     half = np.eye(N_EMBD, 2 * N_EMBD, N_EMBD if guesses == "of state" else 0, np.float32)
 
@@ -70,6 +72,8 @@ def make_head_gguf(path: Path, arch: str, guesses: Guesses = "of token", seed: i
             return embeddings[said]
         if name.endswith("shared_head_head.weight"):
             return embeddings[guessed[guesses]]
+        if guesses == "random" and name.startswith(f"blk.{keys['block_count'] - 1}."):
+            return values * np.float32(4 if ".attn_output." in name else 1)
         if name.endswith("eh_proj.weight"):
             return half
         if "norm" in name:  # else the head would take some tokens for others
@@ -78,7 +82,6 @@ def make_head_gguf(path: Path, arch: str, guesses: Guesses = "of token", seed: i
             return np.zeros_like(values)
         return values
 
-    keys = {"block_count": 5, "nextn_predict_layers": 1} | HEADS[arch]
     make_arch_gguf(path, arch, keys, seed, changed)
 
 
