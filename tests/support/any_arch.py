@@ -85,9 +85,11 @@ def make_arch_gguf(
                 writer.add_tensor(each.name, found)
 
 
-def add_keys(writer: GGUFWriter, arch: str, keys: Mapping[str, Any]) -> None:
-    """Add the vocabulary, and COMMON and `keys` as those of `arch`."""
-    synthetic(N_VOCAB).write(writer, None)
+def add_keys(
+    writer: GGUFWriter, arch: str, keys: Mapping[str, Any], n_vocab: int = N_VOCAB
+) -> None:
+    """Add a vocabulary, and COMMON and `keys` as those of `arch`."""
+    synthetic(n_vocab).write(writer, None)
     for name, value in (COMMON | dict(keys)).items():
         key = f"{arch}.{name}"
         if isinstance(value, list):

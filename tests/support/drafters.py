@@ -8,13 +8,14 @@ always right, if they are those of the right tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from any_arch import COMMON, N_VOCAB, Values, add_keys, make_arch_gguf
-from heads import FIRST_WORD, HEADS
+from heads import FIRST_WORD, HEADS, make_head_gguf
 
 from lab.models.gguf_file import writing
 
@@ -90,6 +91,12 @@ def words(n: int, seed: int) -> list[int]:
     return [FIRST_WORD + (first + i) % N_WORDS for i in range(n)]
 
 
+def after(prompt: list[int], n: int) -> list[int]:
+    """What a model says behind it."""
+    first = prompt[-1] - FIRST_WORD + 1
+    return [FIRST_WORD + (first + i) % N_WORDS for i in range(n)]
+
+
 def make_target(path: Path, arch: str) -> None:
     """Write a model that says the words in a circle."""
 
@@ -113,8 +120,10 @@ def make_drafter(
     *,
     keys: Mapping[str, Any] | None = None,
     tensors: Mapping[str, npt.NDArray[Any]] | None = None,
+    n_vocab: int = N_VOCAB,
+    mask: int | None = MASK,
 ) -> None:
-    """Write a head of `kind`. keys, tensors: others than those that belong there."""
+    """Write a head of `kind`. keys, tensors, n_vocab, mask: others than those that belong there."""
     made = {
         "draft-eagle3": _eagle3,
         "draft-dflash": _dflash,
@@ -124,15 +133,105 @@ def make_drafter(
     if guesses == "random":
         rng = np.random.default_rng(seed)
         for name, values in made.items():
-            noise = rng.standard_normal(values.shape) * values.shape[-1] ** -0.5
+            gain = 4.0 if ".attn_output" in name else 1.0  # so that it shows which rows are there
+            noise = rng.standard_normal(values.shape) * gain * values.shape[-1] ** -0.5
             made[name] = values if values.ndim < 2 else noise.astype(np.float32)
     arch = ARCHS[kind]
     with writing(path, arch) as writer:
-        add_keys(writer, arch, {**KINDS[kind], **(keys or {})})
-        if arch == "dflash":
-            writer.add_mask_token_id(MASK)
+        add_keys(writer, arch, {**KINDS[kind], **(keys or {})}, n_vocab)
+        if arch == "dflash" and mask is not None:
+            writer.add_mask_token_id(mask)
         for name, values in (made | dict(tensors or {})).items():
             writer.add_tensor(name, values)
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A head that was made for another model, or to do harm."""
+
+    model: Path
+    flags: tuple[str, ...]
+    said: str
+    """What is said of it."""
+
+
+def make_misfits(folder: Path) -> dict[str, Misfit]:
+    """Write models and heads for them that must be refused."""
+    models = {arch: folder / f"{arch}.model" for arch in ("llama", "gemma4", "glm4moe")}
+    for arch, path in models.items():
+        make_head_gguf(path, arch) if arch in HEADS else make_target(path, arch)
+    found = {}
+    for name, (arch, kind, changes, said) in _MISFITS.items():
+        make_drafter(folder / name, kind, **changes)
+        found[name] = Misfit(models[arch], ("-md", str(folder / name), "--spec-type", kind), said)
+    (folder / "text").write_text("no model")
+    narrow = {"block_count": 5, "nextn_predict_layers": 1, "embedding_length": 64}
+    make_arch_gguf(folder / "narrow", "glm4moe", narrow)
+    with writing(folder / "empty", "llama"):
+        pass
+    for name, head, kind, said in (
+        ("an EAGLE-3 head as MTP", "layer", "draft-mtp", "no head that predicts several tokens"),
+        ("an EAGLE-3 head as DFlash", "layer", "draft-dflash", "before layer 9"),
+        ("a DFlash head as EAGLE-3", "block", "draft-eagle3", "states of 2 layers"),
+        ("text", "text", "draft-eagle3", "cannot be loaded"),
+        ("nothing", "empty", "", "cannot be loaded"),
+    ):
+        flags = ("-md", str(folder / head), *(("--spec-type", kind) if kind else ()))
+        found[name] = Misfit(models["llama"], flags, said)
+    flags = ("-md", str(folder / "narrow"), "--spec-type", "draft-mtp")
+    found["narrow"] = Misfit(models["glm4moe"], flags, "of 64 numbers, the model's have 128")
+    alone = ("--spec-type", "draft-eagle3")
+    found["none"] = Misfit(models["llama"], alone, "name its file with --model-draft")
+    return found
+
+
+_ROWS = np.zeros((N_VOCAB, N_EMBD), np.float32)
+_MISFITS: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "layer": ("llama", "draft-eagle3", {"keys": {"target_layers": [0, 2, 9]}}, "before layer 9"),
+    "no layer": ("llama", "draft-eagle3", {"keys": {"target_layers": [0, -1, 2]}}, "layer -1"),
+    "width": (
+        "llama",
+        "draft-eagle3",
+        {
+            "keys": {"target_hidden_size": 64},
+            "tensors": {"fc.weight": np.zeros((N_EMBD, 3 * 64), np.float32)},
+        },
+        "hidden states of 64 numbers, the model's have 128",
+    ),
+    "rows": (
+        "llama",
+        "draft-eagle3",
+        {"tensors": {"token_embd.weight": _ROWS[:10]}},
+        "embeddings of 10 tokens, the model has 448",
+    ),
+    "named": (
+        "llama",
+        "draft-eagle3",
+        {"tensors": {"d2t": np.array([1, 2, 1 << 40]), "output.weight": _ROWS[:3]}},
+        "drafts tokens that the model does not have",
+    ),
+    "vocabulary": ("llama", "draft-eagle3", {"n_vocab": 600}, "has 600 tokens, the model 448"),
+    "states": ("glm4moe", "draft-eagle3", {}, "hands out no hidden states"),
+    "block": ("llama", "draft-dflash", {"keys": {"block_size": 1}}, "of less than 2 tokens"),
+    "blocks": ("llama", "draft-dflash", {"keys": {"target_layers": [1, 7]}}, "before layer 7"),
+    "mask": ("llama", "draft-dflash", {"mask": None}, "names no mask token"),
+    "masked": ("llama", "draft-dflash", {"mask": 5000}, "names no mask token"),
+    "markov": ("llama", "draft-dspark", {"n_vocab": 600}, "cannot be loaded"),
+    "assistant": ("llama", "draft-mtp", {}, "is made for Gemma 4"),
+    "heads": (
+        "gemma4",
+        "draft-mtp",
+        {"keys": {"attention.head_count_kv": 1}},
+        "has another attention.head_count_kv than the model",
+    ),
+    "values": (
+        "gemma4",
+        "draft-mtp",
+        {"keys": {"attention.sliding_window_pattern": [1, 1], "attention.key_length_swa": 64}},
+        "cannot be loaded",
+    ),
+}
+"""By name: the model's architecture, the kind of head, what is other than it should be, what is said."""
 
 
 def _embeddings() -> Values:

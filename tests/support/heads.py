@@ -52,7 +52,7 @@ ATTENTION_GAIN = 20.0
 _ADDS = (".attn_output.", ".ffn_down", ".ssm_out.", ".attn_out.", "shexp")
 
 
-Guesses: TypeAlias = Literal["of token", "of state", "of rows", "of states", "wrong"]
+Guesses: TypeAlias = Literal["of token", "of state", "of rows", "of states", "wrong", "random"]
 
 
 def make_head_gguf(
@@ -64,12 +64,13 @@ def make_head_gguf(
 ) -> None:
     """A model of `arch` whose head guesses right from the token, right from the hidden state of the token
     before it (one token of a draft, since its own hidden states say less), as its rows of all tokens before
-    lead it to, which depend on the tokens alone or ("of states") on hidden states alone, or wrong."""
+    lead it to, which depend on the tokens alone or ("of states") on hidden states alone, wrong, or by
+    chance, from the rows that it has."""
     rng = np.random.default_rng(seed)
     embeddings = rng.standard_normal((N_VOCAB, N_EMBD)).astype(np.float32)
     said, wrong = (_permuted(rng) for _ in range(2))
     guessed = {"of token": said, "of state": said[said], "of rows": said, "of states": said[said]}
-    guessed["wrong"] = wrong
+    guessed |= {"wrong": wrong, "random": wrong}
     # Out of [embedding, hidden state] one half.
     half = np.eye(N_EMBD, 2 * N_EMBD, N_EMBD if guesses.startswith("of state") else 0, np.float32)
 
@@ -87,12 +88,14 @@ def make_head_gguf(
             return embeddings[said]
         if name.endswith("shared_head_head.weight"):
             return embeddings[guessed[guesses]]
+        if guesses == "random" and name.startswith(f"blk.{keys['block_count'] - 1}."):
+            return values * np.float32(4 if ".attn_output." in name else 1)
         if name.endswith("eh_proj.weight"):
             return half
         if "norm" in name:  # else the head would take some tokens for others
             return np.ones_like(values)
         if (
-            guesses == "of rows"
+            guesses in ("of rows", "of states")
             and "attn_output." in name
             and int(name.split(".")[1]) >= first_head
         ):

@@ -43,8 +43,11 @@ std::vector<common_speculative_type> speculative_types(const common_params_specu
         }
     }
     if (types.empty() && params.has_dft()) {
-        const AbortGuard guard;
-        types = common_speculative_types_from_gguf(params.draft.mparams.path);
+        try {
+            const AbortGuard guard;
+            types = common_speculative_types_from_gguf(params.draft.mparams.path);
+        } catch (const std::exception &) {  // NOLINT: what is wrong with the file is said where it is loaded
+        }
         if (types.empty()) {
             types.push_back(COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE);
         }

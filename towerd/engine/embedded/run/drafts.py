@@ -142,7 +142,7 @@ def open_drafts(model: Model, core: Core, config: Config, memo: Memo) -> Drafts 
         n_threads = config.threads, config.threads_batch or config.threads
         read = model, address, config.parallel, *n_threads
         return TextDrafts(on_short_lived_thread(lambda: Speculation(*read)))
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise ConfigError(f"No speculation: {error}.") from error
 
 
