@@ -92,7 +92,7 @@ def make_head_gguf(
         if "norm" in name:  # else the head would take some tokens for others
             return np.ones_like(values)
         if (
-            guesses == "of rows"
+            guesses in ("of rows", "of states")
             and "attn_output." in name
             and int(name.split(".")[1]) >= first_head
         ):
