@@ -164,6 +164,12 @@ class KVRows:
         """The rows before position `at` and those from it on, as views; both non-empty."""
         return self.slice(self.p0, at), self.slice(at, self.p1)
 
+    def settled(self) -> KVRows:
+        """The rows without those of a head that depend on tokens behind them; views."""
+        if self.head is None or not self.head.lag:
+            return self
+        return replace(self, head=self.head.slice(self.p0, self.p1 - self.head.lag))
+
     def copy(self) -> KVRows:
         """The same rows in memory of their own: one blob, or the planes one after the other."""
         if self.blob is None and not self.v_trans:
@@ -188,18 +194,16 @@ class HeadRows:
 
     digest: names the head; rows of another one are of no use to it
     rows: native, token-major, without a `head` of their own
-    lag: each row depends on so many tokens behind its own, which must be those of the same rows"""
+    lag: each row depends on so many tokens behind its own"""
 
     digest: bytes
     rows: KVRows
     lag: int = 0
 
     def slice(self, p0: int, p1: int) -> HeadRows | None:
-        """The rows with p0 <= position < p1 that depend on no token from p1 on, as views; None if there
-        is none."""
-        end = p1 - self.lag
-        first, last = map(int, np.searchsorted(self.rows.positions, (p0, end)))
-        return replace(self, rows=self.rows.slice(p0, end)) if first < last else None
+        """The rows with p0 <= position < p1, as views; None if there is none."""
+        first, last = map(int, np.searchsorted(self.rows.positions, (p0, p1)))
+        return replace(self, rows=self.rows.slice(p0, p1)) if first < last else None
 
     def copy(self) -> HeadRows:
         """The same rows in memory of their own."""

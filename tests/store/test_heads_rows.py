@@ -260,3 +260,21 @@ def test_a_file_without_them_is_as_it_was(root: Path) -> None:
         data = file_of(written(store, None)).path.read_bytes()
     body, _ = unframed(memoryview(data), MAGIC, VERSION, "segment")
     assert "head" not in msgspec.msgpack.decode(body)
+
+
+def test_rows_that_depend_on_what_follows_stay_with_their_branch(root: Path) -> None:
+    """The last row of a segment would be computed from a token that another one has, which may be another
+    tenant's."""
+    head = replace(head_of(IDS), lag=1)
+    expected = [p for p in range(50) if p not in (19, 49)]
+    with Store.open(root, ROW_IDENTITY) as store:
+        store.rows.head = MINE
+        leaf = written(store, head, (20, 50))
+        found = [each.rows.positions.tolist() for each in heads_of(store, leaf) if each is not None]
+        assert sum(found, []) == expected
+        store.insert(np.concatenate([IDS[:35], ids_of(1)]), "local", [36])
+        assert check_heads(store, leaf) == 48
+    with Store.open(root, ROW_IDENTITY) as store:
+        store.rows.head = MINE
+        leaf = store.match(IDS, "local").nodes[-1]
+        assert {each.lag for each in heads_of(store, leaf) if each is not None} == {1}

@@ -199,7 +199,8 @@ class RowStore:
                 if on_disk is not None and may_replace(on_disk, new):
                     continue
                 n_before = 0 if node.hot is None else node.hot.nbytes
-                node.hot, node.origin = rows.slice(node.p0, node.p1), origin
+                # what stands behind a node differs by branch, and may be another tenant's
+                node.hot, node.origin = rows.slice(node.p0, node.p1).settled(), origin
                 state.hot_bytes += node.hot.nbytes - n_before
                 taken.append(node)
             state.listener.became_hot(taken)
