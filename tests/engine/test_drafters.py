@@ -244,7 +244,9 @@ async def test_drafts_behind_pictures(opened: Opened, pair: str, tmp_path: Path)
     assert n == n_right >= REPLY // 2
 
 
-async def test_flags_of_drafts(opened: Opened) -> None:
+async def test_flags_of_drafts(opened: Opened, tmp_path: Path) -> None:
+    """What follows from the head's file need not be said."""
+    make_drafter(tmp_path / "head.gguf", "draft-eagle3")
     few = ("--spec-draft-n-max", "2", "--spec-draft-n-min", "2", "--spec-draft-p-min", "0.5")
     flags = (*few, "--spec-draft-type-k", "q8_0", "--spec-draft-threads", "1")
     async with opened(

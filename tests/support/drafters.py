@@ -174,6 +174,7 @@ def make_misfits(folder: Path) -> dict[str, Misfit]:
         ("an EAGLE-3 head as DFlash", "layer", "draft-dflash", "before layer 9"),
         ("a DFlash head as EAGLE-3", "block", "draft-eagle3", "states of 2 layers"),
         ("text", "text", "draft-eagle3", "cannot be loaded"),
+        ("an EAGLE-3 head as a model", "layer", "draft-simple", "is a head, which reads no text"),
         ("nothing", "empty", "", "cannot be loaded"),
     ):
         flags = ("-md", str(folder / head), *(("--spec-type", kind) if kind else ()))

@@ -226,4 +226,16 @@ void check_head(const llama_model * head, const std::string & path, const llama_
     }
 }
 
+common_speculative_type head_type_of(const std::string & path) {
+    const Keys        keys(path);
+    const std::string arch = keys.arch();
+    if (arch == "dflash") {
+        return keys.tensor("markov_w1.weight") != nullptr ? COMMON_SPECULATIVE_TYPE_DRAFT_DSPARK
+                                                          : COMMON_SPECULATIVE_TYPE_DRAFT_DFLASH;
+    }
+    return arch == "eagle3"             ? COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3
+           : arch == "gemma4-assistant" ? COMMON_SPECULATIVE_TYPE_DRAFT_MTP
+                                        : COMMON_SPECULATIVE_TYPE_NONE;
+}
+
 }  // namespace towerd::wire

@@ -14,4 +14,7 @@ namespace towerd::wire {
 void check_head(const llama_model * head, const std::string & path, const llama_model * model, const std::string & model_path,
                 common_speculative_type type);
 
+// The kind of head that a file holds, by its architecture; NONE: no head, or one of a model that may draft by itself.
+common_speculative_type head_type_of(const std::string & path);
+
 }  // namespace towerd::wire
