@@ -13,12 +13,13 @@ from towerd.slots.reader import ByteReader
 from towerd.slots.rows import KVRows
 
 _PLAIN = np.dtype([("pos", "<i4"), ("n_seq", "<u4"), ("seq", "<i4")])
-_EXTENDED = np.dtype([("pos", "<i4"), ("n_seq", "<u4"), ("ext", "<i4", 3), ("seq", "<i4")])
+EXTENDED = np.dtype([("pos", "<i4"), ("n_seq", "<u4"), ("ext", "<i4", 3), ("seq", "<i4")])
+"""An entry of the table in models with M-RoPE."""
 
 
 def cell_bytes(cell_ext: bool) -> int:
     """Bytes of one entry of the table."""
-    return (_EXTENDED if cell_ext else _PLAIN).itemsize
+    return (EXTENDED if cell_ext else _PLAIN).itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +49,7 @@ class Cells:
 def parse_cells(reader: ByteReader, count: int, cell_ext: bool) -> Cells:
     """Read `count` entries. StateError for negative or duplicate positions and for cells that do not
     all belong to the same sequence and to no other."""
-    dtype = _EXTENDED if cell_ext else _PLAIN
+    dtype = EXTENDED if cell_ext else _PLAIN
     table = reader.take(count * dtype.itemsize, f"table of {count} cells").view(dtype)
     if (table["n_seq"] != 1).any():
         raise StateError("a cell does not belong to exactly one sequence (wrong cell_ext?)")
@@ -74,7 +75,7 @@ def cell_table(
 ) -> npt.NDArray[np.uint8]:
     """The table's bytes for the rows of all parts, in `order` (see `Cells.order`)."""
     cell_ext = parts[0].layout.cell_ext
-    table = np.empty(sum(len(part) for part in parts), _EXTENDED if cell_ext else _PLAIN)
+    table = np.empty(sum(len(part) for part in parts), EXTENDED if cell_ext else _PLAIN)
     table["pos"] = np.concatenate([part.positions for part in parts])
     table["n_seq"] = 1
     table["seq"] = seq_id

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -32,34 +32,44 @@ def shift(
     to: int,
     rope: Rope,
     *,
+    place: int | None = None,
     rot_k: bool = False,
     n_threads: int = dispatch.THREADS,
 ) -> KVRows:
     """The rows with the first at position `to` and the distances between them kept.
 
+    place: what the first is rotated to; None: `to`. In a model with M-RoPE the place of a row of
+    text, which is in its extension, differs from its position if a picture is before it.
     rot_k: the cache stores quantized keys Hadamard-rotated (`RowIdentity.rot_k`). Native
     formats only; quantized keys are rounded once more. V, and keys of layers without RoPE, are
     the same arrays; rows that stay where they are, the same value. StateError if `rope` does not
     fit the layout, a plane is in a stored format, or a position would be out of range."""
     check_rope(rows.layout, rope)
-    delta = to - rows.p0
-    if to < 0 or rows.p1 + delta > POSITION_MAX:
+    if to < 0 or rows.p1 + to - rows.p0 > POSITION_MAX:
         raise StateError(f"rows [{rows.p0}, {rows.p1}) cannot begin at position {to}")
+    at = rows.positions if rows.ext is None else rows.ext[:, 0]
+    delta = (to if place is None else place) - int(at[0])
     if delta == 0:
-        return rows
+        return rows if to == rows.p0 else _numbered(rows, to)
     tables: dict[LayerRope, _Tables] = {}
     planes = []
     for i, (plane, layer) in enumerate(zip(rows.layout.k, rope.layers, strict=True)):
         source = rows.k[i]
         if layer.kind != "none":
             if layer not in tables:
-                tables[layer] = _tables(rows, rope, i, delta)
+                tables[layer] = _tables(at, rope, i, delta)
             block = _hadamard_block(rows.layout, plane, layer) if rot_k else 0
             source = _rotated(source, plane, layer, tables[layer], block, n_threads)
         planes.append(source)
-    positions = rows.positions + np.int32(delta)
+    positions = rows.positions + np.int32(to - rows.p0)
     ext = _moved_ext(rows, delta)
     return KVRows(rows.layout, positions, tuple(planes), rows.v, ext, rows.v_trans)
+
+
+def _numbered(rows: KVRows, to: int) -> KVRows:
+    """The same rows with the first at position `to`."""
+    positions = rows.positions + np.int32(to - rows.p0)
+    return replace(rows, positions=positions, blob=None)
 
 
 def compose_at(
@@ -116,12 +126,13 @@ class _Tables:
     row_table: npt.NDArray[np.int32] | None
 
 
-def _tables(rows: KVRows, rope: Rope, layer: int, delta: int) -> _Tables:
-    """One line for all rows, or one for each row where llama.cpp's own rounding matters."""
-    if max(rows.p1, rows.p1 + delta) <= ROUNDED_POSITION_MIN:
+def _tables(at: npt.NDArray[np.int32], rope: Rope, layer: int, delta: int) -> _Tables:
+    """One line for all rows, which are rotated to `at`, or one for each row where llama.cpp's own
+    rounding matters."""
+    if int(at[-1]) + 1 + max(0, delta) <= ROUNDED_POSITION_MIN:
         return _Tables(*rope.tables(layer, [delta]), None)
-    lines = np.arange(len(rows), dtype=np.int32)
-    return _Tables(*rope.rounded_tables(layer, rows.positions, delta), lines)
+    lines = np.arange(len(at), dtype=np.int32)
+    return _Tables(*rope.rounded_tables(layer, at, delta), lines)
 
 
 def _rotated(

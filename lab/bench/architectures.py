@@ -1,6 +1,7 @@
 """`towerctl bench resume --arch`: time to resume a stored session, for every architecture.
 
-Models have random weights of one small shape. llama-server's own slot save and restore is measured
+Models have random weights of one small shape. A session is random tokens or, where the name ends so, a
+picture and random letters. llama-server's own slot save and restore is measured
 on the same prompt: `llama_server_cache_n` is how much of the restored slot it reused.
 """
 
@@ -11,17 +12,17 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import aiohttp
 import click
-import numpy as np
 
-from lab.models.kept import random_model
+from lab.bench.prompts import SessionPrompt, picture_prompt, text_prompt
+from lab.models.kept import random_model, random_projector
 from lab.models.random_gguf import Shape
 from lab.models.shape import Arch
+from lab.models.vision import TINY, Kind, Tower
 from towerd.cli.bench.harness.client import complete, daemon_stats, new_session
-from towerd.cli.bench.harness.models import random_prompt, vocab_size
 from towerd.cli.bench.harness.report import Report
 from towerd.cli.bench.harness.servers import ServerProcess, llama_server, towerd_server
 from towerd.errors import TowerdError
@@ -42,6 +43,12 @@ ARCHS: tuple[Arch, ...] = (
     "qwen2vl",
     "qwen3vl",
 )
+PICTURES: dict[str, tuple[Arch, Kind]] = {
+    "qwen3vl-picture": ("qwen3vl", "qwen3vl"),
+    "qwen35-picture": ("qwen35", "qwen2vl"),
+}
+"""Architectures of which a session with a picture is measured, and the kind of their projector."""
+_TOWER = Tower(384, 1536, 6, 6, side=512)
 _SHAPE = Shape(12, 768, 12, 4, 2304, 8192, n_ctx_train=32768, window=512)
 _QUICK = Shape(4, 256, 4, 2, 768, 2048, n_ctx_train=32768, window=128)
 _TRIALS = 3
@@ -53,17 +60,16 @@ _OVERHEAD_MAX = 0.1
 _SLOT = "bench.bin"
 
 
-async def run(model: None, quick: bool, arch: Arch | Literal["all"], tokens: int) -> Report:
+async def run(model: None, quick: bool, arch: str, tokens: int) -> Report:
     """Measure one architecture or `all`, with a model of its own each; `tokens` is the session's
     length."""
     report = Report("resume", f"{arch}, random weights")
-    rows: dict[Arch, Any] = {}
-    for name in ARCHS if arch == "all" else (arch,):
-        path = _model(name, quick)
+    rows: dict[str, Any] = {}
+    for name in (*ARCHS, *PICTURES) if arch == "all" else (arch,):
+        path, prompt, flags = _session(name, quick, tokens)
         click.echo(f"{name} ...", err=True)
         with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
-            prompt = random_prompt(np.random.default_rng(1), tokens + 1, vocab_size(path)).tolist()
-            flags = ["-c", str(-(-(tokens + 64) // 256) * 256)]
+            flags += ["-c", str(-(-(tokens + 64) // 256) * 256)]
             with towerd_server(path, Path(folder) / "store", *flags) as server:
                 rows[name] = await _towerd(server, prompt, 1 if quick else _TRIALS)
             flags += ["-np", "1", "--slot-save-path", folder]
@@ -88,21 +94,36 @@ def _short(value: Any) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
-def _model(arch: Arch, quick: bool) -> Path:
-    """The GGUF of an architecture, written to the user's cache on first use. Raises TowerdError."""
-    if arch not in ARCHS:
-        raise TowerdError(f"--arch must be all or one of {', '.join(ARCHS)}.")
+def _session(name: str, quick: bool, tokens: int) -> tuple[Path, SessionPrompt, list[str]]:
+    """The GGUF that `name` stands for, written to the user's cache on first use, the session's prompt, and
+    the flags that it takes. Raises TowerdError."""
+    if name in PICTURES:
+        arch, kind = PICTURES[name]
+        model, tower = _model(name, arch, quick), TINY if quick else _TOWER
+        n_embd = (_QUICK if quick else _SHAPE).n_embd
+        projector = random_projector(f"{model.stem}-mmproj", n_embd, kind, tower)
+        flags = ["--mmproj", str(projector), "--no-warmup"]
+        return model, picture_prompt(model, tokens, tower), flags
+    found = next((each for each in ARCHS if each == name), None)
+    if found is None:
+        raise TowerdError(f"--arch must be all or one of {', '.join((*ARCHS, *PICTURES))}.")
+    model = _model(name, found, quick)
+    return model, text_prompt(model, tokens), []
+
+
+def _model(name: str, arch: Arch, quick: bool) -> Path:
     shape = replace(_QUICK if quick else _SHAPE, arch=arch)
-    return random_model(f"arch-{arch}-{'quick' if quick else 'small'}", shape)
+    return random_model(f"arch-{name}-{'quick' if quick else 'small'}", shape)
 
 
-async def _towerd(server: ServerProcess, prompt: list[int], n_trials: int) -> dict[str, Any]:
+async def _towerd(server: ServerProcess, prompt: SessionPrompt, n_trials: int) -> dict[str, Any]:
     """Prefill once; then restart and resume a few times."""
     await _wake(server, prompt)
     before = await _restarted(server)
     await _wake(server, prompt)
     async with new_session() as session:
-        cold = await complete(session, server.url, prompt[:-1], 1)
+        stored = await prompt.stored(session, server.url)
+        cold = await complete(session, server.url, stored, 1)
     after = await _restarted(server)  # stopping writes what it has
     resumes: list[float] = []
     reused: list[int] = []
@@ -113,7 +134,8 @@ async def _towerd(server: ServerProcess, prompt: list[int], n_trials: int) -> di
         await _wake(server, prompt)
         async with new_session() as session:
             # One new token after the stored ones, so that the first step decodes exactly it.
-            again = await complete(session, server.url, prompt, 4)
+            whole = await prompt.whole(session, server.url)
+            again = await complete(session, server.url, whole, 4)
         resumes.append(again.ttft_s)
         reused.append(int(again.timings["cache_n"]))
         stats = await _stats(server)
@@ -139,10 +161,10 @@ def _stored(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     return {"row_bytes": row_bytes, "boundary_bytes": boundary_bytes, "overhead": overhead}
 
 
-async def _wake(server: ServerProcess, prompt: list[int], **fields: Any) -> None:
+async def _wake(server: ServerProcess, prompt: SessionPrompt, **fields: Any) -> None:
     """Warm up with a short prompt that shares nothing with the measured one."""
     async with new_session() as session:
-        await complete(session, server.url, prompt[-1:] + prompt[:31], 4, **fields)
+        await complete(session, server.url, prompt.other, 4, **fields)
 
 
 async def _restarted(server: ServerProcess) -> dict[str, Any]:
@@ -156,17 +178,19 @@ async def _stats(server: ServerProcess) -> dict[str, Any]:
         return await daemon_stats(session, server.url)
 
 
-async def _llama_server(server: ServerProcess, prompt: list[int]) -> dict[str, Any]:
+async def _llama_server(server: ServerProcess, prompt: SessionPrompt) -> dict[str, Any]:
     """llama-server's own mechanism: save the slot, restart, restore it, continue."""
     async with new_session() as session:
-        await complete(session, server.url, prompt[:-1], 1, id_slot=0)
+        stored = await prompt.stored(session, server.url)
+        await complete(session, server.url, stored, 1, id_slot=0)
         await _slot(session, server, "save")
     server.stop()
     server.start()
     await _wake(server, prompt, id_slot=0)
     async with new_session() as session:
         restore_s = await _slot(session, server, "restore")
-        again = await complete(session, server.url, prompt, 4, id_slot=0)
+        whole = await prompt.whole(session, server.url)
+        again = await complete(session, server.url, whole, 4, id_slot=0)
     return {
         "llama_server_restore_s": restore_s,
         "llama_server_resume_s": restore_s + again.ttft_s,

@@ -13,6 +13,7 @@ from gguf import GGUFWriter
 from lab.models import parts, recurrent, windowed
 from lab.models.shape import Arch, Shape
 from lab.models.tensor import Tensor, norm
+from lab.models.vision import DEEP_STACK
 
 NORM_EPS = 1e-5
 
@@ -74,6 +75,12 @@ def _sections(writer: GGUFWriter, shape: Shape) -> None:
     writer.add_rope_dimension_sections([pairs - 2 * side, side, side, 0])
 
 
+def _deep_sections(writer: GGUFWriter, shape: Shape) -> None:
+    """Qwen3-VL: its first layers, but never the last one, take features of a projector."""
+    _sections(writer, shape)
+    writer.add_num_deepstack_layers(min(DEEP_STACK, shape.n_layer - 1))
+
+
 def _latent_metadata(writer: GGUFWriter, shape: Shape) -> None:
     """All layers are dense; the expert counts only have to be present."""
     writer.add_leading_dense_block_count(shape.n_layer)
@@ -107,7 +114,7 @@ ARCHITECTURES: dict[Arch, Architecture] = {
     ),
     "smollm3": Architecture(_LLAMA),
     "qwen2vl": Architecture(_LLAMA, metadata=_sections),
-    "qwen3vl": Architecture(_QWEN3, metadata=_sections),
+    "qwen3vl": Architecture(_QWEN3, metadata=_deep_sections),
     "deepseek2": Architecture(_attention(parts.latent, parts.swiglu), metadata=_latent_metadata),
     "gemma3": Architecture(
         windowed.gemma3_layer,

@@ -8,6 +8,7 @@ import click
 from platformdirs import user_cache_path
 
 from lab.models.random_gguf import PRESETS, Shape, make_random_gguf
+from lab.models.vision import Kind, Tower, make_projector
 
 
 def preset_model(preset: str) -> Path:
@@ -18,7 +19,7 @@ def preset_model(preset: str) -> Path:
 def random_model(name: str, shape: Shape, *, seed: int = 0, announce: bool = False) -> Path:
     """NAME.gguf with random weights, written to the user's cache on first use; `announce` says so
     on stderr."""
-    path = user_cache_path("towerd") / "bench" / f"{name}.gguf"
+    path = _path(name)
     if not path.exists():
         if announce:
             said = f"Writing the {name} model with random weights to {path} (once) ..."
@@ -28,3 +29,15 @@ def random_model(name: str, shape: Shape, *, seed: int = 0, announce: bool = Fal
         make_random_gguf(temporary, shape, seed=seed)
         temporary.replace(path)
     return path
+
+
+def random_projector(name: str, n_embd_text: int, kind: Kind, tower: Tower) -> Path:
+    """NAME.gguf: a projector with random weights, written to the user's cache on first use."""
+    path = _path(name)
+    if not path.exists():
+        make_projector(path, n_embd_text, kind=kind, tower=tower)
+    return path
+
+
+def _path(name: str) -> Path:
+    return user_cache_path("towerd") / "bench" / f"{name}.gguf"

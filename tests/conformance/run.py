@@ -66,7 +66,7 @@ def load(server: str) -> dict[str, str]:
 
 def make_models() -> dict[str, str]:
     """The variables that rewire.py reads."""
-    from vision_model import make_projector  # tests/support
+    from lab.models.vision import make_projector  # tests/support
 
     BUILD.mkdir(parents=True, exist_ok=True)
     story, infill, projector = (BUILD / f"{n}.gguf" for n in ("story", "infill", "projector"))

@@ -12,9 +12,9 @@ import pytest
 from browser import open_browser, screenshots
 from daemon import Daemon
 from scripted_model import make_scripted_model
-from vision_model import make_projector, picture
 
 from lab.models.random_gguf import PRESETS, make_random_gguf
+from lab.models.vision import make_projector, picture
 from towerd.api.admin.page import INDEX, built_ui
 from towerd.models.bundled import bundled_model
 

@@ -12,8 +12,8 @@ import pytest
 import requests
 from daemon import Daemon, reuse_of, run_towerctl, run_towerd, wait_until_written
 from pictures import Said, answered, counts, look_at, say
-from vision_model import TOKENS_AN_IMAGE, make_projector, picture
 
+from lab.models.vision import TOKENS_AN_IMAGE, make_projector, picture
 from towerd.cli.bench.harness.servers import llama_server
 from towerd.models.bundled import bundled_model
 

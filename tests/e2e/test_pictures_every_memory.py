@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon import Daemon, run_towerd
+from daemon import Daemon
 from pictures import answered, counts, look_at, say
-from vision_model import TOKENS_AN_IMAGE, make_projector
 
 from lab.models.random_gguf import make_random_gguf
 from lab.models.shape import Arch, Shape
+from lab.models.vision import TOKENS_AN_IMAGE, make_projector
 from towerd.cli.bench.harness.servers import llama_server
 
 MakeDaemon = Callable[..., Daemon]
@@ -70,25 +70,3 @@ def test_a_picture_that_does_not_fit_a_micro_batch(make_daemon: MakeDaemon, tmp_
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
         )
-
-
-def test_positions_of_several_components(tmp_path: Path) -> None:
-    """M-RoPE: refused at the start, for text alone is served."""
-    model, projector = files(tmp_path, "qwen2vl")
-    done = run_towerd(
-        tmp_path,
-        "serve",
-        "-m",
-        str(model),
-        "--port",
-        "0",
-        "--socket",
-        "s",
-        *FLAGS,
-        "--store-dir",
-        "store",
-        "--mmproj",
-        str(projector),
-    )
-    assert done.returncode == 1
-    assert "M-RoPE" in done.stdout + done.stderr

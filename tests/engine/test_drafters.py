@@ -16,8 +16,8 @@ from drafters import BACK, TARGETS, Guesses, after, make_drafter, make_target, w
 from programs import run_python
 from services import EmbeddedService, OpenService
 from speculating import EVEN, Said, drafted, gist, say
-from vision_model import make_projector, picture
 
+from lab.models.vision import make_projector, picture
 from towerd.engine.base import GenerateRequest, encode
 from towerd.errors import ConfigError
 from towerd.wire import Reply, Request

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from oracle import job_for, settle
 from services import EmbeddedService, OpenService
-from vision_model import TOKENS_AN_IMAGE, make_projector, picture
 
+from lab.models.vision import TOKENS_AN_IMAGE, make_projector, picture
 from towerd.engine.base import Finish, GenerateRequest
 from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.pool import LiveSeq

@@ -82,7 +82,7 @@ async def test_a_run_that_deviates_is_evaluated(
 @pytest.mark.parametrize(("bound", "n_kept"), [(0.0, 0), (0.0099, 0), (0.0101, 3), (0.02, 3)])
 def test_a_run_is_cut_where_it_deviates(bound: float, n_kept: int) -> None:
     """What came before the last stretch stays, if it may be kept by itself."""
-    pieces = [MovedPiece(10, at - 8, at, at + 20, 5, ()) for at in range(18, 158, 28)]
+    pieces = [MovedPiece(10, at - 8, at, at + 20, 5, at - 8, ()) for at in range(18, 158, 28)]
     profile = RunProfile(140, [0.3])
     moves = Moves(pieces, {10: profile})
     for _ in range(4):

@@ -12,8 +12,8 @@ import pytest
 import requests
 from daemon import Daemon
 from fake_llama_server import Asked, answering
-from vision_model import make_projector, picture
 
+from lab.models.vision import make_projector, picture
 from towerd.cli.bench.harness.servers import llama_server as llama_server_alone
 from towerd.models.bundled import bundled_model
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import requests
 from daemon import Daemon, reuse_of
-from vision_model import picture
+
+from lab.models.vision import picture
 
 N_PREDICT = 12
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from hearing_model import TOKENS_A_SOUND, make_hearing_projector, sound
 from llama_wire import N_CTX, NAME, Talker
-from vision_model import TOKENS_AN_IMAGE, make_projector, picture
 
+from lab.models.vision import TOKENS_AN_IMAGE, make_projector, picture
 from towerd.media_ids import spans_of
 from towerd.wire import (
     EmbeddingRequest,

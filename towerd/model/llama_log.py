@@ -27,6 +27,8 @@ _HARMLESS = re.compile(
     "|was not control-type; this is probably a bug in the model"
     # of a head that predicts several tokens, where drafts are not asked for
     r"|has unused tensor blk\.\d+\."
+    # of pictures in recurrent layers, whose tokens share a position (M-RoPE)
+    "|non-consecutive token position"
     # of the tables of the codec, of which llama.cpp reads the vocabulary alone
     "|unknown type i32$"
 )

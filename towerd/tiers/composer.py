@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from towerd.kernels.dispatch import THREADS
 from towerd.slots.blob import blob_size, emit_blob
+from towerd.slots.labels import Labels, head_at_places, label_places
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows, join_heads
 from towerd.store import RowsPart
@@ -60,15 +61,18 @@ class Composer:
                 self._n_reserved = n_blobs
                 self._buffers.warm_up(BLOB_BYTES + _HEADER_BYTES, n_more)
 
-    def blobs(self, pieces: Iterable[Piece]) -> Iterator[Composed]:
-        """Consecutive rows as blobs. Raises ValueError for rows that the context cannot hold."""
+    def blobs(self, pieces: Iterable[Piece], places: Labels | None = None) -> Iterator[Composed]:
+        """Consecutive rows as blobs. Raises ValueError for rows that the context cannot hold.
+
+        places: int32[n], where the context is to have each of the tokens [0, n), which rows at another
+        place are labelled with; None: at its index"""
         n_max = max(1, BLOB_BYTES // max(1, self._layout.token_bytes))
         pending: list[Piece] = []
         n_pending = 0
         for part, rows in pieces:
-            if self._is_blob(rows):
+            if self._is_blob(rows) and _labels(places, rows.p0, rows.p1) is None:
                 if pending:
-                    yield self._joined(pending)
+                    yield self._joined(pending, places)
                     pending, n_pending = [], 0
                 yield self._unchanged(part, rows)
                 continue
@@ -79,10 +83,10 @@ class Composer:
                 n_pending += end - at
                 at = end
                 if n_pending == n_max:
-                    yield self._joined(pending)
+                    yield self._joined(pending, places)
                     pending, n_pending = [], 0
         if pending:
-            yield self._joined(pending)
+            yield self._joined(pending, places)
 
     def recycle(self, composed: Composed) -> None:
         """Give the blob's buffer back once llama.cpp has copied it."""
@@ -106,7 +110,7 @@ class Composer:
         n_hot = n if part.tier == "hot" else 0
         return Composed(n, n_hot, n - n_hot, rows.blob, None, provenance, rows.head)
 
-    def _joined(self, pieces: list[Piece]) -> Composed:
+    def _joined(self, pieces: list[Piece], places: Labels | None) -> Composed:
         n = sum(len(rows) for _, rows in pieces)
         size = blob_size(self._layout, n) + len(self._tail)
         buffer = self._buffers.acquire(size)
@@ -119,12 +123,24 @@ class Composer:
                 out=buffer[:size],
                 n_threads=_THREADS,
             )
+            p0 = pieces[0][1].p0
+            if (labels := _labels(places, p0, p0 + n)) is not None:
+                label_places(buffer[:size], p0, labels)
         except BaseException:
             self._buffers.release(buffer)
             raise
         n_hot = sum(len(rows) for part, rows in pieces if part.tier == "hot")
         head = join_heads(rows.head for _, rows in pieces)
+        if head is not None and labels is not None:
+            head = head_at_places(head, p0, labels)
         return Composed(n, n_hot, n - n_hot, buffer[:size], buffer, _provenance(pieces), head)
+
+
+def _labels(places: Labels | None, p0: int, p1: int) -> Labels | None:
+    """The places of tokens [p0, p1); None if each is at its index."""
+    if places is None or np.array_equal(places[p0:p1], np.arange(p0, p1)):
+        return None
+    return places[p0:p1]
 
 
 def _provenance(pieces: Iterable[Piece]) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -27,6 +27,7 @@ import numpy as np
 
 from towerd.drift import Drift
 from towerd.errors import DiskFull, RowsDamaged, StoreError
+from towerd.slots.labels import Labels
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows
 from towerd.store import Handle, Node, RowsPart, SegmentFile, Store
@@ -208,11 +209,13 @@ class Tiers(Listener):
         n_approximate = sum(count_approximate(p.provenance) for p in parts)
         return RestorePlan(start, parts, n_hot, n_all - n_hot, n_public, n_approximate, match.n)
 
-    def compose(self, plan: RestorePlan) -> Iterator[Composed]:
+    def compose(self, plan: RestorePlan, places: Labels | None = None) -> Iterator[Composed]:
         """Read, check and join the planned rows, one blob at a time. The iteration ends early at
-        damaged or evicted rows, and at stored rows that the context's format cannot hold."""
+        damaged or evicted rows, and at stored rows that the context's format cannot hold.
+
+        places: int32[n], where the context is to have the prompt's tokens; None: at their index"""
         try:
-            yield from self._composer.blobs(self.rows(plan))
+            yield from self._composer.blobs(self.rows(plan), places)
         except ValueError as error:
             log.warning("stored rows cannot be decoded", extra={"error": str(error)})
 

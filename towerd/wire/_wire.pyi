@@ -57,7 +57,7 @@ class Projector:
 
     @property
     def uses_mrope(self) -> bool:
-        """Whether positions of media have more than one component."""
+        """Whether positions have several components (M-RoPE)."""
 
     def is_whole(self, medium: Medium) -> bool:
         """Whether all of it must be in one micro-batch, as its tokens attend to each other."""

@@ -42,15 +42,16 @@ Ask: TypeAlias = Callable[[Sequence[int], int], Awaitable[Completion]]
 async def complete(
     session: aiohttp.ClientSession,
     url: str,
-    prompt: Sequence[int],
+    prompt: Sequence[int] | Mapping[str, Any],
     n_predict: int,
     headers: Mapping[str, str] | None = None,
     **fields: Any,
 ) -> Completion:
-    """POST /completion with token ids, greedy, ignoring EOS; TTFT is from the request to the first
-    data line with a token. Raises TowerdError if the server answers with an error."""
+    """POST /completion with token ids, or with a text and its media, greedy, ignoring EOS; TTFT is
+    from the request to the first data line with a token. Raises TowerdError if the server answers
+    with an error."""
     body = {
-        "prompt": list(prompt),
+        "prompt": dict(prompt) if isinstance(prompt, Mapping) else list(prompt),
         "n_predict": n_predict,
         "stream": True,
         "return_tokens": True,

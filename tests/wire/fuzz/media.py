@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from hearing_model import make_hearing_projector, sound
-from vision_model import make_projector, picture
+
+from lab.models.vision import make_projector, picture
 
 N_EMBD_TEXT = 64
 """Of the bundled model."""

@@ -50,7 +50,12 @@ class Parts:
         pages = CellPages(
             context.host_buffers, memory.layout, n_cells=context.n_cells, v_trans=context.v_trans
         )
-        self.pool = LivePool(memory, n_seqs=memory.n_live, n_cells=context.n_cells)
+        self.pool = LivePool(
+            memory,
+            n_seqs=memory.n_live,
+            n_cells=context.n_cells,
+            has_places=core.model.has_cell_ext,
+        )
         self.rotation = Rotation(
             core.model, core.info.row_identity, context.n_cells, core.why_not_movable
         )

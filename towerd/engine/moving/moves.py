@@ -41,7 +41,9 @@ class MovedPiece:
     p0: int
     p1: int
     delta: int
-    """How far its rows move: `p0` less the position at which they were computed."""
+    """How far its rows move: `p0` less the index of the token that they were computed for."""
+    place: int
+    """llama.cpp's position of token `block`."""
     parts: tuple[RowsPart, ...]
     """The rows of [block, p1), where they are stored."""
     rows: Future[MovedRows | None] | None = None

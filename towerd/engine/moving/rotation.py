@@ -59,9 +59,10 @@ class Rotation:
             return str(error)
         return rope
 
-    def moved(self, rows: KVRows, to: int) -> KVRows:
-        """Native rows with the first at position `to`. Raises NotSupported or StateError."""
-        return shift(rows, to, self.rope(), rot_k=self._row_identity.rot_k)
+    def moved(self, rows: KVRows, to: int, place: int | None = None) -> KVRows:
+        """Native rows of text with the first at index `to`, rotated to position `place` if given. Raises
+        NotSupported or StateError."""
+        return shift(rows, to, self.rope(), place=place, rot_k=self._row_identity.rot_k)
 
 
 _KNOWN = ("override.freq_base", "override.freq_scale")

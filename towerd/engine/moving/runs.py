@@ -83,13 +83,22 @@ class MovedRuns:
             return 0
         return max(asked, RUN_TOKENS_MIN)
 
-    def find(self, ids: Ids, scope: str, start: int, stop: int, tokens_min: int) -> Moves | None:
+    def find(
+        self,
+        ids: Ids,
+        scope: str,
+        start: int,
+        stop: int,
+        tokens_min: int,
+        *,
+        place_of: Callable[[int], int] = lambda n: n,
+    ) -> Moves | None:
         """What to keep of ids[start:stop] in runs of at least `tokens_min` tokens; None if there is
-        nothing."""
+        nothing. place_of: llama.cpp's position of a token of the prompt that is not within a medium"""
         store = self._tiers.store
         with store.locked():
             runs = store.runs(ids, scope, start, stop, tokens_min, _can_move)
-            pieces = [piece for run in runs for piece in self._pieces(run)]
+            pieces = [piece for run in runs for piece in self._pieces(run, place_of)]
         return Moves(pieces, {run.at: RunProfile(run.n) for run in runs}) if pieces else None
 
     def anywhere(
@@ -98,7 +107,7 @@ class MovedRuns:
         """The runs that are known, with or without rows."""
         return self._tiers.store.runs(ids, scope, start, stop, tokens_min, lambda _: True)
 
-    def _pieces(self, run: StoredRun) -> list[MovedPiece]:
+    def _pieces(self, run: StoredRun, place_of: Callable[[int], int]) -> list[MovedPiece]:
         """A run in pieces. Under the store's lock."""
         n_max = run.n
         if self._piece_bytes_max is not None:
@@ -116,7 +125,8 @@ class MovedRuns:
                 if sum(part.p1 - part.p0 for part in parts) != p1 - first:
                     return found
                 at = run.at
-                piece = MovedPiece(at, at + first, at + p0, at + p1, delta, tuple(parts))
+                place = place_of(at + first)
+                piece = MovedPiece(at, at + first, at + p0, at + p1, delta, place, tuple(parts))
                 found.append(piece)
         return found
 
@@ -134,7 +144,7 @@ class MovedRuns:
             rows = self._native([rows for _, rows in self._tiers.rows(plan)])
             if len(rows) != piece.p1 - piece.block:
                 raise StoreError("the rows of a run that was to be moved are gone")
-            moved = self._rotation.moved(rows, piece.block)
+            moved = self._rotation.moved(rows, piece.block, piece.place)
             kept = self._prepare(moved.slice(piece.p0, piece.p1))
             block = moved.slice(piece.block, piece.p0).copy() if piece.block < piece.p0 else None
         except (TowerdError, StateError) as error:

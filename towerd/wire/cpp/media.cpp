@@ -15,6 +15,8 @@ namespace {
 
 constexpr uint32_t kSign       = 1u << 31;
 constexpr uint32_t kNotFirst   = 1u << 30;
+constexpr uint32_t kAtOnePlace = 1u << 29;
+constexpr uint32_t kPlaces     = (1u << 16) - 1;
 constexpr size_t   kHexOfAnId  = 8;
 constexpr size_t   kHexOfAHash = 64;
 
@@ -33,6 +35,27 @@ llama_tokens ids_from(const std::string & said, size_t n) {
         ids.push_back(value == LLAMA_TOKEN_NULL ? value - 1 : value);
     }
     return ids;
+}
+
+// Whether all tokens of a medium are at the position of its first one, in the order of rows and columns. Raises Refused
+// for positions of any other form than this and one a token.
+bool is_at_one_place(const mtmd_input_chunk * chunk) {
+    const size_t n    = mtmd_input_chunk_get_n_tokens(chunk);
+    const auto * grid = mtmd_input_chunk_get_tokens_image(chunk);
+    if (grid == nullptr || n < 2) {
+        return false;
+    }
+    mtmd_decoder_pos before = mtmd_image_tokens_get_decoder_pos(grid, 0, 0);
+    const bool       is_one = mtmd_image_tokens_get_decoder_pos(grid, 0, 1).t == 0;
+    for (size_t i = 1; i < n; ++i) {
+        const mtmd_decoder_pos pos = mtmd_image_tokens_get_decoder_pos(grid, 0, i);
+        const bool is_behind       = pos.y > before.y || (pos.y == before.y && pos.x > before.x);
+        if (is_one ? pos.t != 0 || !is_behind : pos.t != static_cast<llama_pos>(i)) {
+            throw Refused("Media with positions of this form are not supported", ERROR_TYPE_NOT_SUPPORTED);
+        }
+        before = pos;
+    }
+    return is_one;
 }
 
 std::string url_of(const json & part) {
@@ -76,14 +99,24 @@ Projector::Projector(const llama_model * model, const std::string & options) {
 }
 
 Medium Projector::medium_of(const mtmd_input_chunk * chunk, size_t ordinal) const {
-    const size_t n = mtmd_input_chunk_get_n_tokens(chunk);
-    if (n == 0 || mtmd_input_chunk_get_n_pos(chunk) != static_cast<llama_pos>(n)) {
-        throw Refused("Media with other positions than one a token are not supported", ERROR_TYPE_NOT_SUPPORTED);
+    const size_t n            = mtmd_input_chunk_get_n_tokens(chunk);
+    const auto   n_places     = static_cast<uint32_t>(mtmd_input_chunk_get_n_pos(chunk));
+    const bool   is_one_place = uses_mrope() && is_at_one_place(chunk);
+    if (n == 0 || (is_one_place ? n_places > kPlaces : n_places != n)) {
+        throw Refused("Media with so many positions are not supported", ERROR_TYPE_NOT_SUPPORTED);
     }
     const char *      id   = mtmd_input_chunk_get_id(chunk);
     const std::string said = digest_ + "\n" + (id == nullptr ? "" : id) + "\n" + std::to_string(ordinal) + "\n" +
                              std::to_string(n) + "\n";
-    return {{mtmd_input_chunk_copy(chunk), mtmd_input_chunk_free}, ids_from(said, n)};
+    llama_tokens ids = ids_from(said, n);
+    if (uses_mrope()) {
+        auto first = static_cast<uint32_t>(ids.front()) & ~kAtOnePlace;
+        if (is_one_place) {
+            first = (first & ~kPlaces) | kAtOnePlace | n_places;
+        }
+        ids.front() = static_cast<llama_token>(first);
+    }
+    return {{mtmd_input_chunk_copy(chunk), mtmd_input_chunk_free}, ids};
 }
 
 std::vector<float> Projector::encode(const Medium & medium) const {

@@ -23,6 +23,8 @@ struct Medium {
     std::shared_ptr<const mtmd_input_chunk> chunk;
     // The ids at its positions in the prompt. All are negative, so no token has them, and they are derived from the bytes
     // of the medium and of the projector. Bit 30 is clear only in the first, so the ids alone tell where media begin.
+    // With M-RoPE, bit 29 of the first is set if all tokens are at one position; its lowest 16 bits are then how many
+    // positions the next token is behind that.
     llama_tokens ids;
 };
 
@@ -36,7 +38,7 @@ public:
     bool           has_vision() const { return mtmd_support_vision(context()); }
     bool           has_audio() const { return mtmd_support_audio(context()); }
     bool           has_video() const { return mtmd_helper_support_video(context()); }
-    // Whether positions of media are more than one number each.
+    // Whether positions have several components (M-RoPE).
     bool           uses_mrope() const { return mtmd_decode_use_mrope(context()); }
 
     // The medium that `chunk` is, the `ordinal`th of the same bytes in its prompt. Raises Refused.

@@ -35,7 +35,7 @@ from towerd.models.known import metadata_of
 from towerd.settings.config import UNQUANTIZED, WATCHING, Config, partial_bytes
 from towerd.settings.llama_flags import adapter_files, media_flags, named_files, words_of
 from towerd.slots.errors import StateError
-from towerd.slots.kind import DENSE, WHOLE
+from towerd.slots.kind import DENSE, WHOLE, WINDOW
 from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.row_identity import RowIdentity, tokenizer_hash
 from towerd.slots.selftest import check_slot_file, self_test
@@ -128,7 +128,7 @@ def load_core(config: Config, catalog: Catalog) -> Core:
         vocab = Vocab(model.ptr)
         memory = on_short_lived_thread(lambda: _probe(context, model))
         info = _info(model, vocab, config, memory, catalog)
-        projector = on_short_lived_thread(lambda: open_projector(model, config, catalog))
+        projector = on_short_lived_thread(lambda: open_projector(model, config, memory, catalog))
         if projector is not None:
             info = replace(info, has_media=True)
         files, applied = adapter_files(config.llama_server_args)
@@ -339,7 +339,9 @@ def flash_attention(config: Config, rows: RowMemory, *, n_head: int, n_cells: in
     return "off" if scores_bytes <= rows.ram // _SCORES_RAM_SHARE else "auto"
 
 
-def open_projector(model: LlamaModel, config: Config, memo: Memo) -> Projector | None:
+def open_projector(
+    model: LlamaModel, config: Config, memory: SequenceMemory, memo: Memo
+) -> Projector | None:
     """What --mmproj names, or None. `memo` remembers the file's hash. Raises ConfigError."""
     flags = media_flags(config.llama_server_args)
     if not flags.path:
@@ -362,10 +364,10 @@ def open_projector(model: LlamaModel, config: Config, memo: Memo) -> Projector |
         projector = Projector(model.address, options.encode())
     except RuntimeError as error:
         raise ConfigError(f"--mmproj: {error}: {last_errors() or 'no reason given'}.") from error
-    if projector.uses_mrope:
+    if projector.uses_mrope and memory.kind is WINDOW:
         raise ConfigError(
-            f"--mmproj {path}: pictures of this model have positions of more than one component "
-            "(M-RoPE), whose rows this engine does not store: leave --mmproj out, or use "
+            f"--mmproj {path}: this model has sliding windows, and pictures with positions of several "
+            "components (M-RoPE), whose rows this engine does not store: leave --mmproj out, or use "
             "--engine llama-server with -- --mmproj FILE."
         )
     return projector

@@ -19,6 +19,7 @@ import numpy as np
 
 from towerd.engine.embedded.context.context import PARTIAL, LlamaContext
 from towerd.engine.embedded.context.head_memory import HeadMemory
+from towerd.engine.embedded.context.places import Places
 from towerd.engine.embedded.context.sequences import Buffer
 from towerd.model.llama_model import LlamaModel
 from towerd.model.row_memory import RowMemory
@@ -26,6 +27,7 @@ from towerd.settings.config import Config
 from towerd.slots.blob import emit_blob, parse_rows
 from towerd.slots.errors import StateError
 from towerd.slots.kind import DENSE, HYBRID, RECURRENT, WHOLE, WINDOW, StateKind
+from towerd.slots.labels import Labels, head_of_tokens, label_tokens
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import HeadRows, KVRows, join
 from towerd.slots.state import PREFIX_BYTES
@@ -71,19 +73,34 @@ class SequenceMemory:
     def protect(self, seq: int, n: int, n_more: int) -> None:
         """Make sure that the rows of the `n` positions of `seq` outlive `n_more` decodes."""
 
-    def rows(self, seq: int, p0: int, p1: int) -> KVRows | None:
+    def rows(self, seq: int, p0: int, p1: int, places: Places | None = None) -> KVRows | None:
         """The rows [p0, p1) with what a head has of them, copied out; None if some of them are gone.
-        Needs `has_rows`."""
-        self.context.seq_cp(seq, self.scratch, p0, p1)
+        Needs `has_rows`.
+
+        places: those of the sequence's tokens; None: each is at its index"""
+        first, end = (p0, p1) if places is None else places.whole(p0, p1)
+        labels = None if places is None else places.between(first, end)
+        if labels is None:
+            return self._rows_at(seq, first, end, first, None).slice(p0, p1)
+        at = int(labels[0]), int(labels[-1]) + 1
+        return self._rows_at(seq, *at, first, labels).slice(p0, p1)
+
+    def _rows_at(self, seq: int, place: int, end: int, p0: int, labels: Labels | None) -> KVRows:
+        """The rows in the context's places [place, end). labels: int32[n], the places of the tokens from
+        `p0` on that they are; None: each is at its index"""
+        self.context.seq_cp(seq, self.scratch, place, end)
         try:
             blob = self._rows_blob(self.scratch)
             head = None if self.head is None else self.head.rows(self.scratch)
         finally:
             self.context.seq_rm(self.scratch)
+        if labels is not None:
+            label_tokens(blob, p0, labels)
+            head = None if head is None else head_of_tokens(head, p0, labels)
         has_window = self.kind is WINDOW
         cell_ext = self.layout.cell_ext
         rows = parse_rows(blob, cell_ext=cell_ext, has_window=has_window, layout=self.layout)
-        return rows if head is None else replace(rows, head=head.slice(p0, p1))
+        return rows if head is None else replace(rows, head=head.slice(rows.p0, rows.p1))
 
     def _rows_blob(self, seq: int) -> Buffer:
         """A sequence's blob up to the end of its rows."""
@@ -148,7 +165,8 @@ class WindowMemory(SequenceMemory):
         if n - self._held[seq] + n_more >= self._window:
             self._hold_all(seq)
 
-    def rows(self, seq: int, p0: int, p1: int) -> KVRows | None:
+    def rows(self, seq: int, p0: int, p1: int, places: Places | None = None) -> KVRows | None:
+        # Each token is at its index: pictures that share positions are refused with windows.
         if self.context.pos_min(seq) > p0:
             return None
         ends = [*range((p0 // self._window + 1) * self._window, p1, self._window), p1]

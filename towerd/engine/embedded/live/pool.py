@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.engine.embedded.context.memory import SequenceMemory
+from towerd.engine.embedded.context.places import Places
 from towerd.engine.embedded.live.live_set import EVERYTHING, BoundedSet, LiveSet
 from towerd.engine.embedded.live.parked import Parked
 from towerd.engine.live_index import LiveIndex
@@ -71,6 +72,8 @@ class LiveSeq:
     """uint8 buffer beside `ids`: how each token's rows came to be."""
     live_set: LiveSet = EVERYTHING
     """Which of its tokens are live."""
+    places: Places = field(default_factory=Places)
+    """Where tokens behind pictures are, in a model with M-RoPE."""
 
     @property
     def is_partial(self) -> bool:
@@ -81,7 +84,7 @@ class LiveSeq:
     def was_only_loaded(self) -> bool:
         """Whether no row was computed over a partial live set, so that stored rows may follow: it
         is partial because its load was interrupted."""
-        was_moved = self.place_next != self.n
+        was_moved = self.live_set.place_of(self.n) != self.n
         return not was_moved and not (self.provenance[: self.n] == Provenance.PARTIAL).any()
 
     @property
@@ -92,7 +95,12 @@ class LiveSeq:
     @property
     def place_next(self) -> int:
         """The context's position for its next token."""
-        return self.live_set.place_of(self.n)
+        return self.place_of(self.n)
+
+    def place_of(self, n: int) -> int:
+        """The first place in the context after those of the tokens before `n`, which is not within a
+        medium. A chat with a budget has no media."""
+        return self.places.of(self.live_set.place_of(n))
 
     @property
     def rank(self) -> tuple[int, bool, int, int]:
@@ -128,8 +136,12 @@ class LivePool:
     `cells_used` being what the context holds (`check_integrity`, and the engine's tests
     against the context itself)."""
 
-    def __init__(self, memory: SequenceMemory, *, n_seqs: int, n_cells: int) -> None:
+    def __init__(
+        self, memory: SequenceMemory, *, n_seqs: int, n_cells: int, has_places: bool = False
+    ) -> None:
+        """has_places: whether tokens of a medium may share a place (M-RoPE)"""
         self._memory = memory
+        self.has_places = has_places
         self.n_cells = n_cells
         self.cells_used = 0
         self._free = list(range(n_seqs - 1, -1, -1))
@@ -207,7 +219,7 @@ class LivePool:
     def branch(self, src: LiveSeq, n: int, scope: str, capacity: int) -> LiveSeq:
         """A new sequence that shares the first `n` cells of `src`. Needs `can_open()`."""
         assert 0 < n <= src.n
-        n_cells, place = src.live_set.rank(n), src.live_set.place_of(n)
+        n_cells, place = src.live_set.rank(n), src.place_of(n)
         self._split_at(src, n_cells)
         dst = self.open(scope, capacity)
         dst.ids[:n] = src.ids[:n]
@@ -223,6 +235,7 @@ class LivePool:
             length += run.n
         dst.live_set = src.live_set.fork()
         dst.live_set.truncate(n)
+        dst.places = src.places.fork(n)
         self._memory.seq_cp(src.id, dst.id, 0, place)
         return dst
 
@@ -239,6 +252,8 @@ class LivePool:
             computed = computed_after(seq.provenance[: seq.n]) if provenance is None else provenance
             seq.provenance[seq.n : seq.n + n] = computed
         seq.live_set.extend(n)
+        if self.has_places:
+            seq.places.extend(ids, seq.n)
         seq.n += n
         self.cells_used += n
         last = seq.runs[-1] if seq.runs else None
@@ -258,9 +273,10 @@ class LivePool:
         """Keep the first `n` tokens of `seq`."""
         if n >= seq.n:
             return
-        place = seq.live_set.place_of(n)
+        place = seq.place_of(n)
         self._cut(seq, [(seq.live_set.rank(n), seq.n_cells)])
         seq.live_set.truncate(n)
+        seq.places.truncate(n)
         seq.n = n
         seq.n_public = min(seq.n_public, n)
         self._memory.seq_rm(seq.id, place, -1)

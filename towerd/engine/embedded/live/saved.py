@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from towerd.engine.embedded.context.memory import SequenceMemory
+from towerd.engine.embedded.context.places import Places
 from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.live_set import Observed
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.slots.blob import emit_blob
+from towerd.slots.labels import head_at_places, label_places
 from towerd.slots.rows import KVRows
 from towerd.tokens import Ids, Provenances
 
@@ -30,6 +32,8 @@ class Saved:
     """The state after the last token; None if the memory has none."""
     states: dict[int, Buffer]
     """The state checkpoints that the store may lack, by position."""
+    places: Places
+    """Those of its tokens."""
     observed: tuple[Observed, ...] = ()
     """The observed queries, if its chat has a budget."""
 
@@ -49,8 +53,12 @@ class Saved:
         start = seq.n
         if self.rows is not None:
             rows = self.rows.slice(start, self.n)
-            blob = emit_blob([rows], v_trans=memory.context.v_trans, tail=memory.tail)
-            memory.append(seq.id, np.asarray(blob), is_empty=start == 0, head=rows.head)
+            emitted = emit_blob([rows], v_trans=memory.context.v_trans, tail=memory.tail)
+            blob, head = np.asarray(emitted), rows.head
+            if (labels := self.places.between(start, self.n)) is not None:
+                label_places(blob, start, labels)
+                head = None if head is None else head_at_places(head, start, labels)
+            memory.append(seq.id, blob, is_empty=start == 0, head=head)
         pool.append(seq, self.ids[start:], self.provenance[start:])
         if self.state is not None:
             memory.restore(seq.id, self.state)
@@ -64,7 +72,7 @@ def save(memory: SequenceMemory, seq: LiveSeq) -> Saved | None:
     n = seq.n
     if not n or seq.is_partial or not seq.is_whole:
         return None
-    rows = memory.rows(seq.id, 0, n) if memory.kind.has_rows else None
+    rows = memory.rows(seq.id, 0, n, seq.places) if memory.kind.has_rows else None
     if rows is None and memory.kind.has_rows:
         return None
     state = memory.snapshot(seq.id) if memory.kind.has_state else None
@@ -75,5 +83,6 @@ def save(memory: SequenceMemory, seq: LiveSeq) -> Saved | None:
         rows,
         state,
         dict(seq.states),
+        seq.places.fork(n),
         seq.live_set.observed,
     )

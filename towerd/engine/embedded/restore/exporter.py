@@ -41,7 +41,7 @@ class Exporter:
             return
         provenance = seq.provenance[: seq.n]
         for gap in self._tiers.gaps(seq.tokens(), seq.scope, provenance):
-            rows = self._memory.rows(seq.id, gap.p0, gap.p1)
+            rows = self._memory.rows(seq.id, gap.p0, gap.p1, seq.places)
             if rows is not None:
                 self._accept(gap, rows)
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from towerd.drift import Drift
 from towerd.engine.embedded.context.core import Core
+from towerd.engine.embedded.context.places import Places
 from towerd.engine.embedded.live.job import Job
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.moving.moves import MovedPiece, MovedRows, Moves
@@ -59,7 +60,8 @@ class MovedJobs:
             return None
         asked = job.ids, request.scope, start, stop, tokens_min
         self._export_runs(*asked)
-        moves = self.runs.find(*asked)
+        places = Places(job.ids) if self._pool.has_places and job.media else Places()
+        moves = self.runs.find(*asked, place_of=places.of)
         if moves is None:
             return None
         # Others may share public tokens only up to the first that prefill would not compute.
@@ -100,7 +102,7 @@ class MovedJobs:
         moves, evaluated = job.moves, None
         assert moves is not None
         if piece.block < piece.p0:
-            evaluated = self._core.memory.rows(seq.id, piece.block, piece.p0)
+            evaluated = self._core.memory.rows(seq.id, piece.block, piece.p0, seq.places)
         n_checked = moves.n_checked
         is_accepted = self.runs.accepts(moves, rows, evaluated)
         self.runs.n_checked += moves.n_checked - n_checked

@@ -18,6 +18,7 @@ import numpy as np
 from towerd.engine.base import Reuse
 from towerd.engine.embedded.context.cell_pages import CellPages
 from towerd.engine.embedded.context.memory import SequenceMemory
+from towerd.engine.embedded.context.places import Places
 from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
@@ -35,6 +36,7 @@ from towerd.engine.live_index import Found, LiveIndex
 from towerd.engine.moving.moves import MovedRows
 from towerd.errors import TowerdError
 from towerd.media_ids import whole
+from towerd.slots.labels import Labels, label_places
 from towerd.slots.rows import HeadRows
 from towerd.store.rows.checkpoints import StateCheckpoint
 from towerd.tiers.manager import Tiers
@@ -141,6 +143,7 @@ class Restorer:
         source, n = shared.source, shared.n
         if saved.state is not None:  # it is restored behind the last row, which is put back
             n = min(n, saved.n - 1)
+        n = whole(job.media, n)
         if isinstance(source, LiveSeq) and saved.can_extend(source, n):
             if n == source.n or self._memory.can_branch(source.id, n):
                 return Found(source, n, n_common)
@@ -227,8 +230,9 @@ class Restorer:
                 slot = threading.Semaphore(_BLOBS_AHEAD)
                 state = None if self._checkpoints is None else self._checkpoints.load(plan)
                 is_usable = self._checkpoints is None or state is not None
+                places = self._places(job, plan.start + plan.n)
                 n = 0
-                for made in self._tiers.compose(plan) if is_usable else ():
+                for made in self._tiers.compose(plan, places) if is_usable else ():
                     slot.acquire()
                     rows = made.blob, made.provenance, made.n_hot, made.n_warm
                     on_loaded(job, Loaded(load, *rows, False, made, slot))
@@ -243,6 +247,10 @@ class Restorer:
                 on_loaded(job, TowerdError(message, public=public))
 
         self._workers.submit(work)
+
+    def _places(self, job: Job, n: int) -> Labels | None:
+        """The places of the first `n` tokens of a job; None: each is at its index."""
+        return Places(job.ids[:n]).between(0, n) if self._pool.has_places and job.media else None
 
     def move(self, job: Job, on_loaded: Callable[[Job, Loaded | TowerdError], None]) -> None:
         """Wait for the moved rows of the piece where `job` stands; `on_loaded` is called once."""
@@ -304,6 +312,8 @@ class Restorer:
             return
         blob = rows.kept.blob
         assert blob is not None
+        if (place := seq.place_next) != piece.p0:
+            label_places(blob, piece.p0, np.arange(place, place + piece.n, dtype=np.int32))
         self.bytes_in += len(blob)
         self._restore(seq, blob, None, None)
         self._pool.append(seq, job.ids[piece.p0 : piece.p1], job.moves.provenance)

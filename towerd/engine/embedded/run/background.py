@@ -113,7 +113,7 @@ class Background:
         except Interrupted:
             for job in jobs:
                 if job.seq is not None:
-                    self._memory.seq_rm(job.seq.id, job.seq.n)
+                    self._memory.seq_rm(job.seq.id, job.seq.place_next)
             raise
         finally:
             self._interruption.disarm()
