@@ -121,7 +121,7 @@ def open_drafts(model: Model, core: Core, config: Config) -> Drafts | None:
     try:
         if Head.is_asked_for(model):
             flags = core.context.params
-            made = model, address, ctypes.addressof(flags), config.parallel, str(config.model)
+            made = model, address, ctypes.addressof(flags), config.parallel, str(core.model.path)
             return HeadDrafts(on_short_lived_thread(lambda: Head(*made)), core.context)
         n_threads = config.threads, config.threads_batch or config.threads
         read = model, address, config.parallel, *n_threads
