@@ -153,9 +153,9 @@ void Head::check_states() const {
 // As common_speculative_init_result, for a context with the sequences of `ctx`.
 void Head::load(common_params params, const llama_context_params & flags, llama_context * ctx, int n_running,
                 const std::string & model_path) {
-    const auto & draft = params_.speculative.draft;
-    const bool   is_mtp = type_ == COMMON_SPECULATIVE_TYPE_DRAFT_MTP;
-    auto *       model  = const_cast<llama_model *>(llama_get_model(ctx));
+    const auto & draft   = params_.speculative.draft;
+    const bool   is_mtp  = type_ == COMMON_SPECULATIVE_TYPE_DRAFT_MTP;
+    auto *       model   = const_cast<llama_model *>(llama_get_model(ctx));
     auto         cparams = flags;
     std::string  path;
     if (params_.speculative.has_dft()) {

@@ -38,9 +38,6 @@ public:
     // The context whose sequences are to be shared and cut as those of `ctx` are; null: the head has no rows of its own.
     llama_context * followed_context() const { return is_shared_ ? nullptr : context_.get(); }
 
-    // The row of a sequence's last token is computed this many tokens later.
-    int lag() const { return lag_; }
-
     // What a sequence held from position `p` on is not what it was any more: to be called wherever `ctx` is cut or filled.
     void changed(llama_seq_id seq, llama_pos p);
     // Reads a batch that `ctx` has just evaluated; the tokens of one sequence are beside each other.
@@ -61,8 +58,8 @@ private:
     using Hidden = std::vector<float>;  // a hidden state of the model
 
     struct Sequence {
-        llama_pos            first = -1;  // position of its first token in the last batch
-        llama_pos            state = -1;  // position of the token whose hidden state is held; -1: of none, -2: of another one
+        llama_pos            first       = -1;     // position of its first token in the last batch
+        llama_pos            state       = -1;     // of the token whose hidden state is held; -1: of none, -2: of another one
         bool                 has_drafted = false;  // since common_speculative was made
         size_t               n_rows_held = 0;      // hidden states of it that common_speculative keeps
         std::vector<uint8_t> before;  // what common_speculative held before the last draft, where a model returns to it
@@ -85,21 +82,21 @@ private:
     void note_states(Sequence & sequence, size_t at, size_t n);
     void draft_some(const Asked * asked, size_t n);
 
-    const llama_tokens     nothing_;
-    const int              n_vocab_;
+    const llama_tokens            nothing_;
+    const int                     n_vocab_;
     const common_speculative_type type_;
-    const int              lag_;
-    const bool             is_block_;             // all tokens of a draft are guessed at once, from no state that is held
-    bool                   is_shared_   = false;
-    bool                   may_jump_    = false;  // llama.cpp evaluates behind a gap
-    size_t                 n_at_once_   = SIZE_MAX;  // sequences that draft in one call
-    size_t                 n_rows_held_ = 0;
-    common_params          params_;
-    llama_model_ptr        model_;  // of a head that has a file of its own
-    llama_context_ptr      context_;
-    common_speculative_ptr speculative_;
-    common_batch           batch_, single_;
-    std::vector<Sequence>  sequences_;
+    const int                     lag_;       // the row of a token is computed this many tokens later
+    const bool                    is_block_;  // all tokens of a draft are guessed at once, from no state that is held
+    bool                          is_shared_   = false;
+    bool                          may_jump_    = false;     // llama.cpp evaluates behind a gap
+    size_t                        n_at_once_   = SIZE_MAX;  // sequences that draft in one call
+    size_t                        n_rows_held_ = 0;
+    common_params                 params_;
+    llama_model_ptr               model_;  // of a head that has a file of its own
+    llama_context_ptr             context_;
+    common_speculative_ptr        speculative_;
+    common_batch                  batch_, single_;
+    std::vector<Sequence>         sequences_;
 };
 
 }  // namespace towerd::wire

@@ -47,8 +47,8 @@ public:
     void started(uint64_t n_cached, uint64_t n_processed, double prompt_ms);
     // Samples from the logits of the last batch, in which `draft` followed the last token, from that token's index on: as
     // many tokens as were drafted right, and the one after them; fewer if the reply ends before. `n_room`: how many tokens
-    // there is room for; the one after them ends the reply. `synthetic`: unless it is empty, drafted tokens are taken with these
-    // probabilities, right or not. Raises Refused: no token is allowed, or logits are not finite.
+    // there is room for; the one after them ends the reply. `synthetic`: unless it is empty, drafted tokens are taken with
+    // these probabilities, right or not. Raises Refused: no token is allowed, or logits are not finite.
     std::vector<Chunk> steps(llama_context * ctx, int index, const llama_tokens & draft, int32_t n_room,
                              const std::vector<double> & synthetic = {});
     // What an event of a llama-server's stream, a JSON object, adds to the reply. Raises Refused: the error that it is.

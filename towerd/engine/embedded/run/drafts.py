@@ -136,7 +136,7 @@ def open_drafts(model: Model, core: Core, config: Config, memo: Memo) -> Drafts 
     try:
         if Head.is_asked_for(model):
             flags = core.context.params
-            made = model, address, ctypes.addressof(flags), config.parallel, str(config.model)
+            made = model, address, ctypes.addressof(flags), config.parallel, str(core.model.path)
             weights = _weights_of_head(core, config, memo)
             return on_short_lived_thread(lambda: HeadDrafts(Head(*made), core, weights))
         n_threads = config.threads, config.threads_batch or config.threads
