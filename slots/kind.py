@@ -23,10 +23,21 @@ class StateKind:
     has_state: bool
 
     @property
+    def why_not_movable(self) -> str:
+        """Why stored rows cannot be put at another place, or "" if they can."""
+        return _WHY_NOT_MOVABLE.get(self.name, "")
+
+    @property
     def can_slice(self) -> bool:
         """Whether every prefix of a stored sequence can be resumed."""
         return self.cut == "anywhere"
 
+
+_WHY_NOT_MOVABLE = {
+    "hybrid": "it has recurrent layers beside attention",
+    "recurrent": "its layers are recurrent",
+    "whole": "its state can only be stored as a whole",
+}
 
 DENSE = StateKind("dense", "anywhere", has_rows=True, has_state=False)
 WINDOW = StateKind("window", "anywhere", has_rows=True, has_state=False)

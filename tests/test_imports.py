@@ -64,7 +64,8 @@ INNER_LAYERS = {
     "engine": (
         {"embedded", "llama_server"},
         {"moving"},
-        {"base", "live_index"},
+        {"checkpoint_positions"},
+        {"anchors", "base", "live_index"},
         {"served"},
     ),
     "engine.embedded": (

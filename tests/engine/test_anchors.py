@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from towerd.engine.embedded.restore.anchors import (
+from towerd.engine.anchors import (
     ANCHORS_MAX,
     APART_MIN,
     GRAM,

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from compressed_model import make_compressed_model
-from gguf import GGUFWriter
 from oracle import Answer, Oracle, ask, check_greedy
 from services import EmbeddedService, OpenService
+from windowed_hybrid import make_windowed_hybrid
 
-from lab.models import recurrent
-from lab.models.architectures import ARCHITECTURES
-from lab.models.random_gguf import Shape, make_random_gguf
+from lab.models.random_gguf import Shape
 
 SHAPE = Shape(
     4, 128, 4, 2, 128, 448, n_ctx_train=2048, rope_freq_base=10000.0, ftype="F32", arch="lfm2"
@@ -27,24 +24,11 @@ END = 4
 """<|im_end|> of the synthetic vocabulary."""
 
 
-def make_windowed_hybrid(path: Path) -> None:
-    """LFM2 with sliding windows beside its recurrent layers."""
-    known = ARCHITECTURES["lfm2"]
-
-    def metadata(writer: GGUFWriter, shape: Shape) -> None:
-        recurrent.lfm2_metadata(writer, shape)
-        writer.add_sliding_window(WINDOW)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ARCHITECTURES, "lfm2", replace(known, metadata=metadata))
-        make_random_gguf(path, SHAPE)
-
-
 @pytest.fixture(scope="module", params=["lfm2", "deepseek4"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("whole") / f"{request.param}.gguf"
     if request.param == "lfm2":
-        make_windowed_hybrid(path)
+        make_windowed_hybrid(path, SHAPE, WINDOW)
     else:
         make_compressed_model(path, WINDOW)
     return path

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from towerd.engine.embedded.restore.checkpoints import CHECKPOINTS_MAX, plan_checkpoints
+from towerd.engine.checkpoint_positions import CHECKPOINTS_MAX, plan_checkpoints
 
 NUMBERS = st.integers(min_value=0, max_value=40_000)
 

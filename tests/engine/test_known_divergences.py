@@ -14,7 +14,7 @@ from oracle import Oracle, ask, check_greedy
 from services import EmbeddedService, OpenService
 
 from lab.models.random_gguf import Shape, make_random_gguf
-from towerd.engine.embedded.restore.anchors import APART_MIN
+from towerd.engine.anchors import APART_MIN
 from towerd.tokens import common_prefix
 
 SHAPE = Shape(4, 128, 4, 2, 128, 448, n_ctx_train=4096, rope_freq_base=10000.0, ftype="F32")

@@ -7,6 +7,7 @@ import asyncio
 import os
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 import requests
 from daemon import Daemon, run_towerd
 from fake_llama_server import answering, props
+from windowed_hybrid import make_windowed_hybrid
 
+from lab.models.random_gguf import PRESETS
 from towerd.cli.bench.harness.servers import ServerProcess
 from towerd.cli.bench.harness.servers import llama_server as start_llama_server
 from towerd.engine.llama_server.opening import open_llama_server
@@ -224,14 +227,32 @@ def test_attached(llama_server: Path, slot_dir: Path, tmp_path: Path) -> None:
 
 
 def test_draft_model(llama_server: Path, slot_dir: Path, tmp_path: Path) -> None:
-    """Its own cache cannot be restored: it is said, and everything still works."""
+    """No slot file has its cache, which costs the quality of some drafts and nothing else."""
     model = str(bundled_model())
     flags = (*FLAGS, "--slot-save-path", str(slot_dir), "-md", model, "--spec-type", "draft-simple")
     with start_llama_server(bundled_model(), *flags) as server:
         with attached_to(tmp_path / "d", server.url, slot_dir) as daemon:
-            notes = " ".join(daemon.get("/towerd/v1/stats")["engine"]["notes"])
-            assert "draft model" in notes
+            assert daemon.get("/towerd/v1/stats")["engine"]["reuse_works"] == 1
             assert len(daemon.complete("Once upon a time", 4)["tokens"]) == 4
+
+
+def test_slots_that_are_not_taken_up(llama_server: Path, slot_dir: Path, tmp_path: Path) -> None:
+    """Requests pass through; why, and what would store the chats, is said once in the log, and in the
+    stats."""
+    model = tmp_path / "model.gguf"
+    make_windowed_hybrid(model, replace(PRESETS["tiny"], n_layer=4, arch="lfm2"), 8)
+    with start_llama_server(model, *FLAGS, "--slot-save-path", str(slot_dir)) as server:
+        with attached_to(tmp_path / "d", server.url, slot_dir) as daemon:
+            stats = daemon.get("/towerd/v1/stats")["engine"]
+            (why,) = (note for note in stats["notes"] if "Nothing is restored" in note)
+            (advice,) = (note for note in stats["notes"] if "The embedded engine" in note)
+            assert "--swa-full" in why
+            assert str(model) in advice
+            assert why in stats["why_not_sliceable"]
+            assert (daemon.log.count(why), daemon.log.count(advice)) == (1, 1)
+            assert not stats["can_slice"]
+            body = {"prompt": list(range(300, 340)), "n_predict": 4, "ignore_eos": True}
+            assert daemon.post("/completion", body)["tokens_predicted"] == 4
 
 
 def test_costly_flags(llama_server: Path, slot_dir: Path, tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_start_and_stop(make_sidecar: MakeDaemon, tmp_path: Path) -> None:
 def test_embedded_needs_no_llama_server(tmp_path: Path) -> None:
     """The default is what it was."""
     done = run_towerd(tmp_path, "serve", "--help")
-    assert "--engine [embedded|llama-server]" in done.stdout
+    assert "--engine [embedded|llama-server|auto]" in done.stdout
     with Daemon(tmp_path / "d") as daemon:
         assert psutil.Process(daemon.pid).children() == []
         assert daemon.get("/towerd/v1/stats")["engine_name"] == "embedded"

@@ -22,7 +22,7 @@ from towerd.engine.llama_server.process.flags import clashing, names_model, serv
 from towerd.engine.llama_server.process.process import describe_exit
 from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.errors import ConfigError, Unauthorized
-from towerd.model.row_flags import row_overrides
+from towerd.model.row_flags import CacheFraming, cache_framing, row_overrides, whole_arch
 from towerd.models.bundled import bundled_model
 
 
@@ -230,3 +230,26 @@ def test_flags_that_change_rows() -> None:
     assert names_model(["-hf", "a/b"])
     assert names_model(["--hf_repo", "a/b"])
     assert not names_model(["-np", "2"])
+
+
+def test_what_whole_states_depend_on() -> None:
+    """Flags that say what is so anyway, and others, change nothing; the last word wins."""
+    plain = cache_framing([], {}, 1)
+    assert plain == CacheFraming("f16", "f16")
+    for flags in (["-ctk", "f16", "-fa", "auto"], ["--flash-attn=on"], ["-np", "4", "--swa-full"]):
+        assert cache_framing(flags, {}, 1) == plain
+    env = {"LLAMA_ARG_CACHE_TYPE_K": "q8_0", "LLAMA_ARG_FLASH_ATTN": "off"}
+    assert cache_framing(["--cache_type_v", "bf16"], env, 1) == CacheFraming("q8_0", "bf16", True)
+    assert cache_framing(["-ctk", "f32", "-fa", "1"], env, 2) == CacheFraming("f32", n_stream=2)
+    archs = {
+        whole_arch("x", framing, is_rotated=is_rotated)
+        for framing in (
+            plain,
+            CacheFraming("q8_0"),
+            CacheFraming(v_trans=True),
+            CacheFraming(n_stream=2),
+        )
+        for is_rotated in (True, False)
+    }
+    assert len(archs) == 8
+    assert whole_arch("x", plain, is_rotated=True) == "x:f16:f16:0"  # that of older stores

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 
-from towerd.settings.config import Config
+from towerd.settings.config import AUTO, Config
 from towerd.system.priority import lower_priority
 from towerd.system.process import return_large_blocks
 
@@ -64,6 +64,11 @@ def preloading_quietly() -> Iterator[None]:
 
 def start(config: Config, on_ready: Callable[[str, str], None] | None = None) -> None:
     """As `towerd.app.daemon.run`, which is imported here."""
+    if config.engine == AUTO:
+        _prepare()
+        from towerd.engine.llama_server.process.choice import chosen
+
+        config = chosen(config)
     preload(config.engine)
     from towerd.app.daemon import run, say_ready
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from towerd.settings.llama_flags import canonical
 from towerd.slots.layout import Plane
@@ -64,6 +64,55 @@ def is_rotated(plane: Plane, n_head_kv: int) -> bool:
     return plane.format.is_quantized and (plane.n_elements // n_head_kv) % 64 == 0
 
 
-def rotation_is_on() -> bool:
-    """Whether llama.cpp rotates quantized rows at all."""
-    return os.environ.get("LLAMA_ATTN_ROT_DISABLE", "0") in ("", "0")
+def has_rotation(env: Mapping[str, str]) -> bool:
+    """Whether llama.cpp rotates rows in a process of this environment."""
+    return env.get("LLAMA_ATTN_ROT_DISABLE", "0") in ("", "0")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFraming:
+    """What the bytes of a whole state depend on, besides the model."""
+
+    type_k: str = "f16"
+    type_v: str = "f16"
+    v_trans: bool = False
+    """Flash attention is off."""
+    n_stream: int = 1
+
+
+def whole_arch(arch: str, framing: CacheFraming, *, is_rotated: bool) -> str:
+    """The row identity's `arch` of a model whose state is kept whole: it has no layout that would say
+    how the caches are framed."""
+    text = f"{arch}:{framing.type_k}:{framing.type_v}:{framing.v_trans:d}"
+    if framing.n_stream != 1:
+        text += f":s{framing.n_stream}"
+    return text if is_rotated else f"{text}:unrotated"
+
+
+_CACHE_FLAGS = {
+    "-ctk": "type_k",
+    "--cache-type-k": "type_k",
+    "-ctv": "type_v",
+    "--cache-type-v": "type_v",
+    "-fa": "flash_attn",
+    "--flash-attn": "flash_attn",
+}
+_CACHE_ENV = {
+    "LLAMA_ARG_CACHE_TYPE_K": "type_k",
+    "LLAMA_ARG_CACHE_TYPE_V": "type_v",
+    "LLAMA_ARG_FLASH_ATTN": "flash_attn",
+}
+_OFF = ("off", "0", "false", "disabled")
+"""llama-server's words for no flash attention."""
+
+
+def cache_framing(flags: Sequence[str], env: Mapping[str, str], n_stream: int) -> CacheFraming:
+    """The framing that a llama-server's command line and environment ask for, defaults filled in."""
+    found = {name: env[variable] for variable, name in _CACHE_ENV.items() if env.get(variable)}
+    values = iter(flags)
+    for item in values:
+        given, _, value = item.partition("=")
+        if (name := _CACHE_FLAGS.get(canonical(given))) is not None:
+            found[name] = value or next(values, "")
+    v_trans = found.pop("flash_attn", "").lower() in _OFF
+    return CacheFraming(**found, v_trans=v_trans, n_stream=n_stream)

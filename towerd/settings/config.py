@@ -22,6 +22,8 @@ from towerd.system.machine import free_bytes, ram_bytes, usable_cores
 from towerd.tiers.formats.fidelity import FIDELITIES, LevelFormats
 
 ENGINES = ("embedded", "llama-server")
+AUTO = "auto"
+"""Stands for one of the engines until it is known what there is."""
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 RETENTIONS = ("none", "shift", "streaming", "h2o", "snapkv", "buzz", "latem", "icecache")
 """The policies of towerd.retention whose signals the embedded engine provides, and `shift`."""
@@ -227,8 +229,9 @@ class Config:
     request_bytes_max: int = _set(64 * 2**20, "size", "--request-bytes-max",
         "Largest request body, unpacked; those that are neither parsed nor passed on yet take at most four times as much together.", low=1024, high=2**31)
     engine: str = _set(None, "text", "--engine",
-        "What evaluates the model: llama.cpp inside the daemon, or a llama-server behind it.",
-        choices=ENGINES, auto="embedded; with --upstream llama-server")
+        "What evaluates the model: llama.cpp inside the daemon, or a llama-server behind it. auto takes the "
+        "llama-server where it can use a GPU and the daemon cannot, or the daemon refuses the model.",
+        choices=(*ENGINES, AUTO), auto="embedded; with --upstream llama-server")
     llama_server_bin: Path | None = _set(None, "path", "--llama-server-bin",
         "The llama-server to start.", auto="the one in PATH, else towerd's own")
     llama_server_args: tuple[str, ...] = _set((), "args", "--llama-server-args",
@@ -391,7 +394,7 @@ class Config:
                     f"--live-budget needs a policy that keeps to it: set --retention to one of "
                     f"{', '.join(name for name in RETENTIONS if name not in UNBOUNDED)}."
                 )
-        elif self.engine != "embedded":
+        elif self.engine == "llama-server":
             raise ConfigError(
                 f"--retention {self.retention} needs the embedded engine; a llama-server takes "
                 "none or shift."
@@ -400,6 +403,8 @@ class Config:
     def _check_engine(self) -> None:
         """Check the engine's settings: a llama-server is either started or attached to."""
         self._check_retention()
+        if self.engine == AUTO and self.upstream is not None:
+            raise ConfigError("--upstream needs --engine llama-server.")
         if self.engine == "embedded":
             for name in ("upstream", "llama_server_bin", "slot_dir"):
                 if getattr(self, name):

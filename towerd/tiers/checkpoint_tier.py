@@ -15,14 +15,16 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from towerd.errors import StoreError
+from towerd.slots.kind import StateKind
 from towerd.store.rows.checkpoints import CheckpointTable, StateCheckpoint
+from towerd.store.segments.checkpoint_file import ANYWHERE, CUT_META
 from towerd.store.store import Store
 from towerd.store.tree.handle import Handle
 from towerd.store.tree.node import Node
@@ -80,11 +82,18 @@ class CheckpointTier:
 
     def accept(self, ids: Ids, scope: str, states: Mapping[int, tuple[Bytes, bool]]) -> None:
         """Take states of prefixes of `ids`: position -> (bytes, derived)."""
-        if not self._store.rows.is_trusted:
-            return
-        usable = {p: s for p, s in states.items() if not (self.exact and s[1])}
-        if usable:
+        if usable := self._usable(states):
             self._work.put(("attach", (ids.copy(), scope, usable)))
+
+    def keep(self, ids: Ids, scope: str, states: Mapping[int, tuple[Bytes, bool]]) -> None:
+        """As `accept`, but they can be resumed from when this returns. Raises StoreError."""
+        if usable := self._usable(states):
+            self._work.put(("write", self.table.attach(ids, scope, usable)))
+
+    def _usable(self, states: Mapping[int, tuple[Bytes, bool]]) -> dict[int, tuple[Bytes, bool]]:
+        if not self._store.rows.is_trusted:
+            return {}
+        return {p: s for p, s in states.items() if not (self.exact and s[1])}
 
     def deepest(self, path: Handle, start: int, stop: int) -> StateCheckpoint | None:
         """The last state at a position in (start, stop] of a request's path."""
@@ -111,6 +120,15 @@ class CheckpointTier:
         self.flush()
         self.table.drop_since(since)
 
+    def has(self, node: Node) -> bool:
+        """Whether a checkpoint is at the end of a segment. Call it while the store is locked."""
+        return self.table.at(node) is not None
+
+    def forget(self, nodes: Iterable[Node]) -> None:
+        """Delete the checkpoints of segments that are deleted."""
+        for node in nodes:
+            self.table.drop(node)
+
     def refused(self, found: StateCheckpoint) -> None:
         """Forget a checkpoint that llama.cpp rejects, so that it does not block others."""
         log.warning("a state checkpoint is of no use here", extra={"position": found.position})
@@ -132,9 +150,9 @@ class CheckpointTier:
         while kind != "stop":
             kind, item = self._work.get()
             try:
-                if kind == "attach":
-                    for node in self.table.attach(*item):
-                        self.n_written += self.table.write(node) > 0
+                nodes = self.table.attach(*item) if kind == "attach" else item
+                for node in nodes if kind in ("attach", "write") else ():
+                    self.n_written += self.table.write(node) > 0
                 self._enforce()
             except StoreError as error:
                 log.error("a state checkpoint could not be written", extra={"error": str(error)})
@@ -180,6 +198,18 @@ class CheckpointTier:
                 return above.p1
             above = above.parent
         return 0
+
+
+def open_checkpoint_tier(
+    store: Store, kind: StateKind, *, bytes_max: int, exact: bool
+) -> CheckpointTier | None:
+    """The tier of a model of this kind, None if it has no state; notes in the store where its stored
+    state can be cut."""
+    cut = kind.cut if kind.has_state else ANYWHERE
+    store.set_meta(CUT_META + store.state.digest.hex(), cut)
+    if not kind.has_state:
+        return None
+    return CheckpointTier(store, bytes_max=bytes_max, exact=exact)
 
 
 def leaf_distance(node: Node) -> int:

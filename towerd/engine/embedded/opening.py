@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import cast
@@ -16,8 +16,7 @@ from towerd.model.weights_check import WeightsCheck
 from towerd.settings.config import Config, pinned_bytes
 from towerd.store import Catalog, Node, Store
 from towerd.store.catalog.identity import ModelIdentity
-from towerd.store.segments.checkpoint_file import ANYWHERE, CUT_META
-from towerd.tiers.checkpoint_tier import CheckpointTier
+from towerd.tiers.checkpoint_tier import CheckpointTier, open_checkpoint_tier
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.manager import Tiers
 
@@ -30,7 +29,12 @@ async def open_embedded(config: Config) -> AsyncIterator[OpenedEngine[EmbeddedEn
     catalog is closed. Raises ModelError, StoreError, ConfigError."""
     core, store = await asyncio.to_thread(_open_store, config)
     try:
-        checkpoint_tier = await asyncio.to_thread(_open_checkpoint_tier, config, core, store)
+        opening = partial(
+            open_checkpoint_tier,
+            bytes_max=config.checkpoint_bytes,
+            exact=config.fidelity == "exact",
+        )
+        checkpoint_tier = await asyncio.to_thread(opening, store, core.memory.kind)
         tiers = await asyncio.to_thread(_open_tiers, config, core, store)
         try:
             engine = EmbeddedEngine(core, tiers, config, checkpoint_tier)
@@ -43,8 +47,8 @@ async def open_embedded(config: Config) -> AsyncIterator[OpenedEngine[EmbeddedEn
                     engine,
                     store,
                     tiers,
-                    lambda nodes: _forget(checkpoint_tier, nodes),
-                    None if checkpoint_tier is None else _finder(checkpoint_tier),
+                    _nothing if checkpoint_tier is None else checkpoint_tier.forget,
+                    None if checkpoint_tier is None else checkpoint_tier.has,
                     engine.is_quiet,
                     _anticipate_tokens_max(config, core),
                 )
@@ -60,15 +64,8 @@ async def open_embedded(config: Config) -> AsyncIterator[OpenedEngine[EmbeddedEn
         await asyncio.to_thread(core.close)
 
 
-def _forget(checkpoint_tier: CheckpointTier | None, nodes: Sequence[Node]) -> None:
-    """Delete the state checkpoints of segments that are deleted."""
-    if checkpoint_tier is not None:
-        for node in nodes:
-            checkpoint_tier.table.drop(node)
-
-
-def _finder(checkpoint_tier: CheckpointTier) -> Callable[[Node], bool]:
-    return lambda node: checkpoint_tier.table.at(node) is not None
+def _nothing(nodes: Sequence[Node]) -> None:
+    """There are no state checkpoints to forget."""
 
 
 def _anticipate_tokens_max(config: Config, core: Core) -> int:
@@ -136,12 +133,3 @@ def _look(weights: WeightsCheck, store: Store, engine: EmbeddedEngine) -> None:
     weights.look()
     if not store.rows.is_trusted:
         engine.forget_live()
-
-
-def _open_checkpoint_tier(config: Config, core: Core, store: Store) -> CheckpointTier | None:
-    if not core.memory.kind.has_state:
-        store.set_meta(CUT_META + store.state.digest.hex(), ANYWHERE)
-        return None
-    store.set_meta(CUT_META + store.state.digest.hex(), core.memory.kind.cut)
-    exact = config.fidelity == "exact"
-    return CheckpointTier(store, bytes_max=config.checkpoint_bytes, exact=exact)

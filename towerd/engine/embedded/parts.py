@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from towerd.engine.checkpoint_positions import CheckpointPositions
 from towerd.engine.embedded.context.cell_pages import CellPages
 from towerd.engine.embedded.context.core import Core, on_short_lived_thread
 from towerd.engine.embedded.live.pool import LivePool
 from towerd.engine.embedded.longchat.budgets import Budgets
 from towerd.engine.embedded.longchat.observer import Observer, check_attention
 from towerd.engine.embedded.longchat.shift import ContextShift
-from towerd.engine.embedded.restore.anchors import WordStarts
 from towerd.engine.embedded.restore.branching import Branching
 from towerd.engine.embedded.restore.checkpoints import Checkpoints
 from towerd.engine.embedded.restore.exporter import Exporter
@@ -62,8 +62,8 @@ class Parts:
         checkpoints = None
         if checkpoint_tier is not None:
             ends, every = core.vocab.eog_ids, config.checkpoint_tokens
-            words = WordStarts(core.vocab.pieces, ends)
-            checkpoints = Checkpoints(memory, self.pool, tiers, checkpoint_tier, words, ends, every)
+            positions = CheckpointPositions(core.vocab.pieces, ends, every)
+            checkpoints = Checkpoints(memory, self.pool, tiers, checkpoint_tier, positions)
         self.exporter = Exporter(memory, tiers, checkpoints)
         tokens = Branching(memory, self.pool, tiers, self.exporter.export)
         branching = checkpoints or tokens

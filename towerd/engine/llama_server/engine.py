@@ -19,6 +19,7 @@ from towerd.engine.base import (
     SlotView,
     check_text,
 )
+from towerd.engine.checkpoint_positions import CheckpointPositions
 from towerd.engine.llama_server.availability import Availability
 from towerd.engine.llama_server.generation import LlamaServerGeneration
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
@@ -26,6 +27,7 @@ from towerd.engine.llama_server.process.description import ModelDescription, has
 from towerd.engine.llama_server.process.upstream_adapters import UpstreamAdapters
 from towerd.engine.llama_server.process.upstream_counters import without
 from towerd.engine.llama_server.slots.holds import SlotHolds
+from towerd.engine.llama_server.slots.placer import StateParts
 from towerd.engine.llama_server.upstream_weights import UpstreamWeights
 from towerd.engine.moving.rotation import Rotation
 from towerd.engine.moving.runs import MovedRuns
@@ -33,6 +35,7 @@ from towerd.errors import ContextExceeded, InvalidRequest
 from towerd.settings.config import Config
 from towerd.store import Store
 from towerd.system.priority import shorten_slice
+from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids
 from towerd.wire import Reply, WireThreads
@@ -52,7 +55,9 @@ class LlamaServerEngine:
         store: Store,
         tiers: Tiers,
         config: Config,
+        checkpoint_tier: CheckpointTier | None,
     ) -> None:
+        """checkpoint_tier: needed for a model whose memory has a state"""
         found = backend.probe
         self.backend = backend
         self.upstream = backend.upstream
@@ -60,7 +65,7 @@ class LlamaServerEngine:
         self.info: ModelInfo = described.info
         self.n_ctx = found.n_ctx
         self.n_slots = found.n_slots
-        self.notes: list[str] = [*found.notes, *described.notes]
+        self.notes: list[str] = [*found.notes, *described.notes, *_advice(backend)]
         """Sentences about what does not work on this llama-server."""
         self.wire = WireThreads(described.wire)
         self.adapters = UpstreamAdapters(found.loras, described.adapter_names)
@@ -72,13 +77,26 @@ class LlamaServerEngine:
         )
         self.runs = MovedRuns(tiers, self._rotation)
         moving = self.runs, self._rotation
-        self.holds = SlotHolds(
-            backend, tiers, self.adapters, *moving, self.notes, queue_max=config.queue_max
-        )
         self._vocab = described.vocab
+        self._checkpoint_tier = checkpoint_tier
+        states = None
+        if checkpoint_tier is not None or (found.spec is not None and found.spec.has_window):
+            every = config.checkpoint_tokens
+            positions = CheckpointPositions(self._vocab.pieces, self._vocab.eog_ids, every)
+            states = StateParts(checkpoint_tier, positions)
+        self.holds = SlotHolds(
+            backend,
+            tiers,
+            self.adapters,
+            *moving,
+            self.notes,
+            queue_max=config.queue_max,
+            states=states,
+        )
         self._text = ThreadPoolExecutor(2, "towerd-text", initializer=shorten_slice)
         """Separate from the others: a text of megabytes takes seconds."""
-        self._weights = UpstreamWeights(backend, described, store, self.holds, self.notes)
+        watched = store, self.holds, checkpoint_tier, self.notes
+        self._weights = UpstreamWeights(backend, described, *watched)
         self.availability = Availability(backend, self.holds, self._weights)
         self._generations: set[LlamaServerGeneration] = set()
 
@@ -156,6 +174,7 @@ class LlamaServerEngine:
         spec = self.probe.spec
         return {
             **asdict(counters),
+            **({} if self._checkpoint_tier is None else self._checkpoint_tier.stats()),
             "running": table.n_busy,
             "waiting": table.n_waiting,
             "slots": self.n_slots,
@@ -207,11 +226,24 @@ class LlamaServerEngine:
         self._text.shutdown(wait=False)
 
 
+def _advice(backend: LlamaServerBackend) -> tuple[str, ...]:
+    """What to do about a llama-server whose slots cannot be restored; nothing where its model's file is
+    not here."""
+    if backend.probe.can_compose or not Path(backend.probe.model_path).is_file():
+        return ()
+    return (
+        "The embedded engine keeps the state of this model's chats: start towerd with "
+        f"-m {backend.probe.model_path} and without --engine llama-server or --upstream.",
+    )
+
+
 def _why_not_movable(backend: LlamaServerBackend) -> str:
     """Why rows cannot be put behind other text in its slots, whatever their rotation; "" if they can."""
     found = backend.probe
     if not found.can_compose or found.spec is None:
         return "the slots of this llama-server cannot be restored"
+    if found.spec.kind.has_state:
+        return found.spec.kind.why_not_movable
     if found.spec.has_window:
         return "it has sliding-window layers, which a llama-server saves the last rows of alone"
     if backend.command is None or not Path(found.model_path).is_file():

@@ -17,6 +17,7 @@ from towerd.model.tokenizer_rules import check_tokenizer, keep_vocabulary, token
 from towerd.settings.config import Config, pinned_bytes
 from towerd.store import Catalog, Node, Store
 from towerd.store.catalog.identity import ModelIdentity
+from towerd.tiers.checkpoint_tier import CheckpointTier, open_checkpoint_tier
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.manager import Tiers
 from towerd.tiers.moved_limits import load_moved_limits
@@ -33,26 +34,46 @@ async def open_llama_server(config: Config) -> AsyncIterator[OpenedEngine[LlamaS
     async with AsyncExitStack() as stack:
         backend, described, store = await _open_store(config, stack)
         tiers = await asyncio.to_thread(_open_tiers, config, backend, store)
+        checkpoint_tier = await asyncio.to_thread(_open_checkpoint_tier, config, backend, store)
         try:
-            engine = LlamaServerEngine(backend, described, store, tiers, config)
+            engine = LlamaServerEngine(backend, described, store, tiers, config, checkpoint_tier)
             if not engine.why_not_movable:
                 tiers.moved_limits = await asyncio.to_thread(load_moved_limits, store)
                 await asyncio.to_thread(store.index_runs)
             for note in engine.notes:
                 log.warning(note)
             try:
-                yield OpenedEngine(engine, store, tiers, _forgetter(engine, store))
+                forget = _forgetter(engine, store, checkpoint_tier)
+                finder = None if checkpoint_tier is None else checkpoint_tier.has
+                yield OpenedEngine(engine, store, tiers, forget, finder)
             finally:
                 await engine.close()
         finally:
+            if checkpoint_tier is not None:
+                await asyncio.to_thread(checkpoint_tier.close)
             await asyncio.to_thread(tiers.close)
 
 
-def _forgetter(engine: LlamaServerEngine, store: Store) -> Callable[[Sequence[Node]], None]:
-    """Keeps slots from bringing back segments that were dropped."""
+def _open_checkpoint_tier(
+    config: Config, backend: LlamaServerBackend, store: Store
+) -> CheckpointTier | None:
+    found = backend.probe
+    if found.spec is None or not found.can_compose:
+        return None
+    exact = config.fidelity == "exact"
+    kind, bytes_max = found.spec.kind, config.checkpoint_bytes
+    return open_checkpoint_tier(store, kind, bytes_max=bytes_max, exact=exact)
+
+
+def _forgetter(
+    engine: LlamaServerEngine, store: Store, checkpoint_tier: CheckpointTier | None
+) -> Callable[[Sequence[Node]], None]:
+    """Keeps slots from bringing back segments that were dropped, and drops their state checkpoints."""
     loop = asyncio.get_running_loop()
 
     def forget(nodes: Sequence[Node]) -> None:
+        if checkpoint_tier is not None:
+            checkpoint_tier.forget(nodes)
         gone = {node.id for node in nodes}
         # A slot that holds what is below holds these, too.
         tops = [node for node in nodes if node.parent is None or node.parent.id not in gone]

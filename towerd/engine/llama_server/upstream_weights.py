@@ -9,6 +9,7 @@ from towerd.engine.llama_server.process.description import ModelDescription
 from towerd.engine.llama_server.slots.holds import SlotHolds
 from towerd.model.weights_check import WeightsCheck
 from towerd.store import Store
+from towerd.tiers.checkpoint_tier import CheckpointTier
 
 NOTE = (
     "A file of its model was changed or replaced, so nothing is stored or reused any more: start "
@@ -26,12 +27,14 @@ class UpstreamWeights:
         described: ModelDescription,
         store: Store,
         holds: SlotHolds,
+        checkpoint_tier: CheckpointTier | None,
         notes: list[str],
     ) -> None:
         """notes: the engine's, to which one may be added"""
         self._are_others = False
         self._store = store
         self._holds = holds
+        self._checkpoint_tier = checkpoint_tier
         self._notes = notes
         self._loop = asyncio.get_running_loop()
         self._check = WeightsCheck(
@@ -54,6 +57,8 @@ class UpstreamWeights:
 
     def _changed(self, since: float) -> None:
         self._store.rows.distrust(since)
+        if self._checkpoint_tier is not None:
+            self._checkpoint_tier.distrust(since)
         self._loop.call_soon_threadsafe(self._forget)
 
     def _forget(self) -> None:

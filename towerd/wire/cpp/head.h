@@ -38,6 +38,9 @@ public:
     // The context whose sequences are to be shared and cut as those of `ctx` are; null: the head has no rows of its own.
     llama_context * followed_context() const { return is_shared_ ? nullptr : context_.get(); }
 
+    // The row of a sequence's last token is computed this many tokens later.
+    int lag() const { return lag_; }
+
     // What a sequence held from position `p` on is not what it was any more: to be called wherever `ctx` is cut or filled.
     void changed(llama_seq_id seq, llama_pos p);
     // Reads a batch that `ctx` has just evaluated; the tokens of one sequence are beside each other.

@@ -27,7 +27,13 @@ from towerd.model.llama_log import buffers_made, last_errors
 from towerd.model.llama_model import LlamaModel, check_reply_flags
 from towerd.model.model_file import Memo, file_hash, weights_hash
 from towerd.model.retokenize import Retokenizer
-from towerd.model.row_flags import is_rotated, rotation_is_on, row_overrides
+from towerd.model.row_flags import (
+    CacheFraming,
+    has_rotation,
+    is_rotated,
+    row_overrides,
+    whole_arch,
+)
 from towerd.model.row_memory import RowMemory, row_memory
 from towerd.model.vocab import Vocab
 from towerd.models.bundled import find_model
@@ -137,7 +143,7 @@ def load_core(config: Config, catalog: Catalog) -> Core:
         context.close()
         model.close()
         raise
-    why_not = why_not_movable(memory)
+    why_not = memory.kind.why_not_movable
     return Core(model, context, vocab, info, n_ctx, memory, adapters, why_not, projector, taps)
 
 
@@ -162,18 +168,6 @@ def memory_line(weights: int, buffers: Mapping[str, int], n_cells: int, config: 
 
 def _mib(n_bytes: int) -> str:
     return f"{n_bytes / 2**20:,.0f} MiB"
-
-
-_KINDS = {
-    "hybrid": "it has recurrent layers beside attention",
-    "recurrent": "its layers are recurrent",
-    "whole": "its state can only be stored as a whole",
-}
-
-
-def why_not_movable(memory: SequenceMemory) -> str:
-    """Why rows cannot be moved to another place, or "" if they can."""
-    return _KINDS.get(memory.kind.name, "")
 
 
 def _sizes(model: LlamaModel, config: Config, rows: RowMemory) -> tuple[int, int]:
@@ -277,10 +271,11 @@ def _info(
     catalog: Catalog,
 ) -> ModelInfo:
     layout, n_cells = memory.layout, memory.context.n_cells
-    rotated = rotation_is_on()
+    rotated = has_rotation(os.environ)
     arch = model.arch
-    if memory.kind is WHOLE:  # its bytes depend on what otherwise only the layout says
-        arch = f"{arch}:{config.cache_type_k}:{config.cache_type_v}:{memory.context.v_trans:d}"
+    if memory.kind is WHOLE:
+        framing = CacheFraming(config.cache_type_k, config.cache_type_v, memory.context.v_trans)
+        arch = whole_arch(arch, framing, is_rotated=rotated)
     n_head_kv = _largest(model, "attention.head_count_kv", 1)
     row_identity = RowIdentity(
         model_hash=weights_hash(model.files, catalog),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from towerd.engine.embedded.context.context import LlamaContext
 from towerd.engine.embedded.context.sequences import Sequences
 from towerd.errors import TowerdError
-from towerd.model.row_flags import rotation_is_on
+from towerd.model.row_flags import has_rotation
 from towerd.slots.errors import StateError
 from towerd.slots.head_state import HeadState, read_head_state
 from towerd.slots.rows import HeadRows
@@ -97,6 +98,6 @@ def _digest(state: HeadState, weights: str) -> bytes:
     known = {
         "weights": weights,
         "layout": state.layout.to_json(),
-        "rotated": is_quantized and rotation_is_on(),
+        "rotated": is_quantized and has_rotation(os.environ),
     }
     return hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=32).digest()

@@ -8,16 +8,14 @@ restored after them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 
-import numpy as np
-
+from towerd.engine.checkpoint_positions import CheckpointPositions
 from towerd.engine.embedded.context.memory import SequenceMemory
 from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.job import Job
 from towerd.engine.embedded.live.parked import Parked
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
-from towerd.engine.embedded.restore.anchors import APART_MIN, GRAM, Anchors, WordStarts
 from towerd.engine.embedded.restore.branching import Branching, Evict, FoundLive
 from towerd.errors import StoreError, TowerdError
 from towerd.store.rows.checkpoints import StateCheckpoint
@@ -30,9 +28,6 @@ log = logging.getLogger(__name__)
 
 _BROKEN_MAX = 2
 """Loads of one job that may come up short before it evaluates everything."""
-CHECKPOINTS_MAX = 16
-"""About the most checkpoints that are taken of one prompt."""
-_RATIOS = (8, 4, 2, 1)
 
 
 class Checkpoints(Branching):
@@ -44,18 +39,11 @@ class Checkpoints(Branching):
         pool: LivePool,
         tiers: Tiers,
         checkpoint_tier: CheckpointTier,
-        words: WordStarts,
-        message_ends: Collection[int],
-        every: int,
+        positions: CheckpointPositions,
     ) -> None:
-        """message_ends: ids of the tokens that end a message
-        every: tokens between checkpoints of a long text"""
         super().__init__(memory, pool, tiers, self.export)
         self.checkpoint_tier = checkpoint_tier
-        self._ends = np.array(sorted(message_ends), np.int32)
-        self._every = every
-        self._words = words
-        self._anchors = Anchors(words)
+        self._positions = positions
 
     # ---- in ---------------------------------------------------------------------------------
 
@@ -99,13 +87,15 @@ class Checkpoints(Branching):
             seq.n_public = stored.n_public
             branches.add(stored.n_match)
             if stored.n_match < stop and not job.n_broken and not job.request.background:
-                self._learn(job, stored.n_match)
+                self._positions.learn(job.path, job.ids, stored.n_match)
             end = seq.n + stored.n if self.memory.kind.has_rows else stored.n_match
             checkpoint = self.checkpoint_tier.deepest(job.path, seq.n, end)
             if checkpoint is not None:
                 plan = stored.up_to(checkpoint)
         start = seq.n + plan.n
-        job.checkpoints_at = self._checkpoint_positions(job, start, branches)
+        if self.memory.kind.cut != "whole":  # as large as the conversation: its end is enough
+            ids, scope = job.ids[: job.n_prompt], job.request.scope
+            job.checkpoints_at = self._positions.of(ids, scope, start, branches)
         return plan
 
     def load(self, plan: RestorePlan) -> Buffer | None:
@@ -150,65 +140,3 @@ class Checkpoints(Branching):
             if position <= len(ids) and are_storable(provenance[:position]):
                 taken[position] = state, not are_exact(provenance[:position])
         self.checkpoint_tier.accept(ids, scope, taken)
-
-    # ---- private ----------------------------------------------------------------------------
-
-    def _learn(self, job: Job, at: int) -> None:
-        """Note where the prompt leaves a stored tower, if that continues there."""
-        tower = job.path.beyond(at, GRAM + 1)
-        if len(tower):
-            self._anchors.learn(job.ids, job.request.scope, at, tower)
-
-    def _checkpoint_positions(self, job: Job, start: int, branches: set[int]) -> tuple[int, ...]:
-        if self.memory.kind.cut == "whole":  # as large as the conversation: its end is enough
-            return ()
-        ids = job.ids[: job.n_prompt]
-        ends: list[int] = (np.flatnonzero(np.isin(ids, self._ends)) + 1).tolist()
-        branches = {start, *(self._words.before(ids, n) for n in branches if n < len(ids))}
-        # Behind its first message, a system prompt, other chats begin, and oldest turns are dropped.
-        likely = [*ends[:1], *self._anchors.positions(ids, job.request.scope, start)]
-        for at in sorted(likely):
-            if all(abs(at - n) >= APART_MIN for n in branches):
-                branches.add(at)
-        return plan_checkpoints(start, len(ids), self._every, ends, branches)
-
-
-def plan_checkpoints(
-    start: int, end: int, every: int, message_ends: Iterable[int], branches: Iterable[int]
-) -> tuple[int, ...]:
-    """Positions in (start, end), ascending, at which to take a checkpoint of a prompt of `end`
-    tokens that is evaluated from `start` on. Later prompts are likely to continue there: where messages
-    end, where prompts are known to branch, just before the end, and at regular distances in a long text
-    without any. The further from the end, the larger the distance: a checkpoint costs the same anywhere,
-    and old turns are edited less often.
-
-    every: the spacing near the end; branches: always included. The next position is at most
-    `every + max(every, d / ratio)` tokens away (d: the distance from the end), where ratio is the
-    largest of 8, 4, 2, 1 that needs no more than `CHECKPOINTS_MAX` checkpoints."""
-    last = end - 1
-    if start >= last:
-        return ()
-    messages = {p for p in message_ends if start < p <= last}
-    near = [p for p in messages if end - p <= APART_MIN]
-    fixed = {p for p in branches if start < p <= last} | {max(near, default=last)}
-    grid = set(range(-(-(start + 1) // every) * every, last, every))
-    positions: list[int] = []
-    for ratio in _RATIOS:
-        positions = _spaced(end, every, ratio, messages, grid - messages, fixed)
-        if len(positions) <= CHECKPOINTS_MAX:
-            break
-    return tuple(reversed(positions))
-
-
-def _spaced(
-    end: int, every: int, ratio: int, messages: set[int], grid: set[int], fixed: set[int]
-) -> list[int]:
-    """The positions for one ratio, descending."""
-    positions: list[int] = []
-    at = end
-    for p in sorted(messages | grid | fixed, reverse=True):
-        gap_min = max(APART_MIN if p in messages else every, (end - p) // ratio)
-        if p in fixed or at - p >= gap_min:
-            positions.append(p)
-            at = p
-    return positions

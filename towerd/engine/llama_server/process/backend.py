@@ -16,7 +16,11 @@ from towerd.engine.llama_server.process.attached import (
     may_have_loaded_another,
 )
 from towerd.engine.llama_server.process.binary import build_of, find_binary, library_env
-from towerd.engine.llama_server.process.description import open_vocab, sliding_window
+from towerd.engine.llama_server.process.description import (
+    keeps_state,
+    open_vocab,
+    sliding_window,
+)
 from towerd.engine.llama_server.process.flags import clashing, names_model, server_env, server_flags
 from towerd.engine.llama_server.process.probe import ProbeResult, identify, probe
 from towerd.engine.llama_server.process.process import LlamaServerProcess
@@ -80,7 +84,10 @@ async def _started(config: Config) -> AsyncIterator[LlamaServerBackend]:
 
     def flags(port: int) -> list[str]:
         has_window = sliding_window(model) > 0
-        return server_flags(config, path, slotdir.path, port, has_window=has_window)
+        swa_full = has_window and model is not None and keeps_state(model)
+        has_window = has_window and not swa_full
+        where = path, slotdir.path, port
+        return server_flags(config, *where, has_window=has_window, swa_full=swa_full)
 
     process = LlamaServerProcess(binary, flags, env=env, log_path=config.store_dir / LOG_NAME)
     hot = f"up to {config.hot_bytes / 2**20:,.0f} MiB for hot conversations (--hot-bytes)"
@@ -136,6 +143,7 @@ async def _probed(
             upstream,
             slotdir,
             window=sliding_window(model),
+            has_indexer=model.has_indexer,
             allow_vulnerable=config.allow_vulnerable,
         )
         added = difference(counters(await upstream.metrics()), before)

@@ -21,10 +21,17 @@ from towerd.errors import ConfigError
 from towerd.kernels.formats import BY_NAME
 from towerd.model.llama_model import LlamaModel
 from towerd.model.model_file import ModelFile, weights_hash
-from towerd.model.row_flags import is_rotated, row_overrides
+from towerd.model.row_flags import (
+    cache_framing,
+    has_rotation,
+    is_rotated,
+    row_overrides,
+    whole_arch,
+)
 from towerd.model.vocab import Vocab
 from towerd.settings.config import Config
 from towerd.settings.llama_flags import canonical, words_of
+from towerd.slots.kind import WHOLE
 from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.row_identity import REPORTED_HASH_PREFIX, RowIdentity, tokenizer_hash
 from towerd.store import Catalog
@@ -37,7 +44,7 @@ _NO_FILE_NOTE = (
     "those of the embedded engine."
 )
 _NO_COMMAND_NOTE = (
-    "The command line of llama-server cannot be seen, so its RoPE flags are taken never to change; "
+    "The command line of llama-server cannot be seen, so its flags of RoPE and cache are taken never to change; "
     "run both as one user."
 )
 
@@ -111,6 +118,12 @@ def sliding_window(model: LlamaModel | None) -> int:
     return int(text) if text.isdigit() else 0
 
 
+def keeps_state(model: LlamaModel) -> bool:
+    """Whether a model with a sliding window has a state of another kind besides, so that its slots are
+    stored whole. One with compressed keys has no window as far as llama-server knows."""
+    return model.is_hybrid or (model.has_indexer and not model.is_compressed)
+
+
 def describe(
     config: Config,
     found: ProbeResult,
@@ -142,7 +155,7 @@ def describe(
         row_identity = _own_identity(config, found, model, vocab, command, layout, lora, catalog)
     else:
         notes += (_NO_FILE_NOTE,)
-        row_identity = _reported_identity(found, vocab, meta, layout, lora)
+        row_identity = _reported_identity(found, vocab, meta, command, layout, lora)
     info = _info(found, model, vocab, meta, row_identity)
     wire = _open_wire(model, vocab, found, command, config)
     return ModelDescription(
@@ -174,19 +187,28 @@ def _own_identity(
     if command is None:
         rope = {"upstream": "unseen", **rope}
         command = Command()
-    rotated = command.env.get("LLAMA_ATTN_ROT_DISABLE", "0") in ("", "0")
-    n_head_kv = int(model.key("attention.head_count_kv", "1").strip("[]").split(",")[0]) or 1
+    rotated = has_rotation(command.env)
+    counts = model.key("attention.head_count_kv", "1").strip("[]").split(",")  # of each layer
+    n_head_kv = max(1, *map(int, counts))
     return RowIdentity(
         model_hash=weights_hash(model.files, catalog),
-        arch=model.arch,
+        arch=_arch(model.arch, found, command),
         tokenizer=tokenizer_hash(vocab.pieces),
         rope=rope | row_overrides(command.flags, command.env),
         lora=lora,
         layout=layout,
-        rot_k=rotated and is_rotated(layout.k[0], n_head_kv),
+        rot_k=rotated and bool(layout.k) and is_rotated(layout.k[0], n_head_kv),
         rot_v=rotated and bool(layout.v) and is_rotated(layout.v[0], n_head_kv),
         long_context=model.is_long_context(found.n_ctx),
     )
+
+
+def _arch(arch: str, found: ProbeResult, command: Command) -> str:
+    """The row identity's `arch`."""
+    if found.spec is None or found.spec.kind is not WHOLE:
+        return arch
+    framing = cache_framing(command.flags, command.env, found.spec.n_stream)
+    return whole_arch(arch, framing, is_rotated=has_rotation(command.env))
 
 
 _NO_LAYOUT = KVLayout((Plane(BY_NAME["f16"].type_id, 2),), ())
@@ -228,6 +250,7 @@ def _reported_identity(
     found: ProbeResult,
     vocab: Vocab,
     meta: Mapping[str, Any],
+    command: Command | None,
     layout: KVLayout,
     lora: tuple[str, ...],
 ) -> RowIdentity:
@@ -237,7 +260,7 @@ def _reported_identity(
     return RowIdentity(
         model_hash=REPORTED_HASH_PREFIX
         + hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
-        arch="",
+        arch=_arch("", found, command or Command()),
         tokenizer=tokenizer_hash(vocab.pieces),
         rope={"upstream": "unseen", "n_ctx": float(found.n_ctx)},
         lora=lora,

@@ -50,13 +50,21 @@ _METADATA = {
 
 
 def server_flags(
-    config: Config, model: Path | None, slot_dir: Path, port: int, *, has_window: bool
+    config: Config,
+    model: Path | None,
+    slot_dir: Path,
+    port: int,
+    *,
+    has_window: bool,
+    swa_full: bool = False,
 ) -> list[str]:
     """The whole command line after the binary. What a person wrote after `--` comes last and
     wins, except over `OURS`, which `clashing` finds.
 
     has_window: the model has sliding-window layers. If slots shared their cells, another one
-    could take the row that makes a restored slot reusable, so each gets cells of its own."""
+    could take the row that makes a restored slot reusable, so each gets cells of its own.
+    swa_full: keep the window's layers whole, without which llama-server takes no state up again that is
+    stored whole"""
     flags = ["--host", "127.0.0.1", "--port", str(port), "--slot-save-path", str(slot_dir)]
     # Its own caches would keep a second copy of what towerd keeps, and clear idle slots.
     flags += ["--cache-ram", "0", "--no-cache-idle-slots", "--slots", "--metrics"]
@@ -69,6 +77,8 @@ def server_flags(
     flags += ["--parallel", str(config.parallel)]
     flags.append("--no-kv-unified" if has_window else "--kv-unified")
     per_slot = config.ctx_size * (config.parallel if has_window else 1)
+    if swa_full:
+        flags.append("--swa-full")
     if n_cells := config.live_tokens or per_slot:
         flags += ["--ctx-size", str(n_cells)]
     flags += ["--threads", str(config.threads), "--threads-batch", str(config.threads_batch)]

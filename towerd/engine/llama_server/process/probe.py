@@ -14,12 +14,18 @@ from typing import Any
 import numpy as np
 
 from towerd.engine.llama_server.process.binary import Build
-from towerd.engine.llama_server.process.upstream_client import UpstreamClient, UpstreamGone
+from towerd.engine.llama_server.process.upstream_client import (
+    UpstreamClient,
+    UpstreamError,
+    UpstreamGone,
+)
 from towerd.engine.llama_server.slot_files.image import (
     ImageSpec,
     SlotImage,
     image_size,
     parse_image,
+    parse_state_image,
+    parse_whole_image,
     window_rows,
     write_image,
 )
@@ -33,14 +39,18 @@ from towerd.errors import (
     Unauthorized,
 )
 from towerd.slots.errors import StateError
+from towerd.slots.kind import RECURRENT, WHOLE
 from towerd.tokens import Ids
 
 _TEXT = "The quick brown fox jumps over the lazy dog."
 _UNCUT = (
-    "this model's layers keep a state that cannot be cut at a token (recurrent or hybrid), which "
-    "towerd does not store behind a llama-server; a chat continues in its slot while each prompt "
-    "is an exact extension of what the slot holds"
+    "this model's layers keep a state that cannot be cut at a token (recurrent or hybrid), in a form "
+    "that towerd cannot read; a chat continues in its slot while each prompt is an exact extension of "
+    "what the slot holds"
 )
+_DRAFT_TOKENS = 8
+"""Tokens that are generated from a restored slot where drafts are made, which go through caches that
+no slot file has."""
 _WINDOW_TOKENS_MAX = 512
 """A probe longer than a sliding window is only made up to here; it has to be prefilled."""
 
@@ -76,8 +86,9 @@ class ProbeResult:
     @property
     def cells(self) -> int:
         """Cells that all slots share; 0 when each has its own."""
-        unified = self.spec is not None and self.spec.n_stream == 1 and self.n_slots > 1
-        return self.n_ctx if unified else 0
+        if self.spec is None or self.spec.kind is RECURRENT:  # which takes one for each slot
+            return 0
+        return self.n_ctx if self.spec.n_stream == 1 and self.n_slots > 1 else 0
 
 
 async def identify(upstream: UpstreamClient) -> dict[str, Any]:
@@ -109,9 +120,15 @@ async def identify(upstream: UpstreamClient) -> dict[str, Any]:
 
 
 async def probe(
-    upstream: UpstreamClient, slotdir: SlotDir, *, window: int = 0, allow_vulnerable: bool = False
+    upstream: UpstreamClient,
+    slotdir: SlotDir,
+    *,
+    window: int = 0,
+    has_indexer: bool = False,
+    allow_vulnerable: bool = False,
 ) -> ProbeResult:
-    """Probe the upstream. `window`: the model file's sliding window, if it is known.
+    """Probe the upstream. `window`: the model file's sliding window, if it is known; `has_indexer`:
+    whether its attention keeps an index, which looks like the cache of a window.
 
     Raises ConfigError for what cannot be served at all."""
     props = await identify(upstream)
@@ -140,10 +157,7 @@ async def probe(
         model_path=str(props.get("model_path", "")),
         props=props,
     )
-    if speculative:
-        why = "a draft model is loaded, whose own cache cannot be restored: "
-        return _without(found, f"{why}start llama-server without it to have towers")
-    return await _try_slots(upstream, slotdir, found, window)
+    return await _try_slots(upstream, slotdir, found, window, has_indexer)
 
 
 def _without(found: ProbeResult, why: str) -> ProbeResult:
@@ -151,7 +165,11 @@ def _without(found: ProbeResult, why: str) -> ProbeResult:
 
 
 async def _try_slots(
-    upstream: UpstreamClient, slotdir: SlotDir, found: ProbeResult, window: int
+    upstream: UpstreamClient,
+    slotdir: SlotDir,
+    found: ProbeResult,
+    window: int,
+    has_indexer: bool,
 ) -> ProbeResult:
     """Save, parse, re-emit, restore, reuse."""
     last = found.n_slots - 1
@@ -161,10 +179,11 @@ async def _try_slots(
     except (InvalidRequest, NotSupported) as error:
         return _without(found, f"it does not complete prompts ({error.message})")
     try:
-        image = await _save(upstream, slotdir, ids)
+        image = await _save(upstream, slotdir, ids, has_indexer)
         if image.window is not None and len(image.window.rows) < image.n:
             window = len(image.window.rows)  # what the server keeps, whatever the file says
-        found = replace(found, spec=image.spec(window))
+        spec = image.spec(window)
+        found = replace(found, spec=spec, extends_only=spec.kind.has_state)
         if image.window is None or 0 < window < len(ids) - 1:
             found = await _check_reuse(upstream, slotdir, found, image, last)
         else:
@@ -189,7 +208,9 @@ async def _probe_ids(upstream: UpstreamClient, n_ctx: int, window: int) -> Ids:
     return np.resize(words, min(n, n_ctx - 2)).astype(np.int32)
 
 
-async def _save(upstream: UpstreamClient, slotdir: SlotDir, ids: Ids) -> SlotImage:
+async def _save(
+    upstream: UpstreamClient, slotdir: SlotDir, ids: Ids, has_indexer: bool
+) -> SlotImage:
     """The state of slot 0, checked. Raises StateError; ConfigError if its file cannot be had."""
     name = slotdir.new_name()
     try:
@@ -206,20 +227,26 @@ async def _save(upstream: UpstreamClient, slotdir: SlotDir, ids: Ids) -> SlotIma
             f"llama-server at {upstream.url} saved a slot, but not to {slotdir.path}: name the "
             "directory of its --slot-save-path with --slot-dir."
         ) from error
-    return await asyncio.to_thread(_read, data, ids)
+    return await asyncio.to_thread(_read, data, ids, has_indexer)
 
 
-def _read(data: np.ndarray[Any, np.dtype[np.uint8]], ids: Ids) -> SlotImage:
-    try:
-        image = parse_image(data)
-    except StateError:
-        # M-RoPE models store 12 more bytes a cell, which nothing in the file says.
-        image = parse_image(data, cell_ext=True)
+def _read(data: np.ndarray[Any, np.dtype[np.uint8]], ids: Ids, has_indexer: bool) -> SlotImage:
+    image = _parse(data)
+    if image.window is not None and has_indexer:
+        image = parse_whole_image(data)
     if not np.array_equal(image.tokens, ids):
         raise StateError("the saved slot holds other tokens than it was given")
     if not np.array_equal(np.frombuffer(image.to_bytes(), np.uint8), data):
         raise StateError("parsed and written again it is not the same bytes")
     return image
+
+
+def _parse(data: np.ndarray[Any, np.dtype[np.uint8]]) -> SlotImage:
+    # M-RoPE models store 12 more bytes a cell, which nothing in the file says.
+    for cell_ext in (False, True):
+        with contextlib.suppress(StateError):
+            return parse_image(data, cell_ext=cell_ext)
+    return parse_state_image(data)
 
 
 async def _is_uncut(upstream: UpstreamClient, ids: Ids) -> bool:
@@ -240,26 +267,38 @@ async def _check_reuse(
     n = image.n
     name = slotdir.new_name()
     await asyncio.to_thread(_compose, found.spec, image, slotdir, name, slot)
+    longer = np.append(image.tokens, image.tokens[:1])
+    n_predict = _DRAFT_TOKENS if found.speculative else 0
     try:
+        if found.speculative:
+            await upstream.erase(slot)
         await upstream.restore(slot, name)
-        longer = np.append(image.tokens, image.tokens[:1])
-        reused = await upstream.evaluate(longer, slot)
+        reused = await upstream.evaluate(longer, slot, n_predict=n_predict)
     except InvalidRequest as error:
         return _without(found, f"it refuses a composed slot ({error.message})")
+    except UpstreamError as error:
+        why = "its drafts fail in a slot that was restored" if found.speculative else "it fails"
+        return _without(found, f"{why} ({error.message})")
     finally:
         await asyncio.to_thread(slotdir.remove, name)
     if reused == n:
         return replace(found, reuse_works=True)
-    return _without(found, f"of {n} restored tokens it used {reused}")
+    why = f"of {n} restored tokens it used {reused}"
+    if found.spec.kind is WHOLE:
+        why += ", which --swa-full changes for a model with sliding windows"
+    return _without(found, why)
 
 
 def _compose(spec: ImageSpec, image: SlotImage, slotdir: SlotDir, name: str, slot: int) -> None:
     half = image.n // 2
-    parts = [image.rows(spec.layout, 0, half), image.rows(spec.layout, half, image.n)]
+    parts = []
+    if spec.kind.has_rows:
+        parts = [image.rows(spec.layout, 0, half), image.rows(spec.layout, half, image.n)]
     window = window_rows(spec, parts, image.n)
-    size = image_size(spec, image.n, sum(map(len, window)))
+    state = None if image.state is None else image.state.part
+    size = image_size(spec, image.n, sum(map(len, window)), 0 if state is None else len(state))
     with slotdir.writing(name, size) as out:
-        write_image(spec, image.tokens, parts, window, slot, out)
+        write_image(spec, image.tokens, parts, window, slot, out, state)
 
 
 async def _check_idle(upstream: UpstreamClient, found: ProbeResult, n: int) -> ProbeResult:

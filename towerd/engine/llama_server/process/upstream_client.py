@@ -128,10 +128,12 @@ class UpstreamClient(Client):
         reply = await self.post("/tokenize", body)
         return np.asarray(reply["tokens"], np.int32)
 
-    async def evaluate(self, ids: Ids, slot: int, lora: Sequence[Mapping[str, Any]] = ()) -> int:
-        """Bring the slot to hold exactly `ids` under these LoRA adapters, generating nothing; returns
-        how many of them came from the cache."""
-        body: dict[str, Any] = {"prompt": ids, "n_predict": 0, "id_slot": slot}
+    async def evaluate(
+        self, ids: Ids, slot: int, lora: Sequence[Mapping[str, Any]] = (), *, n_predict: int = 0
+    ) -> int:
+        """Bring the slot to hold exactly `ids` under these LoRA adapters, and generate `n_predict` tokens;
+        returns how many of `ids` came from the cache."""
+        body: dict[str, Any] = {"prompt": ids, "n_predict": n_predict, "id_slot": slot}
         body |= {"cache_prompt": True, "n_cache_reuse": 0} | ({"lora": lora} if lora else {})
         reply = await self.post("/completion", body)
         return int(reply["timings"]["cache_n"])

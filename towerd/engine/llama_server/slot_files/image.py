@@ -1,5 +1,6 @@
 """A slot's state as llama-server saves it: one plain KV cache, or two when the model has
-sliding-window layers (the full-attention layers, then the sliding-window ones).
+sliding-window layers (the full-attention layers, then the sliding-window ones), or a state that cannot
+be cut, maybe behind a KV cache (see `towerd.slots.slot_states`).
 
 A store keeps both as one row per token: the layout lists the full-attention planes first, then
 the sliding-window ones. The server saves only the window's last rows, so a stored row may lack
@@ -17,9 +18,11 @@ import numpy.typing as npt
 from towerd.kernels import dispatch
 from towerd.slots.compose import StateFrame, check_parts, state_size, write_state
 from towerd.slots.errors import StateError
+from towerd.slots.kind import DENSE, WHOLE, WINDOW, StateKind
 from towerd.slots.layout import STATE_VERSION, KVLayout
 from towerd.slots.reader import ByteReader
 from towerd.slots.rows import KVRows
+from towerd.slots.slot_states import SlotState, find_state, parse_slot_state
 from towerd.slots.slotfile import FILE_MAGIC, HEADER_BYTES, parse_tokens, token_section
 from towerd.slots.state import SequenceState, parse_state
 from towerd.tokens import Ids
@@ -38,6 +41,7 @@ class ImageSpec:
     v_trans: bool
     window: int = 0
     """Tokens that sliding-window layers attend to; 0: there are none, or it is not known."""
+    kind: StateKind = DENSE
 
     @property
     def has_window(self) -> bool:
@@ -52,17 +56,25 @@ class ImageSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotImage:
-    """A parsed slot file. `full`: rows of positions [0, n); `window`: the last of them."""
+    """A parsed slot file. `full`: rows of positions [0, n), None for a kind that keeps none; `window`:
+    the last of them; `state`: the state at the end, for kinds that have one."""
 
     tokens: Ids
-    full: SequenceState
+    full: SequenceState | None
     window: SequenceState | None
     packed: bool
+    state: SlotState | None = None
 
     @property
     def n(self) -> int:
-        """Tokens whose rows it holds."""
-        return len(self.full.rows)
+        """Tokens that it is of."""
+        return len(self.tokens)
+
+    @property
+    def full_rows(self) -> KVRows:
+        """The rows of positions [0, n), for kinds that have rows."""
+        assert self.full is not None
+        return self.full.rows
 
     @property
     def window_from(self) -> int:
@@ -71,15 +83,21 @@ class SlotImage:
 
     def spec(self, window: int) -> ImageSpec:
         """How it is framed."""
+        if self.full is None:
+            assert self.state is not None
+            state = self.state
+            return ImageSpec(state.layout, 0, state.n_stream, False, 0, state.kind)
         full = self.full.rows.layout
         layout = full if self.window is None else _joined(full, self.window.rows.layout)
-        return ImageSpec(
-            layout, full.n_layer, self.full.frame.n_stream, self.full.frame.v_trans, window
-        )
+        kind = DENSE if self.window is None else WINDOW
+        if self.state is not None:
+            kind = self.state.kind
+        frame = self.full.frame
+        return ImageSpec(layout, full.n_layer, frame.n_stream, frame.v_trans, window, kind)
 
     def rows(self, layout: KVLayout, p0: int, p1: int) -> KVRows:
         """Rows [p0, p1) in the joined layout; what is not in the window is zero there."""
-        full = self.full.rows.slice(p0, p1)
+        full = self.full_rows.slice(p0, p1)
         if self.window is None:
             return full
         k, v = _padded(self.window.rows, p0, p1)
@@ -88,18 +106,49 @@ class SlotImage:
     def to_bytes(self) -> bytes:
         """The file again; byte for byte the one that was parsed."""
         section = token_section(self.tokens, self.packed)
-        states = [self.full] + ([self.window] if self.window is not None else [])
-        out = np.empty(HEADER_BYTES + section.nbytes + sum(s.nbytes for s in states), np.uint8)
+        states = [each for each in (self.full, self.window) if each is not None]
+        n_rest = 0 if self.state is None else len(self.state.part)
+        n_rows = sum(each.nbytes for each in states)
+        out = np.empty(HEADER_BYTES + section.nbytes + n_rows + n_rest, np.uint8)
         at = _write_head(out, section)
         for state in states:
             state.write(out[at : at + state.nbytes])
             at += state.nbytes
+        if self.state is not None:
+            out[at:] = self.state.part
         return out.tobytes()
 
 
 def parse_image(data: Bytes, *, cell_ext: bool = False) -> SlotImage:
     """Parse a slot file of one or two KV caches. Raises StateError for anything else: another
     version, media, recurrent state, holes, or rows that do not belong to the tokens."""
+    tokens, packed, rest = _parse_head(data)
+    full, window = _parse_states(rest, cell_ext)
+    _check(tokens, full, window)
+    return SlotImage(tokens, full, window, packed)
+
+
+def parse_state_image(data: Bytes, spec: ImageSpec | None = None) -> SlotImage:
+    """Parse a slot file of a model whose memory has a state. spec: how it is framed; None: that is
+    found out. Raises StateError: another version, media, or a state that does not belong to the tokens."""
+    tokens, packed, rest = _parse_head(data)
+    if spec is None:
+        state = find_state(rest, len(tokens))
+    else:
+        cell_ext, has_v = spec.layout.cell_ext, bool(spec.layout.v)
+        state = parse_slot_state(rest, len(tokens), spec.kind, cell_ext=cell_ext, has_v=has_v)
+    return SlotImage(tokens, state.rows, None, packed, state)
+
+
+def parse_whole_image(data: Bytes) -> SlotImage:
+    """Parse a slot file whose state is kept as it is. Raises StateError: another version, media."""
+    tokens, packed, rest = _parse_head(data)
+    state = parse_slot_state(rest, len(tokens), WHOLE)
+    return SlotImage(tokens, None, None, packed, state)
+
+
+def _parse_head(data: Bytes) -> tuple[Ids, bool, Bytes]:
+    """The tokens, whether they are packed, and the bytes behind them."""
     reader = ByteReader(data)
     if reader.u32("magic") != FILE_MAGIC:
         raise StateError("not a slot file")
@@ -109,9 +158,7 @@ def parse_image(data: Bytes, *, cell_ext: bool = False) -> SlotImage:
     n_words = reader.u32("token section size")
     words = reader.take(4 * n_words, f"token section of {n_words} words").view("<i4")
     tokens, packed = parse_tokens(words)
-    full, window = _parse_states(reader.take(reader.remaining, "state"), cell_ext)
-    _check(tokens, full, window)
-    return SlotImage(tokens, full, window, packed)
+    return tokens, packed, reader.take(reader.remaining, "state")
 
 
 def _parse_states(data: Bytes, cell_ext: bool) -> tuple[SequenceState, SequenceState | None]:
@@ -141,9 +188,12 @@ def _check(tokens: Ids, full: SequenceState, window: SequenceState | None) -> No
 # ---- composing ------------------------------------------------------------------------------
 
 
-def image_size(spec: ImageSpec, n: int, n_window: int) -> int:
-    """Bytes of a slot file of `n` tokens with `n_window` sliding-window rows."""
-    size = HEADER_BYTES + 4 * (n + 4) + state_size(_full_layout(spec), n, spec.n_stream)
+def image_size(spec: ImageSpec, n: int, n_window: int, n_state: int = 0) -> int:
+    """Bytes of a slot file of `n` tokens with `n_window` sliding-window rows and a state part of
+    `n_state` bytes."""
+    size = HEADER_BYTES + 4 * (n + 4) + n_state
+    if spec.kind.has_rows:
+        size += state_size(_full_layout(spec), n, spec.n_stream)
     if spec.has_window:
         size += state_size(_window_layout(spec), n_window, spec.n_stream)
     return size
@@ -191,10 +241,17 @@ def write_image(
     window: Sequence[KVRows],
     slot: int,
     out: Bytes,
+    state: Bytes | None = None,
 ) -> None:
     """Fill `out` (exactly `image_size` bytes of new memory) with the slot file of `tokens`, whose
-    rows are `parts` (consecutive from 0, maybe in stored formats). StateError if they do not
-    fit."""
+    rows are `parts` (consecutive from 0, maybe in stored formats). state: the state part, for kinds that
+    have one. StateError if they do not fit."""
+    if state is not None:
+        out[len(out) - len(state) :] = state
+        out = out[: len(out) - len(state)]
+    if not spec.kind.has_rows:
+        _write_head(out, token_section(tokens, True))
+        return
     frame = spec.frame(slot)
     layout = _full_layout(spec)
     full = [_full_part(spec, part) for part in parts]

@@ -23,7 +23,7 @@ from towerd.engine.llama_server.slots.placement import (
     SlotChoice,
     SlotRequest,
 )
-from towerd.engine.llama_server.slots.placer import PlacedPrompt, Placer
+from towerd.engine.llama_server.slots.placer import PlacedPrompt, Placer, StateParts
 from towerd.engine.llama_server.slots.slot import Slot
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
@@ -169,10 +169,11 @@ class SlotHolds:
         notes: list[str],
         *,
         queue_max: int,
+        states: StateParts | None = None,
     ) -> None:
         """runs: finds rows that are kept behind other text. rotation: says whether there may be any here;
         a store may have those of another start. notes: the engine's, to which one may be added.
-        queue_max: requests that may wait for a slot."""
+        queue_max: requests that may wait for a slot. states: see Placer."""
         found, spec = backend.probe, backend.probe.spec
         policy = PlacementPolicy(
             Costs(),
@@ -192,7 +193,7 @@ class SlotHolds:
             cells=found.cells,
         )
         self._workers = ThreadPoolExecutor(4, "towerd-slots")
-        self.placer = Placer(backend, tiers, self.table, adapters, runs, self._workers)
+        self.placer = Placer(backend, tiers, self.table, adapters, runs, self._workers, states)
         self.upkeep = SlotUpkeep(self.placer, self.table, backend.upstream)
         self.gate = LaunchGate()
         self.all_ended = asyncio.Event()
@@ -234,6 +235,7 @@ class SlotHolds:
                 n_predict=n_predict,
                 takes_moved=takes_moved and not self._rotation.why_not,
                 run_tokens_min=run_tokens_min,
+                since=since,
             )
             if not self.placer.is_continuation(request):
                 await self.placer.look_up(request)

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from towerd.engine.live_index import LiveIndex
 from towerd.engine.llama_server.slots.slot import Slot
 from towerd.store import Handle
+from towerd.store.sessions.deletions import DeletionWatch
 from towerd.store.tree.scope import adapters_of
 from towerd.tokens import Ids
 
+T = TypeVar("T")
+
 _SMOOTHING = 0.2
 """Weight of a new measurement; older ones fade."""
+_MOVED_TOKENS_MIN = 256
+"""Saves and restores of fewer tokens say more about how busy the machine is than about their rate."""
 _RETURN_ODDS = 0.9
 """Probability that the conversation used last returns soon; each earlier one is half as likely."""
 
@@ -53,11 +59,11 @@ class Costs:
             self.prefill_ms = _blend(self.prefill_ms, ms / n)
 
     def observe_restore(self, n: int, ms: float) -> None:
-        if n >= 16:
+        if n >= _MOVED_TOKENS_MIN:
             self.restore_ms = _blend(self.restore_ms, max(ms - self.call_ms, 0.0) / n)
 
     def observe_save(self, n: int, ms: float) -> None:
-        if n >= 16:
+        if n >= _MOVED_TOKENS_MIN:
             self.save_ms = _blend(self.save_ms, max(ms - self.call_ms, 0.0) / n)
 
 
@@ -87,6 +93,8 @@ class SlotRequest:
     """Of `n_storable`, those whose rows are neither moved nor computed from moved ones."""
     run_tokens_min: int = 0
     """The shortest run of tokens whose rows are kept behind other text for it; 0: none is."""
+    since: DeletionWatch | None = None
+    """What was deleted since it began."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its client left: what is done for it alone need not go on."""
     overtaken: int = 0
@@ -95,6 +103,19 @@ class SlotRequest:
     @property
     def n(self) -> int:
         return 0 if self.ids is None else len(self.ids)
+
+
+async def unless_left(request: SlotRequest, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`, which is ended, with None, once the request's client has left."""
+    asked = asyncio.create_task(work)
+    leaving = asyncio.create_task(request.left.wait())
+    try:
+        await asyncio.wait((asked, leaving), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        leaving.cancel()
+        asked.cancel()
+        await asyncio.wait((asked,))
+    return None if asked.cancelled() else asked.result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +282,8 @@ class PlacementPolicy:
                 n = min(n, slot.n_unmoved)
             if self.window and n < slot.n:
                 continue  # its window rows are those before its own end
+            if self.extends_only and n < slot.n_all:
+                continue  # its state is that at its own end
             gain = self.costs.prefill(n - n_best) - self.costs.save(slot.n)
             if n > n_best and gain > 0:
                 best, n_best = slot, n

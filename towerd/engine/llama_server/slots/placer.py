@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from towerd.engine.base import Reuse
+from towerd.engine.checkpoint_positions import CheckpointPositions
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
 from towerd.engine.llama_server.process.upstream_adapters import UpstreamAdapters
 from towerd.engine.llama_server.process.upstream_client import SlotAction, UpstreamGone
 from towerd.engine.llama_server.slot_files.image import SlotImage
 from towerd.engine.llama_server.slots.placement import SlotChoice, SlotRequest
 from towerd.engine.llama_server.slots.slot import Slot
+from towerd.engine.llama_server.slots.slot_checkpoints import Ahead, SlotCheckpoints
 from towerd.engine.llama_server.slots.slot_counters import SlotCounters
 from towerd.engine.llama_server.slots.slot_moves import Moved, SlotMover
 from towerd.engine.llama_server.slots.slot_rows import Restored, SlotRows
@@ -25,8 +27,10 @@ from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.engine.moving.runs import MovedRuns
 from towerd.errors import TowerdError
 from towerd.slots.errors import StateError
+from towerd.slots.kind import WHOLE
 from towerd.store import Handle
 from towerd.store.tree.scope import adapters_of
+from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import RestorePlan
 from towerd.tokens import Ids, Provenance, count_approximate
@@ -38,6 +42,15 @@ _SHORT_TOKENS = 256
 
 _MOVE_FAILURES_MAX = 3
 """After this many failures in a row no rows are moved until the next start."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateParts:
+    """What a memory that cannot be restored at any token needs."""
+
+    tier: CheckpointTier | None
+    """Keeps its states; None for one whose rows are enough, where a whole window of them is stored."""
+    positions: CheckpointPositions
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +82,9 @@ class Placer:
         adapters: UpstreamAdapters,
         runs: MovedRuns,
         workers: ThreadPoolExecutor,
+        states: StateParts | None,
     ) -> None:
+        """states: needed for a memory with a state or with sliding windows"""
         found = backend.probe
         self.counters = SlotCounters()
         self.can_compose = found.can_compose
@@ -87,12 +102,20 @@ class Placer:
         """In a row."""
         self._rows: SlotRows | None = None
         self._mover: SlotMover | None = None
-        if found.spec is not None:
-            self._rows = rows = SlotRows(backend, tiers, found.spec, workers)
-            counters, upstream = self.counters, backend.upstream
-            saving = self.capture, self.erase
+        self._checkpoint_tier: CheckpointTier | None = None
+        self._checkpoints: SlotCheckpoints | None = None
+        if found.spec is None:
+            return
+        counters, upstream, saving = self.counters, backend.upstream, (self.capture, self.erase)
+        self._checkpoint_tier = tier = None if states is None else states.tier
+        self._rows = rows = SlotRows(backend, tiers, found.spec, tier, workers)
+        if states is None:
             self._mover = SlotMover(
                 rows, runs, table, counters, upstream, adapters, workers, *saving
+            )
+        elif found.spec.kind is not WHOLE:  # as large as the conversation: its end is enough
+            self._checkpoints = SlotCheckpoints(
+                states.positions, lambda: self.policy.costs, upstream, adapters, workers, *saving
             )
 
     def stop_composing(self) -> None:
@@ -126,17 +149,31 @@ class Placer:
         if not self.can_compose or not request.cache_prompt or request.path is None:
             return RestorePlan()
         worst = Provenance.AFTER_MOVED if request.takes_moved else Provenance.APPROXIMATE
-        look_up = partial(self._tiers.plan, request.path, 0, worst=worst)
+        look_up = partial(self._plan, request.path, worst)
         plan = await asyncio.get_running_loop().run_in_executor(self._workers, look_up)
         request.n_storable, request.n_public = plan.n, plan.n_public
-        request.n_unmoved = plan.n_unmoved
+        request.n_unmoved = plan.n_unmoved if plan.parts else plan.n
         return plan
+
+    def _plan(self, path: Handle, worst: Provenance) -> RestorePlan:
+        """What the store has of a path; for a kind that has a state up to the last checkpoint."""
+        plan = self._tiers.plan(path, 0, worst=worst)
+        if self._checkpoint_tier is None:
+            return plan
+        assert self._rows is not None
+        end = plan.n if self._rows.spec.kind.has_rows else plan.n_match
+        checkpoint = self._checkpoint_tier.deepest(path, 0, end)
+        if checkpoint is None:
+            return RestorePlan(n_public=plan.n_public, n_match=plan.n_match)
+        return plan.up_to(checkpoint)
 
     def is_in_place(self, request: SlotRequest, choice: SlotChoice) -> bool:
         """Whether a choice needs nothing but the request itself."""
         if choice.restore or choice.erase or choice.capture is not None or not choice.n_reused:
             return False
         if self._mover is not None and self._mover.is_wanted(request, choice.n_reused):
+            return False
+        if self._advances(request, choice.n_reused):
             return False
         others = [each for each in self._table.slots if each is not choice.slot]
         n_others = sum(each.n_needed for each in others)
@@ -159,14 +196,14 @@ class Placer:
         if choice.restore:
             restored = await self._restore(request, slot)
             if restored is not None:
-                return await self._move(request, slot, restored.n, restored)
+                return await self._continue(request, slot, restored.n, restored)
             live, erase = self.policy.live(request, slot)
             if erase:
                 await self.erase(slot)
             choice = replace(choice, n_reused=0 if erase else live)
         await self._make_room(slot, request)
         n = min(choice.n_reused, request.n - 1)
-        return await self._move(request, slot, n, None)
+        return await self._continue(request, slot, n, None)
 
     def _placed(
         self,
@@ -175,8 +212,9 @@ class Placer:
         n: int,
         restored: Restored | None,
         moved: Moved | None,
+        ahead: Ahead | None = None,
     ) -> PlacedPrompt:
-        """`n` tokens of the prompt are in place, and what was `moved` behind them."""
+        """`n` tokens of the prompt are in place, and what was `moved` or evaluated `ahead` behind them."""
         assert request.ids is not None
         n = min(n, slot.common(request.ids))  # it is empty if they could not be moved
         n_hot = 0 if restored is None else min(restored.n_hot, n)
@@ -190,17 +228,35 @@ class Placer:
         if reuse.approximate:
             moves = None if moved is None else moved.moves
             reuse = replace(reuse, drift=self._runs.drift(moves, live, request.n))
+        if ahead is not None:
+            n = slot.n
         # With windows or recurrent layers it depends on which checkpoints the server has.
         has_new = restored is not None or moved is not None
-        is_told = has_new or not (self.policy.window or self.policy.extends_only)
+        is_told = (
+            has_new or ahead is not None or not (self.policy.window or self.policy.extends_only)
+        )
         return PlacedPrompt(
             reuse,
             n if is_told and request.cache_prompt else None,
             None if slot.hidden or not slot.known else slot.common(request.ids),
             has_new,
-            0 if moved is None else moved.n_evaluated,
-            0.0 if moved is None else moved.ms,
+            sum(each.n_evaluated for each in (moved, ahead) if each is not None),
+            sum(each.ms for each in (moved, ahead) if each is not None),
         )
+
+    def _advances(self, request: SlotRequest, n: int) -> bool:
+        """Whether a part of the prompt behind its first `n` tokens may be evaluated by itself."""
+        checkpoints = self._checkpoints if self.can_compose else None
+        return checkpoints is not None and checkpoints.is_wanted(request, n)
+
+    async def _continue(
+        self, request: SlotRequest, slot: Slot, n: int, restored: Restored | None
+    ) -> PlacedPrompt:
+        """Do what comes before the request once the first `n` tokens of its prompt are in place."""
+        if self._checkpoints is None or not self.can_compose:
+            return await self._move(request, slot, n, restored)
+        ahead = await self._checkpoints.advance(request, slot, n)
+        return self._placed(request, slot, n, restored, None, ahead)
 
     async def _move(
         self, request: SlotRequest, slot: Slot, n: int, restored: Restored | None

@@ -21,7 +21,7 @@ from towerd.engine.base import Reuse
 from towerd.engine.llama_server.process.upstream_adapters import UpstreamAdapters
 from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.engine.llama_server.slot_files.image import SlotImage
-from towerd.engine.llama_server.slots.placement import Costs, SlotRequest
+from towerd.engine.llama_server.slots.placement import Costs, SlotRequest, unless_left
 from towerd.engine.llama_server.slots.slot import Slot
 from towerd.engine.llama_server.slots.slot_counters import SlotCounters
 from towerd.engine.llama_server.slots.slot_rows import SlotRows
@@ -165,18 +165,8 @@ class SlotMover:
         meanwhile, so that llama-server may have stopped anywhere."""
         assert request.ids is not None
         lora = self._adapters.entries(request.scope)
-        asked = asyncio.create_task(self._upstream.evaluate(request.ids[:n], slot.id, lora))
-        leaving = asyncio.create_task(request.left.wait())
-        try:
-            await asyncio.wait((asked, leaving), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            leaving.cancel()
-            asked.cancel()
-            await asyncio.wait((asked,))
-        if asked.cancelled():
-            return False
-        asked.result()
-        return True
+        asked = self._upstream.evaluate(request.ids[:n], slot.id, lora)
+        return await unless_left(request, asked) is not None
 
     async def _checked(
         self, request: SlotRequest, slot: Slot, moves: Moves, live: Provenances
@@ -210,12 +200,12 @@ class SlotMover:
         if found is not None and is_kept:
             live = np.concatenate([live, moves.provenance])
             moves.attach(found)
-            parts = [image.full.rows, found.kept]
+            parts = [image.full_rows, found.kept]
         else:
             dropped = moves.refuse(self._runs.allows)
             if dropped:
                 live = live[: dropped[-1].p0]
-            parts = [image.full.rows.slice(0, len(live))]
+            parts = [image.full_rows.slice(0, len(live))]
         self._runs.compose_ahead(moves, self._workers)
         if len(live) != piece.p0:
             restored = await self._rows.put(slot.id, ids[: len(live)], parts)
@@ -228,7 +218,7 @@ class SlotMover:
         if found is None:
             return False
         piece = moves.pieces[0]
-        block = image.full.rows.slice(piece.block, piece.p0) if piece.block < piece.p0 else None
+        block = image.full_rows.slice(piece.block, piece.p0) if piece.block < piece.p0 else None
         return self._runs.accepts(moves, found, block)
 
     async def _on_worker(self, work: Callable[..., Any], *args: Any) -> Any:

@@ -9,6 +9,7 @@ wait for that and nothing else.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,17 +25,23 @@ from towerd.engine.llama_server.slot_files.image import (
     SlotImage,
     image_size,
     parse_image,
+    parse_state_image,
     usable,
     window_rows,
     write_image,
 )
 from towerd.engine.llama_server.slots.slot import Slot
-from towerd.errors import SessionDeleted, TowerdError
+from towerd.errors import InvalidRequest, SessionDeleted, StoreError, TowerdError
 from towerd.slots.errors import StateError
+from towerd.slots.kind import WHOLE
 from towerd.slots.rows import KVRows
+from towerd.slots.slot_states import Bytes, state_part
+from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import RestorePlan
-from towerd.tokens import Ids, Provenances
+from towerd.tokens import Ids, Provenance, Provenances, are_exact, are_storable
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -60,9 +67,13 @@ class SlotRows:
         backend: LlamaServerBackend,
         tiers: Tiers,
         spec: ImageSpec,
+        checkpoint_tier: CheckpointTier | None,
         workers: ThreadPoolExecutor,
     ) -> None:
+        """checkpoint_tier: needed for a kind that has a state"""
         self.spec = spec
+        self._checkpoint_tier = checkpoint_tier
+        self._has_drafts = backend.probe.speculative
         self._upstream = backend.upstream
         self._slotdir = backend.slotdir
         self._tiers = tiers
@@ -88,12 +99,17 @@ class SlotRows:
         except BaseException:
             await loop.run_in_executor(self._workers, self._slotdir.remove, name)
             raise
-        return await loop.run_in_executor(self._workers, self._read, name), done
+        return await loop.run_in_executor(self._workers, self._read, name, done.n_bytes), done
 
-    def _read(self, name: str) -> SlotImage:
+    def _read(self, name: str, n_bytes: int) -> SlotImage:
         try:
             data = self._slotdir.take(name)
-            image = parse_image(data, cell_ext=self.spec.layout.cell_ext)
+            if len(data) != n_bytes:
+                raise StateError(f"{n_bytes} bytes were written, {len(data)} are there")
+            if self.spec.kind.has_state:
+                image = parse_state_image(data, self.spec)
+            else:
+                image = parse_image(data, cell_ext=self.spec.layout.cell_ext)
         except (OSError, StateError) as error:
             raise TowerdError(f"A saved slot cannot be read: {error}.") from error
         if image.spec(self.spec.window).layout != self.spec.layout:
@@ -114,11 +130,17 @@ class SlotRows:
         if store.match(tokens, scope).n < image.n:
             store.insert(tokens, scope, [image.n], slot.since)
         n_kept = 0
-        for gap in self._tiers.gaps(tokens, scope, provenance):
-            rows = image.rows(self.spec.layout, gap.p0, gap.p1)
-            # A copy, so that rows in the hot tier do not keep the file's memory.
-            self._tiers.accept(gap, rows.copy())
-            n_kept += gap.p1 - gap.p0
+        if self.spec.kind.has_rows:
+            for gap in self._tiers.gaps(tokens, scope, provenance):
+                rows = image.rows(self.spec.layout, gap.p0, gap.p1)
+                # A copy, so that rows in the hot tier do not keep the file's memory.
+                self._tiers.accept(gap, rows.copy())
+                n_kept += gap.p1 - gap.p0
+        if image.state is not None and are_storable(provenance):
+            assert self._checkpoint_tier is not None
+            taken = image.state.checkpoint(), not are_exact(provenance)
+            self._checkpoint_tier.keep(tokens, scope, {image.n: taken})
+            n_kept = n_kept or max(0, image.n - slot.n_stored)
         return n_kept
 
     # ---- into a slot ------------------------------------------------------------------------
@@ -130,7 +152,13 @@ class SlotRows:
         used after all (the slot is as it was). Raises TowerdError, and what `room` raises.
 
         room: awaited before llama-server reads; it frees cells while the file is written"""
-        return await self._fill(slot, partial(self._write_plan, slot, ids, plan), room)
+        try:
+            return await self._fill(slot, partial(self._write_plan, slot, ids, plan), room)
+        except InvalidRequest:
+            if self.spec.kind is WHOLE and plan.checkpoint is not None:
+                assert self._checkpoint_tier is not None
+                self._checkpoint_tier.refused(plan.checkpoint)
+            raise
 
     async def put(self, slot: int, tokens: Ids, parts: Sequence[KVRows]) -> Restored:
         """Fill `slot` with the rows of `tokens`, native ones of layers without a window; there is room.
@@ -165,6 +193,8 @@ class SlotRows:
             if restored is None:
                 return None
             asked = time.perf_counter()
+            if self._has_drafts:  # whose own cache a restore leaves as it is
+                await self._upstream.erase(slot)
             done = await self._upstream.restore(slot, name)
         finally:
             # Not awaited, so that the request can continue.
@@ -184,6 +214,8 @@ class SlotRows:
             parts.append(rows)
             ends.append((part.p1, part.tier == "hot"))
             provenances.append(part.provenance)
+        if plan.checkpoint is not None:
+            return self._write_state(slot, ids, plan, parts, provenances, name)
         n = usable(self.spec, parts, parts[-1].p1) if parts else 0
         if n == 0:
             return None
@@ -194,12 +226,49 @@ class SlotRows:
         provenance, ms = np.concatenate(provenances)[:n], (time.perf_counter() - began) * 1e3
         return Restored(n, _count_hot(ends, n), window_from, provenance, ms)
 
+    def _write_state(
+        self,
+        slot: int,
+        ids: Ids,
+        plan: RestorePlan,
+        parts: Sequence[KVRows],
+        provenances: Sequence[Provenances],
+        name: str,
+    ) -> Restored | None:
+        """Write the `parts` of a plan that ends with a checkpoint, and its state."""
+        began = time.perf_counter()
+        checkpoint = plan.checkpoint
+        assert checkpoint is not None
+        assert self._checkpoint_tier is not None
+        n = checkpoint.position
+        if self.spec.kind.has_rows and (not parts or parts[-1].p1 < n):
+            return None  # some could not be read
+        try:
+            state = self._checkpoint_tier.load(checkpoint)
+        except StoreError as error:
+            log.warning("a state checkpoint cannot be used", extra={"error": str(error)})
+            return None
+        self._write(name, slot, ids[:n], parts, (), state_part(state))
+        worst = Provenance.APPROXIMATE if checkpoint.derived else Provenance.EXACT
+        provenance = np.full(n, worst, np.uint8)
+        if provenances:
+            provenance = np.concatenate(provenances)[:n]
+        ms = (time.perf_counter() - began) * 1e3
+        return Restored(n, plan.n_hot, 0, provenance, ms)
+
     def _write(
-        self, name: str, slot: int, ids: Ids, parts: Sequence[KVRows], window: Sequence[KVRows]
+        self,
+        name: str,
+        slot: int,
+        ids: Ids,
+        parts: Sequence[KVRows],
+        window: Sequence[KVRows],
+        state: Bytes | None = None,
     ) -> None:
-        size = image_size(self.spec, len(ids), sum(map(len, window)))
+        n_state = 0 if state is None else len(state)
+        size = image_size(self.spec, len(ids), sum(map(len, window)), n_state)
         with self._slotdir.writing(name, size) as out:
-            write_image(self.spec, ids, parts, window, slot, out)
+            write_image(self.spec, ids, parts, window, slot, out, state)
 
 
 def _count_hot(ends: list[tuple[int, bool]], n: int) -> int:
