@@ -7,6 +7,7 @@ one to the other and back without its rows being moved.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from towerd.slots.cells import EXTENDED
 from towerd.slots.errors import StateError
+from towerd.slots.rows import HeadRows, KVRows
 from towerd.slots.state import PREFIX_BYTES
 
 _COUNTS_BYTES = 8
@@ -48,6 +50,28 @@ def label_places(blob: npt.NDArray[np.uint8], p0: int, places: Labels) -> None:
     if len(index) != len(places) or index.min() < 0 or index.max() >= len(places):
         raise StateError("the cells are not those of the tokens whose places are given")
     cells["pos"] = places[index]
+
+
+def head_of_tokens(head: HeadRows, p0: int, places: Labels) -> HeadRows | None:
+    """The rows of a head that are at llama.cpp's positions, each at the index of its token; None if there is
+    none. Those of media, whose tokens share a position, are left out.
+
+    p0: the index of the first token; places: int32[n], llama.cpp's position of each"""
+    rows = head.rows
+    first = np.searchsorted(places, rows.positions)
+    is_alone = np.searchsorted(places, rows.positions, "right") == first + 1
+    if not is_alone.any():
+        return None
+    k, v = (tuple(plane[is_alone] for plane in planes) for planes in (rows.k, rows.v))
+    ext = None if rows.ext is None else rows.ext[is_alone]
+    positions = (p0 + first[is_alone]).astype(np.int32)
+    return replace(head, rows=KVRows(rows.layout, positions, k, v, ext))
+
+
+def head_at_places(head: HeadRows, p0: int, places: Labels) -> HeadRows:
+    """The inverse: each row at llama.cpp's position for its token, which is alone there."""
+    positions = places[head.rows.positions - np.int32(p0)]
+    return replace(head, rows=replace(head.rows, positions=positions))
 
 
 def _cells(blob: npt.NDArray[np.uint8]) -> Any:

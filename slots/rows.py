@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -33,6 +33,7 @@ class KVRows:
         uint8[n_elements, n * element_bytes]
     blob: the sequence blob of a unified cache that holds exactly these rows, if they are views
         of one
+    head: what a head that drafts has of these positions, if any
 
     Raises StateError when shapes, types or positions do not fit."""
 
@@ -43,6 +44,7 @@ class KVRows:
     ext: npt.NDArray[np.int32] | None = None
     v_trans: bool = False
     blob: Blob | None = None
+    head: HeadRows | None = None
 
     def __post_init__(self) -> None:
         positions = self.positions
@@ -61,6 +63,11 @@ class KVRows:
             self.ext.dtype != np.int32 or self.ext.shape != (len(positions), 3)
         ):
             raise StateError(f"ext must be int32 of shape ({len(positions)}, 3)")
+        if (
+            self.head is not None
+            and not self.p0 <= self.head.rows.p0 < self.head.rows.p1 <= self.p1
+        ):
+            raise StateError("the rows of a head are of other positions")
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -82,13 +89,15 @@ class KVRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows (and extensions), whether viewed or owned."""
-        return len(self.positions) * self.layout.token_bytes
+        """Bytes of all rows (and extensions), those of a head included, viewed or owned."""
+        n_bytes = len(self.positions) * self.layout.token_bytes
+        return n_bytes if self.head is None else n_bytes + self.head.rows.nbytes
 
     def buffers(self) -> dict[int, int]:
         """Bytes of each buffer that the rows keep alive, by the buffer's id."""
         arrays = (*self.k, *self.v) if self.blob is None else (self.blob,)
-        return {id(owner): owner.nbytes for owner in map(_owner, arrays)}
+        found = {id(owner): owner.nbytes for owner in map(_owner, arrays)}
+        return found if self.head is None else found | self.head.rows.buffers()
 
     def planes(self) -> Iterator[Bytes2D]:
         """All K planes, then all V planes, in the layout's order, token-major."""
@@ -109,9 +118,8 @@ class KVRows:
         """The same rows without `v_trans`: this value itself, or one with a copy of V."""
         if not self.v_trans:
             return self
-        return KVRows(
-            self.layout, self.positions, self.k, tuple(self.planes())[len(self.k) :], self.ext
-        )
+        v = tuple(self.planes())[len(self.k) :]
+        return KVRows(self.layout, self.positions, self.k, v, self.ext, head=self.head)
 
     def sections(self) -> tuple[KVRows, ...]:
         """The rows of each cache (see `KVLayout.sections`), as views."""
@@ -149,26 +157,67 @@ class KVRows:
             ),
             None if self.ext is None else self.ext[cut],
             self.v_trans,
+            head=None if self.head is None else self.head.slice(p0, p1),
         )
 
     def split(self, at: int) -> tuple[KVRows, KVRows]:
         """The rows before position `at` and those from it on, as views; both non-empty."""
         return self.slice(self.p0, at), self.slice(at, self.p1)
 
+    def settled(self) -> KVRows:
+        """The rows without those of a head that depend on tokens behind them; views."""
+        if self.head is None or not self.head.lag:
+            return self
+        return replace(self, head=self.head.slice(self.p0, self.p1 - self.head.lag))
+
     def copy(self) -> KVRows:
         """The same rows in memory of their own: one blob, or the planes one after the other."""
         if self.blob is None and not self.v_trans:
             return _gather((self,))
         ext = None if self.ext is None else self.ext.copy()
+        head = None if self.head is None else self.head.copy()
         if self.blob is None:
             k, v = tuple(map(_owned, self.k)), tuple(map(_owned, self.v))
-            return KVRows(self.layout, self.positions.copy(), k, v, ext, True)
+            return KVRows(self.layout, self.positions.copy(), k, v, ext, True, head=head)
         blob = _owned(self.blob[None])[0]
         k, v = (
             tuple(_within(blob, self.blob, plane) for plane in planes)
             for planes in (self.k, self.v)
         )
-        return KVRows(self.layout, self.positions.copy(), k, v, ext, self.v_trans, blob)
+        return KVRows(self.layout, self.positions.copy(), k, v, ext, self.v_trans, blob, head)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadRows:
+    """The rows that a head which drafts keeps beside the model's, in a layout of its own: of all or
+    some of the same positions.
+
+    digest: names the head; rows of another one are of no use to it
+    rows: native, token-major, without a `head` of their own
+    lag: each row depends on so many tokens behind its own"""
+
+    digest: bytes
+    rows: KVRows
+    lag: int = 0
+
+    def slice(self, p0: int, p1: int) -> HeadRows | None:
+        """The rows with p0 <= position < p1, as views; None if there is none."""
+        first, last = map(int, np.searchsorted(self.rows.positions, (p0, p1)))
+        return replace(self, rows=self.rows.slice(p0, p1)) if first < last else None
+
+    def copy(self) -> HeadRows:
+        """The same rows in memory of their own."""
+        return replace(self, rows=_gather((self.rows,)))
+
+
+def join_heads(heads: Iterable[HeadRows | None]) -> HeadRows | None:
+    """Rows of ascending positions as one value, positions between them may be missing: one copy, or the
+    value itself if it is alone. Of several heads those of the last."""
+    found = [head for head in heads if head is not None]
+    same = [head.rows for head in found if head.digest == found[-1].digest]
+    if len(same) < 2:
+        return found[-1] if found else None
+    return replace(found[-1], rows=_gather(same))
 
 
 def delta(rows: KVRows, parent_n: int) -> KVRows:
@@ -217,6 +266,7 @@ def join(parts: Sequence[KVRows]) -> KVRows:
 
 
 def _gather(parts: Sequence[KVRows]) -> KVRows:
+    """The parts' rows, and those of their heads, in memory of their own."""
     layout, parts = parts[0].layout, [part.token_major() for part in parts]
     n = sum(len(part) for part in parts)
     ends = np.cumsum([0] + [n * plane.row_bytes for plane in layout.planes])
@@ -239,7 +289,13 @@ def _gather(parts: Sequence[KVRows]) -> KVRows:
         planes[: layout.n_layer],
         planes[layout.n_layer :],
         np.concatenate(exts) if exts else None,
+        head=_joined_copy([part.head for part in parts]),
     )
+
+
+def _joined_copy(heads: Sequence[HeadRows | None]) -> HeadRows | None:
+    head = join_heads(heads)
+    return head.copy() if head is not None and head in heads else head
 
 
 def _check_planes(arrays: Sequence[Bytes2D], planes: Sequence[Plane], n: int, name: str) -> None:

@@ -87,6 +87,10 @@ class Runs:
         """The rows before position `at` and those from it on, as views; both non-empty."""
         return self.slice(self.p0, at), self.slice(at, self.p1)
 
+    def settled(self) -> Runs:
+        """See `KVRows.settled`."""
+        return Runs((*self.parts[:-1], self.parts[-1].settled()))
+
     def copy(self) -> Runs:
         """The same rows in memory of their own."""
         return Runs(tuple(part.copy() for part in self.parts))

@@ -89,12 +89,14 @@ def parse_state(
     has_v: bool | None = None,
     is_last: bool = True,
     as_is: bool = False,
+    n_layer_min: int = 1,
 ) -> SequenceState:
     """Read a whole state; if it `is_last`, it must end where the bytes end.
 
     has_v: whether V sections follow the K sections; None: decided by whether bytes are left,
     which works for the last state only
     as_is: leave a transposed V transposed (`KVRows.v_trans`) if the cells are sorted
+    n_layer_min: 0: a cache that no layer uses passes, too
     Everything is checked before any row is moved; rows are views into the source when its
     cells are sorted and V need not be transposed, otherwise copies of the same size.
     StateError if the bytes are anything but one plain KV cache with cells in exactly one stream."""
@@ -110,7 +112,7 @@ def parse_state(
             raise StateError("more than one stream holds cells")
         cells = parse_cells(reader, n_cells, cell_ext)
         tail_bytes = 4 * (n_stream - 1 - stream)
-        found = (stream, cells, *_parse_sections(reader, n_cells, tail_bytes, has_v))
+        found = (stream, cells, *_parse_sections(reader, n_cells, tail_bytes, has_v, n_layer_min))
     if found is None:
         raise StateError("the state holds no cells")
     if is_last:
@@ -131,7 +133,7 @@ def parse_state(
 
 
 def _parse_sections(
-    reader: ByteReader, n_cells: int, tail_bytes: int, has_v: bool | None
+    reader: ByteReader, n_cells: int, tail_bytes: int, has_v: bool | None, n_layer_min: int
 ) -> tuple[bool, list[_Section], list[_Section]]:
     """v_trans, K and V sections. Caches without V (MLA) end after K; only what is left, less
     the `tail_bytes` of the streams that follow, tells them apart."""
@@ -139,7 +141,7 @@ def _parse_sections(
     if v_trans not in (0, 1):
         raise StateError(f"v_trans is {v_trans}; expected 0 or 1")
     n_layer = reader.u32("n_layer")
-    if not 1 <= n_layer <= min(LAYERS_MAX, reader.remaining // SECTION_BYTES):
+    if not n_layer_min <= n_layer <= min(LAYERS_MAX, reader.remaining // SECTION_BYTES):
         raise StateError(f"n_layer is {n_layer} with {reader.remaining} bytes left")
     k = [_parse_section(reader, n_cells, f"K of layer {i}") for i in range(n_layer)]
     if has_v is False or (has_v is None and reader.remaining == tail_bytes):

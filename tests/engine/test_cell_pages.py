@@ -20,8 +20,9 @@ from waiting import until_async
 from lab.models.random_gguf import PRESETS, make_random_gguf
 from lab.models.shape import Arch
 from towerd.engine.embedded.context.cell_pages import SPARE_CELLS, CellPages
-from towerd.engine.embedded.context.context import Buffer, LlamaContext
+from towerd.engine.embedded.context.context import LlamaContext
 from towerd.engine.embedded.context.memory import SequenceMemory, open_memory
+from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.context.zero_pages import HostBuffer
 from towerd.kernels._native import populate
 from towerd.model.llama_model import LlamaModel

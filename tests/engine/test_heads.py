@@ -18,7 +18,9 @@ from scripted_model import make_scripted_model
 from services import EmbeddedService, OpenService
 from speculating import EVEN, drafted, gist, say
 
+from towerd.engine.embedded.run.drafts import HeadDrafts
 from towerd.errors import ConfigError
+from towerd.tokens import Ids
 
 FLAGS = ("--spec-type", "draft-mtp", "--spec-draft-n-max")
 REPLY = 40
@@ -49,7 +51,7 @@ def models(arch: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     """By how the head guesses."""
     folder = tmp_path_factory.mktemp("heads")
     found = {}
-    for guesses in ("of token", "of state", "wrong"):
+    for guesses in ("of token", "of state", "wrong", "random"):
         found[guesses] = folder / f"{arch} {guesses}.gguf"
         make_head_gguf(found[guesses], arch, guesses)
     return found
@@ -97,8 +99,7 @@ async def test_replies_are_the_same_and_right_guesses_are_taken(
 
 
 async def test_a_state_is_that_of_the_token_before(opened: Opened, models: dict[str, Path]) -> None:
-    """Also where a chat is regenerated, edited, answered beside another one, or comes from the store
-    without the head's rows."""
+    """Also where a chat is regenerated, edited, answered beside another one, or comes from the store."""
     async with opened(models["of state"], 1) as service:
         said = await chat(service)
         await settle(service)
@@ -130,6 +131,34 @@ async def test_wrong_guesses_leave_nothing(
         assert n_right <= n // 8
     async with opened(models["wrong"], 3) as service:
         assert [each["ids"] for each in await chat(service)] == [each["ids"] for each in said]
+
+
+async def test_a_head_reads_no_state_of_another_chat(
+    opened: Opened, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was said in a sequence before: a chat that gets it at the same position drafts the same."""
+    found, draft = [], HeadDrafts.draft
+    alone: dict[str, Any] = {"live_sequences": 1, "parallel": 1}
+    asked: dict[str, Any] = {"n_predict": REPLY, "ignore_eos": True, "cache_prompt": True}
+    for seed in (7, 8):
+        drafts: list[list[int]] = []
+
+        def noted(self: HeadDrafts, jobs: Any, drafts: Any = drafts) -> list[Ids]:
+            made = draft(self, jobs)
+            drafts += [each.tolist() for each in made]
+            return made
+
+        async with opened(models["random"], 3, store_dir=tmp_path / str(seed), **alone) as service:
+            first = await say(service, ids(60, 1), **asked)
+            await settle(service)
+            await say(service, ids(60, seed), scope="other", **asked)
+            await settle(service)
+            with monkeypatch.context() as patched:
+                patched.setattr(HeadDrafts, "draft", noted)
+                await say(service, ids(60, 1) + first["ids"] + ids(1, 2), **asked)
+        found.append(drafts)
+    assert found[0] == found[1]
+    assert any(found[0])
 
 
 async def test_drafts_that_were_not_evaluated_hold_up_none(

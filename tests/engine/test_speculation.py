@@ -316,7 +316,6 @@ async def test_what_is_counted(opened: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--spec-type", "draft-eagle3"), "drafts from hidden states"),
         (("--spec-type", "draft-simple"), "name one with --model-draft"),
         (("-md", "/nowhere.gguf"), "-md: there is no file /nowhere.gguf"),
         (
@@ -326,7 +325,6 @@ async def test_what_is_counted(opened: Any) -> None:
         (("--spec-type", "ngram-cache", "-lcs", "/no/cache"), "/no/cache cannot be read"),
         (("--spec-type", "magic"), "--spec-type"),
         (("--draft-max", "4"), "use --spec-draft-n-max"),
-        (("--spec-synth-len", "2"), "--spec-synth-len is not taken"),
     ],
 )
 async def test_refused_flags(opened: Any, words: tuple[str, ...], reason: str) -> None:

@@ -203,7 +203,13 @@ def test_settings_of_the_chat_page(tmp_path: Path) -> None:
             ui_settings(words)
 
 
-NUMBERS_AND_MORE = {"--spec-draft-ngl", "--tensor-split", "--logit-bias", "--override-kv"}
+NUMBERS_AND_MORE = {
+    "--spec-draft-ngl",
+    "--spec-synth-rates",
+    "--tensor-split",
+    "--logit-bias",
+    "--override-kv",
+}
 """Flags whose values hold numbers beside words or signs."""
 
 
@@ -246,6 +252,7 @@ LEFT_TO_LLAMA_CPP = """
 --spec-ngram-simple-size-n --spec-ngram-simple-size-m --spec-ngram-simple-min-hits
 --spec-ngram-map-k-size-n --spec-ngram-map-k-size-m --spec-ngram-map-k-min-hits
 --spec-ngram-map-k4v-size-n --spec-ngram-map-k4v-size-m --spec-ngram-map-k4v-min-hits
+--spec-synth-len --spec-synth-rates
 """
 
 
@@ -266,5 +273,5 @@ def test_what_is_left_to_llama_cpp() -> None:
 def test_every_row_is_a_flag_of_llama_cpp() -> None:
     """Under the spelling in the table."""
     by_use = Counter(flag.use for flag in flags())
-    assert by_use["ignored"] + by_use["refused"] == 95
+    assert by_use["ignored"] + by_use["refused"] == 93
     assert by_use["load"] == 26

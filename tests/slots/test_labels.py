@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from towerd.slots.blob import emit_blob, parse_rows
 from towerd.slots.errors import StateError
-from towerd.slots.labels import Labels, label_places, label_tokens
+from towerd.slots.labels import (
+    Labels,
+    head_at_places,
+    head_of_tokens,
+    label_places,
+    label_tokens,
+)
 from towerd.slots.layout import KVLayout, Plane
-from towerd.slots.rows import KVRows
+from towerd.slots.rows import HeadRows, KVRows
 
 F32 = 0
 PLANE = Plane(F32, 16)
@@ -89,3 +97,33 @@ def test_what_is_refused() -> None:
     made[8] = 2
     with pytest.raises(StateError, match="unified"):
         label_places(made, P0, PLACES)
+
+
+def test_rows_of_a_head_go_there_and_back() -> None:
+    """Those of words; what shares a position is left out."""
+    words = [0, 7, 8]
+    own = rows()
+    at_places = HeadRows(
+        b"h" * 32,
+        KVRows(
+            LAYOUT,
+            PLACES[words],
+            tuple(plane[words] for plane in own.k),
+            tuple(plane[words] for plane in own.v),
+            None if own.ext is None else own.ext[words],
+        ),
+    )
+    found = head_of_tokens(at_places, P0, PLACES)
+    assert found is not None
+    assert found.rows.positions.tolist() == [P0 + i for i in words]
+    again = head_at_places(found, P0, PLACES)
+    assert again.rows.positions.tolist() == PLACES[words].tolist()
+    for mine, theirs in zip(again.rows.planes(), at_places.rows.planes(), strict=True):
+        assert np.array_equal(mine, theirs)
+    shared = replace(
+        at_places, rows=replace(at_places.rows, positions=np.array([3, 4, 9], np.int32))
+    )
+    left = head_of_tokens(shared, P0, PLACES)
+    assert left is not None
+    assert left.rows.positions.tolist() == [P0]
+    assert head_of_tokens(shared, P0, PLACES + 100) is None

@@ -79,7 +79,7 @@ def make_arch_gguf(
     finally:
         metadata.unlink()
     with writing(path, arch) as writer:
-        _add_keys(writer, arch, keys)
+        add_keys(writer, arch, keys)
         is_tied = "output.weight" not in shapes
         for each in (_tensor(name, shape, is_tied) for name, shape in shapes.items()):
             values = each.draw(seed)
@@ -93,10 +93,11 @@ def make_arch_gguf(
 def make_metadata_gguf(path: Path, arch: str, keys: Mapping[str, Any]) -> None:
     """Write what `make_arch_gguf` writes, without tensors."""
     with writing(path, arch) as writer:
-        _add_keys(writer, arch, keys)
+        add_keys(writer, arch, keys)
 
 
-def _add_keys(writer: GGUFWriter, arch: str, keys: Mapping[str, Any]) -> None:
+def add_keys(writer: GGUFWriter, arch: str, keys: Mapping[str, Any]) -> None:
+    """Add a vocabulary of `vocab_size` tokens, and COMMON and `keys` as those of `arch`."""
     known = COMMON | dict(keys)
     synthetic(known["vocab_size"]).write(writer, None)
     for name, value in known.items():

@@ -11,8 +11,8 @@ from pathlib import Path
 SUPPORT = Path(__file__).resolve().parent
 
 
-def run_python(code: str, *args: str) -> str:
-    """Run a program that can import the test tools; its output."""
+def run_python(code: str, *args: str, status: int = 0) -> str:
+    """Run a program that can import the test tools and ends with `status`; its output."""
     done = subprocess.run(
         [sys.executable, "-P", "-c", textwrap.dedent(code), *args],
         env={**os.environ, "PYTHONPATH": str(SUPPORT)},
@@ -20,5 +20,5 @@ def run_python(code: str, *args: str) -> str:
         text=True,
         timeout=60,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     return done.stdout

@@ -114,7 +114,7 @@ class SeeingOracle(Oracle):
             self._text(ids[at:start], place)
             place += start - at
             encoded = self._projector.encode(medium)
-            self._projector.decode(self.context.address, medium, encoded, place, 0)
+            self._projector.decode(self.context.address, medium, encoded, place, 0, None)
             place += max(grid(*size))
             at = end
         n = self._text(ids[at:], place)

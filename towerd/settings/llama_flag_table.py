@@ -41,7 +41,7 @@ class LlamaFlag:
 
 
 _READ = ("wire", "load", "media")
-_NUMBERS_AND_WORDS = ("--spec-draft-ngl", "--tensor-split")
+_NUMBERS_AND_WORDS = ("--spec-draft-ngl", "--spec-synth-rates", "--tensor-split")
 
 
 @functools.cache
@@ -145,7 +145,7 @@ _TABLE: Mapping[Use, str] = {
 --reuse-port | one daemon owns its store: start another one with its own --port and --store-dir
 --cors-credentials | a web page sends its key in a header
 --ui-mcp-proxy --agent --control-vector-layer-range --mmproj-url --mmproj-device --model-url --docker-repo |
---spec-synth-len --spec-synth-rates --rpc --control-vector --control-vector-scaled --models-preset --tools |
+--rpc --control-vector --control-vector-scaled --models-preset --tools |
 --tools-runtime --mcp-servers-config --mcp-servers-json |
 --embd-gemma-default --fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default --fim-qwen-30b-default | name a model with -m
 --gpt-oss-20b-default --gpt-oss-120b-default | name a model with -m

@@ -178,7 +178,8 @@ def _json_object(name: str, value: str, *, is_path: bool) -> dict[str, Any]:
     return found
 
 
-_FILE_FLAGS = frozenset(("--spec-draft-model", "--grammar-file", "--json-schema-file"))
+_DRAFT_FLAG = "--spec-draft-model"
+_FILE_FLAGS = frozenset((_DRAFT_FLAG, "--grammar-file", "--json-schema-file"))
 
 
 def named_files(args: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -190,6 +191,15 @@ def named_files(args: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield "--mmproj", projector
     for adapter in adapter_files(args)[0]:
         yield "--lora", adapter.path
+
+
+def draft_model(args: Sequence[str]) -> str:
+    """The path of the draft model that a checked llama-server command line names; "" for none."""
+    found = ""
+    for flag, words in _split(args):
+        if _DRAFT_FLAG in flag.names:
+            found = words[1]
+    return found
 
 
 def refusal(name: str, instead: str = "") -> ConfigError:

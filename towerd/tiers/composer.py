@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from towerd.kernels.dispatch import THREADS
 from towerd.slots.blob import blob_size, emit_blob
-from towerd.slots.labels import Labels, label_places
+from towerd.slots.labels import Labels, head_at_places, label_places
 from towerd.slots.layout import KVLayout
-from towerd.slots.rows import KVRows
+from towerd.slots.rows import KVRows, join_heads
 from towerd.store import RowsPart
 from towerd.tiers.plan import Composed
 
@@ -108,7 +108,7 @@ class Composer:
         assert rows.blob is not None
         n, provenance = len(rows), _provenance([(part, rows)])
         n_hot = n if part.tier == "hot" else 0
-        return Composed(n, n_hot, n - n_hot, rows.blob, None, provenance)
+        return Composed(n, n_hot, n - n_hot, rows.blob, None, provenance, rows.head)
 
     def _joined(self, pieces: list[Piece], places: Labels | None) -> Composed:
         n = sum(len(rows) for _, rows in pieces)
@@ -130,7 +130,10 @@ class Composer:
             self._buffers.release(buffer)
             raise
         n_hot = sum(len(rows) for part, rows in pieces if part.tier == "hot")
-        return Composed(n, n_hot, n - n_hot, buffer[:size], buffer, _provenance(pieces))
+        head = join_heads(rows.head for _, rows in pieces)
+        if head is not None and labels is not None:
+            head = head_at_places(head, p0, labels)
+        return Composed(n, n_hot, n - n_hot, buffer[:size], buffer, _provenance(pieces), head)
 
 
 def _labels(places: Labels | None, p0: int, p1: int) -> Labels | None:

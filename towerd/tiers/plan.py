@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from towerd.slots.rows import HeadRows
 from towerd.store import Node, RowsPart
 from towerd.store.rows.checkpoints import StateCheckpoint
 from towerd.tokens import Provenance, Provenances, are_moved, count_approximate, count_unmoved
@@ -86,6 +87,8 @@ class Composed:
     buffer: npt.NDArray[np.uint8] | None
     provenance: Provenances
     """uint8[n]: that of each token; AFTER_MOVED for all rows that were stored as such."""
+    head: HeadRows | None = None
+    """What a head that drafts had of these tokens."""
 
     @property
     def n_approximate(self) -> int:

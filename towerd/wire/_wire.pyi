@@ -65,10 +65,12 @@ class Projector:
     def encode(self, medium: Medium) -> Encoded:
         """Encode a medium; concurrent calls wait for each other. Raises WireError (500)."""
 
-    def decode(self, ctx: int, medium: Medium, encoded: Encoded, pos: int, seq: int) -> None:
+    def decode(
+        self, ctx: int, medium: Medium, encoded: Encoded, pos: int, seq: int, head: Head | None
+    ) -> None:
         """Evaluate a medium from position `pos` on, in sequence `seq` of the `llama_context` at
-        `ctx`; call it on that context's thread. Raises WireError (500), possibly after a part was
-        evaluated."""
+        `ctx`, and have a head read it; call it on that context's thread. Raises WireError (500),
+        possibly after a part was evaluated."""
 
 def device_bytes(model: int) -> list[tuple[int, int]]:
     """Bytes that are free and all bytes of each device beside the CPU that llama.cpp put a model on; both 0
@@ -266,11 +268,14 @@ class Reply:
         """The prompt was evaluated: `n_cached` tokens were reused, `n_processed` evaluated. Only
         the first call counts."""
 
-    def steps(self, ctx: int, index: int, draft: Ids, n_room: int) -> list[Chunk]:
+    def steps(
+        self, ctx: int, index: int, draft: Ids, n_room: int, synthetic: Sequence[float] = ()
+    ) -> list[Chunk]:
         """Sample from the logits of a batch in which `draft`, which may be empty, followed the newest
         token, which was at `index`. Returns the accepted tokens of the draft and the token after them,
         the same as steps without a draft would give; fewer if the reply ends. ctx: the address of the
-        `llama_context`; n_room: how many tokens there is room for; the one after them ends the reply.
+        `llama_context`; n_room: how many tokens there is room for; the one after them ends the reply;
+        synthetic: unless it is empty, drafted tokens are taken with these probabilities, right or not.
 
         Raises WireError: no token is left or continues the grammar (400), or logits are not finite
         (500). The reply cannot be continued then."""
@@ -353,16 +358,22 @@ class Speculation:
     def accept(self, slot: int, n_accepted: int) -> None:
         """How many tokens of the slot's last draft were right."""
 
+    @property
+    def synthetic(self) -> tuple[float, ...]:
+        """With which probabilities drafted tokens are to be taken, right or not; empty: where they are
+        right."""
+
 class Head:
-    """Drafts the next tokens of running replies from the model's hidden states, by heads that predict
-    several tokens. It reads every token that the model evaluates. Not thread-safe."""
+    """Drafts the next tokens of running replies from the model's hidden states: MTP, EAGLE-3, DFlash or
+    DSpark. It reads every token that the model evaluates. Not thread-safe."""
 
-    def __init__(self, model: Model, ctx: int, flags: int, n_running: int) -> None:
+    def __init__(self, model: Model, ctx: int, flags: int, n_running: int, path: str) -> None:
         """ctx: the address of the `llama_context` that verifies the drafts, which must outlive this
-        object; flags: that of its `llama_context_params`; n_running: sequences that get drafts at once
+        object; flags: that of its `llama_context_params`; n_running: sequences that get drafts at once;
+        path: of the model's file
 
-        Raises RuntimeError: other types beside it, a model without such a head, or a head that cannot
-        forget a draft."""
+        Raises RuntimeError: other types beside it, a model without such a head, one that was made for
+        another model, or one that cannot forget a draft."""
 
     @staticmethod
     def is_asked_for(model: Model) -> bool:
@@ -372,6 +383,19 @@ class Head:
     def followed_context(self) -> int:
         """The address of the `llama_context` whose sequences are to be shared and cut as those of `ctx`
         are; 0: the head has no rows of its own."""
+
+    @property
+    def synthetic(self) -> tuple[float, ...]:
+        """With which probabilities drafted tokens are to be taken, right or not; empty: where they are
+        right."""
+
+    @property
+    def lag(self) -> int:
+        """The row of a sequence's last token is computed this many tokens later."""
+
+    def changed(self, seq: int, p: int) -> None:
+        """What a sequence held from position `p` on is not what it was any more. To be called wherever
+        `ctx` is cut or filled."""
 
     def follow(self, ids: Ids, pos: Ids, seqs: Ids) -> None:
         """Read a batch that `ctx` has just evaluated; the tokens of one sequence are beside each other.

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from towerd.engine.embedded.calibration.measure import Measurer
 from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS, Continuation
-from towerd.engine.embedded.context.context import Buffer
+from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.context.taps import Taps
 from towerd.errors import TowerdError
 from towerd.kernels import dispatch

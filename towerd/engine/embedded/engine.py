@@ -102,7 +102,9 @@ class EmbeddedEngine:
         self._is_draining = False
         self._all_ended = asyncio.Event()
         self._all_ended.set()
-        drafts = open_drafts(self.wire.model, core, config)
+        drafts = open_drafts(self.wire.model, core, config, tiers.store)
+        head = core.memory.head
+        tiers.store.rows.head = None if head is None else head.digest
         try:
             self.parts = Parts(core, tiers, config, checkpoint_tier, drafts, self._deliver)
             self.budgets, self.media = self.parts.budgets, self.parts.media

@@ -76,7 +76,8 @@ class Parts:
         self.restorer = Restorer(
             memory, pages, self.pool, tiers, self.moved, self.hooks, checkpoints
         )
-        self.media = Media(core.projector, context, self.pool, self.restorer)
+        speculator = Speculator(drafts, memory, self.pool, core.n_ctx)
+        self.media = Media(core.projector, context, self.pool, self.restorer, speculator)
         self.scheduler = Scheduler(
             context,
             self.pool,
@@ -84,7 +85,7 @@ class Parts:
             self.restorer,
             self.exporter,
             self.hooks,
-            Speculator(drafts, memory, self.pool, core.n_ctx),
+            speculator,
             self.media,
             n_ctx=core.n_ctx,
             parallel=config.parallel,

@@ -249,6 +249,10 @@ def verify(
         if problem is not None:
             found.append(f"{row[1]}: {problem}")
             n_set_aside += repair and _set_aside(state, rows, row[0])
+        elif _is_head_damaged(state, pool, row):
+            found.append(f"{row[1]}: the rows of its head are damaged, which costs drafts alone")
+            if repair:
+                _write_without_head(state, rows, row[0])
         done += row[3]
         if progress is not None:
             progress(done, total)
@@ -315,6 +319,20 @@ def _file_problem(state: StoreState, pool: Executor, row: tuple[Any, ...]) -> st
     return None
 
 
+def _is_head_damaged(state: StoreState, pool: Executor, row: tuple[Any, ...]) -> bool:
+    """Of a file without a problem, or one that is gone."""
+    try:
+        data = map_file(state.directory.segments / row[1], row[3])
+        header, start = decode_head(memoryview(data))
+        if header.head is not None:
+            check_pieces(data, header.head.planes, start, pool)
+    except OSError:
+        return False
+    except StateError:
+        return True
+    return False
+
+
 def _check_blobs(
     data: mmap.mmap, header: SegmentHeader, start: int, row_identity: RowIdentity
 ) -> None:
@@ -337,3 +355,11 @@ def _set_aside(state: StoreState, rows: RowStore, file_id: int) -> bool:
     with state.lock:
         file = state.files.get(file_id)
     return file is not None and rows.drop_file(file, set_aside=True) > 0
+
+
+def _write_without_head(state: StoreState, rows: RowStore, file_id: int) -> None:
+    """Replace a file by one with its good rows."""
+    with state.lock:
+        file = state.files.get(file_id)
+    if file is not None:
+        rows.reencode(file, ())

@@ -18,7 +18,7 @@ from towerd.slots.rows import KVRows
 from towerd.slots.runs import Runs
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.files import durable
-from towerd.store.segments.segment_file import Claim, SegmentFile
+from towerd.store.segments.segment_file import ANY_HEAD, Claim, SegmentFile
 from towerd.store.segments.segment_header import encode_runs, segment_key, worst_of
 from towerd.store.segments.segment_writer import Draft, DraftRun, new_name, write_segment
 from towerd.store.state.state import StoreState
@@ -103,6 +103,8 @@ class RowStore:
         self._pool = pool
         self.is_trusted = True
         """Whether rows belong to the loaded weights; see `distrust`."""
+        self.head: bytes | None = None
+        """The digest of the head whose rows are read beside the model's; None: there is no head."""
 
     def distrust(self, since: float) -> None:
         """Drop and refuse rows until the store is reopened, because the weights changed after
@@ -169,7 +171,8 @@ class RowStore:
     def _load(self, file: SegmentFile, part: RowsPart, p0: int) -> Iterator[KVRows]:
         self._open(file, part.node)
         try:
-            yield from file.rows(self._state.row_identity.layout, p0, part.p1, self._pool)
+            layout = self._state.row_identity.layout
+            yield from file.rows(layout, p0, part.p1, self._pool, self.head)
         except (StateError, OSError) as error:
             raise self._damaged(file, error) from error
 
@@ -196,7 +199,8 @@ class RowStore:
                 if on_disk is not None and may_replace(on_disk, new):
                     continue
                 n_before = 0 if node.hot is None else node.hot.nbytes
-                node.hot, node.origin = rows.slice(node.p0, node.p1), origin
+                # what stands behind a node differs by branch, and may be another tenant's
+                node.hot, node.origin = rows.slice(node.p0, node.p1).settled(), origin
                 state.hot_bytes += node.hot.nbytes - n_before
                 taken.append(node)
             state.listener.became_hot(taken)
@@ -352,8 +356,9 @@ class RowStore:
             raise self._damaged(file, error) from error
 
     def pieces(self, file: SegmentFile, p0: int, p1: int) -> list[KVRows]:
-        """The rows [p0, p1) of a file that was verified. Raises OSError or StateError."""
-        return list(file.rows(self._state.row_identity.layout, p0, p1, self._pool))
+        """The rows [p0, p1) of a file that was verified, with those of any head. Raises OSError or
+        StateError."""
+        return list(file.rows(self._state.row_identity.layout, p0, p1, self._pool, ANY_HEAD))
 
     def _open(self, file: SegmentFile, node: Node) -> None:
         self._refuse_dropped(file)

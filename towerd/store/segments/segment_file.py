@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import stat
@@ -10,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,11 @@ from towerd.slots.blob import parse_rows
 from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.row_identity import RowIdentity
-from towerd.slots.rows import KVRows
+from towerd.slots.rows import HeadRows, KVRows
 from towerd.store.segments.segment_header import (
     BlobEntry,
     FormatRun,
+    HeadEntry,
     PlaneEntry,
     RunEntry,
     SegmentHeader,
@@ -36,6 +38,11 @@ from towerd.store.segments.segment_header import (
     worst_of,
 )
 from towerd.tokens import ID_BYTES, Provenance, Provenances
+
+log = logging.getLogger(__name__)
+
+ANY_HEAD = b""
+"""Stands for the digest of whatever head a file has rows of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,7 @@ class SegmentFile:
     """A catalogued file with the rows [p0, p0 + n_rows)."""
 
     __slots__ = (
-        "_checked", "_header", "_lock", "_mapped", "_start", "dropped", "id",
+        "_checked", "_header", "_is_head_damaged", "_lock", "_mapped", "_start", "dropped", "id",
         "n_rows", "nbytes", "p0", "path", "runs", "successor",
     )  # fmt: skip
 
@@ -84,6 +91,7 @@ class SegmentFile:
         """Offsets of the planes and blobs whose checksums matched."""
         self._mapped: weakref.ref[mmap.mmap] | None = None
         self._header: SegmentHeader | None = None
+        self._is_head_damaged = False
         self._start = 0
         self._lock = threading.Lock()
 
@@ -124,6 +132,7 @@ class SegmentFile:
         with self._lock:
             self._header, self._start = header, start
             self._checked = {piece.offset for piece in header.pieces}
+            self._is_head_damaged = False
 
     def _read_header(self, data: mmap.mmap, claim: Claim) -> tuple[SegmentHeader, int]:
         """The header and the offset of the data."""
@@ -133,11 +142,21 @@ class SegmentFile:
         check_claim(header, claim)
         return header, start
 
-    def rows(self, layout: KVLayout, p0: int, p1: int, pool: Executor | None) -> Iterator[KVRows]:
+    def rows(
+        self,
+        layout: KVLayout,
+        p0: int,
+        p1: int,
+        pool: Executor | None,
+        head: bytes | None = None,
+    ) -> Iterator[KVRows]:
         """Rows [p0, p1) as views of the mapped file, which they keep alive. Each part is a run of
         planes or a blob, in the run's format, and is checked once per process when it is
         requested: the first with `pool`, later ones while the caller uses those before them.
         `layout` is the native one. The file must be open.
+
+        head: the digest of the head whose rows are wanted beside them, if the file has such; damaged
+        ones count as none
 
         Raises OSError or StateError if the file is damaged or was removed."""
         with self._lock:
@@ -145,6 +164,23 @@ class SegmentFile:
         assert header is not None
         assert self.p0 <= p0 < p1 <= self.p0 + self.n_rows
         row0, row1 = p0 - self.p0, p1 - self.p0
+        heads = None
+        if header.head is not None and head in (ANY_HEAD, header.head.digest):
+            heads = self._head_rows(data, start, header.head)
+        for rows in self._model_rows(data, header, start, layout, row0, row1, pool):
+            beside = None if heads is None else heads.slice(rows.p0, rows.p1)
+            yield rows if beside is None else replace(rows, head=beside)
+
+    def _model_rows(
+        self,
+        data: mmap.mmap,
+        header: SegmentHeader,
+        start: int,
+        layout: KVLayout,
+        row0: int,
+        row1: int,
+        pool: Executor | None,
+    ) -> Iterator[KVRows]:
         for entry in header.runs:
             first, last = max(row0, entry.row0), min(row1, entry.row0 + entry.n_rows)
             if first < last and entry.blobs:
@@ -183,6 +219,21 @@ class SegmentFile:
         positions = np.arange(self.p0 + row0, self.p0 + row1, dtype=np.int32)
         stored = layout.stored_as(entry.format)
         return KVRows(stored, positions, tuple(planes[:n_k]), tuple(planes[n_k:]), ext)
+
+    def _head_rows(self, data: mmap.mmap, start: int, entry: HeadEntry) -> HeadRows | None:
+        """The rows of a head as views; None if they are damaged."""
+        if self._is_head_damaged:
+            return None
+        try:
+            self._ensure_checked(data, entry.planes, start, None)
+        except StateError as error:
+            self._is_head_damaged = True
+            log.warning(
+                "a chat's drafts begin anew: what was stored for them is damaged",
+                extra={"file": self.path.name, "error": str(error)},
+            )
+            return None
+        return head_rows(data, start, entry, self.p0)
 
     def _ensure_checked(
         self,
@@ -292,6 +343,18 @@ def blob_rows(data: mmap.mmap, blob: BlobEntry, start: int, layout: KVLayout, p0
     if (rows.p0, rows.p1, len(rows)) != (p0, p0 + blob.n_rows, blob.n_rows) or rows.blob is None:
         raise StateError("a blob holds other positions than its file says")
     return rows
+
+
+def head_rows(data: mmap.mmap, start: int, entry: HeadEntry, p0: int) -> HeadRows:
+    """The rows of a head as views. p0: the file's first position"""
+    layout = entry.layout
+    planes = [_view(data, start, plane, entry.n) for plane in entry.planes]
+    ext = planes.pop().view(np.int32) if layout.cell_ext else None
+    positions = np.concatenate([np.arange(row0, row0 + n) for row0, n in entry.ranges]) + p0
+    n_k = len(layout.k)
+    k, v = tuple(planes[:n_k]), tuple(planes[n_k:])
+    rows = KVRows(layout, positions.astype(np.int32), k, v, ext)
+    return HeadRows(entry.digest, rows, entry.lag)
 
 
 def _view(

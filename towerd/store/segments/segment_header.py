@@ -28,7 +28,7 @@ import xxhash
 
 from towerd.slots.blob import blob_size
 from towerd.slots.errors import StateError
-from towerd.slots.layout import CELL_EXT_BYTES, NATIVE, KVLayout, stored_format
+from towerd.slots.layout import CELL_EXT_BYTES, NATIVE, KVLayout, cache_plane, stored_format
 from towerd.tokens import ID_BYTES, Provenance, Provenances, provenance_as_kept
 
 KEY_BYTES = 32
@@ -238,7 +238,38 @@ class RunEntry(msgspec.Struct, frozen=True, array_like=True):
         return FormatRun(self.row0, self.n_rows, self.format, read_origin(self.origin))
 
 
-class SegmentHeader(msgspec.Struct, frozen=True):
+class HeadEntry(msgspec.Struct, frozen=True, array_like=True):
+    """The rows of a head that drafts, beside those of the model: native, in planes. They need not be of all
+    positions, and nothing but drafts is lost with them."""
+
+    digest: bytes
+    """Names the head."""
+    ranges: list[tuple[int, int]]
+    """(first row of the file, rows) of what they are of, ascending."""
+    planes: list[PlaneEntry]
+    """K and V of each of its layers, then the cell extension if it has one."""
+    lag: int = 0
+    """See `HeadRows`."""
+
+    @property
+    def n(self) -> int:
+        """Rows of all ranges."""
+        return sum(n for _, n in self.ranges)
+
+    @property
+    def layout(self) -> KVLayout:
+        """Of the head's own rows. Raises StateError for planes that make none."""
+        k, v = (
+            tuple(cache_plane(p.ggml_type, p.row_bytes) for p in self.planes if p.kind == kind)
+            for kind in ("k", "v")
+        )
+        layout = KVLayout(k, v, any(plane.kind == "ext" for plane in self.planes))
+        if [plane.shape for plane in self.planes] != plane_shapes(layout):
+            raise StateError("the planes of a head are not in order")
+        return layout
+
+
+class SegmentHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """The header of a segment file."""
 
     row_identity: bytes = msgspec.field(name="fingerprint")
@@ -250,6 +281,7 @@ class SegmentHeader(msgspec.Struct, frozen=True):
     ids: bytes
     """int32 LE, p1 - p0 of them."""
     runs: list[RunEntry]
+    head: HeadEntry | None = None
 
     @property
     def n(self) -> int:
@@ -258,7 +290,7 @@ class SegmentHeader(msgspec.Struct, frozen=True):
 
     @property
     def pieces(self) -> list[PlaneEntry | BlobEntry]:
-        """The planes and blobs of all runs, each with its checksum."""
+        """The planes and blobs of all runs, each with its checksum; not those of a head."""
         pieces: list[PlaneEntry | BlobEntry] = []
         for run in self.runs:
             pieces += [*run.planes, *run.blobs]
@@ -378,6 +410,23 @@ def _check(header: SegmentHeader, n_data: int) -> None:
             raise StateError("the blobs do not hold the rows of their run")
     for piece in header.pieces:
         _check_extent(piece, n_data)
+    if header.head is not None:
+        _check_head(header.head, header.n, n_data)
+
+
+def _check_head(head: HeadEntry, n_rows: int, n_data: int) -> None:
+    end = 0
+    for row0, n in head.ranges:
+        if not end <= row0 < row0 + n <= n_rows:
+            raise StateError("the rows of a head are of positions that the file does not have")
+        end = row0 + n
+    is_named = len(head.digest) == KEY_BYTES and head.lag >= 0
+    if not is_named or not head.ranges or not head.layout.n_layer:
+        raise StateError("a head without a name or rows")
+    for plane in head.planes:
+        if plane.nbytes != head.n * plane.row_bytes:
+            raise StateError("a plane of a head has a wrong size")
+        _check_extent(plane, n_data)
 
 
 def _check_extent(piece: PlaneEntry | BlobEntry, n_data: int) -> None:

@@ -16,7 +16,7 @@ import xxhash
 from towerd.kernels import dispatch
 from towerd.slots.blob import blob_size, emit_blob
 from towerd.slots.layout import NATIVE, KVLayout
-from towerd.slots.rows import KVRows, check_positions
+from towerd.slots.rows import HeadRows, KVRows, check_positions
 from towerd.slots.runs import Runs
 from towerd.store.files import durable
 from towerd.store.segments.segment_header import (
@@ -24,6 +24,7 @@ from towerd.store.segments.segment_header import (
     SPAN_BYTES,
     BlobEntry,
     FormatRun,
+    HeadEntry,
     PlaneEntry,
     RunEntry,
     SegmentHeader,
@@ -80,6 +81,16 @@ class Draft:
         return self.runs[-1].parts[-1].p1
 
     @property
+    def heads(self) -> list[HeadRows]:
+        """The rows of a head beside those of the model; of several heads those of the last."""
+        found = [part.head for run in self.runs for part in run.parts if part.head is not None]
+        return [
+            head
+            for head in found
+            if (head.digest, head.rows.layout) == (found[-1].digest, found[-1].rows.layout)
+        ]
+
+    @property
     def run_table(self) -> tuple[FormatRun, ...]:
         """The runs as the catalog lists them."""
         table: list[FormatRun] = []
@@ -94,6 +105,8 @@ class _PlaneExtent:
     """The place of one plane of one run in the file."""
 
     run: DraftRun
+    native: KVLayout
+    """The layout of the run's rows when they are native."""
     index: int
     """Index among the run's planes."""
     shape: Shape
@@ -104,10 +117,10 @@ class _PlaneExtent:
     def entry(self, digest: bytes) -> PlaneEntry:
         return PlaneEntry(*self.shape, self.offset, self.nbytes, digest)
 
-    def chunks(self, native: KVLayout) -> Iterator[memoryview]:
+    def chunks(self) -> Iterator[memoryview]:
         """The bytes to write, in order."""
         for part in self.run.parts:
-            yield from _encoded(part, self, native)
+            yield from _encoded(part, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +128,7 @@ class _BlobExtent:
     """The place of some native rows in the file, as one sequence blob."""
 
     parts: Sequence[KVRows]
+    native: KVLayout
     offset: int
     nbytes: int
 
@@ -126,13 +140,13 @@ class _BlobExtent:
     def entry(self, digest: bytes) -> BlobEntry:
         return BlobEntry(sum(map(len, self.parts)), self.offset, self.nbytes, digest)
 
-    def chunks(self, native: KVLayout) -> Iterator[memoryview]:
+    def chunks(self) -> Iterator[memoryview]:
         """The bytes to write. V is transposed if it is so in the first rows."""
         first = self.parts[0]
         if len(self.parts) == 1 and first.blob is not None:
             yield first.blob.data
         else:
-            yield emit_blob(self.parts, layout=native, v_trans=first.v_trans, n_threads=1)
+            yield emit_blob(self.parts, layout=self.native, v_trans=first.v_trans, n_threads=1)
 
 
 _Extent: TypeAlias = _PlaneExtent | _BlobExtent
@@ -152,7 +166,7 @@ def write_segment(draft: Draft, name: str, tmp: Path, final: Path, pool: Executo
     start = len(encode_head(_header(draft, table, blank)))
     with durable.new_file(tmp / name, final / name) as fd:
         durable.reserve(fd, start + n_data)
-        digests = _write_extents(fd, start, table, draft.native, pool)
+        digests = _write_extents(fd, start, table, pool)
         head = encode_head(_header(draft, table, digests))
         assert len(head) == start
         durable.write_all(fd, memoryview(head), 0)
@@ -160,7 +174,7 @@ def write_segment(draft: Draft, name: str, tmp: Path, final: Path, pool: Executo
 
 
 def _write_extents(
-    fd: int, start: int, table: Sequence[Sequence[_Extent]], native: KVLayout, pool: Executor
+    fd: int, start: int, table: Sequence[Sequence[_Extent]], pool: Executor
 ) -> list[list[bytes]]:
     """Write planes in parallel and then blobs, which are large, one after the other; returns
     their checksums by run."""
@@ -169,13 +183,13 @@ def _write_extents(
     try:
         for extent in extents:
             if isinstance(extent, _PlaneExtent):
-                jobs[extent.offset] = pool.submit(_write_extent, fd, start, extent, native)
+                jobs[extent.offset] = pool.submit(_write_extent, fd, start, extent)
     finally:
         wait(jobs.values())  # the caller closes fd next: no job may outlive this
     digests = {offset: job.result() for offset, job in jobs.items()}
     for extent in extents:
         if isinstance(extent, _BlobExtent):
-            digests[extent.offset] = _write_extent(fd, start, extent, native)
+            digests[extent.offset] = _write_extent(fd, start, extent)
     return [[digests[extent.offset] for extent in row] for row in table]
 
 
@@ -183,55 +197,72 @@ def _header(
     draft: Draft, table: Sequence[Sequence[_Extent]], digests: Sequence[Sequence[bytes]]
 ) -> SegmentHeader:
     runs = []
-    for run, extents, sums in zip(draft.run_table, table, digests, strict=True):
-        entries = [extent.entry(digest) for extent, digest in zip(extents, sums, strict=True)]
+    entries_of = [
+        [extent.entry(digest) for extent, digest in zip(extents, sums, strict=True)]
+        for extents, sums in zip(table, digests, strict=True)
+    ]
+    for run, entries in zip(draft.run_table, entries_of, strict=False):
         planes = [entry for entry in entries if isinstance(entry, PlaneEntry)]
         blobs = [entry for entry in entries if isinstance(entry, BlobEntry)]
         origin = written_origin(run.origin)
         runs.append(RunEntry(run.row0, run.n_rows, run.format, origin, planes, blobs))
+    head = _head_entry(draft, entries_of[-1]) if draft.heads else None
     return SegmentHeader(
-        draft.row_identity, draft.key, draft.scope, draft.p0, draft.p1, draft.ids, runs
+        draft.row_identity, draft.key, draft.scope, draft.p0, draft.p1, draft.ids, runs, head
     )
 
 
+def _head_entry(draft: Draft, entries: Sequence[PlaneEntry | BlobEntry]) -> HeadEntry:
+    rows = np.concatenate([head.rows.positions for head in draft.heads]) - draft.p0
+    ends = np.flatnonzero(np.diff(rows, append=rows[-1] + 2) > 1) + 1
+    ranges = [(int(run[0]), len(run)) for run in np.split(rows, ends[:-1])]
+    planes = [entry for entry in entries if isinstance(entry, PlaneEntry)]
+    last = draft.heads[-1]
+    return HeadEntry(last.digest, ranges, planes, last.lag)
+
+
 def _place(draft: Draft) -> tuple[list[list[_Extent]], int]:
-    """Place each plane and blob at a page boundary. Returns those of every run, and the end of
-    the last one."""
+    """Place each plane and blob at a page boundary. Returns those of every run, then those of a head if
+    there is one, and the end of the last one."""
     check_positions([part for run in draft.runs for part in run.parts])
     table: list[list[_Extent]] = []
     end = 0
     for run in draft.runs:
         place = _blobs if run.format == NATIVE else _planes
-        table.append(list(place(run, draft, page_up(end))))
+        table.append(list(place(run, draft.native, page_up(end))))
+        end = table[-1][-1].offset + table[-1][-1].nbytes
+    if draft.heads:
+        rows = [head.rows for head in draft.heads]
+        table.append(list(_planes(DraftRun(rows, NATIVE), rows[-1].layout, page_up(end))))
         end = table[-1][-1].offset + table[-1][-1].nbytes
     return table, end
 
 
-def _planes(run: DraftRun, draft: Draft, at: int) -> Iterator[_Extent]:
-    for index, shape in enumerate(plane_shapes(draft.native, run.format)):
+def _planes(run: DraftRun, native: KVLayout, at: int) -> Iterator[_Extent]:
+    for index, shape in enumerate(plane_shapes(native, run.format)):
         n_bytes = run.n_rows * shape[3]
-        yield _PlaneExtent(run, index, shape, at, n_bytes)
+        yield _PlaneExtent(run, native, index, shape, at, n_bytes)
         at = page_up(at + n_bytes)
 
 
-def _blobs(run: DraftRun, draft: Draft, at: int) -> Iterator[_Extent]:
+def _blobs(run: DraftRun, native: KVLayout, at: int) -> Iterator[_Extent]:
     """As few blobs as possible of at most BLOB_BYTES_MAX, all of about the same size."""
-    rows_max = max(1, BLOB_BYTES_MAX // draft.native.token_bytes)
+    rows_max = max(1, BLOB_BYTES_MAX // native.token_bytes)
     step = -(-run.n_rows // -(-run.n_rows // rows_max))
     runs = Runs(tuple(run.parts))
     for p0 in range(runs.p0, runs.p1, step):
         parts = runs.slice(p0, min(p0 + step, runs.p1)).parts
-        n_bytes = blob_size(draft.native, sum(map(len, parts)))
-        yield _BlobExtent(parts, at, n_bytes)
+        n_bytes = blob_size(native, sum(map(len, parts)))
+        yield _BlobExtent(parts, native, at, n_bytes)
         at = page_up(at + n_bytes)
 
 
-def _write_extent(fd: int, start: int, extent: _Extent, native: KVLayout) -> bytes:
+def _write_extent(fd: int, start: int, extent: _Extent) -> bytes:
     """Write a plane or a blob; returns its checksums: one for a plane, one for every SPAN_BYTES of
     a blob."""
     h, sums = xxhash.xxh3_128(), b""
     at = start + extent.offset
-    for chunk in extent.chunks(native):
+    for chunk in extent.chunks():
         durable.write_all(fd, chunk, at)
         at += len(chunk)
         if isinstance(extent, _PlaneExtent):
@@ -242,14 +273,14 @@ def _write_extent(fd: int, start: int, extent: _Extent, native: KVLayout) -> byt
     return sums or h.digest()
 
 
-def _encoded(part: KVRows, extent: _PlaneExtent, native: KVLayout) -> Iterator[memoryview]:
+def _encoded(part: KVRows, extent: _PlaneExtent) -> Iterator[memoryview]:
     """The bytes to write of one part, in order."""
     if extent.shape[0] == "ext":
         assert part.ext is not None
         return _chunks(np.ascontiguousarray(part.ext).view(np.uint8).reshape(len(part), -1))
     rows = part.plane(extent.index)
     have = part.layout.planes[extent.index].format
-    want = native.stored_as(extent.run.format).planes[extent.index]
+    want = extent.native.stored_as(extent.run.format).planes[extent.index]
     if have == want.format:
         return _chunks(rows)
     return _converted(rows, have.name, want.format.name)

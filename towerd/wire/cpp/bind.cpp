@@ -206,10 +206,11 @@ void bind_media(nb::module_ & m) {
              [](const Projector & p, const Medium & medium) { return unlocked([&] { return Encoded{p.encode(medium)}; }); },
              "medium"_a)
         .def("decode",
-             [](const Projector & p, uintptr_t ctx, const Medium & medium, const Encoded & encoded, int pos, int seq) {
-                 unlocked([&] { p.decode(at<llama_context>(ctx), medium, encoded.rows, pos, seq); });
+             [](const Projector & p, uintptr_t ctx, const Medium & medium, const Encoded & encoded, int pos, int seq,
+                Head * head) {
+                 unlocked([&] { p.decode(at<llama_context>(ctx), medium, encoded.rows, pos, seq, head); });
              },
-             "ctx"_a, "medium"_a, "encoded"_a, "pos"_a, "seq"_a);
+             "ctx"_a, "medium"_a, "encoded"_a, "pos"_a, "seq"_a, "head"_a.none());
 }
 
 void bind_flags(nb::module_ & m) {
@@ -355,11 +356,12 @@ void bind_reply(nb::module_ & m) {
         .def("evaluated_before", &Reply::evaluated_before, "n"_a, "ms"_a)
         .def("started", &Reply::started, "n_cached"_a, "n_processed"_a, "prompt_ms"_a)
         .def("steps",
-             [](Reply & r, uintptr_t ctx, int index, const Given & draft, int32_t n_room) {
+             [](Reply & r, uintptr_t ctx, int index, const Given & draft, int32_t n_room,
+                const std::vector<double> & synthetic) {
                  const llama_tokens ids = tokens_of(draft);
-                 return unlocked([&] { return r.steps(at<llama_context>(ctx), index, ids, n_room); });
+                 return unlocked([&] { return r.steps(at<llama_context>(ctx), index, ids, n_room, synthetic); });
              },
-             "ctx"_a, "index"_a, "draft"_a, "n_room"_a)
+             "ctx"_a, "index"_a, "draft"_a, "n_room"_a, "synthetic"_a = std::vector<double>())
         .def("limit", &Reply::limit, "truncated"_a)
         .def("truncate", &Reply::truncate)
         .def("end_reasoning", &Reply::end_reasoning, nb::call_guard<nb::gil_scoped_release>())
@@ -401,22 +403,25 @@ void bind_speculation(nb::module_ & m) {
                  return arrays_of(unlocked([&] { return s.draft(std::move(texts)); }));
              },
              "asked"_a)
-        .def("accept", &Speculation::accept, "slot"_a, "n_accepted"_a, nb::call_guard<nb::gil_scoped_release>());
+        .def("accept", &Speculation::accept, "slot"_a, "n_accepted"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def_prop_ro("synthetic", [](const Speculation & s) { return nb::tuple(nb::cast(s.synthetic())); });
 }
 
 void bind_head(nb::module_ & m) {
     nb::class_<Head>(m, "Head")
         .def(
             "__init__",
-            [](Head * self, const Model & model, uintptr_t ctx, uintptr_t flags, int n_running) {
+            [](Head * self, const Model & model, uintptr_t ctx, uintptr_t flags, int n_running, const std::string & path) {
                 unlocked([&] {
-                    new (self) Head(model, at<llama_context>(ctx), *at<llama_context_params>(flags), n_running);
+                    new (self) Head(model, at<llama_context>(ctx), *at<llama_context_params>(flags), n_running, path);
                 });
             },
-            "model"_a, "ctx"_a, "flags"_a, "n_running"_a, nb::keep_alive<1, 2>())
+            "model"_a, "ctx"_a, "flags"_a, "n_running"_a, "path"_a, nb::keep_alive<1, 2>())
         .def_static("is_asked_for", &Head::is_asked_for, "model"_a)
         .def_prop_ro("followed_context",
                      [](const Head & head) { return reinterpret_cast<uintptr_t>(head.followed_context()); })
+        .def_prop_ro("lag", &Head::lag)
+        .def("changed", &Head::changed, "seq"_a, "p"_a)
         .def("follow",
              [](Head & head, const Given & ids, const Given & pos, const Given & seqs) {
                  const auto tokens = tokens_of(ids), positions = tokens_of(pos), sequences = tokens_of(seqs);
@@ -432,7 +437,8 @@ void bind_head(nb::module_ & m) {
                  return arrays_of(unlocked([&] { return head.draft(all); }));
              },
              "asked"_a)
-        .def("accept", &Head::accept, "seq"_a, "n_accepted"_a, nb::call_guard<nb::gil_scoped_release>());
+        .def("accept", &Head::accept, "seq"_a, "n_accepted"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def_prop_ro("synthetic", [](const Head & head) { return nb::tuple(nb::cast(head.synthetic())); });
 }
 
 void bind_writer(nb::module_ & m) {

@@ -6,6 +6,7 @@
 
 #include "fields.h"
 #include "hash/hash.h"
+#include "head.h"
 #include "refused.h"
 
 namespace towerd::wire {
@@ -130,7 +131,7 @@ std::vector<float> Projector::encode(const Medium & medium) const {
 }
 
 void Projector::decode(llama_context * ctx, const Medium & medium, const std::vector<float> & encoded, llama_pos pos,
-                       llama_seq_id seq) const {
+                       llama_seq_id seq, Head * head) const {
     answering(ERROR_TYPE_SERVER, [&] {
         if (encoded.size() != medium.ids.size() * n_embd_) {
             throw std::invalid_argument("what was encoded is another medium");
@@ -139,10 +140,21 @@ void Projector::decode(llama_context * ctx, const Medium & medium, const std::ve
         // libmtmd only reads them.
         auto * embd = const_cast<float *>(encoded.data());  // NOLINT
         if (mtmd_helper_decode_image_chunk(context(), ctx, medium.chunk.get(), embd, pos, seq,
-                                           static_cast<int32_t>(llama_n_batch(ctx)), &next, nullptr, nullptr) != 0) {
+                                           static_cast<int32_t>(llama_n_batch(ctx)), &next, &show, head) != 0) {
             throw std::runtime_error("failed to process mtmd chunk");
         }
     });
+}
+
+// A head that fails drafts worse, and the medium is evaluated nevertheless.
+int32_t Projector::show(const mtmd_helper_embd_batch * part, void * head) {
+    try {
+        if (head != nullptr) {
+            static_cast<Head *>(head)->follow_medium(*part);
+        }
+    } catch (const std::exception &) {  // NOLINT: said above
+    }
+    return 0;
 }
 
 Prompt prompt_of_tokens(const server_tokens & tokens, const Projector * projector) {

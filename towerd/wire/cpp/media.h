@@ -14,6 +14,8 @@
 
 namespace towerd::wire {
 
+class Head;
+
 class Model;
 
 // One picture, a tile of one, or a stretch of sound in a prompt.
@@ -47,11 +49,14 @@ public:
 
     // The embeddings that the text model gets in place of the medium's tokens. Calls are serialized. Raises Refused.
     std::vector<float> encode(const Medium & medium) const;
-    // Evaluates an encoded medium from position `pos` of a sequence on. Raises Refused, possibly after evaluating a part.
+    // Evaluates an encoded medium from position `pos` of a sequence on; `head`, if it is not null, reads it. Raises Refused,
+    // possibly after evaluating a part.
     void decode(llama_context * ctx, const Medium & medium, const std::vector<float> & encoded, llama_pos pos,
-                llama_seq_id seq) const;
+                llama_seq_id seq, Head * head) const;
 
 private:
+    static int32_t show(const mtmd_helper_embd_batch * part, void * head);
+
     struct Free {
         void operator()(mtmd_context * context) const { mtmd_free(context); }
     };

@@ -121,8 +121,10 @@ void Reply::started(uint64_t n_cached, uint64_t n_processed, double prompt_ms) {
     stats_.t_start            = std::max<int64_t>(1, now - std::llround(prompt_ms * 1e3));
 }
 
-// common_sampler_sample_and_accept_n, except that nothing is sampled after the reply's end.
-std::vector<Chunk> Reply::steps(llama_context * ctx, int index, const llama_tokens & draft, int32_t n_room) {
+// common_sampler_sample_and_accept_n, except that nothing is sampled after the reply's end; with `synthetic`
+// server_sample_and_accept_synth of llama-server's context.
+std::vector<Chunk> Reply::steps(llama_context * ctx, int index, const llama_tokens & draft, int32_t n_room,
+                                const std::vector<double> & synthetic) {
     return answering(ERROR_TYPE_SERVER, [&] {
         const std::lock_guard<std::mutex> lock(mutex_);
         const int32_t                     n_draft = static_cast<int32_t>(draft.size());
@@ -130,8 +132,11 @@ std::vector<Chunk> Reply::steps(llama_context * ctx, int index, const llama_toke
         stats_.n_draft_tokens += draft.size();
         stats_.n_draft_verif_steps += draft.empty() ? 0 : 1;
         for (int32_t i = 0;; ++i) {
-            chunks.push_back(sample(ctx, index + i, i >= n_room));
-            if (chunks.back().stop != STOP_TYPE_NONE || i == n_draft || chunks.back().token.tok != draft[i]) {
+            const bool by_chance = i < n_draft && static_cast<size_t>(i) < synthetic.size();
+            const bool is_taken  = by_chance && is_lucky(synthetic[i], draft[i]);
+            chunks.push_back(sample(ctx, index + i, i >= n_room, is_taken ? std::optional(draft[i]) : std::nullopt));
+            const bool is_right = by_chance ? is_taken : i < n_draft && chunks.back().token.tok == draft[i];
+            if (chunks.back().stop != STOP_TYPE_NONE || !is_right) {
                 return chunks;
             }
             stats_.n_draft_accepted += 1;
@@ -139,15 +144,27 @@ std::vector<Chunk> Reply::steps(llama_context * ctx, int index, const llama_toke
     });
 }
 
-Chunk Reply::sample(llama_context * ctx, int index, bool is_full) {
+// A drafted end of the reply is not taken.
+bool Reply::is_lucky(double probability, llama_token drafted) {
+    if (!luck_) {
+        const uint32_t seed = request_->sampling_of(choice_).seed;
+        luck_.emplace(seed == LLAMA_DEFAULT_SEED ? std::random_device{}() : seed);
+    }
+    return std::uniform_real_distribution<double>(0.0, 1.0)(*luck_) < probability &&
+           !llama_vocab_is_eog(request_->model().vocab, drafted);
+}
+
+// instead: a token that is taken whatever is sampled; neither the grammar nor the reasoning's budget looks at it
+Chunk Reply::sample(llama_context * ctx, int index, bool is_full, std::optional<llama_token> instead) {
     check_logits(ctx, index, llama_vocab_n_tokens(request_->model().vocab));
-    const llama_token token = common_sampler_sample(sampler_.get(), ctx, index);
-    const auto *      left  = common_sampler_get_candidates(sampler_.get(), false);
+    const llama_token sampled = common_sampler_sample(sampler_.get(), ctx, index);
+    const auto *      left    = common_sampler_get_candidates(sampler_.get(), false);
     if (left->selected < 0 || !std::isfinite(left->data[left->selected].logit)) {
         refuse(request_->params().sampling.grammar.empty() ? "The samplers left no token to choose from."
                                                            : "No token of the vocabulary continues the grammar here.");
     }
-    common_sampler_accept(sampler_.get(), token, true);
+    const llama_token token = instead.value_or(sampled);
+    common_sampler_accept(sampler_.get(), token, !instead.has_value());
     stats_.n_gen += 1;
     stats_.t_gen_last = ggml_time_us();
 

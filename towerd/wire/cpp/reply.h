@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -46,8 +47,10 @@ public:
     void started(uint64_t n_cached, uint64_t n_processed, double prompt_ms);
     // Samples from the logits of the last batch, in which `draft` followed the last token, from that token's index on: as
     // many tokens as were drafted right, and the one after them; fewer if the reply ends before. `n_room`: how many tokens
-    // there is room for; the one after them ends the reply. Raises Refused: no token is allowed, or logits are not finite.
-    std::vector<Chunk> steps(llama_context * ctx, int index, const llama_tokens & draft, int32_t n_room);
+    // there is room for; the one after them ends the reply. `synthetic`: unless it is empty, drafted tokens are taken with
+    // these probabilities, right or not. Raises Refused: no token is allowed, or logits are not finite.
+    std::vector<Chunk> steps(llama_context * ctx, int index, const llama_tokens & draft, int32_t n_room,
+                             const std::vector<double> & synthetic = {});
     // What an event of a llama-server's stream, a JSON object, adds to the reply. Raises Refused: the error that it is.
     Received received(const std::string & event);
     // Of the prompt of a received reply, tokens that llama-server evaluated before it got the request, and so says to have
@@ -86,7 +89,8 @@ private:
         return member;
     }
 
-    Chunk  sample(llama_context * ctx, int index, bool is_full);
+    Chunk  sample(llama_context * ctx, int index, bool is_full, std::optional<llama_token> instead = std::nullopt);
+    bool   is_lucky(double probability, llama_token drafted);
     void   add_probs(completion_token_output & out, llama_context * ctx, int index);
     Chunk  process(completion_token_output out, bool is_full);
     void   hold_back_stops(completion_token_output & out);
@@ -119,6 +123,8 @@ private:
     bool                                 has_next_token_ = true;
     std::atomic<bool>                    has_new_line_   = false;  // asked for while others sample
     bool                                 truncated_      = false;
+
+    std::optional<std::mt19937> luck_;  // of drafts that are taken by chance
 
     std::vector<size_t> ends_;  // of each token: where its text ends
 

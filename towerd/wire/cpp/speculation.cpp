@@ -4,6 +4,7 @@
 #include <fstream>
 #include <stdexcept>
 
+#include "head_check.h"
 #include "refused.h"
 
 namespace towerd::wire {
@@ -18,18 +19,28 @@ bool has(const std::vector<common_speculative_type> & types, common_speculative_
     return std::find(types.begin(), types.end(), type) != types.end();
 }
 
-void check(const common_params_speculative & params) {
-    for (const auto type : {COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3, COMMON_SPECULATIVE_TYPE_DRAFT_DFLASH,
-                            COMMON_SPECULATIVE_TYPE_DRAFT_DSPARK}) {
-        if (has(params.types, type)) {
-            throw std::runtime_error("--spec-type " + common_speculative_type_to_str(type) +
-                                     " drafts from hidden states, which no stored row has; take draft-simple, draft-mtp or "
-                                     "an ngram type");
+// What follows from a draft model's file. What is wrong with the file is said where it is loaded.
+common_speculative_type type_of(const std::string & path) {
+    try {
+        const AbortGuard guard;
+        if (const auto type = head_type_of(path); type != COMMON_SPECULATIVE_TYPE_NONE) {
+            return type;
         }
+        const auto types = common_speculative_types_from_gguf(path);
+        return types.empty() ? COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE : types[0];
+    } catch (const std::exception &) {
+        return COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE;
     }
+}
+
+void check(const common_params_speculative & params) {
     const bool is_simple = has(params.types, COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE);
     if (is_simple && !params.has_dft()) {
         throw std::runtime_error("--spec-type draft-simple needs a draft model: name one with --model-draft");
+    }
+    if (is_simple && head_type_of(params.draft.mparams.path) != COMMON_SPECULATIVE_TYPE_NONE) {
+        throw std::runtime_error("the draft model " + params.draft.mparams.path +
+                                 " is a head, which reads no text: leave out --spec-type");
     }
     if (!is_simple && params.has_dft()) {
         throw std::runtime_error("--model-draft needs --spec-type draft-simple among the types");
@@ -51,10 +62,7 @@ std::vector<common_speculative_type> speculative_types(const common_params_specu
         }
     }
     if (types.empty() && params.has_dft()) {
-        types = common_speculative_types_from_gguf(params.draft.mparams.path);
-        if (types.empty()) {
-            types.push_back(COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE);
-        }
+        types.push_back(type_of(params.draft.mparams.path));
     }
     return types;
 }

@@ -34,6 +34,9 @@ public:
     // Says how many tokens of the slot's last draft were right.
     void accept(int slot, int n_accepted);
 
+    // See common_speculative_get_synth_probs; empty: drafts are accepted where they are right.
+    const std::vector<double> & synthetic() const { return common_speculative_get_synth_probs(speculative_.get()); }
+
 private:
     struct Slot {
         llama_tokens prompt;   // of the last call, all but its last token

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS
-from towerd.engine.embedded.context.context import Buffer, LlamaContext
+from towerd.engine.embedded.context.context import LlamaContext
+from towerd.engine.embedded.context.sequences import Buffer
 from towerd.slots.blob import emit_blob, parse_rows
 from towerd.slots.rows import KVRows, join
 from towerd.tokens import Ids

@@ -7,14 +7,14 @@ Semantics of the state calls: llama.cpp `src/llama-kv-cache.cpp` and `src/llama-
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from towerd.engine.embedded.context.adapters import Adapted, adapt
+from towerd.engine.embedded.context.sequences import Buffer, Sequences
 from towerd.engine.embedded.context.taps import Taps
 from towerd.engine.embedded.context.zero_pages import zero_pages_returned
 from towerd.errors import ModelError, TowerdError
@@ -25,8 +25,6 @@ from towerd.model.llama_model import LlamaModel
 from towerd.settings.config import Config
 from towerd.tokens import Ids
 
-Buffer = npt.NDArray[np.uint8]
-
 _FLASH_ATTN = {
     "auto": lib.LLAMA_FLASH_ATTN_TYPE_AUTO,
     "on": lib.LLAMA_FLASH_ATTN_TYPE_ENABLED,
@@ -35,7 +33,10 @@ _FLASH_ATTN = {
 PARTIAL = int(lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
 """Flag for only the recurrent part of a hybrid's state."""
 _INTERRUPTED = 2
-_U8P = ctypes.POINTER(ctypes.c_uint8)
+
+
+def _ignore(_seq: int, _p: int) -> None:
+    """For a context without a head."""
 
 
 class DecodeError(TowerdError):
@@ -93,7 +94,7 @@ class Batch:
         self.n = 0
 
 
-class LlamaContext:
+class LlamaContext(Sequences):
     """A unified KV cache of `n_cells` cells for `n_seqs` sequences, and the decode call."""
 
     def __init__(
@@ -130,17 +131,17 @@ class LlamaContext:
             function, params.cb_eval_user_data = taps.callback
             params.cb_eval = lib.ggml_backend_sched_eval_callback(function)
         with zero_pages_returned() as buffers:
-            self.ptr: Any = lib.llama_init_from_model(model.ptr, params)
+            ptr = lib.llama_init_from_model(model.ptr, params)
         self.host_buffers = buffers
         """Its buffers in main memory whose unused pages were given back."""
-        if not self.ptr:
+        if not ptr:
             raise ModelError(
                 f"llama.cpp cannot make a context of {n_cells} tokens: "
                 f"{last_errors() or 'no reason given'}; lower --live-tokens or --ctx-size."
             )
+        super().__init__(ptr)
         self.address = int(ctypes.cast(self.ptr, ctypes.c_void_p).value or 0)
         """Address of the `llama_context`."""
-        self._mem = lib.llama_get_memory(self.ptr)
         if not self._mem:
             self.close()
             raise ModelError(
@@ -153,7 +154,8 @@ class LlamaContext:
         self.n_seqs = n_seqs
         self.v_trans = config.flash_attn == "off"
         self.batch = Batch(n_batch)
-        self._follower: Any = None
+        self._follower: Sequences | None = None
+        self._changed: Callable[[int, int], None] = _ignore
         self._adapted: Adapted = ()
         self._applied: Adapted = ()
 
@@ -174,11 +176,15 @@ class LlamaContext:
         if code != 0:
             raise DecodeError(code)
 
-    def lead(self, address: int) -> None:
-        """Share and cut the sequences of the `llama_context` at this address as those of this one from
-        now on; 0: of none. Rows that come from outside have no counterpart there."""
-        other = ctypes.c_void_p(address)
-        self._follower = lib.llama_get_memory(other) if address else None
+    def lead(self, follower: Sequences | None, changed: Callable[[int, int], None]) -> None:
+        """Share and cut the sequences of `follower` as those of this context from now on. Rows that come
+        from outside have no counterpart there. changed: is told the sequence and the position from which
+        on it was cut or filled, not evaluated."""
+        self._follower, self._changed = follower, changed
+
+    def leave(self) -> None:
+        """Lead no other context any more."""
+        self._follower, self._changed = None, _ignore
 
     @property
     def evaluated(self) -> tuple[Ids, Ids, Ids]:
@@ -226,49 +232,23 @@ class LlamaContext:
         return np.ctypeslib.as_array(row, (self.n_vocab,))
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
-        if not lib.llama_memory_seq_rm(self._mem, seq, p0, p1):
-            raise TowerdError(f"llama.cpp cannot remove positions [{p0}, {p1}) of a sequence.")
+        super().seq_rm(seq, p0, p1)
+        self._changed(seq, p0)
         if self._follower is not None:
-            lib.llama_memory_seq_rm(self._follower, seq, p0, p1)
+            self._follower.seq_rm(seq, p0, p1)
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
-        """Share cells of `src` with `dst`; no bytes move in a unified cache."""
-        lib.llama_memory_seq_cp(self._mem, src, dst, p0, p1)
-        if self._follower is not None:  # of guesses, whose rows only it has, nothing is shared
-            end = self.pos_max(src) + 1 if p1 < 0 else p1
-            lib.llama_memory_seq_cp(self._follower, src, dst, p0, end)
-
-    def pos_max(self, seq: int) -> int:
-        """The last position of a sequence, -1 when it is empty."""
-        return int(lib.llama_memory_seq_pos_max(self._mem, seq))
-
-    def pos_min(self, seq: int) -> int:
-        return int(lib.llama_memory_seq_pos_min(self._mem, seq))
-
-    def state_size(self, seq: int, flags: int = 0) -> int:
-        """Bytes of the sequence blob. flags: 0 or PARTIAL."""
-        return int(lib.llama_state_seq_get_size_ext(self.ptr, seq, flags))
-
-    def get_state(self, seq: int, flags: int = 0) -> Buffer:
-        """The sequence blob as uint8[n]."""
-        size = self.state_size(seq, flags)
-        blob = np.empty(size, np.uint8)
-        data = blob.ctypes.data_as(_U8P)
-        got = lib.llama_state_seq_get_data_ext(self.ptr, data, size, seq, flags)
-        if got != size:
-            raise TowerdError(f"llama.cpp wrote {got} of {size} state bytes.")
-        return blob
+        super().seq_cp(src, dst, p0, p1)
+        self._changed(dst, p0)
+        if self._follower is not None:
+            self._follower.seq_cp(src, dst, p0, p1)
 
     def set_state(self, seq: int, blob: Buffer, flags: int = 0) -> None:
-        """Replace a sequence, or its part that `flags` names, by a blob. Raises TowerdError;
-        the sequence is then empty."""
-        size = blob.nbytes
-        data = blob.ctypes.data_as(_U8P)
-        used = lib.llama_state_seq_set_data_ext(self.ptr, data, size, seq, flags)
-        if self._follower is not None and flags != PARTIAL:
-            lib.llama_memory_seq_rm(self._follower, seq, -1, -1)
-        if used != size:
-            raise TowerdError(f"llama.cpp refused a state of {size} bytes: {last_errors()}")
+        if flags != PARTIAL:
+            self._changed(seq, 0)
+            if self._follower is not None:
+                self._follower.seq_rm(seq)
+        super().set_state(seq, blob, flags)
 
     def save_file(self, seq: int, path: str, ids: Ids) -> None:
         """Write llama.cpp's own slot file (used by the self-test)."""

@@ -12,21 +12,24 @@ The kind follows from what llama.cpp says of a model, and is checked on a few to
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
-from towerd.engine.embedded.context.context import PARTIAL, Buffer, LlamaContext
+from towerd.engine.embedded.context.context import PARTIAL, LlamaContext
+from towerd.engine.embedded.context.head_memory import HeadMemory
 from towerd.engine.embedded.context.places import Places
+from towerd.engine.embedded.context.sequences import Buffer
 from towerd.model.llama_model import LlamaModel
 from towerd.model.row_memory import RowMemory
 from towerd.settings.config import Config
 from towerd.slots.blob import emit_blob, parse_rows
 from towerd.slots.errors import StateError
 from towerd.slots.kind import DENSE, HYBRID, RECURRENT, WHOLE, WINDOW, StateKind
-from towerd.slots.labels import Labels, label_tokens
+from towerd.slots.labels import Labels, head_of_tokens, label_tokens
 from towerd.slots.layout import KVLayout
-from towerd.slots.rows import KVRows, join
+from towerd.slots.rows import HeadRows, KVRows, join
 from towerd.slots.state import PREFIX_BYTES
 from towerd.tokens import Ids
 
@@ -51,6 +54,8 @@ class SequenceMemory:
         self.layout = layout
         self.kind = kind
         self.tail = tail
+        self.head: HeadMemory | None = None
+        """The rows of a head that drafts, which come and go with the model's; None: it keeps none."""
         self.n_live = self.scratch = context.n_seqs - 1
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
@@ -69,7 +74,8 @@ class SequenceMemory:
         """Make sure that the rows of the `n` positions of `seq` outlive `n_more` decodes."""
 
     def rows(self, seq: int, p0: int, p1: int, places: Places | None = None) -> KVRows | None:
-        """The rows [p0, p1), copied out; None if some of them are gone. Needs `has_rows`.
+        """The rows [p0, p1) with what a head has of them, copied out; None if some of them are gone.
+        Needs `has_rows`.
 
         places: those of the sequence's tokens; None: each is at its index"""
         first, end = (p0, p1) if places is None else places.whole(p0, p1)
@@ -85,26 +91,33 @@ class SequenceMemory:
         self.context.seq_cp(seq, self.scratch, place, end)
         try:
             blob = self._rows_blob(self.scratch)
+            head = None if self.head is None else self.head.rows(self.scratch)
         finally:
             self.context.seq_rm(self.scratch)
         if labels is not None:
             label_tokens(blob, p0, labels)
+            head = None if head is None else head_of_tokens(head, p0, labels)
         has_window = self.kind is WINDOW
         cell_ext = self.layout.cell_ext
-        return parse_rows(blob, cell_ext=cell_ext, has_window=has_window, layout=self.layout)
+        rows = parse_rows(blob, cell_ext=cell_ext, has_window=has_window, layout=self.layout)
+        return rows if head is None else replace(rows, head=head.slice(rows.p0, rows.p1))
 
     def _rows_blob(self, seq: int) -> Buffer:
         """A sequence's blob up to the end of its rows."""
         return self.context.get_state(seq)
 
-    def append(self, seq: int, blob: Buffer, *, is_empty: bool) -> None:
-        """Put the rows of a blob behind what `seq` holds. Raises TowerdError."""
-        if is_empty:
-            self.context.set_state(seq, blob)
-            return
-        self.context.set_state(self.scratch, blob)
-        self.seq_cp(self.scratch, seq)
-        self.context.seq_rm(self.scratch)
+    def append(
+        self, seq: int, blob: Buffer, *, is_empty: bool, head: HeadRows | None = None
+    ) -> None:
+        """Put the rows of a blob behind what `seq` holds. head: what a head had of them. Raises
+        TowerdError."""
+        into = seq if is_empty else self.scratch
+        self.context.set_state(into, blob)
+        if self.head is not None and head is not None:
+            self.head.put(into, head)
+        if not is_empty:
+            self.seq_cp(self.scratch, seq)
+            self.context.seq_rm(self.scratch)
 
     def snapshot(self, seq: int) -> Buffer:
         """The state that is valid exactly where the sequence ends. Needs `has_state`."""
@@ -161,8 +174,10 @@ class WindowMemory(SequenceMemory):
         pieces = (read(seq, start, end) for start, end in pairwise([p0, *ends]))
         return join([piece for piece in pieces if piece is not None])
 
-    def append(self, seq: int, blob: Buffer, *, is_empty: bool) -> None:
-        super().append(seq, blob, is_empty=is_empty)
+    def append(
+        self, seq: int, blob: Buffer, *, is_empty: bool, head: HeadRows | None = None
+    ) -> None:
+        super().append(seq, blob, is_empty=is_empty, head=head)
         if is_empty:
             self._hold_all(seq)
 

@@ -21,7 +21,7 @@ from towerd.engine.base import (
     tokens_per_second,
 )
 from towerd.engine.embedded.context.adapters import Adapted
-from towerd.engine.embedded.context.context import Buffer
+from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.live.saved import Saved
 from towerd.engine.moving.moves import Moves

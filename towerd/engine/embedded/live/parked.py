@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from towerd.engine.embedded.context.context import Buffer
+from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.live_set import BoundedSet
 from towerd.engine.live_index import LiveIndex
 from towerd.tokens import Ids, Provenances

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from towerd.engine.embedded.context.context import Buffer
 from towerd.engine.embedded.context.memory import SequenceMemory
 from towerd.engine.embedded.context.places import Places
+from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.live_set import Observed
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.slots.blob import emit_blob
-from towerd.slots.labels import label_places
+from towerd.slots.labels import head_at_places, label_places
 from towerd.slots.rows import KVRows
 from towerd.tokens import Ids, Provenances
 
@@ -54,10 +54,11 @@ class Saved:
         if self.rows is not None:
             rows = self.rows.slice(start, self.n)
             emitted = emit_blob([rows], v_trans=memory.context.v_trans, tail=memory.tail)
-            blob = np.asarray(emitted)
+            blob, head = np.asarray(emitted), rows.head
             if (labels := self.places.between(start, self.n)) is not None:
                 label_places(blob, start, labels)
-            memory.append(seq.id, blob, is_empty=start == 0)
+                head = None if head is None else head_at_places(head, start, labels)
+            memory.append(seq.id, blob, is_empty=start == 0, head=head)
         pool.append(seq, self.ids[start:], self.provenance[start:])
         if self.state is not None:
             memory.restore(seq.id, self.state)

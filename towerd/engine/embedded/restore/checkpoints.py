@@ -11,8 +11,8 @@ import logging
 from collections.abc import Mapping
 
 from towerd.engine.checkpoint_positions import CheckpointPositions
-from towerd.engine.embedded.context.context import Buffer
 from towerd.engine.embedded.context.memory import SequenceMemory
+from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.job import Job
 from towerd.engine.embedded.live.parked import Parked
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq

@@ -17,9 +17,9 @@ import numpy as np
 
 from towerd.engine.base import Reuse
 from towerd.engine.embedded.context.cell_pages import CellPages
-from towerd.engine.embedded.context.context import Buffer
 from towerd.engine.embedded.context.memory import SequenceMemory
 from towerd.engine.embedded.context.places import Places
+from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.live.saved import save
@@ -37,6 +37,7 @@ from towerd.engine.moving.moves import MovedRows
 from towerd.errors import TowerdError
 from towerd.media_ids import whole
 from towerd.slots.labels import Labels, label_places
+from towerd.slots.rows import HeadRows
 from towerd.store.rows.checkpoints import StateCheckpoint
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import Composed, RestorePlan
@@ -280,7 +281,8 @@ class Restorer:
                 raise RowsMissing("stored rows turned out to be gone")
             if loaded.blob is not None:
                 self.bytes_in += len(loaded.blob)
-                self._restore(seq, loaded.blob, loaded.checkpoint)
+                head = None if loaded.composed is None else loaded.composed.head
+                self._restore(seq, loaded.blob, loaded.checkpoint, head)
             if loaded.n:
                 self._pool.append(seq, job.ids[seq.n : seq.n + loaded.n], loaded.provenance)
             if loaded.checkpoint is not None and loaded.checkpoint.derived:
@@ -313,7 +315,7 @@ class Restorer:
         if (place := seq.place_next) != piece.p0:
             label_places(blob, piece.p0, np.arange(place, place + piece.n, dtype=np.int32))
         self.bytes_in += len(blob)
-        self._restore(seq, blob, None)
+        self._restore(seq, blob, None, None)
         self._pool.append(seq, job.ids[piece.p0 : piece.p1], job.moves.provenance)
         self._moved.attached(job, rows, self._workers)
 
@@ -324,10 +326,16 @@ class Restorer:
         if n_live is not None and job.seq is not None:
             self._pool.truncate(job.seq, n_live)
 
-    def _restore(self, seq: LiveSeq, blob: Buffer, checkpoint: StateCheckpoint | None) -> None:
-        """Put rows, or the state of a checkpoint, behind what `seq` holds."""
+    def _restore(
+        self,
+        seq: LiveSeq,
+        blob: Buffer,
+        checkpoint: StateCheckpoint | None,
+        head: HeadRows | None,
+    ) -> None:
+        """Put rows, with those of a head, or the state of a checkpoint behind what `seq` holds."""
         if checkpoint is None or self._checkpoints is None:
-            self._memory.append(seq.id, blob, is_empty=seq.n == 0)
+            self._memory.append(seq.id, blob, is_empty=seq.n == 0, head=head)
             return
         try:
             self._checkpoints.attach(seq, blob, checkpoint)

@@ -18,6 +18,7 @@ from towerd.engine.embedded.context.context import LlamaContext
 from towerd.engine.embedded.live.job import Job
 from towerd.engine.embedded.live.pool import LivePool
 from towerd.engine.embedded.restore.restorer import Restorer
+from towerd.engine.embedded.run.speculation import Speculator
 from towerd.errors import InvalidRequest, TowerdError
 from towerd.media_ids import Span
 from towerd.tokens import Ids
@@ -44,6 +45,7 @@ class Media:
         context: LlamaContext,
         pool: LivePool,
         restorer: Restorer,
+        speculator: Speculator,
     ) -> None:
         self.n_encoded = 0
         self.n_evaluated = 0
@@ -51,6 +53,7 @@ class Media:
         self._context = context
         self._pool = pool
         self._restorer = restorer
+        self._speculator = speculator
         self._threads: list[threading.Thread] = []
         self._encoding = threading.Lock()
 
@@ -122,7 +125,12 @@ class Media:
         with self._context.adapted(job.adapted):
             self._context.apply_adapters()
             self._projector.decode(
-                self._context.address, ready.medium, ready.encoded, seq.place_next, seq.id
+                self._context.address,
+                ready.medium,
+                ready.encoded,
+                seq.place_next,
+                seq.id,
+                self._speculator.head,
             )
         self._pool.append(seq, job.ids[start:end])
         self._restorer.advanced(job)

@@ -22,7 +22,7 @@ from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.pool import LivePool
 from towerd.engine.embedded.run.batching import Batching
 from towerd.engine.embedded.run.drafts import Drafts
-from towerd.wire import Chunk, WireError
+from towerd.wire import Chunk, Head, WireError
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,11 @@ class Speculator:
     def is_on(self) -> bool:
         """Whether there are drafts; may be asked by any thread."""
         return self._drafts is not None
+
+    @property
+    def head(self) -> Head | None:
+        """What reads the hidden states of media that are evaluated; None: nothing does."""
+        return None if self._drafts is None else self._drafts.head
 
     def fill(self, batching: Batching, active: list[Job], evict: Callable[[], bool]) -> list[Job]:
         """Put the next step into the batch, with drafts; returns the jobs that take part. Idle
@@ -87,7 +92,8 @@ class Speculator:
         TowerdError."""
         assert job.output is not None
         n_room = len(job.draft) + 1 if may_outgrow else self._n_ctx - 1 - job.n
-        chunks = job.output.steps(context, job.logits_index, job.draft, n_room)
+        synthetic = () if self._drafts is None else self._drafts.synthetic
+        chunks = job.output.steps(context, job.logits_index, job.draft, n_room, synthetic)
         draft, job.draft = job.draft, _NOTHING
         if len(draft):
             self._settle(job, len(draft), len(chunks) - 1)
@@ -126,7 +132,10 @@ class Speculator:
         """Drop all but the first `n_right` tokens of the job's draft."""
         self._count(n_draft, n_right)
         if self._drafts is not None:
-            self._drafts.accept(job, n_right)
+            try:
+                self._drafts.accept(job, n_right)
+            except WireError:
+                self._give_up()
         seq, undo, job.undo = job.seq, job.undo, None
         assert seq is not None
         if n_right == n_draft:
@@ -143,7 +152,7 @@ class Speculator:
         seq, output = job.seq, job.output
         if job.phase is not JobPhase.DECODE or seq is None or output is None or job.slot < 0:
             return 0
-        if job.request.live.is_bounded or job.media or job.n - seq.n != 1:
+        if job.request.live.is_bounded or job.n - seq.n != 1:
             return 0
         n_reply = job.n_reply_max(self._n_ctx) - len(job.reply)
         return min(n_reply - 1, self._n_ctx - job.n - 2, len(seq.ids) - seq.n - 1)
