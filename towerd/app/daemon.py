@@ -13,6 +13,7 @@ from aiohttp import web
 
 from towerd.api.admin.page import built_ui, ui_files
 from towerd.api.http.body import BODIES, Bodies
+from towerd.api.http.gate import ApiService, ServiceGate
 from towerd.api.http.kept_stream import KeptStreams
 from towerd.api.http.keys import (
     CONFIG,
@@ -25,8 +26,6 @@ from towerd.api.http.keys import (
     TRANSFER,
     UI,
     UI_SETTINGS,
-    ApiService,
-    ServiceGate,
 )
 from towerd.api.http.limits import Limits
 from towerd.api.http.metrics import Metrics
@@ -39,6 +38,7 @@ from towerd.api.llama.why import HABITS
 from towerd.app.listening import listening
 from towerd.app.loop import run_on_loop, stop_event, tune_gc, watch_lag
 from towerd.app.routes import ROUTES, add_upstream_routes
+from towerd.app.sleep import Sleeper
 from towerd.app.store_routes import add_routes
 from towerd.sessions.habits import Habits
 from towerd.settings.config import Config
@@ -152,18 +152,23 @@ async def _serve_until(
     except BaseException:
         asked.cancel()
         raise
+    opening = partial(asyncio.to_thread, _open_service, config)
+    sleeper = Sleeper(app, service, opening, stopping)
     try:
         await asyncio.to_thread(tune_gc)
-        app[GATE].service = loaded
+        app[GATE].woken(loaded)
         if not asked.done():
             on_ready(loaded.engine.info.alias)
-        await asked
+        del loaded
+        await sleeper.serve()
         log.info("stopping")
         app[GATE].closing = True
-        await loaded.engine.drain(app[LIMITS].grace_s)
+        if (awake := app[GATE].service) is not None:
+            await awake.engine.drain(app[LIMITS].grace_s)
         await runner.cleanup()
     finally:
-        await service.__aexit__(None, None, None)
+        asked.cancel()
+        await sleeper.close()
 
 
 def _open_service(config: Config) -> AbstractAsyncContextManager[ApiService]:

@@ -223,7 +223,20 @@ class Config:
     props_endpoint: bool = _set(True, "bool", "--props",
         "Serve GET /props.", off="--no-props")
     cors_origins: tuple[str, ...] = _set((), "list", "--cors-origins",
-        "Origins whose web pages may call the API besides this machine's own; * is any.")
+        "Origins whose web pages may call the API besides this machine's own; * is any, localhost none.")
+    cors_methods: str = _set("GET, POST, PATCH, DELETE, OPTIONS", "text", "--cors-methods",
+        "Methods of the API that web pages may use.")
+    cors_headers: str | None = _set(None, "text", "--cors-headers",
+        "Headers that web pages may send.", auto="those that they ask for")
+    cors_credentials: bool = _set(False, "bool", "--cors-credentials",
+        "Let these web pages send the browser's credentials, for a reverse proxy that asks for them; towerd "
+        "itself takes keys alone.", off="--no-cors-credentials")
+    ui_mcp_proxy: bool = _set(False, "bool", "--ui-mcp-proxy",
+        "Serve /cors-proxy, through which the chat page, and no other, reaches MCP servers.",
+        off="--no-ui-mcp-proxy")
+    sleep_idle_seconds: float = _set(-1.0, "float", "--sleep-idle-seconds",
+        "Seconds without a request after which the model is unloaded; the next one loads it again. Of several "
+        "models, each by itself, unless its table has idle_s. -1: never.", low=-1)
     request_bytes_max: int = _set(64 * 2**20, "size", "--request-bytes-max",
         "Largest request body, unpacked; those that are neither parsed nor passed on yet take at most four times as much together.", low=1024, high=2**31)
     engine: str = _set(None, "text", "--engine",
@@ -363,11 +376,22 @@ class Config:
         if self.chat_template is not None and self.chat_template_file is not None:
             raise ConfigError("Set chat_template or chat_template_file, not both.")
         self._check_model()
+        self._check_sleep()
         self._check_engine()
         if self.socket is not None and len(os.fsencode(self.socket)) > SOCKET_PATH_BYTES_MAX:
             raise ConfigError(
                 f"The socket path {self.socket} is longer than {SOCKET_PATH_BYTES_MAX} bytes: "
                 "give a shorter one with --socket."
+            )
+
+    def _check_sleep(self) -> None:
+        """A model that sleeps is one that towerd loads."""
+        if self.sleep_idle_seconds != -1 and self.sleep_idle_seconds <= 0:
+            raise ConfigError("--sleep-idle-seconds is more than 0, or -1: never.")
+        if self.sleep_idle_seconds > 0 and self.upstream is not None:
+            raise ConfigError(
+                "--sleep-idle-seconds is for a model that towerd loads: give it to the llama-server at "
+                f"{self.upstream}."
             )
 
     def _check_model(self) -> None:
