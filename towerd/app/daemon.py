@@ -33,6 +33,7 @@ from towerd.api.http.middleware import MIDDLEWARES, add_headers
 from towerd.api.http.recent_requests import RECENT, RecentRequests
 from towerd.api.http.sse import BACKLOGS, Backlogs
 from towerd.api.http.tenants import Tenants
+from towerd.api.llama import predict
 from towerd.api.llama.task import RUNNING
 from towerd.api.llama.why import HABITS
 from towerd.app.listening import listening
@@ -85,6 +86,8 @@ def build_app(
         add_upstream_routes(app)
     else:
         add_routes(app, ROUTES)
+    if config.vertex is not None:
+        predict.add_routes(app, config.vertex)
     return app
 
 

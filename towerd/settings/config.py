@@ -17,6 +17,7 @@ from towerd.settings.addresses import is_http_url, is_loopback
 from towerd.settings.llama_flags import check_flags, words_of
 from towerd.settings.setting import Setting
 from towerd.settings.setting import config_field as _set
+from towerd.settings.vertex import Vertex
 from towerd.system import paths
 from towerd.system.machine import free_bytes, ram_bytes, usable_cores
 from towerd.tiers.formats.fidelity import FIDELITIES, LevelFormats
@@ -231,9 +232,9 @@ class Config:
     cors_credentials: bool = _set(False, "bool", "--cors-credentials",
         "Let these web pages send the browser's credentials, for a reverse proxy that asks for them; towerd "
         "itself takes keys alone.", off="--no-cors-credentials")
-    ui_mcp_proxy: bool = _set(False, "bool", "--ui-mcp-proxy",
+    ui_mcp_proxy: bool = _set(False, "bool", "--ui-mcp-proxy --webui-mcp-proxy",
         "Serve /cors-proxy, through which the chat page, and no other, reaches MCP servers.",
-        off="--no-ui-mcp-proxy")
+        off="--no-ui-mcp-proxy --no-webui-mcp-proxy")
     sleep_idle_seconds: float = _set(-1.0, "float", "--sleep-idle-seconds",
         "Seconds without a request after which the model is unloaded; the next one loads it again. Of several "
         "models, each by itself, unless its table has idle_s. -1: never.", low=-1)
@@ -265,6 +266,8 @@ class Config:
     log_file: Path | None = _set(None, "path", "--log-file",
         "File to append the log to, besides writing it to the terminal.")
     # fmt: on
+    vertex: Vertex | None = None
+    """Not for people: where Vertex AI calls this process; None: it does not."""
     catalog_fd: int | None = None
     """Not for people: the socket, inherited from the router, of the store's catalog; None: this
     process opens the catalog."""
@@ -355,7 +358,8 @@ class Config:
                 raise ConfigError(
                     f"--host {host} is no address: --socket takes the path of a Unix socket."
                 )
-        if not self.api_keys and not all(is_loopback(host) for host in self.hosts):
+        is_local = all(is_loopback(host) for host in self.hosts)
+        if not self.api_keys and not is_local and self.vertex is None:
             raise ConfigError(
                 f"Listening on {self.host} lets other machines in: set a key with --api-key or "
                 "--api-key-file, or listen on 127.0.0.1."

@@ -24,10 +24,8 @@ UNSUPPORTED: dict[tuple[str, str], str] = {
 DISABLED: tuple[tuple[str, str], ...] = (
     ("GET", "/tools"),
     ("POST", "/tools"),
-    ("GET", "/cors-proxy"),
-    ("POST", "/cors-proxy"),
 )
-"""Those of tools that run on the server, and of its proxy, which the web UI asks for."""
+"""Those of tools that run on the server, which the web UI asks for."""
 
 
 async def refuse_unsupported(request: web.Request) -> web.StreamResponse:
@@ -42,4 +40,7 @@ async def refuse_unsupported(request: web.Request) -> web.StreamResponse:
 
 async def refuse_disabled(request: web.Request) -> web.StreamResponse:
     """Always raises FeatureDisabled."""
-    raise FeatureDisabled("this feature is disabled: towerd runs no tools and fetches no pages")
+    raise FeatureDisabled(
+        "this feature is disabled: a page's tools would run commands and change files as the daemon's user; "
+        "give the page an MCP server, which runs as whoever starts it, with --ui-mcp-proxy"
+    )

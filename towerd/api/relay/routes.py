@@ -17,7 +17,7 @@ from towerd.api.http.access import is_own_slot, require_admin, slot_numbers
 from towerd.api.http.gate import Asleep
 from towerd.api.http.keys import CONFIG, GATE, TENANT
 from towerd.api.http.reply import json_reply, raw_reply
-from towerd.api.llama import completion, info, streams, text
+from towerd.api.llama import completion, info, mcp_proxy, streams, text
 from towerd.api.relay.forward import (
     DOWN,
     body_of,
@@ -271,8 +271,8 @@ ROUTES: tuple[tuple[str, str, Any], ...] = (
     ("POST", "/v1/streams/lookup", streams.post_lookup),
     ("GET", "/tools", forward),
     ("POST", "/tools", forward),
-    ("GET", "/cors-proxy", forward),
-    ("POST", "/cors-proxy", forward),
+    ("GET", "/cors-proxy", mcp_proxy.forward),
+    ("POST", "/cors-proxy", mcp_proxy.forward),
     ("GET", "/", get_root),
 )
 """(method, path, handler) of every endpoint of llama-server."""
