@@ -38,6 +38,8 @@ LLAMA_ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/responses", completion.post_responses),
     Route("POST", "/v1/messages", completion.post_messages),
     Route("POST", "/v1/chat/completions/control", completion.post_control),
+    Route("POST", "/audio/transcriptions", completion.post_transcription),
+    Route("POST", "/v1/audio/transcriptions", completion.post_transcription),
     Route("POST", "/embedding", embeddings.post_embeddings),
     Route("POST", "/embeddings", embeddings.post_embeddings),
     Route("POST", "/v1/embeddings", embeddings.post_openai_embeddings),

@@ -126,8 +126,10 @@ class Request:
         endpoint: Endpoint,
         body: bytes,
         check_fit: Callable[[dict[str, bytes], list[int]], None] | None = None,
+        upload: tuple[bytes, int, int] | None = None,
     ) -> None:
-        """Parse and tokenize. check_fit: called before prompts are tokenized of which one is longer
+        """Parse and tokenize. upload: a body, and where the sound of a transcription begins and ends in
+        it. check_fit: called before prompts are tokenized of which one is longer
         than the context for certain, with the kept fields of the body and the least number of
         tokens of each prompt; what it raises becomes WireError.
 

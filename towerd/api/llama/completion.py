@@ -12,16 +12,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from towerd.api.http import fields
 from towerd.api.http.body import read_bytes, read_object, release_body
+from towerd.api.http.form import boundary_of, read_form
 from towerd.api.http.hints import SESSION_HEADER, hints_of
 from towerd.api.http.kept_stream import KeptStream
 from towerd.api.http.keys import CONFIG, LIMITS, METRICS, STREAMS, TENANT, service_of
 from towerd.api.http.recent_requests import RECENT, RecentRequest, short_id
-from towerd.api.http.reply import error_event, json_reply, raw_reply
+from towerd.api.http.reply import encode, error_event, json_reply, raw_reply
 from towerd.api.http.request_log import log_finished, log_refused, title_for
 from towerd.api.http.sse import PING, ClientStalled, QueuedStream
 from towerd.api.llama.fanout import Events, fan_out
@@ -78,13 +79,28 @@ async def post_control(request: web.Request) -> web.Response:
     return json_reply({"success": False, "message": refused})
 
 
-async def _complete(request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+async def post_transcription(request: web.Request) -> web.StreamResponse:
+    """Write down a sound: a form with `file`, `prompt`, `language` and fields of completions."""
+    if request.content_type != "multipart/form-data":
+        raise InvalidRequest("A transcription takes a form (multipart/form-data)")
+    boundary = boundary_of(request.headers[hdrs.CONTENT_TYPE])
+    return await _complete(request, "transcription", boundary)
+
+
+async def _complete(
+    request: web.Request, endpoint: Endpoint, boundary: bytes = b""
+) -> web.StreamResponse:
+    """boundary: of a body that is a form"""
     engine, config = service_of(request).engine, request.app[CONFIG]
     hints = hints_of(request)
-    body = await read_bytes(request)
-    task = await parse_task(endpoint, body, request[TENANT], hints, engine, config)
+    body, upload = await read_bytes(request), None
+    if boundary:
+        form = await asyncio.to_thread(read_form, body, boundary)
+        upload = (body, *form.files["file"]) if "file" in form.files else None
+        body = encode(form.fields)
+    task = await parse_task(endpoint, body, request[TENANT], hints, engine, config, upload)
     title = await title_for(request, body)
-    del body
+    del body, upload
     release_body(request)
     if not task.wire.stream:
         return await _whole(request, task, title)

@@ -200,16 +200,24 @@ class Task:
 
 
 async def parse_task(
-    endpoint: Endpoint, body: bytes, tenant: Tenant, hints: Hints, engine: Engine, config: Config
+    endpoint: Endpoint,
+    body: bytes,
+    tenant: Tenant,
+    hints: Hints,
+    engine: Engine,
+    config: Config,
+    upload: tuple[bytes, int, int] | None = None,
 ) -> Task:
-    """Check and tokenize a request body. Raises WireError, InvalidRequest, ContextExceeded."""
+    """Check and tokenize a request body. upload: see `towerd.wire.Request`. Raises WireError,
+    InvalidRequest, ContextExceeded."""
 
     def check_fit(kept: dict[str, bytes], least: list[int]) -> None:
         limit = _limit(_live(kept.get, config, engine), config, engine)
         limit.check(least, are_least=True)
 
     model = engine.wire.model
-    parsed = await engine.wire.call(len(body), _parse, model, endpoint, body, check_fit)
+    n_bytes = len(body) + (upload[2] - upload[1] if upload else 0)
+    parsed = await engine.wire.call(n_bytes, _parse, model, endpoint, body, check_fit, upload)
     prompts, first, writer = parsed
     wire = first.request
     live = _live(wire.field, config, engine)
@@ -232,11 +240,15 @@ async def parse_task(
 
 
 def _parse(
-    model: Model, endpoint: Endpoint, body: bytes, check_fit: FitCheck
+    model: Model,
+    endpoint: Endpoint,
+    body: bytes,
+    check_fit: FitCheck,
+    upload: tuple[bytes, int, int] | None,
 ) -> tuple[list[Ids], Reply, Writer]:
     from towerd.wire import Reply, Request, Writer
 
-    request = Request(model, endpoint, body or b"{}", check_fit)
+    request = Request(model, endpoint, body or b"{}", check_fit, upload)
     prompts = request.prompts
     if not prompts or not all(len(ids) for ids in prompts):
         raise InvalidRequest('"prompt" must not be empty')

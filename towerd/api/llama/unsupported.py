@@ -8,12 +8,9 @@ from aiohttp import web
 from towerd.errors import FeatureDisabled, NotSupported
 
 _ONE_MODEL = "this daemon serves the model that it was started with: name it with -m"
-_ITS_OWN = "it is llama-server's own: start towerd with --engine llama-server"
 UNSUPPORTED: dict[tuple[str, str], str] = {
     ("POST", "/props"): "settings are those of the start, and of each request",
     ("POST", "/slots/{id_slot}"): "towerd saves and restores every conversation by itself",
-    ("POST", "/v1/audio/transcriptions"): _ITS_OWN,
-    ("POST", "/audio/transcriptions"): _ITS_OWN,
     ("POST", "/models"): _ONE_MODEL,
     ("DELETE", "/models"): _ONE_MODEL,
     ("POST", "/models/load"): _ONE_MODEL,
