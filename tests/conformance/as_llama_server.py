@@ -13,14 +13,15 @@ import os
 import sys
 import tempfile
 
-OURS = ("--host", "--port", "--api-key", "--cors-origins", "--sleep-idle-seconds")
+OURS = (
+    *("--host", "--port", "--api-key", "--cors-origins", "--sleep-idle-seconds"),
+    "--slot-save-path",
+)
 """What towerd answers for, with a value each."""
 OUR_SWITCHES = ("--ui-mcp-proxy",)
 """The same without a value."""
 CORS = ("--cors-methods", "GET, POST, DELETE, OPTIONS", "--cors-headers", "*", "--cors-credentials")
 """llama-server's defaults of its flags for web pages."""
-DROPPED = ("--slot-save-path",)
-"""What towerd sets itself, with a value each."""
 SWITCHES = {"--metrics": "--no-metrics", "--slots": "--no-slots"}
 """Endpoints that llama-server serves when asked, towerd unless told not to."""
 
@@ -34,8 +35,6 @@ def split(args: list[str]) -> tuple[list[str], list[str]]:
             ours += [word, next(words)]
         elif word in OUR_SWITCHES:
             ours.append(word)
-        elif word in DROPPED:
-            next(words)
         elif word not in SWITCHES and word not in SWITCHES.values():
             theirs.append(word)
     ours += [off for on, off in SWITCHES.items() if on not in args]

@@ -34,6 +34,7 @@ from towerd.api.http.recent_requests import RECENT, RecentRequests
 from towerd.api.http.sse import BACKLOGS, Backlogs
 from towerd.api.http.tenants import Tenants
 from towerd.api.llama import predict
+from towerd.api.llama.slots import BOOK
 from towerd.api.llama.task import RUNNING
 from towerd.api.llama.why import HABITS
 from towerd.app.listening import listening
@@ -42,6 +43,7 @@ from towerd.app.routes import ROUTES, add_upstream_routes
 from towerd.app.sleep import Sleeper
 from towerd.app.store_routes import add_routes
 from towerd.sessions.habits import Habits
+from towerd.sessions.slot_saves import SlotBook
 from towerd.settings.config import Config
 from towerd.settings.llama_flags import ui_settings
 from towerd.transfer import Transfer
@@ -77,6 +79,7 @@ def build_app(
     app[TRANSFER] = Transfer()
     app[RECENT] = RecentRequests()
     app[HABITS] = Habits()
+    app[BOOK] = SlotBook()
     app.cleanup_ctx.append(watch_lag)
     app.on_cleanup.append(_close_streams)
     app.on_cleanup.append(_close_transfer)

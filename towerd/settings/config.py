@@ -223,6 +223,8 @@ class Config:
         "Serve GET /metrics.", off="--no-metrics")
     props_endpoint: bool = _set(True, "bool", "--props",
         "Serve GET /props.", off="--no-props")
+    slot_save_path: Path | None = _set(None, "path", "--slot-save-path",
+        "Directory of the files that POST /slots/ID?action=save writes, and restore reads.")
     cors_origins: tuple[str, ...] = _set((), "list", "--cors-origins",
         "Origins whose web pages may call the API besides this machine's own; * is any, localhost none.")
     cors_methods: str = _set("GET, POST, PATCH, DELETE, OPTIONS", "text", "--cors-methods",

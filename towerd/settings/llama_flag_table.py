@@ -125,7 +125,6 @@ _TABLE: Mapping[Use, str] = {
 --ctx-checkpoints | state checkpoints are kept on disk, see --checkpoint-bytes
 --checkpoint-min-step | state checkpoints are --checkpoint-tokens apart
 --slot-prompt-similarity | a conversation is found by its tokens
---slot-save-path | every conversation is kept in --store-dir
 --defrag-thold | llama.cpp has no use for it any more
 --threads-http | one thread serves all connections
 --timeout | a request takes as long as it needs

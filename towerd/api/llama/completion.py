@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+import numpy as np
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
@@ -27,11 +28,13 @@ from towerd.api.http.request_log import log_finished, log_refused, title_for
 from towerd.api.http.sse import PING, ClientStalled, QueuedStream
 from towerd.api.llama.fanout import Events, fan_out
 from towerd.api.llama.reuse import timings_of, total
+from towerd.api.llama.slots import BOOK
 from towerd.api.llama.streams import CONVERSATION, follow, key_of
 from towerd.api.llama.task import RUNNING, Task, parse_task
 from towerd.api.llama.why import find_divergence
 from towerd.engine.base import Event, Finish, Started
 from towerd.errors import InvalidRequest, TowerdError
+from towerd.sessions.slot_saves import SlotChat
 from towerd.store.tree.scope import tenant_of
 
 if TYPE_CHECKING:
@@ -121,6 +124,7 @@ async def _running(request: web.Request, task: Task, title: str) -> AsyncIterato
     service, under_way = service_of(request), request.app[RUNNING]
     n_slots, events_max = service.engine.n_slots, request.app[LIMITS].events_max
     under_way[task.wire.id] = task
+    task.since = service.sessions.recorder.watch_deletions()
     end = ""
     try:
         async with fan_out(
@@ -188,6 +192,16 @@ def _absorb(request: web.Request, task: Task, index: int, event: Event) -> None:
         metrics.ttft.observe(choice.ttft_s)
     elif isinstance(event, Finish):
         metrics.finished(event)
+        _note_slot(request, task, index, event)
+
+
+def _note_slot(request: web.Request, task: Task, index: int, finish: Finish) -> None:
+    """Remember which chat a slot has: the one that its request names, else where it ran."""
+    prompt = task.prompt_of(index)
+    ids = np.concatenate([prompt, np.array(finish.ids, np.int32)])[: finish.n_cached]
+    if len(ids) and not finish.truncated and task.since is not None:
+        chat = SlotChat(ids, task.scope, service_of(request).store, task.since)
+        request.app[BOOK].note(task.slot_of(finish), chat)
 
 
 async def _stream(

@@ -34,6 +34,7 @@ from towerd.settings.config import RETENTIONS, UNBOUNDED, Config
 from towerd.tokens import Ids
 
 if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is listened on
+    from towerd.store.sessions.deletions import DeletionWatch
     from towerd.wire import Endpoint, Model, Reply, Request, WireThreads, Writer
 
 WRITE_S_MAX = 1e-3
@@ -116,6 +117,8 @@ class Task:
         self.scope = template.scope
         self.choices = [TaskChoice(engine.wire, wire, writer, i) for i in range(wire.n_choices)]
         self.choices[0].reply = first
+        self.since: DeletionWatch | None = None
+        """What was deleted since it began; None: it has not begun."""
         self._engine = engine
         self._threads = engine.wire
         self._template = template
@@ -132,6 +135,17 @@ class Task:
     def first_prompt(self) -> Ids:
         """The prompt of the first choice."""
         return self._prompts[0]
+
+    def prompt_of(self, index: int) -> Ids:
+        """The prompt of a choice."""
+        return self._prompts[index // self.wire.n_per_prompt]
+
+    def slot_of(self, finish: Finish) -> int:
+        """The slot of its reply, as its client knows it: the one that it named, if there is such a one."""
+        asked = _decoded(self.wire.field("id_slot"))
+        if isinstance(asked, int) and 0 <= asked < self._engine.n_slots:
+            return asked
+        return finish.slot if self._sees_slots else 0
 
     @property
     def session(self) -> str | None:

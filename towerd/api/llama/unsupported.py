@@ -10,7 +10,6 @@ from towerd.errors import FeatureDisabled, NotSupported
 _ONE_MODEL = "this daemon serves the model that it was started with: name it with -m"
 UNSUPPORTED: dict[tuple[str, str], str] = {
     ("POST", "/props"): "settings are those of the start, and of each request",
-    ("POST", "/slots/{id_slot}"): "towerd saves and restores every conversation by itself",
     ("POST", "/models"): _ONE_MODEL,
     ("DELETE", "/models"): _ONE_MODEL,
     ("POST", "/models/load"): _ONE_MODEL,

@@ -17,7 +17,7 @@ from towerd.api.http.access import is_own_slot, require_admin, slot_numbers
 from towerd.api.http.gate import Asleep
 from towerd.api.http.keys import CONFIG, GATE, TENANT
 from towerd.api.http.reply import json_reply, raw_reply
-from towerd.api.llama import completion, info, mcp_proxy, streams, text
+from towerd.api.llama import completion, info, mcp_proxy, slots, streams, text
 from towerd.api.relay.forward import (
     DOWN,
     body_of,
@@ -30,7 +30,7 @@ from towerd.api.relay.forward import (
 from towerd.api.relay.media import forward_embeddings, with_counted_media, with_media
 from towerd.engine.base import SlotView
 from towerd.engine.llama_server.process.upstream_client import UpstreamGone
-from towerd.errors import NotFound, NotSupported, SwitchedOff, TowerdError
+from towerd.errors import NotFound, SwitchedOff, TowerdError
 
 if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is listened on
     from towerd.engine.llama_server.engine import LlamaServerEngine
@@ -135,14 +135,6 @@ def _as_seen(request: web.Request, slot: dict[str, Any], view: SlotView | None) 
     return {k: v for k, v in slot.items() if sees_all or k != "id_task"}
 
 
-async def post_slot(request: web.Request) -> web.StreamResponse:
-    """Refuse to save, restore or erase slots: towerd does it itself. Raises NotSupported."""
-    raise NotSupported(
-        "towerd owns the slots: it saves and restores conversations by itself, and clients name "
-        "neither slots nor files"
-    )
-
-
 async def get_metrics(request: web.Request) -> web.Response:
     """Prometheus text: llama-server's own metrics, then towerd's. Without --metrics at llama-server towerd's
     own values of its metrics stay.
@@ -236,7 +228,7 @@ ROUTES: tuple[tuple[str, str, Any], ...] = (
     ("GET", "/models/sse", forward),
     ("GET", "/metrics", get_metrics),
     ("GET", "/slots", get_slots),
-    ("POST", "/slots/{id_slot}", post_slot),
+    ("POST", "/slots/{id_slot}", slots.post_slot),
     ("POST", "/completion", with_media(completion.post_completion)),
     ("POST", "/completions", with_media(completion.post_completion)),
     ("POST", "/v1/completions", with_media(completion.post_openai_completion)),

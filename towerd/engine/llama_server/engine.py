@@ -31,6 +31,7 @@ from towerd.engine.moving.rotation import Rotation
 from towerd.engine.moving.runs import MovedRuns
 from towerd.errors import ContextExceeded, InvalidRequest
 from towerd.settings.config import Config
+from towerd.slots.image import ImageSpec
 from towerd.store import Store
 from towerd.system.priority import shorten_slice
 from towerd.tiers.manager import Tiers
@@ -81,6 +82,11 @@ class LlamaServerEngine:
         self._weights = UpstreamWeights(backend, described, store, self.holds, self.notes)
         self.availability = Availability(backend, self.holds, self._weights)
         self._generations: set[LlamaServerGeneration] = set()
+
+    @property
+    def slot_image(self) -> ImageSpec | None:
+        """See Engine.slot_image."""
+        return self.probe.spec
 
     @property
     def why_not_movable(self) -> str:

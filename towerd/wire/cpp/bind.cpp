@@ -215,6 +215,7 @@ void bind_media(nb::module_ & m) {
 }
 
 void bind_flags(nb::module_ & m) {
+    m.def("is_file_name", [](const std::string & name) { return fs_validate_filename(name); }, "name"_a);
     m.def("server_flags", [] {
         nb::list found;
         for (const auto & flag : server_flags()) {

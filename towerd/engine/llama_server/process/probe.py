@@ -15,14 +15,6 @@ import numpy as np
 
 from towerd.engine.llama_server.process.binary import Build
 from towerd.engine.llama_server.process.upstream_client import UpstreamClient, UpstreamGone
-from towerd.engine.llama_server.slot_files.image import (
-    ImageSpec,
-    SlotImage,
-    image_size,
-    parse_image,
-    window_rows,
-    write_image,
-)
 from towerd.engine.llama_server.slot_files.slotdir import SlotDir
 from towerd.errors import (
     ConfigError,
@@ -33,6 +25,14 @@ from towerd.errors import (
     Unauthorized,
 )
 from towerd.slots.errors import StateError
+from towerd.slots.image import (
+    ImageSpec,
+    SlotImage,
+    image_size,
+    parse_image,
+    window_rows,
+    write_image,
+)
 from towerd.tokens import Ids
 
 _TEXT = "The quick brown fox jumps over the lazy dog."

@@ -15,7 +15,6 @@ from towerd.engine.base import Reuse
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
 from towerd.engine.llama_server.process.upstream_adapters import UpstreamAdapters
 from towerd.engine.llama_server.process.upstream_client import SlotAction, UpstreamGone
-from towerd.engine.llama_server.slot_files.image import SlotImage
 from towerd.engine.llama_server.slots.placement import SlotChoice, SlotRequest
 from towerd.engine.llama_server.slots.slot import Slot
 from towerd.engine.llama_server.slots.slot_counters import SlotCounters
@@ -25,6 +24,7 @@ from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.engine.moving.runs import MovedRuns
 from towerd.errors import TowerdError
 from towerd.slots.errors import StateError
+from towerd.slots.image import SlotImage
 from towerd.store import Handle
 from towerd.store.tree.scope import adapters_of
 from towerd.tiers.manager import Tiers

@@ -19,7 +19,10 @@ import numpy as np
 
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
 from towerd.engine.llama_server.process.upstream_client import SlotAction
-from towerd.engine.llama_server.slot_files.image import (
+from towerd.engine.llama_server.slots.slot import Slot
+from towerd.errors import SessionDeleted, TowerdError
+from towerd.slots.errors import StateError
+from towerd.slots.image import (
     ImageSpec,
     SlotImage,
     image_size,
@@ -28,9 +31,6 @@ from towerd.engine.llama_server.slot_files.image import (
     window_rows,
     write_image,
 )
-from towerd.engine.llama_server.slots.slot import Slot
-from towerd.errors import SessionDeleted, TowerdError
-from towerd.slots.errors import StateError
 from towerd.slots.rows import KVRows
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import RestorePlan
