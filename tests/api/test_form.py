@@ -7,7 +7,7 @@ import time
 import pytest
 import requests
 
-from towerd.api.http.form import FIELD_BYTES_MAX, PARTS_MAX, Form, boundary_of, read_form
+from towerd.api.http.form import FIELD_BYTES_MAX, PARTS_MAX, HttpForm, boundary_of, read_form
 from towerd.errors import InvalidRequest
 
 
@@ -57,7 +57,7 @@ def test_fields_and_files() -> None:
     assert form.fields == {"language": "de", "tag": ["a", "b"], "empty": ""}
     begin, end = form.files["file"]
     assert body[begin:end] == sound
-    assert read_form(b"", b"x") == Form()
+    assert read_form(b"", b"x") == HttpForm()
 
 
 def test_boundaries() -> None:

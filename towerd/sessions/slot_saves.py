@@ -53,12 +53,18 @@ _numbers = count()
 class SlotChat:
     """What a slot had last, as a tenant sees it."""
 
-    ids: Ids
-    """The tokens of prompt and reply that were evaluated."""
+    prompt: Ids
+    reply: tuple[int, ...]
+    n: int
+    """How many tokens of prompt and reply were evaluated."""
     scope: str
     store: Store
     since: DeletionWatch
-    """What was deleted after it."""
+    """What was deleted since it began."""
+
+    def tokens(self) -> Ids:
+        """The evaluated tokens. Not on the event loop: a reply may be long."""
+        return np.concatenate([self.prompt, np.array(self.reply, np.int32)])[: self.n]
 
 
 class SlotBook:
@@ -82,7 +88,7 @@ class SlotBook:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class SlotFileResult:
     """What a save or a restore did."""
 
     n_tokens: int
@@ -99,41 +105,40 @@ def file_of(folder: Path, tenant: str, name: str) -> Path:
 
 async def save(
     engine: Engine, tiers: Tiers, sessions: Sessions, chat: SlotChat, path: Path
-) -> Moved:
+) -> SlotFileResult:
     """Write a chat to a file, which replaces one of this name once it is whole. Raises NotSupported,
     InvalidRequest if the chat was deleted, Unavailable while its rows are not stored, TowerdError."""
     began = time.monotonic()
     spec = engine.slot_image
     if spec is None:
         raise NotSupported("This model's state is more than rows, and is not written to slot files")
-    if (chat.ids < 0).any():
+    ids = await asyncio.to_thread(chat.tokens)
+    if (ids < 0).any():
         raise NotSupported("A chat with pictures or sounds is not written to slot files")
     try:
-        await asyncio.to_thread(
-            chat.store.insert, chat.ids, chat.scope, [len(chat.ids)], chat.since
-        )
+        await asyncio.to_thread(chat.store.insert, ids, chat.scope, [len(ids)], chat.since)
     except SessionDeleted as error:
         raise InvalidRequest(_DELETED) from error
     deadline, is_evaluated = time.monotonic() + SETTLE_S_MAX, False
-    with chat.store.hold(chat.ids, chat.scope) as handle:
+    with chat.store.hold(ids, chat.scope) as handle:
         while True:
             plan = tiers.plan(handle, 0, worst=Provenance.APPROXIMATE)
-            if plan.parts and plan.parts[-1].p1 >= len(chat.ids):
-                n_bytes = await asyncio.to_thread(_write, spec, chat.ids, tiers, plan, path)
+            if plan.parts and plan.parts[-1].p1 >= len(ids):
+                n_bytes = await asyncio.to_thread(_write, spec, ids, tiers, plan, path)
                 if n_bytes:
-                    return Moved(len(chat.ids), n_bytes, (time.monotonic() - began) * 1e3)
+                    return SlotFileResult(len(ids), n_bytes, (time.monotonic() - began) * 1e3)
             if time.monotonic() > deadline:
                 raise Unavailable("The rows of this slot are not stored yet; try again")
             with suppress(TimeoutError):
                 await asyncio.wait_for(engine.settle(), SETTLE_S)
                 if not is_evaluated:  # they left for want of space
-                    await _evaluate(sessions, chat.ids, chat.scope, cache_prompt=False)
+                    await _evaluate(sessions, ids, chat.scope, cache_prompt=False)
                     is_evaluated = True
 
 
 async def restore(
     engine: Engine, sessions: Sessions, store: Store, scope: str, path: Path
-) -> tuple[Moved, SlotChat]:
+) -> tuple[SlotFileResult, SlotChat]:
     """Have the chat of a file ready for this tenant: rows that its store lacks are evaluated. Raises
     InvalidRequest."""
     began = time.monotonic()
@@ -145,8 +150,8 @@ async def restore(
         if error.status >= 500:
             raise
         raise _unrestored(error.public) from error
-    moved = Moved(len(ids), n_bytes, (time.monotonic() - began) * 1e3)
-    return moved, SlotChat(ids, scope, store, since)
+    moved = SlotFileResult(len(ids), n_bytes, (time.monotonic() - began) * 1e3)
+    return moved, SlotChat(ids, (), len(ids), scope, store, since)
 
 
 async def _evaluate(sessions: Sessions, ids: Ids, scope: str, *, cache_prompt: bool) -> None:

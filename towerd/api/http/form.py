@@ -23,7 +23,7 @@ _END = b"\r\n\r\n"
 
 
 @dataclass(slots=True)
-class Form:
+class HttpForm:
     """What a form says."""
 
     fields: dict[str, str | list[str]] = field(default_factory=dict)
@@ -59,10 +59,10 @@ def boundary_of(content_type: str) -> bytes:
     return boundary
 
 
-def read_form(body: bytes, boundary: bytes) -> Form:
+def read_form(body: bytes, boundary: bytes) -> HttpForm:
     """The parts of a form; what follows a part without an end is left out. Raises InvalidRequest for one
     that has more than is taken. Call it off the event loop if it is big."""
-    form, n_bytes = Form(), 0
+    form, n_bytes = HttpForm(), 0
     between = b"\r\n--" + boundary
     opening = between[2:]
     start = len(opening) if body.startswith(opening) else _after(body, between, 0)

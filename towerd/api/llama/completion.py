@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-import numpy as np
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
@@ -33,7 +32,7 @@ from towerd.api.llama.streams import CONVERSATION, follow, key_of
 from towerd.api.llama.task import RUNNING, Task, parse_task
 from towerd.api.llama.why import find_divergence
 from towerd.engine.base import Event, Finish, Started
-from towerd.errors import InvalidRequest, TowerdError
+from towerd.errors import InvalidRequest, NotSupported, TowerdError
 from towerd.sessions.slot_saves import SlotChat
 from towerd.store.tree.scope import tenant_of
 
@@ -84,6 +83,8 @@ async def post_control(request: web.Request) -> web.Response:
 
 async def post_transcription(request: web.Request) -> web.StreamResponse:
     """Write down a sound: a form with `file`, `prompt`, `language` and fields of completions."""
+    if not service_of(request).engine.info.has_media:
+        raise NotSupported("The current model does not support audio input.")
     if request.content_type != "multipart/form-data":
         raise InvalidRequest("A transcription takes a form (multipart/form-data)")
     boundary = boundary_of(request.headers[hdrs.CONTENT_TYPE])
@@ -197,10 +198,9 @@ def _absorb(request: web.Request, task: Task, index: int, event: Event) -> None:
 
 def _note_slot(request: web.Request, task: Task, index: int, finish: Finish) -> None:
     """Remember which chat a slot has: the one that its request names, else where it ran."""
-    prompt = task.prompt_of(index)
-    ids = np.concatenate([prompt, np.array(finish.ids, np.int32)])[: finish.n_cached]
-    if len(ids) and not finish.truncated and task.since is not None:
-        chat = SlotChat(ids, task.scope, service_of(request).store, task.since)
+    if finish.n_cached and not finish.truncated and task.since is not None:
+        prompt, store = task.prompt_of(index), service_of(request).store
+        chat = SlotChat(prompt, finish.ids, finish.n_cached, task.scope, store, task.since)
         request.app[BOOK].note(task.slot_of(finish), chat)
 
 

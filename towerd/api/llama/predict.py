@@ -90,7 +90,13 @@ async def post_predict(aliases: Mapping[str, str], request: web.Request) -> web.
         answers = await asyncio.gather(*(_answer(client, request, each) for each in instances))
     finally:
         await client.aclose()
-    return raw_reply(b'{"predictions":[%s]}' % b",".join(answers))
+    if sum(map(len, answers)) <= request.app[LIMITS].inline_bytes_max:
+        return raw_reply(_joined(answers))
+    return raw_reply(await asyncio.to_thread(_joined, answers))
+
+
+def _joined(answers: list[bytes]) -> bytes:
+    return b'{"predictions":[%s]}' % b",".join(answers)
 
 
 def _read(listed: list[Any], aliases: Mapping[str, str]) -> list[Instance]:

@@ -78,7 +78,7 @@ async def _erase(request: web.Request, slot: int) -> web.Response:
     book, tenant = request.app[BOOK], request[TENANT].scope
     chat = book.of(tenant, slot, service_of(request).store)
     book.forget(tenant, slot)
-    return json_reply({"id_slot": slot, "n_erased": 0 if chat is None else len(chat.ids)})
+    return json_reply({"id_slot": slot, "n_erased": 0 if chat is None else chat.n})
 
 
 def _folder(request: web.Request) -> Path:

@@ -143,7 +143,7 @@ class Task:
     def slot_of(self, finish: Finish) -> int:
         """The slot of its reply, as its client knows it: the one that it named, if there is such a one."""
         asked = _decoded(self.wire.field("id_slot"))
-        if isinstance(asked, int) and 0 <= asked < self._engine.n_slots:
+        if type(asked) is int and 0 <= asked < self._engine.n_slots:
             return asked
         return finish.slot if self._sees_slots else 0
 
