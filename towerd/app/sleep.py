@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 Opened: TypeAlias = AbstractAsyncContextManager[ApiService]
 NOT_WOKEN = "The model could not be loaded again; the daemon's log says why"
+READ_S = 0.05
+"""The pause while something is read of what is to be unloaded."""
 RETRY_S = 1.0
 """The pause after a model could not be asked what is answered while it sleeps."""
 
@@ -89,6 +91,9 @@ class Sleeper:
     async def _sleep(self) -> None:
         asleep = await self._asleep()
         if asleep is None or self._rest_s() > 0 or self._stopping.is_set():
+            return
+        if self._gate.is_read:
+            await asyncio.sleep(READ_S)
             return
         log.info("no request came for a while: the model is unloaded until one does")
         service = self._gate.fall_asleep(asleep)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -71,7 +71,7 @@ class ServiceGate:
         self.asleep: Asleep | None = None
         self.is_wanted = asyncio.Event()
         """Set while a request waits for a model that sleeps."""
-        self._n_uses = 0
+        self._n_uses = self._n_reads = 0
         self._last_use_s = time.monotonic()
         self._waking: asyncio.Future[None] | None = None
 
@@ -101,6 +101,20 @@ class ServiceGate:
         finally:
             self._n_uses -= 1
             self._last_use_s = time.monotonic()
+
+    @contextmanager
+    def read(self) -> Iterator[None]:
+        """The model does not fall asleep until the context ends. That is no use: it may have to at once."""
+        self._n_reads += 1
+        try:
+            yield
+        finally:
+            self._n_reads -= 1
+
+    @property
+    def is_read(self) -> bool:
+        """Whether something is read of the service at this moment."""
+        return self._n_reads > 0
 
     def idle_s(self) -> float:
         """Seconds since the last use; 0 while there is one."""

@@ -131,11 +131,14 @@ async def authenticate(request: web.Request, handler: Handler) -> web.StreamResp
 @web.middleware
 async def awake(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Load a model that sleeps, for a request that needs it, and keep it until that has ended."""
+    gate = request.app[GATE]
     is_known = request.match_info.http_exception is None
-    is_reading = request.method in ("GET", "HEAD") and request.path in QUIET_PATHS
-    if not is_known or is_reading or TENANT not in request or is_served_always(request):
+    if request.method in ("GET", "HEAD") and request.path in QUIET_PATHS:
+        with gate.read():
+            return await handler(request)
+    if not is_known or TENANT not in request or is_served_always(request):
         return await handler(request)
-    async with request.app[GATE].used():
+    async with gate.used():
         return await handler(request)
 
 
