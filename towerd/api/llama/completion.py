@@ -125,7 +125,7 @@ async def _running(request: web.Request, task: Task, title: str) -> AsyncIterato
     service, under_way = service_of(request), request.app[RUNNING]
     n_slots, events_max = service.engine.n_slots, request.app[LIMITS].events_max
     under_way[task.wire.id] = task
-    task.since = service.sessions.recorder.watch_deletions()
+    task.began = service.store, service.sessions.recorder.watch_deletions()
     end = ""
     try:
         async with fan_out(
@@ -198,9 +198,9 @@ def _absorb(request: web.Request, task: Task, index: int, event: Event) -> None:
 
 def _note_slot(request: web.Request, task: Task, index: int, finish: Finish) -> None:
     """Remember which chat a slot has: the one that its request names, else where it ran."""
-    if finish.n_cached and not finish.truncated and task.since is not None:
-        prompt, store = task.prompt_of(index), service_of(request).store
-        chat = SlotChat(prompt, finish.ids, finish.n_cached, task.scope, store, task.since)
+    if finish.n_cached and not finish.truncated and task.began is not None:
+        prompt = task.prompt_of(index)
+        chat = SlotChat(prompt, finish.ids, finish.n_cached, task.scope, *task.began)
         request.app[BOOK].note(task.slot_of(finish), chat)
 
 

@@ -34,6 +34,7 @@ from towerd.settings.config import RETENTIONS, UNBOUNDED, Config
 from towerd.tokens import Ids
 
 if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is listened on
+    from towerd.store import Store
     from towerd.store.sessions.deletions import DeletionWatch
     from towerd.wire import Endpoint, Model, Reply, Request, WireThreads, Writer
 
@@ -117,8 +118,8 @@ class Task:
         self.scope = template.scope
         self.choices = [TaskChoice(engine.wire, wire, writer, i) for i in range(wire.n_choices)]
         self.choices[0].reply = first
-        self.since: DeletionWatch | None = None
-        """What was deleted since it began; None: it has not begun."""
+        self.began: tuple[Store, DeletionWatch] | None = None
+        """The store when it began, and what was deleted there since; None: it has not begun."""
         self._engine = engine
         self._threads = engine.wire
         self._template = template
