@@ -124,6 +124,7 @@ INNER_LAYERS = {
         {"slot_files"},
     ),
     "sessions": (
+        {"slot_saves"},
         {"sessions"},
         {"anticipation", "divergence_finder", "recorder", "reevaluation"},
         {"divergence", "habits"},

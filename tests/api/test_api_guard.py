@@ -179,7 +179,7 @@ async def test_origins(make_client: MakeClient) -> None:
 
 
 async def test_preflight(make_client: MakeClient) -> None:
-    """A preflight needs no key and names what may be sent."""
+    """A preflight needs no key and names what may be sent; to other pages it allows nothing."""
     client = await make_client(api_keys=KEYS)
     headers = {
         "Origin": "http://localhost:1",
@@ -193,7 +193,21 @@ async def test_preflight(make_client: MakeClient) -> None:
         assert "POST" in reply.headers["Access-Control-Allow-Methods"]
     headers["Origin"] = "http://evil.example"
     async with client.options("/v1/chat/completions", headers=headers) as reply:
-        assert reply.status == 403
+        assert reply.status == 200
+        assert not [name for name in reply.headers if name.startswith("Access-Control")]
+
+
+async def test_what_pages_may_do(make_client: MakeClient) -> None:
+    """llama-server's flags for web pages say what a preflight allows."""
+    client = await make_client(
+        cors_origins=("*",), cors_methods="GET, POST", cors_headers="*", cors_credentials=True
+    )
+    headers = {"Origin": "https://any.example", "Access-Control-Request-Headers": "authorization"}
+    async with client.options("/v1/chat/completions", headers=headers) as reply:
+        assert reply.headers["Access-Control-Allow-Origin"] == "https://any.example"
+        assert reply.headers["Access-Control-Allow-Methods"] == "GET, POST"
+        assert reply.headers["Access-Control-Allow-Headers"] == "*"
+        assert reply.headers["Access-Control-Allow-Credentials"] == "true"
 
 
 async def test_rebound_host(client: Client) -> None:

@@ -144,6 +144,9 @@ def test_which_setting_wins(tmp_path: Path) -> None:
     assert (tables.table("x").keep, tables.table("x").idle_s) == (True, 9.0)
     assert (tables.table("y").keep, tables.table("y").idle_s) == (False, 9.0)
     assert tables.config_of("y", ()).queue_max == 2
+    file.write_text("[models.x]\nkeep = true\n")
+    tables = load_models({"sleep_idle_seconds": "7"}, {}, file)
+    assert [tables.table(name).idle_s for name in ("x", "y")] == [7.0, 7.0]
 
 
 def test_a_named_model_is_served_alone(tmp_path: Path) -> None:

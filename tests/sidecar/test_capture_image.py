@@ -10,7 +10,10 @@ import pytest
 from sidecar_tools import OpenSidecar, alone, ask, prompt
 
 from towerd.engine.llama_server.process.upstream_client import UpstreamClient
-from towerd.engine.llama_server.slot_files.image import (
+from towerd.errors import InvalidRequest
+from towerd.models.bundled import bundled_model
+from towerd.slots.errors import StateError
+from towerd.slots.image import (
     ImageSpec,
     SlotImage,
     image_size,
@@ -19,9 +22,6 @@ from towerd.engine.llama_server.slot_files.image import (
     window_rows,
     write_image,
 )
-from towerd.errors import InvalidRequest
-from towerd.models.bundled import bundled_model
-from towerd.slots.errors import StateError
 from towerd.slots.reader import ByteReader
 from towerd.slots.rows import KVRows
 from towerd.slots.state import parse_state

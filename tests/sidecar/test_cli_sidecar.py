@@ -125,7 +125,7 @@ def test_start_and_stop(make_sidecar: MakeDaemon, tmp_path: Path) -> None:
         "LLAMA_ARG_PORT": "1",
         "LLAMA_API_KEY": "k",
         "AIP_MODE": "PREDICTION",
-        "AIP_HTTP_PORT": "8080",
+        "AIP_HTTP_PORT": "0",
     }
     flags = ("--slot-dir", str(slots), "--", "--no-warmup", "--alias", "sto ry")
     daemon = make_sidecar(*flags, **env)

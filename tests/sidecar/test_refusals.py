@@ -47,7 +47,7 @@ FINAL: list[tuple[str, dict[str, Any], str]] = [
         "mmproj",
     ),
     ("/completion", {"prompt": {"prompt_string": "a", "multimodal_data": ["AA=="]}}, "multimodal"),
-    ("/slots/0?action=save", {"filename": "x"}, "by itself"),
+    ("/slots/0?action=save", {"filename": "x"}, "--slot-save-path"),
 ]
 
 

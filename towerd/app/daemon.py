@@ -13,6 +13,7 @@ from aiohttp import web
 
 from towerd.api.admin.page import built_ui, ui_files
 from towerd.api.http.body import BODIES, Bodies
+from towerd.api.http.gate import ApiService, ServiceGate
 from towerd.api.http.kept_stream import KeptStreams
 from towerd.api.http.keys import (
     CONFIG,
@@ -25,8 +26,6 @@ from towerd.api.http.keys import (
     TRANSFER,
     UI,
     UI_SETTINGS,
-    ApiService,
-    ServiceGate,
 )
 from towerd.api.http.limits import Limits
 from towerd.api.http.metrics import Metrics
@@ -34,13 +33,17 @@ from towerd.api.http.middleware import MIDDLEWARES, add_headers
 from towerd.api.http.recent_requests import RECENT, RecentRequests
 from towerd.api.http.sse import BACKLOGS, Backlogs
 from towerd.api.http.tenants import Tenants
+from towerd.api.llama import predict
+from towerd.api.llama.slots import BOOK
 from towerd.api.llama.task import RUNNING
 from towerd.api.llama.why import HABITS
 from towerd.app.listening import listening
 from towerd.app.loop import run_on_loop, stop_event, tune_gc, watch_lag
 from towerd.app.routes import ROUTES, add_upstream_routes
+from towerd.app.sleep import Sleeper
 from towerd.app.store_routes import add_routes
 from towerd.sessions.habits import Habits
+from towerd.sessions.slot_saves import SlotBook
 from towerd.settings.config import Config
 from towerd.settings.llama_flags import ui_settings
 from towerd.transfer import Transfer
@@ -76,6 +79,7 @@ def build_app(
     app[TRANSFER] = Transfer()
     app[RECENT] = RecentRequests()
     app[HABITS] = Habits()
+    app[BOOK] = SlotBook()
     app.cleanup_ctx.append(watch_lag)
     app.on_cleanup.append(_close_streams)
     app.on_cleanup.append(_close_transfer)
@@ -85,6 +89,8 @@ def build_app(
         add_upstream_routes(app)
     else:
         add_routes(app, ROUTES)
+    if config.vertex is not None:
+        predict.add_routes(app, config.vertex)
     return app
 
 
@@ -152,18 +158,23 @@ async def _serve_until(
     except BaseException:
         asked.cancel()
         raise
+    opening = partial(asyncio.to_thread, _open_service, config)
+    sleeper = Sleeper(app, service, opening, stopping)
     try:
         await asyncio.to_thread(tune_gc)
-        app[GATE].service = loaded
+        app[GATE].woken(loaded)
         if not asked.done():
             on_ready(loaded.engine.info.alias)
-        await asked
+        del loaded
+        await sleeper.serve()
         log.info("stopping")
         app[GATE].closing = True
-        await loaded.engine.drain(app[LIMITS].grace_s)
+        if (awake := app[GATE].service) is not None:
+            await awake.engine.drain(app[LIMITS].grace_s)
         await runner.cleanup()
     finally:
-        await service.__aexit__(None, None, None)
+        asked.cancel()
+        await sleeper.close()
 
 
 def _open_service(config: Config) -> AbstractAsyncContextManager[ApiService]:

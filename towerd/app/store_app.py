@@ -18,6 +18,7 @@ from aiohttp import web
 from towerd import __version__
 from towerd.api.admin.pins import base_json
 from towerd.api.http.body import BODIES, Bodies
+from towerd.api.http.gate import ServiceGate
 from towerd.api.http.keys import (
     CONFIG,
     GATE,
@@ -27,7 +28,6 @@ from towerd.api.http.keys import (
     TENANTS,
     TRANSFER,
     UI,
-    ServiceGate,
     service_of,
 )
 from towerd.api.http.limits import Limits
@@ -60,6 +60,7 @@ DAEMON_ONLY = (
     "model_path",
     "n_ctx",
     "n_slots",
+    "is_sleeping",
     "space",
     "uptime_s",
     "reuse",
@@ -74,7 +75,7 @@ DAEMON_ONLY = (
 
 @dataclass(frozen=True, slots=True)
 class StoreService:
-    """`towerd.api.http.keys.ApiService` without a model. Access to anything that needs one raises
+    """`towerd.api.http.gate.ApiService` without a model. Access to anything that needs one raises
     TowerdError."""
 
     store: Store

@@ -27,6 +27,7 @@ from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids
 
 if TYPE_CHECKING:  # only the embedded engine needs llama.cpp in this process
+    from towerd.slots.image import ImageSpec
     from towerd.wire import Chunk, Medium, Reply, Request, WireThreads
 
 
@@ -410,6 +411,15 @@ class Engine(Protocol):
     def adapters(self) -> AdapterSet: ...
 
     @property
+    def slot_image(self) -> ImageSpec | None:
+        """How the state of a chat is written to a slot file; None: it is more than rows."""
+        ...
+
+    async def settle(self) -> None:
+        """Wait until the rows of every chat without a running request are stored."""
+        ...
+
+    @property
     def why_not_movable(self) -> str:
         """Why rows cannot be kept behind other text than they were computed after; "" if they can."""
         ...
@@ -495,7 +505,7 @@ def check_text(text: str, bytes_max: int) -> None:
         )
 
 
-KEPT_FIELDS = ("retention", "live_budget", "lora", "n_cache_reuse")
+KEPT_FIELDS = ("retention", "live_budget", "lora", "n_cache_reuse", "id_slot")
 """Fields of a body that towerd reads itself."""
 
 

@@ -16,7 +16,7 @@ from towerd.api.http.keys import CONFIG, LIMITS, REQUESTS, TENANTS, UI, UI_SETTI
 from towerd.api.http.limits import Limits
 from towerd.api.http.middleware import account, add_headers, authenticate, guard
 from towerd.api.http.tenants import Tenants
-from towerd.api.llama import unsupported
+from towerd.api.llama import mcp_proxy, predict, unsupported
 from towerd.app.listening import listening
 from towerd.app.loop import run_on_loop, stop_event, tune_gc, watch_lag
 from towerd.app.store_routes import Route, add_routes
@@ -98,6 +98,8 @@ def build_app(
     app.cleanup_ctx.append(watch_lag)
     app.on_response_prepare.append(add_headers)
     add_routes(app, ROUTES)
+    if tables.config.vertex is not None:
+        predict.add_routes(app, tables.config.vertex)
     return app
 
 
@@ -157,6 +159,8 @@ ROUTES = (
     Route("DELETE", "/v1/stream", streams.delete_stream),
     Route("POST", "/v1/streams/lookup", streams.post_lookup),
     *(Route(*route, unsupported.refuse_disabled) for route in unsupported.DISABLED),
+    Route("GET", "/cors-proxy", mcp_proxy.forward),
+    Route("POST", "/cors-proxy", mcp_proxy.forward),
     *(Route("GET", path, forward_named) for path in PASSED_GET),
     *(Route("POST", path, forward) for path in PASSED_POST),
     Route("GET", "/towerd/v1/requests/{id}/why", ask_whoever_knows),

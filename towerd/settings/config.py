@@ -17,6 +17,7 @@ from towerd.settings.addresses import is_http_url, is_loopback
 from towerd.settings.llama_flags import check_flags, words_of
 from towerd.settings.setting import Setting
 from towerd.settings.setting import config_field as _set
+from towerd.settings.vertex import Vertex
 from towerd.system import paths
 from towerd.system.machine import free_bytes, ram_bytes, usable_cores
 from towerd.tiers.formats.fidelity import FIDELITIES, LevelFormats
@@ -224,8 +225,23 @@ class Config:
         "Serve GET /metrics.", off="--no-metrics")
     props_endpoint: bool = _set(True, "bool", "--props",
         "Serve GET /props.", off="--no-props")
+    slot_save_path: Path | None = _set(None, "path", "--slot-save-path",
+        "Directory of the files that POST /slots/ID?action=save writes, and restore reads.")
     cors_origins: tuple[str, ...] = _set((), "list", "--cors-origins",
-        "Origins whose web pages may call the API besides this machine's own; * is any.")
+        "Origins whose web pages may call the API besides this machine's own; * is any, localhost none.")
+    cors_methods: str = _set("GET, POST, PATCH, DELETE, OPTIONS", "text", "--cors-methods",
+        "Methods of the API that web pages may use.")
+    cors_headers: str | None = _set(None, "text", "--cors-headers",
+        "Headers that web pages may send.", auto="those that they ask for")
+    cors_credentials: bool = _set(False, "bool", "--cors-credentials",
+        "Let these web pages send the browser's credentials, for a reverse proxy that asks for them; towerd "
+        "itself takes keys alone.", off="--no-cors-credentials")
+    ui_mcp_proxy: bool = _set(False, "bool", "--ui-mcp-proxy --webui-mcp-proxy",
+        "Serve /cors-proxy, through which the chat page, and no other, reaches MCP servers.",
+        off="--no-ui-mcp-proxy --no-webui-mcp-proxy")
+    sleep_idle_seconds: float = _set(-1.0, "float", "--sleep-idle-seconds",
+        "Seconds without a request after which the model is unloaded; the next one loads it again. Of several "
+        "models, each by itself, unless its table has idle_s. -1: never.", low=-1)
     request_bytes_max: int = _set(64 * 2**20, "size", "--request-bytes-max",
         "Largest request body, unpacked; those that are neither parsed nor passed on yet take at most four times as much together.", low=1024, high=2**31)
     engine: str = _set(None, "text", "--engine",
@@ -255,6 +271,8 @@ class Config:
     log_file: Path | None = _set(None, "path", "--log-file",
         "File to append the log to, besides writing it to the terminal.")
     # fmt: on
+    vertex: Vertex | None = None
+    """Not for people: where Vertex AI calls this process; None: it does not."""
     catalog_fd: int | None = None
     """Not for people: the socket, inherited from the router, of the store's catalog; None: this
     process opens the catalog."""
@@ -345,7 +363,8 @@ class Config:
                 raise ConfigError(
                     f"--host {host} is no address: --socket takes the path of a Unix socket."
                 )
-        if not self.api_keys and not all(is_loopback(host) for host in self.hosts):
+        is_local = all(is_loopback(host) for host in self.hosts)
+        if not self.api_keys and not is_local and self.vertex is None:
             raise ConfigError(
                 f"Listening on {self.host} lets other machines in: set a key with --api-key or "
                 "--api-key-file, or listen on 127.0.0.1."
@@ -366,11 +385,22 @@ class Config:
         if self.chat_template is not None and self.chat_template_file is not None:
             raise ConfigError("Set chat_template or chat_template_file, not both.")
         self._check_model()
+        self._check_sleep()
         self._check_engine()
         if self.socket is not None and len(os.fsencode(self.socket)) > SOCKET_PATH_BYTES_MAX:
             raise ConfigError(
                 f"The socket path {self.socket} is longer than {SOCKET_PATH_BYTES_MAX} bytes: "
                 "give a shorter one with --socket."
+            )
+
+    def _check_sleep(self) -> None:
+        """A model that sleeps is one that towerd loads."""
+        if self.sleep_idle_seconds != -1 and self.sleep_idle_seconds <= 0:
+            raise ConfigError("--sleep-idle-seconds is more than 0, or -1: never.")
+        if self.sleep_idle_seconds > 0 and self.upstream is not None:
+            raise ConfigError(
+                "--sleep-idle-seconds is for a model that towerd loads: give it to the llama-server at "
+                f"{self.upstream}."
             )
 
     def _check_model(self) -> None:

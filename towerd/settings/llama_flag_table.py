@@ -114,8 +114,7 @@ _TABLE: Mapping[Use, str] = {
 --cache-idle-slots --no-cache-idle-slots | idle conversations are always kept, see --hot-bytes
 --ui | towerd's page is always served
 --no-ui | towerd's page is always served, without a conversation in it until a key that was set is given
---no-ui-mcp-proxy --no-agent | there is none
---no-cors-credentials | web pages may never send credentials
+--no-agent | there is none
 --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps | every line has its time and level
 --swa-full | sliding windows are always kept whole
 --cpu-mask --cpu-range --cpu-strict --cpu-mask-batch --cpu-range-batch --cpu-strict-batch --spec-draft-cpu-mask | the operating system places threads: start towerd with taskset
@@ -126,15 +125,12 @@ _TABLE: Mapping[Use, str] = {
 --ctx-checkpoints | state checkpoints are kept on disk, see --checkpoint-bytes
 --checkpoint-min-step | state checkpoints are --checkpoint-tokens apart
 --slot-prompt-similarity | a conversation is found by its tokens
---slot-save-path | every conversation is kept in --store-dir
 --defrag-thold | llama.cpp has no use for it any more
 --threads-http | one thread serves all connections
 --timeout | a request takes as long as it needs
 --log-colors | lines have no colours
 --fit --fit-target --fit-ctx | the context is sized by --ctx-size and --live-tokens
 --mtmd-batch-max-tokens | a picture is encoded at once
---cors-methods | pages of --cors-origins may use any method of the API
---cors-headers | pages of --cors-origins may send any header
 """,
     "refused": """
 --usage | see towerd serve --help
@@ -143,8 +139,7 @@ _TABLE: Mapping[Use, str] = {
 --cache-list | towerd models list shows the models that are here
 --list-devices | a llama-server of the same build lists them
 --reuse-port | one daemon owns its store: start another one with its own --port and --store-dir
---cors-credentials | a web page sends its key in a header
---ui-mcp-proxy --agent --control-vector-layer-range --mmproj-url --mmproj-device --model-url --docker-repo |
+--agent --control-vector-layer-range --mmproj-url --mmproj-device --model-url --docker-repo |
 --rpc --control-vector --control-vector-scaled --models-preset --tools |
 --tools-runtime --mcp-servers-config --mcp-servers-json |
 --embd-gemma-default --fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default --fim-qwen-30b-default | name a model with -m
@@ -154,7 +149,6 @@ _TABLE: Mapping[Use, str] = {
 --path | let a web server serve these files, and allow its pages with --cors-origins
 --api-prefix | let a reverse proxy in front of towerd take the prefix off
 --ssl-key-file --ssl-cert-file | let a reverse proxy in front of towerd speak TLS
---sleep-idle-seconds | the model stays loaded: leave it out
 --log-prompts-dir | prompts are never logged: towerctl export writes a conversation
 """,
 }  # fmt: skip

@@ -19,6 +19,7 @@ ALL = "*"
 OF_ROUTER = frozenset(
     (
         *("host", "port", "socket", "api_keys", "api_key_file", "cors_origins", "store_dir"),
+        *("cors_methods", "cors_headers", "cors_credentials", "ui_mcp_proxy", "sleep_idle_seconds"),
         *("request_bytes_max", "models_dir", "models_max", "models_autoload", "memory"),
         "search",
     )
@@ -71,7 +72,10 @@ class ModelTables:
 
     def table(self, name: str) -> ModelTable:
         """The table of a model; one that sets nothing if there is none."""
-        return self.tables.get(name, self.tables.get(ALL, ModelTable()))
+        table = self.tables.get(name, self.tables.get(ALL, ModelTable()))
+        if table.idle_s is None and self.config.sleep_idle_seconds > 0:
+            return replace(table, idle_s=self.config.sleep_idle_seconds)
+        return table
 
     def config_of(self, name: str, server_args: tuple[str, ...], **own: Any) -> Config:
         """The settings of the process of one model. own: what its router decides; server_args: of

@@ -16,6 +16,7 @@ from towerd.errors import ConfigError
 from towerd.settings.config import Config, settings
 from towerd.settings.model_tables import ModelTables, parse_table, tables_from, unknown_setting
 from towerd.settings.setting import OLD_NAMES, keys_from, parse_path
+from towerd.settings.vertex import vertex_of
 from towerd.system import paths
 
 ENV_PREFIX = "TOWERD_"
@@ -60,6 +61,8 @@ def load_models(
     if path is not None:
         keys = given.get("api_keys", in_file.get("api_keys", ())) + _read_keys(path)
         given["api_keys"] = keys_from((f"{tenant}:{key}" for key, tenant in keys), "The keys")
+    if (vertex := vertex_of(env)) is not None:
+        given |= {"vertex": vertex, "port": vertex.port}
     config = Config(**(_without_other_model(in_file, given) | given))
     return ModelTables(config, tables, in_file, given)
 

@@ -22,6 +22,9 @@ def check_medium(data: bytes) -> None:
     """Raises WireError for a picture or sound that must not be decoded: a bomb, or of a format whose
     decoder is not to be trusted. What is neither passes."""
 
+def is_file_name(name: str) -> bool:
+    """Whether llama-server takes this as the name of a file in a folder of its own."""
+
 def server_flags() -> list[tuple[list[str], int]]:
     """Every flag of llama-server: its spellings, and how many values follow it. One that switches off
     what another one switches on is a flag of its own."""
@@ -128,8 +131,10 @@ class Request:
         endpoint: Endpoint,
         body: bytes,
         check_fit: Callable[[dict[str, bytes], list[int]], None] | None = None,
+        upload: tuple[bytes, int, int] | None = None,
     ) -> None:
-        """Parse and tokenize. check_fit: called before prompts are tokenized of which one is longer
+        """Parse and tokenize. upload: a body, and where the sound of a transcription begins and ends in
+        it. check_fit: called before prompts are tokenized of which one is longer
         than the context for certain, with the kept fields of the body and the least number of
         tokens of each prompt; what it raises becomes WireError.
 

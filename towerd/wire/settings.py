@@ -9,9 +9,10 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 Endpoint: TypeAlias = Literal[
-    "completion", "completions", "chat", "responses", "messages", "infill"
+    "completion", "completions", "chat", "responses", "messages", "infill", "transcription"
 ]
-"""POST /completion, /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /infill."""
+"""POST /completion, /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /infill,
+/v1/audio/transcriptions."""
 _PREFIX = "general.sampling."
 
 

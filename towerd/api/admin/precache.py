@@ -15,7 +15,8 @@ from towerd.api.http import fields
 from towerd.api.http.access import own_scope, require_admin
 from towerd.api.http.body import read_object
 from towerd.api.http.fields import Body
-from towerd.api.http.keys import ApiService, service_of
+from towerd.api.http.gate import ApiService
+from towerd.api.http.keys import service_of
 from towerd.api.http.reply import json_reply
 from towerd.api.http.sse import event_stream
 from towerd.api.llama.reuse import progress_json, reuse_json, timings_json

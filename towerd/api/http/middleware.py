@@ -1,4 +1,4 @@
-"""Middleware of every request: accounting, errors, the guard, readiness and the API key."""
+"""Middleware of every request: accounting, errors, the guard, readiness, the API key and waking."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ UI_SUFFIXES = (
     "/version.json",
     "/build.json",
 )
-METHODS = "GET, POST, PATCH, DELETE, OPTIONS"
+QUIET_PATHS = frozenset(
+    "/health /v1/health /props /models /v1/models /metrics /towerd/v1/stats".split()
+)
+"""What is read of these neither wakes a model nor keeps it from sleeping."""
 HEADERS_EXPOSED = "X-Towerd-Reuse, X-Towerd-Session"
 
 
@@ -85,26 +88,29 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 @web.middleware
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse web pages of other sites and DNS rebinding; answer preflights. Credentials are never
-    allowed."""
-    if not is_owner_socket(request) and not request.app[CONFIG].behind_router:
-        if not _host_allowed(request):
-            raise Forbidden(f"Host {ascii(_host(request)[:100])} is not served here")
-        if not origin_allowed(request):
-            raise Forbidden(
-                "This web page may not call the API; allow its origin with --cors-origins"
-            )
+    """Refuse web pages of other sites and DNS rebinding; answer preflights, which allow the others
+    nothing."""
+    is_checked = not is_owner_socket(request) and not request.app[CONFIG].behind_router
+    if is_checked and not _host_allowed(request):
+        raise Forbidden(f"Host {ascii(_host(request)[:100])} is not served here")
     if request.method == "OPTIONS":
         return _preflight(request)
+    if is_checked and not origin_allowed(request):
+        raise Forbidden("This web page may not call the API; allow its origin with --cors-origins")
     return await handler(request)
 
 
 @web.middleware
 async def ready(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer 503 until the model is loaded and while the daemon shuts down."""
-    if not (is_page(request.path) or request.path[1:] in request.app[UI]):
-        request.app[GATE].open()
+    if not is_served_always(request):
+        request.app[GATE].check()
     return await handler(request)
+
+
+def is_served_always(request: web.Request) -> bool:
+    """Whether this is the status page, or a file of it or of the web UI that this process has."""
+    return is_page(request.path) or request.path[1:] in request.app[UI]
 
 
 @web.middleware
@@ -120,6 +126,20 @@ async def authenticate(request: web.Request, handler: Handler) -> web.StreamResp
     elif not is_public(request.path):
         request[TENANT] = _identify(request)
     return await handler(request)
+
+
+@web.middleware
+async def awake(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Load a model that sleeps, for a request that needs it, and keep it until that has ended."""
+    gate = request.app[GATE]
+    is_known = request.match_info.http_exception is None
+    if request.method in ("GET", "HEAD") and request.path in QUIET_PATHS:
+        with gate.read():
+            return await handler(request)
+    if not is_known or TENANT not in request or is_served_always(request):
+        return await handler(request)
+    async with gate.used():
+        return await handler(request)
 
 
 def _identify(request: web.Request) -> Tenant:
@@ -185,10 +205,13 @@ def _host(request: web.Request) -> str:
 
 
 def _preflight(request: web.Request) -> web.Response:
-    headers = {"Access-Control-Allow-Methods": METHODS, "Access-Control-Max-Age": "600"}
+    if not origin_allowed(request):
+        return web.Response()
+    config = request.app[CONFIG]
+    headers = {"Access-Control-Allow-Methods": config.cors_methods, "Access-Control-Max-Age": "600"}
     asked = request.headers.get("Access-Control-Request-Headers")
-    if asked:
-        headers["Access-Control-Allow-Headers"] = asked
+    if allowed := config.cors_headers or asked:
+        headers["Access-Control-Allow-Headers"] = allowed
     return web.Response(headers=headers)
 
 
@@ -201,6 +224,8 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
         if origin_allowed(request):
             response.headers["Access-Control-Allow-Origin"] = origin
             response.headers["Access-Control-Expose-Headers"] = HEADERS_EXPOSED
+            if request.app[CONFIG].cors_credentials:
+                response.headers["Access-Control-Allow-Credentials"] = "true"
 
 
-MIDDLEWARES = (account, guard, ready, authenticate)
+MIDDLEWARES = (account, guard, ready, authenticate, awake)

@@ -176,6 +176,8 @@ _PATHS: dict[str, Api] = {
     "/v1/chat/completions": Api.OPENAI,
     "/chat/completions": Api.OPENAI,
     "/v1/completions": Api.OPENAI,
+    "/v1/audio/transcriptions": Api.OPENAI,
+    "/audio/transcriptions": Api.OPENAI,
 }
 _ANTHROPIC_TYPES: dict[int, str] = {
     401: "authentication_error",

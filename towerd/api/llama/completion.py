@@ -12,25 +12,28 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from towerd.api.http import fields
 from towerd.api.http.body import read_bytes, read_object, release_body
+from towerd.api.http.form import boundary_of, read_form
 from towerd.api.http.hints import SESSION_HEADER, hints_of
 from towerd.api.http.kept_stream import KeptStream
 from towerd.api.http.keys import CONFIG, LIMITS, METRICS, STREAMS, TENANT, service_of
 from towerd.api.http.recent_requests import RECENT, RecentRequest, short_id
-from towerd.api.http.reply import error_event, json_reply, raw_reply
+from towerd.api.http.reply import encode, error_event, json_reply, raw_reply
 from towerd.api.http.request_log import log_finished, log_refused, title_for
 from towerd.api.http.sse import PING, ClientStalled, QueuedStream
 from towerd.api.llama.fanout import Events, fan_out
 from towerd.api.llama.reuse import timings_of, total
+from towerd.api.llama.slots import BOOK
 from towerd.api.llama.streams import CONVERSATION, follow, key_of
 from towerd.api.llama.task import RUNNING, Task, parse_task
 from towerd.api.llama.why import find_divergence
 from towerd.engine.base import Event, Finish, Started
-from towerd.errors import InvalidRequest, TowerdError
+from towerd.errors import InvalidRequest, NotSupported, TowerdError
+from towerd.sessions.slot_saves import SlotChat
 from towerd.store.tree.scope import tenant_of
 
 if TYPE_CHECKING:
@@ -78,13 +81,30 @@ async def post_control(request: web.Request) -> web.Response:
     return json_reply({"success": False, "message": refused})
 
 
-async def _complete(request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+async def post_transcription(request: web.Request) -> web.StreamResponse:
+    """Write down a sound: a form with `file`, `prompt`, `language` and fields of completions."""
+    if not service_of(request).engine.info.has_media:
+        raise NotSupported("The current model does not support audio input.")
+    if request.content_type != "multipart/form-data":
+        raise InvalidRequest("A transcription takes a form (multipart/form-data)")
+    boundary = boundary_of(request.headers[hdrs.CONTENT_TYPE])
+    return await _complete(request, "transcription", boundary)
+
+
+async def _complete(
+    request: web.Request, endpoint: Endpoint, boundary: bytes = b""
+) -> web.StreamResponse:
+    """boundary: of a body that is a form"""
     engine, config = service_of(request).engine, request.app[CONFIG]
     hints = hints_of(request)
-    body = await read_bytes(request)
-    task = await parse_task(endpoint, body, request[TENANT], hints, engine, config)
+    body, upload = await read_bytes(request), None
+    if boundary:
+        form = await asyncio.to_thread(read_form, body, boundary)
+        upload = (body, *form.files["file"]) if "file" in form.files else None
+        body = encode(form.fields)
+    task = await parse_task(endpoint, body, request[TENANT], hints, engine, config, upload)
     title = await title_for(request, body)
-    del body
+    del body, upload
     release_body(request)
     if not task.wire.stream:
         return await _whole(request, task, title)
@@ -105,6 +125,7 @@ async def _running(request: web.Request, task: Task, title: str) -> AsyncIterato
     service, under_way = service_of(request), request.app[RUNNING]
     n_slots, events_max = service.engine.n_slots, request.app[LIMITS].events_max
     under_way[task.wire.id] = task
+    task.began = service.store, service.sessions.recorder.watch_deletions()
     end = ""
     try:
         async with fan_out(
@@ -172,6 +193,15 @@ def _absorb(request: web.Request, task: Task, index: int, event: Event) -> None:
         metrics.ttft.observe(choice.ttft_s)
     elif isinstance(event, Finish):
         metrics.finished(event)
+        _note_slot(request, task, index, event)
+
+
+def _note_slot(request: web.Request, task: Task, index: int, finish: Finish) -> None:
+    """Remember which chat a slot has: the one that its request names, else where it ran."""
+    if finish.n_cached and not finish.truncated and task.began is not None:
+        prompt = task.prompt_of(index)
+        chat = SlotChat(prompt, finish.ids, finish.n_cached, task.scope, *task.began)
+        request.app[BOOK].note(task.slot_of(finish), chat)
 
 
 async def _stream(

@@ -11,7 +11,16 @@ from aiohttp import web
 
 from towerd import __version__
 from towerd.api.http.access import require_overview, seen_slots
-from towerd.api.http.keys import CONFIG, METRICS, TENANT, UI, UI_SETTINGS, ApiService, service_of
+from towerd.api.http.gate import ApiService, Asleep
+from towerd.api.http.keys import (
+    CONFIG,
+    GATE,
+    METRICS,
+    TENANT,
+    UI,
+    UI_SETTINGS,
+    service_of,
+)
 from towerd.api.http.reply import json_reply
 from towerd.engine.base import Engine, ModelInfo, SlotView
 from towerd.errors import SwitchedOff, Unavailable
@@ -27,6 +36,8 @@ async def get_health(request: web.Request) -> web.Response:
 
 async def get_models(request: web.Request) -> web.Response:
     """The model that is served."""
+    if (asleep := request.app[GATE].asleep) is not None:
+        return json_reply(asleep.models)
     return json_reply(models_json(service_of(request).engine))
 
 
@@ -88,29 +99,39 @@ def models_json(engine: Engine) -> dict[str, Any]:
 
 async def get_props(request: web.Request) -> web.Response:
     """Defaults, context size, chat template and switches."""
-    config = request.app[CONFIG]
-    if not config.props_endpoint:
+    if not request.app[CONFIG].props_endpoint:
         raise SwitchedOff("This server does not support props endpoint. Start it with `--props`")
-    engine = service_of(request).engine
-    info = engine.info
+    if (asleep := request.app[GATE].asleep) is not None:
+        return json_reply(asleep.props)
+    return json_reply(_props(request.app, service_of(request).engine))
+
+
+def _props(app: web.Application, engine: Engine) -> dict[str, Any]:
+    config, info = app[CONFIG], engine.info
     props: dict[str, Any] = msgspec.json.decode(engine.wire.model.props())
-    return json_reply(
-        props
-        | {
-            "total_slots": engine.n_slots,
-            "model_alias": info.alias,
-            "model_ftype": ftype(info),
-            "model_path": info.path,
-            "endpoint_slots": config.slots_endpoint,
-            "endpoint_props": False,
-            "endpoint_metrics": config.metrics_endpoint,
-            "ui": bool(request.app[UI]),
-            "ui_settings": request.app[UI_SETTINGS],
-            "build_info": BUILD_INFO,
-            "is_sleeping": False,
-            "cors_proxy_enabled": False,
-        }
-    )
+    return props | {
+        "total_slots": engine.n_slots,
+        "model_alias": info.alias,
+        "model_ftype": ftype(info),
+        "model_path": info.path,
+        "endpoint_slots": config.slots_endpoint,
+        "endpoint_props": False,
+        "endpoint_metrics": config.metrics_endpoint,
+        "ui": bool(app[UI]),
+        "ui_settings": app[UI_SETTINGS],
+        "build_info": BUILD_INFO,
+        "is_sleeping": False,
+        "cors_proxy_enabled": config.ui_mcp_proxy,
+    }
+
+
+async def asleep(app: web.Application) -> Asleep:
+    """What is answered while the embedded engine's model sleeps."""
+    service = app[GATE].open()
+    stats = await all_stats(service)
+    props = _props(app, service.engine) | {"is_sleeping": True}
+    own = await own_stats(app, service, stats)
+    return Asleep(props, models_json(service.engine), stats, own | {"is_sleeping": True})
 
 
 async def get_slots(request: web.Request) -> web.Response:
@@ -161,9 +182,8 @@ async def get_metrics(request: web.Request) -> web.Response:
             "This server does not support metrics endpoint. Start it with `--metrics`"
         )
     require_overview(request)
-    service = service_of(request)
-    metrics = request.app[METRICS]
-    stats = await all_stats(service)
+    metrics, asleep = request.app[METRICS], request.app[GATE].asleep
+    stats = await all_stats(service_of(request)) if asleep is None else asleep.stats
     body = await asyncio.to_thread(metrics.render, stats)
     reply = web.Response(body=body)
     reply.headers["Content-Type"] = "text/plain; version=0.0.4"
@@ -174,35 +194,41 @@ async def get_metrics(request: web.Request) -> web.Response:
 async def get_stats(request: web.Request) -> web.Response:
     """Everything that the page and towerctl show: counters, gauges, slots."""
     require_overview(request)
+    if (asleep := request.app[GATE].asleep) is not None:
+        return json_reply(asleep.own_stats)
     service = service_of(request)
-    metrics = request.app[METRICS]
-    engine = service.engine
-    stats: dict[str, Any] = await all_stats(service)
-    return json_reply(
-        {
-            "version": __version__,
-            "engine_name": engine.name,
-            "model": engine.info.alias,
-            "model_path": engine.info.path,
-            "n_ctx": engine.n_ctx,
-            "n_slots": engine.n_slots,
-            "fidelity": service.tiers.fidelity,
-            "fingerprint": engine.info.row_identity.digest().hex(),
-            "uptime_s": round(time.time() - metrics.started_unix, 3),
-            "reuse": metrics.reuse_totals(),
-            "slots": [
-                {
-                    "id": slot.id,
-                    "is_processing": slot.is_processing,
-                    "n_tokens": slot.n_tokens,
-                    "n_decoded": slot.n_decoded,
-                }
-                for slot in engine.slots()
-            ],
-            **stats,
-            "space": await asyncio.to_thread(service.cold.space),
-        }
-    )
+    return json_reply(await own_stats(request.app, service, await all_stats(service)))
+
+
+async def own_stats(
+    app: web.Application, service: ApiService, stats: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """The answer of GET /towerd/v1/stats. stats: of `all_stats`."""
+    metrics, engine = app[METRICS], service.engine
+    return {
+        "version": __version__,
+        "engine_name": engine.name,
+        "model": engine.info.alias,
+        "model_path": engine.info.path,
+        "n_ctx": engine.n_ctx,
+        "n_slots": engine.n_slots,
+        "is_sleeping": False,
+        "fidelity": service.tiers.fidelity,
+        "fingerprint": engine.info.row_identity.digest().hex(),
+        "uptime_s": round(time.time() - metrics.started_unix, 3),
+        "reuse": metrics.reuse_totals(),
+        "slots": [
+            {
+                "id": slot.id,
+                "is_processing": slot.is_processing,
+                "n_tokens": slot.n_tokens,
+                "n_decoded": slot.n_decoded,
+            }
+            for slot in engine.slots()
+        ],
+        **stats,
+        "space": await asyncio.to_thread(service.cold.space),
+    }
 
 
 async def all_stats(service: ApiService) -> dict[str, dict[str, Any]]:

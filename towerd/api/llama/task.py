@@ -34,6 +34,8 @@ from towerd.settings.config import RETENTIONS, UNBOUNDED, Config
 from towerd.tokens import Ids
 
 if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is listened on
+    from towerd.store import Store
+    from towerd.store.sessions.deletions import DeletionWatch
     from towerd.wire import Endpoint, Model, Reply, Request, WireThreads, Writer
 
 WRITE_S_MAX = 1e-3
@@ -116,6 +118,8 @@ class Task:
         self.scope = template.scope
         self.choices = [TaskChoice(engine.wire, wire, writer, i) for i in range(wire.n_choices)]
         self.choices[0].reply = first
+        self.began: tuple[Store, DeletionWatch] | None = None
+        """The store when it began, and what was deleted there since; None: it has not begun."""
         self._engine = engine
         self._threads = engine.wire
         self._template = template
@@ -132,6 +136,17 @@ class Task:
     def first_prompt(self) -> Ids:
         """The prompt of the first choice."""
         return self._prompts[0]
+
+    def prompt_of(self, index: int) -> Ids:
+        """The prompt of a choice."""
+        return self._prompts[index // self.wire.n_per_prompt]
+
+    def slot_of(self, finish: Finish) -> int:
+        """The slot of its reply, as its client knows it: the one that it named, if there is such a one."""
+        asked = _decoded(self.wire.field("id_slot"))
+        if type(asked) is int and 0 <= asked < self._engine.n_slots:
+            return asked
+        return finish.slot if self._sees_slots else 0
 
     @property
     def session(self) -> str | None:
@@ -200,16 +215,24 @@ class Task:
 
 
 async def parse_task(
-    endpoint: Endpoint, body: bytes, tenant: Tenant, hints: Hints, engine: Engine, config: Config
+    endpoint: Endpoint,
+    body: bytes,
+    tenant: Tenant,
+    hints: Hints,
+    engine: Engine,
+    config: Config,
+    upload: tuple[bytes, int, int] | None = None,
 ) -> Task:
-    """Check and tokenize a request body. Raises WireError, InvalidRequest, ContextExceeded."""
+    """Check and tokenize a request body. upload: see `towerd.wire.Request`. Raises WireError,
+    InvalidRequest, ContextExceeded."""
 
     def check_fit(kept: dict[str, bytes], least: list[int]) -> None:
         limit = _limit(_live(kept.get, config, engine), config, engine)
         limit.check(least, are_least=True)
 
     model = engine.wire.model
-    parsed = await engine.wire.call(len(body), _parse, model, endpoint, body, check_fit)
+    n_bytes = len(body) + (upload[2] - upload[1] if upload else 0)
+    parsed = await engine.wire.call(n_bytes, _parse, model, endpoint, body, check_fit, upload)
     prompts, first, writer = parsed
     wire = first.request
     live = _live(wire.field, config, engine)
@@ -232,11 +255,15 @@ async def parse_task(
 
 
 def _parse(
-    model: Model, endpoint: Endpoint, body: bytes, check_fit: FitCheck
+    model: Model,
+    endpoint: Endpoint,
+    body: bytes,
+    check_fit: FitCheck,
+    upload: tuple[bytes, int, int] | None,
 ) -> tuple[list[Ids], Reply, Writer]:
     from towerd.wire import Reply, Request, Writer
 
-    request = Request(model, endpoint, body or b"{}", check_fit)
+    request = Request(model, endpoint, body or b"{}", check_fit, upload)
     prompts = request.prompts
     if not prompts or not all(len(ids) for ids in prompts):
         raise InvalidRequest('"prompt" must not be empty')

@@ -8,12 +8,8 @@ from aiohttp import web
 from towerd.errors import FeatureDisabled, NotSupported
 
 _ONE_MODEL = "this daemon serves the model that it was started with: name it with -m"
-_ITS_OWN = "it is llama-server's own: start towerd with --engine llama-server"
 UNSUPPORTED: dict[tuple[str, str], str] = {
     ("POST", "/props"): "settings are those of the start, and of each request",
-    ("POST", "/slots/{id_slot}"): "towerd saves and restores every conversation by itself",
-    ("POST", "/v1/audio/transcriptions"): _ITS_OWN,
-    ("POST", "/audio/transcriptions"): _ITS_OWN,
     ("POST", "/models"): _ONE_MODEL,
     ("DELETE", "/models"): _ONE_MODEL,
     ("POST", "/models/load"): _ONE_MODEL,
@@ -24,10 +20,8 @@ UNSUPPORTED: dict[tuple[str, str], str] = {
 DISABLED: tuple[tuple[str, str], ...] = (
     ("GET", "/tools"),
     ("POST", "/tools"),
-    ("GET", "/cors-proxy"),
-    ("POST", "/cors-proxy"),
 )
-"""Those of tools that run on the server, and of its proxy, which the web UI asks for."""
+"""Those of tools that run on the server, which the web UI asks for."""
 
 
 async def refuse_unsupported(request: web.Request) -> web.StreamResponse:
@@ -42,4 +36,7 @@ async def refuse_unsupported(request: web.Request) -> web.StreamResponse:
 
 async def refuse_disabled(request: web.Request) -> web.StreamResponse:
     """Always raises FeatureDisabled."""
-    raise FeatureDisabled("this feature is disabled: towerd runs no tools and fetches no pages")
+    raise FeatureDisabled(
+        "this feature is disabled: a page's tools would run commands and change files as the daemon's user; "
+        "give the page an MCP server, which runs as whoever starts it, with --ui-mcp-proxy"
+    )

@@ -6,16 +6,18 @@ Requests to other endpoints are forwarded as well; see `unknown`.
 from __future__ import annotations
 
 import asyncio
+import re
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote
 
 from aiohttp import web
 
 from towerd.api.http.access import is_own_slot, require_admin, slot_numbers
+from towerd.api.http.gate import Asleep
 from towerd.api.http.keys import CONFIG, GATE, TENANT
 from towerd.api.http.reply import json_reply, raw_reply
-from towerd.api.llama import completion, info, streams, text
+from towerd.api.llama import completion, info, mcp_proxy, slots, streams, text
 from towerd.api.relay.forward import (
     DOWN,
     body_of,
@@ -28,7 +30,10 @@ from towerd.api.relay.forward import (
 from towerd.api.relay.media import forward_embeddings, with_counted_media, with_media
 from towerd.engine.base import SlotView
 from towerd.engine.llama_server.process.upstream_client import UpstreamGone
-from towerd.errors import NotFound, NotSupported, SwitchedOff, TowerdError
+from towerd.errors import NotFound, SwitchedOff, TowerdError
+
+if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is listened on
+    from towerd.engine.llama_server.engine import LlamaServerEngine
 
 PRIVATE_FIELDS = ("prompt", "generated")
 """Fields of GET /slots that contain users' text."""
@@ -37,6 +42,8 @@ IDLE_FIELDS = ("id", "n_ctx", "speculative")
 
 
 _THEIRS = b"llamacpp:"
+_RATES = re.compile(rb"^(llamacpp:(?:prompt|predicted)_tokens_seconds) .*$", re.MULTILINE)
+"""Averages since the last scrape."""
 _PREFIXES = (_THEIRS, b"# HELP " + _THEIRS, b"# TYPE " + _THEIRS)
 
 
@@ -44,7 +51,56 @@ async def get_props(request: web.Request) -> web.StreamResponse:
     """llama-server's properties."""
     if not request.app[CONFIG].props_endpoint:
         raise SwitchedOff("This server does not support props endpoint. Start it with `--props`")
+    if (asleep := request.app[GATE].asleep) is not None:
+        return json_reply(asleep.props)
+    if request.app[CONFIG].ui_mcp_proxy:
+        return json_reply(await _props(request.app))
     return await forward(request)
+
+
+async def _props(app: web.Application) -> dict[str, Any]:
+    engine = cast("LlamaServerEngine", app[GATE].open().engine)
+    props: dict[str, Any] = await _read(engine, "/props")
+    return props | {"cors_proxy_enabled": app[CONFIG].ui_mcp_proxy}
+
+
+async def _read(engine: LlamaServerEngine, path: str) -> Any:
+    """What llama-server answers. Raises Unavailable."""
+    engine.availability.check()
+    try:
+        return await engine.upstream.get(path)
+    except UpstreamGone as error:
+        engine.availability.notice(error)
+        raise engine.availability.failure(DOWN) from error
+
+
+async def get_health(request: web.Request) -> web.StreamResponse:
+    """llama-server's health; a model that sleeps is well."""
+    if request.app[GATE].asleep is not None:
+        return await info.get_health(request)
+    return await forward(request)
+
+
+async def get_models(request: web.Request) -> web.StreamResponse:
+    """llama-server's model."""
+    if (asleep := request.app[GATE].asleep) is not None:
+        return json_reply(asleep.models)
+    return await forward(request)
+
+
+async def asleep(app: web.Application) -> Asleep:
+    """What is answered while the model, and with it the llama-server, sleeps."""
+    service = app[GATE].open()
+    engine = cast("LlamaServerEngine", service.engine)
+    props = await _props(app) | {"is_sleeping": True}
+    models = await _read(engine, "/v1/models")
+    stats = await info.all_stats(service)
+    own = await info.own_stats(app, service, stats) | {"is_sleeping": True}
+    try:
+        theirs = engine.without_own(await engine.upstream.metrics())
+    except TowerdError:
+        theirs = b""
+    return Asleep(props, models, stats, own, theirs)
 
 
 async def get_slots(request: web.Request) -> web.StreamResponse:
@@ -53,14 +109,9 @@ async def get_slots(request: web.Request) -> web.StreamResponse:
     if not request.app[CONFIG].slots_endpoint:
         raise SwitchedOff("This server does not support slots endpoint. Start it with `--slots`")
     engine = llama_server_of(request)
-    engine.availability.check()
     # Whether all are busy (`?fail_on_no_slot=`) is not told to one of several tenants.
     path = request.rel_url.raw_path_qs if request[TENANT].sees_all else "/slots"
-    try:
-        slots: list[dict[str, Any]] = await engine.upstream.get(path)
-    except UpstreamGone as error:
-        engine.availability.notice(error)
-        raise engine.availability.failure(DOWN) from error
+    slots: list[dict[str, Any]] = await _read(engine, path)
     shown = [{k: v for k, v in slot.items() if k not in PRIVATE_FIELDS} for slot in slots]
     if request[TENANT].admin:
         return json_reply(shown)
@@ -84,26 +135,22 @@ def _as_seen(request: web.Request, slot: dict[str, Any], view: SlotView | None) 
     return {k: v for k, v in slot.items() if sees_all or k != "id_task"}
 
 
-async def post_slot(request: web.Request) -> web.StreamResponse:
-    """Refuse to save, restore or erase slots: towerd does it itself. Raises NotSupported."""
-    raise NotSupported(
-        "towerd owns the slots: it saves and restores conversations by itself, and clients name "
-        "neither slots nor files"
-    )
-
-
 async def get_metrics(request: web.Request) -> web.Response:
     """Prometheus text: llama-server's own metrics, then towerd's. Without --metrics at llama-server towerd's
     own values of its metrics stay.
 
     Raises SwitchedOff."""
     reply = await info.get_metrics(request)
-    engine, own = llama_server_of(request), reply.body
-    try:
-        engine.availability.check()
-        theirs = engine.without_own(await engine.upstream.metrics())
-    except TowerdError:
-        return reply
+    own = reply.body
+    if (asleep := request.app[GATE].asleep) is not None:
+        theirs, asleep.metrics = asleep.metrics, _RATES.sub(rb"\1 0", asleep.metrics)
+    else:
+        engine = llama_server_of(request)
+        try:
+            engine.availability.check()
+            theirs = engine.without_own(await engine.upstream.metrics())
+        except TowerdError:
+            return reply
     if theirs and isinstance(own, bytes):
         reply.body = await asyncio.to_thread(merged, theirs, own)
     return reply
@@ -168,12 +215,12 @@ def is_ruled(path: str) -> bool:
 
 
 ROUTES: tuple[tuple[str, str, Any], ...] = (
-    ("GET", "/health", forward),
-    ("GET", "/v1/health", forward),
+    ("GET", "/health", get_health),
+    ("GET", "/v1/health", get_health),
     ("GET", "/props", get_props),
     ("POST", "/props", forward_admin),
-    ("GET", "/models", forward),
-    ("GET", "/v1/models", forward),
+    ("GET", "/models", get_models),
+    ("GET", "/v1/models", get_models),
     ("POST", "/models", forward_admin),
     ("DELETE", "/models", forward_admin),
     ("POST", "/models/load", forward_admin),
@@ -181,7 +228,7 @@ ROUTES: tuple[tuple[str, str, Any], ...] = (
     ("GET", "/models/sse", forward),
     ("GET", "/metrics", get_metrics),
     ("GET", "/slots", get_slots),
-    ("POST", "/slots/{id_slot}", post_slot),
+    ("POST", "/slots/{id_slot}", slots.post_slot),
     ("POST", "/completion", with_media(completion.post_completion)),
     ("POST", "/completions", with_media(completion.post_completion)),
     ("POST", "/v1/completions", with_media(completion.post_openai_completion)),
@@ -216,14 +263,11 @@ ROUTES: tuple[tuple[str, str, Any], ...] = (
     ("POST", "/v1/streams/lookup", streams.post_lookup),
     ("GET", "/tools", forward),
     ("POST", "/tools", forward),
-    ("GET", "/cors-proxy", forward),
-    ("POST", "/cors-proxy", forward),
+    ("GET", "/cors-proxy", mcp_proxy.forward),
+    ("POST", "/cors-proxy", mcp_proxy.forward),
     ("GET", "/", get_root),
 )
 """(method, path, handler) of every endpoint of llama-server."""
 
-_RULED = frozenset(path for _, path, handler in ROUTES if handler is not forward) | {
-    "/health",
-    "/v1/health",
-}
+_RULED = frozenset(path for _, path, handler in ROUTES if handler is not forward)
 """Paths whose other methods and spellings are unknown here: they have rules, or need no key."""

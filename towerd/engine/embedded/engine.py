@@ -42,6 +42,8 @@ from towerd.errors import (
 from towerd.media_ids import is_token, spans_of
 from towerd.model.retokenize import Retokenizer
 from towerd.settings.config import RETENTIONS, Config
+from towerd.slots.image import ImageSpec
+from towerd.slots.kind import DENSE
 from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids
@@ -139,6 +141,15 @@ class EmbeddedEngine:
             self.budgets.check(LiveBudget(config.retention, tokens))
         except (InvalidRequest, NotSupported) as error:
             raise ConfigError(str(error)) from error
+
+    @property
+    def slot_image(self) -> ImageSpec | None:
+        """See Engine.slot_image."""
+        memory = self.core.memory
+        if memory.kind is not DENSE:
+            return None
+        layout = memory.layout
+        return ImageSpec(layout, layout.n_layer, 1, self.core.context.v_trans)
 
     @property
     def why_not_movable(self) -> str:

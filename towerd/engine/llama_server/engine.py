@@ -33,6 +33,7 @@ from towerd.engine.moving.rotation import Rotation
 from towerd.engine.moving.runs import MovedRuns
 from towerd.errors import ContextExceeded, InvalidRequest
 from towerd.settings.config import Config
+from towerd.slots.image import ImageSpec
 from towerd.store import Store
 from towerd.system.priority import shorten_slice
 from towerd.tiers.checkpoint_tier import CheckpointTier
@@ -99,6 +100,11 @@ class LlamaServerEngine:
         self._weights = UpstreamWeights(backend, described, *watched)
         self.availability = Availability(backend, self.holds, self._weights)
         self._generations: set[LlamaServerGeneration] = set()
+
+    @property
+    def slot_image(self) -> ImageSpec | None:
+        """See Engine.slot_image."""
+        return self.probe.spec
 
     @property
     def why_not_movable(self) -> str:

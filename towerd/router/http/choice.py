@@ -11,9 +11,9 @@ import msgspec
 from aiohttp import web
 
 from towerd.api.http.body import decode_json
+from towerd.api.http.form import boundary_of, read_form
 from towerd.api.http.keys import LIMITS
 from towerd.errors import InvalidRequest, NotFound
-from towerd.router.http.form import boundary_of, field_of
 from towerd.router.loading.model import RoutedModel
 from towerd.router.loading.models import Models
 
@@ -41,7 +41,7 @@ async def asked_of(request: web.Request, body: bytes) -> AskedModel:
 
 
 def _read_form(boundary: bytes, body: bytes) -> AskedModel:
-    return AskedModel(field_of(body, boundary, "model"))
+    return AskedModel(read_form(body, boundary).text("model"))
 
 
 def _decode(body: bytes) -> AskedModel:

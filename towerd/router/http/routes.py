@@ -44,7 +44,7 @@ async def get_props(request: web.Request) -> web.StreamResponse:
             "default_generation_settings": {"params": None, "n_ctx": 0},
             "ui_settings": request.app[UI_SETTINGS],
             "build_info": BUILD_INFO,
-            "cors_proxy_enabled": False,
+            "cors_proxy_enabled": config.ui_mcp_proxy,
         }
     )
 

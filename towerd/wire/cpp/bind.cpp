@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -11,6 +12,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -214,6 +216,7 @@ void bind_media(nb::module_ & m) {
 }
 
 void bind_flags(nb::module_ & m) {
+    m.def("is_file_name", [](const std::string & name) { return fs_validate_filename(name); }, "name"_a);
     m.def("server_flags", [] {
         nb::list found;
         for (const auto & flag : server_flags()) {
@@ -271,17 +274,39 @@ void bind_model(nb::module_ & m) {
              "endpoint"_a, "body"_a);
 }
 
+struct Span {
+    const uint8_t * begin = nullptr;
+    const uint8_t * end   = nullptr;
+};
+
+// The part of a body. Throws std::invalid_argument.
+Span span_of(const std::tuple<nb::bytes, size_t, size_t> & upload) {
+    const auto & [body, start, end] = upload;
+    if (start > end || end > body.size()) {
+        throw std::invalid_argument("an upload lies within its body");
+    }
+    const auto * bytes = reinterpret_cast<const uint8_t *>(body.c_str());
+    return {bytes + start, bytes + end};
+}
+
 void bind_request(nb::module_ & m) {
     nb::class_<Request>(m, "Request")
         .def(
             "__init__",
             [](Request * self, std::shared_ptr<const Model> model, const std::string & endpoint, const nb::bytes & body,
-               const nb::object & check_fit) {
+               const nb::object & check_fit, const std::optional<std::tuple<nb::bytes, size_t, size_t>> & upload) {
                 const std::string text  = text_of(body);
                 const FitCheck    check = fit_check_of(check_fit);
-                unlocked([&] { new (self) Request(std::move(model), endpoint_named(endpoint), text, check); });
+                const Span        span  = upload ? span_of(*upload) : Span{};
+                unlocked([&] {
+                    std::vector<raw_buffer> uploads;
+                    if (upload) {
+                        uploads.emplace_back(span.begin, span.end);
+                    }
+                    new (self) Request(std::move(model), endpoint_named(endpoint), text, check, std::move(uploads));
+                });
             },
-            "model"_a, "endpoint"_a, "body"_a, "check_fit"_a = nb::none())
+            "model"_a, "endpoint"_a, "body"_a, "check_fit"_a = nb::none(), "upload"_a = nb::none())
         .def_prop_ro("id", [](const Request & r) { return r.params().oaicompat_cmpl_id; })
         .def_prop_ro("prompts", [](const Request & r) { return arrays_of(r.prompts()); })
         .def_prop_ro("n_choices", &Request::n_choices)

@@ -15,12 +15,13 @@ namespace towerd::wire {
 namespace {
 
 constexpr Endpoint kEndpoints[] = {
-    {"completion",  TASK_RESPONSE_TYPE_NONE,      false},
-    {"infill",      TASK_RESPONSE_TYPE_NONE,      true },
-    {"completions", TASK_RESPONSE_TYPE_OAI_CMPL,  false},
-    {"chat",        TASK_RESPONSE_TYPE_OAI_CHAT,  false},
-    {"responses",   TASK_RESPONSE_TYPE_OAI_RESP,  false},
-    {"messages",    TASK_RESPONSE_TYPE_ANTHROPIC, false},
+    {"completion",    TASK_RESPONSE_TYPE_NONE,      false},
+    {"infill",        TASK_RESPONSE_TYPE_NONE,      true },
+    {"completions",   TASK_RESPONSE_TYPE_OAI_CMPL,  false},
+    {"chat",          TASK_RESPONSE_TYPE_OAI_CHAT,  false},
+    {"responses",     TASK_RESPONSE_TYPE_OAI_RESP,  false},
+    {"messages",      TASK_RESPONSE_TYPE_ANTHROPIC, false},
+    {"transcription", TASK_RESPONSE_TYPE_OAI_ASR,   false},
 };
 
 // A chat of more messages is not kept for `next_prompt`.
@@ -220,17 +221,19 @@ json as_chat_body(const Model & model, task_response_type type, json body) {
 }
 
 Request::Request(std::shared_ptr<const Model> model, const Endpoint & endpoint, const std::string & body,
-                 const FitCheck & check_fit) :
+                 const FitCheck & check_fit, std::vector<raw_buffer> uploads) :
     model_(std::move(model)), type_(endpoint.type) {
     answering(ERROR_TYPE_INVALID_REQUEST, [&] {
         if (endpoint.is_infill) {
             check_can_infill(*model_);
         }
-        json                    data = parsed_body(mended_json(body));
-        std::vector<raw_buffer> files;
+        json                    data  = parsed_body(mended_json(body));
+        std::vector<raw_buffer> files = std::move(uploads);
         keep_fields(data);
         refuse_internal_fields(data, is_chat(type_));
-        if (is_chat(type_)) {
+        if (type_ == TASK_RESPONSE_TYPE_OAI_ASR) {
+            data = transcription_data(data, files);
+        } else if (is_chat(type_)) {
             data = chat_data(data, files);
         } else if (endpoint.is_infill) {
             data = infill_data(*model_, std::move(data));
@@ -281,6 +284,25 @@ json Request::chat_data(json & body, std::vector<raw_buffer> & files) {
     }
     check_chat_text(*model_, body);
     return oaicompat_chat_params_parse(body, model_->chat(), files);
+}
+
+// `files` has what was uploaded, and then what the prompt refers to.
+json Request::transcription_data(const json & body, std::vector<raw_buffer> & files) const {
+    if (!model_->projector() || !model_->chat().allow_audio) {
+        throw Refused("The current model does not support audio input.", ERROR_TYPE_NOT_SUPPORTED);
+    }
+    std::map<std::string, uploaded_file> uploaded;
+    if (!files.empty()) {
+        uploaded["file"].data = std::move(files.front());
+    }
+    for (const char * name : {"max_tokens", "temperature"}) {
+        if (body.contains(name) && !body.at(name).is_string()) {
+            refuse(std::string("Field '") + name + "': given more than once");
+        }
+    }
+    json chat = convert_transcriptions_to_chatcmpl(body, model_->chat().tmpls.get(), uploaded, files);
+    check_chat_text(*model_, chat);
+    return oaicompat_chat_params_parse(chat, model_->chat(), files);
 }
 
 // The order is that of handle_completions_impl.

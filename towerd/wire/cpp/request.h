@@ -30,8 +30,9 @@ class Request {
 public:
     // `check_fit`, unless it is empty, is called before a prompt is tokenized that is longer than the context.
     // Raises Refused, as llama-server would answer; where llama-server answers 500 for what the client sent, with 400.
+    // `uploads`: the sound of a transcription, which `body` has the other fields of.
     Request(std::shared_ptr<const Model> model, const Endpoint & endpoint, const std::string & body,
-            const FitCheck & check_fit = {});
+            const FitCheck & check_fit = {}, std::vector<raw_buffer> uploads = {});
 
     const Model &                             model() const { return *model_; }
     task_response_type                        type() const { return type_; }
@@ -68,6 +69,7 @@ public:
 private:
     void keep_fields(const json & body);
     json chat_data(json & body, std::vector<raw_buffer> & files);
+    json transcription_data(const json & body, std::vector<raw_buffer> & files) const;
     void check_length(const json & prompt, size_t n_files, const FitCheck & check_fit) const;
     void take(const json & data, const std::vector<raw_buffer> & files);
     llama_tokens rendered(json body) const;

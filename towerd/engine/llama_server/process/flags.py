@@ -16,9 +16,9 @@ OURS = frozenset(
 """Flags that towerd needs for itself; a person cannot pass them on."""
 OUR_ENV = frozenset(
     "LLAMA_ARG_HOST LLAMA_ARG_PORT LLAMA_API_KEY LLAMA_ARG_API_KEY_FILE LLAMA_ARG_REUSE_PORT"
-    " LLAMA_ARG_SSL_KEY_FILE LLAMA_ARG_SSL_CERT_FILE LLAMA_ARG_API_PREFIX".split()
+    " LLAMA_ARG_SSL_KEY_FILE LLAMA_ARG_SSL_CERT_FILE LLAMA_ARG_API_PREFIX AIP_MODE".split()
 )
-"""Environment variables with the same meaning."""
+"""Environment variables with the same meaning, and the one by which Vertex AI calls towerd."""
 MODEL = frozenset(
     "-m --model -mu --model-url -dr --docker-repo -hf -hfr --hf-repo --models-dir"
     " --models-preset".split()

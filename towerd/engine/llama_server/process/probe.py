@@ -19,16 +19,6 @@ from towerd.engine.llama_server.process.upstream_client import (
     UpstreamError,
     UpstreamGone,
 )
-from towerd.engine.llama_server.slot_files.image import (
-    ImageSpec,
-    SlotImage,
-    image_size,
-    parse_image,
-    parse_state_image,
-    parse_whole_image,
-    window_rows,
-    write_image,
-)
 from towerd.engine.llama_server.slot_files.slotdir import SlotDir
 from towerd.errors import (
     ConfigError,
@@ -39,6 +29,16 @@ from towerd.errors import (
     Unauthorized,
 )
 from towerd.slots.errors import StateError
+from towerd.slots.image import (
+    ImageSpec,
+    SlotImage,
+    image_size,
+    parse_image,
+    parse_state_image,
+    parse_whole_image,
+    window_rows,
+    write_image,
+)
 from towerd.slots.kind import RECURRENT, WHOLE
 from towerd.tokens import Ids
 

@@ -118,8 +118,7 @@ class LlamaServerProcess:
         self.upstream.url = f"http://127.0.0.1:{port}"
         guard = [sys.executable, "-I", "-S", str(GUARD), GUARD_METHOD, str(os.getpid())]
         # The key goes through the environment: any user can read a command line.
-        # On Vertex AI a variable names the port, over the flag; that one is ours to listen on.
-        env = self._env | {"LLAMA_API_KEY": self.upstream.key or "", "AIP_HTTP_PORT": str(port)}
+        env = self._env | {"LLAMA_API_KEY": self.upstream.key or ""}
         handle = await asyncio.to_thread(self._open_log)
         try:
             self._process = await asyncio.create_subprocess_exec(

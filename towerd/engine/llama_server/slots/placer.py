@@ -16,7 +16,6 @@ from towerd.engine.checkpoint_positions import CheckpointPositions
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
 from towerd.engine.llama_server.process.upstream_adapters import UpstreamAdapters
 from towerd.engine.llama_server.process.upstream_client import SlotAction, UpstreamGone
-from towerd.engine.llama_server.slot_files.image import SlotImage
 from towerd.engine.llama_server.slots.placement import SlotChoice, SlotRequest
 from towerd.engine.llama_server.slots.slot import Slot
 from towerd.engine.llama_server.slots.slot_checkpoints import Ahead, SlotCheckpoints
@@ -27,6 +26,7 @@ from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.engine.moving.runs import MovedRuns
 from towerd.errors import TowerdError
 from towerd.slots.errors import StateError
+from towerd.slots.image import SlotImage
 from towerd.slots.kind import WHOLE
 from towerd.store import Handle
 from towerd.store.tree.scope import adapters_of

@@ -20,7 +20,6 @@ import numpy as np
 from towerd.engine.base import Reuse
 from towerd.engine.llama_server.process.upstream_adapters import UpstreamAdapters
 from towerd.engine.llama_server.process.upstream_client import UpstreamClient
-from towerd.engine.llama_server.slot_files.image import SlotImage
 from towerd.engine.llama_server.slots.placement import Costs, SlotRequest, unless_left
 from towerd.engine.llama_server.slots.slot import Slot
 from towerd.engine.llama_server.slots.slot_counters import SlotCounters
@@ -29,6 +28,7 @@ from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.engine.moving.moves import MovedPiece, MovedRows, Moves
 from towerd.engine.moving.runs import MovedRuns
 from towerd.errors import TowerdError
+from towerd.slots.image import SlotImage
 from towerd.store.tree.scope import adapters_of, public_of
 from towerd.tokens import Ids, Provenances, computed_after
 

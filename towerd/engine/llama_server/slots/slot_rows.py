@@ -20,7 +20,10 @@ import numpy as np
 
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
 from towerd.engine.llama_server.process.upstream_client import SlotAction
-from towerd.engine.llama_server.slot_files.image import (
+from towerd.engine.llama_server.slots.slot import Slot
+from towerd.errors import InvalidRequest, SessionDeleted, StoreError, TowerdError
+from towerd.slots.errors import StateError
+from towerd.slots.image import (
     ImageSpec,
     SlotImage,
     image_size,
@@ -30,9 +33,6 @@ from towerd.engine.llama_server.slot_files.image import (
     window_rows,
     write_image,
 )
-from towerd.engine.llama_server.slots.slot import Slot
-from towerd.errors import InvalidRequest, SessionDeleted, StoreError, TowerdError
-from towerd.slots.errors import StateError
 from towerd.slots.kind import WHOLE
 from towerd.slots.rows import KVRows
 from towerd.slots.slot_states import Bytes, state_part
