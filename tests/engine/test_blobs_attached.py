@@ -11,6 +11,7 @@ import pytest
 from oracle import Oracle, ask, check_answer, settle
 from services import OpenService
 
+from towerd.slots.labels import Labels
 from towerd.tiers.composer import Composer, Piece
 from towerd.tiers.plan import Composed
 from towerd.tokens import Ids
@@ -30,8 +31,10 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     real = Composer.blobs
 
-    def watch(self: Composer, pieces: Iterable[Piece]) -> Iterator[Composed]:
-        for composed in real(self, pieces):
+    def watch(
+        self: Composer, pieces: Iterable[Piece], places: Labels | None = None
+    ) -> Iterator[Composed]:
+        for composed in real(self, pieces, places):
             if composed.buffer is None:
                 seen.append(composed.n)
             yield composed
