@@ -273,5 +273,5 @@ def test_what_is_left_to_llama_cpp() -> None:
 def test_every_row_is_a_flag_of_llama_cpp() -> None:
     """Under the spelling in the table."""
     by_use = Counter(flag.use for flag in flags())
-    assert by_use["ignored"] + by_use["refused"] == 87
+    assert by_use["ignored"] + by_use["refused"] == 85
     assert by_use["load"] == 26
