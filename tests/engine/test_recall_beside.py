@@ -314,7 +314,9 @@ async def test_a_chat_that_gave_way_keeps_its_queries(
         await ask(service, some_ids(150), 20, live=LiveBudget("h2o", 160))
         assert scheduler.room.n_preemptions == 1
         await settle(service)
-    assert watched.asked == [(list(range(96, 160)), list(range(96, 160)))]
+    assert watched.asked == [
+        (list(range(160 - QUERIES_MAX, 160)), list(range(160 - QUERIES_MAX, 160)))
+    ]
 
 
 async def test_batches_that_would_be_computed_in_parts(
