@@ -174,9 +174,14 @@ async def test_the_prompt_is_asked_what_it_looks_for(service_on: OpenService) ->
         assert service.engine.stats()["recall_choices"] == 0
         ids = np.concatenate([ids, np.array(whole.ids, np.int32), some_ids(20, 1)])
         n = service.engine.stats()["tokens_decoded"]
-        await ask(service, ids, 4, live=LiveBudget("icecache", 100), scope="b")
+        live = LiveBudget("icecache", 100)
+        first = await ask(service, ids, 4, live=live, scope="b")
+        assert service.engine.stats()["tokens_decoded"] - n == len(ids) + 3  # all of it was there
+        ids = np.concatenate([ids, np.array(first.ids, np.int32), some_ids(20, 2)])
+        n = service.engine.stats()["tokens_decoded"]
+        await ask(service, ids, 4, live=live, scope="b")
         seq, live_set = await the_chat_of(service, "b")
-        again = service.engine.stats()["tokens_decoded"] - n - len(ids) - 3
+        again = service.engine.stats()["tokens_decoded"] - n - 21 - 3
         assert 1 <= again <= 16
         assert live_set.n_chosen >= len(ids) - again
         assert seq.n == len(ids) + 3

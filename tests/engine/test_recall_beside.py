@@ -180,18 +180,18 @@ async def test_a_cancelled_chat_leaves_no_index_behind(service_on: OpenService) 
 
 
 @pytest.mark.parametrize(("policy", "n"), [("streaming", 200), ("icecache", 70)])
-async def test_the_beginning_of_a_first_prompt_is_stored(
+async def test_a_prompt_beyond_its_budget_is_stored(
     service_on: OpenService, policy: str, n: int
 ) -> None:
-    """A prompt longer than its budget: what was evaluated before the first eviction is what any
-    prefill gives, and the store has it; also where the last tokens were evaluated again after."""
+    """A prompt longer than its budget is evaluated in full: its rows are what any prefill gives, and the
+    store has them all."""
     ids = some_ids(n)
     async with service_on(bundled_model(), threads=1, retention=policy) as service:
         await ask(service, ids, 4, live=LiveBudget(policy, 64), session="long")
         await settle(service)
         whole = await ask(service, ids, 8)
         assert whole.finish.reuse.live == 0
-        assert whole.finish.reuse.hot + whole.finish.reuse.warm == 64
+        assert whole.finish.reuse.hot + whole.finish.reuse.warm == n - 1
         await settle(service)
         alone = await ask(service, ids, 8, scope="other")
         assert whole.ids == alone.ids
@@ -265,7 +265,7 @@ async def test_stored_rows_do_not_change_what_is_kept(service_on: OpenService, p
     """The queries before the first eviction are there, though the store has the rows of those
     tokens: what stays is what stays where nothing is stored."""
     ids, live, kept = some_ids(300), LiveBudget(policy, 160), []
-    for n_loaded in (0, 160 - QUERIES_MAX):
+    for n_loaded in (0, 300 - QUERIES_MAX):
         async with service_on(bundled_model(), threads=1, retention=policy) as service:
             answer = await ask(service, ids, 4, live=live)
             assert answer.finish.reuse.hot + answer.finish.reuse.warm == n_loaded
@@ -286,7 +286,7 @@ async def test_live_rows_do_not_change_what_is_kept(service_on: OpenService, pol
             if is_live:
                 await ask(service, ids, 1)
             answer = await ask(service, ids, 4, live=live)
-            assert answer.finish.reuse.live == (160 - QUERIES_MAX) * is_live
+            assert answer.finish.reuse.live == (300 - QUERIES_MAX) * is_live
             (live_set,) = await inside(service, lambda: live_sets(service.engine))
             kept.append((answer.ids, live_set.kept.tolist()))
             await settle(service)
@@ -314,7 +314,9 @@ async def test_a_chat_that_gave_way_keeps_its_queries(
         await ask(service, some_ids(150), 20, live=LiveBudget("h2o", 160))
         assert scheduler.room.n_preemptions == 1
         await settle(service)
-    assert watched.asked == [(list(range(96, 160)), list(range(96, 160)))]
+    assert watched.asked == [
+        (list(range(160 - QUERIES_MAX, 160)), list(range(160 - QUERIES_MAX, 160)))
+    ]
 
 
 async def test_batches_that_would_be_computed_in_parts(
@@ -327,7 +329,7 @@ async def test_batches_that_would_be_computed_in_parts(
         await asyncio.gather(
             *(ask(service, some_ids(170, i), 2, live=LiveBudget("h2o", 160)) for i in range(2))
         )
-    assert [found for found, _ in watched.asked] == [list(range(96, 160))] * 2
+    assert [found for found, _ in watched.asked] == [list(range(170 - QUERIES_MAX, 170))] * 2
 
 
 @pytest.mark.parametrize("where", ["live", "parked"])

@@ -62,8 +62,8 @@ async def test_a_budget_as_long_as_the_chat_changes_nothing(service_on: OpenServ
 
 
 class Reference:
-    """StreamingLLM by hand in a context of its own: tokens evaluated, cells removed, and at the
-    context's end moved together by llama.cpp's own shift of keys."""
+    """StreamingLLM by hand in a context of its own: a prompt evaluated in full, cells removed at its end,
+    and at the context's end moved together by llama.cpp's own shift of keys."""
 
     def __init__(self, budget: int, n_ctx: int) -> None:
         config = Config(model=bundled_model(), flash_attn="off", threads=1)
@@ -77,20 +77,23 @@ class Reference:
         self.model.close()
 
     def logits(self, ids: Ids) -> npt.NDArray[np.float32]:
-        """Evaluate `ids` after what is there; the logits of the last."""
+        """Evaluate `ids`, a prompt or a token of a reply, after what is there; the logits of the last."""
         at, index = 0, 0
         while at < len(ids):
-            if len(self.places) >= self.budget:
+            if len(self.places) >= self.n_ctx:
                 self._evict()
             if self.places and self.places[-1] + 1 >= self.n_ctx:
                 self._compact()
             place = self.places[-1] + 1 if self.places else 0
-            n = min(len(ids) - at, self.budget - len(self.places), self.n_ctx - place)
+            n = min(len(ids) - at, self.n_ctx - len(self.places), self.n_ctx - place)
             index = self.context.batch.add(ids[at : at + n], place, 0, logits_last=True)
             self.context.decode()
             self.places += range(place, place + n)
             at += n
-        return self.context.logits(index).copy()
+        logits = self.context.logits(index).copy()
+        if len(self.places) >= self.budget:
+            self._evict()
+        return logits
 
     def _evict(self) -> None:
         n_gone = len(self.places) - (self.budget - self.budget // 8)
@@ -181,7 +184,7 @@ async def test_switching_between_chats_changes_nothing(
 
 async def test_exact_rows_stay_exact(service_on: OpenService) -> None:
     """Beside and after a chat with a partial live set, the same tokens without a budget are
-    answered as if there were none; and the store got the rows from before the first eviction."""
+    answered as if there were none; and the store got the rows of the whole prompt."""
     live = LiveBudget("streaming", 48)
     async with service_on(bundled_model(), threads=1) as service:
         first = await ask(service, some_ids(30), 10, live=live, session="x")
@@ -192,8 +195,8 @@ async def test_exact_rows_stay_exact(service_on: OpenService) -> None:
         await settle(service)
         whole = await ask(service, long, 10)
         assert whole.finish.reuse.kept is None
-        assert whole.finish.reuse.live + whole.finish.reuse.hot == 48
-        assert whole.finish.reuse.prefill == len(long) - 48
+        assert whole.finish.reuse.live == 0
+        assert whole.finish.reuse.hot == len(long) - 1
         alone = await ask(service, long, 10, scope="other")
     assert alone.finish.reuse.prefill == len(long)
     assert whole.ids == alone.ids
@@ -331,9 +334,10 @@ async def test_long_chats_by_attention(service_on: OpenService, policy: str) -> 
 
 
 async def test_chats_that_do_not_fit_in_ram_either(service_on: OpenService) -> None:
-    """A chat that was pushed out of RAM by others is evaluated again, from its first token."""
+    """A chat that was pushed out of RAM by others is evaluated again, from its first token if the store has
+    no rows."""
     live = LiveBudget("streaming", 48)
-    fewer = {"live_sequences": 1, "parallel": 1, "threads": 1}
+    fewer = {"live_sequences": 1, "parallel": 1, "threads": 1, "hot_bytes": 0, "warm_bytes": 0}
     async with service_on(bundled_model(), **fewer) as service:
         await grow_chats(service, "a", 2, live)
         (seq,) = await live_of(service)
@@ -343,4 +347,5 @@ async def test_chats_that_do_not_fit_in_ram_either(service_on: OpenService) -> N
         assert service.engine.budgets.parked.nbytes <= 1.5 * tower
         assert service.engine.stats()["tokens_decoded"] > 2 * sum(map(len, found))
     async with service_on(bundled_model(), threads=1) as service:
-        assert await grow_chats(service, "x", 4, live) == found[:1]
+        prompt, last = np.array(found[0][:-21], np.int32), found[0][-21:-9]
+        assert (await ask(service, prompt, 12, live=live)).ids == last

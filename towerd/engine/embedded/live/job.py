@@ -207,10 +207,14 @@ class Job:
         self.ids = self._room[: n + 1]
         self.reply.append(token)
 
-    def n_cells_wanted(self, n_ctx: int, n_reply: int) -> int:
-        """Cells for its tokens so far and up to `n_reply` more, which the reply may still get."""
+    def n_cells_wanted(self, n_ctx: int, n_reply: int, n_held: int, n_known: int) -> int:
+        """Cells for its tokens so far and up to `n_reply` more, which the reply may still get. Its first
+        `n_known` tokens hold or will hold `n_held` cells. A chat with a budget keeps to it behind its
+        prompt."""
         n_left = self.n_reply_max(n_ctx) - len(self.reply) if self.request.n_predict else 0
-        return self.request.live.n_cells(min(n_ctx, self.n + max(0, min(n_reply, n_left))))
+        n_prompt = min(n_ctx, n_held + max(0, self.n_prompt - n_known))
+        n_all = min(n_ctx, n_held + self.n - n_known + max(0, min(n_reply, n_left)))
+        return max(n_prompt, self.request.live.n_cells(n_all))
 
     def n_reply_max(self, n_ctx: int) -> int:
         """The most tokens of the reply. If a chat may outgrow its context, a model that never ends

@@ -62,7 +62,8 @@ class Observed:
 @dataclass(frozen=True, slots=True, eq=False)
 class ExactPrefix:
     """A copy of a chat from before its first eviction: ids int32[n], the provenance of each
-    token's rows uint8[n], and the rows. The chat itself may have been cut and continued since."""
+    token's rows uint8[n], and the rows of the last tokens, those that the store lacked. The chat itself
+    may have been cut and continued since."""
 
     ids: Ids
     provenance: Provenances
@@ -156,6 +157,11 @@ class BoundedSet(LiveSet):
     """Evaluated tokens of the chat."""
     n_places: int
     """The context's length: places are below it."""
+    n_prompt: int = 0
+    """Length of the prompt that its request reads: until its end up to `n_full` positions may be live,
+    and as many as the budget allows from there on."""
+    n_full: int = 0
+    """The most positions that are live while a prompt is read."""
     exact: ExactPrefix | None = None
     """The rows of prefill alone, until the store has them."""
     n_evictions: int = 0
@@ -233,9 +239,16 @@ class BoundedSet(LiveSet):
         return self.budget.tokens - self.n_release
 
     @property
+    def n_more(self) -> int:
+        """Tokens that may be evaluated before an eviction is due."""
+        n_live = len(self.kept)
+        n_read = min(self.n_prompt - self.n, max(self.n_full, self.budget.tokens) - n_live)
+        return max(0, n_read, self.budget.tokens - n_live)
+
+    @property
     def room(self) -> int:
         """Tokens that may be evaluated before an eviction or a move is due."""
-        return min(self.budget.tokens - len(self.kept), self.n_places - self.place_next)
+        return min(self.n_more, self.n_places - self.place_next)
 
     @property
     def place_next(self) -> int:

@@ -1,7 +1,10 @@
 """Budgets: keep each chat that has a budget within it.
 
-Before a step that would exceed the budget, the policy chooses the positions that stay, and the
-others are evicted from the context. Positions keep their rotation, so holes are left. When a chat
+A prompt is read in full while the context has places: its rows are exact, and the store keeps and
+shares them like any other. At its end, and before a step that would exceed the budget afterwards, the
+policy chooses the positions that stay, and the others are evicted from the context. A prompt that is
+longer than the context is read in pieces, with such a choice after each. Positions keep their
+rotation, so holes are left. When a chat
 reaches the last position of the context, its live rows are compacted: their keys are rotated to
 places without holes, so a chat may be longer than the context. A chat that leaves the context is
 parked in RAM, because the store has no rows that were computed over a partial live set.
@@ -34,6 +37,7 @@ from towerd.engine.embedded.restore.branching import (
     Evict,
     FoundLive,
     has_everything,
+    worst_for,
 )
 from towerd.engine.embedded.restore.hooks import Hook
 from towerd.engine.moving.rotation import Rotation
@@ -44,7 +48,7 @@ from towerd.slots.blob import emit_blob
 from towerd.slots.kind import DENSE
 from towerd.slots.rows import KVRows, join
 from towerd.slots.shift import compose_at
-from towerd.tokens import Ids
+from towerd.tokens import Ids, Provenance
 
 _BUDGET_MIN = 16
 
@@ -130,7 +134,7 @@ class Budgets(Hook):
         if job.request.precache is not None:
             return super().find(job)
         live, scope, ids = job.request.live, job.request.scope, job.ids[: job.n - 1]
-        n_adoptable = self.n_adoptable(live)
+        n_adoptable = self.n_adoptable(job)
 
         def is_own(chat: LiveSeq | Parked) -> bool:
             kept = chat.live_set
@@ -144,7 +148,22 @@ class Budgets(Hook):
         def counts(chat: LiveSeq | Parked) -> bool:
             return is_own(chat) or has_everything(chat)
 
-        return self.branching.usable(job, self._pool.index.longest(ids, scope, counts, n_usable))
+        found = self._pool.index.longest(ids, scope, counts, n_usable)
+        if found.source is not None and self._is_better_stored(job, found):
+            found = self._pool.index.longest(ids, scope, has_everything, n_usable)
+        return self.branching.usable(job, found)
+
+    def _is_better_stored(self, job: Job, found: FoundLive) -> bool:
+        """Whether a chat was thinned by attention for what came behind the tokens that were found, and the
+        store has the rows of all of them."""
+        assert found.source is not None
+        live_set = found.source.live_set
+        if not isinstance(live_set, BoundedSet) or found.n >= live_set.n_chosen - 1:
+            return False
+        if not live_set.policy.signals or live_set.can_recall:
+            return False
+        plan = self.branching.tiers.plan(job.path, 0, job.n_on_path(found.n), worst=worst_for(job))
+        return plan.n >= found.n
 
     def open(self, job: Job, found: FoundLive, capacity: int, evict: Evict) -> LiveSeq | None:
         if isinstance(found.source, Parked):
@@ -154,37 +173,39 @@ class Budgets(Hook):
     def enter(self, job: Job, seq: LiveSeq) -> None:
         """See Hook.enter: the sequence gets a live set for the job's budget."""
         budget, live = job.request.live, seq.live_set
-        if isinstance(live, BoundedSet) and live.budget == budget:
-            return
-        assert not seq.is_partial, "a partial live set went to a request of another budget"
-        config = served(retention_config(budget.policy, budget.tokens), self._config)
-        seq.live_set = BoundedSet.whole(budget, seq.n, self._core.n_ctx, config)
+        if not isinstance(live, BoundedSet) or live.budget != budget:
+            assert not seq.is_partial, "a partial live set went to a request of another budget"
+            config = served(retention_config(budget.policy, budget.tokens), self._config)
+            seq.live_set = live = BoundedSet.whole(budget, seq.n, self._core.n_ctx, config)
+        live.n_prompt, live.n_full = job.n_prompt, self._core.n_ctx
+        if live.can_recall and self.recall is not None:
+            live.n_full = min(live.n_full, self.recall.space.n_max(live))
 
     def n_loadable(self, job: Job, seq: LiveSeq) -> int:
-        """See Hook.n_loadable. If the policy can recall, rows beyond the budget are offloaded."""
-        budget, n = job.request.live, super().n_loadable(job, seq)
-        if seq.is_partial and not (can_recall(budget.policy) and seq.was_only_loaded):
+        """See Hook.n_loadable. Behind what was thinned only a policy that can recall takes rows."""
+        n = super().n_loadable(job, seq)
+        if seq.is_partial and not (can_recall(job.request.live.policy) and seq.was_only_loaded):
             return 0
-        if can_recall(budget.policy):
-            return min(n, max(seq.n, self._core.n_ctx - 1))
-        return min(n, max(seq.n, min(budget.tokens, self.n_adoptable(budget))))
+        return min(n, max(seq.n, self.n_adoptable(job)))
 
     # ---- sharing rows with others ---------------------------------------------------------
 
-    def n_adoptable(self, budget: LiveBudget) -> int:
-        """How many tokens a chat of this budget may take rows for from the store or from another
-        chat. A policy that uses attention needs the queries before the first eviction, which only
-        an evaluation has; one that can recall chooses again at the end of the prompt."""
-        if budget.policy not in WATCHING or can_recall(budget.policy):
-            return self._core.n_ctx
-        return max(0, budget.tokens - QUERIES_MAX)
+    def n_adoptable(self, job: Job) -> int:
+        """How many tokens a job may take rows for from the store or from another chat: as many as the
+        context holds beside one more. A policy that uses attention needs the queries before the first
+        eviction, which only an evaluation has; one that can recall has those that it evaluates again."""
+        n_max, live = self._core.n_ctx - 1, job.request.live
+        if live.policy not in WATCHING or can_recall(live.policy):
+            return n_max
+        n_first = min(self._core.n_ctx, max(live.tokens, job.n_prompt))
+        return max(0, min(n_max, n_first - QUERIES_MAX))
 
     def n_given(self, job: Job) -> int:
-        """See Hook.n_given: the tokens that were evaluated before an eviction."""
+        """See Hook.n_given: the tokens that are there until its prompt has been read."""
         return min(job.n, job.request.live.tokens)
 
     def n_taken(self, job: Job, n: int) -> int:
-        return min(n, self.n_adoptable(job.request.live))
+        return min(n, self.n_adoptable(job))
 
     # ---- while it runs -------------------------------------------------------------------
 
@@ -195,10 +216,7 @@ class Budgets(Hook):
         live_set = bounded(seq)
         if seq.n + 1 > len(seq.ids):
             self._pool.grow(seq, seq.n + max(live_set.budget.tokens, seq.n // 4))
-        if live_set.can_recall:
-            self._choose(job, seq, live_set, evict)
-        elif len(live_set.kept) >= live_set.budget.tokens:
-            self._evict(job, seq, live_set)
+        self._thin(job, seq, live_set, evict)
         if live_set.place_next >= live_set.n_places and self.may_outgrow:
             self._move(seq, live_set, evict)
 
@@ -211,10 +229,15 @@ class Budgets(Hook):
             return False
         return job.n_live == job.n_prompt and job.request.n_predict != 0
 
-    def prompt_done(self, job: Job) -> None:
-        """See Hook.prompt_done: the reply reports how many tokens are live."""
-        if job.seq is not None:
-            job.reuse = replace(job.reuse, kept=job.seq.n_cells)
+    def prompt_done(self, job: Job, evict: Evict) -> None:
+        """See Hook.prompt_done: from here on the budget holds, and the reply reports how many tokens are
+        live."""
+        seq = job.seq
+        if seq is None:
+            return
+        if job.request.n_predict != 0:
+            self._thin(job, seq, bounded(seq), evict)
+        job.reuse = replace(job.reuse, kept=seq.n_cells)
 
     def evaluating(self, batch: list[Job], mine: list[Job]) -> AbstractContextManager[None]:
         """See Hook.evaluating: collect the queries that evictions will use, and index the positions
@@ -245,21 +268,33 @@ class Budgets(Hook):
         if self._observer is not None and job.seq is not None:
             self._observer.observe(job, bounded(job.seq))
 
+    def _thin(self, job: Job, seq: LiveSeq, live_set: BoundedSet, evict: Evict) -> None:
+        """Choose the live positions again, if that is due."""
+        if live_set.can_recall:
+            self._choose(job, seq, live_set, evict)
+        elif live_set.n_more == 0:
+            self._evict(job, seq, live_set)
+
     def _evict(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
         if self._observer is not None and live_set.policy.signals:
             self._observer.measure(seq, live_set)
         has_messages = Signal.MESSAGES in live_set.policy.signals
         view = live_set.view(self._messages(job, seq.n) if has_messages else None)
         stay = live_set.policy.keep(view, live_set.n_target)
-        self._keep_exact_prefix(seq, live_set)
+        self._keep_exact_prefix(job, seq, live_set)
         n_dropped = self._pool.evict(seq, live_set, stay)
+        live_set.n_chosen = live_set.n
         self.n_evictions += 1
         self.n_tokens_dropped += n_dropped
         self._defragment(seq, live_set, n_dropped)
 
-    def _keep_exact_prefix(self, seq: LiveSeq, live_set: BoundedSet) -> None:
-        """Before the first eviction, copy the rows that the store may have of the chat."""
-        rows = None if live_set.is_partial else self._memory.rows(seq.id, 0, seq.n)
+    def _keep_exact_prefix(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
+        """Before the first eviction, copy the rows of the chat that the store lacks."""
+        if live_set.is_partial:
+            return
+        stop = job.n_on_path(seq.n)
+        stored = self.branching.tiers.plan(job.path, 0, stop, worst=Provenance.EXACT)
+        rows = None if stored.n >= seq.n else self._memory.rows(seq.id, stored.n, seq.n)
         if rows is not None:
             ids, provenance = seq.tokens().copy(), seq.provenance[: seq.n].copy()
             live_set.exact = ExactPrefix(ids, provenance, rows)
@@ -282,7 +317,7 @@ class Budgets(Hook):
         assert observer is not None
         if job.n_begun < 0 and job.phase is JobPhase.PREFILL:
             job.n_begun = seq.n
-        is_full = len(live_set.kept) >= live_set.budget.tokens
+        is_full = live_set.n_more == 0
         if job.phase is JobPhase.PREFILL and self.awaits_recall(job):
             job.was_recalled = True
             queries = observer.scaled_queries(live_set, job.n_begun)
@@ -293,8 +328,9 @@ class Budgets(Hook):
         elif is_full:
             queries = observer.scaled_queries(live_set, 0)
         else:
+            recall.offload_read(job, seq, live_set)
             return
-        self._keep_exact_prefix(seq, live_set)
+        self._keep_exact_prefix(job, seq, live_set)
         n_dropped = recall.choose(seq, live_set, queries, evict)
         self.n_tokens_dropped += n_dropped
         self.n_evictions += is_full

@@ -30,7 +30,7 @@ from towerd.slots.blob import parse_rows
 from towerd.slots.errors import StateError
 from towerd.slots.rows import KVRows
 
-QUERIES_MAX = 64
+QUERIES_MAX = 16
 """Queries that one eviction uses: the last ones before it."""
 _PROBE_TOKENS = 16
 _PROBE_ERROR_MAX = 0.05

@@ -219,6 +219,7 @@ class Recall:
         back = np.setdiff1d(stay, live_set.kept, assume_unique=True)
         n_dropped = self._pool.evict(seq, live_set, stay)
         self._bring_back(seq, live_set, back, evict)
+        self.space.make(live_set)
         self.space.page_out(live_set)
         live_set.n_chosen = live_set.n
         self.n_choices += 1
@@ -307,6 +308,13 @@ class Recall:
         offloaded = live_set.offloaded
         lost = np.setdiff1d(offloaded.positions, offloaded.in_ram, assume_unique=True)
         self.space.forget(live_set, lost)
+
+    def offload_read(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
+        """Offload what was read of a prompt at whose end the policy will choose, so that it is indexed
+        while the rest is read."""
+        n_end = len(live_set.kept) + job.n_prompt - seq.n
+        if job.phase is JobPhase.PREFILL and n_end >= live_set.budget.tokens:
+            self.offload(seq, live_set)
 
     def offload(self, seq: LiveSeq, live_set: BoundedSet) -> None:
         """Copy the live rows that are not offloaded yet."""

@@ -65,9 +65,10 @@ class Exporter:
         self._export_copy(exact.ids, seq.scope, exact.provenance, exact.rows)
 
     def _export_copy(self, ids: Ids, scope: str, provenance: Provenances, rows: KVRows) -> None:
-        """Export of `rows`, which are those of all of `ids`, what the store lacks."""
+        """Export of `rows`, which are those of the last ones of `ids`, what the store lacks."""
         for gap in self._tiers.gaps(ids, scope, provenance):
-            self._accept(gap, rows.slice(gap.p0, gap.p1).copy())
+            if gap.p0 >= rows.p0:
+                self._accept(gap, rows.slice(gap.p0, gap.p1).copy())
 
     def _accept(self, gap: Gap, rows: KVRows) -> None:
         self.bytes_out += rows.nbytes

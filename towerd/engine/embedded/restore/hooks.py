@@ -82,8 +82,8 @@ class Hook:
         and has its last tokens evaluated again."""
         return False
 
-    def prompt_done(self, job: Job) -> None:
-        """Called when the prompt is evaluated and the reply begins."""
+    def prompt_done(self, job: Job, evict: Evict) -> None:
+        """Called when the prompt is evaluated and the reply begins. Raises Unavailable as `before_step`."""
 
     def restarts_shortened(self, job: Job) -> bool:
         """Whether a job that has filled its context starts over with a shortened prompt."""

@@ -69,21 +69,24 @@ class CellRoom:
         if not n_busy and not n_owed:
             return True
         n_left = self._pool.n_cells - n_busy - n_owed
-        n_wanted = self._n_wanted(job)
+        source = found.source
+        n_held = 0 if source is None else source.live_set.rank(found.n)
+        n_wanted = self._n_wanted(job, n_held, 0 if source is None else found.n)
         return n_wanted <= n_left or n_wanted - self._restorer.n_shared(job, found) <= n_left
 
     def _n_owed(self, job: Job) -> int:
         """The cells that a running job will need beside those that it holds."""
         seq = job.seq
         if seq is None:
-            return self._n_wanted(job)
-        has_budget = job.request.live.is_bounded  # then it evicts what it shares with others
-        n_held = self._pool.n_own_cells(seq) if has_budget else seq.n_cells
-        return max(0, self._n_wanted(job) - n_held)
+            return self._n_wanted(job, 0, 0)
+        n_wanted, n_held = self._n_wanted(job, seq.n_cells, seq.n), seq.n_cells
+        if job.request.live.is_bounded and n_wanted <= job.request.live.tokens:
+            n_held = self._pool.n_own_cells(seq)  # it evicts what it shares with others
+        return max(0, n_wanted - n_held)
 
-    def _n_wanted(self, job: Job) -> int:
+    def _n_wanted(self, job: Job, n_held: int, n_known: int) -> int:
         n_reply = _REPLY_TOKENS << min(job.n_preempted, _DOUBLINGS_MAX)
-        return job.n_cells_wanted(self._n_ctx, n_reply)
+        return job.n_cells_wanted(self._n_ctx, n_reply, n_held, n_known)
 
     def make(self, n_cells: int) -> bool:
         """Evict idle sequences until `n_cells` are free. False: that was not enough, so a job was

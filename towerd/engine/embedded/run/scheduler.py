@@ -467,7 +467,7 @@ class Scheduler:
     def _prompt_done(self, job: Job) -> None:
         first = job.t_first == 0.0
         if first:
-            self.hooks.of_job(job).prompt_done(job)
+            self.hooks.of_job(job).prompt_done(job, self.room.evict_one)
             job.t_first = time.monotonic()
             self._endings.emit(job, job.started())
             if job.output is not None:
