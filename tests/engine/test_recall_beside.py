@@ -137,7 +137,8 @@ async def test_a_chat_that_cannot_be_indexed(
                 raise TowerdError("this index is full")
         index(self, positions, keys, n_threads=n_threads)
 
-    async with service_on(bundled_model(), **SETTINGS, ctx_size=1024) as service:
+    settings = {**SETTINGS, "ctx_size": 1024, "batch_size": 128}
+    async with service_on(bundled_model(), **settings) as service:
         alone = await ask(service, some_ids(500, 1), 20, live=live, scope="alone")
         monkeypatch.setattr(IceCache, "index", failing)
         answers = await asyncio.gather(

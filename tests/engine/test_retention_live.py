@@ -22,6 +22,7 @@ from towerd.engine.embedded.context.taps import Taps
 from towerd.engine.embedded.live.live_set import BoundedSet
 from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.longchat.budgets import bounded
+from towerd.engine.embedded.longchat.observer import QUERIES_MAX
 from towerd.engine.embedded.longchat.recall import REEVALUATED_TOKENS
 from towerd.errors import ConfigError, ContextExceeded, InvalidRequest, NotSupported
 from towerd.model.llama_model import LlamaModel
@@ -297,7 +298,7 @@ async def test_masses_are_the_attention(
     context.batch.add(ids, 0, 0, logits_last=True)
     context.decode()
     weights = np.stack([taps.take("kq_soft_max", layer) for layer in taps.layers])
-    expected = weights.mean(axis=(0, 1)).sum(axis=0)[:n]
+    expected = weights.mean(axis=(0, 1))[-QUERIES_MAX:].sum(axis=0)[:n]
     context.close()
     model.close()
     settings = {"threads": 1, "retention": policy, "flash_attn": flash_attn}
