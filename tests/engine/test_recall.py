@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -31,6 +32,27 @@ def recall_of(service: EmbeddedService) -> Recall:
     recall = service.engine.budgets.recall
     assert recall is not None
     return recall
+
+
+@pytest.mark.parametrize(("recall_bytes", "is_said"), [(1 << 16, True), (1 << 24, False)])
+async def test_a_start_that_can_recall_nothing_says_so(
+    service_on: OpenService, caplog: pytest.LogCaptureFixture, recall_bytes: int, is_said: bool
+) -> None:
+    """With what would help, which does."""
+    settings = {**SETTINGS, "live_budget": 128, "recall_disk_bytes": 0}
+    async with service_on(bundled_model(), **settings, recall_bytes=recall_bytes):
+        assert ("brings nothing back" in caplog.text) == is_said
+    if is_said:
+        found = re.search(r"alone. (\d+)M", caplog.text)
+        assert found is not None
+        caplog.clear()
+        more = int(found[1]) << 20
+        async with service_on(bundled_model(), **settings, recall_bytes=more) as service:
+            assert "brings nothing back" not in caplog.text
+            live = LiveBudget("icecache", 128)
+            await ask(service, some_ids(250), 4, live=live)
+            _, live_set = await the_chat(service)
+            assert len(live_set.offloaded) > 128
 
 
 async def the_chat(service: EmbeddedService) -> tuple[LiveSeq, BoundedSet]:

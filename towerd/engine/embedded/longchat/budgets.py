@@ -12,6 +12,7 @@ parked in RAM, because the store has no rows that were computed over a partial l
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,7 @@ from towerd.engine.embedded.restore.branching import (
 )
 from towerd.engine.embedded.restore.hooks import Hook
 from towerd.engine.moving.rotation import Rotation
-from towerd.errors import InvalidRequest, NotSupported
+from towerd.errors import InvalidRequest, NotSupported, TowerdError
 from towerd.retention import Positions, Signal, can_recall, retention_config
 from towerd.settings.config import RETENTIONS, WATCHING, Config, parked_bytes
 from towerd.slots.blob import emit_blob
@@ -49,6 +50,8 @@ from towerd.slots.kind import DENSE
 from towerd.slots.rows import KVRows, join
 from towerd.slots.shift import compose_at
 from towerd.tokens import Ids, Provenance
+
+log = logging.getLogger(__name__)
 
 _BUDGET_MIN = 16
 
@@ -85,7 +88,23 @@ class Budgets(Hook):
         """None: the attention of this context cannot be read."""
         if observer is not None:
             self.recall = Recall(core, pool, observer, config, folder)
+            self._warn(self.recall)
         self._eog_ids = np.array(sorted(core.vocab.eog_ids), np.int32)
+
+    def _warn(self, recall: Recall) -> None:
+        """Say so if chats with the default budget can recall nothing."""
+        budget = LiveBudget(self._config.retention, self._config.live_budget)
+        if not budget.is_bounded or not can_recall(budget.policy):
+            return
+        n_ctx = self._core.n_ctx
+        try:
+            self.check(budget)
+            config = served(retention_config(budget.policy, budget.tokens), self._config)
+        except TowerdError:  # each request is told
+            return
+        why = recall.space.why_nothing(BoundedSet.whole(budget, 0, n_ctx, config), n_ctx)
+        if why is not None:
+            log.warning(why)
 
     # ---- checks before a request is taken -------------------------------------------------
 

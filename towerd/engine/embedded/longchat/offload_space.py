@@ -52,6 +52,19 @@ class OffloadSpace:
             most = min(most, (self.bytes_max - rows * least.tokens) // max(1, index))
         return max(least.tokens, most, self.bytes_max // (rows + index))
 
+    def why_nothing(self, live_set: BoundedSet, n_ctx: int) -> str | None:
+        """Why nothing of a chat with this live set's budget can come back, and what would help; None if
+        something can. n_ctx: the most tokens that may be live"""
+        n_budget = live_set.budget.tokens
+        if self.n_max(live_set) > n_budget:
+            return None
+        token_bytes = self.layout.token_bytes + self.index_bytes(live_set)
+        half, whole = (-(-n * token_bytes >> 20) for n in (min(2 * n_budget, n_ctx), n_ctx))
+        return (
+            f"--retention {live_set.budget.policy} brings nothing back: --recall-bytes has room for the "
+            f"{n_budget} live tokens alone. {half}M would hold as many again, {whole}M the whole context."
+        )
+
     def n_ram(self, live_set: BoundedSet) -> int:
         """The most offloaded positions whose rows may be in RAM."""
         left = self.bytes_max - self.index_bytes(live_set) * len(live_set.offloaded)
