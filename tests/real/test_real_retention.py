@@ -40,7 +40,7 @@ async def test_a_text_beyond_its_budget(
             assert answer.finish.reuse.prefill == len(chat) - n_known
             kept = answer.finish.reuse.kept
             assert kept is not None
-            assert BUDGET / 2 < kept <= BUDGET
+            assert BUDGET / 3 < kept <= BUDGET
             assert service.engine.pool.cells_used <= BUDGET
         await settle(service)
         stored = service.store.session_ids("chat", "local")
@@ -48,16 +48,16 @@ async def test_a_text_beyond_its_budget(
 
 
 async def test_a_pass_key(service_on: OpenService, smollm2: Path) -> None:
-    """Far behind, it is found by the full cache, and under less than half of it by the policy that
-    brings back what is asked for; not by the one that keeps what is recent."""
+    """Far behind, it is found by the full cache, and under less than half of it by the policies that
+    keep or bring back what is asked for; not by the one that keeps what is recent."""
     async with service_on(smollm2, retention="icecache") as service:
         ids = await ids_of(service, BREAD + KEY + RIVER + LETTER + ASKED, begins=True)
         assert len(ids) > 2 * BUDGET
         said = {}
-        for policy in ("none", "icecache", "streaming"):
+        for policy in ("none", "icecache", "snapkv", "streaming"):
             live = LiveBudget(policy, BUDGET) if policy in BOUNDED else LiveBudget()
             answer = await ask(service, ids, N, live=live, scope=policy)
             assert answer.finish.reuse.prefill == len(ids)
             said[policy] = "48213" in answer.text
-        assert said == {"none": True, "icecache": True, "streaming": False}
+        assert said == {"none": True, "icecache": True, "snapkv": True, "streaming": False}
         await settle(service)
