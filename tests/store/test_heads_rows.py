@@ -22,10 +22,17 @@ from store_tools import (
 )
 
 from towerd.errors import RowsDamaged
+from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout, Plane
 from towerd.slots.rows import HeadRows, KVRows, join
 from towerd.store import FormatRequest, Node, SegmentFile, Store
-from towerd.store.segments.segment_header import MAGIC, VERSION, decode_head, unframed
+from towerd.store.segments.segment_header import (
+    MAGIC,
+    VERSION,
+    decode_head,
+    encode_head,
+    unframed,
+)
 
 HEAD = KVLayout((Plane(1, 24),), (Plane(0, 16),))
 """A layer of other formats than the model's."""
@@ -273,8 +280,31 @@ def test_rows_that_depend_on_what_follows_stay_with_their_branch(root: Path) -> 
         found = [each.rows.positions.tolist() for each in heads_of(store, leaf) if each is not None]
         assert sum(found, []) == expected
         store.insert(np.concatenate([IDS[:35], ids_of(1)]), "local", [36])
-        assert check_heads(store, leaf) == 48
+        assert check_heads(store, leaf) == 47
     with Store.open(root, ROW_IDENTITY) as store:
         store.rows.head = MINE
         leaf = store.match(IDS, "local").nodes[-1]
         assert {each.lag for each in heads_of(store, leaf) if each is not None} == {1}
+
+
+def test_a_cut_in_memory_takes_no_row_of_the_branch_behind_it(store: Store) -> None:
+    """A segment is cut where another chat leaves it, after its rows came."""
+    store.rows.head = MINE
+    leaf = store.insert(IDS, "local", [50])[-1]
+    store.rows.attach_hot(leaf.path(), with_head(IDS, replace(head_of(IDS), lag=1)))
+    other = store.insert(np.concatenate([IDS[:25], ids_of(1)]), "local", [26])[-1]
+    (above, *_) = heads_of(store, other.path()[0])
+    assert above is not None
+    assert above.rows.positions.tolist() == list(range(24))
+    store.check_integrity(keys=True)
+
+
+def test_a_lag_of_more_rows_than_there_are_is_refused(store: Store) -> None:
+    data = file_of(written(store, head_of(IDS))).path.read_bytes()
+    header, start = decode_head(memoryview(data))
+    assert header.head is not None
+    for lag in (-1, 51, 2**64 - 1):
+        head = msgspec.structs.replace(header.head, lag=lag)
+        changed = encode_head(msgspec.structs.replace(header, head=head)) + data[start:]
+        with pytest.raises(StateError):
+            decode_head(memoryview(changed))

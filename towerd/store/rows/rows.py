@@ -155,7 +155,7 @@ class RowStore:
         if not self.is_trusted:
             raise RowsDamaged("the model's file was changed, so rows are not used")
         if isinstance(part.source, Runs):
-            yield from part.source.slice(part.p0, part.p1)
+            yield from part.source.slice(part.p0, part.p1).settled()
             return
         at, file = part.p0, part.source
         while at < part.p1:
@@ -172,7 +172,9 @@ class RowStore:
         self._open(file, part.node)
         try:
             layout = self._state.row_identity.layout
-            yield from file.rows(layout, p0, part.p1, self._pool, self.head)
+            for rows in file.rows(layout, p0, part.p1, self._pool, self.head):
+                # the segment may have been cut here since, where another branch begins
+                yield rows.settled() if rows.p1 == part.p1 else rows
         except (StateError, OSError) as error:
             raise self._damaged(file, error) from error
 

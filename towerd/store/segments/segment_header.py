@@ -420,7 +420,7 @@ def _check_head(head: HeadEntry, n_rows: int, n_data: int) -> None:
         if not end <= row0 < row0 + n <= n_rows:
             raise StateError("the rows of a head are of positions that the file does not have")
         end = row0 + n
-    is_named = len(head.digest) == KEY_BYTES and head.lag >= 0
+    is_named = len(head.digest) == KEY_BYTES and 0 <= head.lag <= n_rows
     if not is_named or not head.ranges or not head.layout.n_layer:
         raise StateError("a head without a name or rows")
     for plane in head.planes:
