@@ -111,7 +111,7 @@ class EmbeddedEngine:
             self.parts = Parts(core, tiers, config, checkpoint_tier, drafts, self._deliver)
             self.budgets, self.media = self.parts.budgets, self.parts.media
             self._check_retention(config)
-        except ConfigError:
+        except BaseException:
             if drafts is not None:  # before the caller frees the context and the model
                 drafts.close()
             raise
