@@ -162,8 +162,9 @@ def make_misfits(folder: Path) -> dict[str, Misfit]:
         make_head_gguf(path, arch) if arch in HEADS else make_target(path, arch)
     found = {}
     for name, (arch, kind, changes, said) in _MISFITS.items():
-        make_drafter(folder / name, kind, **changes)
-        found[name] = Misfit(models[arch], ("-md", str(folder / name), "--spec-type", kind), said)
+        make_drafter(folder / name, kind.split()[0], **changes)
+        flags = ("-md", str(folder / name), "--spec-type", *kind.split())
+        found[name] = Misfit(models[arch], flags, said)
     (folder / "text").write_text("no model")
     narrow = {"block_count": 5, "nextn_predict_layers": 1, "embedding_length": 64}
     make_arch_gguf(folder / "narrow", "glm4moe", narrow)
@@ -215,6 +216,12 @@ _MISFITS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "states": ("glm4moe", "draft-eagle3", {}, "hands out no hidden states"),
     "block": ("llama", "draft-dflash", {"keys": {"block_size": 1}}, "of less than 2 tokens"),
     "blocks": ("llama", "draft-dflash", {"keys": {"target_layers": [1, 7]}}, "before layer 7"),
+    "large": (
+        "llama",
+        "draft-dflash --spec-draft-n-max 999",
+        {"keys": {"block_size": 4096}},
+        "evaluates 1000 tokens at once",
+    ),
     "mask": ("llama", "draft-dflash", {"mask": None}, "names no mask token"),
     "masked": ("llama", "draft-dflash", {"mask": 5000}, "names no mask token"),
     "markov": ("llama", "draft-dspark", {"n_vocab": 600}, "cannot be loaded"),

@@ -113,7 +113,13 @@ Head::Head(const Model & model, llama_context * ctx, const llama_context_params 
         n_at_once_ = 1;
     } else if (is_block_) {  // all tokens of a block see each other, so that they have to be evaluated in one go
         const int n_block = std::max(1, common_speculative_n_max(speculative_.get()) + 1);
-        n_at_once_        = std::max<size_t>(1, llama_n_ubatch(context_.get()) / static_cast<size_t>(n_block));
+        const int n_fit   = static_cast<int>(llama_n_ubatch(context_.get()));
+        if (n_block > n_fit) {
+            throw std::runtime_error(named() + " evaluates " + std::to_string(n_block) +
+                                     " tokens at once: start with --ubatch-size " + std::to_string(n_block) +
+                                     " or --spec-draft-n-max " + std::to_string(n_fit - 1));
+        }
+        n_at_once_ = static_cast<size_t>(n_fit / n_block);
     }
 }
 
