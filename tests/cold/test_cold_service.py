@@ -286,7 +286,7 @@ async def test_a_frozen_chat_that_is_expected_back_is_thawed_ahead(
 
 
 async def test_thawed_ahead_within_its_budget(service_on: OpenService) -> None:
-    """A chat with a live budget is not evaluated as if it had none: its next prompt continues."""
+    """A chat with a live budget is evaluated in full, as its next prompt would be, which continues."""
     prompt = [1, *words(200, 11)]
     live = LiveBudget("streaming", 64)
     settings = {"retention": "streaming", "live_budget": 64}
@@ -295,10 +295,10 @@ async def test_thawed_ahead_within_its_budget(service_on: OpenService) -> None:
         await settle(service)
         await freeze_and_open(service, "s")
         assert service.cold.stats()["thaws_ahead"] == 1
-        assert service.engine.pool.cells_used <= 64
         follow_up = prompt + first.ids + words(9, 12)
         next_one = await ask(service, follow_up, session="s", live=live)
         assert next_one.finish.reuse.prefill <= 12
+        assert service.engine.pool.cells_used <= 64
         await settle(service)
 
 

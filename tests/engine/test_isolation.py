@@ -109,7 +109,7 @@ async def test_attention_that_cannot_be_read(
         monkeypatch.setattr(Taps, "take", lambda *_: 1 // 0)
         beside, failed = await asyncio.gather(
             ask(service, some_ids(30), 12, scope="other"),
-            ask(service, some_ids(30), 12, live=LiveBudget("h2o", 64), scope="bad"),
+            ask(service, some_ids(30), 40, live=LiveBudget("h2o", 64), scope="bad"),
             return_exceptions=True,
         )
         assert isinstance(failed, TowerdError)
@@ -203,9 +203,11 @@ async def test_moving_a_chat_together_uses_up_its_queries(
 async def test_a_chat_that_gives_way_while_its_prompt_is_evaluated(
     service_on: OpenService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It continues as it was, and what it had evaluated is not reported as found."""
-    async with service_on(bundled_model(), threads=1) as service:
-        expected = await ask(service, some_ids(200), 8, live=LIVE, scope="undisturbed")
+    """Longer than the context, so that a part of it was evicted: it continues as it was, and what it had
+    evaluated is not reported as found."""
+    settings = {"threads": 1, "ctx_size": 128, "live_tokens": 256, "batch_size": 32}
+    async with service_on(bundled_model(), **settings) as service:
+        expected = await ask(service, some_ids(240), 8, live=LIVE, scope="undisturbed")
         scheduler, n_times = service.engine.scheduler, 0
 
         def preempt() -> None:
@@ -223,10 +225,10 @@ async def test_a_chat_that_gives_way_while_its_prompt_is_evaluated(
                 scheduler.call(preempt)  # before the next step
 
         monkeypatch.setattr(service.engine.budgets, "after_step", then)
-        found = await ask(service, some_ids(200), 8, live=LIVE)
+        found = await ask(service, some_ids(240), 8, live=LIVE)
         assert n_times == 3
         assert found.ids == expected.ids
-        assert (found.finish.reuse.live, found.finish.reuse.prefill) == (0, 200)
+        assert (found.finish.reuse.live, found.finish.reuse.prefill) == (0, 240)
         assert found.finish.reuse.kept == expected.finish.reuse.kept
         await settle(service)
 

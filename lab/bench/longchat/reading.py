@@ -1,8 +1,8 @@
 """How well a served model predicts a text that it reads under a live budget.
 
-The text is a prompt. The engine's own parts evaluate it and drop positions where the scheduler
-would, in the chunks of a chat's prompt; the only difference is that the logits of every token are
-computed. A token of a reply sees what a prompt's token in its place sees.
+The text is read as if it were a reply: the budget holds from its first token on. The engine's own
+parts evaluate it and drop positions where the scheduler would, in chunks as large as the budget
+allows; a token of a chunk sees what it would see if it were generated.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _read(engine: EmbeddedEngine, ids: Ids, live: LiveBudget, advance: Advance) 
             found.surprises[n + i] = surprise(engine.core.context.logits(i), int(token))
         advance(n_new)
 
-    with _job(engine, ids, live) as job:
+    with _job(engine, ids, live, n_prompt=1) as job:
         _evaluate(engine, job, note)
     return found
 
@@ -87,7 +87,7 @@ def _last_attention(
 ) -> tuple[Rows, Rows]:
     observer, n_keys = engine.parts.observer, len(ids) - n_queries
     assert observer is not None
-    with _job(engine, ids, live) as job:
+    with _job(engine, ids, live, n_prompt=len(ids)) as job:
         _evaluate(engine, job, None)
         assert job.seq is not None
         queries = observer.scaled_queries(bounded(job.seq), n_keys)
@@ -97,7 +97,7 @@ def _last_attention(
 
 
 def _evaluate(engine: EmbeddedEngine, job: Job, note: Callable[[Job], None] | None) -> None:
-    """Evaluate the prompt of `job` as the scheduler does. note: called after each chunk, while its
+    """Evaluate the tokens of `job` as the scheduler does. note: called after each chunk, while its
     logits are available; None: no logits are computed."""
     batching, batch = Batching(engine.core.context), engine.core.context.batch
     while job.n_live < job.n:
@@ -130,11 +130,12 @@ def keys_of(rows: KVRows, head_size: int) -> Rows:
 
 
 @contextmanager
-def _job(engine: EmbeddedEngine, ids: Ids, live: LiveBudget) -> Iterator[Job]:
-    """A request for `ids` with a sequence of its own, which is released afterwards."""
+def _job(engine: EmbeddedEngine, ids: Ids, live: LiveBudget, n_prompt: int) -> Iterator[Job]:
+    """A request for `ids`, of which `n_prompt` are its prompt, with a sequence of its own, which is
+    released afterwards."""
     request = GenerateRequest(ids=ids, n_predict=0, cache_prompt=False, live=live)
     ids = np.ascontiguousarray(ids, np.int32)
-    job = Job(request, ids, len(ids), engine.store.hold(ids, request.scope))
+    job = Job(request, ids, n_prompt, engine.store.hold(ids, request.scope))
 
     def evict() -> bool:
         idle = engine.pool.idle_lru()
