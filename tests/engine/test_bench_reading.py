@@ -21,15 +21,17 @@ SETTINGS = {"retention": "h2o", "threads": 1}
 async def test_a_token_is_as_probable_as_when_it_is_generated(
     service_on: OpenService, live: LiveBudget
 ) -> None:
-    """What the engine says after a prompt has the log-probability that reading it on finds."""
+    """What the engine says while a reply outgrows the budget has the log-probability that reading it
+    finds."""
+    n_prompt, n_reply = 40, 30
     async with service_on(bundled_model(), **SETTINGS) as service:
-        ids = some_ids(N)
-        answer = await ask(service, ids, 4, live=live)
+        ids = some_ids(n_prompt)
+        answer = await ask(service, ids, n_reply, live=live)
         whole = np.concatenate([ids, np.array(answer.ids, np.int32)])
         found = await read(service.engine, whole, live)
         said = [probs.logprob for probs in answer.probs]
-        np.testing.assert_allclose(-found.surprises[N - 1 :], said, atol=2e-3)
-        assert found.live.max() == (48 if live.is_bounded else N + 4)
+        np.testing.assert_allclose(-found.surprises[n_prompt - 1 :], said, atol=2e-3)
+        assert found.live.max() == (48 if live.is_bounded else n_prompt + n_reply)
         await settle(service)
 
 
