@@ -126,6 +126,8 @@ class Task:
         self._prompts = prompts
         self._sees_slots = sees_slots
         self._is_slow = False
+        self._wrote_s = 0.0
+        """CPU time of writes since the event loop last had its turn, at most."""
 
     @property
     def ping_s(self) -> float | None:
@@ -210,7 +212,12 @@ class Task:
             return await self._threads.call(0, write, *args)
         began = time.thread_time()  # not that of a busy machine: a thread costs more than it saves
         data = write(*args)
-        self._is_slow = time.thread_time() - began > WRITE_S_MAX
+        took_s = time.thread_time() - began
+        self._is_slow = took_s > WRITE_S_MAX
+        self._wrote_s += took_s
+        if self._wrote_s > WRITE_S_MAX:  # events that had queued up are written one after the other
+            self._wrote_s = 0.0
+            await asyncio.sleep(0)
         return data
 
 
