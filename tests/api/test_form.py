@@ -28,6 +28,11 @@ def test_a_form_as_clients_write_it() -> None:
     assert asked(prepared.body, str(prepared.headers["Content-Type"])) == "t\u00e4les"
 
 
+def test_a_file_name_that_looks_like_a_name() -> None:
+    part = b'--b\r\nContent-Disposition: form-data; filename="a; name=model"; name="file"\r\n\r\nx\r\n--b--'
+    assert list(read_form(part, b"b").files) == ["file"]
+
+
 @pytest.mark.parametrize(
     "body",
     [

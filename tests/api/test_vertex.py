@@ -80,6 +80,8 @@ async def test_keys_and_tenants(make_client: MakeClient) -> None:
     client = await make_client(vertex=VERTEX, api_keys=(("ka", "ann"), ("kb", "bob")))
     async with client.post(VERTEX.predict, json={"instances": []}) as reply:
         assert reply.status == 401
+    async with client.get(VERTEX.health) as reply:  # which needs none
+        assert reply.status == 200
     ann, bob = ({"Authorization": f"Bearer {key}"} for key in ("ka", "kb"))
     (found,) = await predict(client, [instance("chatCompletions", **CHAT)], headers=ann)
     assert found["choices"]
@@ -104,5 +106,8 @@ def test_variables(tmp_path: Path) -> None:
     for wrong in ("x", "-1", "99999"):
         with pytest.raises(ConfigError, match="AIP_HTTP_PORT is a port"):
             load(flags, env | {"AIP_HTTP_PORT": wrong}, toml)
+    for wrong in ("/p{", "/{x}", "a b", "/"):
+        with pytest.raises(ConfigError, match="AIP_PREDICT_ROUTE is a path"):
+            load(flags, env | {"AIP_PREDICT_ROUTE": wrong}, toml)
     with pytest.raises(ConfigError, match="set a key"):
         load(flags, {"AIP_MODE": "BATCH"}, toml)

@@ -18,6 +18,7 @@ from aiohttp import web
 from towerd.api.http.gate import LEAVING, ApiService, Asleep
 from towerd.api.http.keys import CONFIG, GATE, LIMITS
 from towerd.api.llama import info
+from towerd.api.llama.slots import BOOK
 from towerd.api.llama.task import RUNNING
 from towerd.app.loop import tune_gc
 from towerd.errors import TowerdError, Unavailable
@@ -97,6 +98,7 @@ class Sleeper:
             return
         log.info("no request came for a while: the model is unloaded until one does")
         service = self._gate.fall_asleep(asleep)
+        self._app[BOOK].clear()
         await service.engine.drain(self._app[LIMITS].grace_s)
         del service
         await self.close()

@@ -82,6 +82,10 @@ class SlotBook:
         found = self._chats.get((tenant, slot))
         return found if found is not None and found.store is store else None
 
+    def clear(self) -> None:
+        """Leave all slots empty: the store that their chats are in is closed."""
+        self._chats.clear()
+
     def forget(self, tenant: str, slot: int) -> None:
         """Leave a slot empty."""
         self._chats.pop((tenant, slot), None)
@@ -112,6 +116,8 @@ async def save(
     spec = engine.slot_image
     if spec is None:
         raise NotSupported("This model's state is more than rows, and is not written to slot files")
+    if not chat.store.rows.is_trusted:
+        raise NotSupported("The rows of this model are not stored: the daemon's log says why")
     ids = await asyncio.to_thread(chat.tokens)
     if (ids < 0).any():
         raise NotSupported("A chat with pictures or sounds is not written to slot files")
@@ -131,7 +137,9 @@ async def save(
                 raise Unavailable("The rows of this slot are not stored yet; try again")
             with suppress(TimeoutError):
                 await asyncio.wait_for(engine.settle(), SETTLE_S)
-                if not is_evaluated:  # they left for want of space
+                if is_evaluated:
+                    await asyncio.sleep(SETTLE_S)
+                else:  # they left for want of space
                     await _evaluate(sessions, ids, chat.scope, cache_prompt=False)
                     is_evaluated = True
 

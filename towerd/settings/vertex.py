@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from towerd.errors import ConfigError
+
+_PATH = re.compile(r"(/[-A-Za-z0-9._~:@]+)+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +30,13 @@ def vertex_of(env: Mapping[str, str]) -> Vertex | None:
     port = env.get("AIP_HTTP_PORT") or "8080"
     if not (port.isascii() and port.isdecimal()) or int(port) > 65535:
         raise ConfigError(f"AIP_HTTP_PORT is a port, not {port!r}.")
-    predict = _path(env.get("AIP_PREDICT_ROUTE") or "/predict")
-    return Vertex(int(port), predict, _path(env.get("AIP_HEALTH_ROUTE") or ""))
+    predict = _path(env, "AIP_PREDICT_ROUTE") or "/predict"
+    return Vertex(int(port), predict, _path(env, "AIP_HEALTH_ROUTE"))
 
 
-def _path(text: str) -> str:
-    return f"/{text}" if text and not text.startswith("/") else text
+def _path(env: Mapping[str, str], name: str) -> str:
+    text = env.get(name) or ""
+    path = f"/{text}" if text and not text.startswith("/") else text
+    if path and not _PATH.fullmatch(path):
+        raise ConfigError(f"{name} is a path of letters, digits and -._~:@/, not {text[:80]!r}.")
+    return path

@@ -16,8 +16,7 @@ BOUNDARY_BYTES_MAX = 70
 SEARCHED_BYTES = 1 << 20
 """How much is searched in one call, which no other thread can interrupt."""
 _BOUNDARY = re.compile(r';\s*boundary=(?:"([^"]+)"|([^\s";]+))', re.IGNORECASE)
-_NAME = re.compile(rb'[;\s]name=(?:"([^"]*)"|([^";\s]*))', re.IGNORECASE)
-_FILE_NAME = re.compile(rb"[;\s]filename\*?=", re.IGNORECASE)
+_PARAMETER = re.compile(rb'[;\s]([a-z*]+)=(?:"([^"]*)"|([^";\s]*))', re.IGNORECASE)
 _DISPOSITION = b"content-disposition:"
 _END = b"\r\n\r\n"
 
@@ -71,13 +70,10 @@ def read_form(body: bytes, boundary: bytes) -> HttpForm:
         if end < 0:
             return form
         head_end = body.find(_END, start, min(end, start + HEAD_BYTES_MAX))
-        line = _disposition(body[start:head_end]) if head_end >= 0 else b""
-        if (name := _NAME.search(line)) is not None:
-            text, begin = (
-                (name[1] or name[2] or b"").decode("utf-8", "replace"),
-                head_end + len(_END),
-            )
-            if _FILE_NAME.search(line):
+        says = _parameters(body[start:head_end]) if head_end >= 0 else {}
+        if (name := says.get(b"name")) is not None:
+            text, begin = name.decode("utf-8", "replace"), head_end + len(_END)
+            if b"filename" in says or b"filename*" in says:
                 form.files[text] = (begin, end)
             else:
                 n_bytes += end - begin
@@ -103,9 +99,12 @@ def _find(body: bytes, what: bytes, start: int) -> int:
     return -1
 
 
-def _disposition(head: bytes) -> bytes:
-    """The line of a part's head that names it; empty if there is none."""
+def _parameters(head: bytes) -> dict[bytes, bytes]:
+    """What the line of a part's head that names it says, the names in lower case. Nothing within a quoted
+    value is taken for a parameter."""
     for line in head.split(b"\r\n"):
         if line[: len(_DISPOSITION)].lower() == _DISPOSITION:
-            return line
-    return b""
+            return {
+                each[1].lower(): each[2] or each[3] or b"" for each in _PARAMETER.finditer(line)
+            }
+    return {}

@@ -123,7 +123,7 @@ async def authenticate(request: web.Request, handler: Handler) -> web.StreamResp
     elif is_ui_file(request):
         with suppress(Unauthorized):
             request[TENANT] = _identify(request)
-    elif not is_public(request.path):
+    elif not is_public(request):
         request[TENANT] = _identify(request)
     return await handler(request)
 
@@ -133,7 +133,8 @@ async def awake(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Load a model that sleeps, for a request that needs it, and keep it until that has ended."""
     gate = request.app[GATE]
     is_known = request.match_info.http_exception is None
-    if request.method in ("GET", "HEAD") and request.path in QUIET_PATHS:
+    is_quiet = request.path in QUIET_PATHS or is_health(request)
+    if request.method in ("GET", "HEAD") and is_quiet:
         with gate.read():
             return await handler(request)
     if not is_known or TENANT not in request or is_served_always(request):
@@ -167,9 +168,16 @@ def is_page(path: str) -> bool:
     return path in ("/", "/towerd", "/towerd/") or path.startswith(PAGE_PREFIX)
 
 
-def is_public(path: str) -> bool:
-    """Whether this path needs no key: health, the status page and its files."""
-    return path in ("/health", "/v1/health") or is_page(path)
+def is_health(request: web.Request) -> bool:
+    """Whether this asks whether the server is alive, under one of its names."""
+    vertex = request.app[CONFIG].vertex
+    own = "" if vertex is None else vertex.health
+    return request.path in ("/health", "/v1/health", own)
+
+
+def is_public(request: web.Request) -> bool:
+    """Whether this needs no key: health, the status page and its files."""
+    return is_health(request) or is_page(request.path)
 
 
 def _host_allowed(request: web.Request) -> bool:
