@@ -112,8 +112,7 @@ class Observer:
             recent = _mass(queries, rows, places, live_set.places, self.attention.scale)
         except ValueError as error:
             raise TowerdError(f"The attention of this chat cannot be read: {error}.") from error
-        live_set.recent = recent
-        live_set.mass = live_set.mass + recent
+        live_set.attended(recent)
 
 
 def _mass(
@@ -175,7 +174,7 @@ def _probe(model: LlamaModel, config: Config, cell_ext: bool) -> tuple[float, At
     size = queries.shape[3]
     scale = float(model.key("attention.scale", "0")) or 1 / math.sqrt(size)
     every = np.arange(_PROBE_TOKENS, dtype=np.int64)
-    found = _mass(queries, rows, every, every, scale)
+    found = _mass(queries, rows, every, every, scale).mean(axis=(0, 1))
     expected = weights.mean(axis=(0, 1)).sum(axis=0)[:_PROBE_TOKENS]
     return float(np.abs(found - expected).max()), AttentionShape(
         scale, len(layers), queries.shape[1], size
