@@ -118,9 +118,11 @@ class Observer:
 def _mass(
     queries: Rows, rows: KVRows, query_places: Positions, key_places: Positions, scale: float
 ) -> Mass:
-    """`attention_mass` of the keys in `rows`, whose type is the same in all layers."""
+    """float32[n]: `attention_mass` of the keys in `rows`, whose type is the same in all layers,
+    averaged over layers and KV heads."""
     name = rows.layout.k[0].format.name
-    return attention_mass(queries, rows.k, name, query_places, key_places, scale)
+    masses = attention_mass(queries, rows.k, name, query_places, key_places, scale)
+    return np.asarray(masses.mean(axis=(0, 1), dtype=np.float64), np.float32)
 
 
 def check_attention(model: LlamaModel, config: Config, *, cell_ext: bool) -> AttentionShape:
