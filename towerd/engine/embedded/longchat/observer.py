@@ -118,11 +118,9 @@ class Observer:
 def _mass(
     queries: Rows, rows: KVRows, query_places: Positions, key_places: Positions, scale: float
 ) -> Mass:
-    """float32[n]: `attention_mass` of the keys in `rows`, whose type is the same in all layers,
-    averaged over layers and KV heads."""
+    """`attention_mass` of the keys in `rows`, whose type is the same in all layers."""
     name = rows.layout.k[0].format.name
-    masses = attention_mass(queries, rows.k, name, query_places, key_places, scale)
-    return np.asarray(masses.mean(axis=(0, 1), dtype=np.float64), np.float32)
+    return attention_mass(queries, rows.k, name, query_places, key_places, scale)
 
 
 def check_attention(model: LlamaModel, config: Config, *, cell_ext: bool) -> AttentionShape:
