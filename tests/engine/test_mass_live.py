@@ -111,7 +111,7 @@ async def test_what_the_store_has_brings_no_attention(
         await settle(service)
         answer = await ask(service, prompt, 2, live=LiveBudget("h2o", BUDGET))
         assert answer.finish.reuse.prefill == 20
-        (seq,) = [each for each in bounded_sequences(service.engine)]
+        (seq,) = bounded_sequences(service.engine)
         assert bounded(seq).n_evictions == 1
         await settle(service)
     (found,) = watched.found
