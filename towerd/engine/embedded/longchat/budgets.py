@@ -47,7 +47,6 @@ from towerd.errors import InvalidRequest, NotSupported, TowerdError
 from towerd.retention import Positions, Signal, can_recall, retention_config
 from towerd.settings.config import RETENTIONS, WATCHING, Config, parked_bytes
 from towerd.slots.kind import DENSE
-from towerd.slots.rows import KVRows
 from towerd.slots.shift import turn
 from towerd.slots.virtual import RowGatherer, heads_of
 from towerd.tokens import Ids, Provenance
@@ -339,16 +338,8 @@ class Budgets(Hook):
             gatherer.add(piece)
             exts += [] if piece.ext is None else [piece.ext]
         ext = np.concatenate(exts)[ranks[0, 0]] if exts else None
-        self._rewrite(seq, gatherer.rows(labels, ext), evict)
-        live_set.mix(chosen, rotated, ranks)
-
-    def _rewrite(self, seq: LiveSeq, rows: KVRows, evict: Evict) -> None:
-        """Let these be all live rows of a chat. Raises Unavailable if no cells can be freed."""
-        seq.n_public = 0
-        self._pool.let_go(seq)
-        self._pool.require_room(len(rows), evict)
-        self._memory.replace(seq.id, rows)
-        self._pool.take(seq, len(rows))
+        self._pool.rewrite(seq, gatherer.rows(labels, ext), evict)
+        live_set.mix(chosen, rotated, rotated[0, 0], ranks)
 
     def _keep_exact_prefix(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
         """Before the first eviction, copy the rows of the chat that the store lacks."""
@@ -383,6 +374,7 @@ class Budgets(Hook):
         if job.phase is JobPhase.PREFILL and self.awaits_recall(job):
             job.was_recalled = True
             queries = observer.scaled_queries(live_set, job.n_begun)
+            recall.ask(live_set, job.ids[: job.n_prompt], job.n_prompt - job.n_begun)
             n_again = min(REEVALUATED_TOKENS, seq.n - job.n_begun, live_set.n_tail - 1)
             self._pool.truncate(seq, seq.n - n_again)
         elif recall.is_due(job, live_set):
@@ -421,7 +413,7 @@ class Budgets(Hook):
         rot_k, to = self._core.info.row_identity.rot_k, np.arange(len(rows), dtype=np.int64)
         rows = turn(rows, live_set.rotated(), to, self._rotation.rope(), rot_k=rot_k)
         live_set.compacted()
-        self._rewrite(seq, rows, evict)
+        self._pool.rewrite(seq, rows, evict)
 
     # ---- out of the context and back -----------------------------------------------------
 
