@@ -385,7 +385,11 @@ class Budgets(Hook):
             recall.offload_read(job, seq, live_set)
             return
         self._keep_exact_prefix(job, seq, live_set)
-        n_dropped = recall.choose(seq, live_set, queries, evict)
+        if Signal.MASS in live_set.policy.signals:
+            observer.measure(seq, live_set)
+        has_messages = Signal.MESSAGES in live_set.policy.signals
+        messages = self._messages(job, seq.n) if has_messages else None
+        n_dropped = recall.choose(seq, live_set, queries, messages, evict)
         self.n_tokens_dropped += n_dropped
         self.n_evictions += is_full
         self._defragment(seq, live_set, n_dropped)
