@@ -179,8 +179,9 @@ def attention_mass(
     scale: float,
     n_threads: int = THREADS,
 ) -> Floats:
-    """float32[n], new: the attention that each of n cached keys of one layer gets, summed over all
-    heads of m queries. Each head of a query spreads 1, softmax(scale * q . k) over what it sees.
+    """float32[KV heads, n], new: the attention that each of n cached keys of one layer gets, summed
+    over the heads of m queries that read the KV head. Each head of a query spreads 1,
+    softmax(scale * q . k) over what it sees.
 
     queries: float32[m, heads * head_dim], rows any distance apart
     keys: uint8[n, row_bytes], KV heads * head_dim elements in `format` (f32, f16 or bf16), rows

@@ -178,10 +178,11 @@ class Rope:
         return _turn(np.multiply.outer(np.asarray(deltas, np.float64), self.angles(layer)))
 
     def rounded_tables(
-        self, layer: int, positions: npt.NDArray[np.int32], delta: int
+        self, layer: int, positions: npt.NDArray[np.int32], delta: int | npt.NDArray[np.int32]
     ) -> tuple[Table, Table]:
         """cos and sin, float32[n, n_rot / 2], one line per row, that move keys from the angles that
-        llama.cpp gave them at `positions` to those it would give them `delta` further on.
+        llama.cpp gave them at `positions` to those it would give them `delta` further on, which may
+        differ by row.
 
         A decode's own angles are off by up to ~2^-24 of their size. Measured against a decode
         at the target position on a CPU (16-bit keys, heads of 64, base 10,000; mean and largest
@@ -190,7 +191,9 @@ class Rope:
         positions, then 1.9e-4 and 1.1e-3 for 0 to 32,000, 4.1e-4 and 3.1e-3 for 0 to 131,000,
         4.9e-4 and 5.4e-3 for 100,000 to 131,000. GPU backends round in other places."""
         chain = self.layers[layer].chain
-        return _turn(chain(positions + np.int32(delta)).astype(np.float64) - chain(positions))
+        return _turn(
+            chain(positions + np.asarray(delta, np.int32)).astype(np.float64) - chain(positions)
+        )
 
 
 def _turn(angles: Angles) -> tuple[Table, Table]:

@@ -19,6 +19,8 @@ from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.rope import LayerRope, Rope, Table
 from towerd.slots.rows import Bytes2D, KVRows
 
+Places = npt.NDArray[np.int64]
+
 POSITION_MAX = (1 << 31) - 1
 ROUNDED_POSITION_MIN = 8192
 """From this position on, rows are moved along llama.cpp's rounded angles (see
@@ -98,6 +100,43 @@ def compose_at(
     ]
 
 
+def turn(
+    rows: KVRows,
+    places: Places,
+    to: npt.NDArray[np.int64],
+    rope: Rope,
+    *,
+    rot_k: bool = False,
+    n_threads: int = dispatch.THREADS,
+) -> KVRows:
+    """The rows with each at a place of its own, its keys rotated there from where they are.
+
+    places: int64[layers, KV heads, n]: what each key is rotated to; one layer or head stands for all
+    to: int64[n], ascending. Otherwise as `shift`; in a model with M-RoPE these are rows of text."""
+    check_rope(rows.layout, rope)
+    if int(to[0]) < 0 or int(to[-1]) >= POSITION_MAX:
+        raise StateError(f"rows cannot be at positions {int(to[0])} to {int(to[-1])}")
+    tables: dict[tuple[LayerRope, int], _Tables] = {}
+    planes = []
+    for i, (plane, layer) in enumerate(zip(rows.layout.k, rope.layers, strict=True)):
+        source, at = rows.k[i], places[i if len(places) > 1 else 0]
+        if layer.kind != "none":
+            block = _hadamard_block(rows.layout, plane, layer) if rot_k else 0
+            width = source.shape[1] // len(at)
+            turned = np.empty(source.shape, np.uint8)
+            for head, line in enumerate(at):
+                key = layer, head if len(places) == 1 else i * len(at) + head
+                if key not in tables:
+                    tables[key] = _tables_between(line, to, rope, i)
+                span = np.s_[:, head * width : (head + 1) * width]
+                _rotate(source[span], turned[span], plane, layer, tables[key], block, n_threads)
+            source = turned
+        planes.append(source)
+    labels = to.astype(np.int32)
+    ext = None if rows.ext is None else np.stack([labels, labels, rows.ext[:, 2]], axis=1)
+    return KVRows(rows.layout, labels, tuple(planes), rows.v, ext, rows.v_trans)
+
+
 def check_rope(layout: KVLayout, rope: Rope) -> None:
     """StateError unless `rope` describes the layers that a cache of `layout` holds."""
     if len(rope.layers) != layout.n_layer:
@@ -135,6 +174,19 @@ def _tables(at: npt.NDArray[np.int32], rope: Rope, layer: int, delta: int) -> _T
     return _Tables(*rope.rounded_tables(layer, at, delta), lines)
 
 
+def _tables_between(at: Places, to: Places, rope: Rope, layer: int) -> _Tables:
+    """The lines that rotate each key from `at` to `to`: one for each distance, or one for each row where
+    llama.cpp's own rounding matters."""
+    if max(int(at.max()), int(to.max())) < ROUNDED_POSITION_MIN:
+        deltas, numbers = np.unique(to - at, return_inverse=True)
+        cos, sin = rope.tables(layer, deltas)
+    else:
+        numbers, deltas = np.arange(len(at)), (to - at).astype(np.int32)
+        cos, sin = rope.rounded_tables(layer, at.astype(np.int32), deltas)
+    lines = np.where(to == at, -1, numbers)  # what stays is copied
+    return _Tables(cos, sin, lines.astype(np.int32))
+
+
 def _rotated(
     source: Bytes2D,
     plane: Plane,
@@ -144,6 +196,19 @@ def _rotated(
     n_threads: int,
 ) -> Bytes2D:
     out = np.empty(source.shape, np.uint8)
+    _rotate(source, out, plane, layer, tables, block, n_threads)
+    return out
+
+
+def _rotate(
+    source: Bytes2D,
+    out: Bytes2D,
+    plane: Plane,
+    layer: LayerRope,
+    tables: _Tables,
+    block: int,
+    n_threads: int,
+) -> None:
     try:
         dispatch.rope_shift(
             source,
@@ -161,7 +226,6 @@ def _rotated(
         )
     except ValueError as error:  # a key that is not a finite number
         raise StateError(f"the keys cannot be rotated: {error}") from error
-    return out
 
 
 def _hadamard_block(layout: KVLayout, plane: Plane, layer: LayerRope) -> int:

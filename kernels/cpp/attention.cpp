@@ -47,8 +47,8 @@ public:
           masses_(n_tasks_ * n_padded()),
           scratch_(n_threads_, Floats(kTile * (n_padded() + job.head_dim))) {}
 
-    // Adds the masses that the queries of KV head `kv` give to `total`.
-    std::optional<BadAttention::What> add(std::size_t kv, std::vector<double> & total) {
+    // Writes the masses that the queries of KV head `kv` give.
+    std::optional<BadAttention::What> measure(std::size_t kv, float * to) {
         std::vector<char> failed(std::max(n_panels_, n_tasks_), 0);
         parallel_for(n_panels_, n_threads_, [&](std::size_t p, std::size_t) { failed[p] = !pack(kv, p); });
         if (std::count(failed.begin(), failed.end(), 1) != 0) {
@@ -58,11 +58,12 @@ public:
         if (std::count(failed.begin(), failed.end(), 1) != 0) {
             return BadAttention::What::kScore;
         }
-        for (std::size_t t = 0; t < n_tasks_; ++t) {
-            const float * masses = masses_.data() + t * n_padded();
-            for (std::size_t j = 0; j < total.size(); ++j) {
-                total[j] += static_cast<double>(masses[j]);
+        for (std::size_t j = 0; j < job_.keys.n; ++j) {
+            double total = 0.0;
+            for (std::size_t t = 0; t < n_tasks_; ++t) {
+                total += static_cast<double>(masses_.data()[t * n_padded() + j]);
             }
+            to[j] = static_cast<float>(total);
         }
         return std::nullopt;
     }
@@ -152,16 +153,12 @@ std::optional<BadAttention> attention_mass(const AttentionMass & job, const Isa 
     if (const auto row = first_bad(job.queries, kNumbers, isa)) {
         return BadAttention{BadAttention::What::kQuery, *row};
     }
-    std::vector<double> total(job.keys.n);
-    Head                head(job, isa, n_threads);
-    for (std::size_t kv = 0; kv < job.n_kv_heads && job.queries.n != 0; ++kv) {
-        if (const auto what = head.add(kv, total)) {
+    Head head(job, isa, n_threads);
+    for (std::size_t kv = 0; kv < job.n_kv_heads; ++kv) {
+        if (const auto what = head.measure(kv, job.mass + kv * job.keys.n)) {
             const bool key = *what == BadAttention::What::kKey;
             return BadAttention{*what, key ? first_bad(job.keys, *job.format, isa).value_or(0) : 0};
         }
-    }
-    for (std::size_t j = 0; j < total.size(); ++j) {
-        job.mass[j] = static_cast<float>(total[j]);
     }
     return std::nullopt;
 }

@@ -19,7 +19,7 @@ struct AttentionMass {
     std::size_t          n_kv_heads;
     std::size_t          head_dim;  // at most kHeadDimMax
     float                scale;     // of scores before the softmax
-    float *              mass;      // one for each key
+    float *              mass;      // n_kv_heads rows of one for each key
 };
 
 constexpr std::size_t kHeadDimMax = 1024;
@@ -30,8 +30,8 @@ struct BadAttention {
     std::size_t row;  // the row that is not finite; unset for a score
 };
 
-// Writes for each key the sum of the softmax weights that all heads of all queries give it. After a failure the
-// contents of `mass` are undefined. The result does not depend on the number of threads.
+// Writes for each KV head and key the sum of the softmax weights that the KV head's heads of all queries give it. After
+// a failure the contents of `mass` are undefined. The result does not depend on the number of threads.
 std::optional<BadAttention> attention_mass(const AttentionMass & job, const Isa & isa, std::size_t n_threads);
 
 }  // namespace towerd

@@ -358,10 +358,10 @@ nb::object Kernels::attention_mass(handle queries, handle keys, handle format,
     const Buffer seen(n_seen, "n_seen", false, 1, sizeof(std::int64_t), kInt64);
     check_seen(seen, job.queries.n, job.keys.n);
     job.n_seen = reinterpret_cast<const std::int64_t *>(seen.data());
-    const nb::object mass = nb::module_::import_("numpy").attr("empty")(job.keys.n, "float32");
+    const nb::object mass = nb::module_::import_("numpy").attr("empty")(nb::make_tuple(job.n_kv_heads, job.keys.n), "float32");
     std::optional<BadAttention> bad;
     {
-        const Buffer out(mass, "mass", true, 1, sizeof(float), kFloat);
+        const Buffer out(mass, "mass", true, 2, sizeof(float), kFloat);
         job.mass = reinterpret_cast<float *>(out.data());
         const nb::gil_scoped_release free;
         bad = towerd::attention_mass(job, isa, threads);

@@ -25,19 +25,20 @@ def attention_mass(
     _check_finite(queries, "queries")
     values = decode(BY_NAME[format], keys)
     _check_finite(values, "keys")
-    total = np.zeros(n, np.float64)
     hidden = np.arange(n)[None, :] >= n_seen[:, None]
     n_heads, n_kv_heads = queries.shape[1] // head_dim, values.shape[1] // head_dim
+    group = n_heads // n_kv_heads
+    total = np.zeros((n_kv_heads, n), np.float64)
     heads = queries.reshape(m, n_heads, head_dim).astype(np.float64)
     kv_heads = values.reshape(n, n_kv_heads, head_dim).astype(np.float64)
     for head in range(n_heads if m else 0):
-        dots = heads[:, head] @ kv_heads[:, head // (n_heads // n_kv_heads)].T
+        dots = heads[:, head] @ kv_heads[:, head // group].T
         scores = dots * np.float64(np.float32(scale))
         if (np.maximum(np.abs(dots), np.abs(scores)) * ~hidden > F32_MAX).any():
             raise ValueError("queries: a score is beyond what float32 holds")
         scores[hidden] = -np.inf
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        total += (weights / weights.sum(axis=1, keepdims=True)).sum(axis=0)
+        total[head // group] += (weights / weights.sum(axis=1, keepdims=True)).sum(axis=0)
     return total.astype(np.float32)
 
 

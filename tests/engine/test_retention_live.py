@@ -308,7 +308,7 @@ async def test_masses_are_the_attention(
         live_set = bounded(seq)
         assert live_set.n_evictions == 1
         kept = live_set.kept[live_set.kept < n]
-        mass = live_set.mass[: len(kept)]
+        mass = live_set.mass[0, 0, : len(kept)]
         np.testing.assert_allclose(mass, expected[kept], rtol=0.02, atol=2e-3)
         zeros = np.zeros(n, np.int64)
         found = expected.astype(np.float32)

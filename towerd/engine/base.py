@@ -42,6 +42,8 @@ class LiveBudget:
 
     policy: str = "none"
     tokens: int = 0
+    scope: str = "all"
+    """Whether the tokens are the same in `all` layers, each `layer` has its own, or each `head`."""
 
     @property
     def is_bounded(self) -> bool:
@@ -505,7 +507,7 @@ def check_text(text: str, bytes_max: int) -> None:
         )
 
 
-KEPT_FIELDS = ("retention", "live_budget", "lora", "n_cache_reuse", "id_slot")
+KEPT_FIELDS = ("retention", "live_budget", "retention_scope", "lora", "n_cache_reuse", "id_slot")
 """Fields of a body that towerd reads itself."""
 
 

@@ -1,8 +1,7 @@
 """Attention mass: how much attention each cached position gets from some queries.
 
 llama.cpp's flash attention never stores the weights, so they are recomputed from the captured
-queries and the cached keys; without flash attention the result is the same. llama.cpp holds or
-drops a position for all heads and layers at once, so these are averaged.
+queries and the cached keys; without flash attention the result is the same.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ def attention_mass(
     key_places: Positions,
     scale: float,
 ) -> Mass:
-    """float32[n]: the attention that each of n positions gets, summed over m queries (each
-    spreads 1), averaged over heads and layers.
+    """float32[layers, KV heads, n]: the attention that each of n positions gets, summed over m
+    queries (each spreads 1), averaged over the heads that read a KV head.
 
     queries: float32[layers, heads, m, head size]; keys: for each layer uint8[n, row_bytes], KV
     heads * head size elements in `format` (f32, f16 or bf16); both rotated by RoPE; query head h
@@ -43,8 +42,9 @@ def attention_mass(
     if (np.diff(key_places) <= 0).any():
         raise ValueError("key_places: not in ascending order")
     n_seen = np.searchsorted(key_places, query_places, side="right").astype(np.int64)
-    total = np.zeros(len(key_places), np.float64)
+    masses = []
     for layer, rows in zip(queries, keys, strict=True):
         flat = layer.transpose(1, 0, 2).reshape(m, heads * size)
-        total += dispatch.attention_mass(flat, rows, format, n_seen, size, scale)
-    return np.asarray(total / (layers * heads), np.float32)
+        mass = dispatch.attention_mass(flat, rows, format, n_seen, size, scale)
+        masses.append(mass * np.float32(len(mass) / heads))
+    return np.stack(masses)

@@ -30,6 +30,7 @@ RETENTIONS = ("none", "shift", "streaming", "h2o", "snapkv", "buzz", "latem", "i
 """The policies of towerd.retention whose signals the embedded engine provides, and `shift`."""
 UNBOUNDED = ("none", "shift")
 """Those without a budget."""
+RETENTION_SCOPES = ("layer", "head", "all")
 WATCHING = ("h2o", "snapkv", "buzz", "latem", "icecache")
 """Those that observe attention."""
 POOLINGS = ("none", "mean", "cls", "last", "rank")
@@ -192,6 +193,9 @@ class Config:
     live_budget: int = _set(0, "int", "--live-budget",
         "Tokens of one chat that stay in the live context under a --retention policy.", low=0,
         high=2**31 - 1, auto="half of ctx-size")
+    retention_scope: str = _set("layer", "text", "--retention-scope",
+        "Whether a --retention policy chooses the same live tokens for all layers, other ones for each "
+        "layer, or for each KV head of each layer.", choices=RETENTION_SCOPES)
     prompt_tokens_max: int = _set(2**20, "int", "--prompt-tokens-max",
         "Tokens that the prompts of one request may have in total where --retention lets them be "
         "longer than the context.", low=1, high=2**31 - 1)

@@ -40,7 +40,7 @@ def live_by_token(live: LiveBudget, n: int) -> Ids:
     seen = [np.empty(0, np.int64)]
     while live_set.n < n:
         if len(live_set.kept) >= live.tokens:
-            live_set.drop(live_set.policy.keep(live_set.view(None), live_set.n_target))
+            live_set.drop(live_set.choose(None)[0, 0])
         n_new = min(live_set.room, n - live_set.n)
         seen.append(len(live_set.kept) + 1 + np.arange(n_new))
         live_set.extend(n_new)

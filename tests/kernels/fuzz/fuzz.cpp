@@ -261,16 +261,18 @@ void fuzz_attention(Random & random) {
     std::vector<Memory> masses;
     std::vector<bool>   refused;
     for (const Isa * isa : towerd::available()) {
-        masses.emplace_back(n * sizeof(float), 4 * random.between(0, 15));
+        masses.emplace_back(job.n_kv_heads * n * sizeof(float), 4 * random.between(0, 15));
         job.mass = masses.back().floats();
         refused.push_back(towerd::attention_mass(job, *isa, random.between(1, 3)).has_value());
-        double total = 0;
-        for (std::size_t j = 0; j < n && !refused.back(); ++j) {
-            total += static_cast<double>(masses.back().floats()[j]);
+        const double spread = static_cast<double>(m * group);
+        for (std::size_t kv = 0; kv < job.n_kv_heads && !refused.back(); ++kv) {
+            double total = 0;
+            for (std::size_t j = 0; j < n; ++j) {
+                total += static_cast<double>(masses.back().floats()[kv * n + j]);
+            }
+            const double error = total > spread ? total - spread : spread - total;
+            require(error <= 1e-4 * spread, "masses do not add up", "attention_mass");
         }
-        const double spread = static_cast<double>(m * job.n_heads);
-        const double error = total > spread ? total - spread : spread - total;
-        require(refused.back() || error <= 1e-4 * spread, "masses do not add up", "attention_mass");
         require(!numbers || refused.back() == refused.front(), "refused by some only", "attention_mass");
     }
 }

@@ -30,7 +30,7 @@ from towerd.engine.base import (
     Started,
 )
 from towerd.errors import ContextExceeded, InvalidRequest, NotSupported
-from towerd.settings.config import RETENTIONS, UNBOUNDED, Config
+from towerd.settings.config import RETENTION_SCOPES, RETENTIONS, UNBOUNDED, Config
 from towerd.tokens import Ids
 
 if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is listened on
@@ -42,7 +42,7 @@ WRITE_S_MAX = 1e-3
 """Once an event took longer than this to write, later ones are written off the event loop."""
 FitCheck = Callable[[dict[str, bytes], list[int]], None]
 """See `towerd.wire.Request`."""
-_LIVE_FIELDS = ("retention", "live_budget")
+_LIVE_FIELDS = ("retention", "live_budget", "retention_scope")
 
 
 class TaskChoice:
@@ -351,6 +351,12 @@ def _live(field: Callable[[str], bytes | None], config: Config, engine: Engine) 
         raise InvalidRequest(
             f"Field 'retention': there is no {policy[:40]!r}, take one of {', '.join(RETENTIONS)}"
         )
+    scope = fields.string(body, "retention_scope", config.retention_scope)
+    if scope not in RETENTION_SCOPES:
+        raise InvalidRequest(
+            f"Field 'retention_scope': there is no {scope[:40]!r}, take one of "
+            f"{', '.join(RETENTION_SCOPES)}"
+        )
     tokens = fields.integer_in(body, ("live_budget",), 0, 1, INT32_MAX)
     if policy in UNBOUNDED:
         if tokens:
@@ -360,7 +366,7 @@ def _live(field: Callable[[str], bytes | None], config: Config, engine: Engine) 
                 f"{bounded}"
             )
         return LiveBudget(policy)
-    return LiveBudget(policy, tokens or config.live_budget or engine.n_ctx // 2)
+    return LiveBudget(policy, tokens or config.live_budget or engine.n_ctx // 2, scope)
 
 
 RUNNING: web.AppKey[dict[str, Task]] = web.AppKey("running")

@@ -138,7 +138,7 @@ class EmbeddedEngine:
         """Raises ConfigError unless this model's chats can be kept within the budget set."""
         try:
             tokens = config.live_budget or self.n_ctx // 2
-            self.budgets.check(LiveBudget(config.retention, tokens))
+            self.budgets.check(LiveBudget(config.retention, tokens, config.retention_scope))
         except (InvalidRequest, NotSupported) as error:
             raise ConfigError(str(error)) from error
 

@@ -160,6 +160,11 @@ class SequenceMemory:
             self.seq_cp(self.scratch, seq)
             self.context.seq_rm(self.scratch)
 
+    def replace(self, seq: int, rows: KVRows) -> None:
+        """Make these the rows of the sequence, whose cells are free already. Raises TowerdError."""
+        blob = np.asarray(emit_blob([rows], v_trans=self.context.v_trans))
+        self.append(seq, blob, is_empty=True)
+
     def snapshot(self, seq: int) -> Buffer:
         """The state that is valid exactly where the sequence ends. Needs `has_state`."""
         raise AssertionError("a memory of rows has no state")

@@ -9,11 +9,16 @@ chat until a chat that outgrew the context is compacted:
     chat       0 1 2 3 . . . . 8 9 . . 12 13 14      `kept`: ascending, `.` was evicted
     context    0 1 2 3 . . . . 8 9 . . 12 13 14      `places`, before
     context    0 1 2 3 4 5 6 7 8                     `places`, compacted
+
+Where a budget is kept by layer or by KV head, the cells between sink and window are mixed: each group
+(a layer, or a KV head of a layer) has the row of another position there, and `kept` has those of the first
+group, which the cells are labelled by (`towerd.slots.virtual`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +32,16 @@ from towerd.retention import (
     Retention,
     RetentionConfig,
     Rows,
+    Signal,
     View,
     open_retention,
     retention_config,
 )
 from towerd.slots.rows import KVRows
 from towerd.tokens import Ids, Provenances
+
+Shape: TypeAlias = tuple[int, int]
+"""(layers, KV heads) that choose for themselves; 1: the choice is for all."""
 
 RELEASE_SHARE = 8
 """An eviction frees at least 1 / RELEASE_SHARE of the budget, so that evictions are rare."""
@@ -68,6 +77,35 @@ class ExactPrefix:
     ids: Ids
     provenance: Provenances
     rows: KVRows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mixed:
+    """The cells of a chat that have the rows of other positions than their labels."""
+
+    start: int
+    """The rank of the first one."""
+    positions: Positions
+    """int64[layers, KV heads, k], ascending: whose rows each group has in the k cells."""
+    rotated: Positions
+    """int64[layers, KV heads, k]: the place in the context that each key is rotated to."""
+
+    @property
+    def stop(self) -> int:
+        """The rank after the last one."""
+        return self.start + int(self.positions.shape[2])
+
+    @property
+    def nbytes(self) -> int:
+        return self.positions.nbytes + self.rotated.nbytes
+
+    def only(self, ranks: npt.NDArray[np.int64]) -> Mixed | None:
+        """What is left of them in a chat of which these ranks stay, ascending."""
+        mine = ranks[(ranks >= self.start) & (ranks < self.stop)] - self.start
+        if not len(mine):
+            return None
+        start = int(np.searchsorted(ranks, self.start))
+        return Mixed(start, self.positions[:, :, mine], self.rotated[:, :, mine])
 
 
 class LiveSet:
@@ -144,15 +182,18 @@ class BoundedSet(LiveSet):
     """The live set of a chat with a budget. Arrays are replaced, never changed in place."""
 
     budget: LiveBudget
-    policy: Retention
+    policies: tuple[Retention, ...]
+    """One for each group, by layer and then by KV head; one that can recall chooses for all groups."""
+    shape: Shape
     kept: Positions
-    """int64[m], ascending: positions of the chat that are live."""
+    """int64[m], ascending: positions of the chat that are live; those of the first group where cells are
+    `mixed`."""
     places: Positions
     """int64[m], ascending: the place of each in the context."""
     mass: Mass
-    """float32[m]: see `View.mass`."""
+    """float32[layers, KV heads, m] by group, see `View.mass`; without layers if no policy uses it."""
     recent: Mass
-    """float32[m]: see `View.recent`."""
+    """float32[layers, KV heads, m]: see `View.recent`."""
     n: int
     """Evaluated tokens of the chat."""
     n_places: int
@@ -162,6 +203,8 @@ class BoundedSet(LiveSet):
     and as many as the budget allows from there on."""
     n_full: int = 0
     """The most positions that are live while a prompt is read."""
+    mixed: Mixed | None = None
+    """None: every cell has the rows of its label."""
     exact: ExactPrefix | None = None
     """The rows of prefill alone, until the store has them."""
     n_evictions: int = 0
@@ -177,14 +220,30 @@ class BoundedSet(LiveSet):
 
     @classmethod
     def whole(
-        cls, budget: LiveBudget, n: int, n_places: int, config: RetentionConfig | None = None
+        cls,
+        budget: LiveBudget,
+        n: int,
+        n_places: int,
+        config: RetentionConfig | None = None,
+        shape: Shape = (1, 1),
     ) -> BoundedSet:
         """The live set of a sequence whose `n` tokens are all live. config: that of its policy;
         None: the one for its budget. Raises ValueError as `retention_config`."""
-        policy = open_retention(config or retention_config(budget.policy, budget.tokens))
+        config = config or retention_config(budget.policy, budget.tokens)
+        first = open_retention(config)
+        if not first.signals:
+            shape = 1, 1  # every group would choose the same
+        n_groups = 1 if first.can_recall else shape[0] * shape[1]
+        policies = first, *(open_retention(config) for _ in range(1, n_groups))
         every = np.arange(n, dtype=np.int64)
-        zeros = np.zeros(n, np.float32)
-        return cls(budget, policy, every, every, zeros, zeros, n, n_places)
+        has_mass = first.signals & {Signal.MASS, Signal.RECENT}
+        zeros = np.zeros((*(shape if has_mass else (0, 0)), n), np.float32)
+        return cls(budget, policies, shape, every, every, zeros, zeros, n, n_places)
+
+    @property
+    def policy(self) -> Retention:
+        """The policy of the first group; all have the same parameters."""
+        return self.policies[0]
 
     @property
     def can_recall(self) -> bool:
@@ -203,7 +262,9 @@ class BoundedSet(LiveSet):
         arrays = (self.kept, self.places, self.mass, self.recent)
         queries = sum(each.queries.nbytes for each in self.observed)
         exact = self.exact.rows.nbytes if self.exact is not None else 0
-        return sum(array.nbytes for array in arrays) + queries + exact + self.n_bytes_offloaded
+        mixed = 0 if self.mixed is None else self.mixed.nbytes
+        n_bytes = sum(array.nbytes for array in arrays) + mixed
+        return n_bytes + queries + exact + self.n_bytes_offloaded
 
     @property
     def is_partial(self) -> bool:
@@ -266,8 +327,7 @@ class BoundedSet(LiveSet):
         new = np.arange(n, dtype=np.int64)
         self.places = np.concatenate([self.places, new + self.place_next])
         self.kept = np.concatenate([self.kept, new + self.n])
-        zeros = np.zeros(n, np.float32)
-        self.mass, self.recent = np.append(self.mass, zeros), np.append(self.recent, zeros)
+        self.mass, self.recent = _longer(self.mass, n), _longer(self.recent, n)
         self.n += n
 
     def truncate(self, n: int) -> None:
@@ -275,7 +335,8 @@ class BoundedSet(LiveSet):
         self.n = n
         self.n_chosen = min(self.n_chosen, n)
         self.observed = tuple(each.before(n) for each in self.observed if each.p0 < n)
-        self.policy.truncate(n)
+        for policy in self.policies:
+            policy.truncate(n)
         self.offloaded = self.offloaded.without(n)
 
     def observe(self, observed: Observed, n_max: int) -> None:
@@ -288,16 +349,78 @@ class BoundedSet(LiveSet):
             n_max -= kept[-1].p1 - kept[-1].p0
         self.observed = tuple(reversed(kept))
 
-    def view(self, messages: Positions | None) -> View:
-        """The view that the policy chooses by. messages: int64[n], the message of each token of the
-        chat; None if the policy does not use it"""
-        return View(
-            self.kept,
-            self.n,
-            mass=self.mass,
-            recent=self.recent,
-            messages=None if messages is None else messages[self.kept],
-        )
+    def positions(self) -> Positions:
+        """int64[layers, KV heads, m], ascending: whose rows each group has in each cell."""
+        return self._by_group(self.kept, None if self.mixed is None else self.mixed.positions)
+
+    def rotated(self) -> Positions:
+        """int64[layers, KV heads, m]: the place in the context that each key is rotated to."""
+        return self._by_group(self.places, None if self.mixed is None else self.mixed.rotated)
+
+    def attended(self, masses: Mass) -> None:
+        """Account for attention to the live positions, which is `recent` from now on.
+
+        masses: float32[layers, KV heads, m] of all layers and heads"""
+        for axis, n in enumerate(self.shape):
+            if n == 1:
+                masses = masses.mean(axis=axis, keepdims=True)
+        self.recent = masses
+        self.mass = self.mass + masses
+
+    def choose(self, messages: Positions | None) -> Positions:
+        """int64[layers, KV heads, m'], ascending: the positions that stay, by group. Groups that choose
+        fewer than others keep their latest ones beside.
+
+        messages: int64[n], the message of each token of the chat; None if the policy does not use it"""
+        lines = self.positions().reshape(len(self.policies), -1)
+        chosen = []
+        for i, (policy, positions) in enumerate(zip(self.policies, lines, strict=True)):
+            view = View(
+                positions,
+                self.n,
+                mass=self._of_group(self.mass, i),
+                recent=self._of_group(self.recent, i),
+                messages=None if messages is None else messages[positions],
+            )
+            chosen.append(policy.keep(view, self.n_target))
+        most = max(map(len, chosen))
+        even = [_filled(*each, most) for each in zip(chosen, lines, strict=True)]
+        return np.stack(even).reshape(*self.shape, most)
+
+    def ranks_of(self, chosen: Positions) -> Positions:
+        """int64[layers, KV heads, m']: in which cell the row of each of these positions is, which must
+        be live in its group."""
+        table = self.positions().reshape(-1, len(self.kept))
+        lines = zip(table, chosen.reshape(len(table), -1), strict=True)
+        ranks = np.stack([np.searchsorted(*each) for each in lines])
+        return ranks.reshape(chosen.shape).astype(np.int64)
+
+    def agreed(self, chosen: Positions) -> Positions | None:
+        """int64[m']: the positions that stay, if all groups chose the same ones and no cell is mixed."""
+        first = chosen[0, 0]
+        return first if self.mixed is None and (chosen == first).all() else None
+
+    def mix(self, chosen: Positions, rotated: Positions, ranks: Positions | None = None) -> None:
+        """Account for cells that have the rows of these positions now, by group; the labels are those of
+        the first one.
+
+        chosen: int64[layers, KV heads, m']; rotated: the places that their keys are rotated to
+        ranks: the cells that the rows were in; None: they were not live"""
+        n_before = len(self.kept)
+        self.kept, self.places = chosen[0, 0], rotated[0, 0]
+        others = (chosen != self.kept) | (rotated != self.places)
+        columns = np.flatnonzero(others.any(axis=(0, 1)))
+        self.mixed = None
+        if len(columns):
+            start, stop = int(columns[0]), int(columns[-1]) + 1
+            self.mixed = Mixed(start, chosen[:, :, start:stop], rotated[:, :, start:stop])
+        self.n_evictions += ranks is None or len(self.kept) < n_before
+        if self.mass.size and ranks is not None:
+            self.mass = np.take_along_axis(self.mass, ranks, axis=2)
+            self.recent = np.take_along_axis(self.recent, ranks, axis=2)
+        else:
+            zeros = np.zeros((*self.mass.shape[:2], len(self.kept)), np.float32)
+            self.mass, self.recent = zeros, zeros
 
     def runs_beside(self, stay: Positions) -> list[tuple[int, int]]:
         """The runs [rank, rank) of live positions that are not in `stay`, ascending."""
@@ -315,23 +438,27 @@ class BoundedSet(LiveSet):
         """Account for evicted positions that are live again, at these places."""
         kept = np.concatenate([self.kept, positions])
         order = np.argsort(kept, kind="stable")
-        zeros = np.zeros(len(positions), np.float32)
         self.kept, self.places = kept[order], np.concatenate([self.places, places])[order]
-        self.mass = np.append(self.mass, zeros)[order]
-        self.recent = np.append(self.recent, zeros)[order]
+        self.mass = _longer(self.mass, len(positions))[:, :, order]
+        self.recent = _longer(self.recent, len(positions))[:, :, order]
 
     def compacted(self) -> None:
         """Account for live rows that were moved to places without holes."""
         self.places = np.arange(len(self.kept), dtype=np.int64)
+        if self.mixed is not None:
+            places = self.places[self.mixed.start : self.mixed.stop]
+            rotated = np.broadcast_to(places, self.mixed.positions.shape)
+            self.mixed = replace(self.mixed, rotated=rotated.copy())
         self.n_evictions += 1
 
     def moved_down(self, offloaded: OffloadedRows) -> None:
         """Keep only the positions in `offloaded`, live or not, at the places that they have there.
         Their keys were rotated, so the index and the observed queries are discarded."""
+        self.mixed = None
         self._only(np.flatnonzero(np.isin(self.kept, offloaded.positions)))
         self.places = offloaded.places(self.kept)
         self.offloaded, self.observed = offloaded, ()
-        self.policy = open_retention(self.policy.config)
+        self.policies = tuple(open_retention(policy.config) for policy in self.policies)
         self.n_evictions += 1
 
     @property
@@ -341,9 +468,10 @@ class BoundedSet(LiveSet):
 
     @property
     def n_tail(self) -> int:
-        """How many of the last live positions have no hole between them."""
+        """How many of the last live positions have no hole between them, and rows of their own."""
         holes = np.flatnonzero(np.diff(self.kept) > 1)
-        return len(self.kept) - (int(holes[-1]) + 1 if len(holes) else 0)
+        first = int(holes[-1]) + 1 if len(holes) else 0
+        return len(self.kept) - max(first, 0 if self.mixed is None else self.mixed.stop)
 
     def can_continue_from(self, n: int) -> bool:
         """Whether the chat can continue after its first `n` tokens: the tokens just before are
@@ -351,23 +479,53 @@ class BoundedSet(LiveSet):
         if self.failure is not None:
             return False
         window = min(n, self.policy.config.window)
-        return self.rank(n) - self.rank(n - window) == window
+        first = self.rank(n - window)
+        if self.mixed is not None and first < self.mixed.stop and self.rank(n) > self.mixed.start:
+            return False
+        return self.rank(n) - first == window
 
     def fork(self) -> BoundedSet:
-        return replace(self, policy=self.policy.fork(), exact=None)
+        return replace(self, policies=tuple(each.fork() for each in self.policies), exact=None)
 
     def check_integrity(self, n: int) -> None:
         assert self.n == n, "tokens are miscounted"
         m = len(self.kept)
-        assert len(self.places) == len(self.mass) == len(self.recent) == m, "lengths"
+        assert len(self.places) == self.mass.shape[2] == self.recent.shape[2] == m, "lengths"
         assert (np.diff(self.kept) > 0).all(), "kept positions ascend"
         assert (np.diff(self.places) > 0).all(), "places ascend"
         assert m == 0 or int(self.kept[-1]) < self.n, "a position is not evaluated yet"
         assert self.is_partial or m == self.n, "positions of a whole sequence are missing"
         self.offloaded.check_integrity()
+        if self.mixed is not None:
+            assert (np.diff(self.positions(), axis=2) > 0).all(), "positions of a group ascend"
+            assert (np.diff(self.rotated(), axis=2) > 0).all(), "places of a group ascend"
         both, _, live = np.intersect1d(self.offloaded.positions, self.kept, return_indices=True)
         assert np.array_equal(self.offloaded.places(both), self.places[live]), "offloaded places"
 
     def _only(self, ranks: npt.NDArray[np.int64]) -> None:
+        self.mixed = None if self.mixed is None else self.mixed.only(ranks)
         self.kept, self.places = self.kept[ranks], self.places[ranks]
-        self.mass, self.recent = self.mass[ranks], self.recent[ranks]
+        self.mass, self.recent = self.mass[:, :, ranks], self.recent[:, :, ranks]
+
+    def _by_group(self, of_cells: Positions, of_mixed: Positions | None) -> Positions:
+        found = np.broadcast_to(of_cells, (*self.shape, len(of_cells)))
+        if self.mixed is None or of_mixed is None:
+            return found
+        found = found.copy()
+        found[:, :, self.mixed.start : self.mixed.stop] = of_mixed
+        return found
+
+    def _of_group(self, mass: Mass, i: int) -> Mass | None:
+        return mass[divmod(i, self.shape[1])] if mass.size else None
+
+
+def _longer(mass: Mass, n: int) -> Mass:
+    return np.concatenate([mass, np.zeros((*mass.shape[:2], n), np.float32)], axis=2)
+
+
+def _filled(chosen: Positions, positions: Positions, n: int) -> Positions:
+    """The `n` of `positions` that were chosen or, beside these, are the latest."""
+    if len(chosen) == n:
+        return chosen
+    others = np.setdiff1d(positions, chosen, assume_unique=True)
+    return np.sort(np.concatenate([chosen, others[len(others) - (n - len(chosen)) :]]))

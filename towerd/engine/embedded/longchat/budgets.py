@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ import numpy.typing as npt
 from towerd.engine.base import Kept, LiveBudget
 from towerd.engine.embedded.context.core import Core
 from towerd.engine.embedded.live.job import Job, JobPhase
-from towerd.engine.embedded.live.live_set import BoundedSet, ExactPrefix
+from towerd.engine.embedded.live.live_set import BoundedSet, ExactPrefix, Shape
 from towerd.engine.embedded.live.parked import Parked, ParkedTowers
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.longchat.observer import QUERIES_MAX, Observer
@@ -45,15 +46,17 @@ from towerd.engine.moving.rotation import Rotation
 from towerd.errors import InvalidRequest, NotSupported, TowerdError
 from towerd.retention import Positions, Signal, can_recall, retention_config
 from towerd.settings.config import RETENTIONS, WATCHING, Config, parked_bytes
-from towerd.slots.blob import emit_blob
 from towerd.slots.kind import DENSE
-from towerd.slots.rows import KVRows, join
-from towerd.slots.shift import compose_at
+from towerd.slots.rows import KVRows
+from towerd.slots.shift import turn
+from towerd.slots.virtual import RowGatherer, heads_of
 from towerd.tokens import Ids, Provenance
 
 log = logging.getLogger(__name__)
 
 _BUDGET_MIN = 16
+_GATHERED_CELLS = 2048
+"""Cells whose rows are read at once when a chat is rewritten."""
 
 
 class Budgets(Hook):
@@ -195,10 +198,20 @@ class Budgets(Hook):
         if not isinstance(live, BoundedSet) or live.budget != budget:
             assert not seq.is_partial, "a partial live set went to a request of another budget"
             config = served(retention_config(budget.policy, budget.tokens), self._config)
-            seq.live_set = live = BoundedSet.whole(budget, seq.n, self._core.n_ctx, config)
+            shape, n_ctx = self._shape(budget), self._core.n_ctx
+            seq.live_set = live = BoundedSet.whole(budget, seq.n, n_ctx, config, shape)
         live.n_prompt, live.n_full = job.n_prompt, self._core.n_ctx
         if live.can_recall and self.recall is not None:
             live.n_full = min(live.n_full, self.recall.space.n_max(live))
+
+    def _shape(self, budget: LiveBudget) -> Shape:
+        """How many layers and KV heads choose for themselves."""
+        layout = self._core.layout
+        if budget.scope == "all":
+            return 1, 1
+        if budget.scope == "layer" or self._observer is None:
+            return layout.n_layer, 1
+        return layout.n_layer, heads_of(layout.k, self._observer.attention.head_size)
 
     def n_loadable(self, job: Job, seq: LiveSeq) -> int:
         """See Hook.n_loadable. Behind what was thinned only a policy that can recall takes rows."""
@@ -292,20 +305,48 @@ class Budgets(Hook):
         if live_set.can_recall:
             self._choose(job, seq, live_set, evict)
         elif live_set.n_more == 0:
-            self._evict(job, seq, live_set)
+            self._evict(job, seq, live_set, evict)
 
-    def _evict(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
+    def _evict(self, job: Job, seq: LiveSeq, live_set: BoundedSet, evict: Evict) -> None:
         if self._observer is not None and live_set.policy.signals:
             self._observer.measure(seq, live_set)
         has_messages = Signal.MESSAGES in live_set.policy.signals
-        view = live_set.view(self._messages(job, seq.n) if has_messages else None)
-        stay = live_set.policy.keep(view, live_set.n_target)
+        chosen = live_set.choose(self._messages(job, seq.n) if has_messages else None)
         self._keep_exact_prefix(job, seq, live_set)
-        n_dropped = self._pool.evict(seq, live_set, stay)
+        n_before, stay = len(live_set.kept), live_set.agreed(chosen)
+        if stay is None:
+            self._mix(seq, live_set, chosen, evict)
+        else:
+            self._pool.evict(seq, live_set, stay)
+            self._defragment(seq, live_set, n_before - len(stay))
         live_set.n_chosen = live_set.n
         self.n_evictions += 1
-        self.n_tokens_dropped += n_dropped
-        self._defragment(seq, live_set, n_dropped)
+        self.n_tokens_dropped += n_before - len(live_set.kept)
+
+    def _mix(self, seq: LiveSeq, live_set: BoundedSet, chosen: Positions, evict: Evict) -> None:
+        """Rewrite the cells of a chat so that each group has the rows of its chosen positions, which are
+        live. Raises Unavailable if no cells can be freed."""
+        ranks, rotated = live_set.ranks_of(chosen), live_set.rotated()
+        rotated = np.take_along_axis(rotated, ranks, axis=2)
+        gatherer, labels = RowGatherer(self._core.layout, ranks), rotated[0, 0].astype(np.int32)
+        ends = [*live_set.places[::_GATHERED_CELLS].tolist(), live_set.place_next]
+        exts: list[npt.NDArray[np.int32]] = []
+        for start, end in pairwise(ends):
+            piece = self._memory.rows(seq.id, start, end)
+            assert piece is not None
+            gatherer.add(piece)
+            exts += [] if piece.ext is None else [piece.ext]
+        ext = np.concatenate(exts)[ranks[0, 0]] if exts else None
+        self._rewrite(seq, gatherer.rows(labels, ext), evict)
+        live_set.mix(chosen, rotated, ranks)
+
+    def _rewrite(self, seq: LiveSeq, rows: KVRows, evict: Evict) -> None:
+        """Let these be all live rows of a chat. Raises Unavailable if no cells can be freed."""
+        seq.n_public = 0
+        self._pool.let_go(seq)
+        self._pool.require_room(len(rows), evict)
+        self._memory.replace(seq.id, rows)
+        self._pool.take(seq, len(rows))
 
     def _keep_exact_prefix(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
         """Before the first eviction, copy the rows of the chat that the store lacks."""
@@ -375,14 +416,10 @@ class Budgets(Hook):
             self._observer.measure(seq, live_set)  # those queries saw the places before
         rows = self._memory.rows(seq.id, 0, live_set.place_next)
         assert rows is not None
-        rot_k = self._core.info.row_identity.rot_k
-        moved = compose_at(runs_of(rows), self._rotation.rope(), rot_k=rot_k)
-        blob = np.asarray(emit_blob([join(moved)], v_trans=self._core.context.v_trans))
-        self._pool.let_go(seq)
+        rot_k, to = self._core.info.row_identity.rot_k, np.arange(len(rows), dtype=np.int64)
+        rows = turn(rows, live_set.rotated(), to, self._rotation.rope(), rot_k=rot_k)
         live_set.compacted()
-        self._pool.require_room(len(rows), evict)
-        self._memory.append(seq.id, blob, is_empty=True)
-        self._pool.take(seq, len(rows))
+        self._rewrite(seq, rows, evict)
 
     # ---- out of the context and back -----------------------------------------------------
 
@@ -456,11 +493,6 @@ def bounded(seq: LiveSeq | Parked) -> BoundedSet:
     """The live set of a chat that has a budget."""
     assert isinstance(seq.live_set, BoundedSet), "a chat with a budget has everything live"
     return seq.live_set
-
-
-def runs_of(rows: KVRows) -> list[KVRows]:
-    """The runs of consecutive positions of `rows`, as views."""
-    return [rows.slice(p0, p1) for p0, p1 in _runs(rows.positions)]
 
 
 def _runs(positions: npt.NDArray[np.integer]) -> list[tuple[int, int]]:

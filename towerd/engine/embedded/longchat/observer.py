@@ -117,8 +117,7 @@ class Observer:
             recent = _mass(queries, rows, places, live_set.places, self.attention.scale)
         except ValueError as error:
             raise TowerdError(f"The attention of this chat cannot be read: {error}.") from error
-        live_set.recent = recent
-        live_set.mass = live_set.mass + recent
+        live_set.attended(recent)
 
 
 def _mass(
@@ -210,10 +209,13 @@ def _full_layers(
                 continue
             plane, keys = cache[0]
             try:
-                found = attention_mass(asked[None], (keys,), plane.format.name, every, every, scale)
+                by_head = attention_mass(
+                    asked[None], (keys,), plane.format.name, every, every, scale
+                )
             except ValueError:  # heads of another size
                 continue
-            errors.append((float(np.abs(found - expected).max()), number, found - expected))
+            difference = by_head.mean(axis=(0, 1)) - expected
+            errors.append((float(np.abs(difference).max()), number, difference))
         if not errors:
             break
         _, number, difference = min(errors, key=lambda each: each[:2])

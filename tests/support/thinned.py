@@ -1,0 +1,106 @@
+"""A llama model in float64 whose layers and KV heads each see positions of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGUFReader
+
+from lab.models.shape import Shape
+from towerd.tokens import Ids
+
+Floats = npt.NDArray[np.float64]
+Event = tuple[int, npt.NDArray[np.int64] | None]
+"""After so many tokens only these positions stay, int64[layers, KV heads, m]; None: what is there moves
+together."""
+
+
+class ThinnedModel:
+    """Evaluates one chat, token by token."""
+
+    def __init__(self, path: Path, shape: Shape) -> None:
+        tensors = GGUFReader(path).tensors
+        self._w = {each.name: np.asarray(each.data, np.float64) for each in tensors}
+        self._shape = shape
+        layers, size = (shape.n_layer, shape.n_head_kv), shape.head_size
+        self._k, self._v = np.zeros((*layers, 0, size)), np.zeros((*layers, 0, size))
+        self._places = np.zeros((*layers, 0), np.int64)
+        self._is_live = np.zeros((*layers, 0), np.bool_)
+        self._place_next = 0
+
+    def logprobs(self, ids: Ids, events: Sequence[Event] = ()) -> Floats:
+        """float64[n, n_vocab] after each token."""
+        found = []
+        for n, token in enumerate(ids.tolist()):
+            for _, positions in (each for each in events if each[0] == n):
+                self._thin(positions)
+            found.append(self._next(token))
+        return np.stack(found)
+
+    def _thin(self, positions: npt.NDArray[np.int64] | None) -> None:
+        if positions is None:
+            rank = np.cumsum(self._is_live, axis=2) - 1
+            self._places = np.where(self._is_live, rank, -1)
+            self._place_next = int(self._is_live[0, 0].sum())
+            return
+        every = np.broadcast_to(positions, (*self._is_live.shape[:2], positions.shape[2]))
+        stays = np.zeros_like(self._is_live)
+        np.put_along_axis(stays, every, True, axis=2)
+        assert not (stays & ~self._is_live).any(), "a position came back"
+        self._is_live = stays
+
+    def _next(self, token: int) -> Floats:
+        shape, w = self._shape, self._w
+        place, self._place_next = self._place_next, self._place_next + 1
+        column = (shape.n_layer, shape.n_head_kv, 1)
+        self._places = np.concatenate([self._places, np.full(column, place)], axis=2)
+        self._is_live = np.concatenate([self._is_live, np.ones(column, np.bool_)], axis=2)
+        empty = np.zeros((*column, shape.head_size))
+        self._k, self._v = (np.concatenate([each, empty], axis=2) for each in (self._k, self._v))
+        x = w["token_embd.weight"][token]
+        for layer in range(shape.n_layer):
+            x = x + self._attention(layer, place, x)
+            x = x + self._feed_forward(layer, x)
+        logits = w["output.weight"] @ self._norm(x, w["output_norm.weight"])
+        return np.asarray(logits - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
+
+    def _attention(self, layer: int, place: int, x: Floats) -> Floats:
+        shape, w, name = self._shape, self._w, f"blk.{layer}."
+        h = self._norm(x, w[name + "attn_norm.weight"])
+        q, k, v = (
+            (w[f"{name}attn_{each}.weight"] @ h).reshape(-1, shape.head_size) for each in "qkv"
+        )
+        self._k[layer, :, -1], self._v[layer, :, -1] = k, v
+        out = []
+        for head in range(shape.n_head):
+            kv = head // (shape.n_head // shape.n_head_kv)
+            live = self._is_live[layer, kv]
+            keys = self._turned(self._k[layer, kv][live], self._places[layer, kv][live])
+            (query,) = self._turned(q[head][None], np.array([place]))
+            scores = keys @ query / np.sqrt(shape.head_size)
+            weights = np.exp(scores - scores.max())
+            out.append(weights / weights.sum() @ self._v[layer, kv][live])
+        return np.asarray(w[name + "attn_output.weight"] @ np.concatenate(out))
+
+    def _feed_forward(self, layer: int, x: Floats) -> Floats:
+        w, name = self._w, f"blk.{layer}.ffn_"
+        h = self._norm(x, w[name + "norm.weight"])
+        gate = w[name + "gate.weight"] @ h
+        return np.asarray(
+            w[name + "down.weight"] @ (gate / (1 + np.exp(-gate)) * (w[name + "up.weight"] @ h))
+        )
+
+    def _turned(self, rows: Floats, places: Any) -> Floats:
+        """RoPE of pairs of neighbours."""
+        size = self._shape.head_size
+        steps = self._shape.rope_freq_base ** (-np.arange(0, size, 2) / size)
+        angles = places[:, None] * steps
+        a, b, cos, sin = rows[:, ::2], rows[:, 1::2], np.cos(angles), np.sin(angles)
+        return np.stack([a * cos - b * sin, a * sin + b * cos], axis=2).reshape(rows.shape)
+
+    def _norm(self, x: Floats, weight: Floats) -> Floats:
+        return np.asarray(x / np.sqrt((x * x).mean() + 1e-5) * weight)
