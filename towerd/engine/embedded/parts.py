@@ -67,9 +67,8 @@ class Parts:
         tokens = Branching(memory, self.pool, tiers, self.exporter.export)
         branching = checkpoints or tokens
         folder = tiers.store.state.directory.tmp
-        self.budgets = Budgets(
-            tokens, core, self.observer, self.pool, self.rotation, config, folder
-        )
+        whole = Rotation(core.model, core.info.row_identity, context.n_cells)
+        self.budgets = Budgets(branching, core, self.observer, self.pool, whole, config, folder)
         self.hooks = Hooks(Hook(branching), ContextShift(branching, tiers), self.budgets)
         self.moved = MovedJobs(core, self.pool, tiers, self.rotation, self.exporter.export)
         self.restorer = Restorer(

@@ -12,7 +12,7 @@ The kind follows from what llama.cpp says of a model, and is checked on a few to
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -76,7 +76,7 @@ class SequenceMemory:
         return True
 
     def protect(self, seq: int, n: int, n_more: int) -> None:
-        """Make sure that the rows of the `n` positions of `seq` outlive `n_more` decodes."""
+        """Make sure that the rows in the first `n` places of `seq` outlive `n_more` decodes."""
 
     def rows(self, seq: int, p0: int, p1: int, places: Places | None = None) -> KVRows | None:
         """The rows [p0, p1) with what a head has of them, copied out; None if some of them are gone.
@@ -133,6 +133,10 @@ class SequenceMemory:
         """What the sequence has beside their rows: those that its windows see, or its state."""
         return np.empty(0, np.uint8)
 
+    def n_beside(self, seq: int) -> int:
+        """How many of the sequence's last places have rows beside theirs."""
+        return 0
+
     def moved_beside(self, beside: Buffer, by: int, rope: Rope, *, rot_k: bool) -> Buffer:
         """What is `beside` the rows of a sequence whose last place goes `by` places further. rope: of all
         layers with rows; rot_k: see `shift`"""
@@ -144,6 +148,11 @@ class SequenceMemory:
         tail = beside[PREFIX_BYTES:].tobytes()
         blob = np.asarray(emit_blob([rows], v_trans=self.context.v_trans, tail=tail))
         self.append(seq, blob, is_empty=True)
+
+    def park(self, seq: int) -> tuple[Buffer, int]:
+        """A blob of the sequence, as it is, and how many of its last places it may be cut by when it comes
+        back."""
+        return self.context.get_state(seq), self.context.pos_max(seq) + 1
 
     # ---- what comes and goes with a sequence -------------------------------------------------
 
@@ -159,11 +168,6 @@ class SequenceMemory:
         if not is_empty:
             self.seq_cp(self.scratch, seq)
             self.context.seq_rm(self.scratch)
-
-    def replace(self, seq: int, rows: KVRows) -> None:
-        """Make these the rows of the sequence, whose cells are free already. Raises TowerdError."""
-        blob = np.asarray(emit_blob([rows], v_trans=self.context.v_trans))
-        self.append(seq, blob, is_empty=True)
 
     def snapshot(self, seq: int) -> Buffer:
         """The state that is valid exactly where the sequence ends. Needs `has_state`."""
@@ -215,9 +219,8 @@ class WindowMemory(SequenceMemory):
         # Each token is at its index: pictures that share positions are refused with windows.
         if self.context.pos_min(seq) > p0:
             return None
-        ends = [*range((p0 // self._window + 1) * self._window, p1, self._window), p1]
         read = super().rows
-        pieces = (read(seq, start, end) for start, end in pairwise([p0, *ends]))
+        pieces = (read(seq, start, end) for start, end in self._pieces(p0, p1))
         return join([piece for piece in pieces if piece is not None])
 
     def full_rows(self, seq: int, p0: int, p1: int) -> KVRows:
@@ -240,12 +243,38 @@ class WindowMemory(SequenceMemory):
     def beside(self, seq: int) -> Buffer:
         return self.context.get_state(seq, PARTIAL)
 
+    def n_beside(self, seq: int) -> int:
+        return min(self._window, self.context.pos_max(seq) + 1 - self.context.pos_min(seq))
+
     def moved_beside(self, beside: Buffer, by: int, rope: Rope, *, rot_k: bool) -> Buffer:
-        layout = self.layout.sections[1]
-        rows = parse_rows(beside, cell_ext=layout.cell_ext, layout=layout)
+        rows = self._window_rows(beside)
         rows = rows.slice(max(rows.p0, -by), rows.p1)
         moved = shift(rows, rows.p0 + by, rope.sections[1], rot_k=rot_k)
         return np.asarray(emit_blob([moved], v_trans=self.context.v_trans))
+
+    def park(self, seq: int) -> tuple[Buffer, int]:
+        # All rows that the windows of earlier tokens see come along.
+        p0, p1 = self.context.pos_min(seq), self.context.pos_max(seq) + 1
+        pieces = []
+        for start, end in self._pieces(p0, p1):
+            self.context.seq_cp(seq, self.scratch, start, end)
+            try:
+                pieces.append(self._window_rows(self.beside(self.scratch)))
+            finally:
+                self.context.seq_rm(self.scratch)
+        v_trans = self.context.v_trans
+        tail = np.asarray(emit_blob([join(pieces)], v_trans=v_trans))[PREFIX_BYTES:].tobytes()
+        blob = emit_blob([self.full_rows(seq, 0, p1)], v_trans=v_trans, tail=tail)
+        return np.asarray(blob), p1 if p0 == 0 else p1 - p0 - self._window
+
+    def _window_rows(self, beside: Buffer) -> KVRows:
+        layout = self.layout.sections[1]
+        return parse_rows(beside, cell_ext=layout.cell_ext, layout=layout)
+
+    def _pieces(self, p0: int, p1: int) -> Iterable[tuple[int, int]]:
+        """[p0, p1) in pieces no longer than the window."""
+        ends = range((p0 // self._window + 1) * self._window, p1, self._window)
+        return pairwise([p0, *ends, p1])
 
     def append(
         self, seq: int, blob: Buffer, *, is_empty: bool, head: HeadRows | None = None
@@ -274,6 +303,9 @@ class StatefulMemory(SequenceMemory):
 
     def beside(self, seq: int) -> Buffer:
         return self.snapshot(seq)
+
+    def park(self, seq: int) -> tuple[Buffer, int]:
+        return self.context.get_state(seq), 0
 
     def moved_beside(self, beside: Buffer, by: int, rope: Rope, *, rot_k: bool) -> Buffer:
         # A state depends on no position, but says where it is valid.

@@ -442,9 +442,9 @@ class BoundedSet(LiveSet):
         self.mass = _longer(self.mass, len(positions))[:, :, order]
         self.recent = _longer(self.recent, len(positions))[:, :, order]
 
-    def compacted(self) -> None:
-        """Account for live rows that were moved to places without holes."""
-        self.places = np.arange(len(self.kept), dtype=np.int64)
+    def compacted(self, places: Positions) -> None:
+        """Account for live rows that were moved to these places, which have no holes."""
+        self.places = places
         if self.mixed is not None:
             places = self.places[self.mixed.start : self.mixed.stop]
             rotated = np.broadcast_to(places, self.mixed.positions.shape)

@@ -28,6 +28,8 @@ class Parked:
     provenance: Provenances
     live_set: BoundedSet
     blob: Buffer
+    n_min: int = 0
+    """The fewest of its tokens that it may be cut to."""
 
     rank: ClassVar = (0,)
     """See `Holder.rank`: below every live sequence."""

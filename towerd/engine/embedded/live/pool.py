@@ -291,8 +291,8 @@ class LivePool:
         self._cut(seq, runs)
         self._merge_own(seq)
         live.drop(stay)
-        for start, end in runs:
-            self._memory.seq_rm(seq.id, int(places[start]), int(places[end - 1]) + 1)
+        spans = [(int(places[start]), int(places[end - 1]) + 1) for start, end in runs]
+        self._memory.thin(seq.id, spans)
         return sum(end - start for start, end in runs)
 
     def recall(

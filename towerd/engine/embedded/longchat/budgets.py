@@ -121,16 +121,22 @@ class Budgets(Hook):
                 f"There is no retention {budget.policy[:40]!r}: take one of "
                 f"{', '.join(RETENTIONS)}."
             )
-        if budget.policy in WATCHING and self._observer is None and self._memory.kind is DENSE:
+        kind = self._memory.kind
+        if not kind.has_rows:
+            raise NotSupported(
+                f"Retention {budget.policy!r} drops single positions, and this model's state "
+                f"({kind.name}) cannot lose one; take none or shift."
+            )
+        if can_recall(budget.policy) and kind is not DENSE:
+            raise NotSupported(
+                f"Retention {budget.policy!r} recalls positions in all layers alike, and those of this model "
+                f"differ ({kind.name}); take another one, none or shift."
+            )
+        if budget.policy in WATCHING and self._observer is None:
             raise InvalidRequest(
                 f"Retention {budget.policy!r} goes by what the attention says, which is read only "
                 f"by a towerd that was started for it: start it with --retention {budget.policy}, "
                 "or take none, shift or streaming."
-            )
-        if self._memory.kind is not DENSE:
-            raise NotSupported(
-                f"Retention {budget.policy!r} drops single positions, and this model's state "
-                f"({self._memory.kind.name}) cannot lose one; take none or shift."
             )
         if not _BUDGET_MIN <= budget.tokens < self._core.n_ctx:
             raise InvalidRequest(
@@ -163,9 +169,11 @@ class Budgets(Hook):
             return isinstance(kept, BoundedSet) and kept.budget == live and chat.scope == scope
 
         def n_usable(chat: LiveSeq | Parked, n: int) -> int:
-            if is_own(chat) and bounded(chat).can_continue_from(n):
-                return n
-            return min(n, n_adoptable) if has_everything(chat) else 0
+            n_own = self.branching.n_continuable(chat, n)
+            if is_own(chat) and bounded(chat).can_continue_from(n_own):
+                return n_own
+            n_both = min(n, n_adoptable)
+            return self.branching.n_continuable(chat, n_both) if has_everything(chat) else 0
 
         def counts(chat: LiveSeq | Parked) -> bool:
             return is_own(chat) or has_everything(chat)
@@ -183,6 +191,8 @@ class Budgets(Hook):
         if not isinstance(live_set, BoundedSet) or found.n >= live_set.n_chosen - 1:
             return False
         if not live_set.policy.signals or live_set.can_recall:
+            return False
+        if not self._memory.kind.can_slice:
             return False
         plan = self.branching.tiers.plan(job.path, 0, job.n_on_path(found.n), worst=worst_for(job))
         return plan.n >= found.n
@@ -206,7 +216,7 @@ class Budgets(Hook):
 
     def _shape(self, budget: LiveBudget) -> Shape:
         """How many layers and KV heads choose for themselves."""
-        layout = self._core.layout
+        layout = self._memory.full_layout
         if budget.scope == "all":
             return 1, 1
         if budget.scope == "layer" or self._observer is None:
@@ -328,24 +338,33 @@ class Budgets(Hook):
         live. Raises Unavailable if no cells can be freed."""
         ranks, rotated = live_set.ranks_of(chosen), live_set.rotated()
         rotated = np.take_along_axis(rotated, ranks, axis=2)
-        gatherer, labels = RowGatherer(self._core.layout, ranks), rotated[0, 0].astype(np.int32)
+        gatherer, labels = (
+            RowGatherer(self._memory.full_layout, ranks),
+            rotated[0, 0].astype(np.int32),
+        )
         ends = [*live_set.places[::_GATHERED_CELLS].tolist(), live_set.place_next]
         exts: list[npt.NDArray[np.int32]] = []
         for start, end in pairwise(ends):
-            piece = self._memory.rows(seq.id, start, end)
-            assert piece is not None
+            piece = self._memory.full_rows(seq.id, start, end)
             gatherer.add(piece)
             exts += [] if piece.ext is None else [piece.ext]
         ext = np.concatenate(exts)[ranks[0, 0]] if exts else None
         self._rewrite(seq, gatherer.rows(labels, ext), evict)
         live_set.mix(chosen, rotated, ranks)
 
-    def _rewrite(self, seq: LiveSeq, rows: KVRows, evict: Evict) -> None:
-        """Let these be all live rows of a chat. Raises Unavailable if no cells can be freed."""
+    def _rewrite(self, seq: LiveSeq, rows: KVRows, evict: Evict, by: int = 0) -> None:
+        """Let these be all live rows of a chat, in the layers that attend to everything. Raises Unavailable
+        if no cells can be freed.
+
+        by: how many places the last one goes further"""
+        beside = self._memory.beside(seq.id)
+        if by:
+            rope, rot_k = self._rotation.rope(), self._core.info.row_identity.rot_k
+            beside = self._memory.moved_beside(beside, by, rope, rot_k=rot_k)
         seq.n_public = 0
         self._pool.let_go(seq)
         self._pool.require_room(len(rows), evict)
-        self._memory.replace(seq.id, rows)
+        self._memory.replace(seq.id, rows, beside)
         self._pool.take(seq, len(rows))
 
     def _keep_exact_prefix(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
@@ -410,16 +429,19 @@ class Budgets(Hook):
         self.n_moves += 1
 
     def _compact(self, seq: LiveSeq, live_set: BoundedSet, evict: Evict) -> None:
-        """Move the live rows to the places [0, m), their keys rotated. Some positions were evicted
-        by then, because a budget is less than the context."""
+        """Move the live rows to places without holes, their keys rotated: to the first ones, or as far
+        behind them as the windows of other layers reach back. Some positions were evicted by then, because
+        a budget is less than the context."""
         if self._observer is not None and live_set.observed and not live_set.can_recall:
             self._observer.measure(seq, live_set)  # those queries saw the places before
-        rows = self._memory.rows(seq.id, 0, live_set.place_next)
-        assert rows is not None
-        rot_k, to = self._core.info.row_identity.rot_k, np.arange(len(rows), dtype=np.int64)
-        rows = turn(rows, live_set.rotated(), to, self._rotation.rope(), rot_k=rot_k)
-        live_set.compacted()
-        self._rewrite(seq, rows, evict)
+        rows, end = self._memory.full_rows(seq.id, 0, live_set.place_next), live_set.place_next
+        n_most = max(len(rows), live_set.n_places // 2)
+        n_reached = max(len(rows), min(self._memory.n_beside(seq.id), n_most))
+        to = np.arange(n_reached - len(rows), n_reached, dtype=np.int64)
+        rope, rot_k = self._rotation.rope().sections[0], self._core.info.row_identity.rot_k
+        rows = turn(rows, live_set.rotated(), to, rope, rot_k=rot_k)
+        live_set.compacted(to)
+        self._rewrite(seq, rows, evict, n_reached - end)
 
     # ---- out of the context and back -----------------------------------------------------
 
@@ -429,9 +451,10 @@ class Budgets(Hook):
         live_set = bounded(seq)
         if not seq.is_partial or live_set.failure is not None:
             return
-        blob = self._core.context.get_state(seq.id)
+        blob, n_back = self._memory.park(seq.id)
         ids, provenance = seq.tokens().copy(), seq.provenance[: seq.n].copy()
-        self.parked.add(Parked(seq.scope, seq.session, ids, provenance, live_set, blob))
+        n_min = max(0, seq.n - n_back)
+        self.parked.add(Parked(seq.scope, seq.session, ids, provenance, live_set, blob, n_min))
 
     def _open_parked(self, parked: Parked, n: int, capacity: int, evict: Evict) -> LiveSeq | None:
         """Open a sequence with the first `n` tokens of a parked chat; None if no sequence or not
