@@ -117,4 +117,4 @@ class ThinnedLfm2(_Neox):
 
 def gelu(x: Floats) -> Floats:
     """As llama.cpp approximates it."""
-    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * x * (1 + 0.044715 * x**2)))
+    return np.asarray(0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * x * (1 + 0.044715 * x**2))))

@@ -170,7 +170,7 @@ class Budgets(Hook):
 
         def n_usable(chat: LiveSeq | Parked, n: int) -> int:
             n_own = self.branching.n_continuable(chat, n)
-            if is_own(chat) and bounded(chat).can_continue_from(n_own):
+            if is_own(chat) and self._can_continue(bounded(chat), n_own):
                 return n_own
             n_both = min(n, n_adoptable)
             return self.branching.n_continuable(chat, n_both) if has_everything(chat) else 0
@@ -182,6 +182,12 @@ class Budgets(Hook):
         if found.source is not None and self._is_better_stored(job, found):
             found = self._pool.index.longest(ids, scope, has_everything, n_usable)
         return self.branching.usable(job, found)
+
+    def _can_continue(self, live_set: BoundedSet, n: int) -> bool:
+        """Whether a chat can continue after its first `n` tokens. Where that is at a state checkpoint, the
+        tokens behind it would be evaluated over what was thinned at their end."""
+        is_behind = self._memory.kind.can_slice or n >= live_set.n_chosen
+        return is_behind and live_set.can_continue_from(n)
 
     def _is_better_stored(self, job: Job, found: FoundLive) -> bool:
         """Whether a chat was thinned by attention for what came behind the tokens that were found, and the
