@@ -75,9 +75,16 @@ def test_offloaded_rows_are_kept(tmp_path: Path, seed: int, sizes: list[int], na
     if not len(wanted):
         return
     rows = offloaded.rows(wanted)
-    assert rows.positions.tolist() == (wanted - shift).tolist()
+    assert rows.positions.tolist() == wanted.tolist()
+    assert offloaded.places(wanted).tolist() == (wanted - shift).tolist()
     for mine, theirs in zip(rows.planes(), whole.planes(), strict=True):
         assert np.array_equal(mine, theirs[wanted - shift])
+    groups = np.sort(rng.permuted(np.tile(expected, (N_LAYER, N_KV, 1)), axis=2)[..., :2])
+    mixed = offloaded.mixed(groups, np.arange(groups.shape[2]))
+    for i, (mine, theirs) in enumerate(zip(mixed.planes(), whole.planes(), strict=True)):
+        parts = np.split(theirs, N_KV, axis=1)
+        mixture = [parts[head][groups[i % N_LAYER, head] - shift] for head in range(N_KV)]
+        assert np.array_equal(mine, np.concatenate(mixture, axis=1))
     keys, every = OffloadedKeys(offloaded, HEAD_SIZE), keys_of(whole, HEAD_SIZE)
     assert keys.shape == (N_LAYER, N_KV, len(offloaded), HEAD_SIZE)
     numbers = np.searchsorted(offloaded.positions, wanted)

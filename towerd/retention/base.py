@@ -184,6 +184,14 @@ class Recalling(Retention):
 
     can_recall = True
 
+    def keep_groups(self, view: View, n_max: int, shape: tuple[int, int]) -> Positions:
+        """int64[layers, KV heads, at most n_max], ascending: as `keep`, by group, which all keep the same
+        number.
+
+        shape: (layers, KV heads) that choose for themselves; 1: the choice is for all"""
+        stay = self.keep(view, n_max)
+        return np.broadcast_to(stay, (*shape, len(stay)))
+
     @property
     @abstractmethod
     def n_bytes(self) -> int:

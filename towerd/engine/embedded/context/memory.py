@@ -137,10 +137,10 @@ class SequenceMemory:
         """How many of the sequence's last places have rows beside theirs."""
         return 0
 
-    def moved_beside(self, beside: Buffer, by: int, rope: Rope, *, rot_k: bool) -> Buffer:
-        """What is `beside` the rows of a sequence whose last place goes `by` places further. rope: of all
-        layers with rows; rot_k: see `shift`"""
-        return beside
+    def moved_beside(self, seq: int, by: int, rope: Rope, *, rot_k: bool) -> Buffer:
+        """What the sequence would have beside their rows `by` places further. rope: of all layers with
+        rows; rot_k: see `shift`"""
+        return self.beside(seq)
 
     def replace(self, seq: int, rows: KVRows, beside: Buffer) -> None:
         """Make these the rows of these layers, and have `beside` them what the sequence had. Its cells
@@ -149,10 +149,13 @@ class SequenceMemory:
         blob = np.asarray(emit_blob([rows], v_trans=self.context.v_trans, tail=tail))
         self.append(seq, blob, is_empty=True)
 
-    def park(self, seq: int) -> tuple[Buffer, int]:
-        """A blob of the sequence, as it is, and how many of its last places it may be cut by when it comes
-        back."""
-        return self.context.get_state(seq), self.context.pos_max(seq) + 1
+    def n_back(self, seq: int) -> int:
+        """By how many of its last places the sequence can be cut."""
+        return self.context.pos_max(seq) + 1
+
+    def park(self, seq: int) -> Buffer:
+        """A blob of the sequence as it is."""
+        return self.context.get_state(seq)
 
     # ---- what comes and goes with a sequence -------------------------------------------------
 
@@ -246,13 +249,17 @@ class WindowMemory(SequenceMemory):
     def n_beside(self, seq: int) -> int:
         return min(self._window, self.context.pos_max(seq) + 1 - self.context.pos_min(seq))
 
-    def moved_beside(self, beside: Buffer, by: int, rope: Rope, *, rot_k: bool) -> Buffer:
-        rows = self._window_rows(beside)
+    def moved_beside(self, seq: int, by: int, rope: Rope, *, rot_k: bool) -> Buffer:
+        rows = self._window_rows(self.beside(seq))
         rows = rows.slice(max(rows.p0, -by), rows.p1)
         moved = shift(rows, rows.p0 + by, rope.sections[1], rot_k=rot_k)
         return np.asarray(emit_blob([moved], v_trans=self.context.v_trans))
 
-    def park(self, seq: int) -> tuple[Buffer, int]:
+    def n_back(self, seq: int) -> int:
+        first, n_all = self.context.pos_min(seq), self.context.pos_max(seq) + 1
+        return n_all if first == 0 else n_all - first - self._window + 1
+
+    def park(self, seq: int) -> Buffer:
         # All rows that the windows of earlier tokens see come along.
         p0, p1 = self.context.pos_min(seq), self.context.pos_max(seq) + 1
         pieces = []
@@ -264,8 +271,7 @@ class WindowMemory(SequenceMemory):
                 self.context.seq_rm(self.scratch)
         v_trans = self.context.v_trans
         tail = np.asarray(emit_blob([join(pieces)], v_trans=v_trans))[PREFIX_BYTES:].tobytes()
-        blob = emit_blob([self.full_rows(seq, 0, p1)], v_trans=v_trans, tail=tail)
-        return np.asarray(blob), p1 if p0 == 0 else p1 - p0 - self._window
+        return np.asarray(emit_blob([self.full_rows(seq, 0, p1)], v_trans=v_trans, tail=tail))
 
     def _window_rows(self, beside: Buffer) -> KVRows:
         layout = self.layout.sections[1]
@@ -304,12 +310,12 @@ class StatefulMemory(SequenceMemory):
     def beside(self, seq: int) -> Buffer:
         return self.snapshot(seq)
 
-    def park(self, seq: int) -> tuple[Buffer, int]:
-        return self.context.get_state(seq), 0
+    def n_back(self, seq: int) -> int:
+        return 0
 
-    def moved_beside(self, beside: Buffer, by: int, rope: Rope, *, rot_k: bool) -> Buffer:
+    def moved_beside(self, seq: int, by: int, rope: Rope, *, rot_k: bool) -> Buffer:
         # A state depends on no position, but says where it is valid.
-        moved = beside.copy()
+        moved = self.beside(seq)
         moved[_STATE_PLACE].view("<i4")[:] += by
         return moved
 

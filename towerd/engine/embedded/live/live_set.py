@@ -400,14 +400,20 @@ class BoundedSet(LiveSet):
         first = chosen[0, 0]
         return first if self.mixed is None and (chosen == first).all() else None
 
-    def mix(self, chosen: Positions, rotated: Positions, ranks: Positions | None = None) -> None:
-        """Account for cells that have the rows of these positions now, by group; the labels are those of
-        the first one.
+    def mix(
+        self,
+        chosen: Positions,
+        rotated: Positions,
+        places: Positions,
+        ranks: Positions | None = None,
+    ) -> None:
+        """Account for cells that have the rows of these positions now, by group.
 
         chosen: int64[layers, KV heads, m']; rotated: the places that their keys are rotated to
+        places: int64[m']: those that the cells are labelled by
         ranks: the cells that the rows were in; None: they were not live"""
         n_before = len(self.kept)
-        self.kept, self.places = chosen[0, 0], rotated[0, 0]
+        self.kept, self.places = chosen[0, 0], places
         others = (chosen != self.kept) | (rotated != self.places)
         columns = np.flatnonzero(others.any(axis=(0, 1)))
         self.mixed = None
@@ -434,14 +440,6 @@ class BoundedSet(LiveSet):
         self.n_evictions += len(ranks) < len(self.kept)
         self._only(ranks)
 
-    def recall(self, positions: Positions, places: Positions) -> None:
-        """Account for evicted positions that are live again, at these places."""
-        kept = np.concatenate([self.kept, positions])
-        order = np.argsort(kept, kind="stable")
-        self.kept, self.places = kept[order], np.concatenate([self.places, places])[order]
-        self.mass = _longer(self.mass, len(positions))[:, :, order]
-        self.recent = _longer(self.recent, len(positions))[:, :, order]
-
     def compacted(self, places: Positions) -> None:
         """Account for live rows that were moved to these places, which have no holes."""
         self.places = places
@@ -452,13 +450,9 @@ class BoundedSet(LiveSet):
         self.n_evictions += 1
 
     def moved_down(self, offloaded: OffloadedRows) -> None:
-        """Keep only the positions in `offloaded`, live or not, at the places that they have there.
-        Their keys were rotated, so the index and the observed queries are discarded."""
-        self.mixed = None
-        self._only(np.flatnonzero(np.isin(self.kept, offloaded.positions)))
-        self.places = offloaded.places(self.kept)
+        """Account for offloaded rows of which some were moved, their keys rotated. The observed queries
+        do not fit them and are discarded."""
         self.offloaded, self.observed = offloaded, ()
-        self.policies = tuple(open_retention(policy.config) for policy in self.policies)
         self.n_evictions += 1
 
     @property
@@ -498,9 +492,10 @@ class BoundedSet(LiveSet):
         self.offloaded.check_integrity()
         if self.mixed is not None:
             assert (np.diff(self.positions(), axis=2) > 0).all(), "positions of a group ascend"
-            assert (np.diff(self.rotated(), axis=2) > 0).all(), "places of a group ascend"
-        both, _, live = np.intersect1d(self.offloaded.positions, self.kept, return_indices=True)
-        assert np.array_equal(self.offloaded.places(both), self.places[live]), "offloaded places"
+        positions, rotated = self.positions(), self.rotated()
+        there = np.isin(positions, self.offloaded.positions)
+        found = self.offloaded.places(positions[there])
+        assert np.array_equal(found, rotated[there]), "offloaded places"
 
     def _only(self, ranks: npt.NDArray[np.int64]) -> None:
         self.mixed = None if self.mixed is None else self.mixed.only(ranks)

@@ -23,11 +23,13 @@ import numpy.typing as npt
 
 from towerd.engine.embedded.context.memory import SequenceMemory
 from towerd.engine.embedded.context.places import Places
+from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.live_set import EVERYTHING, BoundedSet, LiveSet
 from towerd.engine.embedded.live.parked import Parked
 from towerd.engine.live_index import LiveIndex
 from towerd.errors import Unavailable
 from towerd.retention import Positions
+from towerd.slots.rows import KVRows
 from towerd.store.tree.scope import adapters_of
 from towerd.tokens import (
     Ids,
@@ -295,16 +297,23 @@ class LivePool:
         self._memory.thin(seq.id, spans)
         return sum(end - start for start, end in runs)
 
-    def recall(
-        self, seq: LiveSeq, live: BoundedSet, positions: Positions, places: Positions
+    def rewrite(
+        self,
+        seq: LiveSeq,
+        rows: KVRows,
+        evict: Callable[[], bool],
+        beside: Buffer | None = None,
     ) -> None:
-        """Account for rows of `positions`, which `seq` lacked, that the context has put into its
-        `places`. `live` is its live set."""
-        ranks, counts = np.unique(np.searchsorted(live.kept, positions), return_counts=True)
-        self._insert(seq, ranks.tolist(), counts.tolist())
-        self._merge_own(seq)
-        live.recall(positions, places)
-        self.cells_used += len(positions)
+        """Let `rows` be all live rows of `seq`, whose live set accounts for them afterwards. Raises
+        Unavailable, with nothing changed, if no cells can be freed, and TowerdError.
+
+        beside: what it has beside them from now on; None: as before"""
+        self.require_room(len(rows) - self.n_own_cells(seq), evict)
+        beside = self._memory.beside(seq.id) if beside is None else beside
+        seq.n_public = 0
+        self.let_go(seq)
+        self._memory.replace(seq.id, rows, beside)
+        self.take(seq, len(rows))
 
     def let_go(self, seq: LiveSeq) -> None:
         """Free all cells of `seq`, which stays open; `take` accounts for what is put there."""
@@ -369,20 +378,6 @@ class LivePool:
                 keep.append(run)
             length += run.n
         seq.runs = keep
-
-    def _insert(self, seq: LiveSeq, cells: Sequence[int], counts: Sequence[int]) -> None:
-        """Insert `counts[i]` cells of its own before each of the `cells` of `seq`, which ascend."""
-        self._split_at(seq, *cells)
-        length, i = 0, 0
-        runs: list[CellRun] = []
-        for run in (*seq.runs, None):
-            if i < len(cells) and cells[i] == length:
-                runs.append(CellRun(counts[i], {seq.id}))
-                i += 1
-            if run is not None:
-                runs.append(run)
-                length += run.n
-        seq.runs = runs
 
     def _merge_own(self, seq: LiveSeq) -> None:
         """Merge adjacent runs that only `seq` owns."""

@@ -46,8 +46,6 @@ from towerd.engine.moving.rotation import Rotation
 from towerd.errors import InvalidRequest, NotSupported, TowerdError
 from towerd.retention import Positions, Signal, can_recall, retention_config
 from towerd.settings.config import RETENTIONS, WATCHING, Config, parked_bytes
-from towerd.slots.kind import DENSE
-from towerd.slots.rows import KVRows
 from towerd.slots.shift import turn
 from towerd.slots.virtual import RowGatherer, heads_of
 from towerd.tokens import Ids, Provenance
@@ -127,10 +125,10 @@ class Budgets(Hook):
                 f"Retention {budget.policy!r} drops single positions, and this model's state "
                 f"({kind.name}) cannot lose one; take none or shift."
             )
-        if can_recall(budget.policy) and kind is not DENSE:
+        if can_recall(budget.policy) and not kind.can_slice:
             raise NotSupported(
-                f"Retention {budget.policy!r} recalls positions in all layers alike, and those of this model "
-                f"differ ({kind.name}); take another one, none or shift."
+                f"Retention {budget.policy!r} has the end of a prompt evaluated again, which this model's "
+                f"state ({kind.name}) does not allow; take another one, none or shift."
             )
         if budget.policy in WATCHING and self._observer is None:
             raise InvalidRequest(
@@ -355,23 +353,8 @@ class Budgets(Hook):
             gatherer.add(piece)
             exts += [] if piece.ext is None else [piece.ext]
         ext = np.concatenate(exts)[ranks[0, 0]] if exts else None
-        self._rewrite(seq, gatherer.rows(labels, ext), evict)
-        live_set.mix(chosen, rotated, ranks)
-
-    def _rewrite(self, seq: LiveSeq, rows: KVRows, evict: Evict, by: int = 0) -> None:
-        """Let these be all live rows of a chat, in the layers that attend to everything. Raises Unavailable
-        if no cells can be freed.
-
-        by: how many places the last one goes further"""
-        beside = self._memory.beside(seq.id)
-        if by:
-            rope, rot_k = self._rotation.rope(), self._core.info.row_identity.rot_k
-            beside = self._memory.moved_beside(beside, by, rope, rot_k=rot_k)
-        seq.n_public = 0
-        self._pool.let_go(seq)
-        self._pool.require_room(len(rows), evict)
-        self._memory.replace(seq.id, rows, beside)
-        self._pool.take(seq, len(rows))
+        self._pool.rewrite(seq, gatherer.rows(labels, ext), evict)
+        live_set.mix(chosen, rotated, rotated[0, 0], ranks)
 
     def _keep_exact_prefix(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
         """Before the first eviction, copy the rows of the chat that the store lacks."""
@@ -406,7 +389,8 @@ class Budgets(Hook):
         if job.phase is JobPhase.PREFILL and self.awaits_recall(job):
             job.was_recalled = True
             queries = observer.scaled_queries(live_set, job.n_begun)
-            n_again = min(REEVALUATED_TOKENS, seq.n - job.n_begun, live_set.n_tail - 1)
+            n_back = max(1, self._memory.n_back(seq.id))
+            n_again = min(REEVALUATED_TOKENS, seq.n - job.n_begun, live_set.n_tail - 1, n_back)
             self._pool.truncate(seq, seq.n - n_again)
         elif recall.is_due(job, live_set):
             queries = observer.scaled_queries(live_set, live_set.n_chosen)
@@ -444,10 +428,11 @@ class Budgets(Hook):
         n_most = max(len(rows), live_set.n_places // 2)
         n_reached = max(len(rows), min(self._memory.n_beside(seq.id), n_most))
         to = np.arange(n_reached - len(rows), n_reached, dtype=np.int64)
-        rope, rot_k = self._rotation.rope().sections[0], self._core.info.row_identity.rot_k
-        rows = turn(rows, live_set.rotated(), to, rope, rot_k=rot_k)
+        rope, rot_k = self._rotation.rope(), self._core.info.row_identity.rot_k
+        rows = turn(rows, live_set.rotated(), to, rope.sections[0], rot_k=rot_k)
+        beside = self._memory.moved_beside(seq.id, n_reached - end, rope, rot_k=rot_k)
+        self._pool.rewrite(seq, rows, evict, beside)
         live_set.compacted(to)
-        self._rewrite(seq, rows, evict, n_reached - end)
 
     # ---- out of the context and back -----------------------------------------------------
 
@@ -457,9 +442,8 @@ class Budgets(Hook):
         live_set = bounded(seq)
         if not seq.is_partial or live_set.failure is not None:
             return
-        blob, n_back = self._memory.park(seq.id)
+        blob, n_min = self._memory.park(seq.id), max(0, seq.n - self._memory.n_back(seq.id))
         ids, provenance = seq.tokens().copy(), seq.provenance[: seq.n].copy()
-        n_min = max(0, seq.n - n_back)
         self.parked.add(Parked(seq.scope, seq.session, ids, provenance, live_set, blob, n_min))
 
     def _open_parked(self, parked: Parked, n: int, capacity: int, evict: Evict) -> LiveSeq | None:
