@@ -67,8 +67,10 @@ class Parts:
         tokens = Branching(memory, self.pool, tiers, self.exporter.export)
         branching = checkpoints or tokens
         folder = tiers.store.state.directory.tmp
-        whole = Rotation(core.model, core.info.row_identity, context.n_cells)
-        self.budgets = Budgets(branching, core, self.observer, self.pool, whole, config, folder)
+        together = self.rotation  # of all that a chat holds: its states stay valid
+        if core.why_not_movable:
+            together = Rotation(core.model, core.info.row_identity, context.n_cells)
+        self.budgets = Budgets(branching, core, self.observer, self.pool, together, config, folder)
         self.hooks = Hooks(Hook(branching), ContextShift(branching, tiers), self.budgets)
         self.moved = MovedJobs(core, self.pool, tiers, self.rotation, self.exporter.export)
         self.restorer = Restorer(

@@ -247,7 +247,7 @@ class WindowMemory(SequenceMemory):
         return self.context.get_state(seq, PARTIAL)
 
     def n_beside(self, seq: int) -> int:
-        return min(self._window, self.context.pos_max(seq) + 1 - self.context.pos_min(seq))
+        return self.context.pos_max(seq) + 1 - self.context.pos_min(seq)
 
     def moved_beside(self, seq: int, by: int, rope: Rope, *, rot_k: bool) -> Buffer:
         rows = self._window_rows(self.beside(seq))

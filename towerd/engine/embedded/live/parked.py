@@ -30,6 +30,8 @@ class Parked:
     blob: Buffer
     n_min: int = 0
     """The fewest of its tokens that it may be cut to."""
+    n_reserved: int = 0
+    """See `LiveSeq.n_reserved`."""
 
     rank: ClassVar = (0,)
     """See `Holder.rank`: below every live sequence."""

@@ -444,13 +444,14 @@ class Budgets(Hook):
             return
         blob, n_min = self._memory.park(seq.id), max(0, seq.n - self._memory.n_back(seq.id))
         ids, provenance = seq.tokens().copy(), seq.provenance[: seq.n].copy()
-        self.parked.add(Parked(seq.scope, seq.session, ids, provenance, live_set, blob, n_min))
+        chat = seq.scope, seq.session, ids, provenance, live_set
+        self.parked.add(Parked(*chat, blob, n_min, seq.n_reserved))
 
     def _open_parked(self, parked: Parked, n: int, capacity: int, evict: Evict) -> LiveSeq | None:
         """Open a sequence with the first `n` tokens of a parked chat; None if no sequence or not
         enough cells are free. If `n` is not all of the chat, it stays parked as well."""
         self.parked.take(parked)  # evictions for it could otherwise push it out
-        n_cells = len(parked.live_set.kept)
+        n_cells = len(parked.live_set.kept) + parked.n_reserved
         is_possible = (self._pool.can_open() or evict()) and self._pool.has_room(n_cells, evict)
         if not is_possible or n < parked.n:
             self.parked.add(parked)
@@ -469,6 +470,7 @@ class Budgets(Hook):
         seq.live_set = parked.live_set if n == parked.n else parked.live_set.fork()
         self._pool.take(seq, len(parked.live_set.kept))
         self._pool.truncate(seq, n)
+        self._pool.reserve(seq)
 
     def kept(self, ids: Ids, scope: str) -> Kept | None:
         """The kept positions of the chat whose tokens are `ids`, live or parked."""
