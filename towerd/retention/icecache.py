@@ -110,14 +110,42 @@ class IceCache(Recalling):
         check_rows(view.keys, view.queries)
 
     def _choose(self, view: View, span: slice, room: int) -> Indices:
-        """The keys of a position must be the same at every call."""
+        self._prepare(view, span)
+        return self._ranked(self._votes(view, span).sum(axis=(0, 1)), view, span, room)
+
+    def keep_groups(self, view: View, n_max: int, shape: tuple[int, int]) -> Positions:
+        """See Recalling.keep_groups. A layer without trees takes what the nearest layer that has trees
+        looks for."""
+        if shape == (1, 1) or view.n <= n_max:
+            return super().keep_groups(view, n_max, shape)
+        self._check(view, n_max)
+        span, room = self._middle(view.n), n_max - self.config.n_min
+        self._prepare(view, span)
+        assert view.keys is not None
+        anchors = np.array(self.config.anchors(view.keys.shape[0]))
+        votes = self._votes(view, span)
+        if shape[1] == 1:
+            votes = votes.sum(axis=1, keepdims=True)
+        chosen = np.empty((len(anchors), shape[1], room), np.int64)
+        for place in np.ndindex(chosen.shape[:2]):
+            chosen[place] = span.start + self._ranked(votes[place], view, span, room)
+        nearest = np.abs(np.arange(shape[0])[:, None] - anchors).argmin(axis=1)
+        ends = np.broadcast_to(np.arange(span.start), (*shape, span.start))
+        window = np.broadcast_to(np.arange(span.stop, view.n), (*shape, view.n - span.stop))
+        numbers: Indices = np.concatenate([ends, chosen[nearest], window], axis=2)
+        return np.asarray(view.positions[numbers], np.int64)
+
+    def _prepare(self, view: View, span: slice) -> None:
+        """Index what is in `span`. The keys of a position must be the same at every call."""
         assert view.keys is not None
         numbers = np.arange(span.start, span.stop)
         if (self._indexed < 0).sum() > _FORGOTTEN_SHARE_MAX * (self._indexed >= 0).sum():
             self._rebuild()
         self._insert(view.positions[span], view.keys, numbers, self.config.n_threads)
-        votes = passed_on(self._votes(view, span), view.positions[span], self.config.followers)
-        return top(votes, room)
+
+    def _ranked(self, votes: Votes, view: View, span: slice, room: int) -> Indices:
+        """The `room` indices within `span` that have most votes, ascending."""
+        return top(passed_on(votes, view.positions[span], self.config.followers), room)
 
     def index(self, positions: Positions, keys: Keys, *, n_threads: int = 1) -> None:
         self._insert(positions, keys, np.arange(len(positions)), n_threads)
@@ -172,13 +200,15 @@ class IceCache(Recalling):
         self._indexed = self._indexed[stays]
 
     def _votes(self, view: View, span: slice) -> Votes:
-        """float32[length of span]: the votes of all heads with trees."""
+        """float32[layers with trees, KV heads, length of span]: the votes of each."""
         keys, queries = view.keys, view.queries
         assert keys is not None
         assert queries is not None
-        votes = np.zeros(span.stop - span.start, np.float32)
+        layers, kv_heads = len(self.config.anchors(keys.shape[0])), keys.shape[1]
+        votes = np.zeros((layers * kv_heads, span.stop - span.start), np.float32)
+        shape = layers, kv_heads, votes.shape[1]
         if not queries.shape[2]:
-            return votes
+            return votes.reshape(shape)
         place = self._places(view.positions[span])
         there = (place >= 0).astype(np.uint8)
         ends = np.concatenate([np.arange(span.start), np.arange(span.stop, view.n)])
@@ -191,9 +221,11 @@ class IceCache(Recalling):
             beam = max(self.config.tree.beam, k)
             return self._trees[at].vote(asking, k, 0, beam, others, there)
 
-        for numbers, shares in self._of_each(ask, self.config.n_threads):
-            votes[place[numbers]] += shares
-        return votes
+        for mine, (numbers, shares) in zip(
+            votes, self._of_each(ask, self.config.n_threads), strict=True
+        ):
+            mine[place[numbers]] += shares
+        return votes.reshape(shape)
 
     def _of_each(self, work: Callable[[tuple[int, int]], T], n_threads: int) -> list[T]:
         """The results of `work` for each tree, in their order."""

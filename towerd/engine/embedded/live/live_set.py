@@ -213,6 +213,9 @@ class BoundedSet(LiveSet):
     the chat whether before it or since."""
     offloaded: OffloadedRows = field(default_factory=OffloadedRows)
     """Rows that may be recalled; empty if the policy cannot recall."""
+    asked: Positions = field(default_factory=lambda: np.empty(0, np.int64))
+    """int64[k], ascending: positions that the words of the last prompt are about, which a policy that can
+    recall makes live beside its own choice."""
     n_chosen: int = 0
     """How many tokens had been evaluated when the policy last chose."""
     failure: Exception | None = None
@@ -338,6 +341,7 @@ class BoundedSet(LiveSet):
         for policy in self.policies:
             policy.truncate(n)
         self.offloaded = self.offloaded.without(n)
+        self.asked = self.asked[self.asked < n]
 
     def observe(self, observed: Observed, n_max: int) -> None:
         """Add queries, and keep those of at most the last `n_max` tokens."""
@@ -384,7 +388,7 @@ class BoundedSet(LiveSet):
             )
             chosen.append(policy.keep(view, self.n_target))
         most = max(map(len, chosen))
-        even = [_filled(*each, most) for each in zip(chosen, lines, strict=True)]
+        even = [filled(*each, most) for each in zip(chosen, lines, strict=True)]
         return np.stack(even).reshape(*self.shape, most)
 
     def ranks_of(self, chosen: Positions) -> Positions:
@@ -518,7 +522,7 @@ def _longer(mass: Mass, n: int) -> Mass:
     return np.concatenate([mass, np.zeros((*mass.shape[:2], n), np.float32)], axis=2)
 
 
-def _filled(chosen: Positions, positions: Positions, n: int) -> Positions:
+def filled(chosen: Positions, positions: Positions, n: int) -> Positions:
     """The `n` of `positions` that were chosen or, beside these, are the latest."""
     if len(chosen) == n:
         return chosen

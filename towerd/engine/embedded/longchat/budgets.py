@@ -389,6 +389,7 @@ class Budgets(Hook):
         if job.phase is JobPhase.PREFILL and self.awaits_recall(job):
             job.was_recalled = True
             queries = observer.scaled_queries(live_set, job.n_begun)
+            recall.ask(live_set, job.ids[: job.n_prompt], job.n_prompt - job.n_begun)
             n_back = max(1, self._memory.n_back(seq.id))
             n_again = min(REEVALUATED_TOKENS, seq.n - job.n_begun, live_set.n_tail - 1, n_back)
             self._pool.truncate(seq, seq.n - n_again)

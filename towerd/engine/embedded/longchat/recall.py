@@ -22,17 +22,19 @@ import numpy as np
 from towerd.engine.embedded.context.core import Core
 from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.job import Job, JobPhase
-from towerd.engine.embedded.live.live_set import BoundedSet
+from towerd.engine.embedded.live.live_set import BoundedSet, filled
 from towerd.engine.embedded.live.offloaded_rows import OffloadedKeys
 from towerd.engine.embedded.live.pages import PagesLost
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.longchat.observer import Observer
 from towerd.engine.embedded.longchat.offload_space import OffloadSpace
 from towerd.retention import Positions, Recalling, RetentionConfig, Rows, View
+from towerd.retention.lexical import passages
 from towerd.settings.config import Config
 from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows
 from towerd.slots.shift import turn
+from towerd.tokens import Ids
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,10 @@ model with 32 heads of which every third layer is indexed has 160 of them for ea
 _FOLLOWERS = 7
 """Positions after a chosen one that are recalled with it: the next token of a reply may continue
 there, and is sampled before the next choice."""
+_ASKED_TOKENS_MAX = 256
+"""Tokens of a prompt whose words are looked for."""
+_ASKED_SHARE = 4
+"""Passages that have these words take at most 1 / _ASKED_SHARE of what is free beside sink and window."""
 _KEYS_MAX = 64
 """Nearest keys that a query searches for; a search for more takes longer."""
 
@@ -328,7 +334,20 @@ class Recall:
             queries=queries[:, :, -QUERY_TOKENS_MAX:],
             live=live,
         )
-        return policy.keep_groups(view, live_set.n_target, live_set.shape)
+        asked = np.intersect1d(live_set.asked, offloaded.positions, assume_unique=True)
+        chosen = policy.keep_groups(view, live_set.n_target - len(asked), live_set.shape)
+        if not len(asked):
+            return chosen
+        n = min(chosen.shape[2] + len(asked), len(offloaded))
+        lines = chosen.reshape(-1, chosen.shape[2])
+        both = [filled(np.union1d(line, asked), offloaded.positions, n) for line in lines]
+        return np.stack(both).reshape(*chosen.shape[:2], n)
+
+    def ask(self, live_set: BoundedSet, ids: Ids, n_asked: int) -> None:
+        """Note what the words of a prompt's last `n_asked` tokens are about. ids: int32[n], all tokens"""
+        room = live_set.n_target - live_set.policy.config.n_min
+        n_asked = min(n_asked, _ASKED_TOKENS_MAX)
+        live_set.asked = passages(ids, n_asked, room // _ASKED_SHARE)
 
     def _lose_pages(self, live_set: BoundedSet, error: PagesLost) -> None:
         """Forget the rows on disk."""
