@@ -215,3 +215,28 @@ async def test_side_by_side_under_pressure(service_on: OpenService, any_model: P
         answers = await asyncio.gather(*(ask(service, ids, 120, live=live) for ids in prompts))
         assert all(len(answer.ids) == 120 for answer in answers)
         await settle(service)
+
+
+WATCHED = ("gemma3", "gpt-oss", "granitehybrid", "qwen35")
+"""Architectures whose queries llama.cpp names where they are rotated."""
+
+
+@pytest.mark.parametrize("arch", WATCHED)
+@pytest.mark.parametrize("policy", ["snapkv", "icecache"])
+async def test_long_chats_by_attention(
+    service_on: OpenService, tmp_path: Path, arch: Any, policy: str
+) -> None:
+    """Far beyond the context, several chats at once, chosen by layer; budgets hold, accounts add up."""
+    if policy == "icecache" and arch in ("granitehybrid", "qwen35"):
+        pytest.skip("a hybrid cannot evaluate the end of a prompt again")
+    make_random_gguf(tmp_path / "model.gguf", replace(SHAPE, arch=arch))
+    settings = {"ctx_size": 200, "live_tokens": 512, "threads": 1, "retention": policy}
+    live = LiveBudget(policy, 60, "layer")
+    async with service_on(tmp_path / "model.gguf", **settings) as service:
+        chats = [some_ids(130, seed) for seed in range(2)]
+        for turn in range(4):
+            answers = await asyncio.gather(*(ask(service, ids, 40, live=live) for ids in chats))
+            for i, answer in enumerate(answers):
+                chats[i] = chat(answer, chats[i], some_ids(20, turn))
+            await settle(service)
+        assert service.engine.stats()["retention_moves"] > 0
