@@ -54,10 +54,10 @@ class Watched:
             self._note(live, stay[None, None])
             drop(live, stay)
 
-        def moving(live: BoundedSet) -> None:
+        def moving(live: BoundedSet, places: Any) -> None:
             self.events.append((live.n, None))
             self.found.append(None)
-            moved(live)
+            moved(live, places)
 
         patch.setattr(BoundedSet, "mix", mixing)
         patch.setattr(BoundedSet, "drop", dropping)

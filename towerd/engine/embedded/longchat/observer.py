@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from towerd.engine.embedded.context.context import LlamaContext
-from towerd.engine.embedded.context.memory import SequenceMemory
+from towerd.engine.embedded.context.memory import SequenceMemory, open_memory
 from towerd.engine.embedded.context.taps import Taps
 from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.live_set import BoundedSet, Observed
@@ -29,27 +29,34 @@ from towerd.model.llama_model import LlamaModel
 from towerd.retention import Mass, Positions, Rows, Signal
 from towerd.retention.attention import attention_mass
 from towerd.settings.config import UNQUANTIZED, Config
-from towerd.slots.blob import parse_rows
 from towerd.slots.errors import StateError
-from towerd.slots.rows import Bytes2D
+from towerd.slots.rows import Bytes2D, KVRows
 
 QUERIES_MAX = 16
 """Queries that are `recent` at an eviction: the last ones before it."""
 _COUNTED_MIN = 32
 """Queries that are held against the keys at once, as keys have to be read and unpacked each time."""
 _PROBE_TOKENS = 16
+_PROBE_SEQS = 3
+"""A sequence, that which rows pass through, and what holds on to the rows of its window."""
 _PROBE_ERROR_MAX = 0.05
 """Largest error of a mass, which is at most 16; f16 keys explain a tenth of it."""
 
 
 class AttentionShape(NamedTuple):
-    """The dimensions of a model's attention."""
+    """The dimensions of a model's attention, in the layers that attend to everything."""
 
     scale: float
     """Factor of the scores before the softmax."""
-    layers: int
+    numbers: tuple[int, ...]
+    """The layers among all of the model, in the order of their rows."""
     heads: int
     head_size: int
+
+    @property
+    def layers(self) -> int:
+        """How many layers there are."""
+        return len(self.numbers)
 
 
 class Observer:
@@ -117,7 +124,7 @@ class Observer:
             if len(positions[part]):
                 layers = (
                     np.concatenate(_of_layer(observed, i))[part]
-                    for i in range(self.attention.layers)
+                    for i in range(len(self.attention.numbers))
                 )
                 live_set.attended(self._mass(seq, live_set, layers, positions[part]))
         self.observe_s += time.perf_counter() - started
@@ -134,12 +141,12 @@ class Observer:
         if job.phase is not JobPhase.PREFILL:
             live_set.keys = None
         elif live_set.keys is None:
-            row_bytes = [plane.row_bytes for plane in self._memory.layout.k]
+            row_bytes = [plane.row_bytes for plane in self._memory.full_layout.k]
             live_set.keys = PromptKeys(live_set.n_places, row_bytes)
         assert job.seq is not None
         layers = (
             np.concatenate([*_of_layer(observed, i), self._of_batch(layer)[start:end]])[:n_counted]
-            for i, layer in enumerate(self.taps.layers)
+            for i, layer in enumerate(self.attention.numbers)
         )
         live_set.attended(self._mass(job.seq, live_set, layers, positions[:n_counted]))
         return n_held
@@ -151,7 +158,7 @@ class Observer:
         `positions`. queries: see `attention_mass`. Raises TowerdError."""
         places = live_set.places[np.searchsorted(live_set.kept, positions)]
         keys, scale = self._keys(seq, live_set), self.attention.scale
-        name = self._memory.layout.k[0].format.name
+        name = self._memory.full_layout.k[0].format.name
         try:
             return attention_mass(queries, keys, name, places, live_set.places, scale)
         except ValueError as error:
@@ -163,7 +170,8 @@ class Observer:
         first = 0 if keys is None else len(keys)
         rows = None
         if first < n_live:
-            rows = self._memory.rows(seq.id, int(live_set.places[first]), live_set.place_next)
+            place = int(live_set.places[first])
+            rows = self._memory.full_rows(seq.id, place, live_set.place_next)
         if keys is None:
             assert rows is not None
             return rows.k
@@ -173,8 +181,7 @@ class Observer:
 
     def _taken(self, start: int, end: int) -> Rows:
         """float32[layers, heads, end - start, head size]: these queries of the batch."""
-        # If there is no layer, taking the first raises with the reason.
-        layers = self.taps.layers or (0,)
+        layers = self.attention.numbers
         return np.stack([self._of_batch(layer)[start:end].transpose(1, 0, 2) for layer in layers])
 
     def _of_batch(self, layer: int) -> Rows:
@@ -196,9 +203,9 @@ def _of_layer(observed: tuple[Observed, ...], i: int) -> list[Rows]:
     return [each.queries[i].transpose(1, 0, 2) for each in observed]
 
 
-def check_attention(model: LlamaModel, config: Config, *, cell_ext: bool) -> AttentionShape:
+def check_attention(model: LlamaModel, config: Config) -> AttentionShape:
     """Check on a few tokens that masses computed from queries and keys equal those of llama.cpp's
-    own weights, and return the model's dimensions.
+    own weights, and return the dimensions of the layers that attend to everything.
 
     Raises ConfigError if they differ or cannot be compared: then no policy can use them."""
     if config.cache_type_k not in UNQUANTIZED:
@@ -207,7 +214,7 @@ def check_attention(model: LlamaModel, config: Config, *, cell_ext: bool) -> Att
             f"{config.cache_type_k} quantizes them: take one of {', '.join(UNQUANTIZED)}."
         )
     try:
-        error, attention = _probe(model, config, cell_ext)
+        error, attention = _probe(model, config)
     except (TowerdError, StateError, ValueError) as failure:
         raise ConfigError(f"{_cannot(config)}: {failure}") from failure
     if not error <= _PROBE_ERROR_MAX:
@@ -222,7 +229,7 @@ def _cannot(config: Config) -> str:
     )
 
 
-def _probe(model: LlamaModel, config: Config, cell_ext: bool) -> tuple[float, AttentionShape]:
+def _probe(model: LlamaModel, config: Config) -> tuple[float, AttentionShape]:
     """The largest error of a position's mass, and the dimensions that were used."""
     taps = Taps()
     config = replace(
@@ -232,22 +239,60 @@ def _probe(model: LlamaModel, config: Config, cell_ext: bool) -> tuple[float, At
         batch_size=_PROBE_TOKENS,
         ubatch_size=_PROBE_TOKENS,
     )
-    context = LlamaContext(model, config, n_cells=256, n_seqs=1, taps=taps)
+    context = LlamaContext(model, config, n_cells=256, n_seqs=_PROBE_SEQS, taps=taps)
     try:
+        memory = open_memory(context, model)
         taps.watch("Qcur", "kq_soft_max")
-        ids = np.arange(_PROBE_TOKENS, dtype=np.int32) % context.n_vocab
+        ids = np.linspace(0, context.n_vocab - 1, _PROBE_TOKENS).astype(np.int32)
         context.batch.add(ids, 0, 0, logits_last=True)
         context.decode()
-        rows = parse_rows(context.get_state(0), cell_ext=cell_ext)
-        layers = taps.layers
+        rows = memory.rows(0, 0, _PROBE_TOKENS)
+        # If there is no layer, taking the first raises with the reason.
+        layers = taps.layers_of("kq_soft_max") or (0,)
         queries = [taps.take("Qcur", layer) for layer in layers]
-        weights = np.stack([taps.take("kq_soft_max", layer) for layer in layers])
+        weights = [taps.take("kq_soft_max", layer) for layer in layers]
     finally:
         context.close()
-    _, heads, size = queries[0].shape
+    assert rows is not None
+    size = queries[0].shape[2]
     scale = float(model.key("attention.scale", "0")) or 1 / math.sqrt(size)
-    every = np.arange(_PROBE_TOKENS, dtype=np.int64)
-    name = rows.layout.k[0].format.name
-    found = attention_mass(queries, rows.k, name, every, every, scale).mean(axis=(0, 1))
-    expected = weights.mean(axis=(0, 1)).sum(axis=0)[:_PROBE_TOKENS]
-    return float(np.abs(found - expected).max()), AttentionShape(scale, len(layers), heads, size)
+    masses = [each.mean(axis=0).sum(axis=0)[:_PROBE_TOKENS] for each in weights]
+    full = _full_layers(rows, queries, masses, scale)
+    shapes = {queries[i].shape for i, _ in full}
+    if len(full) != memory.full_layout.n_layer or len(shapes) != 1:
+        raise TowerdError("its layers do not all have the same attention")
+    error = np.abs(np.mean([errors for _, errors in full], axis=0)).max()
+    _, heads, size = shapes.pop()
+    numbers = tuple(layers[i] for i, _ in full)
+    return float(error), AttentionShape(scale, numbers, heads, size)
+
+
+def _full_layers(
+    rows: KVRows, queries: Sequence[Rows], masses: Sequence[Mass], scale: float
+) -> list[tuple[int, Mass]]:
+    """Which layers attend to everything, and by how much the mass of each position differs from what was
+    expected. The rows of each cache are in the order of the layers, so those of a layer are the next ones
+    of one of the caches; layers that are left use the rows of others.
+
+    queries: of each layer float32[n, heads, head size]; masses: what each position got from them"""
+    caches = [list(zip(cache.layout.k, cache.k, strict=True)) for cache in rows.sections()]
+    every, full = np.arange(len(rows), dtype=np.int64), []
+    for i, (asked, expected) in enumerate(zip(queries, masses, strict=True)):
+        errors: list[tuple[float, int, Mass]] = []
+        for number, cache in enumerate(caches):
+            if not cache:
+                continue
+            plane, keys = cache[0]
+            try:
+                by_head = attention_mass((asked,), (keys,), plane.format.name, every, every, scale)
+            except ValueError:  # heads of another size
+                continue
+            difference = by_head.mean(axis=(0, 1)) - expected
+            errors.append((float(np.abs(difference).max()), number, difference))
+        if not errors:
+            break
+        _, number, difference = min(errors, key=lambda each: each[:2])
+        del caches[number][0]
+        if number == 0:
+            full.append((i, difference))
+    return full
