@@ -304,6 +304,8 @@ class Budgets(Hook):
         live_set = bounded(job.seq)
         if not live_set.policy.signals:
             return 0
+        if Signal.MASS in live_set.policy.signals:
+            return job.n_in_batch
         n_max, ahead = QUERIES_MAX, live_set.room
         if live_set.can_recall and self.recall is not None:
             n_max, ahead = QUERY_TOKENS_MAX, self.recall.n_ahead(job, live_set)
@@ -497,6 +499,7 @@ class Budgets(Hook):
             "retention_tokens_dropped": self.n_tokens_dropped,
             "retention_moves": self.n_moves,
             "retention_packed": self.n_packed,
+            "retention_observe_s": 0.0 if self._observer is None else self._observer.observe_s,
             "parked_sequences": len(self.parked),
             "parked_bytes": self.parked.nbytes,
             "recall_bytes": sum(live_set.n_bytes_offloaded for live_set in live),
