@@ -22,6 +22,7 @@ def attention_mass(
     query_places: Positions,
     key_places: Positions,
     scale: float,
+    sinks: Sequence[Mass | None] = (),
 ) -> Mass:
     """float32[layers, KV heads, n]: the attention that each of n positions gets, summed over m
     queries (each spreads 1), averaged over the heads that read a KV head.
@@ -32,8 +33,11 @@ def attention_mass(
     query_places int64[m]; key_places int64[n], ascending: a query sees the keys at its place and
     before
     scale: what scores are multiplied by before the softmax (llama.cpp `src/llama-graph.cpp`,
-    build_attn_mha). Raises ValueError for shapes that do not match, a query that sees no key, and
-    rows that are not finite."""
+    build_attn_mha)
+    sinks: for each layer float32[heads], the scores of what takes its share beside all keys, or None;
+        none of any layer if there are no entries
+    Raises ValueError for shapes that do not match, a query that sees no key, and rows that are not
+    finite."""
     layers, heads, m, size = queries.shape
     if len(keys) != layers or any(len(rows) != len(key_places) for rows in keys):
         raise ValueError("keys: expected a row of every place in every layer")
@@ -43,8 +47,8 @@ def attention_mass(
         raise ValueError("key_places: not in ascending order")
     n_seen = np.searchsorted(key_places, query_places, side="right").astype(np.int64)
     masses = []
-    for layer, rows in zip(queries, keys, strict=True):
+    for layer, rows, sink in zip(queries, keys, sinks or [None] * layers, strict=True):
         flat = layer.transpose(1, 0, 2).reshape(m, heads * size)
-        mass = dispatch.attention_mass(flat, rows, format, n_seen, size, scale)
+        mass = dispatch.attention_mass(flat, rows, format, n_seen, size, scale, sinks=sink)
         masses.append(mass * np.float32(len(mass) / heads))
     return np.stack(masses)
