@@ -385,7 +385,7 @@ class Budgets(Hook):
         assert observer is not None
         if job.n_begun < 0 and job.phase is JobPhase.PREFILL:
             job.n_begun = seq.n
-        is_full = live_set.n_more == 0
+        is_full = live_set.room == 0
         if job.phase is JobPhase.PREFILL and self.awaits_recall(job):
             job.was_recalled = True
             queries = observer.scaled_queries(live_set, job.n_begun)

@@ -268,7 +268,8 @@ class Recall:
         chosen: int64[layers, KV heads, m], ascending; beside: see `LivePool.rewrite`"""
         n_own, n_ends = self._pool.n_own_cells(seq), live_set.policy.config.n_min
         self._pool.has_room(chosen.shape[2] - n_own, evict)
-        n_cells = max(n_ends, min(self._pool.cells_free + n_own, live_set.place_next))
+        n_labels = int(live_set.offloaded.places(chosen[0, 0, -1:])[0]) + 1
+        n_cells = max(n_ends, min(self._pool.cells_free + n_own, n_labels))
         chosen = _shorter(chosen, len(live_set.sink), n_cells)
         rotated = live_set.offloaded.places(chosen)
         places = _labels(rotated[0, 0], live_set)
