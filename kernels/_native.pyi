@@ -114,6 +114,7 @@ class Kernels:
         head_dim: int,
         scale: float,
         n_threads: int = 1,
+        sinks: npt.NDArray[np.float32] | None = None,
     ) -> npt.NDArray[np.float32]: ...
 
 def mixer_state_size(n_tokens: int) -> int:
