@@ -44,6 +44,7 @@ from towerd.engine.embedded.restore.branching import (
 from towerd.engine.embedded.restore.hooks import Hook
 from towerd.engine.moving.rotation import Rotation
 from towerd.errors import InvalidRequest, NotSupported, TowerdError
+from towerd.model.speakers import message_starts
 from towerd.retention import Positions, Signal, can_recall, retention_config
 from towerd.settings.config import RETENTIONS, WATCHING, Config, parked_bytes
 from towerd.slots.shift import turn
@@ -403,15 +404,25 @@ class Budgets(Hook):
             recall.offload_read(job, seq, live_set)
             return
         self._keep_exact_prefix(job, seq, live_set)
-        n_dropped = recall.choose(seq, live_set, queries, evict)
+        if Signal.MASS in live_set.policy.signals:
+            observer.measure(seq, live_set)
+        has_messages = Signal.MESSAGES in live_set.policy.signals
+        messages = self._messages(job, seq.n) if has_messages else None
+        n_dropped = recall.choose(seq, live_set, queries, messages, evict)
         self.n_tokens_dropped += n_dropped
         self.n_evictions += is_full
         self._defragment(seq, live_set, n_dropped)
 
     def _messages(self, job: Job, n: int) -> Positions:
-        """int64[n]: how many messages ended before each token."""
-        ends = np.isin(job.ids[:n], self._eog_ids)
-        return np.concatenate([[0], np.cumsum(ends)[:-1]]).astype(np.int64)[:n]
+        """int64[n]: the number of the message that each token is part of, by the marks of the chat template;
+        where it names no speakers, a message ends with an end-of-generation token."""
+        begins = np.zeros(n + 1, np.bool_)
+        starts = message_starts(job.ids[:n], self._core.vocab)
+        if starts:
+            begins[[start.at for start in starts]] = True
+        else:
+            begins[1:] = np.isin(job.ids[:n], self._eog_ids)
+        return np.cumsum(begins[:n], dtype=np.int64)
 
     def _move(self, seq: LiveSeq, live_set: BoundedSet, evict: Evict) -> None:
         """Make room for a chat that has reached the last place of its context."""
