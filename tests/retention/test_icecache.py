@@ -26,21 +26,30 @@ def keys_of(view: View) -> np.ndarray:
     return view.keys
 
 
-def full_votes(view: View, layers: range) -> np.ndarray:
-    """The largest attention of each head's queries on every position, summed over heads."""
+def full_votes(view: View) -> np.ndarray:
+    """float64[layers, KV heads, n]: the largest attention of each head's queries on every position."""
     assert view.queries is not None
     keys_of_all = keys_of(view)
-    votes = np.zeros(view.n)
+    votes = np.zeros(keys_of_all.shape[:3])
     group = view.queries.shape[1] // keys_of_all.shape[1]
-    for layer in layers:
-        for head, keys in enumerate(keys_of_all[layer].astype(np.float64)):
-            best = np.zeros(view.n)
-            for queries in view.queries[layer, head * group : (head + 1) * group]:
-                for query in queries.astype(np.float64):
-                    share = np.exp(keys @ query / np.sqrt(len(query)))
-                    best = np.maximum(best, share / share.sum())
-            votes += best
+    for layer, head in np.ndindex(votes.shape[:2]):
+        keys = keys_of_all[layer, head].astype(np.float64)
+        for query in view.queries[layer, head * group : (head + 1) * group].reshape(
+            -1, keys.shape[1]
+        ):
+            share = np.exp(keys @ query.astype(np.float64) / np.sqrt(keys.shape[1]))
+            np.maximum(votes[layer, head], share / share.sum(), out=votes[layer, head])
     return votes
+
+
+def check_choice(view: View, kept: Positions, votes: np.ndarray, room: int) -> None:
+    """Sink and window, and between them the positions with the most votes."""
+    inside = np.isin(view.positions[2 : view.n - 3], kept)
+    assert len(kept) == room + 5
+    assert inside.sum() == room
+    if room:
+        votes = votes[2 : view.n - 3]
+        assert votes[inside].min() >= votes[~inside].max() - 1e-5
 
 
 @given(st.integers(0, 2**31), st.integers(6, 70), st.integers(0, 30), st.sampled_from((1, 3)))
@@ -53,11 +62,44 @@ def test_with_single_keys_and_no_limits_it_is_full_attention(
     if n <= n_max:
         assert kept.tolist() == view.positions.tolist()
         return
-    votes = full_votes(view, range(0, 3, step))[2 : n - 3]
-    inside = np.isin(view.positions[2 : n - 3], kept)
-    assert inside.sum() == room
-    if room:
-        assert votes[inside].min() >= votes[~inside].max() - 1e-5
+    check_choice(view, kept, full_votes(view)[::step].sum((0, 1)), room)
+
+
+@given(st.integers(0, 2**31), st.integers(6, 70), st.integers(0, 30), st.booleans())
+def test_each_group_has_what_its_own_heads_attend_to(
+    seed: int, n: int, room: int, by_head: bool
+) -> None:
+    """By layer the votes of its heads together; of three layers the first and the last have trees, and
+    the one between them takes the choice of the first."""
+    view, n_max = retained.random_view(seed, n), 5 + room
+    layers, heads = keys_of(view).shape[:2]
+    assert layers == 3
+    shape = layers, heads if by_head else 1
+    kept = IceCache(replace(UNLIMITED, layer_step=2)).keep_groups(view, n_max, shape)
+    assert kept.shape == (*shape, min(n, n_max))
+    assert (kept[1] == kept[0]).all()
+    votes = full_votes(view)[[0, 0, 2]]
+    votes = votes if by_head else votes.sum(1, keepdims=True)
+    for of_group, place in zip(kept.reshape(-1, kept.shape[2]), np.ndindex(shape), strict=True):
+        if n <= n_max:
+            assert of_group.tolist() == view.positions.tolist()
+        else:
+            check_choice(view, of_group, votes[place], room)
+
+
+def test_a_layer_without_trees_has_the_choice_of_the_nearest() -> None:
+    """Of seven layers those from the third on, every third: 2 and 5."""
+    rng = np.random.default_rng(3)
+    keys = rng.standard_normal((7, 2, 300, 8), dtype=np.float32)
+    queries = rng.standard_normal((7, 4, 2, 8), dtype=np.float32)
+    view = View(np.arange(300, dtype=np.int64), 300, keys=keys, queries=queries)
+    policy = IceCache(IceCacheConfig(window=20, keys_max=8, layer_step=3))
+    kept = policy.keep_groups(view, 60, (7, 2))
+    assert [(kept[i] == kept[2]).all() for i in range(7)] == [True] * 4 + [False] * 3
+    assert [(kept[i] == kept[5]).all() for i in range(7)] == [False] * 4 + [True] * 3
+    assert (kept[2, 0] != kept[2, 1]).any()
+    with pytest.raises(ValueError, match="groups of shape"):
+        policy.keep_groups(view, 60, (6, 2))
 
 
 def told(n: int, needles: dict[tuple[int, int], int], n_heads: int = 4) -> View:

@@ -193,6 +193,36 @@ class Recalling(Retention):
     def index_bytes(self, layers: int, kv_heads: int, head_size: int) -> int:
         """Approximate RAM of one position in the index of a model of this shape."""
 
+    def keep(self, view: View, n_max: int) -> Positions:
+        """See `Retention.keep`: the choice of a single group."""
+        (kept,) = self.keep_groups(view, n_max, (1, 1)).reshape(1, -1)
+        return kept
+
+    def keep_groups(self, view: View, n_max: int, shape: tuple[int, int]) -> Positions:
+        """int64[layers, KV heads, at most n_max], ascending: the positions of each group.
+
+        shape: (layers, KV heads) that choose for themselves; 1: the choice is for all. As many
+        positions in each group, sink and window among them. Otherwise as `keep`; raises ValueError
+        for a shape that the keys do not have, too."""
+        self._check(view, n_max)
+        positions = view.positions
+        if view.n <= n_max:
+            return np.broadcast_to(positions, (*shape, view.n))
+        span = self._middle(view.n)
+        chosen = self._choose_groups(view, span, n_max - self.config.n_min, shape)
+        middle = positions[span][chosen]
+        sink = np.broadcast_to(positions[: span.start], (*shape, span.start))
+        window = np.broadcast_to(positions[span.stop :], (*shape, view.n - span.stop))
+        return np.concatenate([sink, middle, window], axis=2)
+
+    def _choose(self, view: View, span: slice, room: int) -> Indices:
+        (chosen,) = self._choose_groups(view, span, room, (1, 1)).reshape(1, -1)
+        return chosen
+
+    @abstractmethod
+    def _choose_groups(self, view: View, span: slice, room: int, shape: tuple[int, int]) -> Indices:
+        """int64[layers, KV heads, at most room]: see `_choose`, for each group."""
+
     def indexed(self, n: int) -> slice:
         """Which of `n` positions belong in the index: those that have left the window."""
         return self._middle(n)

@@ -6,10 +6,11 @@
 Each KV head of each layer has a DCI tree over its keys; tokens enter it when they leave the window.
 The queries of a group search the tree of their KV head, and the pages they hit are shared.
 
-The paper loads pages per head. Here a position is live for all heads at once, so each head votes
-for every key of its pages. The vote is the attention that the key would get if there were only
-these pages, the sink and the window, from the query that gives it the most. A head that looks for
-one token outvotes many that spread their attention.
+The paper loads pages per head. Here a group chooses: one KV head, the heads of a layer, or all heads.
+Each of its heads votes for every key of its pages. The vote is the attention that the key would get if
+there were only these pages, the sink and the window, from the query that gives it the most. A head that
+looks for one token outvotes many that spread their attention. A layer without trees takes the choice of
+the nearest layer that has some.
 """
 
 from __future__ import annotations
@@ -109,15 +110,35 @@ class IceCache(Recalling):
         super()._check(view, n_max)
         check_rows(view.keys, view.queries)
 
-    def _choose(self, view: View, span: slice, room: int) -> Indices:
+    def _choose_groups(self, view: View, span: slice, room: int, shape: tuple[int, int]) -> Indices:
         """The keys of a position must be the same at every call."""
         assert view.keys is not None
+        n_layer, n_heads = view.keys.shape[:2]
+        if shape[0] not in (1, n_layer) or shape[1] not in (1, n_heads):
+            raise ValueError(
+                f"groups of shape {shape} for keys of {n_layer} layers, {n_heads} heads"
+            )
         numbers = np.arange(span.start, span.stop)
         if (self._indexed < 0).sum() > _FORGOTTEN_SHARE_MAX * (self._indexed >= 0).sum():
             self._rebuild()
         self._insert(view.positions[span], view.keys, numbers, self.config.n_threads)
-        votes = passed_on(self._votes(view, span), view.positions[span], self.config.followers)
-        return top(votes, room)
+        votes = self._votes(view, span, shape)
+        followers, positions = self.config.followers, view.positions[span]
+        chosen = np.stack(
+            [
+                [top(passed_on(of_group, positions, followers), room) for of_group in of_layer]
+                for of_layer in votes
+            ]
+        )
+        return chosen if shape[0] == 1 else chosen[self._nearest_anchors(n_layer)]
+
+    def _nearest_anchors(self, n_layer: int) -> Indices:
+        """int64[n_layer]: which of the layers with trees is nearest to each layer; the one before if two
+        are as near."""
+        anchors = np.array(self.config.anchors(n_layer))
+        distances = np.abs(anchors - np.arange(n_layer)[:, None])
+        nearest: Indices = np.argmin(distances, axis=1)
+        return nearest
 
     def index(self, positions: Positions, keys: Keys, *, n_threads: int = 1) -> None:
         self._insert(positions, keys, np.arange(len(positions)), n_threads)
@@ -171,12 +192,15 @@ class IceCache(Recalling):
         self._trees = dict(zip(self._trees, made, strict=True))
         self._indexed = self._indexed[stays]
 
-    def _votes(self, view: View, span: slice) -> Votes:
-        """float32[length of span]: the votes of all heads with trees."""
+    def _votes(self, view: View, span: slice, shape: tuple[int, int]) -> Votes:
+        """float32[layers with trees, KV heads, length of span]: the votes of each group; 1 where `shape`
+        is."""
         keys, queries = view.keys, view.queries
         assert keys is not None
         assert queries is not None
-        votes = np.zeros(span.stop - span.start, np.float32)
+        anchors = self.config.anchors(keys.shape[0])
+        n_groups = (len(anchors) if shape[0] > 1 else 1, shape[1])
+        votes = np.zeros((*n_groups, span.stop - span.start), np.float32)
         if not queries.shape[2]:
             return votes
         place = self._places(view.positions[span])
@@ -191,8 +215,10 @@ class IceCache(Recalling):
             beam = max(self.config.tree.beam, k)
             return self._trees[at].vote(asking, k, 0, beam, others, there)
 
-        for numbers, shares in self._of_each(ask, self.config.n_threads):
-            votes[place[numbers]] += shares
+        answers = zip(self._trees, self._of_each(ask, self.config.n_threads), strict=True)
+        for (layer, head), (numbers, shares) in answers:
+            of_group = votes[anchors.index(layer) % n_groups[0], head % n_groups[1]]
+            of_group[place[numbers]] += shares
         return votes
 
     def _of_each(self, work: Callable[[tuple[int, int]], T], n_threads: int) -> list[T]:
