@@ -11,7 +11,9 @@ import retained
 from hypothesis import given
 from hypothesis import strategies as st
 
-from towerd.kernels.dci import DciConfig
+from lab.reference.array_keys import ArrayKeys
+from towerd.kernels._native import DciKeys
+from towerd.kernels.dci import DciConfig, keys_at
 from towerd.retention import Positions, View
 from towerd.retention.icecache import IceCache, IceCacheConfig, passed_on
 from towerd.retention.layout import cluster_order
@@ -22,8 +24,8 @@ UNLIMITED = IceCacheConfig(
 
 
 def keys_of(view: View) -> np.ndarray:
-    assert isinstance(view.keys, np.ndarray)
-    return view.keys
+    assert isinstance(view.keys, ArrayKeys)
+    return view.keys.values
 
 
 def full_votes(view: View) -> np.ndarray:
@@ -92,7 +94,7 @@ def test_a_layer_without_trees_has_the_choice_of_the_nearest() -> None:
     rng = np.random.default_rng(3)
     keys = rng.standard_normal((7, 2, 300, 8), dtype=np.float32)
     queries = rng.standard_normal((7, 4, 2, 8), dtype=np.float32)
-    view = View(np.arange(300, dtype=np.int64), 300, keys=keys, queries=queries)
+    view = View(np.arange(300, dtype=np.int64), 300, keys=ArrayKeys(keys), queries=queries)
     policy = IceCache(IceCacheConfig(window=20, keys_max=8, layer_step=3))
     kept = policy.keep_groups(view, 60, (7, 2))
     assert [(kept[i] == kept[2]).all() for i in range(7)] == [True] * 4 + [False] * 3
@@ -112,7 +114,7 @@ def told(n: int, needles: dict[tuple[int, int], int], n_heads: int = 4) -> View:
         queries[layer, head, 0] = 3 * query
         keys[layer, head * 2 // n_heads, position] = 3 * query
     live = np.arange(n) >= n - 40
-    return View(np.arange(n, dtype=np.int64), n, keys=keys, queries=queries, live=live)
+    return View(np.arange(n, dtype=np.int64), n, keys=ArrayKeys(keys), queries=queries, live=live)
 
 
 def test_each_head_of_a_group_brings_back_what_it_looks_for() -> None:
@@ -140,10 +142,12 @@ def test_the_index_grows_with_the_chat() -> None:
     view = told(400, {(2, 0): 50, (3, 2): 222})
     policy = IceCache(IceCacheConfig(window=20, keys_max=16))
     for n in (60, 61, 200, 333):
-        policy.index(np.arange(4, n), keys_of(view)[:, :, 4:n])
+        policy.index(np.arange(4, n), ArrayKeys(keys_of(view)[:, :, 4:n]))
     branch = policy.fork()
     assert {50, 222} <= set(policy.keep(view, 60).tolist())
-    shorter = View(view.positions[:300], 300, keys=keys_of(view)[:, :, :300], queries=view.queries)
+    shorter = View(
+        view.positions[:300], 300, keys=ArrayKeys(keys_of(view)[:, :, :300]), queries=view.queries
+    )
     kept = branch.keep(shorter, 60)
     assert {50, 222} <= set(kept.tolist())
     assert kept.max() == 299
@@ -156,7 +160,7 @@ def test_what_is_forgotten_may_come_again_with_other_keys() -> None:
     view = told(400, needles)
     policy = IceCache(IceCacheConfig.for_budget(60))
     other = told(400, {})
-    policy.index(other.positions[4:380], keys_of(other)[:, :, 4:380])
+    policy.index(other.positions[4:380], ArrayKeys(keys_of(other)[:, :, 4:380]))
     policy.forget(np.arange(200, 400))
     assert {250, 222} <= set(policy.keep(view, 60).tolist())
     for _ in range(8):
@@ -172,7 +176,7 @@ def test_threads_change_nothing() -> None:
     kept = []
     for n_threads in (1, 2, 5):
         policy = IceCache(replace(IceCacheConfig.for_budget(60), n_threads=n_threads))
-        policy.index(np.arange(4, 300), keys_of(view)[:, :, 4:300], n_threads=n_threads)
+        policy.index(np.arange(4, 300), ArrayKeys(keys_of(view)[:, :, 4:300]), n_threads=n_threads)
         policy.truncate(200)
         kept.append(policy.keep(view, 60).tolist())
     assert kept[0] == kept[1] == kept[2]
@@ -180,15 +184,27 @@ def test_threads_change_nothing() -> None:
 
 
 class Elsewhere:
-    """Keys that are not an array: rows are copied out of one on demand."""
+    """Keys that are not an array: three pieces, in which they stand in another order."""
 
     def __init__(self, keys: np.ndarray) -> None:
         self.shape: tuple[int, ...] = keys.shape
-        self._keys = keys
+        n = keys.shape[2]
+        order = np.random.default_rng(n).permutation(n)
+        pieces = np.array_split(order, 3)
+        self._pieces = [np.ascontiguousarray(keys[:, :, piece]) for piece in pieces]
+        self._which, self._row = np.zeros(n, np.int32), np.zeros(n, np.int32)
+        for i, piece in enumerate(pieces):
+            self._which[piece], self._row[piece] = i, np.arange(len(piece))
 
-    def __getitem__(self, place: tuple[int, int, np.ndarray], /) -> np.ndarray:
-        layer, head, numbers = place
-        return np.stack([self._keys[layer, head, i] for i in numbers.tolist()])
+    def read(self, layer: int, head: int, wanted: np.ndarray) -> np.ndarray:
+        rows = [self._pieces[self._which[i]][layer, head, self._row[i]] for i in wanted]
+        return np.array(rows, np.float32).reshape(-1, self.shape[3])
+
+    def at(self, layer: int, head: int, wanted: np.ndarray) -> DciKeys:
+        planes = [piece[layer, head].view(np.uint8) for piece in self._pieces]
+        which = np.where(wanted < 0, 0, self._which[wanted]).astype(np.int32)
+        row = np.where(wanted < 0, -1, self._row[wanted]).astype(np.int32)
+        return keys_at(planes, ["f32"] * 3, which, row, self.shape[3])
 
 
 @given(st.integers(0, 2**31), st.integers(20, 70))

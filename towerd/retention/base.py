@@ -18,6 +18,8 @@ from typing import ClassVar, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
+from towerd.kernels._native import DciKeys
+
 Positions = npt.NDArray[np.int64]
 Mass = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.float32]
@@ -28,14 +30,18 @@ SINK_DEFAULT = 4
 
 
 class Keys(Protocol):
-    """Cached keys, rotated by RoPE: float32[layers, KV heads, n, head size]. An array satisfies
-    it; so does an object that reads rows on demand from pieces or another format."""
+    """Cached keys, rotated by RoPE: [layers, KV heads, n, head size], in pieces that lie anywhere, in any
+    format."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    def __getitem__(self, place: tuple[int, int, Positions], /) -> Rows:
+    def read(self, layer: int, head: int, wanted: Positions) -> Rows:
         """float32[m, head size]: the keys of one layer and KV head at m indices below n."""
+        ...
+
+    def at(self, layer: int, head: int, wanted: Positions) -> DciKeys:
+        """The same for an index, which reads them where they lie; -1: a key that is no more."""
         ...
 
 
@@ -228,10 +234,16 @@ class Recalling(Retention):
         return self._middle(n)
 
     @abstractmethod
+    def layers(self, n_layer: int) -> range:
+        """The layers whose keys it reads."""
+
+    @abstractmethod
     def index(self, positions: Positions, keys: Keys, *, n_threads: int = 1) -> None:
-        """Add positions [n] with their keys [layers, KV heads, n, head size] to the index, except
-        those that are there. `keep` indexes what it is shown; a caller with time to spare earlier,
-        such as while a prompt is evaluated, may index then."""
+        """Index positions [n] with their keys [layers, KV heads, n, head size]: those that are not there
+        are added, and those that are not among them are forgotten. `keep` indexes what it is shown; a
+        caller with time to spare earlier, such as while a prompt is evaluated, may index then.
+
+        The index refers to keys and holds none: each call reads those that it needs."""
 
     @abstractmethod
     def forget(self, positions: Positions) -> None:

@@ -6,6 +6,9 @@
 Each KV head of each layer has a DCI tree over its keys; tokens enter it when they leave the window.
 The queries of a group search the tree of their KV head, and the pages they hit are shared.
 
+The trees refer to the keys of the offloaded rows, wherever these lie and in their format, and hold none
+but one in sixteen, which show the way to the others.
+
 The paper loads pages per head. Here a group chooses: one KV head, the heads of a layer, or all heads.
 Each of its heads votes for every key of its pages. The vote is the attention that the key would get if
 there were only these pages, the sink and the window, from the query that gives it the most. A head that
@@ -44,7 +47,7 @@ T = TypeVar("T")
 
 _KEYS_MIN = 8
 _FORGOTTEN_SHARE_MAX = 0.5
-"""Forgotten positions for each indexed one; beyond this, the trees are rebuilt."""
+"""Forgotten positions for each indexed one; beyond this, the trees are built anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +97,15 @@ class IceCache(Recalling):
     def __init__(self, config: IceCacheConfig) -> None:
         super().__init__(config)
         self._trees: dict[tuple[int, int], DciTree] = {}
-        self._head_size = 0
         self._indexed: Positions = np.empty(0, np.int64)
         """The position of each key number, which is the same in every tree; -1: forgotten."""
 
     @property
     def n_bytes(self) -> int:
-        return len(self._trees) * len(self._indexed) * _tree_bytes(self._head_size)
+        return sum(tree.nbytes for tree in self._trees.values()) + self._indexed.nbytes
 
     def index_bytes(self, layers: int, kv_heads: int, head_size: int) -> int:
-        of_all = len(self.config.anchors(layers)) * kv_heads * _tree_bytes(head_size)
-        return int(of_all * (1 + _FORGOTTEN_SHARE_MAX))
+        return len(self.config.anchors(layers)) * kv_heads * _tree_bytes(head_size)
 
     def _check(self, view: View, n_max: int) -> None:
         super()._check(view, n_max)
@@ -119,10 +120,8 @@ class IceCache(Recalling):
                 f"groups of shape {shape} for keys of {n_layer} layers, {n_heads} heads"
             )
         numbers = np.arange(span.start, span.stop)
-        if (self._indexed < 0).sum() > _FORGOTTEN_SHARE_MAX * (self._indexed >= 0).sum():
-            self._rebuild()
-        self._insert(view.positions[span], view.keys, numbers, self.config.n_threads)
-        votes = self._votes(view, span, shape)
+        at = self._insert(view.positions, view.keys, numbers, self.config.n_threads)
+        votes = self._votes(view, span, shape, at)
         followers, positions = self.config.followers, view.positions[span]
         chosen = np.stack(
             [
@@ -140,13 +139,19 @@ class IceCache(Recalling):
         nearest: Indices = np.argmin(distances, axis=1)
         return nearest
 
+    def layers(self, n_layer: int) -> range:
+        return self.config.anchors(n_layer)
+
     def index(self, positions: Positions, keys: Keys, *, n_threads: int = 1) -> None:
         self._insert(positions, keys, np.arange(len(positions)), n_threads)
 
     def forget(self, positions: Positions) -> None:
         gone = np.isin(self._indexed, positions)
-        if gone.any():
-            self._indexed = np.where(gone, -1, self._indexed)
+        if not gone.any():
+            return
+        for tree in self._trees.values():
+            tree.remove(gone.view(np.uint8))
+        self._indexed = np.where(gone, -1, self._indexed)
 
     def truncate(self, n: int) -> None:
         self.forget(self._indexed[self._indexed >= n])
@@ -154,47 +159,42 @@ class IceCache(Recalling):
     def fork(self) -> Self:
         branch = type(self)(self.config)
         branch._trees = {place: tree.copy() for place, tree in self._trees.items()}
-        branch._indexed, branch._head_size = self._indexed, self._head_size
+        branch._indexed = self._indexed
         return branch
 
-    def _insert(self, positions: Positions, keys: Keys, numbers: Positions, n_threads: int) -> None:
-        """Index `positions`, whose keys stand at the indices `numbers` of `keys`."""
-        is_new = ~np.isin(positions, self._indexed)
-        if not is_new.any():
-            return
+    def _insert(
+        self, positions: Positions, keys: Keys, wanted: Positions, n_threads: int
+    ) -> Positions:
+        """Index those of `positions` that are at the indices `wanted`, and forget what is not among
+        `positions`. Returns the index in `positions` of each key number; -1: forgotten."""
+        self.forget(np.setdiff1d(self._indexed[self._indexed >= 0], positions, assume_unique=True))
+        if (self._indexed < 0).sum() > _FORGOTTEN_SHARE_MAX * (self._indexed >= 0).sum():
+            self._trees, self._indexed = {}, np.empty(0, np.int64)  # built anew
+        new = positions[wanted]
+        new = new[~np.isin(new, self._indexed)]
+        indexed = np.concatenate([self._indexed, new])
+        at = np.where(indexed < 0, -1, np.searchsorted(positions, indexed))
+        if not len(new):
+            return at
         layers, kv_heads, _, size = keys.shape
-        self._head_size = size
-        wanted = numbers[is_new]
         if not self._trees:
             every = itertools.product(self.config.anchors(layers), range(kv_heads))
             self._trees = {place: make_dci_tree(size, self.config.tree) for place in every}
 
         def add(place: tuple[int, int]) -> None:
-            self._trees[place].add(np.ascontiguousarray(keys[*place, wanted]))
+            self._trees[place].add(keys.at(*place, at))
 
         try:
             self._of_each(add, n_threads)
         except BaseException:  # no tree may have keys that the others lack
             self._trees, self._indexed = {}, np.empty(0, np.int64)
             raise
-        self._indexed = np.concatenate([self._indexed, positions[is_new]])
+        self._indexed = indexed
+        return at
 
-    def _rebuild(self) -> None:
-        """Rebuild the trees without the forgotten positions."""
-        stays = np.flatnonzero(self._indexed >= 0)
-
-        def without(place: tuple[int, int]) -> DciTree:
-            tree = make_dci_tree(self._head_size, self.config.tree)
-            tree.add(self._trees[place].keys(stays))
-            return tree
-
-        made = self._of_each(without, self.config.n_threads)
-        self._trees = dict(zip(self._trees, made, strict=True))
-        self._indexed = self._indexed[stays]
-
-    def _votes(self, view: View, span: slice, shape: tuple[int, int]) -> Votes:
+    def _votes(self, view: View, span: slice, shape: tuple[int, int], indices: Positions) -> Votes:
         """float32[layers with trees, KV heads, length of span]: the votes of each group; 1 where `shape`
-        is."""
+        is. indices: that of each key number in the view; -1: forgotten"""
         keys, queries = view.keys, view.queries
         assert keys is not None
         assert queries is not None
@@ -203,22 +203,21 @@ class IceCache(Recalling):
         votes = np.zeros((*n_groups, span.stop - span.start), np.float32)
         if not queries.shape[2]:
             return votes
-        place = self._places(view.positions[span])
-        there = (place >= 0).astype(np.uint8)
+        there = ((indices >= span.start) & (indices < span.stop)).astype(np.uint8)
         ends = np.concatenate([np.arange(span.start), np.arange(span.stop, view.n)])
         group, k = queries.shape[1] // keys.shape[1], self.config.keys_max
 
         def ask(at: tuple[int, int]) -> tuple[Positions, Votes]:
             asking = queries[at[0], at[1] * group : (at[1] + 1) * group]
             asking = np.ascontiguousarray(asking.reshape(-1, asking.shape[-1]))
-            others = np.ascontiguousarray(keys[*at, ends])
             beam = max(self.config.tree.beam, k)
-            return self._trees[at].vote(asking, k, 0, beam, others, there)
+            indexed, others = keys.at(*at, indices), keys.read(*at, ends)
+            return self._trees[at].vote(indexed, asking, k, 0, beam, others, there)
 
         answers = zip(self._trees, self._of_each(ask, self.config.n_threads), strict=True)
         for (layer, head), (numbers, shares) in answers:
             of_group = votes[anchors.index(layer) % n_groups[0], head % n_groups[1]]
-            of_group[place[numbers]] += shares
+            of_group[indices[numbers] - span.start] += shares
         return votes
 
     def _of_each(self, work: Callable[[tuple[int, int]], T], n_threads: int) -> list[T]:
@@ -227,13 +226,6 @@ class IceCache(Recalling):
             return list(map(work, self._trees))
         with ThreadPoolExecutor(n_threads, "towerd-trees") as threads:
             return list(threads.map(work, self._trees))
-
-    def _places(self, positions: Positions) -> Positions:
-        """The index of each indexed position in `positions`; -1 if it is not there."""
-        if not len(positions):
-            return np.full(len(self._indexed), -1, np.int64)
-        at = np.minimum(np.searchsorted(positions, self._indexed), len(positions) - 1)
-        return np.where(positions[at] == self._indexed, at, -1)
 
 
 def passed_on(votes: Votes, positions: Positions, followers: int) -> Votes:
@@ -248,9 +240,9 @@ def passed_on(votes: Votes, positions: Positions, followers: int) -> Votes:
 
 
 def _tree_bytes(head_size: int) -> int:
-    """Approximate size of a key in a tree: the key, its place along four directions and on a page,
-    and links; growing arrays are on average half empty (kernels/cpp/dci_points.h)."""
-    return (4 * head_size + 176) * 3 // 2
+    """Approximate size of a key in a tree: its links, and a share of the keys that others hang below
+    (kernels/cpp/dci_points.h)."""
+    return 48 + head_size * 5 // 16
 
 
 def check_rows(keys: Keys | None, queries: Rows | None) -> None:
