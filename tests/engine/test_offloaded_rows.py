@@ -83,10 +83,10 @@ def test_offloaded_rows_are_kept(tmp_path: Path, seed: int, sizes: list[int], na
     assert offloaded.n_reads(offloaded.positions) <= len(offloaded)
     if not len(wanted):
         return
-    rows = offloaded.rows(wanted)
-    assert rows.positions.tolist() == (wanted - shift).tolist()
-    for mine, theirs in zip(rows.planes(), whole.planes(), strict=True):
-        assert np.array_equal(mine, theirs[wanted - shift])
+    check_rows(offloaded, wanted, whole, shift)
+    check_groups(
+        offloaded, rng.permuted(np.tile(expected, (N_LAYER, N_KV, 1)), axis=2), whole, shift
+    )
     check_keys(offloaded, wanted, keys_of(whole, HEAD_SIZE)[:, :, wanted - shift])
 
 
@@ -104,6 +104,24 @@ def check_keys(offloaded: OffloadedRows, wanted: Positions, expected: Rows) -> N
         if numbers[-1] > 0:
             last = numbers[-1:]
             assert np.array_equal(span.read(layer, head, last - 1), keys.read(layer, head, last))
+
+
+def check_rows(offloaded: OffloadedRows, wanted: Positions, whole: KVRows, shift: int) -> None:
+    rows = offloaded.rows(wanted)
+    assert rows.positions.tolist() == wanted.tolist()
+    assert offloaded.places(wanted).tolist() == (wanted - shift).tolist()
+    for mine, theirs in zip(rows.planes(), whole.planes(), strict=True):
+        assert np.array_equal(mine, theirs[wanted - shift])
+
+
+def check_groups(offloaded: OffloadedRows, groups: Positions, whole: KVRows, shift: int) -> None:
+    """Each layer and KV head has rows of its own positions."""
+    groups = np.sort(groups[..., :2])
+    mixed = offloaded.mixed(groups, np.arange(groups.shape[2]))
+    for i, (mine, theirs) in enumerate(zip(mixed.planes(), whole.planes(), strict=True)):
+        parts = np.split(theirs, N_KV, axis=1)
+        mixture = [parts[head][groups[i % N_LAYER, head] - shift] for head in range(N_KV)]
+        assert np.array_equal(mine, np.concatenate(mixture, axis=1))
 
 
 def paged(folder: Path, n: int) -> tuple[Pages, KVRows]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from numbered_rows import make
 
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.context.memory import SequenceMemory
+from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.live_set import EVERYTHING, BoundedSet
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.longchat.budgets import bounded
 from towerd.engine.embedded.longchat.shift import shift_ids
 from towerd.engine.embedded.restore.branching import has_everything
+from towerd.slots.rows import KVRows
 from towerd.tokens import Ids, Provenance, common_prefix
 
 N_SEQS = 5
@@ -29,6 +34,10 @@ class Cells(SequenceMemory):
     def write(self, seq: int, pos: int) -> None:
         self.seqs.setdefault(seq, {})[pos] = self.next_cell
         self.next_cell += 1
+
+    def replace(self, seq: int, rows: KVRows, beside: Buffer) -> None:
+        for place in rows.positions.tolist():
+            self.write(seq, place)
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
         held = self.seqs.get(seq, {})
@@ -116,7 +125,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.absent(s) for s in self.pool))
     @rule(data=st.data())
     def recall(self, data: st.DataObject) -> None:
-        """Bring some back: the others, and all other sequences, stay as they are."""
+        """Bring some back: all are written anew, and all other sequences stay as they are."""
         seqs = sorted((s for s in self.pool if self.absent(s)), key=lambda s: s.id)
         seq = data.draw(st.sampled_from(seqs))
         absent = self.absent(seq)
@@ -124,14 +133,19 @@ class PoolMachine(RuleBasedStateMachine):
         before = {s: dict(held) for s, held in self.cells.seqs.items()}
         live = bounded(seq)
         kept = live.kept.tolist()
-        for p in back:
-            self.provenance[self.cells.next_cell] = int(seq.provenance[p])
-            self.cells.write(seq.id, absent[p])
-        places = np.array([absent[p] for p in back], np.int64)
-        self.pool.recall(seq, live, np.array(back, np.int64), places)
-        assert live.kept.tolist() == sorted(kept + back)
+        place_of = absent | dict(zip(kept, live.places.tolist(), strict=True))
+        chosen = np.array(sorted(kept + back), np.int64)
+        places = np.array([place_of[p] for p in chosen.tolist()], np.int64)
+        first = self.cells.next_cell
+        self.pool.rewrite(
+            seq, replace(make(0, len(places)), positions=places.astype(np.int32)), bool
+        )
+        for i, p in enumerate(chosen.tolist()):
+            self.provenance[first + i] = int(seq.provenance[p])
+        every = chosen[None, None]
+        live.mix(every, places[None, None], places)
+        assert live.kept.tolist() == chosen.tolist()
         now = self.cells.seqs
-        assert all(now[s].items() >= held.items() for s, held in before.items())
         assert all(now[s] == held for s, held in before.items() if s != seq.id)
 
     def absent(self, seq: LiveSeq) -> dict[int, int]:

@@ -286,3 +286,31 @@ def test_votes_are_passed_on_to_what_follows(data: st.DataObject) -> None:
     ]
     found = passed_on(votes, positions, followers)
     np.testing.assert_allclose(found, np.array(expected, np.float32), rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (5, 2)])
+def test_each_group_gets_what_its_own_queries_look_for(shape: tuple[int, int]) -> None:
+    """Against votes by every key: layers with trees by their own queries, the others like the nearest."""
+    rng = np.random.default_rng(7)
+    layers, kv_heads, n, size, n_max = 5, 2, 300, 16, 60
+    keys = rng.normal(size=(layers, kv_heads, n, size)).astype(np.float32)
+    queries = 3 * rng.normal(size=(layers, 2 * kv_heads, 2, size)).astype(np.float32)
+    config = IceCacheConfig(window=10, keys_max=n, layer_first=1, layer_step=2)
+    policy = IceCache(replace(config, tree=replace(config.tree, visits_max=10_000)))
+    view = View(np.arange(n) * 2, 2 * n, keys=ArrayKeys(keys), queries=queries)
+    found = policy.keep_groups(view, n_max, shape)
+    assert found.shape == (*shape, n_max)
+    scores = np.einsum("lhmd,lhnd->lhmn", queries, np.repeat(keys, 2, axis=1)) / np.sqrt(size)
+    weights = np.exp(scores - scores.max(axis=3, keepdims=True))
+    weights /= weights.sum(axis=3, keepdims=True)
+    best = weights.reshape(layers, kv_heads, -1, n).max(axis=2)
+    if shape[1] == 1:
+        best = best.sum(axis=1, keepdims=True)
+    for layer in range(layers):
+        anchor = {0: 1, 1: 1, 2: 1, 3: 3, 4: 3}[layer]
+        for head in range(shape[1]):
+            mine = found[layer, head] // 2
+            assert mine[:4].tolist() == [0, 1, 2, 3]
+            assert mine[-10:].tolist() == list(range(290, 300))
+            wanted = 4 + np.argsort(-best[anchor, head, 4:290])[: n_max - 14]
+            assert len(np.intersect1d(mine, wanted)) >= 0.9 * len(wanted)

@@ -213,6 +213,9 @@ class BoundedSet(LiveSet):
     the chat whether before it or since."""
     offloaded: OffloadedRows = field(default_factory=OffloadedRows)
     """Rows that may be recalled; empty if the policy cannot recall."""
+    asked: Positions = field(default_factory=lambda: np.empty(0, np.int64))
+    """int64[k], ascending: positions that the words of the last prompt are about, which a policy that can
+    recall makes live beside its own choice."""
     n_chosen: int = 0
     """How many tokens had been evaluated when the policy last chose."""
     failure: Exception | None = None
@@ -338,6 +341,7 @@ class BoundedSet(LiveSet):
         for policy in self.policies:
             policy.truncate(n)
         self.offloaded = self.offloaded.without(n)
+        self.asked = self.asked[self.asked < n]
 
     def observe(self, observed: Observed, n_max: int) -> None:
         """Add queries, and keep those of at most the last `n_max` tokens."""
@@ -384,7 +388,7 @@ class BoundedSet(LiveSet):
             )
             chosen.append(policy.keep(view, self.n_target))
         most = max(map(len, chosen))
-        even = [_filled(*each, most) for each in zip(chosen, lines, strict=True)]
+        even = [filled(*each, most) for each in zip(chosen, lines, strict=True)]
         return np.stack(even).reshape(*self.shape, most)
 
     def ranks_of(self, chosen: Positions) -> Positions:
@@ -400,14 +404,20 @@ class BoundedSet(LiveSet):
         first = chosen[0, 0]
         return first if self.mixed is None and (chosen == first).all() else None
 
-    def mix(self, chosen: Positions, rotated: Positions, ranks: Positions | None = None) -> None:
-        """Account for cells that have the rows of these positions now, by group; the labels are those of
-        the first one.
+    def mix(
+        self,
+        chosen: Positions,
+        rotated: Positions,
+        places: Positions,
+        ranks: Positions | None = None,
+    ) -> None:
+        """Account for cells that have the rows of these positions now, by group.
 
         chosen: int64[layers, KV heads, m']; rotated: the places that their keys are rotated to
+        places: int64[m']: those that the cells are labelled by
         ranks: the cells that the rows were in; None: they were not live"""
         n_before = len(self.kept)
-        self.kept, self.places = chosen[0, 0], rotated[0, 0]
+        self.kept, self.places = chosen[0, 0], places
         others = (chosen != self.kept) | (rotated != self.places)
         columns = np.flatnonzero(others.any(axis=(0, 1)))
         self.mixed = None
@@ -434,17 +444,9 @@ class BoundedSet(LiveSet):
         self.n_evictions += len(ranks) < len(self.kept)
         self._only(ranks)
 
-    def recall(self, positions: Positions, places: Positions) -> None:
-        """Account for evicted positions that are live again, at these places."""
-        kept = np.concatenate([self.kept, positions])
-        order = np.argsort(kept, kind="stable")
-        self.kept, self.places = kept[order], np.concatenate([self.places, places])[order]
-        self.mass = _longer(self.mass, len(positions))[:, :, order]
-        self.recent = _longer(self.recent, len(positions))[:, :, order]
-
-    def compacted(self) -> None:
-        """Account for live rows that were moved to places without holes."""
-        self.places = np.arange(len(self.kept), dtype=np.int64)
+    def compacted(self, places: Positions) -> None:
+        """Account for live rows that were moved to these places, which have no holes."""
+        self.places = places
         if self.mixed is not None:
             places = self.places[self.mixed.start : self.mixed.stop]
             rotated = np.broadcast_to(places, self.mixed.positions.shape)
@@ -452,13 +454,9 @@ class BoundedSet(LiveSet):
         self.n_evictions += 1
 
     def moved_down(self, offloaded: OffloadedRows) -> None:
-        """Keep only the positions in `offloaded`, live or not, at the places that they have there.
-        Their keys were rotated, so the index and the observed queries are discarded."""
-        self.mixed = None
-        self._only(np.flatnonzero(np.isin(self.kept, offloaded.positions)))
-        self.places = offloaded.places(self.kept)
+        """Account for offloaded rows of which some were moved, their keys rotated. The observed queries
+        do not fit them and are discarded."""
         self.offloaded, self.observed = offloaded, ()
-        self.policies = tuple(open_retention(policy.config) for policy in self.policies)
         self.n_evictions += 1
 
     @property
@@ -498,9 +496,10 @@ class BoundedSet(LiveSet):
         self.offloaded.check_integrity()
         if self.mixed is not None:
             assert (np.diff(self.positions(), axis=2) > 0).all(), "positions of a group ascend"
-            assert (np.diff(self.rotated(), axis=2) > 0).all(), "places of a group ascend"
-        both, _, live = np.intersect1d(self.offloaded.positions, self.kept, return_indices=True)
-        assert np.array_equal(self.offloaded.places(both), self.places[live]), "offloaded places"
+        positions, rotated = self.positions(), self.rotated()
+        there = np.isin(positions, self.offloaded.positions)
+        found = self.offloaded.places(positions[there])
+        assert np.array_equal(found, rotated[there]), "offloaded places"
 
     def _only(self, ranks: npt.NDArray[np.int64]) -> None:
         self.mixed = None if self.mixed is None else self.mixed.only(ranks)
@@ -523,7 +522,7 @@ def _longer(mass: Mass, n: int) -> Mass:
     return np.concatenate([mass, np.zeros((*mass.shape[:2], n), np.float32)], axis=2)
 
 
-def _filled(chosen: Positions, positions: Positions, n: int) -> Positions:
+def filled(chosen: Positions, positions: Positions, n: int) -> Positions:
     """The `n` of `positions` that were chosen or, beside these, are the latest."""
     if len(chosen) == n:
         return chosen

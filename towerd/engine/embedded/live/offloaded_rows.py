@@ -52,7 +52,7 @@ class RowChunk:
 
     @classmethod
     def of(cls, rows: KVRows, positions: Positions, order: Positions) -> RowChunk:
-        """Copy `rows` in this order. positions: theirs in the chat; their own are places."""
+        """Copy `rows` in this order. positions: theirs in the chat; their labels are places."""
         rows = rows.token_major()
         places = rows.positions.astype(np.int64)
         return cls(rows.layout, positions, places, rows.k, rows.v, rows.ext).take(order)
@@ -69,6 +69,10 @@ class RowChunk:
         """The rows with these numbers, K of all layers and then V, and their extensions."""
         planes = tuple(_gathered(plane, numbers) for plane in (*self.k, *self.v))
         return planes, None if self.ext is None else self.ext[numbers]
+
+    def source(self, numbers: Positions) -> tuple[Sequence[Bytes2D], Ext | None, Positions]:
+        """Planes and extensions, and where in them the rows with these numbers are."""
+        return (*self.k, *self.v), self.ext, numbers
 
     def keys(self, layer: int) -> Bytes2D:
         """One layer's K rows."""
@@ -122,6 +126,10 @@ class Pages:
         *planes, rest = np.split(self.file.read(self.records[numbers]), ends, axis=1)
         is_extended = self.layout.cell_ext
         return tuple(planes), np.ascontiguousarray(rest).view(np.int32) if is_extended else None
+
+    def source(self, numbers: Positions) -> tuple[Sequence[Bytes2D], Ext | None, Positions]:
+        wanted, at = np.unique(numbers, return_inverse=True)
+        return *self.read(wanted), at.astype(np.int64)
 
     def keys(self, layer: int) -> Bytes2D:
         return self.indexed[layer]
@@ -220,28 +228,39 @@ class OffloadedRows:
         return self.only(self.positions[: np.searchsorted(self.positions, n_from)])
 
     def rows(self, positions: Positions) -> KVRows:
-        """The rows of `positions`, which ascend and must all be here, at their places. Raises
-        PagesLost."""
+        """The rows of `positions`, which ascend and must all be here, labelled by their positions.
+        Raises PagesLost."""
+        return self.mixed(positions[None, None], positions)
+
+    def mixed(self, positions: Positions, labels: Positions) -> KVRows:
+        """Rows of which each layer and KV head has those of positions of its own, which must all be here.
+        Raises PagesLost.
+
+        positions: int64[layers, KV heads, m], ascending; one layer or head stands for all
+        labels: int64[m], ascending: what the rows are labelled by. An extension is that of the first."""
         at = np.searchsorted(self.positions, positions)
         which, number = self.chunk[at], self.number[at]
         layout = self.chunks[0].layout
-        planes = [np.empty((len(at), plane.row_bytes), np.uint8) for plane in layout.planes]
-        ext = np.empty((len(at), 3), np.int32) if layout.cell_ext else None
+        planes = [np.empty((len(labels), plane.row_bytes), np.uint8) for plane in layout.planes]
+        ext = np.empty((len(labels), 3), np.int32) if layout.cell_ext else None
         for i in np.unique(which).tolist():
-            mine = np.flatnonzero(which == i)
-            found, extensions = self.chunks[i].read(number[mine])
-            for out, plane in zip(planes, found, strict=True):
-                out[mine] = plane
+            mine = which == i
+            found, extensions, rows = self.chunks[i].source(number[mine])
+            index = np.zeros(mine.shape, np.int64)
+            index[mine] = rows
+            _put(planes, found, mine, index)
             if ext is not None and extensions is not None:
-                ext[mine] = extensions
-        places = self.places(positions).astype(np.int32)
+                ext[mine[0, 0]] = extensions[index[0, 0][mine[0, 0]]]
         cut = layout.n_layer
-        return KVRows(layout, places, tuple(planes[:cut]), tuple(planes[cut:]), ext)
+        return KVRows(
+            layout, labels.astype(np.int32), tuple(planes[:cut]), tuple(planes[cut:]), ext
+        )
 
     def places(self, positions: Positions) -> Positions:
-        """int64[n]: the places of `positions`, which must all be here, in the context."""
+        """int64 of the same shape: the places of `positions`, which must all be here, that their keys are
+        rotated to."""
         at = np.searchsorted(self.positions, positions)
-        found = np.empty(len(at), np.int64)
+        found = np.empty(at.shape, np.int64)
         for i in np.unique(self.chunk[at]).tolist():
             mine = self.chunk[at] == i
             found[mine] = self.chunks[i].places[self.number[at[mine]]]
@@ -257,7 +276,6 @@ class OffloadedRows:
         """Raise AssertionError, saying what is wrong, if the parts are inconsistent."""
         assert (np.diff(self.positions) > 0).all(), "offloaded positions ascend"
         assert len(self) == sum(map(len, self.chunks)), "offloaded rows"
-        assert (np.diff(self.places(self.positions)) > 0).all(), "offloaded places ascend"
 
 
 class OffloadedKeys:
@@ -300,6 +318,25 @@ def _gathered(plane: Bytes2D, numbers: Positions) -> Bytes2D:
         index = np.ascontiguousarray(numbers, np.int64)
         dispatch.copy_planes(out.reshape(-1), [(0, plane, index)])
     return out
+
+
+def _put(
+    planes: Sequence[Bytes2D],
+    found: Sequence[Bytes2D],
+    mine: npt.NDArray[np.bool_],
+    index: Positions,
+) -> None:
+    """Copy rows into K and V planes where `mine` says so, bool[layers, KV heads, m].
+
+    index: int64 of the same shape: which row of `found`"""
+    n_layers, n_heads, _ = mine.shape
+    for i, (out, source) in enumerate(zip(planes, found, strict=True)):
+        layer = i % (len(planes) // 2) if n_layers > 1 else 0
+        width = out.shape[1] // n_heads
+        for head in range(n_heads):
+            to, span = mine[layer, head], slice(head * width, (head + 1) * width)
+            if to.any():
+                out[to, span] = source[index[layer, head][to], span]
 
 
 def keys_of(rows: KVRows, head_size: int, layer_step: int = 1) -> Rows:

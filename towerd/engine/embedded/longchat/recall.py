@@ -20,19 +20,21 @@ from pathlib import Path
 import numpy as np
 
 from towerd.engine.embedded.context.core import Core
+from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.job import Job, JobPhase
-from towerd.engine.embedded.live.live_set import BoundedSet
+from towerd.engine.embedded.live.live_set import BoundedSet, filled
 from towerd.engine.embedded.live.offloaded_rows import OffloadedKeys
 from towerd.engine.embedded.live.pages import PagesLost
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.longchat.observer import Observer
 from towerd.engine.embedded.longchat.offload_space import OffloadSpace
 from towerd.retention import Positions, Recalling, RetentionConfig, Rows, View
+from towerd.retention.lexical import passages
 from towerd.settings.config import Config
-from towerd.slots.blob import emit_blob
 from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows
-from towerd.slots.shift import shift
+from towerd.slots.shift import turn
+from towerd.tokens import Ids
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +47,29 @@ model with 32 heads of which every third layer is indexed has 160 of them for ea
 _FOLLOWERS = 7
 """Positions after a chosen one that are recalled with it: the next token of a reply may continue
 there, and is sampled before the next choice."""
+_ASKED_TOKENS_MAX = 256
+"""Tokens of a prompt whose words are looked for."""
+_ASKED_SHARE = 4
+"""Passages that have these words take at most 1 / _ASKED_SHARE of what is free beside sink and window."""
 _KEYS_MAX = 64
 """Nearest keys that a query searches for; a search for more takes longer."""
+
+
+def _shorter(chosen: Positions, n_sink: int, n_max: int) -> Positions:
+    """At most `n_max` of the columns, the sink and the latest ones."""
+    n_over = max(0, chosen.shape[2] - n_max)
+    return np.delete(chosen, np.s_[n_sink : n_sink + n_over], axis=2)
+
+
+def _labels(rotated: Positions, live_set: BoundedSet) -> Positions:
+    """int64[m], ascending: the places that cells are labelled by whose keys are rotated to `rotated`: the
+    same, or, where positions share places, those just before the window's."""
+    if (np.diff(rotated) > 0).all():
+        return rotated
+    n_sink, end = len(live_set.sink), len(rotated) - live_set.policy.config.window
+    first = int(rotated[end])
+    middle = np.arange(first - (end - n_sink), first)
+    return np.concatenate([rotated[:n_sink], middle, rotated[end:]])
 
 
 def served(config: RetentionConfig, settings: Config) -> RetentionConfig:
@@ -151,7 +174,7 @@ class Recall:
         self._every_tokens = config.recall_every
         """Generated tokens between choices; 0: none while a reply is generated."""
         size, sizes = observer.attention.head_size, (config.recall_bytes, config.recall_disk_bytes)
-        self.space = OffloadSpace(core.layout, size, *sizes, folder)
+        self.space = OffloadSpace(core.memory.full_layout, size, *sizes, folder)
         self._indexer = Indexer(observer.attention.head_size, config.threads)
 
     def close(self) -> None:
@@ -210,76 +233,97 @@ class Recall:
             raise live_set.failure
         self.offload(seq, live_set)
         self.space.make(live_set)
-        try:
-            stay = self._chosen(live_set, policy, queries)
-        except PagesLost as error:
-            self._lose_pages(live_set, error)
-            self.offload(seq, live_set)
-            stay = self._chosen(live_set, policy, queries)
-        back = np.setdiff1d(stay, live_set.kept, assume_unique=True)
-        n_dropped = self._pool.evict(seq, live_set, stay)
-        self._bring_back(seq, live_set, back, evict)
+        before, n_before = live_set.positions(), len(live_set.kept)
+        while True:
+            try:
+                chosen = self._chosen(live_set, policy, queries)
+                stay = live_set.agreed(chosen)
+                if stay is not None and np.isin(stay, live_set.kept, assume_unique=True).all():
+                    self._pool.evict(seq, live_set, stay)  # nothing comes back
+                else:
+                    self.put(seq, live_set, chosen, evict)
+                break
+            except PagesLost as error:
+                self._lose_pages(live_set, error)
+                self.offload(seq, live_set)
+        self._count(live_set, before)
         self.space.make(live_set)
         self.space.page_out(live_set)
         live_set.n_chosen = live_set.n
         self.n_choices += 1
         self.choose_s += time.perf_counter() - started
-        return n_dropped
+        return max(0, n_before - len(live_set.kept))
 
-    def recall(self, seq: LiveSeq, live_set: BoundedSet, positions: Positions) -> None:
-        """Make `positions`, which are offloaded and not live, live again, except those whose rows
-        the disk has lost. Their cells must be free."""
-        positions, rows = self._read(live_set, positions)
-        if rows is None:
-            return
-        blob = np.asarray(emit_blob([rows], v_trans=self._core.context.v_trans))
-        self._memory.append(seq.id, blob, is_empty=not len(live_set.kept))
-        self._pool.recall(seq, live_set, positions, rows.positions.astype(np.int64))
-        self.n_tokens_recalled += len(positions)
-        self.n_reads += live_set.offloaded.n_reads(positions)
+    def put(
+        self,
+        seq: LiveSeq,
+        live_set: BoundedSet,
+        chosen: Positions,
+        evict: Callable[[], bool],
+        beside: Buffer | None = None,
+    ) -> None:
+        """Let these offloaded positions be the live ones of a chat, by group, or as many of them as there
+        are cells for. Raises Unavailable and PagesLost, which change nothing.
+
+        chosen: int64[layers, KV heads, m], ascending; beside: see `LivePool.rewrite`"""
+        n_own, n_ends = self._pool.n_own_cells(seq), live_set.policy.config.n_min
+        self._pool.has_room(chosen.shape[2] - n_own, evict)
+        n_labels = int(live_set.offloaded.places(chosen[0, 0, -1:])[0]) + 1
+        n_cells = max(n_ends, min(self._pool.cells_free + n_own, n_labels))
+        chosen = _shorter(chosen, len(live_set.sink), n_cells)
+        rotated = live_set.offloaded.places(chosen)
+        places = _labels(rotated[0, 0], live_set)
+        rows = live_set.offloaded.mixed(chosen, places)
+        self._pool.rewrite(seq, rows, evict, beside)
+        live_set.mix(chosen, rotated, places)
+
+    def _count(self, live_set: BoundedSet, before: Positions) -> None:
+        """Count what has come back."""
+        after = live_set.positions()
+        lines = zip(
+            after.reshape(-1, after.shape[2]), before.reshape(-1, before.shape[2]), strict=True
+        )
+        back = [np.setdiff1d(*each, assume_unique=True) for each in lines]
+        self.n_tokens_recalled += sum(map(len, back)) // len(back)
+        self.n_reads += live_set.offloaded.n_reads(np.unique(np.concatenate(back)))
 
     def move_down(
         self, seq: LiveSeq, live_set: BoundedSet, rope: Rope, evict: Callable[[], bool]
     ) -> None:
-        """At the end of the context, forget the positions in the first half of its places, except
-        the sink, and move the others, live or not, down there, their keys rotated. Distances
-        between positions are kept, so positions that are not live can still be recalled.
+        """At the end of the context, move the positions in the second half of its places down by half of
+        it, live or not, their keys rotated. Those in the first half stay where they are and can still be
+        recalled: nearer than they were, beside later ones at the same places.
 
         Raises Unavailable if no cells can be freed."""
-        left, rows = self._second_half(seq, live_set)
-        sink = live_set.sink
-        rows = shift(rows, len(sink), rope, rot_k=self._core.info.row_identity.rot_k)
-        chunk = self.space.lay_out(rows, left, np.arange(len(left)))
-        self._pool.let_go(seq)
-        live_set.moved_down(live_set.offloaded.only(sink).add(chunk))
-        self._pool.require_room(len(live_set.kept), evict)
-        live = live_set.offloaded.rows(live_set.kept)
-        blob = np.asarray(emit_blob([live], v_trans=self._core.context.v_trans))
-        self._memory.append(seq.id, blob, is_empty=True)
-        self._pool.take(seq, len(live_set.kept))
+        policy = live_set.policy
+        assert isinstance(policy, Recalling)
+        moved, rows = self._second_half(seq, live_set)
+        places = live_set.offloaded.places(moved)
+        down, rot_k = live_set.n_places // 2, self._core.info.row_identity.rot_k
+        rows = turn(rows, places[None, None], places - down, rope.sections[0], rot_k=rot_k)
+        beside = self._memory.moved_beside(seq.id, -down, rope, rot_k=rot_k)
+        chunk = self.space.lay_out(rows, moved, np.arange(len(moved)))
+        stay = np.setdiff1d(live_set.offloaded.positions, moved, assume_unique=True)
+        policy.forget(moved)  # their keys are others now
+        live_set.moved_down(live_set.offloaded.only(stay).add(chunk))
+        positions = live_set.positions()
+        is_there = np.isin(positions, live_set.offloaded.positions).all(axis=(0, 1))
+        self.put(seq, live_set, positions[:, :, is_there], evict, beside)
 
     def _second_half(self, seq: LiveSeq, live_set: BoundedSet) -> tuple[Positions, KVRows]:
-        """The positions in the second half of the context's places, except the sink, and their
-        rows."""
+        """The positions in the second half of the context's places, and their rows."""
         self.offload(seq, live_set)
         offloaded = live_set.offloaded
-        is_left = offloaded.places(offloaded.positions) >= live_set.n_places // 2
-        left = np.setdiff1d(offloaded.positions[is_left], live_set.sink, assume_unique=True)
+        is_moved = offloaded.places(offloaded.positions) >= live_set.n_places // 2
+        moved = offloaded.positions[is_moved]
         try:
-            return left, offloaded.rows(left)
+            return moved, offloaded.rows(moved)
         except PagesLost as error:
             self._lose_pages(live_set, error)
         return self._second_half(seq, live_set)  # nothing is on disk any more
 
-    def _bring_back(
-        self, seq: LiveSeq, live_set: BoundedSet, back: Positions, evict: Callable[[], bool]
-    ) -> None:
-        self._pool.has_room(len(back), evict)
-        back = back[max(0, len(back) - self._pool.cells_free) :]
-        if len(back):
-            self.recall(seq, live_set, back)
-
     def _chosen(self, live_set: BoundedSet, policy: Recalling, queries: Rows) -> Positions:
+        """int64[layers, KV heads, m]: the positions that the policy wants live."""
         offloaded, size = live_set.offloaded, self._observer.attention.head_size
         self._indexer.index(live_set)
         live = np.isin(offloaded.positions, live_set.kept)
@@ -291,16 +335,20 @@ class Recall:
             queries=queries[:, :, -QUERY_TOKENS_MAX:],
             live=live,
         )
-        return policy.keep(view, live_set.n_target)
+        asked = np.intersect1d(live_set.asked, offloaded.positions, assume_unique=True)
+        chosen = policy.keep_groups(view, live_set.n_target - len(asked), live_set.shape)
+        if not len(asked):
+            return chosen
+        n = min(chosen.shape[2] + len(asked), len(offloaded))
+        lines = chosen.reshape(-1, chosen.shape[2])
+        both = [filled(np.union1d(line, asked), offloaded.positions, n) for line in lines]
+        return np.stack(both).reshape(*chosen.shape[:2], n)
 
-    def _read(self, live_set: BoundedSet, positions: Positions) -> tuple[Positions, KVRows | None]:
-        """The offloaded ones of `positions` that can be read, with their rows."""
-        try:
-            return positions, live_set.offloaded.rows(positions)
-        except PagesLost as error:
-            self._lose_pages(live_set, error)
-        left = np.intersect1d(positions, live_set.offloaded.positions, assume_unique=True)
-        return left, live_set.offloaded.rows(left) if len(left) else None
+    def ask(self, live_set: BoundedSet, ids: Ids, n_asked: int) -> None:
+        """Note what the words of a prompt's last `n_asked` tokens are about. ids: int32[n], all tokens"""
+        room = live_set.n_target - live_set.policy.config.n_min
+        n_asked = min(n_asked, _ASKED_TOKENS_MAX)
+        live_set.asked = passages(ids, n_asked, room // _ASKED_SHARE)
 
     def _lose_pages(self, live_set: BoundedSet, error: PagesLost) -> None:
         """Forget the rows on disk."""
@@ -319,11 +367,12 @@ class Recall:
     def offload(self, seq: LiveSeq, live_set: BoundedSet) -> None:
         """Copy the live rows that are not offloaded yet."""
         is_new = ~np.isin(live_set.kept, live_set.offloaded.positions)
+        if live_set.mixed is not None:
+            is_new[: live_set.mixed.stop] = False
         if not is_new.any():
             return
         first = int(is_new.argmax())
-        rows = self._memory.rows(seq.id, int(live_set.places[first]), live_set.place_next)
-        assert rows is not None
+        rows = self._memory.full_rows(seq.id, int(live_set.places[first]), live_set.place_next)
         numbers = np.flatnonzero(is_new[first:])
         chunk = self.space.lay_out(rows, live_set.kept[first:], numbers)
         live_set.offloaded = live_set.offloaded.add(chunk)
