@@ -7,14 +7,14 @@ them costs, so that the step is one of cost and not of size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from towerd.codec.errors import CodecError
-from towerd.codec.rows.basis import Basis, RowCoding, PlaneGroup
+from towerd.codec.rows.basis import Basis, PlaneGroup, RowCoding
 from towerd.kernels import dispatch, row_coding
 from towerd.kernels.row_coding import ESCAPE, HALF, SHIFT_MAX, SYMBOLS, TABLE_SUM
 from towerd.slots.layout import KVLayout
@@ -84,11 +84,7 @@ def learn(
         group, variance = _group(values, planes, np.concatenate(each).astype(np.float32), codings)
         found.append(group)
         variances.append(variance)
-    basis = Basis(row_identity, layout, tuple(found), {})
-    made = {
-        name: _coding(rounding, basis, variances, flat, n_threads)
-        for name, rounding in codings.items()
-    }
+    made = _codings(codings, found, variances, flat, n_threads)
     return Basis(row_identity, layout, tuple(found), made)
 
 
@@ -124,14 +120,50 @@ def _group(
     return PlaneGroup(planes, kept, mean, weights), variances[:n]
 
 
-def _coding(
-    rounding: Rounding,
-    basis: Basis,
+def _codings(
+    codings: Mapping[str, Rounding],
+    groups: Sequence[PlaneGroup],
     variances: Sequence[npt.NDArray[np.float64]],
     samples: Sequence[KVRows],
     n_threads: int,
-) -> RowCoding:
+) -> dict[str, RowCoding]:
     """The classes of the components, and tables from how often each symbol occurs in the samples."""
+    classed = {name: _classed(rounding, variances) for name, rounding in codings.items()}
+    counts = {
+        name: np.zeros((len(each.shifts), SYMBOLS), np.int64) for name, each in classed.items()
+    }
+    for i, group in enumerate(groups):
+        for values in _components(group, samples, n_threads):
+            for name, rounding in codings.items():
+                classes = classed[name].of_groups[i]
+                symbols = _symbols(
+                    values[:, : len(classes)], rounding, classed[name].shifts[classes]
+                )
+                for which in np.unique(classes):
+                    found = np.bincount(symbols[:, classes == which].ravel(), minlength=SYMBOLS)
+                    counts[name][which] += found
+    return {
+        name: RowCoding(
+            rounding.step,
+            rounding.dead_zone,
+            rounding.shrink,
+            classed[name].of_groups,
+            classed[name].shifts,
+            np.stack([table_of(row) for row in counts[name]]),
+        )
+        for name, rounding in codings.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Classed:
+    """The class of each component that a coding keeps, by group; the shift of each class."""
+
+    of_groups: tuple[npt.NDArray[np.uint8], ...]
+    shifts: npt.NDArray[np.uint8]
+
+
+def _classed(rounding: Rounding, variances: Sequence[npt.NDArray[np.float64]]) -> _Classed:
     ratios = [np.sqrt(np.maximum(each, 0.0)) / rounding.step for each in variances]
     ratios = [ratio[: max(1, int((ratio > RATIO_MIN).sum()))] for ratio in ratios]
     octaves = [np.round(CLASSES_OF_OCTAVE * np.log2(np.maximum(r, RATIO_MIN))) for r in ratios]
@@ -139,43 +171,27 @@ def _coding(
     classes = [np.clip(np.searchsorted(present, each), 0, len(present) - 1) for each in octaves]
     typical = 2 ** (present / CLASSES_OF_OCTAVE)
     shifts = np.clip(np.ceil(np.log2(typical / RATIO_OF_SYMBOLS)), 0, SHIFT_MAX).astype(np.uint8)
-    counts = np.zeros((len(present), SYMBOLS), np.int64)
-    for group, of in zip(basis.groups, classes, strict=True):
-        for upper in _symbols(group, of, shifts, rounding, samples, n_threads):
-            for which in np.unique(of):
-                counts[which] += np.bincount(upper[:, of == which].ravel(), minlength=SYMBOLS)
-    tables = np.stack([table_of(row) for row in counts])
-    return RowCoding(
-        rounding.step,
-        rounding.dead_zone,
-        rounding.shrink,
-        tuple(each.astype(np.uint8) for each in classes),
-        shifts,
-        tables,
-    )
+    return _Classed(tuple(each.astype(np.uint8) for each in classes), shifts)
 
 
-def _symbols(
-    group: PlaneGroup,
-    classes: npt.NDArray[np.int64],
-    shifts: npt.NDArray[np.uint8],
-    rounding: Rounding,
-    samples: Sequence[KVRows],
-    n_threads: int,
-) -> list[npt.NDArray[np.int64]]:
-    """[rows, components] of symbols for each call of the kernel."""
-    vectors = group.vectors[: len(classes)].view(np.uint16)
-    transform = row_coding.RowTransform(vectors, group.mean, group.weights)
-    found = []
+def _components(
+    group: PlaneGroup, samples: Sequence[KVRows], n_threads: int
+) -> Iterator[npt.NDArray[np.float32]]:
+    """[rows, components] for each call of the kernel."""
+    transform = row_coding.RowTransform(group.vectors.view(np.uint16), group.mean, group.weights)
     for rows in samples:
         format_name = rows.layout.planes[group.planes[0]].format.name
         for at in range(0, len(rows), _ROWS_OF_CALL):
             planes = [rows.plane(i)[at : at + _ROWS_OF_CALL] for i in group.planes]
-            values = row_coding.components(transform, planes, format_name, n_threads)
-            level = np.floor(np.abs(values) / rounding.step + 0.5 - rounding.dead_zone)
-            upper = (np.sign(values) * level).astype(np.int64) >> shifts[classes]
-            found.append(np.where(np.abs(upper) <= HALF, upper + HALF, ESCAPE))
-    return found
+            yield row_coding.components(transform, planes, format_name, n_threads)
+
+
+def _symbols(
+    values: npt.NDArray[np.float32], rounding: Rounding, shifts: npt.NDArray[np.uint8]
+) -> npt.NDArray[np.int64]:
+    level = np.floor(np.abs(values) / rounding.step + 0.5 - rounding.dead_zone)
+    upper = (np.sign(values) * level).astype(np.int64) >> shifts
+    return np.where(np.abs(upper) <= HALF, upper + HALF, ESCAPE)
 
 
 def table_of(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
