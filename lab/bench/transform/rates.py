@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.bench.quality.formats import measurer_on, read_text
+from lab.bench.transform import wide
 from lab.bench.transform.learned import learned, sandwiched, windows_of
 from towerd.cli.bench.harness.report import Report
 from towerd.cli.output import show_table
@@ -41,6 +42,7 @@ STEPS_QUICK = (0.15, 0.22, 0.65)
 BLOCK_FORMATS = ("q8h", "q5h", "q4h")
 BITS_MAX = {"near": 2.6, "small": 1.3}
 RATIO_MIN = 5.0
+RATIO_8B_MIN = 15.0
 RESUMED_TOKENS = 2048
 _REPEATS = 3
 
@@ -114,6 +116,8 @@ async def run(
     with measurer_on(path, second, size.n_measured) as measurer:
         _drift(report, measurer, basis, rope, [*codings])
         _rates(report, measurer, basis, rope)
+    if not quick:
+        _wide(report, path)
     return report
 
 
@@ -228,6 +232,25 @@ def _rates(report: TransformReport, measurer: Measurer, basis: Basis, rope: Rope
         report.target(f"ratio_{fidelity}", least=RATIO_MIN)
     q4h = stored(rows, "q4h")
     report.figures["decode_q4h_s"] = _fastest_s(lambda: _transcode(q4h, rows))
+
+
+def _wide(report: TransformReport, path: Path) -> None:
+    """The same for the shape of an 8B model, whose prefill is taken to be slower than this model's by the numbers
+    of their weights."""
+    model = LlamaModel(path, load({"model": str(path)}))
+    try:
+        n_parameters = model.n_params
+    finally:
+        model.close()
+    prefill_s = report.figures["prefill_s"] / report.figures["resumed_tokens"] * RESUMED_TOKENS
+    prefill_s *= wide.PARAMETERS / n_parameters
+    decode_s = wide.decode_s(RESUMED_TOKENS)
+    report.figures |= {
+        "decode_8b_s": decode_s,
+        "prefill_8b_s_estimated": prefill_s,
+        "ratio_8b_estimated": prefill_s / decode_s,
+    }
+    report.target("ratio_8b_estimated", least=RATIO_8B_MIN)
 
 
 def _read(data: bytes, basis: Basis, rope: Rope) -> KVRows:
