@@ -120,6 +120,20 @@ class Measurer:
             for table in tables
         ]
 
+    def costs_of(
+        self, codings: Sequence[Callable[[KVRows], Sequence[KVRows]]], n: int
+    ) -> list[FormatCost]:
+        """The cost of what each of `codings` makes of native rows, as consecutive parts, on the first `n`
+        continuations."""
+        self._measure([], n)
+        samples: list[list[DriftSample]] = [[] for _ in codings]
+        for continuation in self.plan.continuations[:n]:
+            native, targets = self.native(continuation), self.targets(continuation)
+            for coding, found in zip(codings, samples, strict=True):
+                logits = self.logits(continuation, coding(self.rows(continuation)))
+                found.append(compare(native, logits, targets))
+        return [format_cost(found, self._noise[:n], NEXT_TOKENS) for found in samples]
+
     def _measure(self, tables: Sequence[Table], n: int) -> None:
         """Make sure that there are samples of `tables` and the floor on the first `n`
         continuations."""
