@@ -24,7 +24,14 @@ from towerd.slots.state import (
     write_prefix,
 )
 
-__all__ = ["SequenceState", "blob_size", "emit_blob", "parse_blob", "parse_rows"]
+__all__ = [
+    "SequenceState",
+    "blob_size",
+    "emit_blob",
+    "parse_blob",
+    "parse_full_rows",
+    "parse_rows",
+]
 
 
 def parse_blob(
@@ -72,6 +79,19 @@ def parse_rows(
     if all(state.frame.n_stream == 1 and state.order is None for state in states):
         rows = replace(rows, blob=as_bytes(data))
     return rows if layout is None else replace(rows, layout=layout)
+
+
+def parse_full_rows(data: Data, layout: KVLayout) -> KVRows:
+    """The rows of the full layers in a blob of two caches, the window's of which may hold other
+    positions. layout: of both. StateError as `parse_rows`."""
+    full, reader = layout.sections[0], ByteReader(data)
+    seq_id = _read_prefix(reader)
+    has_v = bool(full.v)
+    state = parse_state(reader, cell_ext=full.cell_ext, has_v=has_v, is_last=False, as_is=True)
+    if state.frame.seq_id != seq_id:
+        raise StateError(f"a blob of sequence {seq_id} holds cells of another one")
+    check_layout(state.rows.layout, full)
+    return state.rows
 
 
 def _read_prefix(reader: ByteReader) -> int:

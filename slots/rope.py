@@ -154,6 +154,14 @@ class Rope:
             raise StateError("rope: either all rotating layers have sections or none")
 
     @property
+    def sections(self) -> tuple[Rope, ...]:
+        """The rotation of the layers of each cache (see `KVLayout.sections`)."""
+        if not self.n_window:
+            return (self,)
+        n_full = len(self.layers) - self.n_window
+        return Rope(self.layers[:n_full]), Rope(self.layers[n_full:])
+
+    @property
     def is_multi(self) -> bool:
         """Positions have several components (M-RoPE), which cells record in their extension."""
         return any(layer.sections is not None for layer in self.layers)

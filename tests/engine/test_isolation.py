@@ -28,6 +28,7 @@ from towerd.engine.live_index import LiveIndex
 from towerd.engine.moving import rotation
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
+from towerd.retention import Positions
 from towerd.slots.errors import StateError
 
 LIVE = LiveBudget("streaming", 64)
@@ -187,9 +188,9 @@ async def test_moving_a_chat_together_uses_up_its_queries(
             events.append(("measured", len(live_set.observed), 0.0))
             measure(seq, live_set)
 
-        def moved(live_set: BoundedSet) -> None:
+        def moved(live_set: BoundedSet, places: Positions) -> None:
             events.append(("moved", len(live_set.observed), float(live_set.recent.sum())))
-            compacted(live_set)
+            compacted(live_set, places)
 
         monkeypatch.setattr(observer, "measure", measuring)
         monkeypatch.setattr(BoundedSet, "compacted", moved)

@@ -12,6 +12,7 @@ from numbered_rows import make
 
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.context.memory import SequenceMemory
+from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.live_set import EVERYTHING, BoundedSet
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.longchat.budgets import bounded
@@ -34,7 +35,7 @@ class Cells(SequenceMemory):
         self.seqs.setdefault(seq, {})[pos] = self.next_cell
         self.next_cell += 1
 
-    def replace(self, seq: int, rows: KVRows) -> None:
+    def replace(self, seq: int, rows: KVRows, beside: Buffer) -> None:
         for place in rows.positions.tolist():
             self.write(seq, place)
 

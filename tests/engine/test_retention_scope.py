@@ -17,6 +17,7 @@ from lab.models.random_gguf import make_random_gguf
 from lab.models.shape import Shape
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.live.live_set import BoundedSet
+from towerd.retention import Positions
 
 SHAPES = {
     "grouped": Shape(3, 64, 4, 2, 64, 512, head_dim=32, ftype="F32"),
@@ -48,9 +49,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Event]]:
         events.append((live.n, stay[None, None]))
         drop(live, stay)
 
-    def moving(live: BoundedSet) -> None:
+    def moving(live: BoundedSet, places: Positions) -> None:
         events.append((live.n, None))
-        compacted(live)
+        compacted(live, places)
 
     with monkeypatch.context() as patch:
         patch.setattr(BoundedSet, "mix", mixing)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from roped import SHAPES, WINDOWED, Roped, keys_of, relative, some_ids, values_of
+from roped import HYBRIDS, SHAPES, WINDOWED, Roped, keys_of, relative, some_ids, values_of
 
 from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows
@@ -73,7 +73,9 @@ def unrotated(moved: KVRows, fresh: KVRows, i: int, rope: Rope) -> tuple[float, 
     return relative(mine - theirs, theirs)
 
 
-@pytest.mark.parametrize(("name", "k"), [*product(SHAPES, RMS_OF), *product(WINDOWED, ("f16",))])
+@pytest.mark.parametrize(
+    ("name", "k"), [*product(SHAPES, RMS_OF), *product([*HYBRIDS, *WINDOWED], ("f16",))]
+)
 def test_moved_is_fresh(open_model: Open, name: str, k: str) -> None:
     """Forwards and backwards; a run that begins a sequence, so that its context is the same."""
     model = open_model(name, k)

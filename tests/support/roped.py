@@ -47,6 +47,14 @@ SHAPES: dict[str, Shape] = {
     "deepseek2": replace(BASE, arch="deepseek2"),
     "deepseek2-yarn": replace(BASE, arch="deepseek2", rope_scaling="yarn"),
 }
+HYBRIDS: dict[str, Shape] = {
+    "lfm2": replace(BASE, arch="lfm2", n_layer=4),
+    "granitehybrid": replace(BASE, arch="granitehybrid", n_layer=4),
+    "falcon-h1": replace(BASE, arch="falcon-h1"),
+    "jamba": replace(BASE, arch="jamba", n_layer=4),
+    "qwen35": replace(BASE, arch="qwen35", n_layer=4),
+}
+"""The rows of their attention layers."""
 _OWN_BASE = {"rope.freq_base": 500000.0, "rope.freq_base_swa": 20000.0}
 _LINEAR = {"rope.freq_base": 500000.0, "rope.scaling.factor": 4.0}
 _YARN: dict[str, Any] = {
@@ -118,13 +126,13 @@ class Fresh:
 
 
 class Roped:
-    """A model of `SHAPES` or `WINDOWED` with a context of 2048 cells whose K has a given type."""
+    """A model of `SHAPES`, `HYBRIDS` or `WINDOWED` with a context of 2048 cells whose K has a given type."""
 
     def __init__(self, folder: Path, name: str, k: str = "f16", **settings: Any) -> None:
         path = folder / f"{name}.gguf"
         if not path.exists():
-            if name in SHAPES:
-                make_random_gguf(path, SHAPES[name])
+            if name in SHAPES | HYBRIDS:
+                make_random_gguf(path, (SHAPES | HYBRIDS)[name])
             else:
                 make_arch_gguf(path, *WINDOWED[name])
         is_latent = name.startswith("deepseek")  # K is V there: one type

@@ -54,19 +54,27 @@ class ThinnedModel:
         self._is_live = stays
 
     def _next(self, token: int) -> Floats:
-        shape, w = self._shape, self._w
+        place = self._new_place()
+        x = self._w["token_embd.weight"][token]
+        for layer in range(self._shape.n_layer):
+            x = x + self._attention(layer, place, x)
+            x = x + self._feed_forward(layer, x)
+        return self._logprobs(x, "output", "output_norm")
+
+    def _logprobs(self, x: Floats, output: str, norm: str) -> Floats:
+        logits = self._w[f"{output}.weight"] @ self._norm(x, self._w[f"{norm}.weight"])
+        return np.asarray(logits - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
+
+    def _new_place(self) -> int:
+        """The place of the next token, with room for its keys and values."""
+        shape = self._shape
         place, self._place_next = self._place_next, self._place_next + 1
         column = (shape.n_layer, shape.n_head_kv, 1)
         self._places = np.concatenate([self._places, np.full(column, place)], axis=2)
         self._is_live = np.concatenate([self._is_live, np.ones(column, np.bool_)], axis=2)
         empty = np.zeros((*column, shape.head_size))
         self._k, self._v = (np.concatenate([each, empty], axis=2) for each in (self._k, self._v))
-        x = w["token_embd.weight"][token]
-        for layer in range(shape.n_layer):
-            x = x + self._attention(layer, place, x)
-            x = x + self._feed_forward(layer, x)
-        logits = w["output.weight"] @ self._norm(x, w["output_norm.weight"])
-        return np.asarray(logits - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
+        return place
 
     def _attention(self, layer: int, place: int, x: Floats) -> Floats:
         shape, w, name = self._shape, self._w, f"blk.{layer}."
@@ -74,17 +82,19 @@ class ThinnedModel:
         q, k, v = (
             (w[f"{name}attn_{each}.weight"] @ h).reshape(-1, shape.head_size) for each in "qkv"
         )
+        return np.asarray(w[name + "attn_output.weight"] @ self._seen(layer, place, q, k, v))
+
+    def _seen(self, layer: int, place: int, q: Floats, k: Floats, v: Floats) -> Floats:
+        """What the heads of a token see of the live positions and of itself. q, k, v: [heads, size], not
+        rotated"""
         self._k[layer, :, -1], self._v[layer, :, -1] = k, v
         out = []
-        for head in range(shape.n_head):
-            kv = head // (shape.n_head // shape.n_head_kv)
+        for head, query in enumerate(self._turned(q, np.full(len(q), place))):
+            kv = head // (len(q) // len(k))
             live = self._is_live[layer, kv]
             keys = self._turned(self._k[layer, kv][live], self._places[layer, kv][live])
-            (query,) = self._turned(q[head][None], np.array([place]))
-            scores = keys @ query / np.sqrt(shape.head_size)
-            weights = np.exp(scores - scores.max())
-            out.append(weights / weights.sum() @ self._v[layer, kv][live])
-        return np.asarray(w[name + "attn_output.weight"] @ np.concatenate(out))
+            out.append(attended(query, keys, self._v[layer, kv][live]))
+        return np.concatenate(out)
 
     def _feed_forward(self, layer: int, x: Floats) -> Floats:
         w, name = self._w, f"blk.{layer}.ffn_"
@@ -104,3 +114,10 @@ class ThinnedModel:
 
     def _norm(self, x: Floats, weight: Floats) -> Floats:
         return np.asarray(x / np.sqrt((x * x).mean() + 1e-5) * weight)
+
+
+def attended(query: Floats, keys: Floats, values: Floats) -> Floats:
+    """[size]: the values by the attention of a query to the keys, [n, size] each."""
+    scores = keys @ query / np.sqrt(len(query))
+    weights = np.exp(scores - scores.max())
+    return np.asarray(weights / weights.sum() @ values)

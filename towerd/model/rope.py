@@ -24,18 +24,24 @@ MROPE, IMROPE = 8, 40
 
 PLAIN = frozenset(
     "afmoe arctic baichuan bailingmoe2 bitnet chameleon chatglm codeshell cohere2 cohere2moe"
-    " command-r dbrx deepseek2 dots1 ernie4_5 ernie4_5-moe falcon gemma gemma2 gemma3 gemma3n glm4"
-    " glm4moe gpt-oss gptneox grovemoe internlm2 jais2 laguna maple mellum mimo2 minimax-m2"
-    " mistral4 muse-glimmer nemotron olmo olmo2 olmoe openelm orion paddleocr pangu-embedded phi2"
-    " plamo plamo3 plm qwen qwen2 qwen2moe qwen2vl qwen3 qwen3moe qwen3vl qwen3vlmoe seed_oss"
-    " smallthinker smollm3 spark2_5 stablelm starcoder2 xverse".split()
+    " command-r dbrx deepseek2 dots1 ernie4_5 ernie4_5-moe falcon falcon-h1 gemma gemma2 gemma3"
+    " gemma3n glm4 glm4moe gpt-oss gptneox grovemoe internlm2 jais2 laguna lfm2 lfm2moe maple mellum"
+    " mimo2 minimax-m2 mistral4 muse-glimmer nemotron olmo olmo2 olmoe openelm orion paddleocr"
+    " pangu-embedded phi2 plamo plamo2 plamo3 plm qwen qwen2 qwen2moe qwen2vl qwen3 qwen35 qwen35moe"
+    " qwen3moe qwen3next qwen3vl qwen3vlmoe seed_oss smallthinker smollm3 spark2_5 stablelm starcoder2"
+    " xverse".split()
 )
 """Architectures that rotate finished keys without frequency factors."""
 WITH_FACTORS = frozenset(
     "apertus arcee bailingmoe deci deepseek exaone exaone-moe exaone4 gemma4 granite granite_swa"
-    " granitemoe llama minicpm minicpm3 mistral3 phi3 phimoe step35".split()
+    " granitehybrid granitemoe llama minicpm minicpm3 mistral3 phi3 phimoe step35".split()
 )
 """Architectures that divide the angles by a tensor of factors if the file holds one."""
+UNROTATED = frozenset(("jamba", "nemotron_h", "nemotron_h_moe"))
+"""Architectures whose keys depend on no position."""
+PERIODIC = frozenset(("qwen3next", "qwen35", "qwen35moe"))
+"""Architectures of which each `full_attention_interval`-th layer is attention, unless the file lists the
+recurrent ones."""
 FULL_FACTORS = frozenset(("gemma4", "step35"))
 """Of these, the ones that do so in the layers without a window alone."""
 AT_THE_END = frozenset(("deepseek2", "minicpm3", "mistral4", "plm"))
@@ -171,14 +177,17 @@ def _read(file: _File, running: Running) -> Rope:
         layer = windowed if has_window else full
         is_roped = _rotates(file, il, has_window)
         layers.append(layer if is_roped else LayerRope("none", layer.head_dim))
-    order = sorted(range(n_layer), key=windows.__getitem__)  # the window's cache comes second
-    return Rope(tuple(layers[il] for il in order), sum(windows))
+    cached = [il for il in range(n_layer) if _has_rows(file, il)]
+    order = sorted(cached, key=windows.__getitem__)  # the window's cache comes second
+    return Rope(tuple(layers[il] for il in order), sum(windows[il] for il in cached))
 
 
 def _check_movable(file: _File, running: Running) -> None:
     reason = REASONS.get(file.arch, "")
-    if not reason and file.arch not in PLAIN | WITH_FACTORS:
+    if not reason and file.arch not in PLAIN | WITH_FACTORS | UNROTATED:
         reason = "is an architecture whose RoPE is not known"
+    elif file.arch in UNROTATED:
+        return
     elif running.rope_type not in PAIRINGS:
         reason = f"has a RoPE of unknown type {running.rope_type}"
     elif file.key("attention.temperature_scale", 0.0):
@@ -206,6 +215,19 @@ def _n_cached(file: _File) -> int:
     return n_layer
 
 
+def _has_rows(file: _File, layer: int) -> bool:
+    """Whether a layer has attention, not a recurrent state or a feed-forward part alone."""
+    n_head_kv = file.key("attention.head_count_kv", 1)
+    if isinstance(n_head_kv, Sequence):
+        return layer < len(n_head_kv) and bool(n_head_kv[layer])
+    if file.arch not in PERIODIC:
+        return True
+    recurrent = file.key("attention.recurrent_layers", None)
+    if isinstance(recurrent, Sequence):
+        return not (layer < len(recurrent) and recurrent[layer])
+    return (layer + 1) % int(file.key("full_attention_interval", 4)) == 0
+
+
 def _windows(file: _File) -> list[bool]:
     """Which of the layers have a sliding window."""
     known, n_layer = WINDOWED.get(file.arch), _n_layer(file)
@@ -229,6 +251,8 @@ def _has_windows(file: _File, known: Windowed) -> bool:
 
 def _rotates(file: _File, layer: int, has_window: bool) -> bool:
     known = WINDOWED.get(file.arch)
+    if file.arch in UNROTATED:
+        return False
     match file.arch:
         case "smollm3" | "afmoe":
             return (layer + 1) % NOPE_STEP != 0
@@ -239,7 +263,7 @@ def _rotates(file: _File, layer: int, has_window: bool) -> bool:
             return has_window or layer < int(file.key("leading_dense_block_count", 0))
         case "exaone4" if known is not None and not _has_windows(file, known):
             return True
-        case "granite" | "granitemoe":
+        case "granite" | "granitehybrid" | "granitemoe":
             return bool(file.key("rope.scaling.finetuned", True))
         case "granite_swa":
             pattern = file.key("attention.rope_pattern", [])
@@ -258,7 +282,7 @@ def _layer(file: _File, running: Running) -> LayerRope:
     n_ctx_orig = n_ctx_orig or int(file.key("context_length", 0))
     scaling = str(file.key("rope.scaling.type", "linear"))
     return LayerRope(
-        kind=PAIRINGS[running.rope_type],
+        kind=PAIRINGS.get(running.rope_type, "none"),
         head_dim=head_dim,
         n_rot=n_rot,
         first=head_dim - n_rot if file.arch in AT_THE_END else 0,

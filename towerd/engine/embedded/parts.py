@@ -24,7 +24,6 @@ from towerd.engine.embedded.run.scheduler import Scheduler
 from towerd.engine.embedded.run.speculation import Speculator
 from towerd.engine.moving.rotation import Rotation
 from towerd.settings.config import Config
-from towerd.slots.kind import DENSE
 from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
 
@@ -68,9 +67,10 @@ class Parts:
         tokens = Branching(memory, self.pool, tiers, self.exporter.export)
         branching = checkpoints or tokens
         folder = tiers.store.state.directory.tmp
-        self.budgets = Budgets(
-            tokens, core, self.observer, self.pool, self.rotation, config, folder
-        )
+        together = self.rotation  # of all that a chat holds: its states stay valid
+        if core.why_not_movable:
+            together = Rotation(core.model, core.info.row_identity, context.n_cells)
+        self.budgets = Budgets(branching, core, self.observer, self.pool, together, config, folder)
         self.hooks = Hooks(Hook(branching), ContextShift(branching, tiers), self.budgets)
         self.moved = MovedJobs(core, self.pool, tiers, self.rotation, self.exporter.export)
         self.restorer = Restorer(
@@ -103,10 +103,9 @@ class Parts:
 
 
 def _observer(core: Core, config: Config) -> Observer | None:
-    """None for a memory that cannot lose positions, which `Budgets.check` refuses. Raises ConfigError."""
+    """None for a memory without rows, which `Budgets.check` refuses. Raises ConfigError."""
     memory = core.memory
-    if core.taps is None or memory.kind is not DENSE:
+    if core.taps is None or not memory.kind.has_rows:
         return None
-    cell_ext = memory.layout.cell_ext
-    shape = on_short_lived_thread(lambda: check_attention(core.model, config, cell_ext=cell_ext))
+    shape = on_short_lived_thread(lambda: check_attention(core.model, config))
     return Observer(core.taps, memory, shape)

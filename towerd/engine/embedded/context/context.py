@@ -153,6 +153,7 @@ class LlamaContext(Sequences):
         self.n_ubatch = int(lib.llama_n_ubatch(self.ptr))
         self.n_seqs = n_seqs
         self.v_trans = config.flash_attn == "off"
+        self.is_tapped = taps is not None
         self.batch = Batch(n_batch)
         self._follower: Sequences | None = None
         self._changed: Callable[[int, int], None] = _ignore

@@ -12,6 +12,7 @@ The kind follows from what llama.cpp says of a model, and is checked on a few to
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -24,12 +25,14 @@ from towerd.engine.embedded.context.sequences import Buffer
 from towerd.model.llama_model import LlamaModel
 from towerd.model.row_memory import RowMemory
 from towerd.settings.config import Config
-from towerd.slots.blob import emit_blob, parse_rows
+from towerd.slots.blob import emit_blob, parse_full_rows, parse_rows
 from towerd.slots.errors import StateError
 from towerd.slots.kind import DENSE, HYBRID, RECURRENT, WHOLE, WINDOW, StateKind
 from towerd.slots.labels import Labels, head_of_tokens, label_tokens
 from towerd.slots.layout import KVLayout
+from towerd.slots.rope import Rope
 from towerd.slots.rows import HeadRows, KVRows, join
+from towerd.slots.shift import shift
 from towerd.slots.state import PREFIX_BYTES
 from towerd.tokens import Ids
 
@@ -39,6 +42,8 @@ SEQS_MAX = 256  # LLAMA_MAX_SEQ
 _STATE_SHARE = 16
 """The live sequences' recurrent states take at most 1 / _STATE_SHARE of the memory that holds them."""
 _NO_ROWS = KVLayout((), ())
+_STATE_PLACE = slice(PREFIX_BYTES + 4, PREFIX_BYTES + 8)
+"""Where a recurrent state has the place at which it is valid: behind the number of its cells, which is 1."""
 
 
 class SequenceMemory:
@@ -71,7 +76,7 @@ class SequenceMemory:
         return True
 
     def protect(self, seq: int, n: int, n_more: int) -> None:
-        """Make sure that the rows of the `n` positions of `seq` outlive `n_more` decodes."""
+        """Make sure that the rows in the first `n` places of `seq` outlive `n_more` decodes."""
 
     def rows(self, seq: int, p0: int, p1: int, places: Places | None = None) -> KVRows | None:
         """The rows [p0, p1) with what a head has of them, copied out; None if some of them are gone.
@@ -106,6 +111,54 @@ class SequenceMemory:
         """A sequence's blob up to the end of its rows."""
         return self.context.get_state(seq)
 
+    # ---- the layers that attend to everything, which may lose single places -----------------
+
+    @property
+    def full_layout(self) -> KVLayout:
+        """The layout of the rows of the layers that attend to everything."""
+        return self.layout.sections[0]
+
+    def full_rows(self, seq: int, p0: int, p1: int) -> KVRows:
+        """The rows of these layers in those of the places [p0, p1) that the sequence has, copied out."""
+        rows = self.rows(seq, p0, p1)
+        assert rows is not None
+        return rows
+
+    def thin(self, seq: int, spans: Sequence[tuple[int, int]]) -> None:
+        """Take the places [p0, p1) of each span out of these layers. The last place stays."""
+        for p0, p1 in spans:
+            self.seq_rm(seq, p0, p1)
+
+    def beside(self, seq: int) -> Buffer:
+        """What the sequence has beside their rows: those that its windows see, or its state."""
+        return np.empty(0, np.uint8)
+
+    def n_beside(self, seq: int) -> int:
+        """How many of the sequence's last places have rows beside theirs."""
+        return 0
+
+    def moved_beside(self, seq: int, by: int, rope: Rope, *, rot_k: bool) -> Buffer:
+        """What the sequence would have beside their rows `by` places further. rope: of all layers with
+        rows; rot_k: see `shift`"""
+        return self.beside(seq)
+
+    def replace(self, seq: int, rows: KVRows, beside: Buffer) -> None:
+        """Make these the rows of these layers, and have `beside` them what the sequence had. Its cells
+        are free already. Raises TowerdError; the sequence is then empty."""
+        tail = beside[PREFIX_BYTES:].tobytes()
+        blob = np.asarray(emit_blob([rows], v_trans=self.context.v_trans, tail=tail))
+        self.append(seq, blob, is_empty=True)
+
+    def n_back(self, seq: int) -> int:
+        """By how many of its last places the sequence can be cut."""
+        return self.context.pos_max(seq) + 1
+
+    def park(self, seq: int) -> Buffer:
+        """A blob of the sequence as it is."""
+        return self.context.get_state(seq)
+
+    # ---- what comes and goes with a sequence -------------------------------------------------
+
     def append(
         self, seq: int, blob: Buffer, *, is_empty: bool, head: HeadRows | None = None
     ) -> None:
@@ -118,11 +171,6 @@ class SequenceMemory:
         if not is_empty:
             self.seq_cp(self.scratch, seq)
             self.context.seq_rm(self.scratch)
-
-    def replace(self, seq: int, rows: KVRows) -> None:
-        """Make these the rows of the sequence, whose cells are free already. Raises TowerdError."""
-        blob = np.asarray(emit_blob([rows], v_trans=self.context.v_trans))
-        self.append(seq, blob, is_empty=True)
 
     def snapshot(self, seq: int) -> Buffer:
         """The state that is valid exactly where the sequence ends. Needs `has_state`."""
@@ -174,10 +222,65 @@ class WindowMemory(SequenceMemory):
         # Each token is at its index: pictures that share positions are refused with windows.
         if self.context.pos_min(seq) > p0:
             return None
-        ends = [*range((p0 // self._window + 1) * self._window, p1, self._window), p1]
         read = super().rows
-        pieces = (read(seq, start, end) for start, end in pairwise([p0, *ends]))
+        pieces = (read(seq, start, end) for start, end in self._pieces(p0, p1))
         return join([piece for piece in pieces if piece is not None])
+
+    def full_rows(self, seq: int, p0: int, p1: int) -> KVRows:
+        self.context.seq_cp(seq, self.scratch, p0, p1)
+        try:
+            return parse_full_rows(self.context.get_state(self.scratch), self.layout)
+        finally:
+            self.context.seq_rm(self.scratch)
+
+    def thin(self, seq: int, spans: Sequence[tuple[int, int]]) -> None:
+        # llama.cpp takes a place out of both caches, so the window's rows are put back.
+        beside = self.beside(seq)
+        super().seq_rm(self._twin(seq))
+        for p0, p1 in spans:
+            super().seq_rm(seq, p0, p1)
+        self.context.set_state(seq, beside, PARTIAL)
+        self._held[seq] = 0
+        self._hold_all(seq)
+
+    def beside(self, seq: int) -> Buffer:
+        return self.context.get_state(seq, PARTIAL)
+
+    def n_beside(self, seq: int) -> int:
+        return self.context.pos_max(seq) + 1 - self.context.pos_min(seq)
+
+    def moved_beside(self, seq: int, by: int, rope: Rope, *, rot_k: bool) -> Buffer:
+        rows = self._window_rows(self.beside(seq))
+        rows = rows.slice(max(rows.p0, -by), rows.p1)
+        moved = shift(rows, rows.p0 + by, rope.sections[1], rot_k=rot_k)
+        return np.asarray(emit_blob([moved], v_trans=self.context.v_trans))
+
+    def n_back(self, seq: int) -> int:
+        first, n_all = self.context.pos_min(seq), self.context.pos_max(seq) + 1
+        return n_all if first == 0 else n_all - first - self._window + 1
+
+    def park(self, seq: int) -> Buffer:
+        # All rows that the windows of earlier tokens see come along.
+        p0, p1 = self.context.pos_min(seq), self.context.pos_max(seq) + 1
+        pieces = []
+        for start, end in self._pieces(p0, p1):
+            self.context.seq_cp(seq, self.scratch, start, end)
+            try:
+                pieces.append(self._window_rows(self.beside(self.scratch)))
+            finally:
+                self.context.seq_rm(self.scratch)
+        v_trans = self.context.v_trans
+        tail = np.asarray(emit_blob([join(pieces)], v_trans=v_trans))[PREFIX_BYTES:].tobytes()
+        return np.asarray(emit_blob([self.full_rows(seq, 0, p1)], v_trans=v_trans, tail=tail))
+
+    def _window_rows(self, beside: Buffer) -> KVRows:
+        layout = self.layout.sections[1]
+        return parse_rows(beside, cell_ext=layout.cell_ext, layout=layout)
+
+    def _pieces(self, p0: int, p1: int) -> Iterable[tuple[int, int]]:
+        """[p0, p1) in pieces no longer than the window."""
+        ends = range((p0 // self._window + 1) * self._window, p1, self._window)
+        return pairwise([p0, *ends, p1])
 
     def append(
         self, seq: int, blob: Buffer, *, is_empty: bool, head: HeadRows | None = None
@@ -203,6 +306,18 @@ class StatefulMemory(SequenceMemory):
 
     def _rows_blob(self, seq: int) -> Buffer:
         return _attention_part(self.context, seq)
+
+    def beside(self, seq: int) -> Buffer:
+        return self.snapshot(seq)
+
+    def n_back(self, seq: int) -> int:
+        return 0
+
+    def moved_beside(self, seq: int, by: int, rope: Rope, *, rot_k: bool) -> Buffer:
+        # A state depends on no position, but says where it is valid.
+        moved = self.beside(seq)
+        moved[_STATE_PLACE].view("<i4")[:] += by
+        return moved
 
     def snapshot(self, seq: int) -> Buffer:
         state = self.context.get_state(seq, self._flags)

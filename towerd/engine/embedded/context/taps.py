@@ -64,6 +64,10 @@ class Taps:
         """The layers with at least one collected tensor."""
         return tuple(sorted({layer for _, layer in self._tap.places()}))
 
+    def layers_of(self, name: str) -> tuple[int, ...]:
+        """The layers with a collected tensor of this name."""
+        return tuple(sorted(layer for found, layer in self._tap.places() if found == name))
+
     def watch(self, *names: str) -> None:
         """Forget what was collected; collect tensors of these names (without the layer, such as
         `Qcur`) from the next batch on."""

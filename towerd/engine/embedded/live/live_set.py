@@ -444,9 +444,9 @@ class BoundedSet(LiveSet):
         self.n_evictions += len(ranks) < len(self.kept)
         self._only(ranks)
 
-    def compacted(self) -> None:
-        """Account for live rows that were moved to places without holes."""
-        self.places = np.arange(len(self.kept), dtype=np.int64)
+    def compacted(self, places: Positions) -> None:
+        """Account for live rows that were moved to these places, which have no holes."""
+        self.places = places
         if self.mixed is not None:
             places = self.places[self.mixed.start : self.mixed.stop]
             rotated = np.broadcast_to(places, self.mixed.positions.shape)

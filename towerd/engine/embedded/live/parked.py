@@ -28,6 +28,10 @@ class Parked:
     provenance: Provenances
     live_set: BoundedSet
     blob: Buffer
+    n_min: int = 0
+    """The fewest of its tokens that it may be cut to."""
+    n_reserved: int = 0
+    """See `LiveSeq.n_reserved`."""
 
     rank: ClassVar = (0,)
     """See `Holder.rank`: below every live sequence."""

@@ -16,6 +16,7 @@ cells in the order of their positions. It is never shared with other requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,10 +24,11 @@ import numpy.typing as npt
 
 from towerd.engine.embedded.context.memory import SequenceMemory
 from towerd.engine.embedded.context.places import Places
+from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.live_set import EVERYTHING, BoundedSet, LiveSet
 from towerd.engine.embedded.live.parked import Parked
 from towerd.engine.live_index import LiveIndex
-from towerd.errors import Unavailable
+from towerd.errors import TowerdError, Unavailable
 from towerd.retention import Positions
 from towerd.slots.rows import KVRows
 from towerd.store.tree.scope import adapters_of
@@ -67,6 +69,8 @@ class LiveSeq:
     session: str | None = None
     last_used: int = 0
     runs: list[CellRun] = field(default_factory=list)
+    n_reserved: int = 0
+    """Cells that its windows need beyond those of its live tokens."""
     states: dict[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
     """Its state checkpoints that the store may lack, by position."""
     provenance: Provenances = field(default_factory=lambda: np.zeros(0, np.uint8))
@@ -167,8 +171,9 @@ class LivePool:
 
     def cells_busy(self) -> int:
         """Cells that running sequences hold, alone or with others."""
-        runs = {id(r): r.n for s in self._live.values() if s.busy for r in s.runs}
-        return sum(runs.values())
+        busy = [seq for seq in self._live.values() if seq.busy]
+        runs = {id(run): run.n for seq in busy for run in seq.runs}
+        return sum(runs.values()) + sum(seq.n_reserved for seq in busy)
 
     def n_own_cells(self, seq: LiveSeq) -> int:
         """Cells of `seq` that no other sequence shares."""
@@ -238,6 +243,7 @@ class LivePool:
         dst.live_set.truncate(n)
         dst.places = src.places.fork(n)
         self._memory.seq_cp(src.id, dst.id, 0, place)
+        self.reserve(dst)
         return dst
 
     def append(self, seq: LiveSeq, ids: Ids, provenance: Provenances | None = None) -> None:
@@ -292,18 +298,31 @@ class LivePool:
         self._cut(seq, runs)
         self._merge_own(seq)
         live.drop(stay)
-        for start, end in runs:
-            self._memory.seq_rm(seq.id, int(places[start]), int(places[end - 1]) + 1)
+        spans = [(int(places[start]), int(places[end - 1]) + 1) for start, end in runs]
+        with _broken_by_failure(live):
+            self._memory.thin(seq.id, spans)
+        self.reserve(seq)
         return sum(end - start for start, end in runs)
 
-    def rewrite(self, seq: LiveSeq, rows: KVRows, evict: Callable[[], bool]) -> None:
+    def rewrite(
+        self,
+        seq: LiveSeq,
+        rows: KVRows,
+        evict: Callable[[], bool],
+        beside: Buffer | None = None,
+    ) -> None:
         """Let `rows` be all live rows of `seq`, whose live set accounts for them afterwards. Raises
-        Unavailable, with nothing changed, if no cells can be freed, and TowerdError."""
+        Unavailable, with nothing changed, if no cells can be freed, and TowerdError.
+
+        beside: what it has beside them from now on; None: as before"""
         self.require_room(len(rows) - self.n_own_cells(seq), evict)
+        beside = self._memory.beside(seq.id) if beside is None else beside
         seq.n_public = 0
         self.let_go(seq)
-        self._memory.replace(seq.id, rows)
+        with _broken_by_failure(seq.live_set):
+            self._memory.replace(seq.id, rows, beside)
         self.take(seq, len(rows))
+        self.reserve(seq)
 
     def let_go(self, seq: LiveSeq) -> None:
         """Free all cells of `seq`, which stays open; `take` accounts for what is put there."""
@@ -316,11 +335,19 @@ class LivePool:
         seq.runs.append(CellRun(n, {seq.id}))
         self.cells_used += n
 
+    def reserve(self, seq: LiveSeq) -> None:
+        """Account for what the windows of a partial sequence hold beyond its live tokens."""
+        n_beside = self._memory.n_beside(seq.id) if seq.is_partial else 0
+        n_reserved = max(0, n_beside - self.n_own_cells(seq))
+        self.cells_used += n_reserved - seq.n_reserved
+        seq.n_reserved = n_reserved
+
     def drop(self, seq: LiveSeq) -> None:
         """Free the sequence and the cells only it holds."""
         for run in seq.runs:
             self._let_go(run, seq)
         seq.runs = []
+        self.cells_used -= seq.n_reserved
         self._memory.seq_rm(seq.id, -1, -1)
         del self._live[seq.id]
         self.index.remove(seq)
@@ -346,7 +373,8 @@ class LivePool:
             for owner in run.owners:
                 assert owner in self._live, f"owner {owner} is gone"
                 assert any(r is run for r in self._live[owner].runs), f"owner {owner} lost a run"
-        assert sum(r.n for r in runs.values()) == self.cells_used, "cells_used"
+        n_reserved = sum(seq.n_reserved for seq in self._live.values())
+        assert sum(r.n for r in runs.values()) + n_reserved == self.cells_used, "cells_used"
         assert not set(self._free) & set(self._live), "a sequence is free and live"
 
     def _let_go(self, run: CellRun, seq: LiveSeq) -> None:
@@ -403,3 +431,14 @@ class LivePool:
             runs = self._live[owner].runs
             at = next(i for i, r in enumerate(runs) if r is run) + 1
             runs[at:at] = lower
+
+
+@contextmanager
+def _broken_by_failure(live: LiveSet) -> Iterator[None]:
+    """Wraps a change of a chat's rows, which may leave none: no request may continue it then."""
+    try:
+        yield
+    except TowerdError as error:
+        if isinstance(live, BoundedSet):
+            live.failure = error
+        raise

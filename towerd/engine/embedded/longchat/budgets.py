@@ -46,7 +46,6 @@ from towerd.engine.moving.rotation import Rotation
 from towerd.errors import InvalidRequest, NotSupported, TowerdError
 from towerd.retention import Positions, Signal, can_recall, retention_config
 from towerd.settings.config import RETENTIONS, WATCHING, Config, parked_bytes
-from towerd.slots.kind import DENSE
 from towerd.slots.shift import turn
 from towerd.slots.virtual import RowGatherer, heads_of
 from towerd.tokens import Ids, Provenance
@@ -120,16 +119,22 @@ class Budgets(Hook):
                 f"There is no retention {budget.policy[:40]!r}: take one of "
                 f"{', '.join(RETENTIONS)}."
             )
-        if budget.policy in WATCHING and self._observer is None and self._memory.kind is DENSE:
+        kind = self._memory.kind
+        if not kind.has_rows:
+            raise NotSupported(
+                f"Retention {budget.policy!r} drops single positions, and this model's state "
+                f"({kind.name}) cannot lose one; take none or shift."
+            )
+        if can_recall(budget.policy) and not kind.can_slice:
+            raise NotSupported(
+                f"Retention {budget.policy!r} has the end of a prompt evaluated again, which this model's "
+                f"state ({kind.name}) does not allow; take another one, none or shift."
+            )
+        if budget.policy in WATCHING and self._observer is None:
             raise InvalidRequest(
                 f"Retention {budget.policy!r} goes by what the attention says, which is read only "
                 f"by a towerd that was started for it: start it with --retention {budget.policy}, "
                 "or take none, shift or streaming."
-            )
-        if self._memory.kind is not DENSE:
-            raise NotSupported(
-                f"Retention {budget.policy!r} drops single positions, and this model's state "
-                f"({self._memory.kind.name}) cannot lose one; take none or shift."
             )
         if not _BUDGET_MIN <= budget.tokens < self._core.n_ctx:
             raise InvalidRequest(
@@ -162,9 +167,11 @@ class Budgets(Hook):
             return isinstance(kept, BoundedSet) and kept.budget == live and chat.scope == scope
 
         def n_usable(chat: LiveSeq | Parked, n: int) -> int:
-            if is_own(chat) and bounded(chat).can_continue_from(n):
-                return n
-            return min(n, n_adoptable) if has_everything(chat) else 0
+            n_own = self.branching.n_continuable(chat, n)
+            if is_own(chat) and self._can_continue(bounded(chat), n_own):
+                return n_own
+            n_both = min(n, n_adoptable)
+            return self.branching.n_continuable(chat, n_both) if has_everything(chat) else 0
 
         def counts(chat: LiveSeq | Parked) -> bool:
             return is_own(chat) or has_everything(chat)
@@ -174,6 +181,12 @@ class Budgets(Hook):
             found = self._pool.index.longest(ids, scope, has_everything, n_usable)
         return self.branching.usable(job, found)
 
+    def _can_continue(self, live_set: BoundedSet, n: int) -> bool:
+        """Whether a chat can continue after its first `n` tokens. Where that is at a state checkpoint, the
+        tokens behind it would be evaluated over what was thinned at their end."""
+        is_behind = self._memory.kind.can_slice or n >= live_set.n_chosen
+        return is_behind and live_set.can_continue_from(n)
+
     def _is_better_stored(self, job: Job, found: FoundLive) -> bool:
         """Whether a chat was thinned by attention for what came behind the tokens that were found, and the
         store has the rows of all of them."""
@@ -182,6 +195,8 @@ class Budgets(Hook):
         if not isinstance(live_set, BoundedSet) or found.n >= live_set.n_chosen - 1:
             return False
         if not live_set.policy.signals or live_set.can_recall:
+            return False
+        if not self._memory.kind.can_slice:
             return False
         plan = self.branching.tiers.plan(job.path, 0, job.n_on_path(found.n), worst=worst_for(job))
         return plan.n >= found.n
@@ -205,7 +220,7 @@ class Budgets(Hook):
 
     def _shape(self, budget: LiveBudget) -> Shape:
         """How many layers and KV heads choose for themselves."""
-        layout = self._core.layout
+        layout = self._memory.full_layout
         if budget.scope == "all":
             return 1, 1
         if budget.scope == "layer" or self._observer is None:
@@ -327,12 +342,14 @@ class Budgets(Hook):
         live. Raises Unavailable if no cells can be freed."""
         ranks, rotated = live_set.ranks_of(chosen), live_set.rotated()
         rotated = np.take_along_axis(rotated, ranks, axis=2)
-        gatherer, labels = RowGatherer(self._core.layout, ranks), rotated[0, 0].astype(np.int32)
+        gatherer, labels = (
+            RowGatherer(self._memory.full_layout, ranks),
+            rotated[0, 0].astype(np.int32),
+        )
         ends = [*live_set.places[::_GATHERED_CELLS].tolist(), live_set.place_next]
         exts: list[npt.NDArray[np.int32]] = []
         for start, end in pairwise(ends):
-            piece = self._memory.rows(seq.id, start, end)
-            assert piece is not None
+            piece = self._memory.full_rows(seq.id, start, end)
             gatherer.add(piece)
             exts += [] if piece.ext is None else [piece.ext]
         ext = np.concatenate(exts)[ranks[0, 0]] if exts else None
@@ -368,12 +385,13 @@ class Budgets(Hook):
         assert observer is not None
         if job.n_begun < 0 and job.phase is JobPhase.PREFILL:
             job.n_begun = seq.n
-        is_full = live_set.n_more == 0
+        is_full = live_set.room == 0
         if job.phase is JobPhase.PREFILL and self.awaits_recall(job):
             job.was_recalled = True
             queries = observer.scaled_queries(live_set, job.n_begun)
             recall.ask(live_set, job.ids[: job.n_prompt], job.n_prompt - job.n_begun)
-            n_again = min(REEVALUATED_TOKENS, seq.n - job.n_begun, live_set.n_tail - 1)
+            n_back = max(1, self._memory.n_back(seq.id))
+            n_again = min(REEVALUATED_TOKENS, seq.n - job.n_begun, live_set.n_tail - 1, n_back)
             self._pool.truncate(seq, seq.n - n_again)
         elif recall.is_due(job, live_set):
             queries = observer.scaled_queries(live_set, live_set.n_chosen)
@@ -402,16 +420,20 @@ class Budgets(Hook):
         self.n_moves += 1
 
     def _compact(self, seq: LiveSeq, live_set: BoundedSet, evict: Evict) -> None:
-        """Move the live rows to the places [0, m), their keys rotated. Some positions were evicted
-        by then, because a budget is less than the context."""
+        """Move the live rows to places without holes, their keys rotated: to the first ones, or as far
+        behind them as the windows of other layers reach back. Some positions were evicted by then, because
+        a budget is less than the context."""
         if self._observer is not None and live_set.observed and not live_set.can_recall:
             self._observer.measure(seq, live_set)  # those queries saw the places before
-        rows = self._memory.rows(seq.id, 0, live_set.place_next)
-        assert rows is not None
-        rot_k, to = self._core.info.row_identity.rot_k, np.arange(len(rows), dtype=np.int64)
-        rows = turn(rows, live_set.rotated(), to, self._rotation.rope(), rot_k=rot_k)
-        live_set.compacted()
-        self._pool.rewrite(seq, rows, evict)
+        rows, end = self._memory.full_rows(seq.id, 0, live_set.place_next), live_set.place_next
+        n_most = max(len(rows), live_set.n_places // 2)
+        n_reached = max(len(rows), min(self._memory.n_beside(seq.id), n_most))
+        to = np.arange(n_reached - len(rows), n_reached, dtype=np.int64)
+        rope, rot_k = self._rotation.rope(), self._core.info.row_identity.rot_k
+        rows = turn(rows, live_set.rotated(), to, rope.sections[0], rot_k=rot_k)
+        beside = self._memory.moved_beside(seq.id, n_reached - end, rope, rot_k=rot_k)
+        self._pool.rewrite(seq, rows, evict, beside)
+        live_set.compacted(to)
 
     # ---- out of the context and back -----------------------------------------------------
 
@@ -421,15 +443,16 @@ class Budgets(Hook):
         live_set = bounded(seq)
         if not seq.is_partial or live_set.failure is not None:
             return
-        blob = self._core.context.get_state(seq.id)
+        blob, n_min = self._memory.park(seq.id), max(0, seq.n - self._memory.n_back(seq.id))
         ids, provenance = seq.tokens().copy(), seq.provenance[: seq.n].copy()
-        self.parked.add(Parked(seq.scope, seq.session, ids, provenance, live_set, blob))
+        chat = seq.scope, seq.session, ids, provenance, live_set
+        self.parked.add(Parked(*chat, blob, n_min, seq.n_reserved))
 
     def _open_parked(self, parked: Parked, n: int, capacity: int, evict: Evict) -> LiveSeq | None:
         """Open a sequence with the first `n` tokens of a parked chat; None if no sequence or not
         enough cells are free. If `n` is not all of the chat, it stays parked as well."""
         self.parked.take(parked)  # evictions for it could otherwise push it out
-        n_cells = len(parked.live_set.kept)
+        n_cells = len(parked.live_set.kept) + parked.n_reserved
         is_possible = (self._pool.can_open() or evict()) and self._pool.has_room(n_cells, evict)
         if not is_possible or n < parked.n:
             self.parked.add(parked)
@@ -448,6 +471,7 @@ class Budgets(Hook):
         seq.live_set = parked.live_set if n == parked.n else parked.live_set.fork()
         self._pool.take(seq, len(parked.live_set.kept))
         self._pool.truncate(seq, n)
+        self._pool.reserve(seq)
 
     def kept(self, ids: Ids, scope: str) -> Kept | None:
         """The kept positions of the chat whose tokens are `ids`, live or parked."""

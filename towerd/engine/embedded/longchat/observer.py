@@ -9,14 +9,14 @@ evaluated as if there were no tap. Called by the inference thread only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from towerd.engine.embedded.context.context import LlamaContext
-from towerd.engine.embedded.context.memory import SequenceMemory
+from towerd.engine.embedded.context.memory import SequenceMemory, open_memory
 from towerd.engine.embedded.context.taps import Taps
 from towerd.engine.embedded.live.job import Job
 from towerd.engine.embedded.live.live_set import BoundedSet, Observed
@@ -26,25 +26,32 @@ from towerd.model.llama_model import LlamaModel
 from towerd.retention import Mass, Positions, Rows
 from towerd.retention.attention import attention_mass
 from towerd.settings.config import UNQUANTIZED, Config
-from towerd.slots.blob import parse_rows
 from towerd.slots.errors import StateError
 from towerd.slots.rows import KVRows
 
 QUERIES_MAX = 16
 """Queries that one eviction uses: the last ones before it."""
 _PROBE_TOKENS = 16
+_PROBE_SEQS = 3
+"""A sequence, that which rows pass through, and what holds on to the rows of its window."""
 _PROBE_ERROR_MAX = 0.05
 """Largest error of a mass, which is at most 16; f16 keys explain a tenth of it."""
 
 
 class AttentionShape(NamedTuple):
-    """The dimensions of a model's attention."""
+    """The dimensions of a model's attention, in the layers that attend to everything."""
 
     scale: float
     """Factor of the scores before the softmax."""
-    layers: int
+    numbers: tuple[int, ...]
+    """The layers among all of the model, in the order of their rows."""
     heads: int
     head_size: int
+
+    @property
+    def layers(self) -> int:
+        """How many layers there are."""
+        return len(self.numbers)
 
 
 class Observer:
@@ -76,8 +83,7 @@ class Observer:
         start, end = self._wanted.pop(id(job), (0, 0))
         if start == end:
             return
-        # If there is no layer, taking the first raises with the reason.
-        taken = [self.taps.take("Qcur", layer) for layer in self.taps.layers or (0,)]
+        taken = [self.taps.take("Qcur", layer) for layer in self.attention.numbers]
         if len(taken[0]) != self._n_batch:
             raise TowerdError("llama.cpp evaluated a batch in parts, and only the last was read.")
         queries = np.stack([each[start:end].transpose(1, 0, 2) for each in taken])
@@ -103,8 +109,7 @@ class Observer:
         if not observed:
             live_set.recent = np.zeros_like(live_set.mass)
             return
-        rows = self._memory.rows(seq.id, 0, live_set.place_next)
-        assert rows is not None
+        rows = self._memory.full_rows(seq.id, 0, live_set.place_next)
         queries = np.concatenate([each.queries for each in observed], axis=2)
         positions = np.concatenate([np.arange(each.p0, each.p1) for each in observed])
         places = live_set.places[np.searchsorted(live_set.kept, positions)]
@@ -123,9 +128,9 @@ def _mass(
     return attention_mass(queries, rows.k, name, query_places, key_places, scale)
 
 
-def check_attention(model: LlamaModel, config: Config, *, cell_ext: bool) -> AttentionShape:
+def check_attention(model: LlamaModel, config: Config) -> AttentionShape:
     """Check on a few tokens that masses computed from queries and keys equal those of llama.cpp's
-    own weights, and return the model's dimensions.
+    own weights, and return the dimensions of the layers that attend to everything.
 
     Raises ConfigError if they differ or cannot be compared: then no policy can use them."""
     if config.cache_type_k not in UNQUANTIZED:
@@ -134,7 +139,7 @@ def check_attention(model: LlamaModel, config: Config, *, cell_ext: bool) -> Att
             f"{config.cache_type_k} quantizes them: take one of {', '.join(UNQUANTIZED)}."
         )
     try:
-        error, attention = _probe(model, config, cell_ext)
+        error, attention = _probe(model, config)
     except (TowerdError, StateError, ValueError) as failure:
         raise ConfigError(f"{_cannot(config)}: {failure}") from failure
     if not error <= _PROBE_ERROR_MAX:
@@ -149,7 +154,7 @@ def _cannot(config: Config) -> str:
     )
 
 
-def _probe(model: LlamaModel, config: Config, cell_ext: bool) -> tuple[float, AttentionShape]:
+def _probe(model: LlamaModel, config: Config) -> tuple[float, AttentionShape]:
     """The largest error of a position's mass, and the dimensions that were used."""
     taps = Taps()
     config = replace(
@@ -159,23 +164,62 @@ def _probe(model: LlamaModel, config: Config, cell_ext: bool) -> tuple[float, At
         batch_size=_PROBE_TOKENS,
         ubatch_size=_PROBE_TOKENS,
     )
-    context = LlamaContext(model, config, n_cells=256, n_seqs=1, taps=taps)
+    context = LlamaContext(model, config, n_cells=256, n_seqs=_PROBE_SEQS, taps=taps)
     try:
+        memory = open_memory(context, model)
         taps.watch("Qcur", "kq_soft_max")
-        ids = np.arange(_PROBE_TOKENS, dtype=np.int32) % context.n_vocab
+        ids = np.linspace(0, context.n_vocab - 1, _PROBE_TOKENS).astype(np.int32)
         context.batch.add(ids, 0, 0, logits_last=True)
         context.decode()
-        rows = parse_rows(context.get_state(0), cell_ext=cell_ext)
-        layers = taps.layers
-        queries = np.stack([taps.take("Qcur", layer).transpose(1, 0, 2) for layer in layers])
-        weights = np.stack([taps.take("kq_soft_max", layer) for layer in layers])
+        rows = memory.rows(0, 0, _PROBE_TOKENS)
+        # If there is no layer, taking the first raises with the reason.
+        layers = taps.layers_of("kq_soft_max") or (0,)
+        queries = [taps.take("Qcur", layer).transpose(1, 0, 2) for layer in layers]
+        weights = [taps.take("kq_soft_max", layer) for layer in layers]
     finally:
         context.close()
-    size = queries.shape[3]
+    assert rows is not None
+    size = queries[0].shape[2]
     scale = float(model.key("attention.scale", "0")) or 1 / math.sqrt(size)
-    every = np.arange(_PROBE_TOKENS, dtype=np.int64)
-    found = _mass(queries, rows, every, every, scale).mean(axis=(0, 1))
-    expected = weights.mean(axis=(0, 1)).sum(axis=0)[:_PROBE_TOKENS]
-    return float(np.abs(found - expected).max()), AttentionShape(
-        scale, len(layers), queries.shape[1], size
-    )
+    masses = [each.mean(axis=0).sum(axis=0)[:_PROBE_TOKENS] for each in weights]
+    full = _full_layers(rows, queries, masses, scale)
+    shapes = {queries[i].shape for i, _ in full}
+    if len(full) != memory.full_layout.n_layer or len(shapes) != 1:
+        raise TowerdError("its layers do not all have the same attention")
+    error = np.abs(np.mean([errors for _, errors in full], axis=0)).max()
+    heads, _, size = shapes.pop()
+    numbers = tuple(layers[i] for i, _ in full)
+    return float(error), AttentionShape(scale, numbers, heads, size)
+
+
+def _full_layers(
+    rows: KVRows, queries: Sequence[Rows], masses: Sequence[Mass], scale: float
+) -> list[tuple[int, Mass]]:
+    """Which layers attend to everything, and by how much the mass of each position differs from what was
+    expected. The rows of each cache are in the order of the layers, so those of a layer are the next ones
+    of one of the caches; layers that are left use the rows of others.
+
+    queries: of each layer float32[heads, n, head size]; masses: what each position got from them"""
+    caches = [list(zip(cache.layout.k, cache.k, strict=True)) for cache in rows.sections()]
+    every, full = np.arange(len(rows), dtype=np.int64), []
+    for i, (asked, expected) in enumerate(zip(queries, masses, strict=True)):
+        errors: list[tuple[float, int, Mass]] = []
+        for number, cache in enumerate(caches):
+            if not cache:
+                continue
+            plane, keys = cache[0]
+            try:
+                by_head = attention_mass(
+                    asked[None], (keys,), plane.format.name, every, every, scale
+                )
+            except ValueError:  # heads of another size
+                continue
+            difference = by_head.mean(axis=(0, 1)) - expected
+            errors.append((float(np.abs(difference).max()), number, difference))
+        if not errors:
+            break
+        _, number, difference = min(errors, key=lambda each: each[:2])
+        del caches[number][0]
+        if number == 0:
+            full.append((i, difference))
+    return full

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from towerd.engine.embedded.context.core import Core
+from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.live_set import BoundedSet, filled
 from towerd.engine.embedded.live.offloaded_rows import OffloadedKeys
@@ -173,7 +174,7 @@ class Recall:
         self._every_tokens = config.recall_every
         """Generated tokens between choices; 0: none while a reply is generated."""
         size, sizes = observer.attention.head_size, (config.recall_bytes, config.recall_disk_bytes)
-        self.space = OffloadSpace(core.layout, size, *sizes, folder)
+        self.space = OffloadSpace(core.memory.full_layout, size, *sizes, folder)
         self._indexer = Indexer(observer.attention.head_size, config.threads)
 
     def close(self) -> None:
@@ -254,20 +255,26 @@ class Recall:
         return max(0, n_before - len(live_set.kept))
 
     def put(
-        self, seq: LiveSeq, live_set: BoundedSet, chosen: Positions, evict: Callable[[], bool]
+        self,
+        seq: LiveSeq,
+        live_set: BoundedSet,
+        chosen: Positions,
+        evict: Callable[[], bool],
+        beside: Buffer | None = None,
     ) -> None:
         """Let these offloaded positions be the live ones of a chat, by group, or as many of them as there
         are cells for. Raises Unavailable and PagesLost, which change nothing.
 
-        chosen: int64[layers, KV heads, m], ascending"""
+        chosen: int64[layers, KV heads, m], ascending; beside: see `LivePool.rewrite`"""
         n_own, n_ends = self._pool.n_own_cells(seq), live_set.policy.config.n_min
         self._pool.has_room(chosen.shape[2] - n_own, evict)
-        n_cells = max(n_ends, min(self._pool.cells_free + n_own, live_set.place_next))
+        n_labels = int(live_set.offloaded.places(chosen[0, 0, -1:])[0]) + 1
+        n_cells = max(n_ends, min(self._pool.cells_free + n_own, n_labels))
         chosen = _shorter(chosen, len(live_set.sink), n_cells)
         rotated = live_set.offloaded.places(chosen)
         places = _labels(rotated[0, 0], live_set)
         rows = live_set.offloaded.mixed(chosen, places)
-        self._pool.rewrite(seq, rows, evict)
+        self._pool.rewrite(seq, rows, evict, beside)
         live_set.mix(chosen, rotated, places)
 
     def _count(self, live_set: BoundedSet, before: Positions) -> None:
@@ -292,15 +299,16 @@ class Recall:
         assert isinstance(policy, Recalling)
         moved, rows = self._second_half(seq, live_set)
         places = live_set.offloaded.places(moved)
-        to = places - live_set.n_places // 2
-        rows = turn(rows, places[None, None], to, rope, rot_k=self._core.info.row_identity.rot_k)
+        down, rot_k = live_set.n_places // 2, self._core.info.row_identity.rot_k
+        rows = turn(rows, places[None, None], places - down, rope.sections[0], rot_k=rot_k)
+        beside = self._memory.moved_beside(seq.id, -down, rope, rot_k=rot_k)
         chunk = self.space.lay_out(rows, moved, np.arange(len(moved)))
         stay = np.setdiff1d(live_set.offloaded.positions, moved, assume_unique=True)
         policy.forget(moved)  # their keys are others now
         live_set.moved_down(live_set.offloaded.only(stay).add(chunk))
         positions = live_set.positions()
         is_there = np.isin(positions, live_set.offloaded.positions).all(axis=(0, 1))
-        self.put(seq, live_set, positions[:, :, is_there], evict)
+        self.put(seq, live_set, positions[:, :, is_there], evict, beside)
 
     def _second_half(self, seq: LiveSeq, live_set: BoundedSet) -> tuple[Positions, KVRows]:
         """The positions in the second half of the context's places, and their rows."""
@@ -364,8 +372,7 @@ class Recall:
         if not is_new.any():
             return
         first = int(is_new.argmax())
-        rows = self._memory.rows(seq.id, int(live_set.places[first]), live_set.place_next)
-        assert rows is not None
+        rows = self._memory.full_rows(seq.id, int(live_set.places[first]), live_set.place_next)
         numbers = np.flatnonzero(is_new[first:])
         chunk = self.space.lay_out(rows, live_set.kept[first:], numbers)
         live_set.offloaded = live_set.offloaded.add(chunk)

@@ -55,6 +55,10 @@ class Branching:
                 found = exact
         return self.usable(job, found)
 
+    def n_continuable(self, holder: LiveSeq | Parked, n: int) -> int:
+        """After how many of its first `n` tokens, at most, a holder can be continued."""
+        return n if isinstance(holder, LiveSeq) or n >= holder.n_min else 0
+
     def usable(self, job: Job, found: FoundLive) -> FoundLive:
         """The part of what was found that can be used."""
         source, n = found.source, whole(job.media, found.n)

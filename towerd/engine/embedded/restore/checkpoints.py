@@ -16,7 +16,7 @@ from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.job import Job
 from towerd.engine.embedded.live.parked import Parked
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
-from towerd.engine.embedded.restore.branching import Branching, Evict, FoundLive
+from towerd.engine.embedded.restore.branching import Branching, Evict, FoundLive, has_everything
 from towerd.errors import StoreError, TowerdError
 from towerd.store.rows.checkpoints import StateCheckpoint
 from towerd.tiers.checkpoint_tier import CheckpointTier
@@ -48,16 +48,17 @@ class Checkpoints(Branching):
     # ---- in ---------------------------------------------------------------------------------
 
     def find(self, job: Job) -> FoundLive:
-        """See Branching.find. A sequence is continued from its end or from a state checkpoint."""
-
-        def n_usable(holder: LiveSeq | Parked, n: int) -> int:
-            assert isinstance(holder, LiveSeq)
-            if not holder.is_whole or n == holder.n:
-                return n if holder.is_whole else 0
-            return max((p for p in holder.states if p <= n), default=0)
-
+        """See Branching.find."""
         index, ids = self.pool.index, job.ids[: job.n - 1]
-        return index.longest(ids, job.request.scope, usable=n_usable)
+        return index.longest(ids, job.request.scope, has_everything, self.n_continuable)
+
+    def n_continuable(self, holder: LiveSeq | Parked, n: int) -> int:
+        """See Branching.n_continuable: after all of them, or at a state checkpoint."""
+        if not isinstance(holder, LiveSeq):
+            return super().n_continuable(holder, n)
+        if not holder.is_whole or n == holder.n:
+            return n if holder.is_whole else 0
+        return max((p for p in holder.states if p <= n), default=0)
 
     def branched(self, source: LiveSeq, n: int, scope: str, capacity: int) -> LiveSeq:
         """See Branching.branched."""

@@ -418,7 +418,7 @@ class Restorer:
         """Keep the jobs' rows through the decode of their parts of the batch, in this order."""
         for job in jobs:
             assert job.seq is not None
-            self._memory.protect(job.seq.id, job.seq.n, job.n_in_batch)
+            self._memory.protect(job.seq.id, job.seq.place_next, job.n_in_batch)
 
     def advanced(self, job: Job) -> None:
         """After the job's part of the batch was evaluated, take a state checkpoint if it stands at

@@ -22,8 +22,13 @@ _CHUNK_TOKENS_MIN = 16
 class Batching:
     """Fills the context's batch from the active jobs."""
 
-    def __init__(self, context: LlamaContext) -> None:
+    def __init__(self, context: LlamaContext, *, is_even: bool = False) -> None:
+        """is_even: whether a batch has as many tokens of each sequence. llama.cpp evaluates others in
+        parts if a model has a state, and of a tensor that is tapped the last part is left."""
         self._batch = context.batch
+        self._is_even = is_even
+        self._streamed = False
+        """Whether the last batch had the tokens of streams, and none of a prompt."""
         self._tokens_max = len(context.batch.token)
         self._prefill_token_s = 0.0
         self._adapted: Adapted = ()
@@ -37,19 +42,21 @@ class Batching:
         self._batch.clear()
         active = self._next_in_turn(active)
         streams = [j for j in active if j.phase is JobPhase.DECODE][: self._tokens_max]
+        prompts = [j for j in active if _is_prompt(j)]
+        # Shortest first: each gets an even share, and what a short prompt leaves goes to the next.
+        prompts.sort(key=lambda j: j.n_to_evaluate)
+        if self._is_even:
+            streams, prompts = self._one_kind(streams, prompts)
         for i, job in enumerate(streams, 1):
             room = self._tokens_max - self._batch.n - (len(streams) - i)
             n = min(job.n - job.n_live, room)
             job.draft = job.draft[: room - n]
             self._add(job, n)
-        prompts = [j for j in active if _is_prompt(j)]
         budget = self._tokens_max - self._batch.n
-        if streams:
+        if any(j.phase is JobPhase.DECODE for j in active):
             budget = min(budget, self._chunk_tokens(CHUNK_MS_MAX))
         if any(is_background(j) for j in active):
             budget = min(budget, self._chunk_tokens(STEP_MS_MAX))
-        # Shortest first: each gets an even share, and what a short prompt leaves goes to the next.
-        prompts.sort(key=lambda j: j.n_to_evaluate)
         taken = []
         for i, job in enumerate(prompts):
             share = min(job.n_to_evaluate, budget // (len(prompts) - i))
@@ -58,6 +65,15 @@ class Batching:
                 taken.append(job)
                 budget -= share
         return streams + taken
+
+    def _one_kind(self, streams: list[Job], prompts: list[Job]) -> tuple[list[Job], list[Job]]:
+        """The streams, without drafts, or a prompt, in turn."""
+        self._streamed = bool(streams) and not (prompts and self._streamed)
+        if not self._streamed:
+            return [], prompts[:1]
+        for job in streams:
+            job.draft = job.draft[:0]
+        return streams, []
 
     def _next_in_turn(self, active: list[Job]) -> list[Job]:
         """The jobs that can run under one set of adapters, the next one in turn."""

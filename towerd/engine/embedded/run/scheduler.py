@@ -103,7 +103,7 @@ class Scheduler:
         self.waiting: deque[Job] = deque()
         self.slots = ShownSlots(parallel)
         self.counters = dict.fromkeys(_COUNTERS, 0)
-        self._batching = Batching(context)
+        self._batching = Batching(context, is_even=context.is_tapped and memory.kind.has_state)
         self.room = CellRoom(pool, restorer, exporter, self.active, self.waiting, n_ctx)
         self._endings = Endings(pool, restorer, self.room, self.active, deliver)
         self._inbox = Inbox()
