@@ -149,7 +149,13 @@ def cold(
 
 
 @click.command()
-@trained_model_option("GGUF to measure, a trained one")
+@click.option(
+    "--model",
+    "-m",
+    type=FILE,
+    help="GGUF to measure, a trained one; default: SmolLM2, or where it was not fetched the package's "
+    "model for retrieval.",
+)
 @click.option(
     "--text",
     type=FILE,
@@ -163,12 +169,12 @@ def cold(
 @click.option(
     "--pairs",
     type=FILE,
-    help="Key-value examples of Lost in the Middle, .jsonl.zst, for retrieval.",
+    help="Key-value examples of Lost in the Middle, .jsonl.zst, to tell instead of random pairs.",
 )
 @click.option(
     "--live",
     is_flag=True,
-    help="Instead: time per token in the daemon, IceCache beside the full cache.",
+    help="The time a token alone, IceCache beside the full cache; without --quick it is measured at the end.",
 )
 @QUICK
 def longchat(
@@ -179,7 +185,7 @@ def longchat(
     live: bool,
     quick: bool,
 ) -> None:
-    """What a bounded live cache costs, per retention policy, beside the full cache."""
+    """What a bounded live cache costs and keeps, by policy and scope, beside the full cache."""
     if live:
         if any(path is not None for path in (text, meetings, pairs)):
             raise click.UsageError("--live goes with --model and --quick only.")
