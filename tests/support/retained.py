@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from lab.reference.array_keys import ArrayKeys
 from towerd.retention import View
 from towerd.retention.buzz import BuzzConfig
 from towerd.retention.latem import LatemConfig, asked
@@ -34,7 +35,7 @@ def random_view(seed: int, n: int, *, n_messages: int = 5) -> View:
         mass=(rng.permutation(n) + 1).astype(np.float32),
         recent=(rng.permutation(n) + 1).astype(np.float32),
         messages=np.sort(rng.integers(0, n_messages, n)).astype(np.int64),
-        keys=keys_of(positions),
+        keys=ArrayKeys(keys_of(positions)),
         queries=queries_of(seed),
     )
 
@@ -54,7 +55,7 @@ def grown(view: View, kept: np.ndarray, n_new: int, seed: int) -> View:
         mass=(rng.permutation(n) + 1).astype(np.float32),
         recent=(rng.permutation(n) + 1).astype(np.float32),
         messages=np.concatenate([message, np.full(n_new, last + 1)]).astype(np.int64),
-        keys=keys_of(positions),
+        keys=ArrayKeys(keys_of(positions)),
         queries=queries_of(seed),
     )
 

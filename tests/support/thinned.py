@@ -130,7 +130,7 @@ def attended(query: Floats, keys: Floats, values: Floats) -> Floats:
 
 
 def weights_of(query: Floats, keys: Floats) -> Floats:
-    """[n]: the attention of a query to keys [n, size]."""
+    """[n]: the attention of a query to n keys."""
     scores = keys @ query / np.sqrt(len(query))
     weights = np.exp(scores - scores.max())
     return np.asarray(weights / weights.sum())

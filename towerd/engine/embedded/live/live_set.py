@@ -452,7 +452,7 @@ class BoundedSet(LiveSet):
 
     def compacted(self, places: Positions) -> None:
         """Account for live rows that were moved to these places, which have no holes."""
-        self.places, self.keys = places, None
+        self.keys, self.places = None, places
         if self.mixed is not None:
             places = self.places[self.mixed.start : self.mixed.stop]
             rotated = np.broadcast_to(places, self.mixed.positions.shape)

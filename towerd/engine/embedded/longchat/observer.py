@@ -25,6 +25,7 @@ from towerd.engine.embedded.live.live_set import BoundedSet, Observed
 from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.live.prompt_keys import PromptKeys
 from towerd.errors import ConfigError, TowerdError
+from towerd.model.attention_sinks import attention_sinks
 from towerd.model.llama_model import LlamaModel
 from towerd.retention import Mass, Positions, Rows, Signal
 from towerd.retention.attention import attention_mass
@@ -52,6 +53,8 @@ class AttentionShape(NamedTuple):
     """The layers among all of the model, in the order of their rows."""
     heads: int
     head_size: int
+    sinks: tuple[Mass | None, ...]
+    """For each layer float32[heads], or None: see `attention_mass`."""
 
     @property
     def layers(self) -> int:
@@ -124,7 +127,7 @@ class Observer:
             if len(positions[part]):
                 layers = (
                     np.concatenate(_of_layer(observed, i))[part]
-                    for i in range(len(self.attention.numbers))
+                    for i in range(self.attention.layers)
                 )
                 live_set.attended(self._mass(seq, live_set, layers, positions[part]))
         self.observe_s += time.perf_counter() - started
@@ -157,10 +160,11 @@ class Observer:
         """float32[layers, KV heads, m]: the attention that the m live positions get from the queries of
         `positions`. queries: see `attention_mass`. Raises TowerdError."""
         places = live_set.places[np.searchsorted(live_set.kept, positions)]
-        keys, scale = self._keys(seq, live_set), self.attention.scale
+        keys = self._keys(seq, live_set)
         name = self._memory.full_layout.k[0].format.name
         try:
-            return attention_mass(queries, keys, name, places, live_set.places, scale)
+            scale, sinks = self.attention.scale, self.attention.sinks
+            return attention_mass(queries, keys, name, places, live_set.places, scale, sinks)
         except ValueError as error:
             raise TowerdError(f"The attention of this chat cannot be read: {error}.") from error
 
@@ -170,8 +174,7 @@ class Observer:
         first = 0 if keys is None else len(keys)
         rows = None
         if first < n_live:
-            place = int(live_set.places[first])
-            rows = self._memory.full_rows(seq.id, place, live_set.place_next)
+            rows = self._memory.full_rows(seq.id, int(live_set.places[first]), live_set.place_next)
         if keys is None:
             assert rows is not None
             return rows.k
@@ -181,8 +184,8 @@ class Observer:
 
     def _taken(self, start: int, end: int) -> Rows:
         """float32[layers, heads, end - start, head size]: these queries of the batch."""
-        layers = self.attention.numbers
-        return np.stack([self._of_batch(layer)[start:end].transpose(1, 0, 2) for layer in layers])
+        taken = [self._of_batch(layer)[start:end] for layer in self.attention.numbers]
+        return np.stack([each.transpose(1, 0, 2) for each in taken])
 
     def _of_batch(self, layer: int) -> Rows:
         """float32[tokens, heads, head size]: the queries of the batch. Raises TowerdError."""
@@ -257,18 +260,24 @@ def _probe(model: LlamaModel, config: Config) -> tuple[float, AttentionShape]:
     size = queries[0].shape[2]
     scale = float(model.key("attention.scale", "0")) or 1 / math.sqrt(size)
     masses = [each.mean(axis=0).sum(axis=0)[:_PROBE_TOKENS] for each in weights]
-    full = _full_layers(rows, queries, masses, scale)
+    sinks = attention_sinks(model.path, layers)
+    full = _full_layers(rows, queries, masses, scale, sinks)
     shapes = {queries[i].shape for i, _ in full}
     if len(full) != memory.full_layout.n_layer or len(shapes) != 1:
         raise TowerdError("its layers do not all have the same attention")
     error = np.abs(np.mean([errors for _, errors in full], axis=0)).max()
     _, heads, size = shapes.pop()
     numbers = tuple(layers[i] for i, _ in full)
-    return float(error), AttentionShape(scale, numbers, heads, size)
+    of_full = tuple(sinks[i] for i, _ in full)
+    return float(error), AttentionShape(scale, numbers, heads, size, of_full)
 
 
 def _full_layers(
-    rows: KVRows, queries: Sequence[Rows], masses: Sequence[Mass], scale: float
+    rows: KVRows,
+    queries: Sequence[Rows],
+    masses: Sequence[Mass],
+    scale: float,
+    sinks: Sequence[Mass | None],
 ) -> list[tuple[int, Mass]]:
     """Which layers attend to everything, and by how much the mass of each position differs from what was
     expected. The rows of each cache are in the order of the layers, so those of a layer are the next ones
@@ -277,14 +286,16 @@ def _full_layers(
     queries: of each layer float32[n, heads, head size]; masses: what each position got from them"""
     caches = [list(zip(cache.layout.k, cache.k, strict=True)) for cache in rows.sections()]
     every, full = np.arange(len(rows), dtype=np.int64), []
-    for i, (asked, expected) in enumerate(zip(queries, masses, strict=True)):
+    for i, (asked, expected, sink) in enumerate(zip(queries, masses, sinks, strict=True)):
         errors: list[tuple[float, int, Mass]] = []
         for number, cache in enumerate(caches):
             if not cache:
                 continue
             plane, keys = cache[0]
             try:
-                by_head = attention_mass((asked,), (keys,), plane.format.name, every, every, scale)
+                by_head = attention_mass(
+                    (asked,), (keys,), plane.format.name, every, every, scale, (sink,)
+                )
             except ValueError:  # heads of another size
                 continue
             difference = by_head.mean(axis=(0, 1)) - expected
