@@ -12,6 +12,7 @@ import retained
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.reference.array_keys import ArrayKeys
 from towerd.retention import NAMES, View, open_retention, retention_config
 from towerd.retention.buzz import Buzz, BuzzConfig, threshold_per_window
 from towerd.retention.h2o import H2O, H2OConfig
@@ -120,7 +121,13 @@ def test_a_message_that_is_looked_for_comes_back() -> None:
         queries = 8 * keys[:, :, looked_for : looked_for + 1]
         mass = np.zeros(n, np.float32)
         return View(
-            positions, n, mass=mass, messages=messages, keys=keys, queries=queries, live=live
+            positions,
+            n,
+            mass=mass,
+            messages=messages,
+            keys=ArrayKeys(keys),
+            queries=queries,
+            live=live,
         )
 
     kept = policy.keep(view(30, None), 20)
@@ -134,7 +141,9 @@ def test_a_message_that_is_looked_for_comes_back() -> None:
 @given(seeds, st.integers(1, 60))
 def test_what_is_looked_for_is_attention_to_all_keys(seed: int, n: int) -> None:
     view = retained.random_view(seed, n)
-    np.testing.assert_allclose(asked(view, 1, 1), retained.looked_at(view), rtol=1e-4, atol=1e-6)
+    assert view.keys is not None
+    found = asked(view, range(view.keys.shape[0]), 1)
+    np.testing.assert_allclose(found, retained.looked_at(view), rtol=1e-4, atol=1e-6)
 
 
 def check_coherence(view: View, kept: np.ndarray, config: LatemConfig) -> None:

@@ -76,7 +76,7 @@ def recallable(view: View, kept: np.ndarray, n_new: int, seed: int) -> View:
         n_seen=after.n_seen,
         mass=mass.astype(np.float32),
         messages=messages,
-        keys=keys_of(positions),
+        keys=ArrayKeys(keys_of(positions)),
         queries=queries_of(seed),
         live=live,
     )
@@ -165,7 +165,7 @@ def looked_at(view: View) -> np.ndarray:
     found = np.zeros(n)
     for layer in range(layers):
         for h in range(heads):
-            keys = np.array(view.keys[layer, h // (heads // kv), np.arange(n)], np.float64)
+            keys = view.keys.read(layer, h // (heads // kv), np.arange(n)).astype(np.float64)
             for i in range(m):
                 scores = keys @ view.queries[layer, h, i].astype(np.float64) / math.sqrt(size)
                 weights = np.exp(scores - scores.max())
@@ -194,7 +194,8 @@ class Latem:
             return cache
         span = range(k, len(cache) - w)
         live = [view.live is None or bool(view.live[i]) for i in range(len(cache))]
-        looked = asked(view, 1, 1).tolist()
+        assert view.keys is not None
+        looked = asked(view, range(view.keys.shape[0]), 1).tolist()
         for i, p in enumerate(cache):
             self.totals[p] = self.totals.get(p, 0.0) + float(view.mass[i])
             if not live[i] and i in span:

@@ -35,7 +35,6 @@ from towerd.retention.base import (
     Positions,
     Recalling,
     RetentionConfig,
-    Rows,
     Signal,
     View,
     top,
@@ -138,6 +137,9 @@ class Latem(Recalling):
     def index_bytes(self, layers: int, kv_heads: int, head_size: int) -> int:
         return self._totals.itemsize
 
+    def layers(self, n_layer: int) -> range:
+        return range((n_layer - 1) % self.config.layer_step, n_layer, self.config.layer_step)
+
     def index(self, positions: Positions, keys: Keys, *, n_threads: int = 1) -> None:
         """It has none: each choice asks all keys."""
 
@@ -150,11 +152,18 @@ class Latem(Recalling):
         super()._check(view, n_max)
         check_rows(view.keys, view.queries)
 
-    def _choose(self, view: View, span: slice, room: int) -> Indices:
+    def _choose_groups(self, view: View, span: slice, room: int, shape: tuple[int, int]) -> Indices:
+        """All groups keep the same positions: marks and trust are of a message and its tokens."""
+        chosen = self._chosen(view, span, room)
+        return np.broadcast_to(chosen, (*shape, len(chosen)))
+
+    def _chosen(self, view: View, span: slice, room: int) -> Indices:
         """`view.mass` is the attention since the last choice."""
         assert view.messages is not None
         positions, message = view.positions[span], view.messages[span]
-        recent = asked(view, self.config.layer_step, self.config.n_threads)[span]
+        assert view.keys is not None
+        asking = self.layers(view.keys.shape[0])
+        recent = asked(view, asking, self.config.n_threads)[span]
         live = np.ones(len(positions), np.bool_) if view.live is None else view.live[span]
         rates = self._rates(view, span, recent, live)
         seen, first = np.unique(message, return_index=True)
@@ -235,19 +244,18 @@ class Latem(Recalling):
         return np.flatnonzero(np.isin(positions, sorted(gone))).astype(np.int64)
 
 
-def asked(view: View, layer_step: int, n_threads: int) -> Mass:
+def asked(view: View, asking: range, n_threads: int) -> Mass:
     """float32[n]: the attention that all positions, live or not, would get from the queries of a view,
-    averaged over heads and every `layer_step`-th layer."""
+    averaged over heads and the layers of `asking`."""
     keys, queries = view.keys, view.queries
     assert keys is not None
     assert queries is not None
-    (layers, kv_heads, n, size), m = keys.shape, queries.shape[2]
+    (_, kv_heads, n, size), m = keys.shape, queries.shape[2]
     group = queries.shape[1] // kv_heads
     total, every = np.zeros(n, np.float64), np.arange(n)
     n_seen, scale = np.full(m, n, np.int64), 1 / math.sqrt(size)
-    asking = range((layers - 1) % layer_step, layers, layer_step)
     for layer, head in itertools.product(asking, range(kv_heads)):
-        rows: Rows = np.ascontiguousarray(keys[layer, head, every], np.float32)
+        rows = keys.read(layer, head, every)
         mine = queries[layer, head * group : (head + 1) * group]
         flat = np.ascontiguousarray(mine.transpose(1, 0, 2).reshape(m, group * size))
         (mass,) = dispatch.attention_mass(

@@ -143,9 +143,7 @@ class Measurer:
         self._measure(tables, n)
         found, noise = self._measured.tables, self._measured.noise[:n]
         return [
-            format_cost(
-                found[_name(table)][:n], [] if table == ALL_NATIVE else noise, NEXT_TOKENS
-            )
+            format_cost(found[_name(table)][:n], [] if table == ALL_NATIVE else noise, NEXT_TOKENS)
             for table in tables
         ]
 
@@ -161,7 +159,7 @@ class Measurer:
             for coding, found in zip(codings, samples, strict=True):
                 logits = self.logits(continuation, coding(self.rows(continuation)))
                 found.append(compare(native, logits, targets))
-        return [format_cost(found, self._noise[:n], NEXT_TOKENS) for found in samples]
+        return [format_cost(found, self._measured.noise[:n], NEXT_TOKENS) for found in samples]
 
     def _measure(self, tables: Sequence[Table], n: int) -> None:
         """Make sure that there are samples of `tables` and the floor on the first `n`
