@@ -17,6 +17,7 @@ group, which the cells are labelled by (`towerd.slots.virtual`).
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -218,6 +219,8 @@ class BoundedSet(LiveSet):
     recall makes live beside its own choice."""
     n_chosen: int = 0
     """How many tokens had been evaluated when the policy last chose."""
+    in_store: Future[list[KVRows]] | None = None
+    """What the store is found to have of the offloaded rows; None: it was not asked."""
     failure: Exception | None = None
     """The error of a failed indexing: the index can no longer be used."""
 
@@ -483,7 +486,9 @@ class BoundedSet(LiveSet):
         return self.rank(n) - first == window
 
     def fork(self) -> BoundedSet:
-        return replace(self, policies=tuple(each.fork() for each in self.policies), exact=None)
+        return replace(
+            self, policies=tuple(each.fork() for each in self.policies), exact=None, in_store=None
+        )
 
     def check_integrity(self, n: int) -> None:
         assert self.n == n, "tokens are miscounted"

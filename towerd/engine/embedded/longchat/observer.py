@@ -9,6 +9,7 @@ evaluated as if there were no tap. Called by the inference thread only.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,10 +24,12 @@ from towerd.engine.embedded.live.live_set import BoundedSet, Observed
 from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.errors import ConfigError, TowerdError
 from towerd.model.llama_model import LlamaModel
+from towerd.model.row_flags import has_rotation, is_rotated
 from towerd.retention import Mass, Positions, Rows
-from towerd.retention.attention import attention_mass
-from towerd.settings.config import UNQUANTIZED, Config
+from towerd.retention.attention import attention_mass, rotated
+from towerd.settings.config import Config
 from towerd.slots.errors import StateError
+from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows
 
 QUERIES_MAX = 16
@@ -47,6 +50,8 @@ class AttentionShape(NamedTuple):
     """The layers among all of the model, in the order of their rows."""
     heads: int
     head_size: int
+    hadamard: int
+    """How many numbers of a query are rotated together before they are multiplied with keys; 0: none."""
 
     @property
     def layers(self) -> int:
@@ -87,6 +92,7 @@ class Observer:
         if len(taken[0]) != self._n_batch:
             raise TowerdError("llama.cpp evaluated a batch in parts, and only the last was read.")
         queries = np.stack([each[start:end].transpose(1, 0, 2) for each in taken])
+        queries = rotated(queries, self.attention.hadamard)
         if not self._wanted:
             self.taps.watch()  # queries of all layers are large; collect none until needed
         n = live_set.n
@@ -133,11 +139,6 @@ def check_attention(model: LlamaModel, config: Config) -> AttentionShape:
     own weights, and return the dimensions of the layers that attend to everything.
 
     Raises ConfigError if they differ or cannot be compared: then no policy can use them."""
-    if config.cache_type_k not in UNQUANTIZED:
-        raise ConfigError(
-            f"--retention {config.retention} reads cached keys, and --cache-type-k "
-            f"{config.cache_type_k} quantizes them: take one of {', '.join(UNQUANTIZED)}."
-        )
     try:
         error, attention = _probe(model, config)
     except (TowerdError, StateError, ValueError) as failure:
@@ -175,6 +176,8 @@ def _probe(model: LlamaModel, config: Config) -> tuple[float, AttentionShape]:
         # If there is no layer, taking the first raises with the reason.
         layers = taps.layers_of("kq_soft_max") or (0,)
         queries = [taps.take("Qcur", layer).transpose(1, 0, 2) for layer in layers]
+        blocks = [_hadamard_block(memory.full_layout, each.shape[2]) for each in queries]
+        queries = [rotated(each, block) for each, block in zip(queries, blocks, strict=True)]
         weights = [taps.take("kq_soft_max", layer) for layer in layers]
     finally:
         context.close()
@@ -189,7 +192,16 @@ def _probe(model: LlamaModel, config: Config) -> tuple[float, AttentionShape]:
     error = np.abs(np.mean([errors for _, errors in full], axis=0)).max()
     heads, _, size = shapes.pop()
     numbers = tuple(layers[i] for i, _ in full)
-    return float(error), AttentionShape(scale, numbers, heads, size)
+    return float(error), AttentionShape(scale, numbers, heads, size, blocks[full[0][0]])
+
+
+def _hadamard_block(layout: KVLayout, head_size: int) -> int:
+    """How many numbers of a query llama.cpp rotates together for keys in this layout; 0: none."""
+    if not layout.k or not layout.v or not has_rotation(os.environ):
+        return 0
+    plane = layout.k[0]
+    is_turned = is_rotated(plane, max(1, plane.n_elements // head_size))
+    return head_size & -head_size if is_turned else 0
 
 
 def _full_layers(
