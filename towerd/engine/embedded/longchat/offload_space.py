@@ -9,7 +9,7 @@ If both are full the oldest rows are forgotten; on disk a file at a time.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -137,8 +137,9 @@ class OffloadSpace:
         return RowChunk.of(rows, positions, numbers[cluster_order(keys[:, :, numbers])])
 
     def _together(self, live_set: BoundedSet, positions: Positions) -> RowChunk:
-        rows = live_set.offloaded.rows(positions)
-        return self.lay_out(rows, positions, np.arange(len(positions)))
+        rows, places = live_set.offloaded.rows(positions), live_set.offloaded.places(positions)
+        chunk = self.lay_out(rows, positions, np.arange(len(positions)))
+        return replace(chunk, places=places[np.searchsorted(positions, chunk.positions)])
 
     def _free_disk(self, live_set: BoundedSet, n_bytes: int) -> None:
         """Forget files until `n_bytes` more fit."""
