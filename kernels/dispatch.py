@@ -185,8 +185,8 @@ def attention_mass(
     softmax(scale * q . k) over what it sees.
 
     queries: float32[m, heads * head_dim], rows any distance apart
-    keys: uint8[n, row_bytes], KV heads * head_dim elements in `format` (f32, f16 or bf16), rows
-        any distance apart; both rotated by RoPE. Head h reads KV head h // (heads / KV heads)
+    keys: uint8[n, row_bytes], KV heads * head_dim elements in `format`, a cache type, rows any
+        distance apart; both rotated by RoPE, and queries by a Hadamard matrix if keys are. Head h reads KV head h // (heads / KV heads)
     n_seen: int64[m], 1 to n: how many keys the query sees, from the first on; this is a causal
         mask if keys are in order of position
     head_dim: 1 to 1024
@@ -195,8 +195,8 @@ def attention_mass(
 
     Sums are in float32 or wider. Source: llama.cpp `src/llama-graph.cpp`, build_attn_mha.
 
-    ValueError for mismatched shapes, a quantized format, a count that is out of range, rows that
-    are not finite, and scores beyond what float32 holds."""
+    ValueError for mismatched shapes, a format of which a head is not whole blocks, a count that is out
+    of range, rows that are not finite, and scores beyond what float32 holds."""
     return _kernels().attention_mass(
         queries, keys, format, n_seen, head_dim, scale, n_threads, sinks
     )

@@ -20,7 +20,7 @@ const float * query_row(const AttentionMass & job, std::size_t i) {
 // The first row whose numbers are not all finite.
 std::optional<std::size_t> first_bad(const Rows & rows, const Format & format, const Isa & isa) {
     alignas(64) float numbers[kHeadDimMax];
-    const std::size_t n_elements = rows.bytes / format.block_bytes;
+    const std::size_t n_elements = rows.bytes / format.block_bytes * format.block_elements;
     for (std::size_t i = 0; i < rows.n; ++i) {
         for (std::size_t done = 0; done < n_elements; done += kHeadDimMax) {
             const std::size_t n = std::min(kHeadDimMax, n_elements - done);

@@ -13,7 +13,7 @@ namespace towerd {
 struct AttentionMass {
     Rows                 queries;  // of f32, aligned to 4 bytes: n_heads * head_dim numbers
     Rows                 keys;     // n_kv_heads * head_dim elements
-    const Format *       format;   // of the keys, not quantized
+    const Format *       format;   // of the keys; head_dim is a whole number of its blocks
     const std::int64_t * n_seen;   // for each query, how many keys it sees, from the first on; at least one
     std::size_t          n_heads;  // a multiple of n_kv_heads; head h reads KV head h / (n_heads / n_kv_heads)
     std::size_t          n_kv_heads;

@@ -309,10 +309,11 @@ std::size_t heads_of(std::size_t n_elements, std::size_t head_dim, const std::st
     return n_elements / head_dim;
 }
 
-const Format & key_format(handle value) {
+// A format of keys in a cache, of whose heads each is a whole number of blocks.
+const Format & key_format(handle value, std::size_t head_dim) {
     const Format & format = format_of(value, "format");
-    if (format.quantized()) {
-        refuse("format", std::string(format.name) + " is quantized");
+    if (!format.cache_type || head_dim % format.block_elements != 0) {
+        refuse("format", std::string(format.name) + " has no heads of " + std::to_string(head_dim) + " numbers");
     }
     return format;
 }
@@ -359,8 +360,8 @@ nb::object Kernels::attention_mass(handle queries, handle keys, handle format, h
     job.queries = rows_of(query_rows, "queries");
     query_rows.require_aligned("queries");
     job.keys = rows_of(key_rows, "keys");
-    job.format = &key_format(format);
     job.head_dim = count_of(head_dim, "head_dim", 1, kHeadDimMax);
+    job.format = &key_format(format, job.head_dim);
     job.n_heads = heads_of(query_rows.shape(1), job.head_dim, "queries");
     job.n_kv_heads = heads_of(elements_of(*job.format, job.keys.bytes, "keys"), job.head_dim, "keys");
     if (job.n_heads % job.n_kv_heads != 0) {

@@ -39,7 +39,7 @@ async def the_chat(service: EmbeddedService) -> BoundedSet:
 
 
 async def with_room(service: EmbeddedService, n_ram: int, n_disk: int) -> OffloadSpace:
-    """Space for the index of 900 positions, `n_ram` rows in RAM and `n_disk` on disk. What a short
+    """Space for the index of 900 positions and their keys, `n_ram` rows in RAM and `n_disk` on disk. What a short
     chat does not need for its index is room for rows: only a longer one needs the disk."""
     recall = service.engine.budgets.recall
     assert recall is not None
@@ -47,7 +47,7 @@ async def with_room(service: EmbeddedService, n_ram: int, n_disk: int) -> Offloa
     if n_ram:
         live_set = await the_chat(service)
         rows = room.layout.token_bytes
-        n_bytes = 900 * room.index_bytes(live_set) + n_ram * rows
+        n_bytes = 900 * room.position_bytes(live_set)[1] + n_ram * rows
         recall.space = replace(room, bytes_max=n_bytes, disk_bytes_max=n_disk * rows)
     return recall.space
 

@@ -167,6 +167,20 @@ def test_nothing_to_do(kernels: str) -> None:
 
 Q, K, _, SEEN, _, _ = draw(3, 10, 4, 2, 32, "f16")
 GOOD = {"queries": Q, "keys": K, "format": "f16", "n_seen": SEEN, "head_dim": 32, "scale": 0.5}
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q5_1", "q4_0", "iq4_nl"])
+def test_quantized_keys_are_the_numbers_they_stand_for(kernels: str, name: str) -> None:
+    queries, keys, _, n_seen, dim, scale = draw(5, 70, 4, 2, 64, name)
+    plain = decode(BY_NAME[name], keys).view(np.uint8)
+    expected = masses((queries, plain, "f32", n_seen, dim, scale), 1)
+    assert np.array_equal(masses((queries, keys, name, n_seen, dim, scale), 2), expected)
+    infinite = keys.copy()
+    infinite[3, :2] = np.frombuffer(np.float16(np.inf).tobytes(), np.uint8)
+    with pytest.raises(ValueError, match="keys: row 3 is not finite"):
+        masses((queries, infinite, name, n_seen, dim, scale), 1)
+
+
 BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "queries flat": ("queries", {"queries": Q[0]}),
     "queries doubles": ("queries", {"queries": Q.astype(np.float64)}),
@@ -189,7 +203,8 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "keys of no heads": ("keys", {"keys": K[:, :32]}),
     "format": ("format", {"format": "F16"}),
     "format id": ("format", {"format": 1}),
-    "format quantized": ("format: q8_0 is quantized", {"format": "q8_0"}),
+    "format of no cache": ("format", {"format": "q8h"}),
+    "heads in part of a block": ("format", {"format": "q8_0", "head_dim": 16}),
     "n_seen none": ("n_seen", {"n_seen": None}),
     "n_seen zero": ("n_seen", {"n_seen": SEEN * 0}),
     "n_seen beyond": ("n_seen", {"n_seen": SEEN * 0 + 11}),

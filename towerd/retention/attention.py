@@ -29,8 +29,9 @@ def attention_mass(
     queries (each spreads 1), averaged over the heads that read a KV head.
 
     queries: for each layer float32[m, heads, head size]; keys: for each layer uint8[n, row_bytes],
-    KV heads * head size elements in `format` (f32, f16 or bf16); both rotated by RoPE; query head
-    h reads KV head h // (heads / KV heads)
+    KV heads * head size elements in `format`, a cache type; both rotated by RoPE, and alike by a
+    Hadamard matrix (`rotated`) if the cache rotates its keys; query head h reads KV head h // (heads /
+    KV heads)
     query_places int64[m]; key_places int64[n], ascending: a query sees the keys at its place and
     before
     scale: what scores are multiplied by before the softmax (llama.cpp `src/llama-graph.cpp`,
@@ -55,3 +56,20 @@ def attention_mass(
         mass = dispatch.attention_mass(flat, rows, format, n_seen, size, scale, sinks=sink)
         masses.append(mass * np.float32(len(mass) / heads))
     return np.stack(masses)
+
+
+def rotated(queries: Rows, block: int) -> Rows:
+    """The queries as llama.cpp rotates them before it multiplies them with quantized keys, which keeps
+    their products (`src/llama-kv-cache.cpp`, attn_rot_k).
+
+    queries: float32[..., head size]
+    block: each `block` numbers, a power of two that divides the head size, are multiplied with the
+        Walsh-Hadamard matrix over sqrt(block); 0: none are"""
+    if not block:
+        return queries
+    signs = np.ones((1, 1), np.float32)
+    while len(signs) < block:
+        signs = np.block([[signs, signs], [signs, -signs]])
+    parts = queries.reshape(*queries.shape[:-1], -1, block)
+    turned: Rows = parts @ (signs / np.float32(np.sqrt(block)))
+    return turned.reshape(queries.shape)

@@ -229,6 +229,31 @@ class Tiers(Listener):
         with self._shrinker.reading(part.source for part in plan.parts):
             yield from self._readable(plan.parts)
 
+    def filed(self, path: Handle, start: int, stop: int) -> list[RowsPart]:
+        """The exact rows of tokens [start, stop) of a request's path that are in files."""
+        parts = []
+        with self.store.locked():
+            for node in path.match(stop).nodes:
+                p0, p1 = max(start, node.p0), min(stop, node.p1)
+                if node.file is None or p0 >= p1:
+                    continue
+                if node.file.worst(p0, p1) <= Provenance.EXACT:
+                    parts.append(RowsPart(node, p0, p1, "warm", node.file))
+        return parts
+
+    def mapped(self, parts: Iterable[RowsPart]) -> list[KVRows]:
+        """The native rows among these, checked, as views of their files, which stay readable while the
+        views are there. Those that cannot be read are left out."""
+        found: list[KVRows] = []
+        for part in parts:
+            try:
+                found += [
+                    rows for rows in self.store.rows.load_each(part) if rows.layout == self.layout
+                ]
+            except (RowsDamaged, StoreError) as error:
+                log.warning("stored rows cannot be mapped", extra={"error": str(error)})
+        return found
+
     def _readable(self, parts: tuple[RowsPart, ...]) -> Iterator[Piece]:
         """The parts' rows up to the first that cannot be read; warm ones are promoted later."""
         at = 0

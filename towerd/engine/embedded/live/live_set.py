@@ -17,6 +17,7 @@ group, which the cells are labelled by (`towerd.slots.virtual`).
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -222,6 +223,8 @@ class BoundedSet(LiveSet):
     recall makes live beside its own choice."""
     n_chosen: int = 0
     """How many tokens had been evaluated when the policy last chose."""
+    in_store: Future[list[KVRows]] | None = None
+    """What the store is found to have of the offloaded rows; None: it was not asked."""
     failure: Exception | None = None
     """The error of a failed indexing: the index can no longer be used."""
 
@@ -490,7 +493,7 @@ class BoundedSet(LiveSet):
 
     def fork(self) -> BoundedSet:
         policies = tuple(each.fork() for each in self.policies)
-        return replace(self, policies=policies, keys=None, exact=None)
+        return replace(self, policies=policies, keys=None, exact=None, in_store=None)
 
     def check_integrity(self, n: int) -> None:
         assert self.n == n, "tokens are miscounted"

@@ -6,6 +6,7 @@ rotation of its place in the context, and is recalled to that place.
 
     RowChunk        rows of the positions that came between two choices, similar keys adjacent
     Pages           a chunk of older rows in a file
+    StoredChunk     rows that the store has, in a segment that is mapped
     OffloadedRows   chunks, which branches of the chat share
 
 All of them are immutable: each operation returns another object.
@@ -13,7 +14,7 @@ All of them are immutable: each operation returns another object.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -59,6 +60,11 @@ class RowChunk:
 
     def __len__(self) -> int:
         return len(self.positions)
+
+    @property
+    def numbers(self) -> Positions:
+        """int64[n]: which rows the positions have."""
+        return np.arange(len(self))
 
     @property
     def n_bytes(self) -> int:
@@ -117,6 +123,11 @@ class Pages:
         return len(self.positions)
 
     @property
+    def numbers(self) -> Positions:
+        """int64[n]: which rows the positions have."""
+        return np.arange(len(self))
+
+    @property
     def n_bytes(self) -> int:
         """RAM that the rows take."""
         return sum(keys.nbytes for keys in self.indexed.values())
@@ -142,10 +153,72 @@ class Pages:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StoredChunk:
+    """Rows of a segment of the store, which are read where they are mapped; see `RowChunk`. They stay
+    readable when the store drops or replaces the segment, whose disk is free once nothing refers to it.
+    """
+
+    data: KVRows
+    """All rows of the segment, at their own positions."""
+    positions: Positions
+    """int64[m], ascending: those that are taken from it."""
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.data.layout
+
+    @property
+    def places(self) -> Positions:
+        """int64[n] of all rows."""
+        return self.data.positions.astype(np.int64)
+
+    @property
+    def numbers(self) -> Positions:
+        """int64[m]: which rows the positions have."""
+        return np.searchsorted(self.data.positions, self.positions).astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def n_bytes(self) -> int:
+        """RAM that the rows take: what is mapped counts as the page cache's."""
+        return 0
+
+    def source(self, numbers: Positions) -> tuple[Sequence[Bytes2D], Ext | None, Positions]:
+        if not self.data.v_trans:
+            return (*self.data.k, *self.data.v), self.data.ext, numbers
+        wanted, at = np.unique(numbers, return_inverse=True)
+        k = [_gathered(plane, wanted) for plane in self.data.k]
+        ext = None if self.data.ext is None else self.data.ext[wanted]
+        return (*k, *self._tokens_of_v(wanted)), ext, at.astype(np.int64)
+
+    def _tokens_of_v(self, wanted: Positions) -> Iterator[Bytes2D]:
+        """V rows, which are stored channel by channel."""
+        for plane, channels in zip(self.layout.v, self.data.v, strict=True):
+            width = plane.format.block_bytes
+            picked = channels.reshape(len(channels), -1, width)[:, wanted]
+            picked = np.ascontiguousarray(picked.reshape(len(channels), -1))
+            rows = np.empty((len(wanted), plane.row_bytes), np.uint8)
+            dispatch.transpose(picked, rows, width)
+            yield rows
+
+    def keys(self, layer: int) -> Bytes2D:
+        return self.data.k[layer]
+
+    def take(self, numbers: Positions) -> StoredChunk:
+        """Only the positions with these indices."""
+        return StoredChunk(self.data, self.positions[numbers])
+
+
+Chunk: TypeAlias = RowChunk | Pages | StoredChunk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class OffloadedRows:
     """Rows in chunks. `positions` ascend; each is in exactly one chunk."""
 
-    chunks: tuple[RowChunk | Pages, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
     positions: Positions = field(default_factory=_none)
     """int64[n]"""
     chunk: Positions = field(default_factory=_none)
@@ -173,8 +246,34 @@ class OffloadedRows:
     @property
     def in_ram(self) -> Positions:
         """int64[n], ascending: the positions whose rows are in RAM."""
-        is_paged = np.array([isinstance(chunk, Pages) for chunk in self.chunks], np.bool_)
-        return self.positions[~is_paged[self.chunk]] if len(self) else self.positions
+        is_there = np.array([isinstance(chunk, RowChunk) for chunk in self.chunks], np.bool_)
+        return self.positions[is_there[self.chunk]] if len(self) else self.positions
+
+    @property
+    def in_files(self) -> Positions:
+        """int64[n], ascending: the positions whose rows are in files of their own."""
+        return np.sort(np.concatenate([_none(), *map(self.filed, self.files)]))
+
+    @property
+    def copied(self) -> Positions:
+        """int64[n], ascending: the positions whose rows are not the store's."""
+        is_copied = np.array([not isinstance(chunk, StoredChunk) for chunk in self.chunks], bool)
+        return self.positions[is_copied[self.chunk]] if len(self) else self.positions
+
+    def stored(self, pieces: Iterable[KVRows]) -> OffloadedRows:
+        """Let go of copies of rows that the store has, in these pieces, if the copies are at the places of
+        their positions."""
+        there = self.copied
+        there = there[self.places(there) == there]
+        new = [StoredChunk(rows, there[np.isin(there, rows.positions)]) for rows in pieces]
+        is_stored = np.zeros(self.end, np.bool_)
+        for chunk in new:
+            is_stored[chunk.positions] = True
+        left: list[Chunk] = []
+        for each in self.chunks:
+            stays = ~is_stored[each.positions] | isinstance(each, StoredChunk)
+            left.append(each if stays.all() else each.take(np.flatnonzero(stays)))
+        return self._of([*left, *new])
 
     def oldest_file(self) -> PageFile | None:
         """The file with the first position on disk."""
@@ -198,17 +297,17 @@ class OffloadedRows:
         return int(self.positions[-1]) + 1 if len(self) else 0
 
     @classmethod
-    def _of(cls, chunks: Sequence[RowChunk | Pages]) -> OffloadedRows:
+    def _of(cls, chunks: Sequence[Chunk]) -> OffloadedRows:
         chunks = tuple(chunk for chunk in chunks if len(chunk))
         if not chunks:
             return cls()
         positions = np.concatenate([chunk.positions for chunk in chunks])
         order = np.argsort(positions, kind="stable")
         which = np.repeat(np.arange(len(chunks)), [len(chunk) for chunk in chunks])
-        number = np.concatenate([np.arange(len(chunk)) for chunk in chunks])
+        number = np.concatenate([chunk.numbers for chunk in chunks])
         return cls(chunks, positions[order], which[order], number[order])
 
-    def add(self, chunk: RowChunk | Pages) -> OffloadedRows:
+    def add(self, chunk: Chunk) -> OffloadedRows:
         """Add the rows of more positions, none of which may be here already."""
         assert not np.isin(chunk.positions, self.positions).any(), "a row is offloaded twice"
         return self._of((*self.chunks, chunk))
@@ -306,7 +405,7 @@ class OffloadedKeys:
         number = np.where(is_gone, np.int32(-1), self._number[wanted])
         return keys_at(planes, formats, which, number, self.shape[3])
 
-    def _plane(self, chunk: RowChunk | Pages, layer: int, head: int) -> Bytes2D:
+    def _plane(self, chunk: Chunk, layer: int, head: int) -> Bytes2D:
         """The rows of one KV head."""
         n_bytes = chunk.layout.k[layer].row_bytes // self.shape[1]
         return chunk.keys(layer)[:, head * n_bytes : (head + 1) * n_bytes]

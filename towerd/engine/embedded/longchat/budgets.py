@@ -89,7 +89,7 @@ class Budgets(Hook):
         self.recall: Recall | None = None
         """None: the attention of this context cannot be read."""
         if observer is not None:
-            self.recall = Recall(core, pool, observer, config, folder)
+            self.recall = Recall(core, pool, observer, branching.tiers, config, folder)
             self._warn(self.recall)
         self._eog_ids = np.array(sorted(core.vocab.eog_ids), np.int32)
 
@@ -316,6 +316,8 @@ class Budgets(Hook):
     def after_step(self, job: Job) -> None:
         if self._observer is not None and job.seq is not None:
             self._observer.observe(job, bounded(job.seq))
+        if self.recall is not None and job.seq is not None:
+            self.recall.refer(bounded(job.seq))
 
     def _thin(self, job: Job, seq: LiveSeq, live_set: BoundedSet, evict: Evict) -> None:
         """Choose the live positions again, if that is due."""
@@ -408,6 +410,7 @@ class Budgets(Hook):
             observer.measure(seq, live_set)
         has_messages = Signal.MESSAGES in live_set.policy.signals
         messages = self._messages(job, seq.n) if has_messages else None
+        recall.look_up(job, seq, live_set)
         n_dropped = recall.choose(seq, live_set, queries, messages, evict)
         self.n_tokens_dropped += n_dropped
         self.n_evictions += is_full

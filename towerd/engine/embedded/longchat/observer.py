@@ -10,6 +10,7 @@ thread only.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -27,10 +28,12 @@ from towerd.engine.embedded.live.prompt_keys import PromptKeys
 from towerd.errors import ConfigError, TowerdError
 from towerd.model.attention_sinks import attention_sinks
 from towerd.model.llama_model import LlamaModel
+from towerd.model.row_flags import has_rotation, is_rotated
 from towerd.retention import Mass, Positions, Rows, Signal
-from towerd.retention.attention import attention_mass
-from towerd.settings.config import UNQUANTIZED, Config
+from towerd.retention.attention import attention_mass, rotated
+from towerd.settings.config import Config
 from towerd.slots.errors import StateError
+from towerd.slots.layout import KVLayout
 from towerd.slots.rows import Bytes2D, KVRows
 
 QUERIES_MAX = 16
@@ -55,6 +58,8 @@ class AttentionShape(NamedTuple):
     head_size: int
     sinks: tuple[Mass | None, ...]
     """For each layer float32[heads], or None: see `attention_mass`."""
+    hadamard: int
+    """How many numbers of a query are rotated together before they are multiplied with keys; 0: none."""
 
     @property
     def layers(self) -> int:
@@ -192,7 +197,7 @@ class Observer:
         taken = self.taps.take("Qcur", layer)
         if len(taken) != self._n_batch:
             raise TowerdError("llama.cpp evaluated a batch in parts, and only the last was read.")
-        return taken
+        return rotated(taken, self.attention.hadamard)
 
 
 def _positions_of(observed: tuple[Observed, ...]) -> Positions:
@@ -211,11 +216,6 @@ def check_attention(model: LlamaModel, config: Config) -> AttentionShape:
     own weights, and return the dimensions of the layers that attend to everything.
 
     Raises ConfigError if they differ or cannot be compared: then no policy can use them."""
-    if config.cache_type_k not in UNQUANTIZED:
-        raise ConfigError(
-            f"--retention {config.retention} reads cached keys, and --cache-type-k "
-            f"{config.cache_type_k} quantizes them: take one of {', '.join(UNQUANTIZED)}."
-        )
     try:
         error, attention = _probe(model, config)
     except (TowerdError, StateError, ValueError) as failure:
@@ -253,6 +253,8 @@ def _probe(model: LlamaModel, config: Config) -> tuple[float, AttentionShape]:
         # If there is no layer, taking the first raises with the reason.
         layers = taps.layers_of("kq_soft_max") or (0,)
         queries = [taps.take("Qcur", layer) for layer in layers]
+        blocks = [_hadamard_block(memory.full_layout, each.shape[2]) for each in queries]
+        queries = [rotated(each, block) for each, block in zip(queries, blocks, strict=True)]
         weights = [taps.take("kq_soft_max", layer) for layer in layers]
     finally:
         context.close()
@@ -268,8 +270,17 @@ def _probe(model: LlamaModel, config: Config) -> tuple[float, AttentionShape]:
     error = np.abs(np.mean([errors for _, errors in full], axis=0)).max()
     _, heads, size = shapes.pop()
     numbers = tuple(layers[i] for i, _ in full)
-    of_full = tuple(sinks[i] for i, _ in full)
-    return float(error), AttentionShape(scale, numbers, heads, size, of_full)
+    of_full, block = tuple(sinks[i] for i, _ in full), blocks[full[0][0]]
+    return float(error), AttentionShape(scale, numbers, heads, size, of_full, block)
+
+
+def _hadamard_block(layout: KVLayout, head_size: int) -> int:
+    """How many numbers of a query llama.cpp rotates together for keys in this layout; 0: none."""
+    if not layout.k or not layout.v or not has_rotation(os.environ):
+        return 0
+    plane = layout.k[0]
+    is_turned = is_rotated(plane, max(1, plane.n_elements // head_size))
+    return head_size & -head_size if is_turned else 0
 
 
 def _full_layers(

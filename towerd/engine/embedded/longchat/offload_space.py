@@ -9,7 +9,7 @@ If both are full the oldest rows are forgotten; on disk a file at a time.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -45,12 +45,22 @@ class OffloadSpace:
 
     def n_max(self, live_set: BoundedSet) -> int:
         """The most positions that may be offloaded."""
-        rows, index, least = self.layout.token_bytes, self.index_bytes(live_set), live_set.budget
-        n_disk = self.disk_bytes_max // rows
-        most = (self.bytes_max + rows * n_disk) // (rows + index)
-        if n_disk:  # the index of what is on disk needs RAM, beside the rows of the budget
-            most = min(most, (self.bytes_max - rows * least.tokens) // max(1, index))
-        return max(least.tokens, most, self.bytes_max // (rows + index))
+        in_ram, on_disk = self.position_bytes(live_set)
+        n_budget, n_disk = live_set.budget.tokens, self.disk_bytes_max // self.layout.token_bytes
+        left = self.bytes_max - in_ram * n_budget
+        n_disk = max(0, min(n_disk, left // on_disk))
+        return max(n_budget, n_disk + (self.bytes_max - on_disk * n_disk) // in_ram)
+
+    def position_bytes(self, live_set: BoundedSet) -> tuple[int, int]:
+        """RAM of a position whose rows are in RAM, and of one whose rows are on disk."""
+        index = self.index_bytes(live_set)
+        return self.layout.token_bytes + index, self.key_bytes(live_set) + index
+
+    def key_bytes(self, live_set: BoundedSet) -> int:
+        """Bytes of the keys of a position that the index of a chat reads."""
+        assert isinstance(live_set.policy, Recalling)
+        k = self.layout.k
+        return sum(k[layer].row_bytes for layer in live_set.policy.layers(len(k)))
 
     def why_nothing(self, live_set: BoundedSet, n_ctx: int) -> str | None:
         """Why nothing of a chat with this live set's budget can come back, and what would help; None if
@@ -58,7 +68,7 @@ class OffloadSpace:
         n_budget = live_set.budget.tokens
         if self.n_max(live_set) > n_budget:
             return None
-        token_bytes = self.layout.token_bytes + self.index_bytes(live_set)
+        token_bytes, _ = self.position_bytes(live_set)
         half, whole = (-(-n * token_bytes >> 20) for n in (min(2 * n_budget, n_ctx), n_ctx))
         return (
             f"--retention {live_set.budget.policy} brings nothing back: --recall-bytes has room for the "
@@ -66,7 +76,10 @@ class OffloadSpace:
         )
 
     def n_ram(self, live_set: BoundedSet) -> int:
-        """The most offloaded positions whose rows may be in RAM."""
+        """The most offloaded positions whose rows may be in RAM: as many as may be live, if the disk takes
+        the others, which the system keeps in memory that nothing else needs."""
+        if self.disk_bytes_max >= self.layout.token_bytes:
+            return live_set.budget.tokens
         left = self.bytes_max - self.index_bytes(live_set) * len(live_set.offloaded)
         return max(live_set.budget.tokens, left // self.layout.token_bytes)
 
@@ -124,8 +137,9 @@ class OffloadSpace:
         return RowChunk.of(rows, positions, numbers[cluster_order(keys[:, :, numbers])])
 
     def _together(self, live_set: BoundedSet, positions: Positions) -> RowChunk:
-        rows = live_set.offloaded.rows(positions)
-        return self.lay_out(rows, positions, np.arange(len(positions)))
+        rows, places = live_set.offloaded.rows(positions), live_set.offloaded.places(positions)
+        chunk = self.lay_out(rows, positions, np.arange(len(positions)))
+        return replace(chunk, places=places[np.searchsorted(positions, chunk.positions)])
 
     def _free_disk(self, live_set: BoundedSet, n_bytes: int) -> None:
         """Forget files until `n_bytes` more fit."""

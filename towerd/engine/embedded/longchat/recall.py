@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -34,9 +35,12 @@ from towerd.settings.config import Config
 from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows
 from towerd.slots.shift import turn
-from towerd.tokens import Ids
+from towerd.tiers.manager import Tiers
+from towerd.tokens import Ids, Provenance
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 REEVALUATED_TOKENS = 16
 """Last tokens of a prompt that are evaluated again after the recall, so that they attend to what
@@ -51,6 +55,8 @@ _ASKED_TOKENS_MAX = 256
 """Tokens of a prompt whose words are looked for."""
 _ASKED_SHARE = 4
 """Passages that have these words take at most 1 / _ASKED_SHARE of what is free beside sink and window."""
+_STORED_MIN = 256
+"""Rows in RAM for which the store is asked."""
 _KEYS_MAX = 64
 """Nearest keys that a query searches for; a search for more takes longer."""
 
@@ -116,6 +122,13 @@ class Indexer:
         """Index the offloaded positions of a chat that have left its window."""
         self.index_s += _index(live_set, 0, self._head_size, self._n_threads)
 
+    def run(self, work: Callable[[], T]) -> Future[T] | None:
+        """Do something on the thread; None if there is none."""
+        try:
+            return self._worker.submit(work)
+        except RuntimeError:
+            return None
+
     @contextmanager
     def beside(self, chats: Iterable[tuple[BoundedSet, int]]) -> Iterator[None]:
         """Index these (chat, number of further tokens) while the body runs, which must not touch
@@ -161,6 +174,7 @@ class Recall:
         core: Core,
         pool: LivePool,
         observer: Observer,
+        tiers: Tiers,
         config: Config,
         folder: Path,
     ) -> None:
@@ -175,6 +189,7 @@ class Recall:
         self._memory = core.memory
         self._pool = pool
         self._observer = observer
+        self._tiers = tiers
         self._every_tokens = config.recall_every
         """Generated tokens between choices; 0: none while a reply is generated."""
         size, sizes = observer.attention.head_size, (config.recall_bytes, config.recall_disk_bytes)
@@ -257,7 +272,8 @@ class Recall:
                 self.offload(seq, live_set)
         self._count(live_set, before)
         self.space.make(live_set)
-        self.space.page_out(live_set)
+        if live_set.in_store is None or live_set.in_store.done():
+            self.space.page_out(live_set)
         live_set.n_chosen = live_set.n
         live_set.mass = np.zeros_like(live_set.mass)
         self.n_choices += 1
@@ -375,9 +391,7 @@ class Recall:
     def _lose_pages(self, live_set: BoundedSet, error: PagesLost) -> None:
         """Forget the rows on disk."""
         log.warning("a long chat forgets what is on disk", extra={"reason": str(error)})
-        offloaded = live_set.offloaded
-        lost = np.setdiff1d(offloaded.positions, offloaded.in_ram, assume_unique=True)
-        self.space.forget(live_set, lost)
+        self.space.forget(live_set, live_set.offloaded.in_files)
 
     def offload_read(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
         """Offload what was read of a prompt at whose end the policy will choose, so that it is indexed
@@ -398,6 +412,34 @@ class Recall:
         numbers = np.flatnonzero(is_new[first:])
         chunk = self.space.lay_out(rows, live_set.kept[first:], numbers)
         live_set.offloaded = live_set.offloaded.add(chunk)
+
+    def look_up(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
+        """Ask the store which of the offloaded rows it has, if it was not asked yet."""
+        if live_set.in_store is not None:
+            return
+        is_other = seq.provenance[: job.n_on_path(seq.n)] != Provenance.EXACT
+        n = int(is_other.argmax()) if is_other.any() else len(is_other)
+        copied = live_set.offloaded.copied
+        copied = copied[copied < n]
+        if len(copied) < _STORED_MIN:
+            return
+        parts = self._tiers.filed(job.path, int(copied[0]), int(copied[-1]) + 1)
+        if parts:
+            live_set.in_store = self._indexer.run(lambda: self._tiers.mapped(parts))
+
+    def refer(self, live_set: BoundedSet) -> None:
+        """Refer to the rows that the store has, once it has answered, and free the copies. If it has none
+        of use, it is not asked again."""
+        answer = live_set.in_store
+        if answer is None or not answer.done() or not answer.result():
+            return
+        layout = self._memory.full_layout
+        pieces = [rows.sections()[0] for rows in answer.result()]
+        pieces = [rows for rows in pieces if rows.layout == layout]
+        n_before = len(live_set.offloaded.copied)
+        live_set.offloaded = live_set.offloaded.stored(pieces)
+        has_some = len(live_set.offloaded.copied) < n_before
+        live_set.in_store = None if has_some else self._indexer.run(list)
 
     def stats(self) -> dict[str, float]:
         """Counters; times in seconds."""
