@@ -114,6 +114,7 @@ class Kernels:
         head_dim: int,
         scale: float,
         n_threads: int = 1,
+        sinks: npt.NDArray[np.float32] | None = None,
     ) -> npt.NDArray[np.float32]: ...
 
 def mixer_state_size(n_tokens: int) -> int:
@@ -213,8 +214,22 @@ class Lm:
     def counts(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
         """The distribution of each row, as integers."""
 
+class DciKeys:
+    """Where the keys of a tree lie; see `dci.keys_at`."""
+
+    def __init__(
+        self,
+        planes: Sequence[npt.NDArray[np.uint8]],
+        formats: Sequence[str],
+        which: npt.NDArray[np.int32],
+        numbers: npt.NDArray[np.int32],
+        n_dims: int,
+    ) -> None: ...
+    def __len__(self) -> int: ...
+
 class DciTree:
-    """Multi-level prioritized DCI; the contract is in lab.reference.dci."""
+    """Multi-level prioritized DCI; the contract is in lab.reference.dci. A tree holds no keys but the few
+    that others hang below, so each call gets them. Those that were removed may be missing."""
 
     def __init__(
         self,
@@ -232,16 +247,27 @@ class DciTree:
     def n_levels(self) -> int: ...
     @property
     def n_pages(self) -> int: ...
-    def add(self, keys: npt.NDArray[np.float32]) -> None:
-        """Insert keys, numbered consecutively after the existing ones."""
+    @property
+    def nbytes(self) -> int: ...
+    def add(self, keys: DciKeys) -> None:
+        """Insert the keys behind those that are there."""
+
+    def remove(self, gone: npt.NDArray[np.uint8]) -> None:
+        """Find these keys no more, uint8[n]; their rows are not read again."""
 
     def search(
-        self, queries: npt.NDArray[np.float32], k: int, visits_max: int, beam: int
+        self,
+        keys: DciKeys,
+        queries: npt.NDArray[np.float32],
+        k: int,
+        visits_max: int,
+        beam: int,
     ) -> npt.NDArray[np.int64]:
         """Numbers of the k keys with the largest inner products, for each query."""
 
     def vote(
         self,
+        keys: DciKeys,
         queries: npt.NDArray[np.float32],
         k: int,
         visits_max: int,
@@ -251,17 +277,14 @@ class DciTree:
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Keys in the pages of the k nearest ones, and the attention that they get."""
 
-    def keys(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """A copy of the keys with these numbers."""
-
-    def levels(self) -> npt.NDArray[np.int32]:
+    def levels(self) -> npt.NDArray[np.int64]:
         """The level of each key."""
 
     def parents(self) -> npt.NDArray[np.int64]:
         """The key that each one hangs below, or -1."""
 
     def pages(self) -> npt.NDArray[np.int64]:
-        """The page of each key."""
+        """The page of each key; -1: it was removed."""
 
     def copy(self) -> DciTree:
         """The same tree, apart from now on."""
@@ -317,3 +340,57 @@ class NodeTap:
         self, name: str, layer: int
     ) -> tuple[tuple[int, ...], tuple[int, ...], npt.NDArray[np.uint8]]:
         """(shape, strides in bytes, data) of a tensor. KeyError if it is not there."""
+
+class RowTransform:
+    """A learned linear transform of rows; see lab.reference.row_transform."""
+
+    def __init__(
+        self,
+        vectors: npt.NDArray[np.uint16],
+        mean: npt.NDArray[np.float32],
+        weights: npt.NDArray[np.float32],
+    ) -> None: ...
+    @property
+    def n_components(self) -> int: ...
+    @property
+    def n_elements(self) -> int: ...
+
+class Quantizer:
+    """How components are rounded and written; see lab.reference.row_transform."""
+
+    def __init__(
+        self,
+        step: float,
+        dead_zone: float,
+        shrink: float,
+        classes: npt.NDArray[np.uint8],
+        shifts: npt.NDArray[np.uint8],
+        frequencies: npt.NDArray[np.uint16],
+    ) -> None: ...
+
+PAGE_ROWS_MAX: int
+
+def row_components(
+    transform: RowTransform,
+    planes: Sequence[npt.NDArray[np.uint8]],
+    format: str,
+    n_threads: int,
+    isa: str,
+) -> npt.NDArray[np.float32]:
+    """The components of rows, float32[n, n_components]."""
+
+def encode_row_pages(
+    jobs: Sequence[tuple[RowTransform, Quantizer, Sequence[npt.NDArray[np.uint8]]]],
+    format: str,
+    n_threads: int,
+    isa: str,
+) -> list[bytes]:
+    """The page of each (transform, quantizer, planes)."""
+
+def decode_row_pages(
+    jobs: Sequence[tuple[RowTransform, Quantizer, Any, Sequence[npt.NDArray[np.uint8]]]],
+    format: str,
+    n_threads: int,
+    isa: str,
+) -> list[bool]:
+    """Whether each (transform, quantizer, page, planes) could be read into its planes."""

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "blocks_layout-inl.h"
+#include "convert-inl.h"
 
 namespace towerd::TOWERD_ISA_NAMESPACE {
 namespace {
@@ -89,40 +90,48 @@ void add_softmax(float * x, std::size_t n, float * mass) {
 // Inner products with rows at arbitrary places: eight running sums in a fixed order and no fused operations, so that
 // every instruction set gives the same bits.
 #if TOWERD_LANES == 16
-typedef float E __attribute__((vector_size(32)));
+typedef float         E __attribute__((vector_size(32)));
+typedef std::uint32_t EU __attribute__((vector_size(32)));
+typedef std::uint16_t EH __attribute__((vector_size(16)));
+
+TOWERD_INLINE E load_part(F32, const std::uint8_t * from) { return load_as<E>(from); }
+TOWERD_INLINE E load_part(F16, const std::uint8_t * from) { return (E)load_eight_f16(from); }
+TOWERD_INLINE E load_part(Bf16, const std::uint8_t * from) {
+    return bits<E>(__builtin_convertvector(load_as<EH>(from), EU) << 16);
+}
 #else
 typedef F E;
+
+template <typename Element>
+TOWERD_INLINE E load_part(Element, const std::uint8_t * from) {
+    return Element::load(from);
+}
 #endif
 constexpr std::size_t kSums = 8;
 constexpr std::size_t kPartLanes = sizeof(E) / sizeof(float);
 constexpr std::size_t kSumParts = kSums / kPartLanes;
-constexpr std::size_t kAhead = 4;            // rows that are prefetched ahead
-constexpr std::size_t kLineFloats = 64 / 4;  // of a cache line
+constexpr std::size_t kAhead = 8;  // rows that are prefetched ahead
 
-TOWERD_INLINE void ask_for(const float * row, std::size_t width) {
-    for (std::size_t d = 0; d < width; d += kLineFloats) {
-        __builtin_prefetch(row + d);
+TOWERD_INLINE void ask_for(const std::uint8_t * row, std::size_t n_bytes) {
+    for (std::size_t at = 0; at < n_bytes; at += kLineBytes) {
+        __builtin_prefetch(row + at);
     }
 }
 
-void dots(const float * query, const float * rows, const std::int64_t * ids, std::size_t n, std::size_t width,
-          float * to) {
-    const auto row = [&](std::size_t i) { return rows + static_cast<std::size_t>(ids[i]) * width; };
+template <typename Element>
+void dots(const float * query, const std::uint8_t * const * rows, std::size_t n, std::size_t width, float * to) {
     for (std::size_t i = 0; i < n && i < kAhead; ++i) {
-        ask_for(row(i), width);
+        ask_for(rows[i], width * Element::kBytes);
     }
     for (std::size_t i = 0; i < n; ++i) {
         if (i + kAhead < n) {
-            ask_for(row(i + kAhead), width);
+            ask_for(rows[i + kAhead], width * Element::kBytes);
         }
-        const float * numbers = row(i);
-        E             sums[kSumParts] = {};
+        E sums[kSumParts] = {};
         for (std::size_t d = 0; d < width; d += kSums) {
             for (std::size_t p = 0; p < kSumParts; ++p) {
-                E a, b;
-                std::memcpy(&a, query + d + p * kPartLanes, sizeof a);
-                std::memcpy(&b, numbers + d + p * kPartLanes, sizeof b);
-                sums[p] += a * b;
+                const std::size_t at = d + p * kPartLanes;
+                sums[p] += load_as<E>(query + at) * load_part(Element{}, rows[i] + at * Element::kBytes);
             }
         }
         float s[kSums];

@@ -13,6 +13,9 @@ namespace {
 TOWERD_INLINE F load_f16(const std::uint8_t * from) {
     return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 }
+TOWERD_INLINE __m256 load_eight_f16(const std::uint8_t * from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+}
 TOWERD_INLINE void store_f16(std::uint8_t * to, F value) {
     _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }

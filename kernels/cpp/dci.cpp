@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <numeric>
 #include <queue>
 #include <tuple>
-#include <unordered_map>
 
 #include "rows.h"
 
@@ -13,7 +13,7 @@ namespace towerd {
 
 namespace {
 
-constexpr int         kLevelMax = 32;
+constexpr std::uint8_t kLevelMax = 32;
 constexpr std::size_t kNear     = 4;  // leaves whose pages a new key may join
 constexpr int         kPasses   = 2;
 
@@ -28,142 +28,83 @@ constexpr std::size_t kQueriesAtOnce = 64;  // queries scored at a time: 6 MiB f
 
 }  // namespace
 
-void DciPages::open(std::int64_t id) {
-    page_of_[static_cast<std::size_t>(id)] = static_cast<std::int64_t>(pages_.size());
-    pages_.push_back({id, {id}});
-}
-
-// Puts a key on a page of this leaf, and splits the page if it is too large.
-void DciPages::lay(const DciPoints & points, std::vector<std::int64_t> & leaf, std::int64_t id) {
-    if (leaf.empty()) {
-        open(id);
-        leaf.push_back(of(id));
-        return;
-    }
-    std::size_t nearest_at = 0;
-    if (leaf.size() > 1) {
-        std::vector<std::int64_t> pivots;
-        for (const std::int64_t some : leaf) {
-            pivots.push_back(pages_[static_cast<std::size_t>(some)].pivot);
-        }
-        std::vector<DciScored> scored;
-        points.score(points.as_point(id), pivots.data(), pivots.size(), scored);
-        nearest_at = static_cast<std::size_t>(std::min_element(scored.begin(), scored.end()) - scored.begin());
-    }
-    const std::int64_t page                = leaf[nearest_at];
-    page_of_[static_cast<std::size_t>(id)] = page;
-    auto & members                         = pages_[static_cast<std::size_t>(page)].members;
-    members.push_back(id);
-    if (members.size() > rows_max_) {
-        leaf.push_back(split(points, page));
-    }
-}
-
-// Splits a page between two keys far apart: each takes the keys nearer to it. Returns the new page. Keys
-// that no distance tells apart are halved in order.
-std::int64_t DciPages::split(const DciPoints & points, std::int64_t page) {
-    const auto at      = static_cast<std::size_t>(page);
-    const auto members = pages_[at].members;
-    std::vector<DciScored> of_a, of_b;
-    const auto             farthest = [&](std::int64_t from, std::vector<DciScored> & scored) {
-        scored.clear();
-        points.score(points.as_point(from), members.data(), members.size(), scored);
-        return std::max_element(scored.begin(), scored.end())->id;
-    };
-    const std::int64_t b = farthest(pages_[at].pivot, of_a), a = farthest(b, of_b);
-    farthest(a, of_a);
-    Page stays{a, {}}, moves{b, {}};
-    for (std::size_t i = 0; i < members.size(); ++i) {
-        (of_b[i].score > of_a[i].score ? moves : stays).members.push_back(members[i]);
-    }
-    if (stays.members.empty() || moves.members.empty()) {
-        const auto middle = members.begin() + static_cast<std::ptrdiff_t>(members.size() / 2);
-        stays             = {members.front(), {members.begin(), middle}};
-        moves             = {*middle, {middle, members.end()}};
-    }
-    for (const std::int64_t id : moves.members) {
-        page_of_[static_cast<std::size_t>(id)] = static_cast<std::int64_t>(pages_.size());
-    }
-    pages_[at] = std::move(stays);
-    pages_.push_back(std::move(moves));
-    return static_cast<std::int64_t>(pages_.size()) - 1;
-}
-
-// Moves each key to the page with the nearest mean among its pages; the means are from before any key moved.
-void DciPages::settle(const DciPoints & points, const Choices & choices) {
-    std::unordered_map<std::int64_t, DciMean> means;
-    for (const auto & [id, pages] : choices) {
-        for (const std::int64_t page : pages) {
-            if (means.find(page) == means.end()) {
-                means.emplace(page, points.mean_of(pages_[static_cast<std::size_t>(page)].members));
-            }
-        }
-    }
-    for (const auto & [id, pages] : choices) {
-        const std::int64_t before = of(id);
-        if (pages_[static_cast<std::size_t>(before)].members.size() == 1) {
-            continue;
-        }
-        std::int64_t best = before;
-        float        most = points.nearness(id, means.at(before));
-        for (const std::int64_t page : pages) {
-            const bool has_room = pages_[static_cast<std::size_t>(page)].members.size() < rows_max_;
-            if (page == before || !has_room) {
-                continue;
-            }
-            const float here = points.nearness(id, means.at(page));
-            if (here > most) {
-                best = page;
-                most = here;
-            }
-        }
-        if (best != before) {
-            move(id, best);
-        }
-    }
-}
-
-void DciPages::move(std::int64_t id, std::int64_t page) {
-    auto & left = pages_[static_cast<std::size_t>(of(id))].members;
-    left.erase(std::find(left.begin(), left.end(), id));
-    pages_[static_cast<std::size_t>(page)].members.push_back(id);
-    page_of_[static_cast<std::size_t>(id)] = page;
-}
-
 DciTree::DciTree(const DciOptions & options, const std::vector<float> & directions, const DciLimits & building,
                  const Isa & isa)
     : options_(options), building_(building), points_(options.n_dims, directions, isa), pages_(options.page_rows) {}
 
-void DciTree::add(const float * keys, std::size_t n) {
-    if (n == 0) {
+std::size_t DciTree::nbytes() const {
+    std::size_t n = points_.nbytes() + pages_.nbytes() + level_.capacity() + own_node_.capacity() * sizeof(DciId) +
+                    nodes_.capacity() * sizeof(Node);
+    for (const Node & node : nodes_) {
+        n += (node.members.capacity() + node.pages.capacity()) * sizeof(DciId) + node.lines.capacity() * sizeof(Line);
+        for (const Line & line : node.lines) {
+            n += line.capacity() * sizeof(Line::value_type);
+        }
+    }
+    return n;
+}
+
+void DciTree::add(const DciKeys & keys) {
+    const std::size_t before = size();
+    if (keys.size() == before) {
         return;
     }
-    if (points_.make_room(keys, n)) {
-        sort_lines();
+    const bool moved = points_.make_room(keys);
+    points_.add(keys);
+    reserve_for(level_, keys.size());
+    for (std::size_t i = before; i < keys.size(); ++i) {
+        level_.push_back(drawn_level(i));
     }
-    const std::size_t before = size();
-    for (std::size_t i = 0; i < n; ++i) {
-        points_.add(keys + i * options_.n_dims);
-        level_.push_back(drawn_level(before + i));
-    }
-    parent_.resize(size(), -1);
-    own_node_.resize(size(), -1);
     pages_.grow(size());
     if (before == 0) {
         close_gaps();
         open_node(-1);
     }
     for (std::size_t i = before; i < size(); ++i) {
-        level_[i] = std::min(level_[i], static_cast<int>(n_levels_) + 1);
+        level_[i] = std::min(level_[i], static_cast<std::uint8_t>(n_levels_ + 1));
+        if (level_[i] > 1) {
+            points_.promote(keys, static_cast<DciId>(i));
+            own_node_.push_back(-1);
+        }
     }
-    const auto choices = insert_from(before);
+    for (Node & node : nodes_) {
+        if (moved && !node.lines.empty()) {
+            draw_lines(keys, node);
+        }
+    }
+    const auto choices = insert_from(keys, before);
     for (int pass = 0; pass < kPasses; ++pass) {
-        pages_.settle(points_, choices);
+        pages_.settle(points_, keys, choices);
     }
 }
 
-int DciTree::drawn_level(std::size_t id) const {
-    int level = 1;
+// Keys at the bottom leave their node, too. Those above stay where they are, because others hang below them.
+void DciTree::remove(const std::uint8_t * is_gone) {
+    const auto leaves = [&](DciId id) { return is_gone[id] != 0 && points_.upper(id) < 0; };
+    pages_.remove(is_gone);
+    for (Node & node : nodes_) {
+        const auto empty = [&](DciId page) { return pages_.is_empty(page); };
+        node.members.erase(std::remove_if(node.members.begin(), node.members.end(), leaves), node.members.end());
+        node.pages.erase(std::remove_if(node.pages.begin(), node.pages.end(), empty), node.pages.end());
+        for (Line & line : node.lines) {
+            line.erase(std::remove_if(line.begin(), line.end(), [&](const auto & at) { return leaves(at.second); }),
+                       line.end());
+        }
+    }
+}
+
+std::vector<DciId> DciTree::parents() const {
+    std::vector<DciId> found(size(), -1);
+    for (const Node & node : nodes_) {
+        for (const DciId id : node.members) {
+            found[static_cast<std::size_t>(id)] = node.owner;
+        }
+    }
+    return found;
+}
+
+std::uint8_t DciTree::drawn_level(std::size_t id) const {
+    std::uint8_t  level = 1;
     std::uint64_t x = mixed(options_.seed + id * 0xD1342543DE82EF95ull);
     while (level < kLevelMax && static_cast<double>(x >> 11) * 0x1p-53 < options_.ratio) {
         ++level;
@@ -174,47 +115,53 @@ int DciTree::drawn_level(std::size_t id) const {
 
 // Skips the levels that no key of the first `add` drew.
 void DciTree::close_gaps() {
-    std::vector<int> taken(kLevelMax + 1, 0);
-    for (const int level : level_) {
-        taken[static_cast<std::size_t>(level)] = 1;
+    std::vector<std::uint8_t> taken(kLevelMax + 1, 0);
+    for (const std::uint8_t level : level_) {
+        taken[level] = 1;
     }
     std::partial_sum(taken.begin(), taken.end(), taken.begin());
-    for (int & level : level_) {
-        level = taken[static_cast<std::size_t>(level)];
+    for (std::uint8_t & level : level_) {
+        level = taken[level];
     }
-    n_levels_ = static_cast<std::size_t>(taken.back());
+    n_levels_ = taken.back();
 }
 
-// All points moved: brings the lines of the nodes in order again.
-void DciTree::sort_lines() {
-    for (Node & node : nodes_) {
-        for (std::size_t j = 0; j < node.lines.size(); ++j) {
-            for (auto & [projection, id] : node.lines[j]) {
-                projection = points_.projection(id, j);
-            }
-            std::sort(node.lines[j].begin(), node.lines[j].end());
+// The members of a node along each direction, in order.
+std::vector<DciTree::Line> DciTree::lines_of(const DciKeys & keys, const Node & node) const {
+    std::vector<Line>  lines(points_.n_directions());
+    std::vector<float> places(lines.size());
+    for (const DciId id : node.members) {
+        points_.project(keys, id, places.data());
+        for (std::size_t j = 0; j < lines.size(); ++j) {
+            lines[j].emplace_back(places[j], id);
         }
     }
+    for (Line & line : lines) {
+        std::sort(line.begin(), line.end());
+    }
+    return lines;
 }
 
+void DciTree::draw_lines(const DciKeys & keys, Node & node) { node.lines = lines_of(keys, node); }
+
 // Inserts the keys from `first` on, the highest level first. Returns the pages that each key at the bottom may be on.
-DciPages::Choices DciTree::insert_from(std::size_t first) {
-    std::vector<std::int64_t> order(size() - first);
-    std::iota(order.begin(), order.end(), static_cast<std::int64_t>(first));
-    std::stable_sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) {
+DciPages::Choices DciTree::insert_from(const DciKeys & keys, std::size_t first) {
+    std::vector<DciId> order(size() - first);
+    std::iota(order.begin(), order.end(), static_cast<DciId>(first));
+    std::stable_sort(order.begin(), order.end(), [&](DciId a, DciId b) {
         return level_[static_cast<std::size_t>(a)] > level_[static_cast<std::size_t>(b)];
     });
-    std::vector<std::pair<std::int64_t, std::vector<std::int64_t>>> near;
-    for (const std::int64_t id : order) {
-        auto leaves = insert(id);
+    std::vector<std::pair<DciId, std::vector<DciId>>> near;
+    for (const DciId id : order) {
+        auto leaves = insert(keys, id);
         if (!leaves.empty()) {
             near.emplace_back(id, std::move(leaves));
         }
     }
     DciPages::Choices choices;  // only now: the leaves got more pages meanwhile
     for (const auto & [id, leaves] : near) {
-        choices.emplace_back(id, std::vector<std::int64_t>{});
-        for (const std::int64_t leaf : leaves) {
+        choices.emplace_back(id, std::vector<DciId>{});
+        for (const DciId leaf : leaves) {
             const auto pages = pages_of(leaf);
             choices.back().second.insert(choices.back().second.end(), pages.begin(), pages.end());
         }
@@ -223,123 +170,133 @@ DciPages::Choices DciTree::insert_from(std::size_t first) {
 }
 
 // For a key at the bottom, returns the nearest points above, whose leaves it may move to.
-std::vector<std::int64_t> DciTree::insert(std::int64_t id) {
+std::vector<DciId> DciTree::insert(const DciKeys & keys, DciId id) {
     const auto level = static_cast<std::size_t>(level_[static_cast<std::size_t>(id)]);
     if (level > n_levels_) {
-        raise(id);
+        raise(keys, id);
         return {};
     }
     if (level == n_levels_) {
-        join(root_, id);
+        join(keys, root_, id);
         return {};
     }
     const std::size_t k = building_.beam == 0 ? kNear : std::min(kNear, building_.beam);
-    auto found = nearest(points_.as_point(id), level + 1, false, k, building_);
+    DciQuery          query = points_.as_point(keys, id);
+    query.projections.resize(points_.n_directions());
+    points_.project(keys, id, query.projections.data());
+    auto found = nearest(keys, query, level + 1, false, k, building_);
     if (found.empty()) {  // within the limits there were only points without children
-        found = nearest(points_.as_point(id), level + 1, false, k, DciLimits{});
+        found = nearest(keys, query, level + 1, false, k, DciLimits{});
     }
-    join(node_of(found.front().id), id);
-    std::vector<std::int64_t> leaves;
+    join(keys, node_of(found.front().id), id);
+    std::vector<DciId> leaves;
     for (const DciScored & point : found) {
         leaves.push_back(point.id);
     }
-    return level == 1 ? leaves : std::vector<std::int64_t>{};
+    return level == 1 ? leaves : std::vector<DciId>{};
 }
 
 // The pages of a point of the second level; if it has no children, its own page.
-std::vector<std::int64_t> DciTree::pages_of(std::int64_t leaf) const {
-    const std::int64_t node = own_node_[static_cast<std::size_t>(leaf)];
-    if (node < 0) {
-        return {pages_.of(leaf)};
+std::vector<DciId> DciTree::pages_of(DciId leaf) const {
+    if (const DciId node = own_node(leaf); node >= 0) {
+        return nodes_[static_cast<std::size_t>(node)].pages;
     }
-    return nodes_[static_cast<std::size_t>(node)].pages;
+    return pages_.of(leaf) < 0 ? std::vector<DciId>{} : std::vector<DciId>{pages_.of(leaf)};
 }
 
 // Makes a point the new top: everything that was at the top becomes its children.
-void DciTree::raise(std::int64_t id) {
+void DciTree::raise(const DciKeys & keys, DciId id) {
     const std::size_t below = root_;
     nodes_[below].owner     = id;
-    for (const std::int64_t member : nodes_[below].members) {
-        parent_[static_cast<std::size_t>(member)] = id;
-    }
-    own_node_[static_cast<std::size_t>(id)] = static_cast<std::int64_t>(below);
-    root_                                   = nodes_.size();
+    own_node_[static_cast<std::size_t>(points_.upper(id))] = static_cast<DciId>(below);
+    root_ = nodes_.size();
     open_node(-1);
     ++n_levels_;
-    join(root_, id);
+    join(keys, root_, id);
 }
 
-void DciTree::open_node(std::int64_t owner) {
+void DciTree::open_node(DciId owner) {
+    reserve_for(nodes_, nodes_.size() + 1);
     nodes_.emplace_back();
     nodes_.back().owner = owner;
-    nodes_.back().lines.resize(points_.n_directions());
 }
 
-std::size_t DciTree::node_of(std::int64_t id) {
-    std::int64_t & node = own_node_[static_cast<std::size_t>(id)];
+DciId DciTree::own_node(DciId id) const {
+    const DciId upper = points_.upper(id);
+    return upper < 0 ? -1 : own_node_[static_cast<std::size_t>(upper)];
+}
+
+std::size_t DciTree::node_of(DciId id) {
+    DciId & node = own_node_[static_cast<std::size_t>(points_.upper(id))];
     if (node < 0) {
-        node = static_cast<std::int64_t>(nodes_.size());
+        node = static_cast<DciId>(nodes_.size());
         open_node(id);
         if (level_[static_cast<std::size_t>(id)] == 2) {
-            nodes_.back().pages.push_back(pages_.of(id));
+            nodes_.back().pages = pages_.of(id) < 0 ? std::vector<DciId>{} : std::vector<DciId>{pages_.of(id)};
         }
     }
     return static_cast<std::size_t>(node);
 }
 
-void DciTree::join(std::size_t at, std::int64_t id) {
+void DciTree::join(const DciKeys & keys, std::size_t at, DciId id) {
     Node & node = nodes_[at];
-    const auto i = static_cast<std::size_t>(id);
     node.members.push_back(id);
-    for (std::size_t j = 0; j < node.lines.size(); ++j) {
-        const auto entry = std::make_pair(points_.projection(id, j), id);
-        Line &     line  = node.lines[j];
-        line.insert(std::lower_bound(line.begin(), line.end(), entry), entry);
+    if (!node.lines.empty()) {
+        std::vector<float> places(node.lines.size());
+        points_.project(keys, id, places.data());
+        for (std::size_t j = 0; j < node.lines.size(); ++j) {
+            const auto entry = std::make_pair(places[j], id);
+            Line &     line  = node.lines[j];
+            line.insert(std::lower_bound(line.begin(), line.end(), entry), entry);
+        }
+    } else if (building_.visits != 0 && node.members.size() > building_.visits) {
+        draw_lines(keys, node);
     }
-    parent_[i] = node.owner;
-    if (level_[i] != 2) {
-        pages_.lay(points_, node.pages, id);
-    } else if (own_node_[i] < 0) {
+    if (level_[static_cast<std::size_t>(id)] != 2) {
+        pages_.lay(points_, keys, node.pages, id);
+    } else if (own_node(id) < 0) {
         pages_.open(id);
     } else {
-        pages_.lay(points_, nodes_[static_cast<std::size_t>(own_node_[i])].pages, id);
+        pages_.lay(points_, keys, nodes_[static_cast<std::size_t>(own_node(id))].pages, id);
     }
 }
 
-void DciTree::visit(const Node & node, const DciQuery & query, std::size_t wanted, std::size_t visits,
-                    std::vector<DciScored> & to) const {
+void DciTree::visit(const DciKeys & keys, const Node & node, const DciQuery & query, std::size_t wanted,
+                    std::size_t visits, std::vector<DciScored> & to) const {
     if (visits != 0 && visits < node.members.size()) {
-        const auto some = visit_nearest(node, query, wanted, visits);
+        const auto some = visit_nearest(keys, node, query, wanted, visits);
         to.insert(to.end(), some.begin(), some.end());
     } else {
-        points_.score(query, node.members.data(), node.members.size(), to);
+        points_.score(keys, query, node.members.data(), node.members.size(), to);
     }
 }
 
 // Prioritized DCI: every direction yields points in order of distance from the query, and a point that all
 // directions have yielded is a candidate. A point is never nearer than its distance along a direction.
-std::vector<DciScored> DciTree::visit_nearest(const Node & node, const DciQuery & query, std::size_t wanted,
-                                              std::size_t visits) const {
+std::vector<DciScored> DciTree::visit_nearest(const DciKeys & keys, const Node & node, const DciQuery & query,
+                                              std::size_t wanted, std::size_t visits) const {
     const std::size_t n_directions = points_.n_directions();
+    const auto        drawn = node.lines.empty() ? lines_of(keys, node) : std::vector<Line>{};
+    const auto &      lines = node.lines.empty() ? drawn : node.lines;
     using Step = std::tuple<float, std::size_t, int>;  // distance, direction, side
     std::priority_queue<Step, std::vector<Step>, std::greater<Step>> steps;
     std::vector<std::size_t> above(n_directions), below(n_directions);
     const auto push = [&](std::size_t j, int side) {
-        const Line & line = node.lines[j];
+        const Line & line = lines[j];
         if (side == 0 ? below[j] > 0 : above[j] < line.size()) {
             const float at = side == 0 ? line[below[j] - 1].first : line[above[j]].first;
             steps.emplace(std::abs(at - query.projections[j]), j, side);
         }
     };
     for (std::size_t j = 0; j < n_directions; ++j) {
-        const auto first = std::make_pair(query.projections[j], std::numeric_limits<std::int64_t>::min());
-        const Line & line = node.lines[j];
+        const auto first = std::make_pair(query.projections[j], std::numeric_limits<DciId>::min());
+        const Line & line = lines[j];
         above[j] = static_cast<std::size_t>(std::lower_bound(line.begin(), line.end(), first) - line.begin());
         below[j] = above[j];
         push(j, 0);
         push(j, 1);
     }
-    std::vector<std::pair<std::int64_t, std::size_t>> met;  // sorted by id
+    std::vector<std::pair<DciId, std::size_t>>        met;  // sorted by id
     std::vector<DciScored>                            found;
     std::priority_queue<DciScored>                    best;  // the worst of the best `wanted` on top
     while (!steps.empty() && found.size() < visits) {
@@ -348,14 +305,14 @@ std::vector<DciScored> DciTree::visit_nearest(const Node & node, const DciQuery 
         if (best.size() == wanted && distance * distance >= 2 - 2 * best.top().score) {
             break;
         }
-        const std::int64_t id = side == 0 ? node.lines[j][--below[j]].second : node.lines[j][above[j]++].second;
+        const DciId id = side == 0 ? lines[j][--below[j]].second : lines[j][above[j]++].second;
         push(j, side);
         auto at = std::lower_bound(met.begin(), met.end(), std::make_pair(id, std::size_t{0}));
         if (at == met.end() || at->first != id) {
             at = met.insert(at, {id, 0});
         }
         if (++at->second == n_directions) {
-            points_.score(query, &id, 1, found);
+            points_.score(keys, query, &id, 1, found);
             best.push(found.back());
             if (best.size() > wanted) {
                 best.pop();
@@ -365,27 +322,30 @@ std::vector<DciScored> DciTree::visit_nearest(const Node & node, const DciQuery 
     return found;
 }
 
-std::vector<DciScored> DciTree::nearest(const DciQuery & query, std::size_t level, bool all_levels, std::size_t k,
-                                        const DciLimits & limits) const {
+std::vector<DciScored> DciTree::nearest(const DciKeys & keys, const DciQuery & query, std::size_t level,
+                                        bool all_levels, std::size_t k, const DciLimits & limits) const {
     const std::size_t        wanted = limits.beam == 0 ? std::numeric_limits<std::size_t>::max() : std::max(k, limits.beam);
-    std::vector<DciScored>   best;
+    std::vector<DciScored>   best, found;
     std::vector<std::size_t> nodes{root_};
     for (std::size_t at = n_levels_; at >= level && !nodes.empty(); --at) {
-        std::vector<DciScored> found;
+        found.clear();
         for (const std::size_t node : nodes) {
-            visit(nodes_[node], query, wanted, limits.visits, found);
+            visit(keys, nodes_[node], query, wanted, limits.visits, found);
         }
-        if (all_levels || at == level) {
-            best.insert(best.end(), found.begin(), found.end());
+        if (all_levels) {
+            std::copy_if(found.begin(), found.end(), std::back_inserter(best),
+                         [&](const DciScored & point) { return pages_.of(point.id) >= 0; });
+        } else if (at == level) {
+            best = found;
         }
         nodes.clear();
         found.erase(std::remove_if(found.begin(), found.end(), [&](const DciScored & point) {
-            return at > level && own_node_[static_cast<std::size_t>(point.id)] < 0;
+            return at > level && own_node(point.id) < 0;
         }), found.end());
         const std::size_t n_kept = limits.beam == 0 ? found.size() : std::min(limits.beam, found.size());
         std::partial_sort(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(n_kept), found.end());
         for (std::size_t i = 0; i < n_kept && at > level; ++i) {
-            nodes.push_back(static_cast<std::size_t>(own_node_[static_cast<std::size_t>(found[i].id)]));
+            nodes.push_back(static_cast<std::size_t>(own_node(found[i].id)));
         }
     }
     const std::size_t n = std::min(k, best.size());
@@ -394,10 +354,11 @@ std::vector<DciScored> DciTree::nearest(const DciQuery & query, std::size_t leve
     return best;
 }
 
-std::vector<std::int64_t> DciTree::search(const float * query, std::size_t k, const DciLimits & limits) const {
-    std::vector<std::int64_t> ids;
+std::vector<DciId> DciTree::search(const DciKeys & keys, const float * query, std::size_t k,
+                                   const DciLimits & limits) const {
+    std::vector<DciId> ids;
     if (size() != 0) {
-        for (const DciScored & found : nearest(points_.as_query(query), 1, true, k, limits)) {
+        for (const DciScored & found : nearest(keys, points_.as_query(query), 1, true, k, limits)) {
             ids.push_back(found.id);
         }
     }
@@ -405,33 +366,35 @@ std::vector<std::int64_t> DciTree::search(const float * query, std::size_t k, co
 }
 
 // Ids that are `there`, in pages that one of the nearest keys lies in.
-std::vector<std::int64_t> DciTree::hits(const float * queries, std::size_t n_queries, std::size_t k,
-                                        const DciLimits & limits, const std::uint8_t * there) const {
+std::vector<DciId> DciTree::hits(const DciKeys & keys, const float * queries, std::size_t n_queries, std::size_t k,
+                                 const DciLimits & limits, const std::uint8_t * there) const {
     std::vector<std::uint8_t> is_hit(n_pages(), 0);
     for (std::size_t i = 0; i < n_queries; ++i) {
-        for (const std::int64_t id : search(queries + i * options_.n_dims, k, limits)) {
+        for (const DciId id : search(keys, queries + i * options_.n_dims, k, limits)) {
             is_hit[static_cast<std::size_t>(pages_.of(id))] = 1;
         }
     }
-    std::vector<std::int64_t> ids;
+    std::vector<DciId> ids;
     for (std::size_t i = 0; i < size(); ++i) {
-        if (there[i] != 0 && is_hit[static_cast<std::size_t>(pages_.of(static_cast<std::int64_t>(i)))] != 0) {
-            ids.push_back(static_cast<std::int64_t>(i));
+        if (there[i] != 0 && !is_gone(i) && is_hit[static_cast<std::size_t>(pages_.of_each()[i])] != 0) {
+            ids.push_back(static_cast<DciId>(i));
         }
     }
     return ids;
 }
 
 // The keys [first, first + kPanel) of `ids` and then `others`, element by element; 0 after the last.
-void DciTree::pack(const std::int64_t * ids, std::size_t n_ids, const float * others, std::size_t n_others,
+void DciTree::pack(const DciKeys & keys, const std::vector<DciId> & ids, const float * others, std::size_t n_others,
                    std::size_t first, float * panel) const {
+    std::vector<float> key(points_.padded());
     for (std::size_t j = 0; j < kPanel; ++j) {
         const std::size_t at = first + j;
         const float *     row = nullptr;
-        if (at < n_ids) {
-            row = key(ids[at]);
-        } else if (at < n_ids + n_others) {
-            row = others + (at - n_ids) * options_.n_dims;
+        if (at < ids.size()) {
+            points_.read(keys, ids[at], key.data());
+            row = key.data();
+        } else if (at < ids.size() + n_others) {
+            row = others + (at - ids.size()) * options_.n_dims;
         }
         for (std::size_t d = 0; d < options_.n_dims; ++d) {
             panel[d * kPanel + j] = row == nullptr ? 0.0f : row[d];
@@ -439,9 +402,10 @@ void DciTree::pack(const std::int64_t * ids, std::size_t n_ids, const float * ot
     }
 }
 
-DciVotes DciTree::vote(const float * queries, std::size_t n_queries, std::size_t k, const DciLimits & limits,
-                       const float * others, std::size_t n_others, const std::uint8_t * there) const {
-    DciVotes votes{hits(queries, n_queries, k, limits, there), {}};
+DciVotes DciTree::vote(const DciKeys & keys, const float * queries, std::size_t n_queries, std::size_t k,
+                       const DciLimits & limits, const float * others, std::size_t n_others,
+                       const std::uint8_t * there) const {
+    DciVotes votes{hits(keys, queries, n_queries, k, limits, there), {}};
     const std::size_t n_ids = votes.ids.size();
     votes.shares.assign(n_ids, 0.0f);
     if (n_ids == 0) {
@@ -455,7 +419,7 @@ DciVotes DciTree::vote(const float * queries, std::size_t n_queries, std::size_t
         const std::size_t n = std::min(kQueriesAtOnce, n_queries - done);
         const float *     asking = queries + done * options_.n_dims;
         for (std::size_t first = 0; first < n_rows; first += kPanel) {
-            pack(votes.ids.data(), n_ids, others, n_others, first, panel.data());
+            pack(keys, votes.ids, others, n_others, first, panel.data());
             points_.isa().scores(asking, n, panel.data(), options_.n_dims, scale, scores.data() + first, stride);
         }
         for (std::size_t i = 0; i < n; ++i) {

@@ -1,15 +1,19 @@
 // Attention keys as points of length 1, so that the nearest point to a query is the key with the largest inner
-// product. When a key longer than all before comes, the scale grows and all points move.
+// product. When a key longer than all before comes, the scale grows and all points move. Keys are read where they
+// lie; only those that others hang below, one in 1 / ratio, are copied, because they are met by every search and
+// show the way even when their row is gone.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
+#include "dci_keys.h"
 #include "isa.h"
 
 namespace towerd {
+
+using DciId = std::int32_t;
 
 struct DciQuery {
     std::vector<float> vector;       // [padded], scaled so that its product with a key is a cosine
@@ -23,8 +27,8 @@ struct DciMean {  // of some points
 };
 
 struct DciScored {
-    float        score;
-    std::int64_t id;
+    float score;
+    DciId id;
     bool operator<(const DciScored & other) const {  // better first
         return score != other.score ? score > other.score : id < other.id;
     }
@@ -35,41 +39,35 @@ class DciPoints {
     // directions: [n_directions, n_dims + 1], each of length 1; isa must outlive the points.
     DciPoints(std::size_t n_dims, const std::vector<float> & directions, const Isa & isa);
 
-    bool make_room(const float * keys, std::size_t n);  // before `add` of these; true: all points moved
-    void add(const float * values);                     // one key [n_dims]
+    bool make_room(const DciKeys & keys);  // for the keys behind those that are there; true: all points moved
+    void add(const DciKeys & keys);        // those behind the ones that are there
+    void promote(const DciKeys & keys, DciId id);
 
     DciQuery as_query(const float * values) const;
-    DciQuery as_point(std::int64_t id) const;
-    DciMean  mean_of(const std::vector<std::int64_t> & ids) const;
-    float    nearness(std::int64_t id, const DciMean & mean) const;  // larger is nearer
+    DciQuery as_point(const DciKeys & keys, DciId id) const;  // without projections
+    DciMean  mean_of(const DciKeys & keys, const std::vector<DciId> & ids) const;
+    float    nearness(const float * key, DciId id, const DciMean & mean) const;  // larger is nearer; key: [padded]
+    void     project(const DciKeys & keys, DciId id, float * to) const;     // [n_directions]
+    void     read(const DciKeys & keys, DciId id, float * to) const;        // [padded], zeros behind the key
 
-    std::size_t   size() const { return square_.size(); }
-    std::size_t   n_dims() const { return n_dims_; }
-    std::size_t   n_directions() const { return n_directions_; }
-    const Isa &   isa() const { return *isa_; }
-    const float * key(std::int64_t id) const { return keys_.data() + static_cast<std::size_t>(id) * padded_; }
-    float         projection(std::int64_t id, std::size_t direction) const {
-        return projection_[static_cast<std::size_t>(id) * n_directions_ + direction];
-    }
+    // Appends `ids` with their scores.
+    void score(const DciKeys & keys, const DciQuery & query, const DciId * ids, std::size_t n,
+               std::vector<DciScored> & to) const;
 
-    // Appends `ids` with their scores. Inline, because a search calls it for each candidate.
-    void score(const DciQuery & query, const std::int64_t * ids, std::size_t n, std::vector<DciScored> & to) const {
-        constexpr std::size_t kAtOnce = 64;
-        float                 products[kAtOnce];
-        for (std::size_t done = 0; done < n; done += kAtOnce) {
-            const std::size_t some = std::min(kAtOnce, n - done);
-            isa_->dots(query.vector.data(), keys_.data(), ids + done, some, padded_, products);
-            for (std::size_t i = 0; i < some; ++i) {
-                const std::int64_t id = ids[done + i];
-                to.push_back({products[i] + query.last * last_[static_cast<std::size_t>(id)], id});
-            }
-        }
-    }
+    std::size_t size() const { return last_.size(); }
+    std::size_t n_dims() const { return n_dims_; }
+    std::size_t padded() const { return padded_; }
+    std::size_t n_directions() const { return n_directions_; }
+    std::size_t nbytes() const;
+    const Isa & isa() const { return *isa_; }
+
+    // Which promoted key it is, from 0 on; -1: it was not promoted.
+    DciId upper(DciId id) const { return upper_[static_cast<std::size_t>(id)]; }
 
   private:
-    double square(const float * values) const;
-    float  last_of(double square) const;
-    float  projected(const float * raw, std::size_t direction, float last) const;
+    bool is_present(const DciKeys & keys, std::size_t id) const { return upper_[id] >= 0 || keys.has(id); }
+    void dots(const DciKeys & keys, const DciQuery & query, const DciId * ids, std::size_t n, float * to) const;
+    void set_last(const float * values, std::size_t id);
 
     std::size_t        n_dims_;
     const Isa *        isa_;
@@ -78,10 +76,16 @@ class DciPoints {
     std::vector<float> direction_last_;
     double             scale_ = 0;  // at least the length of the longest key
 
-    std::vector<float>  keys_;  // [n, padded]
-    std::vector<double> square_;
-    std::vector<float>  last_;
-    std::vector<float>  raw_, projection_;  // [n, n_directions]
+    std::vector<float> last_;        // [n]
+    std::vector<DciId> upper_;       // [n]
+    std::vector<float> upper_keys_;  // [promoted, padded]
 };
+
+// Makes room for `n` elements with a little to spare: an index is as large as a part of what it indexes.
+template <typename T> void reserve_for(std::vector<T> & values, std::size_t n) {
+    if (n > values.capacity()) {
+        values.reserve(n + n / 16);
+    }
+}
 
 }  // namespace towerd

@@ -42,7 +42,9 @@ Isa assemble() {
     isa.rotate[kBf16] = rotate<Bf16>;
     isa.scores = scores;
     isa.add_softmax = add_softmax;
-    isa.dots = dots;
+    isa.dots[kF32] = dots<F32>;
+    isa.dots[kF16] = dots<F16>;
+    isa.dots[kBf16] = dots<Bf16>;
     isa.peak = peak;
 #if defined(TOWERD_STREAMS)
     isa.stream = stream;

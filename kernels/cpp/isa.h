@@ -144,9 +144,9 @@ struct Isa {
     // the contents of the scores are undefined afterwards.
     void (*add_softmax)(float * scores, std::size_t n, float * mass);
 
-    // to[i] = query . row ids[i] of `rows`, both of `width` numbers, a multiple of 8. The same bits everywhere.
-    void (*dots)(const float * query, const float * rows, const std::int64_t * ids, std::size_t n, std::size_t width,
-                 float * to);
+    // to[i] = query . rows[i], rows of f32, f16 or bf16 (indexed by codec) of `width` numbers, a multiple of 8. The same
+    // bits everywhere. No alignment.
+    void (*dots[3])(const float * query, const std::uint8_t * const * rows, std::size_t n, std::size_t width, float * to);
 
     // The largest magnitude of a run; infinity if a number is not finite.
     float (*peak)(const float * from, std::size_t n);

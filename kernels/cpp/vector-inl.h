@@ -2,6 +2,7 @@
 // bitwise operators (GCC and Clang, any architecture). A unit adds, after this file:
 //
 //   F load_f16(const uint8_t *)             kLanes halves, exact, signalling NaN made quiet
+//   load_eight_f16(const uint8_t *)         with 16 lanes: eight halves, as eight floats
 //   void store_f16(uint8_t *, F)            to nearest, ties to even
 //   float f16_to_f32(uint16_t), uint16_t f32_to_f16(float)      the same for one number
 //   I widen_i8(const uint8_t *), I widen_u8(const uint8_t *)    kLanes signed or unsigned bytes

@@ -86,6 +86,32 @@ def quality(model: Path | None, text: Path | None, plot_path: Path | None, quick
 
 
 @click.command()
+@trained_model_option("Trained GGUF to measure")
+@click.option(
+    "--learn",
+    "learn_text",
+    type=FILE,
+    help="UTF-8 text to learn from; default: two thirds of the one that calibration uses.",
+)
+@click.option(
+    "--text", type=FILE, help="UTF-8 text to measure on; default: the last third of that one."
+)
+@click.option(
+    "--layers",
+    type=click.IntRange(1, 64),
+    default=5,
+    show_default=True,
+    help="Layers that are transformed together.",
+)
+@QUICK
+def transform(
+    model: Path | None, learn_text: Path | None, text: Path | None, layers: int, quick: bool
+) -> None:
+    """Bits and drift of transform-coded rows beside the block formats, and the time to bring them back."""
+    _run("transform.rates", model, quick, learn_text=learn_text, text=text, layers=layers)
+
+
+@click.command()
 @trained_model_option("GGUF to evaluate thawed sessions with")
 @click.option(
     "--data",

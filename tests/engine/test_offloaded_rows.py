@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from pathlib import Path
 
@@ -21,8 +22,12 @@ from towerd.engine.embedded.live.offloaded_rows import (
     keys_of,
 )
 from towerd.engine.embedded.live.pages import PageFile, PagesLost
-from towerd.retention import Positions
+from towerd.kernels.dci import keys_in, make_dci_tree
+from towerd.retention import Positions, Rows
 from towerd.slots.rows import KVRows
+
+INDEXED = range(1, N_LAYER)
+"""The layers whose keys are read."""
 
 
 def files_of(offloaded: OffloadedRows) -> set[PageFile]:
@@ -48,7 +53,9 @@ def test_offloaded_rows_are_kept(tmp_path: Path, seed: int, sizes: list[int], na
         positions = np.arange(start, start + size) + shift
         numbers = rng.permutation(size)[: int(rng.integers(1, size + 1))]
         chunk = RowChunk.of(part, positions, numbers)
-        offloaded = offloaded.add(Pages.of(chunk, tmp_path) if rng.random() < 0.4 else chunk)
+        offloaded = offloaded.add(
+            Pages.of(chunk, tmp_path, None, INDEXED) if rng.random() < 0.4 else chunk
+        )
         there += (numbers + start + shift).tolist()
         start += size
     before = offloaded
@@ -61,7 +68,8 @@ def test_offloaded_rows_are_kept(tmp_path: Path, seed: int, sizes: list[int], na
     assert before.positions.tolist() == sorted(there)
     assert offloaded.positions.tolist() == expected
     in_ram = offloaded.in_ram
-    assert offloaded.n_bytes == len(in_ram) * whole.layout.token_bytes
+    n_keys = (len(offloaded) - len(in_ram)) * whole.layout.k[0].row_bytes * len(INDEXED)
+    assert offloaded.n_bytes == len(in_ram) * whole.layout.token_bytes + n_keys
     filed = [offloaded.filed(file).tolist() for file in files_of(offloaded)]
     assert sorted([*in_ram.tolist(), *sum(filed, [])]) == expected
     assert offloaded.disk_bytes == sum(file.n_bytes for file in files_of(offloaded))
@@ -79,15 +87,23 @@ def test_offloaded_rows_are_kept(tmp_path: Path, seed: int, sizes: list[int], na
     check_groups(
         offloaded, rng.permuted(np.tile(expected, (N_LAYER, N_KV, 1)), axis=2), whole, shift
     )
-    keys, every = OffloadedKeys(offloaded, HEAD_SIZE), keys_of(whole, HEAD_SIZE)
+    check_keys(offloaded, wanted, keys_of(whole, HEAD_SIZE)[:, :, wanted - shift])
+
+
+def check_keys(offloaded: OffloadedRows, wanted: Positions, expected: Rows) -> None:
+    """The keys of the positions `wanted`, decoded and where they lie."""
+    keys, span = (OffloadedKeys(offloaded, HEAD_SIZE, slice(i, None)) for i in (0, 1))
     assert keys.shape == (N_LAYER, N_KV, len(offloaded), HEAD_SIZE)
     numbers = np.searchsorted(offloaded.positions, wanted)
-    for layer in range(N_LAYER):
-        for head in range(N_KV):
-            assert np.array_equal(keys[layer, head, numbers], every[layer, head, wanted - shift])
-    span = OffloadedKeys(offloaded, HEAD_SIZE, slice(1, None))
-    if len(offloaded) > 1:
-        assert np.array_equal(span[0, 0, np.array([0])], keys[0, 0, np.array([1])])
+    for layer, head in itertools.product(INDEXED, range(N_KV)):
+        assert np.array_equal(keys.read(layer, head, numbers), expected[layer, head])
+        tree, plain = make_dci_tree(HEAD_SIZE), make_dci_tree(HEAD_SIZE)
+        tree.add(keys.at(layer, head, numbers))
+        plain.add(keys_in(expected[layer, head]))
+        assert tree.pages().tolist() == plain.pages().tolist()
+        if numbers[-1] > 0:
+            last = numbers[-1:]
+            assert np.array_equal(span.read(layer, head, last - 1), keys.read(layer, head, last))
 
 
 def check_rows(offloaded: OffloadedRows, wanted: Positions, whole: KVRows, shift: int) -> None:
@@ -110,7 +126,7 @@ def check_groups(offloaded: OffloadedRows, groups: Positions, whole: KVRows, shi
 
 def paged(folder: Path, n: int) -> tuple[Pages, KVRows]:
     rows = random_rows(np.random.default_rng(n), "f16", 0, n)
-    return Pages.of(RowChunk.of(rows, np.arange(n), np.arange(n)), folder), rows
+    return Pages.of(RowChunk.of(rows, np.arange(n), np.arange(n)), folder, None, INDEXED), rows
 
 
 @pytest.mark.skipif(not HAS_PROC, reason="needs /proc")
@@ -175,9 +191,9 @@ def test_rows_are_added_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
         with pytest.raises(OSError, match="No space left"):
-            Pages.of(chunk, tmp_path, first.file)
+            Pages.of(chunk, tmp_path, first.file, INDEXED)
     assert os.fstat(fd).st_size == n_bytes == first.file.n_bytes
-    second = Pages.of(chunk, tmp_path, first.file)
+    second = Pages.of(chunk, tmp_path, first.file, INDEXED)
     assert second.file is first.file
     assert first.file.n_bytes == 2 * n_bytes
     every = np.arange(9)

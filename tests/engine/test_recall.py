@@ -10,6 +10,7 @@ import pytest
 from oracle import ask, bounded_sequences, check_integrity, inside, settle, some_ids
 from services import EmbeddedService, OpenService
 
+from lab.reference.array_keys import ArrayKeys
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.context.context import LlamaContext
 from towerd.engine.embedded.context.taps import Taps
@@ -138,7 +139,7 @@ async def test_what_stays_is_what_the_policy_says(service_on: OpenService) -> No
     model.close()
     limits = Config(threads=1, recall_layer_step=1)
     policy = open_retention(served(IceCacheConfig.for_budget(budget), limits))
-    view = View(np.arange(n), n, keys=keys, queries=queries[:, :, -QUERY_TOKENS_MAX:])
+    view = View(np.arange(n), n, keys=ArrayKeys(keys), queries=queries[:, :, -QUERY_TOKENS_MAX:])
     expected = policy.keep(view, BoundedSet.whole(LiveBudget("icecache", budget), 0, 512).n_target)
     settings = {**SETTINGS, "recall_layer_step": 1, "flash_attn": "off"}
     async with service_on(bundled_model(), **settings) as service:

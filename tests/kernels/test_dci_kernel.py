@@ -13,13 +13,55 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.reference.dci import ReferenceDciTree
-from towerd.kernels._native import DciTree
-from towerd.kernels.dci import DciConfig, directions, make_dci_tree
+from towerd.kernels import dispatch
+from towerd.kernels._native import DciKeys, DciTree
+from towerd.kernels.dci import DciConfig, directions, keys_at, keys_in, make_dci_tree
 
 F32 = npt.NDArray[np.float32]
 
 
-def check_integrity(tree: DciTree | ReferenceDciTree) -> None:
+class TreeWithKeys:
+    """A tree in C++ and the keys in it: searched like the reference, which holds its keys."""
+
+    def __init__(self, n_dims: int, config: DciConfig | None = None) -> None:
+        self.tree = make_dci_tree(n_dims, config)
+        self._rows: F32 = np.zeros((0, n_dims), np.float32)
+
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tree, name)
+
+    @property
+    def keys(self) -> DciKeys:
+        return keys_in(self._rows)
+
+    def add(self, rows: F32) -> None:
+        self._rows = np.concatenate([self._rows, rows])
+        self.tree.add(self.keys)
+
+    def search(self, queries: F32, k: int, visits_max: int, beam: int) -> npt.NDArray[np.int64]:
+        return self.tree.search(self.keys, queries, k, visits_max, beam)
+
+    def vote(
+        self,
+        queries: F32,
+        k: int,
+        visits: int,
+        beam: int,
+        others: F32,
+        there: npt.NDArray[np.uint8],
+    ) -> tuple[npt.NDArray[np.int64], F32]:
+        return self.tree.vote(self.keys, queries, k, visits, beam, others, there)
+
+    def copy(self) -> TreeWithKeys:
+        other = TreeWithKeys(self._rows.shape[1])
+        other.tree, other._rows = self.tree.copy(), self._rows
+        return other
+
+
+def check_integrity(tree: TreeWithKeys | ReferenceDciTree) -> None:
     """Every point hangs below one of the next level, and every page holds a key."""
     levels, parents, pages = tree.levels(), tree.parents(), tree.pages()
     below = parents >= 0
@@ -29,13 +71,13 @@ def check_integrity(tree: DciTree | ReferenceDciTree) -> None:
 
 
 @pytest.fixture
-def both() -> Callable[..., tuple[DciTree, ReferenceDciTree]]:
+def both() -> Callable[..., tuple[TreeWithKeys, ReferenceDciTree]]:
     """Makes the same empty tree in C++ and in numpy."""
 
-    def make(n_dims: int, config: DciConfig) -> tuple[DciTree, ReferenceDciTree]:
+    def make(n_dims: int, config: DciConfig) -> tuple[TreeWithKeys, ReferenceDciTree]:
         options = (config.ratio, config.page_rows, config.seed, config.visits_max, config.beam)
         theirs = ReferenceDciTree(n_dims, directions(n_dims, config), *options)
-        return make_dci_tree(n_dims, config), theirs
+        return TreeWithKeys(n_dims, config), theirs
 
     return make
 
@@ -66,7 +108,7 @@ def test_without_limits_it_is_brute_force(
     n: int, n_dims: int, k: int, seed: int, cuts: list[int]
 ) -> None:
     """Whatever the keys are and however they arrive, the k largest inner products are found."""
-    tree = make_dci_tree(n_dims, DciConfig(page_rows=4, ratio=0.25, seed=seed))
+    tree = TreeWithKeys(n_dims, DciConfig(page_rows=4, ratio=0.25, seed=seed))
     keys = clustered(n, n_dims, seed)
     for part in np.split(keys, sorted(min(cut, n) for cut in cuts)):
         tree.add(np.ascontiguousarray(part))
@@ -83,7 +125,7 @@ def test_without_limits_it_is_brute_force(
 def test_parents_are_the_nearest_promoted_points() -> None:
     """In a tree built at once without limits: the distance between transformed keys."""
     keys = clustered(150, 6, 3)
-    tree = make_dci_tree(6, DciConfig(ratio=0.25, visits_max=0, beam=0))
+    tree = TreeWithKeys(6, DciConfig(ratio=0.25, visits_max=0, beam=0))
     tree.add(keys)
     levels, parents = tree.levels(), tree.parents()
     wide = keys.astype(np.float64)
@@ -116,7 +158,7 @@ def test_a_search_for_a_parent_that_meets_none(both: Any, one_by_one: bool) -> N
 
 
 def test_levels_thin_out_by_the_ratio() -> None:
-    tree = make_dci_tree(2, DciConfig(ratio=0.25, seed=5))
+    tree = TreeWithKeys(2, DciConfig(ratio=0.25, seed=5))
     tree.add(clustered(1500, 2, 1))
     counts = np.bincount(tree.levels())[1:]
     assert counts.sum() == 1500
@@ -150,7 +192,7 @@ def test_a_limited_search_finds_most() -> None:
     """A few nodes hold nearly all of the nearest keys when keys come in clusters."""
     n = 1200
     keys, queries = clustered(n, 16, 2, 40), clustered(10, 16, 2, 40)
-    tree = make_dci_tree(16, DciConfig(ratio=1 / 8, page_rows=8))
+    tree = TreeWithKeys(16, DciConfig(ratio=1 / 8, page_rows=8))
     tree.add(keys)
     found = tree.search(queries, 8, 0, 12)
     exact = tree.search(queries, 8, 0, 0)
@@ -159,7 +201,7 @@ def test_a_limited_search_finds_most() -> None:
 
 
 def full_votes(
-    tree: DciTree,
+    tree: TreeWithKeys,
     keys: F32,
     queries: F32,
     k: int,
@@ -206,7 +248,7 @@ def test_votes_are_attention(
     """Shares of the pages' keys, those that are there, beside others; of the best query each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOWERD_KERNELS", name)
-        tree = make_dci_tree(n_dims, DciConfig(page_rows=4, ratio=0.25))
+        tree = TreeWithKeys(n_dims, DciConfig(page_rows=4, ratio=0.25))
     keys, queries = clustered(max(n, 1), n_dims, seed)[:n], clustered(70, n_dims, seed + 1)
     tree.add(keys)
     there = (np.random.default_rng(seed).random(n) < 0.8).astype(np.uint8)
@@ -231,7 +273,7 @@ def test_pages_are_never_too_full_and_only_split(
 ) -> None:
     """Keys on one page were on one page before, those of one `add` aside. Coarse keys are often
     equal, so that no distance tells them apart."""
-    tree = make_dci_tree(4, DciConfig(page_rows=page_rows, ratio=0.2, seed=seed))
+    tree = TreeWithKeys(4, DciConfig(page_rows=page_rows, ratio=0.2, seed=seed))
     keys = clustered(n, 4, seed)
     keys = np.round(keys / 3) if is_coarse else keys
     before = tree.pages()
@@ -250,7 +292,7 @@ def test_pages_are_never_too_full_and_only_split(
 def test_a_full_page_splits_between_two_far_apart() -> None:
     """Two groups that arrive in turn are told apart as soon as they no longer fit."""
     keys = np.array([[x, 0.1 * i] for i in range(4) for x in (-1, 1)], np.float32)
-    tree = make_dci_tree(2, DciConfig(page_rows=6, ratio=1e-9))
+    tree = TreeWithKeys(2, DciConfig(page_rows=6, ratio=1e-9))
     tree.add(keys[:6])
     assert tree.pages().tolist() == [0] * 6
     tree.add(keys[6:])
@@ -271,7 +313,7 @@ def test_keys_lie_on_the_nearest_page_not_that_of_their_parent() -> None:
     leaves."""
     keys = clustered(400, 8, 4)
     keys /= np.linalg.norm(keys, axis=1, keepdims=True)  # then points are keys
-    tree = make_dci_tree(8, DciConfig(page_rows=16, ratio=1 / 16, visits_max=0, beam=4))
+    tree = TreeWithKeys(8, DciConfig(page_rows=16, ratio=1 / 16, visits_max=0, beam=4))
     tree.add(keys)
     levels, parents, pages = tree.levels(), tree.parents(), tree.pages()
     promoted = np.flatnonzero(levels == 2)
@@ -291,19 +333,12 @@ def test_keys_lie_on_the_nearest_page_not_that_of_their_parent() -> None:
 
 def test_pages_are_shared_by_similar_keys() -> None:
     keys = clustered(200, 8, 4)
-    tree = make_dci_tree(8, DciConfig(page_rows=6, ratio=1 / 6))
+    tree = TreeWithKeys(8, DciConfig(page_rows=6, ratio=1 / 6))
     tree.add(keys[:150])
     before = tree.pages()
     apart = tree.copy()
     tree.add(keys[150:])
     assert len(apart) == 150
-    some = np.array([149, 3, 3], np.int64)
-    assert np.array_equal(apart.keys(some), keys[some])
-    assert apart.keys(some[:0]).shape == (0, 8)
-    not_numbers: list[Any] = [some + 1, -some, some.astype(np.int32), some[:, None]]
-    for wrong in not_numbers:
-        with pytest.raises(ValueError, match="numbers"):
-            apart.keys(wrong)
     assert apart.pages().tolist() == before.tolist()
     check_integrity(apart)
     fills = np.bincount(tree.pages())
@@ -319,7 +354,7 @@ def test_pages_are_shared_by_similar_keys() -> None:
 
 def test_edge_cases() -> None:
     """No keys, equal keys, zero keys and a zero query."""
-    tree = make_dci_tree(3, DciConfig(page_rows=2))
+    tree = TreeWithKeys(3, DciConfig(page_rows=2))
     assert tree.search(np.ones((2, 3), np.float32), 4, 0, 0).tolist() == [[-1], [-1]]
     tree.add(np.zeros((0, 3), np.float32))
     assert len(tree) == 0
@@ -333,7 +368,8 @@ def test_edge_cases() -> None:
 def test_bad_arguments_are_value_errors() -> None:
     """Each is refused by name, and the tree is as it was."""
     tree = make_dci_tree(3)
-    tree.add(clustered(20, 3, 1))
+    keys = keys_in(clustered(20, 3, 1))
+    tree.add(keys)
     bad: list[Any] = [
         None,
         3,
@@ -347,33 +383,133 @@ def test_bad_arguments_are_value_errors() -> None:
         np.ones((3, 2), np.float32).T,
         np.ones((2, 3), np.complex64),
     ]
-    for rows in bad:
-        with pytest.raises(ValueError, match="keys"):
-            tree.add(rows)
-        with pytest.raises(ValueError, match="queries"):
-            tree.search(rows, 1, 0, 0)
     one, flags = np.ones((1, 3), np.float32), np.ones(20, np.uint8)
     for rows in bad:
         with pytest.raises(ValueError, match="queries"):
-            tree.vote(rows, 1, 0, 0, one, flags)
+            tree.search(keys, rows, 1, 0, 0)
+        with pytest.raises(ValueError, match="queries"):
+            tree.vote(keys, rows, 1, 0, 0, one, flags)
         with pytest.raises(ValueError, match="others"):
-            tree.vote(one, 1, 0, 0, rows, flags)
+            tree.vote(keys, one, 1, 0, 0, rows, flags)
     not_flags: list[Any] = [None, flags[:19], flags.astype(np.int32), flags[:, None]]
     for those in not_flags:
         with pytest.raises(ValueError, match="there"):
-            tree.vote(one, 1, 0, 0, one, those)
+            tree.vote(keys, one, 1, 0, 0, one, those)
+        with pytest.raises(ValueError, match="gone"):
+            tree.remove(those)
     queries = np.ones((1, 3), np.float32)
     wrong: list[Any] = [0, -1, 1.5, None, "1", 1 << 90]
     for value in wrong:
         with pytest.raises(ValueError, match="^k:"):
-            tree.search(queries, value, 0, 0)
+            tree.search(keys, queries, value, 0, 0)
         if value != 0:
             with pytest.raises(ValueError, match="visits_max"):
-                tree.search(queries, 1, value, 0)
+                tree.search(keys, queries, 1, value, 0)
             with pytest.raises(ValueError, match="beam"):
-                tree.search(queries, 1, 0, value)
+                tree.search(keys, queries, 1, 0, value)
     assert len(tree) == 20
-    check_integrity(tree)
+
+
+def test_bad_keys_are_value_errors() -> None:
+    """Numbers that are not finite, fewer keys than there are, and rows that do not exist."""
+    tree, rows = make_dci_tree(3), clustered(20, 3, 1)
+    tree.add(keys_in(rows))
+    for value in (np.nan, np.inf, 2e15):
+        with pytest.raises(ValueError, match="keys: a number"):
+            tree.add(keys_in(np.concatenate([rows, np.full((2, 3), value, np.float32)])))
+    for keys in (keys_in(rows[:19]), keys_in(rows[:, :2])):
+        with pytest.raises(ValueError, match="keys"):
+            tree.add(keys)
+        with pytest.raises(ValueError, match="keys"):
+            tree.search(keys, rows[:1], 1, 0, 0)
+    which, numbers = np.zeros(20, np.int32), np.arange(20, dtype=np.int32)
+    plane, gone = rows.view(np.uint8), np.where(numbers == 4, -1, numbers).astype(np.int32)
+    with pytest.raises(ValueError, match="key 4 has no row"):
+        tree.search(keys_at([plane], ["f32"], which, gone, 3), rows[:1], 1, 0, 0)
+    bad: list[tuple[str, Any]] = [
+        ("which", ([plane], ["f32"], which + 1, numbers, 3)),
+        ("which", ([plane], ["f32"], which[:3], numbers, 3)),
+        ("numbers", ([plane], ["f32"], which, numbers + 1, 3)),
+        ("numbers", ([plane], ["f32"], which, numbers.astype(np.int64), 3)),
+        ("planes", ([plane], ["f16"], which, numbers, 3)),
+        ("planes", ([plane], ["q8h"], which, numbers, 3)),
+        ("formats", ([plane], ["f"], which, numbers, 3)),
+        ("formats", ([plane], [], which, numbers, 3)),
+        ("n_dims", ([plane], ["f32"], which, numbers, 0)),
+    ]
+    for name, arguments in bad:
+        with pytest.raises(ValueError, match=f"^{name}"):
+            keys_at(*arguments)
+    assert len(tree) == 20
+
+
+@pytest.mark.parametrize("name", ["generic", ""])
+@pytest.mark.parametrize("format", ["f16", "bf16", "q8_0", "q4_0"])
+def test_keys_are_read_in_their_own_format(
+    format: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces, with other heads beside them: the same tree and answers as over the numbers that they
+    stand for."""
+    monkeypatch.setenv("TOWERD_KERNELS", name)
+    n, n_dims, heads = 300, 64, 3
+    rows = clustered(n, n_dims * heads, 5)
+    stored = dispatch.transcoded(rows.view(np.uint8), "f32", format)
+    values = dispatch.transcoded(stored, format, "f32").view(np.float32)
+    width = stored.shape[1] // heads
+    planes = [part[:, width : 2 * width] for part in np.split(stored, [100, 170])]
+    which = np.repeat(np.arange(3, dtype=np.int32), [100, 70, 130])
+    numbers = np.concatenate([np.arange(m, dtype=np.int32) for m in (100, 70, 130)])
+    order = np.random.default_rng(2).permutation(n)
+    keys = keys_at(planes, [format] * 3, which[order], numbers[order], n_dims)
+    plain = np.ascontiguousarray(values[order, n_dims : 2 * n_dims])
+    found, expected = make_dci_tree(n_dims), make_dci_tree(n_dims)
+    found.add(keys)
+    expected.add(keys_in(plain))
+    assert found.pages().tolist() == expected.pages().tolist()
+    assert found.parents().tolist() == expected.parents().tolist()
+    queries, there = clustered(9, n_dims, 6), np.ones(n, np.uint8)
+    assert np.array_equal(
+        found.search(keys, queries, 20, 0, 4), expected.search(keys_in(plain), queries, 20, 0, 4)
+    )
+    votes = [
+        tree.vote(held, queries, 20, 0, 4, plain[:5], there)
+        for tree, held in ((found, keys), (expected, keys_in(plain)))
+    ]
+    assert np.array_equal(votes[0][0], votes[1][0])
+    assert np.array_equal(votes[0][1], votes[1][1])
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 120), st.integers(0, 1 << 30), st.floats(0, 1), st.booleans())
+def test_what_is_removed_is_neither_found_nor_read(
+    n: int, seed: int, share: float, is_narrow: bool
+) -> None:
+    """Brute force over the keys that are left, and those added afterwards; the rows of the others are
+    missing."""
+    config = DciConfig(page_rows=4, ratio=0.25, seed=seed, visits_max=5 if is_narrow else 64)
+    tree, rows = make_dci_tree(5, config), clustered(2 * n, 5, seed)
+    tree.add(keys_in(rows[:n]))
+    gone = np.random.default_rng(seed).random(n) < share
+    tree.remove(gone.astype(np.uint8))
+    assert ((tree.pages() < 0) == gone).all()
+    which = np.zeros(2 * n, np.int32)
+    numbers = np.arange(2 * n, dtype=np.int32)
+    numbers[:n][gone] = -1
+    longer = rows * np.float32(3)  # so that all points move
+    longer[:n] = rows[:n]
+    keys = keys_at([longer.view(np.uint8)], ["f32"], which, numbers, 5)
+    tree.add(keys)
+    left = np.flatnonzero(numbers >= 0)
+    assert (tree.pages()[left] >= 0).all()
+    for query in clustered(3, 5, seed + 1):
+        found = tree.search(keys, query[None], 7, 0, 0)[0]
+        found = found[found >= 0]
+        assert np.isin(found, left).all()
+        products = longer[found].astype(np.float64) @ query.astype(np.float64)
+        expected = brute_force(longer[left], query, 7)
+        np.testing.assert_allclose(products, expected, rtol=1e-4, atol=1e-4)
+    tree.remove(np.ones(2 * n, np.uint8))
+    assert (tree.search(keys, longer[:1], 3, 0, 0) == -1).all()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ import retained
 from hypothesis import given
 from hypothesis import strategies as st
 
-from towerd.kernels.dci import DciConfig
+from lab.reference.array_keys import ArrayKeys
+from towerd.kernels._native import DciKeys
+from towerd.kernels.dci import DciConfig, keys_at
 from towerd.retention import Positions, View
 from towerd.retention.icecache import IceCache, IceCacheConfig, passed_on
 from towerd.retention.layout import cluster_order
@@ -22,25 +24,34 @@ UNLIMITED = IceCacheConfig(
 
 
 def keys_of(view: View) -> np.ndarray:
-    assert isinstance(view.keys, np.ndarray)
-    return view.keys
+    assert isinstance(view.keys, ArrayKeys)
+    return view.keys.values
 
 
-def full_votes(view: View, layers: range) -> np.ndarray:
-    """The largest attention of each head's queries on every position, summed over heads."""
+def full_votes(view: View) -> np.ndarray:
+    """float64[layers, KV heads, n]: the largest attention of each head's queries on every position."""
     assert view.queries is not None
     keys_of_all = keys_of(view)
-    votes = np.zeros(view.n)
+    votes = np.zeros(keys_of_all.shape[:3])
     group = view.queries.shape[1] // keys_of_all.shape[1]
-    for layer in layers:
-        for head, keys in enumerate(keys_of_all[layer].astype(np.float64)):
-            best = np.zeros(view.n)
-            for queries in view.queries[layer, head * group : (head + 1) * group]:
-                for query in queries.astype(np.float64):
-                    share = np.exp(keys @ query / np.sqrt(len(query)))
-                    best = np.maximum(best, share / share.sum())
-            votes += best
+    for layer, head in np.ndindex(votes.shape[:2]):
+        keys = keys_of_all[layer, head].astype(np.float64)
+        for query in view.queries[layer, head * group : (head + 1) * group].reshape(
+            -1, keys.shape[1]
+        ):
+            share = np.exp(keys @ query.astype(np.float64) / np.sqrt(keys.shape[1]))
+            np.maximum(votes[layer, head], share / share.sum(), out=votes[layer, head])
     return votes
+
+
+def check_choice(view: View, kept: Positions, votes: np.ndarray, room: int) -> None:
+    """Sink and window, and between them the positions with the most votes."""
+    inside = np.isin(view.positions[2 : view.n - 3], kept)
+    assert len(kept) == room + 5
+    assert inside.sum() == room
+    if room:
+        votes = votes[2 : view.n - 3]
+        assert votes[inside].min() >= votes[~inside].max() - 1e-5
 
 
 @given(st.integers(0, 2**31), st.integers(6, 70), st.integers(0, 30), st.sampled_from((1, 3)))
@@ -53,11 +64,44 @@ def test_with_single_keys_and_no_limits_it_is_full_attention(
     if n <= n_max:
         assert kept.tolist() == view.positions.tolist()
         return
-    votes = full_votes(view, range(0, 3, step))[2 : n - 3]
-    inside = np.isin(view.positions[2 : n - 3], kept)
-    assert inside.sum() == room
-    if room:
-        assert votes[inside].min() >= votes[~inside].max() - 1e-5
+    check_choice(view, kept, full_votes(view)[::step].sum((0, 1)), room)
+
+
+@given(st.integers(0, 2**31), st.integers(6, 70), st.integers(0, 30), st.booleans())
+def test_each_group_has_what_its_own_heads_attend_to(
+    seed: int, n: int, room: int, by_head: bool
+) -> None:
+    """By layer the votes of its heads together; of three layers the first and the last have trees, and
+    the one between them takes the choice of the first."""
+    view, n_max = retained.random_view(seed, n), 5 + room
+    layers, heads = keys_of(view).shape[:2]
+    assert layers == 3
+    shape = layers, heads if by_head else 1
+    kept = IceCache(replace(UNLIMITED, layer_step=2)).keep_groups(view, n_max, shape)
+    assert kept.shape == (*shape, min(n, n_max))
+    assert (kept[1] == kept[0]).all()
+    votes = full_votes(view)[[0, 0, 2]]
+    votes = votes if by_head else votes.sum(1, keepdims=True)
+    for of_group, place in zip(kept.reshape(-1, kept.shape[2]), np.ndindex(shape), strict=True):
+        if n <= n_max:
+            assert of_group.tolist() == view.positions.tolist()
+        else:
+            check_choice(view, of_group, votes[place], room)
+
+
+def test_a_layer_without_trees_has_the_choice_of_the_nearest() -> None:
+    """Of seven layers those from the third on, every third: 2 and 5."""
+    rng = np.random.default_rng(3)
+    keys = rng.standard_normal((7, 2, 300, 8), dtype=np.float32)
+    queries = rng.standard_normal((7, 4, 2, 8), dtype=np.float32)
+    view = View(np.arange(300, dtype=np.int64), 300, keys=ArrayKeys(keys), queries=queries)
+    policy = IceCache(IceCacheConfig(window=20, keys_max=8, layer_step=3))
+    kept = policy.keep_groups(view, 60, (7, 2))
+    assert [(kept[i] == kept[2]).all() for i in range(7)] == [True] * 4 + [False] * 3
+    assert [(kept[i] == kept[5]).all() for i in range(7)] == [False] * 4 + [True] * 3
+    assert (kept[2, 0] != kept[2, 1]).any()
+    with pytest.raises(ValueError, match="groups of shape"):
+        policy.keep_groups(view, 60, (6, 2))
 
 
 def told(n: int, needles: dict[tuple[int, int], int], n_heads: int = 4) -> View:
@@ -70,7 +114,7 @@ def told(n: int, needles: dict[tuple[int, int], int], n_heads: int = 4) -> View:
         queries[layer, head, 0] = 3 * query
         keys[layer, head * 2 // n_heads, position] = 3 * query
     live = np.arange(n) >= n - 40
-    return View(np.arange(n, dtype=np.int64), n, keys=keys, queries=queries, live=live)
+    return View(np.arange(n, dtype=np.int64), n, keys=ArrayKeys(keys), queries=queries, live=live)
 
 
 def test_each_head_of_a_group_brings_back_what_it_looks_for() -> None:
@@ -98,10 +142,12 @@ def test_the_index_grows_with_the_chat() -> None:
     view = told(400, {(2, 0): 50, (3, 2): 222})
     policy = IceCache(IceCacheConfig(window=20, keys_max=16))
     for n in (60, 61, 200, 333):
-        policy.index(np.arange(4, n), keys_of(view)[:, :, 4:n])
+        policy.index(np.arange(4, n), ArrayKeys(keys_of(view)[:, :, 4:n]))
     branch = policy.fork()
     assert {50, 222} <= set(policy.keep(view, 60).tolist())
-    shorter = View(view.positions[:300], 300, keys=keys_of(view)[:, :, :300], queries=view.queries)
+    shorter = View(
+        view.positions[:300], 300, keys=ArrayKeys(keys_of(view)[:, :, :300]), queries=view.queries
+    )
     kept = branch.keep(shorter, 60)
     assert {50, 222} <= set(kept.tolist())
     assert kept.max() == 299
@@ -114,7 +160,7 @@ def test_what_is_forgotten_may_come_again_with_other_keys() -> None:
     view = told(400, needles)
     policy = IceCache(IceCacheConfig.for_budget(60))
     other = told(400, {})
-    policy.index(other.positions[4:380], keys_of(other)[:, :, 4:380])
+    policy.index(other.positions[4:380], ArrayKeys(keys_of(other)[:, :, 4:380]))
     policy.forget(np.arange(200, 400))
     assert {250, 222} <= set(policy.keep(view, 60).tolist())
     for _ in range(8):
@@ -130,7 +176,7 @@ def test_threads_change_nothing() -> None:
     kept = []
     for n_threads in (1, 2, 5):
         policy = IceCache(replace(IceCacheConfig.for_budget(60), n_threads=n_threads))
-        policy.index(np.arange(4, 300), keys_of(view)[:, :, 4:300], n_threads=n_threads)
+        policy.index(np.arange(4, 300), ArrayKeys(keys_of(view)[:, :, 4:300]), n_threads=n_threads)
         policy.truncate(200)
         kept.append(policy.keep(view, 60).tolist())
     assert kept[0] == kept[1] == kept[2]
@@ -138,15 +184,27 @@ def test_threads_change_nothing() -> None:
 
 
 class Elsewhere:
-    """Keys that are not an array: rows are copied out of one on demand."""
+    """Keys that are not an array: three pieces, in which they stand in another order."""
 
     def __init__(self, keys: np.ndarray) -> None:
         self.shape: tuple[int, ...] = keys.shape
-        self._keys = keys
+        n = keys.shape[2]
+        order = np.random.default_rng(n).permutation(n)
+        pieces = np.array_split(order, 3)
+        self._pieces = [np.ascontiguousarray(keys[:, :, piece]) for piece in pieces]
+        self._which, self._row = np.zeros(n, np.int32), np.zeros(n, np.int32)
+        for i, piece in enumerate(pieces):
+            self._which[piece], self._row[piece] = i, np.arange(len(piece))
 
-    def __getitem__(self, place: tuple[int, int, np.ndarray], /) -> np.ndarray:
-        layer, head, numbers = place
-        return np.stack([self._keys[layer, head, i] for i in numbers.tolist()])
+    def read(self, layer: int, head: int, wanted: np.ndarray) -> np.ndarray:
+        rows = [self._pieces[self._which[i]][layer, head, self._row[i]] for i in wanted]
+        return np.array(rows, np.float32).reshape(-1, self.shape[3])
+
+    def at(self, layer: int, head: int, wanted: np.ndarray) -> DciKeys:
+        planes = [piece[layer, head].view(np.uint8) for piece in self._pieces]
+        which = np.where(wanted < 0, 0, self._which[wanted]).astype(np.int32)
+        row = np.where(wanted < 0, -1, self._row[wanted]).astype(np.int32)
+        return keys_at(planes, ["f32"] * 3, which, row, self.shape[3])
 
 
 @given(st.integers(0, 2**31), st.integers(20, 70))
@@ -239,7 +297,7 @@ def test_each_group_gets_what_its_own_queries_look_for(shape: tuple[int, int]) -
     queries = 3 * rng.normal(size=(layers, 2 * kv_heads, 2, size)).astype(np.float32)
     config = IceCacheConfig(window=10, keys_max=n, layer_first=1, layer_step=2)
     policy = IceCache(replace(config, tree=replace(config.tree, visits_max=10_000)))
-    view = View(np.arange(n) * 2, 2 * n, keys=keys, queries=queries)
+    view = View(np.arange(n) * 2, 2 * n, keys=ArrayKeys(keys), queries=queries)
     found = policy.keep_groups(view, n_max, shape)
     assert found.shape == (*shape, n_max)
     scores = np.einsum("lhmd,lhnd->lhmn", queries, np.repeat(keys, 2, axis=1)) / np.sqrt(size)

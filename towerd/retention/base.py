@@ -18,6 +18,8 @@ from typing import ClassVar, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
+from towerd.kernels._native import DciKeys
+
 Positions = npt.NDArray[np.int64]
 Mass = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.float32]
@@ -28,14 +30,18 @@ SINK_DEFAULT = 4
 
 
 class Keys(Protocol):
-    """Cached keys, rotated by RoPE: float32[layers, KV heads, n, head size]. An array satisfies
-    it; so does an object that reads rows on demand from pieces or another format."""
+    """Cached keys, rotated by RoPE: [layers, KV heads, n, head size], in pieces that lie anywhere, in any
+    format."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    def __getitem__(self, place: tuple[int, int, Positions], /) -> Rows:
+    def read(self, layer: int, head: int, wanted: Positions) -> Rows:
         """float32[m, head size]: the keys of one layer and KV head at m indices below n."""
+        ...
+
+    def at(self, layer: int, head: int, wanted: Positions) -> DciKeys:
+        """The same for an index, which reads them where they lie; -1: a key that is no more."""
         ...
 
 
@@ -184,14 +190,6 @@ class Recalling(Retention):
 
     can_recall = True
 
-    def keep_groups(self, view: View, n_max: int, shape: tuple[int, int]) -> Positions:
-        """int64[layers, KV heads, at most n_max], ascending: as `keep`, by group, which all keep the same
-        number.
-
-        shape: (layers, KV heads) that choose for themselves; 1: the choice is for all"""
-        stay = self.keep(view, n_max)
-        return np.broadcast_to(stay, (*shape, len(stay)))
-
     @property
     @abstractmethod
     def n_bytes(self) -> int:
@@ -201,15 +199,51 @@ class Recalling(Retention):
     def index_bytes(self, layers: int, kv_heads: int, head_size: int) -> int:
         """Approximate RAM of one position in the index of a model of this shape."""
 
+    def keep(self, view: View, n_max: int) -> Positions:
+        """See `Retention.keep`: the choice of a single group."""
+        (kept,) = self.keep_groups(view, n_max, (1, 1)).reshape(1, -1)
+        return kept
+
+    def keep_groups(self, view: View, n_max: int, shape: tuple[int, int]) -> Positions:
+        """int64[layers, KV heads, at most n_max], ascending: the positions of each group.
+
+        shape: (layers, KV heads) that choose for themselves; 1: the choice is for all. As many
+        positions in each group, sink and window among them. Otherwise as `keep`; raises ValueError
+        for a shape that the keys do not have, too."""
+        self._check(view, n_max)
+        positions = view.positions
+        if view.n <= n_max:
+            return np.broadcast_to(positions, (*shape, view.n))
+        span = self._middle(view.n)
+        chosen = self._choose_groups(view, span, n_max - self.config.n_min, shape)
+        middle = positions[span][chosen]
+        sink = np.broadcast_to(positions[: span.start], (*shape, span.start))
+        window = np.broadcast_to(positions[span.stop :], (*shape, view.n - span.stop))
+        return np.concatenate([sink, middle, window], axis=2)
+
+    def _choose(self, view: View, span: slice, room: int) -> Indices:
+        (chosen,) = self._choose_groups(view, span, room, (1, 1)).reshape(1, -1)
+        return chosen
+
+    @abstractmethod
+    def _choose_groups(self, view: View, span: slice, room: int, shape: tuple[int, int]) -> Indices:
+        """int64[layers, KV heads, at most room]: see `_choose`, for each group."""
+
     def indexed(self, n: int) -> slice:
         """Which of `n` positions belong in the index: those that have left the window."""
         return self._middle(n)
 
     @abstractmethod
+    def layers(self, n_layer: int) -> range:
+        """The layers whose keys it reads."""
+
+    @abstractmethod
     def index(self, positions: Positions, keys: Keys, *, n_threads: int = 1) -> None:
-        """Add positions [n] with their keys [layers, KV heads, n, head size] to the index, except
-        those that are there. `keep` indexes what it is shown; a caller with time to spare earlier,
-        such as while a prompt is evaluated, may index then."""
+        """Index positions [n] with their keys [layers, KV heads, n, head size]: those that are not there
+        are added, and those that are not among them are forgotten. `keep` indexes what it is shown; a
+        caller with time to spare earlier, such as while a prompt is evaluated, may index then.
+
+        The index refers to keys and holds none: each call reads those that it needs."""
 
     @abstractmethod
     def forget(self, positions: Positions) -> None:

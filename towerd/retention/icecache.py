@@ -6,10 +6,14 @@
 Each KV head of each layer has a DCI tree over its keys; tokens enter it when they leave the window.
 The queries of a group search the tree of their KV head, and the pages they hit are shared.
 
-The paper loads pages per head. Here a position is live for all heads at once, so each head votes
-for every key of its pages. The vote is the attention that the key would get if there were only
-these pages, the sink and the window, from the query that gives it the most. A head that looks for
-one token outvotes many that spread their attention.
+The trees refer to the keys of the offloaded rows, wherever these lie and in their format, and hold none
+but one in sixteen, which show the way to the others.
+
+The paper loads pages per head. Here a group chooses: one KV head, the heads of a layer, or all heads.
+Each of its heads votes for every key of its pages. The vote is the attention that the key would get if
+there were only these pages, the sink and the window, from the query that gives it the most. A head that
+looks for one token outvotes many that spread their attention. A layer without trees takes the choice of
+the nearest layer that has some.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ T = TypeVar("T")
 
 _KEYS_MIN = 8
 _FORGOTTEN_SHARE_MAX = 0.5
-"""Forgotten positions for each indexed one; beyond this, the trees are rebuilt."""
+"""Forgotten positions for each indexed one; beyond this, the trees are built anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,67 +97,61 @@ class IceCache(Recalling):
     def __init__(self, config: IceCacheConfig) -> None:
         super().__init__(config)
         self._trees: dict[tuple[int, int], DciTree] = {}
-        self._head_size = 0
         self._indexed: Positions = np.empty(0, np.int64)
         """The position of each key number, which is the same in every tree; -1: forgotten."""
 
     @property
     def n_bytes(self) -> int:
-        return len(self._trees) * len(self._indexed) * _tree_bytes(self._head_size)
+        return sum(tree.nbytes for tree in self._trees.values()) + self._indexed.nbytes
 
     def index_bytes(self, layers: int, kv_heads: int, head_size: int) -> int:
-        of_all = len(self.config.anchors(layers)) * kv_heads * _tree_bytes(head_size)
-        return int(of_all * (1 + _FORGOTTEN_SHARE_MAX))
+        return len(self.config.anchors(layers)) * kv_heads * _tree_bytes(head_size)
 
     def _check(self, view: View, n_max: int) -> None:
         super()._check(view, n_max)
         check_rows(view.keys, view.queries)
 
-    def _choose(self, view: View, span: slice, room: int) -> Indices:
-        self._prepare(view, span)
-        return self._ranked(self._votes(view, span).sum(axis=(0, 1)), view, span, room)
-
-    def keep_groups(self, view: View, n_max: int, shape: tuple[int, int]) -> Positions:
-        """See Recalling.keep_groups. A layer without trees takes what the nearest layer that has trees
-        looks for."""
-        if shape == (1, 1) or view.n <= n_max:
-            return super().keep_groups(view, n_max, shape)
-        self._check(view, n_max)
-        span, room = self._middle(view.n), n_max - self.config.n_min
-        self._prepare(view, span)
+    def _choose_groups(self, view: View, span: slice, room: int, shape: tuple[int, int]) -> Indices:
+        """The keys of a position must be the same at every call."""
         assert view.keys is not None
-        anchors = np.array(self.config.anchors(view.keys.shape[0]))
-        votes = self._votes(view, span)
-        if shape[1] == 1:
-            votes = votes.sum(axis=1, keepdims=True)
-        chosen = np.empty((len(anchors), shape[1], room), np.int64)
-        for place in np.ndindex(chosen.shape[:2]):
-            chosen[place] = span.start + self._ranked(votes[place], view, span, room)
-        nearest = np.abs(np.arange(shape[0])[:, None] - anchors).argmin(axis=1)
-        ends = np.broadcast_to(np.arange(span.start), (*shape, span.start))
-        window = np.broadcast_to(np.arange(span.stop, view.n), (*shape, view.n - span.stop))
-        numbers: Indices = np.concatenate([ends, chosen[nearest], window], axis=2)
-        return np.asarray(view.positions[numbers], np.int64)
-
-    def _prepare(self, view: View, span: slice) -> None:
-        """Index what is in `span`. The keys of a position must be the same at every call."""
-        assert view.keys is not None
+        n_layer, n_heads = view.keys.shape[:2]
+        if shape[0] not in (1, n_layer) or shape[1] not in (1, n_heads):
+            raise ValueError(
+                f"groups of shape {shape} for keys of {n_layer} layers, {n_heads} heads"
+            )
         numbers = np.arange(span.start, span.stop)
-        if (self._indexed < 0).sum() > _FORGOTTEN_SHARE_MAX * (self._indexed >= 0).sum():
-            self._rebuild()
-        self._insert(view.positions[span], view.keys, numbers, self.config.n_threads)
+        at = self._insert(view.positions, view.keys, numbers, self.config.n_threads)
+        votes = self._votes(view, span, shape, at)
+        followers, positions = self.config.followers, view.positions[span]
+        chosen = np.stack(
+            [
+                [top(passed_on(of_group, positions, followers), room) for of_group in of_layer]
+                for of_layer in votes
+            ]
+        )
+        return chosen if shape[0] == 1 else chosen[self._nearest_anchors(n_layer)]
 
-    def _ranked(self, votes: Votes, view: View, span: slice, room: int) -> Indices:
-        """The `room` indices within `span` that have most votes, ascending."""
-        return top(passed_on(votes, view.positions[span], self.config.followers), room)
+    def _nearest_anchors(self, n_layer: int) -> Indices:
+        """int64[n_layer]: which of the layers with trees is nearest to each layer; the one before if two
+        are as near."""
+        anchors = np.array(self.config.anchors(n_layer))
+        distances = np.abs(anchors - np.arange(n_layer)[:, None])
+        nearest: Indices = np.argmin(distances, axis=1)
+        return nearest
+
+    def layers(self, n_layer: int) -> range:
+        return self.config.anchors(n_layer)
 
     def index(self, positions: Positions, keys: Keys, *, n_threads: int = 1) -> None:
         self._insert(positions, keys, np.arange(len(positions)), n_threads)
 
     def forget(self, positions: Positions) -> None:
         gone = np.isin(self._indexed, positions)
-        if gone.any():
-            self._indexed = np.where(gone, -1, self._indexed)
+        if not gone.any():
+            return
+        for tree in self._trees.values():
+            tree.remove(gone.view(np.uint8))
+        self._indexed = np.where(gone, -1, self._indexed)
 
     def truncate(self, n: int) -> None:
         self.forget(self._indexed[self._indexed >= n])
@@ -161,71 +159,66 @@ class IceCache(Recalling):
     def fork(self) -> Self:
         branch = type(self)(self.config)
         branch._trees = {place: tree.copy() for place, tree in self._trees.items()}
-        branch._indexed, branch._head_size = self._indexed, self._head_size
+        branch._indexed = self._indexed
         return branch
 
-    def _insert(self, positions: Positions, keys: Keys, numbers: Positions, n_threads: int) -> None:
-        """Index `positions`, whose keys stand at the indices `numbers` of `keys`."""
-        is_new = ~np.isin(positions, self._indexed)
-        if not is_new.any():
-            return
+    def _insert(
+        self, positions: Positions, keys: Keys, wanted: Positions, n_threads: int
+    ) -> Positions:
+        """Index those of `positions` that are at the indices `wanted`, and forget what is not among
+        `positions`. Returns the index in `positions` of each key number; -1: forgotten."""
+        self.forget(np.setdiff1d(self._indexed[self._indexed >= 0], positions, assume_unique=True))
+        if (self._indexed < 0).sum() > _FORGOTTEN_SHARE_MAX * (self._indexed >= 0).sum():
+            self._trees, self._indexed = {}, np.empty(0, np.int64)  # built anew
+        new = positions[wanted]
+        new = new[~np.isin(new, self._indexed)]
+        indexed = np.concatenate([self._indexed, new])
+        at = np.where(indexed < 0, -1, np.searchsorted(positions, indexed))
+        if not len(new):
+            return at
         layers, kv_heads, _, size = keys.shape
-        self._head_size = size
-        wanted = numbers[is_new]
         if not self._trees:
             every = itertools.product(self.config.anchors(layers), range(kv_heads))
             self._trees = {place: make_dci_tree(size, self.config.tree) for place in every}
 
         def add(place: tuple[int, int]) -> None:
-            self._trees[place].add(np.ascontiguousarray(keys[*place, wanted]))
+            self._trees[place].add(keys.at(*place, at))
 
         try:
             self._of_each(add, n_threads)
         except BaseException:  # no tree may have keys that the others lack
             self._trees, self._indexed = {}, np.empty(0, np.int64)
             raise
-        self._indexed = np.concatenate([self._indexed, positions[is_new]])
+        self._indexed = indexed
+        return at
 
-    def _rebuild(self) -> None:
-        """Rebuild the trees without the forgotten positions."""
-        stays = np.flatnonzero(self._indexed >= 0)
-
-        def without(place: tuple[int, int]) -> DciTree:
-            tree = make_dci_tree(self._head_size, self.config.tree)
-            tree.add(self._trees[place].keys(stays))
-            return tree
-
-        made = self._of_each(without, self.config.n_threads)
-        self._trees = dict(zip(self._trees, made, strict=True))
-        self._indexed = self._indexed[stays]
-
-    def _votes(self, view: View, span: slice) -> Votes:
-        """float32[layers with trees, KV heads, length of span]: the votes of each."""
+    def _votes(self, view: View, span: slice, shape: tuple[int, int], indices: Positions) -> Votes:
+        """float32[layers with trees, KV heads, length of span]: the votes of each group; 1 where `shape`
+        is. indices: that of each key number in the view; -1: forgotten"""
         keys, queries = view.keys, view.queries
         assert keys is not None
         assert queries is not None
-        layers, kv_heads = len(self.config.anchors(keys.shape[0])), keys.shape[1]
-        votes = np.zeros((layers * kv_heads, span.stop - span.start), np.float32)
-        shape = layers, kv_heads, votes.shape[1]
+        anchors = self.config.anchors(keys.shape[0])
+        n_groups = (len(anchors) if shape[0] > 1 else 1, shape[1])
+        votes = np.zeros((*n_groups, span.stop - span.start), np.float32)
         if not queries.shape[2]:
-            return votes.reshape(shape)
-        place = self._places(view.positions[span])
-        there = (place >= 0).astype(np.uint8)
+            return votes
+        there = ((indices >= span.start) & (indices < span.stop)).astype(np.uint8)
         ends = np.concatenate([np.arange(span.start), np.arange(span.stop, view.n)])
         group, k = queries.shape[1] // keys.shape[1], self.config.keys_max
 
         def ask(at: tuple[int, int]) -> tuple[Positions, Votes]:
             asking = queries[at[0], at[1] * group : (at[1] + 1) * group]
             asking = np.ascontiguousarray(asking.reshape(-1, asking.shape[-1]))
-            others = np.ascontiguousarray(keys[*at, ends])
             beam = max(self.config.tree.beam, k)
-            return self._trees[at].vote(asking, k, 0, beam, others, there)
+            indexed, others = keys.at(*at, indices), keys.read(*at, ends)
+            return self._trees[at].vote(indexed, asking, k, 0, beam, others, there)
 
-        for mine, (numbers, shares) in zip(
-            votes, self._of_each(ask, self.config.n_threads), strict=True
-        ):
-            mine[place[numbers]] += shares
-        return votes.reshape(shape)
+        answers = zip(self._trees, self._of_each(ask, self.config.n_threads), strict=True)
+        for (layer, head), (numbers, shares) in answers:
+            of_group = votes[anchors.index(layer) % n_groups[0], head % n_groups[1]]
+            of_group[indices[numbers] - span.start] += shares
+        return votes
 
     def _of_each(self, work: Callable[[tuple[int, int]], T], n_threads: int) -> list[T]:
         """The results of `work` for each tree, in their order."""
@@ -233,13 +226,6 @@ class IceCache(Recalling):
             return list(map(work, self._trees))
         with ThreadPoolExecutor(n_threads, "towerd-trees") as threads:
             return list(threads.map(work, self._trees))
-
-    def _places(self, positions: Positions) -> Positions:
-        """The index of each indexed position in `positions`; -1 if it is not there."""
-        if not len(positions):
-            return np.full(len(self._indexed), -1, np.int64)
-        at = np.minimum(np.searchsorted(positions, self._indexed), len(positions) - 1)
-        return np.where(positions[at] == self._indexed, at, -1)
 
 
 def passed_on(votes: Votes, positions: Positions, followers: int) -> Votes:
@@ -254,9 +240,9 @@ def passed_on(votes: Votes, positions: Positions, followers: int) -> Votes:
 
 
 def _tree_bytes(head_size: int) -> int:
-    """Approximate size of a key in a tree: the key, its place along four directions and on a page,
-    and links; growing arrays are on average half empty (kernels/cpp/dci_points.h)."""
-    return (4 * head_size + 176) * 3 // 2
+    """Approximate size of a key in a tree: its links, and a share of the keys that others hang below
+    (kernels/cpp/dci_points.h)."""
+    return 48 + head_size * 5 // 16
 
 
 def check_rows(keys: Keys | None, queries: Rows | None) -> None:

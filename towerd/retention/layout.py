@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from towerd.kernels.dci import DciConfig, make_dci_tree
+from towerd.kernels.dci import DciConfig, keys_in, make_dci_tree
 from towerd.retention.base import Positions, Rows
 
 SKETCH_DIMS = 64
@@ -22,7 +22,7 @@ def cluster_order(keys: Rows, config: DciConfig | None = None) -> Positions:
     n = keys.shape[2]
     sketch = _sketch(keys)
     tree = make_dci_tree(sketch.shape[1], config)
-    tree.add(sketch)
+    tree.add(keys_in(sketch))
     parents = tree.parents()
     below: dict[int, list[int]] = {}
     for i in range(n):

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from lab.bench.longchat.reading import keys_of
+from lab.reference.array_keys import ArrayKeys
 from towerd.engine.embedded.calibration.scratch import Scratch
 from towerd.engine.embedded.context.context import LlamaContext
-from towerd.kernels.dci import DciConfig, make_dci_tree
+from towerd.kernels.dci import DciConfig, keys_in, make_dci_tree
 from towerd.model.llama_model import LlamaModel
 from towerd.retention.base import Positions, Rows
 from towerd.retention.icecache import IceCache, IceCacheConfig
@@ -34,11 +35,12 @@ def recalls(keys: Rows, queries: Rows, budget: int, page_rows: int = 16) -> dict
         for head, rows in enumerate(keys[layer]):
             rows = np.ascontiguousarray(rows)
             tree = make_dci_tree(rows.shape[1], DciConfig(page_rows=page_rows))
-            tree.add(rows)
+            indexed = keys_in(rows)
+            tree.add(indexed)
             asking = queries[layer, head * group : (head + 1) * group].reshape(-1, rows.shape[1])
             asking = np.ascontiguousarray(asking)
             exact = np.argsort(-(asking @ rows.T), axis=1, kind="stable")
-            nearest = tree.search(asking, budget, 0, budget)
+            nearest = tree.search(indexed, asking, budget, 0, budget)
             pages, in_order = tree.pages(), np.arange(len(rows)) // page_rows
             for i, query in enumerate(asking):
                 wanted = exact[i, :TOP]
@@ -102,6 +104,6 @@ def index_overhead(model: Path, n: int, head_size: int, n_threads: int) -> dict[
     assert found.rows is not None
     keys = keys_of(found.rows, head_size)
     started = time.perf_counter()
-    IceCache(IceCacheConfig()).index(np.arange(n), keys, n_threads=n_threads)
+    IceCache(IceCacheConfig()).index(np.arange(n), ArrayKeys(keys), n_threads=n_threads)
     index_s = time.perf_counter() - started
     return {"prefill_s": prefill_s, "index_s": index_s}

@@ -13,7 +13,7 @@ All of them are immutable: each operation returns another object.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -23,6 +23,8 @@ import numpy.typing as npt
 
 from towerd.engine.embedded.live.pages import PageFile
 from towerd.kernels import dispatch
+from towerd.kernels._native import DciKeys
+from towerd.kernels.dci import keys_at
 from towerd.retention import Positions, Rows
 from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.rows import Bytes2D, KVRows
@@ -72,9 +74,9 @@ class RowChunk:
         """Planes and extensions, and where in them the rows with these numbers are."""
         return (*self.k, *self.v), self.ext, numbers
 
-    def keys(self, layer: int, numbers: Positions, span: slice) -> Bytes2D:
-        """The bytes `span` of one layer's K rows with these numbers."""
-        return self.k[layer][:, span][numbers]
+    def keys(self, layer: int) -> Bytes2D:
+        """One layer's K rows."""
+        return self.k[layer]
 
     def take(self, numbers: Positions) -> RowChunk:
         """A copy of the rows with these numbers."""
@@ -85,7 +87,8 @@ class RowChunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pages:
-    """A chunk on disk; see `RowChunk`. Methods that read rows raise PagesLost."""
+    """A chunk on disk; see `RowChunk`. The keys that the chat's index reads stay in RAM. Methods that
+    read rows raise PagesLost."""
 
     layout: KVLayout
     positions: Positions
@@ -93,15 +96,22 @@ class Pages:
     file: PageFile
     records: Positions
     """int64[n]: where each row is in the file."""
+    indexed: dict[int, Bytes2D]
+    """The K rows of the layers that are indexed, by layer."""
 
     @classmethod
-    def of(cls, chunk: RowChunk, folder: Path, file: PageFile | None = None) -> Pages:
-        """Append `chunk` to `file`, or to a new file in `folder` if it is None. Raises OSError."""
+    def of(
+        cls, chunk: RowChunk, folder: Path, file: PageFile | None, layers: Iterable[int]
+    ) -> Pages:
+        """Append `chunk` to `file`, or to a new file in `folder` if it is None. Raises OSError.
+
+        layers: those that are indexed"""
         parts = (*chunk.k, *chunk.v)
         if chunk.ext is not None:
             parts = (*parts, np.ascontiguousarray(chunk.ext).view(np.uint8))
         file = file or PageFile(folder, sum(part.shape[1] for part in parts))
-        return cls(chunk.layout, chunk.positions, chunk.places, file, file.add(parts))
+        keys = {layer: np.ascontiguousarray(chunk.k[layer]) for layer in layers}
+        return cls(chunk.layout, chunk.positions, chunk.places, file, file.add(parts), keys)
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -109,7 +119,7 @@ class Pages:
     @property
     def n_bytes(self) -> int:
         """RAM that the rows take."""
-        return 0
+        return sum(keys.nbytes for keys in self.indexed.values())
 
     def read(self, numbers: Positions) -> tuple[tuple[Bytes2D, ...], Ext | None]:
         ends = np.cumsum([plane.row_bytes for plane in self.layout.planes])
@@ -121,13 +131,14 @@ class Pages:
         wanted, at = np.unique(numbers, return_inverse=True)
         return *self.read(wanted), at.astype(np.int64)
 
-    def keys(self, layer: int, numbers: Positions, span: slice) -> Bytes2D:
-        return self.read(numbers)[0][layer][:, span]
+    def keys(self, layer: int) -> Bytes2D:
+        return self.indexed[layer]
 
     def take(self, numbers: Positions) -> Pages:
         """The rows with these numbers, in the same file."""
         positions, places = self.positions[numbers], self.places[numbers]
-        return Pages(self.layout, positions, places, self.file, self.records[numbers])
+        keys = {layer: _gathered(rows, numbers) for layer, rows in self.indexed.items()}
+        return Pages(self.layout, positions, places, self.file, self.records[numbers], keys)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -273,25 +284,32 @@ class OffloadedKeys:
     def __init__(self, offloaded: OffloadedRows, head_size: int, span: slice = slice(None)) -> None:
         layout = offloaded.chunks[0].layout
         n_kv = layout.k[0].n_elements // head_size
-        self._offloaded, self._chunk, self._number = (
-            offloaded,
-            offloaded.chunk[span],
-            offloaded.number[span],
-        )
-        self.shape: tuple[int, ...] = (layout.n_layer, n_kv, len(self._chunk), head_size)
+        self._chunks = offloaded.chunks
+        self._which = offloaded.chunk[span].astype(np.int32)
+        self._number = offloaded.number[span].astype(np.int32)
+        self.shape: tuple[int, ...] = (layout.n_layer, n_kv, len(self._which), head_size)
 
-    def __getitem__(self, place: tuple[int, int, Positions], /) -> Rows:
-        layer, head, wanted = place
+    def read(self, layer: int, head: int, wanted: Positions) -> Rows:
         out = np.empty((len(wanted), self.shape[3]), np.float32)
-        which, number = self._chunk[wanted], self._number[wanted]
+        which, number = self._which[wanted], self._number[wanted]
         for i in np.unique(which).tolist():
             mine = which == i
-            chunk = self._offloaded.chunks[i]
-            plane = chunk.layout.k[layer]
-            n_bytes = plane.row_bytes // self.shape[1]
-            span = slice(head * n_bytes, (head + 1) * n_bytes)
-            out[mine] = _floats(plane, chunk.keys(layer, number[mine], span))
+            rows = self._plane(self._chunks[i], layer, head)[number[mine]]
+            out[mine] = _floats(self._chunks[i].layout.k[layer], rows)
         return out
+
+    def at(self, layer: int, head: int, wanted: Positions) -> DciKeys:
+        planes = [self._plane(chunk, layer, head) for chunk in self._chunks]
+        formats = [chunk.layout.k[layer].format.name for chunk in self._chunks]
+        is_gone = wanted < 0
+        which = np.where(is_gone, np.int32(0), self._which[wanted])
+        number = np.where(is_gone, np.int32(-1), self._number[wanted])
+        return keys_at(planes, formats, which, number, self.shape[3])
+
+    def _plane(self, chunk: RowChunk | Pages, layer: int, head: int) -> Bytes2D:
+        """The rows of one KV head."""
+        n_bytes = chunk.layout.k[layer].row_bytes // self.shape[1]
+        return chunk.keys(layer)[:, head * n_bytes : (head + 1) * n_bytes]
 
 
 def _gathered(plane: Bytes2D, numbers: Positions) -> Bytes2D:
@@ -329,11 +347,5 @@ def keys_of(rows: KVRows, head_size: int, layer_step: int = 1) -> Rows:
 
 
 def _floats(plane: Plane, rows: Bytes2D) -> npt.NDArray[np.float32]:
-    """float32[n, elements]: the values of `rows`, which must not be quantized."""
-    data = np.ascontiguousarray(rows)
-    if plane.format.name == "f32":
-        return data.view(np.float32)
-    if plane.format.name == "f16":
-        return data.view(np.float16).astype(np.float32)
-    assert plane.format.name == "bf16", "quantized keys are not read"
-    return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    """float32[n, elements]: the values of `rows`."""
+    return dispatch.transcoded(rows, plane.format.name, "f32", 1).view(np.float32)

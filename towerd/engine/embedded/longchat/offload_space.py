@@ -80,7 +80,8 @@ class OffloadSpace:
     def page_out(self, live_set: BoundedSet) -> None:
         """Write the oldest rows that are not live to disk, if RAM has no room for them. They must
         be indexed."""
-        in_ram, n_max = live_set.offloaded.in_ram, self.n_ram(live_set)
+        in_ram, n_max, policy = live_set.offloaded.in_ram, self.n_ram(live_set), live_set.policy
+        assert isinstance(policy, Recalling)
         if len(in_ram) <= n_max or not self.disk_bytes_max:
             return
         n_live = int(np.isin(in_ram, live_set.kept).sum())
@@ -94,7 +95,8 @@ class OffloadSpace:
         self._free_disk(live_set, len(going) * self.layout.token_bytes)
         try:
             file = self._open_file(live_set, len(going) * self.layout.token_bytes)
-            pages = Pages.of(self._together(live_set, going), self.folder, file)
+            layers = policy.layers(self.layout.n_layer)
+            pages = Pages.of(self._together(live_set, going), self.folder, file, layers)
         except OSError as error:
             log.warning("old rows of a long chat are forgotten", extra={"reason": str(error)})
             self.forget(live_set, going)
