@@ -35,7 +35,7 @@ def ratio(found: Reading, full: Reading) -> Ratio:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class ReadText:
     """A text to read: its first `n_prompt` tokens are the prompt, the others the reply."""
 
     name: str
@@ -56,7 +56,7 @@ class Text:
 
 async def measure(
     service: Service[EmbeddedEngine],
-    texts: Sequence[Text],
+    texts: Sequence[ReadText],
     lives: Sequence[LiveBudget],
     advance: Advance,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -84,7 +84,7 @@ def place_of(live: LiveBudget) -> dict[str, Any]:
     return {"policy": live.policy, "scope": live.scope, "live": live.tokens}
 
 
-def n_read(texts: Sequence[Text], lives: Sequence[LiveBudget]) -> int:
+def n_read(texts: Sequence[ReadText], lives: Sequence[LiveBudget]) -> int:
     """The number of tokens of replies that `measure` reads."""
     return sum(text.n_read * (1 + sum(map(text.fits, lives))) for text in texts)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lab.bench.longchat import beyond, live, perplexity, retrieval
-from lab.bench.longchat.perplexity import Text
+from lab.bench.longchat.perplexity import ReadText
 from lab.bench.longchat.reading import last_attention
 from lab.bench.longchat.recall import index_overhead, recalls
 from lab.models.random_gguf import PRESETS
@@ -69,7 +69,7 @@ class Sizes:
     """Tokens whose keys are searched."""
 
 
-FULL = Sizes((256, 512), 1536, 512, 2, 2048, (1024, 2048, 4096), 8, 2048, 8, 2048)
+FULL = Sizes((256, 512), 1536, 512, 2, 2048, (1024, 2048, 4096), 4, 2048, 8, 2048)
 QUICK = Sizes((256, 512), 768, 64, 1, 0, (1024,), 2, 512, 3, 768)
 
 
@@ -174,7 +174,7 @@ def _sample() -> str:
 
 def _texts(
     tokenizer: TextTokenizer, texts: Mapping[str, str], sizes: Sizes, n_ctx: int
-) -> list[Text]:
+) -> list[ReadText]:
     """The windows to read: each as a prompt and a reply, the first ones also as a reply alone."""
     found = []
     n_prompt = min(sizes.prompt, n_ctx - sizes.reply - 1)
@@ -182,11 +182,11 @@ def _texts(
         windows = tokenizer.windows(text, sizes.windows, n_prompt + sizes.reply)
         for i, window in enumerate(windows):
             ids = window.astype(np.int32)
-            found.append(Text(f"{name} {i}" if i else name, "prompt", ids, n_prompt))
+            found.append(ReadText(f"{name} {i}" if i else name, "prompt", ids, n_prompt))
         if sizes.read_as_reply:
             n = min(sizes.read_as_reply, n_ctx - 1)
             ids = tokenizer.windows(text, 1, n)[0].astype(np.int32)
-            found.append(Text(name, "reply", ids, 1))
+            found.append(ReadText(name, "reply", ids, 1))
     return found
 
 
@@ -211,7 +211,7 @@ async def served(path: Path, ctx_size: int = 0) -> AsyncIterator[Service[Embedde
 async def _perplexity(
     report: LongchatReport,
     service: Service[EmbeddedEngine],
-    texts: Sequence[Text],
+    texts: Sequence[ReadText],
 ) -> None:
     of_scope = [each for each in report.lives if each.scope == SCOPE]
     ways = {"prompt": report.lives, "reply": of_scope}

@@ -209,6 +209,8 @@ def test_a_quick_run(
 ) -> None:
     """Small sizes, everything measured; the last line is one JSON object with the expected keys."""
     monkeypatch.setattr(retrieval, "N_PAIRS", 2)
+    monkeypatch.setattr(retrieval, "DOORS", retrieval.DOORS[:2])
+    monkeypatch.setattr(retrieval, "FACTS", retrieval.FACTS[:2])
     sizes = policies.Sizes((64,), 160, 24, 1, 80, (300,), 1, 160, 2, 160)
     monkeypatch.setattr(policies, "QUICK", sizes)
     monkeypatch.setattr(policies, "Config", partial(Config, threads=1, threads_batch=1))

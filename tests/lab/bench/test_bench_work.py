@@ -9,7 +9,7 @@ import pytest
 
 from lab.bench import commands, daemon_commands
 from lab.bench.longchat import beyond, perplexity, policies
-from lab.bench.longchat.perplexity import Text
+from lab.bench.longchat.perplexity import ReadText
 from lab.bench.work import OF_FILES, QUICK_WORK
 from towerd.cli.bench.harness.work import QUICK_S_MAX, RESUME_WORK, SWITCH_WORK, Work
 from towerd.cli.lab import BENCHMARKS
@@ -47,7 +47,9 @@ def test_the_work_of_longchat_is_what_it_does() -> None:
     progress."""
     sizes, work = policies.QUICK, QUICK_WORK["longchat.policies"]
     lives = policies.lives(sizes.budgets)
-    text = Text("text", "prompt", ids_array(bytes(4 * (sizes.prompt + sizes.reply))), sizes.prompt)
+    text = ReadText(
+        "text", "prompt", ids_array(bytes(4 * (sizes.prompt + sizes.reply))), sizes.prompt
+    )
     n_written = perplexity.n_read([text], lives)
     (n_document,) = sizes.documents
     n_chats = 2 * beyond.CONTEXTS * sizes.context * sizes.beyond_asked
