@@ -20,7 +20,7 @@ from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.engine.embedded.live.live_set import BoundedSet
 from towerd.engine.embedded.longchat.budgets import bounded
 from towerd.kernels import dispatch
-from towerd.retention import Rows
+from towerd.retention import Rows, Signal, open_retention, retention_config
 from towerd.service import Service
 from towerd.slots.rows import KVRows
 from towerd.tokens import Ids
@@ -99,20 +99,31 @@ async def read(
     live: LiveBudget,
     advance: Advance = lambda _: None,
 ) -> Reading:
-    """Read `reply` behind `prompt` under a budget. The service must have no other requests.
+    """Read `reply` behind `prompt` under a budget. The service must have no other requests. A policy that
+    goes by all queries so far has the prompt evaluated anew: stored rows bring none.
 
     advance: called with the number of tokens that were read. Raises TowerdError."""
+    service.engine.budgets.check(live)
     given = GivenReply(service.engine, np.asarray(reply, np.int32), advance)
     request = GenerateRequest(
         ids=np.ascontiguousarray(prompt, np.int32),
         reply=cast("Reply", given),
         n_predict=len(reply),
         live=live,
+        cache_prompt=not counts_all(live),
     )
     async for _ in service.sessions.run(request):
         pass
     aside_bytes = await bytes_aside(service.engine, live)
     return Reading(np.array(given.surprises), np.array(given.live), aside_bytes)
+
+
+def counts_all(live: LiveBudget) -> bool:
+    """Whether a policy goes by all queries so far."""
+    if not live.is_bounded:
+        return False
+    policy = open_retention(retention_config(live.policy, live.tokens))
+    return Signal.MASS in policy.signals
 
 
 async def bytes_aside(engine: EmbeddedEngine, live: LiveBudget) -> int:

@@ -10,6 +10,7 @@ import pytest
 from lab.bench import commands, daemon_commands
 from lab.bench.longchat import beyond, perplexity, policies
 from lab.bench.longchat.perplexity import ReadText
+from lab.bench.longchat.reading import counts_all
 from lab.bench.work import OF_FILES, QUICK_WORK
 from towerd.cli.bench.harness.work import QUICK_S_MAX, RESUME_WORK, SWITCH_WORK, Work
 from towerd.cli.lab import BENCHMARKS
@@ -52,8 +53,9 @@ def test_the_work_of_longchat_is_what_it_does() -> None:
     )
     n_written = perplexity.n_read([text], lives)
     (n_document,) = sizes.documents
-    n_chats = 2 * beyond.CONTEXTS * sizes.context * sizes.beyond_asked
-    assert sizes.prompt + n_document + n_chats <= work.read
+    n_anew = sizes.prompt * (1 + sum(map(counts_all, lives)))
+    n_chats = 2 * beyond.CONTEXTS * sizes.context
+    assert n_anew + n_document + n_chats <= work.read
     assert n_written <= work.written
 
 
