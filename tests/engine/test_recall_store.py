@@ -133,7 +133,7 @@ def test_a_large_model_recalls_at_default_settings(tmp_path: Path, n_layer: int)
         space = OffloadSpace(layout, 128, n_ram, n_disk, tmp_path)
         assert space.n_max(live_set) >= least
         assert space.why_nothing(live_set, 32768) is None
-    too_little = OffloadSpace(layout, 128, 1 << 28, 0, tmp_path)
+    too_little = OffloadSpace(layout, 128, 1 << 27, 0, tmp_path)
     why = too_little.why_nothing(live_set, 32768)
     assert why is not None
     (needed,) = map(int, re.findall(r"(\d+)M would hold as many again", why))
