@@ -36,7 +36,7 @@ MODEL_COMMANDS = {
 BENCHMARKS = {
     name: f"lab.bench.daemon_commands:{name}"
     for name in (
-        "memory concurrency tools models proxy soak store quality cold longchat volatile".split()
+        "memory concurrency tools models proxy soak store quality transform cold longchat volatile".split()
     )
 }
 """Benchmarks of `towerctl bench`."""

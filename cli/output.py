@@ -44,7 +44,7 @@ def progress_bar(
     columns: Sequence[Any] = (), *, quiet: bool = False
 ) -> AbstractContextManager[Lines | Progress]:
     """What a long command shows of its tasks on stderr: bars on a terminal, which disappear when they
-    are done; elsewhere a line a minute. quiet: nothing."""
+    are done; elsewhere a line every ten seconds. quiet: nothing."""
     if quiet:
         return Lines(lambda line: None)
     if not sys.stderr.isatty():
@@ -53,7 +53,7 @@ def progress_bar(
 
 
 def progress_lines(*, quiet: bool = False) -> Lines:
-    """A line a minute on stderr, also on a terminal: for a command that prints its results meanwhile,
+    """A line every ten seconds on stderr, also on a terminal: for a command that prints its results meanwhile,
     which a bar would get in the way of. quiet: nothing."""
     return Lines(lambda line: None if quiet else click.echo(line, err=True))
 

@@ -1,4 +1,4 @@
-"""What a long command shows where there is no terminal for a bar: a line a minute."""
+"""What a long command shows where there is no terminal for a bar: a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-LINE_S = 60.0
+LINE_S = 10.0
 """Seconds between two lines."""
 
 

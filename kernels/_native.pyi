@@ -114,6 +114,7 @@ class Kernels:
         head_dim: int,
         scale: float,
         n_threads: int = 1,
+        sinks: npt.NDArray[np.float32] | None = None,
     ) -> npt.NDArray[np.float32]: ...
 
 def mixer_state_size(n_tokens: int) -> int:
@@ -339,3 +340,57 @@ class NodeTap:
         self, name: str, layer: int
     ) -> tuple[tuple[int, ...], tuple[int, ...], npt.NDArray[np.uint8]]:
         """(shape, strides in bytes, data) of a tensor. KeyError if it is not there."""
+
+class RowTransform:
+    """A learned linear transform of rows; see lab.reference.row_transform."""
+
+    def __init__(
+        self,
+        vectors: npt.NDArray[np.uint16],
+        mean: npt.NDArray[np.float32],
+        weights: npt.NDArray[np.float32],
+    ) -> None: ...
+    @property
+    def n_components(self) -> int: ...
+    @property
+    def n_elements(self) -> int: ...
+
+class Quantizer:
+    """How components are rounded and written; see lab.reference.row_transform."""
+
+    def __init__(
+        self,
+        step: float,
+        dead_zone: float,
+        shrink: float,
+        classes: npt.NDArray[np.uint8],
+        shifts: npt.NDArray[np.uint8],
+        frequencies: npt.NDArray[np.uint16],
+    ) -> None: ...
+
+PAGE_ROWS_MAX: int
+
+def row_components(
+    transform: RowTransform,
+    planes: Sequence[npt.NDArray[np.uint8]],
+    format: str,
+    n_threads: int,
+    isa: str,
+) -> npt.NDArray[np.float32]:
+    """The components of rows, float32[n, n_components]."""
+
+def encode_row_pages(
+    jobs: Sequence[tuple[RowTransform, Quantizer, Sequence[npt.NDArray[np.uint8]]]],
+    format: str,
+    n_threads: int,
+    isa: str,
+) -> list[bytes]:
+    """The page of each (transform, quantizer, planes)."""
+
+def decode_row_pages(
+    jobs: Sequence[tuple[RowTransform, Quantizer, Any, Sequence[npt.NDArray[np.uint8]]]],
+    format: str,
+    n_threads: int,
+    isa: str,
+) -> list[bool]:
+    """Whether each (transform, quantizer, page, planes) could be read into its planes."""

@@ -178,6 +178,7 @@ def attention_mass(
     head_dim: int,
     scale: float,
     n_threads: int = THREADS,
+    sinks: Floats | None = None,
 ) -> Floats:
     """float32[KV heads, n], new: the attention that each of n cached keys of one layer gets, summed
     over the heads of m queries that read the KV head. Each head of a query spreads 1,
@@ -189,9 +190,13 @@ def attention_mass(
     n_seen: int64[m], 1 to n: how many keys the query sees, from the first on; this is a causal
         mask if keys are in order of position
     head_dim: 1 to 1024
+    sinks: float32[heads], contiguous: the score of what takes its share beside all keys (gpt-oss);
+        None: there is nothing
 
     Sums are in float32 or wider. Source: llama.cpp `src/llama-graph.cpp`, build_attn_mha.
 
     ValueError for mismatched shapes, a format of which a head is not whole blocks, a count that is out
     of range, rows that are not finite, and scores beyond what float32 holds."""
-    return _kernels().attention_mass(queries, keys, format, n_seen, head_dim, scale, n_threads)
+    return _kernels().attention_mass(
+        queries, keys, format, n_seen, head_dim, scale, n_threads, sinks
+    )

@@ -195,6 +195,14 @@ class Rope:
             chain(positions + np.asarray(delta, np.int32)).astype(np.float64) - chain(positions)
         )
 
+    def row_tables(
+        self, layer: int, positions: npt.NDArray[np.int32], *, back: bool
+    ) -> tuple[Table, Table]:
+        """cos and sin, float32[n, n_rot / 2], one line per row, that move keys from position 0 to where
+        llama.cpp rotates them at `positions`, or back."""
+        angles = self.layers[layer].chain(positions).astype(np.float64)
+        return _turn(-angles if back else angles)
+
 
 def _turn(angles: Angles) -> tuple[Table, Table]:
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

@@ -74,6 +74,36 @@ def _numbered(rows: KVRows, to: int) -> KVRows:
     return replace(rows, positions=positions, blob=None)
 
 
+def unrotated(rows: KVRows, rope: Rope, *, n_threads: int = dispatch.THREADS) -> KVRows:
+    """Native rows with every key as it would be at position 0, which is what is alike among the layers and
+    positions of a text. `rotated` brings them back, but for a rounding each way.
+
+    StateError as `shift`, and for M-RoPE, whose keys have positions of several components."""
+    return _turned(rows, rope, True, n_threads)
+
+
+def rotated(rows: KVRows, rope: Rope, *, n_threads: int = dispatch.THREADS) -> KVRows:
+    """Rows of `unrotated` with each key at its position again."""
+    return _turned(rows, rope, False, n_threads)
+
+
+def _turned(rows: KVRows, rope: Rope, back: bool, n_threads: int) -> KVRows:
+    check_rope(rows.layout, rope)
+    if rows.ext is not None:
+        raise StateError("keys of an M-RoPE are not rotated back")
+    tables: dict[LayerRope, _Tables] = {}
+    lines = np.arange(len(rows), dtype=np.int32)
+    planes = []
+    for i, (plane, layer) in enumerate(zip(rows.layout.k, rope.layers, strict=True)):
+        source = rows.k[i]
+        if layer.kind != "none":
+            if layer not in tables:
+                tables[layer] = _Tables(*rope.row_tables(i, rows.positions, back=back), lines)
+            source = _rotated(source, plane, layer, tables[layer], 0, n_threads)
+        planes.append(source)
+    return KVRows(rows.layout, rows.positions, tuple(planes), rows.v, None, rows.v_trans)
+
+
 def compose_at(
     parts: Sequence[KVRows],
     rope: Rope,

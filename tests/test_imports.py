@@ -54,7 +54,7 @@ INNER_LAYERS = {
         {"codec"},
         {"kept"},
         {"forms"},
-        {"models", "prior"},
+        {"models", "prior", "rows"},
         {"text", "vocabulary"},
         {"container", "media"},
         {"base"},

@@ -39,7 +39,7 @@ public:
     Head(const AttentionMass & job, const Isa & isa, std::size_t n_threads)
         : job_(job),
           isa_(isa),
-          n_panels_((job.keys.n + kPanel - 1) / kPanel),
+          n_panels_(job.keys.n / kPanel + 1),  // with room for a sink behind the keys
           n_rows_(job.queries.n * group()),
           n_tasks_(std::min(kTasksMax, (n_rows_ + kTile - 1) / kTile)),
           n_threads_(useful_threads(n_threads, n_rows_ * job.keys.n * sizeof(float))),
@@ -77,7 +77,7 @@ private:
     bool pack(std::size_t kv, std::size_t p) {
         alignas(64) float numbers[kHeadDimMax];
         const std::size_t first = p * kPanel;
-        const std::size_t n = std::min(kPanel, job_.keys.n - first);
+        const std::size_t n = std::min(kPanel, job_.keys.n - first);  // 0 in a panel for a sink alone
         float *           to = panel(p);
         float             peak = 0.0f;
         for (std::size_t j = 0; j < n; ++j) {
@@ -128,7 +128,14 @@ private:
             if (!(isa_.peak(row, n_row) < __builtin_inff())) {
                 return false;
             }
-            isa_.add_softmax(row, n_row, masses);
+            if (job_.sinks == nullptr) {
+                isa_.add_softmax(row, n_row, masses);
+                continue;
+            }
+            const float others = masses[n_row];
+            row[n_row] = job_.sinks[kv * group() + (row0 + r) % group()];
+            isa_.add_softmax(row, n_row + 1, masses);
+            masses[n_row] = others;
         }
         return true;
     }

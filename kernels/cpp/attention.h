@@ -19,6 +19,7 @@ struct AttentionMass {
     std::size_t          n_kv_heads;
     std::size_t          head_dim;  // at most kHeadDimMax
     float                scale;     // of scores before the softmax
+    const float *        sinks;     // for each head, the score of what is beside all keys; null: there is nothing
     float *              mass;      // n_kv_heads rows of one for each key
 };
 

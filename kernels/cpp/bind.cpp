@@ -39,7 +39,7 @@ struct Kernels {
     void       rope_shift(handle src, handle out, handle format, handle cos, handle sin, handle row_table, handle head_dim,
                           handle n_rot, handle first, handle neox, handle hadamard_block, handle n_threads) const;
     nb::object attention_mass(handle queries, handle keys, handle format, handle n_seen, handle head_dim, handle scale,
-                              handle n_threads) const;
+                              handle n_threads, handle sinks) const;
 };
 
 void Kernels::copy_planes(handle dst, handle jobs, handle n_threads) const {
@@ -331,6 +331,19 @@ void check_seen(const Buffer & seen, std::size_t n_queries, std::size_t n_keys) 
     }
 }
 
+void check_sinks(const Buffer & sinks, std::size_t n_heads) {
+    sinks.require_contiguous("sinks");
+    if (sinks.shape(0) != n_heads) {
+        refuse("sinks", "expected " + std::to_string(n_heads) + " entries");
+    }
+    const auto * score = reinterpret_cast<const float *>(sinks.data());
+    for (std::size_t i = 0; i < n_heads; ++i) {
+        if (!std::isfinite(score[i])) {
+            refuse("sinks", "entry " + std::to_string(i) + " is not finite");
+        }
+    }
+}
+
 [[noreturn]] void refuse_attention(const BadAttention & bad) {
     if (bad.what == BadAttention::What::kScore) {
         refuse("queries", "a score is beyond what float32 holds");
@@ -338,8 +351,8 @@ void check_seen(const Buffer & seen, std::size_t n_queries, std::size_t n_keys) 
     refuse(bad.what == BadAttention::What::kKey ? "keys" : "queries", "row " + std::to_string(bad.row) + " is not finite");
 }
 
-nb::object Kernels::attention_mass(handle queries, handle keys, handle format,
-                               handle n_seen, handle head_dim, handle scale, handle n_threads) const {
+nb::object Kernels::attention_mass(handle queries, handle keys, handle format, handle n_seen, handle head_dim,
+                                   handle scale, handle n_threads, handle sinks) const {
     const std::size_t threads = threads_of(n_threads);
     const Buffer      query_rows(queries, "queries", false, 2, sizeof(float), kFloat);
     const Buffer      key_rows(keys, "keys", false, 2, 1, kBytes);
@@ -359,6 +372,12 @@ nb::object Kernels::attention_mass(handle queries, handle keys, handle format,
     const Buffer seen(n_seen, "n_seen", false, 1, sizeof(std::int64_t), kInt64);
     check_seen(seen, job.queries.n, job.keys.n);
     job.n_seen = reinterpret_cast<const std::int64_t *>(seen.data());
+    std::optional<Buffer> scores;
+    if (!sinks.is_none()) {
+        scores.emplace(sinks, "sinks", false, 1, sizeof(float), kFloat);
+        check_sinks(*scores, job.n_heads);
+        job.sinks = reinterpret_cast<const float *>(scores->data());
+    }
     const nb::object mass = nb::module_::import_("numpy").attr("empty")(nb::make_tuple(job.n_kv_heads, job.keys.n), "float32");
     std::optional<BadAttention> bad;
     {
@@ -413,7 +432,8 @@ NB_MODULE(_native, m) {
              "head_dim"_a.none(), "n_rot"_a.none(), "first"_a.none(), "neox"_a.none(), "hadamard_block"_a.none(),
              "n_threads"_a.none() = 1)
         .def("attention_mass", &Kernels::attention_mass, "queries"_a.none(), "keys"_a.none(), "format"_a.none(),
-             "n_seen"_a.none(), "head_dim"_a.none(), "scale"_a.none(), "n_threads"_a.none() = 1);
+             "n_seen"_a.none(), "head_dim"_a.none(), "scale"_a.none(), "n_threads"_a.none() = 1,
+             "sinks"_a.none() = nb::none());
     m.def("check_rope_shift", &check_rope_shift, "src"_a.none(), "out"_a.none(), "format"_a.none(), "cos"_a.none(), "sin"_a.none(), "row_table"_a.none(),
           "head_dim"_a.none(), "n_rot"_a.none(), "first"_a.none(), "neox"_a.none(), "hadamard_block"_a.none(),
           "n_threads"_a.none() = 1);
@@ -423,6 +443,7 @@ NB_MODULE(_native, m) {
     bind_lm(m);
     bind_mixer(m);
     bind_pages(m);
+    bind_row_transform(m);
     bind_side_by_side(m);
     bind_taps(m);
     bind_token_index(m);

@@ -6,11 +6,8 @@
 #include <cstring>
 #include <new>
 
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#endif
-
 #include "parallel.h"
+#include "plain_floats.h"
 
 namespace towerd {
 
@@ -38,30 +35,6 @@ public:
 private:
     std::unique_ptr<float, void (*)(void *)> memory_;
     float *                                  data_;
-};
-
-// Sets this thread to round to nearest and keep subnormal numbers while the object lives.
-class PlainFloats {
-public:
-#if defined(__x86_64__)
-    PlainFloats() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
-    ~PlainFloats() { _mm_setcsr(saved_); }
-
-private:
-    unsigned int saved_;
-#elif defined(__aarch64__)
-    PlainFloats() {
-        __asm__ volatile("mrs %0, fpcr" : "=r"(saved_));
-        __asm__ volatile("msr fpcr, %0" : : "r"(std::uint64_t{0}) : "memory");
-    }
-    ~PlainFloats() { __asm__ volatile("msr fpcr, %0" : : "r"(saved_) : "memory"); }
-
-private:
-    std::uint64_t saved_ = 0;
-#else
-    PlainFloats() {}
-    ~PlainFloats() {}
-#endif
 };
 
 }  // namespace

@@ -86,6 +86,32 @@ def quality(model: Path | None, text: Path | None, plot_path: Path | None, quick
 
 
 @click.command()
+@trained_model_option("Trained GGUF to measure")
+@click.option(
+    "--learn",
+    "learn_text",
+    type=FILE,
+    help="UTF-8 text to learn from; default: two thirds of the one that calibration uses.",
+)
+@click.option(
+    "--text", type=FILE, help="UTF-8 text to measure on; default: the last third of that one."
+)
+@click.option(
+    "--layers",
+    type=click.IntRange(1, 64),
+    default=5,
+    show_default=True,
+    help="Layers that are transformed together.",
+)
+@QUICK
+def transform(
+    model: Path | None, learn_text: Path | None, text: Path | None, layers: int, quick: bool
+) -> None:
+    """Bits and drift of transform-coded rows beside the block formats, and the time to bring them back."""
+    _run("transform.rates", model, quick, learn_text=learn_text, text=text, layers=layers)
+
+
+@click.command()
 @trained_model_option("GGUF to evaluate thawed sessions with")
 @click.option(
     "--data",
@@ -123,7 +149,13 @@ def cold(
 
 
 @click.command()
-@trained_model_option("GGUF to measure, a trained one")
+@click.option(
+    "--model",
+    "-m",
+    type=FILE,
+    help="GGUF to measure, a trained one; default: SmolLM2, or where it was not fetched the package's "
+    "model for retrieval.",
+)
 @click.option(
     "--text",
     type=FILE,
@@ -137,12 +169,12 @@ def cold(
 @click.option(
     "--pairs",
     type=FILE,
-    help="Key-value examples of Lost in the Middle, .jsonl.zst, for retrieval.",
+    help="Key-value examples of Lost in the Middle, .jsonl.zst, to tell instead of random pairs.",
 )
 @click.option(
     "--live",
     is_flag=True,
-    help="Instead: time per token in the daemon, IceCache beside the full cache.",
+    help="The time a token alone, IceCache beside the full cache; without --quick it is measured at the end.",
 )
 @QUICK
 def longchat(
@@ -153,7 +185,7 @@ def longchat(
     live: bool,
     quick: bool,
 ) -> None:
-    """What a bounded live cache costs, per retention policy, beside the full cache."""
+    """What a bounded live cache costs and keeps, by policy and scope, beside the full cache."""
     if live:
         if any(path is not None for path in (text, meetings, pairs)):
             raise click.UsageError("--live goes with --model and --quick only.")

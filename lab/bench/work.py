@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from towerd.cli.bench.harness.work import SMALL, Work, switch_work
 
-RETRIEVAL, SMOLLM2 = 720_000, 135_000_000
-"""Parameters of the package's model for retrieval, and of the default model if it was fetched."""
+SMOLLM2 = 135_000_000
+"""Parameters of the default model if it was fetched."""
 QUICK_WORK = {
     "memory": switch_work(1, 1),
     # 1 to 8 streams twice on each server, then 1 and 8 with drafts, three times as long.
     "concurrency": Work(SMALL, 2 * 4 * 15 * 32, 2 * 2 * (15 * 32 + 9 * 96), starts=4),
     # Three agents with 3,500 tokens each; llama-server evaluates them at each of three turns.
     "tools": Work(SMALL, 3 * 3500 + 9 * 200 + 9 * 4300, 2 * 9 * 30, starts=2),
-    # 1,023 tokens under eight budgets and once for recall; four questions of 512 tokens under seven.
-    "longchat.policies": Work(RETRIEVAL, 9 * 1023 + 7 * 4 * 512, 7 * 4 * 12, 2, 0.0045),
+    # A text, a document and a chat of three contexts, then 16 to 60 tokens for each of 22 budgets and for
+    # each of their questions; a choice takes 0.1 s.
+    "longchat.policies": Work(
+        SMOLLM2,
+        832 + 1100 + 768 + 22 * 32 + 8 * 23 * 60 + 2 * 3 * 1536,
+        23 * (64 + 140),
+        4,
+        other_s=0.1 * 22 * 9,
+    ),
     # Six loads on each server; a router evaluates the whole chat again at each of four switches.
     "models": Work(SMALL, 2 * 2 * 512 + 4 * 600 + 3 * 4 * 16, 2 * 10 * 8, starts=14),
     # 54 s with 50 s of CPU, of which the pauses and the starts do not grow.
@@ -24,6 +31,11 @@ QUICK_WORK = {
     "store": Work(0, 0, 0, starts=0, other_s=10),
     # Prefixes of 7,025 tokens, then 30 tables on 16 continuations of 64 tokens; drift on two.
     "quality.formats": Work(SMOLLM2, 7025 + 30 * 16 * 64 + 6000, 0, starts=2),
+    # Prefixes of 7,500 tokens; 12 groups on three continuations of 64, three codings and three block formats on
+    # four, one of them token by token; a chat of 2,048 once more. Learning takes 40 s.
+    "transform.rates": Work(
+        SMOLLM2, 7500 + 64 * (3 * 13 + 4 * 9) + 2048, 64 * 11, starts=3, other_s=80
+    ),
     # A chat of 8,000 tokens takes 70.3 s to evaluate, twice that on slow cores, and one of 1,000; 20
     # sessions are coded, and one of 8,000 tokens decoded 27 times.
     "cold": Work(SMOLLM2, 1000, 4, starts=3, other_s=2 * 70.3 + 60),

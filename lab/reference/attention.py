@@ -19,6 +19,7 @@ def attention_mass(
     head_dim: int,
     scale: float,
     n_threads: int = 1,
+    sinks: Floats | None = None,
 ) -> Floats:
     """See `dispatch.attention_mass`."""
     m, n = len(queries), len(keys)
@@ -37,8 +38,11 @@ def attention_mass(
         if (np.maximum(np.abs(dots), np.abs(scores)) * ~hidden > F32_MAX).any():
             raise ValueError("queries: a score is beyond what float32 holds")
         scores[hidden] = -np.inf
+        if sinks is not None:
+            scores = np.append(scores, np.full((m, 1), np.float64(sinks[head])), axis=1)
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        total[head // group] += (weights / weights.sum(axis=1, keepdims=True)).sum(axis=0)
+        shares = weights / weights.sum(axis=1, keepdims=True)
+        total[head // group] += shares[:, :n].sum(axis=0)
     return total.astype(np.float32)
 
 

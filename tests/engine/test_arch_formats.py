@@ -26,8 +26,7 @@ ARCHS = ("lfm2", "mamba", "gemma3", "deepseek2", "qwen2vl")
 """Hybrid, recurrent, window, MLA, M-RoPE."""
 WITH_STATES = ("lfm2", "mamba")
 WITHOUT_ROWS = ("mamba",)
-CALIBRATED = ("deepseek2",)
-MOVABLE = ("deepseek2", "gemma3", "qwen2vl")
+CALIBRATED = ("deepseek2", "gemma3", "qwen2vl")
 END = 4
 """<|im_end|>."""
 SHRINKING = {"level_formats": "0=q8h,1=q8h", "shrink_after_s": 0.0}
@@ -144,12 +143,11 @@ async def test_fidelity_near(opened: Any, oracle: Oracle, arch: str) -> None:
         if arch in CALIBRATED:
             await calibrated(service)
         else:
-            view, is_movable = service.engine.calibrator.view(), arch in MOVABLE
-            assert view["state"] == ("waiting" if is_movable else "off")  # for moved rows
+            view = service.engine.calibrator.view()
+            assert view["state"] == "off"
             assert view["why"]
-            if not is_movable:
-                with pytest.raises(NotSupported, match="nothing to calibrate: .*recurrent"):
-                    service.engine.calibrator.request(again=False)
+            with pytest.raises(NotSupported, match="nothing to calibrate: .*recurrent"):
+                service.engine.calibrator.request(again=False)
         if service.tiers.formats is not None and not service.tiers.formats.is_native:
             await shrunk(service)
         await settle(service)

@@ -1,4 +1,4 @@
-"""Texts that the benchmark of long chats reads under a budget: as the scheduler evaluates them."""
+"""Texts that the benchmark of long chats reads under a budget: as the engine generates them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from oracle import ask, settle, some_ids
 from services import OpenService
 
-from lab.bench.longchat.perplexity import live_by_token, ratio
+from lab.bench.longchat.perplexity import ratio
 from lab.bench.longchat.reading import last_attention, read
 from towerd.engine.base import LiveBudget
 from towerd.errors import InvalidRequest
@@ -17,49 +17,52 @@ N = 200
 SETTINGS = {"retention": "h2o", "threads": 1}
 
 
-@pytest.mark.parametrize("live", [LiveBudget(), LiveBudget("streaming", 48), LiveBudget("h2o", 48)])
+@pytest.mark.parametrize(
+    "live",
+    [LiveBudget(), LiveBudget("streaming", 48), LiveBudget("h2o", 48, "head")],
+    ids=["full", "streaming", "h2o"],
+)
+@pytest.mark.parametrize("n_prompt", [1, 40, 100])
 async def test_a_token_is_as_probable_as_when_it_is_generated(
-    service_on: OpenService, live: LiveBudget
+    service_on: OpenService, live: LiveBudget, n_prompt: int
 ) -> None:
-    """What the engine says while a reply outgrows the budget has the log-probability that reading it
-    finds."""
-    n_prompt, n_reply = 40, 30
+    """What the engine says in a reply has the log-probability that reading it finds, whether the reply
+    or the prompt outgrows the budget."""
+    n_reply = 60
     async with service_on(bundled_model(), **SETTINGS) as service:
-        ids = some_ids(n_prompt)
-        answer = await ask(service, ids, n_reply, live=live)
-        whole = np.concatenate([ids, np.array(answer.ids, np.int32)])
-        found = await read(service.engine, whole, live)
+        prompt = some_ids(n_prompt)
+        answer = await ask(service, prompt, n_reply, live=live)
+        found = await read(service, prompt, np.array(answer.ids), live)
         said = [probs.logprob for probs in answer.probs]
-        np.testing.assert_allclose(-found.surprises[n_prompt - 1 :], said, atol=2e-3)
-        assert found.live.max() == (48 if live.is_bounded else n_prompt + n_reply)
+        np.testing.assert_allclose(-found.surprises, said, atol=2e-3)
+        n_cells = max(n_prompt, 48) if live.is_bounded else n_prompt + n_reply - 1
+        assert found.live.max() <= n_cells
         await settle(service)
 
 
 async def test_budgets_hold_and_cost_something(service_on: OpenService) -> None:
-    """Each token sees as many as the policy leaves; a budget as long as the text costs nothing."""
+    """The budget holds for each token of the reply; one as long as the text costs nothing."""
     async with service_on(bundled_model(), **SETTINGS) as service:
         ids = some_ids(N, 3)
-        full = await read(service.engine, ids, LiveBudget())
-        assert full.live.tolist() == list(range(1, N + 1))
-        whole = await read(service.engine, ids, LiveBudget("buzz", N + 8))
+        prompt, reply = ids[:120], ids[120:]
+        full = await read(service, prompt, reply, LiveBudget())
+        assert full.live.tolist() == list(range(120, N))
+        whole = await read(service, prompt, reply, LiveBudget("buzz", N + 8))
         assert ratio(whole, full).value == pytest.approx(1, abs=1e-4)
         for name in ("streaming", "buzz", "h2o", "icecache"):
-            found = await read(service.engine, ids, LiveBudget(name, 64))
-            assert found.live.max() == 64
-            if name != "icecache":  # which needs keys to choose by
-                expected = live_by_token(LiveBudget(name, 64), N)
-                assert found.live.tolist() == expected.tolist(), name
-            assert found.surprises[:63].tolist() == pytest.approx(full.surprises[:63], abs=1e-3)
-            assert abs(found.surprises[64:] - full.surprises[64:]).max() > 0.01
+            found = await read(service, prompt, reply, LiveBudget(name, 64, "layer"))
+            assert found.live.max() <= 64
+            assert (found.aside_bytes > 0) == (name == "icecache")
+            assert abs(found.surprises - full.surprises).max() > 0.01
         with pytest.raises(InvalidRequest):
-            await read(service.engine, ids, LiveBudget("streaming", 2))
+            await read(service, prompt, reply, LiveBudget("streaming", 2))
         await settle(service)
 
 
 async def test_the_last_queries_and_the_keys_before_them(service_on: OpenService) -> None:
     """Of the same layers and heads, turned to the same places: what is near is attended to."""
     async with service_on(bundled_model(), **SETTINGS) as service:
-        keys, queries = await last_attention(service.engine, some_ids(N), 8)
+        keys, queries = await last_attention(service, some_ids(N), 8)
         layers, heads, n_queries, size = queries.shape
         assert keys.shape == (layers, heads // 2, N - 8, size)
         assert n_queries == 8

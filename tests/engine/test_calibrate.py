@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from oracle import ask, check_integrity, settle
 from services import EmbeddedService, OpenService
+from waiting import until_async
 
 from towerd.drift import Drift
 from towerd.engine.embedded.calibration.calibrate import Calibrator, calibration_text
@@ -155,11 +156,37 @@ async def test_off_when_it_would_change_nothing(
         assert service.tiers.formats == before
 
 
-async def test_closing_ends_a_running_calibration(service_on: OpenService) -> None:
+async def test_a_calibration_that_was_stopped_continues(service_on: OpenService) -> None:
+    """What was measured is not measured again, and what is to come is announced as it is."""
     async with service_on(bundled_model(), threads=1) as service:
+        key = f"calibrating:{service.store.state.digest.hex()}"
         service.engine.calibrator.request(again=False)
+        announced = await total(service)
+        await until_async(lambda: bool(service.store.get_meta(key)))
     async with service_on(bundled_model(), threads=1) as service:
         assert service.engine.calibrator.view()["state"] in ("waiting", "done")
+        service.engine.calibrator.request(again=False)
+        left = await total(service)
+        assert left < announced
+        view = await finished(service)
+        assert view["state"] == "done", view["why"]
+        assert service.store.get_meta(key) == ""
+        done = view["progress"]["done"]
+        assert done == view["progress"]["total"]
+        assert 0.5 * left < done < 2 * left
+        before = Calibration.from_json(view["calibration"])
+        # pieces of another text, machine or version are no pieces of this one
+        service.store.set_meta(key, '{"digest": "another", "moves": [[]]}')
+        service.engine.calibrator.request(again=True)
+        assert await total(service) > left
+    assert before.choices.keys() == BOUNDS.keys()
+
+
+async def total(service: EmbeddedService) -> int:
+    """The tokens that a calibration announces."""
+    view = service.engine.calibrator.view
+    await until_async(lambda: view()["progress"]["total"] > 0)
+    return int(view()["progress"]["total"])
 
 
 async def test_a_damaged_calibration_is_made_again(service_on: OpenService) -> None:

@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import pytest
 
 from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.engine.embedded.calibration.calibrate import calibration_text, plan_for
-from towerd.engine.embedded.calibration.measure import Measurer, log_softmax
+from towerd.engine.embedded.calibration.measure import Measured, Measurer, log_softmax
 from towerd.engine.embedded.calibration.measure_plan import (
     NEXT_TOKENS,
     PREFIX_TOKENS_MIN,
@@ -57,10 +58,13 @@ def test_tables_cost_what_their_bits_let_expect(scratch: Scratch) -> None:
         bundled_ids(), bos=1, window_tokens=512, token_bytes=640, n_continuations=4
     )
     seen: list[int] = []
-    measurer = Measurer(scratch, plan, progress=seen.append)
-    measurer.prepare()
+    scratch.evaluated = seen.append
+    measurer = Measurer(scratch, plan)
     tables = [uniform(NATIVE), uniform("q8h"), uniform("q4h"), ("q4h", NATIVE, NATIVE)]
+    n_expected = measurer.n_tokens([(tables, 4)])
     native, q8, q4, q4_in_level_0 = measurer.costs(tables, 4)
+    assert sum(seen) == n_expected  # each is said before it is evaluated
+    assert measurer.n_tokens([(tables, 4)]) == 0
     assert (native.kl, native.excess, native.ci, native.top1) == (0, 0, 0, 1)
     assert 0 < q8.kl < q4_in_level_0.kl < q4.kl < 0.2
     assert q8.kl < 0.001
@@ -68,8 +72,43 @@ def test_tables_cost_what_their_bits_let_expect(scratch: Scratch) -> None:
     assert native.ppl == pytest.approx(q8.ppl, rel=0.02)
     assert 0 < measurer.floor(4).kl < 1e-4  # 32-bit weights amplify nothing
     assert q4.excess == pytest.approx(q4.kl, abs=1e-4)
-    assert q4.n_tokens == sum(seen[-4:]) == 4 * NEXT_TOKENS
+    assert q4.n_tokens == 4 * NEXT_TOKENS
     assert scratch.context.pos_max(scratch.seq) == -1
+
+
+def test_an_interrupted_measurement_continues(scratch: Scratch) -> None:
+    """Stopped at any moment it evaluates nothing of what it has again but the text's windows, and
+    finds the same."""
+    plan = plan_measurement(
+        bundled_ids(), bos=1, window_tokens=300, token_bytes=640, n_continuations=3
+    )
+    tables = [uniform("q8h"), uniform("q4h")]
+    whole = Measurer(scratch, plan).costs(tables, 3)
+    kept = Measured()
+    seen: list[int] = []
+    scratch.evaluated = seen.append
+    n_whole = Measurer(scratch, plan).n_tokens([(tables, 3)])
+    n_stops, found = 0, None
+    while found is None:
+        left = [2]  # pieces before the next stop
+
+        def keep(measured: Measured, left: list[int] = left) -> None:
+            nonlocal kept
+            kept = msgspec.json.decode(msgspec.json.encode(measured), type=Measured)
+            left[0] -= 1
+            if not left[0]:
+                raise InterruptedError
+
+        try:
+            found = Measurer(scratch, plan, measured=kept, keep=keep).costs(tables, 3)
+        except InterruptedError:
+            n_stops += 1
+    assert n_stops == 5  # 1 for the noise's shape, and 3 pieces for each continuation
+    for a, b in zip(whole, found, strict=True):
+        assert (a.kl, a.excess, a.ppl) == pytest.approx((b.kl, b.excess, b.ppl))
+    # for each stop: the windows of the text again, and one continuation over native rows
+    n_windows = sum(plan.prefix_of(window) for window in {c.window for c in plan.continuations})
+    assert sum(seen) <= n_whole + n_stops * (n_windows + NEXT_TOKENS)
 
 
 def test_costs_do_not_depend_on_the_size_of_steps(scratch: Scratch) -> None:
@@ -85,8 +124,6 @@ def test_costs_do_not_depend_on_the_size_of_steps(scratch: Scratch) -> None:
 
     whole = Measurer(scratch, plan)
     pieces = Measurer(scratch, plan, run_step=run_step, step_s=1e-9)
-    for measurer in (whole, pieces):
-        measurer.prepare()
     a, b = (measurer.costs([uniform("q4h")], 2)[0] for measurer in (whole, pieces))
     assert a.kl == pytest.approx(b.kl, rel=0.2)  # codes at the edge of two
     assert a.ppl == pytest.approx(b.ppl, rel=0.01)
@@ -177,7 +214,6 @@ def test_floor_is_of_the_shape_that_disturbs_most(tmp_path: Path) -> None:
         n_continuations=4,
     )
     measurer = Measurer(Scratch(context, 0), plan)
-    measurer.prepare()
     floor = measurer.floor(4)
     assert floor.shape == max(floor.shapes, key=lambda name: floor.shapes[name])
     assert floor.n_tokens == 4 * NEXT_TOKENS
@@ -202,7 +238,6 @@ def test_any_vocabulary(tiny_model: Path) -> None:
     context = LlamaContext(model, config, n_cells=512, n_seqs=1)
     plan = plan_for(Vocab(model.ptr), calibration_text(), 512, 1024, 2)
     measurer = Measurer(Scratch(context, 0), plan)
-    measurer.prepare()
     assert measurer.costs([uniform(NATIVE)], 2)[0].kl == 0
     context.close()
     model.close()

@@ -166,12 +166,12 @@ async def test_switching_between_chats_changes_nothing(
 ) -> None:
     """Where only one chat fits the context, each leaves it at every turn and comes back as it
     was: the same tokens as where all stay, and none evaluated twice (but for what a policy
-    asks)."""
-    live = LiveBudget(policy, 48)
-    async with service_on(bundled_model(), threads=1, retention=policy) as service:
+    asks). The store keeps no rows: those that it has bring no attention."""
+    live, alone = LiveBudget(policy, 48), {"hot_bytes": 0, "warm_bytes": 0}
+    async with service_on(bundled_model(), threads=1, retention=policy, **alone) as service:
         expected = await grow_chats(service, "a", 8, live)
     fewer = {"live_sequences": 1, "parallel": 1, "threads": 1, "retention": policy}
-    async with service_on(bundled_model(), **fewer) as service:
+    async with service_on(bundled_model(), **fewer, **alone) as service:
         n_new = 0
         found = await grow_chats(service, "abc", 8, live)
         stats = service.engine.stats()
@@ -285,7 +285,7 @@ async def test_masses_are_the_attention(
 ) -> None:
     """What an eviction goes by is llama.cpp's own attention: a second context evaluates the same
     tokens with its weights tapped, and the policy keeps the same of them."""
-    n, budget = 64, 64
+    n, budget = 200, 64
     ids = some_ids(n, 3)
     taps = Taps()
     config = Config(model=bundled_model(), flash_attn="off", threads=1)
@@ -295,10 +295,17 @@ async def test_masses_are_the_attention(
     context.batch.add(ids, 0, 0, logits_last=True)
     context.decode()
     weights = np.stack([taps.take("kq_soft_max", layer) for layer in taps.layers])
-    expected = weights.mean(axis=(0, 1))[-QUERIES_MAX:].sum(axis=0)[:n]
+    recent = weights.mean(axis=(0, 1))[-QUERIES_MAX:].sum(axis=0)[:n]
+    every = weights.mean(axis=(0, 1)).sum(axis=0)[:n]
     context.close()
     model.close()
-    settings = {"threads": 1, "retention": policy, "flash_attn": flash_attn}
+    settings = {
+        "threads": 1,
+        "retention": policy,
+        "flash_attn": flash_attn,
+        "batch_size": 70,
+        "ubatch_size": 70,
+    }
     async with service_on(bundled_model(), **settings) as service:
         await ask(service, ids, 2, live=LiveBudget(policy, budget))
         (seq,) = await live_of(service)
@@ -306,10 +313,13 @@ async def test_masses_are_the_attention(
         assert live_set.n_evictions == 1
         kept = live_set.kept[live_set.kept < n]
         mass = live_set.mass[0, 0, : len(kept)]
+        expected = recent if policy == "snapkv" else every
         np.testing.assert_allclose(mass, expected[kept], rtol=0.02, atol=2e-3)
+        found = live_set.recent[0, 0, : len(kept)]
+        np.testing.assert_allclose(found, recent[kept], rtol=0.02, atol=2e-3)
         zeros = np.zeros(n, np.int64)
-        found = expected.astype(np.float32)
-        view = View(np.arange(n), n, mass=found, recent=found, messages=zeros)
+        mass, last = every.astype(np.float32), recent.astype(np.float32)
+        view = View(np.arange(n), n, mass=mass, recent=last, messages=zeros)
         fresh = BoundedSet.whole(LiveBudget(policy, budget), n, 512)
         assert np.array_equal(fresh.policy.keep(view, fresh.n_target), kept)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -51,15 +52,18 @@ async def said(
     return fact.answer, answer.text
 
 
-@pytest.mark.parametrize("layer_step", [1, 3])
+@pytest.mark.parametrize(
+    ("layer_step", "scope"), [(1, "all"), (3, "all"), (3, "layer"), (3, "head")]
+)
 async def test_what_left_the_context_is_found_again(
-    service_on: OpenService, tokenizer: TextTokenizer, layer_step: int
+    service_on: OpenService, tokenizer: TextTokenizer, layer_step: int, scope: str
 ) -> None:
     """With 256 of 2,000 tokens live, IceCache brings the key back from wherever it was told."""
     settings = {**SETTINGS, "recall_layer_step": layer_step}
+    live = replace(ICECACHE, scope=scope)
     async with service_on(bundled_model(RETRIEVAL_NAME), **settings) as service:
         for depth in DEPTHS:
-            key, answer = await said(service, tokenizer, ICECACHE, depth)
+            key, answer = await said(service, tokenizer, live, depth)
             assert answer == key, depth
         await settle(service)
 

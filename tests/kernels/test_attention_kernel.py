@@ -76,6 +76,26 @@ def test_every_weight(
     np.testing.assert_allclose(check(arguments), expected, atol=1e-5 * m * kv * group)
 
 
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 128, 700])
+def test_sinks_take_their_share(kernels: str, n: int) -> None:
+    """As a further key would whose product with every query of a head is its sink."""
+    queries, keys, name, n_seen, dim, scale = draw(5, n, 4, 2, 24, "f32", n)
+    sinks = np.array([0.5, -3.0, 9.0, 2.0], np.float32)
+    found = dispatch.attention_mass(queries, keys, name, n_seen, dim, scale, sinks=sinks)
+    expected = reference.attention_mass(queries, keys, name, n_seen, dim, scale, sinks=sinks)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=20 * TOLERANCE)
+    longer = np.zeros((5, 4, dim + 1), np.float32)
+    longer[:, :, :dim], longer[:, :, dim] = queries.reshape(5, 4, dim), sinks / scale
+    rows = np.zeros((n + 1, 2, dim + 1), np.float32)
+    rows[1:, :, :dim], rows[0, :, dim] = keys.view(np.float32).reshape(n, 2, dim), 1
+    flat = longer.reshape(5, -1), rows.reshape(n + 1, -1).view(np.uint8)
+    beside = reference.attention_mass(*flat, name, n_seen + 1, dim + 1, scale)
+    np.testing.assert_allclose(found, beside[:, 1:], rtol=1e-5, atol=20 * TOLERANCE)
+    for bad in (sinks[:3], np.append(sinks[1:], np.float32(np.nan)), sinks[::-1]):
+        with pytest.raises(ValueError, match="sinks"):
+            dispatch.attention_mass(queries, keys, name, n_seen, dim, scale, sinks=bad)
+
+
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("n", [1, 3, 15, 16, 17, 63, 64, 65, 129, 1000])
 def test_lengths(kernels: str, name: str, n: int) -> None:

@@ -46,15 +46,17 @@ def test_mass_is_the_sum_of_softmaxes(
                 total = sum(math.exp(dot - top) for dot in dots)
                 for j, dot in zip(seen, dots, strict=True):
                     expected[layer, h // group, j] += math.exp(dot - top) / total / group
-    found = attention_mass(q, rows_of(k), "f32", query_places, key_places, 0.5)
+    found = attention_mass(
+        q.transpose(0, 2, 1, 3), rows_of(k), "f32", query_places, key_places, 0.5
+    )
     np.testing.assert_allclose(found, expected, atol=1e-5)
     np.testing.assert_allclose(found.sum(axis=2), m, rtol=1e-4)
 
 
 def test_what_does_not_fit() -> None:
-    q, k = np.zeros((1, 4, 2, 8), np.float32), np.zeros((1, 3, 2, 8), np.float32)
+    q, k = np.zeros((1, 2, 4, 8), np.float32), np.zeros((1, 3, 2, 8), np.float32)
     places = np.arange(3)
-    for bad_q, bad_k in ((q[:, :3], k), (q, k[..., :5]), (q, k[:0]), (q, k[:, :2])):
+    for bad_q, bad_k in ((q[:, :, :3], k), (q, k[..., :5]), (q, k[:0]), (q, k[:, :2])):
         with pytest.raises(ValueError, match="^(queries|keys): "):
             attention_mass(bad_q, rows_of(bad_k), "f32", places[1:], places, 1.0)
     with pytest.raises(ValueError, match="^query_places: "):

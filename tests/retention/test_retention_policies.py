@@ -12,10 +12,11 @@ import retained
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.reference.array_keys import ArrayKeys
 from towerd.retention import NAMES, View, open_retention, retention_config
 from towerd.retention.buzz import Buzz, BuzzConfig, threshold_per_window
 from towerd.retention.h2o import H2O, H2OConfig
-from towerd.retention.latem import Latem, LatemConfig, shares
+from towerd.retention.latem import Latem, LatemConfig, asked, shares
 from towerd.retention.snapkv import SnapKV, SnapKVConfig
 from towerd.retention.streaming import Streaming, StreamingConfig
 
@@ -84,6 +85,65 @@ def test_latem_is_algorithm_1_over_many_evictions(
         assert kept.tolist() == paper.evict(view, n_max)
         check_coherence(view, kept, config)
         view = retained.grown(view, kept, n_new, seed + step)
+
+
+@given(
+    seeds,
+    ends,
+    st.integers(0, 40),
+    st.integers(1, 4),
+    st.sampled_from((0.1, 0.3, 0.9)),
+    st.lists(st.integers(1, 60), min_size=1, max_size=6),
+)
+def test_latem_fetches_what_it_misses(
+    seed: int, end: tuple[int, int], room: int, k_m: int, trust: float, more: list[int]
+) -> None:
+    """What was evicted is asked as well, and comes back if it is looked for."""
+    config = LatemConfig(end[0], end[1], k_m, trust)
+    policy, paper = Latem(config), retained.Latem(config)
+    view, n_max = retained.random_view(seed, 40), config.n_min + room
+    for step, n_new in enumerate(more):
+        kept = policy.keep(view, n_max)
+        assert kept.tolist() == paper.evict(view, n_max)
+        check_coherence(view, kept, config)
+        view = retained.recallable(view, kept, n_new, seed + step)
+
+
+def test_a_message_that_is_looked_for_comes_back() -> None:
+    """A query that is one evicted position's key brings that position back, with its message."""
+    config = LatemConfig(2, 4, messages_max=1)
+    policy, n = Latem(config), 60
+    positions, messages = np.arange(n), np.arange(n) // 20
+    rng = np.random.default_rng(5)
+    keys = rng.standard_normal((1, 1, n, 16)).astype(np.float32)
+
+    def view(looked_for: int, live: np.ndarray | None) -> View:
+        queries = 8 * keys[:, :, looked_for : looked_for + 1]
+        mass = np.zeros(n, np.float32)
+        return View(
+            positions,
+            n,
+            mass=mass,
+            messages=messages,
+            keys=ArrayKeys(keys),
+            queries=queries,
+            live=live,
+        )
+
+    kept = policy.keep(view(30, None), 20)
+    assert 30 in kept
+    assert 10 not in kept
+    back = policy.keep(view(10, np.isin(positions, kept)), 20)
+    assert 10 in back
+    assert 30 not in back, "one message fits"
+
+
+@given(seeds, st.integers(1, 60))
+def test_what_is_looked_for_is_attention_to_all_keys(seed: int, n: int) -> None:
+    view = retained.random_view(seed, n)
+    assert view.keys is not None
+    found = asked(view, range(view.keys.shape[0]), 1)
+    np.testing.assert_allclose(found, retained.looked_at(view), rtol=1e-4, atol=1e-6)
 
 
 def check_coherence(view: View, kept: np.ndarray, config: LatemConfig) -> None:
@@ -177,6 +237,7 @@ def test_latem_after_an_edit(seed: int, end: tuple[int, int], room: int, k_m: in
     paper.marked_t = {
         m: {p for p in marked if p < n} for m, marked in paper.marked_t.items() if m in seen
     }
+    paper.totals = {p: total for p, total in paper.totals.items() if p < n}
     paper.pred_count_t = {m: count for m, count in paper.pred_count_t.items() if m in seen}
     view = edited(view, kept, n, 60, seed)
     assert policy.keep(view, n_max).tolist() == paper.evict(view, n_max)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from towerd.search.speech import MessageStart, message_starts
+from towerd.model.speakers import MessageStart, message_starts
 from towerd.sessions.divergence import GRAM, KNOWN_MIN, Divergence, diverge, n_known
 from towerd.sessions.habits import CLIENTS_MAX, Habits
 from towerd.store.catalog.vocabularies import KeptVocabulary

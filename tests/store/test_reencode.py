@@ -88,7 +88,7 @@ def test_approximate_rows_are_encoded_again_where_it_is_asked_for(store: Store) 
     leaf, file = one_leaf(store)
     new = reencode(store, file, FormatRequest(10, 30, "q8"), FormatRequest(30, 40, "q4"))
     first = [np.concatenate(each) for each in zip(*values(store, leaf), strict=True)]
-    request = FormatRequest(0, 50, "q6", again=True)
+    request = FormatRequest(0, 50, "q6", again=["q8"])
     assert differs(new, [request], LAYOUT) == (40, 10)
     reencode(store, new, request)
     assert formats_of(store, leaf) == [(30, "q6"), (10, "q4"), (10, "q6")]

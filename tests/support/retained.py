@@ -9,7 +9,7 @@ import numpy as np
 from lab.reference.array_keys import ArrayKeys
 from towerd.retention import View
 from towerd.retention.buzz import BuzzConfig
-from towerd.retention.latem import LatemConfig
+from towerd.retention.latem import LatemConfig, asked
 
 _N_POSITIONS = 4096
 _KEYS = np.random.default_rng(8).standard_normal((3, 1, _N_POSITIONS, 4), dtype=np.float32)
@@ -57,6 +57,28 @@ def grown(view: View, kept: np.ndarray, n_new: int, seed: int) -> View:
         messages=np.concatenate([message, np.full(n_new, last + 1)]).astype(np.int64),
         keys=ArrayKeys(keys_of(positions)),
         queries=queries_of(seed),
+    )
+
+
+def recallable(view: View, kept: np.ndarray, n_new: int, seed: int) -> View:
+    """What the chat of `view` looks like after `kept` stayed, the rest was offloaded and `n_new` tokens
+    came."""
+    after = grown(view, kept, n_new, seed)
+    assert view.messages is not None
+    assert after.messages is not None
+    new = after.positions[len(kept) :]
+    positions = np.concatenate([view.positions, new])
+    live = np.isin(positions, np.concatenate([kept, new]))
+    mass = np.random.default_rng(seed).random(len(positions), np.float32) * live
+    messages = np.concatenate([view.messages, after.messages[len(kept) :]])
+    return View(
+        positions,
+        n_seen=after.n_seen,
+        mass=mass.astype(np.float32),
+        messages=messages,
+        keys=ArrayKeys(keys_of(positions)),
+        queries=queries_of(seed),
+        live=live,
     )
 
 
@@ -134,8 +156,25 @@ class Buzz:
         return kept
 
 
+def looked_at(view: View) -> np.ndarray:
+    """float64[n]: the attention of all queries to each position, averaged over layers and heads."""
+    assert view.keys is not None
+    assert view.queries is not None
+    layers, kv, n, size = view.keys.shape
+    heads, m = view.queries.shape[1:3]
+    found = np.zeros(n)
+    for layer in range(layers):
+        for h in range(heads):
+            keys = view.keys.read(layer, h // (heads // kv), np.arange(n)).astype(np.float64)
+            for i in range(m):
+                scores = keys @ view.queries[layer, h, i].astype(np.float64) / math.sqrt(size)
+                weights = np.exp(scores - scores.max())
+                found += weights / weights.sum() / (layers * heads)
+    return found
+
+
 class Latem:
-    """Algorithm 1 of LATEM, one victim at a time, on the requests that one eviction serves."""
+    """Algorithm 1 of LATEM, one victim at a time, on the requests that one choice serves."""
 
     def __init__(self, config: LatemConfig) -> None:
         self.config = config
@@ -143,46 +182,61 @@ class Latem:
         self.pred_count_m = 0
         self.marked_t: dict[int, set[int]] = {}
         self.pred_count_t: dict[int, int] = {}
+        self.totals: dict[int, float] = {}
+        self.chance = np.random.default_rng(config.seed)
 
     def evict(self, view: View, n_max: int) -> list[int]:
         assert view.mass is not None
-        assert view.recent is not None
         assert view.messages is not None
         k, w = self.config.sink, self.config.window
         cache: list[int] = view.positions.tolist()
         if len(cache) <= n_max:
             return cache
         span = range(k, len(cache) - w)
-        tokens = {cache[i]: int(view.messages[i]) for i in span}
-        recent = {cache[i]: float(view.recent[i]) for i in span}
-        rate = {cache[i]: float(view.mass[i]) / (view.n_seen - cache[i]) for i in span}
-        self.mark(tokens, recent)
+        live = [view.live is None or bool(view.live[i]) for i in range(len(cache))]
+        assert view.keys is not None
+        looked = asked(view, range(view.keys.shape[0]), 1).tolist()
+        for i, p in enumerate(cache):
+            self.totals[p] = self.totals.get(p, 0.0) + float(view.mass[i])
+            if not live[i] and i in span:
+                self.totals[p] += looked[i]
+        message = {cache[i]: int(view.messages[i]) for i in span}
+        recent = {cache[i]: looked[i] for i in span}
+        rate = {p: self.totals[p] / (view.n_seen - p) for p in message}
+        wanted = self.mark(message, recent, n_max - k - w)
+        tokens = {cache[i]: message[cache[i]] for i in span if live[i] or cache[i] in wanted}
         tokens = self.evict_messages(tokens, rate)
         tokens = self.evict_tokens(tokens, rate, n_max - k - w)
         return cache[:k] + sorted(tokens) + cache[len(cache) - w :]
 
-    def mark(self, tokens: dict[int, int], recent: dict[int, float]) -> None:
+    def mark(self, tokens: dict[int, int], recent: dict[int, float], room: int) -> set[int]:
+        if not tokens:
+            return set()
         of = {m: [p for p in tokens if tokens[p] == m] for m in set(tokens.values())}
         sums = {m: sum(recent[p] for p in of[m]) for m in of}
         self.marked_m |= {m for m in of if sums[m] >= sum(sums.values()) / len(sums)}
         mean = sum(recent.values()) / len(recent)
-        for p, m in tokens.items():
-            if recent[p] >= mean:
-                self.marked_t.setdefault(m, set()).add(p)
+        most = sorted(tokens, key=lambda p: (recent[p], p), reverse=True)[:room]
+        wanted = {p for p in most if recent[p] >= mean}
+        for p in wanted:
+            self.marked_t.setdefault(tokens[p], set()).add(p)
+        return wanted
 
     def evict_messages(self, tokens: dict[int, int], rate: dict[int, float]) -> dict[int, int]:
         live = sorted(set(tokens.values()))
         sums = {m: sum(rate[p] for p in tokens if tokens[p] == m) for m in live}
         tau = math.ceil(self.config.trust * self.config.messages_max)
+        drawn: list[int] = []
         while len(live) > self.config.messages_max:
             if all(m in self.marked_m for m in live):
-                self.marked_m, self.pred_count_m = set(), 0
+                self.marked_m, self.pred_count_m, drawn = set(), 0, []
             unmarked = [m for m in live if m not in self.marked_m]
             if self.pred_count_m < tau:
                 victim = min(unmarked, key=lambda m: (sums[m], m))
                 self.pred_count_m += 1
             else:
-                victim = unmarked[0]
+                drawn = drawn or self.chance.permutation(unmarked).tolist()
+                victim = drawn.pop(0)
             live.remove(victim)
             self.marked_t.pop(victim, None)
             self.pred_count_t.pop(victim, None)
@@ -207,16 +261,19 @@ class Latem:
 
     def evict_of_message(self, m: int, mine: list[int], rate: dict[int, float], k: int) -> None:
         tau = math.ceil(self.config.trust * k)
+        drawn: list[int] = []
         while len(mine) > k:
             marked = self.marked_t.setdefault(m, set())
             if all(p in marked for p in mine):
                 marked.clear()
                 self.pred_count_t[m] = 0
+                drawn = []
             unmarked = [p for p in mine if p not in marked]
             if self.pred_count_t.get(m, 0) < tau:
                 victim = min(unmarked, key=lambda p: (rate[p], p))
                 self.pred_count_t[m] = self.pred_count_t.get(m, 0) + 1
             else:
-                victim = unmarked[0]
+                drawn = drawn or self.chance.permutation(unmarked).tolist()
+                victim = drawn.pop(0)
             mine.remove(victim)
             marked.discard(victim)

@@ -31,6 +31,10 @@ class ThinnedModel:
         self._places = np.zeros((*layers, 0), np.int64)
         self._is_live = np.zeros((*layers, 0), np.bool_)
         self._place_next = 0
+        self._mass = np.zeros((*layers, 0))
+        self.masses: list[Floats] = []
+        """float64[layers, KV heads, n] at each event: the attention that each position got so far, averaged
+        over the heads of a KV head."""
 
     def logprobs(self, ids: Ids, events: Sequence[Event] = ()) -> Floats:
         """float64[n, n_vocab] after each token."""
@@ -42,6 +46,7 @@ class ThinnedModel:
         return np.stack(found)
 
     def _thin(self, positions: npt.NDArray[np.int64] | None) -> None:
+        self.masses.append(self._mass.copy())
         if positions is None:
             rank = np.cumsum(self._is_live, axis=2) - 1
             self._places = np.where(self._is_live, rank, -1)
@@ -72,6 +77,7 @@ class ThinnedModel:
         column = (shape.n_layer, shape.n_head_kv, 1)
         self._places = np.concatenate([self._places, np.full(column, place)], axis=2)
         self._is_live = np.concatenate([self._is_live, np.ones(column, np.bool_)], axis=2)
+        self._mass = np.concatenate([self._mass, np.zeros(column)], axis=2)
         empty = np.zeros((*column, shape.head_size))
         self._k, self._v = (np.concatenate([each, empty], axis=2) for each in (self._k, self._v))
         return place
@@ -93,7 +99,9 @@ class ThinnedModel:
             kv = head // (len(q) // len(k))
             live = self._is_live[layer, kv]
             keys = self._turned(self._k[layer, kv][live], self._places[layer, kv][live])
-            out.append(attended(query, keys, self._v[layer, kv][live]))
+            weights = weights_of(query, keys)
+            self._mass[layer, kv, live] += weights * len(k) / len(q)
+            out.append(weights @ self._v[layer, kv][live])
         return np.concatenate(out)
 
     def _feed_forward(self, layer: int, x: Floats) -> Floats:
@@ -118,6 +126,11 @@ class ThinnedModel:
 
 def attended(query: Floats, keys: Floats, values: Floats) -> Floats:
     """[size]: the values by the attention of a query to the keys, [n, size] each."""
+    return np.asarray(weights_of(query, keys) @ values)
+
+
+def weights_of(query: Floats, keys: Floats) -> Floats:
+    """[n]: the attention of a query to n keys."""
     scores = keys @ query / np.sqrt(len(query))
     weights = np.exp(scores - scores.max())
-    return np.asarray(weights / weights.sum() @ values)
+    return np.asarray(weights / weights.sum())

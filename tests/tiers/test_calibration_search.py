@@ -65,6 +65,11 @@ class Fake:
         self.ci = ci
         self.asked: list[tuple[Table, int]] = []
 
+    def n_tokens(self, calls: Sequence[tuple[Sequence[Table], int]]) -> int:
+        known = {(table, i) for table, m in self.asked for i in range(m)}
+        new = {(table, i) for tables, n in calls for table in tables for i in range(n)}
+        return N_EACH * len(new - known)
+
     def floor(self, n: int) -> Floor:
         return Floor(self.floor_kl, 0.0, 0.97, "one token at a time", {}, N_EACH * n)
 
@@ -237,6 +242,31 @@ def test_same_measurements_give_the_same_choice() -> None:
 def test_coarse_tables_are_asked_for_once() -> None:
     tables = coarse_tables(FORMATS)
     assert len(tables) == len(set(tables)) == 1 + len(FORMATS)
+
+
+def test_what_is_expected_grows_only_by_tables_that_fail() -> None:
+    """Evaluated tokens and those to come are known before each part, and never fewer than there are."""
+
+    class Counted(Fake):
+        def __init__(self, excess: Callable[[Table], float]) -> None:
+            super().__init__(excess)
+            self.done, self.totals = 0, list[int]()
+
+        def expect(self, n_tokens: int) -> None:
+            self.totals.append(self.done + n_tokens)
+
+        def costs(self, tables: Sequence[Table], n: int) -> list[FormatCost]:
+            self.done += self.n_tokens([(tables, n)])
+            assert self.done <= self.totals[-1]
+            return super().costs(tables, n)
+
+    for factor in (1.0, 3.0):  # whole tables cost what their levels say, or more
+        meter = Counted(additive((3.0, 10.0, 30.0), factor))
+        totals = meter.totals
+        calibrate(meter, BITS, meter.expect)
+        n_tried = len({table for table, _ in meter.asked} - set(coarse_tables(FORMATS))) - LEVELS
+        most = totals[0] + (n_tried - len(BOUNDS)) * N_EACH * meter.n_max
+        assert meter.done <= totals[-1] <= max(totals[0], most)
 
 
 def calibration() -> Calibration:

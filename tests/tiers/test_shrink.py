@@ -298,7 +298,7 @@ def test_settled_files_are_not_looked_at_again(
     shrinker.step()
     shrinker.step()
     assert list(looked) == [(leaf.file, clock.now)]
-    store.bases.add("b", leaf.prefix_ids(), "local", 0, False)
+    store.bases.add("b", leaf.prefix_ids(), "local", 0, False, "q4h")
     clock.now += AFTER_S
     shrinker.step()
     assert list(looked)[1:] == [(leaf.file, clock.now)]

@@ -60,6 +60,15 @@ class Vocab:
         is_eog = lib.llama_vocab_is_eog
         self.eog_ids = frozenset(i for i in range(self.n_vocab) if is_eog(self.ptr, i))
 
+    @cached_property
+    def names(self) -> list[bytes]:
+        """How each control token is written; b"" for the others."""
+        attributes, control = lib.llama_vocab_get_attr, lib.LLAMA_TOKEN_ATTR_CONTROL
+        return [
+            piece if attributes(self.ptr, i) & control else b""
+            for i, piece in enumerate(self.pieces)
+        ]
+
     @property
     def bos_text(self) -> str:
         """The text of the BOS token, or "" when there is none."""

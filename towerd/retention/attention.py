@@ -6,7 +6,8 @@ queries and the cached keys; without flash attention the result is the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 import numpy as np
 import numpy.typing as npt
@@ -16,36 +17,43 @@ from towerd.retention.base import Mass, Positions, Rows
 
 
 def attention_mass(
-    queries: Rows,
+    queries: Iterable[Rows],
     keys: Sequence[npt.NDArray[np.uint8]],
     format: str,
     query_places: Positions,
     key_places: Positions,
     scale: float,
+    sinks: Sequence[Mass | None] = (),
 ) -> Mass:
     """float32[layers, KV heads, n]: the attention that each of n positions gets, summed over m
     queries (each spreads 1), averaged over the heads that read a KV head.
 
-    queries: float32[layers, heads, m, head size]; keys: for each layer uint8[n, row_bytes], KV
-    heads * head size elements in `format`, a cache type; both rotated by RoPE, and alike by a Hadamard
-    matrix (`rotated`) if the cache rotates its keys; query head h reads KV head h // (heads / KV heads)
+    queries: for each layer float32[m, heads, head size]; keys: for each layer uint8[n, row_bytes],
+    KV heads * head size elements in `format`, a cache type; both rotated by RoPE, and alike by a
+    Hadamard matrix (`rotated`) if the cache rotates its keys; query head h reads KV head h // (heads /
+    KV heads)
     query_places int64[m]; key_places int64[n], ascending: a query sees the keys at its place and
     before
     scale: what scores are multiplied by before the softmax (llama.cpp `src/llama-graph.cpp`,
-    build_attn_mha). Raises ValueError for shapes that do not match, a query that sees no key, and
-    rows that are not finite."""
-    layers, heads, m, size = queries.shape
-    if len(keys) != layers or any(len(rows) != len(key_places) for rows in keys):
+    build_attn_mha)
+    sinks: for each layer float32[heads], the scores of what takes its share beside all keys, or None;
+        none of any layer if there are no entries
+    Raises ValueError for shapes that do not match, a query that sees no key, and rows that are not
+    finite."""
+    if any(len(rows) != len(key_places) for rows in keys):
         raise ValueError("keys: expected a row of every place in every layer")
-    if query_places.shape != (m,):
-        raise ValueError("query_places: expected one for each query")
     if (np.diff(key_places) <= 0).any():
         raise ValueError("key_places: not in ascending order")
     n_seen = np.searchsorted(key_places, query_places, side="right").astype(np.int64)
     masses = []
-    for layer, rows in zip(queries, keys, strict=True):
-        flat = layer.transpose(1, 0, 2).reshape(m, heads * size)
-        mass = dispatch.attention_mass(flat, rows, format, n_seen, size, scale)
+    for layer, rows, sink in zip_longest(queries, keys, sinks):
+        if layer is None or rows is None:
+            raise ValueError("keys: expected those of every layer")
+        m, heads, size = layer.shape
+        if query_places.shape != (m,):
+            raise ValueError("query_places: expected one for each query")
+        flat = layer.reshape(m, heads * size)
+        mass = dispatch.attention_mass(flat, rows, format, n_seen, size, scale, sinks=sink)
         masses.append(mass * np.float32(len(mass) / heads))
     return np.stack(masses)
 

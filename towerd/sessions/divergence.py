@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from towerd.search.speech import MessageStart, message_starts
+from towerd.model.speakers import MessageStart, message_starts
 from towerd.store.catalog.vocabularies import KeptVocabulary
 from towerd.tokens import Ids, common_prefix, run_hashes
 

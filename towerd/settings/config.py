@@ -200,12 +200,12 @@ class Config:
         "Tokens that the prompts of one request may have in total where --retention lets them be "
         "longer than the context.", low=1, high=2**31 - 1)
     recall_every: int = _set(64, "int", "--recall-every",
-        "Generated tokens after which --retention icecache chooses the live tokens again; 0: only at each prompt.",
+        "Generated tokens after which --retention icecache or latem chooses the live tokens again; 0: only at each prompt.",
         low=0, high=2**31 - 1)
     recall_layer_step: int = _set(3, "int", "--recall-layer-step",
-        "Index the keys of every N-th layer for --retention icecache; 1: of all but the first two.", low=1, high=1024)
+        "Read the keys of every N-th layer for --retention icecache or latem; 1: of all but icecache's first two.", low=1, high=1024)
     recall_bytes: int = _set(-1, "size", "--recall-bytes",
-        "RAM for the rows and index that --retention icecache can recall for one chat; older rows go to disk.",
+        "RAM for the rows and index that --retention icecache or latem can recall for one chat; older rows go to disk.",
         low=-1, auto="a 12th of the RAM")
     recall_disk_bytes: int = _set(-1, "size", "--recall-disk-bytes",
         "Disk for rows of one chat beyond --recall-bytes; when it is full, the oldest are dropped. 0: none.",

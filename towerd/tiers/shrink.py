@@ -12,8 +12,9 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from towerd.errors import NotFound, RowsDamaged, StoreError
 from towerd.kernels.formats import BY_NAME
@@ -21,12 +22,15 @@ from towerd.slots.layout import NATIVE
 from towerd.store import Base, FormatRequest, Node, SegmentFile, Store
 from towerd.store.rows.rows import differs
 from towerd.tiers.formats.fidelity import DYNAMIC, LevelFormats
+from towerd.tiers.sharing import shared_levels
 from towerd.tokens import Provenance
 
 log = logging.getLogger(__name__)
 
 SINKS = 4
 TAIL = 128
+RUN_TOKENS_MIN = 64
+"""Fewer tokens get no run of their own beside one of more bits."""
 SCAN_S = (0.5, 60.0)
 """Minimum and maximum time between two scans of all files."""
 _RETRY_S = 60.0
@@ -59,6 +63,8 @@ class Shrinker:
         """Whether any file has rows in the format of `squeeze`."""
         self._enabled = False
         self._bases: list[Base] = []
+        self._levels: Mapping[int, int] = {}
+        """Node id -> its level, of what several conversations share."""
         self._settled: dict[int, tuple[float, int]] = {}
         """File id -> last use of its segments when it needed no more work, and how many of them
         are in another stored format than requested."""
@@ -174,7 +180,7 @@ class Shrinker:
                 continue
             if any(node.pinned for node in self._store.viewers(file)):
                 continue  # since it was queued
-            new = self._reencode(file, self._format_requests(file, table, again=True))
+            new = self._reencode(file, self._format_requests(file, table, again=BY_NAME))
             if new is None:
                 self._as_small_as_can_be[file.id] = used
             if new is not None:
@@ -214,6 +220,8 @@ class Shrinker:
         self._queue.extend(
             file for file in files if settled.get(file.id, known)[0] != self._last_used(file)
         )
+        if self._queue and self._formats is not None and len(set(self._formats.names)) > 1:
+            self._levels = shared_levels(self._store)
 
     def _is_wanted(self, file: SegmentFile) -> bool:
         """Whether re-encoding would change anything and the file has been unused long enough."""
@@ -252,31 +260,35 @@ class Shrinker:
         return max((node.last_used for node in nodes), default=math.inf)
 
     def _format_requests(
-        self, file: SegmentFile, table: LevelFormats | None, *, again: bool = False
+        self, file: SegmentFile, table: LevelFormats | None, *, again: Collection[str] = ()
     ) -> list[FormatRequest]:
         """The formats that `table` asks for, of the rows of the file's segments without sinks and
-        tails. Moved rows stay as they are, until exact ones replace them."""
+        tails. Moved rows stay as they are, until exact ones replace them. again: see
+        FormatRequest; what came to be shared is encoded once more out of the formats of deeper
+        levels in any case, as calibration measures it"""
         requests = []
         with self._store.locked():
-            for node in self._store.viewers(file):
+            for node in sorted(self._store.viewers(file), key=lambda node: node.p0):
                 p0, p1 = max(node.p0, SINKS), min(node.p1, tail_start(node))
-                name = self._format_for(node, table)
+                name, deeper = self._format_for(node, table)
                 is_moved = file.worst(node.p0, node.p1) > Provenance.APPROXIMATE
                 if p0 < p1 and name != NATIVE and not is_moved:
-                    requests.append(FormatRequest(p0, p1, name, again))
-        return requests
+                    requests.append(FormatRequest(p0, p1, name, again or deeper))
+        return without_short(requests)
 
-    def _format_for(self, node: Node, table: LevelFormats | None) -> str:
+    def _format_for(self, node: Node, table: LevelFormats | None) -> tuple[str, Collection[str]]:
         """The format that the shallowest base covering `node` asks for, or else that of its
-        level; if several bases of that level cover it, the most faithful one."""
+        level; if several bases of that level cover it, the most faithful one. And the formats of
+        deeper levels, unless a base asks for its own format."""
         covering = [base for base in self._bases if node.pinned and self._covers(base, node)]
         if not covering:
-            return _level_format(table, DYNAMIC)
+            level = self._levels.get(node.id, DYNAMIC)
+            return _level_format(table, level), _deeper_formats(table, level)
         level = min(base.level for base in covering)
-        names = [
-            base.format or _level_format(table, level) for base in covering if base.level == level
-        ]
-        return max(names, key=_bits)
+        bases = [base for base in covering if base.level == level]
+        names = [base.format or _level_format(table, level) for base in bases]
+        is_declared = any(base.format for base in bases)
+        return max(names, key=_bits), () if is_declared else _deeper_formats(table, level)
 
     def _covers(self, base: Base, node: Node) -> bool:
         try:
@@ -305,6 +317,34 @@ def tail_start(node: Node) -> int:
 
 def _level_format(table: LevelFormats | None, level: int) -> str:
     return NATIVE if table is None else table.format_for(level)
+
+
+def _deeper_formats(table: LevelFormats | None, level: int) -> Collection[str]:
+    return () if table is None else table.names[level + 1 :]
+
+
+def without_short(requests: Sequence[FormatRequest]) -> list[FormatRequest]:
+    """`requests`, of which a few tokens between others take the format of the neighbour that takes
+    more bits: planes begin at pages, so that a short run of its own takes more bytes than it saves.
+    """
+    runs: list[FormatRequest] = []
+    for each in requests:
+        last = runs[-1] if runs else None
+        if last is not None and last.p1 == each.p0 and last.format == each.format:
+            runs[-1] = replace(last, p1=each.p1, again=[x for x in last.again if x in each.again])
+        else:
+            runs.append(each)
+    found = []
+    for i, run in enumerate(runs):
+        if run.p1 - run.p0 < RUN_TOKENS_MIN:
+            beside = [runs[k] for k in (i - 1, i + 1) if 0 <= k < len(runs)]
+            beside = [each for each in beside if each.p0 == run.p1 or each.p1 == run.p0]
+            more = [each for each in beside if _bits(each.format) > _bits(run.format)]
+            if more:
+                taken = min(more, key=lambda each: _bits(each.format))
+                run = replace(run, format=taken.format, again=taken.again)
+        found.append(run)
+    return found
 
 
 def _bits(name: str) -> float:

@@ -1,7 +1,8 @@
 """`towerctl bench longchat --live`: the time per token in a long chat with a live budget.
 
 Prefilling 32k tokens takes a CPU ten minutes or more, and the time per token does not depend on the
-contents of the rows: random rows are written into the cache, and the chat continues from there.
+contents of the rows: random rows are written into the cache, and the chat continues from there. Its last
+length is measured twice: with a store that keeps no rows, and with all of them in the store.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from pathlib import Path
 
 import numpy as np
 
+from lab.bench.longchat.reading import bytes_aside
 from towerd.cli.bench.harness.models import bench_model, random_prompt, vocab_size
 from towerd.cli.bench.harness.report import Report
-from towerd.engine.base import Finish, GenerateRequest, LiveBudget
+from towerd.cli.output import progress_bar
+from towerd.engine.base import GenerateRequest, LiveBudget
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.engine.embedded.live.live_set import BoundedSet
 from towerd.errors import TowerdError
-from towerd.service import open_service
+from towerd.service import Service, open_service
 from towerd.settings.config import Config
 from towerd.slots.blob import emit_blob
 from towerd.slots.layout import KVLayout
@@ -33,11 +36,14 @@ LENGTHS = (4096, 8192, 16384, 32768)
 BUDGET = 2048
 QUICK_LENGTHS = (512, 1024)
 QUICK_BUDGET = 128
+SCOPE = "layer"
 MESSAGE_TOKENS = 32
 """Length of the user's message after the text."""
 REPLY_TOKENS = 128
 PREFILL_TOKENS = 512
 _FILL_TOKENS = 1024
+_DISK_BYTES = 8 << 30
+"""For recalled rows where the store keeps none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +55,46 @@ class TimedReply:
     prompt_ms: float
     live_bytes: int
     aside_bytes: int
+    n_recallable: int
+    """Tokens that are live or can be recalled."""
     index_s: float
     choose_s: float
 
 
 async def run(model: Path | None, quick: bool) -> Report:
-    """Time per output token at each length, with the full cache and with IceCache. Raises
-    TowerdError if single positions of the model's memory cannot be dropped."""
+    """Time per output token at each length, with the full cache and with IceCache, and the RAM beside its
+    live rows. Raises TowerdError if single positions of the model's memory cannot be dropped."""
     path = bench_model(model, "small" if quick else "1b")
     lengths, budget = (QUICK_LENGTHS, QUICK_BUDGET) if quick else (LENGTHS, BUDGET)
     report = Report("longchat --live", path.name)
     report.figures |= {"live_budget": budget, "reply_tokens": REPLY_TOKENS}
     ids = random_prompt(np.random.default_rng(0), lengths[-1] + 1024, vocab_size(path))
+    live = LiveBudget("icecache", budget, SCOPE)
     full: dict[int, TimedReply] = {}
-    async with _engine(path, "none", budget, lengths[-1]) as engine:
-        alone = await _turn(engine, ids[-PREFILL_TOKENS:], LiveBudget())
-        token_prefill_ms = alone.prompt_ms / PREFILL_TOKENS
-        for n in lengths:
-            await _fill(engine, ids[:n])
-            full[n] = await _turn(engine, ids[: n + MESSAGE_TOKENS], LiveBudget())
-    report.figures["prefill_token_ms"] = token_prefill_ms
-    async with _engine(path, "icecache", budget, lengths[-1]) as engine:
-        for n in lengths:
-            await _fill(engine, ids[:n])
-            live = LiveBudget("icecache", budget)
-            found = await _turn(engine, ids[: n + MESSAGE_TOKENS], live)
-            _add(report, n, full[n], found, token_prefill_ms)
+    found: dict[int, TimedReply] = {}
+    with progress_bar() as bar:
+        task = bar.add_task("time a token, chats", total=2 * len(lengths) + 2)
+        async with _engine(path, "none", budget, lengths[-1]) as service:
+            alone = await _turn(service, ids[-PREFILL_TOKENS:], LiveBudget())
+            token_prefill_ms = alone.prompt_ms / PREFILL_TOKENS
+            bar.advance(task)
+            for n in lengths:
+                await _fill(service.engine, ids[:n])
+                full[n] = await _turn(service, ids[: n + MESSAGE_TOKENS], LiveBudget())
+                bar.advance(task)
+        report.figures["prefill_token_ms"] = token_prefill_ms
+        async with _engine(path, "icecache", budget, lengths[-1]) as service:
+            for n in lengths:
+                await _fill(service.engine, ids[:n])
+                found[n] = await _turn(service, ids[: n + MESSAGE_TOKENS], live)
+                _add(report, n, full[n], found[n], token_prefill_ms)
+                bar.advance(task)
+        _add_aside(report, "aside_ratio", 0.35, found[lengths[-1]], full[lengths[-1]])
+        async with _engine(path, "icecache", budget, lengths[-1], stores=True) as service:
+            stored = await _stored_turn(service, ids[: lengths[-1] + MESSAGE_TOKENS], live)
+            report.figures["stored_bytes"] = service.engine.stats()["bytes_out"]
+            bar.advance(task)
+        _add_aside(report, "aside_ratio_stored", 0.15, stored, full[lengths[-1]])
     last = lengths[-1] // 1024
     report.target(f"tpot_speedup_{last}k", least=3)
     report.figures["index_overhead"] = max(
@@ -82,6 +102,16 @@ async def run(model: Path | None, quick: bool) -> Report:
     )
     report.target("index_overhead", most=0.1)
     return report
+
+
+def _add_aside(report: Report, key: str, most: float, found: TimedReply, full: TimedReply) -> None:
+    """The RAM beside the live rows over all rows of the chat, and what share of it can be recalled for
+    that."""
+    report.figures[key] = found.aside_bytes / full.live_bytes
+    report.figures[key.replace("aside_ratio", "recallable")] = (
+        found.n_recallable / full.n_recallable
+    )
+    report.target(key, most=most)
 
 
 def _add(
@@ -104,8 +134,9 @@ def _add(
 
 @asynccontextmanager
 async def _engine(
-    path: Path, retention: str, budget: int, n_max: int
-) -> AsyncIterator[EmbeddedEngine]:
+    path: Path, retention: str, budget: int, n_max: int, *, stores: bool = False
+) -> AsyncIterator[Service[EmbeddedEngine]]:
+    """The service as a daemon has it, for one chat. stores: whether its store keeps rows"""
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
         size = n_max + 2 * _FILL_TOKENS
         config = Config(
@@ -116,15 +147,15 @@ async def _engine(
             live_tokens=size,
             live_sequences=2,
             parallel=1,
-            hot_bytes=0,
-            warm_bytes=0,
+            hot_bytes=-1 if stores else 0,
+            warm_bytes=-1 if stores else 0,
+            recall_disk_bytes=-1 if stores else _DISK_BYTES,
             anticipate=False,
             retention=retention,
-            recall_bytes=1 << 40,
             live_budget=budget if retention == "icecache" else 0,
         )
         async with open_service(config) as service:
-            yield service.engine
+            yield service
 
 
 async def _fill(engine: EmbeddedEngine, ids: Ids) -> None:
@@ -167,30 +198,40 @@ def random_rows(layout: KVLayout, p0: int, n: int) -> KVRows:
     return KVRows(layout, positions, tuple(planes[:cut]), tuple(planes[cut:]))
 
 
-async def _turn(engine: EmbeddedEngine, ids: Ids, live: LiveBudget) -> TimedReply:
-    """Generate a reply to the prompt `ids`; the sequence is released afterwards."""
+async def _turn(service: Service[EmbeddedEngine], ids: Ids, live: LiveBudget) -> TimedReply:
+    """Generate a reply to the prompt `ids`."""
+    engine = service.engine
     before = engine.stats()
     fields = {"temperature": 0, "ignore_eos": True}
     request = GenerateRequest(ids=ids, fields=fields, n_predict=REPLY_TOKENS, live=live)
-    generation = engine.generate(request)
-    finish: Finish | None = None
-    async for event in generation:
-        finish = event if isinstance(event, Finish) else finish
+    finish = await service.sessions.run_quietly(request)
     assert finish is not None
     after = engine.stats()
 
     def live_sizes() -> tuple[int, int]:
-        (seq,) = engine.pool
-        aside = seq.live_set.n_bytes_offloaded if isinstance(seq.live_set, BoundedSet) else 0
-        return seq.n_cells * engine.core.layout.token_bytes, aside
+        seq = max(engine.pool, key=lambda each: each.n)
+        if not isinstance(seq.live_set, BoundedSet):
+            return seq.n_cells, seq.n
+        found = np.union1d(seq.live_set.kept, seq.live_set.offloaded.positions)
+        return seq.n_cells, len(found)
 
-    live_bytes, aside_bytes = await asyncio.wrap_future(engine.scheduler.call(live_sizes))
-    generation.release()
+    n_cells, n_recallable = await asyncio.wrap_future(engine.scheduler.call(live_sizes))
     return TimedReply(
         finish.timings.predicted_ms / max(1, finish.timings.predicted_n - 1),
         finish.timings.prompt_ms,
-        live_bytes,
-        aside_bytes,
+        n_cells * engine.core.layout.token_bytes,
+        await bytes_aside(engine, live),
+        n_recallable,
         float(after.get("recall_index_s", 0) - before.get("recall_index_s", 0)),
         float(after.get("recall_choose_s", 0) - before.get("recall_choose_s", 0)),
     )
+
+
+async def _stored_turn(service: Service[EmbeddedEngine], ids: Ids, live: LiveBudget) -> TimedReply:
+    """As `_turn`, of a chat whose rows have reached the store by then."""
+    engine = service.engine
+    await _fill(engine, ids[:-MESSAGE_TOKENS])
+    request = GenerateRequest(ids=ids[: 1 - MESSAGE_TOKENS], n_predict=0)
+    await service.sessions.run_quietly(request)
+    await asyncio.wrap_future(engine.scheduler.settled())
+    return await _turn(service, ids, live)

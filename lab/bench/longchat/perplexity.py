@@ -1,9 +1,13 @@
-"""Perplexity of texts under live budgets, compared with that of the full cache."""
+"""Perplexity of texts under live budgets, over that of the full cache.
+
+A text is read in two ways: `prompt`, its beginning as a prompt, which is read in full and then thinned,
+and the rest as the reply; `reply`, all of it as a reply, which the budget holds from its first tokens on.
+"""
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,11 +15,8 @@ import numpy as np
 from lab.bench.longchat.reading import Advance, Reading, read
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.engine import EmbeddedEngine
-from towerd.engine.embedded.live.live_set import BoundedSet
+from towerd.service import Service
 from towerd.tokens import Ids
-
-EQUAL_MEAN = "buzz_mean"
-"""BUZZ with the budget under which its mean number of live tokens equals that of the others."""
 
 
 class Ratio(NamedTuple):
@@ -33,84 +34,81 @@ def ratio(found: Reading, full: Reading) -> Ratio:
     return Ratio(value, value * float(difference.std() / np.sqrt(len(difference))))
 
 
-def live_by_token(live: LiveBudget, n: int) -> Ids:
-    """int64[n]: how many tokens each of n sees under a budget, for policies whose number of kept
-    tokens does not depend on attention."""
-    live_set = BoundedSet.whole(live, 0, n + 1)
-    seen = [np.empty(0, np.int64)]
-    while live_set.n < n:
-        if len(live_set.kept) >= live.tokens:
-            live_set.drop(live_set.choose(None)[0, 0])
-        n_new = min(live_set.room, n - live_set.n)
-        seen.append(len(live_set.kept) + 1 + np.arange(n_new))
-        live_set.extend(n_new)
-    return np.concatenate(seen)
+@dataclass(frozen=True, slots=True)
+class ReadText:
+    """A text to read: its first `n_prompt` tokens are the prompt, the others the reply."""
 
+    name: str
+    way: str
+    """`prompt` or `reply`."""
+    ids: Ids
+    n_prompt: int
 
-def budget_of_same_mean(budget: int, n: int) -> int:
-    """The budget, at most n, under which BUZZ has as many live tokens on average as the policies
-    that drop an eighth at a time. The cache sizes of its paper are means (section 4.2.1)."""
-    wanted = live_by_token(LiveBudget("streaming", budget), n).mean()
-    larger = range(budget, n)
-    return budget + bisect.bisect_left(
-        larger, wanted, key=lambda each: live_by_token(LiveBudget("buzz", each), n).mean()
-    )
+    @property
+    def n_read(self) -> int:
+        """Tokens of the reply."""
+        return len(self.ids) - self.n_prompt
 
-
-def plan(
-    policies: Sequence[str], budgets: Sequence[int], n: int
-) -> dict[int, dict[str, LiveBudget]]:
-    """Budget -> name of a column -> the live budget for a text of n tokens."""
-    found: dict[int, dict[str, LiveBudget]] = {}
-    for budget in budgets:
-        if budget >= n:
-            continue
-        found[budget] = {name: LiveBudget(name, budget) for name in policies}
-        if "buzz" in policies and (wide := budget_of_same_mean(budget, n)) < n:
-            found[budget][EQUAL_MEAN] = LiveBudget("buzz", wide)
-    return found
+    def fits(self, live: LiveBudget) -> bool:
+        """Whether the budget is less than its prompt, or than all of it if that is a reply."""
+        return live.tokens < (self.n_prompt if self.way == "prompt" else len(self.ids))
 
 
 async def measure(
-    engine: EmbeddedEngine,
-    texts: Mapping[str, Ids],
-    policies: Sequence[str],
-    budgets: Sequence[int],
+    service: Service[EmbeddedEngine],
+    texts: Sequence[ReadText],
+    lives: Sequence[LiveBudget],
     advance: Advance,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Perplexities with the full cache by text, and a row of ratios for each text and budget."""
+    """Perplexities with the full cache by text and way, and a row for each text and budget. advance:
+    called with the number of tokens of replies that were read."""
     full_ppl: dict[str, float] = {}
     rows: list[dict[str, Any]] = []
-    for name, ids in texts.items():
-        full = await read(engine, ids, LiveBudget(), advance)
-        full_ppl[name] = full.perplexity
-        for budget, lives in plan(policies, budgets, len(ids)).items():
-            row: dict[str, Any] = {"text": name, "live": budget}
-            errors: dict[str, float] = {}
-            means: dict[str, float] = {}
-            for column, live in lives.items():
-                found = await read(engine, ids, live, advance)
-                row[column], errors[column] = ratio(found, full)
-                means[column] = float(found.live.mean())
-            rows.append({**row, "errors": errors, "mean_live": means})
+    token_bytes = service.engine.core.layout.token_bytes
+    for text in texts:
+        parts = text.ids[: text.n_prompt], text.ids[text.n_prompt :]
+        full = await read(service, *parts, LiveBudget(), advance)
+        full_ppl[f"{text.name} {text.way}"] = full.perplexity
+        for live in filter(text.fits, lives):
+            found = await read(service, *parts, live, advance)
+            value, error = ratio(found, full)
+            place = {"text": text.name, "way": text.way, **place_of(live)}
+            live_n = {"peak": int(found.live.max()), "mean_live": float(found.live.mean())}
+            sizes = {"peak_bytes": live_n["peak"] * token_bytes, "aside_bytes": found.aside_bytes}
+            rows.append({**place, "ratio": value, "error": error, **live_n, **sizes})
     return full_ppl, rows
 
 
-def n_tokens(texts: Mapping[str, Ids], policies: Sequence[str], budgets: Sequence[int]) -> int:
-    """The number of tokens that `measure` evaluates."""
-    return sum(
-        len(ids) * (1 + sum(map(len, plan(policies, budgets, len(ids)).values())))
-        for ids in texts.values()
-    )
+def place_of(live: LiveBudget) -> dict[str, Any]:
+    """The columns that name a budget."""
+    return {"policy": live.policy, "scope": live.scope, "live": live.tokens}
 
 
-def worst_ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """`buzz_vs_h2o_ppl` and the like: BUZZ over a rival, the worst of all texts and budgets, with
-    the same maximum of live tokens and with the same mean."""
-    found: dict[str, float] = {}
-    for way in ("buzz", EQUAL_MEAN):
-        for rival in ("h2o", "streaming"):
-            ratios = [row[way] / row[rival] for row in rows if way in row and rival in row]
-            if ratios:
-                found[f"{way}_vs_{rival}_ppl"] = max(ratios)
-    return found
+def n_read(texts: Sequence[ReadText], lives: Sequence[LiveBudget]) -> int:
+    """The number of tokens of replies that `measure` reads."""
+    return sum(text.n_read * (1 + sum(map(text.fits, lives))) for text in texts)
+
+
+def mean_ratio(rows: Sequence[Mapping[str, Any]], way: str, live: LiveBudget) -> float | None:
+    """The geometric mean of the ratios of all texts; None: there are none."""
+    place = {"way": way, **place_of(live)}
+    ratios = [row["ratio"] for row in rows if place.items() <= row.items()]
+    return float(np.exp(np.mean(np.log(ratios)))) if ratios else None
+
+
+def worst_over(
+    rows: Sequence[Mapping[str, Any]], policy: str, rival: str, way: str
+) -> float | None:
+    """The perplexity under a policy over that under a rival with the same scope and most live tokens, the
+    worst of all texts and budgets; None: there are no two to compare."""
+    keys = ("text", "way", "scope", "live")
+    of_rival = {
+        tuple(row[key] for key in keys): row["ratio"] for row in rows if row["policy"] == rival
+    }
+    found = [
+        row["ratio"] / of_rival[place]
+        for row in rows
+        if row["policy"] == policy and row["way"] == way
+        if (place := tuple(row[key] for key in keys)) in of_rival
+    ]
+    return max(found, default=None)

@@ -1,4 +1,4 @@
-"""`towerctl bench longchat`: the cost of a bounded live cache, by policy, in the real engine."""
+"""`towerctl bench longchat`: what a bounded live cache costs and keeps, by policy, scope and budget."""
 
 from __future__ import annotations
 
@@ -11,67 +11,111 @@ from typing import Any
 
 import numpy as np
 
-from lab.bench.longchat import perplexity, retrieval
+from lab.bench.longchat import beyond, live, perplexity, retrieval
+from lab.bench.longchat.perplexity import ReadText
 from lab.bench.longchat.reading import last_attention
 from lab.bench.longchat.recall import index_overhead, recalls
 from lab.models.random_gguf import PRESETS
 from lab.texts.documents import read_meetings, read_pairs, read_text
-from lab.texts.tokenizer import TextTokenizer
+from lab.texts.tokenizer import Ids, TextTokenizer
 from towerd.cli.bench.harness.models import bench_model
 from towerd.cli.bench.harness.report import Report
-from towerd.cli.output import progress_bar, show_table
+from towerd.cli.output import progress_bar, show_table, size
 from towerd.codec.prior import sample
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.engine import EmbeddedEngine
-from towerd.models.bundled import RETRIEVAL_NAME, bundled_model, default_model
+from towerd.errors import TowerdError
+from towerd.models.bundled import RETRIEVAL_NAME, bundled_model, default_model, has_default
 from towerd.retention.icecache import IceCacheConfig
 from towerd.service import Service, open_service
-from towerd.settings.config import RETENTIONS, Config
-from towerd.tokens import Ids
+from towerd.settings.config import RETENTION_SCOPES, RETENTIONS, Config
+from towerd.tokens import Ids as TokenIds
 
 SAMPLE = "sample.txt"
 """Name of the package's own text."""
+SAMPLE_PROSE_CHARS = 397_976
+"""Where prose begins in it; before that it is code and short chats."""
 POLICIES = tuple(name for name in RETENTIONS if LiveBudget(name).is_bounded)
-TEXT_TOKENS_MAX = 8191
-"""The longest text that is read at once: one token less than the longest context."""
-QUICK_TEXT_TOKENS = 1023
-BUDGETS = (256, 512)
-QUICK_BUDGETS = (256,)
-LENGTHS = (1024, 2048, 4096, 8192)
-"""Lengths of prompts with facts, including the question."""
-QUICK_LENGTHS = (512,)
-QUICK_FACTS = 4
-"""How many of the facts are asked for. Each question may evaluate its whole prompt under each policy."""
-QUESTION_TOKENS = 64
-N_PAIRS = 8
-RECALL_TOKENS = 2048
+SCOPE = "layer"
+"""The scope that figures without one in their names are of: the daemon's default."""
 RECALL_BUDGET = 64
 RECALL_LAYER_STEP = 3
 """The default of `--recall-layer-step`."""
 N_QUERIES = 8
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is measured."""
+
+    budgets: tuple[int, ...]
+    """Of the default scope; the first one of the other scopes, too."""
+    prompt: int
+    """Tokens of a text that are read as a prompt."""
+    reply: int
+    """Tokens behind it, whose perplexity counts."""
+    windows: int
+    """How many prompts are taken of each text."""
+    read_as_reply: int
+    """Tokens of a text that are read as a reply, in the default scope; 0: none."""
+    documents: tuple[int, ...]
+    """Tokens of the documents that are asked about."""
+    asked: int
+    """Questions of each kind."""
+    context: int
+    """Tokens of the context that a chat outgrows."""
+    beyond_asked: int
+    recall: int
+    """Tokens whose keys are searched."""
+
+
+FULL = Sizes((256, 512), 1536, 512, 2, 2048, (1024, 2048, 4096), 4, 2048, 8, 2048)
+QUICK = Sizes((256, 512), 768, 64, 1, 0, (1024,), 2, 512, 3, 768)
+
+
+def lives(budgets: Sequence[int], policies: Sequence[str] = POLICIES) -> list[LiveBudget]:
+    """Every policy with every budget in the default scope, then with the first budget in the others, which
+    make no difference to `streaming`."""
+    others = [scope for scope in RETENTION_SCOPES if scope != SCOPE]
+    found = [LiveBudget(name, budget, SCOPE) for budget in budgets for name in policies]
+    return found + [
+        LiveBudget(name, budgets[0], scope)
+        for scope in others
+        for name in policies
+        if name != "streaming"
+    ]
+
+
 @dataclass(slots=True)
 class LongchatReport(Report):
-    """`perplexity`, `retrieval`: rows of a table; the first keys of a row identify it."""
+    """`perplexity`, `retrieval`: a row for each text or document and each budget."""
 
     perplexity: list[dict[str, Any]] = field(default_factory=list)
     retrieval: list[dict[str, Any]] = field(default_factory=list)
+    lives: list[LiveBudget] = field(default_factory=list)
 
     def show(self) -> None:
-        for title, rows in (("perplexity / full", self.perplexity), ("found", self.retrieval)):
-            if rows:
-                columns = list(dict.fromkeys(key for row in rows for key in row))
-                columns = [c for c in columns if not any(isinstance(r.get(c), dict) for r in rows)]
-                show_table(
-                    (title, *(f">{name}" for name in columns[1:])),
-                    [tuple(_cell(row.get(name)) for name in columns) for row in rows],
-                )
+        kinds = [f">{kind}" for kind in retrieval.KINDS]
+        columns = ("policy", ">live", "scope", ">ppl / full", *kinds, ">peak", ">beside")
+        show_table(columns, map(self._row, self.lives))
         Report.show(self)
 
     def as_json(self) -> Mapping[str, Any]:
         more = {"perplexity": self.perplexity, "retrieval": self.retrieval}
         return {**Report.as_json(self), **more}
+
+    def _row(self, each: LiveBudget) -> tuple[str, ...]:
+        """What a budget does: shares of what the full cache finds, bytes at most."""
+        ratio = perplexity.mean_ratio(self.perplexity, "prompt", each)
+        shares = [retrieval.share_found(self.retrieval, each, [kind]) for kind in retrieval.KINDS]
+        place = perplexity.place_of(each)
+        own = [row for row in (*self.perplexity, *self.retrieval) if place.items() <= row.items()]
+        peak, aside = (
+            max((row[key] for row in own if key in row), default=0)
+            for key in ("peak_bytes", "aside_bytes")
+        )
+        cells = [_cell(ratio), *map(_cell, shares), size(peak), size(aside) if aside else "0"]
+        return each.policy, str(each.tokens), each.scope, *cells
 
 
 async def run(
@@ -82,47 +126,83 @@ async def run(
     meetings: Path | None,
     pairs: Path | None,
 ) -> Report:
-    """Perplexity, retrieval, recall and the cost of the index. Raises TowerdError."""
-    # One that is small and was trained to find again what it read: quick, and told apart all the same.
-    path = model or (bundled_model(RETRIEVAL_NAME) if quick else default_model())
-    budgets = QUICK_BUDGETS if quick else BUDGETS
+    """Perplexity, retrieval, a chat beyond its context, recall and the cost of the index; unless it is
+    quick, the time a token as `live`. Raises TowerdError."""
+    path, sizes = model or _default(), QUICK if quick else FULL
     report = LongchatReport("longchat", path.name)
-    texts = {SAMPLE: sample.load().decode()} if text is None else {text.name: read_text(text)}
+    texts = {SAMPLE: _sample()} if text is None else {text.name: read_text(text)}
     (filler,) = texts.values()
-    if meetings is None:
-        report.details["meetings"] = "not measured: name QMSum's file with --meetings"
-    else:
+    if meetings is not None:
         texts[meetings.name] = read_meetings(meetings)
+    told = [] if pairs is None else read_pairs(pairs)
     with TextTokenizer(path) as tokenizer:
-        async with _served(path) as service:
-            n = min(service.engine.n_ctx - 1, QUICK_TEXT_TOKENS if quick else TEXT_TOKENS_MAX)
-            windows = {
-                key: tokenizer.windows(read, 1, n)[0].astype(np.int32)
-                for key, read in texts.items()
-            }
-            await _perplexity(report, service, windows, budgets)
-            await _recall(report, service, next(iter(windows.values()))[:RECALL_TOKENS])
-            tasks = list(_tasks(report, tokenizer, filler, pairs, service.engine.n_ctx, quick))
-            await _retrieval(report, service, tasks, budgets)
+        ids = tokenizer.ids(filler)
+        async with served(path) as service:
+            n_ctx = service.engine.n_ctx
+            report.lives = lives([n for n in sizes.budgets if n < n_ctx])
+            await _perplexity(report, service, _texts(tokenizer, texts, sizes, n_ctx))
+            made = [retrieval.document(tokenizer, ids, n, told) for n in sizes.documents]
+            fitting = [each for each in made if each.n + retrieval.SPARE_TOKENS < n_ctx]
+            await _retrieval(report, service, tokenizer, fitting, sizes.asked)
+            await _recall(report, service, ids[: sizes.recall].astype(np.int32))
+        await _beyond(report, path, tokenizer, ids, sizes)
     _overhead(report, quick)
+    if not quick:
+        await _timed(report, model)
     return report
 
 
+def _default() -> Path:
+    """SmolLM2, or where it was not fetched the package's model that finds again what it read."""
+    return default_model() if has_default() else bundled_model(RETRIEVAL_NAME)
+
+
+async def _timed(report: LongchatReport, model: Path | None) -> None:
+    """The time a token, of random weights of the 1B shape without a model."""
+    try:
+        timed = await live.run(model, quick=False)
+    except TowerdError as error:
+        report.details["live"] = f"not measured: {error}"
+        return
+    report.figures |= timed.figures
+    report.targets |= timed.targets
+
+
+def _sample() -> str:
+    return sample.load().decode()[SAMPLE_PROSE_CHARS:]
+
+
+def _texts(
+    tokenizer: TextTokenizer, texts: Mapping[str, str], sizes: Sizes, n_ctx: int
+) -> list[ReadText]:
+    """The windows to read: each as a prompt and a reply, the first ones also as a reply alone."""
+    found = []
+    n_prompt = min(sizes.prompt, n_ctx - sizes.reply - 1)
+    for name, text in texts.items():
+        windows = tokenizer.windows(text, sizes.windows, n_prompt + sizes.reply)
+        for i, window in enumerate(windows):
+            ids = window.astype(np.int32)
+            found.append(ReadText(f"{name} {i}" if i else name, "prompt", ids, n_prompt))
+        if sizes.read_as_reply:
+            n = min(sizes.read_as_reply, n_ctx - 1)
+            ids = tokenizer.windows(text, 1, n)[0].astype(np.int32)
+            found.append(ReadText(name, "reply", ids, 1))
+    return found
+
+
 @asynccontextmanager
-async def _served(path: Path) -> AsyncIterator[Service[EmbeddedEngine]]:
-    """The service on a store of its own that keeps no rows, so that no budget reuses another's."""
+async def served(path: Path, ctx_size: int = 0) -> AsyncIterator[Service[EmbeddedEngine]]:
+    """The service with the settings that a daemon has, on a store of its own, for one request at a time."""
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
         config = Config(
             model=path,
             store_dir=Path(folder) / "store",
             socket=Path(folder) / "s",
+            ctx_size=ctx_size,
             live_sequences=4,
             parallel=1,
-            hot_bytes=0,
-            warm_bytes=0,
             anticipate=False,
             retention="icecache",
-            recall_bytes=1 << 40,
         )
         async with open_service(config) as service:
             yield service
@@ -131,27 +211,49 @@ async def _served(path: Path) -> AsyncIterator[Service[EmbeddedEngine]]:
 async def _perplexity(
     report: LongchatReport,
     service: Service[EmbeddedEngine],
-    windows: Mapping[str, Ids],
-    budgets: Sequence[int],
+    texts: Sequence[ReadText],
 ) -> None:
+    of_scope = [each for each in report.lives if each.scope == SCOPE]
+    ways = {"prompt": report.lives, "reply": of_scope}
     with progress_bar() as bar:
-        total = perplexity.n_tokens(windows, POLICIES, budgets)
+        parts = {way: [each for each in texts if each.way == way] for way in ways}
+        total = sum(perplexity.n_read(parts[way], ways[way]) for way in ways)
         task = bar.add_task("perplexity, tokens", total=total)
-        full, report.perplexity = await perplexity.measure(
-            service.engine, windows, POLICIES, budgets, lambda n: bar.advance(task, n)
-        )
-    report.figures["text_tokens"] = len(next(iter(windows.values())))
-    report.figures |= {f"ppl_full {name}": value for name, value in full.items()}
-    report.figures |= perplexity.worst_ratios(report.perplexity)
-    for rival in ("h2o", "streaming"):
-        if f"buzz_vs_{rival}_ppl" in report.figures:
-            report.target(f"buzz_vs_{rival}_ppl", most=1.0)
+        for way in ways:
+            full, rows = await perplexity.measure(
+                service, parts[way], ways[way], lambda n: bar.advance(task, n)
+            )
+            report.figures |= {f"ppl_full {name}": value for name, value in full.items()}
+            report.perplexity += rows
+    _add_perplexity(report, of_scope)
 
 
-async def _recall(report: LongchatReport, service: Service[EmbeddedEngine], ids: Ids) -> None:
+def _add_perplexity(report: LongchatReport, of_scope: Sequence[LiveBudget]) -> None:
+    """The figures that have targets: of the default scope, where the prompt was read in full."""
+    rows = report.perplexity
+    for way, suffix in (("prompt", ""), ("reply", "_reply")):
+        for rival in ("h2o", "streaming"):
+            worst = perplexity.worst_over(rows, "buzz", rival, way)
+            if worst is not None:
+                report.figures[f"buzz_vs_{rival}{suffix}_ppl"] = worst
+                if way == "prompt":
+                    report.target(f"buzz_vs_{rival}_ppl", most=1.0)
+    for budget in sorted({each.tokens for each in of_scope}):
+        own = [each for each in of_scope if each.tokens == budget]
+        ratios = {each.policy: perplexity.mean_ratio(rows, "prompt", each) for each in own}
+        measured = {policy: value for policy, value in ratios.items() if value is not None}
+        if measured:
+            best = min(measured, key=lambda policy: measured[policy])
+            report.figures[f"best_ppl_{budget}"] = measured[best]
+            report.details[f"best_ppl_{budget}_policy"] = best
+    if "best_ppl_256" in report.figures:
+        report.target("best_ppl_256", most=1.2)
+
+
+async def _recall(report: LongchatReport, service: Service[EmbeddedEngine], ids: TokenIds) -> None:
     """Measure recall on the keys and the last queries of a text, in the layers that the engine
     indexes."""
-    keys, queries = await last_attention(service.engine, ids, N_QUERIES)
+    keys, queries = await last_attention(service, ids, N_QUERIES)
     layers = list(IceCacheConfig(layer_step=RECALL_LAYER_STEP).anchors(len(keys)))
     found = recalls(keys[layers], queries[layers], RECALL_BUDGET)
     report.figures |= {f"recall_{way}": share for way, share in found.items()}
@@ -160,46 +262,73 @@ async def _recall(report: LongchatReport, service: Service[EmbeddedEngine], ids:
     report.target("icecache_recall_vs_sequential", least=1.3)
 
 
-def _tasks(
-    report: LongchatReport,
-    tokenizer: TextTokenizer,
-    text: str,
-    pairs: Path | None,
-    n_ctx: int,
-    quick: bool,
-) -> list[retrieval.RetrievalTask]:
-    lengths = [n for n in (QUICK_LENGTHS if quick else LENGTHS) if n <= n_ctx] or [n_ctx]
-    lengths = [n - QUESTION_TOKENS for n in lengths]
-    n_asked = QUICK_FACTS if quick else len(retrieval.FACTS)
-    tasks = [retrieval.facts(tokenizer, text, n, n_asked) for n in lengths]
-    if pairs is None:
-        report.details["pairs"] = "not measured: name the key-value examples with --pairs"
-        return tasks
-    told = read_pairs(pairs)
-    return tasks + [retrieval.pairs(tokenizer, told, n, min(N_PAIRS, n_asked)) for n in lengths]
-
-
 async def _retrieval(
     report: LongchatReport,
     service: Service[EmbeddedEngine],
-    tasks: Sequence[retrieval.RetrievalTask],
-    budgets: Sequence[int],
+    tokenizer: TextTokenizer,
+    documents: Sequence[retrieval.Document],
+    n_each: int,
 ) -> None:
-    budgets = [n for n in budgets if n < service.engine.n_ctx]
     with progress_bar() as bar:
-        n_runs = 1 + len(budgets) * len(POLICIES)
-        n_asked = sum(len(each.asked) for each in tasks)
-        task = bar.add_task("retrieval, questions", total=n_runs * n_asked)
-        report.retrieval = await retrieval.measure(
-            service, tasks, POLICIES, budgets, lambda n: bar.advance(task, n)
-        )
-    for budget in budgets:
-        for policy in POLICIES:
-            share = retrieval.share_found(report.retrieval, policy, budget)
+        total = sum(retrieval.n_questions(each, report.lives, n_each) for each in documents)
+        task = bar.add_task("retrieval, questions", total=total)
+        for document in documents:
+            report.retrieval += await retrieval.measure(
+                service, tokenizer, document, report.lives, n_each, lambda n: bar.advance(task, n)
+            )
+    for each in report.lives:
+        if each.scope != SCOPE:
+            continue
+        for name, kinds in (
+            ("found", retrieval.TOLD),
+            ("quotes", ("quotes",)),
+            ("spread", ("spread",)),
+        ):
+            share = retrieval.share_found(report.retrieval, each, kinds)
             if share is not None:
-                report.figures[f"{policy}_found_{budget}"] = share
-    if "icecache_found_256" in report.figures:
-        report.target("icecache_found_256", least=0.99)
+                report.figures[f"{each.policy}_{name}_{each.tokens}"] = share
+    for key, least in (
+        ("icecache_found_256", 0.95),
+        ("snapkv_found_512", 0.9),
+        ("h2o_found_512", 0.9),
+    ):
+        if key in report.figures:
+            report.target(key, least=least)
+
+
+async def _beyond(
+    report: LongchatReport, path: Path, tokenizer: TextTokenizer, filler: Ids, sizes: Sizes
+) -> None:
+    """A chat that outgrows its context, and the same where the context has room for it."""
+    chat = beyond.long_chat(tokenizer, filler, sizes.context, sizes.beyond_asked)
+    n = sum(len(tokenizer.ids(message)) for message in chat.messages)
+    recalling = LiveBudget("icecache", min(sizes.budgets), SCOPE)
+    room = {
+        sizes.context: recalling,
+        beyond.CONTEXTS * sizes.context + beyond.ROOM_TOKENS: LiveBudget(),
+    }
+    scores = []
+    with progress_bar() as bar:
+        task = bar.add_task("a chat of three contexts, tokens", total=2 * n)
+        for n_ctx, budget in room.items():
+            async with served(path, ctx_size=n_ctx) as service:
+                scores.append(
+                    await beyond.scores(
+                        service, tokenizer, chat, budget, lambda n: bar.advance(task, n)
+                    )
+                )
+    _add_beyond(report, *scores)
+
+
+def _add_beyond(report: LongchatReport, found: Sequence[float], full: Sequence[float]) -> None:
+    report.figures |= {"beyond_context_asked": len(full), "beyond_context_full": sum(full)}
+    report.details["beyond_context_scores"] = list(found)
+    share = beyond.share(found, full)
+    if share is None:
+        report.details["beyond_context_found"] = "not measured: the full cache finds nothing"
+        return
+    report.figures["beyond_context_found"] = share
+    report.target("beyond_context_found", least=0.8)
 
 
 def _overhead(report: LongchatReport, quick: bool) -> None:
@@ -213,7 +342,5 @@ def _overhead(report: LongchatReport, quick: bool) -> None:
     report.target("index_overhead", most=0.1)
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

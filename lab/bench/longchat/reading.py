@@ -1,117 +1,157 @@
-"""How well a served model predicts a text that it reads under a live budget.
+"""How well a served model predicts a text under a live budget.
 
-The text is read as if it were a reply: the budget holds from its first token on. The engine's own
-parts evaluate it and drop positions where the scheduler would, in chunks as large as the budget
-allows; a token of a chunk sees what it would see if it were generated.
+The text is given to the engine in place of the tokens that it would sample: a request whose reply says
+its tokens one after the other, and notes how probable each was. Everything else is what any request does.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from towerd.engine.base import GenerateRequest, LiveBudget
 from towerd.engine.embedded.engine import EmbeddedEngine
-from towerd.engine.embedded.live.job import Job
+from towerd.engine.embedded.live.live_set import BoundedSet
 from towerd.engine.embedded.longchat.budgets import bounded
-from towerd.engine.embedded.run.background import nothing_to_evict
-from towerd.engine.embedded.run.batching import Batching
-from towerd.errors import TowerdError
 from towerd.kernels import dispatch
 from towerd.retention import Rows
+from towerd.service import Service
 from towerd.slots.rows import KVRows
 from towerd.tokens import Ids
+
+if TYPE_CHECKING:
+    from towerd.wire import Reply
 
 Advance = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The result for a text of n tokens."""
+    """The result for a reply of n tokens."""
 
     surprises: npt.NDArray[np.float64]
-    """float64[n - 1]: minus the log-probability of each token but the first."""
+    """float64[n]: minus the log-probability of each token."""
     live: npt.NDArray[np.int64]
-    """int64[n]: how many tokens each one sees, itself included."""
+    """int64[n]: how many tokens were live when each was sampled."""
+    aside_bytes: int
+    """RAM beside the live rows at the end."""
 
     @property
     def perplexity(self) -> float:
         return float(np.exp(self.surprises.mean()))
 
 
-async def read(
-    engine: EmbeddedEngine, ids: Ids, live: LiveBudget, advance: Advance = lambda _: None
-) -> Reading:
-    """Read `ids` under a budget. The engine must be idle.
+@dataclass(slots=True)
+class GivenReply:
+    """Stands for `towerd.wire.Reply`: "samples" the given tokens. The engine must run this request only."""
 
-    advance: called with the number of tokens evaluated. Raises TowerdError."""
-    engine.budgets.check(live)
-    work = partial(_read, engine, ids, live, advance)
-    return await asyncio.wrap_future(engine.scheduler.call(work))
+    engine: EmbeddedEngine
+    ids: Ids
+    advance: Advance
+    surprises: list[float] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)
+    request: None = None
+    has_new_line: bool = False
+    stopping_word: bytes = b""
+    stop: str = ""
 
+    @property
+    def n_kept(self) -> int:
+        """As `Reply.n_kept`."""
+        return len(self.surprises)
 
-async def last_attention(engine: EmbeddedEngine, ids: Ids, n_queries: int) -> tuple[Rows, Rows]:
-    """(keys float32[layers, KV heads, n - n_queries, head size], queries float32[layers, heads,
-    n_queries, head size]) of the text `ids`: its last queries, and the keys of the tokens before
-    them. The engine must watch attention. Raises TowerdError."""
-    live = LiveBudget("icecache", len(ids) + 1)  # all tokens stay; the last queries are observed
-    engine.budgets.check(live)
-    work = partial(_last_attention, engine, ids, live, n_queries)
-    return await asyncio.wrap_future(engine.scheduler.call(work))
+    def accept_prompt(self, ids: Ids) -> None:
+        """As `Reply.accept_prompt`."""
 
+    def started(self, n_cached: int, n_processed: int, prompt_ms: float) -> None:
+        """As `Reply.started`."""
 
-def _read(engine: EmbeddedEngine, ids: Ids, live: LiveBudget, advance: Advance) -> Reading:
-    found = Reading(np.zeros(len(ids) - 1), np.zeros(len(ids), np.int64))
-
-    def note(job: Job) -> None:
+    def steps(
+        self, ctx: int, index: int, draft: Ids, n_room: int, synthetic: Any = ()
+    ) -> list[Any]:
+        """As `Reply.steps`: the next of the given tokens."""
+        (job,) = self.engine.scheduler.active
         assert job.seq is not None
-        n, n_new = job.seq.n, job.n_in_batch
-        found.live[n : n + n_new] = job.seq.n_cells + 1 + np.arange(n_new)
-        for i, token in enumerate(job.ids[n + 1 : n + n_new + 1]):
-            found.surprises[n + i] = surprise(engine.core.context.logits(i), int(token))
-        advance(n_new)
+        token = int(self.ids[len(self.surprises)])
+        self.surprises.append(surprise(self.engine.core.context.logits(index), token))
+        self.live.append(job.seq.n_cells)
+        self.advance(1)
+        self.stop = "limit" if len(self.surprises) == len(self.ids) else ""
+        return [SimpleNamespace(token=token, text=b"", stop=self.stop)]
 
-    with _job(engine, ids, live, n_prompt=1) as job:
-        _evaluate(engine, job, note)
+    def limit(self, truncated: bool) -> None:
+        """As `Reply.limit`."""
+
+    def truncate(self) -> None:
+        """As `Reply.truncate`."""
+
+
+async def read(
+    service: Service[EmbeddedEngine],
+    prompt: Ids,
+    reply: Ids,
+    live: LiveBudget,
+    advance: Advance = lambda _: None,
+) -> Reading:
+    """Read `reply` behind `prompt` under a budget. The service must have no other requests.
+
+    advance: called with the number of tokens that were read. Raises TowerdError."""
+    given = GivenReply(service.engine, np.asarray(reply, np.int32), advance)
+    request = GenerateRequest(
+        ids=np.ascontiguousarray(prompt, np.int32),
+        reply=cast("Reply", given),
+        n_predict=len(reply),
+        live=live,
+    )
+    async for _ in service.sessions.run(request):
+        pass
+    aside_bytes = await bytes_aside(service.engine, live)
+    return Reading(np.array(given.surprises), np.array(given.live), aside_bytes)
+
+
+async def bytes_aside(engine: EmbeddedEngine, live: LiveBudget) -> int:
+    """RAM beside the live rows of a chat with this budget, the most of those in the context."""
+
+    def look() -> int:
+        sets = [seq.live_set for seq in engine.pool if isinstance(seq.live_set, BoundedSet)]
+        own = (each.n_bytes_offloaded for each in sets if each.budget == live)
+        return max(own, default=0)
+
+    found: int = await asyncio.wrap_future(engine.scheduler.call(look))
     return found
 
 
-def _last_attention(
-    engine: EmbeddedEngine, ids: Ids, live: LiveBudget, n_queries: int
+async def last_attention(
+    service: Service[EmbeddedEngine], ids: Ids, n_queries: int
 ) -> tuple[Rows, Rows]:
-    observer, n_keys = engine.parts.observer, len(ids) - n_queries
-    assert observer is not None
-    with _job(engine, ids, live, n_prompt=len(ids)) as job:
-        _evaluate(engine, job, None)
-        assert job.seq is not None
-        queries = observer.scaled_queries(bounded(job.seq), n_keys)
-        rows = engine.core.memory.rows(job.seq.id, 0, n_keys)
+    """(keys float32[layers, KV heads, n - n_queries, head size], queries float32[layers, heads,
+    n_queries, head size]) of the text `ids`: its last queries, and the keys of the tokens before
+    them. The engine must watch attention. Raises TowerdError."""
+    engine, n_keys = service.engine, len(ids) - n_queries
+    live = LiveBudget("icecache", len(ids) + 1)  # all tokens stay; the last queries are observed
+    request = GenerateRequest(ids=np.ascontiguousarray(ids, np.int32), n_predict=0, live=live)
+    generation = engine.generate(request)
+    async for _ in generation:
+        pass
+
+    def look() -> tuple[Rows, Rows]:
+        observer = engine.parts.observer
+        assert observer is not None
+        seq = next(seq for seq in engine.pool if seq.live_set.budget == live)
+        queries = observer.scaled_queries(bounded(seq), n_keys)
+        rows = engine.core.memory.rows(seq.id, 0, n_keys)
         assert rows is not None
         return keys_of(rows, queries.shape[-1]), queries
 
-
-def _evaluate(engine: EmbeddedEngine, job: Job, note: Callable[[Job], None] | None) -> None:
-    """Evaluate the tokens of `job` as the scheduler does. note: called after each chunk, while its
-    logits are available; None: no logits are computed."""
-    batching, batch = Batching(engine.core.context), engine.core.context.batch
-    while job.n_live < job.n:
-        engine.parts.hooks.of_job(job).before_step(job, nothing_to_evict)
-        chunk = batching.fill([job])
-        batch.logits[: batch.n] = note is not None
-        engine.parts.restorer.protect(chunk)
-        with engine.parts.hooks.evaluating(chunk):
-            engine.core.context.decode()
-        if note is not None:
-            note(job)
-        assert job.seq is not None
-        engine.pool.append(job.seq, job.ids[job.n_live : job.n_live + job.n_in_batch])
-        engine.parts.restorer.advanced(job)
+    keys, queries = await asyncio.wrap_future(engine.scheduler.call(look))
+    generation.release()
+    return keys, queries
 
 
 def surprise(logits: npt.NDArray[np.float32], token: int) -> float:
@@ -127,28 +167,3 @@ def keys_of(rows: KVRows, head_size: int) -> Rows:
         wide = dispatch.transcoded(values, plane.format.name, "f32").view(np.float32)
         layers.append(wide.reshape(len(values), -1, head_size).transpose(1, 0, 2))
     return np.stack(layers)
-
-
-@contextmanager
-def _job(engine: EmbeddedEngine, ids: Ids, live: LiveBudget, n_prompt: int) -> Iterator[Job]:
-    """A request for `ids`, of which `n_prompt` are its prompt, with a sequence of its own, which is
-    released afterwards."""
-    request = GenerateRequest(ids=ids, n_predict=0, cache_prompt=False, live=live)
-    ids = np.ascontiguousarray(ids, np.int32)
-    job = Job(request, ids, n_prompt, engine.store.hold(ids, request.scope))
-
-    def evict() -> bool:
-        idle = engine.pool.idle_lru()
-        if idle is not None:
-            engine.parts.restorer.drop(idle)
-        return idle is not None
-
-    restorer = engine.parts.restorer
-    if not restorer.begin(job, restorer.find(job), len(ids), evict):
-        raise TowerdError("The engine has no sequence free: it has other requests to serve.")
-    try:
-        yield job
-    finally:
-        engine.core.context.batch.clear()
-        if job.seq is not None:
-            engine.pool.drop(job.seq)

@@ -20,7 +20,6 @@ from towerd.cli.output import progress_bar, show_table
 from towerd.engine.embedded.calibration.calibrate import (
     CONTINUATIONS_MAX,
     calibration_text,
-    coarse_tokens,
     plan_for,
 )
 from towerd.engine.embedded.calibration.measure import Measurer
@@ -141,7 +140,6 @@ def measurer_on(
             scratch = Scratch(context, 0)
             token_bytes = probe_layout(scratch).token_bytes
             measurer = Measurer(scratch, plan_for(vocab, text, n_ctx, token_bytes, n_checkpoints))
-            measurer.prepare()
             yield measurer
         finally:
             context.close()
@@ -168,9 +166,19 @@ def _formats(report: QualityReport, path: Path, text: str, n_checkpoints: int) -
     with measurer_on(path, text, n_checkpoints) as measurer, progress_bar() as bar:
         layout = measurer.layout
         bits = sizes(layout)
-        task = bar.add_task("formats", total=coarse_tokens(measurer.plan, bits))
-        measurer.progress = lambda n: bar.update(task, advance=n)
-        floor, grid, choices = calibrate(measurer, bits)
+        task = bar.add_task("formats", total=None)
+        done: list[int] = []
+
+        def evaluated(n_tokens: int) -> None:
+            done.append(n_tokens)
+            bar.update(task, advance=n_tokens)
+
+        def expect(n_tokens: int) -> None:
+            bar.update(task, total=sum(done) + n_tokens)
+
+        measurer.scratch.evaluated = evaluated
+
+        floor, grid, choices = calibrate(measurer, bits, expect)
         report.figures["calibration_s"] = time.monotonic() - began
         more = [f.name for f in STORED_FORMATS if f.name not in bits]
         more = [name for name in more if layout.stored_as(name) != layout]

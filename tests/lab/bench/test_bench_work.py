@@ -8,7 +8,8 @@ import click
 import pytest
 
 from lab.bench import commands, daemon_commands
-from lab.bench.longchat import perplexity, policies
+from lab.bench.longchat import beyond, perplexity, policies
+from lab.bench.longchat.perplexity import ReadText
 from lab.bench.work import OF_FILES, QUICK_WORK
 from towerd.cli.bench.harness.work import QUICK_S_MAX, RESUME_WORK, SWITCH_WORK, Work
 from towerd.cli.lab import BENCHMARKS
@@ -41,14 +42,19 @@ def test_what_has_no_estimate_reads_files() -> None:
         assert any(option.name == "data" for option in command.params)
 
 
-def test_the_work_of_longchat_is_what_it_reads() -> None:
-    """Its perplexities and questions, as it counts them for its progress."""
-    texts = {"text": ids_array(bytes(4 * policies.QUICK_TEXT_TOKENS))}
-    n_read = perplexity.n_tokens(texts, policies.POLICIES, policies.QUICK_BUDGETS)
-    n_read += policies.QUICK_TEXT_TOKENS
-    (n,) = policies.QUICK_LENGTHS
-    n_questions = policies.QUICK_FACTS * (1 + len(policies.POLICIES) * len(policies.QUICK_BUDGETS))
-    assert n_read + n_questions * n == QUICK_WORK["longchat.policies"].read
+def test_the_work_of_longchat_is_what_it_does() -> None:
+    """At least the text, the document and the chats that it reads, and the tokens that it counts for its
+    progress."""
+    sizes, work = policies.QUICK, QUICK_WORK["longchat.policies"]
+    lives = policies.lives(sizes.budgets)
+    text = ReadText(
+        "text", "prompt", ids_array(bytes(4 * (sizes.prompt + sizes.reply))), sizes.prompt
+    )
+    n_written = perplexity.n_read([text], lives)
+    (n_document,) = sizes.documents
+    n_chats = 2 * beyond.CONTEXTS * sizes.context * sizes.beyond_asked
+    assert sizes.prompt + n_document + n_chats <= work.read
+    assert n_written <= work.written
 
 
 def test_lines_come_while_a_step_takes_long() -> None:

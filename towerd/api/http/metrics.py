@@ -71,6 +71,8 @@ SAMPLES = (
            "Rows held in segment files in a stored format"),
     StatsMetric("towerd_moved_bytes", "tiers", "moved_bytes",
            "Rows held in segment files that were moved behind other text, or computed from such"),
+    StatsMetric("towerd_retention_observe_seconds_total", "engine", "retention_observe_s",
+           "Seconds spent on the attention of chats with a live budget", counter=True),
     StatsMetric("towerd_boundary_states", "engine", "boundary_states",
            "State checkpoints that can be resumed from"),
     StatsMetric("towerd_boundary_bytes", "engine", "boundary_bytes", "State checkpoints on disk"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,8 +64,8 @@ class FormatRequest:
     p0: int
     p1: int
     format: str
-    again: bool = False
-    """Whether rows in a stored format that takes more bytes are encoded once more."""
+    again: Collection[str] = ()
+    """Stored formats out of which rows are encoded once more, where that takes fewer bytes."""
 
     def applies(self, stored: str, native: KVLayout) -> bool:
         """Whether rows that are in the format `stored` are to be encoded in the requested one."""
@@ -74,7 +74,7 @@ class FormatRequest:
         if stored == NATIVE:
             return True
         nbytes = [native.stored_as(name).token_bytes for name in (self.format, stored)]
-        return self.again and nbytes[0] < nbytes[1]
+        return stored in self.again and nbytes[0] < nbytes[1]
 
 
 def differs(

@@ -227,6 +227,19 @@ class SessionTable:
         )
         return [_info(row) for row in rows]
 
+    def ends(self, after: int, limit: int) -> list[tuple[int, int]]:
+        """(row id, node) of sessions whose row id is beyond `after`, in order: the node that their
+        current branch ends with, or that the blob of a frozen one continues; 0 if there is none."""
+        return [
+            (pk, node)
+            for pk, node in self.catalog.rows(
+                "SELECT s.pk, coalesce(t.reply_node, t.prompt_node, c.base, 0) FROM sessions AS s"
+                " LEFT JOIN turns AS t ON t.id = s.leaf LEFT JOIN cold AS c ON c.session = s.pk"
+                " WHERE s.tokenizer = ? AND s.pk > ? ORDER BY s.pk LIMIT ?",
+                (self.tokenizer, after, limit),
+            )
+        ]
+
     def other_scopes(self, scope: str) -> list[str]:
         """The scopes that other sessions of the same tenant may have tokens in."""
         tenant = tenant_of(scope)

@@ -10,6 +10,7 @@ floor. `towerd.tiers.formats.format_search` decides by it, and
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -43,7 +44,7 @@ SHARES = (0.4, 0.3, 0.3)
 """The parts of a measured prefix, from its start, that stand for the levels. Platform prompts are
 usually the longest of the shared ones, so level 0 gets the largest part; the last part stands for
 bots and for the conversation itself, the level whose rows are nearest to the query."""
-VERSION = 2
+VERSION = 3
 
 Table: TypeAlias = tuple[str, ...]
 """A format name, or "native", for each level."""
@@ -343,16 +344,21 @@ def level_ranges(n: int) -> list[tuple[int, int]]:
 
 
 def stored_parts(rows: KVRows, table: Table) -> list[KVRows]:
-    """`rows` (native, positions [0, n)) as consecutive parts, each level in its format. Raises
-    ValueError for an invalid table."""
+    """`rows` (native, positions [0, n)) as consecutive parts, each level in its format; encoded in
+    those of deeper levels before, as rows are that come to be shared. Raises ValueError for an
+    invalid table."""
     check_table(table)
     parts, at = [], 0
-    for (start, stop), name in zip(level_ranges(len(rows)), table, strict=True):
-        if start == stop or name == NATIVE:
+    for level, (start, stop) in enumerate(level_ranges(len(rows))):
+        if start == stop or table[level] == NATIVE:
             continue
         if at < start:
             parts.append(rows.slice(at, start))
-        parts.append(stored(rows.slice(start, stop), name))
+        part = rows.slice(start, stop)
+        for name, _ in itertools.groupby(reversed(table[level:])):
+            if name != NATIVE:
+                part = encoded(part, rows.layout.stored_as(name))
+        parts.append(part)
         at = stop
     if at < len(rows):
         parts.append(rows.slice(at, len(rows)))
@@ -370,7 +376,7 @@ def stored(rows: KVRows, name: str) -> KVRows:
 
 
 def encoded(rows: KVRows, layout: KVLayout) -> KVRows:
-    """A copy of native rows as rows of `layout`, which must describe the same values.
+    """A copy of rows as rows of `layout`, which must describe the same values.
     `emit_blob(..., layout=rows.layout)` decodes them."""
     old = rows.layout.planes
     planes = tuple(

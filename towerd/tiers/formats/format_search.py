@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 from towerd.slots.layout import NATIVE
 from towerd.tiers.formats.calibration import (
@@ -41,6 +41,10 @@ class Meter(Protocol):
         """Number of continuations available."""
         ...
 
+    def n_tokens(self, calls: Sequence[Call]) -> int:
+        """Tokens that `costs` would evaluate in these calls, one after the other."""
+        ...
+
     def floor(self, n: int) -> Floor:
         """The model's noise on the first `n` continuations."""
         ...
@@ -50,16 +54,46 @@ class Meter(Protocol):
         ...
 
 
+Call: TypeAlias = tuple[Sequence[Table], int]
+"""The arguments of `Meter.costs`."""
+Expect: TypeAlias = Callable[[int], object]
+"""Told how many tokens will be evaluated from now on, as far as is known: which tables are tried
+depends on what those before them cost."""
+
+
 def calibrate(
-    meter: Meter, bits: Mapping[str, float]
+    meter: Meter, bits: Mapping[str, float], expect: Expect = lambda _: None
 ) -> tuple[Floor, Grid, dict[str, FormatChoice]]:
     """The floor, the grid and the choice of every fidelity. `bits` as returned by `sizes`."""
+    n = _coarse(meter)
+    expect(expected_tokens(meter, bits))
     grid = measure_grid(meter, [name for name in bits if name != NATIVE])
-    floor_kl = meter.floor(_coarse(meter)).kl
-    choices = {name: choose(meter, grid, bits, bound_of(name, floor_kl)) for name in BOUNDS}
-    n_each = grid.native.n_tokens // _coarse(meter)
-    n = max(choice.cost.n_tokens for choice in choices.values()) // n_each
-    return meter.floor(n), grid, choices
+    floor_kl = meter.floor(n).kl
+    choices, later = {}, _choice_calls(meter)
+    for name in BOUNDS:
+        later = later[1:]
+        choices[name] = choose(meter, grid, bits, bound_of(name, floor_kl), expect, later)
+    n_each = grid.native.n_tokens // n
+    n_floor = max(choice.cost.n_tokens for choice in choices.values()) // n_each
+    return meter.floor(n_floor), grid, choices
+
+
+def expected_tokens(meter: Meter, bits: Mapping[str, float]) -> int:
+    """Tokens that `calibrate` evaluates if it tries one table for each fidelity, on all of the text:
+    each format, each level and the floor before that."""
+    formats, n = [name for name in bits if name != NATIVE], _coarse(meter)
+    singles = [(f"level {level}",) * LEVELS for level in range(LEVELS)] if formats else []
+    return meter.n_tokens([(coarse_tables(formats), n), (singles, n), *_choice_calls(meter)])
+
+
+def _choice_calls(meter: Meter) -> list[Call]:
+    """For each fidelity the measurement of a table that is not known yet."""
+    return [([(name,) * LEVELS], meter.n_max) for name in BOUNDS]
+
+
+def _single(name: str, level: int) -> Table:
+    """`name` in one level alone."""
+    return ALL_NATIVE[:level] + (name,) + ALL_NATIVE[level + 1 :]
 
 
 def coarse_tables(formats: Sequence[str]) -> list[Table]:
@@ -87,13 +121,20 @@ def _weights(meter: Meter, uniform: Mapping[str, FormatCost], n: int) -> tuple[f
     if not telling:
         return SHARES
     name = min(telling, key=lambda each: abs(math.log(telling[each] / widest)))
-    singles = [ALL_NATIVE[:level] + (name,) + ALL_NATIVE[level + 1 :] for level in range(LEVELS)]
+    singles = [_single(name, level) for level in range(LEVELS)]
     excess = [max(0.0, cost.excess) for cost in meter.costs(singles, n)]
     total = sum(excess)
     return tuple(each / total for each in excess) if total else SHARES
 
 
-def choose(meter: Meter, grid: Grid, bits: Mapping[str, float], bound: float) -> FormatChoice:
+def choose(
+    meter: Meter,
+    grid: Grid,
+    bits: Mapping[str, float],
+    bound: float,
+    expect: Expect = lambda _: None,
+    later: Sequence[Call] = (),
+) -> FormatChoice:
     """The smallest table whose excess is at most `bound` up to the end of its 95 % interval.
 
     A deeper level never gets fewer bits than the one above it: its rows are nearer to the
@@ -102,11 +143,15 @@ def choose(meter: Meter, grid: Grid, bits: Mapping[str, float], bound: float) ->
 
     Tables are tried in order of size as far as the sum of their levels' expected excesses lets
     them pass. When one is found to cost more than expected, the following ones are expected to
-    cost more by as much. All native passes any bound, so there always is a result."""
+    cost more by as much. All native passes any bound, so there always is a result.
+
+    later: what is measured after this, to tell `expect`"""
     factor = 1.0
     for table, expected in _by_size(grid, bits):
         if expected * factor > bound:
             continue
+        if table != ALL_NATIVE:
+            expect(meter.n_tokens([([table], meter.n_max), *later]))
         cost = grid.native if table == ALL_NATIVE else settled(meter, table, bound)
         if table == ALL_NATIVE or cost.excess_max <= bound:
             return FormatChoice(table, cost, bits_of(table, bits), bound)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -19,13 +19,10 @@ import numpy as np
 
 from towerd.drift import Drift
 from towerd.engine.embedded.calibration.measure import Measurer
-from towerd.engine.embedded.calibration.measure_plan import (
-    NEXT_TOKENS,
-    MeasurePlan,
-    plan_measurement,
-)
+from towerd.engine.embedded.calibration.measure_plan import MeasurePlan, plan_measurement
 from towerd.engine.embedded.calibration.moved import MovedMeter, limits_of, plan_changes
 from towerd.engine.embedded.calibration.scratch import Scratch, SteppedSequence, other_shapes
+from towerd.engine.embedded.calibration.unfinished import Unfinished
 from towerd.engine.embedded.context.core import Core
 from towerd.engine.embedded.run.scheduler import Scheduler
 from towerd.engine.moving.rotation import Rotation
@@ -35,7 +32,7 @@ from towerd.slots.kind import WINDOW
 from towerd.store import Store
 from towerd.tiers.formats.calibration import (
     BOUNDS,
-    LEVELS,
+    VERSION,
     Calibration,
     formats_digest,
     load_calibration,
@@ -44,7 +41,7 @@ from towerd.tiers.formats.calibration import (
     squeezed_format,
 )
 from towerd.tiers.formats.fidelity import LevelFormats
-from towerd.tiers.formats.format_search import COARSE, calibrate, coarse_tables
+from towerd.tiers.formats.format_search import calibrate, expected_tokens
 from towerd.tiers.manager import Tiers
 from towerd.tiers.moved_limits import load_moved_limits, save_moved_limits
 
@@ -72,8 +69,8 @@ class _CalibrationStopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CalibrationProgress:
-    """Progress of the running calibration, in evaluated tokens; the total grows if the search
-    continues."""
+    """Progress of the running calibration, in evaluated tokens. The total is what was evaluated and
+    what is expected from here on: it changes when the search learns what comes next."""
 
     done: int = 0
     total: int = 0
@@ -122,13 +119,15 @@ class Calibrator:
         self._progress = CalibrationProgress()
         self._stop = threading.Event()
         self._wake = threading.Event()
+        self._n_later = 0
+        """Tokens of what is measured after the current part."""
         self._asked: _Asked | None = None
         self._found: Calibration | None = None
         self._thread = threading.Thread(target=self._run, name="towerd-calibrate", daemon=True)
 
     def start(self) -> None:
         """Apply a stored calibration; without one, measure in idle time."""
-        self._found = load_calibration(self._store, self._core.info.row_identity.digest().hex())
+        self._found = load_calibration(self._store, self._row_identity)
         if self._found is not None:
             self._apply(self._found)
         if self._may_move:
@@ -147,7 +146,7 @@ class Calibrator:
         return not self.why_off and self._found is None
 
     def close(self) -> None:
-        """End a running calibration at its next step; nothing of it is kept."""
+        """End a running calibration at its next step; it is continued after the next start."""
         self._stop.set()
         self._wake.set()
         self._thread.join()
@@ -157,7 +156,7 @@ class Calibrator:
         formats: whether stored formats are measured as well as moved rows, which takes most of the time
 
         Raises NotSupported for a model whose rows cannot be measured."""
-        if _why_unmeasurable(self._core) and not self._may_move:
+        if self._core.why_not_movable and not self._may_move:
             raise NotSupported(f"This model has nothing to calibrate: {self.why_off}.")
         if self._state != "running" and (again or self._state != "done"):
             self._asked = _Asked(again, formats)
@@ -210,22 +209,12 @@ class Calibrator:
         formats = self._lacks_formats
         if asked is not None:
             lacks = again or self._found is None
-            formats = asked.formats and lacks and not _why_unmeasurable(self._core)
+            formats = asked.formats and lacks and not self._core.why_not_movable
+        moves = self._may_move and (again or self._lacks_moves)
         self._state, self._error, self._progress = "running", "", CalibrationProgress()
         started = time.monotonic()
         try:
-            failed = ""
-            if self._may_move and (again or self._lacks_moves):
-                try:
-                    self._measure_moves()
-                except TowerdError as error:
-                    log.warning("moved rows cannot be measured", extra={"reason": error.message})
-                    failed = error.public
-            if formats:
-                found = self._measure()
-                save_calibration(self._store, found)
-                self._found = found
-                self._apply(found)
+            failed = self._measure_all(moves=moves, formats=formats, again=again)
         except _CalibrationStopped:
             return
         except TowerdError as error:
@@ -236,16 +225,64 @@ class Calibrator:
             log.exception("calibration failed")
             self._state, self._error = "failed", "internal error; the daemon's log has it"
             return
-        self._progress = CalibrationProgress(self._progress.total, self._progress.total)
+        self._progress = CalibrationProgress(self._progress.done, self._progress.done)
         self._state, self._error = ("failed", failed) if failed else ("done", "")
         log.info("calibrated", extra={"seconds": round(time.monotonic() - started, 1)})
 
+    def _measure_all(self, *, moves: bool, formats: bool, again: bool) -> str:
+        """Measure what is asked for, and continue what was measured of it before, unless `again`;
+        why a part cannot be measured, or "". Raises TowerdError, _CalibrationStopped."""
+        failed, plan = "", None
+        try:
+            plan = self._plan() if formats else None
+        except TowerdError as error:
+            log.warning("stored formats cannot be measured", extra={"reason": error.message})
+            failed = error.public
+        unfinished = self._unfinished(plan)
+        if again:
+            unfinished.forget()
+        try:
+            if moves:
+                self._n_later = 0 if plan is None else self._expected(plan, unfinished)
+                try:
+                    self._measure_moves(unfinished)
+                except TowerdError as error:
+                    log.warning("moved rows cannot be measured", extra={"reason": error.message})
+                    failed = failed or error.public
+            self._n_later = 0
+            if plan is not None:
+                found = self._measure(plan, unfinished)
+                save_calibration(self._store, found)
+                self._found = found
+                self._apply(found)
+        except BaseException:
+            unfinished.save()
+            raise
+        unfinished.forget()
+        return failed
+
+    def _unfinished(self, plan: MeasurePlan | None) -> Unfinished:
+        core = self._core
+        shapes = [shape.name for shape in other_shapes(core.context)]
+        text = "" if plan is None else plan.digest()
+        depends_on = [str(VERSION), formats_digest(), calibration_text(), text, *shapes]
+        return Unfinished(self._store, self._row_identity, depends_on)
+
+    @property
+    def _row_identity(self) -> str:
+        return self._core.info.row_identity.digest().hex()
+
     def _scratch(self) -> Scratch:
         core, memory = self._core, self._core.memory
-        window = core.model.n_swa if memory.kind is WINDOW else 0
-        return Scratch(core.context, memory.scratch, cell_ext=memory.layout.cell_ext, window=window)
+        return Scratch(
+            core.context,
+            memory.scratch,
+            cell_ext=memory.layout.cell_ext,
+            window=core.model.n_swa if memory.kind is WINDOW else 0,
+            evaluated=self._advance,
+        )
 
-    def _measure_moves(self) -> None:
+    def _measure_moves(self, unfinished: Unfinished) -> None:
         """Measure what moved rows cost, and keep the limits that follow."""
         core, scratch = self._core, self._scratch()
         head = np.array([core.vocab.bos_id] if core.vocab.add_bos else [], np.int32)
@@ -255,33 +292,44 @@ class Calibrator:
             return SteppedSequence(scratch, run_step=self._step, step_s=_STEP_S)
 
         meter = MovedMeter(line, self._rotation.moved, other_shapes(core.context))
-        plan = plan_changes(text, head, core.n_ctx)
-        total = sum(change.n_tokens for changes in plan for change in changes)
-        self._progress = CalibrationProgress(0, total)
-        samples = []
-        for changes in plan:
-            samples += meter.measure(changes)
-            self._advance(sum(change.n_tokens for change in changes))
-        limits = limits_of(samples, core.info.row_identity.digest().hex())
+        left = plan_changes(text, head, core.n_ctx)[len(unfinished.moves) :]
+        while left:
+            self._expect(sum(meter.n_tokens(changes) for changes in left))
+            unfinished.moves.append(meter.measure(left.pop(0)))
+            unfinished.save()
+        limits = limits_of([each for run in unfinished.moves for each in run], self._row_identity)
         save_moved_limits(self._store, limits)
         self._tiers.moved_limits = limits
 
-    def _measure(self) -> Calibration:
-        core, scratch = self._core, self._scratch()
+    def _plan(self) -> MeasurePlan:
+        """What is measured for stored formats. Raises TowerdError."""
+        core = self._core
         plan = plan_for(core.vocab, calibration_text(), core.n_ctx, core.layout.token_bytes)
         if plan.n_cells > core.context.n_cells:
             raise TowerdError(
                 f"It takes {plan.n_cells} cells; the live context has {core.context.n_cells}."
             )
-        bits = sizes(core.layout)
-        self._progress = CalibrationProgress(0, plan.n_prefix + expected_tokens(plan, bits))
-        measurer = Measurer(
-            scratch, plan, run_step=self._step, step_s=_STEP_S, progress=self._advance
+        return plan
+
+    def _measurer(self, plan: MeasurePlan, unfinished: Unfinished) -> Measurer:
+        return Measurer(
+            self._scratch(),
+            plan,
+            run_step=self._step,
+            step_s=_STEP_S,
+            measured=unfinished.formats,
+            keep=unfinished.keep,
         )
-        measurer.prepare()
-        floor, grid, choices = calibrate(measurer, bits)
+
+    def _expected(self, plan: MeasurePlan, unfinished: Unfinished) -> int:
+        """Tokens that measuring stored formats takes, about."""
+        return expected_tokens(self._measurer(plan, unfinished), sizes(self._core.layout))
+
+    def _measure(self, plan: MeasurePlan, unfinished: Unfinished) -> Calibration:
+        bits, measurer = sizes(self._core.layout), self._measurer(plan, unfinished)
+        floor, grid, choices = calibrate(measurer, bits, self._expect)
         return Calibration(
-            row_identity=core.info.row_identity.digest().hex(),
+            row_identity=self._row_identity,
             formats=formats_digest(),
             ids=plan.digest(),
             made_unix=self._clock(),
@@ -291,10 +339,15 @@ class Calibrator:
             choices=choices,
         )
 
+    def _expect(self, n_tokens: int) -> None:
+        """So much of this part will be evaluated from here on."""
+        done = self._progress.done
+        self._progress = CalibrationProgress(done, done + n_tokens + self._n_later)
+
     def _advance(self, n_tokens: int) -> None:
         done = self._progress.done + n_tokens
-        # It is not done before it ends: how many tables the search tries is not known in advance.
-        self._progress = CalibrationProgress(done, max(done + NEXT_TOKENS, self._progress.total))
+        # It is not done before it ends, whatever was expected.
+        self._progress = CalibrationProgress(done, max(done + 1, self._progress.total))
 
     def _apply(self, found: Calibration) -> None:
         choice = found.choices.get(self.fidelity)
@@ -315,18 +368,10 @@ class Calibrator:
         raise _CalibrationStopped
 
 
-def _why_unmeasurable(core: Core) -> str:
-    """Why the cost of stored formats cannot be measured; "" if it can."""
-    if core.memory.kind is WINDOW:
-        return "it has sliding-window layers, whose rows are kept as computed"
-    if core.layout.cell_ext:
-        return "positions have more than one component (M-RoPE)"
-    return core.why_not_movable
-
-
 def _why_off(core: Core, fidelity: str, forced: bool) -> str:
-    if why := _why_unmeasurable(core):
-        return why
+    """Why the cost of stored formats is not measured; "" if it is."""
+    if core.why_not_movable:
+        return core.why_not_movable
     if forced:
         return "the formats are set with --level-formats"
     if fidelity not in BOUNDS:
@@ -337,19 +382,6 @@ def _why_off(core: Core, fidelity: str, forced: bool) -> str:
 def calibration_text() -> str:
     """The text that every model is calibrated on: prose, dialogue, code, data, other languages."""
     return (files("towerd") / "data" / TEXT).read_text(encoding="utf-8")
-
-
-def coarse_tokens(plan: MeasurePlan, bits: Mapping[str, float]) -> int:
-    """Tokens that the search evaluates before it tries its first table: each format, each level
-    and the floor, beside native rows."""
-    n = min(COARSE, len(plan.continuations))
-    return NEXT_TOKENS * n * (len(coarse_tables([*bits][:-1])) + LEVELS + 2)
-
-
-def expected_tokens(plan: MeasurePlan, bits: Mapping[str, float]) -> int:
-    """Those, and what the choices take if the first table of each passes on all of the text."""
-    n_more = len(plan.continuations) - min(COARSE, len(plan.continuations))
-    return coarse_tokens(plan, bits) + NEXT_TOKENS * n_more * (len(BOUNDS) + 2)
 
 
 def plan_for(

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -39,20 +39,33 @@ from towerd.tiers.formats.calibration import (
     interval,
     stored_parts,
 )
+from towerd.tiers.formats.format_search import Call
 from towerd.tokens import Ids
 
 LogProbs = npt.NDArray[np.float32]
 
 _PROBES = 2
 """Continuations on which the shape of the floor is chosen."""
+_NOISE = "noise"
+
+
+class Measured(msgspec.Struct):
+    """What was measured so far, each list on the first continuations of a plan: enough to continue
+    where a measurement was interrupted."""
+
+    probed: dict[str, float] = {}
+    """Shape -> mean KL divergence on the first few."""
+    noise: list[DriftSample] = []
+    """In the shape that disturbs most."""
+    tables: dict[str, list[DriftSample]] = {}
+    """Formats of a table, joined by commas -> its samples; those of native rows for their text."""
 
 
 class Measurer:
     """Measures tables on the continuations of a plan; see
-    `towerd.tiers.formats.format_search.Meter`. Call `prepare` first.
+    `towerd.tiers.formats.format_search.Meter`.
 
-    `progress(n)` is called with the tokens of every continuation or part of a window that has
-    been evaluated."""
+    A window of the text is evaluated when a continuation in it is measured for the first time."""
 
     def __init__(
         self,
@@ -61,16 +74,17 @@ class Measurer:
         *,
         run_step: RunStep = run_now,
         step_s: float = math.inf,
-        progress: Callable[[int], Any] = lambda _: None,
+        measured: Measured | None = None,
+        keep: Callable[[Measured], object] = lambda _: None,
     ) -> None:
+        """measured: what is known of the plan already, which is continued; keep: called with what is
+        known whenever there is more of it"""
         self.scratch = scratch
         self.plan = plan
-        self.progress = progress
         self._line = SteppedSequence(scratch, run_step=run_step, step_s=step_s)
         self._rows: dict[int, KVRows] = {}
-        self._samples: dict[Table, list[DriftSample]] = {ALL_NATIVE: []}
-        self._noise: list[DriftSample] = []
-        self._probed: dict[BatchShape, float] = {}
+        self._measured = measured or Measured()
+        self._keep = keep
 
     @property
     def n_max(self) -> int:
@@ -78,79 +92,113 @@ class Measurer:
 
     @property
     def layout(self) -> KVLayout:
-        """Of the native rows; known once prepared."""
-        return next(iter(self._rows.values())).layout
+        """Of the native rows."""
+        return self.rows(self.plan.continuations[0]).layout
 
     def rows(self, continuation: Continuation) -> KVRows:
-        """The native rows of a continuation's prefix."""
-        return self._rows[continuation.window].slice(0, continuation.p)
-
-    def prepare(self) -> None:
-        """Evaluate the windows and keep their native rows. Raises TowerdError."""
-        for window in sorted({c.window for c in self.plan.continuations}):
-            n = max(c.p for c in self.plan.continuations if c.window == window)
+        """The native rows of a continuation's prefix. Raises TowerdError."""
+        window = continuation.window
+        if window not in self._rows:
+            n = self.plan.prefix_of(window)
             self._line.parts = []
-            for n_done in self._line.steps(self.plan.windows[window][:n]):
-                self.progress(n_done)
+            self._line.decode(self.plan.windows[window][:n])
             self._rows[window] = self._line.rows(0, n).copy()
+        return self._rows[window].slice(0, continuation.p)
+
+    def n_tokens(self, calls: Sequence[Call]) -> int:
+        """Tokens that `costs` would evaluate in these calls, one after the other."""
+        found, windows, measured = 0, set(), self._measured
+        if not measured.probed:
+            found += NEXT_TOKENS * _PROBES * (1 + len(other_shapes(self.scratch.context)))
+            windows |= {each.window for each in self.plan.continuations[:_PROBES]}
+        counts = {name: len(samples) for name, samples in measured.tables.items()}
+        counts |= {_NOISE: len(measured.noise), _name(ALL_NATIVE): self.n_max}
+        for tables, n in calls:
+            names = {_NOISE, *map(_name, tables)}
+            for i, continuation in enumerate(self.plan.continuations[:n]):
+                n_missing = sum(counts.get(name, 0) <= i for name in names)
+                if n_missing:
+                    found += NEXT_TOKENS * (1 + n_missing)
+                    windows.add(continuation.window)
+            counts |= {name: max(n, counts.get(name, 0)) for name in names}
+        return found + sum(self.plan.prefix_of(each) for each in windows - self._rows.keys())
 
     @property
     def _noisiest(self) -> BatchShape:
         """The shape that disturbs most."""
-        return max(self._probed, key=lambda shape: self._probed[shape])
+        name = max(self._measured.probed, key=lambda each: self._measured.probed[each])
+        return next(each for each in other_shapes(self.scratch.context) if each.name == name)
 
     def floor(self, n: int) -> Floor:
         """The model's noise on the first `n` continuations, in the shape that disturbs most."""
         self._measure([], n)
-        noise = self._noise[:n]
+        noise = self._measured.noise[:n]
         kl, ci = interval([sample.kl for sample in noise])
         top1 = float(np.mean([sample.top1 for sample in noise]))
-        probed = {shape.name: each for shape, each in self._probed.items()}
+        probed = dict(self._measured.probed)
         return Floor(kl, ci, top1, self._noisiest.name, probed, NEXT_TOKENS * n)
 
     def costs(self, tables: Sequence[Table], n: int) -> list[FormatCost]:
         """The cost of each table on the first `n` continuations."""
         self._measure(tables, n)
+        found, noise = self._measured.tables, self._measured.noise[:n]
         return [
-            format_cost(
-                self._samples[table][:n],
-                [] if table == ALL_NATIVE else self._noise[:n],
-                NEXT_TOKENS,
-            )
+            format_cost(found[_name(table)][:n], [] if table == ALL_NATIVE else noise, NEXT_TOKENS)
             for table in tables
         ]
+
+    def costs_of(
+        self, codings: Sequence[Callable[[KVRows], Sequence[KVRows]]], n: int
+    ) -> list[FormatCost]:
+        """The cost of what each of `codings` makes of native rows, as consecutive parts, on the first `n`
+        continuations."""
+        self._measure([], n)
+        samples: list[list[DriftSample]] = [[] for _ in codings]
+        for continuation in self.plan.continuations[:n]:
+            native, targets = self.native(continuation), self.targets(continuation)
+            for coding, found in zip(codings, samples, strict=True):
+                logits = self.logits(continuation, coding(self.rows(continuation)))
+                found.append(compare(native, logits, targets))
+        return [format_cost(found, self._measured.noise[:n], NEXT_TOKENS) for found in samples]
 
     def _measure(self, tables: Sequence[Table], n: int) -> None:
         """Make sure that there are samples of `tables` and the floor on the first `n`
         continuations."""
-        if not self._probed:
+        measured = self._measured
+        if not measured.probed:
             self._probe()
-        samples = {table: self._samples.setdefault(table, []) for table in tables}
+        of_native = measured.tables.setdefault(_name(ALL_NATIVE), [])
+        samples = {each: measured.tables.setdefault(_name(each), []) for each in tables}
         for i, continuation in enumerate(self.plan.continuations[:n]):
             missing = [table for table, found in samples.items() if len(found) == i]
-            if not missing and len(self._noise) > i:
+            missing = [table for table in missing if table != ALL_NATIVE]
+            if not missing and len(measured.noise) > i:
                 continue
             native, targets = self.native(continuation), self.targets(continuation)
-            if len(self._noise) == i:
+            if len(measured.noise) == i:
+                sample = self._disturbed(continuation, native, self._noisiest)
                 nll = -float(native[np.arange(len(targets)), targets].mean())
-                self._samples[ALL_NATIVE].append(DriftSample(0.0, 1.0, nll))
-                self._noise.append(self._disturbed(continuation, native, self._noisiest))
+                of_native.append(DriftSample(0.0, 1.0, nll))
+                measured.noise.append(sample)
+                self._keep(measured)
             for table in missing:
-                if table != ALL_NATIVE:
-                    parts = stored_parts(self.rows(continuation), table)
-                    logits = self.logits(continuation, parts)
-                    samples[table].append(compare(native, logits, targets))
+                parts = stored_parts(self.rows(continuation), table)
+                logits = self.logits(continuation, parts)
+                samples[table].append(compare(native, logits, targets))
+                self._keep(measured)
 
     def _probe(self) -> None:
         """Measure how much each other shape disturbs, on a few continuations."""
         continuations = self.plan.continuations[:_PROBES]
         shapes = other_shapes(self.scratch.context)
-        kl = dict.fromkeys(shapes, 0.0)
+        kl = dict.fromkeys([shape.name for shape in shapes], 0.0)
         for continuation in continuations:
             native = self.native(continuation)
             for shape in shapes:
-                kl[shape] += self._disturbed(continuation, native, shape).kl / len(continuations)
-        self._probed = kl
+                disturbed = self._disturbed(continuation, native, shape)
+                kl[shape.name] += disturbed.kl / len(continuations)
+        self._measured.probed = kl
+        self._keep(self._measured)
 
     def _disturbed(
         self, continuation: Continuation, native: LogProbs, shape: BatchShape
@@ -174,9 +222,11 @@ class Measurer:
         """float32[NEXT_TOKENS, n_vocab] of the continuation after these rows of the prefix."""
         self._line.parts = list(parts)
         ids, p = self.plan.windows[continuation.window], continuation.p
-        found = self._line.logits(ids[p : p + NEXT_TOKENS], shape)
-        self.progress(NEXT_TOKENS)
-        return found
+        return self._line.logits(ids[p : p + NEXT_TOKENS], shape)
+
+
+def _name(table: Table) -> str:
+    return ",".join(table)
 
 
 def compare(native: LogProbs, logits: Logits, targets: Ids | None = None) -> DriftSample:

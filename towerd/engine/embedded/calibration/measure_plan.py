@@ -35,11 +35,9 @@ class MeasurePlan:
     continuations: tuple[Continuation, ...]
     """In an order in which the first few, however many, are spread over the whole text."""
 
-    @property
-    def n_prefix(self) -> int:
-        """Tokens of the windows that are prefixes of a continuation."""
-        windows = {c.window for c in self.continuations}
-        return sum(max(c.p for c in self.continuations if c.window == w) for w in windows)
+    def prefix_of(self, window: int) -> int:
+        """Tokens of a window before its last continuation."""
+        return max(c.p for c in self.continuations if c.window == window)
 
     @property
     def n_cells(self) -> int:

@@ -7,6 +7,7 @@ model's own answers instead of the text gave the same slope (1.27 and 1.36 on Sm
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -50,11 +51,6 @@ class Change:
     """What follows the run, and is new: a turn of the user's."""
     after: Ids
     """What follows that: the tokens at which distributions are compared."""
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens that measuring it evaluates, about."""
-        return len(self.instead) + len(self.run) + 2 * len(self.new) + 3 * len(self.after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +119,21 @@ class MovedMeter:
         self._new_line = new_line
         self._moved = moved
         self._shapes = tuple(shapes)
+
+    def n_tokens(self, changes: Sequence[Change]) -> int:
+        """Tokens that `measure` would evaluate now."""
+        run, after = len(changes[0].run), len(changes[0].after)
+        ends = [*block_offsets(run), run]
+        blocks = sum(min(BLOCK_TOKENS, b - a) for a, b in itertools.pairwise(ends))
+        n_probes = (len(self._shapes) - 1) * after
+        return (
+            len(changes[0].before)
+            + run
+            + n_probes
+            + sum(
+                len(each.instead) + run + 2 * len(each.new) + 3 * after + blocks for each in changes
+            )
+        )
 
     def measure(self, changes: Sequence[Change]) -> list[MovedSample]:
         """The samples of changes before one run."""

@@ -86,11 +86,13 @@ class Scratch:
         *,
         cell_ext: bool = False,
         window: int = 0,
+        evaluated: Callable[[int], object] = lambda _: None,
     ) -> None:
         """cell_ext: see `towerd.slots.blob.parse_rows`; window: positions that sliding-window layers
-        see; 0: there are none"""
+        see; 0: there are none; evaluated: called with the number of tokens of every evaluation"""
         self.context = context
         self.seq = seq
+        self.evaluated = evaluated
         self.rows_max = window or len(context.batch.token)
         """Tokens of an evaluation whose rows can be had: llama.cpp gives none that its last token
         does not see."""
@@ -118,6 +120,7 @@ class Scratch:
             with context.threads(None if shape is None else shape.threads):
                 for at in range(0, len(ids), width):
                     found += self._batch(ids[at : at + width], p + at, logits)
+            self.evaluated(len(ids))
             out = np.stack(found) if logits else None
             if not rows:
                 return Evaluated(out, None)

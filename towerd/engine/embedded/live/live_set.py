@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.live.offloaded_rows import OffloadedRows
+from towerd.engine.embedded.live.prompt_keys import PromptKeys
 from towerd.retention import (
     Mass,
     Positions,
@@ -150,8 +151,9 @@ class LiveSet:
         """The live set of a branch."""
         return self
 
-    def give_back(self, observed: tuple[Observed, ...]) -> None:
-        """Restore the queries of a sequence that was preempted and is live again."""
+    def give_back(self, before: LiveSet) -> None:
+        """Restore what was observed of a sequence that was preempted and is live again. before: its
+        live set then"""
 
     @property
     def n_storable(self) -> int | None:
@@ -210,8 +212,10 @@ class BoundedSet(LiveSet):
     """The rows of prefill alone, until the store has them."""
     n_evictions: int = 0
     observed: tuple[Observed, ...] = ()
-    """Queries since the last eviction, ascending; for a policy that can recall, the last ones of
-    the chat whether before it or since."""
+    """Queries since the last eviction that `mass` does not count yet, ascending; for a policy that can
+    recall, the last ones of the chat whether before it or since."""
+    keys: PromptKeys | None = None
+    """The keys of the first cells, while a prompt is read whose queries count."""
     offloaded: OffloadedRows = field(default_factory=OffloadedRows)
     """Rows that may be recalled; empty if the policy cannot recall."""
     asked: Positions = field(default_factory=lambda: np.empty(0, np.int64))
@@ -270,7 +274,8 @@ class BoundedSet(LiveSet):
         exact = self.exact.rows.nbytes if self.exact is not None else 0
         mixed = 0 if self.mixed is None else self.mixed.nbytes
         n_bytes = sum(array.nbytes for array in arrays) + mixed
-        return n_bytes + queries + exact + self.n_bytes_offloaded
+        keys = self.keys.nbytes if self.keys is not None else 0
+        return n_bytes + queries + keys + exact + self.n_bytes_offloaded
 
     @property
     def is_partial(self) -> bool:
@@ -283,8 +288,9 @@ class BoundedSet(LiveSet):
     def n_evaluable(self, n: int) -> int:
         return min(n, self.room)
 
-    def give_back(self, observed: tuple[Observed, ...]) -> None:
-        self.observed = observed
+    def give_back(self, before: LiveSet) -> None:
+        if isinstance(before, BoundedSet) and before.mass.shape == self.mass.shape:
+            self.observed, self.mass = before.observed, before.mass
 
     @property
     def n_storable(self) -> int | None:
@@ -419,7 +425,7 @@ class BoundedSet(LiveSet):
         chosen: int64[layers, KV heads, m']; rotated: the places that their keys are rotated to
         places: int64[m']: those that the cells are labelled by
         ranks: the cells that the rows were in; None: they were not live"""
-        n_before = len(self.kept)
+        n_before, self.keys = len(self.kept), None
         self.kept, self.places = chosen[0, 0], places
         others = (chosen != self.kept) | (rotated != self.places)
         columns = np.flatnonzero(others.any(axis=(0, 1)))
@@ -449,7 +455,7 @@ class BoundedSet(LiveSet):
 
     def compacted(self, places: Positions) -> None:
         """Account for live rows that were moved to these places, which have no holes."""
-        self.places = places
+        self.keys, self.places = None, places
         if self.mixed is not None:
             places = self.places[self.mixed.start : self.mixed.stop]
             rotated = np.broadcast_to(places, self.mixed.positions.shape)
@@ -486,9 +492,8 @@ class BoundedSet(LiveSet):
         return self.rank(n) - first == window
 
     def fork(self) -> BoundedSet:
-        return replace(
-            self, policies=tuple(each.fork() for each in self.policies), exact=None, in_store=None
-        )
+        policies = tuple(each.fork() for each in self.policies)
+        return replace(self, policies=policies, keys=None, exact=None, in_store=None)
 
     def check_integrity(self, n: int) -> None:
         assert self.n == n, "tokens are miscounted"
@@ -507,6 +512,7 @@ class BoundedSet(LiveSet):
         assert np.array_equal(found, rotated[there]), "offloaded places"
 
     def _only(self, ranks: npt.NDArray[np.int64]) -> None:
+        self.keys = None
         self.mixed = None if self.mixed is None else self.mixed.only(ranks)
         self.kept, self.places = self.kept[ranks], self.places[ranks]
         self.mass, self.recent = self.mass[:, :, ranks], self.recent[:, :, ranks]

@@ -9,7 +9,7 @@ import numpy as np
 from towerd.engine.embedded.context.memory import SequenceMemory
 from towerd.engine.embedded.context.places import Places
 from towerd.engine.embedded.context.sequences import Buffer
-from towerd.engine.embedded.live.live_set import Observed
+from towerd.engine.embedded.live.live_set import EVERYTHING, LiveSet
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.slots.blob import emit_blob
 from towerd.slots.labels import head_at_places, label_places
@@ -34,8 +34,8 @@ class Saved:
     """The state checkpoints that the store may lack, by position."""
     places: Places
     """Those of its tokens."""
-    observed: tuple[Observed, ...] = ()
-    """The observed queries, if its chat has a budget."""
+    live_set: LiveSet = EVERYTHING
+    """What was observed, if its chat has a budget."""
 
     @property
     def n(self) -> int:
@@ -63,7 +63,7 @@ class Saved:
         if self.state is not None:
             memory.restore(seq.id, self.state)
         seq.states |= self.states
-        seq.live_set.give_back(self.observed)
+        seq.live_set.give_back(self.live_set)
 
 
 def save(memory: SequenceMemory, seq: LiveSeq) -> Saved | None:
@@ -84,5 +84,5 @@ def save(memory: SequenceMemory, seq: LiveSeq) -> Saved | None:
         state,
         dict(seq.states),
         seq.places.fork(n),
-        seq.live_set.observed,
+        seq.live_set,
     )

@@ -44,6 +44,7 @@ from towerd.engine.embedded.restore.branching import (
 from towerd.engine.embedded.restore.hooks import Hook
 from towerd.engine.moving.rotation import Rotation
 from towerd.errors import InvalidRequest, NotSupported, TowerdError
+from towerd.model.speakers import message_starts
 from towerd.retention import Positions, Signal, can_recall, retention_config
 from towerd.settings.config import RETENTIONS, WATCHING, Config, parked_bytes
 from towerd.slots.shift import turn
@@ -304,6 +305,8 @@ class Budgets(Hook):
         live_set = bounded(job.seq)
         if not live_set.policy.signals:
             return 0
+        if Signal.MASS in live_set.policy.signals:
+            return job.n_in_batch
         n_max, ahead = QUERIES_MAX, live_set.room
         if live_set.can_recall and self.recall is not None:
             n_max, ahead = QUERY_TOKENS_MAX, self.recall.n_ahead(job, live_set)
@@ -403,16 +406,26 @@ class Budgets(Hook):
             recall.offload_read(job, seq, live_set)
             return
         self._keep_exact_prefix(job, seq, live_set)
+        if Signal.MASS in live_set.policy.signals:
+            observer.measure(seq, live_set)
+        has_messages = Signal.MESSAGES in live_set.policy.signals
+        messages = self._messages(job, seq.n) if has_messages else None
         recall.look_up(job, seq, live_set)
-        n_dropped = recall.choose(seq, live_set, queries, evict)
+        n_dropped = recall.choose(seq, live_set, queries, messages, evict)
         self.n_tokens_dropped += n_dropped
         self.n_evictions += is_full
         self._defragment(seq, live_set, n_dropped)
 
     def _messages(self, job: Job, n: int) -> Positions:
-        """int64[n]: how many messages ended before each token."""
-        ends = np.isin(job.ids[:n], self._eog_ids)
-        return np.concatenate([[0], np.cumsum(ends)[:-1]]).astype(np.int64)[:n]
+        """int64[n]: the number of the message that each token is part of, by the marks of the chat template;
+        where it names no speakers, a message ends with an end-of-generation token."""
+        begins = np.zeros(n + 1, np.bool_)
+        starts = message_starts(job.ids[:n], self._core.vocab)
+        if starts:
+            begins[[start.at for start in starts]] = True
+        else:
+            begins[1:] = np.isin(job.ids[:n], self._eog_ids)
+        return np.cumsum(begins[:n], dtype=np.int64)
 
     def _move(self, seq: LiveSeq, live_set: BoundedSet, evict: Evict) -> None:
         """Make room for a chat that has reached the last place of its context."""
@@ -500,6 +513,7 @@ class Budgets(Hook):
             "retention_tokens_dropped": self.n_tokens_dropped,
             "retention_moves": self.n_moves,
             "retention_packed": self.n_packed,
+            "retention_observe_s": 0.0 if self._observer is None else self._observer.observe_s,
             "parked_sequences": len(self.parked),
             "parked_bytes": self.parked.nbytes,
             "recall_bytes": sum(live_set.n_bytes_offloaded for live_set in live),

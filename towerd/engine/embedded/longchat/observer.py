@@ -1,16 +1,18 @@
 """Observer: measures the attention of chats with a budget, for the policies that use it.
 
-The queries of the last tokens before an eviction are tapped from the compute graph
-(`towerd.engine.embedded.context.taps`) and kept until the eviction. There the mass that each live
-position gets from them is computed once, from the cached keys. Batches without such tokens are
-evaluated as if there were no tap. Called by the inference thread only.
+Queries are tapped from the compute graph (`towerd.engine.embedded.context.taps`) and held against the
+cached keys. Where every query counts (`Signal.MASS`) this is done batch by batch; only the last
+queries are kept until the eviction, as those that are `recent`. Where the last ones alone count, no
+others are tapped: batches without them are evaluated as if there were no tap. Called by the inference
+thread only.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,21 +21,25 @@ import numpy as np
 from towerd.engine.embedded.context.context import LlamaContext
 from towerd.engine.embedded.context.memory import SequenceMemory, open_memory
 from towerd.engine.embedded.context.taps import Taps
-from towerd.engine.embedded.live.job import Job
+from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.live_set import BoundedSet, Observed
 from towerd.engine.embedded.live.pool import LiveSeq
+from towerd.engine.embedded.live.prompt_keys import PromptKeys
 from towerd.errors import ConfigError, TowerdError
+from towerd.model.attention_sinks import attention_sinks
 from towerd.model.llama_model import LlamaModel
 from towerd.model.row_flags import has_rotation, is_rotated
-from towerd.retention import Mass, Positions, Rows
+from towerd.retention import Mass, Positions, Rows, Signal
 from towerd.retention.attention import attention_mass, rotated
 from towerd.settings.config import Config
 from towerd.slots.errors import StateError
 from towerd.slots.layout import KVLayout
-from towerd.slots.rows import KVRows
+from towerd.slots.rows import Bytes2D, KVRows
 
 QUERIES_MAX = 16
-"""Queries that one eviction uses: the last ones before it."""
+"""Queries that are `recent` at an eviction: the last ones before it."""
+_COUNTED_MIN = 32
+"""Queries that are held against the keys at once, as keys have to be read and unpacked each time."""
 _PROBE_TOKENS = 16
 _PROBE_SEQS = 3
 """A sequence, that which rows pass through, and what holds on to the rows of its window."""
@@ -50,6 +56,8 @@ class AttentionShape(NamedTuple):
     """The layers among all of the model, in the order of their rows."""
     heads: int
     head_size: int
+    sinks: tuple[Mass | None, ...]
+    """For each layer float32[heads], or None: see `attention_mass`."""
     hadamard: int
     """How many numbers of a query are rotated together before they are multiplied with keys; 0: none."""
 
@@ -67,6 +75,8 @@ class Observer:
         self.attention = attention
         self.taps = taps
         """Where the queries are taken from."""
+        self.observe_s = 0.0
+        """Seconds spent on queries and masses, beside the evaluation."""
         self._memory = memory
         self._wanted: dict[int, tuple[int, int]] = {}
         """[start, end) in the batch, by the id() of the job."""
@@ -88,15 +98,16 @@ class Observer:
         start, end = self._wanted.pop(id(job), (0, 0))
         if start == end:
             return
-        taken = [self.taps.take("Qcur", layer) for layer in self.attention.numbers]
-        if len(taken[0]) != self._n_batch:
-            raise TowerdError("llama.cpp evaluated a batch in parts, and only the last was read.")
-        queries = np.stack([each[start:end].transpose(1, 0, 2) for each in taken])
-        queries = rotated(queries, self.attention.hadamard)
+        started = time.perf_counter()
+        n_held = QUERIES_MAX
+        if Signal.MASS in live_set.policy.signals:
+            # A draft may be refused: its queries do not count yet.
+            n_held = self._count(job, live_set, start, end, QUERIES_MAX + len(job.draft))
+        queries = self._taken(max(start, end - n_held), end)
         if not self._wanted:
             self.taps.watch()  # queries of all layers are large; collect none until needed
-        n = live_set.n
-        live_set.observe(Observed(n - (end - start), queries), QUERIES_MAX)
+        live_set.observe(Observed(live_set.n - queries.shape[2], queries), n_held)
+        self.observe_s += time.perf_counter() - started
 
     def scaled_queries(self, live_set: BoundedSet, n_from: int) -> Rows:
         """float32[layers, heads, m, head size]: the observed queries of tokens from `n_from` on (m
@@ -109,29 +120,95 @@ class Observer:
         return np.concatenate(found, axis=2) * np.float32(a.scale * math.sqrt(a.head_size))
 
     def measure(self, seq: LiveSeq, live_set: BoundedSet) -> None:
-        """Add the mass from the observed queries to the live set, and clear the queries. Raises
-        TowerdError if the model has computed numbers that are not finite."""
+        """Add the mass from the observed queries to the live set, that from the last ones as the recent
+        one, and clear the queries. Raises TowerdError if the model has computed numbers that are not
+        finite."""
+        started = time.perf_counter()
         observed, live_set.observed = live_set.observed, ()
-        if not observed:
-            live_set.recent = np.zeros_like(live_set.mass)
-            return
-        rows = self._memory.full_rows(seq.id, 0, live_set.place_next)
-        queries = np.concatenate([each.queries for each in observed], axis=2)
-        positions = np.concatenate([np.arange(each.p0, each.p1) for each in observed])
+        live_set.recent = np.zeros_like(live_set.mass)
+        positions = _positions_of(observed)
+        n_early = max(0, len(positions) - QUERIES_MAX)
+        for part in (slice(n_early), slice(n_early, len(positions))):
+            if len(positions[part]):
+                layers = (
+                    np.concatenate(_of_layer(observed, i))[part]
+                    for i in range(self.attention.layers)
+                )
+                live_set.attended(self._mass(seq, live_set, layers, positions[part]))
+        self.observe_s += time.perf_counter() - started
+
+    def _count(self, job: Job, live_set: BoundedSet, start: int, end: int, n_held: int) -> int:
+        """Add the mass from all queries but the last `n_held`, if there are enough of them, to the live
+        set. [start, end): the job's part of the batch. Returns how many queries are to be kept."""
+        observed, n = live_set.observed, live_set.n
+        before = _positions_of(observed)
+        positions = np.concatenate([before, np.arange(n - (end - start), n)])
+        n_counted = len(positions) - n_held
+        if n_counted < _COUNTED_MIN:
+            return len(positions)
+        if job.phase is not JobPhase.PREFILL:
+            live_set.keys = None
+        elif live_set.keys is None:
+            row_bytes = [plane.row_bytes for plane in self._memory.full_layout.k]
+            live_set.keys = PromptKeys(live_set.n_places, row_bytes)
+        assert job.seq is not None
+        layers = (
+            np.concatenate([*_of_layer(observed, i), self._of_batch(layer)[start:end]])[:n_counted]
+            for i, layer in enumerate(self.attention.numbers)
+        )
+        live_set.attended(self._mass(job.seq, live_set, layers, positions[:n_counted]))
+        return n_held
+
+    def _mass(
+        self, seq: LiveSeq, live_set: BoundedSet, queries: Iterator[Rows], positions: Positions
+    ) -> Mass:
+        """float32[layers, KV heads, m]: the attention that the m live positions get from the queries of
+        `positions`. queries: see `attention_mass`. Raises TowerdError."""
         places = live_set.places[np.searchsorted(live_set.kept, positions)]
+        keys = self._keys(seq, live_set)
+        name = self._memory.full_layout.k[0].format.name
         try:
-            recent = _mass(queries, rows, places, live_set.places, self.attention.scale)
+            scale, sinks = self.attention.scale, self.attention.sinks
+            return attention_mass(queries, keys, name, places, live_set.places, scale, sinks)
         except ValueError as error:
             raise TowerdError(f"The attention of this chat cannot be read: {error}.") from error
-        live_set.attended(recent)
+
+    def _keys(self, seq: LiveSeq, live_set: BoundedSet) -> Sequence[Bytes2D]:
+        """For each layer uint8[m, row_bytes]: the keys of all live positions."""
+        keys, n_live = live_set.keys, len(live_set.kept)
+        first = 0 if keys is None else len(keys)
+        rows = None
+        if first < n_live:
+            rows = self._memory.full_rows(seq.id, int(live_set.places[first]), live_set.place_next)
+        if keys is None:
+            assert rows is not None
+            return rows.k
+        if rows is not None:
+            keys.add(rows)
+        return keys.rows()
+
+    def _taken(self, start: int, end: int) -> Rows:
+        """float32[layers, heads, end - start, head size]: these queries of the batch."""
+        taken = [self._of_batch(layer)[start:end] for layer in self.attention.numbers]
+        return np.stack([each.transpose(1, 0, 2) for each in taken])
+
+    def _of_batch(self, layer: int) -> Rows:
+        """float32[tokens, heads, head size]: the queries of the batch. Raises TowerdError."""
+        taken = self.taps.take("Qcur", layer)
+        if len(taken) != self._n_batch:
+            raise TowerdError("llama.cpp evaluated a batch in parts, and only the last was read.")
+        return rotated(taken, self.attention.hadamard)
 
 
-def _mass(
-    queries: Rows, rows: KVRows, query_places: Positions, key_places: Positions, scale: float
-) -> Mass:
-    """`attention_mass` of the keys in `rows`, whose type is the same in all layers."""
-    name = rows.layout.k[0].format.name
-    return attention_mass(queries, rows.k, name, query_places, key_places, scale)
+def _positions_of(observed: tuple[Observed, ...]) -> Positions:
+    return np.concatenate(
+        [np.empty(0, np.int64), *(np.arange(each.p0, each.p1) for each in observed)]
+    )
+
+
+def _of_layer(observed: tuple[Observed, ...], i: int) -> list[Rows]:
+    """float32[m, heads, head size] each: the observed queries of one layer."""
+    return [each.queries[i].transpose(1, 0, 2) for each in observed]
 
 
 def check_attention(model: LlamaModel, config: Config) -> AttentionShape:
@@ -175,7 +252,7 @@ def _probe(model: LlamaModel, config: Config) -> tuple[float, AttentionShape]:
         rows = memory.rows(0, 0, _PROBE_TOKENS)
         # If there is no layer, taking the first raises with the reason.
         layers = taps.layers_of("kq_soft_max") or (0,)
-        queries = [taps.take("Qcur", layer).transpose(1, 0, 2) for layer in layers]
+        queries = [taps.take("Qcur", layer) for layer in layers]
         blocks = [_hadamard_block(memory.full_layout, each.shape[2]) for each in queries]
         queries = [rotated(each, block) for each, block in zip(queries, blocks, strict=True)]
         weights = [taps.take("kq_soft_max", layer) for layer in layers]
@@ -185,14 +262,16 @@ def _probe(model: LlamaModel, config: Config) -> tuple[float, AttentionShape]:
     size = queries[0].shape[2]
     scale = float(model.key("attention.scale", "0")) or 1 / math.sqrt(size)
     masses = [each.mean(axis=0).sum(axis=0)[:_PROBE_TOKENS] for each in weights]
-    full = _full_layers(rows, queries, masses, scale)
+    sinks = attention_sinks(model.path, layers)
+    full = _full_layers(rows, queries, masses, scale, sinks)
     shapes = {queries[i].shape for i, _ in full}
     if len(full) != memory.full_layout.n_layer or len(shapes) != 1:
         raise TowerdError("its layers do not all have the same attention")
     error = np.abs(np.mean([errors for _, errors in full], axis=0)).max()
-    heads, _, size = shapes.pop()
+    _, heads, size = shapes.pop()
     numbers = tuple(layers[i] for i, _ in full)
-    return float(error), AttentionShape(scale, numbers, heads, size, blocks[full[0][0]])
+    of_full, block = tuple(sinks[i] for i, _ in full), blocks[full[0][0]]
+    return float(error), AttentionShape(scale, numbers, heads, size, of_full, block)
 
 
 def _hadamard_block(layout: KVLayout, head_size: int) -> int:
@@ -205,16 +284,20 @@ def _hadamard_block(layout: KVLayout, head_size: int) -> int:
 
 
 def _full_layers(
-    rows: KVRows, queries: Sequence[Rows], masses: Sequence[Mass], scale: float
+    rows: KVRows,
+    queries: Sequence[Rows],
+    masses: Sequence[Mass],
+    scale: float,
+    sinks: Sequence[Mass | None],
 ) -> list[tuple[int, Mass]]:
     """Which layers attend to everything, and by how much the mass of each position differs from what was
     expected. The rows of each cache are in the order of the layers, so those of a layer are the next ones
     of one of the caches; layers that are left use the rows of others.
 
-    queries: of each layer float32[heads, n, head size]; masses: what each position got from them"""
+    queries: of each layer float32[n, heads, head size]; masses: what each position got from them"""
     caches = [list(zip(cache.layout.k, cache.k, strict=True)) for cache in rows.sections()]
     every, full = np.arange(len(rows), dtype=np.int64), []
-    for i, (asked, expected) in enumerate(zip(queries, masses, strict=True)):
+    for i, (asked, expected, sink) in enumerate(zip(queries, masses, sinks, strict=True)):
         errors: list[tuple[float, int, Mass]] = []
         for number, cache in enumerate(caches):
             if not cache:
@@ -222,7 +305,7 @@ def _full_layers(
             plane, keys = cache[0]
             try:
                 by_head = attention_mass(
-                    asked[None], (keys,), plane.format.name, every, every, scale
+                    (asked,), (keys,), plane.format.name, every, every, scale, (sink,)
                 )
             except ValueError:  # heads of another size
                 continue

@@ -81,7 +81,11 @@ def _labels(rotated: Positions, live_set: BoundedSet) -> Positions:
 def served(config: RetentionConfig, settings: Config) -> RetentionConfig:
     """Return `config` with the limits of chats whose users wait for replies."""
     from towerd.retention.icecache import IceCacheConfig
+    from towerd.retention.latem import LatemConfig
 
+    if isinstance(config, LatemConfig):
+        step, n_threads = settings.recall_layer_step, settings.threads
+        return replace(config, layer_step=step, n_threads=n_threads)
     if not isinstance(config, IceCacheConfig):
         return config
     return replace(
@@ -233,11 +237,16 @@ class Recall:
         return live_set.n - live_set.n_chosen >= every
 
     def choose(
-        self, seq: LiveSeq, live_set: BoundedSet, queries: Rows, evict: Callable[[], bool]
+        self,
+        seq: LiveSeq,
+        live_set: BoundedSet,
+        queries: Rows,
+        messages: Positions | None,
+        evict: Callable[[], bool],
     ) -> int:
         """Ask the policy, evict the positions that it does not choose and recall those that it
-        does, within the budget's target. queries: see `View.queries`. Returns the number of
-        evictions.
+        does, within the budget's target. queries: see `View.queries`; messages: int64[n], the message
+        of each token of the chat, if the policy uses it. Returns the number of evictions.
 
         `evict` frees an idle sequence; if cells are short, fewer positions are recalled. Raises
         TowerdError if llama.cpp refuses the rows, and the error of a failed indexing."""
@@ -251,7 +260,7 @@ class Recall:
         before, n_before = live_set.positions(), len(live_set.kept)
         while True:
             try:
-                chosen = self._chosen(live_set, policy, queries)
+                chosen = self._chosen(live_set, policy, queries, messages)
                 stay = live_set.agreed(chosen)
                 if stay is not None and np.isin(stay, live_set.kept, assume_unique=True).all():
                     self._pool.evict(seq, live_set, stay)  # nothing comes back
@@ -266,6 +275,7 @@ class Recall:
         if live_set.in_store is None or live_set.in_store.done():
             self.space.page_out(live_set)
         live_set.n_chosen = live_set.n
+        live_set.mass = np.zeros_like(live_set.mass)
         self.n_choices += 1
         self.choose_s += time.perf_counter() - started
         return max(0, n_before - len(live_set.kept))
@@ -338,15 +348,27 @@ class Recall:
             self._lose_pages(live_set, error)
         return self._second_half(seq, live_set)  # nothing is on disk any more
 
-    def _chosen(self, live_set: BoundedSet, policy: Recalling, queries: Rows) -> Positions:
+    def _chosen(
+        self,
+        live_set: BoundedSet,
+        policy: Recalling,
+        queries: Rows,
+        messages: Positions | None,
+    ) -> Positions:
         """int64[layers, KV heads, m]: the positions that the policy wants live."""
         offloaded, size = live_set.offloaded, self._observer.attention.head_size
         self._indexer.index(live_set)
         live = np.isin(offloaded.positions, live_set.kept)
         keys = OffloadedKeys(offloaded, size)
+        mass = np.zeros(len(live), np.float32)
+        if live_set.mass.size:
+            of_live = np.isin(live_set.kept, offloaded.positions)
+            mass[live] = live_set.mass.mean(axis=(0, 1))[of_live]
         view = View(
             offloaded.positions,
             live_set.n,
+            mass=mass,
+            messages=None if messages is None else messages[offloaded.positions],
             keys=keys,
             queries=queries[:, :, -QUERY_TOKENS_MAX:],
             live=live,

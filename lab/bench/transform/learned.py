@@ -1,0 +1,123 @@
+"""A basis learned on the windows of a text, with the weight of each group of planes measured.
+
+An error of the same size costs more in some planes than in others: at SmolLM2 a hundred times as much in the values
+of the first five layers as in those of the last five. Each group is coded coarsely by itself, all others
+native, and what that costs by its squared error is the square of its weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from towerd.codec.rows import coded
+from towerd.codec.rows.basis import Basis
+from towerd.codec.rows.learn import Rounding, groups_of, learn
+from towerd.engine.embedded.calibration.measure import Measurer
+from towerd.kernels import dispatch
+from towerd.slots.rope import Rope
+from towerd.slots.rows import KVRows
+from towerd.slots.shift import unrotated
+from towerd.tiers.shrink import SINKS, TAIL
+
+COARSE_STEP = 1.5
+"""Of a group's root mean variance: coarse enough to be told from the model's noise."""
+COST_MIN = 3e-4
+"""What no group costs less than, in nats: less cannot be told from noise on so few tokens."""
+
+
+def learned(
+    measurer: Measurer,
+    rope: Rope,
+    codings: Mapping[str, Rounding],
+    n_layers: int,
+    n_continuations: int,
+    row_identity: bytes,
+) -> Basis:
+    """The basis of groups of `n_layers`, learned from the rows of all windows of a prepared Measurer and
+    weighted by what errors cost on the first `n_continuations`: weighted numbers have a variance of 1 on average,
+    which the steps of `codings` are shares of. Raises CodecError."""
+    samples = [rows.slice(SINKS, rows.p1) for rows in windows_of(measurer)]
+    groups = groups_of(measurer.layout, n_layers)
+    plain = _coarse(samples, rope, groups, row_identity)
+    costs = _costs(measurer, rope, plain, n_continuations)
+    weights = [0.0] * len(measurer.layout.planes)
+    for planes, cost in zip(groups, costs, strict=True):
+        for plane in planes:
+            weights[plane] = math.sqrt(cost)
+    flat = [unrotated(rows, rope) for rows in samples]
+    squares = [weight**2 * _variance(flat, i) for i, weight in enumerate(weights)]
+    scale = 1 / math.sqrt(float(np.mean(squares)))
+    weights = [weight * scale for weight in weights]
+    return learn(samples, rope, codings, row_identity=row_identity, groups=groups, weights=weights)
+
+
+def windows_of(measurer: Measurer) -> list[KVRows]:
+    """The longest native rows of each window."""
+    longest = {c.window: c for c in sorted(measurer.plan.continuations, key=lambda c: c.p)}
+    return [measurer.rows(longest[window]) for window in sorted(longest)]
+
+
+def _coarse(
+    samples: Sequence[KVRows],
+    rope: Rope,
+    groups: Sequence[tuple[int, ...]],
+    row_identity: bytes,
+) -> Basis:
+    """A basis whose planes are all scaled to a variance of 1, with one coarse coding."""
+    flat = [unrotated(rows, rope) for rows in samples]
+    layout = samples[0].layout
+    weights = [0.0] * len(layout.planes)
+    for planes in groups:
+        variance = np.mean([_variance(flat, plane) for plane in planes])
+        for plane in planes:
+            weights[plane] = 1 / math.sqrt(max(float(variance), 1e-12))
+    rounding = {"coarse": Rounding(COARSE_STEP)}
+    return learn(samples, rope, rounding, row_identity=row_identity, groups=groups, weights=weights)
+
+
+def _variance(samples: Sequence[KVRows], plane: int) -> float:
+    return float(np.mean([floats_of(rows, plane).var(axis=0).mean() for rows in samples]))
+
+
+def floats_of(rows: KVRows, plane: int) -> np.ndarray:
+    """float32[n, elements] of a plane."""
+    name = rows.layout.planes[plane].format.name
+    return dispatch.transcoded(rows.plane(plane), name, "f32").view(np.float32)
+
+
+def _costs(measurer: Measurer, rope: Rope, basis: Basis, n: int) -> list[float]:
+    """What each group's coarse coding costs, in nats for the mean square of its error."""
+    found: list[list[float]] = [[] for _ in basis.groups]
+
+    def only(i: int, rows: KVRows) -> list[KVRows]:
+        parts = sandwiched(rows, basis, "coarse", rope)
+        mixed, native = parts[1], rows.slice(parts[1].p0, parts[1].p1)
+        planes = list(native.planes())
+        for plane in basis.groups[i].planes:
+            error = floats_of(mixed, plane) - floats_of(native, plane)
+            found[i].append(float((error**2).mean()))
+            planes[plane] = mixed.plane(plane)
+        n_layer = basis.layout.n_layer
+        only_these = replace(native, k=tuple(planes[:n_layer]), v=tuple(planes[n_layer:]))
+        return [parts[0], only_these, parts[2]]
+
+    codings = [lambda rows, i=i: only(i, rows) for i in range(len(basis.groups))]
+    costs = measurer.costs_of(codings, n)
+    return [
+        max(cost.excess, COST_MIN) / float(np.mean(errors))
+        for cost, errors in zip(costs, found, strict=True)
+    ]
+
+
+def sandwiched(rows: KVRows, basis: Basis, coding: str, rope: Rope) -> list[KVRows]:
+    """Native rows of positions [0, n) with all between the first SINKS and the last TAIL written in a coding
+    and read again."""
+    first, last = SINKS, len(rows) - TAIL
+    inner = rows.slice(first, last).token_major()
+    data = coded.encode(inner, basis, coding, rope)
+    read = coded.parse(data).read(first, last, basis, rope)
+    return [rows.slice(0, first), read, rows.slice(last, len(rows))]

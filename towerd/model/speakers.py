@@ -1,0 +1,87 @@
+"""Where messages begin in the tokens that a chat template rendered.
+
+Templates mark speakers with control tokens, whose ids no user's text has. A name of a speaker stands
+in the control token itself (`<|user|>`, `[INST]`) or in the text behind it (`<|im_start|>user`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+
+from towerd.tokens import Ids
+
+ROLES = {
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "ai": "assistant",
+    "system": "system",
+    "developer": "system",
+    "tool": "tool",
+    "ipython": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+_NAMED = re.compile(rf"(?i)[<\[|｜_]({'|'.join(ROLES)})(?=[|｜>\]_])")
+HEADER = re.compile(rf"\s*({'|'.join(ROLES)})[ \t]*(?:\n+|\Z)", re.IGNORECASE)
+_INSTRUCTION = {"[INST]": "user", "[/INST]": "assistant", "[TOOL_RESULTS]": "tool"}
+_HEADER_TOKENS = 16
+"""The name of a speaker behind a control token has fewer."""
+
+
+class Spelled(Protocol):
+    """A vocabulary whose control tokens are known."""
+
+    @property
+    def pieces(self) -> Sequence[bytes]:
+        """The bytes of each token."""
+
+    @property
+    def names(self) -> Sequence[bytes]:
+        """How each control token is written; b"" for the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageStart:
+    """`at`: the first token of a message of `role`, which is a control token."""
+
+    role: str
+    at: int
+
+
+def message_starts(ids: Ids, vocabulary: Spelled) -> list[MessageStart]:
+    """Where each message begins whose speaker is named, in a prompt: what follows the last one is to be
+    generated, and is none."""
+    pieces, names = vocabulary.pieces, vocabulary.names
+    controls = [id for id in np.unique(ids).tolist() if 0 <= id < len(names) and names[id]]
+    places = np.flatnonzero(np.isin(ids, controls)).tolist()
+    roles = {id: role_in(names[id].decode("utf-8", "replace")) for id in controls}
+    found = list[MessageStart]()
+    for at, end in pairwise([*places, len(ids)]):
+        role = roles[int(ids[at])]
+        if not role:
+            behind = ids[at + 1 : min(end, at + 1 + _HEADER_TOKENS)].tolist()
+            text = b"".join(pieces[id] for id in behind if 0 <= id < len(pieces))
+            header = HEADER.match(text.decode("utf-8", "replace"))
+            role = ROLES[header[1].lower()] if header else ""
+        if role:
+            found.append(MessageStart(role, at))
+    if found and found[-1].role == "assistant" and len(ids) - found[-1].at <= _HEADER_TOKENS:
+        found.pop()
+    return found
+
+
+def role_in(control: str) -> str:
+    """The role that a control token's name says; "" if it says none."""
+    if control in _INSTRUCTION:
+        return _INSTRUCTION[control]
+    named = _NAMED.search(control)
+    return ROLES[named[1].lower()] if named and "/" not in control else ""
