@@ -143,9 +143,7 @@ class Measurer:
         self._measure(tables, n)
         found, noise = self._measured.tables, self._measured.noise[:n]
         return [
-            format_cost(
-                found[_name(table)][:n], [] if table == ALL_NATIVE else noise, NEXT_TOKENS
-            )
+            format_cost(found[_name(table)][:n], [] if table == ALL_NATIVE else noise, NEXT_TOKENS)
             for table in tables
         ]
 

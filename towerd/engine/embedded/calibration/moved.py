@@ -126,8 +126,13 @@ class MovedMeter:
         ends = [*block_offsets(run), run]
         blocks = sum(min(BLOCK_TOKENS, b - a) for a, b in itertools.pairwise(ends))
         n_probes = (len(self._shapes) - 1) * after
-        return len(changes[0].before) + run + n_probes + sum(
-            len(each.instead) + run + 2 * len(each.new) + 3 * after + blocks for each in changes
+        return (
+            len(changes[0].before)
+            + run
+            + n_probes
+            + sum(
+                len(each.instead) + run + 2 * len(each.new) + 3 * after + blocks for each in changes
+            )
         )
 
     def measure(self, changes: Sequence[Change]) -> list[MovedSample]:
