@@ -22,14 +22,15 @@ class Watched:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.choices: list[tuple[View, Positions]] = []
-        keep = Latem.keep
+        keep = Latem.keep_groups
 
-        def keeping(policy: Latem, view: View, n_max: int) -> Positions:
-            kept = keep(policy, view, n_max)
-            self.choices.append((view, kept))
+        def keeping(policy: Latem, view: View, n_max: int, shape: tuple[int, int]) -> Positions:
+            kept = keep(policy, view, n_max, shape)
+            assert (kept == kept[0, 0]).all(), "all groups keep the same"
+            self.choices.append((view, kept[0, 0]))
             return kept
 
-        patch.setattr(Latem, "keep", keeping)
+        patch.setattr(Latem, "keep_groups", keeping)
 
 
 @pytest.mark.parametrize("scope", ["all", "layer"])

@@ -192,6 +192,10 @@ def test_pace_follows_the_machine() -> None:
     assert one.n == 1
     one.learn(1, 0.05)
     assert one.n == 5
+    one.learn(1, 0.25, 0.2)  # bringing the rows before takes most of it
+    assert one.n == 4
+    one.learn(1, 1.05, 1.0)  # and all of it
+    assert one.n in (19, 20)
     small = Pace(0.25, 5)  # --batch-size 5
     assert small.n == 5
     small.learn(5, 1e-6)

@@ -25,7 +25,7 @@ class TreeWithKeys:
 
     def __init__(self, n_dims: int, config: DciConfig | None = None) -> None:
         self.tree = make_dci_tree(n_dims, config)
-        self._rows: F32 = np.zeros((0, n_dims), np.float32)
+        self.rows: F32 = np.zeros((0, n_dims), np.float32)
 
     def __len__(self) -> int:
         return len(self.tree)
@@ -35,10 +35,10 @@ class TreeWithKeys:
 
     @property
     def keys(self) -> DciKeys:
-        return keys_in(self._rows)
+        return keys_in(self.rows)
 
     def add(self, rows: F32) -> None:
-        self._rows = np.concatenate([self._rows, rows])
+        self.rows = np.concatenate([self.rows, rows])
         self.tree.add(self.keys)
 
     def search(self, queries: F32, k: int, visits_max: int, beam: int) -> npt.NDArray[np.int64]:
@@ -56,8 +56,8 @@ class TreeWithKeys:
         return self.tree.vote(self.keys, queries, k, visits, beam, others, there)
 
     def copy(self) -> TreeWithKeys:
-        other = TreeWithKeys(self._rows.shape[1])
-        other.tree, other._rows = self.tree.copy(), self._rows
+        other = TreeWithKeys(self.rows.shape[1])
+        other.tree, other.rows = self.tree.copy(), self.rows
         return other
 
 

@@ -140,6 +140,9 @@ class Buzz:
                 self.old = []
             else:
                 self.old = self.interval_sample(s_hat, self.old)
+        others = [p for p in cache[k : len(cache) - w] if p not in self.old]
+        others.sort(key=lambda p: (score[p], p), reverse=True)
+        self.old = sorted(self.old + others[: n_max - k - w - len(self.old)])
         return cache[:k] + self.old + cache[len(cache) - w :]
 
     @staticmethod

@@ -4,7 +4,8 @@ Cache with Segmented Heavy Hitters", Algorithms 1 and 2, Theorem 3.1, section 3.
     [ sink k ][ old: every s^-th stays ][ new: of every s the one with most attention ][ window w ]
 
 A position is new until it has survived an eviction. Tokens accumulate until sink, middle and window
-reach k + T + w, which is the budget.
+reach k + T + w, which is the budget. What sampling leaves of the room goes to those of the others with
+most attention; in the paper it stays empty until new tokens come.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from towerd.retention.base import (
     RetentionConfig,
     Signal,
     View,
+    top,
 )
 
 
@@ -51,7 +53,9 @@ class BuzzConfig(RetentionConfig):
 
     @classmethod
     def for_budget(cls, budget: int, stride: int = 5) -> Self:
-        window = max(1, int((budget - SINK_DEFAULT) / (1 + threshold_per_window(stride))))
+        """T / w = 1, chosen on WikiText-2's validation part; the paper's `threshold_per_window` is for
+        a cache whose free room stays empty."""
+        window = max(1, (budget - SINK_DEFAULT) // 2)
         threshold = budget - SINK_DEFAULT - window
         if threshold < 1:
             raise ValueError(f"BUZZ needs a budget of at least {SINK_DEFAULT + 2} tokens")
@@ -85,9 +89,11 @@ class Buzz(Retention):
         kept = np.concatenate([interval_sample(n_old, self.config.stride_old), new])
         while len(kept) > room:  # remark 2: until it fits
             kept = kept[interval_sample(len(kept), self.config.stride_old)] if room else kept[:0]
+        others = np.setdiff1d(np.arange(len(positions)), kept, assume_unique=True)
+        kept = np.union1d(kept, others[top(view.mass[span][others], room - len(kept))])
         if len(positions):
             self._old_end = int(positions[-1]) + 1
-        return kept
+        return kept.astype(np.int64)
 
     def truncate(self, n: int) -> None:
         self._old_end = min(self._old_end, n)

@@ -206,7 +206,7 @@ class Config:
         "Read the keys of every N-th layer for --retention icecache or latem; 1: of all but icecache's first two.", low=1, high=1024)
     recall_bytes: int = _set(-1, "size", "--recall-bytes",
         "RAM for the rows and index that --retention icecache or latem can recall for one chat; older rows go to disk.",
-        low=-1, auto="a 16th of the RAM")
+        low=-1, auto="a 12th of the RAM")
     recall_disk_bytes: int = _set(-1, "size", "--recall-disk-bytes",
         "Disk for rows of one chat beyond --recall-bytes; when it is full, the oldest are dropped. 0: none.",
         low=-1, auto="four times recall-bytes, at most a quarter of warm-bytes")
@@ -345,7 +345,7 @@ class Config:
         if self.memory == -1:
             auto["memory"] = ram_bytes() * 4 // 5
         if self.recall_bytes == -1:
-            auto["recall_bytes"] = ram_bytes() // 16
+            auto["recall_bytes"] = ram_bytes() // 12
         if self.warm_bytes == -1:
             free = free_bytes(auto.get("store_dir", self.store_dir))
             auto["warm_bytes"] = min(WARM_BYTES_MAX, free // 2)

@@ -37,7 +37,13 @@ from towerd.store.tree.scope import is_public
 from towerd.store.tree.tree import Listener
 from towerd.tiers.composer import Composer, Piece
 from towerd.tiers.eviction import Evictor
-from towerd.tiers.formats.calibration import SqueezedFormat, bound_of, remember_squeezed
+from towerd.tiers.formats.calibration import (
+    Calibration,
+    SqueezedFormat,
+    bound_of,
+    remember_squeezed,
+    squeezed_format,
+)
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.moved_limits import MovedLimits, save_moved_limits
 from towerd.tiers.plan import Composed, Gap, RestorePlan
@@ -150,6 +156,14 @@ class Tiers(Listener):
             self._drift = drift
             self._squeezed_drift = max(ever.values(), key=lambda each: each.kl, default=drift)
             self._work.put(("look", None))
+
+    def use(self, found: Calibration) -> None:
+        """Store unused rows from now on in the formats that were found for this fidelity."""
+        choice = found.choices.get(self.fidelity)
+        if choice is not None:
+            drift = Drift(choice.cost.kl, choice.cost.floor_kl)
+            squeezed = squeezed_format(found, self.fidelity)
+            self.set_formats(LevelFormats(choice.levels), drift, squeezed)
 
     @property
     def moved_bound(self) -> float:

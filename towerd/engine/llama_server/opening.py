@@ -18,6 +18,7 @@ from towerd.settings.config import Config, pinned_bytes
 from towerd.store import Catalog, Node, Store
 from towerd.store.catalog.identity import ModelIdentity
 from towerd.tiers.checkpoint_tier import CheckpointTier, open_checkpoint_tier
+from towerd.tiers.formats.calibration import nearest_calibration
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.manager import Tiers
 from towerd.tiers.moved_limits import load_moved_limits
@@ -34,6 +35,8 @@ async def open_llama_server(config: Config) -> AsyncIterator[OpenedEngine[LlamaS
     async with AsyncExitStack() as stack:
         backend, described, store = await _open_store(config, stack)
         tiers = await asyncio.to_thread(_open_tiers, config, backend, store)
+        if (measured := await asyncio.to_thread(nearest_calibration, store)) is not None:
+            tiers.use(measured)
         checkpoint_tier = await asyncio.to_thread(_open_checkpoint_tier, config, backend, store)
         try:
             engine = LlamaServerEngine(backend, described, store, tiers, config, checkpoint_tier)

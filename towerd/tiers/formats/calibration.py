@@ -27,6 +27,7 @@ from towerd.kernels import dispatch
 from towerd.kernels.formats import FORMATS
 from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout, stored_format
+from towerd.slots.row_identity import RowIdentity
 from towerd.slots.rows import KVRows
 from towerd.store import Store
 from towerd.tiers.shrink import SINKS, TAIL
@@ -282,6 +283,26 @@ def load_calibration(store: Store, row_identity: str) -> Calibration | None:
         log.warning("a stored calibration cannot be read", extra={"error": str(error)})
         return None
     return found if found.formats == formats_digest() else None
+
+
+def nearest_calibration(store: Store) -> Calibration | None:
+    """The calibration of the served row identity, or else that of the one opened last with the same
+    weights, adapters and cache types: what differs (RoPE, context) hardly changes what rounding
+    costs. None if there is none. Raises StoreError."""
+    served = store.state.row_identity
+    with store.locked():
+        known = [each.row_identity for each in store.state.catalog.row_identities()]
+    for row_identity in sorted(known, key=lambda each: each != served):
+        if _are_as_rounded(row_identity, served):
+            found = load_calibration(store, row_identity.digest().hex())
+            if found is not None:
+                return found
+    return None
+
+
+def _are_as_rounded(a: RowIdentity, b: RowIdentity) -> bool:
+    names = ("model_hash", "lora", "layout", "rot_k", "rot_v", "format_version")
+    return all(getattr(a, name) == getattr(b, name) for name in names)
 
 
 def save_calibration(store: Store, found: Calibration) -> None:

@@ -17,7 +17,6 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from towerd.drift import Drift
 from towerd.engine.embedded.calibration.measure import Measurer
 from towerd.engine.embedded.calibration.measure_plan import MeasurePlan, plan_measurement
 from towerd.engine.embedded.calibration.moved import MovedMeter, limits_of, plan_changes
@@ -38,9 +37,7 @@ from towerd.tiers.formats.calibration import (
     load_calibration,
     save_calibration,
     sizes,
-    squeezed_format,
 )
-from towerd.tiers.formats.fidelity import LevelFormats
 from towerd.tiers.formats.format_search import calibrate, expected_tokens
 from towerd.tiers.manager import Tiers
 from towerd.tiers.moved_limits import load_moved_limits, save_moved_limits
@@ -129,7 +126,7 @@ class Calibrator:
         """Apply a stored calibration; without one, measure in idle time."""
         self._found = load_calibration(self._store, self._row_identity)
         if self._found is not None:
-            self._apply(self._found)
+            self._tiers.use(self._found)
         if self._may_move:
             self._tiers.moved_limits = load_moved_limits(self._store)
         has_any = self._found is not None or self._tiers.moved_limits is not None
@@ -254,7 +251,7 @@ class Calibrator:
                 found = self._measure(plan, unfinished)
                 save_calibration(self._store, found)
                 self._found = found
-                self._apply(found)
+                self._tiers.use(found)
         except BaseException:
             unfinished.save()
             raise
@@ -348,13 +345,6 @@ class Calibrator:
         done = self._progress.done + n_tokens
         # It is not done before it ends, whatever was expected.
         self._progress = CalibrationProgress(done, max(done + 1, self._progress.total))
-
-    def _apply(self, found: Calibration) -> None:
-        choice = found.choices.get(self.fidelity)
-        if choice is not None and not self.why_off:
-            drift = Drift(choice.cost.kl, choice.cost.floor_kl)
-            squeezed = squeezed_format(found, self.fidelity)
-            self._tiers.set_formats(LevelFormats(choice.levels), drift, squeezed)
 
     # ---- steps on the inference thread ------------------------------------------------------
 

@@ -74,6 +74,8 @@ class Evaluated:
 
     logits: Logits | None
     rows: KVRows | None
+    decode_s: float
+    """What decoding took of it; the rest is for the rows before, in and out of the context."""
 
 
 class Scratch:
@@ -117,19 +119,21 @@ class Scratch:
             if prefix is not None:
                 context.set_state(self.seq, prefix)
             found = []
+            began = time.monotonic()
             with context.threads(None if shape is None else shape.threads):
                 for at in range(0, len(ids), width):
                     found += self._batch(ids[at : at + width], p + at, logits)
+            decode_s = time.monotonic() - began
             self.evaluated(len(ids))
             out = np.stack(found) if logits else None
             if not rows:
-                return Evaluated(out, None)
+                return Evaluated(out, None, decode_s)
             if p:
                 context.seq_rm(self.seq, 0, p)
             cell_ext, has_window = self._how
             blob = context.get_state(self.seq)
             found_rows = parse_rows(blob, cell_ext=cell_ext, has_window=has_window)
-            return Evaluated(out, found_rows.token_major())
+            return Evaluated(out, found_rows.token_major(), decode_s)
         finally:
             context.batch.clear()
             context.seq_rm(self.seq)
@@ -159,10 +163,13 @@ class Pace:
         self.unit = min(unit, n_max)
         self.n = n_max if math.isinf(step_s) else self.unit
 
-    def learn(self, n_tokens: int, seconds: float) -> None:
-        """Adapt to a step of `n_tokens` that took `seconds`."""
+    def learn(self, n_tokens: int, seconds: float, overhead_s: float = 0.0) -> None:
+        """Adapt to a step of `n_tokens` that took `seconds`, of which `overhead_s` whatever their
+        number. Where that is most of a step, one takes twice as long: else hardly anything of it
+        would be decoding."""
         if not math.isinf(self.step_s):
-            n = int(self.step_s * n_tokens / max(seconds, 1e-9))
+            usable_s = max(self.step_s - overhead_s, overhead_s)
+            n = int(usable_s * n_tokens / max(seconds - overhead_s, 1e-9))
             self.n = min(self.n_max, max(self.unit, n // self.unit * self.unit))
 
 
@@ -250,7 +257,8 @@ class SteppedSequence:
         def work() -> Evaluated:
             started = time.monotonic()
             done = self._scratch.evaluate(blob, p, ids, logits=logits, rows=rows, shape=shape)
-            pace.learn(len(ids), time.monotonic() - started)
+            took_s = time.monotonic() - started
+            pace.learn(len(ids), took_s, took_s - done.decode_s)
             return done
 
         return self._run_step(work, p + len(ids))

@@ -1,0 +1,141 @@
+"""Rows of long chats that the store has: they are read where they are mapped, and take no RAM."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import ask, check_integrity, inside, live_sets, settle, some_ids
+from random_rows import HEAD_SIZE, N_KV, N_LAYER, random_rows
+from services import EmbeddedService, OpenService
+
+from towerd.engine.base import LiveBudget
+from towerd.engine.embedded.live.live_set import BoundedSet
+from towerd.engine.embedded.live.offloaded_rows import (
+    OffloadedKeys,
+    OffloadedRows,
+    Pages,
+    RowChunk,
+    keys_of,
+)
+from towerd.engine.embedded.longchat.offload_space import OffloadSpace
+from towerd.engine.embedded.longchat.recall import served
+from towerd.kernels.formats import BY_NAME
+from towerd.models.bundled import bundled_model
+from towerd.retention import Rows, retention_config
+from towerd.settings.config import Config
+from towerd.slots.layout import KVLayout, Plane
+from towerd.slots.rows import KVRows
+from towerd.system.machine import ram_bytes
+
+LIVE = LiveBudget("icecache", 64, "layer")
+SETTINGS = {"threads": 1, "retention": "icecache", "ctx_size": 1024, "recall_every": 8}
+
+
+def transposed(rows: KVRows) -> KVRows:
+    """The same rows with V channel by channel, as without flash attention."""
+    v = []
+    for plane, tokens in zip(rows.layout.v, rows.v, strict=True):
+        elements = tokens.reshape(len(rows), -1, plane.format.block_bytes)
+        v.append(np.ascontiguousarray(elements.transpose(1, 0, 2)).reshape(elements.shape[1], -1))
+    return KVRows(rows.layout, rows.positions, rows.k, tuple(v), rows.ext, True)
+
+
+@given(st.integers(0, 1 << 30), st.sampled_from(["f16", "f32"]), st.booleans())
+def test_stored_rows_are_those_that_were_copied(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, name: str, is_transposed: bool
+) -> None:
+    """Any part of the rows, from RAM and from disk, in any order; what is at another place stays."""
+    rng = np.random.default_rng(seed)
+    whole = random_rows(rng, name, 0, 30)
+    cut = int(rng.integers(1, 30))
+    first = RowChunk.of(whole.slice(0, cut), np.arange(cut), rng.permutation(cut))
+    others = RowChunk.of(whole.slice(cut, 30), np.arange(cut, 30) + 3, np.arange(30 - cut))
+    folder = tmp_path_factory.mktemp("pages")
+    paged = Pages.of(first, folder, None, range(N_LAYER)) if rng.random() < 0.5 else first
+    before = OffloadedRows().add(paged).add(others)
+    p0 = int(rng.integers(0, 25))
+    piece = whole.slice(p0, int(rng.integers(p0 + 1, 31)))
+    after = before.stored([transposed(piece) if is_transposed else piece])
+    after.check_integrity()
+    in_piece = [p for p in range(cut) if p0 <= p < piece.p1]
+    assert np.setdiff1d(before.positions, after.copied).tolist() == in_piece
+    stay = np.flatnonzero(rng.random(33) < 0.7)
+    after = after.only(stay)
+    stay = np.intersect1d(stay, before.positions)
+    assert after.positions.tolist() == stay.tolist()
+    if not len(stay):
+        return
+    expected = before.rows(stay)
+    assert after.places(stay).tolist() == before.places(stay).tolist()
+    for mine, theirs in zip(after.rows(stay).planes(), expected.planes(), strict=True):
+        assert np.array_equal(mine, theirs)
+    keys, plain = OffloadedKeys(after, HEAD_SIZE), keys_of(expected, HEAD_SIZE)
+    for layer, head in np.ndindex(N_LAYER, N_KV):
+        found = keys.read(layer, head, np.arange(len(stay)))
+        assert np.array_equal(found, plain[layer, head])
+
+
+async def the_chat(service: EmbeddedService) -> BoundedSet:
+    (live_set,) = await inside(service, lambda: live_sets(service.engine))
+    return live_set
+
+
+@pytest.mark.parametrize("flash_attn", ["on", "off"])
+async def test_a_document_in_the_store_takes_no_ram(
+    service_on: OpenService, tmp_path: Path, flash_attn: str
+) -> None:
+    """A document that was read is resumed and answered from: its rows are the store's, and the same as
+    those of a chat that copies them, also when the store has dropped its files."""
+    ids = some_ids(700, 3)
+    settings = {**SETTINGS, "flash_attn": flash_attn, "recall_disk_bytes": 0}
+    keys: list[Rows] = []
+    for is_stored in (False, True):
+        async with service_on(bundled_model(), **settings) as service:
+            if is_stored:
+                await ask(service, ids, 1)
+                await settle(service)
+            question = np.concatenate([ids, some_ids(40, 9)])
+            answer = await ask(service, question, 40, live=LIVE)
+            await settle(service)
+            offloaded = (await the_chat(service)).offloaded
+            keys.append(OffloadedKeys(offloaded, 8).read(2, 0, np.arange(700)))
+            if not is_stored:
+                continue
+            assert len(offloaded) > 700
+            assert len(offloaded.copied) < 150
+            assert (
+                offloaded.n_bytes == len(offloaded.copied) * offloaded.chunks[0].layout.token_bytes
+            )
+            for node in list(service.store.nodes()):
+                if node.file is not None:
+                    service.store.rows.drop_file(node.file)
+            longer = np.concatenate([question, np.array(answer.ids, np.int32), some_ids(20, 4)])
+            assert len((await ask(service, longer, 20, live=LIVE)).ids) == 20
+            await check_integrity(service)
+    np.testing.assert_allclose(keys[0], keys[1], atol=0.02)
+
+
+@pytest.mark.parametrize("n_layer", [28, 32])
+def test_a_large_model_recalls_at_default_settings(tmp_path: Path, n_layer: int) -> None:
+    """Llama 3.2 3B and 3.1 8B on 16 GiB: a context of 32k tokens whole, a part of it without a disk."""
+    plane = Plane(BY_NAME["f16"].ggml_type, BY_NAME["f16"].row_bytes(8 * 128))
+    layout = KVLayout((plane,) * n_layer, (plane,) * n_layer)
+    n_ram = (1 << 34) * Config().recall_bytes // ram_bytes()
+    budget, settings = LiveBudget("icecache", 2048), Config(threads=1)
+    config = served(retention_config(budget.policy, budget.tokens), settings)
+    live_set = BoundedSet.whole(budget, 0, 32768, config)
+    for n_disk, least in ((4 * n_ram, 32768), (0, 3 * budget.tokens)):
+        space = OffloadSpace(layout, 128, n_ram, n_disk, tmp_path)
+        assert space.n_max(live_set) >= least
+        assert space.why_nothing(live_set, 32768) is None
+    too_little = OffloadSpace(layout, 128, 1 << 27, 0, tmp_path)
+    why = too_little.why_nothing(live_set, 32768)
+    assert why is not None
+    (needed,) = map(int, re.findall(r"(\d+)M would hold as many again", why))
+    enough = OffloadSpace(layout, 128, needed << 20, 0, tmp_path)
+    assert enough.n_max(live_set) >= 2 * budget.tokens
