@@ -12,12 +12,12 @@ QUICK_WORK = {
     "concurrency": Work(SMALL, 2 * 4 * 15 * 32, 2 * 2 * (15 * 32 + 9 * 96), starts=4),
     # Three agents with 3,500 tokens each; llama-server evaluates them at each of three turns.
     "tools": Work(SMALL, 3 * 3500 + 9 * 200 + 9 * 4300, 2 * 9 * 30, starts=2),
-    # A text, a document, and a chat of three contexts in two of them; the text again for the 12 of 22 budgets
+    # A text, a document, and a chat of three contexts in two of them; the text again for the 9 of 16 budgets
     # that count all queries, 60 tokens for each of 8 questions under each budget; a choice takes 0.1 s.
     "longchat.policies": Work(
         SMOLLM2,
-        656 + 12 * 576 + 1100 + 23 * 8 * 60 + 2 * 2 * 1536,
-        23 * (96 + 140),
+        596 + 9 * 516 + 1100 + 23 * 8 * 60 + 2 * 2 * 1536,
+        17 * 96 + 23 * 140,
         starts=4,
         other_s=0.1 * 22 * 9,
     ),

@@ -70,7 +70,7 @@ class Sizes:
 
 
 FULL = Sizes((256, 512), 1536, 512, 2, 2048, (1024, 2048, 4096), 4, 2048, 8, 2048)
-QUICK = Sizes((256, 512), 560, 96, 1, 0, (1024,), 2, 512, 3, 768)
+QUICK = Sizes((256, 512), 500, 96, 1, 0, (1024,), 2, 512, 3, 768)
 
 
 def lives(budgets: Sequence[int], policies: Sequence[str] = POLICIES) -> list[LiveBudget]:

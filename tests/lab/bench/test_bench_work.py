@@ -53,7 +53,7 @@ def test_the_work_of_longchat_is_what_it_does() -> None:
     )
     n_written = perplexity.n_read([text], lives)
     (n_document,) = sizes.documents
-    n_anew = sizes.prompt * (1 + sum(map(counts_all, lives)))
+    n_anew = sizes.prompt * (1 + sum(map(counts_all, filter(text.fits, lives))))
     n_chats = 2 * beyond.CONTEXTS * sizes.context
     assert n_anew + n_document + n_chats <= work.read
     assert n_written <= work.written
