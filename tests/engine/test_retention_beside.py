@@ -249,3 +249,22 @@ async def test_what_a_hybrid_does_not_take(service_on: OpenService, tmp_path: Pa
     async with service_on(tmp_path / "model.gguf", **SETTINGS, retention="h2o") as service:
         with pytest.raises(NotSupported, match="evaluated again, which this model's state"):
             await ask(service, some_ids(30), 4, live=LiveBudget("icecache", BUDGET))
+
+
+async def test_a_cut_behind_the_end_of_the_context(service_on: OpenService, tmp_path: Path) -> None:
+    """A window's rows are gone where the chat was moved, so one that is cut there is read anew."""
+    path, prompt, live = tmp_path / "model.gguf", some_ids(120, 1), LiveBudget("streaming", BUDGET)
+    make_window_model(path, WINDOW)
+    rows = {"retention": "streaming", "warm_bytes": 0, "hot_bytes": 0, **EXACT}
+    settings = {"ctx_size": 160, "live_tokens": 320, **rows}
+    async with service_on(path, **settings) as service:
+        first = await ask(service, prompt, 42, live=live)
+        assert service.engine.stats()["retention_moves"] > 0
+        cut = np.concatenate([prompt, np.array(first.ids, np.int32)])[:153]
+        ids = np.concatenate([cut, some_ids(4, 7)])
+        answer = await ask(service, ids, 3, live=live)
+    async with service_on(path, **settings) as service:
+        expected = await ask(service, ids, 3, live=live)
+    assert answer.ids == expected.ids
+    for mine, theirs in zip(answer.probs, expected.probs, strict=True):
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)

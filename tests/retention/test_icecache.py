@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -314,3 +315,19 @@ def test_each_group_gets_what_its_own_queries_look_for(shape: tuple[int, int]) -
             assert mine[-10:].tolist() == list(range(290, 300))
             wanted = 4 + np.argsort(-best[anchor, head, 4:290])[: n_max - 14]
             assert len(np.intersect1d(mine, wanted)) >= 0.9 * len(wanted)
+
+
+def test_others_may_ask_for_its_size_while_it_grows() -> None:
+    """What they see is its size before or after a change."""
+    keys = np.random.default_rng(3).normal(size=(4, 2, 4000, 32)).astype(np.float32)
+    policy, sizes, seen = IceCache(IceCacheConfig(layer_first=0)), [0], []
+    with ThreadPoolExecutor(1) as threads:
+        for n in range(500, 4001, 500):
+            positions = np.arange(n)
+            work = threads.submit(policy.index, positions, ArrayKeys(keys[:, :, :n]))
+            while not work.done():
+                seen.append(policy.n_bytes)
+            work.result()
+            sizes.append(policy.n_bytes)
+    assert sizes == sorted(sizes)
+    assert set(seen) <= set(sizes)

@@ -99,10 +99,12 @@ class IceCache(Recalling):
         self._trees: dict[tuple[int, int], DciTree] = {}
         self._indexed: Positions = np.empty(0, np.int64)
         """The position of each key number, which is the same in every tree; -1: forgotten."""
+        self._n_bytes = 0
+        """Counted after each change: other threads may ask, but not the trees, which grow without the GIL."""
 
     @property
     def n_bytes(self) -> int:
-        return sum(tree.nbytes for tree in self._trees.values()) + self._indexed.nbytes
+        return self._n_bytes
 
     def index_bytes(self, layers: int, kv_heads: int, head_size: int) -> int:
         return len(self.config.anchors(layers)) * kv_heads * _tree_bytes(head_size)
@@ -152,6 +154,11 @@ class IceCache(Recalling):
         for tree in self._trees.values():
             tree.remove(gone.view(np.uint8))
         self._indexed = np.where(gone, -1, self._indexed)
+        self._count()
+
+    def _count(self) -> None:
+        trees = sum(tree.nbytes for tree in self._trees.values())
+        self._n_bytes = trees + self._indexed.nbytes
 
     def truncate(self, n: int) -> None:
         self.forget(self._indexed[self._indexed >= n])
@@ -159,7 +166,7 @@ class IceCache(Recalling):
     def fork(self) -> Self:
         branch = type(self)(self.config)
         branch._trees = {place: tree.copy() for place, tree in self._trees.items()}
-        branch._indexed = self._indexed
+        branch._indexed, branch._n_bytes = self._indexed, self._n_bytes
         return branch
 
     def _insert(
@@ -187,9 +194,10 @@ class IceCache(Recalling):
         try:
             self._of_each(add, n_threads)
         except BaseException:  # no tree may have keys that the others lack
-            self._trees, self._indexed = {}, np.empty(0, np.int64)
+            self._trees, self._indexed, self._n_bytes = {}, np.empty(0, np.int64), 0
             raise
         self._indexed = indexed
+        self._count()
         return at
 
     def _votes(self, view: View, span: slice, shape: tuple[int, int], indices: Positions) -> Votes:

@@ -13,6 +13,7 @@ from towerd.engine.base import OpenedEngine
 from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.engine.llama_server.process.backend import LlamaServerBackend, open_backend
 from towerd.engine.llama_server.process.description import ModelDescription, describe, first_model
+from towerd.errors import StoreError
 from towerd.model.tokenizer_rules import check_tokenizer, keep_vocabulary, tokenizer_rules
 from towerd.settings.config import Config, pinned_bytes
 from towerd.store import Catalog, Node, Store
@@ -35,10 +36,9 @@ async def open_llama_server(config: Config) -> AsyncIterator[OpenedEngine[LlamaS
     async with AsyncExitStack() as stack:
         backend, described, store = await _open_store(config, stack)
         tiers = await asyncio.to_thread(_open_tiers, config, backend, store)
-        if (measured := await asyncio.to_thread(nearest_calibration, store)) is not None:
-            tiers.use(measured)
         checkpoint_tier = await asyncio.to_thread(_open_checkpoint_tier, config, backend, store)
         try:
+            await asyncio.to_thread(_use_measured, tiers, store)
             engine = LlamaServerEngine(backend, described, store, tiers, config, checkpoint_tier)
             if not engine.why_not_movable:
                 tiers.moved_limits = await asyncio.to_thread(load_moved_limits, store)
@@ -55,6 +55,17 @@ async def open_llama_server(config: Config) -> AsyncIterator[OpenedEngine[LlamaS
             if checkpoint_tier is not None:
                 await asyncio.to_thread(checkpoint_tier.close)
             await asyncio.to_thread(tiers.close)
+
+
+def _use_measured(tiers: Tiers, store: Store) -> None:
+    """Take the formats that were measured for the same weights, if any were."""
+    try:
+        measured = nearest_calibration(store)
+    except StoreError as error:
+        log.warning("measured formats cannot be read", extra={"reason": error.message})
+        return
+    if measured is not None:
+        tiers.use(measured)
 
 
 def _open_checkpoint_tier(

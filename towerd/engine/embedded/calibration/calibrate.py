@@ -237,7 +237,7 @@ class Calibrator:
             failed = error.public
         unfinished = self._unfinished(plan)
         if again:
-            unfinished.forget()
+            unfinished.forget(moves=moves)
         try:
             if moves:
                 self._n_later = 0 if plan is None else self._expected(plan, unfinished)
@@ -255,15 +255,16 @@ class Calibrator:
         except BaseException:
             unfinished.save()
             raise
-        unfinished.forget()
+        unfinished.forget(moves=moves)
         return failed
 
     def _unfinished(self, plan: MeasurePlan | None) -> Unfinished:
         core = self._core
         shapes = [shape.name for shape in other_shapes(core.context)]
-        text = "" if plan is None else plan.digest()
-        depends_on = [str(VERSION), formats_digest(), calibration_text(), text, *shapes]
-        return Unfinished(self._store, self._row_identity, depends_on)
+        both = [str(VERSION), formats_digest(), calibration_text(), *shapes]
+        formats_on = None if plan is None else [*both, plan.digest()]
+        moves_on = [*both, str(core.n_ctx)]
+        return Unfinished(self._store, self._row_identity, moves_on, formats_on)
 
     @property
     def _row_identity(self) -> str:

@@ -23,23 +23,38 @@ _SAVE_S = 5.0
 
 
 class _Pieces(msgspec.Struct):
-    """`digest`: of all that the results depend on; others are not continued."""
+    """The digests are of all that the results depend on; others are not continued."""
 
-    digest: str
+    moves_digest: str = ""
     moves: list[list[MovedSample]] = []
     """Of each run that was measured, in order."""
+    formats_digest: str = ""
     formats: Measured = msgspec.field(default_factory=Measured)
 
 
 class Unfinished:
     """The pieces of one row identity's calibration. For one thread."""
 
-    def __init__(self, store: Store, row_identity: str, depends_on: Iterable[str]) -> None:
-        """row_identity: its digest in hex; depends_on: all else that the results depend on"""
+    def __init__(
+        self,
+        store: Store,
+        row_identity: str,
+        moves_on: Iterable[str],
+        formats_on: Iterable[str] | None,
+    ) -> None:
+        """row_identity: its digest in hex
+        moves_on, formats_on: all else that the results depend on. None: formats are not measured, and
+        what was measured of them is kept for later"""
         self._store = store
         self._key = f"calibrating:{row_identity}"
-        digest = hashlib.blake2b("\n".join(depends_on).encode(), digest_size=16).hexdigest()
-        self._pieces = self._load(digest)
+        self._pieces = self._load()
+        self._has_formats = formats_on is not None
+        moves = _digest(moves_on)
+        if self._pieces.moves_digest != moves:
+            self._pieces.moves_digest, self._pieces.moves = moves, []
+        formats = self._pieces.formats_digest if formats_on is None else _digest(formats_on)
+        if self._pieces.formats_digest != formats:
+            self._pieces.formats_digest, self._pieces.formats = formats, Measured()
         self._saved_s = time.monotonic()
 
     @property
@@ -59,17 +74,21 @@ class Unfinished:
 
     def save(self) -> None:
         """Save it now."""
+        has_some = self._pieces.moves or self._pieces.formats != Measured()
+        text = msgspec.json.encode(self._pieces).decode() if has_some else ""
         with suppress(DiskFull):  # it continues all the same
-            self._store.set_meta(self._key, msgspec.json.encode(self._pieces).decode())
+            self._store.set_meta(self._key, text)
         self._saved_s = time.monotonic()
 
-    def forget(self) -> None:
-        """It is finished, or begins anew."""
-        self._pieces = _Pieces(self._pieces.digest)
-        with suppress(DiskFull):
-            self._store.set_meta(self._key, "")
+    def forget(self, *, moves: bool = True) -> None:
+        """What is measured is finished, or begins anew. moves: moved rows are, too"""
+        if moves:
+            self._pieces.moves = []
+        if self._has_formats:
+            self._pieces.formats = Measured()
+        self.save()
 
-    def _load(self, digest: str) -> _Pieces:
+    def _load(self) -> _Pieces:
         text = self._store.get_meta(self._key)
         if text:
             try:
@@ -77,6 +96,9 @@ class Unfinished:
             except msgspec.DecodeError as error:
                 log.warning("an unfinished calibration is begun anew", extra={"error": str(error)})
             else:
-                if found.digest == digest:
-                    return found
-        return _Pieces(digest)
+                return found
+        return _Pieces()
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()

@@ -351,6 +351,7 @@ class BoundedSet(LiveSet):
             policy.truncate(n)
         self.offloaded = self.offloaded.without(n)
         self.asked = self.asked[self.asked < n]
+        self.in_store = None  # what was asked of it may be of tokens that are no more
 
     def observe(self, observed: Observed, n_max: int) -> None:
         """Add queries, and keep those of at most the last `n_max` tokens."""

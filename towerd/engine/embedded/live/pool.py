@@ -441,4 +441,5 @@ def _broken_by_failure(live: LiveSet) -> Iterator[None]:
     except TowerdError as error:
         if isinstance(live, BoundedSet):
             live.failure = error
+            live.n_evictions += 1  # it is not whole any more
         raise

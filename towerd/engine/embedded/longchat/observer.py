@@ -144,11 +144,11 @@ class Observer:
         before = _positions_of(observed)
         positions = np.concatenate([before, np.arange(n - (end - start), n)])
         n_counted = len(positions) - n_held
-        if n_counted < _COUNTED_MIN:
-            return len(positions)
         if job.phase is not JobPhase.PREFILL:
             live_set.keys = None
-        elif live_set.keys is None:
+        if n_counted < _COUNTED_MIN:
+            return len(positions)
+        if job.phase is JobPhase.PREFILL and live_set.keys is None:
             row_bytes = [plane.row_bytes for plane in self._memory.full_layout.k]
             live_set.keys = PromptKeys(live_set.n_places, row_bytes)
         assert job.seq is not None

@@ -97,7 +97,7 @@ class OffloadSpace:
         assert isinstance(policy, Recalling)
         if len(in_ram) <= n_max or not self.disk_bytes_max:
             return
-        n_live = int(np.isin(in_ram, live_set.kept).sum())
+        n_live = int(np.isin(in_ram, live_set.positions()).sum())
         n_over = len(in_ram) - max(int(_STAYS_SHARE * n_max), n_live)
         going = self._idle(in_ram, live_set)[: max(0, n_over)]
         n_fit = self.disk_bytes_max // self.layout.token_bytes
@@ -162,4 +162,4 @@ class OffloadSpace:
         return live_set.policy.index_bytes(self.layout.n_layer, n_kv, self.head_size)
 
     def _idle(self, positions: Positions, live_set: BoundedSet) -> Positions:
-        return np.setdiff1d(positions, live_set.kept, assume_unique=True)
+        return np.setdiff1d(positions, live_set.positions())

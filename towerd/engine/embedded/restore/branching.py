@@ -63,7 +63,7 @@ class Branching:
         """The part of what was found that can be used."""
         source, n = found.source, whole(job.media, found.n)
         if isinstance(source, LiveSeq):
-            is_there = n == source.n or self.memory.can_branch(source.id, n)
+            is_there = n == source.n or self.memory.can_branch(source.id, source.place_of(n))
             return Found(source, n, n) if n and is_there else NOTHING_FOUND
         return found
 

@@ -145,7 +145,7 @@ class Restorer:
             n = min(n, saved.n - 1)
         n = whole(job.media, n)
         if isinstance(source, LiveSeq) and saved.can_extend(source, n):
-            if n == source.n or self._memory.can_branch(source.id, n):
+            if n == source.n or self._memory.can_branch(source.id, source.place_of(n)):
                 return Found(source, n, n_common)
         return Found(n_common=n_common)
 
