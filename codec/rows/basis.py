@@ -230,6 +230,7 @@ def _group(head: _PlaneGroupHead, layout: KVLayout, arrays: _Arrays) -> PlaneGro
         raise ValueError("a group has a plane that the layout has not")
     n = sum(layout.planes[plane].n_elements for plane in head.planes)
     vectors = arrays.take("<f2", head.n_components, n)
+    # `take` gives what its type string says, which mypy does not read.
     return PlaneGroup(head.planes, vectors, arrays.take("<f4", n), arrays.take("<f4", n))  # type: ignore[arg-type]
 
 
@@ -242,6 +243,7 @@ def _coding(head: _RowCodingHead, groups: tuple[PlaneGroup, ...], arrays: _Array
     classes = tuple(arrays.take("u1", n) for n in head.n_components)
     shifts = arrays.take("u1", head.n_classes)
     frequencies = arrays.take("<u2", head.n_classes, row_coding.SYMBOLS)
+    # As above: the types are in the strings given to `take`.
     return RowCoding(head.step, head.dead_zone, head.shrink, classes, shifts, frequencies)  # type: ignore[arg-type]
 
 

@@ -4,8 +4,7 @@ thinned, the others see what they always see."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,16 +14,14 @@ import numpy as np
 import pytest
 from oracle import Answer, ask, settle, some_ids
 from services import OpenService
-from thinned import Event, ThinnedModel
+from thinned import Event, ThinnedModel, recorded
 from thinned_beside import ThinnedGemma3, ThinnedLfm2
 from window_model import N_LAYER, make_window_model
 
 from lab.models.random_gguf import make_random_gguf
 from lab.models.shape import Shape
 from towerd.engine.base import LiveBudget
-from towerd.engine.embedded.live.live_set import BoundedSet
 from towerd.errors import NotSupported
-from towerd.retention import Positions
 from towerd.tokens import Ids
 
 WINDOW, BUDGET = 24, 48
@@ -51,31 +48,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     make_random_gguf(path, LFM2)
     full = replace(LFM2, n_layer=2)
     return Model(path, lambda: ThinnedLfm2(path, LFM2, full), ("streaming",), 1e-4)
-
-
-@contextmanager
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Event]]:
-    """What becomes of the live positions of a chat."""
-    events: list[Event] = []
-    mix, compacted, drop = BoundedSet.mix, BoundedSet.compacted, BoundedSet.drop
-
-    def mixing(live: BoundedSet, chosen: Any, *more: Any) -> None:
-        events.append((live.n, chosen))
-        mix(live, chosen, *more)
-
-    def dropping(live: BoundedSet, stay: Any) -> None:
-        events.append((live.n, stay[None, None]))
-        drop(live, stay)
-
-    def moving(live: BoundedSet, places: Positions) -> None:
-        events.append((live.n, None))
-        compacted(live, places)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(BoundedSet, "mix", mixing)
-        patch.setattr(BoundedSet, "drop", dropping)
-        patch.setattr(BoundedSet, "compacted", moving)
-        yield events
 
 
 def error(model: Model, prompt: Any, answer: Any, events: list[Event]) -> float:

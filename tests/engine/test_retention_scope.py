@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +9,11 @@ import numpy as np
 import pytest
 from oracle import ask, settle, some_ids
 from services import OpenService
-from thinned import Event, ThinnedModel
+from thinned import Event, ThinnedModel, recorded
 
 from lab.models.random_gguf import make_random_gguf
 from lab.models.shape import Shape
 from towerd.engine.base import LiveBudget
-from towerd.engine.embedded.live.live_set import BoundedSet
-from towerd.retention import Positions
 
 SHAPES = {
     "grouped": Shape(3, 64, 4, 2, 64, 512, head_dim=32, ftype="F32"),
@@ -33,31 +29,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     path = tmp_path_factory.mktemp("scope") / "model.gguf"
     make_random_gguf(path, shape)
     return path, shape
-
-
-@contextmanager
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Event]]:
-    """What became of the live sets, in order."""
-    events: list[Event] = []
-    mix, compacted, drop = BoundedSet.mix, BoundedSet.compacted, BoundedSet.drop
-
-    def mixing(live: BoundedSet, chosen: Any, *more: Any) -> None:
-        events.append((live.n, chosen))
-        mix(live, chosen, *more)
-
-    def dropping(live: BoundedSet, stay: Any) -> None:
-        events.append((live.n, stay[None, None]))
-        drop(live, stay)
-
-    def moving(live: BoundedSet, places: Positions) -> None:
-        events.append((live.n, None))
-        compacted(live, places)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(BoundedSet, "mix", mixing)
-        patch.setattr(BoundedSet, "drop", dropping)
-        patch.setattr(BoundedSet, "compacted", moving)
-        yield events
 
 
 def check(model: Path, shape: Shape, prompt: Any, answer: Any, events: list[Event]) -> float:

@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from gguf import GGUFReader
 
 from lab.models.shape import Shape
+from towerd.engine.embedded.live.live_set import BoundedSet
+from towerd.retention import Positions
 from towerd.tokens import Ids
 
 Floats = npt.NDArray[np.float64]
 Event = tuple[int, npt.NDArray[np.int64] | None]
 """After so many tokens only these positions stay, int64[layers, KV heads, m]; None: what is there moves
 together."""
+
+
+@contextmanager
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Event]]:
+    """What became of the live sets, in order."""
+    events: list[Event] = []
+    mix, compacted, drop = BoundedSet.mix, BoundedSet.compacted, BoundedSet.drop
+
+    def mixing(live: BoundedSet, chosen: Any, *more: Any) -> None:
+        events.append((live.n, chosen))
+        mix(live, chosen, *more)
+
+    def dropping(live: BoundedSet, stay: Any) -> None:
+        events.append((live.n, stay[None, None]))
+        drop(live, stay)
+
+    def moving(live: BoundedSet, places: Positions) -> None:
+        events.append((live.n, None))
+        compacted(live, places)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BoundedSet, "mix", mixing)
+        patch.setattr(BoundedSet, "drop", dropping)
+        patch.setattr(BoundedSet, "compacted", moving)
+        yield events
 
 
 class ThinnedModel:

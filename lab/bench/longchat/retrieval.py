@@ -35,7 +35,7 @@ KINDS = ("passkeys", "facts", "pairs", "quotes", "spread")
 TOLD = KINDS[:3]
 """The kinds that are found or not, by which `POLICY_found_BUDGET` counts."""
 N_PAIRS = 24
-"""Pairs in a document, most of which nobody asks for."""
+"""Pairs in a document; most of them are distractors."""
 N_QUOTES = 4
 QUOTE_TOKENS = 40
 _LEAD_TOKENS = 16
