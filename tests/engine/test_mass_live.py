@@ -109,7 +109,7 @@ async def test_what_the_store_has_brings_no_attention(
     watched = Watched(monkeypatch)
     prompt = some_ids(100, 2) % SHAPE.n_vocab
     async with service_on(model, **SETTINGS) as service:
-        n_evaluated = 40
+        n_evaluated = 70
         await ask(service, prompt[: 100 - n_evaluated], 1)
         await settle(service)
         answer = await ask(service, prompt, 2, live=LiveBudget("h2o", BUDGET))

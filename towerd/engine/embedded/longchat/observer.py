@@ -1,8 +1,8 @@
 """Observer: measures the attention of chats with a budget, for the policies that use it.
 
 Queries are tapped from the compute graph (`towerd.engine.embedded.context.taps`) and held against the
-cached keys. Where every query counts (`Signal.MASS`) this is done batch by batch; only the last
-queries are kept until the eviction, as those that are `recent`. Where the last ones alone count, no
+cached keys. Where every query counts (`Signal.MASS`) this is done batch by batch, and only the last
+queries are kept until the eviction. Where the last ones alone count (`Signal.RECENT`), no
 others are tapped: batches without them are evaluated as if there were no tap. Called by the inference
 thread only.
 """
@@ -37,7 +37,7 @@ from towerd.slots.layout import KVLayout
 from towerd.slots.rows import Bytes2D, KVRows
 
 QUERIES_MAX = 32
-"""Queries that are `recent` at an eviction: the last ones before it."""
+"""The last queries before an eviction, which are `recent`: SnapKV's observation window."""
 _COUNTED_MIN = 32
 """Queries that are held against the keys at once, as keys have to be read and unpacked each time."""
 _PROBE_TOKENS = 16
