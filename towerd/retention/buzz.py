@@ -4,8 +4,9 @@ Cache with Segmented Heavy Hitters", Algorithms 1 and 2, Theorem 3.1, section 3.
     [ sink k ][ old: every s^-th stays ][ new: of every s the one with most attention ][ window w ]
 
 A position is new until it has survived an eviction. Tokens accumulate until sink, middle and window
-reach k + T + w, which is the budget. What sampling leaves of the room goes to those of the others with
-most attention; in the paper it stays empty until new tokens come.
+reach k + T + w, which is the budget. The sample takes a part of the room, and the others with most attention,
+with their neighbours, take the rest; in the paper the sample takes all of it, and what it leaves stays
+empty until new tokens come. Attention fades, as in H2O.
 """
 
 from __future__ import annotations
@@ -65,9 +66,8 @@ class BuzzConfig(RetentionConfig):
 
     @classmethod
     def for_budget(cls, budget: int, stride: int = 5) -> Self:
-        """T / w = 1, chosen on WikiText-2's validation part; the paper's `threshold_per_window` is for
-        a cache whose free room stays empty."""
-        window = max(1, (budget - SINK_DEFAULT) // 2)
+        """T / w is the paper's, `threshold_per_window`."""
+        window = max(1, int((budget - SINK_DEFAULT) / (1 + threshold_per_window(stride))))
         threshold = budget - SINK_DEFAULT - window
         if threshold < 1:
             raise ValueError(f"BUZZ needs a budget of at least {SINK_DEFAULT + 2} tokens")
