@@ -144,23 +144,21 @@ class Basis:
     def _coders(self) -> dict[str, Coder]:
         return {}
 
-    def _coder(self, found: RowCoding) -> Coder:
+    @functools.cached_property
+    def _transforms(self) -> tuple[RowTransform, ...]:
+        """Of each group, for all codings: each takes the first components of them."""
         return tuple(
-            (
-                RowTransform(
-                    group.vectors[: len(classes)].view(np.uint16), group.mean, group.weights
-                ),
-                Quantizer(
-                    found.step,
-                    found.dead_zone,
-                    found.shrink,
-                    classes,
-                    found.shifts,
-                    found.frequencies,
-                ),
-            )
-            for group, classes in zip(self.groups, found.classes, strict=True)
+            RowTransform(group.vectors.view(np.uint16), group.mean, group.weights)
+            for group in self.groups
         )
+
+    def _coder(self, found: RowCoding) -> Coder:
+        rounding = (found.step, found.dead_zone, found.shrink)
+        quantizers = (
+            Quantizer(*rounding, classes, found.shifts, found.frequencies)
+            for classes in found.classes
+        )
+        return tuple(zip(self._transforms, quantizers, strict=True))
 
     def _arrays(self) -> Iterator[npt.NDArray[np.generic]]:
         for group in self.groups:
