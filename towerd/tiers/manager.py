@@ -32,7 +32,6 @@ from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows
 from towerd.store import Handle, Node, RowsPart, SegmentFile, Store
 from towerd.store.rows.rows import lacks
-from towerd.store.segments.segment_file import moved_bytes, quantized_bytes
 from towerd.store.tree.scope import is_public
 from towerd.store.tree.tree import Listener
 from towerd.tiers.composer import Composer, Piece
@@ -387,14 +386,14 @@ class Tiers(Listener):
 
     def stats(self) -> dict[str, Any]:
         """Gauges and counters for /metrics and /towerd/v1/stats."""
-        c, files = self.counters, self.store.files()
+        c, formats = self.counters, self.store.state.formats
         return {
             "hot_bytes": self.store.state.hot_bytes,
             "hot_bytes_max": self.hot_bytes_max,
             "warm_bytes": self.store.state.warm_bytes,
             "warm_bytes_max": self.warm_bytes_max,
-            "warm_quantized_bytes": quantized_bytes(files, self.layout),
-            "moved_bytes": moved_bytes(files, self.layout),
+            "warm_quantized_bytes": formats.quantized_bytes,
+            "moved_bytes": formats.moved_bytes,
             "segments_shrunk": self._shrinker.n_shrunk,
             "segments_kept": self._shrinker.n_kept,
             "segments_squeezed": self._shrinker.n_squeezed,

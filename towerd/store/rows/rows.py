@@ -443,6 +443,7 @@ def _adopt(
         state.tree.view(node, file, node.p0 - p0)
     state.files[id] = file
     state.warm_bytes += n_bytes
+    state.formats.add(file)
     for old in unviewed:
         old.successor = file
         state.forget_file(old)

@@ -247,7 +247,7 @@ class SessionTable:
             self.catalog.rows(
                 "SELECT s.leaf, coalesce(t.reply_node, t.prompt_node, c.base, 0) FROM sessions AS s"
                 " LEFT JOIN turns AS t ON t.id = s.leaf LEFT JOIN cold AS c ON c.session = s.pk"
-                " WHERE s.tokenizer = ? AND s.leaf IN (SELECT value FROM json_each(?))",
+                " WHERE +s.tokenizer = ? AND s.leaf IN (SELECT value FROM json_each(?))",
                 (self.tokenizer, str(list(leaves))),
             )
         )
