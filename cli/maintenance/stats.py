@@ -27,7 +27,7 @@ def stats(as_json: bool, target: Target) -> None:
 
 
 def _facts(found: Json) -> Iterator[tuple[str, object]]:
-    from towerd.cli.output import size
+    from towerd.cli.output import layer_facts, size
 
     if found["engine"] is not None:
         yield from _running(found)
@@ -40,6 +40,7 @@ def _facts(found: Json) -> Iterator[tuple[str, object]]:
     yield "bases", f"{store['bases']:,}"
     yield "segments", f"{store['segments']:,} with {store['tokens']:,} tokens"
     yield "segment files", f"{store['files']:,}, all models {size(store['disk_bytes'])}"
+    yield from layer_facts(found["footprint"])
     yield "catalog", f"{size(store['catalog_bytes'])}, its journal {size(store['journal_bytes'])}"
 
 

@@ -4,7 +4,7 @@ block formats by level, the transform-coded format, and what is kept in the end.
 Each layer counts what the layers above it left, with the bytes of those rows alone that it applies to:
 
     slot_bytes       native rows of every token of every conversation, one file each
-    shared_bytes     native rows of every token once
+    shared_bytes     native rows of every token once; not of a last one, which was never evaluated
     levels_bytes     ... of which those in block formats take what they take
     transform_bytes  ... and those in any other stored format, too
     kept_bytes       what there is: files with headers and padding, and token ids or coded text. Rows that
@@ -118,8 +118,9 @@ def _footprint_of(
     with_public: bool,
 ) -> Footprint:
     layout = state.row_identity.layout
-    n_own, files_bytes = float(max(0, info.n_tokens - (path[-1].p1 if path else 0))), 0.0
-    n_ids = 0.0 if info.cold_bytes else n_own
+    n_own = n_ids = files_bytes = 0.0
+    if info.cold_bytes:
+        n_own = float(max(0, info.n_tokens - (path[-1].p1 if path else 0)))
     n_rows: dict[str, float] = defaultdict(float)
     nbytes: dict[str, float] = defaultdict(float)
     for node in path:
