@@ -289,6 +289,15 @@ class SpaceShape(TypedDict):
     bytes_wanted: int
 
 
+class WrittenShape(TypedDict):
+    """What was written to the store today."""
+
+    today_bytes: int
+    budget_bytes: int | None
+    refused: int
+    kinds: dict[str, int]
+
+
 class StatsShape(TypedDict):
     """Of a store; `engine` is None without a running daemon."""
 
@@ -296,6 +305,7 @@ class StatsShape(TypedDict):
     engine: EngineStatsShape | None
     store: StoreStatsShape
     footprint: FootprintShape
+    written: WrittenShape
 
 
 class DaemonStatsShape(StatsShape):

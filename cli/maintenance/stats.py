@@ -41,6 +41,13 @@ def _facts(found: Json) -> Iterator[tuple[str, object]]:
     yield "segments", f"{store['segments']:,} with {store['tokens']:,} tokens"
     yield "segment files", f"{store['files']:,}, all models {size(store['disk_bytes'])}"
     yield from layer_facts(found["footprint"])
+    written = found["written"]
+    budget = f" of {size(written['budget_bytes'])}" if written["budget_bytes"] else ""
+    kinds = ", ".join(f"{kind} {size(n)}" for kind, n in written["kinds"].items() if n)
+    yield (
+        "written today",
+        f"{size(written['today_bytes'])}{budget}" + (f" ({kinds})" if kinds else ""),
+    )
     yield "catalog", f"{size(store['catalog_bytes'])}, its journal {size(store['journal_bytes'])}"
 
 

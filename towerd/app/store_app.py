@@ -179,6 +179,7 @@ async def get_stats(request: web.Request) -> web.Response:
             "fingerprint": store.state.digest.hex(),
             "store": await asyncio.to_thread(store.stats),
             "footprint": footprint.to_json(),
+            "written": store.writes.stats(),
         }
     )
 

@@ -21,6 +21,7 @@ from towerd.store.catalog.sqlite import SqliteCatalog
 from towerd.store.catalog.vocabularies import Vocabularies
 from towerd.store.files import durable
 from towerd.store.files.directory import Directory, StoreLock
+from towerd.store.files.writes import DailyWrites
 from towerd.store.maintenance.erase import erase
 from towerd.store.maintenance.footprint import (
     Footprint,
@@ -111,7 +112,9 @@ class Store:
         closing = ExitStack()
         try:
             with durable.store_errors(f"the store {root} cannot be opened"):
-                directory, catalog = _open_catalog(Path(root), catalog_fd, closing)
+                directory = Directory(Path(root), clock)
+                closing.callback(directory.writes.close)
+                catalog = _open_catalog(directory, catalog_fd, closing)
                 identity = _identify(model, catalog)
                 with catalog.lock:
                     state = load_state(directory, catalog, identity, clock)
@@ -221,6 +224,11 @@ class Store:
         """The node with this id. Raises NotFound."""
         with self.state.locked():
             return self.state.node(node_id)
+
+    @property
+    def writes(self) -> DailyWrites:
+        """What is written to the store a day, and the budget for it."""
+        return self.state.directory.writes
 
     @property
     def tables(self) -> Path:
@@ -470,20 +478,19 @@ class Store:
             self.state.catalog.set_meta(key, value)
 
 
-def _open_catalog(root: Path, catalog_fd: int | None, undo: ExitStack) -> tuple[Directory, Catalog]:
-    """The directory of a store and its catalog; `undo` closes them. `catalog_fd`: as for
-    `Store.open`. Raises as `Store.open`."""
-    directory = Directory(root)
+def _open_catalog(directory: Directory, catalog_fd: int | None, undo: ExitStack) -> Catalog:
+    """The catalog of a store; `undo` closes it. `catalog_fd`: as for `Store.open`. Raises as
+    `Store.open`."""
     if catalog_fd is not None:
         remote = RemoteCatalog(catalog_fd)
         undo.callback(remote.close)
-        return directory, remote
+        return remote
     lock_file = StoreLock(directory.lock)
     undo.callback(lock_file.release)
-    catalog = SqliteCatalog(directory.catalog)
+    catalog = SqliteCatalog(directory.catalog, directory.writes)
     undo.callback(catalog.close)
     directory.sweep_tmp()
-    return directory, catalog
+    return catalog
 
 
 def _identify(model: WhichModel, catalog: Catalog) -> ModelIdentity:

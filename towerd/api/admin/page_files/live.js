@@ -100,6 +100,11 @@ function tiers({ engine, tiers: held, space }) {
   ]);
 }
 
+function writtenToday({ today_bytes, budget_bytes }) {
+  const budget = budget_bytes ? ` of ${bytes(budget_bytes)}` : "";
+  return `${bytes(today_bytes)}${budget} written today.`;
+}
+
 function running(requests, titles) {
   if (!requests.length) return el("p", { class: "quiet" }, "Nothing runs.");
   return table(["slot", ...heads(), "tokens", "reused", "evaluated", "first token", "generated", "tokens/s"],
@@ -157,7 +162,8 @@ export async function showLive(main, _, stats) {
     const model = chosen();
     main.replaceChildren(el("h2", {}, "Running"), running(answers.flatMap((each) => each.running), titles),
       ...(figures ? [el("h2", {}, model === null ? "Tiers" : `Tiers of ${model}`), tiers(figures),
-        el("h2", {}, "What conversations take"), layers(figures.footprint)] : []),
+        el("h2", {}, "What conversations take"), layers(figures.footprint),
+        el("p", {}, writtenToday(figures.written))] : []),
       el("h2", {}, "Last hours"), ...history(finished, titles));
   };
   await fill();
