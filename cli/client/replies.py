@@ -273,6 +273,8 @@ class StoreStatsShape(TypedDict):
     sessions: int
     frozen_sessions: int
     copied_sessions: int
+    alike_coded: NotRequired[int]
+    alike_bytes_saved: NotRequired[int]
     cold_bytes: int
     bases: int
     segments: int
