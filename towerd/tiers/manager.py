@@ -393,6 +393,7 @@ class Tiers(Listener):
             "hot_bytes_max": self.hot_bytes_max,
             "warm_bytes": self.store.state.warm_bytes,
             "warm_bytes_max": self.warm_bytes_max,
+            "dropped_bytes": self.store.state.dropped_bytes,
             "warm_quantized_bytes": quantized_bytes(files, self.layout),
             "moved_bytes": moved_bytes(files, self.layout),
             "segments_shrunk": self._shrinker.n_shrunk,
