@@ -44,11 +44,11 @@ def offloaded_bytes(daemon: Daemon) -> int:
 
 def talk(daemon: Daemon, prompt: list[int], scope: str, heard: dict[str, int]) -> None:
     """Read a reply without an end until the daemon is gone."""
-    body = {"prompt": prompt, "n_predict": 10**5, "ignore_eos": True, "stream": True}
+    body: dict[str, Any] = {"prompt": prompt, "n_predict": 10**5, "ignore_eos": True}
     try:
         with requests.post(
             daemon.url + "/completion",
-            json=body | {"retention_scope": scope},
+            json=body | {"stream": True, "retention_scope": scope},
             stream=True,
             timeout=120,
         ) as reply:
