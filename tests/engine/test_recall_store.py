@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 
@@ -118,7 +119,22 @@ async def test_a_document_in_the_store_takes_no_ram(
             longer = np.concatenate([question, np.array(answer.ids, np.int32), some_ids(20, 4)])
             assert len((await ask(service, longer, 20, live=LIVE)).ids) == 20
             await check_integrity(service)
+            del offloaded
+            await check_dropped(service)
     np.testing.assert_allclose(keys[0], keys[1], atol=0.02)
+
+
+async def check_dropped(service: EmbeddedService) -> None:
+    """The dropped files of a chat are counted while it is live and while it is parked, and not longer."""
+    engine = service.engine
+    live = service.tiers.stats()["dropped_bytes"]
+    assert live > 700 * engine.core.layout.token_bytes // 2
+    await inside(service, engine.parts.scheduler.room.evict_one)
+    assert engine.stats()["parked_sequences"] == 1
+    assert service.tiers.stats()["dropped_bytes"] == live
+    await inside(service, engine.budgets.parked.clear)
+    gc.collect()
+    assert service.tiers.stats()["dropped_bytes"] == 0
 
 
 @pytest.mark.parametrize("n_layer", [28, 32])

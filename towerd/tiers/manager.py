@@ -395,6 +395,7 @@ class Tiers(Listener):
             "warm_bytes_max": self.warm_bytes_max,
             "warm_quantized_bytes": formats.quantized_bytes,
             "moved_bytes": formats.moved_bytes,
+            "dropped_bytes": self.store.state.dropped_bytes,
             "segments_shrunk": self._shrinker.n_shrunk,
             "segments_kept": self._shrinker.n_kept,
             "segments_squeezed": self._shrinker.n_squeezed,

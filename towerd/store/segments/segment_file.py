@@ -112,6 +112,11 @@ class SegmentFile:
         return worst_of(self.runs, p0 - self.p0, p1 - self.p0)
 
     @property
+    def is_mapped(self) -> bool:
+        """Whether rows of it are in use: it takes disk as long as they are, dropped or not."""
+        return self._mapped is not None and self._mapped() is not None
+
+    @property
     def is_open(self) -> bool:
         """Whether the header was read and matches the catalog."""
         return self._header is not None

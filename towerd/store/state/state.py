@@ -178,6 +178,8 @@ class StoreState:
     """Files of this row identity on disk."""
     foreign_bytes: int = 0
     """Files of other row identities on disk."""
+    dropped: list[SegmentFile] = field(default_factory=list)
+    """Files that were dropped while rows of them were in use."""
     touched: set[Node] = field(default_factory=set)
     """Nodes whose last use is not in the catalog yet."""
     listener: Listener = field(default_factory=Listener)
@@ -271,6 +273,12 @@ class StoreState:
         runs = () if node.file is None else node.file.runs
         return [run for run in runs if run.row0 < end and first < run.end]
 
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of dropped files whose rows are in use, such as by long chats: their disk is free once these
+        are gone."""
+        return sum(file.nbytes for file in self.dropped if file.is_mapped)
+
     def stats(self) -> dict[str, Any]:
         """Counts and sizes of the store's content."""
         catalog_bytes, journal_bytes = self.catalog.sizes()
@@ -285,6 +293,7 @@ class StoreState:
             "hot_bytes": self.hot_bytes,
             "warm_bytes": self.warm_bytes,
             "warm_quantized_bytes": self.formats.quantized_bytes,
+            "dropped_bytes": self.dropped_bytes,
             "disk_bytes": int(disk),
             "catalog_bytes": catalog_bytes,
             "journal_bytes": journal_bytes,
@@ -300,6 +309,7 @@ class StoreState:
         for node in nodes:
             self.tree.unview(node)
         file.dropped = True
+        self.dropped = [each for each in (*self.dropped, file) if each.is_mapped]
         if self.files.pop(file.id, None) is not None:
             self.warm_bytes -= file.nbytes
             self.formats.remove(file)
