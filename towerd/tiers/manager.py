@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from towerd.drift import Drift
+from towerd.drift import DecodedRun, Drift
 from towerd.errors import DiskFull, RowsDamaged, StoreError
 from towerd.slots.labels import Labels
 from towerd.slots.layout import KVLayout
@@ -37,6 +38,7 @@ from towerd.store.tree.tree import Listener
 from towerd.tiers.composer import Composer, Piece
 from towerd.tiers.eviction import Evictor
 from towerd.tiers.formats.calibration import (
+    REACHES,
     Calibration,
     SqueezedFormat,
     bound_of,
@@ -44,6 +46,7 @@ from towerd.tiers.formats.calibration import (
     squeezed_format,
 )
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
+from towerd.tiers.formats.stored_drift import StoredDrift, stored_drift
 from towerd.tiers.moved_limits import MovedLimits, save_moved_limits
 from towerd.tiers.plan import Composed, Gap, RestorePlan
 from towerd.tiers.prefetch import Prefetcher
@@ -122,8 +125,8 @@ class Tiers(Listener):
         """What deviations of moved rows have to stay under; None: not measured, so that no rows are
         moved."""
         self._forced = forced
-        self._drift: Drift | None = None
-        self._squeezed_drift: Drift | None = None
+        self._stored_drift: tuple[StoredDrift, StoredDrift] | None = None
+        """Before any rows are squeezed, and afterwards."""
         self._shrinker.set_formats(None if self.exact else forced, enabled=not self.exact)
         with store.locked():
             store.listen(self)
@@ -140,10 +143,10 @@ class Tiers(Listener):
     def set_formats(
         self,
         formats: LevelFormats | None,
-        drift: Drift | None = None,
+        found: Calibration | None = None,
         squeezed: SqueezedFormat | None = None,
     ) -> None:
-        """Store unused rows in these formats from now on, whose measured drift is `drift`; None:
+        """Store unused rows in these formats from now on, which `found` measured; None:
         natively. squeezed: the smaller one that what is worth least is put into where space is
         short. Other rows already stored in other formats stay as they are. No effect under exact
         fidelity or forced formats."""
@@ -153,17 +156,18 @@ class Tiers(Listener):
             self._shrinker.set_formats(
                 formats, enabled=True, squeezed=smaller, ever_squeezed=ever.keys()
             )
-            self._drift = drift
-            self._squeezed_drift = max(ever.values(), key=lambda each: each.kl, default=drift)
+            self._stored_drift = None
+            if found is not None:
+                costs = [stored_drift(found, self.fidelity, ever, each) for each in (False, True)]
+                self._stored_drift = costs[0], costs[1]
             self._work.put(("look", None))
 
     def use(self, found: Calibration) -> None:
         """Store unused rows from now on in the formats that were found for this fidelity."""
         choice = found.choices.get(self.fidelity)
         if choice is not None:
-            drift = Drift(choice.cost.kl, choice.cost.floor_kl)
-            squeezed = squeezed_format(found, self.fidelity)
-            self.set_formats(LevelFormats(choice.levels), drift, squeezed)
+            formats = LevelFormats(choice.levels, REACHES)
+            self.set_formats(formats, found, squeezed_format(found, self.fidelity))
 
     @property
     def moved_bound(self) -> float:
@@ -186,10 +190,21 @@ class Tiers(Listener):
             save_moved_limits(self.store, self.moved_limits)
 
     @property
-    def drift(self) -> Drift | None:
-        """The drift of stored rows; None if not measured. Once any were squeezed, that of squeezed
-        rows, which is the larger one."""
-        return self._squeezed_drift if self._shrinker.has_squeezed else self._drift
+    def stored_drift(self) -> StoredDrift | None:
+        """What rows in stored formats cost; None if that was not measured."""
+        found = self._stored_drift
+        return None if found is None else found[self._shrinker.has_squeezed]
+
+    def drift_of(
+        self,
+        is_decoded: npt.NDArray[np.bool_],
+        live: Sequence[DecodedRun],
+        coming: Sequence[DecodedRun],
+        n_prompt: int,
+    ) -> Drift | None:
+        """See `StoredDrift.of`; None if it was not measured."""
+        costs = self.stored_drift
+        return None if costs is None else costs.of(is_decoded, live, coming, n_prompt)
 
     @property
     def formats(self) -> LevelFormats | None:
@@ -214,6 +229,7 @@ class Tiers(Listener):
             match = path.match(stop)
             if match.n > start:
                 parts = tuple(self.store.plan_rows(match, start, match.n, worst=worst))
+        parts = self._within_bound(parts, path.n)
         public = takewhile(lambda node: is_public(node.scope), match.nodes)
         n_public = max((min(node.p1, match.n) for node in public), default=0)
         n_hot = sum(p.p1 - p.p0 for p in parts if p.tier == "hot")
@@ -222,6 +238,15 @@ class Tiers(Listener):
             self.store.touch(match.nodes[-1])
         n_approximate = sum(count_approximate(p.provenance) for p in parts)
         return RestorePlan(start, parts, n_hot, n_all - n_hot, n_public, n_approximate, match.n)
+
+    def _within_bound(self, parts: tuple[RowsPart, ...], n_prompt: int) -> tuple[RowsPart, ...]:
+        """The first of the stored rows, as far as their formats cost a prompt of `n_prompt` tokens no more
+        than the bound: nearly all of it may be what was measured as a part of longer ones."""
+        costs, decoded = self.stored_drift, [run for part in parts for run in part.decoded]
+        if costs is None or not decoded:
+            return parts
+        n = costs.n_within(decoded, n_prompt)
+        return tuple(replace(part, p1=min(part.p1, n)) for part in parts if part.p0 < n)
 
     def compose(self, plan: RestorePlan, places: Labels | None = None) -> Iterator[Composed]:
         """Read, check and join the planned rows, one blob at a time. The iteration ends early at

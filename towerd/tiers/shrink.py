@@ -298,24 +298,33 @@ class Shrinker:
         requests = []
         for node in nodes:
             p0, p1 = max(node.p0, SINKS), min(node.p1, tail_start(node))
-            name, deeper = self._format_for(node, table)
-            if p0 < p1 and name != NATIVE:
-                requests.append(FormatRequest(p0, p1, name, again or deeper))
+            if p0 < p1:
+                requests += [
+                    replace(each, again=again or each.again)
+                    for each in self._requests_for(node, p0, p1, table)
+                    if each.format != NATIVE
+                ]
         return without_short(requests)
 
-    def _format_for(self, node: Node, table: LevelFormats | None) -> tuple[str, Collection[str]]:
-        """The format that the shallowest base covering `node` asks for, or else that of its
-        level; if several bases of that level cover it, the most faithful one. And the formats of
-        deeper levels, unless a base asks for its own format."""
+    def _requests_for(
+        self, node: Node, p0: int, p1: int, table: LevelFormats | None
+    ) -> list[FormatRequest]:
+        """The format that the shallowest base covering `node` asks for of its positions [p0, p1), the
+        most faithful one if several bases of that level do, or else those of its level. Unless a base
+        asks, rows are encoded again out of the formats of deeper levels."""
         covering = [base for base in self._bases if node.pinned and self._covers(base, node)]
-        if not covering:
-            level = self._levels.get(node.id, DYNAMIC)
-            return _level_format(table, level), _deeper_formats(table, level)
-        level = min(base.level for base in covering)
+        level = min((base.level for base in covering), default=self._levels.get(node.id, DYNAMIC))
         bases = [base for base in covering if base.level == level]
-        names = [base.format or _level_format(table, level) for base in bases]
-        is_declared = any(base.format for base in bases)
-        return max(names, key=_bits), () if is_declared else _deeper_formats(table, level)
+        if any(base.format for base in bases):
+            names = [base.format or _level_format(table, level) for base in bases]
+            return [FormatRequest(p0, p1, max(names, key=_bits))]
+        if table is None:
+            return []
+        deeper = table.names[level + 1 :]
+        # What prompts share ends with the node, or they would share the next one.
+        stretches = table.stretches(level, 0, node.p1)
+        cut = [(max(p0, start), min(p1, stop), name) for start, stop, name in stretches]
+        return [FormatRequest(*each, again=deeper) for each in cut if each[0] < each[1]]
 
     def _covers(self, base: Base, node: Node) -> bool:
         try:
@@ -344,10 +353,6 @@ def tail_start(node: Node) -> int:
 
 def _level_format(table: LevelFormats | None, level: int) -> str:
     return NATIVE if table is None else table.format_for(level)
-
-
-def _deeper_formats(table: LevelFormats | None, level: int) -> Collection[str]:
-    return () if table is None else table.names[level + 1 :]
 
 
 def without_short(requests: Sequence[FormatRequest]) -> list[FormatRequest]:

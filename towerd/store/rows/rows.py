@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from towerd.drift import DecodedRun
 from towerd.errors import DiskFull, RowsDamaged, SegmentsGone, StoreError
 from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout
@@ -56,6 +57,21 @@ class RowsPart:
                 kept = provenance_as_kept(self.origin, is_native=False)
                 provenance[rows.p0 - self.p0 : rows.p1 - self.p0] = kept
         return provenance
+
+    @property
+    def decoded(self) -> list[DecodedRun]:
+        """Its rows that are decoded from stored formats, in order."""
+        if isinstance(self.source, SegmentFile):
+            at, runs = self.source.p0, self.source.runs
+            found = [DecodedRun(at + run.row0, at + run.end, run.format) for run in runs]
+        else:
+            kept = [(rows, rows.layout) for rows in self.source]
+            found = [
+                DecodedRun(rows.p0, rows.p1, NATIVE if each.is_native else each.format_name)
+                for rows, each in kept
+            ]
+        cut = [DecodedRun(max(p0, self.p0), min(p1, self.p1), name) for p0, p1, name in found]
+        return [run for run in cut if run.p0 < run.p1 and run.format != NATIVE]
 
 
 @dataclass(frozen=True, slots=True)
