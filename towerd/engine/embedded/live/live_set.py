@@ -206,6 +206,8 @@ class BoundedSet(LiveSet):
     and as many as the budget allows from there on."""
     n_full: int = 0
     """The most positions that are live while a prompt is read."""
+    n_stop: int = 0
+    """Where the evaluation of its prompt stops before it continues, so that its state can be kept; 0: nowhere."""
     mixed: Mixed | None = None
     """None: every cell has the rows of its label."""
     exact: ExactPrefix | None = None
@@ -286,7 +288,8 @@ class BoundedSet(LiveSet):
         return len(self.kept)
 
     def n_evaluable(self, n: int) -> int:
-        return min(n, self.room)
+        n = min(n, self.room)
+        return min(n, self.n_stop - self.n) if self.n < self.n_stop else n
 
     def give_back(self, before: LiveSet) -> None:
         if isinstance(before, BoundedSet) and before.mass.shape == self.mass.shape:
