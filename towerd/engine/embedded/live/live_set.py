@@ -73,12 +73,26 @@ class Observed:
 @dataclass(frozen=True, slots=True, eq=False)
 class ExactPrefix:
     """A copy of a chat from before its first eviction: ids int32[n], the provenance of each
-    token's rows uint8[n], and the rows of the last tokens, those that the store lacked. The chat itself
-    may have been cut and continued since."""
+    token's rows uint8[n], and the rows of the last tokens, those that the store lacked: copied, or among
+    those that can be recalled. The chat itself may have been cut and continued since."""
 
     ids: Ids
     provenance: Provenances
-    rows: KVRows
+    p0: int
+    """The first of the last tokens."""
+    rows: KVRows | OffloadedRows
+
+    def read(self, p0: int, p1: int) -> KVRows:
+        """A copy of the rows [p0, p1), which are not before the first. Raises PagesLost."""
+        if isinstance(self.rows, OffloadedRows):
+            return self.rows.rows(np.arange(p0, p1))
+        return self.rows.slice(p0, p1).copy()
+
+    def bytes_beside(self, offloaded: OffloadedRows) -> int:
+        """RAM of the rows, without those that are there anyhow."""
+        if isinstance(self.rows, OffloadedRows):
+            return sum(each.n_bytes for each in self.rows.chunks if each not in offloaded.chunks)
+        return self.rows.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -273,7 +287,7 @@ class BoundedSet(LiveSet):
         """RAM of everything in it."""
         arrays = (self.kept, self.places, self.mass, self.recent)
         queries = sum(each.queries.nbytes for each in self.observed)
-        exact = self.exact.rows.nbytes if self.exact is not None else 0
+        exact = 0 if self.exact is None else self.exact.bytes_beside(self.offloaded)
         mixed = 0 if self.mixed is None else self.mixed.nbytes
         n_bytes = sum(array.nbytes for array in arrays) + mixed
         keys = self.keys.nbytes if self.keys is not None else 0

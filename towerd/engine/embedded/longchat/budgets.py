@@ -25,6 +25,7 @@ from towerd.engine.base import Kept, LiveBudget
 from towerd.engine.embedded.context.core import Core
 from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.live_set import BoundedSet, ExactPrefix, Shape
+from towerd.engine.embedded.live.offloaded_rows import OffloadedRows
 from towerd.engine.embedded.live.parked import Parked, ParkedTowers
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.longchat.observer import QUERIES_MAX, Observer
@@ -362,15 +363,28 @@ class Budgets(Hook):
         live_set.mix(chosen, rotated, rotated[0, 0], ranks)
 
     def _keep_exact_prefix(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
-        """Before the first eviction, copy the rows of the chat that the store lacks."""
+        """Before the first eviction, keep the rows of the chat that the store lacks."""
         if live_set.is_partial:
             return
         stop = job.n_on_path(seq.n)
         stored = self.branching.tiers.plan(job.path, 0, stop, worst=Provenance.EXACT)
-        rows = None if stored.n >= seq.n else self._memory.rows(seq.id, stored.n, seq.n)
+        if stored.n >= seq.n:
+            return
+        rows = self._offloaded(live_set, stored.n) or self._memory.rows(seq.id, stored.n, seq.n)
         if rows is not None:
             ids, provenance = seq.tokens().copy(), seq.provenance[: seq.n].copy()
-            live_set.exact = ExactPrefix(ids, provenance, rows)
+            live_set.exact = ExactPrefix(ids, provenance, stored.n, rows)
+
+    def _offloaded(self, live_set: BoundedSet, n_from: int) -> OffloadedRows | None:
+        """The offloaded rows of a whole chat from token `n_from` on; None if some are not offloaded, or if
+        rows have parts that are not."""
+        memory, last = self._memory, np.arange(n_from, live_set.n)
+        if memory.full_layout != memory.layout or memory.head is not None:
+            return None
+        there = live_set.offloaded.positions
+        if len(there) < len(last) or not np.array_equal(there[len(there) - len(last) :], last):
+            return None
+        return live_set.offloaded.only(last)
 
     def _defragment(self, seq: LiveSeq, live_set: BoundedSet, n_dropped: int) -> None:
         """After a large eviction, rewrite the live rows into consecutive cells: every step visits
@@ -404,6 +418,7 @@ class Budgets(Hook):
         else:
             recall.offload_read(job, seq, live_set)
             return
+        recall.offload(seq, live_set)
         self._keep_exact_prefix(job, seq, live_set)
         if Signal.MASS in live_set.policy.signals:
             observer.measure(seq, live_set)
