@@ -52,7 +52,7 @@ from towerd.tiers.plan import Composed, Gap, RestorePlan
 from towerd.tiers.prefetch import Prefetcher
 from towerd.tiers.promotion import Promoter
 from towerd.tiers.ranking import Ranking
-from towerd.tiers.shrink import Shrinker
+from towerd.tiers.shrink import DEFAULT_ENDS, Shrinker
 from towerd.tiers.writer import RowsWriter, TierCounters
 from towerd.tokens import Ids, Provenance, Provenances, count_approximate, count_unmoved, origin_of
 
@@ -154,7 +154,11 @@ class Tiers(Listener):
             smaller = None if squeezed is None else squeezed.name
             ever = remember_squeezed(self.store, squeezed)
             self._shrinker.set_formats(
-                formats, enabled=True, squeezed=smaller, ever_squeezed=ever.keys()
+                formats,
+                enabled=True,
+                ends=DEFAULT_ENDS if found is None else found.choices[self.fidelity].ends,
+                squeezed=smaller,
+                ever_squeezed=ever.keys(),
             )
             self._stored_drift = None
             if found is not None:
