@@ -1,8 +1,8 @@
 """Observer: measures the attention of chats with a budget, for the policies that use it.
 
 Queries are tapped from the compute graph (`towerd.engine.embedded.context.taps`) and held against the
-cached keys. Where every query counts (`Signal.MASS`) this is done batch by batch; only the last
-queries are kept until the eviction, as those that are `recent`. Where the last ones alone count, no
+cached keys. Where every query counts (`Signal.MASS`) this is done batch by batch, and only the last
+queries are kept until the eviction. Where the last ones alone count (`Signal.RECENT`), no
 others are tapped: batches without them are evaluated as if there were no tap. Called by the inference
 thread only.
 """
@@ -31,14 +31,14 @@ from towerd.model.attention_sinks import attention_sinks
 from towerd.model.llama_model import LlamaModel
 from towerd.model.row_flags import has_rotation, is_rotated
 from towerd.retention import Mass, Positions, Rows, Signal
-from towerd.retention.attention import attention_mass, rotated
+from towerd.retention.attention import attention_mass, faded, rotated
 from towerd.settings.config import Config
 from towerd.slots.errors import StateError
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import Bytes2D, KVRows
 
-QUERIES_MAX = 16
-"""Queries that are `recent` at an eviction: the last ones before it."""
+QUERIES_MAX = 32
+"""The last queries before an eviction, which are `recent`: SnapKV's observation window."""
 _COUNTED_MIN = 32
 """Queries that are held against the keys at once, as keys have to be read and unpacked each time."""
 _PROBE_TOKENS = 16
@@ -123,21 +123,18 @@ class Observer:
         return np.concatenate(found, axis=2) * np.float32(a.scale * math.sqrt(a.head_size))
 
     def measure(self, seq: LiveSeq, live_set: BoundedSet) -> None:
-        """Add the mass from the observed queries to the live set, that from the last ones as the recent
-        one, and clear the queries. Raises TowerdError if the model has computed numbers that are not
-        finite."""
+        """Give the live set the attention from the observed queries, and clear these. Raises TowerdError if
+        the model has computed numbers that are not finite."""
         started = time.perf_counter()
         observed, live_set.observed = live_set.observed, ()
-        live_set.recent = np.zeros_like(live_set.mass)
         positions = _positions_of(observed)
-        n_early = max(0, len(positions) - QUERIES_MAX)
-        for part in (slice(n_early), slice(n_early, len(positions))):
-            if len(positions[part]):
-                layers = (
-                    np.concatenate(_of_layer(observed, i))[part]
-                    for i in range(self.attention.layers)
-                )
-                live_set.attended(self._mass(seq, live_set, layers, positions[part]))
+        if not len(positions):
+            return
+        layers = (np.concatenate(_of_layer(observed, i)) for i in range(self.attention.layers))
+        if Signal.RECENT in live_set.policy.signals:
+            live_set.voted(self._attention(seq, live_set, layers, positions))
+        else:
+            self._attend(seq, live_set, layers, positions)
         self.observe_s += time.perf_counter() - started
 
     def _count(self, job: Job, live_set: BoundedSet, start: int, end: int, n_held: int) -> int:
@@ -159,20 +156,35 @@ class Observer:
             np.concatenate([*_of_layer(observed, i), self._of_batch(layer)[start:end]])[:n_counted]
             for i, layer in enumerate(self.attention.numbers)
         )
-        live_set.attended(self._mass(job.seq, live_set, layers, positions[:n_counted]))
+        self._attend(job.seq, live_set, layers, positions[:n_counted])
         return n_held
 
-    def _mass(
+    def _attend(
         self, seq: LiveSeq, live_set: BoundedSet, queries: Iterator[Rows], positions: Positions
+    ) -> None:
+        """Add the mass from the queries of `positions`, which ascend, to the live set. queries: see
+        `attention_mass`. Raises TowerdError."""
+        weights = faded(positions[-1] - positions, live_set.policy.config.half_life)
+        masses = self._attention(seq, live_set, queries, positions, weights)
+        live_set.attended(masses, len(positions))
+
+    def _attention(
+        self,
+        seq: LiveSeq,
+        live_set: BoundedSet,
+        queries: Iterator[Rows],
+        positions: Positions,
+        weights: Mass | None = None,
     ) -> Mass:
         """float32[layers, KV heads, m]: the attention that the m live positions get from the queries of
-        `positions`. queries: see `attention_mass`. Raises TowerdError."""
+        `positions`. queries, weights: see `attention_mass`. Raises TowerdError."""
         places = live_set.places[np.searchsorted(live_set.kept, positions)]
         keys = self._keys(seq, live_set)
         name = self._memory.full_layout.k[0].format.name
         try:
             scale, sinks = self.attention.scale, self.attention.sinks
-            return attention_mass(queries, keys, name, places, live_set.places, scale, sinks)
+            seen = places, live_set.places
+            return attention_mass(queries, keys, name, *seen, scale, sinks, weights)
         except ValueError as error:
             raise TowerdError(f"The attention of this chat cannot be read: {error}.") from error
 

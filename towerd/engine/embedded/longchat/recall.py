@@ -192,7 +192,7 @@ class Recall:
         self._every_tokens = config.recall_every
         """Generated tokens between choices; 0: none while a reply is generated."""
         size, sizes = observer.attention.head_size, (config.recall_bytes, config.recall_disk_bytes)
-        self.space = OffloadSpace(core.memory.full_layout, size, *sizes, folder)
+        self.space = OffloadSpace(core.memory.full_layout, size, *sizes, folder, tiers.store.writes)
         self._indexer = Indexer(observer.attention.head_size, config.threads)
 
     def close(self) -> None:
