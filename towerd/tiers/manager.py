@@ -33,7 +33,6 @@ from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows
 from towerd.store import Handle, Node, RowsPart, SegmentFile, Store
 from towerd.store.rows.rows import lacks
-from towerd.store.segments.segment_file import moved_bytes, quantized_bytes
 from towerd.store.tree.scope import is_public
 from towerd.store.tree.tree import Listener
 from towerd.tiers.composer import Composer, Piece
@@ -120,7 +119,9 @@ class Tiers(Listener):
         self.exact = fidelity == "exact"
         self._sufficient = Provenance.EXACT if self.exact else Provenance.APPROXIMATE
         """Stored rows that are worse than this are replaced once there are better ones."""
-        self._writer = RowsWriter(store, self.counters, self._sufficient)
+        self._shrinker = Shrinker(store, shrink_after_s, clock)
+        waiting = shrink_after_s, clock, self._shrinker.requests_for
+        self._writer = RowsWriter(store, self.counters, self._sufficient, *waiting)
         self.evictor = Evictor(store, self.ranking, self.counters, self._writer.unwritten)
         self.moved_limits: MovedLimits | None = None
         """What deviations of moved rows have to stay under; None: not measured, so that no rows are
@@ -128,7 +129,6 @@ class Tiers(Listener):
         self._forced = forced
         self._stored_drift: tuple[StoredDrift, StoredDrift] | None = None
         """Before any rows are squeezed, and afterwards."""
-        self._shrinker = Shrinker(store, shrink_after_s, clock)
         self._shrinker.set_formats(None if self.exact else forced, enabled=not self.exact)
         with store.locked():
             store.listen(self)
@@ -419,14 +419,15 @@ class Tiers(Listener):
 
     def stats(self) -> dict[str, Any]:
         """Gauges and counters for /metrics and /towerd/v1/stats."""
-        c, files = self.counters, self.store.files()
+        c, formats = self.counters, self.store.state.formats
         return {
             "hot_bytes": self.store.state.hot_bytes,
             "hot_bytes_max": self.hot_bytes_max,
             "warm_bytes": self.store.state.warm_bytes,
             "warm_bytes_max": self.warm_bytes_max,
-            "warm_quantized_bytes": quantized_bytes(files, self.layout),
-            "moved_bytes": moved_bytes(files, self.layout),
+            "warm_quantized_bytes": formats.quantized_bytes,
+            "moved_bytes": formats.moved_bytes,
+            "dropped_bytes": self.store.state.dropped_bytes,
             "segments_shrunk": self._shrinker.n_shrunk,
             "segments_kept": self._shrinker.n_kept,
             "segments_squeezed": self._shrinker.n_squeezed,
@@ -509,6 +510,7 @@ class Tiers(Listener):
                 self._do(kind, item)
                 self.ranking.settle()
                 self._promoter.step()
+                self._writer.write_due()
                 self._enforce()
                 if kind != "stop" and self._work.empty():
                     self._shrink()
@@ -524,17 +526,18 @@ class Tiers(Listener):
     def _do(self, kind: str, item: Any) -> None:
         if kind == "idle":
             self._idle_due = time.monotonic() + _RETRY_WRITE_S
-        if kind == "write":
+        if kind == "write" and not self._writer.is_limited:
             self._writer.write_path(item)
         elif kind in ("idle", "flush", "stop"):
-            self._writer.write_remaining()
+            if kind != "idle" or not self._writer.is_limited:
+                self._writer.write_remaining()
             self.store.flush()
             if kind != "flush":
                 self.ranking.keep(now=kind == "stop")
 
     def _idle_s(self) -> float:
         waits = self._shrinker.wait_s(), self.prefetcher.wait_s(), self._promoter.wait_s()
-        return min(_RETRY_WRITE_S, *waits)
+        return min(_RETRY_WRITE_S, self._writer.due_s(), *waits)
 
     def _shrink(self) -> None:
         """Re-encode at most one file."""
@@ -554,6 +557,9 @@ class Tiers(Listener):
         """Evict hot rows that have a file, then files, until both budgets hold."""
         self.prefetcher.give_back(self.store.state.hot_bytes - self.hot_bytes_max)
         self.evictor.evict_hot(self.hot_bytes_max, self.pinned_bytes_max)
+        if self._writer.is_limited:
+            most = max(self.hot_bytes_max, self.pinned_bytes_max)
+            self.evictor.evict_waiting(most, self._writer.write_leaving)
         self.evictor.evict_warm(self.warm_bytes_max)
 
 

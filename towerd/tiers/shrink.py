@@ -21,7 +21,7 @@ from towerd.errors import NotFound, RowsDamaged, StoreError
 from towerd.kernels.formats import BY_NAME
 from towerd.slots.layout import NATIVE
 from towerd.store import Base, FormatRequest, Node, SegmentFile, Store
-from towerd.store.rows.rows import differs
+from towerd.store.rows.rows import bytes_after, differs
 from towerd.tiers.formats.fidelity import DYNAMIC, LevelFormats
 from towerd.tiers.sharing import shared_levels
 from towerd.tokens import Provenance
@@ -202,7 +202,11 @@ class Shrinker:
                 continue
             if any(node.pinned for node in self._store.viewers(file)):
                 continue  # since it was queued
-            new = self._reencode(file, self._format_requests(file, table, again=BY_NAME))
+            requests = self._format_requests(file, table, again=BY_NAME)
+            n_after = bytes_after(file, requests, self._store.state.row_identity.layout)
+            if not self._store.writes.allows("reencoded", n_after):
+                continue
+            new = self._reencode(file, requests)
             if new is None:
                 self._as_small_as_can_be[file.id] = used
             if new is not None:
@@ -253,6 +257,12 @@ class Shrinker:
         requests = self._format_requests(file, self._formats)
         native = self._store.state.row_identity.layout
         n_changed, _ = differs(file, requests, native)
+        if n_changed > 0 and self._store.writes.budget:
+            n_after = bytes_after(file, requests, native)
+            if n_after > file.nbytes - n_after:
+                n_changed = 0  # it would cost more writing than it saves
+            elif not self._store.writes.allows("reencoded", n_after):
+                return False
         if n_changed == 0:
             n_kept = sum(differs(file, [request], native)[1] > 0 for request in requests)
             with self._lock:
@@ -284,24 +294,41 @@ class Shrinker:
     def _format_requests(
         self, file: SegmentFile, table: LevelFormats | None, *, again: Collection[str] = ()
     ) -> list[FormatRequest]:
-        """The formats that `table` asks for, of the rows of the file's segments without sinks and
-        tails. Moved rows stay as they are, until exact ones replace them. again: see
-        FormatRequest; what came to be shared is encoded once more out of the formats of deeper
-        levels in any case, as calibration measures it"""
-        requests = []
+        """The formats that `table` asks for, of the rows of the file's segments; again: see
+        FormatRequest."""
         with self._store.locked():
-            for node in sorted(self._store.viewers(file), key=lambda node: node.p0):
-                is_own = not node.pinned and node.id not in self._levels
-                # What is shared, or squeezed, was measured with the default ones.
-                ends = self._ends if is_own and not again else DEFAULT_ENDS
-                p0, p1 = max(node.p0, ends.sinks), min(node.p1, tail_start(node, ends))
-                is_moved = file.worst(node.p0, node.p1) > Provenance.APPROXIMATE
-                if p0 < p1 and not is_moved:
-                    requests += [
-                        replace(each, again=again or each.again)
-                        for each in self._requests_for(node, p0, p1, table)
-                        if each.format != NATIVE
-                    ]
+            nodes = sorted(self._store.viewers(file), key=lambda node: node.p0)
+            unmoved = [n for n in nodes if file.worst(n.p0, n.p1) <= Provenance.APPROXIMATE]
+            return self._requests(unmoved, table, again)
+
+    def requests_for(self, nodes: Sequence[Node]) -> list[FormatRequest]:
+        """The formats in which rows of consecutive segments, which were never written, are written at
+        once."""
+        if not self._enabled:
+            return []
+        with self._store.locked():
+            self._bases = self._store.bases.listing()
+            return self._requests([n for n in nodes if not n.removed], self._formats, ())
+
+    def _requests(
+        self, nodes: Sequence[Node], table: LevelFormats | None, again: Collection[str]
+    ) -> list[FormatRequest]:
+        """The formats that `table` asks for, of the rows of these segments without sinks and tails.
+        Moved rows are not among them: they stay as they are, until exact ones replace them. What came
+        to be shared is encoded once more out of the formats of deeper levels in any case, as
+        calibration measures it. Under the store's lock."""
+        requests = []
+        for node in nodes:
+            is_own = not node.pinned and node.id not in self._levels
+            # What is shared, or squeezed, was measured with the default ones.
+            ends = self._ends if is_own and not again else DEFAULT_ENDS
+            p0, p1 = max(node.p0, ends.sinks), min(node.p1, tail_start(node, ends))
+            if p0 < p1:
+                requests += [
+                    replace(each, again=again or each.again)
+                    for each in self._requests_for(node, p0, p1, table)
+                    if each.format != NATIVE
+                ]
         return without_short(requests)
 
     def _requests_for(
