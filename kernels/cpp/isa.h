@@ -156,9 +156,9 @@ struct Isa {
     void (*scores)(const float * queries, std::size_t n, const float * panel, std::size_t head_dim, float scale,
                    float * to, std::size_t stride);
 
-    // Adds the softmax of `n` finite scores, at least one, to `mass`. Both have room for a multiple of 16 numbers;
-    // the contents of the scores are undefined afterwards.
-    void (*add_softmax)(float * scores, std::size_t n, float * mass);
+    // Adds `weight` times the softmax of `n` finite scores, at least one, to `mass`. Both have room for a multiple of 16
+    // numbers; the contents of the scores are undefined afterwards.
+    void (*add_softmax)(float * scores, std::size_t n, float weight, float * mass);
 
     // to[i] = query . rows[i], rows of f32, f16 or bf16 (indexed by codec) of `width` numbers, a multiple of 8. The same
     // bits everywhere. No alignment.

@@ -6,18 +6,25 @@ import errno
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from oracle import ask, check_integrity, inside, live_sets, settle, some_ids
 from services import EmbeddedService, OpenService
 from unnamed import HAS_PROC, unnamed_files
 
 from towerd.engine.base import LiveBudget
+from towerd.engine.embedded.live.job import Job
 from towerd.engine.embedded.live.live_set import BoundedSet
 from towerd.engine.embedded.live.offloaded_rows import Pages
+from towerd.engine.embedded.live.pages import PageFile, PagesLost
+from towerd.engine.embedded.longchat.budgets import Budgets
 from towerd.engine.embedded.longchat.offload_space import OffloadSpace
+from towerd.engine.embedded.longchat.recall import Recall
 from towerd.models.bundled import bundled_model
+from towerd.retention import Positions
 
 SETTINGS = {
     "threads": 1,
@@ -158,3 +165,81 @@ async def test_a_full_disk(
         offloaded = (await the_chat(service)).offloaded
         assert len(offloaded) < offloaded.end
         await check_integrity(service)
+
+
+@pytest.mark.parametrize("failing", ["move_down", "put"])
+async def test_a_disk_that_fails_at_the_end_of_the_context(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """Rows that do not come back while a chat is moved down, those that move or those that are live
+    afterwards: its accounts still add up, and it answers on."""
+    inside_of: list[str] = []
+    n_lost = 0
+    read = PageFile.read
+
+    def lost(file: PageFile, numbers: Positions) -> npt.NDArray[np.uint8]:
+        nonlocal n_lost
+        if inside_of[:1] != ["move_down"] or inside_of[-1] != failing:
+            return read(file, numbers)
+        n_lost += 1
+        raise PagesLost("Rows of a long chat cannot be read: Input/output error.")
+
+    def noted(name: str) -> Callable[..., None]:
+        real = getattr(Recall, name)
+
+        def call(*args: Any) -> None:
+            inside_of.append(name)
+            try:
+                real(*args)
+            finally:
+                inside_of.pop()
+
+        return call
+
+    for name in ("move_down", "put"):
+        monkeypatch.setattr(Recall, name, noted(name))
+    monkeypatch.setattr(PageFile, "read", lost)
+    settings = SETTINGS | {"ctx_size": 400, "live_tokens": 1024}
+    async with service_on(bundled_model(), **settings) as service:
+        answers = await chat(service, 80, 1000)
+        assert [len(answer) for answer in answers] == [60] * N_TURNS
+        assert n_lost > 0
+        await check_integrity(service)
+
+
+@pytest.mark.parametrize("disk", ["good", "full"])
+async def test_a_prompt_that_is_read_takes_no_more_ram(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch, disk: str
+) -> None:
+    """Rows that may be recalled stay within their RAM while a prompt is read, and until the store has them; then
+    it has all of them. If the disk takes none, older ones are forgotten, and the chat answers on."""
+    peaks: list[int] = []
+    after_step = Budgets.after_step
+
+    def measured(self: Budgets, job: Job) -> None:
+        after_step(self, job)
+        if job.seq is not None and isinstance(job.seq.live_set, BoundedSet):
+            peaks.append(job.seq.live_set.nbytes)
+
+    def full(*_: object) -> Positions:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Budgets, "after_step", measured)
+    if disk == "full":
+        monkeypatch.setattr(PageFile, "add", full)
+    n, batch = 900, {"batch_size": 64, "ubatch_size": 64, "hot_bytes": 1 << 30}
+    async with service_on(bundled_model(), **SETTINGS | batch) as service:
+        recall = service.engine.budgets.recall
+        assert recall is not None
+        row = recall.space.layout.token_bytes
+        recall.space = replace(recall.space, bytes_max=500 * row, disk_bytes_max=2000 * row)
+        ids = some_ids(n)
+        answer = await ask(service, ids, 30, live=LIVE)
+        assert len(answer.ids) == 30
+        await settle(service)
+        await check_integrity(service)
+        assert max(peaks) < 650 * row
+        if disk == "good":
+            whole = await ask(service, ids, 8)
+            assert whole.finish.reuse.prefill < 20
+            assert whole.ids == (await ask(service, ids, 8, scope="other")).ids

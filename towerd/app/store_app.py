@@ -44,6 +44,7 @@ from towerd.settings.config import Config
 from towerd.slots.row_identity import REPORTED_HASH_PREFIX
 from towerd.store import Store, latest_row_identity
 from towerd.tiers.formats.calibration import load_calibration
+from towerd.tiers.formats.packaged import packaged_calibration
 from towerd.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -171,12 +172,15 @@ def _source(config: Config, store: Store) -> VocabularySource:
 async def get_stats(request: web.Request) -> web.Response:
     """The keys of the daemon's stats; values that only a daemon knows are null."""
     store = service_of(request).store
+    footprint = await asyncio.to_thread(store.footprint)
     return json_reply(
         {
             "version": __version__,
             **dict.fromkeys(DAEMON_ONLY),
             "fingerprint": store.state.digest.hex(),
             "store": await asyncio.to_thread(store.stats),
+            "footprint": footprint.to_json(),
+            "written": store.writes.stats(),
         }
     )
 
@@ -190,7 +194,8 @@ async def list_bases(request: web.Request) -> web.Response:
 async def get_calibration(request: web.Request) -> web.Response:
     """The stored calibration, if there is one."""
     store = service_of(request).store
-    found = await asyncio.to_thread(load_calibration, store, store.state.digest.hex())
+    own = await asyncio.to_thread(load_calibration, store, store.state.digest.hex())
+    found = own or packaged_calibration(store.state.row_identity)
     view = {
         "state": "done" if found is not None else "waiting",
         "why": "no daemon runs",
@@ -198,6 +203,7 @@ async def get_calibration(request: web.Request) -> web.Response:
         "level_formats": None,
         "progress": {"done": 0, "total": 0},
         "calibration": found.to_json() if found is not None else None,
+        "row_identity": store.state.row_identity.to_json(),
     }
     return json_reply({"calibration": view})
 

@@ -2,7 +2,8 @@
 space is short, those that are worth least in smaller ones.
 
 The positions that a tower attends to most stay native: its first SINKS positions, and the TAIL
-positions before each of its current ends (a segment that is continued loses this exemption).
+positions before each of its current ends (a segment that is continued loses this exemption), or as few
+as calibration found to be enough.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from towerd.errors import NotFound, RowsDamaged, StoreError
 from towerd.kernels.formats import BY_NAME
 from towerd.slots.layout import NATIVE
 from towerd.store import Base, FormatRequest, Node, SegmentFile, Store
-from towerd.store.rows.rows import differs
+from towerd.store.rows.rows import bytes_after, differs
 from towerd.tiers.formats.fidelity import DYNAMIC, LevelFormats
 from towerd.tiers.sharing import shared_levels
 from towerd.tokens import Provenance
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 SINKS = 4
 TAIL = 128
+SHORT_TOKENS = 512
+"""Up to this length a chat's first and last positions are native as far as calibration asks for it."""
 RUN_TOKENS_MIN = 64
 """Fewer tokens get no run of their own beside one of more bits."""
 SCAN_S = (0.5, 60.0)
@@ -38,6 +41,21 @@ SQUEEZE_S = 5.0
 """Time between two looks for files to squeeze, and after one that could not be written."""
 _EXAMINED_MAX = 64
 """Maximum number of files examined in one step, because other work waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeEnds:
+    """How many of the first positions stay native, and of the last of a chat of up to SHORT_TOKENS."""
+
+    sinks: int = SINKS
+    tail: int = TAIL
+
+    def tail_of(self, n: int) -> int:
+        """The last positions that stay native of `n`."""
+        return self.tail if n <= SHORT_TOKENS else TAIL
+
+
+DEFAULT_ENDS = NativeEnds()
 
 
 class Shrinker:
@@ -58,6 +76,7 @@ class Shrinker:
         self._lock = threading.Lock()
         self._reading: Counter[int] = Counter()
         self._formats: LevelFormats | None = None
+        self._ends = DEFAULT_ENDS
         self._squeezed: str | None = None
         self.has_squeezed = False
         """Whether any file has rows in the format of `squeeze`."""
@@ -93,16 +112,17 @@ class Shrinker:
         formats: LevelFormats | None,
         *,
         enabled: bool,
+        ends: NativeEnds = DEFAULT_ENDS,
         squeezed: str | None = None,
         ever_squeezed: Collection[str] = (),
     ) -> None:
         """Set the table to use from now on, and the format for `squeeze`; ever_squeezed: all that
-        it ever was. If not enabled, nothing is re-encoded."""
+        it ever was. ends: what stays native. If not enabled, nothing is re-encoded."""
         names = {squeezed, *ever_squeezed}
         runs = (run for file in self._store.files() for run in file.runs)
         has_squeezed = any(run.format in names for run in runs)
         with self._lock:
-            self._formats, self._enabled = formats, enabled
+            self._formats, self._enabled, self._ends = formats, enabled, ends
             self._squeezed, self.has_squeezed = squeezed, has_squeezed
             self._settled = {}
         self.relax()
@@ -180,7 +200,11 @@ class Shrinker:
                 continue
             if any(node.pinned for node in self._store.viewers(file)):
                 continue  # since it was queued
-            new = self._reencode(file, self._format_requests(file, table, again=BY_NAME))
+            requests = self._format_requests(file, table, again=BY_NAME)
+            n_after = bytes_after(file, requests, self._store.state.row_identity.layout)
+            if not self._store.writes.allows("reencoded", n_after):
+                continue
+            new = self._reencode(file, requests)
             if new is None:
                 self._as_small_as_can_be[file.id] = used
             if new is not None:
@@ -231,6 +255,12 @@ class Shrinker:
         requests = self._format_requests(file, self._formats)
         native = self._store.state.row_identity.layout
         n_changed, _ = differs(file, requests, native)
+        if n_changed > 0 and self._store.writes.budget:
+            n_after = bytes_after(file, requests, native)
+            if n_after > file.nbytes - n_after:
+                n_changed = 0  # it would cost more writing than it saves
+            elif not self._store.writes.allows("reencoded", n_after):
+                return False
         if n_changed == 0:
             n_kept = sum(differs(file, [request], native)[1] > 0 for request in requests)
             with self._lock:
@@ -262,33 +292,62 @@ class Shrinker:
     def _format_requests(
         self, file: SegmentFile, table: LevelFormats | None, *, again: Collection[str] = ()
     ) -> list[FormatRequest]:
-        """The formats that `table` asks for, of the rows of the file's segments without sinks and
-        tails. Moved rows stay as they are, until exact ones replace them. again: see
-        FormatRequest; what came to be shared is encoded once more out of the formats of deeper
-        levels in any case, as calibration measures it"""
-        requests = []
+        """The formats that `table` asks for, of the rows of the file's segments; again: see
+        FormatRequest."""
         with self._store.locked():
-            for node in sorted(self._store.viewers(file), key=lambda node: node.p0):
-                p0, p1 = max(node.p0, SINKS), min(node.p1, tail_start(node))
-                name, deeper = self._format_for(node, table)
-                is_moved = file.worst(node.p0, node.p1) > Provenance.APPROXIMATE
-                if p0 < p1 and name != NATIVE and not is_moved:
-                    requests.append(FormatRequest(p0, p1, name, again or deeper))
+            nodes = sorted(self._store.viewers(file), key=lambda node: node.p0)
+            unmoved = [n for n in nodes if file.worst(n.p0, n.p1) <= Provenance.APPROXIMATE]
+            return self._requests(unmoved, table, again)
+
+    def requests_for(self, nodes: Sequence[Node]) -> list[FormatRequest]:
+        """The formats in which rows of consecutive segments, which were never written, are written at
+        once."""
+        if not self._enabled:
+            return []
+        with self._store.locked():
+            self._bases = self._store.bases.listing()
+            return self._requests([n for n in nodes if not n.removed], self._formats, ())
+
+    def _requests(
+        self, nodes: Sequence[Node], table: LevelFormats | None, again: Collection[str]
+    ) -> list[FormatRequest]:
+        """The formats that `table` asks for, of the rows of these segments without sinks and tails.
+        Moved rows are not among them: they stay as they are, until exact ones replace them. What came
+        to be shared is encoded once more out of the formats of deeper levels in any case, as
+        calibration measures it. Under the store's lock."""
+        requests = []
+        for node in nodes:
+            is_own = not node.pinned and node.id not in self._levels
+            # What is shared, or squeezed, was measured with the default ones.
+            ends = self._ends if is_own and not again else DEFAULT_ENDS
+            p0, p1 = max(node.p0, ends.sinks), min(node.p1, tail_start(node, ends))
+            if p0 < p1:
+                requests += [
+                    replace(each, again=again or each.again)
+                    for each in self._requests_for(node, p0, p1, table)
+                    if each.format != NATIVE
+                ]
         return without_short(requests)
 
-    def _format_for(self, node: Node, table: LevelFormats | None) -> tuple[str, Collection[str]]:
-        """The format that the shallowest base covering `node` asks for, or else that of its
-        level; if several bases of that level cover it, the most faithful one. And the formats of
-        deeper levels, unless a base asks for its own format."""
+    def _requests_for(
+        self, node: Node, p0: int, p1: int, table: LevelFormats | None
+    ) -> list[FormatRequest]:
+        """The format that the shallowest base covering `node` asks for of its positions [p0, p1), the
+        most faithful one if several bases of that level do, or else those of its level. Unless a base
+        asks, rows are encoded again out of the formats of deeper levels."""
         covering = [base for base in self._bases if node.pinned and self._covers(base, node)]
-        if not covering:
-            level = self._levels.get(node.id, DYNAMIC)
-            return _level_format(table, level), _deeper_formats(table, level)
-        level = min(base.level for base in covering)
+        level = min((base.level for base in covering), default=self._levels.get(node.id, DYNAMIC))
         bases = [base for base in covering if base.level == level]
-        names = [base.format or _level_format(table, level) for base in bases]
-        is_declared = any(base.format for base in bases)
-        return max(names, key=_bits), () if is_declared else _deeper_formats(table, level)
+        if any(base.format for base in bases):
+            names = [base.format or _level_format(table, level) for base in bases]
+            return [FormatRequest(p0, p1, max(names, key=_bits))]
+        if table is None:
+            return []
+        deeper = table.names[level + 1 :]
+        # What prompts share ends with the node, or they would share the next one.
+        stretches = table.stretches(level, 0, node.p1)
+        cut = [(max(p0, start), min(p1, stop), name) for start, stop, name in stretches]
+        return [FormatRequest(*each, again=deeper) for each in cut if each[0] < each[1]]
 
     def _covers(self, base: Base, node: Node) -> bool:
         try:
@@ -300,27 +359,24 @@ class Shrinker:
         return end is node
 
 
-def tail_start(node: Node) -> int:
-    """The first of the last TAIL positions of any current tower through `node`. If it lies beyond
-    the node, none of its rows is in a tail. Call it while the store is locked."""
-    end = node.p1 + TAIL
+def tail_start(node: Node, ends: NativeEnds = DEFAULT_ENDS) -> int:
+    """The first of the last positions of any current tower through `node` that stay native: TAIL of
+    long ones. If it lies beyond the node, none of its rows is in a tail. Call it while the store is
+    locked."""
+    start = node.p1
     stack = [node]
     while stack:
         each = stack.pop()
-        if each.p1 < end:
+        if each.p1 - TAIL < start:
             if each.children:
                 stack += each.children
             else:
-                end = each.p1
-    return end - TAIL
+                start = min(start, each.p1 - ends.tail_of(each.p1))
+    return start
 
 
 def _level_format(table: LevelFormats | None, level: int) -> str:
     return NATIVE if table is None else table.format_for(level)
-
-
-def _deeper_formats(table: LevelFormats | None, level: int) -> Collection[str]:
-    return () if table is None else table.names[level + 1 :]
 
 
 def without_short(requests: Sequence[FormatRequest]) -> list[FormatRequest]:

@@ -19,8 +19,8 @@ from towerd.settings.config import Config, pinned_bytes
 from towerd.store import Catalog, Node, Store
 from towerd.store.catalog.identity import ModelIdentity
 from towerd.tiers.checkpoint_tier import CheckpointTier, open_checkpoint_tier
-from towerd.tiers.formats.calibration import nearest_calibration
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
+from towerd.tiers.formats.packaged import nearest_calibration
 from towerd.tiers.manager import Tiers
 from towerd.tiers.moved_limits import load_moved_limits
 
@@ -122,6 +122,7 @@ async def _open_store(
 
     opening = partial(Store.open, catalog_fd=config.catalog_fd)
     store = await asyncio.to_thread(opening, config.store_dir, identity)
+    store.writes.budget = config.write_budget
     backend, described = found[0]
     stack.push_async_callback(asyncio.to_thread, store.close)
     vocab = described.vocab

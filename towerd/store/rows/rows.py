@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from towerd.drift import DecodedRun
 from towerd.errors import DiskFull, RowsDamaged, SegmentsGone, StoreError
 from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout
@@ -18,12 +19,14 @@ from towerd.slots.rows import KVRows
 from towerd.slots.runs import Runs
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.files import durable
-from towerd.store.segments.segment_file import ANY_HEAD, Claim, SegmentFile
+from towerd.store.files.writes import Kind
+from towerd.store.segments.segment_file import ANY_HEAD, Claim, SegmentFile, run_bytes
 from towerd.store.segments.segment_header import encode_runs, segment_key, worst_of
 from towerd.store.segments.segment_writer import Draft, DraftRun, new_name, write_segment
 from towerd.store.state.state import StoreState
 from towerd.store.tree.node import Node
 from towerd.store.tree.scope import readable_scopes
+from towerd.system.paced import PacedExecutor
 from towerd.tokens import ID_BYTES, Provenance, Provenances, may_replace, provenance_as_kept
 
 Tier: TypeAlias = Literal["hot", "warm"]
@@ -55,6 +58,21 @@ class RowsPart:
                 kept = provenance_as_kept(self.origin, is_native=False)
                 provenance[rows.p0 - self.p0 : rows.p1 - self.p0] = kept
         return provenance
+
+    @property
+    def decoded(self) -> list[DecodedRun]:
+        """Its rows that are decoded from stored formats, in order."""
+        if isinstance(self.source, SegmentFile):
+            at, runs = self.source.p0, self.source.runs
+            found = [DecodedRun(at + run.row0, at + run.end, run.format) for run in runs]
+        else:
+            kept = [(rows, rows.layout) for rows in self.source]
+            found = [
+                DecodedRun(rows.p0, rows.p1, NATIVE if each.is_native else each.format_name)
+                for rows, each in kept
+            ]
+        cut = [DecodedRun(max(p0, self.p0), min(p1, self.p1), name) for p0, p1, name in found]
+        return [run for run in cut if run.p0 < run.p1 and run.format != NATIVE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +113,26 @@ def differs(
     return n_changed, n_kept
 
 
+def bytes_after(file: SegmentFile, requests: Sequence[FormatRequest], native: KVLayout) -> int:
+    """Bytes of the file after re-encoding, without what headers and padding differ by."""
+    n_bytes = file.nbytes
+    for request in requests:
+        for run in file.runs:
+            n = min(request.p1 - file.p0, run.end) - max(request.p0 - file.p0, run.row0)
+            if n > 0 and request.applies(run.format, native):
+                n_bytes -= n * run_bytes(run, native) // run.n_rows
+                n_bytes += n * native.stored_as(request.format).token_bytes
+    return n_bytes
+
+
 class RowStore:
     """The row side of a store; `state` and its lock are shared with the rest of it."""
 
     def __init__(self, state: StoreState, pool: Executor) -> None:
         self._state = state
         self._pool = pool
+        self.encoding = PacedExecutor()
+        """Encodes rows again, where no request waits for it."""
         self.is_trusted = True
         """Whether rows belong to the loaded weights; see `distrust`."""
         self.head: bytes | None = None
@@ -229,12 +261,17 @@ class RowStore:
         return n_bytes
 
     def write(
-        self, nodes: Sequence[Node], *, sufficient: Provenance = Provenance.APPROXIMATE
+        self,
+        nodes: Sequence[Node],
+        *,
+        sufficient: Provenance = Provenance.APPROXIMATE,
+        requests: Sequence[FormatRequest] = (),
     ) -> SegmentFile:
         """Write consecutive hot nodes of one path and scope into one file; durable. Nodes that
         have a file keep it, unless its rows are worse than `sufficient` and `may_replace` prefers
         those in memory. If all keep theirs, the last one's is returned. Nodes that splits have made
-        of them are also written.
+        of them are also written. requests: the formats to write native rows in; others stay as they
+        are.
 
         Raises SegmentsGone (they were removed meanwhile), DiskFull (nothing is left behind) or
         StoreError (not hot, not consecutive)."""
@@ -248,7 +285,7 @@ class RowStore:
             ):
                 assert nodes[-1].file is not None
                 return nodes[-1].file
-            draft = _draft(nodes, state)
+            draft = _draft(nodes, state, requests)
 
         def targets() -> list[Node]:
             found, runs = [], draft.run_table
@@ -264,16 +301,24 @@ class RowStore:
         return file
 
     def write_draft(
-        self, draft: Draft, targets: Callable[[], Sequence[Node]]
+        self,
+        draft: Draft,
+        targets: Callable[[], Sequence[Node]],
+        kind: Kind = "rows",
     ) -> SegmentFile | None:
-        """Write a draft and let `targets()` (called under the lock once it is on disk) view it;
+        """Write a draft, counted as `kind`, and let `targets()` (called under the lock once it is on disk) view it;
         files that lose their last viewer are deleted. None if there are no targets. Raises
         DiskFull or StoreError. In both cases nothing is left behind."""
         state, name = self._state, new_name()
+        is_again = kind == "reencoded"
+        pool = self.encoding if is_again else self._pool
+        pause = self.encoding.pause if is_again else _go_on
         directory = state.directory
         with state.catalog.being_written(name):  # gc must not delete it
             with durable.store_errors("rows cannot be written"):
-                n_bytes = write_segment(draft, name, directory.tmp, directory.segments, self._pool)
+                folders = directory.tmp, directory.segments
+                n_bytes = write_segment(draft, name, *folders, pool, pause)
+            directory.writes.add(kind, n_bytes)
             file: SegmentFile | None = None
             unviewed: list[SegmentFile] = []
             try:
@@ -301,7 +346,8 @@ class RowStore:
             if file.dropped or not nodes:
                 return None
             p0, last, prefix = nodes[0].p0, nodes[-1], nodes[-1].prefix_bytes()
-        self.verify(file, last)
+        self.encoding.begin()
+        self.verify(file, last, self.encoding)
         try:
             runs = _stretches(file, self.pieces, requests, state.row_identity.layout, p0, last.p1)
         except (OSError, StateError) as error:
@@ -318,7 +364,7 @@ class RowStore:
         def targets() -> list[Node]:
             return [] if file.dropped else list(state.tree.viewers(file))
 
-        return self.write_draft(draft, targets)
+        return self.write_draft(draft, targets, "reencoded")
 
     def drop_file(self, file: SegmentFile, *, set_aside: bool = False) -> int:
         """Forget a file: its nodes keep their tokens only. Deletes it, or moves it into
@@ -349,11 +395,12 @@ class RowStore:
             if file.path.name not in names:
                 self.drop_file(file)
 
-    def verify(self, file: SegmentFile, node: Node) -> None:
-        """Check all of a file that `node` views, even if checked before; raises as `load`."""
+    def verify(self, file: SegmentFile, node: Node, pool: Executor | None = None) -> None:
+        """Check all of a file that `node` views, even if checked before; raises as `load`. pool: the
+        threads to use; None: those that requests use."""
         self._refuse_dropped(file)
         try:
-            file.verify(self._claim(file, node), self._pool)
+            file.verify(self._claim(file, node), pool or self._pool)
         except (StateError, OSError) as error:
             raise self._damaged(file, error) from error
 
@@ -394,6 +441,10 @@ class RowStore:
             with self._state.lock:  # the catalog cannot be written now; forget it here at least
                 self._state.forget_file(file)
         return RowsDamaged(f"rows in {file.path.name} are damaged and set aside: {error}")
+
+
+def _go_on() -> None:
+    """What a request waits for does not pause."""
 
 
 def lacks(stored: Provenance | None, new: Provenance | None, sufficient: Provenance) -> bool:
@@ -443,6 +494,7 @@ def _adopt(
         state.tree.view(node, file, node.p0 - p0)
     state.files[id] = file
     state.warm_bytes += n_bytes
+    state.formats.add(file)
     for old in unviewed:
         old.successor = file
         state.forget_file(old)
@@ -490,8 +542,9 @@ def _as_split(nodes: Sequence[Node]) -> Sequence[Node]:
     return [alive[0], *reversed(found)] if at is not None else nodes
 
 
-def _draft(nodes: Sequence[Node], state: StoreState) -> Draft:
-    """What to write for consecutive hot nodes of one scope. Raises StoreError."""
+def _draft(nodes: Sequence[Node], state: StoreState, requests: Sequence[FormatRequest]) -> Draft:
+    """What to write for consecutive hot nodes of one scope, in the formats of `requests`. Raises
+    StoreError."""
     if not nodes:
         raise StoreError("no segments to write")
     runs: list[DraftRun] = []
@@ -500,7 +553,10 @@ def _draft(nodes: Sequence[Node], state: StoreState) -> Draft:
             raise StoreError(f"segment {node.id} has no rows in memory to write")
         if above is not None and (node.parent is not above or node.scope != above.scope):
             raise StoreError("only consecutive segments of one scope can share a file")
-        runs += [DraftRun([rows], rows.layout.format_name, node.origin) for rows in node.hot]
+        runs += [
+            DraftRun([rows], _format_of(rows, requests, state.row_identity.layout), node.origin)
+            for rows in _cut(node.hot, requests)
+        ]
     first, last = nodes[0], nodes[-1]
     prefix = last.prefix_bytes()
     return Draft(
@@ -511,6 +567,14 @@ def _draft(nodes: Sequence[Node], state: StoreState) -> Draft:
         state.row_identity.layout,
         merge_runs(runs),
     )
+
+
+def _cut(hot: Runs, requests: Sequence[FormatRequest]) -> Iterator[KVRows]:
+    """Rows in memory, cut where a request begins or ends."""
+    cuts = {p for request in requests for p in (request.p0, request.p1)}
+    ends = [hot.p0, *sorted(p for p in cuts if hot.p0 < p < hot.p1), hot.p1]
+    for start, end in zip(ends, ends[1:], strict=False):
+        yield from hot.slice(start, end)
 
 
 def merge_runs(runs: Sequence[DraftRun]) -> list[DraftRun]:

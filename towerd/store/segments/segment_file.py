@@ -112,6 +112,11 @@ class SegmentFile:
         return worst_of(self.runs, p0 - self.p0, p1 - self.p0)
 
     @property
+    def is_mapped(self) -> bool:
+        """Whether rows of it are in use: it takes disk as long as they are, dropped or not."""
+        return self._mapped is not None and self._mapped() is not None
+
+    @property
     def is_open(self) -> bool:
         """Whether the header was read and matches the catalog."""
         return self._header is not None
@@ -277,25 +282,45 @@ def map_file(path: Path, n_bytes: int) -> mmap.mmap:
         os.close(fd)
 
 
-def quantized_bytes(files: Iterable[SegmentFile], native: KVLayout) -> int:
-    """Bytes of the rows in stored formats in these files."""
-    n_rows: Counter[str] = Counter()
-    for file in files:
+def run_bytes(run: FormatRun, native: KVLayout) -> int:
+    """Bytes of the rows of a run, without headers and padding."""
+    return run.n_rows * native.stored_as(run.format).token_bytes
+
+
+class FormatTally:
+    """Rows of all files of one row identity, by format. Counted as files come and go; the store's
+    lock guards it."""
+
+    def __init__(self, native: KVLayout, files: Iterable[SegmentFile] = ()) -> None:
+        self._native = native
+        self.n_rows: Counter[str] = Counter()
+        self.nbytes: Counter[str] = Counter()
+        """Without headers and padding."""
+        self.moved_bytes = 0
+        """Of the rows that were moved or computed from moved ones."""
+        for file in files:
+            self.add(file)
+
+    def add(self, file: SegmentFile) -> None:
+        """A file is there."""
+        self._count(file, 1)
+
+    def remove(self, file: SegmentFile) -> None:
+        """A file is gone."""
+        self._count(file, -1)
+
+    def _count(self, file: SegmentFile, sign: int) -> None:
         for run in file.runs:
-            n_rows[run.format] += run.n_rows
-    return sum(
-        n * native.stored_as(name).token_bytes for name, n in n_rows.items() if name != NATIVE
-    )
+            nbytes = run_bytes(run, self._native)
+            self.n_rows[run.format] += sign * run.n_rows
+            self.nbytes[run.format] += sign * nbytes
+            if run.origin == Provenance.AFTER_MOVED:
+                self.moved_bytes += sign * nbytes
 
-
-def moved_bytes(files: Iterable[SegmentFile], native: KVLayout) -> int:
-    """Bytes of the rows in these files that were moved or computed from moved ones."""
-    return sum(
-        run.n_rows * native.stored_as(run.format).token_bytes
-        for file in files
-        for run in file.runs
-        if run.origin == Provenance.AFTER_MOVED
-    )
+    @property
+    def quantized_bytes(self) -> int:
+        """Bytes of the rows in stored formats."""
+        return sum(n for name, n in list(self.nbytes.items()) if name != NATIVE)
 
 
 def check_claim(header: SegmentHeader, claim: Claim) -> None:
