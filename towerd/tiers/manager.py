@@ -43,7 +43,9 @@ from towerd.tiers.formats.calibration import (
     SqueezedFormat,
     bound_of,
     remember_squeezed,
+    remember_that_it_squeezed,
     squeezed_format,
+    was_squeezed,
 )
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.formats.stored_drift import StoredDrift, stored_drift
@@ -52,7 +54,7 @@ from towerd.tiers.plan import Composed, Gap, RestorePlan
 from towerd.tiers.prefetch import Prefetcher
 from towerd.tiers.promotion import Promoter
 from towerd.tiers.ranking import Ranking
-from towerd.tiers.shrink import Shrinker
+from towerd.tiers.shrink import DEFAULT_ENDS, Shrinker
 from towerd.tiers.writer import RowsWriter, TierCounters
 from towerd.tokens import Ids, Provenance, Provenances, count_approximate, count_unmoved, origin_of
 
@@ -154,7 +156,12 @@ class Tiers(Listener):
             smaller = None if squeezed is None else squeezed.name
             ever = remember_squeezed(self.store, squeezed)
             self._shrinker.set_formats(
-                formats, enabled=True, squeezed=smaller, ever_squeezed=ever.keys()
+                formats,
+                enabled=True,
+                ends=DEFAULT_ENDS if found is None else found.choices[self.fidelity].ends,
+                squeezed=smaller,
+                ever_squeezed=ever.keys(),
+                was_squeezed=was_squeezed(self.store),
             )
             self._stored_drift = None
             if found is not None:
@@ -539,7 +546,10 @@ class Tiers(Listener):
             self._shrinker.relax()
         elif done is None:
             share = int(SQUEEZED_SHARE * self.store.state.warm_bytes)
+            had_squeezed = self._shrinker.has_squeezed
             done = self._shrinker.squeeze(lambda: self.evictor.least_valuable(share))
+            if self._shrinker.has_squeezed and not had_squeezed:
+                remember_that_it_squeezed(self.store)
         if done is not None:
             self.counters.bytes_written += done.nbytes
 
