@@ -21,7 +21,7 @@ from towerd.errors import NotFound, RowsDamaged, StoreError
 from towerd.kernels.formats import BY_NAME
 from towerd.slots.layout import NATIVE
 from towerd.store import Base, FormatRequest, Node, SegmentFile, Store
-from towerd.store.rows.rows import bytes_after, differs
+from towerd.store.rows.format_request import bytes_after, differs
 from towerd.tiers.formats.fidelity import DYNAMIC, LevelFormats
 from towerd.tiers.sharing import shared_levels
 from towerd.tokens import Provenance

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +20,8 @@ from towerd.slots.runs import Runs
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.files import durable
 from towerd.store.files.writes import Kind
-from towerd.store.segments.segment_file import ANY_HEAD, Claim, SegmentFile, run_bytes
+from towerd.store.rows.format_request import FormatRequest
+from towerd.store.segments.segment_file import ANY_HEAD, Claim, SegmentFile
 from towerd.store.segments.segment_header import encode_runs, segment_key, worst_of
 from towerd.store.segments.segment_writer import Draft, DraftRun, new_name, write_segment
 from towerd.store.state.state import StoreState
@@ -73,56 +74,6 @@ class RowsPart:
             ]
         cut = [DecodedRun(max(p0, self.p0), min(p1, self.p1), name) for p0, p1, name in found]
         return [run for run in cut if run.p0 < run.p1 and run.format != NATIVE]
-
-
-@dataclass(frozen=True, slots=True)
-class FormatRequest:
-    """The requested format of the rows of positions [p0, p1)."""
-
-    p0: int
-    p1: int
-    format: str
-    again: Collection[str] = ()
-    """Stored formats out of which rows are encoded once more, where that takes fewer bytes."""
-
-    def applies(self, stored: str, native: KVLayout) -> bool:
-        """Whether rows that are in the format `stored` are to be encoded in the requested one."""
-        if stored == self.format or native.stored_as(self.format) == native:
-            return False
-        if stored == NATIVE:
-            return True
-        nbytes = [native.stored_as(name).token_bytes for name in (self.format, stored)]
-        return stored in self.again and nbytes[0] < nbytes[1]
-
-
-def differs(
-    file: SegmentFile, requests: Sequence[FormatRequest], native: KVLayout
-) -> tuple[int, int]:
-    """(number of rows that re-encoding would change, number that it would keep in another stored
-    format than requested): only a request for that encodes approximate rows again."""
-    n_changed = n_kept = 0
-    for request in requests:
-        for run in file.runs:
-            n = min(request.p1 - file.p0, run.end) - max(request.p0 - file.p0, run.row0)
-            if n <= 0 or run.format == request.format:
-                continue
-            if request.applies(run.format, native):
-                n_changed += n
-            elif run.format != NATIVE:
-                n_kept += n
-    return n_changed, n_kept
-
-
-def bytes_after(file: SegmentFile, requests: Sequence[FormatRequest], native: KVLayout) -> int:
-    """Bytes of the file after re-encoding, without what headers and padding differ by."""
-    n_bytes = file.nbytes
-    for request in requests:
-        for run in file.runs:
-            n = min(request.p1 - file.p0, run.end) - max(request.p0 - file.p0, run.row0)
-            if n > 0 and request.applies(run.format, native):
-                n_bytes -= n * run_bytes(run, native) // run.n_rows
-                n_bytes += n * native.stored_as(request.format).token_bytes
-    return n_bytes
 
 
 class RowStore:
