@@ -245,10 +245,12 @@ class Budgets(Hook):
         """How many tokens a job may take rows for from the store or from another chat: as many as the
         context holds beside one more. A policy that uses attention needs the queries before the first
         eviction, which only an evaluation has: the last ones, or those of the last half-lives. One that can
-        recall has those that it evaluates again."""
+        recall needs those by which it chooses at the end of the prompt."""
         n_max, live = self._core.n_ctx - 1, job.request.live
-        if live.policy not in WATCHING or can_recall(live.policy):
+        if live.policy not in WATCHING:
             return n_max
+        if can_recall(live.policy):
+            return max(0, min(n_max, job.n_prompt - QUERY_TOKENS_MAX))
         n_first = min(self._core.n_ctx, max(live.tokens, job.n_prompt))
         half_life = retention_config(live.policy, live.tokens).half_life
         n_queries = QUERIES_MAX if math.isinf(half_life) else math.ceil(HALF_LIVES * half_life)
