@@ -43,7 +43,9 @@ from towerd.tiers.formats.calibration import (
     SqueezedFormat,
     bound_of,
     remember_squeezed,
+    remember_that_it_squeezed,
     squeezed_format,
+    was_squeezed,
 )
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.formats.stored_drift import StoredDrift, stored_drift
@@ -159,6 +161,7 @@ class Tiers(Listener):
                 ends=DEFAULT_ENDS if found is None else found.choices[self.fidelity].ends,
                 squeezed=smaller,
                 ever_squeezed=ever.keys(),
+                was_squeezed=was_squeezed(self.store),
             )
             self._stored_drift = None
             if found is not None:
@@ -543,7 +546,10 @@ class Tiers(Listener):
             self._shrinker.relax()
         elif done is None:
             share = int(SQUEEZED_SHARE * self.store.state.warm_bytes)
+            had_squeezed = self._shrinker.has_squeezed
             done = self._shrinker.squeeze(lambda: self.evictor.least_valuable(share))
+            if self._shrinker.has_squeezed and not had_squeezed:
+                remember_that_it_squeezed(self.store)
         if done is not None:
             self.counters.bytes_written += done.nbytes
 

@@ -115,15 +115,17 @@ class Shrinker:
         ends: NativeEnds = DEFAULT_ENDS,
         squeezed: str | None = None,
         ever_squeezed: Collection[str] = (),
+        was_squeezed: bool = False,
     ) -> None:
         """Set the table to use from now on, and the format for `squeeze`; ever_squeezed: all that
-        it ever was. ends: what stays native. If not enabled, nothing is re-encoded."""
-        names = {squeezed, *ever_squeezed}
+        it ever was; was_squeezed: it was used. ends: what stays native. If not enabled, nothing is re-encoded."""
+        # Those of the levels do not tell whether anything was squeezed.
+        names = {squeezed, *ever_squeezed} - set(() if formats is None else formats.names)
         runs = (run for file in self._store.files() for run in file.runs)
         has_squeezed = any(run.format in names for run in runs)
         with self._lock:
             self._formats, self._enabled, self._ends = formats, enabled, ends
-            self._squeezed, self.has_squeezed = squeezed, has_squeezed
+            self._squeezed, self.has_squeezed = squeezed, has_squeezed or was_squeezed
             self._settled = {}
         self.relax()
         self._as_small_as_can_be.clear()

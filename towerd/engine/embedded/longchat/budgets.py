@@ -436,6 +436,19 @@ class Budgets(Hook):
         self.n_tokens_dropped += n_dropped
         self.n_evictions += is_full
         self._defragment(seq, live_set, n_dropped)
+        self._bound_idle(evict)
+
+    def _bound_idle(self, evict: Evict) -> None:
+        """Free what chats without a request can recall from, live or parked, beyond the RAM of the parked
+        ones, the least recently used first."""
+        while self.parked.nbytes + self._idle_bytes() > self.parked.bytes_max:
+            if not self.parked.drop_one() and not evict():
+                return
+
+    def _idle_bytes(self) -> int:
+        """RAM that live chats without a request can recall from."""
+        sets = [seq.live_set for seq in self._pool if not seq.busy]
+        return sum(each.n_bytes_offloaded for each in sets if isinstance(each, BoundedSet))
 
     def _keep_state(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
         """Keep the state that a prompt is read again from after the recall, in a memory that cannot be cut."""
