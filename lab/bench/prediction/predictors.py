@@ -79,6 +79,9 @@ class Decoder:
 
     def __init__(self, path: Path, ids: Ids, values: Floats, seed: int = 0) -> None:
         torch.manual_seed(seed)
+        torch.set_num_threads(
+            1
+        )  # threads that wait for each other at every small step take minutes on a busy machine
         self._vectors = embeddings(path, ids)
         self._mean = values.mean(0)
         self._scale = np.sqrt(values.var(0).mean()).astype(np.float32)
