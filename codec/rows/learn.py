@@ -85,7 +85,7 @@ def learn(
         found.append(group)
         variances.append(variance)
     made = _codings(codings, found, variances, flat, n_threads)
-    return Basis(row_identity, layout, tuple(found), made)
+    return Basis(row_identity, layout, tuple(found), made, rope)
 
 
 def _floats(samples: Sequence[KVRows], planes: Sequence[int]) -> npt.NDArray[np.float32]:

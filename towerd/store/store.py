@@ -398,7 +398,7 @@ class Store:
         """Remove, or only count, what no session, base, pin or running request needs. Then nothing
         of deleted sessions is left in any file."""
         with self.state.locked():
-            report = collect(self.state, quarantine_days, dry_run=dry_run)
+            report = collect(self.state, self.rows.bases, quarantine_days, dry_run=dry_run)
         if dry_run:
             return report
         return erase(self.state, self.rows, self.vocabularies, report)

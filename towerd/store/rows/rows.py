@@ -7,10 +7,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 import numpy as np
 
+from towerd.codec.errors import NewerVersion
 from towerd.errors import DiskFull, RowsDamaged, SegmentsGone, StoreError
 from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout
@@ -18,9 +20,12 @@ from towerd.slots.rows import KVRows
 from towerd.slots.runs import Runs
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.files import durable
-from towerd.store.segments.segment_file import ANY_HEAD, Claim, SegmentFile
+from towerd.store.rows.recoding import carried_runs, encoded_run
+from towerd.store.segments.coded_format import coding_of, is_coded
+from towerd.store.segments.segment_file import ANY_HEAD, Claim, Ranges, RowsLost, SegmentFile
 from towerd.store.segments.segment_header import encode_runs, segment_key, worst_of
 from towerd.store.segments.segment_writer import Draft, DraftRun, new_name, write_segment
+from towerd.store.segments.transform_bases import TransformBases
 from towerd.store.state.state import StoreState
 from towerd.store.tree.node import Node
 from towerd.store.tree.scope import readable_scopes
@@ -68,7 +73,12 @@ class FormatRequest:
     """Stored formats out of which rows are encoded once more, where that takes fewer bytes."""
 
     def applies(self, stored: str, native: KVLayout) -> bool:
-        """Whether rows that are in the format `stored` are to be encoded in the requested one."""
+        """Whether rows that are in the format `stored` are to be encoded in the requested one. What is
+        transform-coded is never encoded again."""
+        if is_coded(stored):
+            return False
+        if is_coded(self.format):
+            return stored == NATIVE or stored in self.again
         if stored == self.format or native.stored_as(self.format) == native:
             return False
         if stored == NATIVE:
@@ -90,7 +100,7 @@ def differs(
                 continue
             if request.applies(run.format, native):
                 n_changed += n
-            elif run.format != NATIVE:
+            elif run.format != NATIVE and not is_coded(run.format):
                 n_kept += n
     return n_changed, n_kept
 
@@ -105,6 +115,8 @@ class RowStore:
         """Whether rows belong to the loaded weights; see `distrust`."""
         self.head: bytes | None = None
         """The digest of the head whose rows are read beside the model's; None: there is no head."""
+        self.bases = TransformBases(state.directory.bases, state.directory.tmp)
+        """What transform-coded rows are written and read with."""
 
     def distrust(self, since: float) -> None:
         """Drop and refuse rows until the store is reopened, because the weights changed after
@@ -172,9 +184,14 @@ class RowStore:
         self._open(file, part.node)
         try:
             layout = self._state.row_identity.layout
-            for rows in file.rows(layout, p0, part.p1, self._pool, self.head):
+            each = file.rows(layout, p0, part.p1, self._pool, self.head, bases=self.bases)
+            for rows in each:
                 # the segment may have been cut here since, where another branch begins
                 yield rows.settled() if rows.p1 == part.p1 else rows
+        except RowsLost as error:
+            raise self._lost(file, error) from error
+        except NewerVersion as error:
+            raise StoreError(f"{file.path} cannot be read: {error}") from error
         except (StateError, OSError) as error:
             raise self._damaged(file, error) from error
 
@@ -287,9 +304,16 @@ class RowStore:
             directory.remove(old.path.name)
         return file
 
-    def reencode(self, file: SegmentFile, requests: Sequence[FormatRequest]) -> SegmentFile | None:
+    def reencode(
+        self,
+        file: SegmentFile,
+        requests: Sequence[FormatRequest],
+        pause: Callable[[], object] = lambda: None,
+    ) -> SegmentFile | None:
         """Replace `file` durably by one with its rows in the formats of `requests`: the native ones, and
         those in a stored format where the request says so. Others stay as they are.
+
+        pause: called every few milliseconds of transform coding, returns when it may continue
 
         The old file's checksums are verified again first. Its nodes switch in one transaction, then
         it is deleted; loads planned from it use the new file. None if the file was dropped meanwhile.
@@ -302,11 +326,30 @@ class RowStore:
                 return None
             p0, last, prefix = nodes[0].p0, nodes[-1], nodes[-1].prefix_bytes()
         self.verify(file, last)
+        draft = self._draft_again(file, last, prefix, p0, requests, pause)
+
+        def targets() -> list[Node]:
+            return [] if file.dropped else list(state.tree.viewers(file))
+
+        return self.write_draft(draft, targets)
+
+    def _draft_again(
+        self,
+        file: SegmentFile,
+        last: Node,
+        prefix: bytes,
+        p0: int,
+        requests: Sequence[FormatRequest] = (),
+        pause: Callable[[], object] = lambda: None,
+    ) -> Draft:
+        """The rows of a checked file from p0 on up to the end of `prefix`, which is that of the node `last`, in
+        the formats requested. Raises StoreError; ValueError for rows that cannot be coded."""
+        state, p1 = self._state, len(prefix) // ID_BYTES
         try:
-            runs = _stretches(file, self.pieces, requests, state.row_identity.layout, p0, last.p1)
-        except (OSError, StateError) as error:
+            runs = self._stretches(file, requests, p0, p1, pause)
+        except (OSError, StateError, NewerVersion) as error:
             raise StoreError(f"{file.path} cannot be read again: {error}") from error
-        draft = Draft(
+        return Draft(
             state.digest,
             segment_key(state.digest, last.scope, prefix),
             last.scope,
@@ -315,10 +358,83 @@ class RowStore:
             runs,
         )
 
-        def targets() -> list[Node]:
-            return [] if file.dropped else list(state.tree.viewers(file))
+    def _stretches(
+        self,
+        file: SegmentFile,
+        requests: Sequence[FormatRequest],
+        p0: int,
+        p1: int,
+        pause: Callable[[], object],
+    ) -> list[DraftRun]:
+        """The runs to write: stretches with one origin and one requested format, joined where
+        neighbours have the same format."""
+        native = self._state.row_identity.layout
+        cuts = {p for request in requests for p in (request.p0, request.p1)}
+        cuts |= {file.p0 + run.row0 for run in file.runs}
+        ends = [p0, *sorted(p for p in cuts if p0 < p < p1), p1]
+        runs: list[DraftRun] = []
+        for start, end in pairwise(ends):
+            before = next(run for run in file.runs if start - file.p0 < run.end)
+            if is_coded(before.format):
+                found = file.carried(start, end, self.bases)
+                runs += carried_runs(found, before.format, before.origin, file.head_rows)
+                continue
+            parts = self.pieces(file, start, end)
+            name = _format_of(start, before.format, requests, native)
+            if is_coded(name):
+                coding, basis = coding_of(name)
+                found_basis = self.bases.get(basis, self._state.digest)
+                run = encoded_run(parts, name, before.origin, found_basis, coding, pause)
+            else:
+                run = DraftRun(parts, name, before.origin)
+            runs.append(run)
+        return merge_runs(runs)
 
-        return self.write_draft(draft, targets)
+    def _lost(self, file: SegmentFile, error: RowsLost) -> StoreError:
+        """Give up the transform-coded rows that cannot be read, and write the others of the file again;
+        returns the error to raise."""
+        with self._state.lock:
+            nodes = sorted(self._state.tree.viewers(file), key=lambda node: node.p0)
+        if file.dropped or not nodes:
+            return RowsDamaged(f"the rows in {file.path.name} were dropped meanwhile")
+        try:
+            self._write_without(file, self._all_lost(file, nodes[-1]) or error.ranges)
+        except (StateError, OSError, StoreError) as worse:  # nothing of it can be kept
+            return self._damaged(file, worse if isinstance(worse, StateError) else error)
+        return RowsDamaged(f"rows in {file.path.name} are damaged and set aside: {error}")
+
+    def _all_lost(self, file: SegmentFile, node: Node) -> Ranges:
+        """All positions of a file whose transform-coded rows cannot be read. Raises StateError, OSError."""
+        try:
+            file.verify(self._claim(file, node), self._pool, self.bases)
+        except RowsLost as error:
+            return error.ranges
+        return []
+
+    def _write_without(self, file: SegmentFile, lost: Ranges) -> None:
+        """Replace a file by files with its rows but for those at the positions `lost`, which is set aside. The
+        segments that have some of those are cut there. Raises StoreError."""
+        state = self._state
+        with state.locked():
+            for node in list(state.tree.viewers(file)):
+                inside = {p for each in lost for p in each if node.p0 < p < node.p1}
+                if inside:
+                    with state.growing() as growth:
+                        growth.grow(node.prefix_bytes(), node.scope, [*sorted(inside), node.p1])
+            nodes = sorted(state.tree.viewers(file), key=lambda node: node.p0)
+        good = [node for node in nodes if not any(a < node.p1 and node.p0 < b for a, b in lost)]
+        for run in _consecutive(good):
+            p0, last = run[0].p0, run[-1]
+            with state.locked():
+                prefix = last.prefix_bytes()
+            draft = self._draft_again(file, last, prefix, p0)
+
+            def targets(draft: Draft = draft) -> list[Node]:
+                found = [] if file.dropped else state.tree.viewers(file)
+                return [node for node in found if draft.p0 <= node.p0 and node.p1 <= draft.p1]
+
+            self.write_draft(draft, targets)
+        self.drop_file(file, set_aside=True)
 
     def drop_file(self, file: SegmentFile, *, set_aside: bool = False) -> int:
         """Forget a file: its nodes keep their tokens only. Deletes it, or moves it into
@@ -353,14 +469,19 @@ class RowStore:
         """Check all of a file that `node` views, even if checked before; raises as `load`."""
         self._refuse_dropped(file)
         try:
-            file.verify(self._claim(file, node), self._pool)
+            file.verify(self._claim(file, node), self._pool, self.bases)
+        except RowsLost as error:
+            raise self._lost(file, error) from error
+        except NewerVersion as error:
+            raise StoreError(f"{file.path} cannot be read: {error}") from error
         except (StateError, OSError) as error:
             raise self._damaged(file, error) from error
 
     def pieces(self, file: SegmentFile, p0: int, p1: int) -> list[KVRows]:
         """The rows [p0, p1) of a file that was verified, with those of any head. Raises OSError or
         StateError."""
-        return list(file.rows(self._state.row_identity.layout, p0, p1, self._pool, ANY_HEAD))
+        layout = self._state.row_identity.layout
+        return list(file.rows(layout, p0, p1, self._pool, ANY_HEAD, bases=self.bases))
 
     def _open(self, file: SegmentFile, node: Node) -> None:
         self._refuse_dropped(file)
@@ -519,37 +640,33 @@ def merge_runs(runs: Sequence[DraftRun]) -> list[DraftRun]:
     for run in runs:
         last = merged[-1] if merged else None
         if last is not None and (last.format, last.origin) == (run.format, run.origin):
-            merged[-1] = DraftRun([*last.parts, *run.parts], run.format, run.origin)
+            merged[-1] = DraftRun(
+                [*last.parts, *run.parts],
+                run.format,
+                run.origin,
+                [*last.pieces, *run.pieces],
+                [*last.coded_heads, *run.coded_heads],
+            )
         else:
             merged.append(run)
     return merged
 
 
-def _stretches(
-    file: SegmentFile,
-    pieces: Callable[[SegmentFile, int, int], list[KVRows]],
-    requests: Sequence[FormatRequest],
-    native: KVLayout,
-    p0: int,
-    p1: int,
-) -> list[DraftRun]:
-    """The runs to write: stretches with one origin and one requested format, joined where
-    neighbours have the same format."""
-    cuts = {p for request in requests for p in (request.p0, request.p1)}
-    cuts |= {file.p0 + run.row0 for run in file.runs}
-    ends = [p0, *sorted(p for p in cuts if p0 < p < p1), p1]
-    runs = []
-    for start, end in zip(ends, ends[1:], strict=False):
-        parts = pieces(file, start, end)
-        before = next(run for run in file.runs if start - file.p0 < run.end)
-        runs.append(DraftRun(parts, _format_of(parts[0], requests, native), before.origin))
-    return merge_runs(runs)
+def _consecutive(nodes: Sequence[Node]) -> list[list[Node]]:
+    """Runs of nodes that follow one another."""
+    runs: list[list[Node]] = []
+    for node in nodes:
+        if runs and runs[-1][-1].p1 == node.p0:
+            runs[-1].append(node)
+        else:
+            runs.append([node])
+    return runs
 
 
-def _format_of(part: KVRows, requests: Sequence[FormatRequest], native: KVLayout) -> str:
-    """The resulting format of a stretch: the requested one if the request applies, or its own."""
-    stored = NATIVE if part.layout.is_native else part.layout.format_name
+def _format_of(p0: int, stored: str, requests: Sequence[FormatRequest], native: KVLayout) -> str:
+    """The resulting format of a stretch that begins at `p0`: the requested one if the request applies, or its
+    own."""
     for request in requests:
-        if request.p0 <= part.p0 < request.p1:
+        if request.p0 <= p0 < request.p1:
             return request.format if request.applies(stored, native) else stored
     return stored

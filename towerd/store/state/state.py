@@ -19,7 +19,7 @@ from towerd.slots.row_identity import RowIdentity
 from towerd.store.catalog.catalog import Catalog, EnteredIdentity, Lock, Undo
 from towerd.store.catalog.identity import ModelIdentity
 from towerd.store.files.directory import Directory
-from towerd.store.segments.segment_file import SegmentFile, quantized_bytes
+from towerd.store.segments.segment_file import SegmentFile, coded_bytes, quantized_bytes
 from towerd.store.segments.segment_header import FormatRun, decode_runs, key_hash, segment_key
 from towerd.store.tree.node import Node
 from towerd.store.tree.scope import public_of
@@ -254,10 +254,15 @@ class StoreState:
 
     def file_bytes(self, node: Node) -> int:
         """Bytes of a node's rows on disk; 0 if there are none."""
-        first, end, layout = node.file_row0, node.file_row0 + node.n, self.row_identity.layout
-        return sum(
-            (min(end, run.end) - max(first, run.row0)) * layout.stored_as(run.format).token_bytes
-            for run in self._runs(node)
+        file, first, end = node.file, node.file_row0, node.file_row0 + node.n
+        if file is None:
+            return 0
+        layout = self.row_identity.layout
+        return round(
+            sum(
+                (min(end, run.end) - max(first, run.row0)) * file.run_bytes(run, layout)
+                for run in self._runs(node)
+            )
         )
 
     def _runs(self, node: Node) -> list[FormatRun]:
@@ -280,6 +285,7 @@ class StoreState:
             "hot_bytes": self.hot_bytes,
             "warm_bytes": self.warm_bytes,
             "warm_quantized_bytes": quantized_bytes(self.files.values(), self.row_identity.layout),
+            "warm_coded_bytes": coded_bytes(self.files.values(), self.row_identity.layout),
             "disk_bytes": int(disk),
             "catalog_bytes": catalog_bytes,
             "journal_bytes": journal_bytes,
