@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -80,7 +81,9 @@ def test_branches_and_deletions_carry_pages_over(root: Path) -> None:
         leaf = written(store, N)
         transformed(store, leaf, 4, N - 128)
         whole = library_decodes(coded_rows_of(N), 4, N - 128)
-        other = store.insert(np.concatenate([IDS[:700], [1, 2]]).astype(np.int32), "local", [702])[-1]
+        other = store.insert(np.concatenate([IDS[:700], [1, 2]]).astype(np.int32), "local", [702])[
+            -1
+        ]
         store.pins.add(other.id)
         assert same(planes_of(store, leaf, 4, N - 128), whole)
         assert store.gc().segments == 1
@@ -107,7 +110,12 @@ def test_what_is_coded_is_not_coded_again(store_of: Store) -> None:
     assert q8 is not None
     plain = store_of.rows.reencode(q8, [FormatRequest(0, 400, transform("small"))])
     assert plain is not None
-    assert [run.format for run in plain.runs] == [transform("small"), "q8", transform("small"), NATIVE]
+    assert [run.format for run in plain.runs] == [
+        transform("small"),
+        "q8",
+        transform("small"),
+        NATIVE,
+    ]
     again = store_of.rows.reencode(plain, [FormatRequest(0, 600, transform(), again=["q8"])])
     assert again is not None
     assert [(run.n_rows, run.format) for run in again.runs] == [
@@ -119,7 +127,7 @@ def test_what_is_coded_is_not_coded_again(store_of: Store) -> None:
 
 
 @pytest.fixture
-def store_of(root: Path) -> Store:
+def store_of(root: Path) -> Iterator[Store]:
     with opened(root) as store:
         yield store
 
@@ -155,8 +163,8 @@ def test_a_damaged_page_costs_its_rows(root: Path, found_by: str) -> None:
         elif found_by == "verify":
             assert len(store.verify(repair=True).problems) == 1
         else:
+            assert leaf.file is not None
             with pytest.raises(RowsDamaged):
-                assert leaf.file is not None
                 store.rows.reencode(leaf.file, [FormatRequest(0, N, "q4")])
         assert not path.exists()
         (lost,) = (node for node in leaf.path() if node.file is None)
@@ -264,7 +272,9 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(root: Path, number: int) -> N
         store.check_integrity(keys=True)
         found = planes_of(store, leaf, 4, N - 128)
         is_coded = leaf.file is not None and not leaf.file.is_native
-        assert same(found, library_decodes(rows, 4, N - 128) if is_coded else rows.slice(4, N - 128))
+        assert same(
+            found, library_decodes(rows, 4, N - 128) if is_coded else rows.slice(4, N - 128)
+        )
         store.gc()
         assert store.verify().ok
 

@@ -45,7 +45,9 @@ def basis(seed: int = 1) -> Basis:
     """One that was learned from other rows."""
     groups = groups_of(LAYOUT, 2)
     digest = IDENTITY.digest()
-    return learn([coded_rows_of(400, seed=seed)], ROPE, ROUNDINGS, row_identity=digest, groups=groups)
+    return learn(
+        [coded_rows_of(400, seed=seed)], ROPE, ROUNDINGS, row_identity=digest, groups=groups
+    )
 
 
 def transform(coding: str = "near", seed: int = 1) -> str:
@@ -53,9 +55,7 @@ def transform(coding: str = "near", seed: int = 1) -> str:
     return coded_format(coding, basis(seed).digest)
 
 
-def library_decodes(
-    rows: KVRows, p0: int, p1: int, coding: str = "near", seed: int = 1
-) -> KVRows:
+def library_decodes(rows: KVRows, p0: int, p1: int, coding: str = "near", seed: int = 1) -> KVRows:
     """What the codec alone makes of these rows."""
     data = coded.encode(rows.slice(p0, p1), basis(seed), coding, ROPE)
     return coded.parse(data).read(p0, p1, basis(seed), ROPE)
@@ -63,9 +63,7 @@ def library_decodes(
 
 def planes_of(store: Store, node: Node, p0: int, p1: int) -> list[npt.NDArray[np.uint8]]:
     """The loaded rows [p0, p1) of the path of a node, plane by plane."""
-    found = [
-        rows for part in store.plan_rows(node, p0, p1) for rows in store.rows.load(part).parts
-    ]
+    found = [rows for part in store.plan_rows(node, p0, p1) for rows in store.rows.load(part).parts]
     assert [rows.p1 for rows in found[:-1]] == [rows.p0 for rows in found[1:]]
     assert (found[0].p0, found[-1].p1) == (p0, p1)
     assert all(rows.layout == LAYOUT for rows in found)

@@ -2,7 +2,7 @@
 
     live --gaps/accept--> hot --writer thread--> warm --warm budget--> tokens only
     live <--plan/compose-- hot, warm                 warm --after use--> hot
-                                                     warm --unused--> warm in stored formats
+                        warm --unused--> warm in block formats --longer--> transform-coded
                                        warm, worth least, space short --> warm in smaller ones
 
 The inference thread asks `plan` and `gaps` (tree look-ups) and hands rows over with `accept`;
@@ -13,6 +13,7 @@ thread here.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -32,7 +33,7 @@ from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows
 from towerd.store import Handle, Node, RowsPart, SegmentFile, Store
 from towerd.store.rows.rows import lacks
-from towerd.store.segments.segment_file import moved_bytes, quantized_bytes
+from towerd.store.segments.segment_file import coded_bytes, moved_bytes, quantized_bytes
 from towerd.store.tree.scope import is_public
 from towerd.store.tree.tree import Listener
 from towerd.tiers.composer import Composer, Piece
@@ -45,6 +46,7 @@ from towerd.tiers.formats.calibration import (
     squeezed_format,
 )
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
+from towerd.tiers.formats.transform import TransformCost
 from towerd.tiers.moved_limits import MovedLimits, save_moved_limits
 from towerd.tiers.plan import Composed, Gap, RestorePlan
 from towerd.tiers.prefetch import Prefetcher
@@ -79,6 +81,7 @@ class Tiers(Listener):
         fidelity: Fidelity = "near",
         forced: LevelFormats | None = None,
         shrink_after_s: float = 600.0,
+        transform_after_s: float = math.inf,
         promote_delay_s: float = 30.0,
         prefetch_bytes: int = 0,
         pinned_bytes: int = 0,
@@ -88,6 +91,7 @@ class Tiers(Listener):
         """predictor: a trained predictor, for policies that use one
         forced: the stored format of each level; overrides `set_formats`
         shrink_after_s: how long rows must be unused before they are stored in these formats
+        transform_after_s: and before they are transform-coded
         promote_delay_s: rows that were read from disk are copied into RAM when the request that
             needed them is recorded, or after this long
         prefetch_bytes: bandwidth of prefetch in bytes per second; 0: no prefetch
@@ -123,7 +127,9 @@ class Tiers(Listener):
         self._forced = forced
         self._drift: Drift | None = None
         self._squeezed_drift: Drift | None = None
-        self._shrinker = Shrinker(store, shrink_after_s, clock)
+        self._squeezed: SqueezedFormat | None = None
+        self._transform: TransformCost | None = None
+        self._shrinker = Shrinker(store, shrink_after_s, clock, transform_after_s)
         self._shrinker.set_formats(None if self.exact else forced, enabled=not self.exact)
         with store.locked():
             store.listen(self)
@@ -148,14 +154,35 @@ class Tiers(Listener):
         short. Other rows already stored in other formats stay as they are. No effect under exact
         fidelity or forced formats."""
         if not self.exact and self._forced is None:
-            smaller = None if squeezed is None else squeezed.name
-            ever = remember_squeezed(self.store, squeezed)
-            self._shrinker.set_formats(
-                formats, enabled=True, squeezed=smaller, ever_squeezed=ever.keys()
-            )
-            self._drift = drift
-            self._squeezed_drift = max(ever.values(), key=lambda each: each.kl, default=drift)
-            self._work.put(("look", None))
+            self._drift, self._squeezed = drift, squeezed
+            self._set_shrinker(formats)
+
+    def set_transform(self, found: TransformCost | None) -> None:
+        """Transform-code rows after longer disuse from now on, in these codings; None: none are. No effect
+        under exact fidelity or forced formats."""
+        if not self.exact and self._forced is None:
+            self._transform = found
+            self._set_shrinker(self.formats)
+
+    def pause_transform(self, pause: Callable[[], object]) -> None:
+        """Call `pause` every few milliseconds of transform coding: it returns when no request runs."""
+        self._shrinker.pause = pause
+
+    def _set_shrinker(self, formats: LevelFormats | None) -> None:
+        squeezed, transform = self._squeezed, self._transform
+        ever = remember_squeezed(self.store, squeezed)
+        for name in set() if transform is None else set(transform.levels):
+            assert transform is not None
+            ever = remember_squeezed(self.store, SqueezedFormat(name, transform.drift))
+        self._shrinker.set_formats(
+            formats,
+            enabled=True,
+            squeezed=None if squeezed is None else squeezed.name,
+            transform=None if transform is None else transform.formats,
+            ever_squeezed=ever.keys(),
+        )
+        self._squeezed_drift = max(ever.values(), key=lambda each: each.kl, default=self._drift)
+        self._work.put(("look", None))
 
     def use(self, found: Calibration) -> None:
         """Store unused rows from now on in the formats that were found for this fidelity."""
@@ -187,8 +214,8 @@ class Tiers(Listener):
 
     @property
     def drift(self) -> Drift | None:
-        """The drift of stored rows; None if not measured. Once any were squeezed, that of squeezed
-        rows, which is the larger one."""
+        """The drift of stored rows; None if not measured. Once any were squeezed or transform-coded, that
+        of those rows, which is the larger one."""
         return self._squeezed_drift if self._shrinker.has_squeezed else self._drift
 
     @property
@@ -394,10 +421,12 @@ class Tiers(Listener):
             "warm_bytes": self.store.state.warm_bytes,
             "warm_bytes_max": self.warm_bytes_max,
             "warm_quantized_bytes": quantized_bytes(files, self.layout),
+            "warm_coded_bytes": coded_bytes(files, self.layout),
             "moved_bytes": moved_bytes(files, self.layout),
             "segments_shrunk": self._shrinker.n_shrunk,
             "segments_kept": self._shrinker.n_kept,
             "segments_squeezed": self._shrinker.n_squeezed,
+            "segments_transformed": self._shrinker.n_transformed,
             "level_formats": str(self.formats) if self.formats is not None else "",
             "unwritten_segments": len(self._writer.unwritten),
             "segments_prefetched": self.prefetcher.n_fetched,

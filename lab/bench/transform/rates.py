@@ -17,7 +17,6 @@ from typing import Any
 
 from lab.bench.quality.formats import measurer_on, read_text
 from lab.bench.transform import wide
-from lab.bench.transform.learned import learned, sandwiched, windows_of
 from towerd.cli.bench.harness.report import Report
 from towerd.cli.output import show_table
 from towerd.codec.rows import coded
@@ -26,6 +25,7 @@ from towerd.codec.rows.learn import Rounding
 from towerd.engine.embedded.calibration.calibrate import calibration_text
 from towerd.engine.embedded.calibration.measure import Measurer
 from towerd.engine.embedded.calibration.measure_plan import WINDOW_TOKENS_MAX
+from towerd.engine.embedded.calibration.transform_basis import learned, sandwiched, windows_of
 from towerd.engine.moving.rotation import rope_of
 from towerd.kernels import dispatch
 from towerd.model.llama_model import LlamaModel

@@ -10,10 +10,10 @@ import pytest
 
 from lab.bench.quality.formats import measurer_on
 from lab.bench.transform import rates
-from lab.bench.transform.learned import sandwiched, windows_of
 from lab.bench.transform.rates import TransformReport, texts
 from towerd.cli.bench.harness.report import Report
 from towerd.codec.rows.learn import Rounding, groups_of, learn
+from towerd.engine.embedded.calibration.transform_basis import sandwiched, windows_of
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
 from towerd.slots.rope import LayerRope, Rope

@@ -78,11 +78,7 @@ def _native(parts: Sequence[KVRows], p0: int, p1: int, native: KVLayout) -> KVRo
 
 def _decoded(rows: KVRows, native: KVLayout) -> KVRows:
     planes = tuple(
-        plane
-        if have == want
-        else dispatch.transcoded(plane, have.format.name, want.format.name, 1)
-        for plane, have, want in zip(
-            rows.planes(), rows.layout.planes, native.planes, strict=True
-        )
+        plane if have == want else dispatch.transcoded(plane, have.format.name, want.format.name, 1)
+        for plane, have, want in zip(rows.planes(), rows.layout.planes, native.planes, strict=True)
     )
     return KVRows(native, rows.positions, planes[: native.n_layer], planes[native.n_layer :])

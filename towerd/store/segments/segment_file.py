@@ -451,9 +451,7 @@ def check_pieces(
         raise StateError("a checksum does not match: the rows are damaged")
 
 
-def check_coded(
-    data: mmap.mmap, header: SegmentHeader, start: int, bases: TransformBases
-) -> None:
+def check_coded(data: mmap.mmap, header: SegmentHeader, start: int, bases: TransformBases) -> None:
     """Raises RowsLost unless all coded rows, and their bases, are whole; NewerVersion; OSError."""
     lost: Ranges = []
     why = ""

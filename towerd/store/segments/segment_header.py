@@ -443,7 +443,11 @@ def _check_coded(run: RunEntry, n_data: int) -> None:
         raise StateError("the coded rows are not those of their run")
     for entry in run.coded:
         end = n_data - entry.offset
-        if entry.n_rows <= 0 or entry.offset < 0 or not 0 < entry.nbytes <= min(end, CODED_BYTES_MAX):
+        if (
+            entry.n_rows <= 0
+            or entry.offset < 0
+            or not 0 < entry.nbytes <= min(end, CODED_BYTES_MAX)
+        ):
             raise StateError("rows reach beyond the file")
 
 

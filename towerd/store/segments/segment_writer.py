@@ -260,9 +260,7 @@ def _header(
     )
 
 
-def _head_entry(
-    draft: Draft, entries: Sequence[PlaneEntry | BlobEntry | CodedEntry]
-) -> HeadEntry:
+def _head_entry(draft: Draft, entries: Sequence[PlaneEntry | BlobEntry | CodedEntry]) -> HeadEntry:
     rows = np.concatenate([head.rows.positions for head in draft.heads]) - draft.p0
     ends = np.flatnonzero(np.diff(rows, append=rows[-1] + 2) > 1) + 1
     ranges = [(int(run[0]), len(run)) for run in np.split(rows, ends[:-1])]
