@@ -92,7 +92,7 @@ def _result(
         try:
             return child.communicate(to_send, timeout=_LOOK_S)[0]
         except subprocess.TimeoutExpired:
-            to_send = data  # what is left of it is still sent
+            to_send = None  # it continues with what is left of the first
         check()
         if must_wait():
             child.send_signal(signal.SIGSTOP)

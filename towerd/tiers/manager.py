@@ -91,7 +91,7 @@ class Tiers(Listener):
         """predictor: a trained predictor, for policies that use one
         forced: the stored format of each level; overrides `set_formats`
         shrink_after_s: how long rows must be unused before they are stored in these formats
-        transform_after_s: and before they are transform-coded
+        transform_after_s: and before they are transform-coded; below 0: they never are
         promote_delay_s: rows that were read from disk are copied into RAM when the request that
             needed them is recorded, or after this long
         prefetch_bytes: bandwidth of prefetch in bytes per second; 0: no prefetch
@@ -129,6 +129,7 @@ class Tiers(Listener):
         self._squeezed_drift: Drift | None = None
         self._squeezed: SqueezedFormat | None = None
         self._transform: TransformCost | None = None
+        self._may_transform = transform_after_s >= 0
         self._shrinker = Shrinker(store, shrink_after_s, clock, transform_after_s)
         self._shrinker.set_formats(None if self.exact else forced, enabled=not self.exact)
         with store.locked():
@@ -160,12 +161,12 @@ class Tiers(Listener):
     def set_transform(self, found: TransformCost | None) -> None:
         """Transform-code rows after longer disuse from now on, in these codings; None: none are. No effect
         under exact fidelity or forced formats."""
-        if not self.exact and self._forced is None:
+        if not self.exact and self._forced is None and self._may_transform:
             self._transform = found
             self._set_shrinker(self.formats)
 
     def pause_transform(self, pause: Callable[[], object]) -> None:
-        """Call `pause` every few milliseconds of transform coding: it returns when no request runs."""
+        """Call `pause` every few milliseconds of transform coding: it raises Interrupted if a request runs."""
         self._shrinker.pause = pause
 
     def _set_shrinker(self, formats: LevelFormats | None) -> None:

@@ -3,7 +3,7 @@ ones are carried over as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from itertools import groupby
 
 from towerd.codec.errors import CodecError
@@ -22,6 +22,10 @@ STEP_ROWS = 128
 """Rows that are encoded between two pauses: 10 ms of SmolLM2's on one core."""
 
 
+class Interrupted(Exception):
+    """Raised by `pause`: something else needs the cores. What was encoded so far is remembered."""
+
+
 def encoded_run(
     parts: Sequence[KVRows],
     format: str,
@@ -29,24 +33,28 @@ def encoded_run(
     basis: Basis,
     coding: str,
     pause: Callable[[], object],
+    done: MutableMapping[int, bytes] | None = None,
 ) -> DraftRun:
     """Consecutive rows, native or in block formats, as a transform-coded run. pause: called every few
-    milliseconds, returns when the next ones may be used
+    milliseconds, returns when the next ones may be used, or raises; done: what was encoded when it was
+    interrupted before, by first position, and gets what is encoded now
 
     Raises ValueError for rows that cannot be coded."""
+    done = {} if done is None else done
     pieces = []
     for at in range(parts[0].p0, parts[-1].p1, PIECE_ROWS):
         end = min(at + PIECE_ROWS, parts[-1].p1)
         steps = []
         for first in range(at, end, STEP_ROWS):
-            pause()
-            rows = _native(parts, first, min(first + STEP_ROWS, end), basis.layout)
-            try:
-                assert basis.rope is not None
-                data = coded.encode(rows, basis, coding, basis.rope, n_threads=1)
-            except CodecError as error:
-                raise ValueError(str(error)) from error
-            steps.append(coded.parse(data))
+            if first not in done:
+                pause()
+                rows = _native(parts, first, min(first + STEP_ROWS, end), basis.layout)
+                try:
+                    assert basis.rope is not None
+                    done[first] = coded.encode(rows, basis, coding, basis.rope, n_threads=1)
+                except CodecError as error:
+                    raise ValueError(str(error)) from error
+            steps.append(coded.parse(done[first]))
         pieces.append(CodedPiece(at, end - at, coded.joined(steps)))
     heads = [part.head for part in parts if part.head is not None]
     return DraftRun((), format, origin, pieces, heads)

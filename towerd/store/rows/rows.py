@@ -117,6 +117,8 @@ class RowStore:
         """The digest of the head whose rows are read beside the model's; None: there is no head."""
         self.bases = TransformBases(state.directory.bases, state.directory.tmp)
         """What transform-coded rows are written and read with."""
+        self._interrupted: tuple[object, dict[int, bytes]] = (None, {})
+        """Which rows were being transform-coded when that was interrupted, and what there is of them."""
 
     def distrust(self, since: float) -> None:
         """Drop and refuse rows until the store is reopened, because the weights changed after
@@ -313,7 +315,8 @@ class RowStore:
         """Replace `file` durably by one with its rows in the formats of `requests`: the native ones, and
         those in a stored format where the request says so. Others stay as they are.
 
-        pause: called every few milliseconds of transform coding, returns when it may continue
+        pause: called every few milliseconds of transform coding, returns if it may continue or raises
+            Interrupted, which this then raises; what was encoded is used at the next attempt
 
         The old file's checksums are verified again first. Its nodes switch in one transaction, then
         it is deleted; loads planned from it use the new file. None if the file was dropped meanwhile.
@@ -384,7 +387,12 @@ class RowStore:
             if is_coded(name):
                 coding, basis = coding_of(name)
                 found_basis = self.bases.get(basis, self._state.digest)
-                run = encoded_run(parts, name, before.origin, found_basis, coding, pause)
+                which = file.id, start, end, name
+                if self._interrupted[0] != which:
+                    self._interrupted = which, {}
+                done = self._interrupted[1]
+                run = encoded_run(parts, name, before.origin, found_basis, coding, pause, done)
+                self._interrupted = None, {}
             else:
                 run = DraftRun(parts, name, before.origin)
             runs.append(run)

@@ -57,6 +57,8 @@ class TransformChoice(msgspec.Struct, frozen=True):
     basis_bytes: int
     choices: Mapping[str, TransformCost]
     """Fidelity (`near`, `small`) -> codings; none for a fidelity that no coding keeps the bound of."""
+    why: str = ""
+    """Why nothing could be learned; "" if something was."""
 
     def to_json(self) -> dict[str, Any]:
         """A dict of JSON values."""
@@ -78,6 +80,8 @@ def load_transform(store: Store, row_identity: str) -> TransformChoice | None:
         return None
     if found.version != VERSION or names - {found.basis}:
         return None
+    if not names:
+        return found
     try:
         store.rows.bases.get(found.basis, bytes.fromhex(row_identity))
     except (StateError, OSError):
