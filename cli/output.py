@@ -134,6 +134,27 @@ def size(n_bytes: float) -> str:
     return f"{n_bytes:.0f} {unit}" if unit == "B" or n_bytes >= 100 else f"{n_bytes:.1f} {unit}"
 
 
+def layer_facts(footprint: dict[str, Any]) -> list[tuple[str, str]]:
+    """What conversations take after each layer, a line each."""
+    by_format = ", ".join(
+        f"{each['format']} {size(each['bytes'])} ({each['tokens']:,} tokens)"
+        for each in footprint["formats"]
+    )
+    kept = size(footprint["kept_bytes"])
+    ratio = footprint["slot_bytes"] / footprint["kept_bytes"] if footprint["kept_bytes"] else 0
+    return [
+        ("a slot file each", f"{size(footprint['slot_bytes'])} of native rows"),
+        ("shared prefixes", f"{size(footprint['shared_bytes'])}, every token once"),
+        ("levels", f"{size(footprint['levels_bytes'])}, with rows in block formats"),
+        ("transform", f"{size(footprint['transform_bytes'])}, with transform-coded rows"),
+        (
+            "kept",
+            f"{kept}, 1/{ratio:,.1f}; {size(footprint['text_bytes'])} of it token ids and text",
+        ),
+        ("rows on disk", by_format or "none"),
+    ]
+
+
 def ago(unix_s: float) -> str:
     """The time since a moment, such as "5 min ago"."""
     return f"{duration(max(0.0, time.time() - unix_s))} ago"

@@ -115,6 +115,7 @@ class Kernels:
         scale: float,
         n_threads: int = 1,
         sinks: npt.NDArray[np.float32] | None = None,
+        weights: npt.NDArray[np.float32] | None = None,
     ) -> npt.NDArray[np.float32]: ...
 
 def mixer_state_size(n_tokens: int) -> int:

@@ -179,10 +179,11 @@ def attention_mass(
     scale: float,
     n_threads: int = THREADS,
     sinks: Floats | None = None,
+    weights: Floats | None = None,
 ) -> Floats:
     """float32[KV heads, n], new: the attention that each of n cached keys of one layer gets, summed
-    over the heads of m queries that read the KV head. Each head of a query spreads 1,
-    softmax(scale * q . k) over what it sees.
+    over the heads of m queries that read the KV head. Each head of a query spreads its weight,
+    weight * softmax(scale * q . k), over what it sees.
 
     queries: float32[m, heads * head_dim], rows any distance apart
     keys: uint8[n, row_bytes], KV heads * head_dim elements in `format`, a cache type, rows any
@@ -192,11 +193,12 @@ def attention_mass(
     head_dim: 1 to 1024
     sinks: float32[heads], contiguous: the score of what takes its share beside all keys (gpt-oss);
         None: there is nothing
+    weights: float32[m], contiguous: of each query; None: 1
 
     Sums are in float32 or wider. Source: llama.cpp `src/llama-graph.cpp`, build_attn_mha.
 
     ValueError for mismatched shapes, a format of which a head is not whole blocks, a count that is out
     of range, rows that are not finite, and scores beyond what float32 holds."""
     return _kernels().attention_mass(
-        queries, keys, format, n_seen, head_dim, scale, n_threads, sinks
+        queries, keys, format, n_seen, head_dim, scale, n_threads, sinks, weights
     )

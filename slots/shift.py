@@ -74,23 +74,32 @@ def _numbered(rows: KVRows, to: int) -> KVRows:
     return replace(rows, positions=positions, blob=None)
 
 
-def unrotated(rows: KVRows, rope: Rope, *, n_threads: int = dispatch.THREADS) -> KVRows:
+def unrotated(
+    rows: KVRows, rope: Rope, *, rot_k: bool = False, n_threads: int = dispatch.THREADS
+) -> KVRows:
     """Native rows with every key as it would be at position 0, which is what is alike among the layers and
     positions of a text. `rotated` brings them back, but for a rounding each way.
 
-    StateError as `shift`, and for M-RoPE, whose keys have positions of several components."""
-    return _turned(rows, rope, True, n_threads)
+    rot_k: keys are Hadamard-rotated, whatever format they are in now; they stay so
+
+    StateError as `shift`, and for rows of pictures, whose keys have positions of several components."""
+    return _turned(rows, rope, True, rot_k, n_threads)
 
 
-def rotated(rows: KVRows, rope: Rope, *, n_threads: int = dispatch.THREADS) -> KVRows:
+def rotated(
+    rows: KVRows, rope: Rope, *, rot_k: bool = False, n_threads: int = dispatch.THREADS
+) -> KVRows:
     """Rows of `unrotated` with each key at its position again."""
-    return _turned(rows, rope, False, n_threads)
+    return _turned(rows, rope, False, rot_k, n_threads)
 
 
-def _turned(rows: KVRows, rope: Rope, back: bool, n_threads: int) -> KVRows:
+def _turned(rows: KVRows, rope: Rope, back: bool, rot_k: bool, n_threads: int) -> KVRows:
     check_rope(rows.layout, rope)
+    at = rows.positions
     if rows.ext is not None:
-        raise StateError("keys of an M-RoPE are not rotated back")
+        at = rows.ext[:, 0]
+        if not np.array_equal(at, rows.ext[:, 1]):
+            raise StateError("keys of pictures are not rotated back")
     tables: dict[LayerRope, _Tables] = {}
     lines = np.arange(len(rows), dtype=np.int32)
     planes = []
@@ -98,10 +107,11 @@ def _turned(rows: KVRows, rope: Rope, back: bool, n_threads: int) -> KVRows:
         source = rows.k[i]
         if layer.kind != "none":
             if layer not in tables:
-                tables[layer] = _Tables(*rope.row_tables(i, rows.positions, back=back), lines)
-            source = _rotated(source, plane, layer, tables[layer], 0, n_threads)
+                tables[layer] = _Tables(*rope.row_tables(i, at, back=back), lines)
+            block = hadamard_block(layer) if rot_k and rows.layout.v else 0
+            source = _rotated(source, plane, layer, tables[layer], block, n_threads)
         planes.append(source)
-    return KVRows(rows.layout, rows.positions, tuple(planes), rows.v, None, rows.v_trans)
+    return KVRows(rows.layout, rows.positions, tuple(planes), rows.v, rows.ext, rows.v_trans)
 
 
 def compose_at(
@@ -262,9 +272,12 @@ def _hadamard_block(layout: KVLayout, plane: Plane, layer: LayerRope) -> int:
     """The largest power of two that divides the head, for quantized keys of caches with a V.
 
     MLA's K-only attention writes its keys without it (llama.cpp `src/llama-graph.cpp`)."""
-    if not plane.format.is_quantized or not layout.v or layer.head_dim % HADAMARD_MIN:
-        return 0
-    return layer.head_dim & -layer.head_dim
+    return hadamard_block(layer) if plane.format.is_quantized and layout.v else 0
+
+
+def hadamard_block(layer: LayerRope) -> int:
+    """How many elements llama.cpp rotates together where it rotates keys; 0: a head is not whole runs."""
+    return 0 if layer.head_dim % HADAMARD_MIN else layer.head_dim & -layer.head_dim
 
 
 def _moved_ext(rows: KVRows, delta: int) -> npt.NDArray[np.int32] | None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from towerd.slots.compose import state_size
 from towerd.slots.errors import StateError
+from towerd.slots.layout import KVLayout
 
 FILE_MAGIC = 0x67677371
 HEADER_BYTES = 12
@@ -26,6 +28,12 @@ def token_section(tokens: npt.NDArray[np.int32], packed: bool) -> npt.NDArray[np
     if not packed:
         return tokens.astype("<i4")
     return np.concatenate([[PACKED, PACKED_VERSION, len(tokens)], tokens, [0]]).astype("<i4")
+
+
+def slot_file_bytes(layout: KVLayout, n_tokens: int) -> int:
+    """The size of a slot file with the rows of `n_tokens` tokens, one stream, packed."""
+    packed_words = 4
+    return HEADER_BYTES + 4 * (packed_words + n_tokens) + state_size(layout, n_tokens, 1)
 
 
 def parse_tokens(words: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], bool]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,14 @@ class Drift:
     def excess(self) -> float:
         """What the approximation adds to the floor; negative only by chance."""
         return self.kl - self.floor_kl
+
+
+class DecodedRun(NamedTuple):
+    """Tokens [p0, p1) of a prompt whose rows were decoded from the stored format `format`."""
+
+    p0: int
+    p1: int
+    format: str
 
 
 def combined(drifts: Sequence[Drift]) -> Drift:

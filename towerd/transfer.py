@@ -14,8 +14,6 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
 from towerd.codec.errors import CodecError
 from towerd.cold.coding import SessionModel
 from towerd.cold.freezing import cold_history, thaw
@@ -108,10 +106,9 @@ def _frozen_file(
     except CodecError as error:
         raise ThawError(f"Session {frozen.info.id!r} cannot be read: {error}") from error
     if not isinstance(found, WrittenText):
-        stream = np.concatenate([frozen.base, found])
-        return TowerFile(source, frozen.history(stream), words)
-    history = frozen.outline(len(frozen.base) + found.n_ids)
-    return TowerFile(source, replace(history, stream=frozen.base), words, found)
+        return TowerFile(source, frozen.history(frozen.stream(found)), words)
+    history = frozen.outline(frozen.n_base + found.n_ids)
+    return TowerFile(source, replace(history, stream=frozen.beginning), words, found)
 
 
 def import_session(

@@ -95,15 +95,15 @@ class ApiClient:
     # --- sessions and segments ------------------------------------------------------------
 
     def sessions(self, limit: int, scope: str | None = None) -> list[Json]:
-        """The sessions, most recently used first."""
-        return self._listed(limit=limit, scope=scope)
+        """The sessions, most recently used first, each with its `footprint`."""
+        return self._listed(limit=limit, scope=scope, footprint=1)
 
     def session(
         self, id: str, scope: str | None = None, *, text: bool = False, tokenizer: str = ""
     ) -> Json:
         """`session`, `turns`, `rows`, `text` (that of the current branch, or None) and `kept`: what
         is live of a chat with a budget, or None. tokenizer: "" for the served model's."""
-        query = {"scope": scope, "text": int(text), "kept": int(self.has_model)}
+        query = {"scope": scope, "text": int(text), "kept": int(self.has_model), "footprint": 1}
         query |= {"tokenizer": tokenizer} if tokenizer else {}
         shape = replies.WholeSessionShape
         found = self._of_session(id, scope, lambda path: self._get(path, shape, **query))

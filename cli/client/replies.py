@@ -11,6 +11,25 @@ Moment = Annotated[float, Meta(ge=0, lt=2.5e11)]
 """Unix time, of years that have four digits."""
 
 
+class StoredFormatShape(TypedDict):
+    format: str
+    tokens: int
+    bytes: int
+
+
+class FootprintShape(TypedDict):
+    """What conversations take after each layer."""
+
+    tokens: int
+    slot_bytes: int
+    shared_bytes: int
+    levels_bytes: int
+    transform_bytes: int
+    kept_bytes: int
+    text_bytes: int
+    formats: list[StoredFormatShape]
+
+
 class SessionShape(TypedDict):
     """A session as it is listed."""
 
@@ -24,6 +43,7 @@ class SessionShape(TypedDict):
     updated: Moment
     cold_bytes: int
     tokenizer: str
+    footprint: NotRequired[FootprintShape | None]
 
 
 class CodedSessionShape(TypedDict):
@@ -253,6 +273,8 @@ class StoreStatsShape(TypedDict):
     sessions: int
     frozen_sessions: int
     copied_sessions: int
+    alike_coded: NotRequired[int]
+    alike_bytes_saved: NotRequired[int]
     cold_bytes: int
     bases: int
     segments: int
@@ -269,12 +291,23 @@ class SpaceShape(TypedDict):
     bytes_wanted: int
 
 
+class WrittenShape(TypedDict):
+    """What was written to the store today."""
+
+    today_bytes: int
+    budget_bytes: int | None
+    refused: int
+    kinds: dict[str, int]
+
+
 class StatsShape(TypedDict):
     """Of a store; `engine` is None without a running daemon."""
 
     version: str
     engine: EngineStatsShape | None
     store: StoreStatsShape
+    footprint: FootprintShape
+    written: WrittenShape
 
 
 class DaemonStatsShape(StatsShape):

@@ -27,7 +27,7 @@ def stats(as_json: bool, target: Target) -> None:
 
 
 def _facts(found: Json) -> Iterator[tuple[str, object]]:
-    from towerd.cli.output import size
+    from towerd.cli.output import layer_facts, size
 
     if found["engine"] is not None:
         yield from _running(found)
@@ -40,6 +40,14 @@ def _facts(found: Json) -> Iterator[tuple[str, object]]:
     yield "bases", f"{store['bases']:,}"
     yield "segments", f"{store['segments']:,} with {store['tokens']:,} tokens"
     yield "segment files", f"{store['files']:,}, all models {size(store['disk_bytes'])}"
+    yield from layer_facts(found["footprint"])
+    written = found["written"]
+    budget = f" of {size(written['budget_bytes'])}" if written["budget_bytes"] else ""
+    kinds = ", ".join(f"{kind} {size(n)}" for kind, n in written["kinds"].items() if n)
+    yield (
+        "written today",
+        f"{size(written['today_bytes'])}{budget}" + (f" ({kinds})" if kinds else ""),
+    )
     yield "catalog", f"{size(store['catalog_bytes'])}, its journal {size(store['journal_bytes'])}"
 
 

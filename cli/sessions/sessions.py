@@ -12,12 +12,14 @@ from towerd.cli.client.transport import Json
 from towerd.settings.setting import LOCAL_TENANT
 
 SCOPE_HELP = "Only this tenant's."
-TITLE_CHARS = 44
+TITLE_CHARS = 30
 """Of a title in the list, whose lines fit 100 columns."""
 TEXT_HEAD = 300
 TEXT_END = 700
 DRAWING_CHARS = 64
-_COLUMNS = ("SESSION", "TENANT", ">TURNS", ">TOKENS", ">FROZEN", ">LAST USED", "TITLE")
+_COLUMNS = (
+    "SESSION", "TENANT", ">TURNS", ">TOKENS", ">SLOT FILE", ">KEPT", ">FROZEN", ">LAST USED", "TITLE",
+)  # fmt: skip
 
 
 @click.group()
@@ -51,6 +53,7 @@ def ls(limit: int, scope: str | None, as_json: bool, target: Target) -> None:
                 "" if each["scope"] == LOCAL_TENANT else each["scope"],
                 each["n_turns"],
                 f"{each['n_tokens']:,}",
+                *_takes(each),
                 size(each["cold_bytes"]) if each["cold_bytes"] else "",
                 ago(each["updated"]),
                 preview(each["title"], TITLE_CHARS),
@@ -78,6 +81,16 @@ def show(session: str, scope: str | None, text: bool, as_json: bool, target: Tar
         echo_json({**found, "path": path, "tiers": _by_tier(found["session"], path)})
     else:
         _print(found, path, whole_text=text)
+
+
+def _takes(session: Json) -> tuple[str, str]:
+    """What a slot file of a session would take, and what it does take; empty for another tokenizer's."""
+    from towerd.cli.output import size
+
+    footprint = session.get("footprint")
+    if not footprint:
+        return "", ""
+    return size(footprint["slot_bytes"]), size(footprint["kept_bytes"])
 
 
 def kept_facts(kept: Json | None) -> list[tuple[str, str]]:
@@ -151,7 +164,7 @@ def _other_models(rows: list[Json]) -> list[tuple[str, str]]:
 
 
 def _print(found: Json, path: list[Json], *, whole_text: bool) -> None:
-    from towerd.cli.output import moment, show_facts
+    from towerd.cli.output import layer_facts, moment, show_facts
 
     session, by_tier = found["session"], _by_tier(found["session"], path)
     is_recognised = "" if session["named"] else " (recognised by its tokens)"
@@ -164,6 +177,7 @@ def _print(found: Json, path: list[Json], *, whole_text: bool) -> None:
             ("last used", moment(session["updated"])),
             ("tokens", f"{session['n_tokens']:,} in the current branch"),
             ("rows", _rows(session, by_tier)),
+            *(layer_facts(session["footprint"]) if session.get("footprint") else ()),
             *_other_models(found["rows"]),
             *kept_facts(found["kept"]),
         )

@@ -92,18 +92,21 @@ class _Header(msgspec.Struct, frozen=True):
     groups: tuple[_PlaneGroupHead, ...]
     codings: dict[str, _RowCodingHead]
     rope: Rope | None = None
+    rot_k: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Basis:
     """row_identity: digest of the row identity whose rows it is for; layout: theirs, native; rope: the
-    rotation of its keys, so that whoever has the basis can read what it wrote."""
+    rotation of its keys, so that whoever has the basis can read what it wrote; rot_k: their keys are
+    Hadamard-rotated (`RowIdentity.rot_k`)."""
 
     row_identity: bytes
     layout: KVLayout
     groups: tuple[PlaneGroup, ...]
     codings: Mapping[str, RowCoding]
     rope: Rope | None = None
+    rot_k: bool = False
 
     @functools.cached_property
     def data(self) -> bytes:
@@ -123,6 +126,7 @@ class Basis:
                 for name, coding in sorted(self.codings.items())
             },
             self.rope,
+            rot_k=self.rot_k,
         )
         head = msgspec.msgpack.encode(header)
         body = head + b"".join(array.tobytes() for array in self._arrays())
@@ -149,23 +153,21 @@ class Basis:
     def _coders(self) -> dict[str, Coder]:
         return {}
 
-    def _coder(self, found: RowCoding) -> Coder:
+    @functools.cached_property
+    def _transforms(self) -> tuple[RowTransform, ...]:
+        """Of each group, for all codings: each takes the first components of them."""
         return tuple(
-            (
-                RowTransform(
-                    group.vectors[: len(classes)].view(np.uint16), group.mean, group.weights
-                ),
-                Quantizer(
-                    found.step,
-                    found.dead_zone,
-                    found.shrink,
-                    classes,
-                    found.shifts,
-                    found.frequencies,
-                ),
-            )
-            for group, classes in zip(self.groups, found.classes, strict=True)
+            RowTransform(group.vectors.view(np.uint16), group.mean, group.weights)
+            for group in self.groups
         )
+
+    def _coder(self, found: RowCoding) -> Coder:
+        rounding = (found.step, found.dead_zone, found.shrink)
+        quantizers = (
+            Quantizer(*rounding, classes, found.shifts, found.frequencies)
+            for classes in found.classes
+        )
+        return tuple(zip(self._transforms, quantizers, strict=True))
 
     def _arrays(self) -> Iterator[npt.NDArray[np.generic]]:
         for group in self.groups:
@@ -227,7 +229,7 @@ def _parsed(header: _Header, arrays: _Arrays) -> Basis:
     codings = {name: _coding(head, groups, arrays) for name, head in sorted(header.codings.items())}
     if len(arrays.data):
         raise ValueError("bytes are left over")
-    return Basis(header.row_identity, layout, groups, codings, header.rope)
+    return Basis(header.row_identity, layout, groups, codings, header.rope, header.rot_k)
 
 
 def _group(head: _PlaneGroupHead, layout: KVLayout, arrays: _Arrays) -> PlaneGroup:

@@ -8,7 +8,7 @@
     48  u16  rows of a page, u16 groups, u32 bytes of the coding's name
     56  xxh3_64 of bytes [0, 56), the name and the table of pages
     64  name, then the table of pages, page by page and in it group by group: u32 bytes, u64 xxh3_64
-    then the pages in the same order
+    then the pages in the same order; where cells have an extension (M-RoPE), it is one more group, int32[rows, 3]
 
 Each page has a checksum of its own, so that damage costs the rows of one page, and a range is read without the rest.
 What is read is labelled approximate by the caller; it is the same on every CPU.
@@ -27,10 +27,10 @@ import xxhash
 
 from towerd.codec.errors import CodecError, Damaged, NewerVersion, Truncated
 from towerd.codec.rows.basis import Basis, check_basis
+from towerd.codec.rows.plain import flattened, native, plain_format, plain_layout
 from towerd.kernels import dispatch, row_coding
 from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows
-from towerd.slots.shift import rotated, unrotated
 
 MAGIC = b"TWRTCR"
 VERSION = 1
@@ -48,23 +48,24 @@ def encode(
 ) -> bytes:
     """Native rows of consecutive positions in a coding of the basis; KeyError if it has none of that name.
 
-    CodecError if the basis is for other rows, or a row is not finite. StateError as `unrotated`."""
+    CodecError if the basis is for other rows, or rows are not finite or pictures'. StateError as `unrotated`."""
     check_basis(basis, rows.layout)
     if not rows.is_consecutive:
         raise CodecError("Rows with holes between them are not transform-coded.")
-    planes = list(unrotated(rows, rope, n_threads=n_threads).planes())
-    format_name = element_format(basis)
+    planes = list(flattened(rows, rope, rot_k=basis.rot_k, n_threads=n_threads).planes())
     coder, jobs = basis.coder(coding), []
     for at in range(0, len(rows), PAGE_ROWS):
         for group, (transform, quantizer) in zip(basis.groups, coder, strict=True):
             page = [planes[plane][at : at + PAGE_ROWS] for plane in group.planes]
             jobs.append((transform, quantizer, page))
     try:
-        pages = row_coding.encode_pages(jobs, format_name, n_threads)
+        pages = row_coding.encode_pages(jobs, plain_format(basis.layout), n_threads)
     except ValueError as error:
         raise CodecError(f"The rows cannot be transform-coded: {error}.") from error
+    if rows.ext is not None:
+        pages = _with_ext(pages, rows.ext.astype("<i4"), len(basis.groups))
     table = np.array([(len(page), xxhash.xxh3_64_intdigest(page)) for page in pages], _PAGE)
-    sizes = (rows.p0, len(rows), PAGE_ROWS, len(basis.groups))
+    sizes = (rows.p0, len(rows), PAGE_ROWS, _n_columns(basis))
     return b"".join([_head(basis.digest, coding, sizes, table), *pages])
 
 
@@ -91,12 +92,18 @@ def joined(parts: Sequence[CodedRows]) -> bytes:
     return b"".join([head, *(part.pages for part in parts)])
 
 
-def element_format(basis: Basis) -> str:
-    """The format of every plane. CodecError if they differ or are quantized."""
-    formats = {plane.format for plane in basis.layout.planes}
-    if len(formats) != 1 or next(iter(formats)).is_quantized:
-        raise CodecError("Rows of quantized or mixed cache types are not transform-coded.")
-    return next(iter(formats)).name
+def _n_columns(basis: Basis) -> int:
+    """Of the table of pages."""
+    return len(basis.groups) + basis.layout.cell_ext
+
+
+def _with_ext(pages: list[bytes], ext: npt.NDArray[np.int32], n_groups: int) -> list[bytes]:
+    """The pages with one of extensions behind those of every PAGE_ROWS rows."""
+    found = []
+    for page, at in enumerate(range(0, len(ext), PAGE_ROWS)):
+        found += pages[page * n_groups : (page + 1) * n_groups]
+        found.append(ext[at : at + PAGE_ROWS].tobytes())
+    return found
 
 
 class PageDamaged(Damaged):
@@ -137,7 +144,7 @@ class CodedRows:
         not here."""
         if basis.digest != self.basis_digest:
             raise CodecError("The rows were coded with another basis.")
-        if self.coding not in basis.codings or self.table.shape[1] != len(basis.groups):
+        if self.coding not in basis.codings or self.table.shape[1] != _n_columns(basis):
             raise Damaged("The rows are in a coding that their basis does not have.")
         if not self.p0 <= p0 < p1 <= self.p1:
             raise CodecError(f"There are no rows [{p0}, {p1}); these are [{self.p0}, {self.p1}).")
@@ -145,13 +152,15 @@ class CodedRows:
         last = -(-(p1 - self.p0) // self.page_rows)
         start = first * self.page_rows
         n = min(last * self.page_rows, self.n_rows) - start
-        planes = [np.empty((n, plane.row_bytes), np.uint8) for plane in basis.layout.planes]
+        layout = plain_layout(basis.layout)
+        planes = [np.empty((n, plane.row_bytes), np.uint8) for plane in layout.planes]
         self._read_pages(first, last, planes, basis, n_threads)
-        n_layer = basis.layout.n_layer
+        ext = self._read_ext(first, last, n) if layout.cell_ext else None
         at = self.p0 + start
         positions = np.arange(at, at + n, dtype=np.int32)
-        rows = KVRows(basis.layout, positions, tuple(planes[:n_layer]), tuple(planes[n_layer:]))
-        return rotated(rows.slice(p0, p1), rope, n_threads=n_threads)
+        k, v = planes[: layout.n_layer], planes[layout.n_layer :]
+        plain = KVRows(layout, positions, tuple(k), tuple(v), ext).slice(p0, p1)
+        return native(plain, basis.layout, rope, rot_k=basis.rot_k, n_threads=n_threads)
 
     def damaged(self) -> list[tuple[int, int]]:
         """The positions [p0, p1) of each page whose checksums do not hold."""
@@ -197,10 +206,18 @@ class CodedRows:
                 to = [planes[plane][at : at + self.page_rows] for plane in basis.groups[i].planes]
                 jobs.append((transform, quantizer, self._page(page, i), to))
                 places.append(page)
-        done = row_coding.decode_pages(jobs, element_format(basis), n_threads)
+        done = row_coding.decode_pages(jobs, plain_format(basis.layout), n_threads)
         for good, page in zip(done, places, strict=True):
             if not good:
                 raise self._damaged(page)
+
+    def _read_ext(self, first: int, last: int, n: int) -> npt.NDArray[np.int32]:
+        """int32[n, 3] of pages [first, last)."""
+        column = self.table.shape[1] - 1
+        data = b"".join(self._page(page, column) for page in range(first, last))
+        if len(data) != 12 * n:
+            raise self._damaged(first)
+        return np.frombuffer(data, "<i4").reshape(n, 3).astype(np.int32)
 
     def _page(self, page: int, group: int) -> memoryview:
         start, entry = int(self.starts[page, group]), self.table[page, group]

@@ -16,12 +16,12 @@ import numpy.typing as npt
 
 from towerd.codec.errors import CodecError
 from towerd.codec.rows.basis import Basis, PlaneGroup, RowCoding
+from towerd.codec.rows.plain import flattened
 from towerd.kernels import dispatch, row_coding
 from towerd.kernels.row_coding import ESCAPE, HALF, SHIFT_MAX, SYMBOLS, TABLE_SUM
 from towerd.slots.layout import KVLayout
 from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows
-from towerd.slots.shift import unrotated
 
 RATIO_MIN = 0.2
 """Components whose standard deviation is a smaller share of the step are left out: nearly all of their values are
@@ -73,17 +73,18 @@ def learn(
     weights: Sequence[float] | None = None,
     eigh: Eigh = np.linalg.eigh,
     pause: Callable[[], object] = lambda: None,
+    rot_k: bool = False,
     n_threads: int = dispatch.THREADS,
 ) -> Basis:
     """The basis of native rows of one layout. groups: planes that are transformed together; weights: of each
-    plane, None for 1
+    plane, None for 1; rot_k: see `Basis`
 
     eigh: what decomposes symmetric matrices; pause: called every few dozen milliseconds, returns when the
     next ones may be used
 
     CodecError if there are too few rows or some cannot be transform-coded."""
     layout = samples[0].layout
-    flat = [unrotated(rows, rope, n_threads=n_threads) for rows in samples]
+    flat = [flattened(rows, rope, rot_k=rot_k, n_threads=n_threads) for rows in samples]
     n_rows = sum(map(len, samples))
     weights = [1.0] * len(layout.planes) if weights is None else weights
     found, variances = [], []
@@ -98,7 +99,7 @@ def learn(
         found.append(group)
         variances.append(variance)
     made = _codings(codings, found, variances, flat, n_threads, pause)
-    return Basis(row_identity, layout, tuple(found), made, rope)
+    return Basis(row_identity, layout, tuple(found), made, rope, rot_k)
 
 
 def _floats(samples: Sequence[KVRows], planes: Sequence[int]) -> npt.NDArray[np.float32]:

@@ -65,7 +65,7 @@ TOWERD_INLINE F exponential(F x) {
 
 TOWERD_INLINE F add(F a, F b) { return a + b; }
 
-void add_softmax(float * x, std::size_t n, float * mass) {
+void add_softmax(float * x, std::size_t n, float weight, float * mass) {
     const std::size_t padded = (n + kLanes - 1) / kLanes * kLanes;
     for (std::size_t i = n; i < padded; ++i) {
         x[i] = -__builtin_inff();
@@ -77,11 +77,11 @@ void add_softmax(float * x, std::size_t n, float * mass) {
     const F top = splat(across<max>(highest));
     F       sum{};
     for (std::size_t i = 0; i < padded; i += kLanes) {
-        const F weight = exponential(load(x + i) - top);
-        store(x + i, weight);
-        sum = sum + weight;
+        const F power = exponential(load(x + i) - top);
+        store(x + i, power);
+        sum = sum + power;
     }
-    const F share = splat(1.0f / across<add>(sum));
+    const F share = splat(weight / across<add>(sum));
     for (std::size_t i = 0; i < padded; i += kLanes) {
         store(mass + i, multiply_add(load(x + i), share, load(mass + i)));
     }

@@ -124,17 +124,19 @@ private:
         }
         for (std::size_t r = 0; r < n; ++r) {
             float *           row = scores + r * n_padded();
-            const std::size_t n_row = seen((row0 + r) / group());
+            const std::size_t query = (row0 + r) / group();
+            const std::size_t n_row = seen(query);
+            const float       weight = job_.weights == nullptr ? 1.0f : job_.weights[query];
             if (!(isa_.peak(row, n_row) < __builtin_inff())) {
                 return false;
             }
             if (job_.sinks == nullptr) {
-                isa_.add_softmax(row, n_row, masses);
+                isa_.add_softmax(row, n_row, weight, masses);
                 continue;
             }
             const float others = masses[n_row];
             row[n_row] = job_.sinks[kv * group() + (row0 + r) % group()];
-            isa_.add_softmax(row, n_row + 1, masses);
+            isa_.add_softmax(row, n_row + 1, weight, masses);
             masses[n_row] = others;
         }
         return true;

@@ -20,6 +20,7 @@ struct AttentionMass {
     std::size_t          head_dim;  // at most kHeadDimMax
     float                scale;     // of scores before the softmax
     const float *        sinks;     // for each head, the score of what is beside all keys; null: there is nothing
+    const float *        weights;   // for each query, what each of its heads spreads; null: 1
     float *              mass;      // n_kv_heads rows of one for each key
 };
 
@@ -31,8 +32,8 @@ struct BadAttention {
     std::size_t row;  // the row that is not finite; unset for a score
 };
 
-// Writes for each KV head and key the sum of the softmax weights that the KV head's heads of all queries give it. After
-// a failure the contents of `mass` are undefined. The result does not depend on the number of threads.
+// Writes for each KV head and key the sum of the softmax weights that the KV head's heads of all queries give it, each times
+// the weight of the query. After a failure the contents of `mass` are undefined. The result does not depend on the number of threads.
 std::optional<BadAttention> attention_mass(const AttentionMass & job, const Isa & isa, std::size_t n_threads);
 
 }  // namespace towerd

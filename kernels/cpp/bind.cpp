@@ -39,7 +39,7 @@ struct Kernels {
     void       rope_shift(handle src, handle out, handle format, handle cos, handle sin, handle row_table, handle head_dim,
                           handle n_rot, handle first, handle neox, handle hadamard_block, handle n_threads) const;
     nb::object attention_mass(handle queries, handle keys, handle format, handle n_seen, handle head_dim, handle scale,
-                              handle n_threads, handle sinks) const;
+                              handle n_threads, handle sinks, handle weights) const;
 };
 
 void Kernels::copy_planes(handle dst, handle jobs, handle n_threads) const {
@@ -331,17 +331,23 @@ void check_seen(const Buffer & seen, std::size_t n_queries, std::size_t n_keys) 
     }
 }
 
-void check_sinks(const Buffer & sinks, std::size_t n_heads) {
-    sinks.require_contiguous("sinks");
-    if (sinks.shape(0) != n_heads) {
-        refuse("sinks", "expected " + std::to_string(n_heads) + " entries");
+// The `n` finite numbers of an argument that may be None: then null.
+const float * numbers_of(handle argument, const char * name, std::size_t n, std::optional<Buffer> & held) {
+    if (argument.is_none()) {
+        return nullptr;
     }
-    const auto * score = reinterpret_cast<const float *>(sinks.data());
-    for (std::size_t i = 0; i < n_heads; ++i) {
-        if (!std::isfinite(score[i])) {
-            refuse("sinks", "entry " + std::to_string(i) + " is not finite");
+    held.emplace(argument, name, false, 1, sizeof(float), kFloat);
+    held->require_contiguous(name);
+    if (held->shape(0) != n) {
+        refuse(name, "expected " + std::to_string(n) + " entries");
+    }
+    const auto * number = reinterpret_cast<const float *>(held->data());
+    for (std::size_t i = 0; i < n; ++i) {
+        if (!std::isfinite(number[i])) {
+            refuse(name, "entry " + std::to_string(i) + " is not finite");
         }
     }
+    return number;
 }
 
 [[noreturn]] void refuse_attention(const BadAttention & bad) {
@@ -352,7 +358,7 @@ void check_sinks(const Buffer & sinks, std::size_t n_heads) {
 }
 
 nb::object Kernels::attention_mass(handle queries, handle keys, handle format, handle n_seen, handle head_dim,
-                                   handle scale, handle n_threads, handle sinks) const {
+                                   handle scale, handle n_threads, handle sinks, handle weights) const {
     const std::size_t threads = threads_of(n_threads);
     const Buffer      query_rows(queries, "queries", false, 2, sizeof(float), kFloat);
     const Buffer      key_rows(keys, "keys", false, 2, 1, kBytes);
@@ -372,12 +378,9 @@ nb::object Kernels::attention_mass(handle queries, handle keys, handle format, h
     const Buffer seen(n_seen, "n_seen", false, 1, sizeof(std::int64_t), kInt64);
     check_seen(seen, job.queries.n, job.keys.n);
     job.n_seen = reinterpret_cast<const std::int64_t *>(seen.data());
-    std::optional<Buffer> scores;
-    if (!sinks.is_none()) {
-        scores.emplace(sinks, "sinks", false, 1, sizeof(float), kFloat);
-        check_sinks(*scores, job.n_heads);
-        job.sinks = reinterpret_cast<const float *>(scores->data());
-    }
+    std::optional<Buffer> held_sinks, held_weights;
+    job.sinks = numbers_of(sinks, "sinks", job.n_heads, held_sinks);
+    job.weights = numbers_of(weights, "weights", job.queries.n, held_weights);
     const nb::object mass = nb::module_::import_("numpy").attr("empty")(nb::make_tuple(job.n_kv_heads, job.keys.n), "float32");
     std::optional<BadAttention> bad;
     {
@@ -433,7 +436,7 @@ NB_MODULE(_native, m) {
              "n_threads"_a.none() = 1)
         .def("attention_mass", &Kernels::attention_mass, "queries"_a.none(), "keys"_a.none(), "format"_a.none(),
              "n_seen"_a.none(), "head_dim"_a.none(), "scale"_a.none(), "n_threads"_a.none() = 1,
-             "sinks"_a.none() = nb::none());
+             "sinks"_a.none() = nb::none(), "weights"_a.none() = nb::none());
     m.def("check_rope_shift", &check_rope_shift, "src"_a.none(), "out"_a.none(), "format"_a.none(), "cos"_a.none(), "sin"_a.none(), "row_table"_a.none(),
           "head_dim"_a.none(), "n_rot"_a.none(), "first"_a.none(), "neox"_a.none(), "hadamard_block"_a.none(),
           "n_threads"_a.none() = 1);

@@ -167,8 +167,9 @@ struct PageArguments {
         job.transform = bound<RowTransform>(transform, name, "RowTransform");
         if (quantizer.is_valid()) {
             job.quantizer = bound<Quantizer>(quantizer, name, "Quantizer");
-            if (job.quantizer->tables.class_of.size() != job.transform->n_components()) {
-                refuse(name, "the quantizer is of another number of components");
+            const std::size_t n = job.n_components();
+            if (n == 0 || n > job.transform->n_components()) {
+                refuse(name, "the quantizer is of no or too many components");
             }
         }
         job.planes = planes(rows, *job.transform, name);

@@ -424,7 +424,7 @@ DciVotes DciTree::vote(const DciKeys & keys, const float * queries, std::size_t 
         }
         for (std::size_t i = 0; i < n; ++i) {
             std::fill_n(shares.data(), stride, 0.0f);
-            points_.isa().add_softmax(scores.data() + i * stride, n_rows, shares.data());
+            points_.isa().add_softmax(scores.data() + i * stride, n_rows, 1.0f, shares.data());
             for (std::size_t j = 0; j < n_ids; ++j) {
                 votes.shares[j] = std::max(votes.shares[j], shares.data()[j]);
             }

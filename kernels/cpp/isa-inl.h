@@ -6,6 +6,7 @@
 #include "rotate-inl.h"
 #include "attention-inl.h"
 #include "lm-inl.h"
+#include "transform-inl.h"
 #include "blocks-inl.h"
 
 namespace towerd::TOWERD_ISA_NAMESPACE {
@@ -51,6 +52,7 @@ Isa assemble() {
     isa.finish_stream = finish_stream;
 #endif
     isa.lm = {{lm_products<LmF32>, lm_products<LmF16>, lm_products<LmQ8>}, lm_norm, lm_exponentials, lm_gated, lm_counts};
+    isa.transform_product = transform_product;
     return isa;
 }
 

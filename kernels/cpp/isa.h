@@ -102,6 +102,22 @@ struct LmProduct {
     std::size_t          out_stride;
 };
 
+// Rows of a TransformProduct that are multiplied at once.
+constexpr std::size_t kTransformRows = 8;
+
+// out[x * out_stride + row] = the same sum, in the same order, of matrix[row][column] * x[column * n_x + x]; the matrix is
+// of f16. `n_x` is a multiple of kTransformRows.
+struct TransformProduct {
+    const std::uint8_t * panels;
+    std::size_t          panel_bytes;
+    std::size_t          n_panels;
+    std::size_t          n_columns;
+    const float *        x;
+    std::size_t          n_x;
+    float *              out;
+    std::size_t          out_stride;
+};
+
 // The operations of a language model, which give the same bits with all instruction sets. Sums are 16 partial sums of
 // the numbers whose index is the same modulo 16, and then those at distance 8, 4, 2, 1.
 struct LmIsa {
@@ -140,9 +156,9 @@ struct Isa {
     void (*scores)(const float * queries, std::size_t n, const float * panel, std::size_t head_dim, float scale,
                    float * to, std::size_t stride);
 
-    // Adds the softmax of `n` finite scores, at least one, to `mass`. Both have room for a multiple of 16 numbers;
-    // the contents of the scores are undefined afterwards.
-    void (*add_softmax)(float * scores, std::size_t n, float * mass);
+    // Adds `weight` times the softmax of `n` finite scores, at least one, to `mass`. Both have room for a multiple of 16
+    // numbers; the contents of the scores are undefined afterwards.
+    void (*add_softmax)(float * scores, std::size_t n, float weight, float * mass);
 
     // to[i] = query . rows[i], rows of f32, f16 or bf16 (indexed by codec) of `width` numbers, a multiple of 8. The same
     // bits everywhere. No alignment.
@@ -157,6 +173,8 @@ struct Isa {
     void (*finish_stream)();
 
     LmIsa lm;
+
+    void (*transform_product)(const TransformProduct & job);
 };
 
 }  // namespace towerd

@@ -11,28 +11,31 @@ namespace towerd {
 
 namespace {
 
-std::size_t padded(std::size_t n) { return (n + kLmRows - 1) / kLmRows * kLmRows; }
+std::size_t up_to(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+std::size_t padded(std::size_t n) { return up_to(n, kLmRows); }
 
 // A matrix of `rows` as panels of kLmRows rows, column by column; zeros behind the last row.
 template <typename At>
 std::vector<std::uint16_t> panels_of(std::size_t rows, std::size_t columns, const At & at) {
     std::vector<std::uint16_t> panels(padded(rows) * columns);
-    for (std::size_t row = 0; row < rows; ++row) {
-        std::uint16_t * panel = panels.data() + row / kLmRows * kLmRows * columns;
-        for (std::size_t column = 0; column < columns; ++column) {
-            panel[column * kLmRows + row % kLmRows] = at(row, column);
+    std::uint16_t *            to = panels.data();
+    for (std::size_t first = 0; first < rows; first += kLmRows) {
+        const std::size_t n = std::min(kLmRows, rows - first);
+        for (std::size_t column = 0; column < columns; ++column, to += kLmRows) {
+            for (std::size_t i = 0; i < n; ++i) {
+                to[i] = at(first + i, column);
+            }
         }
     }
     return panels;
 }
 
-void multiply(const Isa & isa, const std::vector<std::uint16_t> & panels, std::size_t columns, const float * x,
-              std::size_t x_stride, std::size_t n, float * out, std::size_t out_stride) {
-    const std::size_t panel_bytes = columns * kLmRows * sizeof(std::uint16_t);
-    const auto *      bytes = reinterpret_cast<const std::uint8_t *>(panels.data());
-    isa.lm.products[kLmF16]({bytes, panel_bytes, panels.size() * sizeof(std::uint16_t) / panel_bytes, columns, x, x_stride,
-                             n, out, out_stride});
+const std::uint8_t * bytes_of(const std::vector<std::uint16_t> & panels) {
+    return reinterpret_cast<const std::uint8_t *>(panels.data());
 }
+
+std::size_t panel_bytes(std::size_t columns) { return columns * kLmRows * sizeof(std::uint16_t); }
 
 // A thread's memory for the largest of the jobs.
 struct Scratch {
@@ -45,8 +48,9 @@ struct Scratch {
 std::vector<Scratch> scratches(const std::vector<const PageJob *> & jobs, std::size_t n_threads) {
     std::size_t x = 0, components = 0;
     for (const PageJob * job : jobs) {
-        x = std::max(x, job->n_rows() * job->transform->x_stride());
-        components = std::max(components, job->n_rows() * job->transform->component_stride());
+        const std::size_t n_rows = up_to(job->n_rows(), kTransformRows);
+        x = std::max(x, n_rows * job->transform->x_stride());
+        components = std::max(components, n_rows * job->transform->component_stride());
     }
     return std::vector<Scratch>(std::max<std::size_t>(1, std::min(n_threads, jobs.size())), Scratch(x, components));
 }
@@ -81,33 +85,38 @@ void store_rows(const PageJob & job, const Format & format, const Isa & isa, con
 }
 
 std::int16_t quantized(float component, float inverse_step, float rounding) {
-    constexpr float   most = 32767.0f;
-    const float       level = std::min(most, std::floor(std::fabs(component * inverse_step) + rounding));
-    const std::int16_t magnitude = level > 0.0f ? static_cast<std::int16_t>(level) : std::int16_t{0};
-    return component < 0.0f ? static_cast<std::int16_t>(-magnitude) : magnitude;
+    constexpr float most = 32767.0f;
+    const float     level = std::fabs(component * inverse_step) + rounding;  // not below 0, so that its integer part is its floor
+    const auto      magnitude = static_cast<std::int32_t>(level < most ? level : most);
+    return static_cast<std::int16_t>(component < 0.0f ? -magnitude : magnitude);
 }
 
 // components[row][component] to values[component][row].
 void quantize(const PageJob & job, const float * components, std::int16_t * values) {
     const Quantizer & quantizer = *job.quantizer;
-    const std::size_t stride = job.transform->component_stride(), n_rows = job.n_rows();
+    const std::size_t stride = job.transform->component_stride(), n_rows = job.n_rows(), n = job.n_components();
     const float       inverse_step = 1.0f / quantizer.step, rounding = 0.5f - quantizer.dead_zone;
-    for (std::size_t row = 0; row < n_rows; ++row) {
-        for (std::size_t i = 0; i < job.transform->n_components(); ++i) {
-            values[i * n_rows + row] = quantized(components[row * stride + i], inverse_step, rounding);
+    for (std::size_t first = 0; first < n; first += kLmRows) {
+        const std::size_t end = std::min(n, first + kLmRows);
+        for (std::size_t row = 0; row < n_rows; ++row) {
+            for (std::size_t i = first; i < end; ++i) {
+                values[i * n_rows + row] = quantized(components[row * stride + i], inverse_step, rounding);
+            }
         }
     }
 }
 
-void dequantize(const PageJob & job, const std::int16_t * values, float * components) {
+// values[component][row] to components[component][n_padded]: zeros behind the last row.
+void dequantize(const PageJob & job, const std::int16_t * values, std::size_t n_padded, float * components) {
     const Quantizer & quantizer = *job.quantizer;
-    const std::size_t stride = job.transform->component_stride(), n_rows = job.n_rows();
-    for (std::size_t row = 0; row < n_rows; ++row) {
-        for (std::size_t i = 0; i < job.transform->n_components(); ++i) {
-            const auto  value = static_cast<float>(values[i * n_rows + row]);
-            const float inward = value > 0.0f ? -quantizer.shrink : value < 0.0f ? quantizer.shrink : 0.0f;
-            components[row * stride + i] = (value + inward) * quantizer.step;
+    const std::size_t n_rows = job.n_rows();
+    for (std::size_t i = 0; i < job.n_components(); ++i, values += n_rows, components += n_padded) {
+        for (std::size_t row = 0; row < n_rows; ++row) {
+            const auto value = static_cast<float>(values[row]);
+            const auto sign = static_cast<float>((values[row] > 0) - (values[row] < 0));
+            components[row] = (value - sign * quantizer.shrink) * quantizer.step;
         }
+        std::fill(components + n_rows, components + n_padded, 0.0f);
     }
 }
 
@@ -149,7 +158,7 @@ std::size_t RowTransform::x_stride() const { return padded(n_elements_); }
 
 std::size_t RowTransform::component_stride() const { return padded(n_components_); }
 
-void RowTransform::forward(const Isa & isa, float * x, std::size_t n_rows, float * components) const {
+void RowTransform::forward(const Isa & isa, float * x, std::size_t n_rows, std::size_t n, float * components) const {
     std::call_once(made_, [this] {
         forward_panels_ = panels_of(n_components_, n_elements_, [this](std::size_t row, std::size_t column) {
             return inverse_panels_[(column / kLmRows * n_components_ + row) * kLmRows + column % kLmRows];
@@ -161,11 +170,13 @@ void RowTransform::forward(const Isa & isa, float * x, std::size_t n_rows, float
             values[i] = (values[i] - mean_[i]) * weights_[i];
         }
     }
-    multiply(isa, forward_panels_, n_elements_, x, x_stride(), n_rows, components, component_stride());
+    isa.lm.products[kLmF16]({bytes_of(forward_panels_), panel_bytes(n_elements_), padded(n) / kLmRows, n_elements_, x,
+                             x_stride(), n_rows, components, component_stride()});
 }
 
-void RowTransform::inverse(const Isa & isa, const float * components, std::size_t n_rows, float * x) const {
-    multiply(isa, inverse_panels_, n_components_, components, component_stride(), n_rows, x, x_stride());
+void RowTransform::inverse(const Isa & isa, const float * components, std::size_t n_rows, std::size_t n, float * x) const {
+    isa.transform_product({bytes_of(inverse_panels_), panel_bytes(n_components_), x_stride() / kLmRows, n, components,
+                           n_rows, x, x_stride()});
     for (std::size_t row = 0; row < n_rows; ++row) {
         float * values = x + row * x_stride();
         for (std::size_t i = 0; i < n_elements_; ++i) {
@@ -183,7 +194,7 @@ std::vector<std::vector<float>> components_of(const std::vector<PageJob> & jobs,
         if (!load_rows(job, format, isa, scratch.x.data())) {
             return;
         }
-        job.transform->forward(isa, scratch.x.data(), job.n_rows(), scratch.components.data());
+        job.transform->forward(isa, scratch.x.data(), job.n_rows(), n, scratch.components.data());
         for (std::size_t row = 0; row < job.n_rows(); ++row) {
             const float * from = scratch.components.data() + row * stride;
             found[i].insert(found[i].end(), from, from + n);
@@ -200,7 +211,7 @@ std::vector<std::vector<std::uint8_t>> encode_pages(const std::vector<PageJob> &
         if (!load_rows(job, format, isa, scratch.x.data())) {
             return;
         }
-        job.transform->forward(isa, scratch.x.data(), job.n_rows(), scratch.components.data());
+        job.transform->forward(isa, scratch.x.data(), job.n_rows(), job.n_components(), scratch.components.data());
         quantize(job, scratch.components.data(), scratch.values.data());
         pages[i] = rans_encode(scratch.values.data(), job.n_rows(), job.quantizer->tables);
     });
@@ -216,8 +227,9 @@ std::vector<std::uint8_t> decode_pages(const std::vector<DecodeJob> & jobs, cons
         if (!rans_decode(jobs[i].page, jobs[i].n_bytes, to.n_rows(), to.quantizer->tables, scratch.values.data())) {
             return;
         }
-        dequantize(to, scratch.values.data(), scratch.components.data());
-        to.transform->inverse(isa, scratch.components.data(), to.n_rows(), scratch.x.data());
+        const std::size_t n_padded = up_to(to.n_rows(), kTransformRows);
+        dequantize(to, scratch.values.data(), n_padded, scratch.components.data());
+        to.transform->inverse(isa, scratch.components.data(), n_padded, to.n_components(), scratch.x.data());
         store_rows(to, format, isa, scratch.x.data());
         good[i] = 1;
     });

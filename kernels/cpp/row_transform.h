@@ -30,9 +30,11 @@ public:
     std::size_t x_stride() const;
     std::size_t component_stride() const;
 
-    // x[n_rows][x_stride] is used up.
-    void forward(const Isa & isa, float * x, std::size_t n_rows, float * components) const;
-    void inverse(const Isa & isa, const float * components, std::size_t n_rows, float * x) const;
+    // The first `n` components, components[n_rows][component_stride]; x[n_rows][x_stride] is used up.
+    void forward(const Isa & isa, float * x, std::size_t n_rows, std::size_t n, float * components) const;
+
+    // Rows of the first `n` components, components[n][n_rows]; `n_rows` is a multiple of kTransformRows.
+    void inverse(const Isa & isa, const float * components, std::size_t n_rows, std::size_t n, float * x) const;
 
 private:
     std::size_t                        n_components_, n_elements_;
@@ -53,10 +55,11 @@ struct Quantizer {
 // A page: all rows of `planes`, which lie side by side in the transform's elements.
 struct PageJob {
     const RowTransform * transform;
-    const Quantizer *    quantizer;  // of as many components
+    const Quantizer *    quantizer;  // of the first components, or of all of them
     std::vector<Rows>    planes;     // same number of rows, at most kPageRowsMax
 
     std::size_t n_rows() const { return planes.front().n; }
+    std::size_t n_components() const { return quantizer->tables.class_of.size(); }
 };
 
 struct DecodeJob {

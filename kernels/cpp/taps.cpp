@@ -64,8 +64,10 @@ private:
 
     // Allocates nothing, because memory may have run out; `why` is at most kErrorMax long.
     void fail(const char * why) { error_.assign(why); }
-    bool see(const void * tensor, bool ask);
-    void read(const void * tensor, const Place & place);
+    bool         see(const void * tensor, bool ask);
+    bool         is_watched(const std::string & name) const;
+    const void * queries_of(const void * tensor, const std::string & name);
+    void         read(const void * tensor, const Place & place);
 
     TensorFunctions          functions_;
     std::vector<std::string> names_;
@@ -80,6 +82,21 @@ struct TensorHead {
     std::int64_t ne[4];
     std::size_t  nb[4];
 };
+
+// All of them up to its name.
+struct TensorBody {
+    TensorHead   head;
+    std::int32_t op;
+    std::int32_t op_params[16];
+    std::int32_t flags;
+    const void * src[10];
+    const void * view_src;
+    std::size_t  view_offset;
+    void *       data;
+    char         name[64];
+};
+
+constexpr char kQueries[] = "queries";  // what an attention multiplies with keys, whatever llama.cpp calls it
 
 constexpr std::int32_t kTypeF32 = 0;
 constexpr std::size_t  kDigitsMax = 6;
@@ -107,6 +124,29 @@ bool NodeTap::on_node(void * tensor, bool ask, void * tap) noexcept {
     return static_cast<NodeTap *>(tap)->see(tensor, ask);
 }
 
+bool NodeTap::is_watched(const std::string & name) const {
+    return std::find(names_.begin(), names_.end(), name) != names_.end();
+}
+
+// The queries that went into a layer's attention, if `tensor` is the product with its keys (kq) or the output of a fused
+// attention (kqv_out), before whose computation nothing else takes their memory; null if it is neither.
+const void * NodeTap::queries_of(const void * tensor, const std::string & name) {
+    const bool is_product = name == "kq";
+    if ((!is_product && name != "kqv_out") || !is_watched(kQueries)) {
+        return nullptr;
+    }
+    const auto * body = static_cast<const TensorBody *>(tensor);
+    if (functions_.name(tensor) != body->name) {
+        fail("This llama.cpp lays its tensors out in another way.");
+        return nullptr;
+    }
+    if (is_product) {
+        return body->src[1];
+    }
+    const auto * fused = static_cast<const TensorBody *>(body->src[0]);
+    return fused == nullptr || fused->src[2] == nullptr ? nullptr : fused->src[0];
+}
+
 // Before a node is computed, returns whether its data is wanted; after it, true: otherwise the computation stops.
 bool NodeTap::see(const void * tensor, bool ask) {
     if (names_.empty()) {
@@ -114,11 +154,19 @@ bool NodeTap::see(const void * tensor, bool ask) {
     }
     try {
         const Place place = place_of(functions_.name(tensor));
-        if (place.second < 0 || std::find(names_.begin(), names_.end(), place.first) == names_.end()) {
+        if (place.second < 0) {
             return !ask;
         }
-        if (!ask && error_.empty()) {
+        const void * queries = queries_of(tensor, place.first);
+        const bool   is_named = is_watched(place.first);
+        if (!is_named && queries == nullptr) {
+            return !ask;
+        }
+        if (!ask && error_.empty() && is_named) {
             read(tensor, place);
+        }
+        if (!ask && error_.empty() && queries != nullptr) {
+            read(queries, {kQueries, place.second});
         }
     } catch (const std::bad_alloc &) {
         fail("There is no memory for a tapped tensor.");

@@ -185,5 +185,18 @@ def unseen(quick: bool, **options: Any) -> None:
     _run("codec.unseen", None, quick, **options)
 
 
+@bench.command()
+@MODEL
+@click.option(
+    "--learn-text", type=FILE, help="UTF-8 text to fit on; default: the calibration text."
+)
+@click.option("--text", type=FILE, help="UTF-8 text to measure on; default: its last third.")
+@click.option("--tokens", type=click.IntRange(4_000), help="Tokens to fit on; default 24,000.")
+@QUICK
+def prediction(model: Path | None, quick: bool, **options: Any) -> None:
+    """What rows before, layers below and the token alone tell of stored rows, and the bits that it saves."""
+    _run("prediction.gains", model, quick, **options)
+
+
 def _run(name: str, model: Path | None, quick: bool, **options: Any) -> None:
     run_benchmark(f"lab.bench.{name}", model, quick, QUICK_WORK.get(name), **options)

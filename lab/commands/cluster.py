@@ -54,14 +54,15 @@ def cluster(
 ) -> None:
     """Report which community and bot prompts of the YAML file SPEC, or of the store, are alike:
     clusters, their radii in bits, and the bytes saved when each prompt is coded on top of the
-    medoid of its cluster."""
+    medoid of its cluster. Of a running daemon's store also what its frozen sessions save that are
+    coded after a base like their own prompt."""
     from towerd.cli.output import echo_json
 
     if (spec is None) != from_store:
         raise click.UsageError("Name a file SPEC.yaml, or --store for the bases of the store.")
     target = replace(target, model=model)
-    path, members = _of_store(target) if spec is None else _of_file(spec, target)
-    found = _report(path, members, clusters)
+    path, members, saved = _of_store(target) if spec is None else (*_of_file(spec, target), {})
+    found = _report(path, members, clusters) | saved
     if as_json:
         echo_json(found)
     else:
@@ -81,13 +82,19 @@ def _of_file(spec: Path, target: Target) -> tuple[Path, list[tuple[str, bytes | 
     return find_model(target.config().model), texts
 
 
-def _of_store(target: Target) -> tuple[Path, list[tuple[str, bytes | Ids]]]:
-    """(model, name and own ids of each base) of the daemon's store or the files themselves."""
+def _of_store(target: Target) -> tuple[Path, list[tuple[str, bytes | Ids]], Json]:
+    """(model, name and own ids of each base, what sessions save) of the daemon's store or the files
+    themselves."""
     from towerd.models.bundled import find_model
 
     with connect(target) as backend:
         model = backend.model_path() if backend.has_model else find_model(target.config().model)
-        return model, own_ids(backend)
+        stats = backend.stats()["store"]
+        saved = {
+            "alike_coded": stats.get("alike_coded", 0),
+            "alike_bytes_saved": stats.get("alike_bytes_saved", 0),
+        }
+        return model, own_ids(backend), saved
 
 
 def own_ids(backend: ApiClient) -> list[tuple[str, bytes | Ids]]:
@@ -203,3 +210,8 @@ def _print(found: Json) -> None:
         f"{found['prompts']} prompts in {len(found['clusters'])} clusters: "
         f"{found['bytes_alone']:,} bytes by themselves, {found['bytes']:,} clustered."
     )
+    if found.get("alike_coded"):
+        click.echo(
+            f"{found['alike_coded']:,} sessions were coded after a base like their prompt since "
+            f"the start: {size(found['alike_bytes_saved'])} saved."
+        )

@@ -20,6 +20,7 @@ def attention_mass(
     scale: float,
     n_threads: int = 1,
     sinks: Floats | None = None,
+    weights: Floats | None = None,
 ) -> Floats:
     """See `dispatch.attention_mass`."""
     m, n = len(queries), len(keys)
@@ -40,8 +41,10 @@ def attention_mass(
         scores[hidden] = -np.inf
         if sinks is not None:
             scores = np.append(scores, np.full((m, 1), np.float64(sinks[head])), axis=1)
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        shares = weights / weights.sum(axis=1, keepdims=True)
+        powers = np.exp(scores - scores.max(axis=1, keepdims=True))
+        shares = powers / powers.sum(axis=1, keepdims=True)
+        if weights is not None:
+            shares *= weights[:, None].astype(np.float64)
         total[head // group] += shares[:, :n].sum(axis=0)
     return total.astype(np.float32)
 

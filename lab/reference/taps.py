@@ -24,6 +24,22 @@ class _TensorHead(ctypes.Structure):
     ]
 
 
+class _TensorBody(ctypes.Structure):
+    """All of them up to its name."""
+
+    _fields_ = [
+        ("head", _TensorHead),
+        ("op", ctypes.c_int32),
+        ("op_params", ctypes.c_int32 * 16),
+        ("flags", ctypes.c_int32),
+        ("src", _POINTER * 10),
+        ("view_src", _POINTER),
+        ("view_offset", ctypes.c_size_t),
+        ("data", _POINTER),
+        ("name", ctypes.c_char * 64),
+    ]
+
+
 class ReferenceNodeTap:
     """A callback that llama.cpp calls for each node of a graph: before it, to ask whether the data
     is wanted, and after it, with the data (ggml's `ggml_backend_sched_eval_callback`). It must
@@ -41,7 +57,7 @@ class ReferenceNodeTap:
         ):
             if not address:
                 raise ValueError(f"{what}: expected the address of a function")
-        self._name = ctypes.CFUNCTYPE(ctypes.c_char_p, _POINTER)(name)
+        self._name = ctypes.CFUNCTYPE(_POINTER, _POINTER)(name)
         self._n_bytes = ctypes.CFUNCTYPE(ctypes.c_size_t, _POINTER)(n_bytes)
         self._n_elements = ctypes.CFUNCTYPE(ctypes.c_int64, _POINTER)(n_elements)
         size = ctypes.c_size_t
@@ -66,7 +82,10 @@ class ReferenceNodeTap:
 
     def watch(self, names: Sequence[str]) -> None:
         """Forget all collected tensors; collect float32 tensors called `<name>-<layer>` from the
-        next batch on. Each wanted tensor splits the graph; without names nothing is split."""
+        next batch on. Each wanted tensor splits the graph; without names nothing is split.
+
+        The name `queries` stands for what is multiplied with the keys of a layer: the second source of
+        `kq`, or the first source of a fused attention, which has at least three and is that of `kqv_out`."""
         self._values.clear()
         self._names = frozenset(names)
         self.error = ""
@@ -87,15 +106,32 @@ class ReferenceNodeTap:
         # An exception must not leave a callback: ctypes would print and ignore it.
         if not self._names:
             return not ask
-        name, _, layer = (self._name(tensor) or b"").decode("utf-8", "replace").rpartition("-")
-        if name not in self._names or not layer.isdecimal():
+        called = ctypes.string_at(self._name(tensor) or 0)
+        name, _, layer = called.decode("utf-8", "replace").rpartition("-")
+        if not layer.isdecimal():
             return not ask
-        if not ask and not self.error:
+        wanted = [(tensor, name)] if name in self._names else []
+        if (queries := self._queries_of(tensor, name)) is not None:
+            wanted.append((queries, "queries"))
+        for each, what in wanted if not ask else ():
             try:
-                self._read(tensor, name, int(layer))
+                if not self.error:
+                    self._read(each, what, int(layer))
             except Exception as error:  # without an answer llama.cpp computes no more of the graph
                 self.error = f"A tapped tensor cannot be read: {error}."
-        return True
+        return bool(wanted) or not ask
+
+    def _queries_of(self, tensor: int, name: str) -> int | None:
+        if name not in ("kq", "kqv_out") or "queries" not in self._names:
+            return None
+        body = _TensorBody.from_address(tensor)
+        if self._name(tensor) != tensor + _TensorBody.name.offset:
+            self.error = "This llama.cpp lays its tensors out in another way."
+            return None
+        if name == "kq":
+            return body.src[1] or None
+        fused = _TensorBody.from_address(body.src[0]) if body.src[0] else None
+        return fused.src[0] if fused is not None and fused.src[2] else None
 
     def _read(self, tensor: int, name: str, layer: int) -> None:
         head = _TensorHead.from_address(tensor)

@@ -114,3 +114,19 @@ def test_secrets_among_llama_servers_flags() -> None:
     shown = {each["name"]: each["value"] for each in shown_settings(config)}
     masked = ("--temp", "0.5", "--hf_token", "(set)", "--mcp-servers-json=(set)", "-hft", "(set)")
     assert shown["llama_server_args"] == masked
+
+
+async def test_what_conversations_take(client: Client) -> None:
+    """Of one conversation alone: what is told of it is what is told of all; /metrics agrees."""
+    id = await talk(client)
+    (one,) = (await value(await client.get(f"{OWN}/sessions?footprint=1")))["sessions"]
+    whole = (await value(await client.get(f"{OWN}/sessions/{id}?footprint=1")))["session"]
+    total = (await value(await client.get(f"{OWN}/stats")))["footprint"]
+    assert one["footprint"] == whole["footprint"] == total
+    assert 0 < total["shared_bytes"] < total["slot_bytes"]
+    assert total["tokens"] == one["n_tokens"]
+    assert "footprint" not in (await value(await client.get(f"{OWN}/sessions")))["sessions"][0]
+    text = await (await client.get("/metrics")).text()
+    assert f"towerd_slot_file_bytes {float(total['slot_bytes'])}" in text
+    for each in total["formats"]:
+        assert f'towerd_format_tokens{{format="{each["format"]}"}} {float(each["tokens"])}' in text

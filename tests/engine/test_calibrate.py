@@ -13,7 +13,6 @@ from oracle import ask, check_integrity, settle
 from services import EmbeddedService, OpenService
 from waiting import until_async
 
-from towerd.drift import Drift
 from towerd.engine.embedded.calibration.calibrate import Calibrator, calibration_text
 from towerd.errors import NotSupported
 from towerd.models.bundled import bundled_model
@@ -71,7 +70,9 @@ async def test_calibrates_when_idle_and_keeps_it(service_on: OpenService) -> Non
         assert near.levels != (NATIVE,) * 3
         assert service.tiers.formats is not None
         assert service.tiers.formats.names == near.levels
-        assert service.tiers.drift == Drift(near.cost.kl, near.cost.floor_kl)
+        costs = service.tiers.stored_drift
+        assert costs is not None
+        assert costs.bound == BOUNDS["near"]
         digest = service.store.state.digest.hex()
         assert load_calibration(service.store, digest) == found
         limits = service.tiers.moved_limits
@@ -235,7 +236,9 @@ async def test_stored_rows_are_labelled_with_what_they_cost(service_on: OpenServ
         reuse = again.finish.reuse
         assert reuse.warm == 299
         assert reuse.approximate == 300 - 4 - 128
-        assert reuse.drift == Drift(cost.kl, cost.floor_kl)
+        assert reuse.drift is not None
+        assert reuse.drift.floor_kl == cost.floor_kl
+        assert 0 < reuse.drift.excess < cost.excess_max
 
 
 def _wait_shrunk(service: EmbeddedService) -> None:

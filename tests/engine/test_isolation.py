@@ -189,7 +189,7 @@ async def test_moving_a_chat_together_uses_up_its_queries(
             measure(seq, live_set)
 
         def moved(live_set: BoundedSet, places: Positions) -> None:
-            events.append(("moved", len(live_set.observed), float(live_set.recent.sum())))
+            events.append(("moved", len(live_set.observed), float(live_set.mass.sum())))
             compacted(live_set, places)
 
         monkeypatch.setattr(observer, "measure", measuring)

@@ -1,4 +1,5 @@
-"""Attention that all queries of a chat pay, by layer and KV head, against a model in float64."""
+"""Attention that all queries of a chat pay, the more the later, by layer and KV head, against a model in
+float64."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from lab.models.shape import Shape
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.live.live_set import BoundedSet
 from towerd.engine.embedded.longchat.budgets import bounded
+from towerd.retention import retention_config
 
 SHAPE = Shape(3, 64, 4, 2, 64, 512, head_dim=32, ftype="F32")
 BUDGET = 48
@@ -84,7 +86,7 @@ async def test_every_query_counts(
         assert service.engine.stats()["retention_observe_s"] > 0
         await settle(service)
     ids = np.concatenate([prompt, np.array(answer.ids[:-1], np.int32)])
-    oracle = ThinnedModel(model, SHAPE)
+    oracle = ThinnedModel(model, SHAPE, retention_config("h2o", BUDGET).half_life)
     oracle.logprobs(ids, watched.events)
     assert len([each for each in watched.found if each]) > 5
     assert None in watched.found
@@ -107,13 +109,16 @@ async def test_what_the_store_has_brings_no_attention(
     watched = Watched(monkeypatch)
     prompt = some_ids(100, 2) % SHAPE.n_vocab
     async with service_on(model, **SETTINGS) as service:
-        await ask(service, prompt[:80], 1)
+        n_evaluated = 70
+        await ask(service, prompt[: 100 - n_evaluated], 1)
         await settle(service)
         answer = await ask(service, prompt, 2, live=LiveBudget("h2o", BUDGET))
-        assert answer.finish.reuse.prefill == 20
+        assert answer.finish.reuse.prefill == n_evaluated
         (seq,) = bounded_sequences(service.engine)
         assert bounded(seq).n_evictions == 1
         await settle(service)
     (found,) = watched.found
     assert found is not None
-    np.testing.assert_allclose(found[1].sum(), 20, rtol=1e-4)
+    half_life = retention_config("h2o", BUDGET).half_life
+    paid = sum(2 ** (-age / half_life) for age in range(n_evaluated))
+    np.testing.assert_allclose(found[1].sum(axis=2), paid, rtol=1e-4)

@@ -13,6 +13,7 @@ from towerd.engine.embedded.live.offloaded_rows import OffloadedKeys
 from towerd.engine.embedded.longchat.offload_space import OffloadSpace
 from towerd.retention import Recalling
 from towerd.slots.rows import KVRows
+from towerd.store.files.writes import DailyWrites
 
 N_TURNS, N_NEW, BUDGET = 150, 8, 16
 FILES_MAX = 17
@@ -24,7 +25,9 @@ def test_a_long_chat_has_few_files(tmp_path: Path) -> None:
     written, and stays within its bytes."""
     whole = random_rows(np.random.default_rng(0), "f16", 0, N_TURNS * N_NEW)
     token_bytes = whole.layout.token_bytes
-    room = OffloadSpace(whole.layout, HEAD_SIZE, 0, 600 * token_bytes, tmp_path)
+    room = OffloadSpace(
+        whole.layout, HEAD_SIZE, 0, 600 * token_bytes, tmp_path, DailyWrites(tmp_path)
+    )
     chats = [BoundedSet.whole(LiveBudget("icecache", BUDGET), 0, 4096)]
     for turn in range(N_TURNS):
         if turn == N_TURNS // 2:

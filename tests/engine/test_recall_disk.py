@@ -6,8 +6,10 @@ import errno
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from oracle import ask, check_integrity, inside, live_sets, settle, some_ids
 from services import EmbeddedService, OpenService
@@ -16,8 +18,11 @@ from unnamed import HAS_PROC, unnamed_files
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.live.live_set import BoundedSet
 from towerd.engine.embedded.live.offloaded_rows import Pages
+from towerd.engine.embedded.live.pages import PageFile, PagesLost
 from towerd.engine.embedded.longchat.offload_space import OffloadSpace
+from towerd.engine.embedded.longchat.recall import Recall
 from towerd.models.bundled import bundled_model
+from towerd.retention import Positions
 
 SETTINGS = {
     "threads": 1,
@@ -157,4 +162,44 @@ async def test_a_full_disk(
         assert "No space left" in str([record.__dict__ for record in caplog.records])
         offloaded = (await the_chat(service)).offloaded
         assert len(offloaded) < offloaded.end
+        await check_integrity(service)
+
+
+@pytest.mark.parametrize("failing", ["move_down", "put"])
+async def test_a_disk_that_fails_at_the_end_of_the_context(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """Rows that do not come back while a chat is moved down, those that move or those that are live
+    afterwards: its accounts still add up, and it answers on."""
+    inside_of: list[str] = []
+    n_lost = 0
+    read = PageFile.read
+
+    def lost(file: PageFile, numbers: Positions) -> npt.NDArray[np.uint8]:
+        nonlocal n_lost
+        if inside_of[:1] != ["move_down"] or inside_of[-1] != failing:
+            return read(file, numbers)
+        n_lost += 1
+        raise PagesLost("Rows of a long chat cannot be read: Input/output error.")
+
+    def noted(name: str) -> Callable[..., None]:
+        real = getattr(Recall, name)
+
+        def call(*args: Any) -> None:
+            inside_of.append(name)
+            try:
+                real(*args)
+            finally:
+                inside_of.pop()
+
+        return call
+
+    for name in ("move_down", "put"):
+        monkeypatch.setattr(Recall, name, noted(name))
+    monkeypatch.setattr(PageFile, "read", lost)
+    settings = SETTINGS | {"ctx_size": 400, "live_tokens": 1024}
+    async with service_on(bundled_model(), **settings) as service:
+        answers = await chat(service, 80, 1000)
+        assert [len(answer) for answer in answers] == [60] * N_TURNS
+        assert n_lost > 0
         await check_integrity(service)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from towerd.retention import Rows, retention_config
 from towerd.settings.config import Config
 from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.rows import KVRows
+from towerd.store.files.writes import DailyWrites
 from towerd.system.machine import ram_bytes
 
 LIVE = LiveBudget("icecache", 64, "layer")
@@ -117,7 +119,22 @@ async def test_a_document_in_the_store_takes_no_ram(
             longer = np.concatenate([question, np.array(answer.ids, np.int32), some_ids(20, 4)])
             assert len((await ask(service, longer, 20, live=LIVE)).ids) == 20
             await check_integrity(service)
+            del offloaded
+            await check_dropped(service)
     np.testing.assert_allclose(keys[0], keys[1], atol=0.02)
+
+
+async def check_dropped(service: EmbeddedService) -> None:
+    """The dropped files of a chat are counted while it is live and while it is parked, and not longer."""
+    engine = service.engine
+    live = service.tiers.stats()["dropped_bytes"]
+    assert live > 700 * engine.core.layout.token_bytes // 2
+    await inside(service, engine.parts.scheduler.room.evict_one)
+    assert engine.stats()["parked_sequences"] == 1
+    assert service.tiers.stats()["dropped_bytes"] == live
+    await inside(service, engine.budgets.parked.clear)
+    gc.collect()
+    assert service.tiers.stats()["dropped_bytes"] == 0
 
 
 @pytest.mark.parametrize("n_layer", [28, 32])
@@ -130,12 +147,12 @@ def test_a_large_model_recalls_at_default_settings(tmp_path: Path, n_layer: int)
     config = served(retention_config(budget.policy, budget.tokens), settings)
     live_set = BoundedSet.whole(budget, 0, 32768, config)
     for n_disk, least in ((4 * n_ram, 32768), (0, 3 * budget.tokens)):
-        space = OffloadSpace(layout, 128, n_ram, n_disk, tmp_path)
+        space = OffloadSpace(layout, 128, n_ram, n_disk, tmp_path, DailyWrites(tmp_path))
         assert space.n_max(live_set) >= least
         assert space.why_nothing(live_set, 32768) is None
-    too_little = OffloadSpace(layout, 128, 1 << 27, 0, tmp_path)
+    too_little = OffloadSpace(layout, 128, 1 << 27, 0, tmp_path, DailyWrites(tmp_path))
     why = too_little.why_nothing(live_set, 32768)
     assert why is not None
     (needed,) = map(int, re.findall(r"(\d+)M would hold as many again", why))
-    enough = OffloadSpace(layout, 128, needed << 20, 0, tmp_path)
+    enough = OffloadSpace(layout, 128, needed << 20, 0, tmp_path, DailyWrites(tmp_path))
     assert enough.n_max(live_set) >= 2 * budget.tokens

@@ -27,7 +27,7 @@ from towerd.engine.embedded.longchat.recall import REEVALUATED_TOKENS
 from towerd.errors import ContextExceeded, InvalidRequest, NotSupported
 from towerd.model.llama_model import LlamaModel
 from towerd.models.bundled import bundled_model
-from towerd.retention import View, can_recall
+from towerd.retention import View, can_recall, retention_config
 from towerd.retention.streaming import StreamingConfig
 from towerd.settings.config import RETENTIONS, UNBOUNDED, WATCHING, Config
 from towerd.tokens import Ids
@@ -296,7 +296,9 @@ async def test_masses_are_the_attention(
     context.decode()
     weights = np.stack([taps.take("kq_soft_max", layer) for layer in taps.layers])
     recent = weights.mean(axis=(0, 1))[-QUERIES_MAX:].sum(axis=0)[:n]
-    every = weights.mean(axis=(0, 1)).sum(axis=0)[:n]
+    half_life = retention_config(policy, budget).half_life
+    fading = 2 ** (-np.arange(n)[::-1] / half_life)
+    every = (weights.mean(axis=(0, 1)) * fading[:, None]).sum(axis=0)[:n]
     context.close()
     model.close()
     settings = {
@@ -312,11 +314,9 @@ async def test_masses_are_the_attention(
         live_set = bounded(seq)
         assert live_set.n_evictions == 1
         kept = live_set.kept[live_set.kept < n]
-        mass = live_set.mass[0, 0, : len(kept)]
-        expected = recent if policy == "snapkv" else every
-        np.testing.assert_allclose(mass, expected[kept], rtol=0.02, atol=2e-3)
-        found = live_set.recent[0, 0, : len(kept)]
-        np.testing.assert_allclose(found, recent[kept], rtol=0.02, atol=2e-3)
+        goes_by = (live_set.recent, recent) if policy == "snapkv" else (live_set.mass, every)
+        found, expected = goes_by[0][0, 0, : len(kept)], goes_by[1][kept]
+        np.testing.assert_allclose(found, expected, rtol=0.02, atol=2e-3)
         zeros = np.zeros(n, np.int64)
         mass, last = every.astype(np.float32), recent.astype(np.float32)
         view = View(np.arange(n), n, mass=mass, recent=last, messages=zeros)

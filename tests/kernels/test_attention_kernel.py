@@ -96,6 +96,30 @@ def test_sinks_take_their_share(kernels: str, n: int) -> None:
             dispatch.attention_mass(queries, keys, name, n_seen, dim, scale, sinks=bad)
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_weights_of_queries(kernels: str, has_sinks: bool) -> None:
+    """The sum of what each query spreads by itself, times its weight."""
+    queries, keys, name, n_seen, dim, scale = draw(21, 150, 4, 2, 24, "f16")
+    sinks = np.array([0.5, -3.0, 9.0, 2.0], np.float32) if has_sinks else None
+    weights = np.linspace(-1, 2, 21).astype(np.float32)
+    weights[7] = 0
+    found = dispatch.attention_mass(
+        queries, keys, name, n_seen, dim, scale, sinks=sinks, weights=weights
+    )
+    expected = np.zeros((2, 150))
+    for i, weight in enumerate(weights):
+        one = queries[i : i + 1], keys, name, n_seen[i : i + 1], dim, scale
+        expected += weight * reference.attention_mass(*one, sinks=sinks)
+    np.testing.assert_allclose(found, expected, atol=84 * TOLERANCE)
+    same = reference.attention_mass(
+        queries, keys, name, n_seen, dim, scale, sinks=sinks, weights=weights
+    )
+    np.testing.assert_allclose(same, expected, atol=84 * TOLERANCE)
+    for bad in (weights[:3], np.append(weights[1:], np.float32(np.inf)), weights[::-1]):
+        with pytest.raises(ValueError, match="weights"):
+            dispatch.attention_mass(queries, keys, name, n_seen, dim, scale, weights=bad)
+
+
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("n", [1, 3, 15, 16, 17, 63, 64, 65, 129, 1000])
 def test_lengths(kernels: str, name: str, n: int) -> None:

@@ -120,6 +120,24 @@ def test_a_full_basis_keeps_rows_to_half_a_step() -> None:
     assert np.sqrt((errors**2).mean()) > STEP / 10
 
 
+def test_a_quantizer_takes_the_first_components(kernels: str) -> None:
+    """As if the transform had no others."""
+    coded, n = Coded(19), 37
+    fewer = RowTransform(
+        coded.reference.vectors[:n].view(np.uint16), coded.reference.mean, coded.reference.weights
+    )
+    quantizer = Quantizer(STEP, DEAD_ZONE, SHRINK, coded.classes[:n], SHIFTS, TABLES)
+    pages = [
+        row_coding.encode_pages([(transform, quantizer, coded.planes)], "f16")[0]
+        for transform in (coded.transform, fewer)
+    ]
+    assert pages[0] == pages[1]
+    out = [[np.zeros_like(plane) for plane in coded.planes] for _ in range(2)]
+    for transform, to in zip((coded.transform, fewer), out, strict=True):
+        assert row_coding.decode_pages([(transform, quantizer, pages[0], to)], "f16") == [True]
+    assert all((a == b).all() for a, b in zip(*out, strict=True))
+
+
 def test_many_jobs_on_threads_are_as_one_by_one() -> None:
     parts = [Coded(n, seed=n) for n in range(1, 12)]
     jobs = [(part.transform, part.quantizer, part.planes) for part in parts]
@@ -224,7 +242,7 @@ def test_bad_arguments_are_refused() -> None:
 
 
 def test_bad_jobs_are_refused() -> None:
-    coded, other = Coded(4), Coded(4, 59)
+    coded, other = Coded(4), Coded(4, 61)
     page = coded.page()
     jobs: tuple[tuple[Any, Any, Any], ...] = (
         (coded.transform, other.quantizer, coded.planes),

@@ -24,6 +24,9 @@ class Tensor(ctypes.Structure):
         ("buffer", ctypes.c_void_p),
         ("ne", ctypes.c_int64 * 4),
         ("nb", ctypes.c_size_t * 4),
+        ("op", ctypes.c_int32 * 18),
+        ("src", ctypes.c_void_p * 10),
+        ("view", ctypes.c_void_p * 3),
         ("name", ctypes.c_char * 64),
         ("n_bytes", ctypes.c_size_t),
         ("n_elements", ctypes.c_int64),
@@ -108,6 +111,31 @@ def test_what_is_watched_is_copied(tap: NodeTap) -> None:
     tap.watch(())
     assert tap.places() == []
     assert not see(first, True)
+    assert not tap.error
+
+
+def test_queries_are_found_where_they_go(tap: NodeTap) -> None:
+    """What is multiplied with the keys of a layer, or goes into its fused attention, by whatever name."""
+    see = caller(tap)
+    rows = np.random.default_rng(1).standard_normal((5, 8)).astype(np.float32)
+    queries, keys = tensor_of("node_7", rows), tensor_of("node_8", rows - 1)
+    q, k = ctypes.addressof(queries), ctypes.addressof(keys)
+    product = tensor_of("kq-3", rows)
+    product.src[:2] = k, q
+    attention, plain = tensor_of("node_9", rows), tensor_of("node_10", rows)
+    attention.src[:3], plain.src[:2] = (q, k, k), (q, k)
+    fused, other = tensor_of("kqv_out-4", rows), tensor_of("kqv_out-5", rows)
+    fused.src[0], other.src[0] = ctypes.addressof(attention), ctypes.addressof(plain)
+    none, layerless = tensor_of("kqv_out-6", rows), tensor_of("kq", rows)
+    nodes = (product, fused, other, none, layerless, queries)
+    tap.watch(("Qcur",))
+    assert not any(see(node, True) for node in nodes)
+    tap.watch(("queries",))
+    assert [see(node, True) for node in nodes] == [True, True, False, False, False, False]
+    assert all(see(node, False) for node in nodes)
+    assert tap.places() == [("queries", 3), ("queries", 4)]
+    assert np.array_equal(values(tap, "queries", 3), rows)
+    assert np.array_equal(values(tap, "queries", 4), rows)
     assert not tap.error
 
 

@@ -38,8 +38,11 @@ def test_streaming_is_the_oldest_evicted(
 def test_h2o_is_the_papers(seed: int, n: int, end: tuple[int, int], room: int) -> None:
     sink, window = end
     view, n_max = retained.random_view(seed, n), sink + window + room
-    kept = H2O(H2OConfig(sink, window)).keep(view, n_max)
+    kept = H2O(H2OConfig(sink, window, half_life=math.inf, pool=1)).keep(view, n_max)
     assert kept.tolist() == retained.h2o(view, n_max, sink, window)
+    pooled = H2O(H2OConfig(sink, window)).keep(view, n_max)
+    votes = replace(view, recent=view.mass)
+    assert pooled.tolist() == retained.snapkv(votes, n_max, sink, window, 7)
 
 
 @given(seeds, st.integers(0, 60), ends, st.integers(0, 40), st.sampled_from((1, 3, 7)))

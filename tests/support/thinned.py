@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,7 +52,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Event]]:
 class ThinnedModel:
     """Evaluates one chat, token by token."""
 
-    def __init__(self, path: Path, shape: Shape) -> None:
+    def __init__(self, path: Path, shape: Shape, half_life: float = math.inf) -> None:
+        """half_life: tokens after which attention counts half in `masses`"""
         tensors = GGUFReader(path).tensors
         self._w = {each.name: np.asarray(each.data, np.float64) for each in tensors}
         self._shape = shape
@@ -60,7 +62,7 @@ class ThinnedModel:
         self._places = np.zeros((*layers, 0), np.int64)
         self._is_live = np.zeros((*layers, 0), np.bool_)
         self._place_next = 0
-        self._mass = np.zeros((*layers, 0))
+        self._mass, self._half_life = np.zeros((*layers, 0)), half_life
         self.masses: list[Floats] = []
         """float64[layers, KV heads, n] at each event: the attention that each position got so far, averaged
         over the heads of a KV head."""
@@ -106,7 +108,8 @@ class ThinnedModel:
         column = (shape.n_layer, shape.n_head_kv, 1)
         self._places = np.concatenate([self._places, np.full(column, place)], axis=2)
         self._is_live = np.concatenate([self._is_live, np.ones(column, np.bool_)], axis=2)
-        self._mass = np.concatenate([self._mass, np.zeros(column)], axis=2)
+        faded = self._mass * 2 ** (-1 / self._half_life)
+        self._mass = np.concatenate([faded, np.zeros(column)], axis=2)
         empty = np.zeros((*column, shape.head_size))
         self._k, self._v = (np.concatenate([each, empty], axis=2) for each in (self._k, self._v))
         return place

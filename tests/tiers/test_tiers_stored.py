@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from calibrations import calibration_of
 from format_oracle import plane_of
 from seams import hot_policy
 from store_tools import (
@@ -23,7 +24,7 @@ from store_tools import (
 )
 from waiting import until
 
-from towerd.drift import Drift
+from towerd.drift import DecodedRun, Drift
 from towerd.policy.base import LRU
 from towerd.slots.blob import emit_blob, parse_blob
 from towerd.slots.layout import NATIVE, KVLayout
@@ -177,7 +178,10 @@ def test_short_of_space_what_is_worth_least_is_squeezed_before_it_leaves(
     """With room nothing is; near the end of the budget the older half, and with it the drift that
     replies tell; a chat leaves only beyond the budget, its end first."""
     store, tiers = open_tiers()
-    near, both = Drift(0.001, 0.0), Drift(0.011, 0.0)
+    both = Drift(0.011, 0.0)
+    found = calibration_of(store.state.row_identity, ("q8",) * 3)
+    nothing: list[DecodedRun] = []
+    whole = np.zeros(0, bool), nothing, [DecodedRun(0, 600, "q4h")], 600
     chats = [np.roll(IDS, seed) for seed in range(4)]
     for ids in chats:
         for end in (300, 600):  # a file for each turn
@@ -188,9 +192,9 @@ def test_short_of_space_what_is_worth_least_is_squeezed_before_it_leaves(
         tiers.visited(store.match(ids, "local").nodes[-1], time.time())
     for node in store.nodes():
         store.rows.drop_hot(node)
-    tiers.set_formats(LevelFormats(("q8",)), near, SqueezedFormat("q4h", both))
+    tiers.set_formats(LevelFormats(("q8",)), found, SqueezedFormat("q4h", both))
     until(lambda: tiers.stats()["segments_shrunk"] == 8)
-    assert (tiers.stats()["segments_squeezed"], tiers.drift) == (0, near)
+    assert (tiers.stats()["segments_squeezed"], tiers.drift_of(*whole)) == (0, None)
     tiers.warm_bytes_max = int(store.state.warm_bytes / 0.95)
     tiers.flush()
     until(lambda: tiers.stats()["segments_squeezed"] >= 2)
@@ -198,7 +202,9 @@ def test_short_of_space_what_is_worth_least_is_squeezed_before_it_leaves(
     ends = [store.match(ids, "local").nodes[-1] for ids in chats]
     assert {name for _, name in formats_of(store, ends[0].path()[0])} == {NATIVE, "q4h"}
     assert {name for _, name in formats_of(store, ends[3].path()[0])} == {NATIVE, "q8"}
-    assert tiers.drift == both
+    drift = tiers.drift_of(*whole)
+    assert drift is not None
+    assert drift.excess == pytest.approx(both.excess)
     assert tiers.stats()["warm_evictions"] == 0
     tiers.warm_bytes_max = store.state.warm_bytes - 1
     tiers.flush()

@@ -171,12 +171,15 @@ def _source(config: Config, store: Store) -> VocabularySource:
 async def get_stats(request: web.Request) -> web.Response:
     """The keys of the daemon's stats; values that only a daemon knows are null."""
     store = service_of(request).store
+    footprint = await asyncio.to_thread(store.footprint)
     return json_reply(
         {
             "version": __version__,
             **dict.fromkeys(DAEMON_ONLY),
             "fingerprint": store.state.digest.hex(),
             "store": await asyncio.to_thread(store.stats),
+            "footprint": footprint.to_json(),
+            "written": store.writes.stats(),
         }
     )
 

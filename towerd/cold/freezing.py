@@ -11,7 +11,7 @@ If the process is killed at any point, the session is either as before or fully 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 MayDrop = Callable[[str, str, Sequence[Node]], bool]
 """(id, scope, segments to be removed): whether the session is currently unused."""
+ALIKE_SHARE_MAX = 0.9
+"""A blob follows a base that its session does not begin with where that saves a tenth of its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ def freeze(
         copy = _put_copy(store, codec, warm, history, form)
     ask = may_drop or (lambda *_: True)
     removed = store.cold.drop(warm, copy, lambda doomed: ask(info.id, info.scope, doomed))
-    n_own = len(history.stream) - len(copy.base)
+    n_own = len(history.stream) - copy.n_base
     return FreezeResult(info.id, info.scope, n_own, len(copy.blob), tuple(removed))
 
 
@@ -98,13 +100,13 @@ def recode(store: Store, codec: Codec, id: str, scope: str | None = None) -> boo
     frozen = store.cold.read(id, scope)
     if frozen is None:
         return _recode_copy(store, codec, id, scope)
-    stream = decode(codec, frozen)
+    stream, context = decode(codec, frozen), store.cold.alike.context_of(frozen)
     try:
-        blob = codec.encode(stream[len(frozen.base) :], base=frozen.base)
+        blob = codec.encode(stream[context.n :], base=context.ids)
     except (ValueError, RuntimeError) as error:
         raise StoreError(f"Session {id!r} cannot be coded again: {error}") from error
     keep(codec, blob)
-    store.cold.recode(frozen, blob)
+    store.cold.recode(frozen, blob, context)
     return True
 
 
@@ -146,9 +148,8 @@ def _put_copy(
 ) -> FrozenSession:
     """Store a session's blob, and read it back, decode and compare it. Raises as `freeze`."""
     id = warm.session.id
-    base, own = history.stream[: warm.n_base], history.stream[warm.n_base :]
     try:
-        blob = codec.encode(own, base=base, form=form)
+        warm, blob = _smallest(store, codec, warm, history.stream, form)
         keep(codec, blob)
         copy = store.cold.put(warm, history, blob)
         if not np.array_equal(_stream(codec, copy), history.stream):
@@ -159,6 +160,20 @@ def _put_copy(
     if copy.history(history.stream).turns != history.turns:
         raise StoreError(f"Session {id!r} cannot be frozen: its turns do not come back.")
     return copy
+
+
+def _smallest(
+    store: Store, codec: Codec, warm: WarmSession, stream: Ids, form: str
+) -> tuple[WarmSession, bytes]:
+    """The blob after what other sessions share, or after a base like the session's prompt."""
+    blob = codec.encode(stream[warm.n_base :], base=stream[: warm.n_base], form=form)
+    context = store.cold.alike.context(warm, stream) if form == "auto" else None
+    if context is not None:
+        other = codec.encode(stream[context.n :], base=context.ids)
+        if len(other) <= ALIKE_SHARE_MAX * len(blob):
+            store.cold.alike.note(len(blob) - len(other))
+            return replace(warm, base=context.node, n_base=context.n), other
+    return warm, blob
 
 
 def _holds(codec: Codec, copy: FrozenSession, history: History) -> bool:
@@ -173,4 +188,4 @@ def _holds(codec: Codec, copy: FrozenSession, history: History) -> bool:
 
 
 def _stream(codec: Codec, frozen: FrozenSession) -> Ids:
-    return np.concatenate([frozen.base, codec.decode(frozen.blob, base=frozen.base)])
+    return frozen.stream(codec.decode(frozen.blob, base=frozen.base))

@@ -3,7 +3,7 @@
 A session that was unused for some time gets a copy in coded form, verified, beside its rows. Its rows
 leave when their space is needed, never before; once they have left, the session is frozen from its
 copy, so that no token ids are kept as they are. When no session is due, blobs are renewed (`Renewal`), also
-where sessions are not frozen by themselves.
+where sessions are not frozen by themselves, and so are those that follow a base that was removed.
 """
 
 from __future__ import annotations
@@ -97,6 +97,8 @@ class IdleFreezer:
         self._tier = tier
         self._after_s = tier.freeze_after_s
         self._renewal = Renewal(tier)
+        self._strays: list[tuple[str, str]] = []
+        self._bases_version = -1
         self._place = START
         self._task: asyncio.Task[None] | None = None
 
@@ -119,7 +121,8 @@ class IdleFreezer:
             has_more, began = False, time.monotonic()
             try:
                 if self._is_idle():
-                    has_more = (codes and await self._step()) or await self._renew()
+                    has_more = await self._free_base() or codes and await self._step()
+                    has_more = has_more or await self._renew()
             except Exception as error:  # the next poll tries again
                 log.warning("no session was coded", extra={"error": str(error)})
             # at most half of a core's time
@@ -145,6 +148,18 @@ class IdleFreezer:
         if len(page) < PAGE:
             self._place = START
         return len(page) == PAGE
+
+    async def _free_base(self) -> bool:
+        """Code the next session again that keeps the tokens of a removed base; False if there is none."""
+        store = self._tier.store
+        if not self._strays and self._bases_version != store.bases.version:
+            self._bases_version = store.bases.version
+            self._strays = await asyncio.to_thread(store.cold.alike.strays)
+        if not self._strays:
+            return False
+        id, scope = self._strays.pop()
+        await self._try(id, scope, self._tier.recode(id, scope))
+        return True
 
     async def _renew(self) -> bool:
         """Code the next session again whose blob is to be renewed; False if there is none."""

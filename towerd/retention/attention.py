@@ -24,9 +24,10 @@ def attention_mass(
     key_places: Positions,
     scale: float,
     sinks: Sequence[Mass | None] = (),
+    weights: Mass | None = None,
 ) -> Mass:
     """float32[layers, KV heads, n]: the attention that each of n positions gets, summed over m
-    queries (each spreads 1), averaged over the heads that read a KV head.
+    queries (each spreads its weight), averaged over the heads that read a KV head.
 
     queries: for each layer float32[m, heads, head size]; keys: for each layer uint8[n, row_bytes],
     KV heads * head size elements in `format`, a cache type; both rotated by RoPE, and alike by a
@@ -38,6 +39,7 @@ def attention_mass(
     build_attn_mha)
     sinks: for each layer float32[heads], the scores of what takes its share beside all keys, or None;
         none of any layer if there are no entries
+    weights: float32[m], of each query; None: 1
     Raises ValueError for shapes that do not match, a query that sees no key, and rows that are not
     finite."""
     if any(len(rows) != len(key_places) for rows in keys):
@@ -53,9 +55,17 @@ def attention_mass(
         if query_places.shape != (m,):
             raise ValueError("query_places: expected one for each query")
         flat = layer.reshape(m, heads * size)
-        mass = dispatch.attention_mass(flat, rows, format, n_seen, size, scale, sinks=sink)
+        mass = dispatch.attention_mass(
+            flat, rows, format, n_seen, size, scale, sinks=sink, weights=weights
+        )
         masses.append(mass * np.float32(len(mass) / heads))
     return np.stack(masses)
+
+
+def faded(ages: Positions | int, half_life: float) -> Mass:
+    """float32[n]: how much a query counts when `ages` more tokens have come, half of it every `half_life`
+    tokens (`RetentionConfig.half_life`); 1 at once."""
+    return np.exp2(-np.asarray(ages, np.float32) / np.float32(half_life))
 
 
 def rotated(queries: Rows, block: int) -> Rows:

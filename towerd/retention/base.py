@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import copy
 import enum
+import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, Self
 
 import numpy as np
@@ -27,6 +28,8 @@ Indices = npt.NDArray[np.int64]
 
 SINK_DEFAULT = 4
 """First tokens that always stay: StreamingLLM found four to be enough, BUZZ uses one to five."""
+HALF_LIFE_DEFAULT = 16.0
+"""Tokens after which attention counts half, in policies that go by all of it."""
 
 
 class Keys(Protocol):
@@ -65,9 +68,11 @@ class View:
     """Tokens of the chat so far, including dropped ones; greater than every position."""
     mass: Mass | None = None
     """float32[n]: attention that each position got from all queries observed since its rows were
-    computed; a query spreads a mass of 1, and heads and layers are averaged."""
+    computed; the last query spreads a mass of 1, and those before it less by `RetentionConfig.half_life`.
+    Heads and layers are averaged."""
     recent: Mass | None = None
-    """float32[n]: the same from the last queries only (the observation window)."""
+    """float32[n]: the attention from the last queries only (the observation window), each of which spreads
+    1."""
     messages: Positions | None = None
     """int64[n], non-decreasing: the number of the message that each position belongs to."""
     keys: Keys | None = None
@@ -106,6 +111,9 @@ class RetentionConfig:
 
     sink: int = SINK_DEFAULT
     window: int = 1
+    half_life: float = field(default=math.inf, kw_only=True)
+    """Tokens after which the attention that a query paid counts half in `View.mass`; infinite: it counts
+    as much for ever."""
 
     def __post_init__(self) -> None:
         if self.sink < 0 or self.window < 1:
@@ -113,6 +121,8 @@ class RetentionConfig:
                 f"a sink of {self.sink} and a window of {self.window} tokens: the sink cannot be "
                 "negative, and the last token always stays"
             )
+        if not self.half_life > 0:
+            raise ValueError(f"attention cannot fade with a half-life of {self.half_life} tokens")
 
     @property
     def n_min(self) -> int:
@@ -248,6 +258,21 @@ class Recalling(Retention):
     @abstractmethod
     def forget(self, positions: Positions) -> None:
         """Remove positions that will not be shown again, or only with other keys."""
+
+
+def check_pool(width: int) -> None:
+    """Raise ValueError if `pooled` cannot have this width."""
+    if width < 1 or width % 2 == 0:
+        raise ValueError(f"a pooling over {width} neighbours has no middle: take an odd one")
+
+
+def pooled(scores: Mass, width: int) -> Mass:
+    """float32[n]: the maximum over a window of `width`, odd, around each score, cut off at the ends."""
+    if not len(scores):
+        return scores
+    padded = np.pad(scores, width // 2, constant_values=-np.inf)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, width)
+    return np.asarray(windows.max(axis=1), np.float32)
 
 
 def top(scores: Mass, k: int) -> Indices:

@@ -10,12 +10,13 @@ most attention; in the paper it stays empty until new tokens come.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
 
 from towerd.retention.base import (
+    HALF_LIFE_DEFAULT,
     SINK_DEFAULT,
     Indices,
     Mass,
@@ -29,8 +30,9 @@ from towerd.retention.base import (
 
 @dataclass(frozen=True, slots=True)
 class BuzzConfig(RetentionConfig):
-    """`sink` is the paper's k, `window` its w."""
+    """`sink` is the paper's k, `window` its w; its attention does not fade (`half_life=math.inf`)."""
 
+    half_life: float = field(default=HALF_LIFE_DEFAULT, kw_only=True)
     threshold: int = 1
     """T: tokens between sink and window, old ones included, at which an eviction is due."""
     stride: int = 5

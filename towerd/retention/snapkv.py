@@ -10,16 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-import numpy as np
-
 from towerd.retention.base import (
     SINK_DEFAULT,
     Indices,
-    Mass,
     Retention,
     RetentionConfig,
     Signal,
     View,
+    check_pool,
+    pooled,
     top,
 )
 
@@ -36,10 +35,7 @@ class SnapKVConfig(RetentionConfig):
 
     def __post_init__(self) -> None:
         RetentionConfig.__post_init__(self)
-        if self.pool < 1 or self.pool % 2 == 0:
-            raise ValueError(
-                f"a pooling over {self.pool} neighbours has no middle: take an odd one"
-            )
+        check_pool(self.pool)
 
     @classmethod
     def for_budget(cls, budget: int) -> Self:
@@ -56,12 +52,3 @@ class SnapKV(Retention):
     def _choose(self, view: View, span: slice, room: int) -> Indices:
         assert view.recent is not None
         return top(pooled(view.recent[span], self.config.pool), room)
-
-
-def pooled(scores: Mass, width: int) -> Mass:
-    """float32[n]: the maximum over a window of `width` around each score, cut off at the ends."""
-    if not len(scores):
-        return scores
-    padded = np.pad(scores, width // 2, constant_values=-np.inf)
-    windows = np.lib.stride_tricks.sliding_window_view(padded, width)
-    return np.asarray(windows.max(axis=1), np.float32)

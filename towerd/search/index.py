@@ -29,6 +29,7 @@ from towerd.search.file import (
     open_file,
 )
 from towerd.store.files import durable
+from towerd.store.files.writes import DailyWrites, WalMeter
 from towerd.store.tree.scope import MARK
 
 SNIPPET_TOKENS = 28
@@ -97,9 +98,11 @@ class SearchIndex:
     """Thread-safe. Readers never wait for writers, of this process or another. Every method raises
     StoreError (DiskFull where the disk is), or Unavailable while the file is damaged."""
 
-    def __init__(self, path: Path) -> None:
-        """Open the file, or make it; a damaged one, or one of another version, is made anew."""
+    def __init__(self, path: Path, writes: DailyWrites | None = None) -> None:
+        """Open the file, or make it; a damaged one, or one of another version, is made anew. writes:
+        where written bytes are counted."""
         self.path = path
+        self._writes, self._meter = writes, WalMeter(path)
         self._writing, self._reading = threading.Lock(), threading.Lock()
         """Whoever takes both takes that of writing first."""
         self._is_damaged = False
@@ -277,6 +280,7 @@ class SearchIndex:
             self._writer = self._current(self._writer)
             db = self._writer.db
             db.execute("BEGIN IMMEDIATE")
+            self._meter.written()  # what others wrote is theirs to count
             try:
                 yield db
             except BaseException:
@@ -284,6 +288,8 @@ class SearchIndex:
                     db.execute("ROLLBACK")
                 raise
             db.execute("COMMIT")
+            if self._writes is not None:
+                self._writes.add("search", self._meter.written())
 
     @contextmanager
     def _looking(self) -> Iterator[sqlite3.Connection]:

@@ -7,8 +7,6 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from towerd.codec.errors import CodecError
 from towerd.cold.coding import Coding
 from towerd.cold.freezing import cold_history
@@ -204,7 +202,7 @@ def text_of(codec: Codec, frozen: FrozenSession) -> str:
     except CodecError as error:
         raise ThawError(f"Session {frozen.info.id!r} cannot be read: {error}") from error
     if not isinstance(found, WrittenText):
-        history = frozen.history(np.concatenate([frozen.base, found]))
+        history = frozen.history(frozen.stream(found))
         return vocabulary.text(history.ids(history.leaf))
-    said = vocabulary.spell(frozen.base) + found.spell(vocabulary)
+    said = vocabulary.spell(frozen.beginning) + found.spell(vocabulary)
     return said.decode("utf-8", "replace") + MEDIUM * bool(found.media)

@@ -387,7 +387,7 @@ def open_search(store: Store, coding: Coding, wanted: bool) -> Search:
     index = None
     try:
         if wanted:
-            index = SearchIndex(root / FILE_NAME)
+            index = SearchIndex(root / FILE_NAME, store.writes)
         else:
             remove_index(root)
     except TowerdError as error:

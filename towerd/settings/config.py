@@ -136,10 +136,13 @@ class Config:
     hot_bytes: int = _set(-1, "size", "--hot-bytes",
         "RAM for conversations that are not live; those on disk are in the page cache besides. Pinned ones may take an "
         "eighth of the RAM; of several models, those of each.", low=-1,
-        auto="32 MiB; an eighth of the RAM where warm-bytes is 0")
+        auto="32 MiB; an eighth of the RAM where warm-bytes is 0 or writing is limited")
     warm_bytes: int = _set(-1, "size", "--warm-bytes",
         "Disk for the attention state of conversations.", low=-1,
         auto="32 GiB, but at most half of what is free")
+    write_budget: int = _set(0, "size", "--write-budget",
+        "Bytes that may be written to the store a day, such as 20G, to spare an SSD. Conversations are always written; "
+        "their attention state later, in fewer copies, or not at all. 0: no limit.", low=0)
     checkpoint_bytes: int = _set(-1, "size", "--checkpoint-bytes --boundary-bytes",
         "Disk for state checkpoints, from which models with recurrent layers resume; of several "
         "models, for each.", low=-1,
@@ -354,7 +357,7 @@ class Config:
             free = free_bytes(auto.get("store_dir", self.store_dir))
             auto["warm_bytes"] = min(WARM_BYTES_MAX, free // 2)
         if self.hot_bytes == -1:
-            on_disk = auto.get("warm_bytes", self.warm_bytes) > 0
+            on_disk = auto.get("warm_bytes", self.warm_bytes) > 0 and not self.write_budget
             auto["hot_bytes"] = HOT_BYTES if on_disk else ram_bytes() // 8
         if self.recall_disk_bytes == -1:
             most = auto.get("warm_bytes", self.warm_bytes) // 4

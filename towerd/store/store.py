@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,7 +21,13 @@ from towerd.store.catalog.sqlite import SqliteCatalog
 from towerd.store.catalog.vocabularies import Vocabularies
 from towerd.store.files import durable
 from towerd.store.files.directory import Directory, StoreLock
+from towerd.store.files.writes import DailyWrites
 from towerd.store.maintenance.erase import erase
+from towerd.store.maintenance.footprint import (
+    Footprint,
+    session_footprints,
+    total_footprint,
+)
 from towerd.store.maintenance.replica import Replica
 from towerd.store.maintenance.verify import VerifyReport, problems, verify
 from towerd.store.rows.collect import GcReport, collect
@@ -43,7 +49,9 @@ from towerd.tokens import ID_BYTES, Ids, Provenance, ids_array, ids_bytes, path_
 
 WORKERS_MAX = 4
 SESSIONS_MAX = 1_000_000
-_COUNTED_AT_ONCE = 100
+_COUNTED_AT_ONCE = 1000
+_COUNT_PAUSES = 20
+_COUNT_QUICK_S = 0.01
 _ENTERING_PAUSE_S = 0.002
 """How long the thread that builds the index of runs leaves the lock to others at each step."""
 
@@ -73,6 +81,9 @@ class Store:
         self._is_entering = False
         """Whether the thread runs that builds the index of runs."""
         self._sessions = SessionTable(state.catalog, state.identity.tokenizer)
+        self._counted: Mapping[int, int] = {}
+        self._count_due = 0.0
+        """time.monotonic() at which sessions are counted again for `footprints`."""
         self.bases = BaseTable(state)
         self.pins = PinTable(state)
         self.deletions = Deletions()
@@ -101,7 +112,9 @@ class Store:
         closing = ExitStack()
         try:
             with durable.store_errors(f"the store {root} cannot be opened"):
-                directory, catalog = _open_catalog(Path(root), catalog_fd, closing)
+                directory = Directory(Path(root), clock)
+                closing.callback(directory.writes.close)
+                catalog = _open_catalog(directory, catalog_fd, closing)
                 identity = _identify(model, catalog)
                 with catalog.lock:
                     state = load_state(directory, catalog, identity, clock)
@@ -211,6 +224,11 @@ class Store:
         """The node with this id. Raises NotFound."""
         with self.state.locked():
             return self.state.node(node_id)
+
+    @property
+    def writes(self) -> DailyWrites:
+        """What is written to the store a day, and the budget for it."""
+        return self.state.directory.writes
 
     @property
     def tables(self) -> Path:
@@ -323,15 +341,40 @@ class Store:
     def count_sessions(self) -> Counter[int]:
         """Node id -> how many sessions begin with its whole prefix, each counted with its current
         branch alone. Takes the lock for some sessions at a time."""
-        counts: Counter[int] = Counter()
+        ends: Counter[int] = Counter()
         after, found = 0, [(0, 0)]
         while found:
             with self.state.locked():
                 found = self._sessions.ends(after, _COUNTED_AT_ONCE)
-                for after, end in found:  # noqa: B007  # the last one begins the next part
-                    if (node := self.state.tree.nodes.get(end)) is not None:
-                        counts.update(each.id for each in node.path())
-        return counts
+            ends.update(end for _, end in found)
+            after = found[-1][0] if found else after
+        return self.state.tree.count_above(ends)
+
+    def footprint(self) -> Footprint:
+        """What all conversations take after each layer of the store."""
+        return total_footprint(self.state)
+
+    def footprints(
+        self, infos: Sequence[SessionInfo], *, with_public: bool
+    ) -> list[Footprint | None]:
+        """What each session takes; None for those of other tokenizers. with_public: see
+        `session_footprints`."""
+        own = [info for info in infos if not info.tokenizer]
+        with self.state.locked():
+            ends = self._sessions.ends_of([info.leaf for info in own if info.leaf is not None])
+        sharers = self._sharers()
+        found = session_footprints(self.state, own, ends, sharers, with_public=with_public)
+        return [None if info.tokenizer else next(found) for info in infos]
+
+    def _sharers(self) -> Mapping[int, int]:
+        """`count_sessions`, of a moment ago if it takes long: a twentieth of the time at most is
+        spent on it."""
+        began = time.monotonic()
+        if began >= self._count_due:
+            self._counted = self.count_sessions()
+            took = time.monotonic() - began
+            self._count_due = began + (_COUNT_PAUSES * took if took > _COUNT_QUICK_S else 0.0)
+        return self._counted
 
     def sessions_beginning(
         self, prefix: str, scope: str | None = None, limit: int = SESSIONS_MAX
@@ -435,20 +478,19 @@ class Store:
             self.state.catalog.set_meta(key, value)
 
 
-def _open_catalog(root: Path, catalog_fd: int | None, undo: ExitStack) -> tuple[Directory, Catalog]:
-    """The directory of a store and its catalog; `undo` closes them. `catalog_fd`: as for
-    `Store.open`. Raises as `Store.open`."""
-    directory = Directory(root)
+def _open_catalog(directory: Directory, catalog_fd: int | None, undo: ExitStack) -> Catalog:
+    """The catalog of a store; `undo` closes it. `catalog_fd`: as for `Store.open`. Raises as
+    `Store.open`."""
     if catalog_fd is not None:
         remote = RemoteCatalog(catalog_fd)
         undo.callback(remote.close)
-        return directory, remote
+        return remote
     lock_file = StoreLock(directory.lock)
     undo.callback(lock_file.release)
-    catalog = SqliteCatalog(directory.catalog)
+    catalog = SqliteCatalog(directory.catalog, directory.writes)
     undo.callback(catalog.close)
     directory.sweep_tmp()
-    return directory, catalog
+    return catalog
 
 
 def _identify(model: WhichModel, catalog: Catalog) -> ModelIdentity:

@@ -152,7 +152,7 @@ class CheckpointTier:
             try:
                 nodes = self.table.attach(*item) if kind == "attach" else item
                 for node in nodes if kind in ("attach", "write") else ():
-                    self.n_written += self.table.write(node) > 0
+                    self._write(node)
                 self._enforce()
             except StoreError as error:
                 log.error("a state checkpoint could not be written", extra={"error": str(error)})
@@ -160,6 +160,15 @@ class CheckpointTier:
                 log.exception("state checkpoint thread")
             if kind == "flush":
                 item.set()
+
+    def _write(self, node: Node) -> None:
+        """Write a checkpoint; without a budget for it the tokens are evaluated again."""
+        found = self.table.at(node)
+        n_bytes = 0 if found is None or found.has_file else found.nbytes
+        if n_bytes and not self._store.writes.allows("checkpoints", n_bytes):
+            self.table.drop(node)
+        else:
+            self.n_written += self.table.write(node) > 0
 
     def _enforce(self) -> None:
         self.table.sweep()

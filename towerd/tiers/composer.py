@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -108,7 +109,7 @@ class Composer:
         assert rows.blob is not None
         n, provenance = len(rows), _provenance([(part, rows)])
         n_hot = n if part.tier == "hot" else 0
-        return Composed(n, n_hot, n - n_hot, rows.blob, None, provenance, rows.head)
+        return Composed(n, n_hot, n - n_hot, rows.blob, None, provenance, head=rows.head)
 
     def _joined(self, pieces: list[Piece], places: Labels | None) -> Composed:
         n = sum(len(rows) for _, rows in pieces)
@@ -133,7 +134,10 @@ class Composer:
         head = join_heads(rows.head for _, rows in pieces)
         if head is not None and labels is not None:
             head = head_at_places(head, p0, labels)
-        return Composed(n, n_hot, n - n_hot, buffer[:size], buffer, _provenance(pieces), head)
+        parts = [replace(part, p0=rows.p0, p1=rows.p1) for part, rows in pieces]
+        decoded = [run for part in parts for run in part.decoded]
+        provenance = _provenance(pieces)
+        return Composed(n, n_hot, n - n_hot, buffer[:size], buffer, provenance, decoded, head)
 
 
 def _labels(places: Labels | None, p0: int, p1: int) -> Labels | None:

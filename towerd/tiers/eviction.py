@@ -51,6 +51,16 @@ class Evictor:
         if too_much > 0:
             self._evict_hot(lambda: self._pinned_bytes() - bytes_max, self._is_written)
 
+    def evict_waiting(self, bytes_max: int, write: Callable[[int], None]) -> None:
+        """Where a budget limits writing: what RAM has no room for is written, what is worth least
+        first, or given up where `write` may not write it."""
+
+        def is_unpinned(node_id: int) -> bool:
+            node = self._store.state.tree.nodes.get(node_id)
+            return node is not None and not node.pinned
+
+        self._evict_hot(lambda: self._store.state.hot_bytes - bytes_max, is_unpinned, write)
+
     def evict_warm(self, bytes_max: int) -> None:
         """Delete files until they fit, those of other row identities first."""
         excess = self._store.state.warm_bytes + self._store.state.foreign_bytes - bytes_max
@@ -65,9 +75,16 @@ class Evictor:
         """The files that `evict_warm` would delete first, `nbytes` of them."""
         return self._ranking.warm_victims(nbytes, self._can_drop, leave=False)
 
-    def _evict_hot(self, excess: Callable[[], int], may_drop: Callable[[int], bool]) -> None:
+    def _evict_hot(
+        self,
+        excess: Callable[[], int],
+        may_drop: Callable[[int], bool],
+        before: Callable[[int], None] = lambda node_id: None,
+    ) -> None:
         while (n_bytes := excess()) > 0:
             victims = self._ranking.hot_victims(n_bytes, may_drop)
+            for node_id in victims:
+                before(node_id)
             if not sum([self.drop_hot(node_id, may_drop) for node_id in victims]):
                 break
 

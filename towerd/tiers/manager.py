@@ -25,20 +25,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from towerd.drift import Drift
+from towerd.drift import DecodedRun, Drift
 from towerd.errors import DiskFull, RowsDamaged, StoreError
 from towerd.slots.labels import Labels
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows
 from towerd.store import Handle, Node, RowsPart, SegmentFile, Store
 from towerd.store.rows.rows import lacks
-from towerd.store.segments.segment_file import coded_bytes, moved_bytes, quantized_bytes
+from towerd.store.segments.coded_format import is_coded
 from towerd.store.tree.scope import is_public
 from towerd.store.tree.tree import Listener
 from towerd.tiers.composer import Composer, Piece
 from towerd.tiers.eviction import Evictor
 from towerd.tiers.formats.calibration import (
+    REACHES,
     Calibration,
     SqueezedFormat,
     bound_of,
@@ -46,6 +48,7 @@ from towerd.tiers.formats.calibration import (
     squeezed_format,
 )
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
+from towerd.tiers.formats.stored_drift import StoredDrift, stored_drift
 from towerd.tiers.formats.transform import TransformCost
 from towerd.tiers.moved_limits import MovedLimits, save_moved_limits
 from towerd.tiers.plan import Composed, Gap, RestorePlan
@@ -119,18 +122,20 @@ class Tiers(Listener):
         self.exact = fidelity == "exact"
         self._sufficient = Provenance.EXACT if self.exact else Provenance.APPROXIMATE
         """Stored rows that are worse than this are replaced once there are better ones."""
-        self._writer = RowsWriter(store, self.counters, self._sufficient)
+        self._shrinker = Shrinker(store, shrink_after_s, clock, transform_after_s)
+        waiting = shrink_after_s, clock, self._shrinker.requests_for
+        self._writer = RowsWriter(store, self.counters, self._sufficient, *waiting)
         self.evictor = Evictor(store, self.ranking, self.counters, self._writer.unwritten)
         self.moved_limits: MovedLimits | None = None
         """What deviations of moved rows have to stay under; None: not measured, so that no rows are
         moved."""
         self._forced = forced
-        self._drift: Drift | None = None
-        self._squeezed_drift: Drift | None = None
+        self._found: Calibration | None = None
         self._squeezed: SqueezedFormat | None = None
         self._transform: TransformCost | None = None
         self._may_transform = transform_after_s >= 0
-        self._shrinker = Shrinker(store, shrink_after_s, clock, transform_after_s)
+        self._stored_drift: tuple[StoredDrift, StoredDrift] | None = None
+        """Before any rows are squeezed, and afterwards."""
         self._shrinker.set_formats(None if self.exact else forced, enabled=not self.exact)
         with store.locked():
             store.listen(self)
@@ -147,15 +152,15 @@ class Tiers(Listener):
     def set_formats(
         self,
         formats: LevelFormats | None,
-        drift: Drift | None = None,
+        found: Calibration | None = None,
         squeezed: SqueezedFormat | None = None,
     ) -> None:
-        """Store unused rows in these formats from now on, whose measured drift is `drift`; None:
+        """Store unused rows in these formats from now on, which `found` measured; None:
         natively. squeezed: the smaller one that what is worth least is put into where space is
         short. Other rows already stored in other formats stay as they are. No effect under exact
         fidelity or forced formats."""
         if not self.exact and self._forced is None:
-            self._drift, self._squeezed = drift, squeezed
+            self._found, self._squeezed = found, squeezed
             self._set_shrinker(formats)
 
     def set_transform(self, found: TransformCost | None) -> None:
@@ -170,9 +175,9 @@ class Tiers(Listener):
         self._shrinker.pause = pause
 
     def _set_shrinker(self, formats: LevelFormats | None) -> None:
-        squeezed, transform = self._squeezed, self._transform
+        squeezed, transform, found = self._squeezed, self._transform, self._found
         ever = remember_squeezed(self.store, squeezed)
-        for name in set() if transform is None else set(transform.levels):
+        for name in () if transform is None else dict.fromkeys(transform.levels):
             assert transform is not None
             ever = remember_squeezed(self.store, SqueezedFormat(name, transform.drift))
         self._shrinker.set_formats(
@@ -180,18 +185,20 @@ class Tiers(Listener):
             enabled=True,
             squeezed=None if squeezed is None else squeezed.name,
             transform=None if transform is None else transform.formats,
-            ever_squeezed=ever.keys(),
+            ever_squeezed=[name for name in ever if not is_coded(name)],
         )
-        self._squeezed_drift = max(ever.values(), key=lambda each: each.kl, default=self._drift)
+        self._stored_drift = None
+        if found is not None:
+            costs = [stored_drift(found, self.fidelity, ever, each) for each in (False, True)]
+            self._stored_drift = costs[0], costs[1]
         self._work.put(("look", None))
 
     def use(self, found: Calibration) -> None:
         """Store unused rows from now on in the formats that were found for this fidelity."""
         choice = found.choices.get(self.fidelity)
         if choice is not None:
-            drift = Drift(choice.cost.kl, choice.cost.floor_kl)
-            squeezed = squeezed_format(found, self.fidelity)
-            self.set_formats(LevelFormats(choice.levels), drift, squeezed)
+            formats = LevelFormats(choice.levels, REACHES)
+            self.set_formats(formats, found, squeezed_format(found, self.fidelity))
 
     @property
     def moved_bound(self) -> float:
@@ -214,10 +221,21 @@ class Tiers(Listener):
             save_moved_limits(self.store, self.moved_limits)
 
     @property
-    def drift(self) -> Drift | None:
-        """The drift of stored rows; None if not measured. Once any were squeezed or transform-coded, that
-        of those rows, which is the larger one."""
-        return self._squeezed_drift if self._shrinker.has_squeezed else self._drift
+    def stored_drift(self) -> StoredDrift | None:
+        """What rows in stored formats cost; None if that was not measured."""
+        found = self._stored_drift
+        return None if found is None else found[self._shrinker.has_squeezed]
+
+    def drift_of(
+        self,
+        is_decoded: npt.NDArray[np.bool_],
+        live: Sequence[DecodedRun],
+        coming: Sequence[DecodedRun],
+        n_prompt: int,
+    ) -> Drift | None:
+        """See `StoredDrift.of`; None if it was not measured."""
+        costs = self.stored_drift
+        return None if costs is None else costs.of(is_decoded, live, coming, n_prompt)
 
     @property
     def formats(self) -> LevelFormats | None:
@@ -242,6 +260,7 @@ class Tiers(Listener):
             match = path.match(stop)
             if match.n > start:
                 parts = tuple(self.store.plan_rows(match, start, match.n, worst=worst))
+        parts = self._within_bound(parts, path.n)
         public = takewhile(lambda node: is_public(node.scope), match.nodes)
         n_public = max((min(node.p1, match.n) for node in public), default=0)
         n_hot = sum(p.p1 - p.p0 for p in parts if p.tier == "hot")
@@ -250,6 +269,15 @@ class Tiers(Listener):
             self.store.touch(match.nodes[-1])
         n_approximate = sum(count_approximate(p.provenance) for p in parts)
         return RestorePlan(start, parts, n_hot, n_all - n_hot, n_public, n_approximate, match.n)
+
+    def _within_bound(self, parts: tuple[RowsPart, ...], n_prompt: int) -> tuple[RowsPart, ...]:
+        """The first of the stored rows, as far as their formats cost a prompt of `n_prompt` tokens no more
+        than the bound: nearly all of it may be what was measured as a part of longer ones."""
+        costs, decoded = self.stored_drift, [run for part in parts for run in part.decoded]
+        if costs is None or not decoded:
+            return parts
+        n = costs.n_within(decoded, n_prompt)
+        return tuple(replace(part, p1=min(part.p1, n)) for part in parts if part.p0 < n)
 
     def compose(self, plan: RestorePlan, places: Labels | None = None) -> Iterator[Composed]:
         """Read, check and join the planned rows, one blob at a time. The iteration ends early at
@@ -415,15 +443,16 @@ class Tiers(Listener):
 
     def stats(self) -> dict[str, Any]:
         """Gauges and counters for /metrics and /towerd/v1/stats."""
-        c, files = self.counters, self.store.files()
+        c, formats = self.counters, self.store.state.formats
         return {
             "hot_bytes": self.store.state.hot_bytes,
             "hot_bytes_max": self.hot_bytes_max,
             "warm_bytes": self.store.state.warm_bytes,
             "warm_bytes_max": self.warm_bytes_max,
-            "warm_quantized_bytes": quantized_bytes(files, self.layout),
-            "warm_coded_bytes": coded_bytes(files, self.layout),
-            "moved_bytes": moved_bytes(files, self.layout),
+            "warm_quantized_bytes": formats.quantized_bytes,
+            "warm_coded_bytes": formats.coded_bytes,
+            "moved_bytes": formats.moved_bytes,
+            "dropped_bytes": self.store.state.dropped_bytes,
             "segments_shrunk": self._shrinker.n_shrunk,
             "segments_kept": self._shrinker.n_kept,
             "segments_squeezed": self._shrinker.n_squeezed,
@@ -507,6 +536,7 @@ class Tiers(Listener):
                 self._do(kind, item)
                 self.ranking.settle()
                 self._promoter.step()
+                self._writer.write_due()
                 self._enforce()
                 if kind != "stop" and self._work.empty():
                     self._shrink()
@@ -522,17 +552,18 @@ class Tiers(Listener):
     def _do(self, kind: str, item: Any) -> None:
         if kind == "idle":
             self._idle_due = time.monotonic() + _RETRY_WRITE_S
-        if kind == "write":
+        if kind == "write" and not self._writer.is_limited:
             self._writer.write_path(item)
         elif kind in ("idle", "flush", "stop"):
-            self._writer.write_remaining()
+            if kind != "idle" or not self._writer.is_limited:
+                self._writer.write_remaining()
             self.store.flush()
             if kind != "flush":
                 self.ranking.keep(now=kind == "stop")
 
     def _idle_s(self) -> float:
         waits = self._shrinker.wait_s(), self.prefetcher.wait_s(), self._promoter.wait_s()
-        return min(_RETRY_WRITE_S, *waits)
+        return min(_RETRY_WRITE_S, self._writer.due_s(), *waits)
 
     def _shrink(self) -> None:
         """Re-encode at most one file."""
@@ -549,6 +580,9 @@ class Tiers(Listener):
         """Evict hot rows that have a file, then files, until both budgets hold."""
         self.prefetcher.give_back(self.store.state.hot_bytes - self.hot_bytes_max)
         self.evictor.evict_hot(self.hot_bytes_max, self.pinned_bytes_max)
+        if self._writer.is_limited:
+            most = max(self.hot_bytes_max, self.pinned_bytes_max)
+            self.evictor.evict_waiting(most, self._writer.write_leaving)
         self.evictor.evict_warm(self.warm_bytes_max)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from towerd.drift import DecodedRun
 from towerd.slots.rows import HeadRows
 from towerd.store import Node, RowsPart
 from towerd.store.rows.checkpoints import StateCheckpoint
@@ -51,6 +53,11 @@ class RestorePlan:
         return n
 
     @property
+    def decoded(self) -> list[DecodedRun]:
+        """The rows among `parts` that are decoded from stored formats."""
+        return [run for part in self.parts for run in part.decoded]
+
+    @property
     def n_rows(self) -> int:
         """Tokens that come with rows: all, unless the model has none."""
         return sum(part.p1 - part.p0 for part in self.parts)
@@ -76,6 +83,9 @@ class RestorePlan:
         )
 
 
+NOTHING = RestorePlan()
+
+
 @dataclass(frozen=True, slots=True)
 class Composed:
     """One sequence blob for the next `n` planned tokens. `buffer`, if any, must be recycled."""
@@ -87,6 +97,8 @@ class Composed:
     buffer: npt.NDArray[np.uint8] | None
     provenance: Provenances
     """uint8[n]: that of each token; AFTER_MOVED for all rows that were stored as such."""
+    decoded: Sequence[DecodedRun] = ()
+    """Those that were decoded from stored formats."""
     head: HeadRows | None = None
     """What a head that drafts had of these tokens."""
 

@@ -21,7 +21,7 @@ from towerd.kernels.formats import BY_NAME
 from towerd.slots.layout import NATIVE
 from towerd.store import Base, FormatRequest, Node, SegmentFile, Store
 from towerd.store.rows.recoding import Interrupted
-from towerd.store.rows.rows import differs
+from towerd.store.rows.rows import bytes_after, differs
 from towerd.store.segments.coded_format import is_coded
 from towerd.tiers.formats.fidelity import DYNAMIC, LevelFormats
 from towerd.tiers.sharing import shared_levels
@@ -165,7 +165,7 @@ class Shrinker:
                 self._bases = (
                     self._store.bases.listing()
                 )  # one may have been added since the scan began
-                new = self._reencode(file, self._requests(file))
+                new = self._reencode(file, self._requested(file))
             except Interrupted:
                 self._queue.appendleft(file)
                 self._rest_until = time.monotonic() + _BUSY_S
@@ -205,8 +205,12 @@ class Shrinker:
                 continue
             if any(node.pinned for node in self._store.viewers(file)):
                 continue  # since it was queued
+            requests = self._format_requests(file, smaller, again=BY_NAME)
+            n_after = bytes_after(file, requests, self._store.state.row_identity.layout)
+            if not self._store.writes.allows("reencoded", n_after):
+                continue
             try:
-                new = self._reencode(file, self._format_requests(file, smaller, again=BY_NAME))
+                new = self._reencode(file, requests)
             except Interrupted:
                 self._to_squeeze.appendleft(file)
                 self._squeeze_due = time.monotonic() + _BUSY_S
@@ -214,7 +218,7 @@ class Shrinker:
             if new is None:
                 self._as_small_as_can_be[file.id] = used
             if new is not None:
-                self.has_squeezed = True
+                self.has_squeezed = self.has_squeezed or self._transform is None
                 self.n_squeezed += len(self._store.viewers(new))
                 # requests in progress get at least half of the time
                 self._squeeze_due = 2 * time.monotonic() - began
@@ -262,7 +266,7 @@ class Shrinker:
         unused_s = self._clock() - self._last_used(file)
         return self._transform is not None and unused_s >= self._transform_after_s
 
-    def _requests(self, file: SegmentFile) -> list[FormatRequest]:
+    def _requested(self, file: SegmentFile) -> list[FormatRequest]:
         """What `step` wants of a file."""
         if self._is_due(file):
             return self._format_requests(file, self._transform, again=BY_NAME)
@@ -273,9 +277,15 @@ class Shrinker:
         used = self._last_used(file)
         if self._clock() - used < self._after_s or self._reading[file.id]:
             return False
-        requests, is_due = self._requests(file), self._is_due(file)
+        requests, is_due = self._requested(file), self._is_due(file)
         native = self._store.state.row_identity.layout
         n_changed, _ = differs(file, requests, native)
+        if n_changed > 0 and self._store.writes.budget:
+            n_after = bytes_after(file, requests, native)
+            if n_after > file.nbytes - n_after:
+                n_changed = 0  # it would cost more writing than it saves
+            elif not self._store.writes.allows("reencoded", n_after):
+                return False
         if n_changed == 0:
             n_kept = sum(differs(file, [request], native)[1] > 0 for request in requests)
             with self._lock:
@@ -298,7 +308,6 @@ class Shrinker:
             return None
         if new is not None and any(is_coded(request.format) for request in requests):
             self.n_transformed += len(self._store.viewers(new))
-            self.has_squeezed = True
         elif new is not None:
             self.n_shrunk += len(self._store.viewers(new))
         return new
@@ -310,33 +319,59 @@ class Shrinker:
     def _format_requests(
         self, file: SegmentFile, table: LevelFormats | None, *, again: Collection[str] = ()
     ) -> list[FormatRequest]:
-        """The formats that `table` asks for, of the rows of the file's segments without sinks and
-        tails. Moved rows stay as they are, until exact ones replace them. again: see
-        FormatRequest; what came to be shared is encoded once more out of the formats of deeper
-        levels in any case, as calibration measures it"""
-        requests = []
+        """The formats that `table` asks for, of the rows of the file's segments; again: see
+        FormatRequest."""
         with self._store.locked():
-            for node in sorted(self._store.viewers(file), key=lambda node: node.p0):
-                p0, p1 = max(node.p0, SINKS), min(node.p1, tail_start(node))
-                name, deeper = self._format_for(node, table)
-                is_moved = file.worst(node.p0, node.p1) > Provenance.APPROXIMATE
-                if p0 < p1 and name != NATIVE and not is_moved:
-                    requests.append(FormatRequest(p0, p1, name, again or deeper))
+            nodes = sorted(self._store.viewers(file), key=lambda node: node.p0)
+            unmoved = [n for n in nodes if file.worst(n.p0, n.p1) <= Provenance.APPROXIMATE]
+            return self._requests(unmoved, table, again)
+
+    def requests_for(self, nodes: Sequence[Node]) -> list[FormatRequest]:
+        """The formats in which rows of consecutive segments, which were never written, are written at
+        once."""
+        if not self._enabled:
+            return []
+        with self._store.locked():
+            self._bases = self._store.bases.listing()
+            return self._requests([n for n in nodes if not n.removed], self._formats, ())
+
+    def _requests(
+        self, nodes: Sequence[Node], table: LevelFormats | None, again: Collection[str]
+    ) -> list[FormatRequest]:
+        """The formats that `table` asks for, of the rows of these segments without sinks and tails.
+        Moved rows are not among them: they stay as they are, until exact ones replace them. What came
+        to be shared is encoded once more out of the formats of deeper levels in any case, as
+        calibration measures it. Under the store's lock."""
+        requests = []
+        for node in nodes:
+            p0, p1 = max(node.p0, SINKS), min(node.p1, tail_start(node))
+            if p0 < p1:
+                requests += [
+                    replace(each, again=again or each.again)
+                    for each in self._requests_for(node, p0, p1, table)
+                    if each.format != NATIVE
+                ]
         return without_short(requests)
 
-    def _format_for(self, node: Node, table: LevelFormats | None) -> tuple[str, Collection[str]]:
-        """The format that the shallowest base covering `node` asks for, or else that of its
-        level; if several bases of that level cover it, the most faithful one. And the formats of
-        deeper levels, unless a base asks for its own format."""
+    def _requests_for(
+        self, node: Node, p0: int, p1: int, table: LevelFormats | None
+    ) -> list[FormatRequest]:
+        """The format that the shallowest base covering `node` asks for of its positions [p0, p1), the
+        most faithful one if several bases of that level do, or else those of its level. Unless a base
+        asks, rows are encoded again out of the formats of deeper levels."""
         covering = [base for base in self._bases if node.pinned and self._covers(base, node)]
-        if not covering:
-            level = self._levels.get(node.id, DYNAMIC)
-            return _level_format(table, level), _deeper_formats(table, level)
-        level = min(base.level for base in covering)
+        level = min((base.level for base in covering), default=self._levels.get(node.id, DYNAMIC))
         bases = [base for base in covering if base.level == level]
-        names = [base.format or _level_format(table, level) for base in bases]
-        is_declared = any(base.format for base in bases)
-        return max(names, key=_bits), () if is_declared else _deeper_formats(table, level)
+        if any(base.format for base in bases):
+            names = [base.format or _level_format(table, level) for base in bases]
+            return [FormatRequest(p0, p1, max(names, key=_bits))]
+        if table is None:
+            return []
+        deeper = table.names[level + 1 :]
+        # What prompts share ends with the node, or they would share the next one.
+        stretches = table.stretches(level, 0, node.p1)
+        cut = [(max(p0, start), min(p1, stop), name) for start, stop, name in stretches]
+        return [FormatRequest(*each, again=deeper) for each in cut if each[0] < each[1]]
 
     def _covers(self, base: Base, node: Node) -> bool:
         try:
@@ -365,10 +400,6 @@ def tail_start(node: Node) -> int:
 
 def _level_format(table: LevelFormats | None, level: int) -> str:
     return NATIVE if table is None else table.format_for(level)
-
-
-def _deeper_formats(table: LevelFormats | None, level: int) -> Collection[str]:
-    return () if table is None else table.names[level + 1 :]
 
 
 def without_short(requests: Sequence[FormatRequest]) -> list[FormatRequest]:

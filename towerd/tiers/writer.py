@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from towerd.errors import NotFound, SegmentsGone
-from towerd.store import Node, Store
+from towerd.store import FormatRequest, Node, Store
 from towerd.store.rows.rows import lacks
 from towerd.tokens import Provenance
+
+log = logging.getLogger(__name__)
+
+LONE_WAITS = 4
+"""How many times as long the rows of a chat wait that was never continued."""
+LOOK_S = 1.0
+"""Time between two looks at rows that wait."""
 
 
 @dataclass(slots=True)
@@ -38,11 +49,24 @@ class RowsWriter:
     """Writes the rows that are only in RAM. `unwritten` may be read by any thread; all else
     belongs to the thread of the tiers."""
 
-    def __init__(self, store: Store, counters: TierCounters, sufficient: Provenance) -> None:
-        """sufficient: a file with worse rows than that is replaced when better ones are in RAM"""
+    def __init__(
+        self,
+        store: Store,
+        counters: TierCounters,
+        sufficient: Provenance,
+        wait_s: float,
+        clock: Callable[[], float],
+        formats_of: Callable[[Sequence[Node]], Sequence[FormatRequest]],
+    ) -> None:
+        """sufficient: a file with worse rows than that is replaced when better ones are in RAM
+        wait_s: where a budget limits writing, rows wait until they were unused for so long
+        formats_of: the formats that rows are then written in at once"""
         self._store = store
         self._counters = counters
         self._sufficient = sufficient
+        self._wait_s, self._clock, self._formats_of = wait_s, clock, formats_of
+        self._due = 0.0
+        """time.monotonic() at which rows that wait are looked at."""
         self.unwritten: set[int] = set()
         """Ids of the nodes whose rows in RAM must be written."""
 
@@ -61,7 +85,7 @@ class RowsWriter:
                 if not self.is_unwritten(node):
                     continue
                 last = runs[-1][-1] if runs else None
-                if last is not None and last is node.parent and _is_moved(last) == _is_moved(node):
+                if last is not None and last is node.parent and _may_share_file(last, node):
                     runs[-1].append(node)
                 else:
                     runs.append([node])
@@ -70,24 +94,77 @@ class RowsWriter:
 
     def write_remaining(self) -> None:
         """Write what is unwritten, wherever it is. Raises StoreError."""
+        for node in self._unwritten_nodes():
+            self.write_path(node)
+
+    def _unwritten_nodes(self) -> list[Node]:
+        """The deepest first, since what is unwritten of a path goes into one file."""
+        found = []
         for node_id in list(self.unwritten):
             node = find_node(self._store, node_id)
             if node is None or not self.is_unwritten(node):
                 self.unwritten.discard(node_id)
             else:
+                found.append(node)
+        return sorted(found, key=lambda node: -node.p1)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is a budget for writing."""
+        return self._store.writes.budget > 0
+
+    def write_due(self) -> None:
+        """Where writing is limited: write the rows that were unused for long enough; those that were
+        never asked for again wait longer. Raises StoreError."""
+        if not self.is_limited or time.monotonic() < self._due:
+            return
+        now = self._clock()
+        for node in self._unwritten_nodes():
+            wait_s = self._wait_s * (1 if node.hits > 1 else LONE_WAITS)
+            if abs(now - node.last_used) >= wait_s:  # also after a clock was set back
                 self.write_path(node)
+        self._due = time.monotonic() + LOOK_S
+
+    def due_s(self) -> float:
+        """Seconds until `write_due` may have something to do."""
+        if not self.is_limited or not self.unwritten:
+            return math.inf
+        return max(0.0, self._due - time.monotonic())
+
+    def write_leaving(self, node_id: int) -> None:
+        """Write the rows of a segment that are to leave RAM, with those above it, if the budget has
+        room. Raises StoreError."""
+        node = find_node(self._store, node_id)
+        if node is not None and self.is_unwritten(node):
+            self.write_path(node)
 
     def _write(self, nodes: list[Node]) -> None:
+        requests = self._formats_of(nodes) if self.is_limited else ()
+        if self.is_limited and not self._store.writes.allows("rows", self._size(nodes, requests)):
+            return
         try:
-            file = self._store.rows.write(nodes, sufficient=self._sufficient)
+            file = self._store.rows.write(nodes, sufficient=self._sufficient, requests=requests)
         except SegmentsGone:
             return
+        except ValueError as error:  # e.g. infinities, which no block code can hold
+            log.warning("rows stay as computed", extra={"error": str(error)})
+            file = self._store.rows.write(nodes, sufficient=self._sufficient)
         self._counters.written += len(nodes)
         self._counters.bytes_written += file.nbytes
 
+    def _size(self, nodes: Sequence[Node], requests: Sequence[FormatRequest]) -> int:
+        """About the bytes of a file with these rows."""
+        layout = self._store.state.row_identity.layout
+        n_bytes = sum(node.hot.nbytes for node in nodes if node.hot is not None)
+        for each in requests:
+            saved = layout.token_bytes - layout.stored_as(each.format).token_bytes
+            n_bytes -= (each.p1 - each.p0) * saved
+        return n_bytes
 
-def _is_moved(node: Node) -> bool:
-    return node.origin == Provenance.AFTER_MOVED
+
+def _may_share_file(above: Node, node: Node) -> bool:
+    moved = Provenance.AFTER_MOVED
+    return above.scope == node.scope and (above.origin == moved) == (node.origin == moved)
 
 
 def find_node(store: Store, node_id: int) -> Node | None:

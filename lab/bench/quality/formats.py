@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,7 +36,7 @@ from towerd.model.row_memory import row_memory
 from towerd.model.vocab import Vocab
 from towerd.models.bundled import default_model
 from towerd.settings.sources import load
-from towerd.slots.kind import DENSE
+from towerd.slots.kind import DENSE, WINDOW, StateKind
 from towerd.slots.layout import KVLayout
 from towerd.tiers.formats.calibration import (
     ALL_NATIVE,
@@ -121,36 +121,56 @@ def read_text(path: Path) -> str:
 
 @contextmanager
 def measurer_on(
-    path: Path, text: str, n_checkpoints: int, taps: Taps | None = None, **settings: str
+    path: Path,
+    text: str,
+    n_checkpoints: int,
+    taps: Taps | None = None,
+    *,
+    kinds: Sequence[StateKind] = (DENSE,),
+    settings: Mapping[str, str] | None = None,
 ) -> Iterator[Measurer]:
     """A prepared Measurer on a model of its own, with the settings in force, `settings`, and the
-    attention kernels that the daemon would use. Raises NotSupported for a model without
-    calibration."""
-    config = load({"model": str(path), **settings})
+    attention kernels that the daemon would use. Raises NotSupported for a model whose memory is of none of
+    `kinds`."""
+    with context_on(path, WINDOW_TOKENS_MAX, taps, settings) as (context, model):
+        scratch = measurable(context, model, kinds)
+        token_bytes = probe_layout(scratch).token_bytes
+        vocab = Vocab(model.ptr)
+        plan = plan_for(vocab, text, context.n_cells, token_bytes, n_checkpoints)
+        yield Measurer(scratch, plan)
+
+
+@contextmanager
+def context_on(
+    path: Path, n_cells: int, taps: Taps | None = None, settings: Mapping[str, str] | None = None
+) -> Iterator[tuple[LlamaContext, LlamaModel]]:
+    """A context of one sequence on a model of its own, with as many cells or as the model has."""
+    config = load({"model": str(path), **(settings or {})})
     model = LlamaModel(path, config)
     try:
-        vocab = Vocab(model.ptr)
-        n_ctx = min(model.n_ctx_train, WINDOW_TOKENS_MAX)
+        n_ctx = min(model.n_ctx_train, n_cells)
         rows = row_memory(model, config, psutil.virtual_memory().total)
         attention = flash_attention(config, rows, n_head=model.n_head, n_cells=n_ctx)
         config = replace(config, flash_attn=attention)
         context = LlamaContext(model, config, n_cells=n_ctx, n_seqs=1, taps=taps)
         try:
-            check_measurable(context, model)
-            scratch = Scratch(context, 0)
-            token_bytes = probe_layout(scratch).token_bytes
-            measurer = Measurer(scratch, plan_for(vocab, text, n_ctx, token_bytes, n_checkpoints))
-            yield measurer
+            yield context, model
         finally:
             context.close()
     finally:
         model.close()
 
 
-def check_measurable(context: LlamaContext, model: LlamaModel) -> None:
-    """Raises NotSupported, with the reason, for a model whose rows cannot be moved."""
-    if open_memory(context, model).kind is not DENSE:
-        raise NotSupported("Only the rows of dense attention are measured.")
+def measurable(context: LlamaContext, model: LlamaModel, kinds: Sequence[StateKind]) -> Scratch:
+    """A sequence to measure in. Raises NotSupported for a model whose memory is of none of `kinds`."""
+    memory = open_memory(context, model)
+    if memory.kind not in kinds:
+        names = " and ".join(kind.name for kind in kinds)
+        raise NotSupported(
+            f"Rows of {names} attention are measured; this model is {memory.kind.name}."
+        )
+    window = model.n_swa if memory.kind is WINDOW else 0
+    return Scratch(context, 0, cell_ext=memory.layout.cell_ext, window=window)
 
 
 def probe_layout(scratch: Scratch) -> KVLayout:
@@ -269,7 +289,7 @@ def _drift(
     the keys counts."""
     taps = Taps()
     settings = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attn": "off"}
-    with measurer_on(path, text, n_checkpoints, taps, **settings) as measurer:
+    with measurer_on(path, text, n_checkpoints, taps, settings=settings) as measurer:
         layout = measurer.layout
         usable = [name for name in formats if layout.stored_as(name) != layout]
         if not usable:

@@ -13,12 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lab.bench.quality.formats import measurer_on, read_text
+import numpy as np
+
+from lab.bench.quality.formats import context_on, measurer_on, read_text
 from lab.bench.transform import wide
+from lab.bench.transform.resume import Reader, ResumeTimes, repeated, resume_times, seconds
 from towerd.cli.bench.harness.report import Report
-from towerd.cli.output import show_table
+from towerd.cli.output import progress_bar, show_table
+from towerd.cli.progress import Lines
 from towerd.codec.rows import coded
 from towerd.codec.rows.basis import Basis, read_basis
 from towerd.codec.rows.learn import Rounding
@@ -27,38 +31,48 @@ from towerd.engine.embedded.calibration.measure import Measurer
 from towerd.engine.embedded.calibration.measure_plan import WINDOW_TOKENS_MAX
 from towerd.engine.embedded.calibration.transform_basis import learned, sandwiched, windows_of
 from towerd.engine.moving.rotation import rope_of
-from towerd.kernels import dispatch
 from towerd.model.llama_model import LlamaModel
 from towerd.models.bundled import default_model
 from towerd.settings.sources import load
+from towerd.slots.blob import emit_blob
+from towerd.slots.kind import DENSE, WINDOW
+from towerd.slots.layout import KVLayout
 from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows
 from towerd.tiers.formats.calibration import BOUNDS, FormatCost, bound_of, stored
 from towerd.tiers.shrink import SINKS, TAIL
+from towerd.tokens import Ids
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 STEPS = (0.15, 0.18, 0.22, 0.27, 0.5, 0.65, 0.85)
-STEPS_QUICK = (0.15, 0.22, 0.65)
+STEPS_QUICK = (0.18, 0.22, 0.65)
 """Of the root mean variance of weighted numbers."""
 BLOCK_FORMATS = ("q8h", "q5h", "q4h")
 BITS_MAX = {"near": 2.6, "small": 1.3}
 RATIO_MIN = 5.0
 RATIO_8B_MIN = 15.0
-RESUMED_TOKENS = 2048
+KINDS = (DENSE, WINDOW)
 _REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class BenchSize:
-    """Continuations that are measured on the second text and on the first one; steps."""
+    """Continuations that are measured on the second text, and weighed and learned from on the first one; steps; the
+    share of each text that is used; tokens that are resumed; layers of the 8B shape, 0: none."""
 
     n_measured: int
     n_weighed: int
     n_windows: int
     steps: tuple[float, ...]
+    share: float
+    resumed: tuple[int, ...]
+    wide_layers: int
 
 
-FULL = BenchSize(16, 8, 40, STEPS)
-QUICK = BenchSize(4, 3, 8, STEPS_QUICK)
+FULL = BenchSize(16, 8, 40, STEPS, 1.0, (2048, 7000), 2)
+QUICK = BenchSize(4, 2, 8, STEPS_QUICK, 0.45, (2048,), 0)
 
 
 @dataclass(slots=True)
@@ -99,26 +113,56 @@ async def run(
     """Learn, then measure. Raises ConfigError, ModelError, CodecError, NotSupported."""
     size = QUICK if quick else FULL
     path = default_model() if model is None else model
-    first, second = texts(learn_text, text)
+    first, second = (part[: int(size.share * len(part))] for part in texts(learn_text, text))
     report = TransformReport("transform", path.name)
     codings = {f"step {step:g}": Rounding(step) for step in size.steps}
     rope = _rope(path)
     began = time.monotonic()
-    with measurer_on(path, first, size.n_windows) as measurer:
-        report.figures["learned_tokens"] = sum(map(len, windows_of(measurer)))
-        identity = hashlib.blake2b(path.name.encode(), digest_size=32).digest()
-        basis = learned(measurer, rope, codings, layers, size.n_weighed, identity)
-    report.figures |= {
-        "learn_s": time.monotonic() - began,
-        "group_layers": layers,
-        "basis_mb": basis.nbytes / 1e6,
-    }
-    with measurer_on(path, second, size.n_measured) as measurer:
-        _drift(report, measurer, basis, rope, [*codings])
-        _rates(report, measurer, basis, rope)
-    if not quick:
-        _wide(report, path)
+    with progress_bar() as bar:
+        said = Said(bar)
+        with measurer_on(path, first, size.n_windows, kinds=KINDS) as measurer:
+            said.phase("evaluating the text to learn from", measurer)
+            report.figures["learned_tokens"] = sum(map(len, windows_of(measurer)))
+            identity = hashlib.blake2b(path.name.encode(), digest_size=32).digest()
+            said.phase("weighing groups of layers", measurer)
+            basis = learned(measurer, rope, codings, layers, size.n_weighed, identity)
+        report.figures |= {
+            "learn_s": time.monotonic() - began,
+            "group_layers": layers,
+            "basis_mb": basis.nbytes / 1e6,
+        }
+        with measurer_on(path, second, size.n_measured, kinds=KINDS) as measurer:
+            said.phase("measuring drift", measurer)
+            _drift(report, measurer, basis, rope, [*codings])
+            rows = max(windows_of(measurer), key=len).token_major()
+            ids = max(measurer.plan.windows, key=len)[: len(rows)]
+        said.phase("bringing rows back")
+        _times(report, path, rows, ids, basis, rope, size.resumed)
+        if size.wide_layers:
+            said.phase("an 8B model's shape")
+            _wide(report, size.resumed, size.wide_layers)
     return report
+
+
+class Said:
+    """Shows what is done, and how many tokens were evaluated for it."""
+
+    def __init__(self, bar: Lines | Progress) -> None:
+        self._bar = bar
+        self._task = bar.add_task("", total=None)
+
+    def phase(self, name: str, measurer: Measurer | None = None) -> None:
+        """From now on this is done."""
+        n_done = 0
+
+        def evaluated(n: int) -> None:
+            nonlocal n_done
+            n_done += n
+            self._bar.update(self._task, description=f"{name} ({n_done:,} tokens)")
+
+        self._bar.update(self._task, description=name)
+        if measurer is not None:
+            measurer.scratch.evaluated = evaluated
 
 
 def texts(learn_text: Path | None, text: Path | None) -> tuple[str, str]:
@@ -152,7 +196,7 @@ def _drift(
     ]
     makers += [partial(sandwiched, basis=basis, coding=name, rope=rope) for name in names]
     costs = measurer.costs_of(makers, n)
-    bits = [_block_bits(measurer, name) for name in BLOCK_FORMATS]
+    bits = [{"": _block_bits(measurer, name)} for name in BLOCK_FORMATS]
     bits += [_bits(measurer, basis, name, rope) for name in names]
     for name, cost, each in zip([*BLOCK_FORMATS, *names], costs, bits, strict=True):
         report.codings.append(_line(name, cost, each))
@@ -163,7 +207,11 @@ def _drift(
         best = min(within, key=lambda line: line["bits"], default=None)
         report.figures |= {
             f"{fidelity}_coding": best["name"] if best else "none",
-            f"bits_{fidelity}": best["bits"] if best else 16.0,
+            **{
+                f"bits_{fidelity}{part}": best[f"bits{part}"] if best else 16.0
+                for part in ("", "_full", "_window")
+                if f"bits{part}" in coded_lines[0]
+            },
             f"kl_{fidelity}": best["kl"] if best else 0.0,
             f"top1_{fidelity}": best["top1"] if best else 1.0,
         }
@@ -176,19 +224,15 @@ def _block(rows: KVRows, name: str) -> list[KVRows]:
     return [parts[0], stored(rows.slice(first, last), name), parts[1]]
 
 
-def _line(name: str, cost: FormatCost, bits: float) -> dict[str, Any]:
+def _line(name: str, cost: FormatCost, bits: dict[str, float]) -> dict[str, Any]:
     return {
         "name": name,
-        "bits": bits,
+        **{f"bits{part}": each for part, each in bits.items()},
         "kl": cost.kl,
         "excess": cost.excess,
         "ci": cost.ci,
         "top1": cost.top1,
     }
-
-
-def _n_numbers(rows: KVRows) -> int:
-    return len(rows) * sum(plane.n_elements for plane in rows.layout.planes)
 
 
 def _block_bits(measurer: Measurer, name: str) -> float:
@@ -197,98 +241,94 @@ def _block_bits(measurer: Measurer, name: str) -> float:
     return 8 * n_bytes / sum(plane.n_elements for plane in layout.planes)
 
 
-def _bits(measurer: Measurer, basis: Basis, coding: str, rope: Rope) -> float:
-    """Of a number, heads, tables and checksums included, over the windows of the second text."""
-    n_bytes = n_numbers = 0
+def _bits(measurer: Measurer, basis: Basis, coding: str, rope: Rope) -> dict[str, float]:
+    """Of a number, heads, tables and checksums included, over the windows of the second text: of all layers, and
+    without heads of those of each cache if there are two."""
+    n_bytes, n_numbers, layout = 0, 0, basis.layout
+    of_groups = np.zeros(len(basis.groups))
     for rows in windows_of(measurer):
         inner = rows.slice(SINKS, len(rows) - TAIL).token_major()
-        n_bytes += len(coded.encode(inner, basis, coding, rope))
-        n_numbers += _n_numbers(inner)
-    return 8 * n_bytes / n_numbers
+        data = coded.encode(inner, basis, coding, rope)
+        n_bytes += len(data)
+        of_groups += coded.parse(data).table["n_bytes"].sum(axis=0)[: len(of_groups)]
+        n_numbers += len(inner)
+    width = sum(plane.n_elements for plane in layout.planes)
+    found = {"": 8 * n_bytes / n_numbers / width}
+    if layout.n_window:
+        n_full = layout.n_layer - layout.n_window
+        is_full = [group.planes[0] % layout.n_layer < n_full for group in basis.groups]
+        for name, wanted in (("_full", True), ("_window", False)):
+            which = [i for i, full in enumerate(is_full) if full == wanted]
+            planes = [plane for i in which for plane in basis.groups[i].planes]
+            each = sum(layout.planes[plane].n_elements for plane in planes)
+            found[name] = 8 * float(of_groups[which].sum()) / n_numbers / each
+    return found
 
 
-def _rates(report: TransformReport, measurer: Measurer, basis: Basis, rope: Rope) -> None:
+def _times(
+    report: TransformReport,
+    path: Path,
+    rows: KVRows,
+    ids: Ids,
+    basis: Basis,
+    rope: Rope,
+    marks: tuple[int, ...],
+) -> None:
     """What it takes to write rows and to bring them back, beside evaluating their tokens."""
-    rows = max(windows_of(measurer), key=len).token_major()
-    window = max(measurer.plan.windows, key=len)[: len(rows)]
-    n_mb = _n_numbers(rows) * 2 / 1e6
-    prefill_s = _prefill_s(measurer, window)
-    report.figures |= {"resumed_tokens": len(rows), "prefill_s": prefill_s}
-    for fidelity in BOUNDS:
-        name = report.figures[f"{fidelity}_coding"]
-        if name == "none":
-            continue
-        data = coded.encode(rows, basis, name, rope)
-        encode_s = _fastest_s(partial(coded.encode, rows, basis, name, rope))
-        first_s = _once_s(partial(_read, data, read_basis(basis.data), rope))
-        decode_s = _fastest_s(partial(_read, data, basis, rope))
-        report.figures |= {
-            f"encode_{fidelity}_mb_s": n_mb / encode_s,
-            f"decode_{fidelity}_mb_s": n_mb / decode_s,
-            f"decode_{fidelity}_s": decode_s,
-            f"decode_{fidelity}_first_s": first_s,
-            f"ratio_{fidelity}": prefill_s / decode_s,
-        }
-        report.target(f"ratio_{fidelity}", least=RATIO_MIN)
-    q4h = stored(rows, "q4h")
-    report.figures["decode_q4h_s"] = _fastest_s(lambda: _transcode(q4h, rows))
+    figures, few = report.figures, rows.slice(0, min(len(rows), 512))
+    n_mb = len(few) * sum(plane.n_elements for plane in rows.layout.planes) * 2 / 1e6
+    figures["open_basis_s"] = seconds(lambda: read_basis(basis.data))
+    readers: dict[str, Reader] = {}
+    with context_on(path, max(marks) + 1) as (context, _):
+        marks = tuple(sorted({min(mark, context.n_cells - 1) for mark in marks}))
+        many = repeated(rows, marks[-1])
+        for fidelity in BOUNDS:
+            name = figures[f"{fidelity}_coding"]
+            if name != "none":
+                encode_s = _fastest_s(partial(coded.encode, few, basis, name, rope))
+                figures[f"encode_{fidelity}_mb_s"] = n_mb / encode_s
+                data = coded.encode(many, basis, name, rope)
+                readers[fidelity] = _coded_reader(data, basis, rope, context.v_trans)
+        readers["q4h"] = _stored_reader(stored(many, "q4h"), rows.layout, context.v_trans)
+        for times in resume_times(context, ids, readers, marks):
+            _resumed(report, times, len(many) * n_mb / len(few))
 
 
-def _wide(report: TransformReport, path: Path) -> None:
-    """The same for the shape of an 8B model, whose prefill is taken to be slower than this model's by the numbers
-    of their weights."""
-    model = LlamaModel(path, load({"model": str(path)}))
-    try:
-        n_parameters = model.n_params
-    finally:
-        model.close()
-    prefill_s = report.figures["prefill_s"] / report.figures["resumed_tokens"] * RESUMED_TOKENS
-    prefill_s *= wide.PARAMETERS / n_parameters
-    decode_s = wide.decode_s(RESUMED_TOKENS)
-    report.figures |= {
-        "decode_8b_s": decode_s,
-        "prefill_8b_s_estimated": prefill_s,
-        "ratio_8b_estimated": prefill_s / decode_s,
-    }
-    report.target("ratio_8b_estimated", least=RATIO_8B_MIN)
-
-
-def _read(data: bytes, basis: Basis, rope: Rope) -> KVRows:
+def _coded_reader(data: bytes, basis: Basis, rope: Rope, v_trans: bool) -> Reader:
     parsed = coded.parse(data)
-    return parsed.read(parsed.p0, parsed.p1, basis, rope)
+
+    def read(p0: int, p1: int) -> Any:
+        return emit_blob([parsed.read(p0, p1, basis, rope)], v_trans=v_trans)
+
+    return read
 
 
-def _transcode(source: KVRows, like: KVRows) -> None:
-    for plane, have, want in zip(
-        source.planes(), source.layout.planes, like.layout.planes, strict=True
-    ):
-        dispatch.transcoded(plane, have.format.name, want.format.name)
+def _stored_reader(rows: KVRows, layout: KVLayout, v_trans: bool) -> Reader:
+    return lambda p0, p1: emit_blob([rows.slice(p0, p1)], layout=layout, v_trans=v_trans)
 
 
-def _prefill_s(measurer: Measurer, ids: Any) -> float:
-    """The time to evaluate tokens as a prompt, once."""
-    scratch = measurer.scratch
-    n_batch = len(scratch.context.batch.token)
-
-    def evaluate() -> None:
-        for at in range(0, len(ids), n_batch):
-            scratch.context.batch.clear()
-            scratch.context.batch.add(ids[at : at + n_batch], at, scratch.seq, logits_last=True)
-            scratch.context.decode()
-
-    try:
-        return _once_s(evaluate)
-    finally:
-        scratch.context.batch.clear()
-        scratch.context.seq_rm(scratch.seq)
+def _resumed(report: TransformReport, times: ResumeTimes, n_mb: float) -> None:
+    n = times.n_tokens
+    report.figures |= {f"prefill_{n}_s": times.prefill_s, f"append_{n}_s": times.append_s}
+    for name, read_s in times.read_s.items():
+        report.figures |= {f"read_{name}_{n}_s": read_s, f"ratio_{name}_{n}": times.ratio(name)}
+        if name in BOUNDS:
+            report.target(f"ratio_{name}_{n}", least=RATIO_MIN)
+            report.figures[f"decode_{name}_mb_s"] = n_mb / read_s
 
 
-def _once_s(work: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
+def _wide(report: TransformReport, marks: tuple[int, ...], n_layers: int) -> None:
+    """The same for the shape of an 8B model: layers of random weights, of which all others take as much."""
+    prefill_s, read_s, q4h_s = wide.seconds_a_token(n_layers)
+    report.figures |= {
+        "prefill_8b_token_ms": prefill_s * 1e3,
+        "read_8b_token_ms": read_s * 1e3,
+        "read_q4h_8b_token_ms": q4h_s * 1e3,
+        "ratio_8b": prefill_s / read_s,
+    }
+    report.target("ratio_8b", least=RATIO_8B_MIN)
 
 
 def _fastest_s(work: Callable[[], Any]) -> float:
     work()
-    return min(_once_s(work) for _ in range(_REPEATS))
+    return min(seconds(work) for _ in range(_REPEATS))

@@ -1,43 +1,54 @@
-"""Decoding on the shape of an 8B model (32 layers, keys and values of 1,024 numbers), with random bases: what it takes
-does not depend on what rows hold."""
+"""The shape of an 8B model (32 layers, keys and values of 1,024 numbers): evaluating tokens with layers of random
+weights, and decoding rows with random bases. What either takes does not depend on what the numbers are."""
 
 from __future__ import annotations
 
-import time
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
+from lab.bench.quality.formats import context_on
+from lab.bench.transform.resume import resume_times
+from lab.models.kept import random_model
+from lab.models.shape import Shape
 from towerd.codec.rows import coded
 from towerd.codec.rows.basis import Basis, PlaneGroup, RowCoding
 from towerd.codec.rows.learn import groups_of, table_of
 from towerd.kernels.row_coding import ESCAPE, HALF, SYMBOLS
+from towerd.slots.blob import emit_blob
 from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.rope import LayerRope, Rope
 from towerd.slots.rows import KVRows
+from towerd.tiers.formats.calibration import stored
 
 LAYERS, WIDTH, HEAD_DIM = 32, 1024, 128
-PARAMETERS = 8.03e9
-COMPONENTS = 720
+SHAPE = Shape(LAYERS, 4096, 32, WIDTH // HEAD_DIM, 14336, 2048)
+COMPONENTS = 900
 """Of 1,024: the share that SmolLM2 keeps at the steps of `near`."""
-STEP = 1.25
-"""For rows of variance 1: 2 bits a component."""
+STEP = 0.7
+"""For rows of variance 1: 2.5 bits a component."""
 LAYOUT = KVLayout((Plane(1, 2 * WIDTH),) * LAYERS, (Plane(1, 2 * WIDTH),) * LAYERS)
 _ROWS = 512
-_REPEATS = 3
 
 
-def decode_s(n_tokens: int) -> float:
-    """Seconds to decode the rows of so many tokens, measured on `_ROWS` of them at a time."""
+def seconds_a_token(n_layers: int) -> tuple[float, float, float]:
+    """To evaluate a token as part of a prompt, to decode its rows, and to decode them from q4h, in turns. Of the
+    model `n_layers` layers are evaluated, and what they take is counted for all."""
     random = np.random.default_rng(0)
     basis, rope = _basis(random), Rope((LayerRope("norm", HEAD_DIM, HEAD_DIM),) * LAYERS)
-    parsed = coded.parse(coded.encode(_rows(random), basis, "random", rope))
-    times = []
-    for _ in range(_REPEATS):
-        began = time.perf_counter()
-        parsed.read(0, _ROWS, basis, rope)
-        times.append(time.perf_counter() - began)
-    return min(times) * n_tokens / _ROWS
+    rows = _rows(random)
+    parsed, blocks = coded.parse(coded.encode(rows, basis, "random", rope)), stored(rows, "q4h")
+    readers = {
+        "coded": lambda p0, p1: emit_blob([parsed.read(p0, p1, basis, rope)]),
+        "q4h": lambda p0, p1: emit_blob([blocks.slice(p0, p1)], layout=LAYOUT),
+    }
+    path = random_model(f"8b-{n_layers}-layers", replace(SHAPE, n_layer=n_layers), announce=True)
+    with context_on(path, _ROWS + 1, settings={"batch_size": str(_ROWS // 4)}) as (context, _):
+        ids = np.arange(_ROWS, dtype=np.int32) % SHAPE.n_vocab
+        times = resume_times(context, ids, readers, (_ROWS,))[0]
+    evaluated_s = times.prefill_s * LAYERS / n_layers
+    return evaluated_s / _ROWS, times.read_s["coded"] / _ROWS, times.read_s["q4h"] / _ROWS
 
 
 def _basis(random: np.random.Generator) -> Basis:

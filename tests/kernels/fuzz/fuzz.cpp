@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <numeric>
 #include <vector>
 
 #include "attention.h"
@@ -262,13 +264,22 @@ void fuzz_attention(Random & random) {
     std::vector<float> sinks(job.n_heads);
     random.fill_numbers(sinks.data(), sinks.size(), 8.0f);
     job.sinks = random.chance(3) ? sinks.data() : nullptr;
+    std::vector<float> weights(m);
+    for (float & weight : weights) {
+        weight = std::abs(random.fraction());
+    }
+    job.weights = random.chance(3) ? weights.data() : nullptr;
+    double of_queries = static_cast<double>(m);
+    if (job.weights != nullptr) {
+        of_queries = std::accumulate(weights.begin(), weights.end(), 0.0);
+    }
     std::vector<Memory> masses;
     std::vector<bool>   refused;
     for (const Isa * isa : towerd::available()) {
         masses.emplace_back(job.n_kv_heads * n * sizeof(float), 4 * random.between(0, 15));
         job.mass = masses.back().floats();
         refused.push_back(towerd::attention_mass(job, *isa, random.between(1, 3)).has_value());
-        const double spread = static_cast<double>(m * group);
+        const double spread = of_queries * static_cast<double>(group);
         for (std::size_t kv = 0; kv < job.n_kv_heads && !refused.back(); ++kv) {
             double total = 0;
             for (std::size_t j = 0; j < n; ++j) {

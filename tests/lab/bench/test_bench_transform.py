@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lab.bench.quality.formats import measurer_on
+from lab.bench.quality.formats import context_on, measurer_on
 from lab.bench.transform import rates
 from lab.bench.transform.rates import TransformReport, texts
+from lab.bench.transform.resume import repeated, resume_times
 from towerd.cli.bench.harness.report import Report
 from towerd.codec.rows.learn import Rounding, groups_of, learn
 from towerd.engine.embedded.calibration.transform_basis import sandwiched, windows_of
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
+from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.rope import LayerRope, Rope
+from towerd.slots.rows import KVRows
 from towerd.tiers.shrink import SINKS, TAIL
 
 
@@ -24,7 +28,7 @@ from towerd.tiers.shrink import SINKS, TAIL
 def report() -> Report:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOWERD_THREADS", "1")
-        patch.setattr(rates, "QUICK", rates.BenchSize(2, 1, 3, (0.15, 0.65)))
+        patch.setattr(rates, "QUICK", rates.BenchSize(2, 1, 3, (0.15, 0.65), 1.0, (64, 200), 0))
         return asyncio.run(rates.run(bundled_model(), True))
 
 
@@ -40,9 +44,36 @@ def test_fewer_bits_drift_more(report: Report) -> None:
 
 
 def test_what_owes_a_target_says_so(report: Report) -> None:
-    assert {"bits_near", "bits_small", "ratio_near", "ratio_small"} <= set(report.targets)
+    ratios = {f"ratio_{name}_{n}" for name in ("near", "small") for n in (64, 200)}
+    assert {"bits_near", "bits_small", *ratios} <= set(report.targets)
     assert report.figures["basis_mb"] < 0.5
-    assert report.figures["decode_near_mb_s"] > 0
+    for key in ("encode_near_mb_s", "decode_near_mb_s", "prefill_200_s", "ratio_q4h_200"):
+        assert report.figures[key] > 0
+    assert json.loads(json.dumps(report.as_json()))["codings"]
+
+
+def test_rows_are_brought_back_in_turns_with_evaluating() -> None:
+    """Each batch of tokens is evaluated once and its rows are read once by each reader, in order."""
+    asked: dict[str, list[tuple[int, int]]] = {"a": [], "b": []}
+    readers = {name: lambda p0, p1, to=to: to.append((p0, p1)) for name, to in asked.items()}
+    with context_on(bundled_model(), 300) as (context, _):
+        ids = np.arange(50, dtype=np.int32)
+        times = resume_times(context, ids, readers, (40, 200))
+    assert [each.n_tokens for each in times] == [40, 200]
+    assert times[0].prefill_s < times[1].prefill_s
+    for found in asked.values():
+        assert found[0] == (0, 40)  # before the clock starts
+        assert [p0 for p0, _ in found[1:]] == [0, *[p1 for _, p1 in found[1:-1]]]
+        assert found[-1][1] == 200
+
+
+def test_a_models_rows_are_repeated() -> None:
+    layout = KVLayout((Plane(1, 8),), (Plane(1, 8),))
+    plane = np.arange(24, dtype=np.uint8).reshape(3, 8)
+    rows = KVRows(layout, np.arange(5, 8, dtype=np.int32), (plane,), (plane,))
+    many = repeated(rows, 7)
+    assert many.positions.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert (many.k[0] == plane[[0, 1, 2, 0, 1, 2, 0]]).all()
 
 
 def test_first_and_last_rows_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def drift() -> AttentionDrift:
     only the rounding of keys to 16 bits moves most scores by less than 0.03."""
     taps = Taps()
     settings = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attn": "off", "threads": "1"}
-    with measurer_on(bundled_model(), calibration_text(), 2, taps, **settings) as measurer:
+    with measurer_on(bundled_model(), calibration_text(), 2, taps, settings=settings) as measurer:
         tables = {"q8h": uniform("q8h")}
         return DriftMeter(measurer, taps).measure(
             measurer.plan.continuations, ["q4h", "q6h", "q8h", "f16"], tables

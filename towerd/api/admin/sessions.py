@@ -15,7 +15,7 @@ from towerd.api.http import fields
 from towerd.api.http.access import visible_scope
 from towerd.api.http.body import read_object
 from towerd.api.http.fields import flag, integer_query
-from towerd.api.http.keys import LIMITS, service_of
+from towerd.api.http.keys import LIMITS, TENANT, service_of
 from towerd.api.http.numbers import numbers_of
 from towerd.api.http.reply import json_reply
 from towerd.errors import InvalidRequest, NotFound, ThawError
@@ -80,15 +80,22 @@ async def get_search(request: web.Request) -> web.Response:
 
 
 async def sessions_json(request: web.Request, infos: Sequence[SessionInfo]) -> list[dict[str, Any]]:
-    """Sessions as they are listed; one that was given no title has its first question for one."""
+    """Sessions as they are listed; one that was given no title has its first question for one. With
+    `?footprint=1` each says what it takes."""
     titles = [info.title for info in infos]
     if not all(titles):
         titles = await asyncio.to_thread(service_of(request).search.titles, infos)
     numbers = await numbers_of(request)
-    return [
+    found = [
         numbers.with_shown(asdict(info), ("leaf",)) | {"title": title}
         for info, title in zip(infos, titles, strict=True)
     ]
+    if flag(request, "footprint"):
+        footprints, sees_all = service_of(request).store.footprints, request[TENANT].sees_all
+        taken = await asyncio.to_thread(footprints, infos, with_public=sees_all)
+        for session, each in zip(found, taken, strict=True):
+            session["footprint"] = None if each is None else each.to_json()
+    return found
 
 
 async def _session_json(request: web.Request, info: SessionInfo) -> dict[str, Any]:

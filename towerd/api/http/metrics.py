@@ -40,7 +40,7 @@ class StatsMetric:
 
     name: str
     source: str
-    """Whose `stats()`: `engine`, `tiers`, `store`, `cold` or `traffic`."""
+    """Whose `stats()`: `engine`, `tiers`, `store`, `footprint`, `written`, `cold` or `traffic`."""
     key: str
     help: str
     counter: bool = False
@@ -75,6 +75,14 @@ SAMPLES = (
            "Segments that were transform-coded", counter=True),
     StatsMetric("towerd_moved_bytes", "tiers", "moved_bytes",
            "Rows held in segment files that were moved behind other text, or computed from such"),
+    StatsMetric("towerd_dropped_bytes", "tiers", "dropped_bytes",
+           "Segment files that were dropped and are still read, such as by long chats"),
+    StatsMetric("towerd_parked_bytes", "engine", "parked_bytes",
+           "RAM of chats with a live budget that are not in the live context"),
+    StatsMetric("towerd_recall_bytes", "engine", "recall_bytes",
+           "RAM of rows and indexes that chats in the live context can recall from"),
+    StatsMetric("towerd_recall_disk_bytes", "engine", "recall_disk_bytes",
+           "Files of rows that chats with a live budget can recall"),
     StatsMetric("towerd_retention_observe_seconds_total", "engine", "retention_observe_s",
            "Seconds spent on the attention of chats with a live budget", counter=True),
     StatsMetric("towerd_boundary_states", "engine", "boundary_states",
@@ -135,6 +143,10 @@ SAMPLES = (
     StatsMetric("towerd_freezes_total", "cold", "freezes", "Sessions that were frozen", counter=True),
     StatsMetric("towerd_freeze_seconds_total", "cold", "freeze_seconds",
            "Time spent on copies and freezing, checks included", counter=True),
+    StatsMetric("towerd_alike_coded_total", "cold", "alike_coded",
+           "Sessions coded after a base that is like their prompt", counter=True),
+    StatsMetric("towerd_alike_saved_bytes_total", "cold", "alike_bytes_saved",
+           "Bytes of coded tokens that this saved", counter=True),
     StatsMetric("towerd_recodes_total", "cold", "recodes",
            "Sessions whose coded form was renewed", counter=True),
     StatsMetric("towerd_thaws_total", "cold", "thaws", "Sessions that were thawed", counter=True),
@@ -145,9 +157,37 @@ SAMPLES = (
     StatsMetric("towerd_cold_failures_total", "cold", "cold_failures",
            "Sessions that could not be frozen or thawed", counter=True),
     StatsMetric("towerd_sessions", "store", "sessions", "Sessions in the catalog"),
+    StatsMetric("towerd_slot_file_bytes", "footprint", "slot_bytes",
+           "What a slot file for each conversation would take"),
+    StatsMetric("towerd_shared_bytes", "footprint", "shared_bytes",
+           "Native rows of all tokens, those of shared prefixes once"),
+    StatsMetric("towerd_kept_bytes", "footprint", "kept_bytes",
+           "Rows on disk, token ids and coded text"),
+    StatsMetric("towerd_write_budget_bytes", "written", "budget_bytes",
+           "What --write-budget allows a day; NaN without a limit"),
+    StatsMetric("towerd_writes_refused_total", "written", "refused",
+           "Times that rows were not written for want of budget", counter=True),
     StatsMetric("towerd_segments", "store", "segments", "Segments in the prefix tree"),
 )
 # fmt: on
+
+
+def _by_kind(kinds: Stats) -> Metric:
+    """Bytes written to the store today, by what they were."""
+    text = "Bytes written to the store on this day"
+    family = GaugeMetricFamily("towerd_written_today_bytes", text, labels=("kind",))
+    for kind, n_bytes in kinds.items():
+        family.add_metric((kind,), n_bytes)
+    return family
+
+
+def _by_format(formats: Iterable[Stats]) -> Iterator[Metric]:
+    """Rows on disk by the format that they are stored in."""
+    for key, text in (("bytes", "Bytes of rows on disk"), ("tokens", "Tokens with rows on disk")):
+        family = GaugeMetricFamily(f"towerd_format_{key}", text, labels=("format",))
+        for each in formats:
+            family.add_metric((each["format"],), each[key])
+        yield family
 
 
 def _by_position(accepted: Iterable[int]) -> Metric:
@@ -173,6 +213,9 @@ class _StatsCollector(Collector):
             yield kind(sample.name, sample.help, value=known)
         if accepted := self.stats.get("engine", {}).get("draft_tokens_accepted_at"):
             yield _by_position(accepted)
+
+        yield _by_kind(self.stats.get("written", {}).get("kinds", {}))
+        yield from _by_format(self.stats.get("footprint", {}).get("formats", ()))
 
     def describe(self) -> Iterable[Metric]:
         return []

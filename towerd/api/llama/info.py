@@ -232,11 +232,15 @@ async def own_stats(
 
 
 async def all_stats(service: ApiService) -> dict[str, dict[str, Any]]:
-    """Counters and gauges of the engine, the tiers, the store, the cold tier and the traffic."""
+    """Counters and gauges of the engine, the tiers, the store, the cold tier and the traffic, what
+    conversations take, and what was written today."""
+    footprint = await asyncio.to_thread(service.store.footprint)
     return {
         "engine": service.engine.stats(),
         "tiers": await asyncio.to_thread(service.tiers.stats),
         "store": await asyncio.to_thread(service.store.stats),
+        "footprint": footprint.to_json(),
+        "written": await asyncio.to_thread(service.store.writes.stats),
         "cold": await asyncio.to_thread(service.cold.stats),
         "traffic": service.traffic.stats() | service.sessions.stats(),
     }

@@ -89,6 +89,7 @@ def _open_store(config: Config) -> tuple[Core, Store]:
         for core in cores:
             core.close()
         raise
+    store.writes.budget = config.write_budget
     vocab = cores[0].vocab
     keep_vocabulary(store, vocab.pieces, vocab.ptr)
     check_tokenizer(store, lambda text: vocab.tokenize(text, False, False))

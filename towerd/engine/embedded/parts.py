@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from towerd.engine.checkpoint_positions import CheckpointPositions
 from towerd.engine.embedded.context.cell_pages import CellPages
@@ -109,5 +110,6 @@ def _observer(core: Core, config: Config) -> Observer | None:
     memory = core.memory
     if core.taps is None or not memory.kind.has_rows:
         return None
+    config = replace(config, flash_attn="off" if core.context.v_trans else "on")
     shape = on_short_lived_thread(lambda: check_attention(core.model, config))
     return Observer(core.taps, memory, shape)

@@ -14,12 +14,12 @@ behind evaluated tokens is the engine's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
 import numpy as np
 
-from towerd.drift import Drift, combined
+from towerd.drift import DecodedRun, Drift, combined
 from towerd.engine.base import GenerateRequest
 from towerd.engine.moving.moves import MovedPiece, MovedRows, Moves
 from towerd.engine.moving.rotation import Rotation
@@ -38,7 +38,7 @@ from towerd.tiers.moved_limits import (
     block_offsets,
     deviation,
 )
-from towerd.tiers.plan import RestorePlan
+from towerd.tiers.plan import NOTHING, RestorePlan
 from towerd.tokens import Ids, Provenance, Provenances, count_unmoved
 
 log = logging.getLogger(__name__)
@@ -194,20 +194,21 @@ class MovedRuns:
         live: Provenances,
         n_prompt: int,
         *,
-        n_quantized: int = 0,
-        n_moved: int = 0,
+        decoded: Sequence[DecodedRun] = (),
+        coming: RestorePlan = NOTHING,
     ) -> Drift | None:
         """The `Reuse.drift` of live and stored rows, all approximations combined; None if there is
-        none or one was not measured. live: the provenance of live rows; n_quantized, n_moved: tokens
-        that are to come from the store"""
+        none or one was not measured. live: the provenance of live rows; decoded: what those among
+        them were decoded from that come from stored formats; coming: what is to come from the store"""
         limits = self.limits
         attached = [] if moves is None else moves.attached
         n_before = attached[0].p0 if attached else len(live)
         costs: list[Drift | None] = []
-        if n_quantized or np.equal(live, Provenance.APPROXIMATE).any():
-            costs.append(self._tiers.drift)
+        is_decoded = np.equal(live, Provenance.APPROXIMATE)
+        if coming.n_approximate > coming.n_moved or is_decoded.any():
+            costs.append(self._tiers.drift_of(is_decoded, decoded, coming.decoded, n_prompt))
         if (
-            n_moved or count_unmoved(live) < n_before
+            coming.n_moved or count_unmoved(live) < n_before
         ):  # for an earlier request: what the limits allow
             costs.append(None if limits is None else limits.worst(self._tiers.fidelity))
         if attached and limits is not None and moves is not None:

@@ -33,6 +33,7 @@ from towerd.store.catalog.journal.tables import (
     write_ledger,
 )
 from towerd.store.files.durable import store_errors
+from towerd.store.files.writes import DailyWrites, WalMeter
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +48,11 @@ class SqliteCatalog(Catalog):
 
     lock: threading.RLock
 
-    def __init__(self, path: Path) -> None:
-        """Open or create the catalog; `open_catalog` describes recovery. Raises StoreError,
-        StoreVersion, DiskFull or OSError."""
+    def __init__(self, path: Path, writes: DailyWrites | None = None) -> None:
+        """Open or create the catalog; `open_catalog` describes recovery. writes: where written bytes
+        are counted. Raises StoreError, StoreVersion, DiskFull or OSError."""
         self.path = path
+        self._writes, self._meter, self._n_journalled = writes, WalMeter(path), 0
         self.lock = threading.RLock()
         with self._errors():
             opened = open_catalog(path)
@@ -201,6 +203,14 @@ class SqliteCatalog(Catalog):
         with store_errors("the journal cannot be synced"):
             self.journal.sync()
         self._is_flushed = True
+        self._count_writes()
+
+    def _count_writes(self) -> None:
+        """Count what was written since the last call."""
+        if self._writes is not None:
+            n_journalled, self._n_journalled = self._n_journalled, self.journal.n_written
+            self._writes.add("journal", self._n_journalled - n_journalled)
+            self._writes.add("catalog", self._meter.written())
 
     def _heal(self, why: str) -> None:
         """Replace the damaged database with one rebuilt from the journal. Raises
@@ -247,6 +257,8 @@ class SqliteCatalog(Catalog):
                     raise
             with closing(reader):
                 write_snapshot(self.journal, reader, self.tables, ledger)
+            with self._locked():
+                self._count_writes()
 
     @contextmanager
     def _logged(self) -> Iterator[None]:
@@ -291,6 +303,7 @@ class SqliteCatalog(Catalog):
         else:
             self._db.execute("COMMIT")
         self._watch.clear()
+        self._count_writes()
         if changes and self.committed is not None:
             self.committed(changes)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from towerd.errors import StoreError, StoreLocked
 from towerd.store.files import durable
+from towerd.store.files.writes import DailyWrites
 
 DAY_S = 86_400.0
 
@@ -19,8 +20,9 @@ class Directory:
     ones, `journal/` the second copy of the catalog. `tables/`, created on demand, holds
     tables for reading frozen sessions; `tokenizers/` vocabularies; `bases/` transform bases. Directories are 0700, files 0600."""
 
-    def __init__(self, root: Path) -> None:
-        """Create what is missing and prove that it can be written.
+    def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
+        """Create what is missing and prove that it can be written. clock: tells the day that written
+        bytes are counted for.
 
         Raises StoreError, or DiskFull when not even that fits."""
         self.root = root
@@ -42,6 +44,7 @@ class Directory:
             fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             os.close(fd)
             probe.unlink()
+        self.writes = DailyWrites(root, clock)
 
     def sweep_tmp(self, writing: Callable[[], Container[str]] = frozenset) -> int:
         """Delete partial files left by a killed process; returns the bytes freed. writing: the

@@ -28,6 +28,7 @@ from towerd.store.rows.rows import RowStore
 from towerd.store.segments.checkpoint_file import SUFFIX
 from towerd.store.segments.segment_file import (
     Claim,
+    FormatTally,
     blob_rows,
     check_claim,
     check_coded,
@@ -132,6 +133,9 @@ def _sum_problems(state: StoreState, nodes: list[Node]) -> Iterator[str]:
     warm = sum(file.nbytes for file in state.files.values())
     if (hot, warm) != (state.hot_bytes, state.warm_bytes):
         yield f"hot and warm bytes are {(hot, warm)}, counted {(state.hot_bytes, state.warm_bytes)}"
+    tally = FormatTally(state.row_identity.layout, state.files.values())
+    if tally.n_rows != state.formats.n_rows or tally.moved_bytes != state.formats.moved_bytes:
+        yield f"rows by format are {tally.n_rows}, counted {state.formats.n_rows}"
     sql = "SELECT coalesce(sum(bytes), 0) FROM files WHERE fingerprint != ?"
     ((foreign,),) = state.catalog.rows(sql, (state.identity.row_identity,))
     if foreign != state.foreign_bytes:

@@ -133,6 +133,7 @@ class CheckpointTable:
             size = write_checkpoint(
                 self.folder, half, state.digest, key, node.p1, found.derived, found.data
             )
+        state.directory.writes.add("checkpoints", size)
         with self.state.locked():  # a gc either sees the file, or has removed the node
             is_removed = node.removed
         with self._lock:

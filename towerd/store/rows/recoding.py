@@ -89,4 +89,5 @@ def _decoded(rows: KVRows, native: KVLayout) -> KVRows:
         plane if have == want else dispatch.transcoded(plane, have.format.name, want.format.name, 1)
         for plane, have, want in zip(rows.planes(), rows.layout.planes, native.planes, strict=True)
     )
-    return KVRows(native, rows.positions, planes[: native.n_layer], planes[native.n_layer :])
+    k, v = planes[: native.n_layer], planes[native.n_layer :]
+    return KVRows(native, rows.positions, k, v, rows.ext)

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from towerd.codec.errors import NewerVersion
+from towerd.drift import DecodedRun
 from towerd.errors import DiskFull, RowsDamaged, SegmentsGone, StoreError
 from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout
@@ -20,6 +21,7 @@ from towerd.slots.rows import KVRows
 from towerd.slots.runs import Runs
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.files import durable
+from towerd.store.files.writes import Kind
 from towerd.store.rows.recoding import carried_runs, encoded_run
 from towerd.store.segments.coded_format import coding_of, is_coded
 from towerd.store.segments.segment_file import ANY_HEAD, Claim, Ranges, RowsLost, SegmentFile
@@ -61,6 +63,26 @@ class RowsPart:
                 provenance[rows.p0 - self.p0 : rows.p1 - self.p0] = kept
         return provenance
 
+    @property
+    def decoded(self) -> list[DecodedRun]:
+        """Its rows that are decoded from stored formats, in order."""
+        if isinstance(self.source, SegmentFile):
+            at, runs = self.source.p0, self.source.runs
+            found = [DecodedRun(at + run.row0, at + run.end, run.format) for run in runs]
+        elif self.origin == Provenance.APPROXIMATE:  # decoded on their way into RAM
+            file, whole = self.node.file, (self.p0, self.p1)
+            at, runs = (0, ()) if file is None else (file.p0, file.runs)
+            found = [DecodedRun(at + run.row0, at + run.end, run.format) for run in runs]
+            found = found or [DecodedRun(*whole, "decoded")]
+        else:
+            kept = [(rows, rows.layout) for rows in self.source]
+            found = [
+                DecodedRun(rows.p0, rows.p1, NATIVE if each.is_native else each.format_name)
+                for rows, each in kept
+            ]
+        cut = [DecodedRun(max(p0, self.p0), min(p1, self.p1), name) for p0, p1, name in found]
+        return [run for run in cut if run.p0 < run.p1 and run.format != NATIVE]
+
 
 @dataclass(frozen=True, slots=True)
 class FormatRequest:
@@ -86,6 +108,16 @@ class FormatRequest:
         nbytes = [native.stored_as(name).token_bytes for name in (self.format, stored)]
         return stored in self.again and nbytes[0] < nbytes[1]
 
+    def token_bytes(self, native: KVLayout) -> int:
+        """Bytes of a row in the format; of a transform coding about as many."""
+        if is_coded(self.format):
+            return native.token_bytes // CODED_SHARE
+        return native.stored_as(self.format).token_bytes
+
+
+CODED_SHARE = 7
+"""Native rows take about so many times the bytes of transform-coded ones."""
+
 
 def differs(
     file: SegmentFile, requests: Sequence[FormatRequest], native: KVLayout
@@ -103,6 +135,18 @@ def differs(
             elif run.format != NATIVE and not is_coded(run.format):
                 n_kept += n
     return n_changed, n_kept
+
+
+def bytes_after(file: SegmentFile, requests: Sequence[FormatRequest], native: KVLayout) -> int:
+    """Bytes of the file after re-encoding, without what headers and padding differ by."""
+    n_bytes = file.nbytes
+    for request in requests:
+        for run in file.runs:
+            n = min(request.p1 - file.p0, run.end) - max(request.p0 - file.p0, run.row0)
+            if n > 0 and request.applies(run.format, native):
+                n_bytes -= n * file.run_bytes(run, native) // run.n_rows
+                n_bytes += n * request.token_bytes(native)
+    return n_bytes
 
 
 class RowStore:
@@ -248,12 +292,17 @@ class RowStore:
         return n_bytes
 
     def write(
-        self, nodes: Sequence[Node], *, sufficient: Provenance = Provenance.APPROXIMATE
+        self,
+        nodes: Sequence[Node],
+        *,
+        sufficient: Provenance = Provenance.APPROXIMATE,
+        requests: Sequence[FormatRequest] = (),
     ) -> SegmentFile:
         """Write consecutive hot nodes of one path and scope into one file; durable. Nodes that
         have a file keep it, unless its rows are worse than `sufficient` and `may_replace` prefers
         those in memory. If all keep theirs, the last one's is returned. Nodes that splits have made
-        of them are also written.
+        of them are also written. requests: the formats to write native rows in; others stay as they
+        are.
 
         Raises SegmentsGone (they were removed meanwhile), DiskFull (nothing is left behind) or
         StoreError (not hot, not consecutive)."""
@@ -267,7 +316,7 @@ class RowStore:
             ):
                 assert nodes[-1].file is not None
                 return nodes[-1].file
-            draft = _draft(nodes, state)
+            draft = _draft(nodes, state, requests)
 
         def targets() -> list[Node]:
             found, runs = [], draft.run_table
@@ -283,9 +332,9 @@ class RowStore:
         return file
 
     def write_draft(
-        self, draft: Draft, targets: Callable[[], Sequence[Node]]
+        self, draft: Draft, targets: Callable[[], Sequence[Node]], kind: Kind = "rows"
     ) -> SegmentFile | None:
-        """Write a draft and let `targets()` (called under the lock once it is on disk) view it;
+        """Write a draft, counted as `kind`, and let `targets()` (called under the lock once it is on disk) view it;
         files that lose their last viewer are deleted. None if there are no targets. Raises
         DiskFull or StoreError. In both cases nothing is left behind."""
         state, name = self._state, new_name()
@@ -293,6 +342,7 @@ class RowStore:
         with state.catalog.being_written(name):  # gc must not delete it
             with durable.store_errors("rows cannot be written"):
                 n_bytes = write_segment(draft, name, directory.tmp, directory.segments, self._pool)
+            directory.writes.add(kind, n_bytes)
             file: SegmentFile | None = None
             unviewed: list[SegmentFile] = []
             try:
@@ -334,7 +384,7 @@ class RowStore:
         def targets() -> list[Node]:
             return [] if file.dropped else list(state.tree.viewers(file))
 
-        return self.write_draft(draft, targets)
+        return self.write_draft(draft, targets, "reencoded")
 
     def _draft_again(
         self,
@@ -441,7 +491,7 @@ class RowStore:
                 found = [] if file.dropped else state.tree.viewers(file)
                 return [node for node in found if draft.p0 <= node.p0 and node.p1 <= draft.p1]
 
-            self.write_draft(draft, targets)
+            self.write_draft(draft, targets, "reencoded")
         self.drop_file(file, set_aside=True)
 
     def drop_file(self, file: SegmentFile, *, set_aside: bool = False) -> int:
@@ -572,6 +622,7 @@ def _adopt(
         state.tree.view(node, file, node.p0 - p0)
     state.files[id] = file
     state.warm_bytes += n_bytes
+    state.formats.add(file)
     for old in unviewed:
         old.successor = file
         state.forget_file(old)
@@ -619,17 +670,24 @@ def _as_split(nodes: Sequence[Node]) -> Sequence[Node]:
     return [alive[0], *reversed(found)] if at is not None else nodes
 
 
-def _draft(nodes: Sequence[Node], state: StoreState) -> Draft:
-    """What to write for consecutive hot nodes of one scope. Raises StoreError."""
+def _draft(nodes: Sequence[Node], state: StoreState, requests: Sequence[FormatRequest]) -> Draft:
+    """What to write for consecutive hot nodes of one scope, in the formats of `requests`. Raises
+    StoreError."""
     if not nodes:
         raise StoreError("no segments to write")
     runs: list[DraftRun] = []
+    layout = state.row_identity.layout
     for above, node in zip([None, *nodes], nodes, strict=False):
         if node.removed or node.hot is None:
             raise StoreError(f"segment {node.id} has no rows in memory to write")
         if above is not None and (node.parent is not above or node.scope != above.scope):
             raise StoreError("only consecutive segments of one scope can share a file")
-        runs += [DraftRun([rows], rows.layout.format_name, node.origin) for rows in node.hot]
+        runs += [
+            DraftRun(
+                [rows], _format_of(rows.p0, rows.layout.format_name, requests, layout), node.origin
+            )
+            for rows in _cut(node.hot, requests)
+        ]
     first, last = nodes[0], nodes[-1]
     prefix = last.prefix_bytes()
     return Draft(
@@ -640,6 +698,14 @@ def _draft(nodes: Sequence[Node], state: StoreState) -> Draft:
         state.row_identity.layout,
         merge_runs(runs),
     )
+
+
+def _cut(hot: Runs, requests: Sequence[FormatRequest]) -> Iterator[KVRows]:
+    """Rows in memory, cut where a request begins or ends."""
+    cuts = {p for request in requests for p in (request.p0, request.p1)}
+    ends = [hot.p0, *sorted(p for p in cuts if hot.p0 < p < hot.p1), hot.p1]
+    for start, end in zip(ends, ends[1:], strict=False):
+        yield from hot.slice(start, end)
 
 
 def merge_runs(runs: Sequence[DraftRun]) -> list[DraftRun]:

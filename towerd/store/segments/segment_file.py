@@ -134,17 +134,18 @@ class SegmentFile:
         row0, row1 = p0 - self.p0, p1 - self.p0
         return any(is_coded(r.format) and r.row0 < row1 and row0 < r.end for r in self.runs)
 
-    def run_bytes(self, run: FormatRun, native: KVLayout) -> float:
-        """Bytes of a row of a run; those of transform-coded ones on average, pages' ends included."""
+    def run_bytes(self, run: FormatRun, native: KVLayout) -> int:
+        """Bytes of the rows of a run, without headers and padding but for transform-coded ones, which are
+        counted by what is left of the file."""
         if not is_coded(run.format):
-            return native.stored_as(run.format).token_bytes
+            return run.n_rows * native.stored_as(run.format).token_bytes
         coded_rows = sum(each.n_rows for each in self.runs if is_coded(each.format))
         others = sum(
             each.n_rows * native.stored_as(each.format).token_bytes
             for each in self.runs
             if not is_coded(each.format)
         )
-        return max(0, self.nbytes - others) / coded_rows
+        return max(0, self.nbytes - others) * run.n_rows // coded_rows
 
     def provenance(self, p0: int, p1: int) -> Provenances:
         """That of each position in [p0, p1), uint8[p1 - p0]."""
@@ -153,6 +154,11 @@ class SegmentFile:
     def worst(self, p0: int, p1: int) -> Provenance:
         """The worst provenance of the rows [p0, p1)."""
         return worst_of(self.runs, p0 - self.p0, p1 - self.p0)
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether rows of it are in use: it takes disk as long as they are, dropped or not."""
+        return self._mapped is not None and self._mapped() is not None
 
     @property
     def is_open(self) -> bool:
@@ -378,41 +384,47 @@ def map_file(path: Path, n_bytes: int) -> mmap.mmap:
         os.close(fd)
 
 
-def quantized_bytes(files: Iterable[SegmentFile], native: KVLayout) -> int:
-    """Bytes of the rows in block formats in these files."""
-    n_rows: Counter[str] = Counter()
-    for file in files:
+class FormatTally:
+    """Rows of all files of one row identity, by format. Counted as files come and go; the store's
+    lock guards it."""
+
+    def __init__(self, native: KVLayout, files: Iterable[SegmentFile] = ()) -> None:
+        self._native = native
+        self.n_rows: Counter[str] = Counter()
+        self.nbytes: Counter[str] = Counter()
+        """Without headers and padding."""
+        self.moved_bytes = 0
+        """Of the rows that were moved or computed from moved ones."""
+        for file in files:
+            self.add(file)
+
+    def add(self, file: SegmentFile) -> None:
+        """A file is there."""
+        self._count(file, 1)
+
+    def remove(self, file: SegmentFile) -> None:
+        """A file is gone."""
+        self._count(file, -1)
+
+    def _count(self, file: SegmentFile, sign: int) -> None:
         for run in file.runs:
-            n_rows[run.format] += run.n_rows
-    return sum(
-        n * native.stored_as(name).token_bytes
-        for name, n in n_rows.items()
-        if name != NATIVE and not is_coded(name)
-    )
+            nbytes = file.run_bytes(run, self._native)
+            self.n_rows[run.format] += sign * run.n_rows
+            self.nbytes[run.format] += sign * nbytes
+            if run.origin == Provenance.AFTER_MOVED:
+                self.moved_bytes += sign * nbytes
 
-
-def coded_bytes(files: Iterable[SegmentFile], native: KVLayout) -> int:
-    """Bytes of the transform-coded rows in these files."""
-    return round(
-        sum(
-            run.n_rows * file.run_bytes(run, native)
-            for file in files
-            for run in file.runs
-            if is_coded(run.format)
+    @property
+    def quantized_bytes(self) -> int:
+        """Bytes of the rows in block formats."""
+        return sum(
+            n for name, n in list(self.nbytes.items()) if name != NATIVE and not is_coded(name)
         )
-    )
 
-
-def moved_bytes(files: Iterable[SegmentFile], native: KVLayout) -> int:
-    """Bytes of the rows in these files that were moved or computed from moved ones."""
-    return round(
-        sum(
-            run.n_rows * file.run_bytes(run, native)
-            for file in files
-            for run in file.runs
-            if run.origin == Provenance.AFTER_MOVED
-        )
-    )
+    @property
+    def coded_bytes(self) -> int:
+        """Bytes of the transform-coded rows."""
+        return sum(n for name, n in list(self.nbytes.items()) if is_coded(name))
 
 
 def check_claim(header: SegmentHeader, claim: Claim) -> None:

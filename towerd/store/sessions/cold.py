@@ -5,7 +5,7 @@ that it encodes; `drop` empties the turns and removes the segments that nothing 
 between the blob is only a copy, for as long as the session keeps its rows; its next turn removes
 the copy. `restore` undoes the second step, so that the blob is a copy again. Titles, times, branches
 and lengths stay in the clear; token ids do not. Tokens shared with other sessions stay in the tree
-and are the blob's context. The store never reads a blob; the owner of the model's codec does.
+and are the blob's context, or those of a base like the session's own prompt (`alike.py`). The store never reads a blob; the owner of the model's codec does.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from towerd.store.rows.collect import (
     unneeded,
     unviewed,
 )
+from towerd.store.sessions.alike import AlikeBases, Context
 from towerd.store.sessions.bases import BaseTable
 from towerd.store.sessions.frozen import (
     CodedSession,
@@ -132,6 +133,7 @@ class ColdTable:
         self._state = state
         self._sessions = sessions
         self._bases = bases
+        self.alike = AlikeBases(state, bases)
         self._mine = state.identity.tokenizer
         self._prefix_hashes = PrefixHashIndex()
         self._prefix_hashes.load(prefix_hash_rows(state))
@@ -156,7 +158,8 @@ class ColdTable:
                 " AND cold_bytes = 0 AND EXISTS (SELECT 1 FROM cold WHERE session = pk)",
                 mine,
             )
-        return {"frozen_sessions": n, "cold_bytes": n_bytes, "copied_sessions": n_copied}
+        found = {"frozen_sessions": n, "cold_bytes": n_bytes, "copied_sessions": n_copied}
+        return found | self.alike.stats()
 
     def idle(self, before: float, limit: int, scope: str | None = None) -> list[SessionInfo]:
         """Sessions with tokens that were last used before a Unix time and are not frozen,
@@ -346,18 +349,22 @@ class ColdTable:
             forget(state, doomed, files, foreign)
         return doomed
 
-    def recode(self, frozen: FrozenSession, blob: bytes) -> None:
-        """Replace the blob of a frozen session with another one of the same tokens; durable.
-        Does nothing if the session was thawed or recoded meanwhile."""
+    def recode(self, frozen: FrozenSession, blob: bytes, context: Context) -> None:
+        """Replace the blob of a frozen session with another one, after `context`, of the same tokens; durable.
+        Does nothing if the session was thawed or recoded meanwhile, or the context is gone."""
         state, pk = self._state, frozen.session.pk
         with self._state.locked():
             now = self._read(frozen.session, frozen=True)
-            if now is None or now.digest != frozen.digest:
+            node = context.node
+            if now is None or now.digest != frozen.digest or (node is not None and node.removed):
                 return
             ((marks,),) = state.catalog.rows("SELECT marks FROM cold WHERE session = ?", (pk,))
-            digest = row_digest(len(frozen.base), frozen.turns, marks, blob)
+            digest = row_digest(context.n, frozen.turns, marks, blob)
             with state.catalog.transaction():
-                state.catalog.run("UPDATE cold SET digest = ? WHERE session = ?", (digest, pk))
+                state.catalog.run(
+                    "UPDATE cold SET base = ?, n_base = ?, digest = ? WHERE session = ?",
+                    (None if node is None else node.id, context.n, digest, pk),
+                )
                 state.catalog.run("UPDATE blobs SET blob = ? WHERE session = ?", (blob, pk))
                 state.catalog.run(
                     "UPDATE sessions SET cold_bytes = ? WHERE pk = ?", (len(blob), pk)

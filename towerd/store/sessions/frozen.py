@@ -89,7 +89,9 @@ class WarmSession:
     session: SessionRow
     taken: HistoryCopy
     base: Node | None
+    """The end of the tokens that its blob will follow."""
     n_base: int
+    """How many of these its history begins with."""
 
     @property
     def turn_ids(self) -> list[int]:
@@ -99,13 +101,14 @@ class WarmSession:
 
 @dataclass(frozen=True, slots=True)
 class FrozenSession:
-    """A frozen session as stored. `base` and the decoded `blob` form the `stream` of its
-    history."""
+    """A frozen session as stored; `stream` is that of its history."""
 
     session: SessionRow
     info: SessionInfo
     base: Ids
-    """int32[n_base]: the tokens that the blob follows."""
+    """int32[n]: the tokens that the blob follows."""
+    n_base: int
+    """How many of these the history begins with: fewer than all where `base` is a prompt like its own."""
     turns: bytes
     blob: bytes
     rows: list[tuple[Any, ...]]
@@ -119,6 +122,15 @@ class FrozenSession:
     def was_continued(self) -> bool:
         """Whether it has turns that the blob lacks, because it could not be thawed for them."""
         return len(self.rows) > len(self.turn_ids())
+
+    @property
+    def beginning(self) -> Ids:
+        """The first tokens of its history, which the blob does not have."""
+        return self.base[: self.n_base]
+
+    def stream(self, own: Ids) -> Ids:
+        """The stream of its history, of the decoded blob."""
+        return np.concatenate([self.beginning, own])
 
     def history(self, stream: Ids) -> History:
         """The session, once its tokens are known. Raises ThawError if they are too few."""
@@ -231,9 +243,10 @@ def read_coded(
     turns, marks, digest = (rows[0][name] for name in ("turns", "marks", "digest"))
     base, n_base, blob = rows[0]["base"], rows[0]["n_base"], blobs[0]["blob"]
     ids = ids_array(b"" if base is None else prefix(base))
-    if n_base != len(ids) or row_digest(n_base, turns, marks, blob) != digest:
+    is_whole = n_base <= len(ids) and (len(ids) > 0) == (base is not None)
+    if not is_whole or row_digest(n_base, turns, marks, blob) != digest:
         raise damaged_session(session.id, "the checksum of its coded tokens does not match")
     stored = sealed("turns", "session = ? ORDER BY id", pk)
     facts = [tuple(turn[name] for name in _FACTS) for turn in stored]
     info = table.info(session)
-    return FrozenSession(session, info, ids, turns, blob, facts, bases(info.scope), digest)
+    return FrozenSession(session, info, ids, n_base, turns, blob, facts, bases(info.scope), digest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -235,10 +235,22 @@ class SessionTable:
             for pk, node in self.catalog.rows(
                 "SELECT s.pk, coalesce(t.reply_node, t.prompt_node, c.base, 0) FROM sessions AS s"
                 " LEFT JOIN turns AS t ON t.id = s.leaf LEFT JOIN cold AS c ON c.session = s.pk"
-                " WHERE s.tokenizer = ? AND s.pk > ? ORDER BY s.pk LIMIT ?",
+                # the + keeps SQLite from an index that it would have to sort by row ids
+                " WHERE +s.tokenizer = ? AND s.pk > ? ORDER BY s.pk LIMIT ?",
                 (self.tokenizer, after, limit),
             )
         ]
+
+    def ends_of(self, leaves: Collection[int]) -> dict[int, int]:
+        """Leaf turn -> the node of `ends`, of the sessions whose current branch ends with these turns."""
+        return dict(
+            self.catalog.rows(
+                "SELECT s.leaf, coalesce(t.reply_node, t.prompt_node, c.base, 0) FROM sessions AS s"
+                " LEFT JOIN turns AS t ON t.id = s.leaf LEFT JOIN cold AS c ON c.session = s.pk"
+                " WHERE +s.tokenizer = ? AND s.leaf IN (SELECT value FROM json_each(?))",
+                (self.tokenizer, str(list(leaves))),
+            )
+        )
 
     def other_scopes(self, scope: str) -> list[str]:
         """The scopes that other sessions of the same tenant may have tokens in."""

@@ -19,7 +19,7 @@ from towerd.slots.row_identity import RowIdentity
 from towerd.store.catalog.catalog import Catalog, EnteredIdentity, Lock, Undo
 from towerd.store.catalog.identity import ModelIdentity
 from towerd.store.files.directory import Directory
-from towerd.store.segments.segment_file import SegmentFile, coded_bytes, quantized_bytes
+from towerd.store.segments.segment_file import FormatTally, SegmentFile
 from towerd.store.segments.segment_header import FormatRun, decode_runs, key_hash, segment_key
 from towerd.store.tree.node import Node
 from towerd.store.tree.scope import public_of
@@ -171,11 +171,15 @@ class StoreState:
     clock: Callable[[], float]
     tree: PrefixTree
     files: dict[int, SegmentFile]
+    formats: FormatTally
+    """Of the rows in `files`."""
     hot_bytes: int = 0
     warm_bytes: int = 0
     """Files of this row identity on disk."""
     foreign_bytes: int = 0
     """Files of other row identities on disk."""
+    dropped: list[SegmentFile] = field(default_factory=list)
+    """Files that were dropped while rows of them were in use."""
     touched: set[Node] = field(default_factory=set)
     """Nodes whose last use is not in the catalog yet."""
     listener: Listener = field(default_factory=Listener)
@@ -254,22 +258,27 @@ class StoreState:
 
     def file_bytes(self, node: Node) -> int:
         """Bytes of a node's rows on disk; 0 if there are none."""
-        file, first, end = node.file, node.file_row0, node.file_row0 + node.n
-        if file is None:
-            return 0
-        layout = self.row_identity.layout
-        return round(
-            sum(
-                (min(end, run.end) - max(first, run.row0)) * file.run_bytes(run, layout)
-                for run in self._runs(node)
-            )
-        )
+        return sum(nbytes for _, _, nbytes in self.parts(node))
+
+    def parts(self, node: Node) -> Iterator[tuple[str, int, int]]:
+        """(format, rows, bytes) of each run of a node's rows on disk."""
+        first, end, layout = node.file_row0, node.file_row0 + node.n, self.row_identity.layout
+        for run in self._runs(node):
+            assert node.file is not None
+            n = min(end, run.end) - max(first, run.row0)
+            yield run.format, n, node.file.run_bytes(run, layout) * n // run.n_rows
 
     def _runs(self, node: Node) -> list[FormatRun]:
         """The runs of the node's file that hold its rows."""
         first, end = node.file_row0, node.file_row0 + node.n
         runs = () if node.file is None else node.file.runs
         return [run for run in runs if run.row0 < end and first < run.end]
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of dropped files whose rows are in use, such as by long chats: their disk is free once these
+        are gone."""
+        return sum(file.nbytes for file in self.dropped if file.is_mapped)
 
     def stats(self) -> dict[str, Any]:
         """Counts and sizes of the store's content."""
@@ -284,8 +293,9 @@ class StoreState:
             "paths_held": len(self.tree.held),
             "hot_bytes": self.hot_bytes,
             "warm_bytes": self.warm_bytes,
-            "warm_quantized_bytes": quantized_bytes(self.files.values(), self.row_identity.layout),
-            "warm_coded_bytes": coded_bytes(self.files.values(), self.row_identity.layout),
+            "warm_quantized_bytes": self.formats.quantized_bytes,
+            "warm_coded_bytes": self.formats.coded_bytes,
+            "dropped_bytes": self.dropped_bytes,
             "disk_bytes": int(disk),
             "catalog_bytes": catalog_bytes,
             "journal_bytes": journal_bytes,
@@ -301,8 +311,10 @@ class StoreState:
         for node in nodes:
             self.tree.unview(node)
         file.dropped = True
+        self.dropped = [each for each in (*self.dropped, file) if each.is_mapped]
         if self.files.pop(file.id, None) is not None:
             self.warm_bytes -= file.nbytes
+            self.formats.remove(file)
             self.listener.left_warm(file, nodes)
 
 
@@ -327,6 +339,7 @@ def load_state(
         clock,
         load_tree(catalog, entered, files),
         files,
+        FormatTally(identity.row_identity.layout, files.values()),
         warm_bytes=sum(file.nbytes for file in files.values()),
         foreign_bytes=foreign_bytes(catalog, entered.row_identity),
     )
@@ -337,7 +350,8 @@ def load_foreign(state: StoreState, tokenizer: int, digest: bytes) -> StoreState
     its prefix tree without rows. It is valid while the lock is held."""
     of = EnteredIdentity(0, tokenizer, digest)
     tree = load_tree(state.catalog, of, {})
-    return replace(state, identity=of, tree=tree, files={}, listener=Listener())
+    none = FormatTally(state.row_identity.layout)
+    return replace(state, identity=of, tree=tree, files={}, formats=none, listener=Listener())
 
 
 def foreign_bytes(catalog: Catalog, row_identity: int) -> int:

@@ -43,6 +43,11 @@ class Handle:
     def __exit__(self, *_: object) -> None:
         self.release()
 
+    @property
+    def n(self) -> int:
+        """The number of tokens."""
+        return len(self._data) // ID_BYTES
+
     def match(self, n: int | None = None) -> Match:
         """The longest stored prefix of the tokens, or of the first `n`. The result is only valid
         while the store is locked: a split or a removal changes its nodes."""

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.segments.segment_header import key_hash
@@ -138,6 +139,27 @@ class PrefixTree:
                 h.update(node.ids)
             yield node, hashes[node.scope].digest()
             stack += [(child, hashes) for child in node.children]
+
+    def count_above(self, ends: Mapping[int, int]) -> Counter[int]:
+        """Node id -> how many of `ends`, which are node ids with their numbers, lie at or below it.
+        Takes no lock: a node that a split adds meanwhile may be missing, no count is wrong.
+        O(nodes), not O(nodes on all paths)."""
+        counts: Counter[int] = Counter()
+        nodes = list(self.nodes.values())
+        counts.update({node.id: n for node in nodes if (n := ends.get(node.id))})
+        known = {node.id for node in nodes}
+        between: list[tuple[Node, int]] = []
+        for node in sorted(nodes, key=attrgetter("p0"), reverse=True):
+            n, above = counts.get(node.id), node.parent
+            if n is None or above is None or above.parent is None:
+                continue
+            counts[above.id] += n
+            if above.id not in known:
+                between.append((above, n))
+        for node, n in between:
+            for above in node.path()[:-1]:
+                counts[above.id] += n
+        return counts
 
     def viewers(self, file: SegmentFile) -> Sequence[Node]:
         """The nodes whose rows are in `file`."""

@@ -45,6 +45,8 @@ SHARES = (0.4, 0.3, 0.3)
 """The parts of a measured prefix, from its start, that stand for the levels. Platform prompts are
 usually the longest of the shared ones, so level 0 gets the largest part; the last part stands for
 bots and for the conversation itself, the level whose rows are nearest to the query."""
+REACHES = tuple(itertools.accumulate(SHARES))
+"""Up to which share of a prompt each level's format was measured."""
 VERSION = 3
 
 Table: TypeAlias = tuple[str, ...]

@@ -26,6 +26,10 @@ class LevelFormats:
     other names, no level, or more than LEVEL_MAX + 1."""
 
     names: tuple[str, ...]
+    reaches: tuple[float, ...] = ()
+    """How far into a prompt that ends at a position a level's format was measured, as shares of it,
+    ascending: behind that, its rows take the format of the first deeper level that reaches so far.
+    Empty: all of it."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.names) <= LEVEL_MAX + 1:
@@ -70,6 +74,17 @@ class LevelFormats:
     def format_for(self, level: int) -> str:
         """The name of the format of `level` (0 or more; DYNAMIC for what no base covers)."""
         return self.names[min(level, len(self.names) - 1)]
+
+    def stretches(self, level: int, p0: int, p1: int) -> list[tuple[int, int, str]]:
+        """(start, stop, format) of the positions [p0, p1) of `level`, which prompts share up to `p1`."""
+        level = min(level, len(self.names) - 1)
+        ends = [min(p1, int(reach * p1)) for reach in self.reaches[level:-1]]
+        found, at = [], p0
+        for name, end in zip(self.names[level:], [*ends, p1], strict=False):
+            if at < end:
+                found.append((at, end, name))
+                at = end
+        return found
 
     @property
     def is_native(self) -> bool:

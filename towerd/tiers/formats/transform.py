@@ -41,8 +41,9 @@ class TransformCost(msgspec.Struct, frozen=True):
 
     @property
     def drift(self) -> Drift:
-        """What rows in these codings drift."""
-        return Drift(self.cost.kl, self.cost.floor_kl)
+        """What rows in these codings drift, not too low at 95 %."""
+        floor = self.cost.floor_kl
+        return Drift(floor + max(0.0, self.cost.excess_max), floor)
 
 
 class TransformChoice(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 // One conversation: its text by branch, what it takes in each tier, and what can be done with it.
 
 import { call, download, query, say } from "./api.js";
-import { bytes, count, el, facts, moment } from "./dom.js";
+import { bytes, count, el, facts, layers, moment } from "./dom.js";
 
 const NAMES = { user: "You", assistant: "Model", system: "Instructions", tool: "Tool" };
 
@@ -85,7 +85,7 @@ const message = ({ role, text }) =>
 
 // opened: called with the session that is shown. changed: called after an action.
 export async function showChat(pane, chat, opened, changed) {
-  const found = await call(pathOf(chat, { cost: 1 }));
+  const found = await call(pathOf(chat, { cost: 1, footprint: 1 }));
   const { session, cost, turns } = found;
   opened(session);
   const again = async () => {
@@ -104,6 +104,7 @@ export async function showChat(pane, chat, opened, changed) {
       ["id", session.id],
       ["tenant", session.scope],
     ]),
+    session.footprint ? layers(session.footprint) : null,
     branches(chat, turns),
     el("h3", {}, "Text"),
     text,

@@ -17,7 +17,8 @@ const addressOf = (session) =>
 const nameOf = ({ scope, id, tokenizer }) => JSON.stringify([scope, id, tokenizer]);
 
 function entry(session, more) {
-  const state = session.cold_bytes ? ` · frozen, ${bytes(session.cold_bytes)}` : "";
+  const takes = session.footprint ? ` · ${bytes(session.footprint.kept_bytes)}` : "";
+  const state = session.cold_bytes ? ` · frozen, ${bytes(session.cold_bytes)}` : takes;
   const other = session.tokenizer ? " · of another model" : "";
   return el("li", {}, el("a", { href: addressOf(session), "data-name": nameOf(session) },
     session.title || session.id, more,
@@ -50,7 +51,7 @@ async function fill(list) {
     const { results } = await call(`/search${query({ q: words, limit: 50 })}`);
     entries = results.map((hit) => entry(hit.session, snippet(hit.snippet)));
   } else {
-    const { sessions } = await call(`/sessions?limit=${shown}`);
+    const { sessions } = await call(`/sessions?footprint=1&limit=${shown}`);
     entries = sessions.map((session) => entry(session));
     if (sessions.length === shown) entries.push(more(list));
   }

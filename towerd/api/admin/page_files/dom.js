@@ -57,3 +57,13 @@ export function ago(unixSeconds) {
 }
 
 export const moment = (unixSeconds) => new Date(unixSeconds * 1000).toLocaleString();
+
+// What conversations, or one of them, take after each layer of the store.
+export function layers(footprint) {
+  const formats = footprint.formats.map((each) => `${each.format} ${bytes(each.bytes)}`).join(", ");
+  const bar = (value) => el("progress", { value, max: footprint.slot_bytes || 1 });
+  return table(["after", "takes", ""], [
+    ["a slot file each", "slot_bytes"], ["shared prefixes", "shared_bytes"], ["levels", "levels_bytes"],
+    ["transform", "transform_bytes"], [`kept${formats ? `: ${formats}` : ""}`, "kept_bytes"],
+  ].map(([name, key]) => [name, bytes(footprint[key]), bar(footprint[key])]));
+}

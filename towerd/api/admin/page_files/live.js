@@ -1,7 +1,7 @@
 // What runs, how full the tiers are, and the last hours: reuse, time to first token, speed.
 
 import { call, callModel, query } from "./api.js";
-import { bytes, count, el, facts, legend, moment, svg, table } from "./dom.js";
+import { bytes, count, el, facts, layers, legend, moment, svg, table } from "./dom.js";
 import { chosen, hasSeveral, loaded } from "./models.js";
 
 const SOURCES = ["live", "hot", "warm", "cold", "prefill"];
@@ -100,6 +100,11 @@ function tiers({ engine, tiers: held, space }) {
   ]);
 }
 
+function writtenToday({ today_bytes, budget_bytes }) {
+  const budget = budget_bytes ? ` of ${bytes(budget_bytes)}` : "";
+  return `${bytes(today_bytes)}${budget} written today.`;
+}
+
 function running(requests, titles) {
   if (!requests.length) return el("p", { class: "quiet" }, "Nothing runs.");
   return table(["slot", ...heads(), "tokens", "reused", "evaluated", "first token", "generated", "tokens/s"],
@@ -156,7 +161,9 @@ export async function showLive(main, _, stats) {
     const finished = answers.flatMap((each) => each.finished).sort((a, b) => b.finished - a.finished);
     const model = chosen();
     main.replaceChildren(el("h2", {}, "Running"), running(answers.flatMap((each) => each.running), titles),
-      ...(figures ? [el("h2", {}, model === null ? "Tiers" : `Tiers of ${model}`), tiers(figures)] : []),
+      ...(figures ? [el("h2", {}, model === null ? "Tiers" : `Tiers of ${model}`), tiers(figures),
+        el("h2", {}, "What conversations take"), layers(figures.footprint),
+        el("p", {}, writtenToday(figures.written))] : []),
       el("h2", {}, "Last hours"), ...history(finished, titles));
   };
   await fill();

@@ -410,6 +410,7 @@ class Calibrator:
                 self._keys.rope(),
                 found,
                 self._core.info.row_identity.digest(),
+                rot_k=self._core.info.row_identity.rot_k,
                 eigh=self._eigh,
                 pause=self._wait_for_idle,
             )

@@ -19,6 +19,7 @@ from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS
 from towerd.engine.embedded.context.context import LlamaContext
 from towerd.engine.embedded.context.sequences import Buffer
 from towerd.slots.blob import emit_blob, parse_rows
+from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows, join
 from towerd.tokens import Ids
 
@@ -182,7 +183,9 @@ class SteppedSequence:
         """run_step: decides when a step runs: at once, or when the daemon is idle; step_s: how long
         one may take"""
         self.parts: list[KVRows] = []
-        """Its rows, the last of them native."""
+        """Its rows."""
+        self._native: KVLayout | None = None
+        """The layout of rows that it evaluated."""
         self._scratch = scratch
         self._run_step = run_step
         self._step_s = step_s
@@ -251,7 +254,7 @@ class SteppedSequence:
         """One step: `ids` after the rows of `parts`."""
         p, blob = parts[-1].p1 if parts else 0, None
         if parts:
-            v_trans, native = self._scratch.context.v_trans, parts[-1].layout
+            v_trans, native = self._scratch.context.v_trans, self._native or parts[-1].layout
             blob = np.asarray(emit_blob(parts, layout=native, v_trans=v_trans))
 
         def work() -> Evaluated:
@@ -261,4 +264,6 @@ class SteppedSequence:
             pace.learn(len(ids), took_s, took_s - done.decode_s)
             return done
 
-        return self._run_step(work, p + len(ids))
+        done = self._run_step(work, p + len(ids))
+        self._native = self._native if done.rows is None else done.rows.layout
+        return done

@@ -20,6 +20,7 @@ from towerd.codec.rows.learn import ROWS_PER_ELEMENT_MIN, Eigh, Rounding
 from towerd.engine.embedded.calibration.measure import Measurer
 from towerd.engine.embedded.calibration.transform_basis import learned, windows_of
 from towerd.errors import TowerdError
+from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows
@@ -83,11 +84,12 @@ def learn_transform(
     found: Calibration,
     row_identity: bytes,
     *,
+    rot_k: bool = False,
     eigh: Eigh = np.linalg.eigh,
     pause: Callable[[], object] = lambda: None,
 ) -> Learned:
     """Learn on the windows of `first`, measure on those of `second`; `found` says which block formats rows are
-    in before. eigh, pause: see `learn`. Raises TowerdError if the rows cannot be transform-coded."""
+    in before. rot_k, eigh, pause: see `learn`. Raises TowerdError if the rows cannot be transform-coded."""
     for continuation in first.plan.continuations:
         first.rows(continuation)
     n_rows = sum(map(len, windows_of(first)))
@@ -102,8 +104,9 @@ def learn_transform(
             row_identity,
             eigh,
             pause,
+            rot_k,
         )
-    except CodecError as error:
+    except (CodecError, StateError) as error:
         raise TowerdError(f"Rows are not transform-coded: {error}") from error
     trial = _Trial(second, basis, found, pause)
     return trial.chosen(n_rows)
@@ -217,4 +220,4 @@ def only(basis: Basis, names: set[str]) -> Basis:
     for i, group in enumerate(basis.groups):
         n = max(len(coding.classes[i]) for coding in codings.values())
         groups.append(replace(group, vectors=np.ascontiguousarray(group.vectors[:n])))
-    return Basis(basis.row_identity, basis.layout, tuple(groups), codings, basis.rope)
+    return replace(basis, groups=tuple(groups), codings=codings)

@@ -16,11 +16,11 @@ import numpy as np
 from towerd.codec.rows import coded
 from towerd.codec.rows.basis import Basis
 from towerd.codec.rows.learn import Eigh, Rounding, groups_of, learn
+from towerd.codec.rows.plain import flattened
 from towerd.engine.embedded.calibration.measure import Measurer
 from towerd.kernels import dispatch
 from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows
-from towerd.slots.shift import unrotated
 from towerd.tiers.shrink import SINKS, TAIL
 
 COARSE_STEP = 1.5
@@ -38,20 +38,21 @@ def learned(
     row_identity: bytes,
     eigh: Eigh = np.linalg.eigh,
     pause: Callable[[], object] = lambda: None,
+    rot_k: bool = False,
 ) -> Basis:
     """The basis of groups of `n_layers`, learned from the rows of all windows of a prepared Measurer and
     weighted by what errors cost on the first `n_continuations`: weighted numbers have a variance of 1 on average,
-    which the steps of `codings` are shares of. eigh, pause: see `learn`. Raises CodecError."""
+    which the steps of `codings` are shares of. eigh, pause, rot_k: see `learn`. Raises CodecError."""
     samples = [rows.slice(SINKS, rows.p1) for rows in windows_of(measurer)]
     groups = groups_of(measurer.layout, n_layers)
-    how = _How(row_identity, eigh, pause)
+    how = _How(row_identity, eigh, pause, rot_k)
     plain = _coarse(samples, rope, groups, how)
     costs = _costs(measurer, rope, plain, n_continuations)
     weights = [0.0] * len(measurer.layout.planes)
     for planes, cost in zip(groups, costs, strict=True):
         for plane in planes:
             weights[plane] = math.sqrt(cost)
-    flat = [unrotated(rows, rope) for rows in samples]
+    flat = [flattened(rows, rope, rot_k=rot_k) for rows in samples]
     squares = [weight**2 * _variance(flat, i) for i, weight in enumerate(weights)]
     scale = 1 / math.sqrt(float(np.mean(squares)))
     weights = [weight * scale for weight in weights]
@@ -65,6 +66,7 @@ class _How:
     row_identity: bytes
     eigh: Eigh
     pause: Callable[[], object]
+    rot_k: bool
 
     def learn(
         self,
@@ -83,6 +85,7 @@ class _How:
             weights=weights,
             eigh=self.eigh,
             pause=self.pause,
+            rot_k=self.rot_k,
         )
 
 
@@ -99,7 +102,7 @@ def _coarse(
     how: _How,
 ) -> Basis:
     """A basis whose planes are all scaled to a variance of 1, with one coarse coding."""
-    flat = [unrotated(rows, rope) for rows in samples]
+    flat = [flattened(rows, rope, rot_k=how.rot_k) for rows in samples]
     layout = samples[0].layout
     weights = [0.0] * len(layout.planes)
     for planes in groups:

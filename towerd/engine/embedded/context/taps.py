@@ -20,6 +20,10 @@ from towerd.llama_library import lib
 
 Values = npt.NDArray[np.float32]
 
+QUERIES = "queries"
+"""What is multiplied with the keys of a layer, whatever llama.cpp calls it: the source of `kq`, or of a fused
+attention."""
+
 
 class Taps:
     """Collects float32 tensors by name. Give it to the context, which keeps it."""
@@ -41,6 +45,12 @@ class Taps:
     def callback(self) -> tuple[int, int]:
         """The addresses of the callback for each node and of its user data."""
         return self._tap.callback, self._tap.user_data
+
+    def queries(self, name: str, layer: int) -> Values:
+        """float32[tokens, heads, head size]: the queries of the last batch in a layer, by the name that they
+        are watched by. Raises TowerdError as `take`."""
+        taken = self.take(name, layer)
+        return taken.transpose(1, 0, 2) if name == QUERIES else taken
 
     def take(self, name: str, layer: int) -> Values:
         """The values of one tensor of the last batch, of the last node of that name. Axes are in

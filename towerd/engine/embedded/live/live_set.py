@@ -39,6 +39,7 @@ from towerd.retention import (
     open_retention,
     retention_config,
 )
+from towerd.retention.attention import faded
 from towerd.slots.rows import KVRows
 from towerd.tokens import Ids, Provenances
 
@@ -371,15 +372,19 @@ class BoundedSet(LiveSet):
         """int64[layers, KV heads, m]: the place in the context that each key is rotated to."""
         return self._by_group(self.places, None if self.mixed is None else self.mixed.rotated)
 
-    def attended(self, masses: Mass) -> None:
-        """Account for attention to the live positions, which is `recent` from now on.
+    def attended(self, masses: Mass, n_queries: int) -> None:
+        """Account for attention to the live positions from the next `n_queries` queries, and for what
+        earlier attention counts less by then.
 
-        masses: float32[layers, KV heads, m] of all layers and heads"""
-        for axis, n in enumerate(self.shape):
-            if n == 1:
-                masses = masses.mean(axis=axis, keepdims=True)
-        self.recent = masses
-        self.mass = self.mass + masses
+        masses: float32[layers, KV heads, m] of all layers and heads, of which the last query spreads 1"""
+        before = self.mass * faded(n_queries, self.policy.config.half_life)
+        self.mass = before + self._by_shape(masses)
+
+    def voted(self, masses: Mass) -> None:
+        """Account for attention to the live positions from the last queries only.
+
+        masses: as `attended`, but that each query spreads 1"""
+        self.recent = self._by_shape(masses)
 
     def choose(self, messages: Positions | None) -> Positions:
         """int64[layers, KV heads, m'], ascending: the positions that stay, by group. Groups that choose
@@ -525,6 +530,13 @@ class BoundedSet(LiveSet):
         found = found.copy()
         found[:, :, self.mixed.start : self.mixed.stop] = of_mixed
         return found
+
+    def _by_shape(self, masses: Mass) -> Mass:
+        """Means over the layers or heads that choose together."""
+        for axis, n in enumerate(self.shape):
+            if n == 1:
+                masses = masses.mean(axis=axis, keepdims=True)
+        return masses
 
     def _of_group(self, mass: Mass, i: int) -> Mass | None:
         return mass[divmod(i, self.shape[1])] if mass.size else None

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from towerd.drift import DecodedRun
 from towerd.engine.embedded.context.memory import SequenceMemory
 from towerd.engine.embedded.context.places import Places
 from towerd.engine.embedded.context.sequences import Buffer
@@ -75,6 +76,9 @@ class LiveSeq:
     """Its state checkpoints that the store may lack, by position."""
     provenance: Provenances = field(default_factory=lambda: np.zeros(0, np.uint8))
     """uint8 buffer beside `ids`: how each token's rows came to be."""
+    decoded: tuple[DecodedRun, ...] = ()
+    """What its approximate rows were decoded from, later ones in place of earlier ones; where its
+    provenance says otherwise, rows were evaluated since."""
     live_set: LiveSet = EVERYTHING
     """Which of its tokens are live."""
     places: Places = field(default_factory=Places)
@@ -230,6 +234,7 @@ class LivePool:
         dst = self.open(scope, capacity)
         dst.ids[:n] = src.ids[:n]
         dst.provenance[:n] = src.provenance[:n]
+        dst.decoded = src.decoded
         dst.n = n
         dst.n_public = min(src.n_public, n)
         length = 0

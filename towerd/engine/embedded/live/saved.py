@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from towerd.drift import DecodedRun
 from towerd.engine.embedded.context.memory import SequenceMemory
 from towerd.engine.embedded.context.places import Places
 from towerd.engine.embedded.context.sequences import Buffer
@@ -26,6 +27,8 @@ class Saved:
     scope: str
     provenance: Provenances
     """uint8[n]: the provenance of each token's rows."""
+    decoded: tuple[DecodedRun, ...]
+    """See LiveSeq.decoded."""
     rows: KVRows | None
     """The rows of all tokens; None if the memory has none."""
     state: Buffer | None
@@ -60,6 +63,7 @@ class Saved:
                 head = None if head is None else head_at_places(head, start, labels)
             memory.append(seq.id, blob, is_empty=start == 0, head=head)
         pool.append(seq, self.ids[start:], self.provenance[start:])
+        seq.decoded = self.decoded
         if self.state is not None:
             memory.restore(seq.id, self.state)
         seq.states |= self.states
@@ -80,6 +84,7 @@ def save(memory: SequenceMemory, seq: LiveSeq) -> Saved | None:
         seq.tokens().copy(),
         seq.scope,
         seq.provenance[:n].copy(),
+        seq.decoded,
         rows,
         state,
         dict(seq.states),

@@ -13,6 +13,7 @@ parked in RAM, because the store has no rows that were computed over a partial l
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -54,6 +55,9 @@ from towerd.tokens import Ids, Provenance
 log = logging.getLogger(__name__)
 
 _BUDGET_MIN = 16
+HALF_LIVES = 4
+"""Half-lives of attention whose queries are evaluated though the rows are there: what earlier queries paid
+counts for a 16th."""
 _GATHERED_CELLS = 2048
 """Cells whose rows are read at once when a chat is rewritten."""
 
@@ -240,12 +244,15 @@ class Budgets(Hook):
     def n_adoptable(self, job: Job) -> int:
         """How many tokens a job may take rows for from the store or from another chat: as many as the
         context holds beside one more. A policy that uses attention needs the queries before the first
-        eviction, which only an evaluation has; one that can recall has those that it evaluates again."""
+        eviction, which only an evaluation has: the last ones, or those of the last half-lives. One that can
+        recall has those that it evaluates again."""
         n_max, live = self._core.n_ctx - 1, job.request.live
         if live.policy not in WATCHING or can_recall(live.policy):
             return n_max
         n_first = min(self._core.n_ctx, max(live.tokens, job.n_prompt))
-        return max(0, min(n_max, n_first - QUERIES_MAX))
+        half_life = retention_config(live.policy, live.tokens).half_life
+        n_queries = QUERIES_MAX if math.isinf(half_life) else math.ceil(HALF_LIVES * half_life)
+        return max(0, min(n_max, n_first - n_queries))
 
     def n_given(self, job: Job) -> int:
         """See Hook.n_given: the tokens that are there until its prompt has been read."""

@@ -1,8 +1,8 @@
 """Observer: measures the attention of chats with a budget, for the policies that use it.
 
 Queries are tapped from the compute graph (`towerd.engine.embedded.context.taps`) and held against the
-cached keys. Where every query counts (`Signal.MASS`) this is done batch by batch; only the last
-queries are kept until the eviction, as those that are `recent`. Where the last ones alone count, no
+cached keys. Where every query counts (`Signal.MASS`) this is done batch by batch, and only the last
+queries are kept until the eviction. Where the last ones alone count (`Signal.RECENT`), no
 others are tapped: batches without them are evaluated as if there were no tap. Called by the inference
 thread only.
 """
@@ -13,6 +13,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from towerd.engine.embedded.context.context import LlamaContext
 from towerd.engine.embedded.context.memory import SequenceMemory, open_memory
-from towerd.engine.embedded.context.taps import Taps
+from towerd.engine.embedded.context.taps import QUERIES, Taps
 from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.live_set import BoundedSet, Observed
 from towerd.engine.embedded.live.pool import LiveSeq
@@ -30,14 +31,14 @@ from towerd.model.attention_sinks import attention_sinks
 from towerd.model.llama_model import LlamaModel
 from towerd.model.row_flags import has_rotation, is_rotated
 from towerd.retention import Mass, Positions, Rows, Signal
-from towerd.retention.attention import attention_mass, rotated
+from towerd.retention.attention import attention_mass, faded, rotated
 from towerd.settings.config import Config
 from towerd.slots.errors import StateError
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import Bytes2D, KVRows
 
-QUERIES_MAX = 16
-"""Queries that are `recent` at an eviction: the last ones before it."""
+QUERIES_MAX = 32
+"""The last queries before an eviction, which are `recent`: SnapKV's observation window."""
 _COUNTED_MIN = 32
 """Queries that are held against the keys at once, as keys have to be read and unpacked each time."""
 _PROBE_TOKENS = 16
@@ -58,6 +59,8 @@ class AttentionShape(NamedTuple):
     head_size: int
     sinks: tuple[Mass | None, ...]
     """For each layer float32[heads], or None: see `attention_mass`."""
+    tensor: str
+    """What the queries are watched by."""
     hadamard: int
     """How many numbers of a query are rotated together before they are multiplied with keys; 0: none."""
 
@@ -90,7 +93,7 @@ class Observer:
             self._n_batch += job.n_in_batch
             if n_wanted:
                 self._wanted[id(job)] = (self._n_batch - n_wanted, self._n_batch)
-        self.taps.watch(*(("Qcur",) if self._wanted else ()))
+        self.taps.watch(*((self.attention.tensor,) if self._wanted else ()))
 
     def observe(self, job: Job, live_set: BoundedSet) -> None:
         """Collect the job's queries of the batch that was just evaluated and accounted for. Raises
@@ -120,21 +123,18 @@ class Observer:
         return np.concatenate(found, axis=2) * np.float32(a.scale * math.sqrt(a.head_size))
 
     def measure(self, seq: LiveSeq, live_set: BoundedSet) -> None:
-        """Add the mass from the observed queries to the live set, that from the last ones as the recent
-        one, and clear the queries. Raises TowerdError if the model has computed numbers that are not
-        finite."""
+        """Give the live set the attention from the observed queries, and clear these. Raises TowerdError if
+        the model has computed numbers that are not finite."""
         started = time.perf_counter()
         observed, live_set.observed = live_set.observed, ()
-        live_set.recent = np.zeros_like(live_set.mass)
         positions = _positions_of(observed)
-        n_early = max(0, len(positions) - QUERIES_MAX)
-        for part in (slice(n_early), slice(n_early, len(positions))):
-            if len(positions[part]):
-                layers = (
-                    np.concatenate(_of_layer(observed, i))[part]
-                    for i in range(self.attention.layers)
-                )
-                live_set.attended(self._mass(seq, live_set, layers, positions[part]))
+        if not len(positions):
+            return
+        layers = (np.concatenate(_of_layer(observed, i)) for i in range(self.attention.layers))
+        if Signal.RECENT in live_set.policy.signals:
+            live_set.voted(self._attention(seq, live_set, layers, positions))
+        else:
+            self._attend(seq, live_set, layers, positions)
         self.observe_s += time.perf_counter() - started
 
     def _count(self, job: Job, live_set: BoundedSet, start: int, end: int, n_held: int) -> int:
@@ -156,20 +156,35 @@ class Observer:
             np.concatenate([*_of_layer(observed, i), self._of_batch(layer)[start:end]])[:n_counted]
             for i, layer in enumerate(self.attention.numbers)
         )
-        live_set.attended(self._mass(job.seq, live_set, layers, positions[:n_counted]))
+        self._attend(job.seq, live_set, layers, positions[:n_counted])
         return n_held
 
-    def _mass(
+    def _attend(
         self, seq: LiveSeq, live_set: BoundedSet, queries: Iterator[Rows], positions: Positions
+    ) -> None:
+        """Add the mass from the queries of `positions`, which ascend, to the live set. queries: see
+        `attention_mass`. Raises TowerdError."""
+        weights = faded(positions[-1] - positions, live_set.policy.config.half_life)
+        masses = self._attention(seq, live_set, queries, positions, weights)
+        live_set.attended(masses, len(positions))
+
+    def _attention(
+        self,
+        seq: LiveSeq,
+        live_set: BoundedSet,
+        queries: Iterator[Rows],
+        positions: Positions,
+        weights: Mass | None = None,
     ) -> Mass:
         """float32[layers, KV heads, m]: the attention that the m live positions get from the queries of
-        `positions`. queries: see `attention_mass`. Raises TowerdError."""
+        `positions`. queries, weights: see `attention_mass`. Raises TowerdError."""
         places = live_set.places[np.searchsorted(live_set.kept, positions)]
         keys = self._keys(seq, live_set)
         name = self._memory.full_layout.k[0].format.name
         try:
             scale, sinks = self.attention.scale, self.attention.sinks
-            return attention_mass(queries, keys, name, places, live_set.places, scale, sinks)
+            seen = places, live_set.places
+            return attention_mass(queries, keys, name, *seen, scale, sinks, weights)
         except ValueError as error:
             raise TowerdError(f"The attention of this chat cannot be read: {error}.") from error
 
@@ -194,7 +209,7 @@ class Observer:
 
     def _of_batch(self, layer: int) -> Rows:
         """float32[tokens, heads, head size]: the queries of the batch. Raises TowerdError."""
-        taken = self.taps.take("Qcur", layer)
+        taken = self.taps.queries(self.attention.tensor, layer)
         if len(taken) != self._n_batch:
             raise TowerdError("llama.cpp evaluated a batch in parts, and only the last was read.")
         return rotated(taken, self.attention.hadamard)
@@ -215,14 +230,28 @@ def check_attention(model: LlamaModel, config: Config) -> AttentionShape:
     """Check on a few tokens that masses computed from queries and keys equal those of llama.cpp's
     own weights, and return the dimensions of the layers that attend to everything.
 
-    Raises ConfigError if they differ or cannot be compared: then no policy can use them."""
-    try:
-        error, attention = _probe(model, config)
-    except (TowerdError, StateError, ValueError) as failure:
-        raise ConfigError(f"{_cannot(config)}: {failure}") from failure
-    if not error <= _PROBE_ERROR_MAX:
-        raise ConfigError(f"{_cannot(config)}: it differs from what was expected by {error:.2g}.")
-    return attention
+    The queries are those that llama.cpp names; where it does not name them once they are rotated, those that
+    go into the attention. Raises ConfigError if the masses differ or cannot be compared: then no policy can
+    use them."""
+    why = ""
+    for tensor, scale in (("Qcur", None), (QUERIES, None), (QUERIES, 1.0)):
+        try:
+            error, attention = _probe(model, config, tensor, scale)
+        except (TowerdError, StateError, ValueError) as failure:
+            why = str(failure)
+            continue
+        if not error <= _PROBE_ERROR_MAX:
+            why = f"it differs from what was expected by {error:.2g}."
+        elif (
+            tensor == QUERIES
+            and config.flash_attn != "off"
+            and not _is_shown(model, config, attention)
+        ):
+            why = "llama.cpp's fused attention hides its queries; --flash-attn off shows them."
+            break
+        else:
+            return attention
+    raise ConfigError(f"{_cannot(config)}: {why}")
 
 
 def _cannot(config: Config) -> str:
@@ -232,35 +261,27 @@ def _cannot(config: Config) -> str:
     )
 
 
-def _probe(model: LlamaModel, config: Config) -> tuple[float, AttentionShape]:
-    """The largest error of a position's mass, and the dimensions that were used."""
-    taps = Taps()
-    config = replace(
-        config,
-        flash_attn="off",
-        cache_type_v="f16",
-        batch_size=_PROBE_TOKENS,
-        ubatch_size=_PROBE_TOKENS,
-    )
-    context = LlamaContext(model, config, n_cells=256, n_seqs=_PROBE_SEQS, taps=taps)
-    try:
-        memory = open_memory(context, model)
-        taps.watch("Qcur", "kq_soft_max")
-        ids = np.linspace(0, context.n_vocab - 1, _PROBE_TOKENS).astype(np.int32)
-        context.batch.add(ids, 0, 0, logits_last=True)
-        context.decode()
+def _probe(
+    model: LlamaModel, config: Config, tensor: str, scale: float | None
+) -> tuple[float, AttentionShape]:
+    """The largest error of a position's mass, and the dimensions that were used.
+
+    tensor: what queries are watched by; scale: of their scores, 1 where the queries are scaled already; None:
+    what the model says, or the usual one"""
+    plain = replace(config, flash_attn="off", cache_type_v="f16")
+    with _evaluated(model, plain, tensor, "kq_soft_max") as (taps, memory):
         rows = memory.rows(0, 0, _PROBE_TOKENS)
         # If there is no layer, taking the first raises with the reason.
         layers = taps.layers_of("kq_soft_max") or (0,)
-        queries = [taps.take("Qcur", layer) for layer in layers]
-        blocks = [_hadamard_block(memory.full_layout, each.shape[2]) for each in queries]
+        queries = [taps.queries(tensor, layer) for layer in layers]
+        blocks = [0] * len(layers)
+        if tensor != QUERIES:  # those are rotated already
+            blocks = [_hadamard_block(memory.full_layout, each.shape[2]) for each in queries]
         queries = [rotated(each, block) for each, block in zip(queries, blocks, strict=True)]
         weights = [taps.take("kq_soft_max", layer) for layer in layers]
-    finally:
-        context.close()
     assert rows is not None
     size = queries[0].shape[2]
-    scale = float(model.key("attention.scale", "0")) or 1 / math.sqrt(size)
+    scale = scale or float(model.key("attention.scale", "0")) or 1 / math.sqrt(size)
     masses = [each.mean(axis=0).sum(axis=0)[:_PROBE_TOKENS] for each in weights]
     sinks = attention_sinks(model.path, layers)
     full = _full_layers(rows, queries, masses, scale, sinks)
@@ -271,7 +292,32 @@ def _probe(model: LlamaModel, config: Config) -> tuple[float, AttentionShape]:
     _, heads, size = shapes.pop()
     numbers = tuple(layers[i] for i, _ in full)
     of_full, block = tuple(sinks[i] for i, _ in full), blocks[full[0][0]]
-    return float(error), AttentionShape(scale, numbers, heads, size, of_full, block)
+    return float(error), AttentionShape(scale, numbers, heads, size, of_full, tensor, block)
+
+
+def _is_shown(model: LlamaModel, config: Config, attention: AttentionShape) -> bool:
+    """Whether the queries are there with the attention that the model is served with."""
+    with _evaluated(model, config, QUERIES) as (taps, _):
+        return set(attention.numbers) <= set(taps.layers_of(QUERIES))
+
+
+@contextmanager
+def _evaluated(
+    model: LlamaModel, config: Config, *names: str
+) -> Iterator[tuple[Taps, SequenceMemory]]:
+    """A context that has evaluated a few tokens, and what it watched by these names."""
+    taps, n = Taps(), _PROBE_TOKENS
+    config = replace(config, batch_size=n, ubatch_size=n)
+    context = LlamaContext(model, config, n_cells=256, n_seqs=_PROBE_SEQS, taps=taps)
+    try:
+        memory = open_memory(context, model)
+        taps.watch(*names)
+        ids = np.linspace(0, context.n_vocab - 1, n).astype(np.int32)
+        context.batch.add(ids, 0, 0, logits_last=True)
+        context.decode()
+        yield taps, memory
+    finally:
+        context.close()
 
 
 def _hadamard_block(layout: KVLayout, head_size: int) -> int:

@@ -20,6 +20,7 @@ from towerd.engine.embedded.live.pages import PageFile
 from towerd.retention import Positions, Recalling
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows
+from towerd.store.files.writes import DailyWrites
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ class OffloadSpace:
     disk_bytes_max: int
     folder: Path
     """Where the files are made."""
+    writes: DailyWrites
+    """Counts what is written, and may refuse it."""
 
     def n_max(self, live_set: BoundedSet) -> int:
         """The most positions that may be offloaded."""
@@ -105,15 +108,23 @@ class OffloadSpace:
         going = going[max(0, len(going) - n_fit) :]
         if not len(going):
             return
-        self._free_disk(live_set, len(going) * self.layout.token_bytes)
+        n_bytes = len(going) * self.layout.token_bytes
+        if not self.writes.allows("offload", n_bytes):
+            log.warning(
+                "Old rows of a long chat are forgotten: --write-budget has no room for them today."
+            )
+            self.forget(live_set, going)
+            return
+        self._free_disk(live_set, n_bytes)
         try:
-            file = self._open_file(live_set, len(going) * self.layout.token_bytes)
+            file = self._open_file(live_set, n_bytes)
             layers = policy.layers(self.layout.n_layer)
             pages = Pages.of(self._together(live_set, going), self.folder, file, layers)
         except OSError as error:
             log.warning("old rows of a long chat are forgotten", extra={"reason": str(error)})
             self.forget(live_set, going)
             return
+        self.writes.add("offload", n_bytes)
         stay = np.setdiff1d(live_set.offloaded.positions, going, assume_unique=True)
         live_set.offloaded = live_set.offloaded.only(stay).add(pages)
 

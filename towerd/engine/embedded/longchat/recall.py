@@ -24,7 +24,7 @@ from towerd.engine.embedded.context.core import Core
 from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.live_set import BoundedSet, filled
-from towerd.engine.embedded.live.offloaded_rows import OffloadedKeys
+from towerd.engine.embedded.live.offloaded_rows import OffloadedKeys, OffloadedRows
 from towerd.engine.embedded.live.pages import PagesLost
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.longchat.observer import Observer
@@ -33,7 +33,6 @@ from towerd.retention import Positions, Recalling, RetentionConfig, Rows, View
 from towerd.retention.lexical import passages
 from towerd.settings.config import Config
 from towerd.slots.rope import Rope
-from towerd.slots.rows import KVRows
 from towerd.slots.shift import turn
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids, Provenance
@@ -193,7 +192,7 @@ class Recall:
         self._every_tokens = config.recall_every
         """Generated tokens between choices; 0: none while a reply is generated."""
         size, sizes = observer.attention.head_size, (config.recall_bytes, config.recall_disk_bytes)
-        self.space = OffloadSpace(core.memory.full_layout, size, *sizes, folder)
+        self.space = OffloadSpace(core.memory.full_layout, size, *sizes, folder, tiers.store.writes)
         self._indexer = Indexer(observer.attention.head_size, config.threads)
 
     def close(self) -> None:
@@ -287,19 +286,22 @@ class Recall:
         chosen: Positions,
         evict: Callable[[], bool],
         beside: Buffer | None = None,
+        offloaded: OffloadedRows | None = None,
     ) -> None:
         """Let these offloaded positions be the live ones of a chat, by group, or as many of them as there
         are cells for. Raises Unavailable and PagesLost, which change nothing.
 
-        chosen: int64[layers, KV heads, m], ascending; beside: see `LivePool.rewrite`"""
+        chosen: int64[layers, KV heads, m], ascending; beside: see `LivePool.rewrite`
+        offloaded: where their rows are; None: in those of the live set"""
+        offloaded = live_set.offloaded if offloaded is None else offloaded
         n_own, n_ends = self._pool.n_own_cells(seq), live_set.policy.config.n_min
         self._pool.has_room(chosen.shape[2] - n_own, evict)
-        n_labels = int(live_set.offloaded.places(chosen[0, 0, -1:])[0]) + 1
+        n_labels = int(offloaded.places(chosen[0, 0, -1:])[0]) + 1
         n_cells = max(n_ends, min(self._pool.cells_free + n_own, n_labels))
         chosen = _shorter(chosen, len(live_set.sink), n_cells)
-        rotated = live_set.offloaded.places(chosen)
+        rotated = offloaded.places(chosen)
         places = _labels(rotated[0, 0], live_set)
-        rows = live_set.offloaded.mixed(chosen, places)
+        rows = offloaded.mixed(chosen, places)
         self._pool.rewrite(seq, rows, evict, beside)
         live_set.mix(chosen, rotated, places)
 
@@ -320,33 +322,35 @@ class Recall:
         it, live or not, their keys rotated. Those in the first half stay where they are and can still be
         recalled: nearer than they were, beside later ones at the same places.
 
-        Raises Unavailable if no cells can be freed."""
+        Raises Unavailable, which changes nothing, if no cells can be freed. Rows that the disk does not
+        give back are forgotten."""
+        while True:
+            try:
+                self._move_down(seq, live_set, rope, evict)
+                return
+            except PagesLost as error:  # nothing is on disk the next time
+                self._lose_pages(live_set, error)
+
+    def _move_down(
+        self, seq: LiveSeq, live_set: BoundedSet, rope: Rope, evict: Callable[[], bool]
+    ) -> None:
+        """See `move_down`. Raises Unavailable and PagesLost, which change nothing."""
         policy = live_set.policy
         assert isinstance(policy, Recalling)
-        moved, rows = self._second_half(seq, live_set)
-        places = live_set.offloaded.places(moved)
-        down, rot_k = live_set.n_places // 2, self._core.info.row_identity.rot_k
+        self.offload(seq, live_set)
+        offloaded, down = live_set.offloaded, live_set.n_places // 2
+        moved = offloaded.positions[offloaded.places(offloaded.positions) >= down]
+        places, rot_k = offloaded.places(moved), self._core.info.row_identity.rot_k
+        rows = offloaded.rows(moved)
         rows = turn(rows, places[None, None], places - down, rope.sections[0], rot_k=rot_k)
         beside = self._memory.moved_beside(seq.id, -down, rope, rot_k=rot_k)
         chunk = self.space.lay_out(rows, moved, np.arange(len(moved)))
-        stay = np.setdiff1d(live_set.offloaded.positions, moved, assume_unique=True)
+        stay = np.setdiff1d(offloaded.positions, moved, assume_unique=True)
+        offloaded, positions = offloaded.only(stay).add(chunk), live_set.positions()
+        is_there = np.isin(positions, offloaded.positions).all(axis=(0, 1))
+        self.put(seq, live_set, positions[:, :, is_there], evict, beside, offloaded)
         policy.forget(moved)  # their keys are others now
-        live_set.moved_down(live_set.offloaded.only(stay).add(chunk))
-        positions = live_set.positions()
-        is_there = np.isin(positions, live_set.offloaded.positions).all(axis=(0, 1))
-        self.put(seq, live_set, positions[:, :, is_there], evict, beside)
-
-    def _second_half(self, seq: LiveSeq, live_set: BoundedSet) -> tuple[Positions, KVRows]:
-        """The positions in the second half of the context's places, and their rows."""
-        self.offload(seq, live_set)
-        offloaded = live_set.offloaded
-        is_moved = offloaded.places(offloaded.positions) >= live_set.n_places // 2
-        moved = offloaded.positions[is_moved]
-        try:
-            return moved, offloaded.rows(moved)
-        except PagesLost as error:
-            self._lose_pages(live_set, error)
-        return self._second_half(seq, live_set)  # nothing is on disk any more
+        live_set.moved_down(offloaded)
 
     def _chosen(
         self,

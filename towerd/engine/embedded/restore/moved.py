@@ -24,6 +24,7 @@ from towerd.slots.blob import emit_blob, parse_rows
 from towerd.slots.rows import KVRows
 from towerd.store.tree.scope import public_of
 from towerd.tiers.manager import Tiers
+from towerd.tiers.plan import NOTHING, RestorePlan
 from towerd.tokens import Ids
 
 log = logging.getLogger(__name__)
@@ -154,9 +155,7 @@ class MovedJobs:
         job.reuse = replace(job.reuse, checked=moves.n_checked, refused=moves.n_refused)
         job.reuse = replace(job.reuse, drift=self.drift(job, seq))
 
-    def drift(self, job: Job, seq: LiveSeq, n_quantized: int = 0, n_moved: int = 0) -> Drift | None:
-        """See `MovedRuns.drift`. n_quantized, n_moved: tokens that are to come from the store"""
+    def drift(self, job: Job, seq: LiveSeq, coming: RestorePlan = NOTHING) -> Drift | None:
+        """See `MovedRuns.drift`. coming: what is to come from the store"""
         live = seq.provenance[: seq.n]
-        return self.runs.drift(
-            job.moves, live, job.n_prompt, n_quantized=n_quantized, n_moved=n_moved
-        )
+        return self.runs.drift(job.moves, live, job.n_prompt, decoded=seq.decoded, coming=coming)

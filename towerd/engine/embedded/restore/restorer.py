@@ -40,7 +40,7 @@ from towerd.slots.labels import Labels, label_places
 from towerd.slots.rows import HeadRows
 from towerd.store.rows.checkpoints import StateCheckpoint
 from towerd.tiers.manager import Tiers
-from towerd.tiers.plan import Composed, RestorePlan
+from towerd.tiers.plan import NOTHING, Composed, RestorePlan
 from towerd.tokens import Provenance, Provenances
 
 log = logging.getLogger(__name__)
@@ -196,7 +196,7 @@ class Restorer:
             hot, warm = job.n_loaded_hot + plan.n_hot, job.n_loaded_warm + plan.n_warm
             before = job.reuse if continues else Reuse()
             live = before.live if continues else seq.n
-            self._report(job, live, hot, warm, plan.n_approximate, plan.n_moved)
+            self._report(job, live, hot, warm, plan)
             job.reuse = replace(
                 job.reuse, moved=before.moved, checked=before.checked, refused=before.refused
             )
@@ -285,6 +285,8 @@ class Restorer:
                 self._restore(seq, loaded.blob, loaded.checkpoint, head)
             if loaded.n:
                 self._pool.append(seq, job.ids[seq.n : seq.n + loaded.n], loaded.provenance)
+                if loaded.composed is not None:
+                    seq.decoded += tuple(loaded.composed.decoded)
             if loaded.checkpoint is not None and loaded.checkpoint.derived:
                 # and so is whatever is computed from it
                 seq.provenance[seq.n - 1] = max(seq.provenance[seq.n - 1], Provenance.DERIVED)
@@ -298,7 +300,7 @@ class Restorer:
             job.n_loaded_warm += loaded.n_warm
             if loaded.is_last and not job.t_first and not loaded.n:
                 # Rows that turned out damaged or gone are prefilled: report those that came.
-                self._report(job, job.reuse.live, job.n_loaded_hot, job.n_loaded_warm, 0, 0)
+                self._report(job, job.reuse.live, job.n_loaded_hot, job.n_loaded_warm, NOTHING)
         finally:
             self.discard(loaded)
 
@@ -386,17 +388,13 @@ class Restorer:
         if loaded.slot is not None:
             loaded.slot.release()
 
-    def _report(
-        self, job: Job, live: int, hot: int, warm: int, n_approximate: int, n_moved: int
-    ) -> None:
-        """Set the job's reuse; `n_approximate`: approximate tokens beside the live ones, `n_moved`:
-        those among them whose drift the store does not know."""
+    def _report(self, job: Job, live: int, hot: int, warm: int, coming: RestorePlan) -> None:
+        """Set the job's reuse; `coming`: what is to come beside the live rows."""
         assert job.seq is not None
         n_rest = job.n_prompt - live - hot - warm
-        reuse = Reuse(live, hot, warm, n_rest, n_approximate + job.seq.n_approximate())
+        reuse = Reuse(live, hot, warm, n_rest, coming.n_approximate + job.seq.n_approximate())
         if reuse.approximate:
-            coming = n_approximate - n_moved, n_moved
-            reuse = replace(reuse, drift=self._moved.drift(job, job.seq, *coming))
+            reuse = replace(reuse, drift=self._moved.drift(job, job.seq, coming))
         job.reuse = reuse
 
     # ---- out ------------------------------------------------------------------------------

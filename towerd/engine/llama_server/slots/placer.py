@@ -227,7 +227,9 @@ class Placer:
             n = slot.n
         if reuse.approximate:
             moves = None if moved is None else moved.moves
-            reuse = replace(reuse, drift=self._runs.drift(moves, live, request.n))
+            reuse = replace(
+                reuse, drift=self._runs.drift(moves, live, request.n, decoded=slot.decoded)
+            )
         if ahead is not None:
             n = slot.n
         # With windows or recurrent layers it depends on which checkpoints the server has.
@@ -325,7 +327,8 @@ class Placer:
         self.counters.restored(restored)
         self.policy.costs.observe_restore(restored.n, restored.ms)
         tokens = request.ids[: restored.n]
-        slot.hold_restored(tokens, request.scope, restored.window_from, restored.provenance)
+        kept = restored.window_from, restored.provenance, restored.decoded
+        slot.hold_restored(tokens, request.scope, *kept)
         return restored
 
     async def _adapt(self, slot: Slot, request: SlotRequest) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from towerd.drift import DecodedRun
 from towerd.engine.base import SlotView
 from towerd.store.sessions.deletions import DeletionWatch
 from towerd.store.tree.scope import adapters_of
@@ -33,6 +35,8 @@ class Slot:
     """Leading tokens whose rows the store has."""
     provenance: Provenances = field(default_factory=lambda: np.zeros(0, np.uint8))
     """Provenance of the rows of the restored leading tokens."""
+    decoded: Sequence[DecodedRun] = ()
+    """What approximate ones among them were decoded from."""
     window_from: int = 0
     """The first position whose sliding-window rows it holds; earlier ones were not restored."""
     busy: bool = False
@@ -122,10 +126,16 @@ class Slot:
             self.hold(tokens, scope, hidden=True)
 
     def hold_restored(
-        self, tokens: Ids, scope: str, window_from: int, provenance: Provenances
+        self,
+        tokens: Ids,
+        scope: str,
+        window_from: int,
+        provenance: Provenances,
+        decoded: Sequence[DecodedRun] = (),
     ) -> None:
         """Note that it was replaced by stored rows of these tokens."""
         self.tokens, self.scope, self.provenance = tokens, scope, provenance
+        self.decoded = decoded
         self.n_stored = len(tokens)
         self.window_from = window_from
         self.known, self.sure, self.hidden = True, True, False

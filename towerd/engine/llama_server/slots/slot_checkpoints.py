@@ -88,7 +88,7 @@ class SlotCheckpoints:
                 return None
             evaluated = np.full(position - n, computed_after(live), np.uint8)
             tokens, provenance = request.ids[:position], np.concatenate([live, evaluated])
-            slot.hold_restored(tokens, request.scope, 0, provenance)
+            slot.hold_restored(tokens, request.scope, 0, provenance, slot.decoded)
             slot.n_stored, n, slot.since = n_stored, position, request.since
             await self._capture(slot)
         if n == n_before:

@@ -111,7 +111,7 @@ class SlotMover:
             live = await self._checked(request, slot, moves, live)
         finally:
             moves.abandon()
-        slot.hold_restored(request.ids[: len(live)], request.scope, 0, live)
+        slot.hold_restored(request.ids[: len(live)], request.scope, 0, live, slot.decoded)
         slot.n_stored = n_stored
         n_moved = sum(piece.n for piece in moves.attached)
         self._runs.n_moved += n_moved

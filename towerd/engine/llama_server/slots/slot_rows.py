@@ -18,6 +18,7 @@ from functools import partial
 
 import numpy as np
 
+from towerd.drift import DecodedRun
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
 from towerd.engine.llama_server.process.upstream_client import SlotAction
 from towerd.engine.llama_server.slots.slot import Slot
@@ -54,6 +55,8 @@ class Restored:
     provenance: Provenances
     ms: float
     """Composing and restoring together."""
+    decoded: Sequence[DecodedRun] = ()
+    """What rows in stored formats were decoded from."""
     n_bytes: int = 0
     blocked_ms: float = 0.0
     """How long llama-server's read took, in which no other slot ran."""
@@ -224,7 +227,7 @@ class SlotRows:
         self._write(name, slot, ids[:n], parts, window)
         window_from = window[-1].p1 - sum(map(len, window)) + 1 if len(window) > 1 else 0
         provenance, ms = np.concatenate(provenances)[:n], (time.perf_counter() - began) * 1e3
-        return Restored(n, _count_hot(ends, n), window_from, provenance, ms)
+        return Restored(n, _count_hot(ends, n), window_from, provenance, ms, plan.decoded)
 
     def _write_state(
         self,
@@ -254,7 +257,7 @@ class SlotRows:
         if provenances:
             provenance = np.concatenate(provenances)[:n]
         ms = (time.perf_counter() - began) * 1e3
-        return Restored(n, plan.n_hot, 0, provenance, ms)
+        return Restored(n, plan.n_hot, 0, provenance, ms, plan.decoded)
 
     def _write(
         self,

@@ -316,6 +316,8 @@ class Journal:
         self._start = 0
         self._end = 0
         self._snapshot_bytes = 0
+        self.n_written = 0
+        """Bytes since the start."""
         self.is_behind = False
         """A record is missing or a rewrite failed, so the journal must be rewritten."""
 
@@ -345,6 +347,7 @@ class Journal:
             self.take_back()
             raise
         self._end += len(frame)
+        self.n_written += len(frame)
 
     def take_back(self) -> None:
         """Remove the last record, because its transaction failed."""
@@ -402,6 +405,7 @@ class Journal:
             raise
         durable.sync_dir(self.folder)
         self._snapshot_bytes = size
+        self.n_written += size
         for old in self._older(seq):
             remove_file(old)
 

@@ -52,8 +52,9 @@ class CatalogBroker:
         with durable.store_errors(f"the store {root} cannot be opened"), ExitStack() as undo:
             self._lock_file = StoreLock(directory.lock)
             undo.callback(self._lock_file.release)
-            self.catalog = SqliteCatalog(directory.catalog)
+            self.catalog = SqliteCatalog(directory.catalog, directory.writes)
             undo.pop_all()
+        self._writes = directory.writes
         directory.sweep_tmp()
         self._places = {
             each.name: (
@@ -94,6 +95,7 @@ class CatalogBroker:
                 self.catalog.close()
             finally:
                 self._lock_file.release()
+                self._writes.close()
 
     def changed(self, by: BrokerClient, changes: Sequence[TableChange]) -> None:
         """Note for every other client which rows it has not seen. Called in the turn of `by`."""

@@ -1,0 +1,1 @@
+"""What predicts stored rows: rows before and below them, and tokens alone."""

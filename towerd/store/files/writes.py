@@ -1,0 +1,177 @@
+"""DailyWrites: how many bytes were written to a store today, and whether a daily budget allows more.
+
+The count is kept in a small file of the store, which its processes share and which outlives them: a
+restart, or `kill -9`, gives nobody a new budget. It is not synced, since a power cut may cost a day's
+count, but never the store.
+
+    magic | day | bytes of each kind | checksum
+
+Tokens are never refused: what a budget limits is rows, which can be evaluated again. They leave a part
+of it to the catalog, which is written with every turn.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import xxhash
+
+Kind: TypeAlias = Literal[
+    "rows", "reencoded", "checkpoints", "offload", "catalog", "journal", "search"
+]
+KINDS: tuple[Kind, ...] = (
+    "rows", "reencoded", "checkpoints", "offload", "catalog", "journal", "search",
+)  # fmt: skip
+"""Their order is that of the file."""
+SHARES: dict[Kind, float] = {"rows": 0.8, "checkpoints": 0.8, "offload": 0.6, "reencoded": 0.5}
+"""Up to which share of the budget each kind is written; the others always are."""
+NAME = "written"
+_MAGIC = b"TWRDDAY1"
+_RECORD = struct.Struct(f"<8sq{len(KINDS)}Q")
+_SUM_BYTES = 8
+_PAGE_BYTES = 4096
+_FRAME_BYTES = 24 + _PAGE_BYTES
+_FRAMES = struct.Struct("=I")
+_FRAMES_AT = 16
+
+
+class DailyWrites:
+    """Thread-safe, and shared between the processes of a store. Never raises: whoever counts must not
+    fail for it."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        """folder: the store's, which exists."""
+        self.budget = 0
+        """Bytes a day; 0: no limit."""
+        self.n_refused = 0
+        """How often something was not written for want of budget, since the start."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._day, self._counts = 0, [0] * len(KINDS)
+        """What the file says, or would say if it could be written."""
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._fd = os.open(folder / NAME, flags, 0o600)
+        except OSError:
+            self._fd = -1
+
+    def close(self) -> None:
+        """Close the file; what is counted from then on is not kept."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+    def add(self, kind: Kind, n_bytes: int) -> None:
+        """Count bytes that were written."""
+        if n_bytes > 0:
+            self._update(kind, n_bytes)
+
+    def today(self) -> dict[Kind, int]:
+        """The bytes of this day, by kind."""
+        return dict(zip(KINDS, self._update("rows", 0), strict=True))
+
+    def allows(self, kind: Kind, n_bytes: int) -> bool:
+        """Whether so many bytes may be written now."""
+        if not self.budget:
+            return True
+        is_allowed = sum(self.today().values()) + n_bytes <= SHARES.get(kind, 1.0) * self.budget
+        self.n_refused += not is_allowed
+        return is_allowed
+
+    def stats(self) -> dict[str, Any]:
+        """For /metrics and people."""
+        found = self.today()
+        return {
+            "today_bytes": sum(found.values()),
+            "budget_bytes": self.budget or None,
+            "refused": self.n_refused,
+            "kinds": found,
+        }
+
+    def _update(self, kind: Kind, n_bytes: int) -> list[int]:
+        """Add to the count of today; returns all of it."""
+        with self._lock:
+            try:
+                if self._fd >= 0:
+                    fcntl.flock(self._fd, fcntl.LOCK_EX)
+                self._read()
+                is_changed = self._begin_day() or n_bytes > 0
+                self._counts[KINDS.index(kind)] += n_bytes
+                if is_changed:
+                    self._write()
+            except OSError:
+                pass
+            finally:
+                if self._fd >= 0:
+                    fcntl.flock(self._fd, fcntl.LOCK_UN)
+            return list(self._counts)
+
+    def _begin_day(self) -> bool:
+        """Count from zero if a new day has begun; returns whether the day is another one. A clock that
+        was set back begins none: the count stays, and the day after it is a new one."""
+        today = day_of(self._clock())
+        if today == self._day:
+            return False
+        if today > self._day:
+            self._counts = [0] * len(KINDS)
+        self._day = today
+        return True
+
+    def _read(self) -> None:
+        if self._fd < 0:
+            return
+        data = os.pread(self._fd, _RECORD.size + _SUM_BYTES, 0)
+        body, digest = data[: _RECORD.size], data[_RECORD.size :]
+        if len(body) == _RECORD.size and body.startswith(_MAGIC) and digest == _checksum(body):
+            _, self._day, *self._counts = _RECORD.unpack(body)
+
+    def _write(self) -> None:
+        if self._fd >= 0:
+            body = _RECORD.pack(_MAGIC, self._day, *self._counts)
+            os.pwrite(self._fd, body + _checksum(body), 0)
+
+
+def day_of(unix_s: float) -> int:
+    """The number of the local day of a moment."""
+    try:
+        offset_s = time.localtime(unix_s).tm_gmtoff
+    except (OverflowError, ValueError, OSError):  # a clock beyond what the system has dates for
+        offset_s = 0
+    return int((unix_s + offset_s) // 86_400)
+
+
+def _checksum(body: bytes) -> bytes:
+    return xxhash.xxh3_64(body).digest()
+
+
+class WalMeter:
+    """What SQLite writes to a database in WAL mode: each page of a transaction to the log, and later
+    to the database, where pages that were changed again meanwhile are written once; they are counted
+    as often as in the log. The number of pages in the log is read from its index
+    (https://sqlite.org/walformat.html, `mxFrame`)."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.with_name(path.name + "-shm")
+        self._n_frames = 0
+
+    def written(self) -> int:
+        """Bytes since the last call. For one thread at a time; call it after each transaction."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(_FRAMES_AT)
+                (n_frames,) = _FRAMES.unpack(file.read(_FRAMES.size))
+        except (OSError, struct.error):
+            return 0
+        is_reset = n_frames < self._n_frames
+        n_new = n_frames if is_reset else n_frames - self._n_frames
+        n_moved = self._n_frames if is_reset else 0
+        self._n_frames = n_frames
+        return int(n_new * _FRAME_BYTES + n_moved * _PAGE_BYTES)
