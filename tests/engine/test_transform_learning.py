@@ -108,8 +108,8 @@ def test_nothing_is_chosen_that_costs_too_much(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(learning, "STEP_NAMES", ("s8", "s6"))
     found = calibration_of(IDENTITY, ("q8",) * LEVELS)
     made = learning.learn_transform(
-        FakeMeasurer((1, 2)),
-        FakeMeasurer((3, 4)),
+        measurer(1, 2),
+        measurer(3, 4),
         ROPE,
         found,
         IDENTITY.digest(),
