@@ -290,6 +290,13 @@ class Store:
         with self.state.locked():
             yield
 
+    def ram_bytes(self, node: Node) -> int:
+        """Bytes that a node's rows take in RAM, or would if they were copied there: transform-coded ones are
+        decoded, others stay in their formats."""
+        if node.hot is None and node.file is not None and node.file.is_coded(node.p0, node.p1):
+            return self.bytes_of(node)
+        return self.held(node).nbytes
+
     def bytes_of(self, node: Node) -> int:
         """Bytes of a node's rows in native format."""
         return node.n * self.state.row_identity.layout.token_bytes

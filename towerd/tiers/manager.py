@@ -376,7 +376,7 @@ class Tiers(Listener):
             return node.hot.nbytes
         if node.file is None:
             return self.store.bytes_of(node) if node.p1 <= n_rows else 0
-        return self.store.held(node).nbytes if self._promoter.waits(node) else 0
+        return self.store.ram_bytes(node) if self._promoter.waits(node) else 0
 
     def _warm_bytes(self, node: Node, n_rows: int) -> int:
         """The bytes that a node's rows take on disk, now or soon; 0 if none are expected there."""

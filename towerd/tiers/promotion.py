@@ -81,9 +81,7 @@ class Promoter:
     def copy_up(self, node: Node) -> bool:
         """Copy the rows of a node that has them only on disk; returns whether it did."""
         with self._store.locked():
-            n_bytes = self._store.held(node).nbytes
-            if node.file is not None and node.file.is_coded(node.p0, node.p1):
-                n_bytes = self._store.bytes_of(node)
+            n_bytes = self._store.ram_bytes(node)
             if node.hot is not None or node.file is None or n_bytes > self._nbytes_max():
                 return False
             file = node.file

@@ -67,11 +67,11 @@ class TransformBases:
         """The basis of this name, for the rows of this row identity (a digest). BasisLost if it is missing or
         damaged, which the log says once; NewerVersion; OSError if it cannot be read now."""
         with self._lock:
-            if name in self._open:
+            known = self._open.get(name)
+            if known is not None:
                 self._open.move_to_end(name)
-                return self._open[name]
         try:
-            basis = self._read(name)
+            basis = known or self._read(name)
             if basis.row_identity != row_identity:
                 raise BasisLost(f"the transform basis {name} is for the rows of another model")
         except BasisLost as error:
