@@ -36,13 +36,14 @@ MODEL_COMMANDS = {
 BENCHMARKS = {
     name: f"lab.bench.daemon_commands:{name}"
     for name in (
-        "memory concurrency tools models proxy soak store quality transform cold longchat volatile".split()
+        "memory concurrency tools models proxy soak store footprint quality transform cold longchat"
+        " volatile".split()
     )
 }
 """Benchmarks of `towerctl bench`."""
 MOVED_BENCHMARKS = {
     name: f"towerctl lab bench {name}"
-    for name in "agents anticipation codec footprint kernels latem policy".split()
+    for name in "agents anticipation codec kernels latem policy".split()
 }
 ARCHITECTURES = "lab.bench.architectures"
 """The benchmark of `towerctl bench resume --arch`."""

@@ -105,10 +105,11 @@ def _opening(config: Config) -> AbstractAsyncContextManager[OpenedEngine[Any]]:
 
 
 def _start(config: Config, opened: OpenedEngine[Any], sessions: Sessions, cold: ColdTier) -> None:
-    """Start thawing ahead and prefetch."""
+    """Start thawing ahead and prefetch; rows are encoded again between requests from now on."""
     if opened.is_quiet is None:
         cold.start()
         return
+    opened.store.rows.encoding.is_quiet = opened.is_quiet
     n_ctx = opened.engine.n_ctx
     live = LiveBudget(config.retention, config.live_budget or n_ctx // 2, config.retention_scope)
     ahead = cold.start(sessions.run_quietly, n_ctx, live)

@@ -430,6 +430,7 @@ class CalibrationStateShape(TypedDict):
     level_formats: str | None
     progress: DoneShape
     calibration: CalibrationShape | None
+    row_identity: NotRequired[dict[str, object]]
     moved: NotRequired[MovedShape | None]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -34,11 +35,21 @@ LEGEND = (
     "--fidelity", type=click.Choice(["near", "small"]), help="Show the table of this one only."
 )
 @click.option("--again", is_flag=True, help="Measure again what has been measured.")
+@click.option(
+    "--package",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Write the table into this folder, as towerd/data/calibrations has it.",
+)
 @setting_option("model")
 @json_option
 @target_options
 def calibrate(
-    fidelity: str | None, again: bool, as_json: bool, target: Target, model: str | None
+    fidelity: str | None,
+    again: bool,
+    package: Path | None,
+    as_json: bool,
+    target: Target,
+    model: str | None,
 ) -> None:
     """Measure what stored formats cost the model, or show what was measured.
 
@@ -52,6 +63,8 @@ def calibrate(
         with daemon_for(target, {"model": model}, quiet=as_json, engine="embedded") as daemon:
             found = _measure(daemon, again=again, quiet=as_json)
     calibration = found["calibration"]
+    if package is not None:
+        _write_table(package, found)
     if fidelity is not None and calibration is not None:
         calibration["choices"] = {fidelity: calibration["choices"][fidelity]}
     if as_json:
@@ -93,6 +106,20 @@ def _measure(daemon: ApiClient, *, again: bool, quiet: bool) -> Json:
     if found["state"] == "failed" or not has_any:
         raise TowerdError(f"The calibration failed: {found['why']}")
     return found
+
+
+def _write_table(folder: Path, found: Json) -> None:
+    """Write the file by which the package finds a table. Raises TowerdError."""
+    from towerd.slots.row_identity import RowIdentity
+    from towerd.tiers.formats.packaged import table_file
+
+    if found["calibration"] is None:
+        raise TowerdError("No stored formats were measured, so there is no table to write.")
+    name, text = table_file(RowIdentity.from_json(found["row_identity"]), found["calibration"])
+    try:
+        (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise TowerdError(f"The table cannot be written: {error}") from error
 
 
 def _moved(limits: Json) -> str:

@@ -191,7 +191,7 @@ def unseen(quick: bool, **options: Any) -> None:
     "--learn-text", type=FILE, help="UTF-8 text to fit on; default: the calibration text."
 )
 @click.option("--text", type=FILE, help="UTF-8 text to measure on; default: its last third.")
-@click.option("--tokens", type=click.IntRange(4_000), help="Tokens to fit on; default 24,000.")
+@click.option("--tokens", type=click.IntRange(5_400), help="Tokens to fit on; default 24,000.")
 @QUICK
 def prediction(model: Path | None, quick: bool, **options: Any) -> None:
     """What rows before, layers below and the token alone tell of stored rows, and the bits that it saves."""

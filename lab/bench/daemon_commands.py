@@ -72,6 +72,22 @@ def store(quick: bool) -> None:
 
 
 @click.command()
+@trained_model_option("GGUF to chat with")
+@click.option("--chats", type=click.IntRange(4, 1000), help="How many; default 500, quick 32.")
+@click.option(
+    "--level-formats",
+    default=None,
+    help="The stored format of each level; default: what calibration finds, quick q5h.",
+)
+@QUICK
+def footprint(
+    model: Path | None, chats: int | None, level_formats: str | None, quick: bool
+) -> None:
+    """What chats over four prompts take after each layer of the store, and a request's wait meanwhile."""
+    _run("chat_footprint", model, quick, chats=chats, level_formats=level_formats)
+
+
+@click.command()
 @trained_model_option("Trained GGUF to measure")
 @click.option(
     "--text",

@@ -16,9 +16,11 @@ from services import EmbeddedService, OpenService
 from unnamed import HAS_PROC, unnamed_files
 
 from towerd.engine.base import LiveBudget
+from towerd.engine.embedded.live.job import Job
 from towerd.engine.embedded.live.live_set import BoundedSet
 from towerd.engine.embedded.live.offloaded_rows import Pages
 from towerd.engine.embedded.live.pages import PageFile, PagesLost
+from towerd.engine.embedded.longchat.budgets import Budgets
 from towerd.engine.embedded.longchat.offload_space import OffloadSpace
 from towerd.engine.embedded.longchat.recall import Recall
 from towerd.models.bundled import bundled_model
@@ -203,3 +205,41 @@ async def test_a_disk_that_fails_at_the_end_of_the_context(
         assert [len(answer) for answer in answers] == [60] * N_TURNS
         assert n_lost > 0
         await check_integrity(service)
+
+
+@pytest.mark.parametrize("disk", ["good", "full"])
+async def test_a_prompt_that_is_read_takes_no_more_ram(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch, disk: str
+) -> None:
+    """Rows that may be recalled stay within their RAM while a prompt is read, and until the store has them; then
+    it has all of them. If the disk takes none, older ones are forgotten, and the chat answers on."""
+    peaks: list[int] = []
+    after_step = Budgets.after_step
+
+    def measured(self: Budgets, job: Job) -> None:
+        after_step(self, job)
+        if job.seq is not None and isinstance(job.seq.live_set, BoundedSet):
+            peaks.append(job.seq.live_set.nbytes)
+
+    def full(*_: object) -> Positions:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Budgets, "after_step", measured)
+    if disk == "full":
+        monkeypatch.setattr(PageFile, "add", full)
+    n, batch = 900, {"batch_size": 64, "ubatch_size": 64, "hot_bytes": 1 << 30}
+    async with service_on(bundled_model(), **SETTINGS | batch) as service:
+        recall = service.engine.budgets.recall
+        assert recall is not None
+        row = recall.space.layout.token_bytes
+        recall.space = replace(recall.space, bytes_max=500 * row, disk_bytes_max=2000 * row)
+        ids = some_ids(n)
+        answer = await ask(service, ids, 30, live=LIVE)
+        assert len(answer.ids) == 30
+        await settle(service)
+        await check_integrity(service)
+        assert max(peaks) < 650 * row
+        if disk == "good":
+            whole = await ask(service, ids, 8)
+            assert whole.finish.reuse.prefill < 20
+            assert whole.ids == (await ask(service, ids, 8, scope="other")).ids

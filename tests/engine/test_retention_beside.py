@@ -21,7 +21,10 @@ from window_model import N_LAYER, make_window_model
 from lab.models.random_gguf import make_random_gguf
 from lab.models.shape import Shape
 from towerd.engine.base import LiveBudget
-from towerd.errors import NotSupported
+from towerd.engine.embedded.live.live_set import BoundedSet
+from towerd.engine.embedded.live.pool import LiveSeq
+from towerd.engine.embedded.longchat.budgets import Budgets
+from towerd.engine.embedded.longchat.recall import Recall
 from towerd.tokens import Ids
 
 WINDOW, BUDGET = 24, 48
@@ -196,7 +199,7 @@ WATCHED = ("gemma3", "gpt-oss", "granitehybrid", "qwen35", "lfm2", "falcon-h1", 
 
 @pytest.mark.parametrize(
     ("arch", "policy"),
-    [*product(WATCHED, ("snapkv",)), *product(("gemma3", "gpt-oss"), ("icecache",))],
+    [*product(WATCHED, ("snapkv", "icecache")), ("qwen35", "latem")],
 )
 async def test_long_chats_by_attention(
     service_on: OpenService, tmp_path: Path, arch: Any, policy: str
@@ -215,12 +218,40 @@ async def test_long_chats_by_attention(
         assert service.engine.stats()["retention_moves"] > 0
 
 
-async def test_what_a_hybrid_does_not_take(service_on: OpenService, tmp_path: Path) -> None:
-    """A policy that has the end of a prompt evaluated again: one sentence, before anything runs."""
-    make_random_gguf(tmp_path / "model.gguf", replace(SHAPE, arch="granitehybrid"))
-    async with service_on(tmp_path / "model.gguf", **SETTINGS, retention="h2o") as service:
-        with pytest.raises(NotSupported, match="evaluated again, which this model's state"):
-            await ask(service, some_ids(30), 4, live=LiveBudget("icecache", BUDGET))
+@pytest.mark.parametrize("arch", ["lfm2", "qwen35"])
+async def test_the_end_of_a_prompt_is_read_again(
+    service_on: OpenService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: Any
+) -> None:
+    """After a recall that brings nothing back, from the state before it: what follows is what had followed
+    without it."""
+    make_random_gguf(tmp_path / "model.gguf", replace(SHAPE, arch=arch))
+    settings = {"ctx_size": 300, "retention": "icecache", "recall_every": 0, **EXACT}
+    choose, awaits = Recall.choose, Budgets.awaits_recall
+    n_again: list[int] = []
+
+    def only_if_full(self: Recall, seq: LiveSeq, live_set: BoundedSet, *rest: Any) -> int:
+        if live_set.room == 0:
+            return choose(self, seq, live_set, *rest)
+        n_again.append(live_set.n_prompt - seq.n)
+        return 0
+
+    monkeypatch.setattr(Recall, "choose", only_if_full)
+    live, found = LiveBudget("icecache", 60, "layer"), []
+    for name in ("again", "once"):
+        monkeypatch.setattr(
+            Budgets, "awaits_recall", awaits if name == "again" else lambda *_: False
+        )
+        async with service_on(tmp_path / "model.gguf", name, **settings) as service:
+            ids, mine = some_ids(130), []
+            for turn in range(3):
+                answer = await ask(service, ids, 10, live=live)
+                mine += answer.probs
+                ids = chat(answer, ids, some_ids((5, 20)[turn % 2], turn))
+            await settle(service)
+            found.append(mine)
+    assert n_again == [5 + 1, 16]
+    for again, once in zip(*found, strict=True):
+        assert again.logprob == pytest.approx(once.logprob, abs=1e-3)
 
 
 async def test_a_cut_behind_the_end_of_the_context(service_on: OpenService, tmp_path: Path) -> None:

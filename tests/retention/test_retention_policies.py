@@ -42,7 +42,7 @@ def test_h2o_is_the_papers(seed: int, n: int, end: tuple[int, int], room: int) -
     assert kept.tolist() == retained.h2o(view, n_max, sink, window)
     pooled = H2O(H2OConfig(sink, window)).keep(view, n_max)
     votes = replace(view, recent=view.mass)
-    assert pooled.tolist() == retained.snapkv(votes, n_max, sink, window, 7)
+    assert pooled.tolist() == retained.snapkv(votes, n_max, sink, window, H2OConfig().pool)
 
 
 @given(seeds, st.integers(0, 60), ends, st.integers(0, 40), st.sampled_from((1, 3, 7)))
@@ -55,12 +55,19 @@ def test_snapkv_is_the_papers(
     assert kept.tolist() == retained.snapkv(view, n_max, sink, window, pool)
 
 
-@given(seeds, st.integers(3, 9), ends, st.integers(0, 40), st.lists(st.integers(1, 60), min_size=1))
+@given(
+    seeds,
+    st.integers(3, 9),
+    st.sampled_from((1, 4)),
+    ends,
+    st.integers(0, 40),
+    st.lists(st.integers(1, 60), min_size=1),
+)
 def test_buzz_is_algorithm_1_over_many_evictions(
-    seed: int, stride: int, end: tuple[int, int], room: int, more: list[int]
+    seed: int, stride: int, part: int, end: tuple[int, int], room: int, more: list[int]
 ) -> None:
     """Prompts longer than the container included: sampling continues until it fits."""
-    config = BuzzConfig(end[0], end[1], stride=stride)
+    config = BuzzConfig(end[0], end[1], stride=stride, sampled_part=part)
     policy, paper = Buzz(config), retained.Buzz(config)
     view, n_max = retained.random_view(seed, 30), config.n_min + room
     for step, n_new in enumerate(more):

@@ -108,12 +108,16 @@ def snapkv(view: View, n_max: int, sink: int, window: int, pool: int) -> list[in
     cache: list[int] = view.positions.tolist()
     if len(cache) <= n_max:
         return cache
-    votes = view.recent.tolist()[sink : len(cache) - window]
-    half = pool // 2
-    pooled = [max(votes[max(0, i - half) : i + half + 1]) for i in range(len(votes))]
-    order = sorted(range(len(votes)), key=lambda i: (pooled[i], i), reverse=True)
+    votes = pooled(view.recent.tolist()[sink : len(cache) - window], pool)
+    order = sorted(range(len(votes)), key=lambda i: (votes[i], i), reverse=True)
     chosen = sorted(order[: n_max - sink - window])
     return cache[:sink] + [cache[sink + i] for i in chosen] + cache[len(cache) - window :]
+
+
+def pooled(votes: list[float], width: int) -> list[float]:
+    """The largest of `width` around each."""
+    half = width // 2
+    return [max(votes[max(0, i - half) : i + half + 1]) for i in range(len(votes))]
 
 
 class Buzz:
@@ -135,13 +139,16 @@ class Buzz:
         assert cache[k : k + n_old] == self.old
         new = cache[k + n_old : len(cache) - w]
         self.old = self.interval_sample(s_hat, self.old) + self.local_max_sample(s, new, score)
-        while k + len(self.old) + w > n_max:
-            if n_max == k + w:
+        room = n_max - k - w
+        while len(self.old) > room // self.config.sampled_part:
+            if room < self.config.sampled_part:
                 self.old = []
             else:
                 self.old = self.interval_sample(s_hat, self.old)
-        others = [p for p in cache[k : len(cache) - w] if p not in self.old]
-        others.sort(key=lambda p: (score[p], p), reverse=True)
+        middle = cache[k : len(cache) - w]
+        votes = dict(zip(middle, pooled([score[p] for p in middle], self.config.pool), strict=True))
+        others = [p for p in middle if p not in self.old]
+        others.sort(key=lambda p: (votes[p], p), reverse=True)
         self.old = sorted(self.old + others[: n_max - k - w - len(self.old)])
         return cache[:k] + self.old + cache[len(cache) - w :]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import numpy as np
 import pytest
 from calibrations import FORMATS_COST, graded_calibration
@@ -14,6 +17,7 @@ from towerd.slots.layout import NATIVE
 from towerd.tiers.formats.calibration import SHARES, Table
 from towerd.tiers.formats.fidelity import LevelFormats
 from towerd.tiers.formats.stored_drift import StoredDrift, stored_drift
+from towerd.tiers.shrink import TAIL
 
 TABLE: Table = ("q4h", "q5h", "q6h")
 WEIGHTS = (0.2, 0.3, 0.5)
@@ -47,6 +51,27 @@ def test_the_measured_prompt_costs_the_upper_end_of_what_was_measured() -> None:
         0.5 * WEIGHTS[0] * FORMATS_COST["q4h"] * scale
     )
     assert excess([], 1000) == 0
+
+
+def test_rows_near_the_end_cost_what_short_chats_cost() -> None:
+    """A short chat that is wholly stored costs what was measured of such; a long one's last rows as much
+    more than if they were native."""
+    found = graded_calibration(ROW_IDENTITY, TABLE, WEIGHTS)
+    whole = replace(found.choices["near"].cost, excess=0.0012, ci=0.0004)
+    choice = replace(found.choices["near"], whole=whole)
+    near = msgspec.structs.replace(found, choices={"near": choice})
+    drift = stored_drift(near, "near", {}, False)
+
+    def cost(p0: int, p1: int, n: int) -> float:
+        each = drift.of(NOTHING_LIVE, [], [DecodedRun(p0, p1, "q6h")], n)
+        assert each is not None
+        return each.excess
+
+    for n in (100, 300):
+        assert cost(0, n, n) == pytest.approx(whole.excess_max)
+    more = cost(0, 1000, 1000) - excess([DecodedRun(0, 1000, "q6h")], 1000)
+    assert cost(0, 1000 - TAIL, 1000) == pytest.approx(excess([DecodedRun(0, 872, "q6h")], 1000))
+    assert 0 < more < whole.excess_max
 
 
 def test_a_format_that_was_not_measured_has_no_known_cost() -> None:

@@ -44,6 +44,7 @@ from towerd.settings.config import Config
 from towerd.slots.row_identity import REPORTED_HASH_PREFIX
 from towerd.store import Store, latest_row_identity
 from towerd.tiers.formats.calibration import load_calibration
+from towerd.tiers.formats.packaged import packaged_calibration
 from towerd.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -193,7 +194,8 @@ async def list_bases(request: web.Request) -> web.Response:
 async def get_calibration(request: web.Request) -> web.Response:
     """The stored calibration, if there is one."""
     store = service_of(request).store
-    found = await asyncio.to_thread(load_calibration, store, store.state.digest.hex())
+    own = await asyncio.to_thread(load_calibration, store, store.state.digest.hex())
+    found = own or packaged_calibration(store.state.row_identity)
     view = {
         "state": "done" if found is not None else "waiting",
         "why": "no daemon runs",
@@ -201,6 +203,7 @@ async def get_calibration(request: web.Request) -> web.Response:
         "level_formats": None,
         "progress": {"done": 0, "total": 0},
         "calibration": found.to_json() if found is not None else None,
+        "row_identity": store.state.row_identity.to_json(),
     }
     return json_reply({"calibration": view})
 

@@ -65,7 +65,7 @@ def attention_mass(
 def faded(ages: Positions | int, half_life: float) -> Mass:
     """float32[n]: how much a query counts when `ages` more tokens have come, half of it every `half_life`
     tokens (`RetentionConfig.half_life`); 1 at once."""
-    return np.exp2(-np.asarray(ages, np.float32) / np.float32(half_life))
+    return np.asarray(np.exp2(np.divide(ages, -half_life)), np.float32)
 
 
 def rotated(queries: Rows, block: int) -> Rows:

@@ -4,8 +4,9 @@ Cache with Segmented Heavy Hitters", Algorithms 1 and 2, Theorem 3.1, section 3.
     [ sink k ][ old: every s^-th stays ][ new: of every s the one with most attention ][ window w ]
 
 A position is new until it has survived an eviction. Tokens accumulate until sink, middle and window
-reach k + T + w, which is the budget. What sampling leaves of the room goes to those of the others with
-most attention; in the paper it stays empty until new tokens come.
+reach k + T + w, which is the budget. The sample takes a part of the room, and the others with most attention,
+with their neighbours, take the rest; in the paper the sample takes all of it, and what it leaves stays
+empty until new tokens come. Attention fades, as in H2O.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from towerd.retention.base import (
     RetentionConfig,
     Signal,
     View,
+    check_pool,
+    pooled,
     top,
 )
 
@@ -37,11 +40,19 @@ class BuzzConfig(RetentionConfig):
     """T: tokens between sink and window, old ones included, at which an eviction is due."""
     stride: int = 5
     """s, for new tokens. With 1 or 2 every old token would stay: the cache would never shrink."""
+    sampled_part: int = 4
+    """One of so many tokens between sink and window is sampled, the others are those with most attention; 1
+    is the paper's."""
+    pool: int = 11
+    """Width of the max pooling over neighbours of what is not sampled, odd."""
 
     def __post_init__(self) -> None:
         RetentionConfig.__post_init__(self)
-        if self.stride < 3 or self.threshold < 1:
-            raise ValueError("BUZZ needs a stride of at least 3 and a threshold of at least 1")
+        check_pool(self.pool)
+        if self.stride < 3 or self.threshold < 1 or self.sampled_part < 1:
+            raise ValueError(
+                "BUZZ needs a stride of at least 3, a threshold and a part of at least 1"
+            )
 
     @property
     def stride_old(self) -> int:
@@ -55,9 +66,8 @@ class BuzzConfig(RetentionConfig):
 
     @classmethod
     def for_budget(cls, budget: int, stride: int = 5) -> Self:
-        """T / w = 1, chosen on WikiText-2's validation part; the paper's `threshold_per_window` is for
-        a cache whose free room stays empty."""
-        window = max(1, (budget - SINK_DEFAULT) // 2)
+        """T / w is the paper's, `threshold_per_window`."""
+        window = max(1, int((budget - SINK_DEFAULT) / (1 + threshold_per_window(stride))))
         threshold = budget - SINK_DEFAULT - window
         if threshold < 1:
             raise ValueError(f"BUZZ needs a budget of at least {SINK_DEFAULT + 2} tokens")
@@ -89,10 +99,14 @@ class Buzz(Retention):
         n_old = int(np.searchsorted(positions, self._old_end))
         new = local_maxima(view.mass[span][n_old:], self.config.stride) + n_old
         kept = np.concatenate([interval_sample(n_old, self.config.stride_old), new])
-        while len(kept) > room:  # remark 2: until it fits
-            kept = kept[interval_sample(len(kept), self.config.stride_old)] if room else kept[:0]
+        n_sampled = room // self.config.sampled_part
+        while len(kept) > n_sampled:  # remark 2: until it fits
+            kept = (
+                kept[interval_sample(len(kept), self.config.stride_old)] if n_sampled else kept[:0]
+            )
         others = np.setdiff1d(np.arange(len(positions)), kept, assume_unique=True)
-        kept = np.union1d(kept, others[top(view.mass[span][others], room - len(kept))])
+        mass = pooled(view.mass[span], self.config.pool)
+        kept = np.union1d(kept, others[top(mass[others], room - len(kept))])
         if len(positions):
             self._old_end = int(positions[-1]) + 1
         return kept.astype(np.int64)

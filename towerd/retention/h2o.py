@@ -29,7 +29,7 @@ class H2OConfig(RetentionConfig):
     no pooling: `sink=0, half_life=math.inf, pool=1` is its form."""
 
     half_life: float = field(default=HALF_LIFE_DEFAULT, kw_only=True)
-    pool: int = 7
+    pool: int = 11
     """Width of the max pooling over neighbours, odd."""
 
     def __post_init__(self) -> None:

@@ -140,6 +140,7 @@ class Store:
 
     def _release(self) -> None:
         """Release what the store has open, once."""
+        self.rows.encoding.shutdown()
         self._pool.shutdown()
         self._closing.close()
 

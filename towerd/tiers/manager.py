@@ -55,7 +55,7 @@ from towerd.tiers.plan import Composed, Gap, RestorePlan
 from towerd.tiers.prefetch import Prefetcher
 from towerd.tiers.promotion import Promoter
 from towerd.tiers.ranking import Ranking
-from towerd.tiers.shrink import Shrinker
+from towerd.tiers.shrink import DEFAULT_ENDS, Shrinker
 from towerd.tiers.writer import RowsWriter, TierCounters
 from towerd.tokens import Ids, Provenance, Provenances, count_approximate, count_unmoved, origin_of
 
@@ -183,6 +183,7 @@ class Tiers(Listener):
         self._shrinker.set_formats(
             formats,
             enabled=True,
+            ends=DEFAULT_ENDS if found is None else found.choices[self.fidelity].ends,
             squeezed=None if squeezed is None else squeezed.name,
             transform=None if transform is None else transform.formats,
             ever_squeezed=[name for name in ever if not is_coded(name)],

@@ -2,7 +2,8 @@
 disuse in transform codings, and, where space is short, those that are worth least in smaller ones at once.
 
 The positions that a tower attends to most stay native: its first SINKS positions, and the TAIL
-positions before each of its current ends (a segment that is continued loses this exemption).
+positions before each of its current ends (a segment that is continued loses this exemption), or as few
+as calibration found to be enough.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from towerd.errors import NotFound, RowsDamaged, StoreError
 from towerd.kernels.formats import BY_NAME
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 SINKS = 4
 TAIL = 128
+SHORT_TOKENS = 512
+"""Up to this length a chat's first and last positions are native as far as calibration asks for it."""
 RUN_TOKENS_MIN = 64
 """Fewer tokens get no run of their own beside one of more bits."""
 SCAN_S = (0.5, 60.0)
@@ -42,6 +45,21 @@ SQUEEZE_S = 5.0
 """Time between two looks for files to squeeze, and after one that could not be written."""
 _EXAMINED_MAX = 64
 """Maximum number of files examined in one step, because other work waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeEnds:
+    """How many of the first positions stay native, and of the last of a chat of up to SHORT_TOKENS."""
+
+    sinks: int = SINKS
+    tail: int = TAIL
+
+    def tail_of(self, n: int) -> int:
+        """The last positions that stay native of `n`."""
+        return self.tail if n <= SHORT_TOKENS else TAIL
+
+
+DEFAULT_ENDS = NativeEnds()
 
 
 class Shrinker:
@@ -74,6 +92,7 @@ class Shrinker:
         self._lock = threading.Lock()
         self._reading: Counter[int] = Counter()
         self._formats: LevelFormats | None = None
+        self._ends = DEFAULT_ENDS
         self._squeezed: str | None = None
         self._transform: LevelFormats | None = None
         self.has_squeezed = False
@@ -110,17 +129,19 @@ class Shrinker:
         formats: LevelFormats | None,
         *,
         enabled: bool,
+        ends: NativeEnds = DEFAULT_ENDS,
         squeezed: str | None = None,
         transform: LevelFormats | None = None,
         ever_squeezed: Collection[str] = (),
     ) -> None:
         """Set the table to use from now on, the format for `squeeze`, and the transform codings;
-        ever_squeezed: all smaller ones that there ever were. If not enabled, nothing is re-encoded."""
+        ever_squeezed: all smaller ones that there ever were. ends: what stays native. If not enabled, nothing
+        is re-encoded."""
         names = {squeezed, *ever_squeezed}
         runs = (run for file in self._store.files() for run in file.runs)
         has_squeezed = any(run.format in names for run in runs)
         with self._lock:
-            self._formats, self._enabled = formats, enabled
+            self._formats, self._enabled, self._ends = formats, enabled, ends
             self._squeezed, self.has_squeezed = squeezed, has_squeezed
             self._transform = transform
             self._settled = {}
@@ -344,7 +365,10 @@ class Shrinker:
         calibration measures it. Under the store's lock."""
         requests = []
         for node in nodes:
-            p0, p1 = max(node.p0, SINKS), min(node.p1, tail_start(node))
+            is_own = not node.pinned and node.id not in self._levels
+            # What is shared, or squeezed, was measured with the default ones.
+            ends = self._ends if is_own and not again else DEFAULT_ENDS
+            p0, p1 = max(node.p0, ends.sinks), min(node.p1, tail_start(node, ends))
             if p0 < p1:
                 requests += [
                     replace(each, again=again or each.again)
@@ -383,19 +407,20 @@ class Shrinker:
         return end is node
 
 
-def tail_start(node: Node) -> int:
-    """The first of the last TAIL positions of any current tower through `node`. If it lies beyond
-    the node, none of its rows is in a tail. Call it while the store is locked."""
-    end = node.p1 + TAIL
+def tail_start(node: Node, ends: NativeEnds = DEFAULT_ENDS) -> int:
+    """The first of the last positions of any current tower through `node` that stay native: TAIL of
+    long ones. If it lies beyond the node, none of its rows is in a tail. Call it while the store is
+    locked."""
+    start = node.p1
     stack = [node]
     while stack:
         each = stack.pop()
-        if each.p1 < end:
+        if each.p1 - TAIL < start:
             if each.children:
                 stack += each.children
             else:
-                end = each.p1
-    return end - TAIL
+                start = min(start, each.p1 - ends.tail_of(each.p1))
+    return start
 
 
 def _level_format(table: LevelFormats | None, level: int) -> str:

@@ -8,13 +8,14 @@ is measured with the transform's own coder, on residuals with a basis of their o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import zstandard
 
-from lab.bench.prediction.predictors import Decoder, Predictor, TokenMeans, side_by_side
-from lab.bench.prediction.rows import Floats, RowSource, TextRows
+from lab.bench.prediction.predictors import Decoder, RowPredictor, TokenMeans, side_by_side
+from lab.bench.prediction.rows import Floats, TextEvaluator, TextRows
 from lab.bench.transform.rates import texts
 from towerd.cli.bench.harness.report import Report
 from towerd.codec.rows import coded
@@ -28,7 +29,7 @@ from towerd.tiers.formats.calibration import stored
 STEPS = {"near": 0.2, "small": 0.65}
 """Of the root mean variance, about where `bench transform` finds the bounds of both."""
 GROUP_LAYERS = 5
-TOKENS, TOKENS_QUICK = 24_000, 4_000
+TOKENS, TOKENS_QUICK = 24_000, 5_400
 _TESTED_SHARE = 6
 _ZSTD_FORMATS = ("q8h", "q4h")
 _LINEAR_ROWS = 8_000
@@ -51,7 +52,7 @@ async def run(
     n = tokens or (TOKENS_QUICK if quick else TOKENS)
     report = Report("prediction", path.name)
     first, second = texts(learn_text, text)
-    source = RowSource(path)
+    source = TextEvaluator(path)
     try:
         _exactness(report, source, second)
         learned, tested = source.rows(first, n), source.rows(second, max(1, n // _TESTED_SHARE))
@@ -70,7 +71,7 @@ def measure(report: Report, path: Path, learned: TextRows, tested: TextRows) -> 
     _by_token(report, path, learned, tested)
 
 
-def _exactness(report: Report, source: RowSource, text: str) -> None:
+def _exactness(report: Report, source: TextEvaluator, text: str) -> None:
     """Whether the first layer's rows have the same bits in batches of any width."""
     ids = source.vocab.tokenize(text, False, False)[:96]
     wide = source.evaluated(ids, len(ids))
@@ -88,25 +89,22 @@ def _delta(report: Report, learned: TextRows, tested: TextRows) -> None:
     n_layer = learned.layout.n_layer
     for kind, first in (("k", 0), ("v", n_layer)):
         planes = range(first, first + n_layer)
-        before = [_saved(learned, tested, i, lambda rows, i: _before(rows, [i])) for i in planes]
+        before = [_saved(learned, tested, i, _before) for i in planes]
         report.figures[f"{kind}_before_bits"] = float(np.mean(before))
         for n_below in (1, 2):
-            found = [
-                _saved(
-                    learned,
-                    tested,
-                    i,
-                    lambda rows, i, n=n_below: side_by_side(rows, range(i - n, i)),
-                )
-                for i in planes[n_below:]
-            ]
+            seen = partial(_below, n_below=n_below)
+            found = [_saved(learned, tested, i, seen) for i in planes[n_below:]]
             report.figures[f"{kind}_{n_below}_below_bits"] = float(np.mean(found))
 
 
-def _before(rows: TextRows, planes: Sequence[int]) -> Floats:
-    values = np.roll(side_by_side(rows, planes), 1, axis=0)
+def _before(rows: TextRows, i: int) -> Floats:
+    values = np.roll(rows.plane(i), 1, axis=0)
     values[~rows.follows] = 0
     return values
+
+
+def _below(rows: TextRows, i: int, n_below: int) -> Floats:
+    return side_by_side(rows, range(i - n_below, i))
 
 
 def _saved(
@@ -131,10 +129,10 @@ def _stored_codes(report: Report, tested: TextRows) -> None:
     layout = KVLayout(tuple(planes[:n]), tuple(planes[n:]))
     rows = _as_rows(tested, range(2 * n), layout)
     for name in _ZSTD_FORMATS:
-        planes = [np.ascontiguousarray(plane).tobytes() for plane in stored(rows, name).planes()]
+        codes = [np.ascontiguousarray(plane).tobytes() for plane in stored(rows, name).planes()]
         for level in (3, 19):
-            packed = sum(len(zstandard.compress(plane, level)) for plane in planes)
-            share = 1 - packed / sum(map(len, planes))
+            packed = sum(len(zstandard.compress(each, level)) for each in codes)
+            share = 1 - packed / sum(len(each) for each in codes)
             report.figures[f"zstd_{level}_{name}_saved"] = share
 
 
@@ -185,16 +183,16 @@ def _by_token(report: Report, path: Path, learned: TextRows, tested: TextRows) -
 def _cut(learned: TextRows) -> int:
     """Where the rows begin that bases are learned from: predictions are fitted on others, or what they leave would be
     less than on new text."""
-    return max(2 * len(learned) // 3, len(learned) - _BASIS_ROWS)
+    return max(len(learned) // 2, len(learned) - _BASIS_ROWS)
 
 
-def _predictors(path: Path, fitted: TextRows, values: Floats) -> Iterator[tuple[str, Predictor]]:
+def _predictors(path: Path, fitted: TextRows, values: Floats) -> Iterator[tuple[str, RowPredictor]]:
     yield "token", TokenMeans(fitted.ids, values, 1)
     yield "two_tokens", TokenMeans(fitted.ids, values, 2)
     yield "decoder", Decoder(path, fitted.ids, values)
 
 
-def _explained(rows: TextRows, planes: Sequence[int], predictor: Predictor) -> dict[str, float]:
+def _explained(rows: TextRows, planes: Sequence[int], predictor: RowPredictor) -> dict[str, float]:
     """The share of the variance of keys and of values that a prediction does not leave."""
     wanted = side_by_side(rows, planes)
     left = wanted - predictor.predict(rows.ids)
@@ -206,7 +204,10 @@ def _explained(rows: TextRows, planes: Sequence[int], predictor: Predictor) -> d
 
 
 def _coded_bits(
-    learned: TextRows, tested: TextRows, planes: Sequence[int], predictor: Predictor | None = None
+    learned: TextRows,
+    tested: TextRows,
+    planes: Sequence[int],
+    predictor: RowPredictor | None = None,
 ) -> dict[str, float]:
     """By step the bits of a row of `tested`, of what a prediction leaves of it if there is one, in the coding of a
     basis that was learned from the same of `learned`. `planes`: of keys, then of values, each a group."""
@@ -216,12 +217,11 @@ def _coded_bits(
         for part in (planes[:half], planes[half:])
     ]
     weights = [1 / spread for spread in spreads for _ in range(half)]
-    layout = KVLayout(
-        *(
-            tuple(Plane(F16, 2 * learned.layout.planes[i].n_elements) for i in part)
-            for part in (planes[:half], planes[half:])
-        )
+    k, v = (
+        tuple(Plane(F16, 2 * learned.layout.planes[i].n_elements) for i in part)
+        for part in (planes[:half], planes[half:])
     )
+    layout = KVLayout(k, v)
     both = [_as_rows(rows, planes, layout, predictor) for rows in (learned, tested)]
     rope = Rope((LayerRope("none", layout.k[0].n_elements),) * half)
     basis = learn(
@@ -236,7 +236,7 @@ def _coded_bits(
 
 
 def _as_rows(
-    rows: TextRows, planes: Sequence[int], layout: KVLayout, predictor: Predictor | None = None
+    rows: TextRows, planes: Sequence[int], layout: KVLayout, predictor: RowPredictor | None = None
 ) -> KVRows:
     values = side_by_side(rows, planes)
     if predictor is not None:

@@ -21,7 +21,7 @@ EPOCHS = 4
 _BATCH = 64
 
 
-class Predictor(Protocol):
+class RowPredictor(Protocol):
     """Predicts some planes of rows, side by side."""
 
     nbytes: int
@@ -41,6 +41,7 @@ class TokenMeans:
 
     def __init__(self, ids: Ids, values: Floats, n_ids: int) -> None:
         self._n_ids = n_ids
+        self.nbytes = 0
         self._below = TokenMeans(ids, values, n_ids - 1) if n_ids else None
         rest = values if self._below is None else values - self._below.predict(ids)
         keys = _keys(ids, n_ids)
@@ -50,7 +51,9 @@ class TokenMeans:
         starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
         np.add.reduceat(rest[order], starts, axis=0, out=sums)
         self._means = sums / (counts[:, None] + (SHRINK if n_ids else 0)).astype(np.float32)
-        self.nbytes = 2 * self._means.size + (self._below.nbytes if self._below else 0)
+        self.nbytes = 2 * self._means.size
+        if self._below is not None:
+            self.nbytes += self._below.nbytes
 
     def known(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Which rows there is an entry for."""

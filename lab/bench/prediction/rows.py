@@ -63,7 +63,7 @@ class TextRows:
         )
 
 
-class RowSource:
+class TextEvaluator:
     """A model with a context of its own. Raises NotSupported for one without rows."""
 
     def __init__(self, path: Path) -> None:

@@ -19,8 +19,8 @@ from towerd.settings.config import Config, pinned_bytes
 from towerd.store import Catalog, Node, Store
 from towerd.store.catalog.identity import ModelIdentity
 from towerd.tiers.checkpoint_tier import CheckpointTier, open_checkpoint_tier
-from towerd.tiers.formats.calibration import nearest_calibration
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
+from towerd.tiers.formats.packaged import nearest_calibration
 from towerd.tiers.formats.transform import load_transform
 from towerd.tiers.manager import Tiers
 from towerd.tiers.moved_limits import load_moved_limits

@@ -31,6 +31,7 @@ from towerd.store.segments.transform_bases import TransformBases
 from towerd.store.state.state import StoreState
 from towerd.store.tree.node import Node
 from towerd.store.tree.scope import readable_scopes
+from towerd.system.paced import PacedExecutor
 from towerd.tokens import ID_BYTES, Provenance, Provenances, may_replace, provenance_as_kept
 
 Tier: TypeAlias = Literal["hot", "warm"]
@@ -155,6 +156,8 @@ class RowStore:
     def __init__(self, state: StoreState, pool: Executor) -> None:
         self._state = state
         self._pool = pool
+        self.encoding = PacedExecutor()
+        """Encodes rows again, where no request waits for it."""
         self.is_trusted = True
         """Whether rows belong to the loaded weights; see `distrust`."""
         self.head: bytes | None = None
@@ -332,16 +335,23 @@ class RowStore:
         return file
 
     def write_draft(
-        self, draft: Draft, targets: Callable[[], Sequence[Node]], kind: Kind = "rows"
+        self,
+        draft: Draft,
+        targets: Callable[[], Sequence[Node]],
+        kind: Kind = "rows",
     ) -> SegmentFile | None:
         """Write a draft, counted as `kind`, and let `targets()` (called under the lock once it is on disk) view it;
         files that lose their last viewer are deleted. None if there are no targets. Raises
         DiskFull or StoreError. In both cases nothing is left behind."""
         state, name = self._state, new_name()
+        is_again = kind == "reencoded"
+        pool = self.encoding if is_again else self._pool
+        pause = self.encoding.pause if is_again else _go_on
         directory = state.directory
         with state.catalog.being_written(name):  # gc must not delete it
             with durable.store_errors("rows cannot be written"):
-                n_bytes = write_segment(draft, name, directory.tmp, directory.segments, self._pool)
+                folders = directory.tmp, directory.segments
+                n_bytes = write_segment(draft, name, *folders, pool, pause)
             directory.writes.add(kind, n_bytes)
             file: SegmentFile | None = None
             unviewed: list[SegmentFile] = []
@@ -378,7 +388,8 @@ class RowStore:
             if file.dropped or not nodes:
                 return None
             p0, last, prefix = nodes[0].p0, nodes[-1], nodes[-1].prefix_bytes()
-        self.verify(file, last)
+        self.encoding.begin()
+        self.verify(file, last, self.encoding)
         draft = self._draft_again(file, last, prefix, p0, requests, pause)
 
         def targets() -> list[Node]:
@@ -523,11 +534,12 @@ class RowStore:
             if file.path.name not in names:
                 self.drop_file(file)
 
-    def verify(self, file: SegmentFile, node: Node) -> None:
-        """Check all of a file that `node` views, even if checked before; raises as `load`."""
+    def verify(self, file: SegmentFile, node: Node, pool: Executor | None = None) -> None:
+        """Check all of a file that `node` views, even if checked before; raises as `load`. pool: the
+        threads to use; None: those that requests use."""
         self._refuse_dropped(file)
         try:
-            file.verify(self._claim(file, node), self._pool, self.bases)
+            file.verify(self._claim(file, node), pool or self._pool, self.bases)
         except RowsLost as error:
             raise self._lost(file, error) from error
         except NewerVersion as error:
@@ -573,6 +585,10 @@ class RowStore:
             with self._state.lock:  # the catalog cannot be written now; forget it here at least
                 self._state.forget_file(file)
         return RowsDamaged(f"rows in {file.path.name} are damaged and set aside: {error}")
+
+
+def _go_on() -> None:
+    """What a request waits for does not pause."""
 
 
 def lacks(stored: Provenance | None, new: Provenance | None, sufficient: Provenance) -> bool:

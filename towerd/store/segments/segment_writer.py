@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from itertools import pairwise
@@ -204,8 +204,16 @@ def new_name() -> str:
     return secrets.token_hex(16) + SUFFIX
 
 
-def write_segment(draft: Draft, name: str, tmp: Path, final: Path, pool: Executor) -> int:
-    """Write `final/name` durably through `tmp/name`; returns its size in bytes.
+def write_segment(
+    draft: Draft,
+    name: str,
+    tmp: Path,
+    final: Path,
+    pool: Executor,
+    pause: Callable[[], None] = lambda: None,
+) -> int:
+    """Write `final/name` durably through `tmp/name`; returns its size in bytes. pause: called before
+    each chunk of a few MB.
 
     Raises OSError; nothing is then left behind."""
     table, n_data = _place(draft)
@@ -213,7 +221,7 @@ def write_segment(draft: Draft, name: str, tmp: Path, final: Path, pool: Executo
     start = len(encode_head(_header(draft, table, blank)))
     with durable.new_file(tmp / name, final / name) as fd:
         durable.reserve(fd, start + n_data)
-        digests = _write_extents(fd, start, table, pool)
+        digests = _write_extents(fd, start, table, pool, pause)
         head = encode_head(_header(draft, table, digests))
         assert len(head) == start
         durable.write_all(fd, memoryview(head), 0)
@@ -221,7 +229,11 @@ def write_segment(draft: Draft, name: str, tmp: Path, final: Path, pool: Executo
 
 
 def _write_extents(
-    fd: int, start: int, table: Sequence[Sequence[_Extent]], pool: Executor
+    fd: int,
+    start: int,
+    table: Sequence[Sequence[_Extent]],
+    pool: Executor,
+    pause: Callable[[], None],
 ) -> list[list[bytes]]:
     """Write planes in parallel and then blobs, which are large, one after the other; returns
     their checksums by run."""
@@ -230,13 +242,13 @@ def _write_extents(
     try:
         for extent in extents:
             if isinstance(extent, _PlaneExtent):
-                jobs[extent.offset] = pool.submit(_write_extent, fd, start, extent)
+                jobs[extent.offset] = pool.submit(_write_extent, fd, start, extent, pause)
     finally:
         wait(jobs.values())  # the caller closes fd next: no job may outlive this
     digests = {offset: job.result() for offset, job in jobs.items()}
     for extent in extents:
         if not isinstance(extent, _PlaneExtent):
-            digests[extent.offset] = _write_extent(fd, start, extent)
+            digests[extent.offset] = _write_extent(fd, start, extent, pause)
     return [[digests[extent.offset] for extent in row] for row in table]
 
 
@@ -318,12 +330,13 @@ def _blobs(run: DraftRun, native: KVLayout, at: int) -> Iterator[_Extent]:
         at = page_up(at + n_bytes)
 
 
-def _write_extent(fd: int, start: int, extent: _Extent) -> bytes:
+def _write_extent(fd: int, start: int, extent: _Extent, pause: Callable[[], None]) -> bytes:
     """Write a plane or a blob; returns its checksums: one for a plane, one for every SPAN_BYTES of
     a blob."""
     h, sums = xxhash.xxh3_128(), b""
     at = start + extent.offset
     for chunk in extent.chunks():
+        pause()
         durable.write_all(fd, chunk, at)
         at += len(chunk)
         if isinstance(extent, _PlaneExtent):

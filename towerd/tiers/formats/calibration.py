@@ -27,10 +27,9 @@ from towerd.kernels import dispatch
 from towerd.kernels.formats import FORMATS
 from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout, stored_format
-from towerd.slots.row_identity import RowIdentity
 from towerd.slots.rows import KVRows
 from towerd.store import Store
-from towerd.tiers.shrink import SINKS, TAIL
+from towerd.tiers.shrink import DEFAULT_ENDS, NativeEnds
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ usually the longest of the shared ones, so level 0 gets the largest part; the la
 bots and for the conversation itself, the level whose rows are nearest to the query."""
 REACHES = tuple(itertools.accumulate(SHARES))
 """Up to which share of a prompt each level's format was measured."""
-VERSION = 3
+VERSION = 4
 
 Table: TypeAlias = tuple[str, ...]
 """A format name, or "native", for each level."""
@@ -156,6 +155,11 @@ class FormatChoice:
     """Mean bits of a stored value, with scales, without sinks and last rows."""
     bound: float
     """The bound that the excess had to stay within."""
+    ends: NativeEnds = DEFAULT_ENDS
+    """What stays native of chats that no other shares."""
+    whole: FormatCost | None = None
+    """The cost of short chats that are wholly in the last level's format, or that of the deepest level
+    that is not native; None: all are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,26 +291,6 @@ def load_calibration(store: Store, row_identity: str) -> Calibration | None:
     return found if found.formats == formats_digest() else None
 
 
-def nearest_calibration(store: Store) -> Calibration | None:
-    """The calibration of the served row identity, or else that of the one opened last with the same
-    weights, adapters and cache types: what differs (RoPE, context) hardly changes what rounding
-    costs. None if there is none. Raises StoreError."""
-    served = store.state.row_identity
-    with store.locked():
-        known = [each.row_identity for each in store.state.catalog.row_identities()]
-    for row_identity in sorted(known, key=lambda each: each != served):
-        if _are_as_rounded(row_identity, served):
-            found = load_calibration(store, row_identity.digest().hex())
-            if found is not None:
-                return found
-    return None
-
-
-def _are_as_rounded(a: RowIdentity, b: RowIdentity) -> bool:
-    names = ("model_hash", "lora", "layout", "rot_k", "rot_v", "format_version")
-    return all(getattr(a, name) == getattr(b, name) for name in names)
-
-
 def save_calibration(store: Store, found: Calibration) -> None:
     """Store a calibration durably in place of an earlier one. Raises DiskFull or StoreError."""
     store.set_meta(_key(found.row_identity), msgspec.json.encode(found.to_json()).decode())
@@ -358,21 +342,21 @@ def remember_squeezed(store: Store, squeezed: SqueezedFormat | None) -> dict[str
     return found
 
 
-def level_ranges(n: int) -> list[tuple[int, int]]:
+def level_ranges(n: int, ends: NativeEnds = DEFAULT_ENDS) -> list[tuple[int, int]]:
     """[start, stop) of each level in a prefix of `n` tokens, without sinks and last rows; the
     ranges are empty if there is nothing between them."""
-    first, last = SINKS, max(SINKS, n - TAIL)
-    ends = first + np.round(np.cumsum(SHARES) * (last - first)).astype(int)
-    return list(zip([first, *ends[:-1].tolist()], ends.tolist(), strict=True))
+    first, last = ends.sinks, max(ends.sinks, n - ends.tail)
+    stops = first + np.round(np.cumsum(SHARES) * (last - first)).astype(int)
+    return list(zip([first, *stops[:-1].tolist()], stops.tolist(), strict=True))
 
 
-def stored_parts(rows: KVRows, table: Table) -> list[KVRows]:
+def stored_parts(rows: KVRows, table: Table, ends: NativeEnds = DEFAULT_ENDS) -> list[KVRows]:
     """`rows` (native, positions [0, n)) as consecutive parts, each level in its format; encoded in
     those of deeper levels before, as rows are that come to be shared. Raises ValueError for an
     invalid table."""
     check_table(table)
     parts, at = [], 0
-    for level, (start, stop) in enumerate(level_ranges(len(rows))):
+    for level, (start, stop) in enumerate(level_ranges(len(rows), ends)):
         if start == stop or table[level] == NATIVE:
             continue
         if at < start:

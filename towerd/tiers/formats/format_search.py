@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeAlias
 
 from towerd.slots.layout import NATIVE
@@ -26,9 +27,12 @@ from towerd.tiers.formats.calibration import (
     bits_of,
     bound_of,
 )
+from towerd.tiers.shrink import SINKS, NativeEnds
 
 COARSE = 16
 """Continuations that every format is measured on."""
+ENDS = (NativeEnds(0, 0), NativeEnds(SINKS, 0), NativeEnds(SINKS, 16), NativeEnds(SINKS, 32))
+"""What is tried, fewest first."""
 _TELLING = 10
 """An expected excess below the bound divided by this is not significant."""
 
@@ -51,6 +55,21 @@ class Meter(Protocol):
 
     def costs(self, tables: Sequence[Table], n: int) -> Sequence[FormatCost]:
         """Costs of tables on the first `n` continuations, in the order of `tables`."""
+        ...
+
+
+class EndsMeter(Protocol):
+    """Measures short chats."""
+
+    @property
+    def n_max(self) -> int:
+        """Number of continuations available."""
+        ...
+
+    def costs(
+        self, tables: Sequence[Table], n: int, ends: NativeEnds = ...
+    ) -> Sequence[FormatCost]:
+        """Costs of tables with these native ends on the first `n` continuations."""
         ...
 
 
@@ -84,6 +103,11 @@ def expected_tokens(meter: Meter, bits: Mapping[str, float]) -> int:
     formats, n = [name for name in bits if name != NATIVE], _coarse(meter)
     singles = [(f"level {level}",) * LEVELS for level in range(LEVELS)] if formats else []
     return meter.n_tokens([(coarse_tables(formats), n), (singles, n), *_choice_calls(meter)])
+
+
+def expected_of_ends(meter: Meter) -> int:
+    """Tokens that `choose_ends` evaluates if it tries one for each fidelity."""
+    return meter.n_tokens([([(name,) * LEVELS], meter.n_max) for name in BOUNDS])
 
 
 def _choice_calls(meter: Meter) -> list[Call]:
@@ -157,6 +181,22 @@ def choose(
             return FormatChoice(table, cost, bits_of(table, bits), bound)
         factor = max(factor, cost.excess_max / max(expected, bound / _TELLING))
     raise AssertionError("all native is among the tables")
+
+
+def choose_ends(meter: EndsMeter, choice: FormatChoice) -> FormatChoice:
+    """`choice` with the fewest native ends with which short chats in its last level's format cost no more
+    than its bound, up to the end of the 95 % interval; with the default ones if that takes as many."""
+    stored = [name for name in choice.levels if name != NATIVE]
+    if not stored:
+        return choice
+    table = (stored[-1],) * LEVELS
+    whole = meter.costs([table], meter.n_max, ENDS[0])[0]
+    choice = replace(choice, whole=whole)
+    for ends in ENDS if choice.levels[-1] != NATIVE else ():
+        cost = meter.costs([table], meter.n_max, ends)[0]
+        if cost.excess_max <= choice.bound:
+            return replace(choice, ends=ends)
+    return choice
 
 
 def settled(meter: Meter, table: Table, bound: float) -> FormatCost:

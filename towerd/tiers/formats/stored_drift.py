@@ -15,8 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.drift import DecodedRun, Drift
+from towerd.slots.layout import NATIVE
 from towerd.store.segments.coded_format import is_coded
 from towerd.tiers.formats.calibration import BOUNDS, SHARES, Calibration, bound_of
+from towerd.tiers.shrink import TAIL
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,9 @@ class StoredDrift:
     """What each level's part of a prompt has in that: SHARES are their lengths."""
     bound: float
     """The excess that a prompt may have."""
+    tail_factor: float = 1.0
+    """What rows cost that are in a stored format up to the end of a prompt, over those of a prompt whose
+    last TAIL are native."""
 
     def of(
         self,
@@ -49,7 +54,7 @@ class StoredDrift:
         self._fill(known, live)
         cost[: len(is_decoded)][is_decoded] = known[: len(is_decoded)][is_decoded]
         self._fill(cost, coming)
-        total = float((cost * self._density(len(cost))).sum())
+        total = float((cost * self._density(n_prompt, len(cost))).sum())
         return None if math.isnan(total) else Drift(self.floor_kl + total, self.floor_kl)
 
     def n_within(self, coming: Sequence[DecodedRun], n_prompt: int) -> int:
@@ -57,7 +62,7 @@ class StoredDrift:
         that its excess stays within the bound. Formats whose cost is not known count nothing."""
         cost = np.zeros(n_prompt)
         self._fill(cost, coming)
-        sums = np.cumsum(np.nan_to_num(cost) * self._density(n_prompt))
+        sums = np.cumsum(np.nan_to_num(cost) * self._density(n_prompt, n_prompt))
         # Rounding must not cut a prompt that is stored as it was measured.
         return int(np.searchsorted(sums, self.bound * (1 + 1e-6), "right"))
 
@@ -65,11 +70,16 @@ class StoredDrift:
         for run in runs:
             cost[run.p0 : run.p1] = self.excess.get(run.format, math.nan)
 
-    def _density(self, n: int) -> npt.NDArray[np.float64]:
-        """float64[n]: each token's share in the cost of a prompt of `n` tokens in one format."""
+    def _density(self, n_prompt: int, n: int) -> npt.NDArray[np.float64]:
+        """float64[n]: what each token of a prompt of `n_prompt` has of the cost of one whose rows are all in
+        one format but for the last TAIL; these have what it costs beyond that."""
         ends = np.concatenate([[0.0], np.cumsum(SHARES)])
         sums = np.concatenate([[0.0], np.cumsum(self.weights)])
-        return np.diff(np.interp(np.linspace(0, 1, n + 1), ends, sums))
+        found: npt.NDArray[np.float64]
+        found = np.diff(np.interp(np.arange(n + 1) / n_prompt, ends, sums))
+        first = max(0, n_prompt - TAIL)
+        found[first:n_prompt] += (self.tail_factor - 1) / (n_prompt - first)
+        return found
 
 
 def stored_drift(
@@ -91,10 +101,14 @@ def stored_drift(
         excess[name] = max(0.0, cost.excess_max)
         if name in choice.levels and means[name] > 0:
             excess[name] = means[name] * choice.cost.excess_max / of_table
+    stored = [name for name in choice.levels if name != NATIVE]
+    factor = 1.0
+    if choice.whole is not None and excess.get(stored[-1], 0.0) > 0:
+        factor = max(1.0, choice.whole.excess_max / excess[stored[-1]])
     bound = bound_of(fidelity, found.floor.kl)
     if is_squeezed:
         bound = max(bound, BOUNDS["small"])
     for name, drift in squeezed.items():
         if is_squeezed or is_coded(name):
             excess[name] = max(excess.get(name, 0.0), drift.excess)
-    return StoredDrift(choice.cost.floor_kl, excess, found.grid.weights, bound)
+    return StoredDrift(choice.cost.floor_kl, excess, found.grid.weights, bound, factor)

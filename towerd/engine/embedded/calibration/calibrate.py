@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from towerd.engine.embedded.calibration.measure import Measurer
+from towerd.engine.embedded.calibration.measure import Measured, Measurer
 from towerd.engine.embedded.calibration.measure_plan import MeasurePlan, plan_measurement
 from towerd.engine.embedded.calibration.moved import MovedMeter, limits_of, plan_changes
 from towerd.engine.embedded.calibration.scratch import Scratch, SteppedSequence, other_shapes
@@ -48,7 +48,13 @@ from towerd.tiers.formats.calibration import (
     save_calibration,
     sizes,
 )
-from towerd.tiers.formats.format_search import calibrate, expected_tokens
+from towerd.tiers.formats.format_search import (
+    calibrate,
+    choose_ends,
+    expected_of_ends,
+    expected_tokens,
+)
+from towerd.tiers.formats.packaged import packaged_calibration
 from towerd.tiers.formats.transform import (
     VERSION as TRANSFORM_VERSION,
 )
@@ -149,8 +155,9 @@ class Calibrator:
         self._thread = threading.Thread(target=self._run, name="towerd-calibrate", daemon=True)
 
     def start(self) -> None:
-        """Apply a stored calibration; without one, measure in idle time."""
-        self._found = load_calibration(self._store, self._row_identity)
+        """Apply a stored calibration, or the package's; without one, measure in idle time."""
+        own = load_calibration(self._store, self._row_identity)
+        self._found = own or packaged_calibration(self._core.info.row_identity)
         if self._found is not None:
             self._tiers.use(self._found)
         if self._transforms:
@@ -204,6 +211,7 @@ class Calibrator:
             "level_formats": str(formats) if formats is not None else None,
             "progress": {"done": self._progress.done, "total": self._progress.total},
             "calibration": self._found.to_json() if self._found is not None else None,
+            "row_identity": self._core.info.row_identity.to_json(),
             "moved": None if limits is None else limits.to_json(),
             "transform": self._transform.to_json() if self._transform is not None else None,
         }
@@ -356,23 +364,35 @@ class Calibrator:
             )
         return plan
 
-    def _measurer(self, plan: MeasurePlan, unfinished: Unfinished) -> Measurer:
+    def _measurer(self, plan: MeasurePlan, measured: Measured, unfinished: Unfinished) -> Measurer:
         return Measurer(
             self._scratch(),
             plan,
             run_step=self._step,
             step_s=_STEP_S,
-            measured=unfinished.formats,
+            measured=measured,
             keep=unfinished.keep,
         )
 
     def _expected(self, plan: MeasurePlan, unfinished: Unfinished) -> int:
         """Tokens that measuring stored formats takes, about."""
-        return expected_tokens(self._measurer(plan, unfinished), sizes(self._core.layout))
+        measurer = self._measurer(plan, unfinished.formats, unfinished)
+        of_short = expected_of_ends(self._short_measurer(plan, unfinished))
+        return expected_tokens(measurer, sizes(self._core.layout)) + of_short
+
+    def _short_measurer(self, plan: MeasurePlan, unfinished: Unfinished) -> Measurer:
+        # The shape that disturbs most was chosen on longer ones.
+        unfinished.short.probed = unfinished.formats.probed
+        return self._measurer(plan.of_short_chats(), unfinished.short, unfinished)
 
     def _measure(self, plan: MeasurePlan, unfinished: Unfinished) -> Calibration:
-        bits, measurer = sizes(self._core.layout), self._measurer(plan, unfinished)
+        bits = sizes(self._core.layout)
+        measurer = self._measurer(plan, unfinished.formats, unfinished)
+        self._n_later = expected_of_ends(self._short_measurer(plan, unfinished))
         floor, grid, choices = calibrate(measurer, bits, self._expect)
+        self._n_later, short = 0, self._short_measurer(plan, unfinished)
+        self._expect(expected_of_ends(short))
+        choices = {name: choose_ends(short, choice) for name, choice in choices.items()}
         return Calibration(
             row_identity=self._row_identity,
             formats=formats_digest(),

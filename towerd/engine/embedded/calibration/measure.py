@@ -40,6 +40,7 @@ from towerd.tiers.formats.calibration import (
     stored_parts,
 )
 from towerd.tiers.formats.format_search import Call
+from towerd.tiers.shrink import DEFAULT_ENDS, NativeEnds
 from towerd.tokens import Ids
 
 LogProbs = npt.NDArray[np.float32]
@@ -58,7 +59,8 @@ class Measured(msgspec.Struct):
     noise: list[DriftSample] = []
     """In the shape that disturbs most."""
     tables: dict[str, list[DriftSample]] = {}
-    """Formats of a table, joined by commas -> its samples; those of native rows for their text."""
+    """Formats of a table, joined by commas, and native ends unless they are the default -> its samples;
+    those of native rows for their text."""
 
 
 class Measurer:
@@ -138,13 +140,16 @@ class Measurer:
         probed = dict(self._measured.probed)
         return Floor(kl, ci, top1, self._noisiest.name, probed, NEXT_TOKENS * n)
 
-    def costs(self, tables: Sequence[Table], n: int) -> list[FormatCost]:
-        """The cost of each table on the first `n` continuations."""
-        self._measure(tables, n)
+    def costs(
+        self, tables: Sequence[Table], n: int, ends: NativeEnds = DEFAULT_ENDS
+    ) -> list[FormatCost]:
+        """The cost of each table with these native ends on the first `n` continuations."""
+        self._measure(tables, n, ends)
         found, noise = self._measured.tables, self._measured.noise[:n]
+        samples = [(table, found[_name(table, ends)][:n]) for table in tables]
         return [
-            format_cost(found[_name(table)][:n], [] if table == ALL_NATIVE else noise, NEXT_TOKENS)
-            for table in tables
+            format_cost(each, [] if table == ALL_NATIVE else noise, NEXT_TOKENS)
+            for table, each in samples
         ]
 
     def costs_of(
@@ -161,14 +166,14 @@ class Measurer:
                 found.append(compare(native, logits, targets))
         return [format_cost(found, self._measured.noise[:n], NEXT_TOKENS) for found in samples]
 
-    def _measure(self, tables: Sequence[Table], n: int) -> None:
+    def _measure(self, tables: Sequence[Table], n: int, ends: NativeEnds = DEFAULT_ENDS) -> None:
         """Make sure that there are samples of `tables` and the floor on the first `n`
         continuations."""
         measured = self._measured
         if not measured.probed:
             self._probe()
         of_native = measured.tables.setdefault(_name(ALL_NATIVE), [])
-        samples = {each: measured.tables.setdefault(_name(each), []) for each in tables}
+        samples = {each: measured.tables.setdefault(_name(each, ends), []) for each in tables}
         for i, continuation in enumerate(self.plan.continuations[:n]):
             missing = [table for table, found in samples.items() if len(found) == i]
             missing = [table for table in missing if table != ALL_NATIVE]
@@ -182,7 +187,7 @@ class Measurer:
                 measured.noise.append(sample)
                 self._keep(measured)
             for table in missing:
-                parts = stored_parts(self.rows(continuation), table)
+                parts = stored_parts(self.rows(continuation), table, ends)
                 logits = self.logits(continuation, parts)
                 samples[table].append(compare(native, logits, targets))
                 self._keep(measured)
@@ -225,8 +230,10 @@ class Measurer:
         return self._line.logits(ids[p : p + NEXT_TOKENS], shape)
 
 
-def _name(table: Table) -> str:
-    return ",".join(table)
+def _name(table: Table, ends: NativeEnds = DEFAULT_ENDS) -> str:
+    name = ",".join(table)
+    has_default = ends == DEFAULT_ENDS or table == ALL_NATIVE
+    return name if has_default else f"{name};{ends.sinks},{ends.tail}"
 
 
 def compare(native: LogProbs, logits: Logits, targets: Ids | None = None) -> DriftSample:

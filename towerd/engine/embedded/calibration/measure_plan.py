@@ -14,6 +14,8 @@ from towerd.tokens import Ids
 NEXT_TOKENS = 64
 """Tokens of one continuation: a context of 64 sequences has output rows for them anyway."""
 PREFIX_TOKENS_MIN = SINKS + TAIL + 64
+SHORT_PREFIX_TOKENS = (96, 192, 288, 384)
+"""Tokens of the short chats that are measured."""
 WINDOW_TOKENS_MAX = 2048
 ROWS_BYTES_MAX = 256 << 20
 """Native rows that a measurement keeps in RAM."""
@@ -43,6 +45,16 @@ class MeasurePlan:
     def n_cells(self) -> int:
         """Cells that the largest step needs."""
         return max(c.p for c in self.continuations) + NEXT_TOKENS
+
+    def of_short_chats(self) -> MeasurePlan:
+        """Continuations of the beginnings of the windows."""
+        places = [
+            Continuation(i, p)
+            for p in SHORT_PREFIX_TOKENS
+            for i, window in enumerate(self.windows)
+            if p + NEXT_TOKENS < len(window)
+        ]
+        return MeasurePlan(self.windows, tuple(places))
 
     def digest(self) -> str:
         """Identifies the measured ids and places."""

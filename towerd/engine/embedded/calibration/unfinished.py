@@ -30,6 +30,7 @@ class _Pieces(msgspec.Struct):
     """Of each run that was measured, in order."""
     formats_digest: str = ""
     formats: Measured = msgspec.field(default_factory=Measured)
+    short: Measured = msgspec.field(default_factory=Measured)
 
 
 class Unfinished:
@@ -54,7 +55,8 @@ class Unfinished:
             self._pieces.moves_digest, self._pieces.moves = moves, []
         formats = self._pieces.formats_digest if formats_on is None else _digest(formats_on)
         if self._pieces.formats_digest != formats:
-            self._pieces.formats_digest, self._pieces.formats = formats, Measured()
+            self._pieces.formats_digest = formats
+            self._pieces.formats, self._pieces.short = Measured(), Measured()
         self._saved_s = time.monotonic()
 
     @property
@@ -66,6 +68,11 @@ class Unfinished:
     def formats(self) -> Measured:
         """The samples of stored formats."""
         return self._pieces.formats
+
+    @property
+    def short(self) -> Measured:
+        """The samples of short chats."""
+        return self._pieces.short
 
     def keep(self, _: object = None) -> None:
         """There is more: save it soon."""
@@ -85,7 +92,7 @@ class Unfinished:
         if moves:
             self._pieces.moves = []
         if self._has_formats:
-            self._pieces.formats = Measured()
+            self._pieces.formats, self._pieces.short = Measured(), Measured()
         self.save()
 
     def _load(self) -> _Pieces:

@@ -91,6 +91,8 @@ class Job:
     """Loads that ended before all planned rows had come."""
     n_begun: int = -1
     """Position of the first token that was evaluated for it, if its chat can recall; -1: none."""
+    before_recall: tuple[int, Buffer] | None = None
+    """How many tokens were live before the last ones of its prompt, and their state, if that cannot be cut."""
     was_recalled: bool = False
     """Whether the rows that the prompt looks for were recalled."""
     moves: Moves | None = None

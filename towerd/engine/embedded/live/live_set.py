@@ -74,12 +74,26 @@ class Observed:
 @dataclass(frozen=True, slots=True, eq=False)
 class ExactPrefix:
     """A copy of a chat from before its first eviction: ids int32[n], the provenance of each
-    token's rows uint8[n], and the rows of the last tokens, those that the store lacked. The chat itself
-    may have been cut and continued since."""
+    token's rows uint8[n], and the rows of the last tokens, those that the store lacked: copied, or among
+    those that can be recalled. The chat itself may have been cut and continued since."""
 
     ids: Ids
     provenance: Provenances
-    rows: KVRows
+    p0: int
+    """The first of the last tokens."""
+    rows: KVRows | OffloadedRows
+
+    def read(self, p0: int, p1: int) -> KVRows:
+        """A copy of the rows [p0, p1), which are not before the first. Raises PagesLost."""
+        if isinstance(self.rows, OffloadedRows):
+            return self.rows.rows(np.arange(p0, p1))
+        return self.rows.slice(p0, p1).copy()
+
+    def bytes_beside(self, offloaded: OffloadedRows) -> int:
+        """RAM of the rows, without those that are there anyhow."""
+        if isinstance(self.rows, OffloadedRows):
+            return sum(each.n_bytes for each in self.rows.chunks if each not in offloaded.chunks)
+        return self.rows.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,6 +221,8 @@ class BoundedSet(LiveSet):
     and as many as the budget allows from there on."""
     n_full: int = 0
     """The most positions that are live while a prompt is read."""
+    n_stop: int = 0
+    """Where the evaluation of its prompt stops before it continues, so that its state can be kept; 0: nowhere."""
     mixed: Mixed | None = None
     """None: every cell has the rows of its label."""
     exact: ExactPrefix | None = None
@@ -272,7 +288,7 @@ class BoundedSet(LiveSet):
         """RAM of everything in it."""
         arrays = (self.kept, self.places, self.mass, self.recent)
         queries = sum(each.queries.nbytes for each in self.observed)
-        exact = self.exact.rows.nbytes if self.exact is not None else 0
+        exact = 0 if self.exact is None else self.exact.bytes_beside(self.offloaded)
         mixed = 0 if self.mixed is None else self.mixed.nbytes
         n_bytes = sum(array.nbytes for array in arrays) + mixed
         keys = self.keys.nbytes if self.keys is not None else 0
@@ -287,7 +303,8 @@ class BoundedSet(LiveSet):
         return len(self.kept)
 
     def n_evaluable(self, n: int) -> int:
-        return min(n, self.room)
+        n = min(n, self.room)
+        return min(n, self.n_stop - self.n) if self.n < self.n_stop else n
 
     def give_back(self, before: LiveSet) -> None:
         if isinstance(before, BoundedSet) and before.mass.shape == self.mass.shape:

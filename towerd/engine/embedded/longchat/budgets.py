@@ -26,6 +26,7 @@ from towerd.engine.base import Kept, LiveBudget
 from towerd.engine.embedded.context.core import Core
 from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.live_set import BoundedSet, ExactPrefix, Shape
+from towerd.engine.embedded.live.offloaded_rows import OffloadedRows
 from towerd.engine.embedded.live.parked import Parked, ParkedTowers
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.longchat.observer import QUERIES_MAX, Observer
@@ -130,11 +131,6 @@ class Budgets(Hook):
                 f"Retention {budget.policy!r} drops single positions, and this model's state "
                 f"({kind.name}) cannot lose one; take none or shift."
             )
-        if can_recall(budget.policy) and not kind.can_slice:
-            raise NotSupported(
-                f"Retention {budget.policy!r} has the end of a prompt evaluated again, which this model's "
-                f"state ({kind.name}) does not allow; take another one, none or shift."
-            )
         if budget.policy in WATCHING and self._observer is None:
             raise InvalidRequest(
                 f"Retention {budget.policy!r} goes by what the attention says, which is read only "
@@ -220,6 +216,9 @@ class Budgets(Hook):
             shape, n_ctx = self._shape(budget), self._core.n_ctx
             seq.live_set = live = BoundedSet.whole(budget, seq.n, n_ctx, config, shape)
         live.n_prompt, live.n_full = job.n_prompt, self._core.n_ctx
+        is_cut = live.can_recall and not self._memory.kind.can_slice
+        live.n_stop = max(1, job.n_prompt - REEVALUATED_TOKENS) if is_cut else 0
+        job.before_recall = None
         if live.can_recall and self.recall is not None:
             live.n_full = min(live.n_full, self.recall.space.n_max(live))
 
@@ -235,7 +234,8 @@ class Budgets(Hook):
     def n_loadable(self, job: Job, seq: LiveSeq) -> int:
         """See Hook.n_loadable. Behind what was thinned only a policy that can recall takes rows."""
         n = super().n_loadable(job, seq)
-        if seq.is_partial and not (can_recall(job.request.live.policy) and seq.was_only_loaded):
+        recalls = can_recall(job.request.live.policy) and self._memory.kind.can_slice
+        if seq.is_partial and not (recalls and seq.was_only_loaded):
             return 0
         return min(n, max(seq.n, self.n_adoptable(job)))
 
@@ -272,7 +272,8 @@ class Budgets(Hook):
             self._pool.grow(seq, seq.n + max(live_set.budget.tokens, seq.n // 4))
         self._thin(job, seq, live_set, evict)
         if live_set.place_next >= live_set.n_places and self.may_outgrow:
-            self._move(seq, live_set, evict)
+            self._move(job, seq, live_set, evict)
+        self._keep_state(job, seq, live_set)
 
     def awaits_recall(self, job: Job) -> bool:
         """See Hook.awaits_recall. A chat that can recall first gets what its prompt looks for."""
@@ -369,15 +370,28 @@ class Budgets(Hook):
         live_set.mix(chosen, rotated, rotated[0, 0], ranks)
 
     def _keep_exact_prefix(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
-        """Before the first eviction, copy the rows of the chat that the store lacks."""
+        """Before the first eviction, keep the rows of the chat that the store lacks."""
         if live_set.is_partial:
             return
         stop = job.n_on_path(seq.n)
         stored = self.branching.tiers.plan(job.path, 0, stop, worst=Provenance.EXACT)
-        rows = None if stored.n >= seq.n else self._memory.rows(seq.id, stored.n, seq.n)
+        if stored.n >= seq.n:
+            return
+        rows = self._offloaded(live_set, stored.n) or self._memory.rows(seq.id, stored.n, seq.n)
         if rows is not None:
             ids, provenance = seq.tokens().copy(), seq.provenance[: seq.n].copy()
-            live_set.exact = ExactPrefix(ids, provenance, rows)
+            live_set.exact = ExactPrefix(ids, provenance, stored.n, rows)
+
+    def _offloaded(self, live_set: BoundedSet, n_from: int) -> OffloadedRows | None:
+        """The offloaded rows of a whole chat from token `n_from` on; None if some are not offloaded, or if
+        rows have parts that are not."""
+        memory, last = self._memory, np.arange(n_from, live_set.n)
+        if memory.full_layout != memory.layout or memory.head is not None:
+            return None
+        there = live_set.offloaded.positions
+        if len(there) < len(last) or not np.array_equal(there[len(there) - len(last) :], last):
+            return None
+        return live_set.offloaded.only(last)
 
     def _defragment(self, seq: LiveSeq, live_set: BoundedSet, n_dropped: int) -> None:
         """After a large eviction, rewrite the live rows into consecutive cells: every step visits
@@ -402,16 +416,16 @@ class Budgets(Hook):
             job.was_recalled = True
             queries = observer.scaled_queries(live_set, job.n_begun)
             recall.ask(live_set, job.ids[: job.n_prompt], job.n_prompt - job.n_begun)
-            n_back = max(1, self._memory.n_back(seq.id))
-            n_again = min(REEVALUATED_TOKENS, seq.n - job.n_begun, live_set.n_tail - 1, n_back)
-            self._pool.truncate(seq, seq.n - n_again)
+            self._go_back(job, seq, live_set, evict)
         elif recall.is_due(job, live_set):
             queries = observer.scaled_queries(live_set, live_set.n_chosen)
         elif is_full:
             queries = observer.scaled_queries(live_set, 0)
+            job.before_recall = None
         else:
             recall.offload_read(job, seq, live_set)
             return
+        recall.offload(seq, live_set)
         self._keep_exact_prefix(job, seq, live_set)
         if Signal.MASS in live_set.policy.signals:
             observer.measure(seq, live_set)
@@ -422,6 +436,30 @@ class Budgets(Hook):
         self.n_tokens_dropped += n_dropped
         self.n_evictions += is_full
         self._defragment(seq, live_set, n_dropped)
+
+    def _keep_state(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
+        """Keep the state that a prompt is read again from after the recall, in a memory that cannot be cut."""
+        if live_set.is_partial and 0 < live_set.n_stop <= seq.n < job.n_prompt:
+            if job.before_recall is None:
+                job.before_recall = seq.n, self._memory.snapshot(seq.id)
+
+    def _go_back(self, job: Job, seq: LiveSeq, live_set: BoundedSet, evict: Evict) -> None:
+        """Cut the last tokens of a prompt, which are evaluated again. Raises Unavailable if no cells can be
+        freed."""
+        if not live_set.n_stop:
+            n_back = max(1, self._memory.n_back(seq.id))
+            n_again = min(REEVALUATED_TOKENS, seq.n - job.n_begun, live_set.n_tail - 1, n_back)
+            self._pool.truncate(seq, seq.n - n_again)
+            return
+        assert job.before_recall is not None, (
+            "a prompt's end was evaluated without keeping its state"
+        )
+        (n, state), job.before_recall = job.before_recall, None
+        rows = self._memory.full_rows(seq.id, 0, seq.place_of(n))
+        self._pool.rewrite(seq, rows, evict, state)
+        live_set.truncate(n)
+        seq.n = n
+        seq.states = {p: each for p, each in seq.states.items() if p <= n}
 
     def _messages(self, job: Job, n: int) -> Positions:
         """int64[n]: the number of the message that each token is part of, by the marks of the chat template;
@@ -434,13 +472,14 @@ class Budgets(Hook):
             begins[1:] = np.isin(job.ids[:n], self._eog_ids)
         return np.cumsum(begins[:n], dtype=np.int64)
 
-    def _move(self, seq: LiveSeq, live_set: BoundedSet, evict: Evict) -> None:
+    def _move(self, job: Job, seq: LiveSeq, live_set: BoundedSet, evict: Evict) -> None:
         """Make room for a chat that has reached the last place of its context."""
         if live_set.can_recall and self.recall is not None:
             self.recall.move_down(seq, live_set, self._rotation.rope(), evict)
         else:
             self._compact(seq, live_set, evict)
         self.n_moves += 1
+        job.before_recall = None
 
     def _compact(self, seq: LiveSeq, live_set: BoundedSet, evict: Evict) -> None:
         """Move the live rows to places without holes, their keys rotated: to the first ones, or as far

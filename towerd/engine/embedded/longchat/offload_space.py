@@ -96,8 +96,7 @@ class OffloadSpace:
     def page_out(self, live_set: BoundedSet) -> None:
         """Write the oldest rows that are not live to disk, if RAM has no room for them. They must
         be indexed."""
-        in_ram, n_max, policy = live_set.offloaded.in_ram, self.n_ram(live_set), live_set.policy
-        assert isinstance(policy, Recalling)
+        in_ram, n_max = live_set.offloaded.in_ram, self.n_ram(live_set)
         if len(in_ram) <= n_max or not self.disk_bytes_max:
             return
         n_live = int(np.isin(in_ram, live_set.positions()).sum())
@@ -106,27 +105,44 @@ class OffloadSpace:
         n_fit = self.disk_bytes_max // self.layout.token_bytes
         self.forget(live_set, going[: max(0, len(going) - n_fit)])
         going = going[max(0, len(going) - n_fit) :]
+        self._free_disk(live_set, len(going) * self.layout.token_bytes)
+        if not self._write(live_set, going):
+            self.forget(live_set, going)
+
+    def page_out_read(self, live_set: BoundedSet) -> bool:
+        """Write the oldest rows of a prompt that is still read to disk, live as they are. False if the disk
+        does not take them."""
+        in_ram, n_max, row_bytes = (
+            live_set.offloaded.in_ram,
+            self.n_ram(live_set),
+            self.layout.token_bytes,
+        )
+        n_fit = max(0, self.disk_bytes_max - live_set.offloaded.disk_bytes) // row_bytes
+        if len(in_ram) <= n_max or not self.disk_bytes_max:
+            return True
+        return self._write(live_set, in_ram[: min(n_fit, len(in_ram) - int(_STAYS_SHARE * n_max))])
+
+    def _write(self, live_set: BoundedSet, going: Positions) -> bool:
+        """Write rows to disk, which has room for them; False if it fails, which changes nothing."""
+        policy = live_set.policy
+        assert isinstance(policy, Recalling)
         if not len(going):
-            return
+            return True
         n_bytes = len(going) * self.layout.token_bytes
         if not self.writes.allows("offload", n_bytes):
-            log.warning(
-                "Old rows of a long chat are forgotten: --write-budget has no room for them today."
-            )
-            self.forget(live_set, going)
-            return
-        self._free_disk(live_set, n_bytes)
+            log.warning("old rows of a long chat are not written: --write-budget is used up today")
+            return False
         try:
             file = self._open_file(live_set, n_bytes)
             layers = policy.layers(self.layout.n_layer)
             pages = Pages.of(self._together(live_set, going), self.folder, file, layers)
         except OSError as error:
             log.warning("old rows of a long chat are forgotten", extra={"reason": str(error)})
-            self.forget(live_set, going)
-            return
+            return False
         self.writes.add("offload", n_bytes)
         stay = np.setdiff1d(live_set.offloaded.positions, going, assume_unique=True)
         live_set.offloaded = live_set.offloaded.only(stay).add(pages)
+        return True
 
     def forget(self, live_set: BoundedSet, gone: Positions) -> None:
         """Drop offloaded positions, which can then no longer be recalled."""

@@ -399,10 +399,14 @@ class Recall:
 
     def offload_read(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
         """Offload what was read of a prompt at whose end the policy will choose, so that it is indexed
-        while the rest is read."""
+        while the rest is read. If the disk does not take what RAM has no room for, the policy chooses
+        before the next batch."""
         n_end = len(live_set.kept) + job.n_prompt - seq.n
-        if job.phase is JobPhase.PREFILL and n_end >= live_set.budget.tokens:
-            self.offload(seq, live_set)
+        if job.phase is not JobPhase.PREFILL or n_end < live_set.budget.tokens:
+            return
+        self.offload(seq, live_set)
+        if not self.space.page_out_read(live_set):
+            live_set.n_full = 0
 
     def offload(self, seq: LiveSeq, live_set: BoundedSet) -> None:
         """Copy the live rows that are not offloaded yet."""

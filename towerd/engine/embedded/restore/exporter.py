@@ -6,6 +6,8 @@ and the state calls then see only that range. Called by the inference thread onl
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from towerd.engine.embedded.context.memory import SequenceMemory
 from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.live.saved import Saved
@@ -51,7 +53,14 @@ class Exporter:
             states = saved.states if saved.state is None else saved.states | {saved.n: saved.state}
             self._checkpoints.export_states(saved.ids, saved.scope, saved.provenance, states)
         if saved.rows is not None:
-            self._export_copy(saved.ids, saved.scope, saved.provenance, saved.rows)
+            rows, ids = saved.rows, saved.ids
+            self._export_copy(
+                ids,
+                saved.scope,
+                saved.provenance,
+                rows.p0,
+                lambda p0, p1: rows.slice(p0, p1).copy(),
+            )
 
     def _export_exact_prefix(self, seq: LiveSeq) -> None:
         """Export the rows of a partial sequence from before its first eviction: only these are what
@@ -62,13 +71,21 @@ class Exporter:
         self._tiers.cut(
             exact.ids, seq.scope
         )  # it ends within a turn, if the first prompt was too long
-        self._export_copy(exact.ids, seq.scope, exact.provenance, exact.rows)
+        self._export_copy(exact.ids, seq.scope, exact.provenance, exact.p0, exact.read)
 
-    def _export_copy(self, ids: Ids, scope: str, provenance: Provenances, rows: KVRows) -> None:
-        """Export of `rows`, which are those of the last ones of `ids`, what the store lacks."""
+    def _export_copy(
+        self,
+        ids: Ids,
+        scope: str,
+        provenance: Provenances,
+        first: int,
+        read: Callable[[int, int], KVRows],
+    ) -> None:
+        """Export what the store lacks of the rows of `ids` from the token numbered `first` on. read: a copy
+        of the rows [p0, p1)"""
         for gap in self._tiers.gaps(ids, scope, provenance):
-            if gap.p0 >= rows.p0:
-                self._accept(gap, rows.slice(gap.p0, gap.p1).copy())
+            if gap.p0 >= first:
+                self._accept(gap, read(gap.p0, gap.p1))
 
     def _accept(self, gap: Gap, rows: KVRows) -> None:
         self.bytes_out += rows.nbytes
