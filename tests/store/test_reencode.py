@@ -29,7 +29,7 @@ from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
 from towerd.store import FormatRequest, Node, Store
-from towerd.store.rows.rows import differs
+from towerd.store.rows.format_request import differs
 from towerd.store.segments.segment_header import FormatRun
 from towerd.tokens import Provenance
 

@@ -20,7 +20,7 @@ from towerd.errors import DiskFull
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
 from towerd.store import Node, SegmentFile, Store
-from towerd.store.rows.rows import differs
+from towerd.store.rows.format_request import differs
 from towerd.tiers import shrink
 from towerd.tiers.formats.calibration import SqueezedFormat, remember_squeezed
 from towerd.tiers.formats.fidelity import LevelFormats

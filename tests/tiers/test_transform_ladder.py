@@ -21,7 +21,7 @@ from waiting import until
 
 from towerd.slots.layout import NATIVE
 from towerd.store import Node, Store
-from towerd.store.rows.recoding import STEP_ROWS, Interrupted
+from towerd.store.rows.recoding import STEP_ROWS, CodingInterrupted
 from towerd.tiers import shrink
 from towerd.tiers.formats.calibration import FormatCost
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
@@ -60,7 +60,7 @@ def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
 @pytest.fixture
 def shrinker(store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Shrinker:
     monkeypatch.setattr(shrink, "SCAN_S", (0.0, 0.0))
-    monkeypatch.setattr(shrink, "_BUSY_S", 0.0)
+    monkeypatch.setattr(shrink, "BUSY_S", 0.0)
     found = Shrinker(store, AFTER_S, clock, LONGER_S)
     found.set_formats(Q8, enabled=True, transform=CODED)
     return found
@@ -132,7 +132,7 @@ def test_a_request_interrupts_it_and_nothing_is_done_twice(
         nonlocal asked
         asked += 1
         if asked % 3 == 0:
-            raise Interrupted
+            raise CodingInterrupted
 
     shrinker.pause = pause
     clock.now += LONGER_S

@@ -31,7 +31,8 @@ from towerd.store.maintenance.footprint import (
 from towerd.store.maintenance.replica import Replica
 from towerd.store.maintenance.verify import VerifyReport, problems, verify
 from towerd.store.rows.collect import GcReport, collect
-from towerd.store.rows.rows import RowsPart, RowStore
+from towerd.store.rows.rows import RowStore
+from towerd.store.rows.rows_part import RowsPart
 from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.sessions.bases import BaseTable, PinTable
 from towerd.store.sessions.cold import ColdTable

@@ -51,7 +51,7 @@ from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.formats.stored_drift import StoredDrift, stored_drift
 from towerd.tiers.formats.transform import TransformCost
 from towerd.tiers.moved_limits import MovedLimits, save_moved_limits
-from towerd.tiers.plan import Composed, Gap, RestorePlan
+from towerd.tiers.plan import Composed, Gap, RestorePlan, merge_adjacent
 from towerd.tiers.prefetch import Prefetcher
 from towerd.tiers.promotion import Promoter
 from towerd.tiers.ranking import Ranking
@@ -171,7 +171,7 @@ class Tiers(Listener):
             self._set_shrinker(self.formats)
 
     def pause_transform(self, pause: Callable[[], object]) -> None:
-        """Call `pause` every few milliseconds of transform coding: it raises Interrupted if a request runs."""
+        """Call `pause` every few milliseconds of transform coding: it raises CodingInterrupted if a request runs."""
         self._shrinker.pause = pause
 
     def _set_shrinker(self, formats: LevelFormats | None) -> None:
@@ -592,18 +592,3 @@ def _stored(node: Node) -> Provenance | None:
     has none."""
     found = [worst for worst in (node.worst_hot, node.worst_file) if worst is not None]
     return min(found, default=None)
-
-
-def merge_adjacent(parts: Iterable[RowsPart]) -> Iterator[RowsPart]:
-    """Join neighbouring parts of one file, because a blob may belong to several nodes."""
-    last: RowsPart | None = None
-    for part in parts:
-        in_file = isinstance(part.source, SegmentFile)
-        if last is not None and in_file and last.source is part.source and last.p1 == part.p0:
-            last = replace(part, p0=last.p0)
-            continue
-        if last is not None:
-            yield last
-        last = part
-    if last is not None:
-        yield last

@@ -21,8 +21,8 @@ from towerd.errors import NotFound, RowsDamaged, StoreError
 from towerd.kernels.formats import BY_NAME
 from towerd.slots.layout import NATIVE
 from towerd.store import Base, FormatRequest, Node, SegmentFile, Store
-from towerd.store.rows.recoding import Interrupted
-from towerd.store.rows.rows import bytes_after, differs
+from towerd.store.rows.format_request import bytes_after, differs
+from towerd.store.rows.recoding import CodingInterrupted
 from towerd.store.segments.coded_format import is_coded
 from towerd.tiers.formats.fidelity import DYNAMIC, LevelFormats
 from towerd.tiers.sharing import shared_levels
@@ -39,7 +39,7 @@ RUN_TOKENS_MIN = 64
 SCAN_S = (0.5, 60.0)
 """Minimum and maximum time between two scans of all files."""
 _RETRY_S = 60.0
-_BUSY_S = 0.2
+BUSY_S = 0.2
 """Time until transform coding that a request interrupted is tried again."""
 SQUEEZE_S = 5.0
 """Time between two looks for files to squeeze, and after one that could not be written."""
@@ -83,7 +83,7 @@ class Shrinker:
         self.n_transformed = 0
         """Segments that were transform-coded."""
         self.pause: Callable[[], object] = lambda: None
-        """Called every few milliseconds of transform coding; raises Interrupted if a request runs."""
+        """Called every few milliseconds of transform coding; raises CodingInterrupted if a request runs."""
         self.n_damaged = 0
         self._store = store
         self._after_s = after_s
@@ -187,9 +187,9 @@ class Shrinker:
                     self._store.bases.listing()
                 )  # one may have been added since the scan began
                 new = self._reencode(file, self._requested(file))
-            except Interrupted:
+            except CodingInterrupted:
                 self._queue.appendleft(file)
-                self._rest_until = time.monotonic() + _BUSY_S
+                self._rest_until = time.monotonic() + BUSY_S
                 return None
             except StoreError:
                 self._queue.clear()
@@ -232,9 +232,9 @@ class Shrinker:
                 continue
             try:
                 new = self._reencode(file, requests)
-            except Interrupted:
+            except CodingInterrupted:
                 self._to_squeeze.appendleft(file)
-                self._squeeze_due = time.monotonic() + _BUSY_S
+                self._squeeze_due = time.monotonic() + BUSY_S
                 return None
             if new is None:
                 self._as_small_as_can_be[file.id] = used

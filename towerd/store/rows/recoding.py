@@ -22,7 +22,7 @@ STEP_ROWS = 128
 """Rows that are encoded between two pauses: 10 ms of SmolLM2's on one core."""
 
 
-class Interrupted(Exception):
+class CodingInterrupted(Exception):
     """Raised by `pause`: something else needs the cores. What was encoded so far is remembered."""
 
 

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, TypeAlias
-
-import numpy as np
 
 from towerd.codec.errors import NewerVersion
-from towerd.drift import DecodedRun
 from towerd.errors import DiskFull, RowsDamaged, SegmentsGone, StoreError
 from towerd.slots.errors import StateError
-from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
 from towerd.slots.runs import Runs
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.files import durable
 from towerd.store.files.writes import Kind
+from towerd.store.rows.drafting import as_split, consecutive, covered, draft_of, merge_runs
+from towerd.store.rows.format_request import FormatRequest, format_of
 from towerd.store.rows.recoding import carried_runs, encoded_run
+from towerd.store.rows.rows_part import RowsPart
 from towerd.store.segments.coded_format import coding_of, is_coded
 from towerd.store.segments.segment_file import ANY_HEAD, Claim, Ranges, RowsLost, SegmentFile
 from towerd.store.segments.segment_header import encode_runs, segment_key, worst_of
@@ -32,122 +29,9 @@ from towerd.store.state.state import StoreState
 from towerd.store.tree.node import Node
 from towerd.store.tree.scope import readable_scopes
 from towerd.system.paced import PacedExecutor
-from towerd.tokens import ID_BYTES, Provenance, Provenances, may_replace, provenance_as_kept
-
-Tier: TypeAlias = Literal["hot", "warm"]
+from towerd.tokens import ID_BYTES, Provenance, may_replace, provenance_as_kept
 
 _OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES})
-
-
-@dataclass(frozen=True, slots=True)
-class RowsPart:
-    """Rows [p0, p1) of one node. It refers to their location, so a split or an eviction of
-    the node after planning is harmless."""
-
-    node: Node
-    p0: int
-    p1: int
-    tier: Tier
-    source: Runs | SegmentFile
-    origin: Provenance = Provenance.EXACT
-    """For hot rows: what they were computed as."""
-
-    @property
-    def provenance(self) -> Provenances:
-        """That of each position, uint8[p1 - p0]."""
-        if isinstance(self.source, SegmentFile):
-            return self.source.provenance(self.p0, self.p1)
-        provenance = np.full(self.p1 - self.p0, self.origin, np.uint8)
-        for rows in self.source.slice(self.p0, self.p1):
-            if not rows.layout.is_native:
-                kept = provenance_as_kept(self.origin, is_native=False)
-                provenance[rows.p0 - self.p0 : rows.p1 - self.p0] = kept
-        return provenance
-
-    @property
-    def decoded(self) -> list[DecodedRun]:
-        """Its rows that are decoded from stored formats, in order."""
-        if isinstance(self.source, SegmentFile):
-            at, runs = self.source.p0, self.source.runs
-            found = [DecodedRun(at + run.row0, at + run.end, run.format) for run in runs]
-        elif self.origin == Provenance.APPROXIMATE:  # decoded on their way into RAM
-            file, whole = self.node.file, (self.p0, self.p1)
-            at, runs = (0, ()) if file is None else (file.p0, file.runs)
-            found = [DecodedRun(at + run.row0, at + run.end, run.format) for run in runs]
-            found = found or [DecodedRun(*whole, "decoded")]
-        else:
-            kept = [(rows, rows.layout) for rows in self.source]
-            found = [
-                DecodedRun(rows.p0, rows.p1, NATIVE if each.is_native else each.format_name)
-                for rows, each in kept
-            ]
-        cut = [DecodedRun(max(p0, self.p0), min(p1, self.p1), name) for p0, p1, name in found]
-        return [run for run in cut if run.p0 < run.p1 and run.format != NATIVE]
-
-
-@dataclass(frozen=True, slots=True)
-class FormatRequest:
-    """The requested format of the rows of positions [p0, p1)."""
-
-    p0: int
-    p1: int
-    format: str
-    again: Collection[str] = ()
-    """Stored formats out of which rows are encoded once more, where that takes fewer bytes."""
-
-    def applies(self, stored: str, native: KVLayout) -> bool:
-        """Whether rows that are in the format `stored` are to be encoded in the requested one. What is
-        transform-coded is never encoded again."""
-        if is_coded(stored):
-            return False
-        if is_coded(self.format):
-            return stored == NATIVE or stored in self.again
-        if stored == self.format or native.stored_as(self.format) == native:
-            return False
-        if stored == NATIVE:
-            return True
-        nbytes = [native.stored_as(name).token_bytes for name in (self.format, stored)]
-        return stored in self.again and nbytes[0] < nbytes[1]
-
-    def token_bytes(self, native: KVLayout) -> int:
-        """Bytes of a row in the format; of a transform coding about as many."""
-        if is_coded(self.format):
-            return native.token_bytes // CODED_SHARE
-        return native.stored_as(self.format).token_bytes
-
-
-CODED_SHARE = 7
-"""Native rows take about so many times the bytes of transform-coded ones."""
-
-
-def differs(
-    file: SegmentFile, requests: Sequence[FormatRequest], native: KVLayout
-) -> tuple[int, int]:
-    """(number of rows that re-encoding would change, number that it would keep in another stored
-    format than requested): only a request for that encodes approximate rows again."""
-    n_changed = n_kept = 0
-    for request in requests:
-        for run in file.runs:
-            n = min(request.p1 - file.p0, run.end) - max(request.p0 - file.p0, run.row0)
-            if n <= 0 or run.format == request.format:
-                continue
-            if request.applies(run.format, native):
-                n_changed += n
-            elif run.format != NATIVE and not is_coded(run.format):
-                n_kept += n
-    return n_changed, n_kept
-
-
-def bytes_after(file: SegmentFile, requests: Sequence[FormatRequest], native: KVLayout) -> int:
-    """Bytes of the file after re-encoding, without what headers and padding differ by."""
-    n_bytes = file.nbytes
-    for request in requests:
-        for run in file.runs:
-            n = min(request.p1 - file.p0, run.end) - max(request.p0 - file.p0, run.row0)
-            if n > 0 and request.applies(run.format, native):
-                n_bytes -= n * file.run_bytes(run, native) // run.n_rows
-                n_bytes += n * request.token_bytes(native)
-    return n_bytes
 
 
 class RowStore:
@@ -260,7 +144,7 @@ class RowStore:
             raise StateError("these rows have another layout than the store's")
         new, taken = provenance_as_kept(origin, is_native=rows.is_native), []
         with state.lock:
-            for node in _covered(nodes, rows.p0, rows.p1) if self.is_trusted else ():
+            for node in covered(nodes, rows.p0, rows.p1) if self.is_trusted else ():
                 hot, on_disk = node.worst_hot, node.worst_file
                 if hot is not None and not may_replace(new, hot):
                     continue
@@ -313,17 +197,17 @@ class RowStore:
         state.check_open()
 
         with state.lock:
-            nodes = _as_split(nodes)
+            nodes = as_split(nodes)
             if nodes and not any(
                 lacks(node.worst_file, node.worst_hot, sufficient) for node in nodes
             ):
                 assert nodes[-1].file is not None
                 return nodes[-1].file
-            draft = _draft(nodes, state, requests)
+            draft = draft_of(nodes, state, requests)
 
         def targets() -> list[Node]:
             found, runs = [], draft.run_table
-            for node in _covered(nodes, draft.p0, draft.p1):
+            for node in covered(nodes, draft.p0, draft.p1):
                 new = worst_of(runs, node.p0 - draft.p0, node.p1 - draft.p0)
                 if lacks(node.worst_file, new, sufficient):
                     found.append(node)
@@ -376,7 +260,7 @@ class RowStore:
         those in a stored format where the request says so. Others stay as they are.
 
         pause: called every few milliseconds of transform coding, returns if it may continue or raises
-            Interrupted, which this then raises; what was encoded is used at the next attempt
+            CodingInterrupted, which this then raises; what was encoded is used at the next attempt
 
         The old file's checksums are verified again first. Its nodes switch in one transaction, then
         it is deleted; loads planned from it use the new file. None if the file was dropped meanwhile.
@@ -444,7 +328,7 @@ class RowStore:
                 runs += carried_runs(found, before.format, before.origin, file.head_rows)
                 continue
             parts = self.pieces(file, start, end)
-            name = _format_of(start, before.format, requests, native)
+            name = format_of(start, before.format, requests, native)
             if is_coded(name):
                 coding, basis = coding_of(name)
                 found_basis = self.bases.get(basis, self._state.digest)
@@ -492,7 +376,7 @@ class RowStore:
                         growth.grow(node.prefix_bytes(), node.scope, [*sorted(inside), node.p1])
             nodes = sorted(state.tree.viewers(file), key=lambda node: node.p0)
         good = [node for node in nodes if not any(a < node.p1 and node.p0 < b for a, b in lost)]
-        for run in _consecutive(good):
+        for run in consecutive(good):
             p0, last = run[0].p0, run[-1]
             with state.locked():
                 prefix = last.prefix_bytes()
@@ -661,102 +545,3 @@ def uncatalogue(catalog: Catalog, file_id: int) -> None:
     with catalog.transaction():
         catalog.run("DELETE FROM views WHERE file = ?", (file_id,))
         catalog.run("DELETE FROM files WHERE id = ?", (file_id,))
-
-
-def _covered(nodes: Sequence[Node], p0: int, p1: int) -> list[Node]:
-    """The nodes now on the path of `nodes` that lie within [p0, p1), top first. A split since
-    `nodes` was taken put new nodes above the old ones, so the path is walked from below."""
-    alive = [node for node in nodes if not node.removed]
-    if not alive:
-        return []
-    return [node for node in alive[-1].path() if node.p0 >= p0 and node.p1 <= p1]
-
-
-def _as_split(nodes: Sequence[Node]) -> Sequence[Node]:
-    """Consecutive nodes without those that were removed, and with what splits put between them.
-    Raises SegmentsGone if all were removed."""
-    alive = [node for node in nodes if not node.removed]
-    if nodes and not alive:
-        raise SegmentsGone("the segments were removed before their rows were written")
-    found: list[Node] = []
-    at = alive[-1] if alive else None
-    while at is not None and at is not alive[0]:
-        found.append(at)
-        at = at.parent
-    return [alive[0], *reversed(found)] if at is not None else nodes
-
-
-def _draft(nodes: Sequence[Node], state: StoreState, requests: Sequence[FormatRequest]) -> Draft:
-    """What to write for consecutive hot nodes of one scope, in the formats of `requests`. Raises
-    StoreError."""
-    if not nodes:
-        raise StoreError("no segments to write")
-    runs: list[DraftRun] = []
-    layout = state.row_identity.layout
-    for above, node in zip([None, *nodes], nodes, strict=False):
-        if node.removed or node.hot is None:
-            raise StoreError(f"segment {node.id} has no rows in memory to write")
-        if above is not None and (node.parent is not above or node.scope != above.scope):
-            raise StoreError("only consecutive segments of one scope can share a file")
-        runs += [
-            DraftRun(
-                [rows], _format_of(rows.p0, rows.layout.format_name, requests, layout), node.origin
-            )
-            for rows in _cut(node.hot, requests)
-        ]
-    first, last = nodes[0], nodes[-1]
-    prefix = last.prefix_bytes()
-    return Draft(
-        state.digest,
-        segment_key(state.digest, last.scope, prefix),
-        last.scope,
-        prefix[first.p0 * ID_BYTES :],
-        state.row_identity.layout,
-        merge_runs(runs),
-    )
-
-
-def _cut(hot: Runs, requests: Sequence[FormatRequest]) -> Iterator[KVRows]:
-    """Rows in memory, cut where a request begins or ends."""
-    cuts = {p for request in requests for p in (request.p0, request.p1)}
-    ends = [hot.p0, *sorted(p for p in cuts if hot.p0 < p < hot.p1), hot.p1]
-    for start, end in zip(ends, ends[1:], strict=False):
-        yield from hot.slice(start, end)
-
-
-def merge_runs(runs: Sequence[DraftRun]) -> list[DraftRun]:
-    """Join neighbours of the same format and origin."""
-    merged: list[DraftRun] = []
-    for run in runs:
-        last = merged[-1] if merged else None
-        if last is not None and (last.format, last.origin) == (run.format, run.origin):
-            merged[-1] = DraftRun(
-                [*last.parts, *run.parts],
-                run.format,
-                run.origin,
-                [*last.pieces, *run.pieces],
-                [*last.coded_heads, *run.coded_heads],
-            )
-        else:
-            merged.append(run)
-    return merged
-
-
-def _consecutive(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Runs of nodes that follow one another."""
-    runs: list[list[Node]] = []
-    for node in nodes:
-        if runs and runs[-1][-1].p1 == node.p0:
-            runs[-1].append(node)
-        else:
-            runs.append([node])
-    return runs
-
-
-def _format_of(p0: int, stored: str, requests: Sequence[FormatRequest], native: KVLayout) -> str:
-    """The resulting format of a stretch that begins at `p0`: the requested one if the request applies, or its
-    own."""
-    for request in requests:
-        if request.p0 <= p0 < request.p1:
-            return request.format if request.applies(stored, native) else stored
-    return stored

@@ -36,7 +36,7 @@ from towerd.errors import NotSupported, TowerdError
 from towerd.model.vocab import Vocab
 from towerd.slots.kind import WINDOW
 from towerd.store import Store
-from towerd.store.rows.recoding import Interrupted
+from towerd.store.rows.recoding import CodingInterrupted
 from towerd.system.eigen import EigenFailed, patient_eigh
 from towerd.system.priority import lower_priority
 from towerd.tiers.formats.calibration import (
@@ -469,9 +469,9 @@ class Calibrator:
             self._check_stop()
 
     def _interrupt(self) -> None:
-        """Raises Interrupted if a request runs or waits, or the daemon closes."""
+        """Raises CodingInterrupted if a request runs or waits, or the daemon closes."""
         if self._scheduler.is_busy or self._stop.is_set():
-            raise Interrupted
+            raise CodingInterrupted
 
     def _check_stop(self) -> None:
         if self._stop.is_set():
