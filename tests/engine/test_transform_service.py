@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 from calibrations import calibration_of
 from oracle import ask, check_integrity, settle, some_ids
 from services import EmbeddedService, OpenService
@@ -13,6 +14,8 @@ from waiting import until_async
 
 from towerd.codec.rows.basis import Basis
 from towerd.codec.rows.learn import Rounding, groups_of, learn
+from towerd.engine.embedded.calibration import calibrate
+from towerd.engine.embedded.calibration import transform as learning
 from towerd.models.bundled import bundled_model
 from towerd.slots.rows import KVRows, join
 from towerd.store.segments.coded_format import coded_format
@@ -24,6 +27,7 @@ from towerd.tiers.formats.transform import (
     load_transform,
     save_transform,
 )
+from towerd.tiers.moved_limits import MovedLimits, save_moved_limits
 
 N = 700
 SOON: Any = {"shrink_after_s": 0.0, "transform_after_s": 0.0, "cache_reuse": 0, "ctx_size": 1024}
@@ -38,14 +42,18 @@ def native_rows(service: EmbeddedService) -> KVRows:
     return join([rows.token_major() for rows in parts])
 
 
+def basis_of(service: EmbeddedService, rows: KVRows) -> Basis:
+    """Learn from these rows."""
+    identity, groups = service.engine.info.row_identity.digest(), groups_of(rows.layout, 1)
+    rope = service.engine.parts.keys.rope()
+    codings = {"s0.1": Rounding(0.1)}
+    return learn([rows], rope, codings, row_identity=identity, groups=groups)
+
+
 def use(service: EmbeddedService, rows: KVRows) -> TransformChoice:
     """Learn from these rows, and say that it was measured."""
     identity = service.engine.info.row_identity.digest()
-    groups = groups_of(rows.layout, 1)
-    rope = service.engine.parts.keys.rope()
-    basis: Basis = learn(
-        [rows], rope, {"s0.1": Rounding(0.1)}, row_identity=identity, groups=groups
-    )
+    basis = basis_of(service, rows)
     name = service.store.rows.bases.add(basis)
     cost = TransformCost((coded_format("s0.1", basis.digest),), COST, 3.0, 0.002)
     found = TransformChoice(VERSION, name, len(rows), 1.0, basis.nbytes, {"near": cost})
@@ -99,6 +107,48 @@ async def test_a_coded_chat_resumes_after_a_restart(service_on: OpenService) -> 
         assert exact.finish.reuse.approximate == 0
         assert exact.ids == first.ids
         assert exact.finish.reuse.warm == 0  # the sinks are in the same segment
+
+
+async def test_codings_are_learned_when_nothing_else_runs(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the calibration; they are kept, and in force after a restart."""
+    ids, made = some_ids(N), []
+
+    def learned(*_: object, rot_k: bool, **__: object) -> learning.Learned:
+        return made[0]
+
+    monkeypatch.setattr(calibrate, "learn_transform", learned)
+    async with service_on(bundled_model(), ctx_size=1024) as service:
+        engine = service.engine
+        await ask(service, ids)
+        await settle(service)
+        basis = basis_of(service, native_rows(service))
+        cost = TransformCost((coded_format("s0.1", basis.digest),), COST, 3.0, 0.002)
+        made.append(learning.Learned(basis, N, {"near": cost}))
+        known = calibration_of(engine.info.row_identity, ("q8",) * 3)
+        save_calibration(service.store, known)
+        calibrator = calibrate.Calibrator(
+            engine.core,
+            engine.scheduler,
+            service.store,
+            service.tiers,
+            rotation=engine.parts.rotation,
+            keys=engine.parts.keys,
+            fidelity="near",
+            forced=False,
+            idle_s=0.1,
+        )
+        limits = MovedLimits(engine.info.row_identity.digest().hex(), 0.0, 0.0, 1.0)
+        save_moved_limits(service.store, limits)
+        await asyncio.to_thread(calibrator.start)
+        await until_async(lambda: calibrator.view()["transform"] is not None)
+        found = calibrator.view()["transform"]
+        await asyncio.to_thread(calibrator.close)
+        assert service.store.rows.bases.names() == {found["basis"]}
+        assert found["choices"]["near"]["levels"] == cost.levels
+    async with service_on(bundled_model(), ctx_size=1024) as service:
+        assert service.engine.calibrator.view()["transform"] == found
 
 
 async def test_a_damaged_page_is_evaluated_again(service_on: OpenService) -> None:

@@ -93,8 +93,8 @@ class Tiers(Listener):
     ) -> None:
         """predictor: a trained predictor, for policies that use one
         forced: the stored format of each level; overrides `set_formats`
-        shrink_after_s: how long rows must be unused before they are stored in these formats
-        transform_after_s: and before they are transform-coded; below 0: they never are
+        shrink_after_s, transform_after_s: how long rows must be unused before they are stored in these
+            formats, and transform-coded; below 0: they never are
         promote_delay_s: rows that were read from disk are copied into RAM when the request that
             needed them is recorded, or after this long
         prefetch_bytes: bandwidth of prefetch in bytes per second; 0: no prefetch
@@ -133,7 +133,6 @@ class Tiers(Listener):
         self._found: Calibration | None = None
         self._squeezed: SqueezedFormat | None = None
         self._transform: TransformCost | None = None
-        self._may_transform = transform_after_s >= 0
         self._stored_drift: tuple[StoredDrift, StoredDrift] | None = None
         """Before any rows are squeezed, and afterwards."""
         self._shrinker.set_formats(None if self.exact else forced, enabled=not self.exact)
@@ -166,7 +165,7 @@ class Tiers(Listener):
     def set_transform(self, found: TransformCost | None) -> None:
         """Transform-code rows after longer disuse from now on, in these codings; None: none are. No effect
         under exact fidelity or forced formats."""
-        if not self.exact and self._forced is None and self._may_transform:
+        if not self.exact and self._forced is None and self._shrinker.may_transform:
             self._transform = found
             self._set_shrinker(self.formats)
 

@@ -88,6 +88,7 @@ class Shrinker:
         self._store = store
         self._after_s = after_s
         self._transform_after_s = max(after_s, transform_after_s)
+        self.may_transform = transform_after_s >= 0
         self._clock = clock
         self._lock = threading.Lock()
         self._reading: Counter[int] = Counter()
