@@ -12,13 +12,13 @@ from towerd.cli.client.transport import Json
 from towerd.settings.setting import LOCAL_TENANT
 
 SCOPE_HELP = "Only this tenant's."
-TITLE_CHARS = 30
+TITLE_CHARS = 23
 """Of a title in the list, whose lines fit 100 columns."""
 TEXT_HEAD = 300
 TEXT_END = 700
 DRAWING_CHARS = 64
 _COLUMNS = (
-    "SESSION", "TENANT", ">TURNS", ">TOKENS", ">SLOT FILE", ">KEPT", ">FROZEN", ">LAST USED", "TITLE",
+    "SESSION", "TENANT", ">TURNS", ">TOKENS", ">SLOT FILE", ">KEPT", ">LAST USED", "TITLE",
 )  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def sessions() -> None:
 @target_options
 def ls(limit: int, scope: str | None, as_json: bool, target: Target) -> None:
     """List sessions, most recently used first."""
-    from towerd.cli.output import ago, echo_json, preview, short_ids, show_table, size
+    from towerd.cli.output import ago, echo_json, preview, short_ids, show_table
 
     with connect(target) as backend:
         found = backend.sessions(limit, scope)
@@ -54,7 +54,6 @@ def ls(limit: int, scope: str | None, as_json: bool, target: Target) -> None:
                 each["n_turns"],
                 f"{each['n_tokens']:,}",
                 *_takes(each),
-                size(each["cold_bytes"]) if each["cold_bytes"] else "",
                 ago(each["updated"]),
                 preview(each["title"], TITLE_CHARS),
             )
@@ -90,7 +89,8 @@ def _takes(session: Json) -> tuple[str, str]:
     footprint = session.get("footprint")
     if not footprint:
         return "", ""
-    return size(footprint["slot_bytes"]), size(footprint["kept_bytes"])
+    kept = size(footprint["kept_bytes"])
+    return size(footprint["slot_bytes"]), f"frozen {kept}" if session["cold_bytes"] else kept
 
 
 def kept_facts(kept: Json | None) -> list[tuple[str, str]]:

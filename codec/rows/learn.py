@@ -39,6 +39,8 @@ Eigh: TypeAlias = Callable[
     [npt.NDArray[np.float64]], tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
 ]
 """As `numpy.linalg.eigh`."""
+_CALLS_OF_TABLES = 8
+"""Calls whose rows the symbols of the tables are counted in: more of them change no table by much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ def _codings(
     n_threads: int,
     pause: Callable[[], object],
 ) -> dict[str, RowCoding]:
-    """The classes of the components, and tables from how often each symbol occurs in the samples."""
+    """The classes of the components, and tables from how often each symbol occurs in rows of the samples."""
     classed = {name: _classed(rounding, variances) for name, rounding in codings.items()}
     counts = {
         name: np.zeros((len(each.shifts), SYMBOLS), np.int64) for name, each in classed.items()
@@ -198,13 +200,14 @@ def _classed(rounding: Rounding, variances: Sequence[npt.NDArray[np.float64]]) -
 def _components(
     group: PlaneGroup, samples: Sequence[KVRows], n_threads: int
 ) -> Iterator[npt.NDArray[np.float32]]:
-    """[rows, components] for each call of the kernel."""
+    """[rows, components] for each of some calls of the kernel, spread over the samples."""
     transform = row_coding.RowTransform(group.vectors.view(np.uint16), group.mean, group.weights)
-    for rows in samples:
-        format_name = rows.layout.planes[group.planes[0]].format.name
-        for at in range(0, len(rows), _ROWS_OF_CALL):
-            planes = [rows.plane(i)[at : at + _ROWS_OF_CALL] for i in group.planes]
-            yield row_coding.components(transform, planes, format_name, n_threads)
+    format_name = samples[0].layout.planes[group.planes[0]].format.name
+    calls = [(rows, at) for rows in samples for at in range(0, len(rows), _ROWS_OF_CALL)]
+    which = np.linspace(0, len(calls) - 1, min(len(calls), _CALLS_OF_TABLES)).round().astype(int)
+    for rows, at in (calls[i] for i in which):
+        planes = [rows.plane(i)[at : at + _ROWS_OF_CALL] for i in group.planes]
+        yield row_coding.components(transform, planes, format_name, n_threads)
 
 
 def _symbols(

@@ -171,7 +171,8 @@ async def _freeze(server: ServerProcess) -> float:
     own = f"{server.url}/towerd/v1/sessions"
     async with new_session() as session:
         async with session.get(f"{own}?limit=1000") as reply:
-            found = (await reply.json())["sessions"]
+            listed = (await reply.json())["sessions"]
+        found = [each for each in listed if each["n_turns"] > 1 and each["n_tokens"] > _SAID_CHARS]
         sizes = []
         for each in found:
             async with session.post(f"{own}/{each['id']}/freeze", json={}) as reply:

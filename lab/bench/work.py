@@ -31,10 +31,10 @@ QUICK_WORK = {
     "store": Work(0, 0, 0, starts=0, other_s=10),
     # Prefixes of 7,025 tokens, then 30 tables on 16 continuations of 64 tokens; drift on two.
     "quality.formats": Work(SMOLLM2, 7025 + 30 * 16 * 64 + 6000, 0, starts=2),
-    # Prefixes of 7,500 tokens; 12 groups on three continuations of 64, three codings and three block formats on
-    # four, one of them token by token; a chat of 2,048 once more. Learning takes 40 s.
+    # Prefixes of 4,600 tokens; 12 groups on two continuations of 64, three codings and three block formats on
+    # four, some of them token by token; a chat of 2,048 once more. Learning takes 40 s.
     "transform.rates": Work(
-        SMOLLM2, 7500 + 64 * (3 * 13 + 4 * 9) + 2048, 64 * 11, starts=3, other_s=80
+        SMOLLM2, 4600 + 64 * (2 * 13 + 4 * 7) + 2048, 64 * 14, starts=3, other_s=80
     ),
     # A chat of 8,000 tokens takes 70.3 s to evaluate, twice that on slow cores, and one of 1,000; 20
     # sessions are coded, and one of 8,000 tokens decoded 27 times.

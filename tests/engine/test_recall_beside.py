@@ -381,3 +381,23 @@ def test_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done == [0]
     assert all(live_set.failure is None for live_set, _ in chats)
     indexer.close()
+
+
+async def test_chats_that_do_not_run_share_their_ram(service_on: OpenService) -> None:
+    """However many of them are live or parked, and all continue, those that were dropped from the store."""
+    settings = {"threads": 1, "retention": "icecache", "recall_disk_bytes": 0, "live_tokens": 4096}
+    live = LiveBudget("icecache", 64)
+    async with service_on(bundled_model(), **settings) as service:
+        engine, ids = service.engine, some_ids(200)
+        await ask(service, ids, 20, live=live, scope="s0")
+        (first,) = await inside(service, lambda: live_sets(engine))
+        engine.budgets.parked.bytes_max = n_max = 3 * first.n_bytes_offloaded
+        for i in range(1, 7):
+            await ask(service, ids, 20, live=live, scope=f"s{i}")
+            await settle(service)
+            sets = await inside(service, lambda: live_sets(engine))
+            idle = sum(each.n_bytes_offloaded for each in sets) - first.n_bytes_offloaded
+            assert engine.budgets.parked.nbytes + idle <= n_max
+        for i in range(7):
+            assert len((await ask(service, ids, 20, live=live, scope=f"s{i}")).ids) == 20
+        await check_integrity(service)

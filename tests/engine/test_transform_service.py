@@ -113,7 +113,7 @@ async def test_codings_are_learned_when_nothing_else_runs(
     service_on: OpenService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the calibration; they are kept, and in force after a restart."""
-    ids, made = some_ids(N), []
+    ids, made = some_ids(N), list[learning.Learned]()
 
     def learned(*_: object, rot_k: bool, **__: object) -> learning.Learned:
         return made[0]

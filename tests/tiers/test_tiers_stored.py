@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from calibrations import calibration_of
+from calibrations import calibration_of, graded_calibration
 from format_oracle import plane_of
 from seams import hot_policy
 from store_tools import (
@@ -422,3 +422,29 @@ def test_moved_rows_in_a_stored_format_stay_moved(open_tiers: OpenTiers) -> None
     assert set(new.provenance(0, 600).tolist()) == {Provenance.AFTER_MOVED}
     store.rows.drop_hot(leaf)
     assert store.plan_rows(leaf, 0, 600, worst=Provenance.APPROXIMATE) == []
+
+
+def test_a_prompt_gets_no_more_approximate_rows_than_its_bound_allows(
+    open_tiers: OpenTiers,
+) -> None:
+    """All of a stored prompt is in a format that was measured as a part of longer ones: the rest is
+    evaluated, unless the new prompt is as long."""
+    store, tiers = open_tiers(hot_bytes=0)
+    store.insert(IDS, "local", (600,))
+    for gap in tiers.gaps(IDS, "local"):
+        tiers.accept(gap, rows_of(IDS, gap.p0, LAYOUT))
+    tiers.flush()
+    (node,) = store.match(IDS, "local").nodes
+    assert node.file is not None
+    store.rows.drop_hot(node)
+    assert store.rows.reencode(node.file, [FormatRequest(SINKS, 600, "q4h")]) is not None
+    found = graded_calibration(store.state.row_identity, ("q4h", "q5h", "q6h"), (0.2, 0.3, 0.5))
+    tiers.use(found)
+    for n_new in (20, 2000):
+        ids = np.concatenate([IDS, np.full(n_new, 7, np.int32)])
+        plan = tiers.plan(store.hold(ids, "local"), 0)
+        drift = tiers.drift_of(np.zeros(0, bool), [], plan.decoded, len(ids))
+        assert drift is not None
+        assert drift.excess <= 0.002 * 1.00001
+        assert (plan.n == 600) == (n_new == 2000)
+        assert sum(len(rows) for _, rows in tiers.rows(plan)) == plan.n > 300

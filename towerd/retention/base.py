@@ -28,6 +28,9 @@ Indices = npt.NDArray[np.int64]
 
 SINK_DEFAULT = 4
 """First tokens that always stay: StreamingLLM found four to be enough, BUZZ uses one to five."""
+POOL_DEFAULT = 15
+"""Width of max pooling over neighbours, about the tokens of a line that states a fact. SnapKV's paper has
+5 and 7."""
 HALF_LIFE_DEFAULT = 16.0
 """Tokens after which attention counts half, in policies that go by all of it."""
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from towerd.retention.base import (
     HALF_LIFE_DEFAULT,
+    POOL_DEFAULT,
     SINK_DEFAULT,
     Indices,
     Mass,
@@ -43,7 +44,7 @@ class BuzzConfig(RetentionConfig):
     sampled_part: int = 4
     """One of so many tokens between sink and window is sampled, the others are those with most attention; 1
     is the paper's."""
-    pool: int = 11
+    pool: int = POOL_DEFAULT
     """Width of the max pooling over neighbours of what is not sampled, odd."""
 
     def __post_init__(self) -> None:

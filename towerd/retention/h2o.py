@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from towerd.retention.base import (
     HALF_LIFE_DEFAULT,
+    POOL_DEFAULT,
     Indices,
     Retention,
     RetentionConfig,
@@ -29,7 +30,7 @@ class H2OConfig(RetentionConfig):
     no pooling: `sink=0, half_life=math.inf, pool=1` is its form."""
 
     half_life: float = field(default=HALF_LIFE_DEFAULT, kw_only=True)
-    pool: int = 11
+    pool: int = POOL_DEFAULT
     """Width of the max pooling over neighbours, odd."""
 
     def __post_init__(self) -> None:

@@ -2,7 +2,8 @@
 What You are Looking for Before Generation", section 4 and its listing).
 
 The paper votes once, at the end of the prompt and per head; this votes at each eviction and for all
-heads. The window is the observation window: its queries vote, its tokens stay.
+heads. The window is the observation window: its queries vote, its tokens stay. Pooling is wider than the
+paper's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from towerd.retention.base import (
+    POOL_DEFAULT,
     SINK_DEFAULT,
     Indices,
     Retention,
@@ -30,7 +32,7 @@ class SnapKVConfig(RetentionConfig):
     """The paper has no sink; `sink=0` is its form."""
 
     window: int = _WINDOW_MAX
-    pool: int = 7
+    pool: int = POOL_DEFAULT
     """Width of the max pooling over neighbours, odd."""
 
     def __post_init__(self) -> None:

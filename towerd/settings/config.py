@@ -212,7 +212,7 @@ class Config:
     recall_layer_step: int = _set(3, "int", "--recall-layer-step",
         "Read the keys of every N-th layer for --retention icecache or latem; 1: of all but icecache's first two.", low=1, high=1024)
     recall_bytes: int = _set(-1, "size", "--recall-bytes",
-        "RAM for the rows and index that --retention icecache or latem can recall for one chat; older rows go to disk.",
+        "RAM for the rows and index that --retention icecache or latem can recall for one chat that runs; older rows go to disk. Chats that do not run share twice as much.",
         low=-1, auto="a 12th of the RAM")
     recall_disk_bytes: int = _set(-1, "size", "--recall-disk-bytes",
         "Disk for rows of one chat beyond --recall-bytes; when it is full, the oldest are dropped. 0: none.",

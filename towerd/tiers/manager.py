@@ -45,7 +45,9 @@ from towerd.tiers.formats.calibration import (
     SqueezedFormat,
     bound_of,
     remember_squeezed,
+    remember_that_it_squeezed,
     squeezed_format,
+    was_squeezed,
 )
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.formats.stored_drift import StoredDrift, stored_drift
@@ -127,8 +129,7 @@ class Tiers(Listener):
         self._writer = RowsWriter(store, self.counters, self._sufficient, *waiting)
         self.evictor = Evictor(store, self.ranking, self.counters, self._writer.unwritten)
         self.moved_limits: MovedLimits | None = None
-        """What deviations of moved rows have to stay under; None: not measured, so that no rows are
-        moved."""
+        """What deviations of moved rows stay under; None: not measured, so that none are moved."""
         self._forced = forced
         self._found: Calibration | None = None
         self._squeezed: SqueezedFormat | None = None
@@ -186,6 +187,7 @@ class Tiers(Listener):
             squeezed=None if squeezed is None else squeezed.name,
             transform=None if transform is None else transform.formats,
             ever_squeezed=[name for name in ever if not is_coded(name)],
+            was_squeezed=was_squeezed(self.store),
         )
         self._stored_drift = None
         if found is not None:
@@ -572,7 +574,10 @@ class Tiers(Listener):
             self._shrinker.relax()
         elif done is None:
             share = int(SQUEEZED_SHARE * self.store.state.warm_bytes)
+            had_squeezed = self._shrinker.has_squeezed
             done = self._shrinker.squeeze(lambda: self.evictor.least_valuable(share))
+            if self._shrinker.has_squeezed and not had_squeezed:
+                remember_that_it_squeezed(self.store)
         if done is not None:
             self.counters.bytes_written += done.nbytes
 

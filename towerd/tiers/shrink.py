@@ -134,16 +134,18 @@ class Shrinker:
         squeezed: str | None = None,
         transform: LevelFormats | None = None,
         ever_squeezed: Collection[str] = (),
+        was_squeezed: bool = False,
     ) -> None:
         """Set the table to use from now on, the format for `squeeze`, and the transform codings;
-        ever_squeezed: all smaller ones that there ever were. ends: what stays native. If not enabled, nothing
-        is re-encoded."""
-        names = {squeezed, *ever_squeezed}
+        ever_squeezed: all smaller ones that there ever were; was_squeezed: one was used. ends: what stays
+        native. If not enabled, nothing is re-encoded."""
+        # Those of the levels do not tell whether anything was squeezed.
+        names = {squeezed, *ever_squeezed} - set(() if formats is None else formats.names)
         runs = (run for file in self._store.files() for run in file.runs)
         has_squeezed = any(run.format in names for run in runs)
         with self._lock:
             self._formats, self._enabled, self._ends = formats, enabled, ends
-            self._squeezed, self.has_squeezed = squeezed, has_squeezed
+            self._squeezed, self.has_squeezed = squeezed, has_squeezed or was_squeezed
             self._transform = transform
             self._settled = {}
         self.relax()

@@ -29,7 +29,7 @@ COMPONENTS = 900
 STEP = 0.7
 """For rows of variance 1: 2.5 bits a component."""
 LAYOUT = KVLayout((Plane(1, 2 * WIDTH),) * LAYERS, (Plane(1, 2 * WIDTH),) * LAYERS)
-_ROWS = 512
+ROWS = 512
 
 
 def seconds_a_token(n_layers: int) -> tuple[float, float, float]:
@@ -44,11 +44,11 @@ def seconds_a_token(n_layers: int) -> tuple[float, float, float]:
         "q4h": lambda p0, p1: emit_blob([blocks.slice(p0, p1)], layout=LAYOUT),
     }
     path = random_model(f"8b-{n_layers}-layers", replace(SHAPE, n_layer=n_layers), announce=True)
-    with context_on(path, _ROWS + 1, settings={"batch_size": str(_ROWS // 4)}) as (context, _):
-        ids = np.arange(_ROWS, dtype=np.int32) % SHAPE.n_vocab
-        times = resume_times(context, ids, readers, (_ROWS,))[0]
+    with context_on(path, ROWS + 1, settings={"batch_size": str(ROWS // 4)}) as (context, _):
+        ids = np.arange(ROWS, dtype=np.int32) % SHAPE.n_vocab
+        times = resume_times(context, ids, readers, (ROWS,))[0]
     evaluated_s = times.prefill_s * LAYERS / n_layers
-    return evaluated_s / _ROWS, times.read_s["coded"] / _ROWS, times.read_s["q4h"] / _ROWS
+    return evaluated_s / ROWS, times.read_s["coded"] / ROWS, times.read_s["q4h"] / ROWS
 
 
 def _basis(random: np.random.Generator) -> Basis:
@@ -75,8 +75,8 @@ def _table(random: np.random.Generator) -> npt.NDArray[np.uint16]:
 
 def _rows(random: np.random.Generator) -> KVRows:
     planes = [
-        random.standard_normal((_ROWS, WIDTH), np.float32).astype(np.float16).view(np.uint8)
+        random.standard_normal((ROWS, WIDTH), np.float32).astype(np.float16).view(np.uint8)
         for _ in range(2 * LAYERS)
     ]
-    positions = np.arange(_ROWS, dtype=np.int32)
+    positions = np.arange(ROWS, dtype=np.int32)
     return KVRows(LAYOUT, positions, tuple(planes[:LAYERS]), tuple(planes[LAYERS:]))

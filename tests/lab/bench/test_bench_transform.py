@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lab.bench.quality.formats import context_on, measurer_on
-from lab.bench.transform import rates
+from lab.bench.transform import rates, wide
 from lab.bench.transform.rates import TransformReport, texts
 from lab.bench.transform.resume import repeated, resume_times
 from towerd.cli.bench.harness.report import Report
@@ -102,6 +102,16 @@ def test_first_and_last_rows_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -
         for a, b in zip(middle.planes(), parts[1].planes(), strict=True):
             errors = a.view(np.float16).astype(float) - b.view(np.float16).astype(float)
             assert np.abs(errors).max() < 0.1
+
+
+def test_the_8b_shape_is_timed_by_some_of_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here with another model's layers and few rows."""
+    monkeypatch.setenv("TOWERD_THREADS", "1")
+    monkeypatch.setattr(wide, "random_model", lambda *_, **__: bundled_model())
+    monkeypatch.setattr(wide, "ROWS", 64)
+    monkeypatch.setattr(wide, "LAYOUT", KVLayout((Plane(1, 2048),) * 2, (Plane(1, 2048),) * 2))
+    monkeypatch.setattr(wide, "LAYERS", 2)
+    assert all(each > 0 for each in wide.seconds_a_token(1))
 
 
 def test_a_text_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -342,6 +342,21 @@ def remember_squeezed(store: Store, squeezed: SqueezedFormat | None) -> dict[str
     return found
 
 
+def was_squeezed(store: Store) -> bool:
+    """Whether any rows of this model were ever squeezed."""
+    return store.get_meta(_squeezed_key(store)) is not None
+
+
+def remember_that_it_squeezed(store: Store) -> None:
+    """See `was_squeezed`."""
+    with suppress(DiskFull):
+        store.set_meta(_squeezed_key(store), "1")
+
+
+def _squeezed_key(store: Store) -> str:
+    return f"has_squeezed:{store.state.digest.hex()}"
+
+
 def level_ranges(n: int, ends: NativeEnds = DEFAULT_ENDS) -> list[tuple[int, int]]:
     """[start, stop) of each level in a prefix of `n` tokens, without sinks and last rows; the
     ranges are empty if there is nothing between them."""

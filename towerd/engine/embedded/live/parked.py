@@ -71,7 +71,14 @@ class ParkedTowers:
         self._index.add(parked)
         self.nbytes += parked.nbytes
         while self.nbytes > self.bytes_max:
-            self.take(self._by_age[0])
+            self.drop_one()
+
+    def drop_one(self) -> bool:
+        """Drop the least recently used chat; False if there is none."""
+        if not self._by_age:
+            return False
+        self.take(self._by_age[0])
+        return True
 
     def clear(self) -> None:
         """Drop all chats."""

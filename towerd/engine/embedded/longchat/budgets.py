@@ -245,10 +245,12 @@ class Budgets(Hook):
         """How many tokens a job may take rows for from the store or from another chat: as many as the
         context holds beside one more. A policy that uses attention needs the queries before the first
         eviction, which only an evaluation has: the last ones, or those of the last half-lives. One that can
-        recall has those that it evaluates again."""
+        recall needs those by which it chooses at the end of the prompt."""
         n_max, live = self._core.n_ctx - 1, job.request.live
-        if live.policy not in WATCHING or can_recall(live.policy):
+        if live.policy not in WATCHING:
             return n_max
+        if can_recall(live.policy):
+            return max(0, min(n_max, job.n_prompt - QUERY_TOKENS_MAX))
         n_first = min(self._core.n_ctx, max(live.tokens, job.n_prompt))
         half_life = retention_config(live.policy, live.tokens).half_life
         n_queries = QUERIES_MAX if math.isinf(half_life) else math.ceil(HALF_LIVES * half_life)
@@ -436,6 +438,19 @@ class Budgets(Hook):
         self.n_tokens_dropped += n_dropped
         self.n_evictions += is_full
         self._defragment(seq, live_set, n_dropped)
+        self._bound_idle(evict)
+
+    def _bound_idle(self, evict: Evict) -> None:
+        """Free what chats without a request can recall from, live or parked, beyond the RAM of the parked
+        ones, the least recently used first."""
+        while self.parked.nbytes + self._idle_bytes() > self.parked.bytes_max:
+            if not self.parked.drop_one() and not evict():
+                return
+
+    def _idle_bytes(self) -> int:
+        """RAM that live chats without a request can recall from."""
+        sets = [seq.live_set for seq in self._pool if not seq.busy]
+        return sum(each.n_bytes_offloaded for each in sets if isinstance(each, BoundedSet))
 
     def _keep_state(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
         """Keep the state that a prompt is read again from after the recall, in a memory that cannot be cut."""
