@@ -164,6 +164,9 @@ def _print(found: Json) -> None:
         each_bits = " / ".join(f"{bits[each]:g}" for each in choice["levels"])
         size = f"{each_bits}; mean {choice['bits']:.2f}"
         rows.append((f"{name} ({levels})", size, *_cells(choice["cost"], choice["bound"])))
+    for name, choice in ((found.get("transform") or {}).get("choices") or {}).items():
+        size = f"{choice['bits']:.2f}"
+        rows.append((f"{name}, transform-coded", size, *_cells(choice["cost"], choice["bound"])))
     for name, cost in calibration["grid"]["uniform"].items():
         rows.append((f"{name} in all levels", f"{bits[name]:.2f}", *_cells(cost, None)))
     columns = (

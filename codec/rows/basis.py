@@ -32,6 +32,7 @@ from towerd.kernels import row_coding
 from towerd.kernels.row_coding import Quantizer, RowTransform
 from towerd.slots.errors import StateError
 from towerd.slots.layout import KVLayout
+from towerd.slots.rope import Rope
 
 MAGIC = b"TWRBAS"
 VERSION = 1
@@ -90,18 +91,21 @@ class _Header(msgspec.Struct, frozen=True):
     layout: dict[str, object]
     groups: tuple[_PlaneGroupHead, ...]
     codings: dict[str, _RowCodingHead]
+    rope: Rope | None = None
     rot_k: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """row_identity: digest of the row identity whose rows it is for; layout: theirs, native; rot_k: their keys are
+    """row_identity: digest of the row identity whose rows it is for; layout: theirs, native; rope: the
+    rotation of its keys, so that whoever has the basis can read what it wrote; rot_k: their keys are
     Hadamard-rotated (`RowIdentity.rot_k`)."""
 
     row_identity: bytes
     layout: KVLayout
     groups: tuple[PlaneGroup, ...]
     codings: Mapping[str, RowCoding]
+    rope: Rope | None = None
     rot_k: bool = False
 
     @functools.cached_property
@@ -121,6 +125,7 @@ class Basis:
                 )
                 for name, coding in sorted(self.codings.items())
             },
+            self.rope,
             rot_k=self.rot_k,
         )
         head = msgspec.msgpack.encode(header)
@@ -224,7 +229,7 @@ def _parsed(header: _Header, arrays: _Arrays) -> Basis:
     codings = {name: _coding(head, groups, arrays) for name, head in sorted(header.codings.items())}
     if len(arrays.data):
         raise ValueError("bytes are left over")
-    return Basis(header.row_identity, layout, groups, codings, rot_k=header.rot_k)
+    return Basis(header.row_identity, layout, groups, codings, header.rope, header.rot_k)
 
 
 def _group(head: _PlaneGroupHead, layout: KVLayout, arrays: _Arrays) -> PlaneGroup:

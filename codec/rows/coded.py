@@ -17,7 +17,9 @@ What is read is labelled approximate by the caller; it is the same on every CPU.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -63,11 +65,31 @@ def encode(
     if rows.ext is not None:
         pages = _with_ext(pages, rows.ext.astype("<i4"), len(basis.groups))
     table = np.array([(len(page), xxhash.xxh3_64_intdigest(page)) for page in pages], _PAGE)
+    sizes = (rows.p0, len(rows), PAGE_ROWS, _n_columns(basis))
+    return b"".join([_head(basis.digest, coding, sizes, table), *pages])
+
+
+def _head(
+    digest: bytes, coding: str, sizes: tuple[int, int, int, int], table: npt.NDArray[np.void]
+) -> bytes:
+    """All before the pages. sizes: first position, rows, rows of a page, groups"""
     name = coding.encode()
-    sizes = (rows.p0, len(rows), PAGE_ROWS, _n_columns(basis), len(name))
-    head = _HEAD.pack(MAGIC, VERSION, basis.digest, *sizes, b"")[:-8]
+    head = _HEAD.pack(MAGIC, VERSION, digest, *sizes, len(name), b"")[:-8]
     rest = name + table.tobytes()
-    return b"".join([head, xxhash.xxh3_64_digest(head + rest), rest, *pages])
+    return head + xxhash.xxh3_64_digest(head + rest) + rest
+
+
+def joined(parts: Sequence[CodedRows]) -> bytes:
+    """Consecutive coded rows of one coding, each but the last of whole pages, as one."""
+    first = parts[0]
+    for before, after in pairwise(parts):
+        if before.p1 != after.p0 or before.n_rows % before.page_rows:
+            raise CodecError("These coded rows do not follow one another page by page.")
+    table = np.concatenate([part.table for part in parts])
+    n_rows = sum(part.n_rows for part in parts)
+    sizes = (first.p0, n_rows, first.page_rows, table.shape[1])
+    head = _head(first.basis_digest, first.coding, sizes, table)
+    return b"".join([head, *(part.pages for part in parts)])
 
 
 def _n_columns(basis: Basis) -> int:
@@ -82,6 +104,15 @@ def _with_ext(pages: list[bytes], ext: npt.NDArray[np.int32], n_groups: int) -> 
         found += pages[page * n_groups : (page + 1) * n_groups]
         found.append(ext[at : at + PAGE_ROWS].tobytes())
     return found
+
+
+class PageDamaged(Damaged):
+    """The rows [p0, p1) of one page are lost; all others can be read."""
+
+    def __init__(self, p0: int, p1: int) -> None:
+        super().__init__(f"The rows [{p0}, {p1}) are damaged.")
+        self.p0 = p0
+        self.p1 = p1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,6 +162,33 @@ class CodedRows:
         plain = KVRows(layout, positions, tuple(k), tuple(v), ext).slice(p0, p1)
         return native(plain, basis.layout, rope, rot_k=basis.rot_k, n_threads=n_threads)
 
+    def damaged(self) -> list[tuple[int, int]]:
+        """The positions [p0, p1) of each page whose checksums do not hold."""
+        found = []
+        for page in range(len(self.table)):
+            try:
+                for group in range(self.table.shape[1]):
+                    self._page(page, group)
+            except PageDamaged as error:
+                found.append((error.p0, error.p1))
+        return found
+
+    def whole_pages(self, p0: int, p1: int) -> tuple[int, int]:
+        """The positions of the pages that lie within [p0, p1) as a whole; an empty range if none does."""
+        first = -(-(max(p0, self.p0) - self.p0) // self.page_rows)
+        last = len(self.table) if p1 >= self.p1 else (p1 - self.p0) // self.page_rows
+        start = self.p0 + first * self.page_rows
+        return start, max(start, min(self.p0 + last * self.page_rows, self.p1))
+
+    def excerpt(self, p0: int, p1: int) -> bytes:
+        """The rows of whole pages as coded rows of their own, whose pages are the same bytes."""
+        first, last = (p0 - self.p0) // self.page_rows, -(-(p1 - self.p0) // self.page_rows)
+        table = self.table[first:last]
+        at = int(self.starts[first, 0])
+        n_bytes = int(table["n_bytes"].astype(np.int64).sum())
+        sizes = (p0, p1 - p0, self.page_rows, table.shape[1])
+        return _head(self.basis_digest, self.coding, sizes, table) + self.pages[at : at + n_bytes]
+
     def _read_pages(
         self,
         first: int,
@@ -168,9 +226,9 @@ class CodedRows:
             raise self._damaged(page)
         return data
 
-    def _damaged(self, page: int) -> Damaged:
+    def _damaged(self, page: int) -> PageDamaged:
         at = self.p0 + page * self.page_rows
-        return Damaged(f"The rows [{at}, {min(at + self.page_rows, self.p1)}) are damaged.")
+        return PageDamaged(at, min(at + self.page_rows, self.p1))
 
 
 def parse(data: bytes | bytearray | memoryview) -> CodedRows:

@@ -7,8 +7,9 @@ them costs, so that the step is one of cost and not of size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,12 @@ RATIO_OF_SYMBOLS = 4.0
 ROWS_PER_ELEMENT_MIN = 2
 """Rows that a group must have for each of its elements, or its directions are those of the sample."""
 _ROWS_OF_CALL = 512
+_ROWS_OF_PRODUCT = 256
+
+Eigh: TypeAlias = Callable[
+    [npt.NDArray[np.float64]], tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
+]
+"""As `numpy.linalg.eigh`."""
 _CALLS_OF_TABLES = 8
 """Calls whose rows the symbols of the tables are counted in: more of them change no table by much."""
 
@@ -66,11 +73,16 @@ def learn(
     row_identity: bytes,
     groups: Sequence[tuple[int, ...]],
     weights: Sequence[float] | None = None,
+    eigh: Eigh = np.linalg.eigh,
+    pause: Callable[[], object] = lambda: None,
     rot_k: bool = False,
     n_threads: int = dispatch.THREADS,
 ) -> Basis:
     """The basis of native rows of one layout. groups: planes that are transformed together; weights: of each
     plane, None for 1; rot_k: see `Basis`
+
+    eigh: what decomposes symmetric matrices; pause: called every few dozen milliseconds, returns when the
+    next ones may be used
 
     CodecError if there are too few rows or some cannot be transform-coded."""
     layout = samples[0].layout
@@ -84,11 +96,12 @@ def learn(
             raise CodecError(f"A basis of {n_elements} elements takes more than {n_rows} rows.")
         values = _floats(flat, planes)
         each = [np.full(layout.planes[plane].n_elements, weights[plane]) for plane in planes]
-        group, variance = _group(values, planes, np.concatenate(each).astype(np.float32), codings)
+        of_each = np.concatenate(each).astype(np.float32)
+        group, variance = _group(values, planes, of_each, codings, eigh, pause)
         found.append(group)
         variances.append(variance)
-    made = _codings(codings, found, variances, flat, n_threads)
-    return Basis(row_identity, layout, tuple(found), made, rot_k=rot_k)
+    made = _codings(codings, found, variances, flat, n_threads, pause)
+    return Basis(row_identity, layout, tuple(found), made, rope, rot_k)
 
 
 def _floats(samples: Sequence[KVRows], planes: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -108,14 +121,19 @@ def _group(
     planes: tuple[int, ...],
     weights: npt.NDArray[np.float32],
     codings: Mapping[str, Rounding],
+    eigh: Eigh,
+    pause: Callable[[], object],
 ) -> tuple[PlaneGroup, npt.NDArray[np.float64]]:
     """The group, and the variance of each of its components."""
     mean = values.mean(axis=0, dtype=np.float64).astype(np.float32)
-    values = (values - mean) * weights
-    if not np.isfinite(values).all():
-        raise CodecError("A row is not finite.")
-    covariance = (values.T @ values).astype(np.float64) / len(values)
-    variances, vectors = np.linalg.eigh(covariance)
+    covariance = np.zeros((values.shape[1],) * 2)
+    for at in range(0, len(values), _ROWS_OF_PRODUCT):
+        pause()
+        some = (values[at : at + _ROWS_OF_PRODUCT] - mean) * weights
+        if not np.isfinite(some).all():
+            raise CodecError("A row is not finite.")
+        covariance += some.T @ some
+    variances, vectors = eigh(covariance / len(values))
     variances, vectors = variances[::-1], vectors.T[::-1]
     least = RATIO_MIN * min(rounding.step for rounding in codings.values())
     n = max(1, int((variances > least**2).sum()))
@@ -129,6 +147,7 @@ def _codings(
     variances: Sequence[npt.NDArray[np.float64]],
     samples: Sequence[KVRows],
     n_threads: int,
+    pause: Callable[[], object],
 ) -> dict[str, RowCoding]:
     """The classes of the components, and tables from how often each symbol occurs in rows of the samples."""
     classed = {name: _classed(rounding, variances) for name, rounding in codings.items()}
@@ -137,6 +156,7 @@ def _codings(
     }
     for i, group in enumerate(groups):
         for values in _components(group, samples, n_threads):
+            pause()
             for name, rounding in codings.items():
                 classes = classed[name].of_groups[i]
                 symbols = _symbols(

@@ -136,6 +136,31 @@ def test_a_basis_is_read_as_it_was_written(basis: Basis) -> None:
     assert (_floats(read) == _floats(coded.parse(data).read(0, 70, basis, ROPE))).all()
 
 
+def test_the_order_of_codings_makes_no_difference(basis: Basis) -> None:
+    """Two processes that name them in another order write the same basis, and the same rows."""
+    samples, codings = [_rows(400, 4, seed) for seed in (1, 2)], dict(reversed(CODINGS.items()))
+    groups = groups_of(LAYOUT, 2)
+    other = learn.learn(samples, ROPE, codings, row_identity=IDENTITY, groups=groups)
+    assert other.data == basis.data
+    for name in CODINGS:
+        assert coded.encode(_rows(70), other, name, ROPE) == coded.encode(
+            _rows(70), basis, name, ROPE
+        )
+
+
+def test_pieces_are_cut_and_joined_page_by_page(basis: Basis) -> None:
+    """The same bytes as if they had been written at once."""
+    whole = coded.encode(_rows(300, 10), basis, "near", ROPE)
+    parsed = coded.parse(whole)
+    assert parsed.whole_pages(11, 300) == (74, 266)
+    assert parsed.whole_pages(75, 100) == (138, 138)
+    assert parsed.whole_pages(200, 310) == (202, 310)
+    parts = [parsed.excerpt(*each) for each in ((10, 74), (74, 202), (202, 310))]
+    assert coded.joined([coded.parse(part) for part in parts]) == whole
+    with pytest.raises(CodecError):
+        coded.joined([coded.parse(parts[0]), coded.parse(parts[2])])
+
+
 def test_a_changed_basis_is_refused(basis: Basis) -> None:
     random = np.random.default_rng(1)
     for at in (*range(34), *random.integers(0, basis.nbytes, 50)):

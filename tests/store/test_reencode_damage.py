@@ -115,7 +115,7 @@ def test_headers_that_contradict_are_refused(root: Path, what: str, message: str
         elif what == "moved":
             runs[0][3] = int(Provenance.AFTER_MOVED)
         elif what == "origin":
-            runs[0][3] = int(Provenance.APPROXIMATE)
+            runs[0][3] = int(Provenance.MOVED)
         elif what == "overlap":
             runs[1][0] = 3
         else:

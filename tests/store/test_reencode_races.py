@@ -89,7 +89,7 @@ def test_file_that_goes_between_check_and_load(
     (part,) = store.plan_rows(leaf, 0, 50)
     real = file.rows
 
-    def rows(*args: object) -> object:
+    def rows(*args: object, **named: object) -> object:
         monkeypatch.setattr(SegmentFile, "rows", unpatched)
         reencode(store, file, FormatRequest(4, 50, "q8"))
         raise FileNotFoundError(2, "gone")

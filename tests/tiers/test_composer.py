@@ -18,7 +18,7 @@ from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.rows import KVRows, join
 from towerd.slots.runs import Runs
 from towerd.store import Node, RowsPart
-from towerd.store.rows.rows import Tier
+from towerd.store.rows.rows_part import Tier
 from towerd.tiers.composer import BLOB_BYTES, Composer, Piece
 from towerd.tiers.plan import Composed
 

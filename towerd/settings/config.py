@@ -163,6 +163,10 @@ class Config:
     shrink_after_s: float = _set(600.0, "float", "--shrink-after",
         "Seconds without use after which state is stored in its level's format; 0: at once.",
         low=0)
+    transform_after_s: float = _set(86400.0, "float", "--transform-after",
+        "Seconds without use after which state is transform-coded, a seventh to a tenth of its size, in what was "
+        "learned and measured for the model in idle time; sooner where disk space is short. -1: never.",
+        low=-1)
     freeze_after_s: float = _set(3600.0, "float", "--freeze-after",
         "Seconds without use after which a conversation is also kept as coded text, a thousandth of "
         "its size; that is all that stays when its state leaves for want of space. -1: never.",

@@ -4,7 +4,7 @@ from towerd.store.catalog.catalog import Catalog, latest_row_identity
 from towerd.store.maintenance.verify import VerifyReport
 from towerd.store.rows.collect import GcReport
 from towerd.store.rows.format_request import FormatRequest
-from towerd.store.rows.rows import RowsPart, Tier
+from towerd.store.rows.rows_part import RowsPart, Tier
 from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.segments.segment_header import FormatRun
 from towerd.store.sessions.history import History

@@ -31,7 +31,8 @@ from towerd.store.maintenance.footprint import (
 from towerd.store.maintenance.replica import Replica
 from towerd.store.maintenance.verify import VerifyReport, problems, verify
 from towerd.store.rows.collect import GcReport, collect
-from towerd.store.rows.rows import RowsPart, RowStore
+from towerd.store.rows.rows import RowStore
+from towerd.store.rows.rows_part import RowsPart
 from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.sessions.bases import BaseTable, PinTable
 from towerd.store.sessions.cold import ColdTable
@@ -291,6 +292,13 @@ class Store:
         with self.state.locked():
             yield
 
+    def ram_bytes(self, node: Node) -> int:
+        """Bytes that a node's rows take in RAM, or would if they were copied there: transform-coded ones are
+        decoded, others stay in their formats."""
+        if node.hot is None and node.file is not None and node.file.is_coded(node.p0, node.p1):
+            return self.bytes_of(node)
+        return self.held(node).nbytes
+
     def bytes_of(self, node: Node) -> int:
         """Bytes of a node's rows in native format."""
         return node.n * self.state.row_identity.layout.token_bytes
@@ -442,7 +450,7 @@ class Store:
         """Remove, or only count, what no session, base, pin or running request needs. Then nothing
         of deleted sessions is left in any file."""
         with self.state.locked():
-            report = collect(self.state, quarantine_days, dry_run=dry_run)
+            report = collect(self.state, self.rows.bases, quarantine_days, dry_run=dry_run)
         if dry_run:
             return report
         return erase(self.state, self.rows, self.vocabularies, report)

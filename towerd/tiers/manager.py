@@ -2,7 +2,7 @@
 
     live --gaps/accept--> hot --writer thread--> warm --warm budget--> tokens only
     live <--plan/compose-- hot, warm                 warm --after use--> hot
-                                                     warm --unused--> warm in stored formats
+                        warm --unused--> warm in block formats --longer--> transform-coded
                                        warm, worth least, space short --> warm in smaller ones
 
 The inference thread asks `plan` and `gaps` (tree look-ups) and hands rows over with `accept`;
@@ -13,6 +13,7 @@ thread here.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -33,6 +34,7 @@ from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows
 from towerd.store import Handle, Node, RowsPart, SegmentFile, Store
 from towerd.store.rows.rows import lacks
+from towerd.store.segments.coded_format import is_coded
 from towerd.store.tree.scope import is_public
 from towerd.store.tree.tree import Listener
 from towerd.tiers.composer import Composer, Piece
@@ -49,8 +51,9 @@ from towerd.tiers.formats.calibration import (
 )
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.formats.stored_drift import StoredDrift, stored_drift
+from towerd.tiers.formats.transform import TransformCost
 from towerd.tiers.moved_limits import MovedLimits, save_moved_limits
-from towerd.tiers.plan import Composed, Gap, RestorePlan
+from towerd.tiers.plan import Composed, Gap, RestorePlan, merge_adjacent
 from towerd.tiers.prefetch import Prefetcher
 from towerd.tiers.promotion import Promoter
 from towerd.tiers.ranking import Ranking
@@ -83,6 +86,7 @@ class Tiers(Listener):
         fidelity: Fidelity = "near",
         forced: LevelFormats | None = None,
         shrink_after_s: float = 600.0,
+        transform_after_s: float = math.inf,
         promote_delay_s: float = 30.0,
         prefetch_bytes: int = 0,
         pinned_bytes: int = 0,
@@ -91,7 +95,8 @@ class Tiers(Listener):
     ) -> None:
         """predictor: a trained predictor, for policies that use one
         forced: the stored format of each level; overrides `set_formats`
-        shrink_after_s: how long rows must be unused before they are stored in these formats
+        shrink_after_s, transform_after_s: how long rows must be unused before they are stored in these
+            formats, and transform-coded; below 0: they never are
         promote_delay_s: rows that were read from disk are copied into RAM when the request that
             needed them is recorded, or after this long
         prefetch_bytes: bandwidth of prefetch in bytes per second; 0: no prefetch
@@ -119,14 +124,16 @@ class Tiers(Listener):
         self.exact = fidelity == "exact"
         self._sufficient = Provenance.EXACT if self.exact else Provenance.APPROXIMATE
         """Stored rows that are worse than this are replaced once there are better ones."""
-        self._shrinker = Shrinker(store, shrink_after_s, clock)
+        self._shrinker = Shrinker(store, shrink_after_s, clock, transform_after_s)
         waiting = shrink_after_s, clock, self._shrinker.requests_for
         self._writer = RowsWriter(store, self.counters, self._sufficient, *waiting)
         self.evictor = Evictor(store, self.ranking, self.counters, self._writer.unwritten)
         self.moved_limits: MovedLimits | None = None
-        """What deviations of moved rows have to stay under; None: not measured, so that no rows are
-        moved."""
+        """What deviations of moved rows stay under; None: not measured, so that none are moved."""
         self._forced = forced
+        self._found: Calibration | None = None
+        self._squeezed: SqueezedFormat | None = None
+        self._transform: TransformCost | None = None
         self._stored_drift: tuple[StoredDrift, StoredDrift] | None = None
         """Before any rows are squeezed, and afterwards."""
         self._shrinker.set_formats(None if self.exact else forced, enabled=not self.exact)
@@ -153,21 +160,40 @@ class Tiers(Listener):
         short. Other rows already stored in other formats stay as they are. No effect under exact
         fidelity or forced formats."""
         if not self.exact and self._forced is None:
-            smaller = None if squeezed is None else squeezed.name
-            ever = remember_squeezed(self.store, squeezed)
-            self._shrinker.set_formats(
-                formats,
-                enabled=True,
-                ends=DEFAULT_ENDS if found is None else found.choices[self.fidelity].ends,
-                squeezed=smaller,
-                ever_squeezed=ever.keys(),
-                was_squeezed=was_squeezed(self.store),
-            )
-            self._stored_drift = None
-            if found is not None:
-                costs = [stored_drift(found, self.fidelity, ever, each) for each in (False, True)]
-                self._stored_drift = costs[0], costs[1]
-            self._work.put(("look", None))
+            self._found, self._squeezed = found, squeezed
+            self._set_shrinker(formats)
+
+    def set_transform(self, found: TransformCost | None) -> None:
+        """Transform-code rows after longer disuse from now on, in these codings; None: none are. No effect
+        under exact fidelity or forced formats."""
+        if not self.exact and self._forced is None and self._shrinker.may_transform:
+            self._transform = found
+            self._set_shrinker(self.formats)
+
+    def pause_transform(self, pause: Callable[[], object]) -> None:
+        """Call `pause` every few milliseconds of transform coding: it raises CodingInterrupted if a request runs."""
+        self._shrinker.pause = pause
+
+    def _set_shrinker(self, formats: LevelFormats | None) -> None:
+        squeezed, transform, found = self._squeezed, self._transform, self._found
+        ever = remember_squeezed(self.store, squeezed)
+        for name in () if transform is None else dict.fromkeys(transform.levels):
+            assert transform is not None
+            ever = remember_squeezed(self.store, SqueezedFormat(name, transform.drift))
+        self._shrinker.set_formats(
+            formats,
+            enabled=True,
+            ends=DEFAULT_ENDS if found is None else found.choices[self.fidelity].ends,
+            squeezed=None if squeezed is None else squeezed.name,
+            transform=None if transform is None else transform.formats,
+            ever_squeezed=[name for name in ever if not is_coded(name)],
+            was_squeezed=was_squeezed(self.store),
+        )
+        self._stored_drift = None
+        if found is not None:
+            costs = [stored_drift(found, self.fidelity, ever, each) for each in (False, True)]
+            self._stored_drift = costs[0], costs[1]
+        self._work.put(("look", None))
 
     def use(self, found: Calibration) -> None:
         """Store unused rows from now on in the formats that were found for this fidelity."""
@@ -352,7 +378,7 @@ class Tiers(Listener):
             return node.hot.nbytes
         if node.file is None:
             return self.store.bytes_of(node) if node.p1 <= n_rows else 0
-        return self.store.held(node).nbytes if self._promoter.waits(node) else 0
+        return self.store.ram_bytes(node) if self._promoter.waits(node) else 0
 
     def _warm_bytes(self, node: Node, n_rows: int) -> int:
         """The bytes that a node's rows take on disk, now or soon; 0 if none are expected there."""
@@ -426,11 +452,13 @@ class Tiers(Listener):
             "warm_bytes": self.store.state.warm_bytes,
             "warm_bytes_max": self.warm_bytes_max,
             "warm_quantized_bytes": formats.quantized_bytes,
+            "warm_coded_bytes": formats.coded_bytes,
             "moved_bytes": formats.moved_bytes,
             "dropped_bytes": self.store.state.dropped_bytes,
             "segments_shrunk": self._shrinker.n_shrunk,
             "segments_kept": self._shrinker.n_kept,
             "segments_squeezed": self._shrinker.n_squeezed,
+            "segments_transformed": self._shrinker.n_transformed,
             "level_formats": str(self.formats) if self.formats is not None else "",
             "unwritten_segments": len(self._writer.unwritten),
             "segments_prefetched": self.prefetcher.n_fetched,
@@ -568,18 +596,3 @@ def _stored(node: Node) -> Provenance | None:
     has none."""
     found = [worst for worst in (node.worst_hot, node.worst_file) if worst is not None]
     return min(found, default=None)
-
-
-def merge_adjacent(parts: Iterable[RowsPart]) -> Iterator[RowsPart]:
-    """Join neighbouring parts of one file, because a blob may belong to several nodes."""
-    last: RowsPart | None = None
-    for part in parts:
-        in_file = isinstance(part.source, SegmentFile)
-        if last is not None and in_file and last.source is part.source and last.p1 == part.p0:
-            last = replace(part, p0=last.p0)
-            continue
-        if last is not None:
-            yield last
-        last = part
-    if last is not None:
-        yield last

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from towerd.drift import DecodedRun
 from towerd.slots.rows import HeadRows
-from towerd.store import Node, RowsPart
+from towerd.store import Node, RowsPart, SegmentFile
 from towerd.store.rows.checkpoints import StateCheckpoint
 from towerd.tokens import Provenance, Provenances, are_moved, count_approximate, count_unmoved
 
@@ -117,3 +117,18 @@ class Gap:
     p1: int
     origin: Provenance = Provenance.EXACT
     """What the live rows are stored as, see `origin_of`."""
+
+
+def merge_adjacent(parts: Iterable[RowsPart]) -> Iterator[RowsPart]:
+    """Join neighbouring parts of one file, because a blob may belong to several nodes."""
+    last: RowsPart | None = None
+    for part in parts:
+        in_file = isinstance(part.source, SegmentFile)
+        if last is not None and in_file and last.source is part.source and last.p1 == part.p0:
+            last = replace(part, p0=last.p0)
+            continue
+        if last is not None:
+            yield last
+        last = part
+    if last is not None:
+        yield last

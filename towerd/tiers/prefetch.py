@@ -142,7 +142,7 @@ class Prefetcher:
                 for node in end.path():
                     if node.hot is None and node.file is not None and node.id not in found:
                         parent = node.parent.id if node.parent is not None else None
-                        nbytes = self._store.held(node).nbytes
+                        nbytes = self._store.ram_bytes(node)
                         found[node.id] = Candidate(node.id, nbytes, value, parent)
                         nodes[node.id] = node
         return list(found.values())
@@ -153,7 +153,7 @@ class Prefetcher:
         with self._store.locked():
             if node.removed or node.hot is not None:
                 return
-            nbytes = self._store.held(node).nbytes
+            nbytes = self._store.ram_bytes(node)
             self._held[node.id] = node
         try:
             self.n_fetched += self._promote(node)

@@ -10,7 +10,7 @@ from itertools import count
 
 from towerd.store import Node, RowsPart, Store
 from towerd.tiers.writer import TierCounters
-from towerd.tokens import origin_of
+from towerd.tokens import Provenance, origin_of
 
 
 class Promoter:
@@ -81,11 +81,14 @@ class Promoter:
     def copy_up(self, node: Node) -> bool:
         """Copy the rows of a node that has them only on disk; returns whether it did."""
         with self._store.locked():
-            n_bytes = self._store.held(node).nbytes
+            n_bytes = self._store.ram_bytes(node)
             if node.hot is not None or node.file is None or n_bytes > self._nbytes_max():
                 return False
-            part = RowsPart(node, node.p0, node.p1, "warm", node.file)
+            file = node.file
+            part = RowsPart(node, node.p0, node.p1, "warm", file)
         origin = origin_of(part.provenance)
+        if file.is_coded(part.p0, part.p1):  # decoded, they are native and yet approximate
+            origin = max(origin, Provenance.APPROXIMATE)
         taken = self._store.rows.attach_hot(
             [node], self._store.rows.load(part).copy(), origin=origin
         )

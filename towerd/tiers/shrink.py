@@ -1,5 +1,5 @@
-"""Shrinker: stores rows that have been unused for some time in the formats of their levels, and, where
-space is short, those that are worth least in smaller ones.
+"""Shrinker: stores rows that have been unused for some time in the formats of their levels, after longer
+disuse in transform codings, and, where space is short, those that are worth least in smaller ones at once.
 
 The positions that a tower attends to most stay native: its first SINKS positions, and the TAIL
 positions before each of its current ends (a segment that is continued loses this exemption), or as few
@@ -22,6 +22,8 @@ from towerd.kernels.formats import BY_NAME
 from towerd.slots.layout import NATIVE
 from towerd.store import Base, FormatRequest, Node, SegmentFile, Store
 from towerd.store.rows.format_request import bytes_after, differs
+from towerd.store.rows.recoding import CodingInterrupted
+from towerd.store.segments.coded_format import is_coded
 from towerd.tiers.formats.fidelity import DYNAMIC, LevelFormats
 from towerd.tiers.sharing import shared_levels
 from towerd.tokens import Provenance
@@ -37,6 +39,8 @@ RUN_TOKENS_MIN = 64
 SCAN_S = (0.5, 60.0)
 """Minimum and maximum time between two scans of all files."""
 _RETRY_S = 60.0
+BUSY_S = 0.2
+"""Time until transform coding that a request interrupted is tried again."""
 SQUEEZE_S = 5.0
 """Time between two looks for files to squeeze, and after one that could not be written."""
 _EXAMINED_MAX = 64
@@ -63,30 +67,44 @@ class Shrinker:
 
     `step` and `wait_s` are for one thread; the rest may be called by any."""
 
-    def __init__(self, store: Store, after_s: float, clock: Callable[[], float]) -> None:
-        """after_s: how long rows must be unused; `clock` is the store's."""
+    def __init__(
+        self,
+        store: Store,
+        after_s: float,
+        clock: Callable[[], float],
+        transform_after_s: float = math.inf,
+    ) -> None:
+        """after_s: how long rows must be unused; transform_after_s: until they are transform-coded; `clock`
+        is the store's."""
         self.n_shrunk = 0
         """Segments re-encoded so far."""
         self.n_squeezed = 0
         """Segments re-encoded in the format for where space is short."""
+        self.n_transformed = 0
+        """Segments that were transform-coded."""
+        self.pause: Callable[[], object] = lambda: None
+        """Called every few milliseconds of transform coding; raises CodingInterrupted if a request runs."""
         self.n_damaged = 0
         self._store = store
         self._after_s = after_s
+        self._transform_after_s = max(after_s, transform_after_s)
+        self.may_transform = transform_after_s >= 0
         self._clock = clock
         self._lock = threading.Lock()
         self._reading: Counter[int] = Counter()
         self._formats: LevelFormats | None = None
         self._ends = DEFAULT_ENDS
         self._squeezed: str | None = None
+        self._transform: LevelFormats | None = None
         self.has_squeezed = False
         """Whether any file has rows in the format of `squeeze`."""
         self._enabled = False
         self._bases: list[Base] = []
         self._levels: Mapping[int, int] = {}
         """Node id -> its level, of what several conversations share."""
-        self._settled: dict[int, tuple[float, int]] = {}
-        """File id -> last use of its segments when it needed no more work, and how many of them
-        are in another stored format than requested."""
+        self._settled: dict[int, tuple[float, int, bool]] = {}
+        """File id -> last use of its segments when it needed no more work, how many of them are in
+        another stored format than requested, and whether they were to be transform-coded."""
         self._queue: deque[SegmentFile] = deque()
         self._to_squeeze: deque[SegmentFile] = deque()
         self._as_small_as_can_be: dict[int, float] = {}
@@ -105,7 +123,7 @@ class Shrinker:
     def n_kept(self) -> int:
         """Segments that stay in another stored format than the requested one."""
         with self._lock:
-            return sum(n_kept for _, n_kept in self._settled.values())
+            return sum(n_kept for _, n_kept, _ in self._settled.values())
 
     def set_formats(
         self,
@@ -114,11 +132,13 @@ class Shrinker:
         enabled: bool,
         ends: NativeEnds = DEFAULT_ENDS,
         squeezed: str | None = None,
+        transform: LevelFormats | None = None,
         ever_squeezed: Collection[str] = (),
         was_squeezed: bool = False,
     ) -> None:
-        """Set the table to use from now on, and the format for `squeeze`; ever_squeezed: all that
-        it ever was; was_squeezed: it was used. ends: what stays native. If not enabled, nothing is re-encoded."""
+        """Set the table to use from now on, the format for `squeeze`, and the transform codings;
+        ever_squeezed: all smaller ones that there ever were; was_squeezed: one was used. ends: what stays
+        native. If not enabled, nothing is re-encoded."""
         # Those of the levels do not tell whether anything was squeezed.
         names = {squeezed, *ever_squeezed} - set(() if formats is None else formats.names)
         runs = (run for file in self._store.files() for run in file.runs)
@@ -126,6 +146,7 @@ class Shrinker:
         with self._lock:
             self._formats, self._enabled, self._ends = formats, enabled, ends
             self._squeezed, self.has_squeezed = squeezed, has_squeezed or was_squeezed
+            self._transform = transform
             self._settled = {}
         self.relax()
         self._as_small_as_can_be.clear()
@@ -168,7 +189,11 @@ class Shrinker:
                 self._bases = (
                     self._store.bases.listing()
                 )  # one may have been added since the scan began
-                new = self._reencode(file, self._format_requests(file, self._formats))
+                new = self._reencode(file, self._requested(file))
+            except CodingInterrupted:
+                self._queue.appendleft(file)
+                self._rest_until = time.monotonic() + BUSY_S
+                return None
             except StoreError:
                 self._queue.clear()
                 self._rest_until = time.monotonic() + _RETRY_S
@@ -187,14 +212,16 @@ class Shrinker:
         where space is short, also if its rows are in a stored format already; returns the new
         file, if any. `least_valuable` is asked now and then. Raises as `step`."""
         began = time.monotonic()
-        if not self._enabled or self._squeezed is None or began < self._squeeze_due:
+        smaller = self._transform
+        if smaller is None and self._squeezed is not None:
+            smaller = LevelFormats((self._squeezed,))
+        if not self._enabled or smaller is None or began < self._squeeze_due:
             return None
         if not self._to_squeeze:
             files = list(least_valuable())
             self._to_squeeze.extend(file for file in files if not self._is_settled(file))
         self._squeeze_due = began + SQUEEZE_S
         self._bases = self._store.bases.listing()
-        table = LevelFormats((self._squeezed,))
         for _ in range(min(_EXAMINED_MAX, len(self._to_squeeze))):
             file = self._to_squeeze.popleft()
             used = self._last_used(file)
@@ -202,15 +229,20 @@ class Shrinker:
                 continue
             if any(node.pinned for node in self._store.viewers(file)):
                 continue  # since it was queued
-            requests = self._format_requests(file, table, again=BY_NAME)
+            requests = self._format_requests(file, smaller, again=BY_NAME)
             n_after = bytes_after(file, requests, self._store.state.row_identity.layout)
             if not self._store.writes.allows("reencoded", n_after):
                 continue
-            new = self._reencode(file, requests)
+            try:
+                new = self._reencode(file, requests)
+            except CodingInterrupted:
+                self._to_squeeze.appendleft(file)
+                self._squeeze_due = time.monotonic() + BUSY_S
+                return None
             if new is None:
                 self._as_small_as_can_be[file.id] = used
             if new is not None:
-                self.has_squeezed = True
+                self.has_squeezed = self.has_squeezed or self._transform is None
                 self.n_squeezed += len(self._store.viewers(new))
                 # requests in progress get at least half of the time
                 self._squeeze_due = 2 * time.monotonic() - began
@@ -235,26 +267,41 @@ class Shrinker:
             if bases != self._bases:
                 self._settled = {}
             self._bases, settled = bases, self._settled
-        if self._formats is None and not any(base.format for base in bases):
+        tables = [table for table in (self._formats, self._transform) if table is not None]
+        if not tables and not any(base.format for base in bases):
             return
         files = self._store.files()
         with self._lock:
             for known_files in (settled, self._as_small_as_can_be):
                 for gone in known_files.keys() - {file.id for file in files}:
                     del known_files[gone]
-        known = (0.0, 0)
-        self._queue.extend(
-            file for file in files if settled.get(file.id, known)[0] != self._last_used(file)
-        )
-        if self._queue and self._formats is not None and len(set(self._formats.names)) > 1:
+        self._queue.extend(file for file in files if self._is_unsettled(file, settled))
+        if self._queue and any(len(set(table.names)) > 1 for table in tables):
             self._levels = shared_levels(self._store)
+
+    def _is_unsettled(
+        self, file: SegmentFile, settled: Mapping[int, tuple[float, int, bool]]
+    ) -> bool:
+        used, _, was_last = settled.get(file.id, (0.0, 0, False))
+        return used != self._last_used(file) or was_last != self._is_due(file)
+
+    def _is_due(self, file: SegmentFile) -> bool:
+        """Whether a file's rows are to be transform-coded by now."""
+        unused_s = self._clock() - self._last_used(file)
+        return self._transform is not None and unused_s >= self._transform_after_s
+
+    def _requested(self, file: SegmentFile) -> list[FormatRequest]:
+        """What `step` wants of a file."""
+        if self._is_due(file):
+            return self._format_requests(file, self._transform, again=BY_NAME)
+        return self._format_requests(file, self._formats)
 
     def _is_wanted(self, file: SegmentFile) -> bool:
         """Whether re-encoding would change anything and the file has been unused long enough."""
         used = self._last_used(file)
         if self._clock() - used < self._after_s or self._reading[file.id]:
             return False
-        requests = self._format_requests(file, self._formats)
+        requests, is_due = self._requested(file), self._is_due(file)
         native = self._store.state.row_identity.layout
         n_changed, _ = differs(file, requests, native)
         if n_changed > 0 and self._store.writes.budget:
@@ -266,14 +313,14 @@ class Shrinker:
         if n_changed == 0:
             n_kept = sum(differs(file, [request], native)[1] > 0 for request in requests)
             with self._lock:
-                self._settled[file.id] = used, n_kept
+                self._settled[file.id] = used, n_kept, is_due
         return n_changed > 0
 
     def _reencode(self, file: SegmentFile, requests: Sequence[FormatRequest]) -> SegmentFile | None:
         if differs(file, requests, self._store.state.row_identity.layout)[0] == 0:
             return None
         try:
-            new = self._store.rows.reencode(file, requests)
+            new = self._store.rows.reencode(file, requests, self.pause)
         except RowsDamaged as error:
             log.warning("stored rows cannot be re-encoded", extra={"error": str(error)})
             self.n_damaged += 1
@@ -281,9 +328,11 @@ class Shrinker:
         except ValueError as error:  # e.g. infinities, which no block code can hold
             log.warning("rows stay as computed", extra={"error": str(error)})
             with self._lock:
-                self._settled[file.id] = self._last_used(file), 0
+                self._settled[file.id] = self._last_used(file), 0, self._is_due(file)
             return None
-        if new is not None:
+        if new is not None and any(is_coded(request.format) for request in requests):
+            self.n_transformed += len(self._store.viewers(new))
+        elif new is not None:
             self.n_shrunk += len(self._store.viewers(new))
         return new
 
@@ -406,4 +455,6 @@ def without_short(requests: Sequence[FormatRequest]) -> list[FormatRequest]:
 
 
 def _bits(name: str) -> float:
+    if is_coded(name):
+        return 0.0  # fewer than any block format, and one table has codings alone
     return math.inf if name == NATIVE else BY_NAME[name].bits_per_value

@@ -19,7 +19,6 @@ import numpy as np
 
 from lab.bench.quality.formats import context_on, measurer_on, read_text
 from lab.bench.transform import wide
-from lab.bench.transform.learned import learned, sandwiched, windows_of
 from lab.bench.transform.resume import Reader, ResumeTimes, repeated, resume_times, seconds
 from towerd.cli.bench.harness.report import Report
 from towerd.cli.output import progress_bar, show_table
@@ -30,6 +29,7 @@ from towerd.codec.rows.learn import Rounding
 from towerd.engine.embedded.calibration.calibrate import calibration_text
 from towerd.engine.embedded.calibration.measure import Measurer
 from towerd.engine.embedded.calibration.measure_plan import WINDOW_TOKENS_MAX
+from towerd.engine.embedded.calibration.transform_basis import learned, sandwiched, windows_of
 from towerd.engine.moving.rotation import rope_of
 from towerd.model.llama_model import LlamaModel
 from towerd.models.bundled import default_model

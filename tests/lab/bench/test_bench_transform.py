@@ -11,11 +11,11 @@ import pytest
 
 from lab.bench.quality.formats import context_on, measurer_on
 from lab.bench.transform import rates, wide
-from lab.bench.transform.learned import sandwiched, windows_of
 from lab.bench.transform.rates import TransformReport, texts
 from lab.bench.transform.resume import repeated, resume_times
 from towerd.cli.bench.harness.report import Report
 from towerd.codec.rows.learn import Rounding, groups_of, learn
+from towerd.engine.embedded.calibration.transform_basis import sandwiched, windows_of
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
 from towerd.slots.layout import KVLayout, Plane

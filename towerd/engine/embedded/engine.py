@@ -122,6 +122,8 @@ class EmbeddedEngine:
             tiers.store,
             tiers,
             rotation=self.parts.rotation,
+            keys=self.parts.keys,
+            transforms=config.transform_after_s >= 0,
             fidelity=config.fidelity,
             forced=config.level_formats is not None,
         )

@@ -110,6 +110,7 @@ def _open_tiers(config: Config, core: Core, store: Store) -> Tiers:
         fidelity=cast(Fidelity, config.fidelity),
         forced=LevelFormats.parse(config.level_formats) if config.level_formats else None,
         shrink_after_s=config.shrink_after_s,
+        transform_after_s=config.transform_after_s,
         tail=core.memory.tail,
     )
 

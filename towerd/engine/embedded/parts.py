@@ -71,6 +71,8 @@ class Parts:
         together = self.rotation  # of all that a chat holds: its states stay valid
         if core.why_not_movable:
             together = Rotation(core.model, core.info.row_identity, context.n_cells)
+        self.keys = together
+        """Whose rotation is undone in rows that are transform-coded."""
         self.budgets = Budgets(branching, core, self.observer, self.pool, together, config, folder)
         self.hooks = Hooks(Hook(branching), ContextShift(branching, tiers), self.budgets)
         self.moved = MovedJobs(core, self.pool, tiers, self.rotation, self.exporter.export)

@@ -21,6 +21,7 @@ from towerd.store.catalog.identity import ModelIdentity
 from towerd.tiers.checkpoint_tier import CheckpointTier, open_checkpoint_tier
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.formats.packaged import nearest_calibration
+from towerd.tiers.formats.transform import load_transform
 from towerd.tiers.manager import Tiers
 from towerd.tiers.moved_limits import load_moved_limits
 
@@ -61,11 +62,14 @@ def _use_measured(tiers: Tiers, store: Store) -> None:
     """Take the formats that were measured for the same weights, if any were."""
     try:
         measured = nearest_calibration(store)
+        learned = load_transform(store, store.state.digest.hex())
     except StoreError as error:
         log.warning("measured formats cannot be read", extra={"reason": error.message})
         return
     if measured is not None:
         tiers.use(measured)
+    if measured is not None and learned is not None:
+        tiers.set_transform(learned.choices.get(tiers.fidelity))
 
 
 def _open_checkpoint_tier(
@@ -146,4 +150,5 @@ def _open_tiers(config: Config, backend: LlamaServerBackend, store: Store) -> Ti
         fidelity=cast(Fidelity, config.fidelity),
         forced=LevelFormats.parse(config.level_formats) if config.level_formats else None,
         shrink_after_s=config.shrink_after_s,
+        transform_after_s=config.transform_after_s,
     )

@@ -18,7 +18,7 @@ DAY_S = 86_400.0
 class Directory:
     """`segments/` holds catalogued files, `tmp/` files being written, `quarantine/` damaged
     ones, `journal/` the second copy of the catalog. `tables/`, created on demand, holds
-    tables for reading frozen sessions; `tokenizers/` vocabularies. Directories are 0700, files 0600."""
+    tables for reading frozen sessions; `tokenizers/` vocabularies; `bases/` transform bases. Directories are 0700, files 0600."""
 
     def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
         """Create what is missing and prove that it can be written. clock: tells the day that written
@@ -32,6 +32,7 @@ class Directory:
         self.journal = root / "journal"
         self.tables = root / "tables"
         self.tokenizers = root / "tokenizers"
+        self.bases = root / "bases"
         self.catalog = root / "catalog.sqlite"
         self.lock = root / "lock"
         with durable.store_errors(f"the store directory {root} cannot be used"):

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from towerd.codec.errors import NewerVersion
+from towerd.errors import RowsDamaged, StoreError
 from towerd.slots.errors import StateError
 from towerd.slots.row_identity import RowIdentity
 from towerd.store.catalog.catalog import Catalog
@@ -21,7 +23,7 @@ from towerd.store.rows.checkpoints import (
     checkpoint_problem,
     stray_checkpoints,
 )
-from towerd.store.rows.collect import orphans
+from towerd.store.rows.collect import needed_bases, orphans
 from towerd.store.rows.rows import RowStore
 from towerd.store.segments.checkpoint_file import SUFFIX
 from towerd.store.segments.segment_file import (
@@ -29,6 +31,7 @@ from towerd.store.segments.segment_file import (
     FormatTally,
     blob_rows,
     check_claim,
+    check_coded,
     check_pieces,
     map_file,
 )
@@ -252,8 +255,9 @@ def verify(
     states = [each for each in checkpoint_files(state.directory.root) if each[0].suffix == SUFFIX]
     total = sum(row[3] for row in files) + sum(size for _, size in states)
     done, n_set_aside = 0, 0
+    found += _basis_problems(state, rows)
     for row in files:
-        problem = _file_problem(state, pool, row)
+        problem = _file_problem(state, rows, pool, row)
         if problem is not None and not _is_catalogued(state, row[0]):
             continue  # dropped since the list was made
         if problem is not None:
@@ -302,7 +306,22 @@ def _repair(catalog: Catalog) -> list[str]:
     return []
 
 
-def _file_problem(state: StoreState, pool: Executor, row: tuple[Any, ...]) -> str | None:
+def _basis_problems(state: StoreState, rows: RowStore) -> Iterator[str]:
+    """What is wrong with the bases of transform-coded rows; a lost one is told by the files that it coded."""
+    with state.lock:
+        needed = needed_bases(state.catalog)
+    for name in sorted(rows.bases.names()):
+        try:
+            problem = rows.bases.problem(name)
+        except OSError as error:
+            problem = str(error)
+        if problem is not None:
+            yield problem if name in needed else f"{problem}; nothing needs it"
+
+
+def _file_problem(
+    state: StoreState, rows: RowStore, pool: Executor, row: tuple[Any, ...]
+) -> str | None:
     id, name, p0, n_bytes, n_rows, text, runs = row
     try:
         row_identity = RowIdentity.from_json(msgspec.json.decode(text))
@@ -324,6 +343,9 @@ def _file_problem(state: StoreState, pool: Executor, row: tuple[Any, ...]) -> st
         check_claim(header, Claim(row_identity, scopes, prefix, [view[:2] for view in views]))
         check_pieces(data, header.pieces, start, pool)
         _check_blobs(data, header, start, row_identity)
+        check_coded(data, header, start, rows.bases)
+    except NewerVersion as error:
+        return str(error)
     except (StateError, OSError, msgspec.DecodeError) as error:
         return str(error)
     return None
@@ -361,9 +383,17 @@ def _is_catalogued(state: StoreState, file_id: int) -> bool:
 
 def _set_aside(state: StoreState, rows: RowStore, file_id: int) -> bool:
     """Quarantine a file of the open row identity; other files are handled when their
-    row identity is opened."""
+    row identity is opened. If only transform-coded rows are damaged, the others are written again."""
     with state.lock:
         file = state.files.get(file_id)
+        nodes = [] if file is None else list(state.tree.viewers(file))
+    if file is not None and nodes:
+        try:
+            rows.verify(file, max(nodes, key=lambda node: node.p1))
+        except RowsDamaged:
+            return True
+        except StoreError:
+            return False
     return file is not None and rows.drop_file(file, set_aside=True) > 0
 
 

@@ -15,7 +15,9 @@ from towerd.store.catalog.catalog import Catalog
 from towerd.store.files.directory import remove_file
 from towerd.store.rows.checkpoints import stray_checkpoints
 from towerd.store.rows.rows import uncatalogue
+from towerd.store.segments.coded_format import bases_in
 from towerd.store.segments.segment_file import SegmentFile
+from towerd.store.segments.transform_bases import TransformBases
 from towerd.store.state.state import StoreState, foreign_bytes, load_foreign
 from towerd.store.tree.node import Node
 from towerd.store.tree.tree import PrefixTree
@@ -124,12 +126,13 @@ class GcReport:
     segments: int
     files: int
     bytes_freed: int
-    """Bytes of segment files, checkpoints, orphans, temporary and quarantined files,
+    """Bytes of segment files, checkpoints, transform bases, orphans, temporary and quarantined files,
     without the catalog."""
 
 
 def collect(
     state: StoreState,
+    bases: TransformBases,
     quarantine_days: float,
     *,
     dry_run: bool = False,
@@ -149,6 +152,7 @@ def collect(
         names = [file.path.name for file in unviewed] + list(strays)
         freed = sum(directory.size(name) for name in names)
         freed += sum(path.stat().st_size for path in checkpoints)
+        freed += sum(path.stat().st_size for path in bases.unneeded(needed_bases(state.catalog)))
         return GcReport(
             len(ids), n_files, freed + directory.leftovers(state.catalog.writing, quarantine_days)
         )
@@ -163,10 +167,25 @@ def collect(
     state.foreign_bytes = foreign_bytes(state.catalog, state.identity.row_identity)
     freed += sum(directory.remove(name) for name in strays)
     freed += sum(remove_file(path) for path in checkpoints)
+    freed += sum(map(bases.remove, bases.unneeded(needed_bases(state.catalog))))
     freed += directory.sweep_tmp(state.catalog.writing)
     freed += directory.empty_quarantine(quarantine_days)
     state.catalog.shrink()
     return GcReport(len(ids), n_files, freed)
+
+
+CODING_META = "transform:"
+"""What the keys begin with under which the catalog keeps the codings in use, by row identity."""
+
+
+def needed_bases(catalog: Catalog) -> set[str]:
+    """The names of the transform bases that any file, of whatever model, was written with, or that are in
+    use."""
+    texts = catalog.rows(
+        "SELECT runs FROM files WHERE runs LIKE '%t:%' UNION SELECT value FROM meta WHERE key LIKE ?",
+        (f"{CODING_META}%",),
+    )
+    return {name for (text,) in texts for name in bases_in(text)}
 
 
 def delete(

@@ -1,4 +1,4 @@
-"""The formats that rows are requested in, and what encoding them so would change."""
+"""FormatRequest: the formats that stored rows are to be in, and what re-encoding them would change."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from towerd.slots.layout import NATIVE, KVLayout
-from towerd.store.segments.segment_file import SegmentFile, run_bytes
+from towerd.store.segments.coded_format import is_coded
+from towerd.store.segments.segment_file import SegmentFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +21,28 @@ class FormatRequest:
     """Stored formats out of which rows are encoded once more, where that takes fewer bytes."""
 
     def applies(self, stored: str, native: KVLayout) -> bool:
-        """Whether rows that are in the format `stored` are to be encoded in the requested one."""
+        """Whether rows that are in the format `stored` are to be encoded in the requested one. What is
+        transform-coded is never encoded again."""
+        if is_coded(stored):
+            return False
+        if is_coded(self.format):
+            return stored == NATIVE or stored in self.again
         if stored == self.format or native.stored_as(self.format) == native:
             return False
         if stored == NATIVE:
             return True
         nbytes = [native.stored_as(name).token_bytes for name in (self.format, stored)]
         return stored in self.again and nbytes[0] < nbytes[1]
+
+    def token_bytes(self, native: KVLayout) -> int:
+        """Bytes of a row in the format; of a transform coding about as many."""
+        if is_coded(self.format):
+            return native.token_bytes // CODED_SHARE
+        return native.stored_as(self.format).token_bytes
+
+
+CODED_SHARE = 7
+"""Native rows take about so many times the bytes of transform-coded ones."""
 
 
 def differs(
@@ -42,7 +58,7 @@ def differs(
                 continue
             if request.applies(run.format, native):
                 n_changed += n
-            elif run.format != NATIVE:
+            elif run.format != NATIVE and not is_coded(run.format):
                 n_kept += n
     return n_changed, n_kept
 
@@ -54,6 +70,15 @@ def bytes_after(file: SegmentFile, requests: Sequence[FormatRequest], native: KV
         for run in file.runs:
             n = min(request.p1 - file.p0, run.end) - max(request.p0 - file.p0, run.row0)
             if n > 0 and request.applies(run.format, native):
-                n_bytes -= n * run_bytes(run, native) // run.n_rows
-                n_bytes += n * native.stored_as(request.format).token_bytes
+                n_bytes -= n * file.run_bytes(run, native) // run.n_rows
+                n_bytes += n * request.token_bytes(native)
     return n_bytes
+
+
+def format_of(p0: int, stored: str, requests: Sequence[FormatRequest], native: KVLayout) -> str:
+    """The resulting format of a stretch that begins at `p0`: the requested one if the request applies, or its
+    own."""
+    for request in requests:
+        if request.p0 <= p0 < request.p1:
+            return request.format if request.applies(stored, native) else stored
+    return stored

@@ -6,74 +6,32 @@ import errno
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from itertools import pairwise
 
-import numpy as np
-
-from towerd.drift import DecodedRun
+from towerd.codec.errors import NewerVersion
 from towerd.errors import DiskFull, RowsDamaged, SegmentsGone, StoreError
 from towerd.slots.errors import StateError
-from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
 from towerd.slots.runs import Runs
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.files import durable
 from towerd.store.files.writes import Kind
-from towerd.store.rows.format_request import FormatRequest
-from towerd.store.segments.segment_file import ANY_HEAD, Claim, SegmentFile
+from towerd.store.rows.drafting import as_split, consecutive, covered, draft_of, merge_runs
+from towerd.store.rows.format_request import FormatRequest, format_of
+from towerd.store.rows.recoding import carried_runs, encoded_run
+from towerd.store.rows.rows_part import RowsPart
+from towerd.store.segments.coded_format import coding_of, is_coded
+from towerd.store.segments.segment_file import ANY_HEAD, Claim, Ranges, RowsLost, SegmentFile
 from towerd.store.segments.segment_header import encode_runs, segment_key, worst_of
 from towerd.store.segments.segment_writer import Draft, DraftRun, new_name, write_segment
+from towerd.store.segments.transform_bases import TransformBases
 from towerd.store.state.state import StoreState
 from towerd.store.tree.node import Node
 from towerd.store.tree.scope import readable_scopes
 from towerd.system.paced import PacedExecutor
-from towerd.tokens import ID_BYTES, Provenance, Provenances, may_replace, provenance_as_kept
-
-Tier: TypeAlias = Literal["hot", "warm"]
+from towerd.tokens import ID_BYTES, Provenance, may_replace, provenance_as_kept
 
 _OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES})
-
-
-@dataclass(frozen=True, slots=True)
-class RowsPart:
-    """Rows [p0, p1) of one node. It refers to their location, so a split or an eviction of
-    the node after planning is harmless."""
-
-    node: Node
-    p0: int
-    p1: int
-    tier: Tier
-    source: Runs | SegmentFile
-    origin: Provenance = Provenance.EXACT
-    """For hot rows: what they were computed as."""
-
-    @property
-    def provenance(self) -> Provenances:
-        """That of each position, uint8[p1 - p0]."""
-        if isinstance(self.source, SegmentFile):
-            return self.source.provenance(self.p0, self.p1)
-        provenance = np.full(self.p1 - self.p0, self.origin, np.uint8)
-        for rows in self.source.slice(self.p0, self.p1):
-            if not rows.layout.is_native:
-                kept = provenance_as_kept(self.origin, is_native=False)
-                provenance[rows.p0 - self.p0 : rows.p1 - self.p0] = kept
-        return provenance
-
-    @property
-    def decoded(self) -> list[DecodedRun]:
-        """Its rows that are decoded from stored formats, in order."""
-        if isinstance(self.source, SegmentFile):
-            at, runs = self.source.p0, self.source.runs
-            found = [DecodedRun(at + run.row0, at + run.end, run.format) for run in runs]
-        else:
-            kept = [(rows, rows.layout) for rows in self.source]
-            found = [
-                DecodedRun(rows.p0, rows.p1, NATIVE if each.is_native else each.format_name)
-                for rows, each in kept
-            ]
-        cut = [DecodedRun(max(p0, self.p0), min(p1, self.p1), name) for p0, p1, name in found]
-        return [run for run in cut if run.p0 < run.p1 and run.format != NATIVE]
 
 
 class RowStore:
@@ -88,6 +46,10 @@ class RowStore:
         """Whether rows belong to the loaded weights; see `distrust`."""
         self.head: bytes | None = None
         """The digest of the head whose rows are read beside the model's; None: there is no head."""
+        self.bases = TransformBases(state.directory.bases, state.directory.tmp)
+        """What transform-coded rows are written and read with."""
+        self._interrupted: tuple[object, dict[int, bytes]] = (None, {})
+        """Which rows were being transform-coded when that was interrupted, and what there is of them."""
 
     def distrust(self, since: float) -> None:
         """Drop and refuse rows until the store is reopened, because the weights changed after
@@ -155,9 +117,14 @@ class RowStore:
         self._open(file, part.node)
         try:
             layout = self._state.row_identity.layout
-            for rows in file.rows(layout, p0, part.p1, self._pool, self.head):
+            each = file.rows(layout, p0, part.p1, self._pool, self.head, bases=self.bases)
+            for rows in each:
                 # the segment may have been cut here since, where another branch begins
                 yield rows.settled() if rows.p1 == part.p1 else rows
+        except RowsLost as error:
+            raise self._lost(file, error) from error
+        except NewerVersion as error:
+            raise StoreError(f"{file.path} cannot be read: {error}") from error
         except (StateError, OSError) as error:
             raise self._damaged(file, error) from error
 
@@ -177,7 +144,7 @@ class RowStore:
             raise StateError("these rows have another layout than the store's")
         new, taken = provenance_as_kept(origin, is_native=rows.is_native), []
         with state.lock:
-            for node in _covered(nodes, rows.p0, rows.p1) if self.is_trusted else ():
+            for node in covered(nodes, rows.p0, rows.p1) if self.is_trusted else ():
                 hot, on_disk = node.worst_hot, node.worst_file
                 if hot is not None and not may_replace(new, hot):
                     continue
@@ -230,17 +197,17 @@ class RowStore:
         state.check_open()
 
         with state.lock:
-            nodes = _as_split(nodes)
+            nodes = as_split(nodes)
             if nodes and not any(
                 lacks(node.worst_file, node.worst_hot, sufficient) for node in nodes
             ):
                 assert nodes[-1].file is not None
                 return nodes[-1].file
-            draft = _draft(nodes, state, requests)
+            draft = draft_of(nodes, state, requests)
 
         def targets() -> list[Node]:
             found, runs = [], draft.run_table
-            for node in _covered(nodes, draft.p0, draft.p1):
+            for node in covered(nodes, draft.p0, draft.p1):
                 new = worst_of(runs, node.p0 - draft.p0, node.p1 - draft.p0)
                 if lacks(node.worst_file, new, sufficient):
                     found.append(node)
@@ -283,9 +250,17 @@ class RowStore:
             directory.remove(old.path.name)
         return file
 
-    def reencode(self, file: SegmentFile, requests: Sequence[FormatRequest]) -> SegmentFile | None:
+    def reencode(
+        self,
+        file: SegmentFile,
+        requests: Sequence[FormatRequest],
+        pause: Callable[[], object] = lambda: None,
+    ) -> SegmentFile | None:
         """Replace `file` durably by one with its rows in the formats of `requests`: the native ones, and
         those in a stored format where the request says so. Others stay as they are.
+
+        pause: called every few milliseconds of transform coding, returns if it may continue or raises
+            CodingInterrupted, which this then raises; what was encoded is used at the next attempt
 
         The old file's checksums are verified again first. Its nodes switch in one transaction, then
         it is deleted; loads planned from it use the new file. None if the file was dropped meanwhile.
@@ -299,11 +274,30 @@ class RowStore:
             p0, last, prefix = nodes[0].p0, nodes[-1], nodes[-1].prefix_bytes()
         self.encoding.begin()
         self.verify(file, last, self.encoding)
+        draft = self._draft_again(file, last, prefix, p0, requests, pause)
+
+        def targets() -> list[Node]:
+            return [] if file.dropped else list(state.tree.viewers(file))
+
+        return self.write_draft(draft, targets, "reencoded")
+
+    def _draft_again(
+        self,
+        file: SegmentFile,
+        last: Node,
+        prefix: bytes,
+        p0: int,
+        requests: Sequence[FormatRequest] = (),
+        pause: Callable[[], object] = lambda: None,
+    ) -> Draft:
+        """The rows of a checked file from p0 on up to the end of `prefix`, which is that of the node `last`, in
+        the formats requested. Raises StoreError; ValueError for rows that cannot be coded."""
+        state, p1 = self._state, len(prefix) // ID_BYTES
         try:
-            runs = _stretches(file, self.pieces, requests, state.row_identity.layout, p0, last.p1)
-        except (OSError, StateError) as error:
+            runs = self._stretches(file, requests, p0, p1, pause)
+        except (OSError, StateError, NewerVersion) as error:
             raise StoreError(f"{file.path} cannot be read again: {error}") from error
-        draft = Draft(
+        return Draft(
             state.digest,
             segment_key(state.digest, last.scope, prefix),
             last.scope,
@@ -312,10 +306,88 @@ class RowStore:
             runs,
         )
 
-        def targets() -> list[Node]:
-            return [] if file.dropped else list(state.tree.viewers(file))
+    def _stretches(
+        self,
+        file: SegmentFile,
+        requests: Sequence[FormatRequest],
+        p0: int,
+        p1: int,
+        pause: Callable[[], object],
+    ) -> list[DraftRun]:
+        """The runs to write: stretches with one origin and one requested format, joined where
+        neighbours have the same format."""
+        native = self._state.row_identity.layout
+        cuts = {p for request in requests for p in (request.p0, request.p1)}
+        cuts |= {file.p0 + run.row0 for run in file.runs}
+        ends = [p0, *sorted(p for p in cuts if p0 < p < p1), p1]
+        runs: list[DraftRun] = []
+        for start, end in pairwise(ends):
+            before = next(run for run in file.runs if start - file.p0 < run.end)
+            if is_coded(before.format):
+                found = file.carried(start, end, self.bases)
+                runs += carried_runs(found, before.format, before.origin, file.head_rows)
+                continue
+            parts = self.pieces(file, start, end)
+            name = format_of(start, before.format, requests, native)
+            if is_coded(name):
+                coding, basis = coding_of(name)
+                found_basis = self.bases.get(basis, self._state.digest)
+                which = file.id, start, end, name
+                if self._interrupted[0] != which:
+                    self._interrupted = which, {}
+                done = self._interrupted[1]
+                run = encoded_run(parts, name, before.origin, found_basis, coding, pause, done)
+                self._interrupted = None, {}
+            else:
+                run = DraftRun(parts, name, before.origin)
+            runs.append(run)
+        return merge_runs(runs)
 
-        return self.write_draft(draft, targets, "reencoded")
+    def _lost(self, file: SegmentFile, error: RowsLost) -> StoreError:
+        """Give up the transform-coded rows that cannot be read, and write the others of the file again;
+        returns the error to raise."""
+        with self._state.lock:
+            nodes = sorted(self._state.tree.viewers(file), key=lambda node: node.p0)
+        if file.dropped or not nodes:
+            return RowsDamaged(f"the rows in {file.path.name} were dropped meanwhile")
+        try:
+            self._write_without(file, self._all_lost(file, nodes[-1]) or error.ranges)
+        except (StateError, OSError, StoreError) as worse:  # nothing of it can be kept
+            return self._damaged(file, worse if isinstance(worse, StateError) else error)
+        return RowsDamaged(f"rows in {file.path.name} are damaged and set aside: {error}")
+
+    def _all_lost(self, file: SegmentFile, node: Node) -> Ranges:
+        """All positions of a file whose transform-coded rows cannot be read. Raises StateError, OSError."""
+        try:
+            file.verify(self._claim(file, node), self._pool, self.bases)
+        except RowsLost as error:
+            return error.ranges
+        return []
+
+    def _write_without(self, file: SegmentFile, lost: Ranges) -> None:
+        """Replace a file by files with its rows but for those at the positions `lost`, which is set aside. The
+        segments that have some of those are cut there. Raises StoreError."""
+        state = self._state
+        with state.locked():
+            for node in list(state.tree.viewers(file)):
+                inside = {p for each in lost for p in each if node.p0 < p < node.p1}
+                if inside:
+                    with state.growing() as growth:
+                        growth.grow(node.prefix_bytes(), node.scope, [*sorted(inside), node.p1])
+            nodes = sorted(state.tree.viewers(file), key=lambda node: node.p0)
+        good = [node for node in nodes if not any(a < node.p1 and node.p0 < b for a, b in lost)]
+        for run in consecutive(good):
+            p0, last = run[0].p0, run[-1]
+            with state.locked():
+                prefix = last.prefix_bytes()
+            draft = self._draft_again(file, last, prefix, p0)
+
+            def targets(draft: Draft = draft) -> list[Node]:
+                found = [] if file.dropped else state.tree.viewers(file)
+                return [node for node in found if draft.p0 <= node.p0 and node.p1 <= draft.p1]
+
+            self.write_draft(draft, targets, "reencoded")
+        self.drop_file(file, set_aside=True)
 
     def drop_file(self, file: SegmentFile, *, set_aside: bool = False) -> int:
         """Forget a file: its nodes keep their tokens only. Deletes it, or moves it into
@@ -351,14 +423,19 @@ class RowStore:
         threads to use; None: those that requests use."""
         self._refuse_dropped(file)
         try:
-            file.verify(self._claim(file, node), pool or self._pool)
+            file.verify(self._claim(file, node), pool or self._pool, self.bases)
+        except RowsLost as error:
+            raise self._lost(file, error) from error
+        except NewerVersion as error:
+            raise StoreError(f"{file.path} cannot be read: {error}") from error
         except (StateError, OSError) as error:
             raise self._damaged(file, error) from error
 
     def pieces(self, file: SegmentFile, p0: int, p1: int) -> list[KVRows]:
         """The rows [p0, p1) of a file that was verified, with those of any head. Raises OSError or
         StateError."""
-        return list(file.rows(self._state.row_identity.layout, p0, p1, self._pool, ANY_HEAD))
+        layout = self._state.row_identity.layout
+        return list(file.rows(layout, p0, p1, self._pool, ANY_HEAD, bases=self.bases))
 
     def _open(self, file: SegmentFile, node: Node) -> None:
         self._refuse_dropped(file)
@@ -468,103 +545,3 @@ def uncatalogue(catalog: Catalog, file_id: int) -> None:
     with catalog.transaction():
         catalog.run("DELETE FROM views WHERE file = ?", (file_id,))
         catalog.run("DELETE FROM files WHERE id = ?", (file_id,))
-
-
-def _covered(nodes: Sequence[Node], p0: int, p1: int) -> list[Node]:
-    """The nodes now on the path of `nodes` that lie within [p0, p1), top first. A split since
-    `nodes` was taken put new nodes above the old ones, so the path is walked from below."""
-    alive = [node for node in nodes if not node.removed]
-    if not alive:
-        return []
-    return [node for node in alive[-1].path() if node.p0 >= p0 and node.p1 <= p1]
-
-
-def _as_split(nodes: Sequence[Node]) -> Sequence[Node]:
-    """Consecutive nodes without those that were removed, and with what splits put between them.
-    Raises SegmentsGone if all were removed."""
-    alive = [node for node in nodes if not node.removed]
-    if nodes and not alive:
-        raise SegmentsGone("the segments were removed before their rows were written")
-    found: list[Node] = []
-    at = alive[-1] if alive else None
-    while at is not None and at is not alive[0]:
-        found.append(at)
-        at = at.parent
-    return [alive[0], *reversed(found)] if at is not None else nodes
-
-
-def _draft(nodes: Sequence[Node], state: StoreState, requests: Sequence[FormatRequest]) -> Draft:
-    """What to write for consecutive hot nodes of one scope, in the formats of `requests`. Raises
-    StoreError."""
-    if not nodes:
-        raise StoreError("no segments to write")
-    runs: list[DraftRun] = []
-    for above, node in zip([None, *nodes], nodes, strict=False):
-        if node.removed or node.hot is None:
-            raise StoreError(f"segment {node.id} has no rows in memory to write")
-        if above is not None and (node.parent is not above or node.scope != above.scope):
-            raise StoreError("only consecutive segments of one scope can share a file")
-        runs += [
-            DraftRun([rows], _format_of(rows, requests, state.row_identity.layout), node.origin)
-            for rows in _cut(node.hot, requests)
-        ]
-    first, last = nodes[0], nodes[-1]
-    prefix = last.prefix_bytes()
-    return Draft(
-        state.digest,
-        segment_key(state.digest, last.scope, prefix),
-        last.scope,
-        prefix[first.p0 * ID_BYTES :],
-        state.row_identity.layout,
-        merge_runs(runs),
-    )
-
-
-def _cut(hot: Runs, requests: Sequence[FormatRequest]) -> Iterator[KVRows]:
-    """Rows in memory, cut where a request begins or ends."""
-    cuts = {p for request in requests for p in (request.p0, request.p1)}
-    ends = [hot.p0, *sorted(p for p in cuts if hot.p0 < p < hot.p1), hot.p1]
-    for start, end in zip(ends, ends[1:], strict=False):
-        yield from hot.slice(start, end)
-
-
-def merge_runs(runs: Sequence[DraftRun]) -> list[DraftRun]:
-    """Join neighbours of the same format and origin."""
-    merged: list[DraftRun] = []
-    for run in runs:
-        last = merged[-1] if merged else None
-        if last is not None and (last.format, last.origin) == (run.format, run.origin):
-            merged[-1] = DraftRun([*last.parts, *run.parts], run.format, run.origin)
-        else:
-            merged.append(run)
-    return merged
-
-
-def _stretches(
-    file: SegmentFile,
-    pieces: Callable[[SegmentFile, int, int], list[KVRows]],
-    requests: Sequence[FormatRequest],
-    native: KVLayout,
-    p0: int,
-    p1: int,
-) -> list[DraftRun]:
-    """The runs to write: stretches with one origin and one requested format, joined where
-    neighbours have the same format."""
-    cuts = {p for request in requests for p in (request.p0, request.p1)}
-    cuts |= {file.p0 + run.row0 for run in file.runs}
-    ends = [p0, *sorted(p for p in cuts if p0 < p < p1), p1]
-    runs = []
-    for start, end in zip(ends, ends[1:], strict=False):
-        parts = pieces(file, start, end)
-        before = next(run for run in file.runs if start - file.p0 < run.end)
-        runs.append(DraftRun(parts, _format_of(parts[0], requests, native), before.origin))
-    return merge_runs(runs)
-
-
-def _format_of(part: KVRows, requests: Sequence[FormatRequest], native: KVLayout) -> str:
-    """The resulting format of a stretch: the requested one if the request applies, or its own."""
-    stored = NATIVE if part.layout.is_native else part.layout.format_name
-    for request in requests:
-        if request.p0 <= part.p0 < request.p1:
-            return request.format if request.applies(stored, native) else stored
-    return stored

@@ -13,16 +13,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
+from towerd.codec.errors import CodecError, NewerVersion
+from towerd.codec.rows import coded
+from towerd.codec.rows.basis import Basis
+from towerd.codec.rows.coded import CodedRows, PageDamaged
+from towerd.kernels import dispatch
 from towerd.slots.blob import parse_rows
 from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.row_identity import RowIdentity
 from towerd.slots.rows import HeadRows, KVRows
+from towerd.store.segments.coded_format import CodedPiece, coding_of, is_coded
 from towerd.store.segments.segment_header import (
     BlobEntry,
+    CodedEntry,
     FormatRun,
     HeadEntry,
     PlaneEntry,
@@ -37,12 +45,30 @@ from towerd.store.segments.segment_header import (
     segment_key,
     worst_of,
 )
+from towerd.store.segments.transform_bases import BasisLost, TransformBases
 from towerd.tokens import ID_BYTES, Provenance, Provenances
 
 log = logging.getLogger(__name__)
 
 ANY_HEAD = b""
 """Stands for the digest of whatever head a file has rows of."""
+
+
+DECODED_ROWS = 512
+"""Transform-coded rows that are decoded at once: the caller uses them while the next are decoded."""
+
+Ranges: TypeAlias = list[tuple[int, int]]
+"""Positions [p0, p1), ascending."""
+
+
+class RowsLost(StateError):
+    """Some transform-coded rows of a file cannot be read; all others can.
+
+    ranges: their positions"""
+
+    def __init__(self, ranges: Ranges, why: str) -> None:
+        super().__init__(why)
+        self.ranges = ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +129,24 @@ class SegmentFile:
         """True when no row is in a stored format."""
         return all(run.format == NATIVE for run in self.runs)
 
+    def is_coded(self, p0: int, p1: int) -> bool:
+        """Whether any of the rows [p0, p1) is transform-coded, and so native when it was decoded."""
+        row0, row1 = p0 - self.p0, p1 - self.p0
+        return any(is_coded(r.format) and r.row0 < row1 and row0 < r.end for r in self.runs)
+
+    def run_bytes(self, run: FormatRun, native: KVLayout) -> int:
+        """Bytes of the rows of a run, without headers and padding but for transform-coded ones, which are
+        counted by what is left of the file."""
+        if not is_coded(run.format):
+            return run.n_rows * native.stored_as(run.format).token_bytes
+        coded_rows = sum(each.n_rows for each in self.runs if is_coded(each.format))
+        others = sum(
+            each.n_rows * native.stored_as(each.format).token_bytes
+            for each in self.runs
+            if not is_coded(each.format)
+        )
+        return max(0, self.nbytes - others) * run.n_rows // coded_rows
+
     def provenance(self, p0: int, p1: int) -> Provenances:
         """That of each position in [p0, p1), uint8[p1 - p0]."""
         return provenance_of(self.runs, p0 - self.p0, p1 - self.p0)
@@ -128,8 +172,9 @@ class SegmentFile:
             if self._header is None:
                 self._header, self._start = self._read_header(self._map(), claim)
 
-    def verify(self, claim: Claim, pool: Executor) -> None:
-        """Check the whole file, even if checked before. Raises as `open`."""
+    def verify(self, claim: Claim, pool: Executor, bases: TransformBases) -> None:
+        """Check the whole file, even if checked before. Raises as `open`; RowsLost if only
+        transform-coded rows are damaged."""
         with self._lock:
             data = self._map()
         header, start = self._read_header(data, claim)
@@ -138,6 +183,7 @@ class SegmentFile:
             self._header, self._start = header, start
             self._checked = {piece.offset for piece in header.pieces}
             self._is_head_damaged = False
+        check_coded(data, header, start, bases)
 
     def _read_header(self, data: mmap.mmap, claim: Claim) -> tuple[SegmentHeader, int]:
         """The header and the offset of the data."""
@@ -154,25 +200,27 @@ class SegmentFile:
         p1: int,
         pool: Executor | None,
         head: bytes | None = None,
+        *,
+        bases: TransformBases,
     ) -> Iterator[KVRows]:
         """Rows [p0, p1) as views of the mapped file, which they keep alive. Each part is a run of
         planes or a blob, in the run's format, and is checked once per process when it is
         requested: the first with `pool`, later ones while the caller uses those before them.
+        Transform-coded rows are decoded, a part at a time, into native ones in memory of their own.
         `layout` is the native one. The file must be open.
 
         head: the digest of the head whose rows are wanted beside them, if the file has such; damaged
         ones count as none
 
-        Raises OSError or StateError if the file is damaged or was removed."""
+        Raises OSError or StateError if the file is damaged or was removed, RowsLost if some of its
+        transform-coded rows are, NewerVersion."""
         with self._lock:
             data, header, start = self._map(), self._header, self._start
         assert header is not None
         assert self.p0 <= p0 < p1 <= self.p0 + self.n_rows
         row0, row1 = p0 - self.p0, p1 - self.p0
-        heads = None
-        if header.head is not None and head in (ANY_HEAD, header.head.digest):
-            heads = self._head_rows(data, start, header.head)
-        for rows in self._model_rows(data, header, start, layout, row0, row1, pool):
+        heads = self._heads(data, header, start, head)
+        for rows in self._model_rows(data, header, start, layout, row0, row1, pool, bases):
             beside = None if heads is None else heads.slice(rows.p0, rows.p1)
             yield rows if beside is None else replace(rows, head=beside)
 
@@ -185,15 +233,69 @@ class SegmentFile:
         row0: int,
         row1: int,
         pool: Executor | None,
+        bases: TransformBases,
     ) -> Iterator[KVRows]:
         for entry in header.runs:
             first, last = max(row0, entry.row0), min(row1, entry.row0 + entry.n_rows)
-            if first < last and entry.blobs:
+            if first < last and entry.coded:
+                lost = (self.p0 + entry.row0, self.p0 + entry.row0 + entry.n_rows)
+                basis = basis_of(header, entry, bases, lost)
+                for piece, at in self._coded(data, start, entry, first, last, basis):
+                    p0, p1 = max(self.p0 + first, at), min(self.p0 + last, at + piece.n_rows)
+                    yield from _decoded(piece, basis, p0, p1)
+            elif first < last and entry.blobs:
                 yield from self._blob_rows(data, start, entry, layout, first, last, pool)
                 pool = None
             elif first < last:
                 self._ensure_checked(data, entry.planes, start, pool)
                 yield self._run_rows(data, start, entry, layout, first, last)
+
+    def carried(self, p0: int, p1: int, bases: TransformBases) -> Iterator[CodedPiece | KVRows]:
+        """The transform-coded rows [p0, p1) of an open file, all of one run, to be written again as they are:
+        whole pages coded, the rest decoded. Raises as `rows`."""
+        with self._lock:
+            data, header, start = self._map(), self._header, self._start
+        assert header is not None
+        row0, row1 = p0 - self.p0, p1 - self.p0
+        entry = next(run for run in header.runs if row0 < run.row0 + run.n_rows)
+        lost = (self.p0 + entry.row0, self.p0 + entry.row0 + entry.n_rows)
+        basis = basis_of(header, entry, bases, lost)
+        for piece, at in self._coded(data, start, entry, row0, row1, basis):
+            first, last = max(p0, at), min(p1, at + piece.n_rows)
+            begin, end = piece.whole_pages(first, last)
+            if begin >= end:
+                yield from _decoded(piece, basis, first, last)
+                continue
+            if first < begin:
+                yield from _decoded(piece, basis, first, begin)
+            yield CodedPiece(begin, end - begin, piece.excerpt(begin, end))
+            if end < last:
+                yield from _decoded(piece, basis, end, last)
+
+    def head_rows(self, p0: int, p1: int) -> HeadRows | None:
+        """What the file has of any head of the positions [p0, p1); it must be open."""
+        with self._lock:
+            data, header, start = self._map(), self._header, self._start
+        assert header is not None
+        heads = self._heads(data, header, start, ANY_HEAD)
+        return None if heads is None else heads.slice(p0, p1)
+
+    def _heads(
+        self, data: mmap.mmap, header: SegmentHeader, start: int, head: bytes | None
+    ) -> HeadRows | None:
+        if header.head is None or head not in (ANY_HEAD, header.head.digest):
+            return None
+        return self._head_rows(data, start, header.head)
+
+    def _coded(
+        self, data: mmap.mmap, start: int, entry: RunEntry, row0: int, row1: int, basis: Basis
+    ) -> Iterator[tuple[CodedRows, int]]:
+        """The coded rows that have any of the file's rows [row0, row1), each with its first position."""
+        at = entry.row0
+        for each in entry.coded:
+            if at < row1 and row0 < at + each.n_rows:
+                yield parsed(data, each, start, self.p0 + at, basis), self.p0 + at
+            at += each.n_rows
 
     def _blob_rows(
         self,
@@ -282,11 +384,6 @@ def map_file(path: Path, n_bytes: int) -> mmap.mmap:
         os.close(fd)
 
 
-def run_bytes(run: FormatRun, native: KVLayout) -> int:
-    """Bytes of the rows of a run, without headers and padding."""
-    return run.n_rows * native.stored_as(run.format).token_bytes
-
-
 class FormatTally:
     """Rows of all files of one row identity, by format. Counted as files come and go; the store's
     lock guards it."""
@@ -311,7 +408,7 @@ class FormatTally:
 
     def _count(self, file: SegmentFile, sign: int) -> None:
         for run in file.runs:
-            nbytes = run_bytes(run, self._native)
+            nbytes = file.run_bytes(run, self._native)
             self.n_rows[run.format] += sign * run.n_rows
             self.nbytes[run.format] += sign * nbytes
             if run.origin == Provenance.AFTER_MOVED:
@@ -319,8 +416,15 @@ class FormatTally:
 
     @property
     def quantized_bytes(self) -> int:
-        """Bytes of the rows in stored formats."""
-        return sum(n for name, n in list(self.nbytes.items()) if name != NATIVE)
+        """Bytes of the rows in block formats."""
+        return sum(
+            n for name, n in list(self.nbytes.items()) if name != NATIVE and not is_coded(name)
+        )
+
+    @property
+    def coded_bytes(self) -> int:
+        """Bytes of the transform-coded rows."""
+        return sum(n for name, n in list(self.nbytes.items()) if is_coded(name))
 
 
 def check_claim(header: SegmentHeader, claim: Claim) -> None:
@@ -357,6 +461,68 @@ def check_pieces(
     results = map(is_good, spans) if pool is None else pool.map(is_good, spans)
     if not all(list(results)):
         raise StateError("a checksum does not match: the rows are damaged")
+
+
+def check_coded(data: mmap.mmap, header: SegmentHeader, start: int, bases: TransformBases) -> None:
+    """Raises RowsLost unless all coded rows, and their bases, are whole; NewerVersion; OSError."""
+    lost: Ranges = []
+    why = ""
+    for run in header.runs:
+        at = header.p0 + run.row0
+        for entry in run.coded:
+            all_of_it = (at, at + entry.n_rows)
+            try:
+                basis = basis_of(header, run, bases, all_of_it)
+                found = parsed(data, entry, start, at, basis).damaged()
+            except RowsLost as error:
+                found, why = error.ranges, str(error)
+            lost += found
+            at = all_of_it[1]
+    if lost:
+        raise RowsLost(lost, why or "a checksum does not match: coded rows are damaged")
+
+
+def basis_of(
+    header: SegmentHeader, run: RunEntry, bases: TransformBases, lost: tuple[int, int]
+) -> Basis:
+    """The basis of a transform-coded run. Raises RowsLost for the positions `lost` without it, NewerVersion."""
+    coding, name = coding_of(run.format)
+    try:
+        basis = bases.get(name, header.row_identity)
+    except BasisLost as error:
+        raise RowsLost([lost], str(error)) from error
+    if coding not in basis.codings:
+        raise RowsLost([lost], f"the transform basis {name} has no coding {coding!r}")
+    return basis
+
+
+def parsed(data: mmap.mmap, entry: CodedEntry, start: int, p0: int, basis: Basis) -> CodedRows:
+    """The coded rows of an entry that begins at `p0`. Raises RowsLost, NewerVersion."""
+    at = start + entry.offset
+    try:
+        found = coded.parse(memoryview(data)[at : at + entry.nbytes])
+    except NewerVersion:
+        raise
+    except CodecError as error:
+        raise RowsLost([(p0, p0 + entry.n_rows)], str(error)) from error
+    if (found.p0, found.n_rows, found.basis_digest) != (p0, entry.n_rows, basis.digest):
+        raise RowsLost([(p0, p0 + entry.n_rows)], "coded rows are others than their file says")
+    return found
+
+
+def _decoded(piece: CodedRows, basis: Basis, p0: int, p1: int) -> Iterator[KVRows]:
+    """The rows [p0, p1), some at a time. Raises RowsLost."""
+    assert basis.rope is not None
+    step = DECODED_ROWS - (p0 - piece.p0) % piece.page_rows
+    while p0 < p1:
+        end = min(p1, p0 + step)
+        try:
+            yield piece.read(p0, end, basis, basis.rope, n_threads=dispatch.THREADS)
+        except PageDamaged as error:
+            raise RowsLost([(error.p0, error.p1)], str(error)) from error
+        except CodecError as error:
+            raise RowsLost([(piece.p0, piece.p1)], str(error)) from error
+        p0, step = end, DECODED_ROWS
 
 
 def blob_rows(data: mmap.mmap, blob: BlobEntry, start: int, layout: KVLayout, p0: int) -> KVRows:

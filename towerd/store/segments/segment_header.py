@@ -29,6 +29,7 @@ import xxhash
 from towerd.slots.blob import blob_size
 from towerd.slots.errors import StateError
 from towerd.slots.layout import CELL_EXT_BYTES, NATIVE, KVLayout, cache_plane, stored_format
+from towerd.store.segments.coded_format import CODED_BYTES_MAX, coding_of, is_coded
 from towerd.tokens import ID_BYTES, Provenance, Provenances, provenance_as_kept
 
 KEY_BYTES = 32
@@ -65,9 +66,10 @@ class FormatRun:
     row0: int
     n_rows: int
     format: str
-    """`native` or a stored format."""
+    """`native`, a stored format, or a transform coding (`coded_format`)."""
     origin: Provenance = Provenance.EXACT
-    """What these rows were computed as: EXACT, DERIVED or AFTER_MOVED."""
+    """What these rows were computed as: EXACT, DERIVED or AFTER_MOVED; APPROXIMATE for native ones that were
+    decoded."""
 
     @property
     def end(self) -> int:
@@ -82,8 +84,13 @@ class FormatRun:
 
 WrittenOrigin: TypeAlias = bool | int
 """An origin as files and the catalog have it: false for EXACT, true for DERIVED, as when there were
-no others; the number for AFTER_MOVED."""
-_ORIGINS = (Provenance.EXACT, Provenance.DERIVED, Provenance.AFTER_MOVED)
+no others; the number for what came later."""
+_ORIGINS = (
+    Provenance.EXACT,
+    Provenance.DERIVED,
+    Provenance.APPROXIMATE,
+    Provenance.AFTER_MOVED,
+)
 
 
 def written_origin(origin: Provenance) -> WrittenOrigin:
@@ -111,7 +118,9 @@ def check_runs(runs: Sequence[FormatRun], n_rows: int) -> None:
     for run in runs:
         if run.row0 != at or run.n_rows <= 0:
             raise StateError("the runs of rows do not follow one another")
-        if run.format != NATIVE:
+        if is_coded(run.format):
+            coding_of(run.format)
+        elif run.format != NATIVE:
             stored_format(run.format)
         at = run.end
     if at != n_rows:
@@ -222,8 +231,17 @@ class BlobEntry(msgspec.Struct, frozen=True, array_like=True):
         ]
 
 
+class CodedEntry(msgspec.Struct, frozen=True, array_like=True):
+    """The next `n_rows` rows of a transform-coded run: coded rows (`towerd.codec.rows.coded`), whose head and
+    pages have checksums of their own."""
+
+    n_rows: int
+    offset: int
+    nbytes: int
+
+
 class RunEntry(msgspec.Struct, frozen=True, array_like=True):
-    """Rows [row0, row0 + n_rows) of the file and the planes or blobs that hold them."""
+    """Rows [row0, row0 + n_rows) of the file and the planes, blobs or coded rows that hold them."""
 
     row0: int
     n_rows: int
@@ -231,10 +249,11 @@ class RunEntry(msgspec.Struct, frozen=True, array_like=True):
     origin: WrittenOrigin
     planes: list[PlaneEntry]
     blobs: list[BlobEntry] = []
+    coded: list[CodedEntry] = []
 
     @property
     def run(self) -> FormatRun:
-        """The run without its planes or blobs. Raises StateError."""
+        """The run without what holds its rows. Raises StateError."""
         return FormatRun(self.row0, self.n_rows, self.format, read_origin(self.origin))
 
 
@@ -290,7 +309,7 @@ class SegmentHeader(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def pieces(self) -> list[PlaneEntry | BlobEntry]:
-        """The planes and blobs of all runs, each with its checksum; not those of a head."""
+        """The planes and blobs of all runs, each with its checksum; not those of a head, nor coded rows."""
         pieces: list[PlaneEntry | BlobEntry] = []
         for run in self.runs:
             pieces += [*run.planes, *run.blobs]
@@ -382,7 +401,9 @@ def decode_head(data: memoryview) -> tuple[SegmentHeader, int]:
 def check_layout(header: SegmentHeader, native: KVLayout) -> None:
     """Raises StateError unless every run's planes or blobs have this layout in the run's format."""
     for run in header.runs:
-        if run.blobs:
+        if is_coded(run.format):
+            is_right = True  # whoever decodes them checks their basis
+        elif run.blobs:
             is_right = run.format == NATIVE and all(
                 blob.nbytes == blob_size(native, blob.n_rows) for blob in run.blobs
             )
@@ -408,10 +429,26 @@ def _check(header: SegmentHeader, n_data: int) -> None:
             raise StateError("a run is kept in two ways, or a blob of it has no rows")
         if run.blobs and sum(blob.n_rows for blob in run.blobs) != run.n_rows:
             raise StateError("the blobs do not hold the rows of their run")
+        _check_coded(run, n_data)
     for piece in header.pieces:
         _check_extent(piece, n_data)
     if header.head is not None:
         _check_head(header.head, header.n, n_data)
+
+
+def _check_coded(run: RunEntry, n_data: int) -> None:
+    if is_coded(run.format) != bool(run.coded) or (run.coded and (run.planes or run.blobs)):
+        raise StateError("a run is kept in another way than its format says")
+    if run.coded and sum(entry.n_rows for entry in run.coded) != run.n_rows:
+        raise StateError("the coded rows are not those of their run")
+    for entry in run.coded:
+        end = n_data - entry.offset
+        if (
+            entry.n_rows <= 0
+            or entry.offset < 0
+            or not 0 < entry.nbytes <= min(end, CODED_BYTES_MAX)
+        ):
+            raise StateError("rows reach beyond the file")
 
 
 def _check_head(head: HeadEntry, n_rows: int, n_data: int) -> None:

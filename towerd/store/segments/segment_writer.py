@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,14 +16,17 @@ import xxhash
 
 from towerd.kernels import dispatch
 from towerd.slots.blob import blob_size, emit_blob
+from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import HeadRows, KVRows, check_positions
 from towerd.slots.runs import Runs
 from towerd.store.files import durable
+from towerd.store.segments.coded_format import CodedPiece, is_coded
 from towerd.store.segments.segment_header import (
     CHECKSUM_BYTES,
     SPAN_BYTES,
     BlobEntry,
+    CodedEntry,
     FormatRun,
     HeadEntry,
     PlaneEntry,
@@ -47,16 +51,38 @@ SUFFIX = ".twr"
 @dataclass(frozen=True, slots=True)
 class DraftRun:
     """Rows to store in one format. Parts in another format are encoded while they are written and
-    must be native."""
+    must be native; transform-coded rows are in `pieces` and have no parts.
+
+    coded_heads: what a head has of the rows in `pieces`"""
 
     parts: Sequence[KVRows]
     format: str
     origin: Provenance = Provenance.EXACT
+    pieces: Sequence[CodedPiece] = ()
+    coded_heads: Sequence[HeadRows] = ()
 
     @property
     def n_rows(self) -> int:
-        """Rows of all parts."""
-        return sum(len(part) for part in self.parts)
+        """Rows of all parts or pieces."""
+        n_coded = sum(piece.n_rows for piece in self.pieces)
+        return n_coded + sum(len(part) for part in self.parts)
+
+    @property
+    def p0(self) -> int:
+        """The first position."""
+        return self.pieces[0].p0 if self.pieces else self.parts[0].p0
+
+    @property
+    def p1(self) -> int:
+        """The last position plus one."""
+        last = self.pieces[-1] if self.pieces else None
+        return self.parts[-1].p1 if last is None else last.p0 + last.n_rows
+
+    @property
+    def heads(self) -> list[HeadRows]:
+        """What heads have of its rows."""
+        found = [part.head for part in self.parts if part.head is not None]
+        return [*found, *self.coded_heads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +99,17 @@ class Draft:
     @property
     def p0(self) -> int:
         """The first position."""
-        return self.runs[0].parts[0].p0
+        return self.runs[0].p0
 
     @property
     def p1(self) -> int:
         """The last position plus one."""
-        return self.runs[-1].parts[-1].p1
+        return self.runs[-1].p1
 
     @property
     def heads(self) -> list[HeadRows]:
         """The rows of a head beside those of the model; of several heads those of the last."""
-        found = [part.head for run in self.runs for part in run.parts if part.head is not None]
+        found = [head for run in self.runs for head in run.heads]
         return [
             head
             for head in found
@@ -149,7 +175,28 @@ class _BlobExtent:
             yield emit_blob(self.parts, layout=self.native, v_trans=first.v_trans, n_threads=1)
 
 
-_Extent: TypeAlias = _PlaneExtent | _BlobExtent
+@dataclass(frozen=True, slots=True)
+class _CodedExtent:
+    """The place of some transform-coded rows in the file."""
+
+    piece: CodedPiece
+    offset: int
+    n_sums = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the piece."""
+        return len(self.piece.data)
+
+    def entry(self, digest: bytes) -> CodedEntry:
+        return CodedEntry(self.piece.n_rows, self.offset, self.nbytes)
+
+    def chunks(self) -> Iterator[memoryview]:
+        """The bytes to write."""
+        yield memoryview(self.piece.data)
+
+
+_Extent: TypeAlias = _PlaneExtent | _BlobExtent | _CodedExtent
 
 
 def new_name() -> str:
@@ -200,7 +247,7 @@ def _write_extents(
         wait(jobs.values())  # the caller closes fd next: no job may outlive this
     digests = {offset: job.result() for offset, job in jobs.items()}
     for extent in extents:
-        if isinstance(extent, _BlobExtent):
+        if not isinstance(extent, _PlaneExtent):
             digests[extent.offset] = _write_extent(fd, start, extent, pause)
     return [[digests[extent.offset] for extent in row] for row in table]
 
@@ -216,15 +263,16 @@ def _header(
     for run, entries in zip(draft.run_table, entries_of, strict=False):
         planes = [entry for entry in entries if isinstance(entry, PlaneEntry)]
         blobs = [entry for entry in entries if isinstance(entry, BlobEntry)]
+        coded = [entry for entry in entries if isinstance(entry, CodedEntry)]
         origin = written_origin(run.origin)
-        runs.append(RunEntry(run.row0, run.n_rows, run.format, origin, planes, blobs))
+        runs.append(RunEntry(run.row0, run.n_rows, run.format, origin, planes, blobs, coded))
     head = _head_entry(draft, entries_of[-1]) if draft.heads else None
     return SegmentHeader(
         draft.row_identity, draft.key, draft.scope, draft.p0, draft.p1, draft.ids, runs, head
     )
 
 
-def _head_entry(draft: Draft, entries: Sequence[PlaneEntry | BlobEntry]) -> HeadEntry:
+def _head_entry(draft: Draft, entries: Sequence[PlaneEntry | BlobEntry | CodedEntry]) -> HeadEntry:
     rows = np.concatenate([head.rows.positions for head in draft.heads]) - draft.p0
     ends = np.flatnonzero(np.diff(rows, append=rows[-1] + 2) > 1) + 1
     ranges = [(int(run[0]), len(run)) for run in np.split(rows, ends[:-1])]
@@ -236,10 +284,17 @@ def _head_entry(draft: Draft, entries: Sequence[PlaneEntry | BlobEntry]) -> Head
 def _place(draft: Draft) -> tuple[list[list[_Extent]], int]:
     """Place each plane and blob at a page boundary. Returns those of every run, then those of a head if
     there is one, and the end of the last one."""
-    check_positions([part for run in draft.runs for part in run.parts])
+    for before, after in pairwise(draft.runs):
+        if before.p1 != after.p0:
+            raise StateError(f"a run ends at position {before.p1}, the next begins at {after.p0}")
     table: list[list[_Extent]] = []
     end = 0
     for run in draft.runs:
+        if is_coded(run.format):
+            table.append(list(_pieces(run, page_up(end))))
+            end = table[-1][-1].offset + table[-1][-1].nbytes
+            continue
+        check_positions(run.parts)
         place = _blobs if run.format == NATIVE else _planes
         table.append(list(place(run, draft.native, page_up(end))))
         end = table[-1][-1].offset + table[-1][-1].nbytes
@@ -255,6 +310,12 @@ def _planes(run: DraftRun, native: KVLayout, at: int) -> Iterator[_Extent]:
         n_bytes = run.n_rows * shape[3]
         yield _PlaneExtent(run, native, index, shape, at, n_bytes)
         at = page_up(at + n_bytes)
+
+
+def _pieces(run: DraftRun, at: int) -> Iterator[_Extent]:
+    for piece in run.pieces:
+        yield _CodedExtent(piece, at)
+        at = at + len(piece.data)
 
 
 def _blobs(run: DraftRun, native: KVLayout, at: int) -> Iterator[_Extent]:
@@ -280,7 +341,7 @@ def _write_extent(fd: int, start: int, extent: _Extent, pause: Callable[[], None
         at += len(chunk)
         if isinstance(extent, _PlaneExtent):
             h.update(chunk)
-        else:
+        elif isinstance(extent, _BlobExtent):
             spans = (chunk[i : i + SPAN_BYTES] for i in range(0, len(chunk), SPAN_BYTES))
             sums += b"".join(map(checksum, spans))
     return sums or h.digest()

@@ -19,7 +19,7 @@ from towerd.slots.row_identity import RowIdentity
 from towerd.store.catalog.catalog import Catalog, EnteredIdentity, Lock, Undo
 from towerd.store.catalog.identity import ModelIdentity
 from towerd.store.files.directory import Directory
-from towerd.store.segments.segment_file import FormatTally, SegmentFile, run_bytes
+from towerd.store.segments.segment_file import FormatTally, SegmentFile
 from towerd.store.segments.segment_header import FormatRun, decode_runs, key_hash, segment_key
 from towerd.store.tree.node import Node
 from towerd.store.tree.scope import public_of
@@ -264,8 +264,9 @@ class StoreState:
         """(format, rows, bytes) of each run of a node's rows on disk."""
         first, end, layout = node.file_row0, node.file_row0 + node.n, self.row_identity.layout
         for run in self._runs(node):
+            assert node.file is not None
             n = min(end, run.end) - max(first, run.row0)
-            yield run.format, n, run_bytes(run, layout) * n // run.n_rows
+            yield run.format, n, node.file.run_bytes(run, layout) * n // run.n_rows
 
     def _runs(self, node: Node) -> list[FormatRun]:
         """The runs of the node's file that hold its rows."""
@@ -293,6 +294,7 @@ class StoreState:
             "hot_bytes": self.hot_bytes,
             "warm_bytes": self.warm_bytes,
             "warm_quantized_bytes": self.formats.quantized_bytes,
+            "warm_coded_bytes": self.formats.coded_bytes,
             "dropped_bytes": self.dropped_bytes,
             "disk_bytes": int(disk),
             "catalog_bytes": catalog_bytes,

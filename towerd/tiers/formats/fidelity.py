@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 from towerd.errors import ConfigError
 from towerd.kernels.formats import BY_NAME, STORED_FORMATS
 from towerd.slots.layout import NATIVE
+from towerd.store.segments.coded_format import is_coded
 
 Fidelity: TypeAlias = Literal["exact", "near", "small"]
 
@@ -21,7 +22,7 @@ DYNAMIC = LEVEL_MAX + 1
 class LevelFormats:
     """The stored format of each level, level 0 first; deeper levels take the last entry.
 
-    Each name is `native` or a stored format of `towerd.kernels.formats`. Raises ConfigError for
+    Each name is `native`, a stored format of `towerd.kernels.formats` or a transform coding. Raises ConfigError for
     other names, no level, or more than LEVEL_MAX + 1."""
 
     names: tuple[str, ...]
@@ -34,7 +35,8 @@ class LevelFormats:
         if not 0 < len(self.names) <= LEVEL_MAX + 1:
             raise ConfigError(f"level formats need 1 to {LEVEL_MAX + 1} levels.")
         for name in self.names:
-            check_format(name, "level formats")
+            if not is_coded(name):
+                check_format(name, "level formats")
 
     @classmethod
     def parse(cls, text: str, place: str = "level_formats") -> LevelFormats:

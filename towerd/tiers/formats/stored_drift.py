@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from towerd.drift import DecodedRun, Drift
 from towerd.slots.layout import NATIVE
+from towerd.store.segments.coded_format import is_coded
 from towerd.tiers.formats.calibration import BOUNDS, SHARES, Calibration, bound_of
 from towerd.tiers.shrink import TAIL
 
@@ -87,8 +88,8 @@ def stored_drift(
     """What calibration found, so that the table of `fidelity` on the prompts that it was measured on
     costs the upper end of its interval.
 
-    squeezed: the drift of what was ever squeezed, by format; is_squeezed: some rows are, so that
-    prompts may cost what the bound of `small` allows"""
+    squeezed: the drift of what was ever squeezed or transform-coded, by format; is_squeezed: some rows are
+    squeezed, so that prompts may cost what the bound of `small` allows"""
     choice, uniform = found.choices[fidelity], found.grid.uniform
     means = {name: max(0.0, cost.excess) for name, cost in uniform.items()}
     of_table = sum(
@@ -107,6 +108,7 @@ def stored_drift(
     bound = bound_of(fidelity, found.floor.kl)
     if is_squeezed:
         bound = max(bound, BOUNDS["small"])
-        for name, drift in squeezed.items():
+    for name, drift in squeezed.items():
+        if is_squeezed or is_coded(name):
             excess[name] = max(excess.get(name, 0.0), drift.excess)
     return StoredDrift(choice.cost.floor_kl, excess, found.grid.weights, bound, factor)

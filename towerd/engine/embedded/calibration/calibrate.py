@@ -16,11 +16,18 @@ from importlib.resources import files
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from towerd.engine.embedded.calibration.measure import Measured, Measurer
 from towerd.engine.embedded.calibration.measure_plan import MeasurePlan, plan_measurement
 from towerd.engine.embedded.calibration.moved import MovedMeter, limits_of, plan_changes
 from towerd.engine.embedded.calibration.scratch import Scratch, SteppedSequence, other_shapes
+from towerd.engine.embedded.calibration.transform import (
+    LEARN_CONTINUATIONS,
+    LEARNED_SHARE,
+    MEASURED_MAX,
+    learn_transform,
+)
 from towerd.engine.embedded.calibration.unfinished import Unfinished
 from towerd.engine.embedded.context.core import Core
 from towerd.engine.embedded.run.scheduler import Scheduler
@@ -29,6 +36,9 @@ from towerd.errors import NotSupported, TowerdError
 from towerd.model.vocab import Vocab
 from towerd.slots.kind import WINDOW
 from towerd.store import Store
+from towerd.store.rows.recoding import CodingInterrupted
+from towerd.system.eigen import EigenFailed, patient_eigh
+from towerd.system.priority import lower_priority
 from towerd.tiers.formats.calibration import (
     BOUNDS,
     VERSION,
@@ -45,6 +55,14 @@ from towerd.tiers.formats.format_search import (
     expected_tokens,
 )
 from towerd.tiers.formats.packaged import packaged_calibration
+from towerd.tiers.formats.transform import (
+    VERSION as TRANSFORM_VERSION,
+)
+from towerd.tiers.formats.transform import (
+    TransformChoice,
+    load_transform,
+    save_transform,
+)
 from towerd.tiers.manager import Tiers
 from towerd.tiers.moved_limits import load_moved_limits, save_moved_limits
 
@@ -62,6 +80,8 @@ _IDLE_S = 60.0
 _POLL_S = 0.5
 _BUSY_S = 0.2
 """How long to wait before asking again whether a step may run."""
+_LOOK_S = 0.02
+"""How long what uses no model waits before it looks again whether a request runs."""
 _STEP_S = 0.25
 """How long a step may take: a request that arrives meanwhile waits for it."""
 
@@ -98,12 +118,15 @@ class Calibrator:
         tiers: Tiers,
         *,
         rotation: Rotation,
+        keys: Rotation | None = None,
         fidelity: str,
         forced: bool,
+        transforms: bool = True,
         idle_s: float = _IDLE_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """rotation: of rows that are moved
+        """rotation: of rows that are moved; keys: of those that are transform-coded; None: the same
+        transforms: whether any are
         fidelity: near or small, whose table is applied; exact applies none
         forced: the operator chose the formats, so that a calibration changes nothing by itself"""
         self.fidelity = fidelity
@@ -115,6 +138,9 @@ class Calibrator:
         self._store = store
         self._tiers = tiers
         self._rotation = rotation
+        self._keys = keys or rotation
+        self._transforms = transforms and not self.why_off
+        self._transform: TransformChoice | None = None
         self._idle_s = idle_s
         self._clock = clock
         self._state: State = "waiting" if self._may_move or not self.why_off else "off"
@@ -134,11 +160,15 @@ class Calibrator:
         self._found = own or packaged_calibration(self._core.info.row_identity)
         if self._found is not None:
             self._tiers.use(self._found)
+        if self._transforms:
+            self._transform = load_transform(self._store, self._row_identity)
+            self._use_transform()
         if self._may_move:
             self._tiers.moved_limits = load_moved_limits(self._store)
         has_any = self._found is not None or self._tiers.moved_limits is not None
         if has_any and not self._lacks_moves and not self._lacks_formats:
             self._state = "done"
+        self._tiers.pause_transform(self._interrupt)
         self._thread.start()
 
     @property
@@ -148,6 +178,10 @@ class Calibrator:
     @property
     def _lacks_formats(self) -> bool:
         return not self.why_off and self._found is None
+
+    @property
+    def _lacks_transform(self) -> bool:
+        return self._transforms and self._transform is None
 
     def close(self) -> None:
         """End a running calibration at its next step; it is continued after the next start."""
@@ -179,6 +213,7 @@ class Calibrator:
             "calibration": self._found.to_json() if self._found is not None else None,
             "row_identity": self._core.info.row_identity.to_json(),
             "moved": None if limits is None else limits.to_json(),
+            "transform": self._transform.to_json() if self._transform is not None else None,
         }
 
     # ---- the thread -------------------------------------------------------------------------
@@ -189,15 +224,25 @@ class Calibrator:
         while not self._stop.is_set():
             if self._is_due():
                 self._attempt()
-            self._wake.wait()
-            self._wake.clear()
+            elif self._found is not None and self._lacks_transform and self._is_time():
+                self._attempt_transform(self._found)
+            else:
+                self._wake.wait()
+                self._wake.clear()
 
     def _is_due(self) -> bool:
         """Whether a calibration was requested, or is needed and the engine has been idle."""
         if self._asked is not None:
             return True
-        if self._state != "waiting":
-            return False
+        return self._state == "waiting" and self._has_been_idle()
+
+    def _is_time(self) -> bool:
+        """Wait for time to learn transform codings; whether it came."""
+        return self._has_been_idle() and self._asked is None and not self._stop.is_set()
+
+    def _has_been_idle(self) -> bool:
+        """Wait until the engine has been idle for long enough, or a calibration was requested; whether it was
+        not stopped meanwhile."""
         idle_since, seen = time.monotonic(), -1
         while not (self._stop.is_set() or self._asked is not None):
             n_decoded = self._scheduler.counters["tokens_decoded"]
@@ -215,6 +260,8 @@ class Calibrator:
         if asked is not None:
             lacks = again or self._found is None
             formats = asked.formats and lacks and not self._core.why_not_movable
+        if again and asked is not None and asked.formats:
+            self._transform = None  # what is in force stays so until there is another
         moves = self._may_move and (again or self._lacks_moves)
         self._state, self._error, self._progress = "running", "", CalibrationProgress()
         started = time.monotonic()
@@ -356,6 +403,79 @@ class Calibrator:
             grid=grid,
             choices=choices,
         )
+
+    def _attempt_transform(self, found: Calibration) -> None:
+        """Learn transform codings in what is left of the cores."""
+        lower_priority()
+        try:
+            self._learn_transform(found)
+        except _CalibrationStopped:
+            return
+        except Exception:
+            log.exception("transform codings cannot be learned")
+            self._transforms = False
+
+    def _learn_transform(self, found: Calibration) -> None:
+        """Learn a basis, and use what keeps the bound. Raises _CalibrationStopped."""
+        text = calibration_text()
+        cut = int(LEARNED_SHARE * len(text))
+        vocab, core = self._core.vocab, self._core
+        of = core.n_ctx, core.layout.token_bytes
+        try:
+            first = plan_for(vocab, text[:cut], *of, LEARN_CONTINUATIONS)
+            second = plan_for(vocab, text[cut:], *of, MEASURED_MAX)
+            made = learn_transform(
+                Measurer(self._scratch(), first, run_step=self._step, step_s=_STEP_S),
+                Measurer(self._scratch(), second, run_step=self._step, step_s=_STEP_S),
+                self._keys.rope(),
+                found,
+                self._core.info.row_identity.digest(),
+                rot_k=self._core.info.row_identity.rot_k,
+                eigh=self._eigh,
+                pause=self._wait_for_idle,
+            )
+        except (TowerdError, EigenFailed) as error:
+            log.info("rows are not transform-coded", extra={"reason": str(error)})
+            none = TransformChoice(TRANSFORM_VERSION, "", 0, self._clock(), 0, {}, str(error))
+            self._transform = none
+        else:
+            basis = self._store.rows.bases.add(made.basis) if made.choices else ""
+            self._transform = TransformChoice(
+                TRANSFORM_VERSION,
+                basis,
+                made.n_tokens,
+                self._clock(),
+                made.basis.nbytes,
+                made.choices,
+            )
+        save_transform(self._store, self._row_identity, self._transform)
+        self._use_transform()
+
+    def _use_transform(self) -> None:
+        found = None if self._transform is None else self._transform.choices.get(self.fidelity)
+        if self._transforms:
+            self._tiers.set_transform(found)
+
+    def _eigh(
+        self, matrix: npt.NDArray[np.float64]
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        return patient_eigh(matrix, lambda: self._scheduler.is_busy, self._check_stop)
+
+    def _wait_for_idle(self) -> None:
+        """Return when no request runs or waits. Raises _CalibrationStopped."""
+        self._check_stop()
+        while self._scheduler.is_busy:
+            self._stop.wait(_LOOK_S)
+            self._check_stop()
+
+    def _interrupt(self) -> None:
+        """Raises CodingInterrupted if a request runs or waits, or the daemon closes."""
+        if self._scheduler.is_busy or self._stop.is_set():
+            raise CodingInterrupted
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise _CalibrationStopped
 
     def _expect(self, n_tokens: int) -> None:
         """So much of this part will be evaluated from here on."""

@@ -8,19 +8,19 @@ native, and what that costs by its squared error is the square of its weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from towerd.codec.rows import coded
 from towerd.codec.rows.basis import Basis
-from towerd.codec.rows.learn import Rounding, groups_of, learn
+from towerd.codec.rows.learn import Eigh, Rounding, groups_of, learn
+from towerd.codec.rows.plain import flattened
 from towerd.engine.embedded.calibration.measure import Measurer
 from towerd.kernels import dispatch
 from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows
-from towerd.slots.shift import unrotated
 from towerd.tiers.shrink import SINKS, TAIL
 
 COARSE_STEP = 1.5
@@ -36,23 +36,57 @@ def learned(
     n_layers: int,
     n_continuations: int,
     row_identity: bytes,
+    eigh: Eigh = np.linalg.eigh,
+    pause: Callable[[], object] = lambda: None,
+    rot_k: bool = False,
 ) -> Basis:
     """The basis of groups of `n_layers`, learned from the rows of all windows of a prepared Measurer and
     weighted by what errors cost on the first `n_continuations`: weighted numbers have a variance of 1 on average,
-    which the steps of `codings` are shares of. Raises CodecError."""
+    which the steps of `codings` are shares of. eigh, pause, rot_k: see `learn`. Raises CodecError."""
     samples = [rows.slice(SINKS, rows.p1) for rows in windows_of(measurer)]
     groups = groups_of(measurer.layout, n_layers)
-    plain = _coarse(samples, rope, groups, row_identity)
+    how = _How(row_identity, eigh, pause, rot_k)
+    plain = _coarse(samples, rope, groups, how)
     costs = _costs(measurer, rope, plain, n_continuations)
     weights = [0.0] * len(measurer.layout.planes)
     for planes, cost in zip(groups, costs, strict=True):
         for plane in planes:
             weights[plane] = math.sqrt(cost)
-    flat = [unrotated(rows, rope) for rows in samples]
+    flat = [flattened(rows, rope, rot_k=rot_k) for rows in samples]
     squares = [weight**2 * _variance(flat, i) for i, weight in enumerate(weights)]
     scale = 1 / math.sqrt(float(np.mean(squares)))
     weights = [weight * scale for weight in weights]
-    return learn(samples, rope, codings, row_identity=row_identity, groups=groups, weights=weights)
+    return how.learn(samples, rope, codings, groups, weights)
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    """See `learn`."""
+
+    row_identity: bytes
+    eigh: Eigh
+    pause: Callable[[], object]
+    rot_k: bool
+
+    def learn(
+        self,
+        samples: Sequence[KVRows],
+        rope: Rope,
+        codings: Mapping[str, Rounding],
+        groups: Sequence[tuple[int, ...]],
+        weights: Sequence[float],
+    ) -> Basis:
+        return learn(
+            samples,
+            rope,
+            codings,
+            row_identity=self.row_identity,
+            groups=groups,
+            weights=weights,
+            eigh=self.eigh,
+            pause=self.pause,
+            rot_k=self.rot_k,
+        )
 
 
 def windows_of(measurer: Measurer) -> list[KVRows]:
@@ -65,10 +99,10 @@ def _coarse(
     samples: Sequence[KVRows],
     rope: Rope,
     groups: Sequence[tuple[int, ...]],
-    row_identity: bytes,
+    how: _How,
 ) -> Basis:
     """A basis whose planes are all scaled to a variance of 1, with one coarse coding."""
-    flat = [unrotated(rows, rope) for rows in samples]
+    flat = [flattened(rows, rope, rot_k=how.rot_k) for rows in samples]
     layout = samples[0].layout
     weights = [0.0] * len(layout.planes)
     for planes in groups:
@@ -76,7 +110,7 @@ def _coarse(
         for plane in planes:
             weights[plane] = 1 / math.sqrt(max(float(variance), 1e-12))
     rounding = {"coarse": Rounding(COARSE_STEP)}
-    return learn(samples, rope, rounding, row_identity=row_identity, groups=groups, weights=weights)
+    return how.learn(samples, rope, rounding, groups, weights)
 
 
 def _variance(samples: Sequence[KVRows], plane: int) -> float:

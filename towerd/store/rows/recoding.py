@@ -1,0 +1,93 @@
+"""Transform coding of rows that are written again: native ones and those in block formats are encoded, coded
+ones are carried over as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from itertools import groupby
+
+from towerd.codec.errors import CodecError
+from towerd.codec.rows import coded
+from towerd.codec.rows.basis import Basis
+from towerd.kernels import dispatch
+from towerd.slots.layout import NATIVE, KVLayout
+from towerd.slots.rows import HeadRows, KVRows, join
+from towerd.store.segments.coded_format import CodedPiece
+from towerd.store.segments.segment_writer import DraftRun
+from towerd.tokens import Provenance
+
+PIECE_ROWS = 1024
+"""Rows of a piece of a file; a head of its own takes 70 bytes."""
+STEP_ROWS = 128
+"""Rows that are encoded between two pauses: 10 ms of SmolLM2's on one core."""
+
+
+class CodingInterrupted(Exception):
+    """Raised by `pause`: something else needs the cores. What was encoded so far is remembered."""
+
+
+def encoded_run(
+    parts: Sequence[KVRows],
+    format: str,
+    origin: Provenance,
+    basis: Basis,
+    coding: str,
+    pause: Callable[[], object],
+    done: MutableMapping[int, bytes] | None = None,
+) -> DraftRun:
+    """Consecutive rows, native or in block formats, as a transform-coded run. pause: called every few
+    milliseconds, returns when the next ones may be used, or raises; done: what was encoded when it was
+    interrupted before, by first position, and gets what is encoded now
+
+    Raises ValueError for rows that cannot be coded."""
+    done = {} if done is None else done
+    pieces = []
+    for at in range(parts[0].p0, parts[-1].p1, PIECE_ROWS):
+        end = min(at + PIECE_ROWS, parts[-1].p1)
+        steps = []
+        for first in range(at, end, STEP_ROWS):
+            if first not in done:
+                pause()
+                rows = _native(parts, first, min(first + STEP_ROWS, end), basis.layout)
+                try:
+                    assert basis.rope is not None
+                    done[first] = coded.encode(rows, basis, coding, basis.rope, n_threads=1)
+                except CodecError as error:
+                    raise ValueError(str(error)) from error
+            steps.append(coded.parse(done[first]))
+        pieces.append(CodedPiece(at, end - at, coded.joined(steps)))
+    heads = [part.head for part in parts if part.head is not None]
+    return DraftRun((), format, origin, pieces, heads)
+
+
+def carried_runs(
+    found: Iterator[CodedPiece | KVRows],
+    format: str,
+    origin: Provenance,
+    head: Callable[[int, int], HeadRows | None],
+) -> Iterator[DraftRun]:
+    """What `SegmentFile.carried` gives as runs: pieces as they are, decoded rows natively."""
+    for is_rows, group in groupby(found, lambda each: isinstance(each, KVRows)):
+        each = list(group)
+        if is_rows:
+            rows = [part for part in each if isinstance(part, KVRows)]
+            yield DraftRun(rows, NATIVE, max(origin, Provenance.APPROXIMATE))
+            continue
+        pieces = [piece for piece in each if isinstance(piece, CodedPiece)]
+        of_head = head(pieces[0].p0, pieces[-1].p0 + pieces[-1].n_rows)
+        yield DraftRun((), format, origin, pieces, () if of_head is None else (of_head,))
+
+
+def _native(parts: Sequence[KVRows], p0: int, p1: int, native: KVLayout) -> KVRows:
+    """The rows [p0, p1), decoded if they are in a block format, in one value without a head."""
+    inside = [part.slice(p0, p1) for part in parts if part.p0 < p1 and p0 < part.p1]
+    return join([_decoded(part, native) for part in inside])
+
+
+def _decoded(rows: KVRows, native: KVLayout) -> KVRows:
+    planes = tuple(
+        plane if have == want else dispatch.transcoded(plane, have.format.name, want.format.name, 1)
+        for plane, have, want in zip(rows.planes(), rows.layout.planes, native.planes, strict=True)
+    )
+    k, v = planes[: native.n_layer], planes[native.n_layer :]
+    return KVRows(native, rows.positions, k, v, rows.ext)
