@@ -391,12 +391,13 @@ async def test_chats_that_do_not_run_share_their_ram(service_on: OpenService) ->
         engine, ids = service.engine, some_ids(200)
         await ask(service, ids, 20, live=live, scope="s0")
         (first,) = await inside(service, lambda: live_sets(engine))
-        engine.budgets.parked.bytes_max = n_max = 3 * first.n_bytes_offloaded
+        n_of_one = first.n_bytes_offloaded
+        engine.budgets.parked.bytes_max = n_max = 3 * n_of_one
         for i in range(1, 7):
             await ask(service, ids, 20, live=live, scope=f"s{i}")
             await settle(service)
             sets = await inside(service, lambda: live_sets(engine))
-            idle = sum(each.n_bytes_offloaded for each in sets) - first.n_bytes_offloaded
+            idle = sum(each.n_bytes_offloaded for each in sets) - n_of_one
             assert engine.budgets.parked.nbytes + idle <= n_max
         for i in range(7):
             assert len((await ask(service, ids, 20, live=live, scope=f"s{i}")).ids) == 20

@@ -148,7 +148,7 @@ async def test_lost_pages_are_forgotten(
 async def test_a_full_disk(
     service_on: OpenService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What cannot be written is forgotten."""
+    """What cannot be written is forgotten where RAM has no room for it."""
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -158,7 +158,7 @@ async def test_a_full_disk(
         async def within(room: OffloadSpace) -> None:
             monkeypatch.setattr(Pages, "of", full)
             live_set = await the_chat(service)
-            assert len(live_set.offloaded.in_ram) <= room.n_ram(live_set)
+            assert len(live_set.offloaded.in_ram) <= room.n_without_disk(live_set)
 
         await chat(service, 80, 1000, within)
         assert "No space left" in str([record.__dict__ for record in caplog.records])
@@ -212,7 +212,8 @@ async def test_a_prompt_that_is_read_takes_no_more_ram(
     service_on: OpenService, monkeypatch: pytest.MonkeyPatch, disk: str
 ) -> None:
     """Rows that may be recalled stay within their RAM while a prompt is read, and until the store has them; then
-    it has all of them. If the disk takes none, older ones are forgotten, and the chat answers on."""
+    it has all of them. If the disk takes none, the prompt is read as far as RAM has room before it is thinned;
+    then older rows are forgotten, and the chat answers on. Those of the whole chat stay until they are stored."""
     peaks: list[int] = []
     after_step = Budgets.after_step
 
@@ -238,8 +239,25 @@ async def test_a_prompt_that_is_read_takes_no_more_ram(
         assert len(answer.ids) == 30
         await settle(service)
         await check_integrity(service)
-        assert max(peaks) < 650 * row
+        assert max(peaks) < (650 if disk == "good" else 1000) * row
         if disk == "good":
             whole = await ask(service, ids, 8)
             assert whole.finish.reuse.prefill < 20
             assert whole.ids == (await ask(service, ids, 8, scope="other")).ids
+
+
+async def test_a_full_disk_keeps_the_sink(service_on: OpenService) -> None:
+    """The oldest file is forgotten when the disk is full; the first tokens stay live, and every turn is answered."""
+    batch = {"batch_size": 64, "ubatch_size": 64, "ctx_size": 1024}
+    async with service_on(bundled_model(), **SETTINGS | batch) as service:
+        recall = service.engine.budgets.recall
+        assert recall is not None
+        row = recall.space.layout.token_bytes
+        recall.space = replace(recall.space, bytes_max=500 * row, disk_bytes_max=400 * row)
+        ids = some_ids(900)
+        for turn in range(3):
+            answer = await ask(service, ids, 10, live=LiveBudget("icecache", 64, "layer"))
+            assert len(answer.ids) == 10
+            assert (await the_chat(service)).kept[:4].tolist() == [0, 1, 2, 3]
+            ids = np.concatenate([ids, np.array(answer.ids, np.int32), some_ids(900, turn + 1)])
+            await settle(service)

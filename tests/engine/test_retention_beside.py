@@ -22,7 +22,7 @@ from lab.models.random_gguf import make_random_gguf
 from lab.models.shape import Shape
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.live.live_set import BoundedSet
-from towerd.engine.embedded.live.pool import LiveSeq
+from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.longchat.budgets import Budgets
 from towerd.engine.embedded.longchat.recall import Recall
 from towerd.tokens import Ids
@@ -252,6 +252,34 @@ async def test_the_end_of_a_prompt_is_read_again(
     assert n_again == [5 + 1, 16]
     for again, once in zip(*found, strict=True):
         assert again.logprob == pytest.approx(once.logprob, abs=1e-3)
+
+
+async def test_a_state_that_comes_last_is_the_one_to_go_back_to(
+    service_on: OpenService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt is thinned while its rows come from the store, before the state at its end has come."""
+    make_random_gguf(tmp_path / "model.gguf", replace(SHAPE, arch="lfm2"))
+    states: list[int] = []
+    rewrite = LivePool.rewrite
+
+    def noted(self: LivePool, seq: LiveSeq, rows: Any, evict: Any, beside: Any = None) -> None:
+        states.extend([] if beside is None else [len(beside)])
+        rewrite(self, seq, rows, evict, beside)
+
+    monkeypatch.setattr(LivePool, "rewrite", noted)
+    settings = {"ctx_size": 512, "threads": 1, "retention": "icecache", "recall_every": 0}
+    ids, live = some_ids(300), LiveBudget("icecache", 60, "layer")
+    for n, budget in ((285, None), (300, live)):
+        async with service_on(tmp_path / "model.gguf", "store", **settings) as service:
+            recall = service.engine.budgets.recall
+            assert recall is not None
+            n_bytes = 150 * recall.space.layout.token_bytes
+            recall.space = replace(recall.space, bytes_max=n_bytes, disk_bytes_max=0)
+            answer = await ask(service, ids[:n], 3, live=budget or LiveBudget())
+            await settle(service)
+    assert answer.finish.reuse.warm == 284
+    assert states
+    assert min(states) > 1000
 
 
 async def test_a_cut_behind_the_end_of_the_context(service_on: OpenService, tmp_path: Path) -> None:

@@ -1,13 +1,12 @@
 """Budgets: keep each chat that has a budget within it.
 
-A prompt is read in full while the context has places: its rows are exact, and the store keeps and
-shares them like any other. At its end, and before a step that would exceed the budget afterwards, the
-policy chooses the positions that stay, and the others are evicted from the context. A prompt that is
-longer than the context is read in pieces, with such a choice after each. Positions keep their
-rotation, so holes are left. When a chat
-reaches the last position of the context, its live rows are compacted: their keys are rotated to
-places without holes, so a chat may be longer than the context. A chat that leaves the context is
-parked in RAM, because the store has no rows that were computed over a partial live set.
+A prompt is read in full while the context has places: its rows are exact, and the store keeps and shares
+them like any other. At its end, and before a step that would exceed the budget afterwards, the policy
+chooses the positions that stay, and the others are evicted from the context. A prompt that is longer than
+the context is read in pieces, with such a choice after each. Positions keep their rotation, so holes are
+left. When a chat reaches the last position of the context, its live rows are compacted: their keys are
+rotated to places without holes. A chat that leaves the context is parked in RAM, because the store has no
+rows that were computed over a partial live set.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from towerd.engine.embedded.live.offloaded_rows import OffloadedRows
 from towerd.engine.embedded.live.parked import Parked, ParkedTowers
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.longchat.observer import QUERIES_MAX, Observer
+from towerd.engine.embedded.longchat.offload_space import OffloadSpace
 from towerd.engine.embedded.longchat.recall import (
     QUERY_TOKENS_MAX,
     REEVALUATED_TOKENS,
@@ -78,7 +78,8 @@ class Budgets(Hook):
         config: Config,
         folder: Path,
     ) -> None:
-        """observer: reads the attention; None if no policy uses it; folder: where the rows that RAM has no room for are written, for chats to recall"""
+        """observer: reads the attention; None if no policy uses it
+        folder: where the rows that RAM has no room for are written, for chats to recall"""
         super().__init__(branching)
         self.parked = ParkedTowers(parked_bytes(config), pool.index)
         self.n_evictions = 0
@@ -93,10 +94,10 @@ class Budgets(Hook):
         self._config = config
         self.recall: Recall | None = None
         """None: the attention of this context cannot be read."""
+        self._eog_ids = np.array(sorted(core.vocab.eog_ids), np.int32)
         if observer is not None:
             self.recall = Recall(core, pool, observer, branching.tiers, config, folder)
             self._warn(self.recall)
-        self._eog_ids = np.array(sorted(core.vocab.eog_ids), np.int32)
 
     def _warn(self, recall: Recall) -> None:
         """Say so if chats with the default budget can recall nothing."""
@@ -218,9 +219,9 @@ class Budgets(Hook):
         live.n_prompt, live.n_full = job.n_prompt, self._core.n_ctx
         is_cut = live.can_recall and not self._memory.kind.can_slice
         live.n_stop = max(1, job.n_prompt - REEVALUATED_TOKENS) if is_cut else 0
-        job.before_recall = None
         if live.can_recall and self.recall is not None:
             live.n_full = min(live.n_full, self.recall.space.n_max(live))
+        job.before_recall = None
 
     def _shape(self, budget: LiveBudget) -> Shape:
         """How many layers and KV heads choose for themselves."""
@@ -294,6 +295,7 @@ class Budgets(Hook):
             return
         if job.request.n_predict != 0:
             self._thin(job, seq, bounded(seq), evict)
+        bounded(seq).keys = None
         job.reuse = replace(job.reuse, kept=seq.n_cells)
 
     def evaluating(self, batch: list[Job], mine: list[Job]) -> AbstractContextManager[None]:
@@ -355,16 +357,14 @@ class Budgets(Hook):
     def _mix(self, seq: LiveSeq, live_set: BoundedSet, chosen: Positions, evict: Evict) -> None:
         """Rewrite the cells of a chat so that each group has the rows of its chosen positions, which are
         live. Raises Unavailable if no cells can be freed."""
-        ranks, rotated = live_set.ranks_of(chosen), live_set.rotated()
-        rotated = np.take_along_axis(rotated, ranks, axis=2)
-        gatherer, labels = (
-            RowGatherer(self._memory.full_layout, ranks),
-            rotated[0, 0].astype(np.int32),
-        )
+        ranks = live_set.ranks_of(chosen)
+        rotated = np.take_along_axis(live_set.rotated(), ranks, axis=2)
+        gatherer = RowGatherer(self._memory.full_layout, ranks)
+        labels = rotated[0, 0].astype(np.int32)
         ends = [*live_set.places[::_GATHERED_CELLS].tolist(), live_set.place_next]
         exts: list[npt.NDArray[np.int32]] = []
-        for start, end in pairwise(ends):
-            piece = self._memory.full_rows(seq.id, start, end)
+        for each in pairwise(ends):
+            piece = self._memory.full_rows(seq.id, *each)
             gatherer.add(piece)
             exts += [] if piece.ext is None else [piece.ext]
         ext = np.concatenate(exts)[ranks[0, 0]] if exts else None
@@ -438,13 +438,19 @@ class Budgets(Hook):
         self.n_tokens_dropped += n_dropped
         self.n_evictions += is_full
         self._defragment(seq, live_set, n_dropped)
-        self._bound_idle(evict)
+        self._bound_idle(recall.space, evict)
 
-    def _bound_idle(self, evict: Evict) -> None:
+    def _bound_idle(self, space: OffloadSpace, evict: Evict) -> None:
         """Free what chats without a request can recall from, live or parked, beyond the RAM of the parked
-        ones, the least recently used first."""
+        ones: parked chats, then rows that are not live, then chats, the least recently used first."""
+        idle = sorted((seq for seq in self._pool if not seq.busy), key=lambda seq: -seq.last_used)
+        sets = [seq.live_set for seq in idle if isinstance(seq.live_set, BoundedSet)]
         while self.parked.nbytes + self._idle_bytes() > self.parked.bytes_max:
-            if not self.parked.drop_one() and not evict():
+            if self.parked.drop_one():
+                continue
+            if sets:
+                space.forget_idle(sets.pop())
+            elif not evict():
                 return
 
     def _idle_bytes(self) -> int:
@@ -455,7 +461,7 @@ class Budgets(Hook):
     def _keep_state(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
         """Keep the state that a prompt is read again from after the recall, in a memory that cannot be cut."""
         if live_set.is_partial and 0 < live_set.n_stop <= seq.n < job.n_prompt:
-            if job.before_recall is None:
+            if job.before_recall is None and seq.is_whole and not job.was_recalled:
                 job.before_recall = seq.n, self._memory.snapshot(seq.id)
 
     def _go_back(self, job: Job, seq: LiveSeq, live_set: BoundedSet, evict: Evict) -> None:
@@ -466,9 +472,7 @@ class Budgets(Hook):
             n_again = min(REEVALUATED_TOKENS, seq.n - job.n_begun, live_set.n_tail - 1, n_back)
             self._pool.truncate(seq, seq.n - n_again)
             return
-        assert job.before_recall is not None, (
-            "a prompt's end was evaluated without keeping its state"
-        )
+        assert job.before_recall is not None, "a prompt's end was evaluated without its state"
         (n, state), job.before_recall = job.before_recall, None
         rows = self._memory.full_rows(seq.id, 0, seq.place_of(n))
         self._pool.rewrite(seq, rows, evict, state)
@@ -521,9 +525,8 @@ class Budgets(Hook):
         if not seq.is_partial or live_set.failure is not None:
             return
         blob, n_min = self._memory.park(seq.id), max(0, seq.n - self._memory.n_back(seq.id))
-        ids, provenance = seq.tokens().copy(), seq.provenance[: seq.n].copy()
-        chat = seq.scope, seq.session, ids, provenance, live_set
-        self.parked.add(Parked(*chat, blob, n_min, seq.n_reserved))
+        rows = seq.tokens().copy(), seq.provenance[: seq.n].copy(), live_set
+        self.parked.add(Parked(seq.scope, seq.session, *rows, blob, n_min, seq.n_reserved))
 
     def _open_parked(self, parked: Parked, n: int, capacity: int, evict: Evict) -> LiveSeq | None:
         """Open a sequence with the first `n` tokens of a parked chat; None if no sequence or not

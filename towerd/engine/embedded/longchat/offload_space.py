@@ -83,7 +83,13 @@ class OffloadSpace:
         the others, which the system keeps in memory that nothing else needs."""
         if self.disk_bytes_max >= self.layout.token_bytes:
             return live_set.budget.tokens
-        left = self.bytes_max - self.index_bytes(live_set) * len(live_set.offloaded)
+        return self.n_without_disk(live_set)
+
+    def n_without_disk(self, live_set: BoundedSet) -> int:
+        """The most offloaded positions whose rows RAM has room for."""
+        n_filed = len(live_set.offloaded.in_files)
+        left = self.bytes_max - self.key_bytes(live_set) * n_filed
+        left -= self.index_bytes(live_set) * len(live_set.offloaded)
         return max(live_set.budget.tokens, left // self.layout.token_bytes)
 
     def make(self, live_set: BoundedSet) -> None:
@@ -94,8 +100,8 @@ class OffloadSpace:
             self.forget(live_set, self._idle(offloaded.positions, live_set)[:n_over])
 
     def page_out(self, live_set: BoundedSet) -> None:
-        """Write the oldest rows that are not live to disk, if RAM has no room for them. They must
-        be indexed."""
+        """Write the oldest rows that are not live to disk, if RAM is to have no more. They must be indexed.
+        If the disk does not take them, those are forgotten that RAM has no room for."""
         in_ram, n_max = live_set.offloaded.in_ram, self.n_ram(live_set)
         if len(in_ram) <= n_max or not self.disk_bytes_max:
             return
@@ -105,39 +111,48 @@ class OffloadSpace:
         n_fit = self.disk_bytes_max // self.layout.token_bytes
         self.forget(live_set, going[: max(0, len(going) - n_fit)])
         going = going[max(0, len(going) - n_fit) :]
-        self._free_disk(live_set, len(going) * self.layout.token_bytes)
-        if not self._write(live_set, going):
-            self.forget(live_set, going)
+        n_bytes = len(going) * self.layout.token_bytes
+        if self.writes.allows("offload", n_bytes):
+            self._free_disk(live_set, n_bytes)
+            if self._write(live_set, going):
+                return
+        n_over = len(live_set.offloaded.in_ram) - self.n_without_disk(live_set)
+        self.forget(live_set, going[: max(0, n_over)])
 
     def page_out_read(self, live_set: BoundedSet) -> bool:
-        """Write the oldest rows of a prompt that is still read to disk, live as they are. False if the disk
-        does not take them."""
-        in_ram, n_max, row_bytes = (
-            live_set.offloaded.in_ram,
-            self.n_ram(live_set),
-            self.layout.token_bytes,
-        )
-        n_fit = max(0, self.disk_bytes_max - live_set.offloaded.disk_bytes) // row_bytes
+        """Write the oldest rows of a prompt that is still read to disk, live as they are, but for those of
+        the sink. If the disk does not take them, rows that are not live are forgotten as far as RAM has
+        no room for them, and False is returned."""
+        in_ram, n_max = live_set.offloaded.in_ram, self.n_ram(live_set)
         if len(in_ram) <= n_max or not self.disk_bytes_max:
             return True
-        return self._write(live_set, in_ram[: min(n_fit, len(in_ram) - int(_STAYS_SHARE * n_max))])
+        going = np.setdiff1d(in_ram[: len(in_ram) - int(_STAYS_SHARE * n_max)], live_set.sink)
+        n_bytes = len(going) * self.layout.token_bytes
+        has_room = live_set.offloaded.disk_bytes + n_bytes <= self.disk_bytes_max
+        if has_room and self.writes.allows("offload", n_bytes) and self._write(live_set, going):
+            return True
+        n_over = len(in_ram) - self.n_without_disk(live_set)
+        self.forget(live_set, self._idle(in_ram, live_set)[: max(0, n_over)])
+        return False
+
+    def forget_idle(self, live_set: BoundedSet) -> None:
+        """Forget the rows in RAM that are not live."""
+        self.forget(live_set, self._idle(live_set.offloaded.in_ram, live_set))
 
     def _write(self, live_set: BoundedSet, going: Positions) -> bool:
-        """Write rows to disk, which has room for them; False if it fails, which changes nothing."""
+        """Write rows to disk, which has room for them and is allowed to take them; False if it fails, which
+        changes nothing."""
         policy = live_set.policy
         assert isinstance(policy, Recalling)
         if not len(going):
             return True
         n_bytes = len(going) * self.layout.token_bytes
-        if not self.writes.allows("offload", n_bytes):
-            log.warning("old rows of a long chat are not written: --write-budget is used up today")
-            return False
         try:
             file = self._open_file(live_set, n_bytes)
             layers = policy.layers(self.layout.n_layer)
             pages = Pages.of(self._together(live_set, going), self.folder, file, layers)
         except OSError as error:
-            log.warning("old rows of a long chat are forgotten", extra={"reason": str(error)})
+            log.warning("old rows of a long chat are not written", extra={"reason": str(error)})
             return False
         self.writes.add("offload", n_bytes)
         stay = np.setdiff1d(live_set.offloaded.positions, going, assume_unique=True)

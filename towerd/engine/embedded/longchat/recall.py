@@ -399,20 +399,20 @@ class Recall:
 
     def offload_read(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
         """Offload what was read of a prompt at whose end the policy will choose, so that it is indexed
-        while the rest is read. If the disk does not take what RAM has no room for, the policy chooses
-        before the next batch."""
+        while the rest is read. If the disk does not take more, the policy chooses when RAM is full."""
         n_end = len(live_set.kept) + job.n_prompt - seq.n
         if job.phase is not JobPhase.PREFILL or n_end < live_set.budget.tokens:
             return
         self.offload(seq, live_set)
+        self.space.make(live_set)
         if not self.space.page_out_read(live_set):
-            live_set.n_full = 0
+            live_set.n_full = min(live_set.n_full, self.space.n_without_disk(live_set))
 
     def offload(self, seq: LiveSeq, live_set: BoundedSet) -> None:
         """Copy the live rows that are not offloaded yet."""
         is_new = ~np.isin(live_set.kept, live_set.offloaded.positions)
         if live_set.mixed is not None:
-            is_new[: live_set.mixed.stop] = False
+            is_new[live_set.mixed.start : live_set.mixed.stop] = False
         if not is_new.any():
             return
         first = int(is_new.argmax())
