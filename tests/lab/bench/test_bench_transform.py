@@ -45,7 +45,7 @@ def test_fewer_bits_drift_more(report: Report) -> None:
 
 def test_what_owes_a_target_says_so(report: Report) -> None:
     ratios = {f"ratio_{name}_{n}" for name in ("near", "small") for n in (64, 200)}
-    assert {"bits_near", "bits_small", *ratios} <= set(report.targets)
+    assert {"bits_near", "bits_small", "ratio", *ratios} <= set(report.targets)
     assert report.figures["basis_mb"] < 0.5
     for key in ("encode_near_mb_s", "decode_near_mb_s", "prefill_200_s", "ratio_q4h_200"):
         assert report.figures[key] > 0
