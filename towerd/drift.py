@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+DECODED = "decoded"
+"""Stands for the format of native rows that were decoded from one that is not known any more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Drift:

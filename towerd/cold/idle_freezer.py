@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable
 from typing import Any
@@ -98,6 +99,8 @@ class IdleFreezer:
         self._after_s = tier.freeze_after_s
         self._renewal = Renewal(tier)
         self._strays: list[tuple[str, str]] = []
+        self._strays_due = math.inf
+        """time.monotonic() at which they are looked for again."""
         self._bases_version = -1
         self._place = START
         self._task: asyncio.Task[None] | None = None
@@ -152,9 +155,12 @@ class IdleFreezer:
     async def _free_base(self) -> bool:
         """Code the next session again that keeps the tokens of a removed base; False if there is none."""
         store = self._tier.store
-        if not self._strays and self._bases_version != store.bases.version:
+        is_due = self._bases_version != store.bases.version or time.monotonic() >= self._strays_due
+        if not self._strays and is_due:
             self._bases_version = store.bases.version
             self._strays = await asyncio.to_thread(store.cold.alike.strays)
+            # One may fail, or come meanwhile.
+            self._strays_due = time.monotonic() + RETRY_S if self._strays else math.inf
         if not self._strays:
             return False
         id, scope = self._strays.pop()

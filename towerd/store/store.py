@@ -295,7 +295,7 @@ class Store:
     def ram_bytes(self, node: Node) -> int:
         """Bytes that a node's rows take in RAM, or would if they were copied there: transform-coded ones are
         decoded, others stay in their formats."""
-        if node.hot is None and node.file is not None and node.file.is_coded(node.p0, node.p1):
+        if node.hot is None and node.file is not None and node.file.is_decoded(node.p0, node.p1):
             return self.bytes_of(node)
         return self.held(node).nbytes
 

@@ -87,7 +87,7 @@ class Promoter:
             file = node.file
             part = RowsPart(node, node.p0, node.p1, "warm", file)
         origin = origin_of(part.provenance)
-        if file.is_coded(part.p0, part.p1):  # decoded, they are native and yet approximate
+        if file.is_decoded(part.p0, part.p1):  # they are native and yet approximate
             origin = max(origin, Provenance.APPROXIMATE)
         taken = self._store.rows.attach_hot(
             [node], self._store.rows.load(part).copy(), origin=origin

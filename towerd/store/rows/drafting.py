@@ -8,7 +8,7 @@ from towerd.errors import SegmentsGone, StoreError
 from towerd.slots.rows import KVRows
 from towerd.slots.runs import Runs
 from towerd.store.rows.format_request import FormatRequest, format_of
-from towerd.store.segments.segment_header import segment_key
+from towerd.store.segments.segment_header import FormatRun, segment_key
 from towerd.store.segments.segment_writer import Draft, DraftRun
 from towerd.store.state.state import StoreState
 from towerd.store.tree.node import Node
@@ -50,12 +50,10 @@ def draft_of(nodes: Sequence[Node], state: StoreState, requests: Sequence[Format
             raise StoreError(f"segment {node.id} has no rows in memory to write")
         if above is not None and (node.parent is not above or node.scope != above.scope):
             raise StoreError("only consecutive segments of one scope can share a file")
-        runs += [
-            DraftRun(
-                [rows], format_of(rows.p0, rows.layout.format_name, requests, layout), node.origin
-            )
-            for rows in _cut(node.hot, requests)
-        ]
+        for rows in _cut(node.hot, requests):
+            run = FormatRun(0, len(rows), rows.layout.format_name, node.origin)
+            name = format_of(rows.p0, run, requests, layout)
+            runs.append(DraftRun([rows], name, node.origin))
     first, last = nodes[0], nodes[-1]
     prefix = last.prefix_bytes()
     return Draft(

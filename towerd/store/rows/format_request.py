@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.store.segments.coded_format import is_coded
 from towerd.store.segments.segment_file import SegmentFile
+from towerd.store.segments.segment_header import FormatRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +21,11 @@ class FormatRequest:
     again: Collection[str] = ()
     """Stored formats out of which rows are encoded once more, where that takes fewer bytes."""
 
-    def applies(self, stored: str, native: KVLayout) -> bool:
-        """Whether rows that are in the format `stored` are to be encoded in the requested one. What is
-        transform-coded is never encoded again."""
-        if is_coded(stored):
+    def applies(self, run: FormatRun, native: KVLayout) -> bool:
+        """Whether the rows of a run are to be encoded in the requested format. What is transform-coded, or
+        was, is never encoded again."""
+        stored = run.format
+        if run.is_decoded:
             return False
         if is_coded(self.format):
             return stored == NATIVE or stored in self.again
@@ -56,7 +58,7 @@ def differs(
             n = min(request.p1 - file.p0, run.end) - max(request.p0 - file.p0, run.row0)
             if n <= 0 or run.format == request.format:
                 continue
-            if request.applies(run.format, native):
+            if request.applies(run, native):
                 n_changed += n
             elif run.format != NATIVE and not is_coded(run.format):
                 n_kept += n
@@ -69,16 +71,16 @@ def bytes_after(file: SegmentFile, requests: Sequence[FormatRequest], native: KV
     for request in requests:
         for run in file.runs:
             n = min(request.p1 - file.p0, run.end) - max(request.p0 - file.p0, run.row0)
-            if n > 0 and request.applies(run.format, native):
+            if n > 0 and request.applies(run, native):
                 n_bytes -= n * file.run_bytes(run, native) // run.n_rows
                 n_bytes += n * request.token_bytes(native)
     return n_bytes
 
 
-def format_of(p0: int, stored: str, requests: Sequence[FormatRequest], native: KVLayout) -> str:
-    """The resulting format of a stretch that begins at `p0`: the requested one if the request applies, or its
-    own."""
+def format_of(p0: int, run: FormatRun, requests: Sequence[FormatRequest], native: KVLayout) -> str:
+    """The resulting format of a stretch of a run that begins at `p0`: the requested one if the request
+    applies, or its own."""
     for request in requests:
         if request.p0 <= p0 < request.p1:
-            return request.format if request.applies(stored, native) else stored
-    return stored
+            return request.format if request.applies(run, native) else run.format
+    return run.format

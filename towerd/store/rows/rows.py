@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from itertools import pairwise
+from typing import TypeAlias
 
 from towerd.codec.errors import NewerVersion
+from towerd.codec.rows.basis import Basis
 from towerd.errors import DiskFull, RowsDamaged, SegmentsGone, StoreError
 from towerd.slots.errors import StateError
 from towerd.slots.rows import KVRows
@@ -24,13 +26,15 @@ from towerd.store.segments.coded_format import coding_of, is_coded
 from towerd.store.segments.segment_file import ANY_HEAD, Claim, Ranges, RowsLost, SegmentFile
 from towerd.store.segments.segment_header import encode_runs, segment_key, worst_of
 from towerd.store.segments.segment_writer import Draft, DraftRun, new_name, write_segment
-from towerd.store.segments.transform_bases import TransformBases
+from towerd.store.segments.transform_bases import BasisLost, TransformBases
 from towerd.store.state.state import StoreState
 from towerd.store.tree.node import Node
 from towerd.store.tree.scope import readable_scopes
 from towerd.system.paced import PacedExecutor
 from towerd.tokens import ID_BYTES, Provenance, may_replace, provenance_as_kept
 
+_Encoded: TypeAlias = dict[tuple[int, int, str], dict[int, bytes]]
+"""Stretch (first position, end, format) -> what is encoded of it, by first position."""
 _OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES})
 
 
@@ -48,8 +52,9 @@ class RowStore:
         """The digest of the head whose rows are read beside the model's; None: there is no head."""
         self.bases = TransformBases(state.directory.bases, state.directory.tmp)
         """What transform-coded rows are written and read with."""
-        self._interrupted: tuple[object, dict[int, bytes]] = (None, {})
-        """Which rows were being transform-coded when that was interrupted, and what there is of them."""
+        self._interrupted: tuple[int, _Encoded] = (-1, {})
+        """The id of the file that was being transform-coded when that was interrupted, and what there is of
+        its stretches."""
 
     def distrust(self, since: float) -> None:
         """Drop and refuse rows until the store is reopened, because the weights changed after
@@ -105,6 +110,8 @@ class RowStore:
         at, file = part.p0, part.source
         while at < part.p1:
             file = _newest(file, part)
+            if file.is_decoded(at, part.p1) and not part.source.is_decoded(at, part.p1):
+                raise RowsDamaged(f"the rows in {file.path.name} are not as exact as was planned")
             try:
                 for rows in self._load(file, part, at):
                     at = rows.p1
@@ -223,14 +230,15 @@ class RowStore:
         draft: Draft,
         targets: Callable[[], Sequence[Node]],
         kind: Kind = "rows",
+        *,
+        is_paced: bool = False,
     ) -> SegmentFile | None:
         """Write a draft, counted as `kind`, and let `targets()` (called under the lock once it is on disk) view it;
-        files that lose their last viewer are deleted. None if there are no targets. Raises
-        DiskFull or StoreError. In both cases nothing is left behind."""
+        files that lose their last viewer are deleted. None if there are no targets. is_paced: wait
+        while requests run. Raises DiskFull or StoreError. In both cases nothing is left behind."""
         state, name = self._state, new_name()
-        is_again = kind == "reencoded"
-        pool = self.encoding if is_again else self._pool
-        pause = self.encoding.pause if is_again else _go_on
+        pool = self.encoding if is_paced else self._pool
+        pause = self.encoding.pause if is_paced else _go_on
         directory = state.directory
         with state.catalog.being_written(name):  # gc must not delete it
             with durable.store_errors("rows cannot be written"):
@@ -279,7 +287,9 @@ class RowStore:
         def targets() -> list[Node]:
             return [] if file.dropped else list(state.tree.viewers(file))
 
-        return self.write_draft(draft, targets, "reencoded")
+        new = self.write_draft(draft, targets, "reencoded", is_paced=True)
+        self._interrupted = -1, {}
+        return new
 
     def _draft_again(
         self,
@@ -328,20 +338,28 @@ class RowStore:
                 runs += carried_runs(found, before.format, before.origin, file.head_rows)
                 continue
             parts = self.pieces(file, start, end)
-            name = format_of(start, before.format, requests, native)
+            name = format_of(start, before, requests, native)
             if is_coded(name):
                 coding, basis = coding_of(name)
-                found_basis = self.bases.get(basis, self._state.digest)
-                which = file.id, start, end, name
-                if self._interrupted[0] != which:
-                    self._interrupted = which, {}
-                done = self._interrupted[1]
-                run = encoded_run(parts, name, before.origin, found_basis, coding, pause, done)
-                self._interrupted = None, {}
+                with_basis = self._basis_to_write(basis)
+                if self._interrupted[0] != file.id:
+                    self._interrupted = file.id, {}
+                done = self._interrupted[1].setdefault((start, end, name), {})
+                run = encoded_run(parts, name, before.origin, with_basis, coding, pause, done)
             else:
                 run = DraftRun(parts, name, before.origin)
             runs.append(run)
         return merge_runs(runs)
+
+    def _basis_to_write(self, name: str) -> Basis:
+        """The basis of this name, which gc leaves alone until what is written names it. Raises ValueError if
+        it is lost, so that rows stay as they are; OSError; NewerVersion."""
+        try:
+            basis = self.bases.get(name, self._state.digest)
+            self.bases.touch(name)
+        except (BasisLost, FileNotFoundError) as error:
+            raise ValueError(f"rows cannot be coded: {error}") from error
+        return basis
 
     def _lost(self, file: SegmentFile, error: RowsLost) -> StoreError:
         """Give up the transform-coded rows that cannot be read, and write the others of the file again;
@@ -352,8 +370,10 @@ class RowStore:
             return RowsDamaged(f"the rows in {file.path.name} were dropped meanwhile")
         try:
             self._write_without(file, self._all_lost(file, nodes[-1]) or error.ranges)
+        except DiskFull as full:
+            return full  # it is tried again at the next reading
         except (StateError, OSError, StoreError) as worse:  # nothing of it can be kept
-            return self._damaged(file, worse if isinstance(worse, StateError) else error)
+            return self._damaged(file, error if isinstance(worse, StoreError) else worse)
         return RowsDamaged(f"rows in {file.path.name} are damaged and set aside: {error}")
 
     def _all_lost(self, file: SegmentFile, node: Node) -> Ranges:

@@ -7,10 +7,11 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from towerd.drift import DecodedRun
+from towerd.drift import DECODED, DecodedRun
 from towerd.slots.layout import NATIVE
 from towerd.slots.runs import Runs
 from towerd.store.segments.segment_file import SegmentFile
+from towerd.store.segments.segment_header import FormatRun
 from towerd.store.tree.node import Node
 from towerd.tokens import Provenance, Provenances, provenance_as_kept
 
@@ -47,12 +48,12 @@ class RowsPart:
         """Its rows that are decoded from stored formats, in order."""
         if isinstance(self.source, SegmentFile):
             at, runs = self.source.p0, self.source.runs
-            found = [DecodedRun(at + run.row0, at + run.end, run.format) for run in runs]
+            found = [DecodedRun(at + run.row0, at + run.end, _decoded_from(run)) for run in runs]
         elif self.origin == Provenance.APPROXIMATE:  # decoded on their way into RAM
             file, whole = self.node.file, (self.p0, self.p1)
             at, runs = (0, ()) if file is None else (file.p0, file.runs)
-            found = [DecodedRun(at + run.row0, at + run.end, run.format) for run in runs]
-            found = found or [DecodedRun(*whole, "decoded")]
+            found = [DecodedRun(at + run.row0, at + run.end, _decoded_from(run)) for run in runs]
+            found = found or [DecodedRun(*whole, DECODED)]
         else:
             kept = [(rows, rows.layout) for rows in self.source]
             found = [
@@ -61,3 +62,7 @@ class RowsPart:
             ]
         cut = [DecodedRun(max(p0, self.p0), min(p1, self.p1), name) for p0, p1, name in found]
         return [run for run in cut if run.p0 < run.p1 and run.format != NATIVE]
+
+
+def _decoded_from(run: FormatRun) -> str:
+    return DECODED if run.format == NATIVE and run.is_decoded else run.format

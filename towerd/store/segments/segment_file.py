@@ -129,10 +129,10 @@ class SegmentFile:
         """True when no row is in a stored format."""
         return all(run.format == NATIVE for run in self.runs)
 
-    def is_coded(self, p0: int, p1: int) -> bool:
-        """Whether any of the rows [p0, p1) is transform-coded, and so native when it was decoded."""
+    def is_decoded(self, p0: int, p1: int) -> bool:
+        """Whether any of the rows [p0, p1) is transform-coded or was: native, and yet approximate."""
         row0, row1 = p0 - self.p0, p1 - self.p0
-        return any(is_coded(r.format) and r.row0 < row1 and row0 < r.end for r in self.runs)
+        return any(run.is_decoded and run.row0 < row1 and row0 < run.end for run in self.runs)
 
     def run_bytes(self, run: FormatRun, native: KVLayout) -> int:
         """Bytes of the rows of a run, without headers and padding but for transform-coded ones, which are

@@ -77,6 +77,11 @@ class FormatRun:
         return self.row0 + self.n_rows
 
     @property
+    def is_decoded(self) -> bool:
+        """Whether its rows are transform-coded, or native ones that were."""
+        return is_coded(self.format) or self.origin == Provenance.APPROXIMATE
+
+    @property
     def provenance(self) -> Provenance:
         """That of each of its rows."""
         return provenance_as_kept(self.origin, is_native=self.format == NATIVE)

@@ -52,7 +52,9 @@ class TransformBases:
         name = basis_name(basis.digest)
         path = self.path(name)
         with durable.store_errors("a transform basis cannot be written"):
-            self._folder.mkdir(mode=0o700, exist_ok=True)
+            if not self._folder.is_dir():
+                self._folder.mkdir(mode=0o700, exist_ok=True)
+                durable.sync_dir(self._folder.parent)
             if self.problem(name) is not None:
                 half = self._tmp / f"{name}-{os.getpid()}{SUFFIX}"
                 half.unlink(missing_ok=True)
@@ -87,6 +89,10 @@ class TransformBases:
         with self._lock:
             self._keep(name, basis)
         return basis
+
+    def touch(self, name: str) -> None:
+        """Let a basis count as just written. Raises OSError."""
+        os.utime(self.path(name))
 
     def names(self) -> set[str]:
         """Those in the folder."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from towerd.drift import DecodedRun, Drift
+from towerd.drift import DECODED, DecodedRun, Drift
 from towerd.slots.layout import NATIVE
 from towerd.store.segments.coded_format import is_coded
 from towerd.tiers.formats.calibration import BOUNDS, SHARES, Calibration, bound_of
@@ -67,8 +67,10 @@ class StoredDrift:
         return int(np.searchsorted(sums, self.bound * (1 + 1e-6), "right"))
 
     def _fill(self, cost: npt.NDArray[np.float64], runs: Sequence[DecodedRun]) -> None:
+        most = max(self.excess.values(), default=math.nan)
         for run in runs:
-            cost[run.p0 : run.p1] = self.excess.get(run.format, math.nan)
+            unknown = most if run.format == DECODED else math.nan
+            cost[run.p0 : run.p1] = self.excess.get(run.format, unknown)
 
     def _density(self, n_prompt: int, n: int) -> npt.NDArray[np.float64]:
         """float64[n]: what each token of a prompt of `n_prompt` has of the cost of one whose rows are all in
