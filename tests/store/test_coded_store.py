@@ -23,11 +23,14 @@ from transformed import (
     written,
 )
 
+from towerd.drift import DECODED
 from towerd.errors import RowsDamaged
 from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE
 from towerd.store import FormatRequest, Node, Store
 from towerd.store.segments.segment_header import decode_head, decode_runs
+from towerd.tiers.promotion import Promoter
+from towerd.tiers.writer import TierCounters
 from towerd.tokens import Provenance
 
 N = 1400
@@ -254,6 +257,28 @@ def test_rows_that_were_decoded_are_written_as_approximate(root: Path) -> None:
         assert [run.format for run in leaf.file.runs] == [NATIVE] if leaf.file else False
         assert leaf.worst_file == Provenance.APPROXIMATE
         assert not store.plan_rows(leaf, 0, N, worst=Provenance.DERIVED)
+        assert Promoter(store, TierCounters(), lambda: 1 << 30, 0.0).copy_up(leaf)
+        assert leaf.worst_hot == Provenance.APPROXIMATE
+        assert [run.format for run in store.plan_rows(leaf, 0, N)[0].decoded] == [DECODED]
+        assert leaf.file is not None
+        store.rows.bases.add(basis())
+        again = store.rows.reencode(leaf.file, [FormatRequest(4, N - 128, transform())])
+        assert again is not None
+        assert [run.format for run in again.runs] == [NATIVE]
+
+
+def test_a_plan_does_not_get_less_exact_rows(root: Path) -> None:
+    """Rows that were planned as computed are planned again once they are transform-coded; those that are in
+    a block format by then say so themselves."""
+    with opened(root) as store:
+        leaf = written(store, N)
+        (plan,) = store.plan_rows(leaf, 0, N, worst=Provenance.EXACT)
+        transformed(store, leaf, 4, N - 128)
+        with pytest.raises(RowsDamaged):
+            store.rows.load(plan)
+        assert leaf.file is not None
+        (plan,) = store.plan_rows(leaf, 0, N)
+        assert store.rows.load(plan).p1 == N
 
 
 @pytest.mark.parametrize("number", [1, 3, 6, 9, 12, 15])
