@@ -8,7 +8,6 @@ from typing import Any, Literal, TypeAlias
 from towerd.errors import ConfigError
 from towerd.kernels.formats import BY_NAME, STORED_FORMATS
 from towerd.slots.layout import NATIVE
-from towerd.store.segments.coded_format import is_coded
 
 Fidelity: TypeAlias = Literal["exact", "near", "small"]
 
@@ -32,6 +31,10 @@ class LevelFormats:
     Empty: all of it."""
 
     def __post_init__(self) -> None:
+        from towerd.store.segments.coded_format import (
+            is_coded,
+        )  # with numpy, which --help does without
+
         if not 0 < len(self.names) <= LEVEL_MAX + 1:
             raise ConfigError(f"level formats need 1 to {LEVEL_MAX + 1} levels.")
         for name in self.names:
