@@ -36,7 +36,7 @@ class PacedExecutor(Executor):
         return self._pool.submit(lambda: self._run(fn, *args, **kwargs))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """See Executor.shutdown. What pauses goes on at once."""
+        """See Executor.shutdown. What pauses continues at once."""
         self.is_quiet = lambda: True
         self._pool.shutdown(wait, cancel_futures=cancel_futures)
 

@@ -155,10 +155,14 @@ class RowsWriter:
     def _size(self, nodes: Sequence[Node], requests: Sequence[FormatRequest]) -> int:
         """About the bytes of a file with these rows."""
         layout = self._store.state.row_identity.layout
-        n_bytes = sum(node.hot.nbytes for node in nodes if node.hot is not None)
-        for each in requests:
-            saved = layout.token_bytes - layout.stored_as(each.format).token_bytes
-            n_bytes -= (each.p1 - each.p0) * saved
+        n_bytes = 0
+        for node in nodes:
+            if node.hot is None:
+                continue
+            n_bytes += node.hot.nbytes
+            for each in requests if node.hot.is_native else ():
+                saved = layout.token_bytes - layout.stored_as(each.format).token_bytes
+                n_bytes -= max(0, min(each.p1, node.p1) - max(each.p0, node.p0)) * saved
         return n_bytes
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,9 +61,9 @@ def resume_times(
         for mark in marks:
             while at < mark:
                 end = min(at + n_batch, mark)
-                prefill_s += seconds(lambda: _evaluate(context, ids, at, end))  # noqa: B023 (called at once)
+                prefill_s += seconds(partial(_evaluate, context, ids, at, end))
                 for name, reader in readers.items():
-                    read_s[name] += seconds(lambda: reader(at, end))  # noqa: B023
+                    read_s[name] += seconds(partial(reader, at, end))
                 at = end
             found.append(ResumeTimes(mark, prefill_s, _append_s(context), dict(read_s)))
     finally:
