@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from oracle import settle
+from services import EmbeddedService
 from tenants_talk import KEYS, Client, key, talk
 
 from towerd.api.admin.requests import shown_settings
@@ -42,9 +44,10 @@ async def test_branches_are_read_by_their_turns(client: Client) -> None:
         await value(await client.post(f"{path}/freeze", json={}))
 
 
-async def test_the_cost_of_a_conversation(client: Client) -> None:
+async def test_the_cost_of_a_conversation(client: Client, service: EmbeddedService) -> None:
     """It agrees with its segments; pinned it says so; frozen nothing resumes."""
     id = await talk(client)
+    await settle(service)
     path = f"{OWN}/sessions/{id}?cost=1"
     found = await value(await client.get(path))
     cost, leaf = found["cost"], found["turns"][-1]["reply_node"]
@@ -116,9 +119,10 @@ def test_secrets_among_llama_servers_flags() -> None:
     assert shown["llama_server_args"] == masked
 
 
-async def test_what_conversations_take(client: Client) -> None:
+async def test_what_conversations_take(client: Client, service: EmbeddedService) -> None:
     """Of one conversation alone: what is told of it is what is told of all; /metrics agrees."""
     id = await talk(client)
+    await settle(service)
     (one,) = (await value(await client.get(f"{OWN}/sessions?footprint=1")))["sessions"]
     whole = (await value(await client.get(f"{OWN}/sessions/{id}?footprint=1")))["session"]
     total = (await value(await client.get(f"{OWN}/stats")))["footprint"]

@@ -22,7 +22,6 @@ from towerd.engine.embedded.context.taps import Taps
 from towerd.engine.embedded.live.live_set import BoundedSet
 from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.longchat.budgets import bounded
-from towerd.engine.embedded.longchat.observer import QUERIES_MAX
 from towerd.engine.embedded.longchat.recall import REEVALUATED_TOKENS
 from towerd.errors import ContextExceeded, InvalidRequest, NotSupported
 from towerd.model.llama_model import LlamaModel
@@ -296,7 +295,8 @@ async def test_masses_are_the_attention(
     context.batch.add(ids, 0, 0, logits_last=True)
     context.decode()
     weights = np.stack([taps.take("kq_soft_max", layer) for layer in taps.layers])
-    recent = weights.mean(axis=(0, 1))[-QUERIES_MAX:].sum(axis=0)[:n]
+    n_voting = retention_config(policy, budget).window
+    recent = weights.mean(axis=(0, 1))[-n_voting:].sum(axis=0)[:n]
     half_life = retention_config(policy, budget).half_life
     fading = 2 ** (-np.arange(n)[::-1] / half_life)
     every = (weights.mean(axis=(0, 1)) * fading[:, None]).sum(axis=0)[:n]

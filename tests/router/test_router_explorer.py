@@ -57,7 +57,7 @@ def test_models_side_by_side(make_router: MakeRouter, tmp_path: Path) -> None:
         page.screenshot(path=screenshots(tmp_path) / "models.png", full_page=True)
         for model, prompt in (("tales", "the red otter"), ("dice", "!!! again")):
             page.goto(router.url + "/towerd/#/live")
-            last.locator(f":scope:has-text('{model}') a").last.click()
+            last.locator(f":scope:has-text('{model}') a[href^='#/chat/']").last.click()
             page.wait_for_selector(f"pre.text:has-text('{prompt}')")
             page.wait_for_selector("dd:has-text('on disk'), button:has-text('Freeze')")
             assert page.input_value("#models") == model

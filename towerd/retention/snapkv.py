@@ -25,6 +25,8 @@ from towerd.retention.base import (
 )
 
 _WINDOW_MAX = 32
+_BUDGET_PER_QUERY = 16
+"""In a small budget a long window takes the room of what it votes for, and its first queries outvote the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,8 @@ class SnapKVConfig(RetentionConfig):
 
     @classmethod
     def for_budget(cls, budget: int) -> Self:
-        return cls(window=min(_WINDOW_MAX, (budget - SINK_DEFAULT) // 2))
+        room = (budget - SINK_DEFAULT) // 2
+        return cls(window=min(_WINDOW_MAX, max(1, budget // _BUDGET_PER_QUERY), room))
 
 
 class SnapKV(Retention):

@@ -95,5 +95,5 @@ export async function showConversations(main, chat) {
   };
   open = null;
   await Promise.all([fill(list), chat ? showChat(pane, chat, opened, () => fill(list)) : null]);
-  return () => (typed || list.contains(document.activeElement) ? null : fill(list));
+  return () => (list.contains(document.activeElement) ? null : fill(list));
 }

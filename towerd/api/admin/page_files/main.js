@@ -1,7 +1,7 @@
 // The address behind # says which page is shown; this module shows it and keeps it fresh.
 
 import { ApiError, call, onKey, say } from "./api.js";
-import { get } from "./dom.js";
+import { el, get } from "./dom.js";
 import { choose, findModels, loaded, reportLoad, showModels } from "./models.js";
 import { showConversations } from "./conversations.js";
 import { showLive, showWhy } from "./live.js";
@@ -72,7 +72,9 @@ async function show() {
     }
     if (!get("model").textContent) await stats();
     if (turn !== shown) return;
-    const again = await pageOf(address)(get("main"));
+    const page = el("div");  // what an earlier page still waits for is filled in where nobody sees it
+    get("main").replaceChildren(page);
+    const again = await pageOf(address)(page);
     if (turn === shown) refresh = again ?? null;
     failed = false;
   } catch (error) {

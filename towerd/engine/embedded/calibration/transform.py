@@ -1,4 +1,4 @@
-"""TransformLearner: learns a basis from the calibration text and measures which of its codings keep what
+"""Learns a basis from the calibration text and measures which of its codings keep what
 `near` and `small` promise.
 
 The basis is learned from the first two thirds of the text; what its codings cost is measured on the rest, on

@@ -28,7 +28,7 @@ from towerd.engine.embedded.live.live_set import BoundedSet, ExactPrefix, Shape
 from towerd.engine.embedded.live.offloaded_rows import OffloadedRows
 from towerd.engine.embedded.live.parked import Parked, ParkedTowers
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
-from towerd.engine.embedded.longchat.observer import QUERIES_MAX, Observer
+from towerd.engine.embedded.longchat.observer import QUERIES_MAX, Observer, n_queries_of
 from towerd.engine.embedded.longchat.offload_space import OffloadSpace
 from towerd.engine.embedded.longchat.recall import (
     QUERY_TOKENS_MAX,
@@ -319,7 +319,7 @@ class Budgets(Hook):
             return 0
         if Signal.MASS in live_set.policy.signals:
             return job.n_in_batch
-        n_max, ahead = QUERIES_MAX, live_set.room
+        n_max, ahead = n_queries_of(live_set.policy), live_set.room
         if live_set.can_recall and self.recall is not None:
             n_max, ahead = QUERY_TOKENS_MAX, self.recall.n_ahead(job, live_set)
         n_after = max(0, ahead - job.n_in_batch)

@@ -30,7 +30,7 @@ from towerd.errors import ConfigError, TowerdError
 from towerd.model.attention_sinks import attention_sinks
 from towerd.model.llama_model import LlamaModel
 from towerd.model.row_flags import has_rotation, is_rotated
-from towerd.retention import Mass, Positions, Rows, Signal
+from towerd.retention import Mass, Positions, Retention, Rows, Signal
 from towerd.retention.attention import attention_mass, faded, rotated
 from towerd.settings.config import Config
 from towerd.slots.errors import StateError
@@ -38,7 +38,7 @@ from towerd.slots.layout import KVLayout
 from towerd.slots.rows import Bytes2D, KVRows
 
 QUERIES_MAX = 32
-"""The last queries before an eviction, which are `recent`: SnapKV's observation window."""
+"""The last queries before an eviction that are held, at most."""
 _COUNTED_MIN = 32
 """Queries that are held against the keys at once, as keys have to be read and unpacked each time."""
 _PROBE_TOKENS = 16
@@ -102,10 +102,10 @@ class Observer:
         if start == end:
             return
         started = time.perf_counter()
-        n_held = QUERIES_MAX
+        n_held = n_queries_of(live_set.policy)
         if Signal.MASS in live_set.policy.signals:
             # A draft may be refused: its queries do not count yet.
-            n_held = self._count(job, live_set, start, end, QUERIES_MAX + len(job.draft))
+            n_held = self._count(job, live_set, start, end, n_held + len(job.draft))
         queries = self._taken(max(start, end - n_held), end)
         if not self._wanted:
             self.taps.watch()  # queries of all layers are large; collect none until needed
@@ -213,6 +213,14 @@ class Observer:
         if len(taken) != self._n_batch:
             raise TowerdError("llama.cpp evaluated a batch in parts, and only the last was read.")
         return rotated(taken, self.attention.hadamard)
+
+
+def n_queries_of(policy: Retention) -> int:
+    """How many of the last queries before an eviction are held: where only the recent ones vote, those of
+    the policy's window (the observation window of SnapKV)."""
+    return (
+        min(policy.config.window, QUERIES_MAX) if Signal.RECENT in policy.signals else QUERIES_MAX
+    )
 
 
 def _positions_of(observed: tuple[Observed, ...]) -> Positions:
