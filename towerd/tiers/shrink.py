@@ -353,11 +353,26 @@ class Shrinker:
     def requests_for(self, nodes: Sequence[Node]) -> list[FormatRequest]:
         """The formats in which rows of consecutive segments, which were never written, are written at
         once."""
+        return self._at_once(nodes, self._formats, ())
+
+    def coded_requests_for(self, nodes: Sequence[Node]) -> list[FormatRequest]:
+        """The transform codings in which such rows are written if today's budget has no room to write them
+        twice, first in block formats; none if it has, or for pinned ones, which are read too often."""
+        if self._transform is None or not self._store.writes.is_nearly_spent:
+            return []
+        if any(node.pinned for node in nodes):
+            return []
+        return self._at_once(nodes, self._transform, BY_NAME)
+
+    def _at_once(
+        self, nodes: Sequence[Node], table: LevelFormats | None, again: Collection[str]
+    ) -> list[FormatRequest]:
         if not self._enabled:
             return []
         with self._store.locked():
             self._bases = self._store.bases.listing()
-            return self._requests([n for n in nodes if not n.removed], self._formats, ())
+            unmoved = [n for n in nodes if not n.removed and n.origin <= Provenance.APPROXIMATE]
+            return self._requests(unmoved, table, again)
 
     def _requests(
         self, nodes: Sequence[Node], table: LevelFormats | None, again: Collection[str]
