@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from itertools import groupby
 from typing import TypeAlias
 
@@ -107,7 +108,8 @@ def carried_runs(
     for is_rows, group in groupby(found, lambda each: isinstance(each, KVRows)):
         each = list(group)
         if is_rows:
-            rows = [part for part in each if isinstance(part, KVRows)]
+            parts = [part for part in each if isinstance(part, KVRows)]
+            rows = [replace(part, head=head(part.p0, part.p1)) for part in parts]
             yield DraftRun(rows, NATIVE, max(origin, Provenance.APPROXIMATE))
             continue
         pieces = [piece for piece in each if isinstance(piece, CodedPiece)]

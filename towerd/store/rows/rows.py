@@ -349,9 +349,13 @@ class RowStore:
         pause: Callable[[], object],
     ) -> list[DraftRun]:
         """The runs to write: stretches with one origin and one requested format, joined where
-        neighbours have the same format."""
+        neighbours have the same format. What is transform-coded is not cut, since a page that is cut is
+        native from then on."""
         native = self._state.row_identity.layout
-        cuts = {p for request in requests for p in (request.p0, request.p1)}
+        coded = [run for run in file.runs if is_coded(run.format)]
+        whole = [(file.p0 + run.row0, file.p0 + run.end) for run in coded]
+        asked = {p for request in requests for p in (request.p0, request.p1)}
+        cuts = {p for p in asked if not any(start < p < end for start, end in whole)}
         cuts |= {file.p0 + run.row0 for run in file.runs}
         ends = [p0, *sorted(p for p in cuts if p0 < p < p1), p1]
         runs: list[DraftRun] = []
