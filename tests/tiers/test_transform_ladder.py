@@ -148,7 +148,9 @@ def test_a_request_interrupts_it_and_nothing_is_done_twice(
     clock.now += LONGER_S
     steps_until(shrinker, lambda: shrinker.n_transformed == 1)
     n_steps = math.ceil(INNER / STEP_ROWS)
-    assert n_steps < asked <= 3 * n_steps  # each attempt asks before it begins, for a piece, and in vain
+    assert (
+        n_steps < asked <= 3 * n_steps
+    )  # each attempt asks before it begins, for a piece, and in vain
     inner = library_decodes(coded_rows_of(N), SINKS, N - TAIL)
     assert same(planes_of(store, leaf, SINKS, N - TAIL), inner)
 
