@@ -485,10 +485,9 @@ class BoundedSet(LiveSet):
             self.mixed = replace(self.mixed, rotated=rotated.copy())
         self.n_evictions += 1
 
-    def moved_down(self, offloaded: OffloadedRows) -> None:
-        """Account for offloaded rows of which some were moved, their keys rotated. The observed queries
-        do not fit them and are discarded."""
-        self.offloaded, self.observed = offloaded, ()
+    def moved_down(self) -> None:
+        """Account for rows of which some went down. The observed queries do not fit them and are discarded."""
+        self.observed = ()
         self.n_evictions += 1
 
     @property

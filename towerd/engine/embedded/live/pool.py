@@ -29,7 +29,7 @@ from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.live_set import EVERYTHING, BoundedSet, LiveSet
 from towerd.engine.embedded.live.parked import Parked
 from towerd.engine.live_index import LiveIndex
-from towerd.errors import TowerdError, Unavailable
+from towerd.errors import Unavailable
 from towerd.retention import Positions
 from towerd.slots.rows import KVRows
 from towerd.store.tree.scope import adapters_of
@@ -304,7 +304,7 @@ class LivePool:
         self._merge_own(seq)
         live.drop(stay)
         spans = [(int(places[start]), int(places[end - 1]) + 1) for start, end in runs]
-        with _broken_by_failure(live):
+        with broken_by_failure(live):
             self._memory.thin(seq.id, spans)
         self.reserve(seq)
         return sum(end - start for start, end in runs)
@@ -324,7 +324,7 @@ class LivePool:
         beside = self._memory.beside(seq.id) if beside is None else beside
         seq.n_public = 0
         self.let_go(seq)
-        with _broken_by_failure(seq.live_set):
+        with broken_by_failure(seq.live_set):
             self._memory.replace(seq.id, rows, beside)
         self.take(seq, len(rows))
         self.reserve(seq)
@@ -439,11 +439,11 @@ class LivePool:
 
 
 @contextmanager
-def _broken_by_failure(live: LiveSet) -> Iterator[None]:
+def broken_by_failure(live: LiveSet) -> Iterator[None]:
     """Wraps a change of a chat's rows, which may leave none: no request may continue it then."""
     try:
         yield
-    except TowerdError as error:
+    except Exception as error:
         if isinstance(live, BoundedSet):
             live.failure = error
             live.n_evictions += 1  # it is not whole any more

@@ -22,18 +22,18 @@ import numpy as np
 
 from towerd.engine.embedded.context.core import Core
 from towerd.engine.embedded.context.sequences import Buffer
+from towerd.engine.embedded.live.descent import Descent
 from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.live_set import BoundedSet, filled
-from towerd.engine.embedded.live.offloaded_rows import OffloadedKeys, OffloadedRows
+from towerd.engine.embedded.live.offloaded_rows import OffloadedKeys
 from towerd.engine.embedded.live.pages import PagesLost
-from towerd.engine.embedded.live.pool import LivePool, LiveSeq
+from towerd.engine.embedded.live.pool import LivePool, LiveSeq, broken_by_failure
 from towerd.engine.embedded.longchat.observer import Observer
 from towerd.engine.embedded.longchat.offload_space import OffloadSpace
 from towerd.retention import Positions, Recalling, RetentionConfig, Rows, View
 from towerd.retention.lexical import passages
 from towerd.settings.config import Config
 from towerd.slots.rope import Rope
-from towerd.slots.shift import turn
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids, Provenance
 
@@ -54,6 +54,8 @@ _ASKED_TOKENS_MAX = 256
 """Tokens of a prompt whose words are looked for."""
 _ASKED_SHARE = 4
 """Passages that have these words take at most 1 / _ASKED_SHARE of what is free beside sink and window."""
+_LOWERED_ROWS = 256
+"""Rows whose keys are there twice while they are turned, or those of a chunk if it has more."""
 _STORED_MIN = 256
 """Rows in RAM for which the store is asked."""
 _KEYS_MAX = 64
@@ -286,14 +288,12 @@ class Recall:
         chosen: Positions,
         evict: Callable[[], bool],
         beside: Buffer | None = None,
-        offloaded: OffloadedRows | None = None,
     ) -> None:
         """Let these offloaded positions be the live ones of a chat, by group, or as many of them as there
         are cells for. Raises Unavailable and PagesLost, which change nothing.
 
-        chosen: int64[layers, KV heads, m], ascending; beside: see `LivePool.rewrite`
-        offloaded: where their rows are; None: in those of the live set"""
-        offloaded = live_set.offloaded if offloaded is None else offloaded
+        chosen: int64[layers, KV heads, m], ascending; beside: see `LivePool.rewrite`"""
+        offloaded = live_set.offloaded
         n_own, n_ends = self._pool.n_own_cells(seq), live_set.policy.config.n_min
         self._pool.has_room(chosen.shape[2] - n_own, evict)
         n_labels = int(offloaded.places(chosen[0, 0, -1:])[0]) + 1
@@ -324,33 +324,36 @@ class Recall:
 
         Raises Unavailable, which changes nothing, if no cells can be freed. Rows that the disk does not
         give back are forgotten."""
+        n_needed = live_set.policy.config.n_min - self._pool.n_own_cells(seq)
+        self._pool.require_room(n_needed, evict)
+        down = live_set.n_places - live_set.n_places // 2  # none goes down twice
+        descent = Descent(down, rope.sections[0], self._core.info.row_identity.rot_k)
+        beside = self._memory.moved_beside(seq.id, -down, rope, rot_k=descent.rot_k)
         while True:
             try:
-                self._move_down(seq, live_set, rope, evict)
-                return
+                self.offload(seq, live_set)
+                self._lower(live_set, descent)
+                positions = live_set.positions()
+                is_there = np.isin(positions, live_set.offloaded.positions).all(axis=(0, 1))
+                self.put(seq, live_set, positions[:, :, is_there], evict, beside)
+                break
             except PagesLost as error:  # nothing is on disk the next time
                 self._lose_pages(live_set, error)
+        live_set.moved_down()
 
-    def _move_down(
-        self, seq: LiveSeq, live_set: BoundedSet, rope: Rope, evict: Callable[[], bool]
-    ) -> None:
-        """See `move_down`. Raises Unavailable and PagesLost, which change nothing."""
-        policy = live_set.policy
+    def _lower(self, live_set: BoundedSet, descent: Descent) -> None:
+        """Turn the keys of the offloaded rows that go down, a piece at a time, of which there are two copies
+        then. Those on disk are turned when they are read."""
+        policy, offloaded = live_set.policy, live_set.offloaded
         assert isinstance(policy, Recalling)
-        self.offload(seq, live_set)
-        offloaded, down = live_set.offloaded, live_set.n_places // 2
-        moved = offloaded.positions[offloaded.places(offloaded.positions) >= down]
-        places, rot_k = offloaded.places(moved), self._core.info.row_identity.rot_k
-        rows = offloaded.rows(moved)
-        rows = turn(rows, places[None, None], places - down, rope.sections[0], rot_k=rot_k)
-        beside = self._memory.moved_beside(seq.id, -down, rope, rot_k=rot_k)
-        chunk = self.space.lay_out(rows, moved, np.arange(len(moved)))
-        stay = np.setdiff1d(offloaded.positions, moved, assume_unique=True)
-        offloaded, positions = offloaded.only(stay).add(chunk), live_set.positions()
-        is_there = np.isin(positions, offloaded.positions).all(axis=(0, 1))
-        self.put(seq, live_set, positions[:, :, is_there], evict, beside, offloaded)
-        policy.forget(moved)  # their keys are others now
-        live_set.moved_down(offloaded)
+        layers = policy.layers(self._memory.full_layout.n_layer)
+        with broken_by_failure(live_set):
+            places = offloaded.places(offloaded.positions)
+            policy.forget(offloaded.positions[descent.moves(places)])  # their keys are others now
+            while (
+                lowered := live_set.offloaded.lowered(descent, layers, _LOWERED_ROWS)
+            ) is not None:
+                live_set.offloaded = lowered
 
     def _chosen(
         self,
