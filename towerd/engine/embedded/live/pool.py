@@ -323,16 +323,21 @@ class LivePool:
         self.require_room(len(rows) - self.n_own_cells(seq), evict)
         beside = self._memory.beside(seq.id) if beside is None else beside
         seq.n_public = 0
-        self.let_go(seq)
         with broken_by_failure(seq.live_set):
+            self._let_go_all(seq)
             self._memory.replace(seq.id, rows, beside)
         self.take(seq, len(rows))
         self.reserve(seq)
 
-    def let_go(self, seq: LiveSeq) -> None:
-        """Free all cells of `seq`, which stays open; `take` accounts for what is put there."""
-        self._cut(seq, [(0, seq.n_cells)])
-        self._memory.seq_rm(seq.id, -1, -1)
+    def pack(self, seq: LiveSeq) -> None:
+        """Write the rows of `seq`, which shares none, again as they are: into cells side by side. Raises
+        TowerdError."""
+        blob = self._memory.context.get_state(seq.id)
+        with broken_by_failure(seq.live_set):
+            self._let_go_all(seq)
+            self._memory.append(seq.id, blob, is_empty=True)
+        self.take(seq, seq.n_cells)
+        self.reserve(seq)
 
     def take(self, seq: LiveSeq, n: int) -> None:
         """Account for `n` cells that the context has put into `seq`, which had none."""
@@ -381,6 +386,11 @@ class LivePool:
         n_reserved = sum(seq.n_reserved for seq in self._live.values())
         assert sum(r.n for r in runs.values()) + n_reserved == self.cells_used, "cells_used"
         assert not set(self._free) & set(self._live), "a sequence is free and live"
+
+    def _let_go_all(self, seq: LiveSeq) -> None:
+        """Free all cells of `seq`, which stays open; `take` accounts for what is put there."""
+        self._cut(seq, [(0, seq.n_cells)])
+        self._memory.seq_rm(seq.id, -1, -1)
 
     def _let_go(self, run: CellRun, seq: LiveSeq) -> None:
         run.owners.discard(seq.id)

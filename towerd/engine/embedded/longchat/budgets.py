@@ -400,10 +400,7 @@ class Budgets(Hook):
         all cells up to the last one in use."""
         if n_dropped < live_set.budget.tokens or any(run.owners != {seq.id} for run in seq.runs):
             return
-        blob = self._core.context.get_state(seq.id)
-        self._pool.let_go(seq)
-        self._memory.append(seq.id, blob, is_empty=True)
-        self._pool.take(seq, len(live_set.kept))
+        self._pool.pack(seq)
         self.n_packed += 1
 
     def _choose(self, job: Job, seq: LiveSeq, live_set: BoundedSet, evict: Evict) -> None:
