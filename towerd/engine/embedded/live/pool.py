@@ -245,7 +245,7 @@ class LivePool:
             dst.runs.append(run)
             length += run.n
         dst.live_set = src.live_set.fork()
-        dst.live_set.truncate(n)
+        _cut_live_set(dst, n)
         dst.places = src.places.fork(n)
         self._memory.seq_cp(src.id, dst.id, 0, place)
         self.reserve(dst)
@@ -287,7 +287,7 @@ class LivePool:
             return
         place = seq.place_of(n)
         self._cut(seq, [(seq.live_set.rank(n), seq.n_cells)])
-        seq.live_set.truncate(n)
+        _cut_live_set(seq, n)
         seq.places.truncate(n)
         seq.n = n
         seq.n_public = min(seq.n_public, n)
@@ -446,6 +446,13 @@ class LivePool:
             runs = self._live[owner].runs
             at = next(i for i, r in enumerate(runs) if r is run) + 1
             runs[at:at] = lower
+
+
+def _cut_live_set(seq: LiveSeq, n: int) -> None:
+    """Cut the live set of a sequence after its first `n` tokens, which may be all live again then."""
+    seq.live_set.truncate(n)
+    if not (seq.provenance[:n] == Provenance.PARTIAL).any():
+        seq.live_set.note_computed_whole()
 
 
 @contextmanager

@@ -196,8 +196,10 @@ class Budgets(Hook):
         live_set = found.source.live_set
         if not isinstance(live_set, BoundedSet) or found.n >= live_set.n_chosen - 1:
             return False
-        if not live_set.policy.signals or live_set.can_recall:
+        if not live_set.policy.signals:
             return False
+        if live_set.can_recall and job.n_prompt - found.n <= REEVALUATED_TOKENS:
+            return False  # another reply to the same prompt can recall what that looks for
         if not self._memory.kind.can_slice:
             return False
         plan = self.branching.tiers.plan(job.path, 0, job.n_on_path(found.n), worst=worst_for(job))
