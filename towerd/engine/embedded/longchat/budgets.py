@@ -213,7 +213,7 @@ class Budgets(Hook):
     def enter(self, job: Job, seq: LiveSeq) -> None:
         """See Hook.enter: the sequence gets a live set for the job's budget."""
         budget, live = job.request.live, seq.live_set
-        if not isinstance(live, BoundedSet) or live.budget != budget:
+        if not isinstance(live, BoundedSet) or live.budget != budget or live.failure is not None:
             assert not seq.is_partial, "a partial live set went to a request of another budget"
             config = served(retention_config(budget.policy, budget.tokens), self._config)
             shape, n_ctx = self._shape(budget), self._core.n_ctx
@@ -523,6 +523,7 @@ class Budgets(Hook):
         live_set = bounded(seq)
         if not seq.is_partial or live_set.failure is not None:
             return
+        live_set.keys = None  # a request that was cancelled may have left them
         blob, n_min = self._memory.park(seq.id), max(0, seq.n - self._memory.n_back(seq.id))
         rows = seq.tokens().copy(), seq.provenance[: seq.n].copy(), live_set
         self.parked.add(Parked(seq.scope, seq.session, *rows, blob, n_min, seq.n_reserved))
