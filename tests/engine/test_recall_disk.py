@@ -295,3 +295,37 @@ async def test_the_end_of_the_context_takes_no_more_ram(
     assert len(grown) >= 1
     assert max(grown) < 100
     assert max(beside) < 5 * 64 + 256
+
+
+async def test_a_document_that_is_there_is_copied_in_pieces(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that came from elsewhere all at once, such as from another chat, do not have to fit into RAM once
+    more before they are on disk."""
+    peaks: list[int] = []
+    offload_read = Recall.offload_read
+
+    def measured(self: Recall, *args: Any) -> None:
+        tracemalloc.start()
+        offload_read(self, *args)
+        stays, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        peaks.append((peak - stays) // self.space.layout.token_bytes)
+
+    monkeypatch.setattr(Recall, "offload_read", measured)
+    n = 3000
+    async with service_on(
+        bundled_model(), **SETTINGS | {"ctx_size": 4096, "live_tokens": 4096}
+    ) as service:
+        recall = service.engine.budgets.recall
+        assert recall is not None
+        recall.space = replace(recall.space, disk_bytes_max=1 << 30)
+        ids = some_ids(n)
+        await ask(service, ids, 1)
+        answer = await ask(service, np.concatenate([ids, some_ids(30, 1)]), 20, live=LIVE)
+        assert answer.finish.reuse.live >= n - 1
+        live_set = await the_chat(service)
+        assert len(live_set.offloaded) == live_set.offloaded.end
+        await settle(service)
+    assert len(peaks) > 0
+    assert max(peaks) < n

@@ -54,8 +54,8 @@ _ASKED_TOKENS_MAX = 256
 """Tokens of a prompt whose words are looked for."""
 _ASKED_SHARE = 4
 """Passages that have these words take at most 1 / _ASKED_SHARE of what is free beside sink and window."""
-_LOWERED_ROWS = 256
-"""Rows whose keys are there twice while they are turned, or those of a chunk if it has more."""
+_PIECE_ROWS = 512
+"""Rows that are copied or turned at once; until that is done they are there twice."""
 _STORED_MIN = 256
 """Rows in RAM for which the store is asked."""
 _KEYS_MAX = 64
@@ -350,9 +350,7 @@ class Recall:
         with broken_by_failure(live_set):
             places = offloaded.places(offloaded.positions)
             policy.forget(offloaded.positions[descent.moves(places)])  # their keys are others now
-            while (
-                lowered := live_set.offloaded.lowered(descent, layers, _LOWERED_ROWS)
-            ) is not None:
+            while (lowered := live_set.offloaded.lowered(descent, layers, _PIECE_ROWS)) is not None:
                 live_set.offloaded = lowered
 
     def _chosen(
@@ -401,28 +399,36 @@ class Recall:
         self.space.forget(live_set, live_set.offloaded.in_files)
 
     def offload_read(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
-        """Offload what was read of a prompt at whose end the policy will choose, so that it is indexed
+        """Offload what is there of a prompt at whose end the policy will choose, so that it is indexed
         while the rest is read. If the disk does not take more, the policy chooses when RAM is full."""
         n_end = len(live_set.kept) + job.n_prompt - seq.n
         if job.phase is not JobPhase.PREFILL or n_end < live_set.budget.tokens:
             return
-        self.offload(seq, live_set)
-        self.space.make(live_set)
-        if not self.space.page_out_read(live_set):
-            live_set.n_full = min(live_set.n_full, self.space.n_without_disk(live_set))
+        while self._offload_piece(seq, live_set):
+            self.space.make(live_set)
+            if not self.space.page_out_read(live_set):
+                live_set.n_full = min(live_set.n_full, self.space.n_without_disk(live_set))
+                return
 
     def offload(self, seq: LiveSeq, live_set: BoundedSet) -> None:
         """Copy the live rows that are not offloaded yet."""
+        while self._offload_piece(seq, live_set):
+            pass
+
+    def _offload_piece(self, seq: LiveSeq, live_set: BoundedSet) -> bool:
+        """Copy the first live rows that are not offloaded yet; False if there are none."""
         is_new = ~np.isin(live_set.kept, live_set.offloaded.positions)
         if live_set.mixed is not None:
             is_new[live_set.mixed.start : live_set.mixed.stop] = False
         if not is_new.any():
-            return
+            return False
         first = int(is_new.argmax())
-        rows = self._memory.full_rows(seq.id, int(live_set.places[first]), live_set.place_next)
-        numbers = np.flatnonzero(is_new[first:])
+        numbers = np.flatnonzero(is_new[first : first + _PIECE_ROWS])
+        places = live_set.places[first : first + int(numbers[-1]) + 1]
+        rows = self._memory.full_rows(seq.id, int(places[0]), int(places[-1]) + 1)
         chunk = self.space.lay_out(rows, live_set.kept[first:], numbers)
         live_set.offloaded = live_set.offloaded.add(chunk)
+        return True
 
     def look_up(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
         """Ask the store which of the offloaded rows it has, if it was not asked yet."""
