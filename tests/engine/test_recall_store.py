@@ -87,6 +87,32 @@ async def the_chat(service: EmbeddedService) -> BoundedSet:
     return live_set
 
 
+@pytest.mark.parametrize("policy", ["icecache", "latem"])
+async def test_an_edit_within_a_stored_prompt(service_on: OpenService, policy: str) -> None:
+    """What can be recalled from behind the edit are its own rows, not those of what it replaced."""
+    ids = np.concatenate([some_ids(600, 1)[:300], some_ids(300, 2)])
+    settings = SETTINGS | {"live_tokens": 4096, "flash_attn": "off"}
+    async with service_on(bundled_model(), **settings) as service:
+        await ask(service, some_ids(600, 1), 1)
+        await settle(service)
+        await ask(service, ids, 40, live=LiveBudget(policy, 64, "layer"))
+        await settle(service)
+        offloaded = (await the_chat(service)).offloaded
+        at = offloaded.positions[offloaded.positions < len(ids)]
+        assert (at >= 300).sum() > 200
+        await ask(service, ids, 1, scope="alone")
+
+        def rows() -> tuple[KVRows, KVRows | None]:
+            (alone,) = [seq for seq in service.engine.pool if seq.scope == "alone"]
+            return offloaded.rows(at), service.engine.core.memory.rows(alone.id, 0, len(ids))
+
+        found, expected = await inside(service, rows)
+        assert expected is not None
+        for mine, theirs in zip(found.planes(), expected.planes(), strict=True):
+            pair = [plane.view(np.float16).astype(np.float32) for plane in (mine, theirs[at])]
+            assert np.allclose(pair[0], pair[1], atol=0.01 * np.abs(pair[1]).max())
+
+
 @pytest.mark.parametrize("flash_attn", ["on", "off"])
 async def test_a_document_in_the_store_takes_no_ram(
     service_on: OpenService, tmp_path: Path, flash_attn: str

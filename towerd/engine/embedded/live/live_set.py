@@ -382,7 +382,8 @@ class BoundedSet(LiveSet):
         every = np.arange(self.n, dtype=np.int64)
         if np.array_equal(self.kept, every) and np.array_equal(self.places, every):
             self.policies = tuple(open_retention(each.config) for each in self.policies)
-            self.offloaded, self.n_evictions = OffloadedRows(), 0
+            self.offloaded, self.asked = OffloadedRows(), self.asked[:0]
+            self.n_evictions = self.n_chosen = 0
             self.mass = np.zeros_like(self.mass)  # most of it was paid by what was cut
 
     def observe(self, observed: Observed, n_max: int) -> None:
