@@ -341,18 +341,21 @@ class OffloadedRows:
         is_copied = np.array([not isinstance(chunk, StoredChunk) for chunk in self.chunks], bool)
         return self.positions[is_copied[self.chunk]] if len(self) else self.positions
 
-    def stored(self, pieces: Iterable[KVRows]) -> OffloadedRows:
+    @property
+    def n_stored(self) -> int:
+        """How many rows are the store's."""
+        return sum(len(chunk) for chunk in self.chunks if isinstance(chunk, StoredChunk))
+
+    def stored(self, pieces: Iterable[KVRows], more: Positions) -> OffloadedRows:
         """Let go of copies of rows that the store has, in these pieces, if the copies are at the places of
-        their positions."""
+        their positions, and refer to the rows that it has of `more`, int64[n], ascending."""
         there = self.copied
-        there = there[self.places(there) == there]
+        there = np.union1d(there[self.places(there) == there], np.setdiff1d(more, self.positions))
         new = [StoredChunk(rows, there[np.isin(there, rows.positions)]) for rows in pieces]
-        is_stored = np.zeros(self.end, np.bool_)
-        for chunk in new:
-            is_stored[chunk.positions] = True
+        gone = np.concatenate([_none(), *(chunk.positions for chunk in new)])
         left: list[Chunk] = []
         for each in self.chunks:
-            stays = ~is_stored[each.positions] | isinstance(each, StoredChunk)
+            stays = ~np.isin(each.positions, gone) | isinstance(each, StoredChunk)
             left.append(each if stays.all() else each.take(np.flatnonzero(stays)))
         return self._of([*left, *new])
 

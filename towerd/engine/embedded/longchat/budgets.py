@@ -426,13 +426,13 @@ class Budgets(Hook):
         else:
             recall.offload_read(job, seq, live_set)
             return
+        recall.look_up(job, seq, live_set)
         recall.offload(seq, live_set)
         self._keep_exact_prefix(job, seq, live_set)
         if Signal.MASS in live_set.policy.signals:
             observer.measure(seq, live_set)
         has_messages = Signal.MESSAGES in live_set.policy.signals
         messages = self._messages(job, seq.n) if has_messages else None
-        recall.look_up(job, seq, live_set)
         n_dropped = recall.choose(seq, live_set, queries, messages, evict)
         self.n_tokens_dropped += n_dropped
         self.n_evictions += is_full
