@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -45,7 +45,7 @@ from towerd.engine.embedded.restore.branching import (
 )
 from towerd.engine.embedded.restore.hooks import Hook
 from towerd.engine.moving.rotation import Rotation
-from towerd.errors import InvalidRequest, NotSupported, TowerdError
+from towerd.errors import InvalidRequest, NotSupported, TowerdError, Unavailable
 from towerd.model.speakers import message_starts
 from towerd.retention import Positions, Signal, can_recall, retention_config
 from towerd.settings.config import RETENTIONS, WATCHING, Config, parked_bytes
@@ -290,13 +290,13 @@ class Budgets(Hook):
         return job.n_live == job.n_prompt and job.request.n_predict != 0
 
     def prompt_done(self, job: Job, evict: Evict) -> None:
-        """See Hook.prompt_done: from here on the budget holds, and the reply reports how many tokens are
-        live."""
+        """See Hook.prompt_done: from here on the budget holds, and the reply reports what is live."""
         seq = job.seq
         if seq is None:
             return
         if job.request.n_predict != 0:
-            self._thin(job, seq, bounded(seq), evict)
+            with suppress(Unavailable):  # the next step has other requests give way
+                self._thin(job, seq, bounded(seq), evict)
         bounded(seq).keys = None
         job.reuse = replace(job.reuse, kept=seq.n_cells)
 

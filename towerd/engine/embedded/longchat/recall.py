@@ -294,8 +294,8 @@ class Recall:
 
         chosen: int64[layers, KV heads, m], ascending; beside: see `LivePool.rewrite`"""
         offloaded = live_set.offloaded
+        self._pool.has_own(seq, chosen.shape[2], evict)
         n_own, n_ends = self._pool.n_own_cells(seq), live_set.policy.config.n_min
-        self._pool.has_room(chosen.shape[2] - n_own, evict)
         n_labels = int(offloaded.places(chosen[0, 0, -1:])[0]) + 1
         n_cells = max(n_ends, min(self._pool.cells_free + n_own, n_labels))
         chosen = _shorter(chosen, len(live_set.sink), n_cells)
@@ -324,8 +324,7 @@ class Recall:
 
         Raises Unavailable, which changes nothing, if no cells can be freed. Rows that the disk does not
         give back are forgotten."""
-        n_needed = live_set.policy.config.n_min - self._pool.n_own_cells(seq)
-        self._pool.require_room(n_needed, evict)
+        self._pool.require_own(seq, live_set.policy.config.n_min, evict)
         down = live_set.n_places - live_set.n_places // 2  # none goes down twice
         descent = Descent(down, rope.sections[0], self._core.info.row_identity.rot_k)
         beside = self._memory.moved_beside(seq.id, -down, rope, rot_k=descent.rot_k)
