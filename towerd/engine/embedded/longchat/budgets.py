@@ -414,10 +414,10 @@ class Budgets(Hook):
             job.n_begun = seq.n
         is_full = live_set.room == 0
         if job.phase is JobPhase.PREFILL and self.awaits_recall(job):
-            job.was_recalled = True
             queries = observer.scaled_queries(live_set, job.n_begun)
             recall.ask(live_set, job.ids[: job.n_prompt], job.n_prompt - job.n_begun)
             self._go_back(job, seq, live_set, evict)
+            job.was_recalled = True
         elif recall.is_due(job, live_set):
             queries = observer.scaled_queries(live_set, live_set.n_chosen)
         elif is_full:
@@ -464,17 +464,17 @@ class Budgets(Hook):
                 job.before_recall = seq.n, self._memory.snapshot(seq.id)
 
     def _go_back(self, job: Job, seq: LiveSeq, live_set: BoundedSet, evict: Evict) -> None:
-        """Cut the last tokens of a prompt, which are evaluated again. Raises Unavailable if no cells can be
-        freed."""
+        """Cut the last tokens of a prompt, which are evaluated again. Raises Unavailable, with nothing changed."""
         if not live_set.n_stop:
             n_back = max(1, self._memory.n_back(seq.id))
             n_again = min(REEVALUATED_TOKENS, seq.n - job.n_begun, live_set.n_tail - 1, n_back)
             self._pool.truncate(seq, seq.n - n_again)
             return
         assert job.before_recall is not None, "a prompt's end was evaluated without its state"
-        (n, state), job.before_recall = job.before_recall, None
+        n, state = job.before_recall
         rows = self._memory.full_rows(seq.id, 0, seq.place_of(n))
         self._pool.rewrite(seq, rows, evict, state)
+        job.before_recall = None
         live_set.truncate(n)
         seq.n = n
         seq.states = {p: each for p, each in seq.states.items() if p <= n}
