@@ -511,6 +511,14 @@ class BoundedSet(LiveSet):
         return self.kept[: getattr(self.policy.config, "sink", 0)]
 
     @property
+    def has_own(self) -> npt.NDArray[np.bool_]:
+        """bool[m]: which cells have the rows of their label in every group."""
+        has_own = np.ones(len(self.kept), np.bool_)
+        if self.mixed is not None:
+            has_own[self.mixed.start : self.mixed.stop] = False
+        return has_own
+
+    @property
     def n_tail(self) -> int:
         """How many of the last live positions have no hole between them, and rows of their own."""
         holes = np.flatnonzero(np.diff(self.kept) > 1)
