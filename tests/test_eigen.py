@@ -68,7 +68,8 @@ def asking(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_it_is_what_numpy_finds() -> None:
-    values = np.random.default_rng(0).normal(size=(60, 40))
+    """Also of a matrix that a pipe does not hold at once."""
+    values = np.random.default_rng(0).normal(size=(300, 200))
     matrix = values.T @ values
     asked = iter([True] * 5)
     found, vectors = patient_eigh(matrix, lambda: next(asked, False))
