@@ -48,6 +48,7 @@ def calibrator_on(service: EmbeddedService, idle_s: float) -> Calibrator:
         rotation=service.engine.parts.rotation,
         fidelity="near",
         forced=False,
+        transforms=False,
         idle_s=idle_s,
     )
 
@@ -55,6 +56,7 @@ def calibrator_on(service: EmbeddedService, idle_s: float) -> Calibrator:
 async def test_calibrates_when_idle_and_keeps_it(service_on: OpenService) -> None:
     async with service_on(bundled_model(), threads=1) as service:
         assert service.engine.calibrator.view()["state"] == "waiting"
+        await asyncio.to_thread(service.engine.calibrator.close)
         calibrator = calibrator_on(service, 0.1)
         await asyncio.to_thread(calibrator.start)
         view = await finished(service, calibrator)
