@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 from towerd.cold import Coding, ColdTier, IdleFreezer, check_codec_model, vocabulary_source
 from towerd.engine.base import EngineT, LiveBudget, OpenedEngine
@@ -19,6 +19,9 @@ from towerd.sessions.traffic import Traffic, open_traffic
 from towerd.settings.config import Config
 from towerd.store import Store
 from towerd.tiers.manager import Tiers
+
+if TYPE_CHECKING:
+    from towerd.roaming import Roaming
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class Service(Generic[EngineT]):
     cold: ColdTier
     search: Search
     divergences: DivergenceFinder
+    roaming: Roaming | None
+    """None without --shared."""
 
 
 @asynccontextmanager
@@ -64,14 +69,19 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
         )
         freezer = IdleFreezer(cold)
         divergences = DivergenceFinder(store, search.reader)
+        roaming = None
         try:
+            roaming = await asyncio.to_thread(_roaming, config, opened, cold)
             _start(config, opened, sessions, cold)
             freezer.start()
             search.start(cold.idle_s)
-            yield Service(
-                config, engine, sessions, store, tiers, traffic, cold, search, divergences
-            )
+            if roaming is not None:
+                roaming.start()
+            parts = config, engine, sessions, store, tiers, traffic, cold, search, divergences
+            yield Service(*parts, roaming)
         finally:
+            if roaming is not None:
+                await roaming.stop()
             tiers.prefetcher.stop()
             await sessions.stop_anticipating()
             await freezer.stop()
@@ -102,6 +112,28 @@ def _opening(config: Config) -> AbstractAsyncContextManager[OpenedEngine[Any]]:
     from towerd.engine.embedded.opening import open_embedded
 
     return open_embedded(config)
+
+
+def _roaming(config: Config, opened: OpenedEngine[Any], cold: ColdTier) -> Roaming | None:
+    """What talks with the shared tier; None without one. Raises ConfigError."""
+    if config.shared is None:
+        return None
+    # Imported late: it needs packages that nothing else does.
+    from towerd.tiers.shared.bucket import open_bucket
+
+    bucket = open_bucket(config.shared)
+    from towerd.roaming import Roaming
+    from towerd.tiers.shared.sealing import master_key
+    from towerd.tiers.shared.tier import SharedTier
+
+    shared = SharedTier(
+        opened.store,
+        bucket,
+        master_key(config.shared_key, config.store_dir),
+        is_exact=opened.tiers.exact,
+        has_rows=opened.has_checkpoint is None,
+    )
+    return Roaming(shared, opened.tiers, cold)
 
 
 def _start(config: Config, opened: OpenedEngine[Any], sessions: Sessions, cold: ColdTier) -> None:

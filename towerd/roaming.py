@@ -1,0 +1,290 @@
+"""Sessions and bases in the shared tier: put there, by hand or in idle time, and taken from there.
+
+A session's record holds its `.tower` file and says which objects its rows are in; a base's holds its
+tokens. Records are made anew after each turn, and the one with the most turns is taken. What is put by
+itself are the bases and the sessions with pinned segments, which people said are worth keeping.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from towerd.cold import ColdTier
+from towerd.errors import InvalidRequest, NotFound, SessionFrozen, TowerdError
+from towerd.slots.errors import StateError
+from towerd.store import Base, Store
+from towerd.store.sessions.turn import ANYWHERE
+from towerd.store.tree.scope import (
+    adapters_of,
+    is_public,
+    public_of,
+    scope_of,
+    tenant_of,
+)
+from towerd.tiers.manager import Tiers
+from towerd.tiers.shared.bucket import BucketError, Listed
+from towerd.tiers.shared.objects import (
+    RECORD_BYTES_MAX,
+    VERSION,
+    BaseRecord,
+    R,
+    SessionRecord,
+    decode_record,
+    encode,
+)
+from towerd.tiers.shared.tier import PutRows, SharedTier
+from towerd.tokens import Ids, ids_array, ids_bytes
+from towerd.transfer import export_session, import_session
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+QUIET_S = 5.0
+"""Something is put by itself when no request has run for this long."""
+POLL_S = 2.0
+AGAIN_S = 3600.0
+"""Time after which it is looked whether what was put is still there."""
+RETRY_S_MIN = 10.0
+RETRY_S_MAX = 600.0
+
+
+class Roaming:
+    """The thread that talks with the bucket, and what is done there. Its coroutines belong to the event
+    loop."""
+
+    def __init__(self, shared: SharedTier, tiers: Tiers, cold: ColdTier) -> None:
+        self._shared, self._tiers, self._cold = shared, tiers, cold
+        self._store: Store = cold.store
+        self._thread = ThreadPoolExecutor(1, "towerd-shared")
+        self._task: asyncio.Task[None] | None = None
+        self._put: dict[tuple[object, ...], float] = {}
+        """What was put by itself, as it was then, and time.monotonic() of that."""
+        self._retry_s = 0.0
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, for /metrics and people."""
+        return self._shared.counters.stats()
+
+    def start(self) -> None:
+        """Begin to put bases and pinned sessions while nothing else runs."""
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Stop, once the request to the bucket that runs is answered."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+
+    # --- by hand --------------------------------------------------------------------------
+
+    async def push_session(self, id: str, scope: str | None) -> dict[str, Any]:
+        """Put a session: `session`, `tokens` and those with `rows` in the bucket. Raises NotFound, BucketError or
+        what an export raises."""
+        return await self._do(self._push_session, id, scope)
+
+    async def push_base(self, name: str, scope: str) -> dict[str, Any]:
+        """Put a base that the tenant of `scope` can use: `base`, `tokens` and those with `rows`. Raises NotFound or
+        BucketError."""
+        return await self._do(lambda: self._push_base(self._base(name, scope)))
+
+    async def pull_session(self, id: str, scope: str) -> dict[str, Any]:
+        """Take a session: as an import, and `tokens` and those with `rows` here. Raises NotFound, BucketError or
+        what an import raises."""
+        return await self._do(self._pull_session, id, scope)
+
+    async def pull_base(self, name: str, scope: str, *, public: bool) -> dict[str, Any]:
+        """Take a base, that of the tenant or a public one: `base`, `tokens` and those with `rows` here. Raises as
+        `pull_session`."""
+        return await self._do(self._pull_base, name, public_of(scope) if public else scope)
+
+    async def _do(self, work: Callable[..., T], *args: Any) -> T:
+        def run() -> T:
+            try:
+                return work(*args)
+            except BucketError:
+                self._shared.counters.errors += 1
+                raise
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+
+    # --- sessions, on the thread ----------------------------------------------------------
+
+    def _push_session(self, id: str, scope: str | None) -> dict[str, Any]:
+        self._tiers.flush()  # rows may be only in RAM
+        info = self._store.session(id, scope)
+        tower = export_session(self._store, self._cold.coding.model(), id, info.scope)
+        put = PutRows()
+        with suppress(SessionFrozen):  # its rows have left
+            put = self._shared.put_path(self._store.session_ids(id, info.scope), info.scope)
+        record = SessionRecord(**self._common(put, info.scope), tower=tower)
+        keys, data = self._shared.keys(info.scope), encode(record)
+        folder = _session_folder(keys.name("session", id.encode()))
+        content = f"{info.n_turns:06d}-{keys.name('record', data)}"
+        self._shared.put_record(info.scope, f"{folder}/{content}", data)
+        return {"session": id, "tokens": info.n_tokens, "rows": min(put.n_tokens, info.n_tokens)}
+
+    def _pull_session(self, id: str, scope: str) -> dict[str, Any]:
+        since = self._store.deletions.watch()
+        folder = _session_folder(self._shared.keys(scope).name("session", id.encode()))
+        newest = self._newest(folder, f"session {id!r}", lambda each: (each.place, each.modified))
+        record = self._record(newest, scope, SessionRecord)
+        model = self._cold.coding.model()
+        done = import_session(self._store, model, record.tower, tenant_of(scope), since)
+        session, n_rows = done["session"], 0
+        if not session["tokenizer"]:
+            own = scope_of(tenant_of(scope), record.adapters)
+            ids = self._store.session_ids(id, session["scope"])
+            n_rows = self._fetch(record, ids, own, since)
+        return {**done, "tokens": session["n_tokens"], "rows": n_rows}
+
+    # --- bases, on the thread -------------------------------------------------------------
+
+    def _base(self, name: str, scope: str) -> Base:
+        seen = (scope, public_of(scope))
+        found = [
+            base for base in self._store.bases.listing() if base.name == name and base.scope in seen
+        ]
+        if not found:
+            raise NotFound(f"There is no base {name!r}: towerctl pin lists them.")
+        return min(found, key=lambda base: seen.index(base.scope))
+
+    def _push_base(self, base: Base) -> dict[str, Any]:
+        self._tiers.flush()
+        ids = self._store.node(base.node).prefix_ids()
+        put = self._shared.put_path(ids, base.scope)
+        record = BaseRecord(
+            **self._common(put, base.scope),
+            name=base.name,
+            level=base.level,
+            tokenizer=self._store.state.identity.tokenizer_digest,
+            ids=ids_bytes(ids),
+            format=base.format,
+            reuse=base.reuse,
+        )
+        data, folder = encode(record), self._base_folder(base.name, base.scope)
+        place = f"{folder}/{self._shared.keys(base.scope).name('record', data)}"
+        self._shared.put_record(base.scope, place, data)
+        return {"base": base.name, "tokens": len(ids), "rows": min(put.n_tokens, len(ids))}
+
+    def _pull_base(self, name: str, scope: str) -> dict[str, Any]:
+        folder = self._base_folder(name, scope)
+        newest = self._newest(folder, f"base {name!r}", lambda each: (each.modified, each.place))
+        record = self._record(newest, scope, BaseRecord)
+        if record.tokenizer != self._store.state.identity.tokenizer_digest:
+            raise InvalidRequest(
+                f"The base {name!r} is of another tokenizer than the served model's: precache it here."
+            )
+        ids = ids_array(record.ids)
+        own, place = scope_of(tenant_of(scope), record.adapters), (record.level, is_public(scope))
+        self._store.bases.add(name, ids, own, *place, record.format, record.reuse == ANYWHERE)
+        n_rows = self._fetch(record, ids, own)
+        return {"base": name, "tokens": len(ids), "rows": n_rows}
+
+    # --- records, on the thread -----------------------------------------------------------
+
+    def _base_folder(self, name: str, scope: str) -> str:
+        digest = self._store.state.identity.tokenizer_digest
+        return f"bases/{self._shared.keys(scope).name('base', digest, name.encode())}"
+
+    def _common(self, put: PutRows, scope: str) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "row_identity": self._store.state.digest,
+            "adapters": adapters_of(scope),
+            "rows": put.rows,
+            "transform_bases": put.transform_bases,
+        }
+
+    def _newest(self, folder: str, what: str, age: Callable[[Listed], Any]) -> str:
+        found = self._shared.bucket.listing(folder)
+        if not found:
+            raise NotFound(
+                f"The shared tier has no {what}: put it there with towerctl shared push, where it is."
+            )
+        return max(found, key=age).place
+
+    def _record(self, place: str, scope: str, kind: type[R]) -> R:
+        data = self._shared.read_record(scope, place, RECORD_BYTES_MAX)
+        try:
+            return decode_record(data, kind)
+        except StateError as error:
+            raise BucketError(f"The object {place} cannot be used: {error}.") from error
+
+    def _fetch(
+        self, record: SessionRecord | BaseRecord, ids: Ids, scope: str, since: Any = None
+    ) -> int:
+        """Fetch the rows of a record; returns the tokens that have some here."""
+        if record.row_identity != self._store.state.digest:
+            return 0
+        put = PutRows(record.rows, record.transform_bases)
+        try:
+            self._shared.fetch_path(put, ids, scope, since)
+        except BucketError as error:  # what has come stays
+            self._shared.counters.errors += 1
+            log.warning("rows were not fetched", extra={"error": error.message})
+        return self._shared.n_stored(ids, scope)
+
+    # --- by itself ------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(max(POLL_S, self._retry_s))
+            if self._cold.idle_s() < QUIET_S:
+                continue
+            try:
+                has_more = True
+                while has_more and self._cold.idle_s() >= QUIET_S:
+                    has_more = await self._do(self._put_next)
+                self._retry_s = 0.0
+            except Exception as error:  # no failure may end it
+                said = error.message if isinstance(error, TowerdError) else repr(error)
+                if not self._retry_s:
+                    log.warning("nothing is put into the shared tier now", extra={"error": said})
+                self._retry_s = min(RETRY_S_MAX, max(RETRY_S_MIN, 2 * self._retry_s))
+
+    def _put_next(self) -> bool:
+        """Put the next base or pinned session that is not in the bucket as it is here; False if all are."""
+        now = time.monotonic()
+        self._put = {key: at for key, at in self._put.items() if now - at < AGAIN_S}
+        for base in self._store.bases.listing():
+            node = self._store.node(base.node)
+            key: tuple[object, ...] = (
+                "base",
+                base.scope,
+                base.name,
+                base.digest,
+                self._files(node.prefix_ids(), base.scope),
+            )
+            if key not in self._put:
+                self._push_base(base)
+                self._put[key] = now
+                return True
+        for node in self._store.pins.listing():
+            found = self._store.session_beyond(node, 0, tenant_of(node.scope))
+            if found is None:
+                continue
+            info = self._store.session(found[0], tenant_of(node.scope))
+            key = ("session", info.scope, info.id, info.updated, info.n_turns)
+            if key not in self._put:
+                self._push_session(info.id, info.scope)
+                self._put[key] = now
+                return True
+        return False
+
+    def _files(self, ids: Ids, scope: str) -> tuple[int, ...]:
+        """The ids of the files with rows of a path."""
+        with self._store.locked():
+            nodes = self._store.match(ids, scope).nodes
+            return tuple(node.file.id for node in nodes if node.file is not None)
+
+
+def _session_folder(name: str) -> str:
+    return f"sessions/{name}"

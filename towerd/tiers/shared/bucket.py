@@ -1,0 +1,141 @@
+"""Bucket: the objects below a URL, through the package `obstore`.
+
+A conditional put is the only write: an object is made once and never changed or deleted here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from towerd.errors import ConfigError, TowerdError
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+TIMEOUT_S = 60
+"""For one request, from its start to its last byte."""
+CONNECT_S = 5
+RETRY_S = 20
+RETRIES_MAX = 3
+_QUERY = re.compile(r"\?\S*")
+
+
+class BucketError(TowerdError):
+    """The object store does not do what was asked (502)."""
+
+    status = 502
+    stands_for = "The shared tier failed: the daemon's log says how."
+
+
+class ObjectMissing(BucketError):
+    """There is no such object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An object of a listing."""
+
+    place: str
+    nbytes: int
+    modified: datetime
+
+
+class Bucket:
+    """Thread-safe. Every method raises BucketError, within about a minute."""
+
+    def __init__(self, store: ObjectStore, url: str) -> None:
+        """Use `open_bucket`."""
+        self._store = store
+        self.url = url
+
+    def put(self, place: str, data: bytes) -> bool:
+        """Make an object; False if there is one, which stays."""
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        with _errors(f"cannot take {place}"):
+            try:
+                obstore.put(self._store, place, data, mode="create")
+            except (AlreadyExistsError, PreconditionError):
+                return False
+        return True
+
+    def get(self, place: str, bytes_max: int) -> bytes:
+        """A whole object. Raises ObjectMissing; BucketError also for one of more than `bytes_max`."""
+        import obstore
+
+        with _errors(f"cannot give {place}"):
+            found = obstore.get(self._store, place)
+            n_bytes = found.meta["size"]
+            if n_bytes > bytes_max:
+                raise BucketError(f"The object {place} has {n_bytes} bytes; up to {bytes_max} fit.")
+            return bytes(found.bytes())
+
+    def has(self, place: str) -> bool:
+        """Whether there is an object."""
+        import obstore
+
+        try:
+            with _errors(f"cannot tell of {place}"):
+                obstore.head(self._store, place)
+        except ObjectMissing:
+            return False
+        return True
+
+    def listing(self, folder: str) -> list[Listed]:
+        """The objects right in a folder and below it, in no order."""
+        import obstore
+
+        with _errors(f"cannot list {folder}"):
+            found = obstore.list(self._store, folder).collect()
+        return [Listed(each["path"], each["size"], each["last_modified"]) for each in found]
+
+
+def open_bucket(url: str) -> Bucket:
+    """The bucket of a URL `s3://BUCKET/PREFIX`, `gs://...`, `az://...` or `file:///FOLDER`, with the credentials
+    of the environment; nothing is asked of it yet. Raises ConfigError."""
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import LocalStore, from_url
+    except ImportError as error:
+        raise ConfigError(
+            "--shared needs the packages obstore and cryptography: pip install 'towerd[shared]'."
+        ) from error
+    parts = urlsplit(url)
+    try:
+        if parts.scheme == "file":
+            return Bucket(LocalStore(unquote(parts.path), mkdir=True), url)
+        limits: dict[str, Any] = {
+            "client_options": {"timeout": f"{TIMEOUT_S}s", "connect_timeout": f"{CONNECT_S}s"},
+            "retry_config": {
+                "max_retries": RETRIES_MAX,
+                "retry_timeout": timedelta(seconds=RETRY_S),
+            },
+        }
+        return Bucket(from_url(url, **limits), url)
+    except (BaseError, OSError, ValueError) as error:
+        raise ConfigError(f"--shared {url} cannot be used: {_said(error)}.") from error
+
+
+@contextmanager
+def _errors(what: str) -> Iterator[None]:
+    """Turn the errors of obstore into BucketError, whose message begins with `what` and names no key."""
+    from obstore.exceptions import BaseError
+
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ObjectMissing(f"The shared tier {what}: there is no such object.") from error
+    except (BaseError, OSError) as error:
+        raise BucketError(f"The shared tier {what}: {_said(error)}.") from error
+
+
+def _said(error: Exception) -> str:
+    """The first line of an error, without what a URL has behind its question mark: that may be a secret."""
+    return _QUERY.sub("", str(error).partition("\n")[0]).rstrip(".")

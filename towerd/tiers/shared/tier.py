@@ -1,0 +1,248 @@
+"""SharedTier: the rows of a path in the bucket, put there and fetched from there.
+
+It is never on the way of an answer: what it does takes as long as the network does, so whoever calls it
+has a thread for that. A record in the bucket says which objects a path has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from towerd.codec.errors import CodecError, NewerVersion
+from towerd.codec.rows.basis import BYTES_MAX, read_basis
+from towerd.errors import StoreError
+from towerd.slots.errors import StateError
+from towerd.store import Node, Store
+from towerd.store.segments.coded_format import bases_in, basis_name
+from towerd.store.segments.segment_header import encode_runs, worst_of
+from towerd.store.sessions.deletions import DeletionWatch
+from towerd.store.tree.node import PUBLIC
+from towerd.store.tree.scope import adapters_of, is_public, tenant_of
+from towerd.tiers.shared.bucket import Bucket, BucketError, ObjectMissing
+from towerd.tiers.shared.objects import (
+    BasisPlace,
+    RowsHeader,
+    RowsPlace,
+    name_and_lead,
+    parts_of,
+    put_object,
+    read_rows,
+)
+from towerd.tiers.shared.sealing import TenantKeys
+from towerd.tokens import Ids, Provenance, ids_bytes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class SharedCounters:
+    """Since the start."""
+
+    put: int = 0
+    fetched: int = 0
+    missing: int = 0
+    damaged: int = 0
+    errors: int = 0
+    bytes_put: int = 0
+    bytes_fetched: int = 0
+
+    def stats(self) -> dict[str, Any]:
+        """By their names in GET /towerd/v1/stats."""
+        return {
+            "objects_put": self.put,
+            "objects_fetched": self.fetched,
+            "objects_missing": self.missing,
+            "objects_damaged": self.damaged,
+            "errors": self.errors,
+            "bytes_put": self.bytes_put,
+            "bytes_fetched": self.bytes_fetched,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PutRows:
+    """Where the rows of a path are, from its first token on, and the bases that some were coded with."""
+
+    rows: list[RowsPlace] = field(default_factory=list)
+    transform_bases: list[BasisPlace] = field(default_factory=list)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that have rows in the bucket."""
+        return self.rows[-1].p1 if self.rows else 0
+
+
+class SharedTier:
+    """For one thread at a time; `counters` may be read by any."""
+
+    def __init__(
+        self, store: Store, bucket: Bucket, master: bytes, *, is_exact: bool, has_rows: bool
+    ) -> None:
+        """master: the content of the key file
+        is_exact: neither put nor fetch rows that are not exact
+        has_rows: whether the model resumes from any row; False: of rows alone it cannot, so that there are
+            none in the bucket"""
+        self.bucket = bucket
+        self.counters = SharedCounters()
+        self._store = store
+        self._master = master
+        self._worst = Provenance.EXACT if is_exact else Provenance.APPROXIMATE
+        self._has_rows = has_rows
+
+    def keys(self, scope: str) -> TenantKeys:
+        """Those of the tenant of a scope."""
+        return TenantKeys.of(self._master, tenant_of(scope))
+
+    # --- out ------------------------------------------------------------------------------
+
+    def put_path(self, ids: Ids, scope: str) -> PutRows:
+        """Put the rows that the disk has of `ids` from the first token on, as far as they follow one another, and
+        the bucket lacks. Raises BucketError or StoreError."""
+        found = PutRows()
+        for node in self._last_of_files(ids, scope) if self._has_rows else ():
+            place = self._put_file(node, found)
+            if place is None:
+                break
+            found.rows.append(place)
+        return found
+
+    def _last_of_files(self, ids: Ids, scope: str) -> list[Node]:
+        """The last node of each file that has rows of `ids`, up to the first gap."""
+        last: list[Node] = []
+        with self._store.locked():
+            match = self._store.match(ids, scope)
+            for node in match.nodes:
+                if (
+                    node.file is None
+                    or node.p0 >= match.n
+                    or node.file.worst(node.p0, node.p1) > self._worst
+                ):
+                    break
+                if last and last[-1].file is node.file:
+                    last.pop()
+                last.append(node)
+        return last
+
+    def _put_file(self, node: Node, found: PutRows) -> RowsPlace | None:
+        """Put the file that `node` has rows in; None if it has other rows by now, or none."""
+        with self._store.locked():
+            prefix = node.prefix_ids()
+        try:
+            header, data = self._store.take_out(node)
+            if worst_of(header.run_table, 0, header.n) > self._worst:
+                return None
+            keys = self.keys(header.scope)
+            self._put_bases(bases_in(encode_runs(header.run_table)), keys, header.scope, found)
+            before = ids_bytes(prefix[: header.p0])
+            rows = RowsHeader.of(header, adapters_of(header.scope), before, len(data))
+            name, lead = name_and_lead(keys, rows)
+        except (StoreError, StateError, CodecError, OSError) as error:
+            log.warning("rows are not put into the shared tier", extra={"error": str(error)})
+            return None
+        self._count_put(put_object(self.bucket, keys, name, lead, data))
+        return RowsPlace(name, header.p0, header.p1, is_public(header.scope))
+
+    def _put_bases(self, names: set[str], keys: TenantKeys, scope: str, found: PutRows) -> None:
+        """Put the transform bases of these names, before what needs them."""
+        known = {each.basis for each in found.transform_bases}
+        for basis in sorted(names - known):
+            data = self._store.rows.bases.get(basis, self._store.state.digest).data
+            name = keys.name("basis", data)
+            self._count_put(put_object(self.bucket, keys, name, data))
+            found.transform_bases.append(BasisPlace(basis, name, is_public(scope)))
+
+    def _count_put(self, n_bytes: int) -> None:
+        self.counters.put += n_bytes > 0
+        self.counters.bytes_put += n_bytes
+
+    def put_record(self, scope: str, place: str, data: bytes) -> None:
+        """Put a record, unless it is there. Raises BucketError."""
+        if not self.bucket.has(place):
+            sealed = self.keys(scope).seal(place, data)
+            self._count_put(len(sealed) if self.bucket.put(place, sealed) else 0)
+
+    # --- in -------------------------------------------------------------------------------
+
+    def fetch_path(
+        self, found: PutRows, ids: Ids, scope: str, since: DeletionWatch | None = None
+    ) -> None:
+        """Fetch the rows of `ids` that this store lacks, in order, up to the first that cannot be had. What is
+        missing or damaged is counted and logged: its tokens are evaluated when they are needed. Raises BucketError (it is not reached), SessionDeleted (since
+        then), DiskFull or StoreError."""
+        self._fetch_bases(found.transform_bases, scope)
+        for place in found.rows if self._has_rows else ():
+            n_stored = self.n_stored(ids, scope)
+            if n_stored < place.p0 or place.p0 >= len(ids):
+                break
+            if n_stored < min(place.p1, len(ids)):
+                try:
+                    self._fetch_rows(place, ids, scope, since)
+                except (StateError, NewerVersion) as error:
+                    self._refuse(place.name, error)
+                    break
+                except ObjectMissing as error:
+                    self.counters.missing += 1
+                    log.warning("rows are gone from the shared tier", extra={"error": str(error)})
+                    break
+
+    def n_stored(self, ids: Ids, scope: str) -> int:
+        """Tokens of `ids` with rows here, from the first on."""
+        with self._store.locked():
+            parts = self._store.plan_rows(
+                self._store.match(ids, scope), 0, len(ids), worst=self._worst
+            )
+        return parts[-1].p1 if parts else 0
+
+    def _fetch_rows(
+        self, place: RowsPlace, ids: Ids, scope: str, since: DeletionWatch | None
+    ) -> None:
+        keys = self.keys(PUBLIC if place.is_public else scope)
+        found = read_rows(keys, place.name, parts_of(self.bucket, keys, place.name))
+        header, digest, adapters = found.header, self._store.state.digest, adapters_of(scope)
+        ids = ids[: header.p1]
+        header.as_segment(digest, scope, adapters, ids_bytes(ids))
+        with self._store.locked():
+            ends = sorted({header.p0, len(ids)} - {0})
+            owner = self._store.insert(ids, scope, ends, since)[-1].scope
+        if is_public(owner) and not place.is_public:
+            raise StateError("they are a tenant's own, and their tokens are everybody's here")
+        segment = header.as_segment(digest, owner, adapters, ids_bytes(ids))
+        if worst_of(segment.run_table, 0, segment.n) > self._worst:
+            raise StateError("they are not exact")
+        file = self._store.take_in(segment, found.data, header.n_bytes, ids)
+        self.counters.fetched += 1
+        self.counters.bytes_fetched += 0 if file is None else file.nbytes
+
+    def _fetch_bases(self, places: Sequence[BasisPlace], scope: str) -> None:
+        bases = self._store.rows.bases
+        for place in places:
+            if bases.problem(place.basis) is None:
+                continue
+            keys = self.keys(PUBLIC if place.is_public else scope)
+            try:
+                data = b"".join(parts_of(self.bucket, keys, place.name))
+                basis = read_basis(data[: BYTES_MAX + 1])
+                if basis_name(basis.digest) != place.basis:
+                    raise StateError("it is another basis than its record says")
+                bases.add(basis)
+            except (StateError, CodecError, ObjectMissing) as error:
+                self._refuse(place.name, error)
+
+    def read_record(self, scope: str, place: str, bytes_max: int) -> bytes:
+        """A record of a tenant. Raises BucketError, also for one that is damaged."""
+        try:
+            data = self.keys(scope).unseal(place, self.bucket.get(place, bytes_max))
+        except StateError as error:
+            self._refuse(place, error)
+            raise BucketError(f"The object {place} cannot be used: {error}.") from error
+        self.counters.fetched += 1
+        self.counters.bytes_fetched += len(data)
+        return data
+
+    def _refuse(self, name: str, error: Exception) -> None:
+        self.counters.damaged += 1
+        said = {"object": name, "error": str(error)}
+        log.warning("an object of the shared tier cannot be used", extra=said)
