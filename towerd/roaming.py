@@ -28,7 +28,7 @@ from towerd.store.tree.scope import (
     tenant_of,
 )
 from towerd.tiers.manager import Tiers
-from towerd.tiers.shared.bucket import BucketError, Listed
+from towerd.tiers.shared.bucket import BucketError, Listed, ObjectDamaged
 from towerd.tiers.shared.objects import (
     RECORD_BYTES_MAX,
     VERSION,
@@ -53,6 +53,8 @@ AGAIN_S = 3600.0
 """Time after which it is looked whether what was put is still there."""
 RETRY_S_MIN = 10.0
 RETRY_S_MAX = 600.0
+_RECORDS_TRIED = 8
+"""Of a session or base, the newest first, until one is whole."""
 
 
 class Roaming:
@@ -100,10 +102,10 @@ class Roaming:
         what an import raises."""
         return await self._do(self._pull_session, id, scope)
 
-    async def pull_base(self, name: str, scope: str, *, public: bool) -> dict[str, Any]:
-        """Take a base, that of the tenant or a public one: `base`, `tokens` and those with `rows` here. Raises as
-        `pull_session`."""
-        return await self._do(self._pull_base, name, public_of(scope) if public else scope)
+    async def pull_base(self, name: str, scope: str) -> dict[str, Any]:
+        """Take a base, the tenant's own or else a public one: `base`, `tokens` and those with `rows` here. Raises
+        as `pull_session`."""
+        return await self._do(self._pull_base, name, scope)
 
     async def _do(self, work: Callable[..., T], *args: Any) -> T:
         def run() -> T:
@@ -134,8 +136,7 @@ class Roaming:
     def _pull_session(self, id: str, scope: str) -> dict[str, Any]:
         since = self._store.deletions.watch()
         folder = _session_folder(self._shared.keys(scope).name("session", id.encode()))
-        newest = self._newest(folder, f"session {id!r}", lambda each: (each.place, each.modified))
-        record = self._record(newest, scope, SessionRecord)
+        record = self._record(folder, _by_turns, scope, SessionRecord, f"session {id!r}")
         model = self._cold.coding.model()
         done = import_session(self._store, model, record.tower, tenant_of(scope), since)
         session, n_rows = done["session"], 0
@@ -176,8 +177,9 @@ class Roaming:
 
     def _pull_base(self, name: str, scope: str) -> dict[str, Any]:
         folder = self._base_folder(name, scope)
-        newest = self._newest(folder, f"base {name!r}", lambda each: (each.modified, each.place))
-        record = self._record(newest, scope, BaseRecord)
+        if not is_public(scope) and not self._shared.bucket.listing(folder):
+            return self._pull_base(name, public_of(scope))
+        record = self._record(folder, _by_time, scope, BaseRecord, f"base {name!r}")
         if record.tokenizer != self._store.state.identity.tokenizer_digest:
             raise InvalidRequest(
                 f"The base {name!r} is of another tokenizer than the served model's: precache it here."
@@ -203,20 +205,27 @@ class Roaming:
             "transform_bases": put.transform_bases,
         }
 
-    def _newest(self, folder: str, what: str, age: Callable[[Listed], Any]) -> str:
-        found = self._shared.bucket.listing(folder)
-        if not found:
+    def _record(
+        self, folder: str, age: Callable[[Listed], Any], scope: str, kind: type[R], what: str
+    ) -> R:
+        """The newest record of a folder that is whole. Raises NotFound, BucketError."""
+        listed = sorted(self._shared.bucket.listing(folder), key=age, reverse=True)
+        if not listed:
             raise NotFound(
-                f"The shared tier has no {what}: put it there with towerctl shared push, where it is."
+                f"The shared tier has no {what} for this tenant and key: put it there with "
+                "towerctl shared push, where it is."
             )
-        return max(found, key=age).place
-
-    def _record(self, place: str, scope: str, kind: type[R]) -> R:
-        data = self._shared.read_record(scope, place, RECORD_BYTES_MAX)
-        try:
-            return decode_record(data, kind)
-        except StateError as error:
-            raise BucketError(f"The object {place} cannot be used: {error}.") from error
+        problem: BucketError | None = None
+        for each in listed[:_RECORDS_TRIED]:
+            try:
+                data = self._shared.read_record(scope, each.place, RECORD_BYTES_MAX)
+                return decode_record(data, kind)
+            except ObjectDamaged as error:
+                problem = problem or error
+            except StateError as error:
+                problem = problem or BucketError(f"The record of {what} cannot be used: {error}.")
+        assert problem is not None
+        raise problem
 
     def _fetch(
         self, record: SessionRecord | BaseRecord, ids: Ids, scope: str, since: Any = None
@@ -288,3 +297,13 @@ class Roaming:
 
 def _session_folder(name: str) -> str:
     return f"sessions/{name}"
+
+
+def _by_turns(record: Listed) -> tuple[str, object]:
+    """Later for more turns, whatever the clocks say."""
+    turns = record.place.rpartition("/")[2].partition("-")[0]
+    return turns, record.modified
+
+
+def _by_time(record: Listed) -> object:
+    return record.modified

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from towerd.cold import Coding, ColdTier, IdleFreezer, check_codec_model, vocabulary_source
 from towerd.engine.base import EngineT, LiveBudget, OpenedEngine
+from towerd.errors import ConfigError
 from towerd.policy.factory import load_predictor
 from towerd.search.search import Search, open_search
 from towerd.sessions.divergence_finder import DivergenceFinder
@@ -22,6 +23,7 @@ from towerd.tiers.manager import Tiers
 
 if TYPE_CHECKING:
     from towerd.roaming import Roaming
+    from towerd.tiers.shared.bucket import Bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
     At the end, running requests are cancelled and recorded, new rows are written, and the catalog
     is closed. Raises ModelError, StoreError or ConfigError."""
     await asyncio.to_thread(check_own_models, config)
+    bucket = await asyncio.to_thread(_bucket, config)
     async with await asyncio.to_thread(_opening, config) as opened:
         engine, store, tiers = opened.engine, opened.store, opened.tiers
         traffic = await asyncio.to_thread(open_traffic, config, store, tiers)
@@ -71,7 +74,7 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
         divergences = DivergenceFinder(store, search.reader)
         roaming = None
         try:
-            roaming = await asyncio.to_thread(_roaming, config, opened, cold)
+            roaming = await asyncio.to_thread(_roaming, config, bucket, opened, cold)
             _start(config, opened, sessions, cold)
             freezer.start()
             search.start(cold.idle_s)
@@ -114,25 +117,33 @@ def _opening(config: Config) -> AbstractAsyncContextManager[OpenedEngine[Any]]:
     return open_embedded(config)
 
 
-def _roaming(config: Config, opened: OpenedEngine[Any], cold: ColdTier) -> Roaming | None:
-    """What talks with the shared tier; None without one. Raises ConfigError."""
+def _bucket(config: Config) -> Bucket | None:
+    """The bucket of the shared tier; None without one. Raises ConfigError."""
     if config.shared is None:
         return None
-    # Imported late: it needs packages that nothing else does.
-    from towerd.tiers.shared.bucket import open_bucket
+    try:  # late: it takes packages that nothing else needs
+        import towerd.roaming  # noqa: F401
+        from towerd.tiers.shared.bucket import open_bucket
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--shared needs the package {error.name}: pip install 'towerd[shared]'."
+        ) from error
+    return open_bucket(config.shared)
 
-    bucket = open_bucket(config.shared)
+
+def _roaming(
+    config: Config, bucket: Bucket | None, opened: OpenedEngine[Any], cold: ColdTier
+) -> Roaming | None:
+    """What talks with the shared tier; None without one. Raises ConfigError."""
+    if bucket is None:
+        return None
     from towerd.roaming import Roaming
     from towerd.tiers.shared.sealing import master_key
     from towerd.tiers.shared.tier import SharedTier
 
-    shared = SharedTier(
-        opened.store,
-        bucket,
-        master_key(config.shared_key, config.store_dir),
-        is_exact=opened.tiers.exact,
-        has_rows=opened.has_checkpoint is None,
-    )
+    key = master_key(config.shared_key, config.store_dir)
+    is_exact, has_rows = opened.tiers.exact, opened.has_checkpoint is None
+    shared = SharedTier(opened.store, bucket, key, is_exact=is_exact, has_rows=has_rows)
     return Roaming(shared, opened.tiers, cold)
 
 

@@ -37,22 +37,18 @@ def push(
 @shared.command()
 @click.argument("session", required=False)
 @click.option("--base", metavar="NAME", help=BASE_HELP)
-@click.option("--own", is_flag=True, help="A base that is not public.")
 @click.option("--scope", metavar="TENANT", help="For this tenant, whose it is there, too.")
 @json_option
 @target_options
 def pull(
     session: str | None,
     base: str | None,
-    own: bool,
     scope: str | None,
     as_json: bool,
     target: Target,
 ) -> None:
     """Take SESSION, by its whole id, from the shared store: it continues here as it would have there."""
     what = _what(session, base, scope)
-    if base is not None:
-        what["public"] = not own
     with connect(target) as backend:
         found = backend.shared("pull", what)
     _say(found, "Took", "here", what, as_json)

@@ -28,17 +28,15 @@ async def post_push(request: web.Request) -> web.Response:
 
 
 async def post_pull(request: web.Request) -> web.Response:
-    """Take a `session` or a `base`, for the tenant `scope`, or the caller's. A base is taken from the public
-    ones unless `public` is false."""
+    """Take a `session` or a `base`, for the tenant `scope`, or the caller's."""
     roaming, body = await _asked(request)
     scope = fields.string(body, "scope", "") or own_scope(request)
     if name := fields.string(body, "session", ""):
         found = await roaming.pull_session(name, scope)
         service_of(request).search.changed()
         return json_reply(found)
-    public = fields.boolean(body, "public", True)
     name = fields.string(body, "base", "")
-    return json_reply(await roaming.pull_base(name, scope, public=public))
+    return json_reply(await roaming.pull_base(name, scope))
 
 
 async def _asked(request: web.Request) -> tuple[Roaming, fields.Body]:

@@ -5,18 +5,20 @@ A conditional put is the only write: an object is made once and never changed or
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from towerd.errors import ConfigError, TowerdError
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+from obstore.store import LocalStore, ObjectStore, from_url
 
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+from towerd.errors import ConfigError, TowerdError
 
 TIMEOUT_S = 60
 """For one request, from its start to its last byte."""
@@ -37,28 +39,27 @@ class ObjectMissing(BucketError):
     """There is no such object."""
 
 
+class ObjectDamaged(BucketError):
+    """An object is not what it should be."""
+
+
 @dataclass(frozen=True, slots=True)
 class Listed:
     """An object of a listing."""
 
     place: str
-    nbytes: int
     modified: datetime
 
 
 class Bucket:
     """Thread-safe. Every method raises BucketError, within about a minute."""
 
-    def __init__(self, store: ObjectStore, url: str) -> None:
+    def __init__(self, store: ObjectStore) -> None:
         """Use `open_bucket`."""
         self._store = store
-        self.url = url
 
     def put(self, place: str, data: bytes) -> bool:
         """Make an object; False if there is one, which stays."""
-        import obstore
-        from obstore.exceptions import AlreadyExistsError, PreconditionError
-
         with _errors(f"cannot take {place}"):
             try:
                 obstore.put(self._store, place, data, mode="create")
@@ -68,8 +69,6 @@ class Bucket:
 
     def get(self, place: str, bytes_max: int) -> bytes:
         """A whole object. Raises ObjectMissing; BucketError also for one of more than `bytes_max`."""
-        import obstore
-
         with _errors(f"cannot give {place}"):
             found = obstore.get(self._store, place)
             n_bytes = found.meta["size"]
@@ -79,8 +78,6 @@ class Bucket:
 
     def has(self, place: str) -> bool:
         """Whether there is an object."""
-        import obstore
-
         try:
             with _errors(f"cannot tell of {place}"):
                 obstore.head(self._store, place)
@@ -90,44 +87,41 @@ class Bucket:
 
     def listing(self, folder: str) -> list[Listed]:
         """The objects right in a folder and below it, in no order."""
-        import obstore
-
         with _errors(f"cannot list {folder}"):
             found = obstore.list(self._store, folder).collect()
-        return [Listed(each["path"], each["size"], each["last_modified"]) for each in found]
+        return [Listed(each["path"], each["last_modified"]) for each in found]
 
 
 def open_bucket(url: str) -> Bucket:
     """The bucket of a URL `s3://BUCKET/PREFIX`, `gs://...`, `az://...` or `file:///FOLDER`, with the credentials
     of the environment; nothing is asked of it yet. Raises ConfigError."""
-    try:
-        from obstore.exceptions import BaseError
-        from obstore.store import LocalStore, from_url
-    except ImportError as error:
-        raise ConfigError(
-            "--shared needs the packages obstore and cryptography: pip install 'towerd[shared]'."
-        ) from error
     parts = urlsplit(url)
     try:
         if parts.scheme == "file":
-            return Bucket(LocalStore(unquote(parts.path), mkdir=True), url)
+            return Bucket(LocalStore(unquote(parts.path), mkdir=True))
+        client = {"timeout": f"{TIMEOUT_S}s", "connect_timeout": f"{CONNECT_S}s"}
         limits: dict[str, Any] = {
-            "client_options": {"timeout": f"{TIMEOUT_S}s", "connect_timeout": f"{CONNECT_S}s"},
+            # options of ours hide this one of the environment
+            "client_options": client | {"allow_http": _allows_http(os.environ)},
             "retry_config": {
                 "max_retries": RETRIES_MAX,
                 "retry_timeout": timedelta(seconds=RETRY_S),
             },
         }
-        return Bucket(from_url(url, **limits), url)
+        return Bucket(from_url(url, **limits))
     except (BaseError, OSError, ValueError) as error:
         raise ConfigError(f"--shared {url} cannot be used: {_said(error)}.") from error
+
+
+def _allows_http(environment: Mapping[str, str]) -> bool:
+    """Whether an endpoint without TLS may be used, as obstore's own variables say."""
+    names = (f"{cloud}_ALLOW_HTTP" for cloud in ("AWS", "AZURE", "GOOGLE"))
+    return any(environment.get(name, "").lower() in ("1", "true", "yes", "on") for name in names)
 
 
 @contextmanager
 def _errors(what: str) -> Iterator[None]:
     """Turn the errors of obstore into BucketError, whose message begins with `what` and names no key."""
-    from obstore.exceptions import BaseError
-
     try:
         yield
     except FileNotFoundError as error:

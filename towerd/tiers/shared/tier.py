@@ -21,7 +21,7 @@ from towerd.store.segments.segment_header import encode_runs, worst_of
 from towerd.store.sessions.deletions import DeletionWatch
 from towerd.store.tree.node import PUBLIC
 from towerd.store.tree.scope import adapters_of, is_public, tenant_of
-from towerd.tiers.shared.bucket import Bucket, BucketError, ObjectMissing
+from towerd.tiers.shared.bucket import Bucket, ObjectDamaged, ObjectMissing
 from towerd.tiers.shared.objects import (
     BasisPlace,
     RowsHeader,
@@ -180,12 +180,8 @@ class SharedTier:
             if n_stored < min(place.p1, len(ids)):
                 try:
                     self._fetch_rows(place, ids, scope, since)
-                except (StateError, NewerVersion) as error:
+                except (StateError, NewerVersion, ObjectMissing) as error:
                     self._refuse(place.name, error)
-                    break
-                except ObjectMissing as error:
-                    self.counters.missing += 1
-                    log.warning("rows are gone from the shared tier", extra={"error": str(error)})
                     break
 
     def n_stored(self, ids: Ids, scope: str) -> int:
@@ -232,17 +228,19 @@ class SharedTier:
                 self._refuse(place.name, error)
 
     def read_record(self, scope: str, place: str, bytes_max: int) -> bytes:
-        """A record of a tenant. Raises BucketError, also for one that is damaged."""
+        """A record of a tenant. Raises BucketError, ObjectDamaged."""
         try:
             data = self.keys(scope).unseal(place, self.bucket.get(place, bytes_max))
         except StateError as error:
             self._refuse(place, error)
-            raise BucketError(f"The object {place} cannot be used: {error}.") from error
+            raise ObjectDamaged(f"The object {place} cannot be used: {error}.") from error
         self.counters.fetched += 1
         self.counters.bytes_fetched += len(data)
         return data
 
     def _refuse(self, name: str, error: Exception) -> None:
-        self.counters.damaged += 1
+        is_missing = isinstance(error, ObjectMissing)
+        self.counters.missing += is_missing
+        self.counters.damaged += not is_missing
         said = {"object": name, "error": str(error)}
         log.warning("an object of the shared tier cannot be used", extra=said)

@@ -1,0 +1,182 @@
+"""Daemons share chats and bases through a folder and through a real S3 server, by what a person types."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from daemon import Daemon, reuse_of, run_towerctl, run_towerd
+from s3_server import S3Server, s3_server
+from waiting import until
+
+MakeDaemon = Callable[..., Daemon]
+TALE = "Once upon a time there was a little girl named Lily. She had a dog. " * 12
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where daemons share."""
+
+    url: str
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def flags(self, key: Path | None = None) -> list[str]:
+        return ["--shared", self.url, *([] if key is None else ["--shared-key", str(key)])]
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with s3_server(tmp_path_factory.mktemp("s3") / "server") as server:
+        yield server
+
+
+@pytest.fixture(params=["file", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """A folder of the bucket for this test alone."""
+    if request.param == "file":
+        return Place(f"file://{tmp_path}/bucket")
+    server: S3Server = request.getfixturevalue("s3")
+    return Place(f"{server.url}/{tmp_path.name}", server.env)
+
+
+def ids_of(daemon: Daemon, text: str) -> list[int]:
+    ids: list[int] = daemon.post("/tokenize", {"content": text, "add_special": True})["tokens"]
+    return ids
+
+
+def say(daemon: Daemon, prompt: list[int], n: int = 8) -> tuple[list[int], str, dict[str, int]]:
+    """(token ids of the greedy reply, session, where the prompt's tokens came from)."""
+    body: dict[str, Any] = {"prompt": prompt, "n_predict": n, "temperature": 0}
+    body |= {"ignore_eos": True, "return_tokens": True}
+    reply = requests.post(daemon.url + "/completion", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return reply.json()["tokens"], reply.headers["X-Towerd-Session"], reuse_of(reply.headers)
+
+
+def shared(daemon: Daemon, *args: str) -> dict[str, Any]:
+    """`towerctl shared ARGS --json`."""
+    done = run_towerctl(daemon, "shared", *args, "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def metric(daemon: Daemon, name: str) -> float:
+    text = requests.get(daemon.url + "/metrics", timeout=30).text
+    found = re.search(rf"^towerd_shared_{name} (\S+)$", text, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+def test_a_chat_roams(make_daemon: MakeDaemon, place: Place) -> None:
+    """It continues on the other machine as it would have here, with nothing evaluated again, and comes back
+    with the turn that it got there."""
+    one = make_daemon(*place.flags(), name="a", **place.env)
+    key = one.store_dir / "shared.key"
+    two = make_daemon(*place.flags(key), name="b", **place.env)
+    with one, two:
+        prompt = ids_of(one, TALE)
+        reply, session, _ = say(one, prompt)
+        ids = prompt + reply
+        put = shared(one, "push", session[:6])
+        assert (put["tokens"], put["rows"]) == (len(ids), len(ids) - 1)
+        assert shared(one, "push", session) == put
+        assert metric(one, "put_total") == 2
+        taken = shared(two, "pull", session)
+        assert (taken["added"], taken["tokens"], taken["rows"]) == (1, len(ids), len(ids) - 1)
+        here, there = say(one, [*ids, 13], 16), say(two, [*ids, 13], 16)
+        assert there[:2] == here[:2]
+        assert there[2] == {"live": 0, "hot": 0, "warm": len(ids) - 1, "prefill": 2}
+        shared(two, "push", session)
+        assert "differs from turn" in run_towerctl(one, "shared", "pull", session).stderr
+        requests.delete(f"{one.url}/towerd/v1/sessions/{session}", timeout=30)
+        assert shared(one, "pull", session)["added"] == 2
+        ids += [13, *there[0]]
+        assert one.session_ids(session) == ids
+        assert say(one, [*ids, 14])[2]["prefill"] <= 2
+        assert metric(two, "damaged_total") == metric(two, "errors_total") == 0
+        assert one.stop() == two.stop() == 0
+    for daemon in (one, two):
+        assert key.read_text().strip() not in daemon.log
+        assert "of-no-use" not in daemon.log
+        with daemon.stored():
+            pass
+
+
+def test_a_base_is_put_by_itself(make_daemon: MakeDaemon, place: Place) -> None:
+    """What is precached here is in the bucket once nothing else runs, and a pinned chat, too; another machine
+    takes them and evaluates nothing of them."""
+    one = make_daemon(*place.flags(), name="a", **place.env)
+    two = make_daemon(*place.flags(one.store_dir / "shared.key"), name="b", **place.env)
+    with one:
+        one.post(
+            "/towerd/v1/precache", {"name": "tale", "prompt": TALE, "level": 1, "public": True}
+        )
+        reply, session, _ = say(one, ids_of(one, "Tom had a red ball."))
+        assert run_towerctl(one, "pin", "--session", session).returncode == 0
+        until(lambda: metric(one, "put_total") >= 4)
+        assert one.stop() == 0
+    with two:
+        said = run_towerctl(two, "shared", "pull", "--base", "tale").stdout
+        n = len(ids_of(two, TALE))
+        assert said == f"Took base tale; {n} of its {n} tokens have their state here.\n"
+        (base,) = two.get("/towerd/v1/bases")["bases"]
+        assert (base["name"], base["public"], base["level"], base["tokens"]) == ("tale", True, 1, n)
+        assert say(two, [*ids_of(two, TALE), 50, 51])[2]["prefill"] == 2
+        assert shared(two, "pull", session)["added"] == 1
+        assert two.stop() == 0
+    with two.stored():
+        pass
+
+
+def test_a_store_that_dies(make_daemon: MakeDaemon, tmp_path: Path) -> None:
+    """It is killed while it is in use: who asks for it is told so in one sentence, and every chat goes on."""
+    with s3_server(tmp_path / "server") as server:
+        daemon = make_daemon("--shared", server.url, name="a", **server.env)
+        with daemon:
+            prompt = ids_of(daemon, TALE)
+            reply, session, _ = say(daemon, prompt)
+            server.kill()
+            for verb in ("push", "pull"):
+                done = run_towerctl(daemon, "shared", verb, session)
+                assert (done.returncode, done.stdout) == (1, "")
+                assert done.stderr.startswith("Error: The shared tier cannot ")
+                assert done.stderr.count("\n") == 1
+            assert metric(daemon, "errors_total") == 2
+            assert say(daemon, [*prompt, *reply, 13])[2]["prefill"] == 2
+            assert daemon.stop() == 0
+
+
+def test_what_is_not_there(make_daemon: MakeDaemon, tmp_path: Path) -> None:
+    """Daemons without a shared tier, chats and bases that nobody put there, and packages that are missing, are
+    each told in one sentence."""
+    folder = f"file://{tmp_path}/bucket"
+    with make_daemon(name="none") as daemon:
+        done = run_towerctl(daemon, "shared", "push", "--base", "x")
+        assert "has no shared tier: start it with --shared URL" in done.stderr
+        assert metric(daemon, "put_total") == 0
+    with make_daemon("--shared", folder, name="empty") as daemon:
+        for args in (("some-chat",), ("--base", "some-base")):
+            done = run_towerctl(daemon, "shared", "pull", *args)
+            assert (
+                f"The shared tier has no {'base' if len(args) > 1 else 'session'} 'some-"
+                in done.stderr
+            )
+        done = run_towerctl(daemon, "shared", "push", "--base", "some-base")
+        assert "There is no base 'some-base'" in done.stderr
+        done = run_towerctl(daemon, "shared", "push", "some-chat")
+        assert "there is no session 'some-chat'" in done.stderr
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "obstore.py").write_text(
+        "raise ModuleNotFoundError('No module named obstore', name='obstore')\n"
+    )
+    here = str(tmp_path / "lib")
+    done = run_towerd(tmp_path, "serve", "--port", "0", "--shared", folder, PYTHONPATH=here)
+    assert done.returncode == 1
+    assert "--shared needs the package obstore: pip install 'towerd[shared]'." in done.stderr
