@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 QUIET_S = 5.0
 """Something is put by itself when no request has run for this long."""
-POLL_S = 2.0
+POLL_S = 5.0
 AGAIN_S = 3600.0
 """Time after which it is looked whether what was put is still there."""
 RETRY_S_MIN = 10.0
@@ -79,7 +79,8 @@ class Roaming:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Stop, once the request to the bucket that runs is answered."""
+        """Stop, once the request to the bucket that runs is answered: within a minute over a network."""
+        self._shared.bucket.close()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

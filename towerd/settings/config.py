@@ -177,7 +177,7 @@ class Config:
         "where that is smaller than with the bundled one.")
     shared: str | None = _set(None, "text", "--shared",
         "URL of an object store in which machines share conversations and precached prompts, encrypted: s3://BUCKET/PREFIX, "
-        "gs://..., az://... or file:///FOLDER. Its credentials come from the environment. See docs/shared.md.")
+        "gs://..., az://... or file:///FOLDER. Its credentials come from the environment.")
     shared_key: Path | None = _set(None, "path", "--shared-key",
         "File with the key that they are encrypted with, the same on all machines.",
         auto="shared.key in the store, made at the first start")

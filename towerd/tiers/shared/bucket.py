@@ -20,7 +20,7 @@ from obstore.store import LocalStore, ObjectStore, from_url
 
 from towerd.errors import ConfigError, TowerdError
 
-TIMEOUT_S = 60
+TIMEOUT_S = 30
 """For one request, from its start to its last byte."""
 CONNECT_S = 5
 RETRY_S = 20
@@ -52,15 +52,21 @@ class Listed:
 
 
 class Bucket:
-    """Thread-safe. Every method raises BucketError, within about a minute."""
+    """Thread-safe. Every method raises BucketError, over a network within a minute; a folder takes as long as
+    its file system."""
 
     def __init__(self, store: ObjectStore) -> None:
         """Use `open_bucket`."""
         self._store = store
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Refuse every request from now on; the one that runs is answered."""
+        self._is_closed = True
 
     def put(self, place: str, data: bytes) -> bool:
         """Make an object; False if there is one, which stays."""
-        with _errors(f"cannot take {place}"):
+        with self._errors(f"cannot take {place}"):
             try:
                 obstore.put(self._store, place, data, mode="create")
             except (AlreadyExistsError, PreconditionError):
@@ -69,7 +75,7 @@ class Bucket:
 
     def get(self, place: str, bytes_max: int) -> bytes:
         """A whole object. Raises ObjectMissing; BucketError also for one of more than `bytes_max`."""
-        with _errors(f"cannot give {place}"):
+        with self._errors(f"cannot give {place}"):
             found = obstore.get(self._store, place)
             n_bytes = found.meta["size"]
             if n_bytes > bytes_max:
@@ -79,7 +85,7 @@ class Bucket:
     def has(self, place: str) -> bool:
         """Whether there is an object."""
         try:
-            with _errors(f"cannot tell of {place}"):
+            with self._errors(f"cannot tell of {place}"):
                 obstore.head(self._store, place)
         except ObjectMissing:
             return False
@@ -87,9 +93,21 @@ class Bucket:
 
     def listing(self, folder: str) -> list[Listed]:
         """The objects right in a folder and below it, in no order."""
-        with _errors(f"cannot list {folder}"):
+        with self._errors(f"cannot list {folder}"):
             found = obstore.list(self._store, folder).collect()
         return [Listed(each["path"], each["last_modified"]) for each in found]
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        """Turn the errors of obstore into BucketError, whose message begins with `what` and names no key."""
+        if self._is_closed:
+            raise BucketError(f"The shared tier {what}: the daemon stops.")
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise ObjectMissing(f"The shared tier {what}: there is no such object.") from error
+        except (BaseError, OSError) as error:
+            raise BucketError(f"The shared tier {what}: {_said(error)}.") from error
 
 
 def open_bucket(url: str) -> Bucket:
@@ -117,17 +135,6 @@ def _allows_http(environment: Mapping[str, str]) -> bool:
     """Whether an endpoint without TLS may be used, as obstore's own variables say."""
     names = (f"{cloud}_ALLOW_HTTP" for cloud in ("AWS", "AZURE", "GOOGLE"))
     return any(environment.get(name, "").lower() in ("1", "true", "yes", "on") for name in names)
-
-
-@contextmanager
-def _errors(what: str) -> Iterator[None]:
-    """Turn the errors of obstore into BucketError, whose message begins with `what` and names no key."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise ObjectMissing(f"The shared tier {what}: there is no such object.") from error
-    except (BaseError, OSError) as error:
-        raise BucketError(f"The shared tier {what}: {_said(error)}.") from error
 
 
 def _said(error: Exception) -> str:

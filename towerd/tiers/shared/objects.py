@@ -1,6 +1,6 @@
 """What objects hold: rows of segments in parts, transform bases, and the records of sessions and bases.
 
-    objects/NAME/0000, 0001, ...    bytes in parts of 16 MiB, each sealed by itself
+    objects/NAME/0000, 0001, ...    bytes in parts of 4 MiB, each sealed by itself
     sessions/NAME/TURNS-CONTENT     a record: a session as it was after so many turns
     bases/NAME/CONTENT              a record: a precached prompt
 
@@ -34,8 +34,8 @@ from towerd.tiers.shared.sealing import SEAL_BYTES, TenantKeys
 from towerd.tokens import ID_BYTES
 
 VERSION = 1
-PART_BYTES = 1 << 24
-"""Bytes of one part, sealed as one."""
+PART_BYTES = 1 << 22
+"""Bytes of one part, sealed as one: what a slow line sends well before a request times out."""
 RECORD_BYTES_MAX = 1 << 27
 _LENGTH = struct.Struct("<I")
 R = TypeVar("R", bound="Record")

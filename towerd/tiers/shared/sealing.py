@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,7 +107,13 @@ def master_key(path: Path | None, store_dir: Path) -> bytes:
 
 
 def _make(path: Path) -> None:
-    half = path.with_name(f"{path.name}.{os.getpid()}")
-    half.unlink(missing_ok=True)
-    with durable.new_file(half, path) as fd:
+    """Several processes of a store may come here at once: the first file stays."""
+    half, whole = (path.with_name(f"{path.name}.{os.getpid()}.{end}") for end in ("half", "whole"))
+    for each in (half, whole):
+        each.unlink(missing_ok=True)
+    with durable.new_file(half, whole) as fd:
         durable.write_all(fd, memoryview(secrets.token_hex(KEY_BYTES).encode() + b"\n"), 0)
+    with suppress(FileExistsError):
+        os.link(whole, path)
+    whole.unlink()
+    durable.sync_dir(path.parent)
