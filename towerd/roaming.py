@@ -29,16 +29,18 @@ from towerd.store.tree.scope import (
 )
 from towerd.tiers.manager import Tiers
 from towerd.tiers.shared.bucket import BucketError, Listed, ObjectDamaged
+from towerd.tiers.shared.fetcher import Fetcher
 from towerd.tiers.shared.objects import (
     RECORD_BYTES_MAX,
     VERSION,
     BaseRecord,
+    PutRows,
     R,
     SessionRecord,
     decode_record,
     encode,
 )
-from towerd.tiers.shared.tier import PutRows, SharedTier
+from towerd.tiers.shared.tier import SharedTier
 from towerd.tokens import Ids, ids_array, ids_bytes
 from towerd.transfer import export_session, import_session
 
@@ -63,6 +65,7 @@ class Roaming:
 
     def __init__(self, shared: SharedTier, tiers: Tiers, cold: ColdTier) -> None:
         self._shared, self._tiers, self._cold = shared, tiers, cold
+        self.fetcher = Fetcher(shared, cold.store)
         self._store: Store = cold.store
         self._thread = ThreadPoolExecutor(1, "towerd-shared")
         self._task: asyncio.Task[None] | None = None
@@ -72,18 +75,19 @@ class Roaming:
 
     def stats(self) -> dict[str, Any]:
         """Counters, for /metrics and people."""
-        return self._shared.counters.stats()
+        return self._shared.counters.stats() | self.fetcher.stats()
 
     def start(self) -> None:
         """Begin to put bases and pinned sessions while nothing else runs."""
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Stop, once the request to the bucket that runs is answered: within a minute over a network."""
+        """Stop, once the request to the bucket that runs is answered: within half a minute over a network."""
         self._shared.bucket.close()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        await self.fetcher.close()
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
     # --- by hand --------------------------------------------------------------------------
@@ -113,7 +117,7 @@ class Roaming:
             try:
                 return work(*args)
             except BucketError:
-                self._shared.counters.errors += 1
+                self._shared.counters.add(errors=1)
                 raise
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
@@ -238,7 +242,7 @@ class Roaming:
         try:
             self._shared.fetch_path(put, ids, scope, since)
         except BucketError as error:  # what has come stays
-            self._shared.counters.errors += 1
+            self._shared.counters.add(errors=1)
             log.warning("rows were not fetched", extra={"error": error.message})
         return self._shared.n_stored(ids, scope)
 

@@ -24,6 +24,7 @@ from towerd.tiers.manager import Tiers
 if TYPE_CHECKING:
     from towerd.roaming import Roaming
     from towerd.tiers.shared.bucket import Bucket
+    from towerd.tiers.shared.tier import SharedTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
     bucket = await asyncio.to_thread(_bucket, config)
     async with await asyncio.to_thread(_opening, config) as opened:
         engine, store, tiers = opened.engine, opened.store, opened.tiers
+        shared = await asyncio.to_thread(_shared_tier, config, bucket, opened)
         traffic = await asyncio.to_thread(open_traffic, config, store, tiers)
         cold = ColdTier(
             store,
@@ -63,18 +65,18 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
             has_checkpoint=opened.has_checkpoint,
         )
         search = await asyncio.to_thread(open_search, store, cold.coding, config.search)
+        roaming = _roaming(shared, tiers, cold)
         sessions = Sessions(
             engine,
             TurnRecorder(store, traffic, search),
             tiers if config.anticipate else None,
             cold,
             anticipate_tokens_max=opened.anticipate_tokens_max,
+            fetcher=None if roaming is None else roaming.fetcher,
         )
         freezer = IdleFreezer(cold)
         divergences = DivergenceFinder(store, search.reader)
-        roaming = None
         try:
-            roaming = await asyncio.to_thread(_roaming, config, bucket, opened, cold)
             _start(config, opened, sessions, cold)
             freezer.start()
             search.start(cold.idle_s)
@@ -131,20 +133,27 @@ def _bucket(config: Config) -> Bucket | None:
     return open_bucket(config.shared)
 
 
-def _roaming(
-    config: Config, bucket: Bucket | None, opened: OpenedEngine[Any], cold: ColdTier
-) -> Roaming | None:
-    """What talks with the shared tier; None without one. Raises ConfigError."""
+def _shared_tier(
+    config: Config, bucket: Bucket | None, opened: OpenedEngine[Any]
+) -> SharedTier | None:
+    """The shared tier of an open store; None without one. Raises ConfigError."""
     if bucket is None:
         return None
-    from towerd.roaming import Roaming
     from towerd.tiers.shared.sealing import master_key
     from towerd.tiers.shared.tier import SharedTier
 
     key = master_key(config.shared_key, config.store_dir)
     is_exact, has_rows = opened.tiers.exact, opened.has_checkpoint is None
-    shared = SharedTier(opened.store, bucket, key, is_exact=is_exact, has_rows=has_rows)
-    return Roaming(shared, opened.tiers, cold)
+    return SharedTier(opened.store, bucket, key, is_exact=is_exact, has_rows=has_rows)
+
+
+def _roaming(shared: SharedTier | None, tiers: Tiers, cold: ColdTier) -> Roaming | None:
+    """What talks with the shared tier; None without one."""
+    if shared is None:
+        return None
+    from towerd.roaming import Roaming
+
+    return Roaming(shared, tiers, cold)
 
 
 def _start(config: Config, opened: OpenedEngine[Any], sessions: Sessions, cold: ColdTier) -> None:

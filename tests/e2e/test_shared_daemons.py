@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from s3_server import S3Server, s3_server
 from waiting import until
 
 MakeDaemon = Callable[..., Daemon]
-TALE = "Once upon a time there was a little girl named Lily. She had a dog. " * 12
+TALE = "Once upon a time there was a little girl named Lily. She had a dog. " * 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def test_a_chat_roams(make_daemon: MakeDaemon, place: Place) -> None:
         put = shared(one, "push", session[:6])
         assert (put["tokens"], put["rows"]) == (len(ids), len(ids) - 1)
         assert shared(one, "push", session) == put
-        assert metric(one, "put_total") == 2
+        assert metric(one, "put_total") == 3
         taken = shared(two, "pull", session)
         assert (taken["added"], taken["tokens"], taken["rows"]) == (1, len(ids), len(ids) - 1)
         here, there = say(one, [*ids, 13], 16), say(two, [*ids, 13], 16)
@@ -109,26 +110,34 @@ def test_a_chat_roams(make_daemon: MakeDaemon, place: Place) -> None:
             pass
 
 
-def test_a_base_is_put_by_itself(make_daemon: MakeDaemon, place: Place) -> None:
-    """What is precached here is in the bucket once nothing else runs, and a pinned chat, too; another machine
-    takes them and evaluates nothing of them."""
+def test_a_base_is_put_by_itself(make_daemon: MakeDaemon, tmp_path: Path) -> None:
+    """What is precached here is in the bucket once nothing else runs, and a pinned chat, too. Another machine
+    finds the base by the tokens of its first prompt, and evaluates nothing of it; both can be taken by name."""
+    place = Place(f"file://{tmp_path}/bucket")
     one = make_daemon(*place.flags(), name="a", **place.env)
     two = make_daemon(*place.flags(one.store_dir / "shared.key"), name="b", **place.env)
     with one:
         one.post(
             "/towerd/v1/precache", {"name": "tale", "prompt": TALE, "level": 1, "public": True}
         )
-        reply, session, _ = say(one, ids_of(one, "Tom had a red ball."))
+        expected = say(one, [*ids_of(one, TALE), 50, 51])[0]
+        session = say(one, ids_of(one, "Tom had a red ball."))[1]
         assert run_towerctl(one, "pin", "--session", session).returncode == 0
-        until(lambda: metric(one, "put_total") >= 4)
+        until(lambda: metric(one, "put_total") >= 5)
         assert one.stop() == 0
     with two:
+        prompt = [*ids_of(two, TALE), 50, 51]
+        n = len(prompt) - 2
+        answer, _, reuse = say(two, prompt)
+        assert answer == expected
+        assert reuse == {"live": 0, "hot": 0, "warm": n, "prefill": 2}
+        assert (metric(two, "lookups_total"), metric(two, "lookups_found_total")) == (1, 1)
+        assert say(two, [*prompt, *answer, 60])[2]["prefill"] == 2
+        assert metric(two, "lookups_total") == 1
         said = run_towerctl(two, "shared", "pull", "--base", "tale").stdout
-        n = len(ids_of(two, TALE))
         assert said == f"Took base tale; {n} of its {n} tokens have their state here.\n"
         (base,) = two.get("/towerd/v1/bases")["bases"]
         assert (base["name"], base["public"], base["level"], base["tokens"]) == ("tale", True, 1, n)
-        assert say(two, [*ids_of(two, TALE), 50, 51])[2]["prefill"] == 2
         assert shared(two, "pull", session)["added"] == 1
         assert two.stop() == 0
     with two.stored():
@@ -150,7 +159,28 @@ def test_a_store_that_dies(make_daemon: MakeDaemon, tmp_path: Path) -> None:
                 assert done.stderr.count("\n") == 1
             assert metric(daemon, "errors_total") == 2
             assert say(daemon, [*prompt, *reply, 13])[2]["prefill"] == 2
+            assert metric(daemon, "lookups_total") == 1
+            for first in (5, 6):  # the second is not looked up, since the first was not answered
+                assert say(daemon, [first, *prompt])[2]["prefill"] == len(prompt) + 1
+            assert metric(daemon, "lookups_total") == 2
+            until(lambda: metric(daemon, "errors_total") == 3)
             assert daemon.stop() == 0
+
+
+def test_a_store_that_does_not_answer(make_daemon: MakeDaemon) -> None:
+    """Connections are taken and nothing comes: a prompt waits for a moment, once, and is evaluated."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        env = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_ACCESS_KEY_ID": "towerd",
+            "AWS_SECRET_ACCESS_KEY": "of-no-use",
+        }
+        with make_daemon("--shared", "s3://bucket/towers", name="a", **env) as daemon:
+            prompt = ids_of(daemon, TALE)
+            for first in (5, 6):
+                assert say(daemon, [first, *prompt])[2]["prefill"] == len(prompt) + 1
+            assert (metric(daemon, "lookups_total"), metric(daemon, "lookups_late_total")) == (1, 1)
 
 
 def test_what_is_not_there(make_daemon: MakeDaemon, tmp_path: Path) -> None:

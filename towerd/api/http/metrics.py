@@ -178,6 +178,12 @@ SAMPLES = (
            "Objects with rows that were gone from the shared tier", counter=True),
     StatsMetric("towerd_shared_damaged_total", "shared", "objects_damaged",
            "Objects of the shared tier that were refused: damaged, or not what they should be", counter=True),
+    StatsMetric("towerd_shared_lookups_total", "shared", "lookups",
+           "Prompts that were looked up in the shared tier", counter=True),
+    StatsMetric("towerd_shared_lookups_found_total", "shared", "lookups_found",
+           "Those that it had rows of", counter=True),
+    StatsMetric("towerd_shared_lookups_late_total", "shared", "lookups_late",
+           "Those that were evaluated because it took too long", counter=True),
     StatsMetric("towerd_shared_errors_total", "shared", "errors",
            "Times that the object store did not do what was asked", counter=True),
 )

@@ -20,11 +20,11 @@ from obstore.store import LocalStore, ObjectStore, from_url
 
 from towerd.errors import ConfigError, TowerdError
 
-TIMEOUT_S = 30
+TIMEOUT_S = 15
 """For one request, from its start to its last byte."""
 CONNECT_S = 5
-RETRY_S = 20
-RETRIES_MAX = 3
+RETRY_S = 10
+RETRIES_MAX = 2
 _QUERY = re.compile(r"\?\S*")
 
 
@@ -52,7 +52,7 @@ class Listed:
 
 
 class Bucket:
-    """Thread-safe. Every method raises BucketError, over a network within a minute; a folder takes as long as
+    """Thread-safe. Every method raises BucketError, over a network within half a minute; a folder takes as long as
     its file system."""
 
     def __init__(self, store: ObjectStore) -> None:

@@ -1,6 +1,7 @@
 """What objects hold: rows of segments in parts, transform bases, and the records of sessions and bases.
 
     objects/NAME/0000, 0001, ...    bytes in parts of 4 MiB, each sealed by itself
+    marks/NAME                      see `marks.py`
     sessions/NAME/TURNS-CONTENT     a record: a session as it was after so many turns
     bases/NAME/CONTENT              a record: a precached prompt
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
@@ -100,6 +101,19 @@ class BasisPlace(msgspec.Struct, frozen=True, array_like=True):
     basis: str
     name: str
     is_public: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PutRows:
+    """Where the rows of a path are, from its first token on, and the bases that some were coded with."""
+
+    rows: list[RowsPlace] = field(default_factory=list)
+    transform_bases: list[BasisPlace] = field(default_factory=list)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that have rows in the bucket."""
+        return self.rows[-1].p1 if self.rows else 0
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -219,6 +233,8 @@ def read_rows(keys: TenantKeys, name: str, parts: Iterable[bytes]) -> FoundRows:
         header = msgspec.msgpack.decode(encoded, type=RowsHeader)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise StateError(f"the object's header cannot be read: {error}") from error
+    if len(header.ids) != (header.p1 - header.p0) * ID_BYTES:
+        raise StateError("the object's header contradicts itself")
     return FoundRows(header, _data(first[end:], each, header.n_bytes))
 
 

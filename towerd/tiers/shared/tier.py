@@ -7,6 +7,7 @@ has a thread for that. A record in the bucket says which objects a path has.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,8 +23,10 @@ from towerd.store.sessions.deletions import DeletionWatch
 from towerd.store.tree.node import PUBLIC
 from towerd.store.tree.scope import adapters_of, is_public, tenant_of
 from towerd.tiers.shared.bucket import Bucket, ObjectDamaged, ObjectMissing
+from towerd.tiers.shared.marks import MARK_TOKENS, Marks
 from towerd.tiers.shared.objects import (
     BasisPlace,
+    PutRows,
     RowsHeader,
     RowsPlace,
     name_and_lead,
@@ -32,7 +35,7 @@ from towerd.tiers.shared.objects import (
     read_rows,
 )
 from towerd.tiers.shared.sealing import TenantKeys
-from towerd.tokens import Ids, Provenance, ids_bytes
+from towerd.tokens import Ids, Provenance, common_prefix, ids_array, ids_bytes
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,13 @@ class SharedCounters:
     errors: int = 0
     bytes_put: int = 0
     bytes_fetched: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, **counts: int) -> None:
+        """Count more of each. Any thread may call it."""
+        with self._lock:
+            for name, n in counts.items():
+                setattr(self, name, getattr(self, name) + n)
 
     def stats(self) -> dict[str, Any]:
         """By their names in GET /towerd/v1/stats."""
@@ -62,21 +72,8 @@ class SharedCounters:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class PutRows:
-    """Where the rows of a path are, from its first token on, and the bases that some were coded with."""
-
-    rows: list[RowsPlace] = field(default_factory=list)
-    transform_bases: list[BasisPlace] = field(default_factory=list)
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens that have rows in the bucket."""
-        return self.rows[-1].p1 if self.rows else 0
-
-
 class SharedTier:
-    """For one thread at a time; `counters` may be read by any."""
+    """Thread-safe."""
 
     def __init__(
         self, store: Store, bucket: Bucket, master: bytes, *, is_exact: bool, has_rows: bool
@@ -107,7 +104,15 @@ class SharedTier:
             if place is None:
                 break
             found.rows.append(place)
+        if found.n_tokens >= MARK_TOKENS:
+            data = ids_bytes(ids[: found.n_tokens])
+            self._count_put(self._marks(scope).put(self.keys(scope), data, found))
         return found
+
+    def _marks(self, scope: str) -> Marks:
+        exactness = b"exact" if self._worst == Provenance.EXACT else b""
+        model = self._store.state.digest, adapters_of(scope).encode(), exactness
+        return Marks(self.bucket, model)
 
     def _last_of_files(self, ids: Ids, scope: str) -> list[Node]:
         """The last node of each file that has rows of `ids`, up to the first gap."""
@@ -155,8 +160,7 @@ class SharedTier:
             found.transform_bases.append(BasisPlace(basis, name, is_public(scope)))
 
     def _count_put(self, n_bytes: int) -> None:
-        self.counters.put += n_bytes > 0
-        self.counters.bytes_put += n_bytes
+        self.counters.add(put=int(n_bytes > 0), bytes_put=n_bytes)
 
     def put_record(self, scope: str, place: str, data: bytes) -> None:
         """Put a record, unless it is there. Raises BucketError."""
@@ -165,6 +169,20 @@ class SharedTier:
             self._count_put(len(sealed) if self.bucket.put(place, sealed) else 0)
 
     # --- in -------------------------------------------------------------------------------
+
+    def find(self, ids: Ids, scope: str, n_known: int) -> PutRows | None:
+        """Rows in the bucket of what a prompt begins with, the tenant's own or public ones, whichever are of more
+        tokens; None if it has none beyond the first `n_known`. Raises BucketError."""
+        found: list[PutRows] = []
+        data, marks = ids_bytes(ids), self._marks(scope)
+        for keys in (self.keys(scope), self.keys(PUBLIC)) if self._has_rows else ():
+            try:
+                each = marks.find(keys, data, n_known)
+            except StateError as error:
+                self._refuse("marks", error)
+                continue
+            found += [each] if each is not None else []
+        return max(found, key=lambda put: put.n_tokens, default=None)
 
     def fetch_path(
         self, found: PutRows, ids: Ids, scope: str, since: DeletionWatch | None = None
@@ -198,7 +216,7 @@ class SharedTier:
         keys = self.keys(PUBLIC if place.is_public else scope)
         found = read_rows(keys, place.name, parts_of(self.bucket, keys, place.name))
         header, digest, adapters = found.header, self._store.state.digest, adapters_of(scope)
-        ids = ids[: header.p1]
+        ids = ids[: header.p0 + common_prefix(ids[header.p0 :], ids_array(header.ids))]
         header.as_segment(digest, scope, adapters, ids_bytes(ids))
         with self._store.locked():
             ends = sorted({header.p0, len(ids)} - {0})
@@ -209,8 +227,7 @@ class SharedTier:
         if worst_of(segment.run_table, 0, segment.n) > self._worst:
             raise StateError("they are not exact")
         file = self._store.take_in(segment, found.data, header.n_bytes, ids)
-        self.counters.fetched += 1
-        self.counters.bytes_fetched += 0 if file is None else file.nbytes
+        self.counters.add(fetched=1, bytes_fetched=0 if file is None else file.nbytes)
 
     def _fetch_bases(self, places: Sequence[BasisPlace], scope: str) -> None:
         bases = self._store.rows.bases
@@ -234,13 +251,11 @@ class SharedTier:
         except StateError as error:
             self._refuse(place, error)
             raise ObjectDamaged(f"The object {place} cannot be used: {error}.") from error
-        self.counters.fetched += 1
-        self.counters.bytes_fetched += len(data)
+        self.counters.add(fetched=1, bytes_fetched=len(data))
         return data
 
     def _refuse(self, name: str, error: Exception) -> None:
         is_missing = isinstance(error, ObjectMissing)
-        self.counters.missing += is_missing
-        self.counters.damaged += not is_missing
+        self.counters.add(missing=int(is_missing), damaged=int(not is_missing))
         said = {"object": name, "error": str(error)}
         log.warning("an object of the shared tier cannot be used", extra=said)
