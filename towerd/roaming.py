@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from towerd.cold import ColdTier
@@ -278,8 +279,7 @@ class Roaming:
                 self._files(node.prefix_ids(), base.scope),
             )
             if key not in self._put:
-                self._push_base(base)
-                self._put[key] = now
+                self._put_one(key, partial(self._push_base, base))
                 return True
         for node in self._store.pins.listing():
             found = self._store.session_beyond(node, 0, tenant_of(node.scope))
@@ -288,10 +288,20 @@ class Roaming:
             info = self._store.session(found[0], tenant_of(node.scope))
             key = ("session", info.scope, info.id, info.updated, info.n_turns)
             if key not in self._put:
-                self._push_session(info.id, info.scope)
-                self._put[key] = now
+                self._put_one(key, partial(self._push_session, info.id, info.scope))
                 return True
         return False
+
+    def _put_one(self, key: tuple[object, ...], work: Callable[[], object]) -> None:
+        """Put something; what cannot be put is passed over for a while. Raises BucketError."""
+        try:
+            work()
+        except BucketError:
+            raise
+        except TowerdError as error:
+            said = {"what": str(key[2]), "error": error.message}
+            log.warning("not put into the shared tier", extra=said)
+        self._put[key] = time.monotonic()
 
     def _files(self, ids: Ids, scope: str) -> tuple[int, ...]:
         """The ids of the files with rows of a path."""

@@ -123,7 +123,7 @@ def test_a_base_is_put_by_itself(make_daemon: MakeDaemon, tmp_path: Path) -> Non
         expected = say(one, [*ids_of(one, TALE), 50, 51])[0]
         session = say(one, ids_of(one, "Tom had a red ball."))[1]
         assert run_towerctl(one, "pin", "--session", session).returncode == 0
-        until(lambda: metric(one, "put_total") >= 5)
+        until(lambda: metric(one, "put_total") >= 6)
         assert one.stop() == 0
     with two:
         prompt = [*ids_of(two, TALE), 50, 51]

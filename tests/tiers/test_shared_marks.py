@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_tools import ROW_IDENTITY, check_rows, make_hot, write_all
 
-from towerd.store import Store
+from towerd.store import FormatRequest, Store
 from towerd.tiers.shared.bucket import open_bucket
 from towerd.tiers.shared.fetcher import Fetcher
 from towerd.tiers.shared.marks import MARK_TOKENS, Marks
@@ -46,7 +47,7 @@ def test_the_furthest_mark_is_found(
         furthest = 0
         for number, turns in enumerate(towers):
             ids = tower(turns)
-            marks.put(KEYS, ids.tobytes(), PutRows([RowsPlace(str(number), 0, len(ids), False)]))
+            marks.put(KEYS, ids.tobytes(), PutRows([RowsPlace(str(number), 0, len(ids), False, 1)]))
             shared = common_prefix(ids, asked) // MARK_TOKENS * MARK_TOKENS
             furthest = max(furthest, shared)
             assert marks.put(KEYS, ids.tobytes(), PutRows([])) == 0
@@ -55,7 +56,8 @@ def test_the_furthest_mark_is_found(
             assert found is None
         else:
             assert found is not None
-            (place,) = found.rows
+            assert found.n_tokens == furthest
+            (place,) = found.put.rows
             assert common_prefix(tower(towers[int(place.name)]), asked) >= furthest
         assert Marks(marks.bucket, (b"other",)).find(KEYS, asked.tobytes(), 0) is None
 
@@ -100,6 +102,37 @@ async def test_a_prompt_finds_its_beginning(tmp_path: Path, n_common: int, n_fou
         assert fetcher.stats()["lookups"] == n_asked
         await fetcher.close()
         two.check_integrity(keys=True)
+
+
+async def test_rows_are_not_sent_again_in_another_format(tmp_path: Path) -> None:
+    """Once they are there they stay, and a tower that goes on behind them adds its own."""
+    with (
+        Store.open(tmp_path / "one", ROW_IDENTITY) as one,
+        Store.open(tmp_path / "two", ROW_IDENTITY) as two,
+    ):
+        base = one.insert(IDS, "local", [300])[-1]
+        write_all(one, base)
+        tier = tier_of(one, tmp_path)
+        first = tier.put_path(IDS[:300], "local")
+        assert base.file is not None
+        assert one.rows.reencode(base.file, [FormatRequest(0, 300, "q8")]) is not None
+        chat = one.insert(IDS, "local", [300, 900])[-1]
+        make_hot(one, chat)
+        one.rows.write([chat])
+        put = tier.put_path(IDS[:900], "local")
+        assert put.rows[0] == first.rows[0]
+        assert [(place.p0, place.p1) for place in put.rows] == [(0, 300), (300, 900)]
+        other = tier_of(two, tmp_path)
+        other.fetch_path(put, IDS, "local")
+        assert (
+            other.n_stored(IDS, "local")
+            == check_rows(two, two.match(IDS, "local").nodes[-1])
+            == 900
+        )
+        again = tier.put_path(IDS[:900], "local")
+        assert (again, first.n_tokens) == (put, 300)
+        shutil.rmtree(tmp_path / "bucket" / "objects" / put.rows[1].name)
+        assert tier.put_path(IDS[:900], "local") == put
 
 
 async def test_fetching_is_chosen_by_its_speed(tmp_path: Path) -> None:

@@ -93,6 +93,8 @@ class RowsPlace(msgspec.Struct, frozen=True, array_like=True):
     p1: int
     is_public: bool
     """Whether they are sealed for all tenants."""
+    n_parts: int
+    """Of the object."""
 
 
 class BasisPlace(msgspec.Struct, frozen=True, array_like=True):
@@ -165,6 +167,16 @@ def _place(name: str, part: int) -> str:
     return f"objects/{name}/{part:04d}"
 
 
+def has_object(bucket: Bucket, place: RowsPlace) -> bool:
+    """Whether an object is there with all its parts. Raises BucketError."""
+    return all(bucket.has(_place(place.name, part)) for part in range(place.n_parts))
+
+
+def count_parts(n_bytes: int) -> int:
+    """The number of parts that an object has."""
+    return max(1, -(-n_bytes // PART_BYTES))
+
+
 def put_object(
     bucket: Bucket, keys: TenantKeys, name: str, lead: bytes, data: memoryview | None = None
 ) -> int:
@@ -172,7 +184,7 @@ def put_object(
     Its bytes are `lead` and then `data`, which are copied a part at a time. Raises BucketError."""
     rest = memoryview(b"") if data is None else data
     n_bytes, sent = len(lead) + len(rest), 0
-    for part in reversed(range(max(1, -(-n_bytes // PART_BYTES)))):
+    for part in reversed(range(count_parts(n_bytes))):
         place = _place(name, part)
         if bucket.has(place):
             continue

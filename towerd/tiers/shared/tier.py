@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from towerd.codec.errors import CodecError, NewerVersion
@@ -23,12 +24,14 @@ from towerd.store.sessions.deletions import DeletionWatch
 from towerd.store.tree.node import PUBLIC
 from towerd.store.tree.scope import adapters_of, is_public, tenant_of
 from towerd.tiers.shared.bucket import Bucket, ObjectDamaged, ObjectMissing
-from towerd.tiers.shared.marks import MARK_TOKENS, Marks
+from towerd.tiers.shared.marks import FoundMark, Marks
 from towerd.tiers.shared.objects import (
     BasisPlace,
     PutRows,
     RowsHeader,
     RowsPlace,
+    count_parts,
+    has_object,
     name_and_lead,
     parts_of,
     put_object,
@@ -97,17 +100,45 @@ class SharedTier:
 
     def put_path(self, ids: Ids, scope: str) -> PutRows:
         """Put the rows that the disk has of `ids` from the first token on, as far as they follow one another, and
-        the bucket lacks. Raises BucketError or StoreError."""
-        found = PutRows()
-        for node in self._last_of_files(ids, scope) if self._has_rows else ():
+        the bucket lacks; what it has, in whatever format and of whichever machine, is left. Raises BucketError or
+        StoreError."""
+        if not self._has_rows:
+            return PutRows()
+        last = self._last_of_files(ids, scope)
+        ends = [node.p1 for node in reversed(last) if node.p1 <= len(ids)]
+        found = self._already_there(ids, scope, ends)
+        for node in last:
+            if node.p1 <= found.n_tokens:
+                continue  # maybe in another format
             place = self._put_file(node, found)
             if place is None:
                 break
             found.rows.append(place)
-        if found.n_tokens >= MARK_TOKENS:
+        if found.rows:
             data = ids_bytes(ids[: found.n_tokens])
             self._count_put(self._marks(scope).put(self.keys(scope), data, found))
         return found
+
+    def _already_there(self, ids: Ids, scope: str, ends: Sequence[int]) -> PutRows:
+        """What the bucket has of `ids`, from the first token on to the furthest of `ends`, descending, that has a
+        mark."""
+        data, marks = ids_bytes(ids), self._marks(scope)
+        for end in ends:
+            for keys in (self.keys(scope), self.keys(PUBLIC)):
+                try:
+                    mark = marks.at(keys, data, end)
+                except StateError as error:
+                    self._refuse("marks", error)
+                    continue
+                if mark is not None:
+                    return self._whole(mark)
+        return PutRows()
+
+    def _whole(self, mark: FoundMark) -> PutRows:
+        """Those of the rows that are of a mark's tokens alone, and still there."""
+        inside = takewhile(lambda place: place.p1 <= mark.n_tokens, mark.put.rows)
+        rows = takewhile(lambda place: has_object(self.bucket, place), inside)
+        return PutRows(list(rows), list(mark.put.transform_bases))
 
     def _marks(self, scope: str) -> Marks:
         exactness = b"exact" if self._worst == Provenance.EXACT else b""
@@ -148,7 +179,8 @@ class SharedTier:
             log.warning("rows are not put into the shared tier", extra={"error": str(error)})
             return None
         self._count_put(put_object(self.bucket, keys, name, lead, data))
-        return RowsPlace(name, header.p0, header.p1, is_public(header.scope))
+        n_parts = count_parts(len(lead) + len(data))
+        return RowsPlace(name, header.p0, header.p1, is_public(header.scope), n_parts)
 
     def _put_bases(self, names: set[str], keys: TenantKeys, scope: str, found: PutRows) -> None:
         """Put the transform bases of these names, before what needs them."""
@@ -171,9 +203,12 @@ class SharedTier:
     # --- in -------------------------------------------------------------------------------
 
     def find(self, ids: Ids, scope: str, n_known: int) -> PutRows | None:
-        """Rows in the bucket of what a prompt begins with, the tenant's own or public ones, whichever are of more
-        tokens; None if it has none beyond the first `n_known`. Raises BucketError."""
-        found: list[PutRows] = []
+        """Rows in the bucket of what a prompt begins with, the tenant's own or public ones, whichever reach further; None if it has none beyond the first `n_known`. Raises BucketError."""
+        found = self._find(ids, scope, n_known)
+        return None if found is None else found.put
+
+    def _find(self, ids: Ids, scope: str, n_known: int) -> FoundMark | None:
+        found: list[FoundMark] = []
         data, marks = ids_bytes(ids), self._marks(scope)
         for keys in (self.keys(scope), self.keys(PUBLIC)) if self._has_rows else ():
             try:
@@ -182,7 +217,7 @@ class SharedTier:
                 self._refuse("marks", error)
                 continue
             found += [each] if each is not None else []
-        return max(found, key=lambda put: put.n_tokens, default=None)
+        return max(found, key=lambda mark: (mark.n_tokens, mark.put.n_tokens), default=None)
 
     def fetch_path(
         self, found: PutRows, ids: Ids, scope: str, since: DeletionWatch | None = None
