@@ -7,7 +7,7 @@ is the same at the same distances (towers paper, Definition 6, Remark 8, Theorem
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -153,28 +153,46 @@ def turn(
 
     places: int64[layers, KV heads, n]: what each key is rotated to; one layer or head stands for all
     to: int64[n], ascending. Otherwise as `shift`; in a model with M-RoPE these are rows of text."""
-    check_rope(rows.layout, rope)
     if int(to[0]) < 0 or int(to[-1]) >= POSITION_MAX:
         raise StateError(f"rows cannot be at positions {int(to[0])} to {int(to[-1])}")
-    tables: dict[tuple[LayerRope, int], _Tables] = {}
-    planes = []
-    for i, (plane, layer) in enumerate(zip(rows.layout.k, rope.layers, strict=True)):
-        source, at = rows.k[i], places[i if len(places) > 1 else 0]
-        if layer.kind != "none":
-            block = _hadamard_block(rows.layout, plane, layer) if rot_k else 0
-            width = source.shape[1] // len(at)
-            turned = np.empty(source.shape, np.uint8)
-            for head, line in enumerate(at):
-                key = layer, head if len(places) == 1 else i * len(at) + head
-                if key not in tables:
-                    tables[key] = _tables_between(line, to, rope, i)
-                span = np.s_[:, head * width : (head + 1) * width]
-                _rotate(source[span], turned[span], plane, layer, tables[key], block, n_threads)
-            source = turned
-        planes.append(source)
+    keys = dict(enumerate(rows.k))
+    k = turn_keys(keys, rows.layout, places, to, rope, rot_k=rot_k, n_threads=n_threads)
     labels = to.astype(np.int32)
     ext = None if rows.ext is None else np.stack([labels, labels, rows.ext[:, 2]], axis=1)
-    return KVRows(rows.layout, labels, tuple(planes), rows.v, ext, rows.v_trans)
+    return KVRows(rows.layout, labels, tuple(k.values()), rows.v, ext, rows.v_trans)
+
+
+def turn_keys(
+    keys: Mapping[int, Bytes2D],
+    layout: KVLayout,
+    places: Places,
+    to: Places,
+    rope: Rope,
+    *,
+    rot_k: bool = False,
+    n_threads: int = dispatch.THREADS,
+) -> dict[int, Bytes2D]:
+    """The keys of some layers rotated from where they are to other places; see `turn`. Those that are not
+    rotated are the same arrays.
+
+    keys: uint8[n, row_bytes] by number of the layer in `layout`; to: int64[n], in any order"""
+    check_rope(layout, rope)
+    tables: dict[tuple[LayerRope, int], _Tables] = {}
+    turned: dict[int, Bytes2D] = {}
+    for i, source in keys.items():
+        plane, layer, at = layout.k[i], rope.layers[i], places[i if len(places) > 1 else 0]
+        turned[i] = source
+        if layer.kind == "none":
+            continue
+        block = _hadamard_block(layout, plane, layer) if rot_k else 0
+        width, turned[i] = source.shape[1] // len(at), np.empty(source.shape, np.uint8)
+        for head, line in enumerate(at):
+            key = layer, head if len(places) == 1 else i * len(at) + head
+            if key not in tables:
+                tables[key] = _tables_between(line, to, rope, i)
+            span = np.s_[:, head * width : (head + 1) * width]
+            _rotate(source[span], turned[i][span], plane, layer, tables[key], block, n_threads)
+    return turned
 
 
 def check_rope(layout: KVLayout, rope: Rope) -> None:

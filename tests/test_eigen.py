@@ -1,15 +1,66 @@
-"""Eigenvectors that are found by another process, which waits and ends when it is told to."""
+"""Eigenvectors that are found by another process, which waits and ends when it is told to, and is never left
+behind."""
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 
+import numpy as np
+import psutil
+import pytest
+from waiting import until
+
+from towerd.system.eigen import EigenFailed, patient_eigh
+from towerd.system.process import is_stopped
+
+ASKS = """
+import sys
+import numpy as np
 from towerd.system.eigen import patient_eigh
+must_wait = sys.argv[1] == "stopped"
+patient_eigh(np.eye(3000) + np.ones((3000, 3000)), lambda: must_wait)
+"""
+"""Takes many seconds, or for ever."""
 
 
 class Ended(Exception):
     pass
+
+
+def below(pid: int) -> list[psutil.Process]:
+    """The processes that it started, and those that they did."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def is_gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.fixture(params=["stopped", "running"])
+def asking(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that waits for eigenvectors, while the one that finds them is stopped, or runs."""
+    process = subprocess.Popen([sys.executable, "-c", ASKS, request.param])
+    try:
+        until(lambda: len(below(process.pid)) == 2)
+        if request.param == "stopped":
+            until(lambda: any(is_stopped(each.pid) for each in below(process.pid)))
+        yield process
+    finally:
+        for each in below(process.pid):
+            each.kill()
+        process.kill()
+        process.wait()
 
 
 def test_it_is_what_numpy_finds() -> None:
@@ -22,8 +73,43 @@ def test_it_is_what_numpy_finds() -> None:
 
 
 def test_it_ends_when_it_is_told_to() -> None:
+    """Also while it is stopped. Nothing is left."""
+    started: list[psutil.Process] = []
+
     def check() -> None:
-        raise Ended
+        started[:] = below(os.getpid())
+        if any(is_stopped(each.pid) for each in started):
+            raise Ended
 
     with pytest.raises(Ended):
         patient_eigh(np.eye(1200), lambda: True, check)
+    assert started
+    until(lambda: all(map(is_gone, started)))
+
+
+def test_it_is_not_left_behind(asking: subprocess.Popen[bytes]) -> None:
+    """Whoever asked is killed, and cannot end anything."""
+    started = below(asking.pid)
+    asking.kill()
+    asking.wait()
+    until(lambda: all(map(is_gone, started)))
+
+
+@pytest.mark.parametrize("is_stopped_first", [False, True])
+def test_a_process_that_is_killed_gives_no_result(is_stopped_first: bool) -> None:
+    """The keeper is killed. Nothing is left of the other."""
+    started: list[psutil.Process] = []
+
+    def kill() -> None:
+        until(lambda: len(below(os.getpid())) == 2)
+        if is_stopped_first:
+            until(lambda: any(is_stopped(each.pid) for each in below(os.getpid())))
+        started.extend(below(os.getpid()))
+        os.kill(started[0].pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(EigenFailed):
+        patient_eigh(np.eye(3000) + np.ones((3000, 3000)), lambda: is_stopped_first)
+    thread.join()
+    until(lambda: all(map(is_gone, started)))

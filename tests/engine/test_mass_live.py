@@ -14,7 +14,7 @@ from thinned import Event, ThinnedModel
 
 from lab.models.random_gguf import make_random_gguf
 from lab.models.shape import Shape
-from towerd.engine.base import LiveBudget
+from towerd.engine.base import GenerateRequest, LiveBudget, Progress
 from towerd.engine.embedded.live.live_set import BoundedSet
 from towerd.engine.embedded.longchat.budgets import bounded
 from towerd.retention import retention_config
@@ -122,3 +122,31 @@ async def test_what_the_store_has_brings_no_attention(
     half_life = retention_config("h2o", BUDGET).half_life
     paid = sum(2 ** (-age / half_life) for age in range(n_evaluated))
     np.testing.assert_allclose(found[1].sum(axis=2), paid, rtol=1e-4)
+
+
+async def test_a_parked_chat_holds_its_rows_once(service_on: OpenService, model: Path) -> None:
+    """Its request was cancelled while it read a prompt longer than the context: the copy of the keys that
+    the reading needed is gone."""
+    one = {"live_sequences": 1, "parallel": 1, "batch_size": 32, "ubatch_size": 32}
+    live = LiveBudget("h2o", BUDGET)
+    async with service_on(model, **SETTINGS | one) as service:
+        request = GenerateRequest(
+            ids=some_ids(600, 3) % SHAPE.n_vocab,
+            fields={"temperature": 0},
+            n_predict=10,
+            live=live,
+            return_progress=True,
+        )
+        generation = service.engine.generate(request)
+        async for event in generation:
+            if isinstance(event, Progress) and event.processed > 330:
+                break
+        await generation.cancel()
+        generation.release()
+        await ask(service, some_ids(20, 4) % SHAPE.n_vocab, 2, scope="b")  # pushes it out
+        (parked,) = list(service.engine.budgets.parked)
+        row = service.engine.core.layout.token_bytes
+        assert parked.n > 330
+        n_held = parked.nbytes - sum(each.queries.nbytes for each in parked.live_set.observed)
+        assert n_held < 1.2 * row * len(parked.live_set.kept)
+        await settle(service)

@@ -14,17 +14,22 @@ from hypothesis import strategies as st
 from random_rows import HEAD_SIZE, N_KV, N_LAYER, random_rows
 from unnamed import HAS_PROC, unnamed_files
 
+from towerd.engine.embedded.live.descent import Descent
 from towerd.engine.embedded.live.offloaded_rows import (
     OffloadedKeys,
     OffloadedRows,
     Pages,
     RowChunk,
+    StoredChunk,
     keys_of,
 )
 from towerd.engine.embedded.live.pages import PageFile, PagesLost
 from towerd.kernels.dci import keys_in, make_dci_tree
 from towerd.retention import Positions, Rows
+from towerd.slots.layout import KVLayout
+from towerd.slots.rope import LayerRope, Rope
 from towerd.slots.rows import KVRows
+from towerd.slots.shift import shift
 
 INDEXED = range(1, N_LAYER)
 """The layers whose keys are read."""
@@ -122,6 +127,81 @@ def check_groups(offloaded: OffloadedRows, groups: Positions, whole: KVRows, shi
         parts = np.split(theirs, N_KV, axis=1)
         mixture = [parts[head][groups[i % N_LAYER, head] - shift] for head in range(N_KV)]
         assert np.array_equal(mine, np.concatenate(mixture, axis=1))
+
+
+def test_rows_without_values(tmp_path: Path) -> None:
+    """Models with latent attention cache keys alone: each layer has rows of its own positions."""
+    rows = random_rows(np.random.default_rng(3), "f16", 0, 12)
+    layout = KVLayout(rows.layout.k, ())
+    latent = KVRows(layout, rows.positions, rows.k, ())
+    every = np.arange(12)
+    chunk = RowChunk.of(latent, every, every[::-1])
+    groups = np.array([[[0, 1]], [[4, 9]], [[2, 11]]])
+    for offloaded in (
+        OffloadedRows().add(chunk),
+        OffloadedRows().add(Pages.of(chunk, tmp_path, None, INDEXED)),
+    ):
+        mixed = offloaded.mixed(groups, np.arange(2))
+        assert not mixed.v
+        for layer, k in enumerate(mixed.k):
+            assert np.array_equal(k, rows.k[layer][groups[layer, 0]])
+
+
+def chunks_of(rows: KVRows, folder: Path) -> OffloadedRows:
+    """The same rows in RAM, on disk and in the store, a third each, in any order."""
+    n, rng = len(rows) // 3, np.random.default_rng(n_rows := len(rows))
+    offloaded = OffloadedRows().add(StoredChunk(rows, np.arange(n)))
+    for i, start in enumerate((n, 2 * n)):
+        end = start + n if i == 0 else n_rows
+        part, order = rows.slice(start, end), rng.permutation(end - start)
+        chunk = RowChunk.of(part, np.arange(start, end), order)
+        offloaded = offloaded.add(chunk if i else Pages.of(chunk, folder, None, INDEXED))
+    return offloaded
+
+
+@pytest.mark.parametrize("down", [50, 60, 85])
+def test_rows_go_down(tmp_path: Path, down: int) -> None:
+    """A piece at a time, those of every kind of chunk: rows, keys and places are those of rows that are
+    turned together, and the chunks that they come from are as they were."""
+    rope = Rope((LayerRope("neox", HEAD_SIZE, HEAD_SIZE),) * N_LAYER)
+    rows = random_rows(np.random.default_rng(down), "f16", 0, 99)
+    every = np.arange(99)
+    places = np.where(every >= down, every - down, every)
+    high = rows.slice(down, 99)
+    low = shift(high, 0, rope)
+    before, descent = chunks_of(rows, tmp_path), Descent(down, rope, rot_k=False)
+    after, n_steps = before, 0
+    while (lowered := after.lowered(descent, INDEXED, 1)) is not None:
+        after, n_steps = lowered, n_steps + 1
+        after.check_integrity()
+        assert np.array_equal(after.positions, every)
+    assert n_steps == len({0 if p < 33 else 1 if p < 66 else 2 for p in range(down, 99)})
+    check_rows(before, every, rows, 0)
+    assert np.array_equal(after.places(every), places)
+    assert np.array_equal(after.in_ram, before.in_ram)
+    assert np.array_equal(after.in_files, before.in_files)
+    some = every[every % 3 > 0]
+    for offloaded, wanted in (
+        (after, some),
+        (after.only(some), some),
+        (after.without(90), every[:90]),
+    ):
+        found = offloaded.rows(wanted)
+        expected = KVRows(
+            rows.layout,
+            rows.positions,
+            tuple(
+                np.concatenate([k[:down], k_low]) for k, k_low in zip(rows.k, low.k, strict=True)
+            ),
+            rows.v,
+        )
+        for mine, theirs in zip(found.planes(), expected.planes(), strict=True):
+            assert np.array_equal(mine, theirs[wanted])
+        numbers = np.searchsorted(offloaded.positions, wanted)
+        read = OffloadedKeys(offloaded, HEAD_SIZE)
+        keys = keys_of(expected, HEAD_SIZE)
+        for layer, head in itertools.product(INDEXED, range(N_KV)):
+            assert np.array_equal(read.read(layer, head, numbers), keys[layer, head][wanted])
 
 
 def paged(folder: Path, n: int) -> tuple[Pages, KVRows]:

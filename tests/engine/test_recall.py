@@ -19,6 +19,7 @@ from towerd.engine.embedded.live.offloaded_rows import keys_of
 from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.longchat.budgets import bounded
 from towerd.engine.embedded.longchat.recall import QUERY_TOKENS_MAX, Recall, served
+from towerd.errors import TowerdError
 from towerd.model.llama_model import LlamaModel
 from towerd.models.bundled import bundled_model
 from towerd.retention import Recalling, View, open_retention
@@ -309,3 +310,32 @@ async def test_what_is_left_of_a_long_chat_is_written_together(
     assert packed.ids == scattered.ids
     for mine, theirs in zip(packed.probs, scattered.probs, strict=True):
         assert mine.logprob == pytest.approx(theirs.logprob, abs=0.05)
+
+
+async def test_rows_that_are_not_written_together(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp refuses the rows of a chat after it has let go of them: that request ends alone, no other
+    continues from what is left, and the next one evaluates the chat again."""
+    ids, live = some_ids(400), LiveBudget("streaming", 64)
+    async with service_on(bundled_model(), threads=1, hot_bytes=0, warm_bytes=0) as service:
+        expected = await ask(service, ids, 8, live=live, scope="before")
+        found: list[BoundedSet] = []
+
+        def refuse(seq: int, *_: object, **more: object) -> None:
+            (chat,) = [s for s in bounded_sequences(service.engine) if s.id == seq]
+            found.append(bounded(chat))
+            raise TowerdError("these rows are refused")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(service.engine.core.memory, "append", refuse)
+            with pytest.raises(TowerdError, match="these rows are refused"):
+                await ask(service, ids, 8, live=live)
+        (live_set,) = found
+        assert live_set.failure is not None
+        assert not live_set.can_continue_from(live_set.n)
+        await check_integrity(service)
+        again = await ask(service, ids, 8, live=live)
+        assert again.finish.reuse.live == 0
+        assert again.ids == expected.ids
+        await settle(service)

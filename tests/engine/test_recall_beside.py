@@ -332,22 +332,23 @@ async def test_batches_that_would_be_computed_in_parts(
     assert [found for found, _ in watched.asked] == [list(range(170 - QUERIES_MAX, 170))] * 2
 
 
-@pytest.mark.parametrize("where", ["live", "parked"])
+@pytest.mark.parametrize("where", ["live", "whole", "parked"])
 async def test_a_broken_index_is_not_used_again(service_on: OpenService, where: str) -> None:
     """A request that ended before it was told leaves a chat that is evaluated again, not one that
     fails whenever it is continued."""
     settings = {"live_sequences": 1, "parallel": 1} if where == "parked" else {}
     live = LiveBudget("icecache", 128)
     async with service_on(bundled_model(), **SETTINGS, ctx_size=1024, **settings) as service:
-        ids = some_ids(300)
+        ids = some_ids(90 if where == "whole" else 300)
         await ask(service, ids, 4, live=live)
         (live_set,) = await inside(service, lambda: live_sets(service.engine))
+        assert live_set.is_partial == (where != "whole")
         live_set.failure = TowerdError("this index is full")
         if where == "parked":
             await ask(service, some_ids(50, 3), 2, scope="b")  # pushes it out
             assert service.engine.stats()["parked_sequences"] == 0
         for seed in (4, 5):
-            edited = np.concatenate([ids, some_ids(9, seed)])
+            edited = np.concatenate([ids, some_ids(60, seed)])
             answer = await ask(service, edited, 4, live=live)
             assert len(answer.ids) == 4
         await settle(service)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from towerd.engine.embedded.live.job import Job
 from towerd.engine.embedded.live.live_set import BoundedSet
 from towerd.engine.embedded.live.offloaded_rows import Pages
 from towerd.engine.embedded.live.pages import PageFile, PagesLost
+from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.longchat.budgets import Budgets
 from towerd.engine.embedded.longchat.offload_space import OffloadSpace
 from towerd.engine.embedded.longchat.recall import Recall
@@ -167,37 +169,30 @@ async def test_a_full_disk(
         await check_integrity(service)
 
 
-@pytest.mark.parametrize("failing", ["move_down", "put"])
 async def test_a_disk_that_fails_at_the_end_of_the_context(
-    service_on: OpenService, monkeypatch: pytest.MonkeyPatch, failing: str
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that do not come back while a chat is moved down, those that move or those that are live
-    afterwards: its accounts still add up, and it answers on."""
-    inside_of: list[str] = []
-    n_lost = 0
-    read = PageFile.read
+    """Rows that do not come back while a chat is moved down, those that are live afterwards: its accounts still
+    add up, and it answers on. Those that only go down are not read."""
+    n_inside = n_lost = 0
+    read, move_down = PageFile.read, Recall.move_down
 
     def lost(file: PageFile, numbers: Positions) -> npt.NDArray[np.uint8]:
         nonlocal n_lost
-        if inside_of[:1] != ["move_down"] or inside_of[-1] != failing:
+        if not n_inside:
             return read(file, numbers)
         n_lost += 1
         raise PagesLost("Rows of a long chat cannot be read: Input/output error.")
 
-    def noted(name: str) -> Callable[..., None]:
-        real = getattr(Recall, name)
+    def noted(*args: Any) -> None:
+        nonlocal n_inside
+        n_inside += 1
+        try:
+            move_down(*args)
+        finally:
+            n_inside -= 1
 
-        def call(*args: Any) -> None:
-            inside_of.append(name)
-            try:
-                real(*args)
-            finally:
-                inside_of.pop()
-
-        return call
-
-    for name in ("move_down", "put"):
-        monkeypatch.setattr(Recall, name, noted(name))
+    monkeypatch.setattr(Recall, "move_down", noted)
     monkeypatch.setattr(PageFile, "read", lost)
     settings = SETTINGS | {"ctx_size": 400, "live_tokens": 1024}
     async with service_on(bundled_model(), **settings) as service:
@@ -261,3 +256,76 @@ async def test_a_full_disk_keeps_the_sink(service_on: OpenService) -> None:
             assert (await the_chat(service)).kept[:4].tolist() == [0, 1, 2, 3]
             ids = np.concatenate([ids, np.array(answer.ids, np.int32), some_ids(900, turn + 1)])
             await settle(service)
+
+
+@pytest.mark.parametrize("scope", ["all", "layer"])
+async def test_the_end_of_the_context_takes_no_more_ram(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch, scope: str
+) -> None:
+    """When a chat outgrows its context, the rows that go down stay where they are, in RAM or on disk: its RAM
+    stays what it was, and what is needed meanwhile is the live rows and a piece. Nothing is forgotten."""
+    grown: list[int] = []
+    beside: list[int] = []
+    move_down = Recall.move_down
+
+    def measured(self: Recall, seq: LiveSeq, live_set: BoundedSet, *args: Any) -> None:
+        before, row = live_set.n_bytes_offloaded, self.space.layout.token_bytes
+        tracemalloc.start()
+        move_down(self, seq, live_set, *args)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        grown.append((live_set.n_bytes_offloaded - before) // row)
+        beside.append(peak // row)
+
+    monkeypatch.setattr(Recall, "move_down", measured)
+    batch = {"batch_size": 64, "ubatch_size": 64, "ctx_size": 1024, "live_tokens": 1024}
+    async with service_on(bundled_model(), **SETTINGS | batch) as service:
+        recall = service.engine.budgets.recall
+        assert recall is not None
+        row = recall.space.layout.token_bytes
+        recall.space = replace(recall.space, bytes_max=1000 * row, disk_bytes_max=4000 * row)
+        ids = some_ids(900)
+        for turn in range(3):
+            answer = await ask(service, ids, 30, live=LiveBudget("icecache", 64, scope))
+            ids = np.concatenate([ids, np.array(answer.ids, np.int32), some_ids(400, turn + 1)])
+            await settle(service)
+        live_set = await the_chat(service)
+        assert len(live_set.offloaded) == live_set.offloaded.end > 1700
+        await check_integrity(service)
+    assert len(grown) >= 1
+    assert max(grown) < 100
+    assert max(beside) < 5 * 64 + 256
+
+
+async def test_a_document_that_is_there_is_copied_in_pieces(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that came from elsewhere all at once, such as from another chat, do not have to fit into RAM once
+    more before they are on disk."""
+    peaks: list[int] = []
+    offload_read = Recall.offload_read
+
+    def measured(self: Recall, *args: Any) -> None:
+        tracemalloc.start()
+        offload_read(self, *args)
+        stays, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        peaks.append((peak - stays) // self.space.layout.token_bytes)
+
+    monkeypatch.setattr(Recall, "offload_read", measured)
+    n = 3000
+    async with service_on(
+        bundled_model(), **SETTINGS | {"ctx_size": 4096, "live_tokens": 4096}
+    ) as service:
+        recall = service.engine.budgets.recall
+        assert recall is not None
+        recall.space = replace(recall.space, disk_bytes_max=1 << 30)
+        ids = some_ids(n)
+        await ask(service, ids, 1)
+        answer = await ask(service, np.concatenate([ids, some_ids(30, 1)]), 20, live=LIVE)
+        assert answer.finish.reuse.live >= n - 1
+        live_set = await the_chat(service)
+        assert len(live_set.offloaded) == live_set.offloaded.end
+        await settle(service)
+    assert len(peaks) > 0
+    assert max(peaks) < n

@@ -61,6 +61,31 @@ async def test_a_budget_as_long_as_the_chat_changes_nothing(service_on: OpenServ
     assert all(mine == answers[0] for mine in answers)
 
 
+@pytest.mark.parametrize("policy", BOUNDED)
+async def test_a_chat_that_begins_as_a_thinned_one_did(
+    service_on: OpenService, policy: str
+) -> None:
+    """It is answered as if the other had never been, and the store gets the rows of its prompt."""
+    live, other = LiveBudget(policy, 64), some_ids(150)
+    settings = {"retention": policy, "threads": 1, "flash_attn": "off"}
+    ids = np.concatenate([other[:4], some_ids(150, 7)])
+    answers = []
+    for before in ([], [other]):
+        async with service_on(bundled_model(), **settings) as service:
+            for each in before:
+                await ask(service, each, 8, live=live, scope="beside")
+                await settle(service)
+            scope = "beside" if before else "alone"
+            answer = await ask(service, ids, 8, live=live, scope=scope)
+            await settle(service)
+            answers.append(answer)
+            again = await ask(service, ids, 1, scope=scope)
+            assert again.finish.reuse.prefill == 1
+    alone, beside = ([token.logprob for token in answer.probs] for answer in answers)
+    assert answers[0].ids == answers[1].ids
+    assert beside == pytest.approx(alone, abs=1e-3)  # rows lie in other cells
+
+
 class Reference:
     """StreamingLLM by hand in a context of its own: a prompt evaluated in full, cells removed at its end,
     and at the context's end moved together by llama.cpp's own shift of keys."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,8 @@ from transformed import (
 from towerd.drift import DECODED
 from towerd.errors import RowsDamaged
 from towerd.slots.errors import StateError
-from towerd.slots.layout import NATIVE
+from towerd.slots.layout import NATIVE, KVLayout, Plane
+from towerd.slots.rows import HeadRows, KVRows
 from towerd.store import FormatRequest, Node, Store
 from towerd.store.segments.segment_header import decode_head, decode_runs
 from towerd.tiers.promotion import Promoter
@@ -127,6 +129,47 @@ def test_what_is_coded_is_not_coded_again(store_of: Store) -> None:
     last = store_of.rows.reencode(again, [FormatRequest(0, 600, "q4", again=[transform()])])
     assert last is not None
     assert last.runs == again.runs
+
+
+def test_what_is_coded_is_not_cut_where_formats_change(store_of: Store) -> None:
+    """A chat that is continued, whose beginning many share by now: only its old tail is coded."""
+    leaf = written(store_of, 600)
+    transformed(store_of, leaf, 4, 600 - 128)
+    assert leaf.file is not None
+    requests = [FormatRequest(4, 300, transform("small")), FormatRequest(300, 600, transform())]
+    new = store_of.rows.reencode(leaf.file, requests)
+    assert new is not None
+    assert [(run.n_rows, run.format) for run in new.runs] == [(4, NATIVE), (596, transform())]
+    first, last = (library_decodes(coded_rows_of(600), *each) for each in ((4, 472), (472, 600)))
+    assert same(planes_of(store_of, leaf, 4, 472), first)
+    assert same(planes_of(store_of, leaf, 472, 600), last)
+
+
+def test_a_page_that_is_cut_keeps_what_a_head_has_of_it(store_of: Store) -> None:
+    """As whole pages do."""
+    plane, positions = (
+        np.arange(2 * 700, dtype=np.uint8).reshape(700, 2),
+        np.arange(700, dtype=np.int32),
+    )
+    of_head = KVRows(KVLayout((Plane(1, 2),), ()), positions, (plane,), ())
+    leaf = store_of.insert(IDS[:700], "local", [450, 700])[-1]
+    rows = replace(coded_rows_of(700), head=HeadRows(b"h" * 32, of_head))
+    store_of.rows.attach_hot(leaf.path(), rows)
+    store_of.rows.write(leaf.path())
+    for node in leaf.path():
+        store_of.rows.drop_hot(node)
+    transformed(store_of, leaf, 4, 700 - 128)
+    store_of.pins.add(leaf.path()[0].id)
+    assert store_of.gc().segments == 1  # what lies behind the cut page
+    (file,) = store_of.files()
+    store_of.rows.reencode(file, ())
+    store_of.rows.head = b"h" * 32
+    (part,) = store_of.plan_rows(leaf_of(store_of), 0, 450)
+    found = [each.head for each in store_of.rows.load(part).parts]
+    assert (
+        np.concatenate([each.rows.plane(0) for each in found if each]).tolist()
+        == plane[:450].tolist()
+    )
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -69,3 +70,17 @@ def test_a_scheduling_class_of_ones_own_stays() -> None:
     seen = slices("os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))")
     assert not seen["asked"]
     assert seen["own"] == seen["before"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there each thread has a priority")
+def test_a_background_thread_is_never_raised() -> None:
+    """Which a daemon that was started with a lower priority may not do, unless it is root."""
+    code = (
+        "import os; from towerd.system.priority import lower_priority;"
+        "os.nice({}); lower_priority(); print(os.getpriority(os.PRIO_PROCESS, 0))"
+    )
+    for nice in (0, 15):
+        program = [sys.executable, "-P", "-c", code.format(nice)]
+        done = subprocess.run(program, check=True, capture_output=True, text=True, timeout=60)
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        assert int(done.stdout) == max(10, min(19, own + nice))

@@ -201,6 +201,23 @@ def test_what_is_not_surely_within_the_bound_is_not_taken() -> None:
     assert choices[0].bits > choices[1].bits
 
 
+@pytest.mark.parametrize("n_max", [64, 3])
+def test_nothing_is_chosen_by_luck(n_max: int) -> None:
+    """The excess is below 0 by chance; its interval is as wide as the bound, or made of too few to be known.
+    Rows then stay native, which is found without measuring every table."""
+    meter = Fake(lambda _: -0.001, ci=0.02 if n_max > 3 else 0.0)
+    meter.n_max = n_max
+    grid = measure_grid(meter, FORMATS)
+    n_grid = len(meter.asked)
+    chosen = choose(meter, grid, BITS, 0.002)
+    assert chosen.levels == ALL_NATIVE
+    assert chosen.bits == BITS[NATIVE]
+    assert chosen.cost == grid.native
+    assert len({table for table, _ in meter.asked[n_grid:]}) <= 3
+    wide = choose(meter, grid, BITS, 0.02)  # what a wider bound can tell
+    assert (wide.levels == ALL_NATIVE) is (n_max == 3)
+
+
 def test_bound_of_near_grows_with_the_floor() -> None:
     assert bound_of("near", 0.0) == bound_of("near", FLOOR) == BOUNDS["near"]
     assert bound_of("near", 0.05) == pytest.approx(0.005)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from transformed import (
     IDENTITY,
+    IDS,
+    WIDTH,
     basis,
     coded_rows_of,
     library_decodes,
@@ -19,9 +26,12 @@ from transformed import (
 )
 from waiting import until
 
+from towerd.codec.rows import coded
 from towerd.slots.layout import NATIVE
+from towerd.slots.rows import KVRows
 from towerd.store import Node, Store
 from towerd.store.rows.recoding import STEP_ROWS, CodingInterrupted
+from towerd.system.priority import NICE
 from towerd.tiers import shrink
 from towerd.tiers.formats.calibration import FormatCost
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
@@ -159,6 +169,101 @@ def test_it_is_what_is_squeezed_into(
     until(squeezed)
     assert formats(leaf)[1] == (INNER, transform())
     assert not shrinker.has_squeezed  # its drift is known by itself
+
+
+def test_work_that_takes_turns_with_it_loses_nothing(
+    store: Store, shrinker: Shrinker, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Space is short, and a request interrupts after each piece: one file is coded because of its age, one
+    for the space, and neither is begun anew for the other."""
+    monkeypatch.setattr(shrink, "SQUEEZE_S", 0.0)
+    old = written(store, N)
+    clock.now += LONGER_S - AFTER_S
+    young = written(store, N, seed=1)
+    clock.now += AFTER_S
+    asked = 0
+
+    def pause() -> None:
+        nonlocal asked
+        asked += 1
+        if asked % 2 == 0:
+            raise CodingInterrupted
+
+    shrinker.pause = pause
+
+    def both() -> bool:
+        shrinker.step()
+        shrinker.squeeze(lambda: [] if young.file is None else [young.file])
+        return shrinker.n_transformed == 2
+
+    until(both)
+    n_pieces = math.ceil(INNER / STEP_ROWS)
+    assert asked <= 6 * n_pieces + 2  # the young one is put into a block format in the middle of it
+    assert formats(old)[1] == formats(young)[1] == (INNER, transform())
+
+
+def test_a_base_that_is_gone_is_noticed(store: Store, shrinker: Shrinker, clock: Clock) -> None:
+    """Also if others looked at the bases before the next scan did."""
+    leaf = written(store, N)
+    store.bases.add("p", leaf.prefix_ids(), "local", 0, False, "native")
+    clock.now += AFTER_S
+    for _ in range(5):
+        assert shrinker.step() is None
+    store.bases.remove("p", "local")
+    shrinker.requests_for([])
+    steps_until(shrinker, lambda: formats(leaf)[1:2] == [(INNER, "q8")])
+
+
+def test_another_table_may_come_while_rows_are_coded(
+    store: Store, shrinker: Shrinker, clock: Clock
+) -> None:
+    """In the middle of what is done for want of space; that begins anew with it."""
+    wrong = coded_rows_of(N)
+    wrong.plane(0)[600] = np.full(2 * WIDTH // 2, np.inf, np.float16).view(np.uint8)
+    ids = (IDS[:N] + 5000).astype(np.int32)
+    leaves = [store.insert(ids, "local", [N])[-1], written(store, N)]
+    store.rows.attach_hot(leaves[0].path(), wrong)
+    files = [store.rows.write(leaves[0].path()), leaves[1].file]
+    clock.now += AFTER_S
+    shrinker.pause = lambda: shrinker.set_formats(Q8, enabled=True, transform=CODED)
+    assert shrinker.squeeze(lambda: [file for file in files if file]) is not None
+    assert formats(leaves[0]) == [(N, NATIVE)]  # infinities cannot be coded
+    assert formats(leaves[1])[1] == (INNER, transform())
+
+
+def test_what_nobody_expected_is_not_tried_again_at_once(
+    store: Store, clock: Clock, shrinker: Shrinker
+) -> None:
+    """A coding that its basis does not have."""
+    shrinker.set_formats(Q8, enabled=True, transform=LevelFormats((transform("none"),)))
+    leaf = written(store, N)
+    clock.now += LONGER_S
+    with pytest.raises(KeyError):
+        shrinker.step()
+    assert shrinker.wait_s() > 0
+    assert formats(leaf) == [(N, NATIVE)]
+
+
+def test_it_pauses_before_every_page_and_has_a_low_priority(
+    store: Store, shrinker: Shrinker, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a request waits no longer than a page takes."""
+    done, encode = list[object](), coded.encode
+
+    def encoded(rows: KVRows, *args: Any, **how: Any) -> bytes:
+        done.append(len(rows))
+        if sys.platform == "linux":
+            thread = threading.get_native_id()
+            assert os.getpriority(os.PRIO_PROCESS, thread) >= NICE
+        return encode(rows, *args, **how)
+
+    monkeypatch.setattr(coded, "encode", encoded)
+    shrinker.pause = lambda: done.append("pause")
+    leaf = written(store, N)
+    clock.now += LONGER_S
+    steps_until(shrinker, lambda: formats(leaf)[1:2] == [(INNER, transform())])
+    assert done[::2] == ["pause"] * math.ceil(INNER / 64)
+    assert done[1::2] == [64] * (INNER // 64)
 
 
 @pytest.mark.parametrize(("fidelity", "after_s"), [("exact", 0.0), ("near", -1.0)])

@@ -1,7 +1,8 @@
 """Eigenvectors of a symmetric matrix, found by a process of its own that gives way to others.
 
 numpy's decomposition of a thousand components takes a second and cannot be interrupted; a process can be
-stopped at any moment and continued. It has one thread and a low priority.
+stopped at any moment and continued. It has one thread and a low priority. A keeper beside it sees to it that it
+is never left behind (`eigen_process`).
 """
 
 from __future__ import annotations
@@ -14,28 +15,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
+
+from towerd.system import eigen_process
+from towerd.system.eigen_process import CONTINUE, STOP
 
 Matrix = npt.NDArray[np.float64]
 
 _LOOK_S = 0.02
 """Time between two looks whether the process has to wait."""
-_PROGRAM = """
-import io, os, signal, sys
-if sys.platform == "linux":
-    import ctypes
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its parent
-if os.getppid() != int(sys.argv[1]):
-    sys.exit(1)
-os.nice(10)
-import numpy as np
-found = np.linalg.eigh(np.load(io.BytesIO(sys.stdin.buffer.read())))
-out = io.BytesIO()
-np.savez(out, values=found[0], vectors=found[1])
-sys.stdout.buffer.write(out.getvalue())
-"""
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
@@ -54,36 +45,58 @@ def patient_eigh(
     Raises EigenFailed."""
     data = io.BytesIO()
     np.save(data, matrix)
-    command = [sys.executable, "-I", "-c", _PROGRAM, str(os.getpid())]
-    child = subprocess.Popen(
-        command,
+    read, control = os.pipe()
+    try:
+        child = _started(read)
+    except OSError as error:
+        os.close(control)
+        raise EigenFailed(f"no process can be started: {error}") from error
+    finally:
+        os.close(read)
+    try:
+        out = _result(child, data.getvalue(), control, must_wait, check)
+    finally:
+        os.close(control)
+        _end(child)
+    try:
+        found = np.load(io.BytesIO(out))
+        return found["values"], found["vectors"]
+    except (ValueError, OSError, KeyError, EOFError, BadZipFile) as error:
+        raise EigenFailed("the process that decomposes a matrix gave no result") from error
+
+
+def _started(control: int) -> subprocess.Popen[bytes]:
+    """A keeper that reads `control`, with its worker in a group of their own: what the terminal sends to
+    the daemon does not reach them. Raises OSError."""
+    return subprocess.Popen(
+        [sys.executable, "-I", eigen_process.__file__, "keeper", str(os.getpid()), str(control)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env=os.environ | _ONE_THREAD,
+        pass_fds=[control],
+        start_new_session=True,
     )
-    try:
-        out = _result(child, data.getvalue(), must_wait, check)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            child.kill()
-        child.wait()
-        for pipe in (child.stdin, child.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-    if child.returncode and not out:
-        raise EigenFailed("the process that decomposes a matrix ended early")
-    try:
-        found = np.load(io.BytesIO(out))
-        return found["values"], found["vectors"]
-    except (ValueError, OSError, KeyError, EOFError) as error:
-        raise EigenFailed("the process that decomposes a matrix gave no result") from error
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Kill a keeper and its worker, unless the keeper has ended by itself: then there is no worker."""
+    if child.poll() is None or child.returncode < 0:
+        # The group lasts as long as either is there. A killed keeper may leave a worker; macOS answers
+        # EPERM for a group of ended processes alone.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
 
 
 def _result(
     child: subprocess.Popen[bytes],
     data: bytes,
+    control: int,
     must_wait: Callable[[], bool],
     check: Callable[[], object],
 ) -> bytes:
@@ -95,10 +108,9 @@ def _result(
             to_send = None  # it continues with what is left of the first
         check()
         if must_wait():
-            child.send_signal(signal.SIGSTOP)
-            try:
-                while must_wait():
+            with contextlib.suppress(BrokenPipeError):  # it has just ended
+                os.write(control, STOP)
+                while must_wait() and child.poll() is None:
                     check()
                     time.sleep(_LOOK_S)
-            finally:
-                child.send_signal(signal.SIGCONT)
+                os.write(control, CONTINUE)

@@ -28,9 +28,12 @@ deadline, period."""
 
 
 def lower_priority() -> None:
-    """Lower the priority of the calling thread, on Linux, where each thread has its own."""
+    """Lower the priority of the calling thread, on Linux, where each thread has its own. One that is lower
+    stays: only root may raise it."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        thread = threading.get_native_id()
+        nice = max(NICE, os.getpriority(os.PRIO_PROCESS, thread))
+        os.setpriority(os.PRIO_PROCESS, thread, nice)
 
 
 def shorten_slice() -> bool:

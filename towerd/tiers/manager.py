@@ -125,7 +125,7 @@ class Tiers(Listener):
         self._sufficient = Provenance.EXACT if self.exact else Provenance.APPROXIMATE
         """Stored rows that are worse than this are replaced once there are better ones."""
         self._shrinker = Shrinker(store, shrink_after_s, clock, transform_after_s)
-        waiting = shrink_after_s, clock, self._shrinker.requests_for
+        waiting = shrink_after_s, clock, self._shrinker
         self._writer = RowsWriter(store, self.counters, self._sufficient, *waiting)
         self.evictor = Evictor(store, self.ranking, self.counters, self._writer.unwritten)
         self.moved_limits: MovedLimits | None = None

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from towerd.errors import NotFound, RowsDamaged, StoreError
+from towerd.errors import NotFound, RowsDamaged
 from towerd.kernels.formats import BY_NAME
 from towerd.slots.layout import NATIVE
 from towerd.store import Base, FormatRequest, Node, SegmentFile, Store
@@ -99,7 +99,11 @@ class Shrinker:
         self.has_squeezed = False
         """Whether any file has rows in the format of `squeeze`."""
         self._enabled = False
+        self._is_new = False
+        """Whether the table was set since `step` or `squeeze` looked."""
         self._bases: list[Base] = []
+        self._scanned_bases: list[Base] = []
+        """Those of the last scan."""
         self._levels: Mapping[int, int] = {}
         """Node id -> its level, of what several conversations share."""
         self._settled: dict[int, tuple[float, int, bool]] = {}
@@ -147,10 +151,7 @@ class Shrinker:
             self._formats, self._enabled, self._ends = formats, enabled, ends
             self._squeezed, self.has_squeezed = squeezed, has_squeezed or was_squeezed
             self._transform = transform
-            self._settled = {}
-        self.relax()
-        self._as_small_as_can_be.clear()
-        self._rest_until = 0.0
+            self._is_new = True
 
     @contextmanager
     def reading(self, sources: Iterable[object]) -> Iterator[None]:
@@ -169,6 +170,8 @@ class Shrinker:
         """Seconds until `step` or `squeeze` may have something to do."""
         if not self._enabled:
             return math.inf
+        if self._is_new:
+            return 0.0
         due = min(self._rest_until, self._squeeze_due if self._to_squeeze else math.inf)
         return max(0.0, due - time.monotonic())
 
@@ -177,6 +180,7 @@ class Shrinker:
 
         Raises DiskFull or StoreError if it cannot be written; steps then pause for a time."""
         began = time.monotonic()
+        self._begin_anew()
         if not self._enabled or began < self._rest_until:
             return None
         if not self._queue:
@@ -194,7 +198,7 @@ class Shrinker:
                 self._queue.appendleft(file)
                 self._rest_until = time.monotonic() + BUSY_S
                 return None
-            except StoreError:
+            except Exception:  # also what nobody expected: it would come again at once
                 self._queue.clear()
                 self._rest_until = time.monotonic() + _RETRY_S
                 raise
@@ -212,6 +216,7 @@ class Shrinker:
         where space is short, also if its rows are in a stored format already; returns the new
         file, if any. `least_valuable` is asked now and then. Raises as `step`."""
         began = time.monotonic()
+        self._begin_anew()
         smaller = self._transform
         if smaller is None and self._squeezed is not None:
             smaller = LevelFormats((self._squeezed,))
@@ -251,6 +256,16 @@ class Shrinker:
             self._squeeze_due = began
         return None
 
+    def _begin_anew(self) -> None:
+        """If there is a new table: forget what was found of files under the one before."""
+        with self._lock:
+            if not self._is_new:
+                return
+            self._is_new, self._settled = False, {}
+        self.relax()
+        self._as_small_as_can_be.clear()
+        self._rest_until = 0.0
+
     def relax(self) -> None:
         """Space is not short any more: forget what was queued for `squeeze`."""
         self._to_squeeze.clear()
@@ -264,9 +279,9 @@ class Shrinker:
         """Queue every file that was used since the last scan or may now need another format."""
         bases = self._store.bases.listing()
         with self._lock:
-            if bases != self._bases:
+            if bases != self._scanned_bases:
                 self._settled = {}
-            self._bases, settled = bases, self._settled
+            self._bases, self._scanned_bases, settled = bases, bases, self._settled
         tables = [table for table in (self._formats, self._transform) if table is not None]
         if not tables and not any(base.format for base in bases):
             return
@@ -353,11 +368,26 @@ class Shrinker:
     def requests_for(self, nodes: Sequence[Node]) -> list[FormatRequest]:
         """The formats in which rows of consecutive segments, which were never written, are written at
         once."""
+        return self._at_once(nodes, self._formats, ())
+
+    def coded_requests_for(self, nodes: Sequence[Node]) -> list[FormatRequest]:
+        """The transform codings in which such rows are written if today's budget has no room to write them
+        twice, first in block formats; none if it has, or for pinned ones, which are read too often."""
+        if self._transform is None or not self._store.writes.is_nearly_spent:
+            return []
+        if any(node.pinned for node in nodes):
+            return []
+        return self._at_once(nodes, self._transform, BY_NAME)
+
+    def _at_once(
+        self, nodes: Sequence[Node], table: LevelFormats | None, again: Collection[str]
+    ) -> list[FormatRequest]:
         if not self._enabled:
             return []
         with self._store.locked():
             self._bases = self._store.bases.listing()
-            return self._requests([n for n in nodes if not n.removed], self._formats, ())
+            unmoved = [n for n in nodes if not n.removed and n.origin <= Provenance.APPROXIMATE]
+            return self._requests(unmoved, table, again)
 
     def _requests(
         self, nodes: Sequence[Node], table: LevelFormats | None, again: Collection[str]

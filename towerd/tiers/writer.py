@@ -6,11 +6,15 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
-from towerd.errors import NotFound, SegmentsGone
+from towerd.errors import NotFound, SegmentsGone, StoreError
 from towerd.store import FormatRequest, Node, Store
+from towerd.store.rows.recoding import CodingInterrupted
 from towerd.store.rows.rows import lacks
+from towerd.store.segments.coded_format import is_coded
 from towerd.tokens import Provenance
 
 log = logging.getLogger(__name__)
@@ -19,6 +23,8 @@ LONE_WAITS = 4
 """How many times as long the rows of a chat wait that was never continued."""
 LOOK_S = 1.0
 """Time between two looks at rows that wait."""
+RETRY_S = 30.0
+"""Time until rows that could not be written are looked at again."""
 
 
 @dataclass(slots=True)
@@ -45,6 +51,22 @@ class TierCounters:
         }
 
 
+class FormatsAtOnce(Protocol):
+    """The formats that rows in memory are written in where that is to be done once."""
+
+    pause: Callable[[], object]
+    """Called before each piece of transform coding; raises CodingInterrupted if something else needs the
+    cores."""
+
+    def requests_for(self, nodes: Sequence[Node]) -> Sequence[FormatRequest]:
+        """Those that take hardly any time to encode."""
+        ...
+
+    def coded_requests_for(self, nodes: Sequence[Node]) -> Sequence[FormatRequest]:
+        """The transform codings that are preferred to them; none: none are."""
+        ...
+
+
 class RowsWriter:
     """Writes the rows that are only in RAM. `unwritten` may be read by any thread; all else
     belongs to the thread of the tiers."""
@@ -56,15 +78,15 @@ class RowsWriter:
         sufficient: Provenance,
         wait_s: float,
         clock: Callable[[], float],
-        formats_of: Callable[[Sequence[Node]], Sequence[FormatRequest]],
+        formats: FormatsAtOnce,
     ) -> None:
         """sufficient: a file with worse rows than that is replaced when better ones are in RAM
         wait_s: where a budget limits writing, rows wait until they were unused for so long
-        formats_of: the formats that rows are then written in at once"""
+        formats: those that they are then written in"""
         self._store = store
         self._counters = counters
         self._sufficient = sufficient
-        self._wait_s, self._clock, self._formats_of = wait_s, clock, formats_of
+        self._wait_s, self._clock, self._formats = wait_s, clock, formats
         self._due = 0.0
         """time.monotonic() at which rows that wait are looked at."""
         self.unwritten: set[int] = set()
@@ -75,10 +97,11 @@ class RowsWriter:
         hot = node.worst_hot
         return hot is not None and lacks(node.worst_file, hot, self._sufficient)
 
-    def write_path(self, leaf: Node) -> None:
+    def write_path(self, leaf: Node, *, may_wait: bool = False) -> None:
         """Write every run of hot, unwritten nodes on the path to `leaf`, one file per run. Moved
-        rows get files of their own, which are deleted once better rows have replaced them. Raises
-        StoreError."""
+        rows get files of their own, which are deleted once better rows have replaced them. may_wait: not
+        before they are transform-coded, if they are to be. Raises StoreError; CodingInterrupted if it
+        may wait."""
         runs: list[list[Node]] = []
         with self._store.locked():
             for node in leaf.path():
@@ -90,7 +113,7 @@ class RowsWriter:
                 else:
                     runs.append([node])
         for run in runs:
-            self._write(run)
+            self._write(run, may_wait)
 
     def write_remaining(self) -> None:
         """Write what is unwritten, wherever it is. Raises StoreError."""
@@ -118,12 +141,19 @@ class RowsWriter:
         never asked for again wait longer. Raises StoreError."""
         if not self.is_limited or time.monotonic() < self._due:
             return
-        now = self._clock()
-        for node in self._unwritten_nodes():
-            wait_s = self._wait_s * (1 if node.hits > 1 else LONE_WAITS)
-            if abs(now - node.last_used) >= wait_s:  # also after a clock was set back
-                self.write_path(node)
-        self._due = time.monotonic() + LOOK_S
+        now, next_s = self._clock(), LOOK_S
+        try:
+            for node in self._unwritten_nodes():
+                wait_s = self._wait_s * (1 if node.hits > 1 else LONE_WAITS)
+                if abs(now - node.last_used) >= wait_s:  # also after a clock was set back
+                    self.write_path(node, may_wait=True)
+        except CodingInterrupted:
+            pass  # what is encoded by now is used at the next look
+        except StoreError:
+            next_s = RETRY_S
+            raise
+        finally:
+            self._due = time.monotonic() + next_s
 
     def due_s(self) -> float:
         """Seconds until `write_due` may have something to do."""
@@ -138,19 +168,36 @@ class RowsWriter:
         if node is not None and self.is_unwritten(node):
             self.write_path(node)
 
-    def _write(self, nodes: list[Node]) -> None:
-        requests = self._formats_of(nodes) if self.is_limited else ()
-        if self.is_limited and not self._store.writes.allows("rows", self._size(nodes, requests)):
+    def _write(self, nodes: list[Node], may_wait: bool) -> None:
+        if not self.is_limited:
+            self._write_in((), nodes)
             return
         try:
-            file = self._store.rows.write(nodes, sufficient=self._sufficient, requests=requests)
-        except SegmentsGone:
-            return
+            if coded := self._formats.coded_requests_for(nodes):
+                self._write_in(coded, nodes)
+                return
+        except CodingInterrupted:
+            if may_wait:
+                raise
+        except ValueError as error:  # e.g. pictures' rows, which have no one position each
+            log.info("rows are not transform-coded", extra={"error": str(error)})
+        try:
+            self._write_in(self._formats.requests_for(nodes), nodes)
         except ValueError as error:  # e.g. infinities, which no block code can hold
             log.warning("rows stay as computed", extra={"error": str(error)})
-            file = self._store.rows.write(nodes, sufficient=self._sufficient)
-        self._counters.written += len(nodes)
-        self._counters.bytes_written += file.nbytes
+            self._write_in((), nodes)
+
+    def _write_in(self, requests: Sequence[FormatRequest], nodes: list[Node]) -> None:
+        """Write rows in these formats, if the budget has room. Raises as `RowStore.write`, but for
+        SegmentsGone; CodingInterrupted."""
+        if self.is_limited and not self._store.writes.allows("rows", self._size(nodes, requests)):
+            return
+        with suppress(SegmentsGone):
+            file = self._store.rows.write(
+                nodes, sufficient=self._sufficient, requests=requests, pause=self._formats.pause
+            )
+            self._counters.written += len(nodes)
+            self._counters.bytes_written += file.nbytes
 
     def _size(self, nodes: Sequence[Node], requests: Sequence[FormatRequest]) -> int:
         """About the bytes of a file with these rows."""
@@ -160,9 +207,11 @@ class RowsWriter:
             if node.hot is None:
                 continue
             n_bytes += node.hot.nbytes
-            for each in requests if node.hot.is_native else ():
-                saved = layout.token_bytes - layout.stored_as(each.format).token_bytes
-                n_bytes -= max(0, min(each.p1, node.p1) - max(each.p0, node.p0)) * saved
+            token_bytes = node.hot.nbytes // len(node.hot)
+            for each in requests:
+                if is_coded(each.format) or node.hot.is_native:
+                    saved = max(0, token_bytes - each.token_bytes(layout))
+                    n_bytes -= max(0, min(each.p1, node.p1) - max(each.p0, node.p0)) * saved
         return n_bytes
 
 

@@ -86,6 +86,11 @@ class DailyWrites:
         self.n_refused += not is_allowed
         return is_allowed
 
+    @property
+    def is_nearly_spent(self) -> bool:
+        """Whether so much of the budget is used up today that nothing is encoded again."""
+        return bool(self.budget) and sum(self.today().values()) > SHARES["reencoded"] * self.budget
+
     def stats(self) -> dict[str, Any]:
         """For /metrics and people."""
         found = self.today()

@@ -3,8 +3,12 @@ ones are carried over as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
 from itertools import groupby
+from typing import TypeAlias
 
 from towerd.codec.errors import CodecError
 from towerd.codec.rows import coded
@@ -18,12 +22,37 @@ from towerd.tokens import Provenance
 
 PIECE_ROWS = 1024
 """Rows of a piece of a file; a head of its own takes 70 bytes."""
-STEP_ROWS = 128
-"""Rows that are encoded between two pauses: 10 ms of SmolLM2's on one core."""
+STEP_ROWS = coded.PAGE_ROWS
+"""Rows that are encoded between two pauses: those of a page, the fewest that there are."""
+_UNFINISHED_MAX = 3
+"""A file that was unused for long, one of those that are worth least, and rows in memory may be unfinished at
+the same time."""
+
+Encoded: TypeAlias = MutableMapping[int, bytes]
+"""What is encoded of a stretch of rows, by first position."""
 
 
 class CodingInterrupted(Exception):
     """Raised by `pause`: something else needs the cores. What was encoded so far is remembered."""
+
+
+class UnfinishedCodings:
+    """What is encoded of the last few files whose encoding was interrupted. For one thread."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[Hashable, dict[Hashable, Encoded]] = OrderedDict()
+
+    def of(self, file: Hashable, stretch: Hashable) -> Encoded:
+        """What there is of a stretch of a file's rows, to be added to."""
+        found = self._files.setdefault(file, {})
+        self._files.move_to_end(file)
+        while len(self._files) > _UNFINISHED_MAX:
+            self._files.popitem(last=False)
+        return found.setdefault(stretch, {})
+
+    def forget(self, file: Hashable) -> None:
+        """A file is finished."""
+        self._files.pop(file, None)
 
 
 def encoded_run(
@@ -33,11 +62,12 @@ def encoded_run(
     basis: Basis,
     coding: str,
     pause: Callable[[], object],
-    done: MutableMapping[int, bytes] | None = None,
+    done: Encoded | None = None,
+    pool: Executor | None = None,
 ) -> DraftRun:
-    """Consecutive rows, native or in block formats, as a transform-coded run. pause: called every few
-    milliseconds, returns when the next ones may be used, or raises; done: what was encoded when it was
-    interrupted before, by first position, and gets what is encoded now
+    """Consecutive rows, native or in block formats, as a transform-coded run. pause: called before each
+    STEP_ROWS, returns when the next ones may be encoded, or raises; done: what was encoded when it was
+    interrupted before, and gets what is encoded now; pool: what encodes, one step at a time; None: this thread
 
     Raises ValueError for rows that cannot be coded."""
     done = {} if done is None else done
@@ -48,16 +78,24 @@ def encoded_run(
         for first in range(at, end, STEP_ROWS):
             if first not in done:
                 pause()
-                rows = _native(parts, first, min(first + STEP_ROWS, end), basis.layout)
-                try:
-                    assert basis.rope is not None
-                    done[first] = coded.encode(rows, basis, coding, basis.rope, n_threads=1)
-                except CodecError as error:
-                    raise ValueError(str(error)) from error
+                step = parts, first, min(first + STEP_ROWS, end), basis, coding
+                done[first] = (
+                    _encode(*step) if pool is None else pool.submit(_encode, *step).result()
+                )
             steps.append(coded.parse(done[first]))
         pieces.append(CodedPiece(at, end - at, coded.joined(steps)))
     heads = [part.head for part in parts if part.head is not None]
     return DraftRun((), format, origin, pieces, heads)
+
+
+def _encode(parts: Sequence[KVRows], p0: int, p1: int, basis: Basis, coding: str) -> bytes:
+    """The rows [p0, p1) of these as coded rows. Raises ValueError."""
+    assert basis.rope is not None
+    try:
+        rows = _native(parts, p0, p1, basis.layout)
+        return coded.encode(rows, basis, coding, basis.rope, n_threads=1)
+    except CodecError as error:
+        raise ValueError(str(error)) from error
 
 
 def carried_runs(
@@ -70,7 +108,8 @@ def carried_runs(
     for is_rows, group in groupby(found, lambda each: isinstance(each, KVRows)):
         each = list(group)
         if is_rows:
-            rows = [part for part in each if isinstance(part, KVRows)]
+            parts = [part for part in each if isinstance(part, KVRows)]
+            rows = [replace(part, head=head(part.p0, part.p1)) for part in parts]
             yield DraftRun(rows, NATIVE, max(origin, Provenance.APPROXIMATE))
             continue
         pieces = [piece for piece in each if isinstance(piece, CodedPiece)]

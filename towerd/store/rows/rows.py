@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
-from typing import TypeAlias
 
 from towerd.codec.errors import NewerVersion
 from towerd.codec.rows.basis import Basis
@@ -20,7 +20,7 @@ from towerd.store.files import durable
 from towerd.store.files.writes import Kind
 from towerd.store.rows.drafting import as_split, consecutive, covered, draft_of, merge_runs
 from towerd.store.rows.format_request import FormatRequest, format_of
-from towerd.store.rows.recoding import carried_runs, encoded_run
+from towerd.store.rows.recoding import UnfinishedCodings, carried_runs, encoded_run
 from towerd.store.rows.rows_part import RowsPart
 from towerd.store.segments.coded_format import coding_of, is_coded
 from towerd.store.segments.segment_file import ANY_HEAD, Claim, Ranges, RowsLost, SegmentFile
@@ -33,8 +33,6 @@ from towerd.store.tree.scope import readable_scopes
 from towerd.system.paced import PacedExecutor
 from towerd.tokens import ID_BYTES, Provenance, may_replace, provenance_as_kept
 
-_Encoded: TypeAlias = dict[tuple[int, int, str], dict[int, bytes]]
-"""Stretch (first position, end, format) -> what is encoded of it, by first position."""
 _OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES})
 
 
@@ -52,9 +50,7 @@ class RowStore:
         """The digest of the head whose rows are read beside the model's; None: there is no head."""
         self.bases = TransformBases(state.directory.bases, state.directory.tmp)
         """What transform-coded rows are written and read with."""
-        self._interrupted: tuple[int, _Encoded] = (-1, {})
-        """The id of the file that was being transform-coded when that was interrupted, and what there is of
-        its stretches."""
+        self._unfinished = UnfinishedCodings()
 
     def distrust(self, since: float) -> None:
         """Drop and refuse rows until the store is reopened, because the weights changed after
@@ -191,15 +187,16 @@ class RowStore:
         *,
         sufficient: Provenance = Provenance.APPROXIMATE,
         requests: Sequence[FormatRequest] = (),
+        pause: Callable[[], object] = lambda: None,
     ) -> SegmentFile:
         """Write consecutive hot nodes of one path and scope into one file; durable. Nodes that
         have a file keep it, unless its rows are worse than `sufficient` and `may_replace` prefers
         those in memory. If all keep theirs, the last one's is returned. Nodes that splits have made
         of them are also written. requests: the formats to write native rows in; others stay as they
-        are.
+        are. pause: see `reencode`
 
         Raises SegmentsGone (they were removed meanwhile), DiskFull (nothing is left behind) or
-        StoreError (not hot, not consecutive)."""
+        StoreError (not hot, not consecutive); ValueError for rows that cannot be coded."""
         state = self._state
         state.check_open()
 
@@ -211,6 +208,8 @@ class RowStore:
                 assert nodes[-1].file is not None
                 return nodes[-1].file
             draft = draft_of(nodes, state, requests)
+        rows = draft.key, draft.p0, *(run.origin for run in draft.runs)
+        draft = self._coded(draft, rows, pause)
 
         def targets() -> list[Node]:
             found, runs = [], draft.run_table
@@ -223,7 +222,32 @@ class RowStore:
         file = self.write_draft(draft, targets)
         if file is None:
             raise SegmentsGone("the segments were removed while their rows were written")
+        self._unfinished.forget(rows)
         return file
+
+    def _coded(self, draft: Draft, rows: Hashable, pause: Callable[[], object]) -> Draft:
+        """The draft of rows in memory with those encoded that are to be transform-coded; rows: what tells
+        them from others. Raises StoreError; ValueError for rows that cannot be coded."""
+        if not any(is_coded(run.format) for run in draft.runs):
+            return draft
+        self.encoding.begin()
+        try:
+            runs = [
+                self._encoded(run, rows, pause) if is_coded(run.format) else run
+                for run in draft.runs
+            ]
+        except (OSError, StateError, NewerVersion) as error:
+            raise StoreError(f"rows cannot be transform-coded: {error}") from error
+        return replace(draft, runs=runs)
+
+    def _encoded(self, run: DraftRun, file: Hashable, pause: Callable[[], object]) -> DraftRun:
+        """The run of these rows of a file in the transform coding that is its format. Raises as
+        `_basis_to_write` and `encoded_run`."""
+        coding, name = coding_of(run.format)
+        basis = self._basis_to_write(name)
+        done = self._unfinished.of(file, (run.p0, run.p1, run.format))
+        how = basis, coding, pause, done, self.encoding
+        return encoded_run(run.parts, run.format, run.origin, *how)
 
     def write_draft(
         self,
@@ -289,7 +313,7 @@ class RowStore:
             return [] if file.dropped else list(state.tree.viewers(file))
 
         new = self.write_draft(draft, targets, "reencoded", is_paced=True)
-        self._interrupted = -1, {}
+        self._unfinished.forget(file.id)
         return new
 
     def _draft_again(
@@ -326,9 +350,13 @@ class RowStore:
         pause: Callable[[], object],
     ) -> list[DraftRun]:
         """The runs to write: stretches with one origin and one requested format, joined where
-        neighbours have the same format."""
+        neighbours have the same format. What is transform-coded is not cut, since a page that is cut is
+        native from then on."""
         native = self._state.row_identity.layout
-        cuts = {p for request in requests for p in (request.p0, request.p1)}
+        coded = [run for run in file.runs if is_coded(run.format)]
+        whole = [(file.p0 + run.row0, file.p0 + run.end) for run in coded]
+        asked = {p for request in requests for p in (request.p0, request.p1)}
+        cuts = {p for p in asked if not any(start < p < end for start, end in whole)}
         cuts |= {file.p0 + run.row0 for run in file.runs}
         ends = [p0, *sorted(p for p in cuts if p0 < p < p1), p1]
         runs: list[DraftRun] = []
@@ -340,16 +368,8 @@ class RowStore:
                 continue
             parts = self.pieces(file, start, end)
             name = format_of(start, before, requests, native)
-            if is_coded(name):
-                coding, basis = coding_of(name)
-                with_basis = self._basis_to_write(basis)
-                if self._interrupted[0] != file.id:
-                    self._interrupted = file.id, {}
-                done = self._interrupted[1].setdefault((start, end, name), {})
-                run = encoded_run(parts, name, before.origin, with_basis, coding, pause, done)
-            else:
-                run = DraftRun(parts, name, before.origin)
-            runs.append(run)
+            run = DraftRun(parts, name, before.origin)
+            runs.append(self._encoded(run, file.id, pause) if is_coded(name) else run)
         return merge_runs(runs)
 
     def _basis_to_write(self, name: str) -> Basis:

@@ -51,7 +51,7 @@ SUFFIX = ".twr"
 @dataclass(frozen=True, slots=True)
 class DraftRun:
     """Rows to store in one format. Parts in another format are encoded while they are written and
-    must be native; transform-coded rows are in `pieces` and have no parts.
+    must be native; transform-coded rows are in `pieces` and have no parts once they are encoded.
 
     coded_heads: what a head has of the rows in `pieces`"""
 

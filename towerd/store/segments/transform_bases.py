@@ -60,6 +60,8 @@ class TransformBases:
                 half.unlink(missing_ok=True)
                 with durable.new_file(half, path) as fd:
                     durable.write_all(fd, memoryview(basis.data), 0)
+            else:
+                self.touch(name)  # it counts as just written for gc
         with self._lock:
             self._lost.discard(name)
             self._keep(name, basis)

@@ -124,6 +124,11 @@ class FormatCost:
         """The upper end of the excess's interval."""
         return self.excess + self.ci
 
+    def is_within(self, bound: float) -> bool:
+        """Whether the excess is at most `bound`, up to the end of its interval. A measure whose interval is
+        as wide as the bound cannot tell, however small its mean: then it is not."""
+        return self.ci < bound and self.excess_max <= bound
+
 
 def format_cost(
     samples: Sequence[DriftSample], floor: Sequence[DriftSample], n_each: int
@@ -321,7 +326,8 @@ def squeezed_format(found: Calibration, fidelity: str) -> SqueezedFormat | None:
     ]
     for name, cost in sorted(candidates, key=lambda each: found.bits[each[0]]):
         excess = max(0.0, first.cost.excess_max) + max(0.0, cost.excess_max)
-        if found.bits[name] < found.bits[first.levels[-1]] and excess <= BOUNDS["small"]:
+        is_sure = excess <= BOUNDS["small"] and cost.is_within(BOUNDS["small"])
+        if found.bits[name] < found.bits[first.levels[-1]] and is_sure:
             both = [Drift(each.kl, each.floor_kl) for each in (first.cost, cost)]
             return SqueezedFormat(name, combined(both))
     return None

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from towerd.codec.errors import NewerVersion
 from towerd.drift import Drift
 from towerd.slots.errors import StateError
 from towerd.store import Store
@@ -68,26 +69,26 @@ class TransformChoice(msgspec.Struct, frozen=True):
 
 
 def load_transform(store: Store, row_identity: str) -> TransformChoice | None:
-    """What was learned for a row identity (its digest in hex); None if nothing was, or its basis is gone.
-    Raises StoreError."""
+    """What was learned for a row identity (its digest in hex); None if nothing was, or its basis is gone, of
+    a later version, or without these codings. Raises StoreError."""
     text = store.get_meta(CODING_META + row_identity)
     if text is None:
         return None
     try:
         found = msgspec.json.decode(text, type=TransformChoice)
-        names = {coding_of(name)[1] for each in found.choices.values() for name in each.levels}
+        named = {coding_of(name) for each in found.choices.values() for name in each.levels}
     except (msgspec.DecodeError, StateError) as error:
         log.warning("stored transform codings cannot be read", extra={"error": str(error)})
         return None
-    if found.version != VERSION or names - {found.basis}:
+    if found.version != VERSION or not all(each.levels for each in found.choices.values()):
         return None
-    if not names:
+    if not named:
         return found
     try:
-        store.rows.bases.get(found.basis, bytes.fromhex(row_identity))
-    except (StateError, OSError):
+        basis = store.rows.bases.get(found.basis, bytes.fromhex(row_identity))
+    except (StateError, NewerVersion, OSError):
         return None
-    return found
+    return found if named <= {(each, found.basis) for each in basis.codings} else None
 
 
 def save_transform(store: Store, row_identity: str, found: TransformChoice) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from towerd.codec.rows.basis import Basis
 from towerd.engine.embedded.calibration.measure import Measured, Measurer
 from towerd.engine.embedded.calibration.measure_plan import MeasurePlan, plan_measurement
 from towerd.engine.embedded.calibration.moved import MovedMeter, limits_of, plan_changes
@@ -32,11 +33,12 @@ from towerd.engine.embedded.calibration.unfinished import Unfinished
 from towerd.engine.embedded.context.core import Core
 from towerd.engine.embedded.run.scheduler import Scheduler
 from towerd.engine.moving.rotation import Rotation
-from towerd.errors import NotSupported, TowerdError
+from towerd.errors import NotSupported, StoreError, TowerdError
 from towerd.model.vocab import Vocab
 from towerd.slots.kind import WINDOW
 from towerd.store import Store
 from towerd.store.rows.recoding import CodingInterrupted
+from towerd.store.segments.coded_format import basis_name
 from towerd.system.eigen import EigenFailed, patient_eigh
 from towerd.system.priority import lower_priority
 from towerd.tiers.formats.calibration import (
@@ -82,6 +84,8 @@ _BUSY_S = 0.2
 """How long to wait before asking again whether a step may run."""
 _LOOK_S = 0.02
 """How long what uses no model waits before it looks again whether a request runs."""
+LEARN_RETRY_S = (600.0, 86_400.0)
+"""Time until transform codings that could not be learned, or kept, are tried again: at first, and at most."""
 _STEP_S = 0.25
 """How long a step may take: a request that arrives meanwhile waits for it."""
 
@@ -141,6 +145,10 @@ class Calibrator:
         self._keys = keys or rotation
         self._transforms = transforms and not self.why_off
         self._transform: TransformChoice | None = None
+        self._unsaved: tuple[TransformChoice, Basis | None] | None = None
+        """What was learned and could not be kept yet."""
+        self._learn_due, self._learn_wait_s = 0.0, LEARN_RETRY_S[0]
+        """time.monotonic() at which it is tried again, and how long the next wait is."""
         self._idle_s = idle_s
         self._clock = clock
         self._state: State = "waiting" if self._may_move or not self.why_off else "off"
@@ -224,10 +232,10 @@ class Calibrator:
         while not self._stop.is_set():
             if self._is_due():
                 self._attempt()
-            elif self._found is not None and self._lacks_transform and self._is_time():
-                self._attempt_transform(self._found)
+            elif (wait_s := self._learning_s) == 0 and self._is_time():
+                self._attempt_transform()
             else:
-                self._wake.wait()
+                self._wake.wait(wait_s)
                 self._wake.clear()
 
     def _is_due(self) -> bool:
@@ -235,6 +243,13 @@ class Calibrator:
         if self._asked is not None:
             return True
         return self._state == "waiting" and self._has_been_idle()
+
+    @property
+    def _learning_s(self) -> float | None:
+        """Seconds until transform codings may be learned; None: they are not."""
+        if self._found is None or not self._lacks_transform:
+            return None
+        return max(0.0, self._learn_due - time.monotonic())
 
     def _is_time(self) -> bool:
         """Wait for time to learn transform codings; whether it came."""
@@ -261,7 +276,8 @@ class Calibrator:
             lacks = again or self._found is None
             formats = asked.formats and lacks and not self._core.why_not_movable
         if again and asked is not None and asked.formats:
-            self._transform = None  # what is in force stays so until there is another
+            self._transform = self._unsaved = None  # what is in force stays until there is another
+            self._learn_due, self._learn_wait_s = 0.0, LEARN_RETRY_S[0]
         moves = self._may_move and (again or self._lacks_moves)
         self._state, self._error, self._progress = "running", "", CalibrationProgress()
         started = time.monotonic()
@@ -404,22 +420,45 @@ class Calibrator:
             choices=choices,
         )
 
-    def _attempt_transform(self, found: Calibration) -> None:
-        """Learn transform codings in what is left of the cores."""
+    def _attempt_transform(self) -> None:
+        """Learn transform codings in what is left of the cores; later, if that fails for a reason that may
+        pass."""
         lower_priority()
         try:
-            self._learn_transform(found)
+            self._learn_transform()
         except _CalibrationStopped:
             return
+        except (StoreError, EigenFailed) as error:
+            wait_s = self._learn_wait_s
+            self._learn_due = time.monotonic() + wait_s
+            self._learn_wait_s = min(2 * wait_s, LEARN_RETRY_S[1])
+            log.warning(
+                "transform codings are not learned yet: it is tried again later, in idle time",
+                extra={"reason": str(error), "seconds": round(wait_s)},
+            )
         except Exception:
             log.exception("transform codings cannot be learned")
             self._transforms = False
 
-    def _learn_transform(self, found: Calibration) -> None:
-        """Learn a basis, and use what keeps the bound. Raises _CalibrationStopped."""
+    def _learn_transform(self) -> None:
+        """Learn a basis, keep it, and use what keeps the bound. Raises _CalibrationStopped, EigenFailed,
+        StoreError; what was learned is then kept at the next attempt."""
+        if self._unsaved is None:
+            self._unsaved = self._learned()
+        choice, basis = self._unsaved
+        if basis is not None:
+            self._store.rows.bases.add(basis)
+        save_transform(self._store, self._row_identity, choice)
+        self._transform, self._unsaved = choice, None
+        self._use_transform()
+
+    def _learned(self) -> tuple[TransformChoice, Basis | None]:
+        """What is learned now, and its basis if any coding keeps the bound; what was learned before if this
+        is not possible. Raises as `_learn_transform`."""
         text = calibration_text()
         cut = int(LEARNED_SHARE * len(text))
-        vocab, core = self._core.vocab, self._core
+        vocab, core, found = self._core.vocab, self._core, self._found
+        assert found is not None
         of = core.n_ctx, core.layout.token_bytes
         try:
             first = plan_for(vocab, text[:cut], *of, LEARN_CONTINUATIONS)
@@ -434,22 +473,23 @@ class Calibrator:
                 eigh=self._eigh,
                 pause=self._wait_for_idle,
             )
-        except (TowerdError, EigenFailed) as error:
+        except StoreError:
+            raise
+        except TowerdError as error:
             log.info("rows are not transform-coded", extra={"reason": str(error)})
-            none = TransformChoice(TRANSFORM_VERSION, "", 0, self._clock(), 0, {}, str(error))
-            self._transform = none
-        else:
-            basis = self._store.rows.bases.add(made.basis) if made.choices else ""
-            self._transform = TransformChoice(
-                TRANSFORM_VERSION,
-                basis,
-                made.n_tokens,
-                self._clock(),
-                made.basis.nbytes,
-                made.choices,
-            )
-        save_transform(self._store, self._row_identity, self._transform)
-        self._use_transform()
+            before = load_transform(self._store, self._row_identity)
+            why = TransformChoice(TRANSFORM_VERSION, "", 0, self._clock(), 0, {}, str(error))
+            return (before if before is not None and before.choices else why), None
+        basis = made.basis if made.choices else None
+        choice = TransformChoice(
+            TRANSFORM_VERSION,
+            "" if basis is None else basis_name(basis.digest),
+            made.n_tokens,
+            self._clock(),
+            made.basis.nbytes,
+            made.choices,
+        )
+        return choice, basis
 
     def _use_transform(self) -> None:
         found = None if self._transform is None else self._transform.choices.get(self.fidelity)

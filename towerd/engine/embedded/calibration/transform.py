@@ -36,6 +36,7 @@ from towerd.tiers.formats.calibration import (
     level_ranges,
     stored_parts,
 )
+from towerd.tiers.formats.format_search import CONTINUATIONS_MIN
 from towerd.tiers.formats.transform import TransformCost
 from towerd.tokens import Provenance
 
@@ -141,7 +142,9 @@ class _Trial:
 
     def _table(self, fidelity: str) -> tuple[Table, FormatCost]:
         """The coarsest codings within the bound, coarser for what many share where that is within it, too; none
-        if no step is."""
+        if no step is, or if the text is too short to tell: rows then stay in their block formats."""
+        if self._measurer.n_max < CONTINUATIONS_MIN:
+            return (), FormatCost(0, 0, 0, 0, 0, 0)
         bound = bound_of(fidelity, self._found.floor.kl)
         blocks = self._found.choices[fidelity].levels
         uniform = [(name,) * LEVELS for name in STEP_NAMES if name in self._names]
@@ -150,12 +153,12 @@ class _Trial:
             if guess.excess > bound:
                 continue
             cost = self._settled(table, blocks)
-            if cost.excess_max > bound:
+            if not cost.is_within(bound):
                 continue
             for j in range(max(0, i - 2), i):  # the coarsest first
                 shared = uniform[j][: LEVELS - 1] + table[LEVELS - 1 :]
                 of_shared = self._settled(shared, blocks)
-                if of_shared.excess_max <= bound:
+                if of_shared.is_within(bound):
                     return shared, of_shared
             return table, cost
         return (), FormatCost(0, 0, 0, 0, 0, 0)

@@ -162,6 +162,9 @@ class LiveSet:
     def truncate(self, n: int) -> None:
         """Account for a cut after the first `n` tokens."""
 
+    def note_computed_whole(self) -> None:
+        """Account for that no row was computed while some of the tokens before it were not live."""
+
     def fork(self) -> LiveSet:
         """The live set of a branch."""
         return self
@@ -371,6 +374,17 @@ class BoundedSet(LiveSet):
         self.asked = self.asked[self.asked < n]
         self.in_store = None  # what was asked of it may be of tokens that are no more
 
+    def note_computed_whole(self) -> None:
+        """See LiveSet.note_computed_whole. A chat whose tokens are all live at their own places is whole
+        again, and what its policy knows of earlier evictions is forgotten."""
+        if not self.is_partial or self.mixed is not None or self.failure is not None:
+            return
+        every = np.arange(self.n, dtype=np.int64)
+        if np.array_equal(self.kept, every) and np.array_equal(self.places, every):
+            self.policies = tuple(open_retention(each.config) for each in self.policies)
+            self.offloaded, self.n_evictions = OffloadedRows(), 0
+            self.mass = np.zeros_like(self.mass)  # most of it was paid by what was cut
+
     def observe(self, observed: Observed, n_max: int) -> None:
         """Add queries, and keep those of at most the last `n_max` tokens."""
         kept: list[Observed] = []
@@ -485,10 +499,9 @@ class BoundedSet(LiveSet):
             self.mixed = replace(self.mixed, rotated=rotated.copy())
         self.n_evictions += 1
 
-    def moved_down(self, offloaded: OffloadedRows) -> None:
-        """Account for offloaded rows of which some were moved, their keys rotated. The observed queries
-        do not fit them and are discarded."""
-        self.offloaded, self.observed = offloaded, ()
+    def moved_down(self) -> None:
+        """Account for rows of which some went down. The observed queries do not fit them and are discarded."""
+        self.observed = ()
         self.n_evictions += 1
 
     @property

@@ -7,6 +7,7 @@ rotation of its place in the context, and is recalled to that place.
     RowChunk        rows of the positions that came between two choices, similar keys adjacent
     Pages           a chunk of older rows in a file
     StoredChunk     rows that the store has, in a segment that is mapped
+    TurnedChunk     rows of such chunks at other places, their keys rotated when they are read
     OffloadedRows   chunks, which branches of the chat share
 
 All of them are immutable: each operation returns another object.
@@ -15,13 +16,14 @@ All of them are immutable: each operation returns another object.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from towerd.engine.embedded.live.descent import Descent
 from towerd.engine.embedded.live.pages import PageFile
 from towerd.kernels import dispatch
 from towerd.kernels._native import DciKeys
@@ -50,6 +52,8 @@ class RowChunk:
     k: tuple[Bytes2D, ...]
     v: tuple[Bytes2D, ...]
     ext: Ext | None
+
+    file: ClassVar = None
 
     @classmethod
     def of(cls, rows: KVRows, positions: Positions, order: Positions) -> RowChunk:
@@ -89,6 +93,12 @@ class RowChunk:
         (planes, ext), cut = self.read(numbers), len(self.k)
         positions, places = self.positions[numbers], self.places[numbers]
         return RowChunk(self.layout, positions, places, planes[:cut], planes[cut:], ext)
+
+    def lowered(self, descent: Descent) -> RowChunk:
+        """The rows where they go to. V is shared."""
+        k = descent.keys(dict(enumerate(self.k)), self.layout, self.places)
+        places = descent.places(self.places)
+        return replace(self, places=places, k=tuple(k.values()), ext=_ext_at(self.ext, places))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,6 +173,8 @@ class StoredChunk:
     positions: Positions
     """int64[m], ascending: those that are taken from it."""
 
+    file: ClassVar = None
+
     @property
     def layout(self) -> KVLayout:
         return self.data.layout
@@ -211,7 +223,76 @@ class StoredChunk:
         return StoredChunk(self.data, self.positions[numbers])
 
 
-Chunk: TypeAlias = RowChunk | Pages | StoredChunk
+@dataclass(frozen=True, slots=True, eq=False)
+class TurnedChunk:
+    """Rows that lie in `chunk` at the places that they had before they went down; see `RowChunk`. Their
+    keys are rotated when they are read, but for those that the chat's index reads, which are in RAM. Methods
+    that read rows raise PagesLost."""
+
+    chunk: Pages | StoredChunk
+    places: Positions
+    """int64[n]: where they are now."""
+    indexed: dict[int, Bytes2D]
+    """The K rows of the layers that are indexed, by layer, rotated."""
+    descent: Descent
+
+    @classmethod
+    def of(cls, chunk: Pages | StoredChunk, descent: Descent, layers: Iterable[int]) -> TurnedChunk:
+        """All rows of `chunk` where they go to. layers: those that are indexed"""
+        numbers = chunk.numbers
+        lying = chunk.places[numbers]
+        keys = {layer: _gathered(chunk.keys(layer), numbers) for layer in layers}
+        indexed = descent.keys(keys, chunk.layout, lying)
+        if isinstance(chunk, Pages):
+            chunk = replace(chunk, indexed={})
+        return cls(chunk, descent.places(lying), indexed, descent)
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.chunk.layout
+
+    @property
+    def positions(self) -> Positions:
+        return self.chunk.positions
+
+    @property
+    def file(self) -> PageFile | None:
+        return self.chunk.file
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @property
+    def numbers(self) -> Positions:
+        """int64[n]: which rows the positions have."""
+        return np.arange(len(self))
+
+    @property
+    def n_bytes(self) -> int:
+        """RAM that the rows take."""
+        return sum(keys.nbytes for keys in self.indexed.values())
+
+    def source(self, numbers: Positions) -> tuple[Sequence[Bytes2D], Ext | None, Positions]:
+        wanted, at = np.unique(numbers, return_inverse=True)
+        lying = self.chunk.numbers[wanted]
+        found, ext, rows = self.chunk.source(lying)
+        planes, cut = [_gathered(plane, rows) for plane in found], self.layout.n_layer
+        keys = dict(enumerate(planes[:cut]))
+        k = self.descent.keys(keys, self.layout, self.chunk.places[lying])
+        ext = None if ext is None else _ext_at(ext[rows], self.places[wanted])
+        return (*k.values(), *planes[cut:]), ext, at.astype(np.int64)
+
+    def keys(self, layer: int) -> Bytes2D:
+        return self.indexed[layer]
+
+    def take(self, numbers: Positions) -> TurnedChunk:
+        """The rows with these numbers."""
+        chunk, places = self.chunk.take(numbers), self.places[numbers]
+        keys = {layer: _gathered(rows, numbers) for layer, rows in self.indexed.items()}
+        return TurnedChunk(chunk, places, keys, self.descent)
+
+
+Chunk: TypeAlias = RowChunk | Pages | StoredChunk | TurnedChunk
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -241,7 +322,7 @@ class OffloadedRows:
     @property
     def files(self) -> set[PageFile]:
         """The files that any row is in; branches share them."""
-        return {chunk.file for chunk in self.chunks if isinstance(chunk, Pages)}
+        return {chunk.file for chunk in self.chunks if chunk.file is not None}
 
     @property
     def in_ram(self) -> Positions:
@@ -277,18 +358,17 @@ class OffloadedRows:
 
     def oldest_file(self) -> PageFile | None:
         """The file with the first position on disk."""
-        pages = [chunk for chunk in self.chunks if isinstance(chunk, Pages)]
+        pages = [chunk for chunk in self.chunks if chunk.file is not None]
         return min(pages, key=lambda chunk: int(chunk.positions.min())).file if pages else None
 
     def newest_file(self) -> PageFile | None:
         """The file with the last position on disk."""
-        pages = [chunk for chunk in self.chunks if isinstance(chunk, Pages)]
+        pages = [chunk for chunk in self.chunks if chunk.file is not None]
         return max(pages, key=lambda chunk: int(chunk.positions.max())).file if pages else None
 
     def filed(self, file: PageFile) -> Positions:
         """int64[n], ascending: the positions whose rows are in a file."""
-        pages = [chunk for chunk in self.chunks if isinstance(chunk, Pages)]
-        mine = [chunk.positions for chunk in pages if chunk.file is file]
+        mine = [chunk.positions for chunk in self.chunks if chunk.file is file]
         return np.sort(np.concatenate([_none(), *mine]))
 
     @property
@@ -326,6 +406,26 @@ class OffloadedRows:
             return self
         return self.only(self.positions[: np.searchsorted(self.positions, n_from)])
 
+    def lowered(self, descent: Descent, layers: Iterable[int], n_rows: int) -> OffloadedRows | None:
+        """The same with about `n_rows` of the rows that go down where they go to; None if there are none
+        left. layers: those that are indexed"""
+        chunks: list[Chunk] = []
+        n_left = n_rows
+        for chunk in self.chunks:
+            places = chunk.places[chunk.numbers]
+            moved = descent.moves(places) if n_left > 0 else _none()
+            n_left -= len(moved)
+            if not len(moved):
+                chunks.append(chunk)
+            elif isinstance(chunk, RowChunk):
+                chunks.append(chunk.lowered(descent))
+            else:
+                assert not isinstance(chunk, TurnedChunk), "a row goes down twice"
+                stay = np.setdiff1d(np.arange(len(chunk)), moved, assume_unique=True)
+                chunks += [chunk.take(stay)] if len(stay) else []
+                chunks.append(TurnedChunk.of(chunk.take(moved), descent, layers))
+        return None if n_left == n_rows else self._of(chunks)
+
     def rows(self, positions: Positions) -> KVRows:
         """The rows of `positions`, which ascend and must all be here, labelled by their positions.
         Raises PagesLost."""
@@ -347,7 +447,7 @@ class OffloadedRows:
             found, extensions, rows = self.chunks[i].source(number[mine])
             index = np.zeros(mine.shape, np.int64)
             index[mine] = rows
-            _put(planes, found, mine, index)
+            _put(planes, layout.n_layer, found, mine, index)
             if ext is not None and extensions is not None:
                 ext[mine[0, 0]] = extensions[index[0, 0][mine[0, 0]]]
         cut = layout.n_layer
@@ -411,6 +511,13 @@ class OffloadedKeys:
         return chunk.keys(layer)[:, head * n_bytes : (head + 1) * n_bytes]
 
 
+def _ext_at(ext: Ext | None, places: Positions) -> Ext | None:
+    """The extensions of text at these places."""
+    if ext is None:
+        return None
+    return np.stack([places, places, ext[:, 2]], axis=1).astype(np.int32)
+
+
 def _gathered(plane: Bytes2D, numbers: Positions) -> Bytes2D:
     out = np.empty((len(numbers), plane.shape[1]), np.uint8)
     if len(numbers):
@@ -421,16 +528,18 @@ def _gathered(plane: Bytes2D, numbers: Positions) -> Bytes2D:
 
 def _put(
     planes: Sequence[Bytes2D],
+    n_layer: int,
     found: Sequence[Bytes2D],
     mine: npt.NDArray[np.bool_],
     index: Positions,
 ) -> None:
-    """Copy rows into K and V planes where `mine` says so, bool[layers, KV heads, m].
+    """Copy rows into the K planes of `n_layer` layers, and V planes if there are any, where `mine` says so,
+    bool[layers, KV heads, m].
 
     index: int64 of the same shape: which row of `found`"""
     n_layers, n_heads, _ = mine.shape
     for i, (out, source) in enumerate(zip(planes, found, strict=True)):
-        layer = i % (len(planes) // 2) if n_layers > 1 else 0
+        layer = i % n_layer if n_layers > 1 else 0
         width = out.shape[1] // n_heads
         for head in range(n_heads):
             to, span = mine[layer, head], slice(head * width, (head + 1) * width)

@@ -29,7 +29,7 @@ from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.live_set import EVERYTHING, BoundedSet, LiveSet
 from towerd.engine.embedded.live.parked import Parked
 from towerd.engine.live_index import LiveIndex
-from towerd.errors import TowerdError, Unavailable
+from towerd.errors import Unavailable
 from towerd.retention import Positions
 from towerd.slots.rows import KVRows
 from towerd.store.tree.scope import adapters_of
@@ -245,7 +245,7 @@ class LivePool:
             dst.runs.append(run)
             length += run.n
         dst.live_set = src.live_set.fork()
-        dst.live_set.truncate(n)
+        _cut_live_set(dst, n)
         dst.places = src.places.fork(n)
         self._memory.seq_cp(src.id, dst.id, 0, place)
         self.reserve(dst)
@@ -287,7 +287,7 @@ class LivePool:
             return
         place = seq.place_of(n)
         self._cut(seq, [(seq.live_set.rank(n), seq.n_cells)])
-        seq.live_set.truncate(n)
+        _cut_live_set(seq, n)
         seq.places.truncate(n)
         seq.n = n
         seq.n_public = min(seq.n_public, n)
@@ -304,7 +304,7 @@ class LivePool:
         self._merge_own(seq)
         live.drop(stay)
         spans = [(int(places[start]), int(places[end - 1]) + 1) for start, end in runs]
-        with _broken_by_failure(live):
+        with broken_by_failure(live):
             self._memory.thin(seq.id, spans)
         self.reserve(seq)
         return sum(end - start for start, end in runs)
@@ -323,16 +323,21 @@ class LivePool:
         self.require_room(len(rows) - self.n_own_cells(seq), evict)
         beside = self._memory.beside(seq.id) if beside is None else beside
         seq.n_public = 0
-        self.let_go(seq)
-        with _broken_by_failure(seq.live_set):
+        with broken_by_failure(seq.live_set):
+            self._let_go_all(seq)
             self._memory.replace(seq.id, rows, beside)
         self.take(seq, len(rows))
         self.reserve(seq)
 
-    def let_go(self, seq: LiveSeq) -> None:
-        """Free all cells of `seq`, which stays open; `take` accounts for what is put there."""
-        self._cut(seq, [(0, seq.n_cells)])
-        self._memory.seq_rm(seq.id, -1, -1)
+    def pack(self, seq: LiveSeq) -> None:
+        """Write the rows of `seq`, which shares none, again as they are: into cells side by side. Raises
+        TowerdError."""
+        blob = self._memory.context.get_state(seq.id)
+        with broken_by_failure(seq.live_set):
+            self._let_go_all(seq)
+            self._memory.append(seq.id, blob, is_empty=True)
+        self.take(seq, seq.n_cells)
+        self.reserve(seq)
 
     def take(self, seq: LiveSeq, n: int) -> None:
         """Account for `n` cells that the context has put into `seq`, which had none."""
@@ -381,6 +386,11 @@ class LivePool:
         n_reserved = sum(seq.n_reserved for seq in self._live.values())
         assert sum(r.n for r in runs.values()) + n_reserved == self.cells_used, "cells_used"
         assert not set(self._free) & set(self._live), "a sequence is free and live"
+
+    def _let_go_all(self, seq: LiveSeq) -> None:
+        """Free all cells of `seq`, which stays open; `take` accounts for what is put there."""
+        self._cut(seq, [(0, seq.n_cells)])
+        self._memory.seq_rm(seq.id, -1, -1)
 
     def _let_go(self, run: CellRun, seq: LiveSeq) -> None:
         run.owners.discard(seq.id)
@@ -438,12 +448,19 @@ class LivePool:
             runs[at:at] = lower
 
 
+def _cut_live_set(seq: LiveSeq, n: int) -> None:
+    """Cut the live set of a sequence after its first `n` tokens, which may be all live again then."""
+    seq.live_set.truncate(n)
+    if not (seq.provenance[:n] == Provenance.PARTIAL).any():
+        seq.live_set.note_computed_whole()
+
+
 @contextmanager
-def _broken_by_failure(live: LiveSet) -> Iterator[None]:
+def broken_by_failure(live: LiveSet) -> Iterator[None]:
     """Wraps a change of a chat's rows, which may leave none: no request may continue it then."""
     try:
         yield
-    except TowerdError as error:
+    except Exception as error:
         if isinstance(live, BoundedSet):
             live.failure = error
             live.n_evictions += 1  # it is not whole any more

@@ -196,8 +196,10 @@ class Budgets(Hook):
         live_set = found.source.live_set
         if not isinstance(live_set, BoundedSet) or found.n >= live_set.n_chosen - 1:
             return False
-        if not live_set.policy.signals or live_set.can_recall:
+        if not live_set.policy.signals:
             return False
+        if live_set.can_recall and job.n_prompt - found.n <= REEVALUATED_TOKENS:
+            return False  # another reply to the same prompt can recall what that looks for
         if not self._memory.kind.can_slice:
             return False
         plan = self.branching.tiers.plan(job.path, 0, job.n_on_path(found.n), worst=worst_for(job))
@@ -211,7 +213,7 @@ class Budgets(Hook):
     def enter(self, job: Job, seq: LiveSeq) -> None:
         """See Hook.enter: the sequence gets a live set for the job's budget."""
         budget, live = job.request.live, seq.live_set
-        if not isinstance(live, BoundedSet) or live.budget != budget:
+        if not isinstance(live, BoundedSet) or live.budget != budget or live.failure is not None:
             assert not seq.is_partial, "a partial live set went to a request of another budget"
             config = served(retention_config(budget.policy, budget.tokens), self._config)
             shape, n_ctx = self._shape(budget), self._core.n_ctx
@@ -400,10 +402,7 @@ class Budgets(Hook):
         all cells up to the last one in use."""
         if n_dropped < live_set.budget.tokens or any(run.owners != {seq.id} for run in seq.runs):
             return
-        blob = self._core.context.get_state(seq.id)
-        self._pool.let_go(seq)
-        self._memory.append(seq.id, blob, is_empty=True)
-        self._pool.take(seq, len(live_set.kept))
+        self._pool.pack(seq)
         self.n_packed += 1
 
     def _choose(self, job: Job, seq: LiveSeq, live_set: BoundedSet, evict: Evict) -> None:
@@ -524,6 +523,7 @@ class Budgets(Hook):
         live_set = bounded(seq)
         if not seq.is_partial or live_set.failure is not None:
             return
+        live_set.keys = None  # a request that was cancelled may have left them
         blob, n_min = self._memory.park(seq.id), max(0, seq.n - self._memory.n_back(seq.id))
         rows = seq.tokens().copy(), seq.provenance[: seq.n].copy(), live_set
         self.parked.add(Parked(seq.scope, seq.session, *rows, blob, n_min, seq.n_reserved))

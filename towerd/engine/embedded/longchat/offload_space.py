@@ -87,10 +87,10 @@ class OffloadSpace:
 
     def n_without_disk(self, live_set: BoundedSet) -> int:
         """The most offloaded positions whose rows RAM has room for."""
-        n_filed = len(live_set.offloaded.in_files)
-        left = self.bytes_max - self.key_bytes(live_set) * n_filed
-        left -= self.index_bytes(live_set) * len(live_set.offloaded)
-        return max(live_set.budget.tokens, left // self.layout.token_bytes)
+        offloaded, row_bytes = live_set.offloaded, self.layout.token_bytes
+        n_bytes_keys = offloaded.n_bytes - len(offloaded.in_ram) * row_bytes
+        left = self.bytes_max - n_bytes_keys - self.index_bytes(live_set) * len(offloaded)
+        return max(live_set.budget.tokens, left // row_bytes)
 
     def make(self, live_set: BoundedSet) -> None:
         """Forget the oldest positions that are not live, if there are more than fit."""

@@ -22,18 +22,18 @@ import numpy as np
 
 from towerd.engine.embedded.context.core import Core
 from towerd.engine.embedded.context.sequences import Buffer
+from towerd.engine.embedded.live.descent import Descent
 from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.live_set import BoundedSet, filled
-from towerd.engine.embedded.live.offloaded_rows import OffloadedKeys, OffloadedRows
+from towerd.engine.embedded.live.offloaded_rows import OffloadedKeys
 from towerd.engine.embedded.live.pages import PagesLost
-from towerd.engine.embedded.live.pool import LivePool, LiveSeq
+from towerd.engine.embedded.live.pool import LivePool, LiveSeq, broken_by_failure
 from towerd.engine.embedded.longchat.observer import Observer
 from towerd.engine.embedded.longchat.offload_space import OffloadSpace
 from towerd.retention import Positions, Recalling, RetentionConfig, Rows, View
 from towerd.retention.lexical import passages
 from towerd.settings.config import Config
 from towerd.slots.rope import Rope
-from towerd.slots.shift import turn
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids, Provenance
 
@@ -54,6 +54,8 @@ _ASKED_TOKENS_MAX = 256
 """Tokens of a prompt whose words are looked for."""
 _ASKED_SHARE = 4
 """Passages that have these words take at most 1 / _ASKED_SHARE of what is free beside sink and window."""
+_PIECE_ROWS = 512
+"""Rows that are copied or turned at once; until that is done they are there twice."""
 _STORED_MIN = 256
 """Rows in RAM for which the store is asked."""
 _KEYS_MAX = 64
@@ -286,14 +288,12 @@ class Recall:
         chosen: Positions,
         evict: Callable[[], bool],
         beside: Buffer | None = None,
-        offloaded: OffloadedRows | None = None,
     ) -> None:
         """Let these offloaded positions be the live ones of a chat, by group, or as many of them as there
         are cells for. Raises Unavailable and PagesLost, which change nothing.
 
-        chosen: int64[layers, KV heads, m], ascending; beside: see `LivePool.rewrite`
-        offloaded: where their rows are; None: in those of the live set"""
-        offloaded = live_set.offloaded if offloaded is None else offloaded
+        chosen: int64[layers, KV heads, m], ascending; beside: see `LivePool.rewrite`"""
+        offloaded = live_set.offloaded
         n_own, n_ends = self._pool.n_own_cells(seq), live_set.policy.config.n_min
         self._pool.has_room(chosen.shape[2] - n_own, evict)
         n_labels = int(offloaded.places(chosen[0, 0, -1:])[0]) + 1
@@ -324,33 +324,34 @@ class Recall:
 
         Raises Unavailable, which changes nothing, if no cells can be freed. Rows that the disk does not
         give back are forgotten."""
+        n_needed = live_set.policy.config.n_min - self._pool.n_own_cells(seq)
+        self._pool.require_room(n_needed, evict)
+        down = live_set.n_places - live_set.n_places // 2  # none goes down twice
+        descent = Descent(down, rope.sections[0], self._core.info.row_identity.rot_k)
+        beside = self._memory.moved_beside(seq.id, -down, rope, rot_k=descent.rot_k)
         while True:
             try:
-                self._move_down(seq, live_set, rope, evict)
-                return
+                self.offload(seq, live_set)
+                self._lower(live_set, descent)
+                positions = live_set.positions()
+                is_there = np.isin(positions, live_set.offloaded.positions).all(axis=(0, 1))
+                self.put(seq, live_set, positions[:, :, is_there], evict, beside)
+                break
             except PagesLost as error:  # nothing is on disk the next time
                 self._lose_pages(live_set, error)
+        live_set.moved_down()
 
-    def _move_down(
-        self, seq: LiveSeq, live_set: BoundedSet, rope: Rope, evict: Callable[[], bool]
-    ) -> None:
-        """See `move_down`. Raises Unavailable and PagesLost, which change nothing."""
-        policy = live_set.policy
+    def _lower(self, live_set: BoundedSet, descent: Descent) -> None:
+        """Turn the keys of the offloaded rows that go down, a piece at a time, of which there are two copies
+        then. Those on disk are turned when they are read."""
+        policy, offloaded = live_set.policy, live_set.offloaded
         assert isinstance(policy, Recalling)
-        self.offload(seq, live_set)
-        offloaded, down = live_set.offloaded, live_set.n_places // 2
-        moved = offloaded.positions[offloaded.places(offloaded.positions) >= down]
-        places, rot_k = offloaded.places(moved), self._core.info.row_identity.rot_k
-        rows = offloaded.rows(moved)
-        rows = turn(rows, places[None, None], places - down, rope.sections[0], rot_k=rot_k)
-        beside = self._memory.moved_beside(seq.id, -down, rope, rot_k=rot_k)
-        chunk = self.space.lay_out(rows, moved, np.arange(len(moved)))
-        stay = np.setdiff1d(offloaded.positions, moved, assume_unique=True)
-        offloaded, positions = offloaded.only(stay).add(chunk), live_set.positions()
-        is_there = np.isin(positions, offloaded.positions).all(axis=(0, 1))
-        self.put(seq, live_set, positions[:, :, is_there], evict, beside, offloaded)
-        policy.forget(moved)  # their keys are others now
-        live_set.moved_down(offloaded)
+        layers = policy.layers(self._memory.full_layout.n_layer)
+        with broken_by_failure(live_set):
+            places = offloaded.places(offloaded.positions)
+            policy.forget(offloaded.positions[descent.moves(places)])  # their keys are others now
+            while (lowered := live_set.offloaded.lowered(descent, layers, _PIECE_ROWS)) is not None:
+                live_set.offloaded = lowered
 
     def _chosen(
         self,
@@ -398,28 +399,36 @@ class Recall:
         self.space.forget(live_set, live_set.offloaded.in_files)
 
     def offload_read(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
-        """Offload what was read of a prompt at whose end the policy will choose, so that it is indexed
+        """Offload what is there of a prompt at whose end the policy will choose, so that it is indexed
         while the rest is read. If the disk does not take more, the policy chooses when RAM is full."""
         n_end = len(live_set.kept) + job.n_prompt - seq.n
         if job.phase is not JobPhase.PREFILL or n_end < live_set.budget.tokens:
             return
-        self.offload(seq, live_set)
-        self.space.make(live_set)
-        if not self.space.page_out_read(live_set):
-            live_set.n_full = min(live_set.n_full, self.space.n_without_disk(live_set))
+        while self._offload_piece(seq, live_set):
+            self.space.make(live_set)
+            if not self.space.page_out_read(live_set):
+                live_set.n_full = min(live_set.n_full, self.space.n_without_disk(live_set))
+                return
 
     def offload(self, seq: LiveSeq, live_set: BoundedSet) -> None:
         """Copy the live rows that are not offloaded yet."""
+        while self._offload_piece(seq, live_set):
+            pass
+
+    def _offload_piece(self, seq: LiveSeq, live_set: BoundedSet) -> bool:
+        """Copy the first live rows that are not offloaded yet; False if there are none."""
         is_new = ~np.isin(live_set.kept, live_set.offloaded.positions)
         if live_set.mixed is not None:
             is_new[live_set.mixed.start : live_set.mixed.stop] = False
         if not is_new.any():
-            return
+            return False
         first = int(is_new.argmax())
-        rows = self._memory.full_rows(seq.id, int(live_set.places[first]), live_set.place_next)
-        numbers = np.flatnonzero(is_new[first:])
+        numbers = np.flatnonzero(is_new[first : first + _PIECE_ROWS])
+        places = live_set.places[first : first + int(numbers[-1]) + 1]
+        rows = self._memory.full_rows(seq.id, int(places[0]), int(places[-1]) + 1)
         chunk = self.space.lay_out(rows, live_set.kept[first:], numbers)
         live_set.offloaded = live_set.offloaded.add(chunk)
+        return True
 
     def look_up(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
         """Ask the store which of the offloaded rows it has, if it was not asked yet."""
