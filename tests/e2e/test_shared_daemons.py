@@ -6,15 +6,24 @@ import json
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import requests
+from bad_line import Fault, bad_line
 from daemon import Daemon, reuse_of, run_towerctl, run_towerd
 from s3_server import S3Server, s3_server
+from store_tools import ROW_IDENTITY, check_rows, write_all
 from waiting import until
+
+from towerd.store import Store
+from towerd.tiers.shared import objects
+from towerd.tiers.shared.bucket import BucketError, open_bucket
+from towerd.tiers.shared.tier import SharedTier
 
 MakeDaemon = Callable[..., Daemon]
 TALE = "Once upon a time there was a little girl named Lily. She had a dog. " * 20
@@ -181,6 +190,43 @@ def test_a_store_that_does_not_answer(make_daemon: MakeDaemon) -> None:
             for first in (5, 6):
                 assert say(daemon, [first, *prompt])[2]["prefill"] == len(prompt) + 1
             assert (metric(daemon, "lookups_total"), metric(daemon, "lookups_late_total")) == (1, 1)
+
+
+@pytest.mark.parametrize("fault", ["cut", "flip", "slow", "refuse"])
+def test_a_bad_line(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    """Whatever the line does to puts and gets: the rows that arrive are right, and over a good line all do."""
+    ids = np.arange(300, dtype=np.int32)
+    monkeypatch.setattr(objects, "PART_BYTES", 1 << 13)
+    with (
+        bad_line(s3.endpoint) as line,
+        ExitStack() as stack,
+        Store.open(tmp_path / "one", ROW_IDENTITY) as one,
+    ):
+        for name, value in {**s3.env, "AWS_ENDPOINT_URL": line.url}.items():
+            monkeypatch.setenv(name, value)
+        url = f"{s3.url}/{tmp_path.name}"
+
+        def tier_of(store: Store) -> SharedTier:
+            return SharedTier(store, open_bucket(url), bytes(32), is_exact=False, has_rows=True)
+
+        write_all(one, one.insert(ids, "local", [300])[-1])
+        line.fault = fault
+        with suppress(BucketError):
+            tier_of(one).put_path(ids, "local")
+        line.fault = ""
+        put = tier_of(one).put_path(ids, "local")
+        assert put.n_tokens == 300
+        for number in range(4):
+            store = stack.enter_context(Store.open(tmp_path / f"new-{number}", ROW_IDENTITY))
+            for each in (fault, ""):
+                line.fault = each
+                with suppress(BucketError):
+                    tier_of(store).fetch_path(put, ids, "local")
+                match = store.match(ids, "local")
+                n = check_rows(store, match.nodes[-1]) if match.nodes else 0
+                assert n in ((0, 300) if each else (300,))
 
 
 def test_what_is_not_there(make_daemon: MakeDaemon, tmp_path: Path) -> None:

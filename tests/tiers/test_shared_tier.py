@@ -261,6 +261,17 @@ def test_transform_coded_rows(tier_of: OpenTier, tmp_path: Path) -> None:
         assert (tier.n_stored(ids, "local"), counters.missing, counters.damaged) == (0, 1, 1)
 
 
+def test_a_budget_for_writing_holds(stores: list[Store], tier_of: OpenTier) -> None:
+    one, two = stores
+    grown(one, [60])
+    put = tier_of(one).put_path(IDS, "local")
+    two.writes.budget = 1000
+    assert arrive(tier_of(two), two, put, IDS) == 0
+    assert two.writes.n_refused == 1
+    two.writes.budget = 0
+    assert arrive(tier_of(two), two, put, IDS) == 60
+
+
 def test_a_deleted_session_gets_no_rows(stores: list[Store], tier_of: OpenTier) -> None:
     """Rows that are on their way to a session while it is deleted bring none of its tokens back."""
     one, two = stores

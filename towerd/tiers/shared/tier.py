@@ -232,7 +232,8 @@ class SharedTier:
                 break
             if n_stored < min(place.p1, len(ids)):
                 try:
-                    self._fetch_rows(place, ids, scope, since)
+                    if not self._fetch_rows(place, ids, scope, since):
+                        break
                 except (StateError, NewerVersion, ObjectMissing) as error:
                     self._refuse(place.name, error)
                     break
@@ -247,12 +248,15 @@ class SharedTier:
 
     def _fetch_rows(
         self, place: RowsPlace, ids: Ids, scope: str, since: DeletionWatch | None
-    ) -> None:
+    ) -> bool:
+        """False if the day's budget for writing has no room for them. Raises as `fetch_path`, and StateError."""
         keys = self.keys(PUBLIC if place.is_public else scope)
         found = read_rows(keys, place.name, parts_of(self.bucket, keys, place.name))
         header, digest, adapters = found.header, self._store.state.digest, adapters_of(scope)
         ids = ids[: header.p0 + common_prefix(ids[header.p0 :], ids_array(header.ids))]
         header.as_segment(digest, scope, adapters, ids_bytes(ids))
+        if not self._store.writes.allows("rows", header.n_bytes):
+            return False
         with self._store.locked():
             ends = sorted({header.p0, len(ids)} - {0})
             owner = self._store.insert(ids, scope, ends, since)[-1].scope
@@ -263,6 +267,7 @@ class SharedTier:
             raise StateError("they are not exact")
         file = self._store.take_in(segment, found.data, header.n_bytes, ids)
         self.counters.add(fetched=1, bytes_fetched=0 if file is None else file.nbytes)
+        return True
 
     def _fetch_bases(self, places: Sequence[BasisPlace], scope: str) -> None:
         bases = self._store.rows.bases
