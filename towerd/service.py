@@ -143,8 +143,8 @@ def _shared_tier(
     from towerd.tiers.shared.tier import SharedTier
 
     key = master_key(config.shared_key, config.store_dir)
-    is_exact, has_rows = opened.tiers.exact, opened.has_checkpoint is None
-    return SharedTier(opened.store, bucket, key, is_exact=is_exact, has_rows=has_rows)
+    has_rows = opened.has_checkpoint is None
+    return SharedTier(opened.store, bucket, key, opened.tiers.fidelity, has_rows=has_rows)
 
 
 def _roaming(shared: SharedTier | None, tiers: Tiers, cold: ColdTier) -> Roaming | None:

@@ -209,7 +209,7 @@ def test_a_bad_line(
         url = f"{s3.url}/{tmp_path.name}"
 
         def tier_of(store: Store) -> SharedTier:
-            return SharedTier(store, open_bucket(url), bytes(32), is_exact=False, has_rows=True)
+            return SharedTier(store, open_bucket(url), bytes(32), "near", has_rows=True)
 
         write_all(one, one.insert(ids, "local", [300])[-1])
         line.fault = fault

@@ -64,7 +64,7 @@ def test_the_furthest_mark_is_found(
 
 def tier_of(store: Store, folder: Path) -> SharedTier:
     bucket = open_bucket(f"file://{folder}/bucket")
-    return SharedTier(store, bucket, MASTER, is_exact=False, has_rows=True)
+    return SharedTier(store, bucket, MASTER, "near", has_rows=True)
 
 
 @pytest.mark.parametrize(("n_common", "n_found"), [(255, 0), (256, 256), (700, 700), (1000, 900)])

@@ -23,6 +23,7 @@ from transformed import IDS as CODED_IDS
 
 from towerd.errors import SessionDeleted
 from towerd.store import FormatRequest, Node, Store
+from towerd.tiers.formats.fidelity import Fidelity
 from towerd.tiers.shared import objects
 from towerd.tiers.shared.bucket import open_bucket
 from towerd.tiers.shared.objects import PutRows
@@ -50,9 +51,9 @@ def stores(tmp_path: Path) -> Iterator[list[Store]]:
 def tier_of(tmp_path: Path) -> OpenTier:
     """`tier_of(store)`: a tier over the one bucket of the test."""
 
-    def make(store: Store, master: bytes = MASTER, *, is_exact: bool = False) -> SharedTier:
+    def make(store: Store, master: bytes = MASTER, fidelity: Fidelity = "near") -> SharedTier:
         bucket = open_bucket(f"file://{tmp_path}/bucket%20of%20mine")
-        return SharedTier(store, bucket, master, is_exact=is_exact, has_rows=True)
+        return SharedTier(store, bucket, master, fidelity, has_rows=True)
 
     return make
 
@@ -229,8 +230,8 @@ def test_rows_that_are_not_exact(stores: list[Store], tier_of: OpenTier) -> None
     one.rows.write([leaf], requests=[FormatRequest(4, 50, "q8")])
     put = tier_of(one).put_path(other, "local")
     assert put.n_tokens == 60
-    assert tier_of(one, is_exact=True).put_path(other, "local").rows == []
-    assert arrive(tier_of(two, is_exact=True), two, put, other) == 0
+    assert tier_of(one, fidelity="exact").put_path(other, "local").rows == []
+    assert arrive(tier_of(two, fidelity="exact"), two, put, other) == 0
     assert arrive(tier_of(two), two, put, other) == 60
 
 

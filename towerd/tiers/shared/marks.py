@@ -48,7 +48,7 @@ class Marks:
 
     bucket: Bucket
     model: tuple[bytes, ...]
-    """What tells these rows from others: row identity, adapters, whether all are exact."""
+    """What tells these rows from others: row identity, adapters, fidelity."""
 
     def put(self, keys: TenantKeys, ids: bytes, put: PutRows) -> int:
         """Put the marks that are missing of `ids`, whose rows are in the bucket, and one at their end; returns the

@@ -23,6 +23,7 @@ from towerd.store.segments.segment_header import encode_runs, worst_of
 from towerd.store.sessions.deletions import DeletionWatch
 from towerd.store.tree.node import PUBLIC
 from towerd.store.tree.scope import adapters_of, is_public, tenant_of
+from towerd.tiers.formats.fidelity import Fidelity
 from towerd.tiers.shared.bucket import Bucket, ObjectDamaged, ObjectMissing
 from towerd.tiers.shared.marks import FoundMark, Marks
 from towerd.tiers.shared.objects import (
@@ -79,17 +80,18 @@ class SharedTier:
     """Thread-safe."""
 
     def __init__(
-        self, store: Store, bucket: Bucket, master: bytes, *, is_exact: bool, has_rows: bool
+        self, store: Store, bucket: Bucket, master: bytes, fidelity: Fidelity, *, has_rows: bool
     ) -> None:
         """master: the content of the key file
-        is_exact: neither put nor fetch rows that are not exact
+        fidelity: exact: neither put nor fetch rows that are not; prompts find rows of the same fidelity
         has_rows: whether the model resumes from any row; False: of rows alone it cannot, so that there are
             none in the bucket"""
         self.bucket = bucket
         self.counters = SharedCounters()
         self._store = store
         self._master = master
-        self._worst = Provenance.EXACT if is_exact else Provenance.APPROXIMATE
+        self._fidelity = fidelity
+        self._worst = Provenance.EXACT if fidelity == "exact" else Provenance.APPROXIMATE
         self._has_rows = has_rows
 
     def keys(self, scope: str) -> TenantKeys:
@@ -141,9 +143,8 @@ class SharedTier:
         return PutRows(list(rows), list(mark.put.transform_bases))
 
     def _marks(self, scope: str) -> Marks:
-        exactness = b"exact" if self._worst == Provenance.EXACT else b""
-        model = self._store.state.digest, adapters_of(scope).encode(), exactness
-        return Marks(self.bucket, model)
+        adapters, fidelity = adapters_of(scope).encode(), self._fidelity.encode()
+        return Marks(self.bucket, (self._store.state.digest, adapters, fidelity))
 
     def _last_of_files(self, ids: Ids, scope: str) -> list[Node]:
         """The last node of each file that has rows of `ids`, up to the first gap."""
