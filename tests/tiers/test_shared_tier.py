@@ -111,6 +111,26 @@ def test_a_beginning_is_fetched(stores: list[Store], tier_of: OpenTier) -> None:
     assert arrive(tier_of(two), two, put, IDS) == 60
 
 
+@pytest.mark.parametrize("n_common", [1, 10, 59])
+def test_of_a_file_no_more_is_put_than_is_of_the_path(
+    stores: list[Store], tier_of: OpenTier, tmp_path: Path, n_common: int
+) -> None:
+    """A chat that leaves a public base early: its first rows go without those of the base behind them."""
+    one, two = stores
+    grown(one, [60], "public")
+    chat = IDS.copy()
+    chat[n_common:] += 1000
+    leaf = one.insert(chat, "local", [n_common, 60])[-1]
+    make_hot(one, leaf)
+    one.rows.write([leaf])
+    put = tier_of(one).put_path(chat, "local")
+    assert [(place.p0, place.p1) for place in put.rows] == [(0, n_common), (n_common, 60)]
+    assert arrive(tier_of(two), two, put, chat) == 60
+    assert arrive(tier_of(two), two, put, IDS) == n_common
+    assert list((tmp_path / "one" / "tmp").iterdir()) == []
+    assert tier_of(one).put_path(IDS, "public").n_tokens == 60
+
+
 def test_other_tokens_and_other_models(
     stores: list[Store], tier_of: OpenTier, tmp_path: Path
 ) -> None:

@@ -306,13 +306,14 @@ class Store:
         return node.n * self.state.row_identity.layout.token_bytes
 
     def take_out(self, node: Node) -> tuple[SegmentHeader, memoryview]:
-        """The checked file that `node` has rows in, to be kept elsewhere: its header, and the data behind it as
-        a view. Raises RowsDamaged or StoreError, also if it has none."""
+        """The checked rows of the file that `node` has rows in, up to the end of the node, to be kept elsewhere:
+        the header of such a file, and the data behind it as a view. Raises RowsDamaged or StoreError, also if
+        it has none."""
         with self.state.locked():
             file = node.file
         if file is None:
             raise StoreError("the rows have left the disk")
-        return take_out(self.rows, file, node)
+        return take_out(self.state, self.rows, file, node, self._pool)
 
     def take_in(
         self, header: SegmentHeader, data: Iterable[bytes], n_bytes: int, ids: Ids

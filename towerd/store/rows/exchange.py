@@ -10,6 +10,7 @@ from concurrent.futures import Executor
 from towerd.errors import StoreError
 from towerd.slots.errors import StateError
 from towerd.store.files import durable
+from towerd.store.files.directory import remove_file
 from towerd.store.rows.rows import RowStore, adopt
 from towerd.store.segments.segment_file import SegmentFile, check_coded, check_pieces, map_file
 from towerd.store.segments.segment_header import (
@@ -18,23 +19,49 @@ from towerd.store.segments.segment_header import (
     decode_head,
     encode_head,
 )
-from towerd.store.segments.segment_writer import new_name
+from towerd.store.segments.segment_writer import new_name, write_segment
 from towerd.store.segments.transform_bases import TransformBases
 from towerd.store.state.state import StoreState
 from towerd.store.tree.node import Node
 from towerd.tokens import ID_BYTES
 
 
-def take_out(rows: RowStore, file: SegmentFile, node: Node) -> tuple[SegmentHeader, memoryview]:
-    """The header of a file that `node` views, and the data behind it as a view, which stays readable when the
-    file is dropped. Raises RowsDamaged or StoreError."""
+def take_out(
+    state: StoreState, rows: RowStore, file: SegmentFile, node: Node, pool: Executor
+) -> tuple[SegmentHeader, memoryview]:
+    """The rows that a file has up to the end of `node`, which views it: their header, as that of a file of their
+    own, and the data behind it as a view, which stays readable when the file is dropped. Raises RowsDamaged or
+    StoreError."""
     rows.verify(file, node)
     try:
-        data = memoryview(map_file(file.path, file.nbytes))
+        if file.p0 + file.n_rows == node.p1:
+            data = memoryview(map_file(file.path, file.nbytes))
+        else:  # the rest is another conversation's
+            data = _beginning(state, rows, file, node, pool)
         header, start = decode_head(data)
-    except (StateError, OSError) as error:
+    except (StateError, OSError, ValueError) as error:
         raise StoreError(f"{file.path} cannot be read again: {error}") from error
     return header, data[start:]
+
+
+def _beginning(
+    state: StoreState, rows: RowStore, file: SegmentFile, node: Node, pool: Executor
+) -> memoryview:
+    """A file without a name, with the rows up to the end of `node`."""
+    with state.locked():
+        prefix = node.prefix_bytes()
+    draft, name, tmp = (
+        rows.draft_again(file, node, prefix, file.p0),
+        new_name(),
+        state.directory.tmp,
+    )
+    with state.catalog.being_written(name):
+        n_bytes = write_segment(draft, name, tmp, tmp, pool)
+        state.directory.writes.add("reencoded", n_bytes)
+        try:
+            return memoryview(map_file(tmp / name, n_bytes))
+        finally:
+            remove_file(tmp / name)
 
 
 def take_in(

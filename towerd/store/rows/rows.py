@@ -307,7 +307,7 @@ class RowStore:
             p0, last, prefix = nodes[0].p0, nodes[-1], nodes[-1].prefix_bytes()
         self.encoding.begin()
         self.verify(file, last, self.encoding)
-        draft = self._draft_again(file, last, prefix, p0, requests, pause)
+        draft = self.draft_again(file, last, prefix, p0, requests, pause)
 
         def targets() -> list[Node]:
             return [] if file.dropped else list(state.tree.viewers(file))
@@ -316,7 +316,7 @@ class RowStore:
         self._unfinished.forget(file.id)
         return new
 
-    def _draft_again(
+    def draft_again(
         self,
         file: SegmentFile,
         last: Node,
@@ -421,7 +421,7 @@ class RowStore:
             p0, last = run[0].p0, run[-1]
             with state.locked():
                 prefix = last.prefix_bytes()
-            draft = self._draft_again(file, last, prefix, p0)
+            draft = self.draft_again(file, last, prefix, p0)
 
             def targets(draft: Draft = draft) -> list[Node]:
                 found = [] if file.dropped else state.tree.viewers(file)
