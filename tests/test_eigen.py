@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import psutil
@@ -40,6 +40,10 @@ def below(pid: int) -> list[psutil.Process]:
         return []
 
 
+def is_any_stopped(processes: Iterable[psutil.Process]) -> bool:
+    return any(is_stopped(each.pid) for each in processes)
+
+
 def is_gone(process: psutil.Process) -> bool:
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
@@ -54,7 +58,7 @@ def asking(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
     try:
         until(lambda: len(below(process.pid)) == 2)
         if request.param == "stopped":
-            until(lambda: any(is_stopped(each.pid) for each in below(process.pid)))
+            until(lambda: is_any_stopped(below(process.pid)))
         yield process
     finally:
         for each in below(process.pid):
@@ -64,7 +68,8 @@ def asking(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_it_is_what_numpy_finds() -> None:
-    values = np.random.default_rng(0).normal(size=(60, 40))
+    """Also of a matrix that a pipe does not hold at once."""
+    values = np.random.default_rng(0).normal(size=(300, 200))
     matrix = values.T @ values
     asked = iter([True] * 5)
     found, vectors = patient_eigh(matrix, lambda: next(asked, False))
@@ -74,11 +79,11 @@ def test_it_is_what_numpy_finds() -> None:
 
 def test_it_ends_when_it_is_told_to() -> None:
     """Also while it is stopped. Nothing is left."""
-    started: list[psutil.Process] = []
+    before, started = set(below(os.getpid())), set[psutil.Process]()
 
     def check() -> None:
-        started[:] = below(os.getpid())
-        if any(is_stopped(each.pid) for each in started):
+        started.update(set(below(os.getpid())) - before)
+        if is_any_stopped(started):
             raise Ended
 
     with pytest.raises(Ended):
@@ -98,14 +103,16 @@ def test_it_is_not_left_behind(asking: subprocess.Popen[bytes]) -> None:
 @pytest.mark.parametrize("is_stopped_first", [False, True])
 def test_a_process_that_is_killed_gives_no_result(is_stopped_first: bool) -> None:
     """The keeper is killed. Nothing is left of the other."""
-    started: list[psutil.Process] = []
+    before, started = set(below(os.getpid())), list[psutil.Process]()
+
+    def are_there() -> bool:
+        started[:] = [each for each in below(os.getpid()) if each not in before]
+        return len(started) == 2 and (not is_stopped_first or is_any_stopped(started))
 
     def kill() -> None:
-        until(lambda: len(below(os.getpid())) == 2)
-        if is_stopped_first:
-            until(lambda: any(is_stopped(each.pid) for each in below(os.getpid())))
-        started.extend(below(os.getpid()))
-        os.kill(started[0].pid, signal.SIGKILL)
+        until(are_there)
+        keeper = min(started, key=lambda each: each.ppid() != os.getpid())
+        os.kill(keeper.pid, signal.SIGKILL)
 
     thread = threading.Thread(target=kill)
     thread.start()

@@ -17,7 +17,7 @@ What is read is labelled approximate by the caller; it is the same on every CPU.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -37,6 +37,8 @@ VERSION = 1
 PAGE_ROWS = 64
 """Rows of a page: a range costs at most 63 rows more than it has, and what a page has of its own takes 52
 bytes a group, 0.007 bits a number of SmolLM2's."""
+PRODUCTS_OF_STEP = 1 << 27
+"""Multiplications between two pauses, but for those of one group's page: 5 ms of one core."""
 _HEAD = struct.Struct("<6sH32sIIHHI8s")
 _PAGE = np.dtype([("n_bytes", "<u4"), ("checksum", "<u8")])
 _NAME_BYTES_MAX = 64
@@ -44,9 +46,16 @@ _POSITION_MAX = (1 << 31) - 1
 
 
 def encode(
-    rows: KVRows, basis: Basis, coding: str, rope: Rope, *, n_threads: int = dispatch.THREADS
+    rows: KVRows,
+    basis: Basis,
+    coding: str,
+    rope: Rope,
+    *,
+    n_threads: int = dispatch.THREADS,
+    pause: Callable[[], object] | None = None,
 ) -> bytes:
     """Native rows of consecutive positions in a coding of the basis; KeyError if it has none of that name.
+    pause: called every few milliseconds of one core, returns when the next ones may be used, or raises
 
     CodecError if the basis is for other rows, or rows are not finite or pictures'. StateError as `unrotated`."""
     check_basis(basis, rows.layout)
@@ -58,15 +67,36 @@ def encode(
         for group, (transform, quantizer) in zip(basis.groups, coder, strict=True):
             page = [planes[plane][at : at + PAGE_ROWS] for plane in group.planes]
             jobs.append((transform, quantizer, page))
+    sizes = [group.vectors.size * min(PAGE_ROWS, len(rows)) for group in basis.groups]
+    steps = [jobs] if pause is None else _steps(jobs, sizes)
     try:
-        pages = row_coding.encode_pages(jobs, plain_format(basis.layout), n_threads)
+        pages: list[bytes] = []
+        for i, step in enumerate(steps):
+            if pause is not None and i:
+                pause()
+            pages += row_coding.encode_pages(step, plain_format(basis.layout), n_threads)
     except ValueError as error:
         raise CodecError(f"The rows cannot be transform-coded: {error}.") from error
     if rows.ext is not None:
         pages = _with_ext(pages, rows.ext.astype("<i4"), len(basis.groups))
     table = np.array([(len(page), xxhash.xxh3_64_intdigest(page)) for page in pages], _PAGE)
-    sizes = (rows.p0, len(rows), PAGE_ROWS, _n_columns(basis))
-    return b"".join([_head(basis.digest, coding, sizes, table), *pages])
+    shape = (rows.p0, len(rows), PAGE_ROWS, _n_columns(basis))
+    return b"".join([_head(basis.digest, coding, shape, table), *pages])
+
+
+def _steps(
+    jobs: Sequence[row_coding.EncodeJob], sizes: Sequence[int]
+) -> Iterator[Sequence[row_coding.EncodeJob]]:
+    """The jobs, of as many multiplications as the groups' `sizes` say in turn, as steps of at most
+    PRODUCTS_OF_STEP or one job."""
+    first, n_products = 0, 0
+    for i in range(len(jobs)):
+        size = sizes[i % len(sizes)]
+        if first < i and n_products + size > PRODUCTS_OF_STEP:
+            yield jobs[first:i]
+            first, n_products = i, 0
+        n_products += size
+    yield jobs[first:]
 
 
 def _head(

@@ -86,7 +86,10 @@ def learn(
 
     CodecError if there are too few rows or some cannot be transform-coded."""
     layout = samples[0].layout
-    flat = [flattened(rows, rope, rot_k=rot_k, n_threads=n_threads) for rows in samples]
+    flat = []
+    for rows in samples:
+        pause()
+        flat.append(flattened(rows, rope, rot_k=rot_k, n_threads=n_threads))
     n_rows = sum(map(len, samples))
     weights = [1.0] * len(layout.planes) if weights is None else weights
     found, variances = [], []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -81,6 +83,36 @@ def test_rows_that_are_alike_take_few_bits(basis: Basis, coding: str, bits: floa
     assert read.layout == LAYOUT
     errors = _floats(read) - _floats(rows)
     assert np.sqrt((errors**2).mean()) < CODINGS[coding].step
+
+
+def test_it_pauses_between_groups_of_a_page(basis: Basis, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as their sizes ask for, and writes the same bytes: of a large model a page takes long."""
+    rows = _rows(200, 10)
+    whole = coded.encode(rows, basis, "near", ROPE)
+    sizes, n_pages = [group.vectors.size * coded.PAGE_ROWS for group in basis.groups], 4
+    for most, n_steps in (
+        (1, n_pages * len(sizes)),
+        (sum(sizes), n_pages),
+        (2 * sum(sizes), n_pages // 2),
+        (coded.PRODUCTS_OF_STEP, 1),
+    ):
+        monkeypatch.setattr(coded, "PRODUCTS_OF_STEP", most)
+        asked = itertools.count()
+        assert coded.encode(rows, basis, "near", ROPE, pause=partial(next, asked)) == whole
+        assert next(asked) == n_steps - 1
+
+
+class Busy(Exception):
+    pass
+
+
+def test_what_pause_raises_ends_it(basis: Basis, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pause() -> None:
+        raise Busy
+
+    monkeypatch.setattr(coded, "PRODUCTS_OF_STEP", 1)
+    with pytest.raises(Busy):
+        coded.encode(_rows(10), basis, "near", ROPE, pause=pause)
 
 
 def test_a_range_is_what_the_whole_has_there(basis: Basis) -> None:

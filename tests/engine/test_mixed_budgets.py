@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import GREEDY, Answer, Oracle, ask, settle
+from oracle import GREEDY, Answer, Oracle, ask, settle, some_ids
 from services import EmbeddedService, OpenService
 
 from towerd.engine.base import GenerateRequest, LiveBudget
+from towerd.engine.embedded.live.job import JobPhase
 from towerd.models.bundled import bundled_model
 
 LIVES = (
@@ -127,3 +128,22 @@ async def test_who_has_no_budget_notices_nothing(
                 mix.check(prompt, await ask(service, prompt, 3))
             await settle(service)
     assert mix.n_checked > 5
+
+
+@pytest.mark.parametrize("policy", ["h2o", "icecache"])
+async def test_what_is_shared_is_given_up_for_rows_of_its_own(
+    service_on: OpenService, policy: str
+) -> None:
+    """A chat that shares most of its cells with a running one needs others when it is thinned: where there are
+    none, one of the two waits, and both come to their end."""
+    live, prompt = LiveBudget(policy, 300, "layer"), some_ids(250)
+    settings = {"ctx_size": 512, "live_tokens": 512, "parallel": 2, "threads": 1}
+    async with service_on(bundled_model(), **settings, retention=policy) as service:
+        first = asyncio.create_task(ask(service, prompt, 200))
+        while not any(job.phase is JobPhase.DECODE for job in service.engine.scheduler.active):
+            assert not first.done()
+            await asyncio.sleep(0)
+        longer = np.concatenate([prompt, some_ids(5, 1)])
+        answers = await asyncio.gather(first, ask(service, longer, 90, live=live))
+        assert [len(answer.ids) for answer in answers] == [200, 90]
+        await settle(service)

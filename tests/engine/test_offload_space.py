@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,22 @@ def test_a_long_chat_has_few_files(tmp_path: Path) -> None:
         for mine, theirs in zip(rows.planes(), whole.planes(), strict=True):
             assert np.array_equal(mine, theirs[chat.offloaded.positions])
         chat.offloaded.check_integrity()
+
+
+def test_rows_that_are_live_do_not_push_out_others(tmp_path: Path) -> None:
+    """While a long prompt is read of which only the first rows are offloaded yet, those of before stay as far
+    as there is room."""
+    whole = random_rows(np.random.default_rng(1), "f16", 0, 300)
+    room = OffloadSpace(whole.layout, HEAD_SIZE, 0, 0, tmp_path, DailyWrites(tmp_path))
+    chat = BoundedSet.whole(LiveBudget("icecache", BUDGET), 0, 4096)
+    room = replace(room, bytes_max=90 * room.position_bytes(chat)[0])
+    chat.extend(100)
+    every = np.arange(100)
+    chat.offloaded = chat.offloaded.add(room.lay_out(whole.slice(0, 100), every, every))
+    chat.drop(every[90:])
+    chat.extend(110)  # of which none is offloaded
+    room.make(chat)
+    assert 60 < len(chat.offloaded) <= 90
 
 
 def take_turn(room: OffloadSpace, chat: BoundedSet, whole: KVRows, p0: int) -> None:

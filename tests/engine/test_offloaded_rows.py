@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +26,9 @@ from towerd.engine.embedded.live.offloaded_rows import (
 )
 from towerd.engine.embedded.live.pages import PageFile, PagesLost
 from towerd.kernels.dci import keys_in, make_dci_tree
+from towerd.kernels.formats import BY_NAME
 from towerd.retention import Positions, Rows
-from towerd.slots.layout import KVLayout
+from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.rope import LayerRope, Rope
 from towerd.slots.rows import KVRows
 from towerd.slots.shift import shift
@@ -202,6 +204,44 @@ def test_rows_go_down(tmp_path: Path, down: int) -> None:
         keys = keys_of(expected, HEAD_SIZE)
         for layer, head in itertools.product(INDEXED, range(N_KV)):
             assert np.array_equal(read.read(layer, head, numbers), keys[layer, head][wanted])
+
+
+@pytest.mark.parametrize("kind", ["paged", "turned"])
+def test_groups_are_read_in_pieces(tmp_path: Path, kind: str) -> None:
+    """Where every layer and KV head wants other rows of a large chunk, it is not read whole at once."""
+    n, m, n_layer, plane = (
+        12000,
+        1500,
+        4,
+        Plane(BY_NAME["f16"].ggml_type, BY_NAME["f16"].row_bytes(128)),
+    )
+    rng = np.random.default_rng(8)
+    layout, every = KVLayout((plane,) * n_layer, (plane,) * n_layer), np.arange(n)
+    values = rng.standard_normal((2 * n_layer, n, 128), dtype=np.float32).astype(np.float16)
+    planes = tuple(each.view(np.uint8) for each in values)
+    rows = KVRows(layout, every.astype(np.int32), planes[:n_layer], planes[n_layer:])
+    chunk = RowChunk.of(rows, every, every)
+    offloaded = OffloadedRows().add(Pages.of(chunk, tmp_path, None, range(1)))
+    if kind == "turned":
+        rope = Rope((LayerRope("neox", 64, 64),) * n_layer)
+        descent = Descent(n // 2, rope, rot_k=False)
+        lowered = offloaded.lowered(descent, range(1), 1)
+        assert lowered is not None
+        offloaded, every = lowered, every[n // 2 :]
+    groups = rng.permuted(np.tile(every, (n_layer, 2, 1)), axis=2)[..., :m]
+    groups = np.sort(groups)
+    offloaded.mixed(groups[..., :2], np.arange(2))  # what is imported and cached is there
+    tracemalloc.start()
+    mixed = offloaded.mixed(groups, np.arange(m))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    n_wanted = len(np.unique(groups))
+    assert n_wanted > 5000
+    assert peak < (m + n_wanted) * layout.token_bytes
+    v = values[n_layer:].reshape(n_layer, n, 2, 64)
+    for layer, head in itertools.product(range(n_layer), range(2)):
+        found = mixed.v[layer].view(np.float16).reshape(m, 2, 64)[:, head]
+        assert np.array_equal(found, v[layer, groups[layer, head], head])
 
 
 def paged(folder: Path, n: int) -> tuple[Pages, KVRows]:

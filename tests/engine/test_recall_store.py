@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,9 @@ from towerd.engine.embedded.live.offloaded_rows import (
     RowChunk,
     keys_of,
 )
+from towerd.engine.embedded.live.pool import LiveSeq
 from towerd.engine.embedded.longchat.offload_space import OffloadSpace
-from towerd.engine.embedded.longchat.recall import served
+from towerd.engine.embedded.longchat.recall import Recall, served
 from towerd.kernels.formats import BY_NAME
 from towerd.models.bundled import bundled_model
 from towerd.retention import Rows, retention_config
@@ -62,10 +64,15 @@ def test_stored_rows_are_those_that_were_copied(
     before = OffloadedRows().add(paged).add(others)
     p0 = int(rng.integers(0, 25))
     piece = whole.slice(p0, int(rng.integers(p0 + 1, 31)))
-    after = before.stored([transposed(piece) if is_transposed else piece])
+    after = before.stored([transposed(piece) if is_transposed else piece], before.positions[:0])
     after.check_integrity()
     in_piece = [p for p in range(cut) if p0 <= p < piece.p1]
     assert np.setdiff1d(before.positions, after.copied).tolist() == in_piece
+    more = np.arange(p0, piece.p1)[::2]
+    alone = OffloadedRows().stored([piece], more)
+    assert alone.n_bytes == 0
+    for mine, theirs in zip(alone.rows(more).planes(), whole.planes(), strict=True):
+        assert np.array_equal(mine, theirs[more])
     stay = np.flatnonzero(rng.random(33) < 0.7)
     after = after.only(stay)
     stay = np.intersect1d(stay, before.positions)
@@ -85,6 +92,32 @@ def test_stored_rows_are_those_that_were_copied(
 async def the_chat(service: EmbeddedService) -> BoundedSet:
     (live_set,) = await inside(service, lambda: live_sets(service.engine))
     return live_set
+
+
+@pytest.mark.parametrize("policy", ["icecache", "latem"])
+async def test_an_edit_within_a_stored_prompt(service_on: OpenService, policy: str) -> None:
+    """What can be recalled from behind the edit are its own rows, not those of what it replaced."""
+    ids = np.concatenate([some_ids(600, 1)[:300], some_ids(300, 2)])
+    settings = SETTINGS | {"live_tokens": 4096, "flash_attn": "off"}
+    async with service_on(bundled_model(), **settings) as service:
+        await ask(service, some_ids(600, 1), 1)
+        await settle(service)
+        await ask(service, ids, 40, live=LiveBudget(policy, 64, "layer"))
+        await settle(service)
+        offloaded = (await the_chat(service)).offloaded
+        at = offloaded.positions[offloaded.positions < len(ids)]
+        assert (at >= 300).sum() > 200
+        await ask(service, ids, 1, scope="alone")
+
+        def rows() -> tuple[KVRows, KVRows | None]:
+            (alone,) = [seq for seq in service.engine.pool if seq.scope == "alone"]
+            return offloaded.rows(at), service.engine.core.memory.rows(alone.id, 0, len(ids))
+
+        found, expected = await inside(service, rows)
+        assert expected is not None
+        for mine, theirs in zip(found.planes(), expected.planes(), strict=True):
+            pair = [plane.view(np.float16).astype(np.float32) for plane in (mine, theirs[at])]
+            assert np.allclose(pair[0], pair[1], atol=0.01 * np.abs(pair[1]).max())
 
 
 @pytest.mark.parametrize("flash_attn", ["on", "off"])
@@ -137,6 +170,38 @@ async def test_a_prompt_from_the_store_is_thinned_as_it_was(service_on: OpenServ
     assert resumed.ids == read.ids
     for mine, theirs in zip(resumed.probs, read.probs, strict=True):
         assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize("disk_bytes", [0, 1 << 30])
+async def test_a_document_in_the_store_is_not_copied(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch, disk_bytes: int
+) -> None:
+    """It is resumed and answered from within less RAM than its rows take: all of it may come back, and nothing
+    of it is written to disk again."""
+    peaks: list[int] = []
+    offload = Recall.offload
+
+    def measured(self: Recall, seq: LiveSeq, live_set: BoundedSet) -> None:
+        offload(self, seq, live_set)
+        peaks.append(live_set.n_bytes_offloaded // self.space.layout.token_bytes)
+
+    monkeypatch.setattr(Recall, "offload", measured)
+    ids = some_ids(900, 3)
+    async with service_on(bundled_model(), **SETTINGS) as service:
+        await ask(service, ids, 1)
+        await settle(service)
+    async with service_on(bundled_model(), **SETTINGS) as service:
+        recall = service.engine.budgets.recall
+        assert recall is not None
+        row = recall.space.layout.token_bytes
+        recall.space = replace(recall.space, bytes_max=400 * row, disk_bytes_max=disk_bytes)
+        question = np.concatenate([ids, some_ids(40, 9)])
+        answer = await ask(service, question, 40, live=LIVE)
+        assert answer.finish.reuse.warm > 800
+        assert service.engine.stats()["recall_disk_bytes"] < 100 * row
+        assert len((await the_chat(service)).offloaded) > len(question)
+        await settle(service)
+    assert 0 < max(peaks) < 400
 
 
 async def check_dropped(service: EmbeddedService) -> None:

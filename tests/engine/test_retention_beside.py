@@ -21,10 +21,12 @@ from window_model import N_LAYER, make_window_model
 from lab.models.random_gguf import make_random_gguf
 from lab.models.shape import Shape
 from towerd.engine.base import LiveBudget
+from towerd.engine.embedded.live.job import JobPhase
 from towerd.engine.embedded.live.live_set import BoundedSet
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
 from towerd.engine.embedded.longchat.budgets import Budgets
 from towerd.engine.embedded.longchat.recall import Recall
+from towerd.errors import Unavailable
 from towerd.tokens import Ids
 
 WINDOW, BUDGET = 24, 48
@@ -301,3 +303,36 @@ async def test_a_cut_behind_the_end_of_the_context(service_on: OpenService, tmp_
     assert answer.ids == expected.ids
     for mine, theirs in zip(answer.probs, expected.probs, strict=True):
         assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+
+
+async def test_no_cells_to_go_back(
+    service_on: OpenService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cells are short when the end of a prompt is to be read again: another request gives way, and both come to
+    their end."""
+    make_random_gguf(tmp_path / "model.gguf", replace(SHAPE, arch="lfm2"))
+    rewrite, n_refused = LivePool.rewrite, 0
+
+    def refused(self: LivePool, seq: LiveSeq, rows: Any, evict: Any, beside: Any = None) -> None:
+        nonlocal n_refused
+        if beside is not None and self.n_busy() > 1 and not n_refused:
+            n_refused += 1
+            raise Unavailable("There are no cells.")
+        rewrite(self, seq, rows, evict, beside)
+
+    live = LiveBudget("icecache", 60, "layer")
+    settings = {"ctx_size": 300, "live_tokens": 600, "threads": 1, "retention": "icecache"}
+    async with service_on(tmp_path / "model.gguf", parallel=2, **settings) as service:
+        ids = some_ids(130)
+        ids = chat(await ask(service, ids, 10, live=live), ids, some_ids(40, 1))
+        monkeypatch.setattr(LivePool, "rewrite", refused)
+        other = asyncio.create_task(ask(service, some_ids(60, 9), 200, scope="other"))
+        active = service.engine.scheduler.active
+        while not any(job.phase is JobPhase.DECODE for job in active):
+            assert not other.done()
+            await asyncio.sleep(0)
+        active[0].t_submit += 3600.0  # the one that gives way
+        answers = await asyncio.gather(other, ask(service, ids, 10, live=live))
+        assert n_refused == 1
+        assert [len(answer.ids) for answer in answers] == [200, 10]
+        await settle(service)

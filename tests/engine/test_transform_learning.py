@@ -29,7 +29,9 @@ NATS_OF_ERROR = 0.05
 
 @dataclass
 class Plan:
-    continuations: tuple[Continuation, ...] = (Continuation(0, N), Continuation(1, N))
+    continuations: tuple[Continuation, ...] = tuple(
+        Continuation(window, p) for p in (N, N - 64) for window in (0, 1)
+    )
 
 
 @dataclass
@@ -39,7 +41,7 @@ class FakeMeasurer:
     seeds: tuple[int, int]
     plan: Plan = field(default_factory=Plan)
     layout: KVLayout = LAYOUT
-    n_max: int = 2
+    n_max: int = 4
 
     def rows(self, continuation: Continuation) -> KVRows:
         return coded_rows_of(N, seed=self.seeds[continuation.window]).slice(0, continuation.p)
@@ -47,24 +49,26 @@ class FakeMeasurer:
     def costs_of(
         self, codings: Sequence[Callable[[KVRows], Sequence[KVRows]]], n: int
     ) -> list[FormatCost]:
-        return [self._cost(coding, n) for coding in codings]
-
-    def _cost(self, coding: Callable[[KVRows], Sequence[KVRows]], n: int) -> FormatCost:
-        errors = []
+        errors: list[list[float]] = [[] for _ in codings]
         for continuation in self.plan.continuations[:n]:
             rows = self.rows(continuation)
-            parts = coding(rows)
-            assert [part.p0 for part in parts] == [0, *(part.p1 for part in parts[:-1])]
-            for i in range(len(LAYOUT.planes)):
-                found = np.concatenate([part.plane(i) for part in parts]).view(np.float16)
-                wanted = rows.plane(i).view(np.float16)
-                errors.append(((found.astype(float) - wanted) ** 2).mean())
-        excess = NATS_OF_ERROR * float(np.mean(errors))
-        return FormatCost(excess, excess, 0.0, 1.0, 8.0, 64 * n)
+            for coding, found in zip(codings, errors, strict=True):
+                found.append(self._error(rows, coding(rows)))
+        excesses = [NATS_OF_ERROR * float(np.mean(found)) for found in errors]
+        return [FormatCost(each, each, 0.0, 1.0, 8.0, 64 * n) for each in excesses]
+
+    def _error(self, rows: KVRows, parts: Sequence[KVRows]) -> float:
+        assert [part.p0 for part in parts] == [0, *(part.p1 for part in parts[:-1])]
+        errors = []
+        for i in range(len(LAYOUT.planes)):
+            found = np.concatenate([part.plane(i) for part in parts]).view(np.float16)
+            wanted = rows.plane(i).view(np.float16)
+            errors.append(((found.astype(float) - wanted) ** 2).mean())
+        return float(np.mean(errors))
 
 
-def measurer(*seeds: int) -> Measurer:
-    return cast(Measurer, FakeMeasurer((seeds[0], seeds[1])))
+def measurer(*seeds: int, n_max: int = 4) -> Measurer:
+    return cast(Measurer, FakeMeasurer((seeds[0], seeds[1]), n_max=n_max))
 
 
 def test_what_is_chosen_was_measured() -> None:
@@ -114,6 +118,14 @@ def test_nothing_is_chosen_that_costs_too_much(monkeypatch: pytest.MonkeyPatch) 
         found,
         IDENTITY.digest(),
     )
+    assert not made.choices
+
+
+def test_nothing_is_chosen_on_little_text() -> None:
+    """However little it seems to cost."""
+    found = calibration_of(IDENTITY, ("q8",) * LEVELS)
+    few = measurer(3, 4, n_max=3)
+    made = learning.learn_transform(measurer(1, 2), few, ROPE, found, IDENTITY.digest())
     assert not made.choices
 
 

@@ -12,6 +12,7 @@ from transformed import IDENTITY, basis, transform
 
 from towerd.store import Store
 from towerd.tiers.formats.calibration import FormatCost
+from towerd.tiers.formats.fidelity import DYNAMIC
 from towerd.tiers.formats.transform import (
     VERSION,
     TransformChoice,
@@ -43,6 +44,18 @@ def test_what_was_saved_is_loaded(store: Store) -> None:
     why = TransformChoice(VERSION, "", 0, 1.0, 0, {}, "There are too few tokens.")
     save_transform(store, KEY, why)
     assert load_transform(store, KEY) == why
+
+
+def test_a_coarser_coding_reaches_as_far_as_it_was_measured() -> None:
+    """Into what many prompts share: its end takes what one chat's own rows do."""
+    coarse, fine = transform("small"), transform()
+    table = TransformCost((coarse, coarse, fine), COST, 2.0, 0.002).formats
+    assert table.stretches(0, 0, 1000) == [(0, 400, coarse), (400, 700, coarse), (700, 1000, fine)]
+    assert table.stretches(1, 0, 1000) == [(0, 700, coarse), (700, 1000, fine)]
+    assert table.stretches(DYNAMIC, 0, 1000) == [(0, 1000, fine)]
+    alone = TransformCost((fine,), COST, 2.0, 0.002).formats
+    assert {name for _, _, name in alone.stretches(0, 0, 1000)} == {fine}
+    assert alone.stretches(0, 0, 1000)[-1][1] == 1000
 
 
 @pytest.mark.parametrize("levels", [(), (transform("none"),), (transform(seed=2),)])

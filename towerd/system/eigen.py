@@ -13,8 +13,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from typing import IO
 from zipfile import BadZipFile
 
 import numpy as np
@@ -87,10 +89,14 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)
     child.wait()
-    for pipe in (child.stdin, child.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
+    if child.stdout is not None:
+        child.stdout.close()
+
+
+def _send(pipe: IO[bytes], data: bytes) -> None:
+    """Write `data` and close the pipe; a process that has ended takes no more."""
+    with contextlib.suppress(OSError), pipe:
+        pipe.write(data)
 
 
 def _result(
@@ -100,12 +106,13 @@ def _result(
     must_wait: Callable[[], bool],
     check: Callable[[], object],
 ) -> bytes:
-    to_send: bytes | None = data
+    pipe, child.stdin = child.stdin, None
+    assert pipe is not None
+    # After a timeout communicate() sends nothing more of its input (CPython 3.11).
+    threading.Thread(target=_send, args=(pipe, data), name="towerd-eigen", daemon=True).start()
     while True:
-        try:
-            return child.communicate(to_send, timeout=_LOOK_S)[0]
-        except subprocess.TimeoutExpired:
-            to_send = None  # it continues with what is left of the first
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return child.communicate(timeout=_LOOK_S)[0]
         check()
         if must_wait():
             with contextlib.suppress(BrokenPipeError):  # it has just ended

@@ -305,8 +305,9 @@ class Tiers(Listener):
         """The exact rows of tokens [start, stop) of a request's path that are in files."""
         parts = []
         with self.store.locked():
-            for node in path.match(stop).nodes:
-                p0, p1 = max(start, node.p0), min(stop, node.p1)
+            match = path.match(stop)  # its last node may be of another text from `n` on
+            for node in match.nodes:
+                p0, p1 = max(start, node.p0), min(match.n, node.p1)
                 if node.file is None or p0 >= p1:
                     continue
                 if node.file.worst(p0, p1) <= Provenance.EXACT:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +104,11 @@ def test_first_and_last_rows_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -
         for a, b in zip(middle.planes(), parts[1].planes(), strict=True):
             errors = a.view(np.float16).astype(float) - b.view(np.float16).astype(float)
             assert np.abs(errors).max() < 0.1
+        asked = itertools.count()
+        paused = sandwiched(rows, basis, "fine", rope, partial(next, asked))
+        assert next(asked) >= len(middle) / 64  # as often as there are pages, at least
+        for a, b in zip(parts[1].planes(), paused[1].planes(), strict=True):
+            assert (a == b).all()
 
 
 def test_the_8b_shape_is_timed_by_some_of_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:

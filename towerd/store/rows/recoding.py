@@ -66,7 +66,7 @@ def encoded_run(
     pool: Executor | None = None,
 ) -> DraftRun:
     """Consecutive rows, native or in block formats, as a transform-coded run. pause: called before each
-    STEP_ROWS, returns when the next ones may be encoded, or raises; done: what was encoded when it was
+    STEP_ROWS and within them, in `pool`, returns when the next ones may be encoded, or raises; done: what was encoded when it was
     interrupted before, and gets what is encoded now; pool: what encodes, one step at a time; None: this thread
 
     Raises ValueError for rows that cannot be coded."""
@@ -78,7 +78,7 @@ def encoded_run(
         for first in range(at, end, STEP_ROWS):
             if first not in done:
                 pause()
-                step = parts, first, min(first + STEP_ROWS, end), basis, coding
+                step = parts, first, min(first + STEP_ROWS, end), basis, coding, pause
                 done[first] = (
                     _encode(*step) if pool is None else pool.submit(_encode, *step).result()
                 )
@@ -88,12 +88,19 @@ def encoded_run(
     return DraftRun((), format, origin, pieces, heads)
 
 
-def _encode(parts: Sequence[KVRows], p0: int, p1: int, basis: Basis, coding: str) -> bytes:
+def _encode(
+    parts: Sequence[KVRows],
+    p0: int,
+    p1: int,
+    basis: Basis,
+    coding: str,
+    pause: Callable[[], object],
+) -> bytes:
     """The rows [p0, p1) of these as coded rows. Raises ValueError."""
     assert basis.rope is not None
     try:
         rows = _native(parts, p0, p1, basis.layout)
-        return coded.encode(rows, basis, coding, basis.rope, n_threads=1)
+        return coded.encode(rows, basis, coding, basis.rope, n_threads=1, pause=pause)
     except CodecError as error:
         raise ValueError(str(error)) from error
 

@@ -292,8 +292,8 @@ class RowStore:
         """Replace `file` durably by one with its rows in the formats of `requests`: the native ones, and
         those in a stored format where the request says so. Others stay as they are.
 
-        pause: called every few milliseconds of transform coding, returns if it may continue or raises
-            CodingInterrupted, which this then raises; what was encoded is used at the next attempt
+        pause: called before transform coding and every few milliseconds of it, returns if it may continue or
+            raises CodingInterrupted, which this then raises; what was encoded is used at the next attempt
 
         The old file's checksums are verified again first. Its nodes switch in one transaction, then
         it is deleted; loads planned from it use the new file. None if the file was dropped meanwhile.
@@ -305,6 +305,8 @@ class RowStore:
             if file.dropped or not nodes:
                 return None
             p0, last, prefix = nodes[0].p0, nodes[-1], nodes[-1].prefix_bytes()
+        if any(is_coded(request.format) for request in requests):
+            pause()  # rather than read a file first, again and again while a request runs
         self.encoding.begin()
         self.verify(file, last, self.encoding)
         draft = self.draft_again(file, last, prefix, p0, requests, pause)

@@ -15,7 +15,7 @@ from towerd.slots.errors import StateError
 from towerd.store import Store
 from towerd.store.rows.collect import CODING_META
 from towerd.store.segments.coded_format import coding_of
-from towerd.tiers.formats.calibration import FormatCost
+from towerd.tiers.formats.calibration import LEVELS, REACHES, FormatCost
 from towerd.tiers.formats.fidelity import LevelFormats
 
 log = logging.getLogger(__name__)
@@ -37,8 +37,9 @@ class TransformCost(msgspec.Struct, frozen=True):
 
     @property
     def formats(self) -> LevelFormats:
-        """The table."""
-        return LevelFormats(self.levels)
+        """The table. Of a prompt that many share each level's coding reaches as far as it was measured."""
+        deeper = self.levels[-1:] * (LEVELS - len(self.levels))
+        return LevelFormats((*self.levels, *deeper), REACHES)
 
     @property
     def drift(self) -> Drift:

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -33,7 +34,7 @@ from towerd.engine.embedded.calibration.unfinished import Unfinished
 from towerd.engine.embedded.context.core import Core
 from towerd.engine.embedded.run.scheduler import Scheduler
 from towerd.engine.moving.rotation import Rotation
-from towerd.errors import NotSupported, StoreError, TowerdError
+from towerd.errors import DiskFull, NotSupported, StoreError, TowerdError
 from towerd.model.vocab import Vocab
 from towerd.slots.kind import WINDOW
 from towerd.store import Store
@@ -170,7 +171,7 @@ class Calibrator:
             self._tiers.use(self._found)
         if self._transforms:
             self._transform = load_transform(self._store, self._row_identity)
-            self._use_transform()
+            self._use_transform(self._transform)
         if self._may_move:
             self._tiers.moved_limits = load_moved_limits(self._store)
         has_any = self._found is not None or self._tiers.moved_limits is not None
@@ -320,7 +321,8 @@ class Calibrator:
             self._n_later = 0
             if plan is not None:
                 found = self._measure(plan, unfinished)
-                save_calibration(self._store, found)
+                with suppress(DiskFull):  # it holds until the next start all the same
+                    save_calibration(self._store, found)
                 self._found = found
                 self._tiers.use(found)
         except BaseException:
@@ -367,7 +369,8 @@ class Calibrator:
             unfinished.moves.append(meter.measure(left.pop(0)))
             unfinished.save()
         limits = limits_of([each for run in unfinished.moves for each in run], self._row_identity)
-        save_moved_limits(self._store, limits)
+        with suppress(DiskFull):  # they hold until the next start all the same
+            save_moved_limits(self._store, limits)
         self._tiers.moved_limits = limits
 
     def _plan(self) -> MeasurePlan:
@@ -449,8 +452,8 @@ class Calibrator:
         if basis is not None:
             self._store.rows.bases.add(basis)
         save_transform(self._store, self._row_identity, choice)
+        self._use_transform(choice)
         self._transform, self._unsaved = choice, None
-        self._use_transform()
 
     def _learned(self) -> tuple[TransformChoice, Basis | None]:
         """What is learned now, and its basis if any coding keeps the bound; what was learned before if this
@@ -491,10 +494,9 @@ class Calibrator:
         )
         return choice, basis
 
-    def _use_transform(self) -> None:
-        found = None if self._transform is None else self._transform.choices.get(self.fidelity)
+    def _use_transform(self, found: TransformChoice | None) -> None:
         if self._transforms:
-            self._tiers.set_transform(found)
+            self._tiers.set_transform(None if found is None else found.choices.get(self.fidelity))
 
     def _eigh(
         self, matrix: npt.NDArray[np.float64]

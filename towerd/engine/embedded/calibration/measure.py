@@ -156,7 +156,7 @@ class Measurer:
         self, codings: Sequence[Callable[[KVRows], Sequence[KVRows]]], n: int
     ) -> list[FormatCost]:
         """The cost of what each of `codings` makes of native rows, as consecutive parts, on the first `n`
-        continuations."""
+        continuations. On each they are called in their order."""
         self._measure([], n)
         samples: list[list[DriftSample]] = [[] for _ in codings]
         for continuation in self.plan.continuations[:n]:

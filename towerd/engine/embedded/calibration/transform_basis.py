@@ -20,7 +20,7 @@ from towerd.codec.rows.plain import flattened
 from towerd.engine.embedded.calibration.measure import Measurer
 from towerd.kernels import dispatch
 from towerd.slots.rope import Rope
-from towerd.slots.rows import KVRows
+from towerd.slots.rows import KVRows, join
 from towerd.tiers.shrink import SINKS, TAIL
 
 COARSE_STEP = 1.5
@@ -47,13 +47,13 @@ def learned(
     groups = groups_of(measurer.layout, n_layers)
     how = _How(row_identity, eigh, pause, rot_k)
     plain = _coarse(samples, rope, groups, how)
-    costs = _costs(measurer, rope, plain, n_continuations)
+    costs = _costs(measurer, rope, plain, n_continuations, pause)
     weights = [0.0] * len(measurer.layout.planes)
     for planes, cost in zip(groups, costs, strict=True):
         for plane in planes:
             weights[plane] = math.sqrt(cost)
-    flat = [flattened(rows, rope, rot_k=rot_k) for rows in samples]
-    squares = [weight**2 * _variance(flat, i) for i, weight in enumerate(weights)]
+    flat = how.flattened(samples, rope)
+    squares = [weight**2 * how.variance(flat, i) for i, weight in enumerate(weights)]
     scale = 1 / math.sqrt(float(np.mean(squares)))
     weights = [weight * scale for weight in weights]
     return how.learn(samples, rope, codings, groups, weights)
@@ -88,6 +88,19 @@ class _How:
             rot_k=self.rot_k,
         )
 
+    def flattened(self, samples: Sequence[KVRows], rope: Rope) -> list[KVRows]:
+        """The samples' plain rows."""
+        found = []
+        for rows in samples:
+            self.pause()
+            found.append(flattened(rows, rope, rot_k=self.rot_k))
+        return found
+
+    def variance(self, samples: Sequence[KVRows], plane: int) -> float:
+        """The mean variance of the numbers of a plane."""
+        self.pause()
+        return float(np.mean([floats_of(rows, plane).var(axis=0).mean() for rows in samples]))
+
 
 def windows_of(measurer: Measurer) -> list[KVRows]:
     """The longest native rows of each window."""
@@ -102,19 +115,15 @@ def _coarse(
     how: _How,
 ) -> Basis:
     """A basis whose planes are all scaled to a variance of 1, with one coarse coding."""
-    flat = [flattened(rows, rope, rot_k=how.rot_k) for rows in samples]
+    flat = how.flattened(samples, rope)
     layout = samples[0].layout
     weights = [0.0] * len(layout.planes)
     for planes in groups:
-        variance = np.mean([_variance(flat, plane) for plane in planes])
+        variance = np.mean([how.variance(flat, plane) for plane in planes])
         for plane in planes:
             weights[plane] = 1 / math.sqrt(max(float(variance), 1e-12))
     rounding = {"coarse": Rounding(COARSE_STEP)}
     return how.learn(samples, rope, rounding, groups, weights)
-
-
-def _variance(samples: Sequence[KVRows], plane: int) -> float:
-    return float(np.mean([floats_of(rows, plane).var(axis=0).mean() for rows in samples]))
 
 
 def floats_of(rows: KVRows, plane: int) -> np.ndarray:
@@ -123,12 +132,16 @@ def floats_of(rows: KVRows, plane: int) -> np.ndarray:
     return dispatch.transcoded(rows.plane(plane), name, "f32").view(np.float32)
 
 
-def _costs(measurer: Measurer, rope: Rope, basis: Basis, n: int) -> list[float]:
+def _costs(
+    measurer: Measurer, rope: Rope, basis: Basis, n: int, pause: Callable[[], object]
+) -> list[float]:
     """What each group's coarse coding costs, in nats for the mean square of its error."""
     found: list[list[float]] = [[] for _ in basis.groups]
+    parts: list[KVRows] = []
 
     def only(i: int, rows: KVRows) -> list[KVRows]:
-        parts = sandwiched(rows, basis, "coarse", rope)
+        if i == 0:  # on each continuation the groups take turns, and all are coded at once
+            parts[:] = sandwiched(rows, basis, "coarse", rope, pause)
         mixed, native = parts[1], rows.slice(parts[1].p0, parts[1].p1)
         planes = list(native.planes())
         for plane in basis.groups[i].planes:
@@ -147,11 +160,28 @@ def _costs(measurer: Measurer, rope: Rope, basis: Basis, n: int) -> list[float]:
     ]
 
 
-def sandwiched(rows: KVRows, basis: Basis, coding: str, rope: Rope) -> list[KVRows]:
+def sandwiched(
+    rows: KVRows,
+    basis: Basis,
+    coding: str,
+    rope: Rope,
+    pause: Callable[[], object] | None = None,
+) -> list[KVRows]:
     """Native rows of positions [0, n) with all between the first SINKS and the last TAIL written in a coding
-    and read again."""
+    and read again. pause: called every few milliseconds of one core; None: all cores are used at once"""
     first, last = SINKS, len(rows) - TAIL
-    inner = rows.slice(first, last).token_major()
-    data = coded.encode(inner, basis, coding, rope)
-    read = coded.parse(data).read(first, last, basis, rope)
-    return [rows.slice(0, first), read, rows.slice(last, len(rows))]
+    inner, head, tail = (
+        rows.slice(first, last).token_major(),
+        rows.slice(0, first),
+        rows.slice(last, len(rows)),
+    )
+    if pause is None:
+        data = coded.encode(inner, basis, coding, rope)
+        return [head, coded.parse(data).read(first, last, basis, rope), tail]
+    parsed = coded.parse(coded.encode(inner, basis, coding, rope, n_threads=1, pause=pause))
+    read = []
+    for at in range(first, last, coded.PAGE_ROWS):
+        pause()
+        end = min(at + coded.PAGE_ROWS, last)
+        read.append(parsed.read(at, end, basis, rope, n_threads=1))
+    return [head, join(read), tail]

@@ -382,7 +382,8 @@ class BoundedSet(LiveSet):
         every = np.arange(self.n, dtype=np.int64)
         if np.array_equal(self.kept, every) and np.array_equal(self.places, every):
             self.policies = tuple(open_retention(each.config) for each in self.policies)
-            self.offloaded, self.n_evictions = OffloadedRows(), 0
+            self.offloaded, self.asked = OffloadedRows(), self.asked[:0]
+            self.n_evictions = self.n_chosen = 0
             self.mass = np.zeros_like(self.mass)  # most of it was paid by what was cut
 
     def observe(self, observed: Observed, n_max: int) -> None:
@@ -508,6 +509,14 @@ class BoundedSet(LiveSet):
     def sink(self) -> Positions:
         """The first positions, which always stay."""
         return self.kept[: getattr(self.policy.config, "sink", 0)]
+
+    @property
+    def has_own(self) -> npt.NDArray[np.bool_]:
+        """bool[m]: which cells have the rows of their label in every group."""
+        has_own = np.ones(len(self.kept), np.bool_)
+        if self.mixed is not None:
+            has_own[self.mixed.start : self.mixed.stop] = False
+        return has_own
 
     @property
     def n_tail(self) -> int:

@@ -36,6 +36,10 @@ Ext: TypeAlias = npt.NDArray[np.int32]
 """int32[n, 3]: see `KVRows.ext`."""
 
 
+_READ_ROWS = 1024
+"""Rows that are read at once, to be put where they are wanted."""
+
+
 def _none() -> Positions:
     return np.empty(0, np.int64)
 
@@ -341,18 +345,21 @@ class OffloadedRows:
         is_copied = np.array([not isinstance(chunk, StoredChunk) for chunk in self.chunks], bool)
         return self.positions[is_copied[self.chunk]] if len(self) else self.positions
 
-    def stored(self, pieces: Iterable[KVRows]) -> OffloadedRows:
+    @property
+    def n_stored(self) -> int:
+        """How many rows are the store's."""
+        return sum(len(chunk) for chunk in self.chunks if isinstance(chunk, StoredChunk))
+
+    def stored(self, pieces: Iterable[KVRows], more: Positions) -> OffloadedRows:
         """Let go of copies of rows that the store has, in these pieces, if the copies are at the places of
-        their positions."""
+        their positions, and refer to the rows that it has of `more`, int64[n], ascending."""
         there = self.copied
-        there = there[self.places(there) == there]
+        there = np.union1d(there[self.places(there) == there], np.setdiff1d(more, self.positions))
         new = [StoredChunk(rows, there[np.isin(there, rows.positions)]) for rows in pieces]
-        is_stored = np.zeros(self.end, np.bool_)
-        for chunk in new:
-            is_stored[chunk.positions] = True
+        gone = np.concatenate([_none(), *(chunk.positions for chunk in new)])
         left: list[Chunk] = []
         for each in self.chunks:
-            stays = ~is_stored[each.positions] | isinstance(each, StoredChunk)
+            stays = ~np.isin(each.positions, gone) | isinstance(each, StoredChunk)
             left.append(each if stays.all() else each.take(np.flatnonzero(stays)))
         return self._of([*left, *new])
 
@@ -443,13 +450,13 @@ class OffloadedRows:
         planes = [np.empty((len(labels), plane.row_bytes), np.uint8) for plane in layout.planes]
         ext = np.empty((len(labels), 3), np.int32) if layout.cell_ext else None
         for i in np.unique(which).tolist():
-            mine = which == i
-            found, extensions, rows = self.chunks[i].source(number[mine])
-            index = np.zeros(mine.shape, np.int64)
-            index[mine] = rows
-            _put(planes, layout.n_layer, found, mine, index)
-            if ext is not None and extensions is not None:
-                ext[mine[0, 0]] = extensions[index[0, 0][mine[0, 0]]]
+            for mine in _pieces(self.chunks[i], which == i, number):
+                found, extensions, rows = self.chunks[i].source(number[mine])
+                index = np.zeros(mine.shape, np.int64)
+                index[mine] = rows
+                _put(planes, layout.n_layer, found, mine, index)
+                if ext is not None and extensions is not None:
+                    ext[mine[0, 0]] = extensions[index[0, 0][mine[0, 0]]]
         cut = layout.n_layer
         return KVRows(
             layout, labels.astype(np.int32), tuple(planes[:cut]), tuple(planes[cut:]), ext
@@ -524,6 +531,22 @@ def _gathered(plane: Bytes2D, numbers: Positions) -> Bytes2D:
         index = np.ascontiguousarray(numbers, np.int64)
         dispatch.copy_planes(out.reshape(-1), [(0, plane, index)])
     return out
+
+
+def _pieces(
+    chunk: Chunk, mine: npt.NDArray[np.bool_], number: Positions
+) -> Iterator[npt.NDArray[np.bool_]]:
+    """`mine`, which says what is wanted of a chunk, in parts that need at most _READ_ROWS rows each, if these
+    have to be copied to be read. number: of which row, in any shape"""
+    wanted = np.empty(0, np.int64)
+    if not isinstance(chunk, RowChunk) and len(chunk) > _READ_ROWS:
+        wanted = np.unique(number[mine])
+    if len(wanted) <= _READ_ROWS:
+        yield mine
+        return
+    part = np.searchsorted(wanted, number, side="right") - 1
+    for first in range(0, len(wanted), _READ_ROWS):
+        yield mine & (part >= first) & (part < first + _READ_ROWS)
 
 
 def _put(

@@ -207,10 +207,17 @@ class LivePool:
                 return False
         return True
 
-    def require_room(self, n_cells: int, evict: Callable[[], bool]) -> None:
-        """As `has_room`. Raises Unavailable if that is not enough: cells that a sequence let go of may
-        be shared with others."""
-        if not self.has_room(n_cells, evict):
+    def has_own(self, seq: LiveSeq, n_cells: int, evict: Callable[[], bool]) -> bool:
+        """Have idle sequences evicted until `seq` can have `n_cells` cells of its own, beside those that it
+        shares, which become its own when the others leave; False if that is not enough."""
+        while self.cells_free < n_cells - self.n_own_cells(seq):
+            if not evict():
+                return False
+        return True
+
+    def require_own(self, seq: LiveSeq, n_cells: int, evict: Callable[[], bool]) -> None:
+        """As `has_own`. Raises Unavailable if that is not enough."""
+        if not self.has_own(seq, n_cells, evict):
             raise Unavailable("The live context is full of running requests; try again later.")
 
     def can_open(self) -> bool:
@@ -320,7 +327,7 @@ class LivePool:
         Unavailable, with nothing changed, if no cells can be freed, and TowerdError.
 
         beside: what it has beside them from now on; None: as before"""
-        self.require_room(len(rows) - self.n_own_cells(seq), evict)
+        self.require_own(seq, len(rows), evict)
         beside = self._memory.beside(seq.id) if beside is None else beside
         seq.n_public = 0
         with broken_by_failure(seq.live_set):

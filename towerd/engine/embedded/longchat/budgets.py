@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -45,7 +45,7 @@ from towerd.engine.embedded.restore.branching import (
 )
 from towerd.engine.embedded.restore.hooks import Hook
 from towerd.engine.moving.rotation import Rotation
-from towerd.errors import InvalidRequest, NotSupported, TowerdError
+from towerd.errors import InvalidRequest, NotSupported, TowerdError, Unavailable
 from towerd.model.speakers import message_starts
 from towerd.retention import Positions, Signal, can_recall, retention_config
 from towerd.settings.config import RETENTIONS, WATCHING, Config, parked_bytes
@@ -290,13 +290,13 @@ class Budgets(Hook):
         return job.n_live == job.n_prompt and job.request.n_predict != 0
 
     def prompt_done(self, job: Job, evict: Evict) -> None:
-        """See Hook.prompt_done: from here on the budget holds, and the reply reports how many tokens are
-        live."""
+        """See Hook.prompt_done: from here on the budget holds, and the reply reports what is live."""
         seq = job.seq
         if seq is None:
             return
         if job.request.n_predict != 0:
-            self._thin(job, seq, bounded(seq), evict)
+            with suppress(Unavailable):  # the next step has other requests give way
+                self._thin(job, seq, bounded(seq), evict)
         bounded(seq).keys = None
         job.reuse = replace(job.reuse, kept=seq.n_cells)
 
@@ -414,10 +414,10 @@ class Budgets(Hook):
             job.n_begun = seq.n
         is_full = live_set.room == 0
         if job.phase is JobPhase.PREFILL and self.awaits_recall(job):
-            job.was_recalled = True
             queries = observer.scaled_queries(live_set, job.n_begun)
             recall.ask(live_set, job.ids[: job.n_prompt], job.n_prompt - job.n_begun)
             self._go_back(job, seq, live_set, evict)
+            job.was_recalled = True
         elif recall.is_due(job, live_set):
             queries = observer.scaled_queries(live_set, live_set.n_chosen)
         elif is_full:
@@ -426,13 +426,13 @@ class Budgets(Hook):
         else:
             recall.offload_read(job, seq, live_set)
             return
+        recall.look_up(job, seq, live_set)
         recall.offload(seq, live_set)
         self._keep_exact_prefix(job, seq, live_set)
         if Signal.MASS in live_set.policy.signals:
             observer.measure(seq, live_set)
         has_messages = Signal.MESSAGES in live_set.policy.signals
         messages = self._messages(job, seq.n) if has_messages else None
-        recall.look_up(job, seq, live_set)
         n_dropped = recall.choose(seq, live_set, queries, messages, evict)
         self.n_tokens_dropped += n_dropped
         self.n_evictions += is_full
@@ -464,17 +464,17 @@ class Budgets(Hook):
                 job.before_recall = seq.n, self._memory.snapshot(seq.id)
 
     def _go_back(self, job: Job, seq: LiveSeq, live_set: BoundedSet, evict: Evict) -> None:
-        """Cut the last tokens of a prompt, which are evaluated again. Raises Unavailable if no cells can be
-        freed."""
+        """Cut the last tokens of a prompt, which are evaluated again. Raises Unavailable, with nothing changed."""
         if not live_set.n_stop:
             n_back = max(1, self._memory.n_back(seq.id))
             n_again = min(REEVALUATED_TOKENS, seq.n - job.n_begun, live_set.n_tail - 1, n_back)
             self._pool.truncate(seq, seq.n - n_again)
             return
         assert job.before_recall is not None, "a prompt's end was evaluated without its state"
-        (n, state), job.before_recall = job.before_recall, None
+        n, state = job.before_recall
         rows = self._memory.full_rows(seq.id, 0, seq.place_of(n))
         self._pool.rewrite(seq, rows, evict, state)
+        job.before_recall = None
         live_set.truncate(n)
         seq.n = n
         seq.states = {p: each for p, each in seq.states.items() if p <= n}

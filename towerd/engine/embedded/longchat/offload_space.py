@@ -50,9 +50,17 @@ class OffloadSpace:
         """The most positions that may be offloaded."""
         in_ram, on_disk = self.position_bytes(live_set)
         n_budget, n_disk = live_set.budget.tokens, self.disk_bytes_max // self.layout.token_bytes
-        left = self.bytes_max - in_ram * n_budget
-        n_disk = max(0, min(n_disk, left // on_disk))
-        return max(n_budget, n_disk + (self.bytes_max - on_disk * n_disk) // in_ram)
+        n_stored = self._n_stored(live_set)
+        n_bytes = self.bytes_max - self.index_bytes(live_set) * n_stored
+        n_disk = max(0, min(n_disk, (n_bytes - in_ram * n_budget) // on_disk))
+        return n_stored + max(n_budget, n_disk + (n_bytes - on_disk * n_disk) // in_ram)
+
+    def _n_stored(self, live_set: BoundedSet) -> int:
+        """The most positions offloaded whose rows the store has: they need room in the index alone."""
+        in_ram, _ = self.position_bytes(live_set)
+        left = self.bytes_max - in_ram * live_set.budget.tokens
+        n_fit = max(0, left // self.index_bytes(live_set))
+        return min(live_set.offloaded.n_stored, n_fit)
 
     def position_bytes(self, live_set: BoundedSet) -> tuple[int, int]:
         """RAM of a position whose rows are in RAM, and of one whose rows are on disk."""
@@ -93,11 +101,15 @@ class OffloadSpace:
         return max(live_set.budget.tokens, left // row_bytes)
 
     def make(self, live_set: BoundedSet) -> None:
-        """Forget the oldest positions that are not live, if there are more than fit."""
+        """Forget the oldest positions that are not live, if there are more than fit, those first whose rows
+        the store does not have."""
         offloaded, n_max = live_set.offloaded, self.n_max(live_set)
         if len(offloaded) > n_max:
-            n_over = len(offloaded) - max(int(_STAYS_SHARE * n_max), len(live_set.kept))
-            self.forget(live_set, self._idle(offloaded.positions, live_set)[:n_over])
+            n_stored = self._n_stored(live_set)
+            n_over = len(offloaded) - n_stored - int(_STAYS_SHARE * (n_max - n_stored))
+            copied = self._idle(offloaded.copied, live_set)
+            stored = np.setdiff1d(self._idle(offloaded.positions, live_set), copied)
+            self.forget(live_set, np.concatenate([copied, stored])[:n_over])
 
     def page_out(self, live_set: BoundedSet) -> None:
         """Write the oldest rows that are not live to disk, if RAM is to have no more. They must be indexed.

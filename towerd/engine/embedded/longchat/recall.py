@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +57,7 @@ _ASKED_SHARE = 4
 _PIECE_ROWS = 512
 """Rows that are copied or turned at once; until that is done they are there twice."""
 _STORED_MIN = 256
-"""Rows in RAM for which the store is asked."""
+"""Rows for which the store is asked."""
 _KEYS_MAX = 64
 """Nearest keys that a query searches for; a search for more takes longer."""
 
@@ -294,8 +294,8 @@ class Recall:
 
         chosen: int64[layers, KV heads, m], ascending; beside: see `LivePool.rewrite`"""
         offloaded = live_set.offloaded
+        self._pool.has_own(seq, chosen.shape[2], evict)
         n_own, n_ends = self._pool.n_own_cells(seq), live_set.policy.config.n_min
-        self._pool.has_room(chosen.shape[2] - n_own, evict)
         n_labels = int(offloaded.places(chosen[0, 0, -1:])[0]) + 1
         n_cells = max(n_ends, min(self._pool.cells_free + n_own, n_labels))
         chosen = _shorter(chosen, len(live_set.sink), n_cells)
@@ -324,8 +324,7 @@ class Recall:
 
         Raises Unavailable, which changes nothing, if no cells can be freed. Rows that the disk does not
         give back are forgotten."""
-        n_needed = live_set.policy.config.n_min - self._pool.n_own_cells(seq)
-        self._pool.require_room(n_needed, evict)
+        self._pool.require_own(seq, live_set.policy.config.n_min, evict)
         down = live_set.n_places - live_set.n_places // 2  # none goes down twice
         descent = Descent(down, rope.sections[0], self._core.info.row_identity.rot_k)
         beside = self._memory.moved_beside(seq.id, -down, rope, rot_k=descent.rot_k)
@@ -404,6 +403,10 @@ class Recall:
         n_end = len(live_set.kept) + job.n_prompt - seq.n
         if job.phase is not JobPhase.PREFILL or n_end < live_set.budget.tokens:
             return
+        self.look_up(job, seq, live_set)
+        if live_set.in_store is not None and not live_set.in_store.done():
+            return  # what the store has is not copied
+        self.refer(live_set)
         while self._offload_piece(seq, live_set):
             self.space.make(live_set)
             if not self.space.page_out_read(live_set):
@@ -411,15 +414,22 @@ class Recall:
                 return
 
     def offload(self, seq: LiveSeq, live_set: BoundedSet) -> None:
-        """Copy the live rows that are not offloaded yet."""
+        """Copy the live rows that are neither offloaded yet nor the store's, which may be asked still."""
+        answer = live_set.in_store
+        if answer is not None and len(self._own(live_set)) >= _STORED_MIN:
+            wait((answer,))
+            self.refer(live_set)
         while self._offload_piece(seq, live_set):
             pass
 
+    def _own(self, live_set: BoundedSet) -> Positions:
+        """int64[n], ascending: the positions live at their own places that are not offloaded yet."""
+        is_own = live_set.has_own & (live_set.kept == live_set.places)
+        return np.setdiff1d(live_set.kept[is_own], live_set.offloaded.positions)
+
     def _offload_piece(self, seq: LiveSeq, live_set: BoundedSet) -> bool:
         """Copy the first live rows that are not offloaded yet; False if there are none."""
-        is_new = ~np.isin(live_set.kept, live_set.offloaded.positions)
-        if live_set.mixed is not None:
-            is_new[live_set.mixed.start : live_set.mixed.stop] = False
+        is_new = live_set.has_own & ~np.isin(live_set.kept, live_set.offloaded.positions)
         if not is_new.any():
             return False
         first = int(is_new.argmax())
@@ -431,16 +441,16 @@ class Recall:
         return True
 
     def look_up(self, job: Job, seq: LiveSeq, live_set: BoundedSet) -> None:
-        """Ask the store which of the offloaded rows it has, if it was not asked yet."""
+        """Ask the store which of the rows it has that are offloaded or will be, if it was not asked yet."""
         if live_set.in_store is not None:
             return
         is_other = seq.provenance[: job.n_on_path(seq.n)] != Provenance.EXACT
         n = int(is_other.argmax()) if is_other.any() else len(is_other)
-        copied = live_set.offloaded.copied
-        copied = copied[copied < n]
-        if len(copied) < _STORED_MIN:
+        wanted = np.union1d(live_set.offloaded.copied, self._own(live_set))
+        wanted = wanted[wanted < n]
+        if len(wanted) < _STORED_MIN:
             return
-        parts = self._tiers.filed(job.path, int(copied[0]), int(copied[-1]) + 1)
+        parts = self._tiers.filed(job.path, int(wanted[0]), int(wanted[-1]) + 1)
         if parts:
             live_set.in_store = self._indexer.run(lambda: self._tiers.mapped(parts))
 
@@ -453,9 +463,9 @@ class Recall:
         layout = self._memory.full_layout
         pieces = [rows.sections()[0] for rows in answer.result()]
         pieces = [rows for rows in pieces if rows.layout == layout]
-        n_before = len(live_set.offloaded.copied)
-        live_set.offloaded = live_set.offloaded.stored(pieces)
-        has_some = len(live_set.offloaded.copied) < n_before
+        before = live_set.offloaded
+        live_set.offloaded = before.stored(pieces, self._own(live_set))
+        has_some = live_set.offloaded.n_stored > before.n_stored
         live_set.in_store = None if has_some else self._indexer.run(list)
 
     def stats(self) -> dict[str, float]:

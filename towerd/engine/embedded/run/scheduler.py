@@ -345,7 +345,8 @@ class Scheduler:
             self.restorer.attach(job, loaded)
             if loaded.is_last:
                 self.restorer.drop_partial_medium(job)
-            self._make_live_room(job)
+            if not self._make_live_room(job):
+                return
         except TowerdError as error:
             self.room.requeue(job) if isinstance(error, RowsMissing) else self._endings.fail(
                 job, error
@@ -433,10 +434,21 @@ class Scheduler:
             if job.phase in (JobPhase.PREFILL, JobPhase.DECODE):
                 self._isolated(job, self._make_live_room)
 
-    def _make_live_room(self, job: Job) -> None:
-        self.hooks.of_job(job).before_step(job, self.room.evict_one)
+    def _make_live_room(self, job: Job) -> bool:
+        """Make room in a running job's live set, whose rows may be shared: others give way, or it does. False
+        if it was preempted itself."""
+        while True:
+            try:
+                self.hooks.of_job(job).before_step(job, self.room.evict_one)
+                return True
+            except Unavailable:
+                if self.pool.n_busy() < 2:
+                    raise
+                self.room.preempt()
+                if job not in self.active:
+                    return False
 
-    def _isolated(self, job: Job, work: Callable[[Job], None]) -> None:
+    def _isolated(self, job: Job, work: Callable[[Job], object]) -> None:
         """Run `work` for one job; an error fails that job alone."""
         try:
             work(job)
