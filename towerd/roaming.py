@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from towerd.cold import ColdTier
-from towerd.errors import InvalidRequest, NotFound, SessionFrozen, TowerdError
+from towerd.errors import InvalidRequest, NotFound, TowerdError
 from towerd.slots.errors import StateError
 from towerd.store import Base, Store
 from towerd.store.sessions.turn import ANYWHERE
@@ -29,21 +30,28 @@ from towerd.store.tree.scope import (
     tenant_of,
 )
 from towerd.tiers.manager import Tiers
-from towerd.tiers.shared.bucket import BucketError, Listed, ObjectDamaged
+from towerd.tiers.shared.bucket import BucketError, ObjectDamaged, ObjectMissing
 from towerd.tiers.shared.fetcher import Fetcher
 from towerd.tiers.shared.objects import (
-    RECORD_BYTES_MAX,
     VERSION,
     BaseRecord,
     PutRows,
     R,
+    Record,
     SessionRecord,
     decode_record,
     encode,
 )
+from towerd.tiers.shared.records import (
+    NamedRecord,
+    RecordName,
+    best_first,
+    short_name,
+    version_of,
+)
 from towerd.tiers.shared.tier import SharedTier
 from towerd.tokens import Ids, ids_array, ids_bytes
-from towerd.transfer import export_session, import_session
+from towerd.transfer import import_session, session_file, session_history
 
 log = logging.getLogger(__name__)
 
@@ -108,10 +116,11 @@ class Roaming:
         what an import raises."""
         return await self._do(self._pull_session, id, scope)
 
-    async def pull_base(self, name: str, scope: str) -> dict[str, Any]:
+    async def pull_base(self, name: str, scope: str, replace: bool = False) -> dict[str, Any]:
         """Take a base, the tenant's own or else a public one: `base`, `tokens` and those with `rows` here. Raises
-        as `pull_session`."""
-        return await self._do(self._pull_base, name, scope)
+        as `pull_session`, and InvalidRequest if one of another text has its name here and is not to be
+        replaced."""
+        return await self._do(self._pull_base, name, scope, replace)
 
     async def _do(self, work: Callable[..., T], *args: Any) -> T:
         def run() -> T:
@@ -127,22 +136,20 @@ class Roaming:
 
     def _push_session(self, id: str, scope: str | None) -> dict[str, Any]:
         self._tiers.flush()  # rows may be only in RAM
-        info = self._store.session(id, scope)
-        tower = export_session(self._store, self._cold.coding.model(), id, info.scope)
-        put = PutRows()
-        with suppress(SessionFrozen):  # its rows have left
-            put = self._shared.put_path(self._store.session_ids(id, info.scope), info.scope)
-        record = SessionRecord(**self._common(put, info.scope), tower=tower)
-        keys, data = self._shared.keys(info.scope), encode(record)
-        folder = _session_folder(keys.name("session", id.encode()))
-        content = f"{info.n_turns:06d}-{keys.name('record', data)}"
-        self._shared.put_record(info.scope, f"{folder}/{content}", data)
-        return {"session": id, "tokens": info.n_tokens, "rows": min(put.n_tokens, info.n_tokens)}
+        scope = self._store.session(id, scope).scope
+        model = self._cold.coding.model()
+        history = session_history(self._store, model, id, scope)
+        tower, ids = session_file(self._store, model, history), history.ids(history.leaf)
+        put = self._shared.put_path(ids, scope)
+        record = SessionRecord(**self._common(put, scope), tower=tower)
+        place, texts = self._session_folder(id, scope), ids_bytes(history.stream)
+        self._put_record(place, len(history.turns), texts, record, scope)
+        return {"session": id, "tokens": len(ids), "rows": min(put.n_tokens, len(ids))}
 
     def _pull_session(self, id: str, scope: str) -> dict[str, Any]:
         since = self._store.deletions.watch()
-        folder = _session_folder(self._shared.keys(scope).name("session", id.encode()))
-        record = self._record(folder, _by_turns, scope, SessionRecord, f"session {id!r}")
+        found = self._records(self._session_folder(id, scope), scope)
+        record = self._record(found, scope, SessionRecord, f"session {id!r}")
         model = self._cold.coding.model()
         done = import_session(self._store, model, record.tower, tenant_of(scope), since)
         session, n_rows = done["session"], 0
@@ -163,7 +170,8 @@ class Roaming:
             raise NotFound(f"There is no base {name!r}: towerctl pin lists them.")
         return min(found, key=lambda base: seen.index(base.scope))
 
-    def _push_base(self, base: Base) -> dict[str, Any]:
+    def _push_base(self, base: Base, *, by_itself: bool = False) -> dict[str, Any]:
+        """by_itself: a text that is there stays as old as it is, and a record that adds no rows is not put"""
         self._tiers.flush()
         ids = self._store.node(base.node).prefix_ids()
         put = self._shared.put_path(ids, base.scope)
@@ -176,27 +184,48 @@ class Roaming:
             format=base.format,
             reuse=base.reuse,
         )
-        data, folder = encode(record), self._base_folder(base.name, base.scope)
-        place = f"{folder}/{self._shared.keys(base.scope).name('record', data)}"
-        self._shared.put_record(base.scope, place, data)
+        folder = self._base_folder(base.name, base.scope)
+        found, text = self._records(folder, base.scope), self._text(record.ids, base.scope)
+        version = version_of(text, found, is_newest=not by_itself)
+        model = self._shared.model_name(base.scope)
+        known = [each.name for each in found if each.name.text == text]
+        n_there = max((each.n_rows for each in known if each.model == model), default=0)
+        if not (by_itself and known and put.n_tokens <= n_there):
+            self._put_record(folder, version, record.ids, record, base.scope)
         return {"base": base.name, "tokens": len(ids), "rows": min(put.n_tokens, len(ids))}
 
-    def _pull_base(self, name: str, scope: str) -> dict[str, Any]:
-        folder = self._base_folder(name, scope)
-        if not is_public(scope) and not self._shared.bucket.listing(folder):
-            return self._pull_base(name, public_of(scope))
-        record = self._record(folder, _by_time, scope, BaseRecord, f"base {name!r}")
+    def _pull_base(self, name: str, scope: str, replace: bool) -> dict[str, Any]:
+        found = self._records(self._base_folder(name, scope), scope)
+        if not is_public(scope) and not found:
+            return self._pull_base(name, public_of(scope), replace)
+        record = self._record(found, scope, BaseRecord, f"base {name!r}")
         if record.tokenizer != self._store.state.identity.tokenizer_digest:
             raise InvalidRequest(
                 f"The base {name!r} is of another tokenizer than the served model's: precache it here."
             )
         ids = ids_array(record.ids)
         own, place = scope_of(tenant_of(scope), record.adapters), (record.level, is_public(scope))
+        if not replace and self._is_another(name, ids, public_of(own) if place[1] else own):
+            raise InvalidRequest(
+                f"The base {name!r} here has another text than the one in the shared tier: towerctl shared pull "
+                f"--base {name} --replace takes that one."
+            )
         self._store.bases.add(name, ids, own, *place, record.format, record.reuse == ANYWHERE)
         n_rows = self._fetch(record, ids, own)
         return {"base": name, "tokens": len(ids), "rows": n_rows}
 
+    def _is_another(self, name: str, ids: Ids, scope: str) -> bool:
+        """Whether a base of this name and scope is here, with other tokens than `ids`."""
+        named = (each for each in self._store.bases.listing() if each.name == name)
+        base = next((each for each in named if each.scope == scope), None)
+        return base is not None and not np.array_equal(
+            self._store.node(base.node).prefix_ids(), ids
+        )
+
     # --- records, on the thread -----------------------------------------------------------
+
+    def _session_folder(self, id: str, scope: str) -> str:
+        return f"sessions/{self._shared.keys(scope).name('session', id.encode())}"
 
     def _base_folder(self, name: str, scope: str) -> str:
         digest = self._store.state.identity.tokenizer_digest
@@ -211,11 +240,27 @@ class Roaming:
             "transform_bases": put.transform_bases,
         }
 
-    def _record(
-        self, folder: str, age: Callable[[Listed], Any], scope: str, kind: type[R], what: str
-    ) -> R:
-        """The newest record of a folder that is whole. Raises NotFound, BucketError."""
-        listed = sorted(self._shared.bucket.listing(folder), key=age, reverse=True)
+    def _text(self, data: bytes, scope: str) -> str:
+        return short_name(self._shared.keys(scope), "text", data)
+
+    def _put_record(
+        self, folder: str, version: int, text: bytes, record: Record, scope: str
+    ) -> None:
+        """text: the bytes of its token ids"""
+        data, n_rows = encode(record), PutRows(record.rows).n_tokens
+        content, model = (
+            self._shared.keys(scope).name("record", data),
+            self._shared.model_name(scope),
+        )
+        name = RecordName(version, self._text(text, scope), model, n_rows, content)
+        self._shared.put_record(scope, f"{folder}/{name}", data)
+
+    def _records(self, folder: str, scope: str) -> list[NamedRecord]:
+        """Those of a folder, the best for this daemon first. Raises BucketError."""
+        return best_first(self._shared.bucket.listing(folder), self._shared.model_name(scope))
+
+    def _record(self, listed: Sequence[NamedRecord], scope: str, kind: type[R], what: str) -> R:
+        """The first record that is whole. Raises NotFound, BucketError."""
         if not listed:
             raise NotFound(
                 f"The shared tier has no {what} for this tenant and key: put it there with "
@@ -224,9 +269,8 @@ class Roaming:
         problem: BucketError | None = None
         for each in listed[:_RECORDS_TRIED]:
             try:
-                data = self._shared.read_record(scope, each.place, RECORD_BYTES_MAX)
-                return decode_record(data, kind)
-            except ObjectDamaged as error:
+                return decode_record(self._shared.read_record(scope, each.place), kind)
+            except (ObjectDamaged, ObjectMissing) as error:
                 problem = problem or error
             except StateError as error:
                 problem = problem or BucketError(f"The record of {what} cannot be used: {error}.")
@@ -236,14 +280,19 @@ class Roaming:
     def _fetch(
         self, record: SessionRecord | BaseRecord, ids: Ids, scope: str, since: Any = None
     ) -> int:
-        """Fetch the rows of a record; returns the tokens that have some here."""
-        if record.row_identity != self._store.state.digest:
-            return 0
+        """Fetch the rows of a record, and those that others put of its tokens; returns the tokens that have some
+        here."""
         put = PutRows(record.rows, record.transform_bases)
         try:
-            self._shared.fetch_path(put, ids, scope, since)
-        except BucketError as error:  # what has come stays
-            self._shared.counters.add(errors=1)
+            if record.row_identity == self._store.state.digest:
+                self._shared.fetch_path(put, ids, scope, since)
+            n_stored = self._shared.n_stored(ids, scope)
+            if n_stored < len(ids) - 1:  # the last token may have no row
+                others = self._shared.find(ids, scope, n_stored)
+                if others is not None:
+                    self._shared.fetch_path(others, ids, scope, since)
+        except TowerdError as error:  # what has come stays
+            self._shared.counters.add(errors=int(isinstance(error, BucketError)))
             log.warning("rows were not fetched", extra={"error": error.message})
         return self._shared.n_stored(ids, scope)
 
@@ -279,7 +328,7 @@ class Roaming:
                 self._files(node.prefix_ids(), base.scope),
             )
             if key not in self._put:
-                self._put_one(key, partial(self._push_base, base))
+                self._put_one(key, partial(self._push_base, base, by_itself=True))
                 return True
         for node in self._store.pins.listing():
             found = self._store.session_beyond(node, 0, tenant_of(node.scope))
@@ -296,7 +345,8 @@ class Roaming:
         """Put something; what cannot be put is passed over for a while. Raises BucketError."""
         try:
             work()
-        except BucketError:
+        except BucketError:  # others may not fail
+            self._put[key] = time.monotonic() - AGAIN_S + RETRY_S_MAX
             raise
         except TowerdError as error:
             said = {"what": str(key[2]), "error": error.message}
@@ -308,17 +358,3 @@ class Roaming:
         with self._store.locked():
             nodes = self._store.match(ids, scope).nodes
             return tuple(node.file.id for node in nodes if node.file is not None)
-
-
-def _session_folder(name: str) -> str:
-    return f"sessions/{name}"
-
-
-def _by_turns(record: Listed) -> tuple[str, object]:
-    """Later for more turns, whatever the clocks say."""
-    turns = record.place.rpartition("/")[2].partition("-")[0]
-    return turns, record.modified
-
-
-def _by_time(record: Listed) -> object:
-    return record.modified

@@ -37,18 +37,25 @@ def push(
 @shared.command()
 @click.argument("session", required=False)
 @click.option("--base", metavar="NAME", help=BASE_HELP)
+@click.option(
+    "--replace", is_flag=True, help="A base of this name here, too, if it has another text."
+)
 @click.option("--scope", metavar="TENANT", help="For this tenant, whose it is there, too.")
 @json_option
 @target_options
 def pull(
     session: str | None,
     base: str | None,
+    replace: bool,
     scope: str | None,
     as_json: bool,
     target: Target,
 ) -> None:
     """Take SESSION, by its whole id, from the shared store: it continues here as it would have there."""
     what = _what(session, base, scope)
+    if replace and base is None:
+        raise ConfigError("--replace is for --base.")
+    what |= {"replace": True} if replace else {}
     with connect(target) as backend:
         found = backend.shared("pull", what)
     _say(found, "Took", "here", what, as_json)

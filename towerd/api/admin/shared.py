@@ -28,7 +28,8 @@ async def post_push(request: web.Request) -> web.Response:
 
 
 async def post_pull(request: web.Request) -> web.Response:
-    """Take a `session` or a `base`, for the tenant `scope`, or the caller's."""
+    """Take a `session` or a `base`, for the tenant `scope`, or the caller's; `replace`: a base of another text is
+    replaced."""
     roaming, body = await _asked(request)
     scope = fields.string(body, "scope", "") or own_scope(request)
     if name := fields.string(body, "session", ""):
@@ -36,7 +37,8 @@ async def post_pull(request: web.Request) -> web.Response:
         service_of(request).search.changed()
         return json_reply(found)
     name = fields.string(body, "base", "")
-    return json_reply(await roaming.pull_base(name, scope))
+    replace = fields.boolean(body, "replace", False)
+    return json_reply(await roaming.pull_base(name, scope, replace))
 
 
 async def _asked(request: web.Request) -> tuple[Roaming, fields.Body]:

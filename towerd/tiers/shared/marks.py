@@ -64,6 +64,8 @@ class Marks:
             return 0
         rows = [each for each in put.rows if each.p0 < n_tokens + MARK_TOKENS]
         sealed = keys.seal(place, encode(Mark(VERSION, rows, put.transform_bases)))
+        if len(sealed) > _BYTES_MAX:
+            return 0  # none could read it
         return len(sealed) if self.bucket.put(place, sealed) else 0
 
     def find(self, keys: TenantKeys, ids: bytes, n_known: int) -> FoundMark | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from towerd.codec.errors import CodecError, NewerVersion
 from towerd.codec.rows.basis import BYTES_MAX, read_basis
-from towerd.errors import StoreError
+from towerd.errors import InvalidRequest, StoreError
 from towerd.slots.errors import StateError
 from towerd.store import Node, Store
 from towerd.store.segments.coded_format import bases_in, basis_name
@@ -27,6 +27,7 @@ from towerd.tiers.formats.fidelity import Fidelity
 from towerd.tiers.shared.bucket import Bucket, ObjectDamaged, ObjectMissing
 from towerd.tiers.shared.marks import FoundMark, Marks
 from towerd.tiers.shared.objects import (
+    RECORD_BYTES_MAX,
     BasisPlace,
     PutRows,
     RowsHeader,
@@ -38,7 +39,8 @@ from towerd.tiers.shared.objects import (
     put_object,
     read_rows,
 )
-from towerd.tiers.shared.sealing import TenantKeys
+from towerd.tiers.shared.records import short_name
+from towerd.tiers.shared.sealing import SEAL_BYTES, TenantKeys
 from towerd.tokens import Ids, Provenance, common_prefix, ids_array, ids_bytes
 
 log = logging.getLogger(__name__)
@@ -107,19 +109,31 @@ class SharedTier:
         if not self._has_rows:
             return PutRows()
         last = self._last_of_files(ids, scope)
-        ends = [node.p1 for node in reversed(last) if node.p1 <= len(ids)]
-        found = self._already_there(ids, scope, ends)
+        found = self._there(ids, scope, [node.p1 for node in last])
         for node in last:
             if node.p1 <= found.n_tokens:
                 continue  # maybe in another format
             place = self._put_file(node, found)
             if place is None:
                 break
+            found.rows[:] = [each for each in found.rows if each.p1 <= place.p0]
             found.rows.append(place)
         if found.rows:
             data = ids_bytes(ids[: found.n_tokens])
             self._count_put(self._marks(scope).put(self.keys(scope), data, found))
         return found
+
+    def _there(self, ids: Ids, scope: str, stored: Sequence[int]) -> PutRows:
+        """What the bucket has of `ids` from the first token on, whether or not it is on the disk.
+
+        stored: the ends of the files here, ascending"""
+        n = len(ids)
+        ends = sorted({*stored, n - 1, n}, reverse=True)  # the last token may have no row
+        found = self._already_there(ids, scope, [end for end in ends if 0 < end <= n])
+        n_here = max(found.n_tokens, stored[-1] if stored else 0)
+        mark = None if n_here >= n - 1 else self._find(ids, scope, n_here)
+        further = PutRows() if mark is None else self._whole(mark)
+        return max(found, further, key=lambda put: put.n_tokens)
 
     def _already_there(self, ids: Ids, scope: str, ends: Sequence[int]) -> PutRows:
         """What the bucket has of `ids`, from the first token on to the furthest of `ends`, descending, that has a
@@ -129,7 +143,7 @@ class SharedTier:
             for keys in (self.keys(scope), self.keys(PUBLIC)):
                 try:
                     mark = marks.at(keys, data, end)
-                except StateError as error:
+                except (StateError, ObjectDamaged) as error:
                     self._refuse("marks", error)
                     continue
                 if mark is not None:
@@ -142,9 +156,16 @@ class SharedTier:
         rows = takewhile(lambda place: has_object(self.bucket, place), inside)
         return PutRows(list(rows), list(mark.put.transform_bases))
 
+    def model_name(self, scope: str) -> str:
+        """What a record's name says of the model whose rows prompts find, here and elsewhere."""
+        return short_name(self.keys(scope), "model", *self._model(scope))
+
+    def _model(self, scope: str) -> tuple[bytes, ...]:
+        """What tells rows from others: row identity, adapters, fidelity."""
+        return self._store.state.digest, adapters_of(scope).encode(), self._fidelity.encode()
+
     def _marks(self, scope: str) -> Marks:
-        adapters, fidelity = adapters_of(scope).encode(), self._fidelity.encode()
-        return Marks(self.bucket, (self._store.state.digest, adapters, fidelity))
+        return Marks(self.bucket, self._model(scope))
 
     def _last_of_files(self, ids: Ids, scope: str) -> list[Node]:
         """The last node of each file that has rows of `ids`, up to the first gap."""
@@ -196,7 +217,11 @@ class SharedTier:
         self.counters.add(put=int(n_bytes > 0), bytes_put=n_bytes)
 
     def put_record(self, scope: str, place: str, data: bytes) -> None:
-        """Put a record, unless it is there. Raises BucketError."""
+        """Put a record, unless it is there. Raises BucketError; InvalidRequest if it is too long."""
+        if len(data) + SEAL_BYTES > RECORD_BYTES_MAX:
+            raise InvalidRequest(
+                f"It takes {len(data)} bytes; the shared tier takes up to {RECORD_BYTES_MAX}."
+            )
         if not self.bucket.has(place):
             sealed = self.keys(scope).seal(place, data)
             self._count_put(len(sealed) if self.bucket.put(place, sealed) else 0)
@@ -214,7 +239,7 @@ class SharedTier:
         for keys in (self.keys(scope), self.keys(PUBLIC)) if self._has_rows else ():
             try:
                 each = marks.find(keys, data, n_known)
-            except StateError as error:
+            except (StateError, ObjectDamaged, ObjectMissing) as error:
                 self._refuse("marks", error)
                 continue
             found += [each] if each is not None else []
@@ -235,7 +260,7 @@ class SharedTier:
                 try:
                     if not self._fetch_rows(place, ids, scope, since):
                         break
-                except (StateError, NewerVersion, ObjectMissing) as error:
+                except (StateError, NewerVersion, ObjectDamaged, ObjectMissing) as error:
                     self._refuse(place.name, error)
                     break
 
@@ -282,13 +307,16 @@ class SharedTier:
                 if basis_name(basis.digest) != place.basis:
                     raise StateError("it is another basis than its record says")
                 bases.add(basis)
-            except (StateError, CodecError, ObjectMissing) as error:
+            except (StateError, CodecError, ObjectDamaged, ObjectMissing) as error:
                 self._refuse(place.name, error)
 
-    def read_record(self, scope: str, place: str, bytes_max: int) -> bytes:
-        """A record of a tenant. Raises BucketError, ObjectDamaged."""
+    def read_record(self, scope: str, place: str) -> bytes:
+        """A record of a tenant. Raises BucketError, ObjectDamaged, ObjectMissing."""
         try:
-            data = self.keys(scope).unseal(place, self.bucket.get(place, bytes_max))
+            data = self.keys(scope).unseal(place, self.bucket.get(place, RECORD_BYTES_MAX))
+        except (ObjectDamaged, ObjectMissing) as error:
+            self._refuse(place, error)
+            raise
         except StateError as error:
             self._refuse(place, error)
             raise ObjectDamaged(f"The object {place} cannot be used: {error}.") from error
