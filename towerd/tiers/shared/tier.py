@@ -116,7 +116,6 @@ class SharedTier:
             place = self._put_file(node, found)
             if place is None:
                 break
-            found.rows[:] = [each for each in found.rows if each.p1 <= place.p0]
             found.rows.append(place)
         if found.rows:
             data = ids_bytes(ids[: found.n_tokens])
