@@ -74,7 +74,7 @@ class Roaming:
 
     def __init__(self, shared: SharedTier, tiers: Tiers, cold: ColdTier) -> None:
         self._shared, self._tiers, self._cold = shared, tiers, cold
-        self.fetcher = Fetcher(shared, cold.store)
+        self.fetcher = Fetcher(shared)
         self._store: Store = cold.store
         self._thread = ThreadPoolExecutor(1, "towerd-shared")
         self._task: asyncio.Task[None] | None = None
@@ -90,11 +90,15 @@ class Roaming:
         """Begin to put bases and pinned sessions while nothing else runs."""
         self._task = asyncio.create_task(self._run())
 
-    async def stop(self) -> None:
-        """Stop, once the request to the bucket that runs is answered: within half a minute over a network."""
+    def stop(self) -> None:
+        """Begin nothing more; every request to the bucket ends at once with an error."""
         self._shared.bucket.close()
         if self._task is not None:
             self._task.cancel()
+
+    async def close(self) -> None:
+        """Wait for what runs here, after `stop`."""
+        if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
         await self.fetcher.close()
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)

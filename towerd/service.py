@@ -86,12 +86,14 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
             yield Service(*parts, roaming)
         finally:
             if roaming is not None:
-                await roaming.stop()
+                roaming.stop()
             tiers.prefetcher.stop()
             await sessions.stop_anticipating()
             await freezer.stop()
             await cold.stop()
             await sessions.drain()  # may wait for a thaw
+            if roaming is not None:
+                await roaming.close()
             await divergences.close()
             await asyncio.to_thread(traffic.close)
             await asyncio.to_thread(search.close)

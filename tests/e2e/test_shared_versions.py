@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import socket
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import requests
 from daemon import Daemon, run_towerctl
 from sharing import TALE, Place, ids_of, metric, say, shared
 from waiting import until
@@ -76,3 +81,45 @@ def test_bases_of_two_texts_and_two_models(make_daemon: MakeDaemon, tmp_path: Pa
         assert shared(one, "pull", "--base", "tale")["tokens"] == new
         assert shared(other, "pull", "--base", "tale", "--replace")["tokens"] == new
         assert (n_here(one), n_here(other)) == (new, new)
+
+
+def test_the_end_does_not_wait_for_a_server(make_daemon: MakeDaemon) -> None:
+    """A push and a look-up wait for a server that takes connections and answers nothing while the daemon stops: it
+    ends at once, with everything stored."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        env = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_ACCESS_KEY_ID": "towerd",
+            "AWS_SECRET_ACCESS_KEY": "of-no-use",
+        }
+        with make_daemon("--shared", "s3://bucket/towers", name="a", **env) as daemon:
+            prompt = ids_of(daemon, TALE)
+            _, session, _ = say(daemon, prompt)
+            assert metric(daemon, "lookups_late_total") == 1
+
+            def push() -> None:
+                with suppress(requests.RequestException):
+                    where = f"{daemon.url}/towerd/v1/shared/push"
+                    requests.post(where, json={"session": session}, timeout=60)
+
+            pushing = threading.Thread(target=push)
+            pushing.start()
+            until(lambda: "shared/push" in daemon.log or pushing.is_alive())
+            began = time.monotonic()
+            assert daemon.stop() == 0
+            assert time.monotonic() - began < 9
+            pushing.join(60)
+        with daemon.stored() as store:
+            assert store.session(session).n_turns == 1
+
+
+def test_a_prompt_that_is_to_be_evaluated_is_not_looked_up(
+    make_daemon: MakeDaemon, tmp_path: Path
+) -> None:
+    with make_daemon("--shared", f"file://{tmp_path}/bucket", name="a") as daemon:
+        prompt = ids_of(daemon, TALE)
+        say(daemon, prompt, cache_prompt=False)
+        assert metric(daemon, "lookups_total") == 0
+        say(daemon, [5, *prompt])
+        assert metric(daemon, "lookups_total") == 1

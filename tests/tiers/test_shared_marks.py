@@ -84,7 +84,7 @@ async def test_a_prompt_finds_its_beginning(tmp_path: Path, n_common: int, n_fou
         tier_of(one, tmp_path).put_path(IDS[:600], "public")
         tier_of(one, tmp_path).put_path(IDS[:900], "local")
         shared = tier_of(two, tmp_path)
-        fetcher = Fetcher(shared, two)
+        fetcher = Fetcher(shared)
         fetcher.evaluated(64, 64.0)  # there is time enough to wait
         for _ in range(2):
             await fetcher.before(prompt, "local", two.deletions.watch())
@@ -97,7 +97,7 @@ async def test_a_prompt_finds_its_beginning(tmp_path: Path, n_common: int, n_fou
             "lookups_found": int(n_found > 0),
             "lookups_late": 0,
         }
-        two.insert(prompt, "local", [1000])
+        fetcher.has_run(prompt, "local")
         await fetcher.before(prompt, "local", two.deletions.watch())
         assert fetcher.stats()["lookups"] == n_asked
         await fetcher.close()
@@ -146,7 +146,7 @@ async def test_fetching_is_chosen_by_its_speed(tmp_path: Path) -> None:
             write_all(one, one.insert(ids, "local", [1000])[-1])
             tier_of(one, tmp_path).put_path(ids, "local")
         shared = tier_of(two, tmp_path)
-        fetcher = Fetcher(shared, two)
+        fetcher = Fetcher(shared)
         fetcher.evaluated(64, 64.0)
         await fetcher.before(IDS, "local", two.deletions.watch())
         assert shared.n_stored(IDS, "local") == 1000

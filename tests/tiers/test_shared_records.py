@@ -26,9 +26,7 @@ def tier_of(store: Store, folder: Path) -> SharedTier:
     return SharedTier(store, bucket, bytes(32), "near", has_rows=True)
 
 
-@pytest.mark.parametrize(
-    ("n", "n_found"), [(700, 700), (701, 700), (690, 300), (400, 0), (299, 0)]
-)
+@pytest.mark.parametrize(("n", "n_found"), [(700, 700), (701, 700), (690, 300), (400, 0), (299, 0)])
 def test_rows_that_left_the_disk_are_still_in_the_bucket(
     tmp_path: Path, n: int, n_found: int
 ) -> None:

@@ -118,7 +118,7 @@ class Sessions:
         if self._anticipator is not None:
             self._anticipator.asked(request)
         try:
-            if self._fetcher is not None and not request.background:
+            if self._fetcher is not None and request.cache_prompt and not request.background:
                 ids = np.asarray(request.ids, np.int32)
                 await self._fetcher.before(ids, request.scope, since)
             run.generation = self._engine.generate(request)
@@ -127,6 +127,8 @@ class Sessions:
                     if self._fetcher is not None:
                         timings = event.timings
                         self._fetcher.evaluated(timings.prompt_n, timings.prompt_ms / 1e3)
+                        live = np.asarray([*request.ids, *event.ids], np.int32)[: event.n_cached]
+                        self._fetcher.has_run(live, request.scope)
                     run.recording = asyncio.ensure_future(self._record(run, event))
                     event = await asyncio.shield(run.recording)
                 elif isinstance(event, Started) and use is not None:

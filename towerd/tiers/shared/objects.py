@@ -95,6 +95,8 @@ class RowsPlace(msgspec.Struct, frozen=True, array_like=True):
     """Whether they are sealed for all tenants."""
     n_parts: int
     """Of the object."""
+    n_bytes: int = 0
+    """Of all its parts, before they are sealed."""
 
 
 class BasisPlace(msgspec.Struct, frozen=True, array_like=True):

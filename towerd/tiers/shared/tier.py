@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -44,6 +45,9 @@ from towerd.tiers.shared.sealing import SEAL_BYTES, TenantKeys
 from towerd.tokens import Ids, Provenance, common_prefix, ids_array, ids_bytes
 
 log = logging.getLogger(__name__)
+
+MEASURE_S = 600.0
+"""For so long a measured speed holds."""
 
 
 @dataclass(slots=True)
@@ -95,6 +99,7 @@ class SharedTier:
         self._fidelity = fidelity
         self._worst = Provenance.EXACT if fidelity == "exact" else Provenance.APPROXIMATE
         self._has_rows = has_rows
+        self._speed, self._measured_at = 0.0, 0.0
 
     def keys(self, scope: str) -> TenantKeys:
         """Those of the tenant of a scope."""
@@ -200,8 +205,9 @@ class SharedTier:
             log.warning("rows are not put into the shared tier", extra={"error": str(error)})
             return None
         self._count_put(put_object(self.bucket, keys, name, lead, data))
-        n_parts = count_parts(len(lead) + len(data))
-        return RowsPlace(name, header.p0, header.p1, is_public(header.scope), n_parts)
+        n_bytes = len(lead) + len(data)
+        parts = count_parts(n_bytes), n_bytes
+        return RowsPlace(name, header.p0, header.p1, is_public(header.scope), *parts)
 
     def _put_bases(self, names: set[str], keys: TenantKeys, scope: str, found: PutRows) -> None:
         """Put the transform bases of these names, before what needs them."""
@@ -274,11 +280,15 @@ class SharedTier:
     def _fetch_rows(
         self, place: RowsPlace, ids: Ids, scope: str, since: DeletionWatch | None
     ) -> bool:
-        """False if the day's budget for writing has no room for them. Raises as `fetch_path`, and StateError."""
+        """False if there is nothing to write: they are of tokens that `ids` does not have, as those behind a mark may
+        be, or the day's budget for writing has no room. Raises as `fetch_path`, and StateError."""
+        began, n_stored = time.monotonic(), self.n_stored(ids, scope)
         keys = self.keys(PUBLIC if place.is_public else scope)
         found = read_rows(keys, place.name, parts_of(self.bucket, keys, place.name))
         header, digest, adapters = found.header, self._store.state.digest, adapters_of(scope)
         ids = ids[: header.p0 + common_prefix(ids[header.p0 :], ids_array(header.ids))]
+        if 0 < len(ids) <= n_stored:
+            return False
         header.as_segment(digest, scope, adapters, ids_bytes(ids))
         if not self._store.writes.allows("rows", header.n_bytes):
             return False
@@ -292,7 +302,13 @@ class SharedTier:
             raise StateError("they are not exact")
         file = self._store.take_in(segment, found.data, header.n_bytes, ids)
         self.counters.add(fetched=1, bytes_fetched=0 if file is None else file.nbytes)
+        self._measured_at = time.monotonic()
+        self._speed = header.n_bytes / max(1e-6, self._measured_at - began)
         return True
+
+    def bytes_per_s(self) -> float:
+        """Of rows that were fetched last; 0 if that is long ago, or never was."""
+        return self._speed if time.monotonic() - self._measured_at < MEASURE_S else 0.0
 
     def _fetch_bases(self, places: Sequence[BasisPlace], scope: str) -> None:
         bases = self._store.rows.bases
