@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -105,7 +105,6 @@ def test_the_end_does_not_wait_for_a_server(make_daemon: MakeDaemon) -> None:
 
             pushing = threading.Thread(target=push)
             pushing.start()
-            until(lambda: "shared/push" in daemon.log or pushing.is_alive())
             began = time.monotonic()
             assert daemon.stop() == 0
             assert time.monotonic() - began < 9

@@ -70,13 +70,20 @@ def test_names_tell_nothing() -> None:
     assert KEYS.name("a", b"b") == TenantKeys.of(MASTER, "local").name("a", b"b")
 
 
-def test_key_file(tmp_path: Path) -> None:
+def test_key_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Made once, for its owner alone; copied to another machine it gives the same key. What is no key is
     refused in one sentence that shows nothing of it."""
     made = master_key(None, tmp_path)
     own = tmp_path / "shared.key"
     assert master_key(None, tmp_path) == made == bytes.fromhex(own.read_text())
     assert own.stat().st_mode & 0o777 == 0o600
+    assert "a new key for the shared tier was made" in caplog.text
+    assert made.hex() not in caplog.text
+    assert list(tmp_path.iterdir()) == [own]
+    assert "other users can read" not in caplog.text
+    own.chmod(0o644)
+    assert master_key(None, tmp_path) == made
+    assert "other users can read the key of the shared tier: chmod 600" in caplog.text
     assert master_key(own, tmp_path / "elsewhere") == made
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         master_key(tmp_path / "none", tmp_path)
@@ -89,6 +96,9 @@ def test_key_file(tmp_path: Path) -> None:
 
 def test_a_folder_as_a_bucket(tmp_path: Path) -> None:
     """An object is made once; what there is not is said."""
+    with pytest.raises(ConfigError, match="there is no folder"):
+        open_bucket(f"file://{tmp_path}/a/b%20c")
+    (tmp_path / "a").mkdir()
     bucket = open_bucket(f"file://{tmp_path}/a/b%20c")
     assert bucket.put("x/y", b"1") is True
     assert bucket.put("x/y", b"2") is False

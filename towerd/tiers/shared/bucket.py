@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -201,7 +202,12 @@ def open_bucket(url: str) -> Bucket:
     parts = urlsplit(url)
     try:
         if parts.scheme == "file":
-            return Bucket(LocalStore(unquote(parts.path), mkdir=True))
+            folder = Path(unquote(parts.path))
+            if not folder.parent.is_dir():  # maybe nothing is mounted: the local disk would fill
+                raise ConfigError(
+                    f"--shared {url} cannot be used: there is no folder {folder.parent}."
+                )
+            return Bucket(LocalStore(folder, mkdir=True))
         client = {"timeout": f"{TIMEOUT_S}s", "connect_timeout": f"{CONNECT_S}s"}
         limits: dict[str, Any] = {
             # options of ours hide this one of the environment

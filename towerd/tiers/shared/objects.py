@@ -16,6 +16,7 @@ that parts of two writers never mix.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -56,14 +57,19 @@ class RowsHeader(msgspec.Struct, frozen=True, array_like=True):
     """int32 LE, p1 - p0 of them."""
     n_bytes: int
     """Of the data."""
+    digest: bytes
+    """BLAKE2b-256 of the data: with other bytes they are another object."""
     runs: list[RunEntry]
     head: HeadEntry | None = None
 
     @classmethod
-    def of(cls, header: SegmentHeader, adapters: str, before: bytes, n_bytes: int) -> RowsHeader:
-        """That of a segment file. before: the ids in front of its first row; n_bytes: of its data"""
+    def of(
+        cls, header: SegmentHeader, adapters: str, before: bytes, data: memoryview
+    ) -> RowsHeader:
+        """That of a segment file. before: the ids in front of its first row; data: those behind its header"""
         chain = segment_key(header.row_identity, adapters, before + header.ids)
-        place = header.p0, header.p1, header.ids, n_bytes
+        digest = hashlib.blake2b(data, digest_size=32).digest()
+        place = header.p0, header.p1, header.ids, len(data), digest
         return cls(header.row_identity, adapters, chain, *place, header.runs, header.head)
 
     def as_segment(

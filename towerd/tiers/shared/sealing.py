@@ -13,6 +13,7 @@ twice. The object's place in the bucket is authenticated with it: an object that
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import secrets
 from contextlib import suppress
@@ -27,6 +28,8 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from towerd.errors import ConfigError
 from towerd.slots.errors import StateError
 from towerd.store.files import durable
+
+log = logging.getLogger(__name__)
 
 KEY_BYTES = 32
 FILE_NAME = "shared.key"
@@ -91,6 +94,9 @@ def master_key(path: Path | None, store_dir: Path) -> bytes:
     try:
         if path is None and not own.exists():
             _make(own)
+        if (path or own).stat().st_mode & 0o077:
+            said = {"file": str(path or own)}
+            log.warning("other users can read the key of the shared tier: chmod 600", extra=said)
         text = (path or own).read_text(encoding="ascii").strip()
         key = bytes.fromhex(text)
     except OSError as error:
@@ -113,7 +119,13 @@ def _make(path: Path) -> None:
         each.unlink(missing_ok=True)
     with durable.new_file(half, whole) as fd:
         durable.write_all(fd, memoryview(secrets.token_hex(KEY_BYTES).encode() + b"\n"), 0)
-    with suppress(FileExistsError):
-        os.link(whole, path)
-    whole.unlink()
+    try:
+        with suppress(FileExistsError):
+            os.link(whole, path)
+            said = {"file": str(path)}
+            log.warning(
+                "a new key for the shared tier was made: other machines need it", extra=said
+            )
+    finally:
+        whole.unlink()
     durable.sync_dir(path.parent)

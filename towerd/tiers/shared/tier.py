@@ -199,7 +199,7 @@ class SharedTier:
             keys = self.keys(header.scope)
             self._put_bases(bases_in(encode_runs(header.run_table)), keys, header.scope, found)
             before = ids_bytes(prefix[: header.p0])
-            rows = RowsHeader.of(header, adapters_of(header.scope), before, len(data))
+            rows = RowsHeader.of(header, adapters_of(header.scope), before, data)
             name, lead = name_and_lead(keys, rows)
         except (StoreError, StateError, CodecError, OSError) as error:
             log.warning("rows are not put into the shared tier", extra={"error": str(error)})
