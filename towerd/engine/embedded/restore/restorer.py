@@ -422,6 +422,10 @@ class Restorer:
         """After the job's part of the batch was evaluated, take a state checkpoint if it stands at
         one of its positions for them."""
         self._hooks.of_job(job).after_step(job)
+        if job.seq is not None:
+            self._memory.protect(
+                job.seq.id, job.seq.place_next, 0
+            )  # from what others evaluate next
         if (
             job.seq is not None
             and job.seq.n in job.checkpoints_at
