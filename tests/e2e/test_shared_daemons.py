@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import re
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import requests
 from bad_line import Fault, bad_line
-from daemon import Daemon, reuse_of, run_towerctl, run_towerd
+from daemon import Daemon, run_towerctl, run_towerd
 from s3_server import S3Server, s3_server
+from sharing import TALE, Place, ids_of, metric, say, shared
 from store_tools import ROW_IDENTITY, check_rows, write_all
 from waiting import until
 
@@ -26,18 +23,6 @@ from towerd.tiers.shared.bucket import BucketError, open_bucket
 from towerd.tiers.shared.tier import SharedTier
 
 MakeDaemon = Callable[..., Daemon]
-TALE = "Once upon a time there was a little girl named Lily. She had a dog. " * 20
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where daemons share."""
-
-    url: str
-    env: Mapping[str, str] = field(default_factory=dict)
-
-    def flags(self, key: Path | None = None) -> list[str]:
-        return ["--shared", self.url, *([] if key is None else ["--shared-key", str(key)])]
 
 
 @pytest.fixture(scope="module")
@@ -53,35 +38,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
         return Place(f"file://{tmp_path}/bucket")
     server: S3Server = request.getfixturevalue("s3")
     return Place(f"{server.url}/{tmp_path.name}", server.env)
-
-
-def ids_of(daemon: Daemon, text: str) -> list[int]:
-    ids: list[int] = daemon.post("/tokenize", {"content": text, "add_special": True})["tokens"]
-    return ids
-
-
-def say(daemon: Daemon, prompt: list[int], n: int = 8) -> tuple[list[int], str, dict[str, int]]:
-    """(token ids of the greedy reply, session, where the prompt's tokens came from)."""
-    body: dict[str, Any] = {"prompt": prompt, "n_predict": n, "temperature": 0}
-    body |= {"ignore_eos": True, "return_tokens": True}
-    reply = requests.post(daemon.url + "/completion", json=body, timeout=60)
-    assert reply.status_code == 200, reply.text
-    return reply.json()["tokens"], reply.headers["X-Towerd-Session"], reuse_of(reply.headers)
-
-
-def shared(daemon: Daemon, *args: str) -> dict[str, Any]:
-    """`towerctl shared ARGS --json`."""
-    done = run_towerctl(daemon, "shared", *args, "--json")
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def metric(daemon: Daemon, name: str) -> float:
-    text = requests.get(daemon.url + "/metrics", timeout=30).text
-    found = re.search(rf"^towerd_shared_{name} (\S+)$", text, re.MULTILINE)
-    assert found is not None
-    return float(found[1])
 
 
 def test_a_chat_roams(make_daemon: MakeDaemon, place: Place) -> None:
