@@ -127,8 +127,8 @@ class Sessions:
                     if self._fetcher is not None:
                         timings = event.timings
                         self._fetcher.evaluated(timings.prompt_n, timings.prompt_ms / 1e3)
-                        live = np.asarray([*request.ids, *event.ids], np.int32)[: event.n_cached]
-                        self._fetcher.has_run(live, request.scope)
+                        live = np.concatenate((request.ids, np.asarray(event.ids, np.int32)))
+                        self._fetcher.has_run(live[: event.n_cached], request.scope)
                     run.recording = asyncio.ensure_future(self._record(run, event))
                     event = await asyncio.shield(run.recording)
                 elif isinstance(event, Started) and use is not None:

@@ -317,8 +317,12 @@ class SharedTier:
                 continue
             keys = self.keys(PUBLIC if place.is_public else scope)
             try:
-                data = b"".join(parts_of(self.bucket, keys, place.name))
-                basis = read_basis(data[: BYTES_MAX + 1])
+                data = b""
+                for part in parts_of(self.bucket, keys, place.name):
+                    data += part
+                    if len(data) > BYTES_MAX:
+                        raise StateError("it is too long for a basis")
+                basis = read_basis(data)
                 if basis_name(basis.digest) != place.basis:
                     raise StateError("it is another basis than its record says")
                 bases.add(basis)
