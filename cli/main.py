@@ -22,6 +22,7 @@ CONTROL_COMMANDS = {
     "export": "towerd.cli.sessions.transfer:export",
     "import": "towerd.cli.sessions.transfer:import_",
     "read": "towerd.cli.sessions.transfer:read",
+    "shared": "towerd.cli.sessions.shared:shared",
     "segments": "towerd.cli.segments.segments:segments",
     "why": "towerd.cli.segments.why:why",
     "trie": "towerd.cli.segments.tree:trie",

@@ -19,6 +19,7 @@ LAYERS = (
     {"router"},
     {"app"},
     {"service", "api"},
+    {"roaming"},
     {"sessions", "transfer"},
     {"search"},
     {"cold"},

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 from towerd.cold import Coding, ColdTier, IdleFreezer, check_codec_model, vocabulary_source
 from towerd.engine.base import EngineT, LiveBudget, OpenedEngine
+from towerd.errors import ConfigError
 from towerd.policy.factory import load_predictor
 from towerd.search.search import Search, open_search
 from towerd.sessions.divergence_finder import DivergenceFinder
@@ -19,6 +20,11 @@ from towerd.sessions.traffic import Traffic, open_traffic
 from towerd.settings.config import Config
 from towerd.store import Store
 from towerd.tiers.manager import Tiers
+
+if TYPE_CHECKING:
+    from towerd.roaming import Roaming
+    from towerd.tiers.shared.bucket import Bucket
+    from towerd.tiers.shared.tier import SharedTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,8 @@ class Service(Generic[EngineT]):
     cold: ColdTier
     search: Search
     divergences: DivergenceFinder
+    roaming: Roaming | None
+    """None without --shared."""
 
 
 @asynccontextmanager
@@ -44,8 +52,10 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
     At the end, running requests are cancelled and recorded, new rows are written, and the catalog
     is closed. Raises ModelError, StoreError or ConfigError."""
     await asyncio.to_thread(check_own_models, config)
+    bucket = await asyncio.to_thread(_bucket, config)
     async with await asyncio.to_thread(_opening, config) as opened:
         engine, store, tiers = opened.engine, opened.store, opened.tiers
+        shared = await asyncio.to_thread(_shared_tier, config, bucket, opened)
         traffic = await asyncio.to_thread(open_traffic, config, store, tiers)
         cold = ColdTier(
             store,
@@ -55,12 +65,14 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
             has_checkpoint=opened.has_checkpoint,
         )
         search = await asyncio.to_thread(open_search, store, cold.coding, config.search)
+        roaming = _roaming(shared, tiers, cold)
         sessions = Sessions(
             engine,
             TurnRecorder(store, traffic, search),
             tiers if config.anticipate else None,
             cold,
             anticipate_tokens_max=opened.anticipate_tokens_max,
+            fetcher=None if roaming is None else roaming.fetcher,
         )
         freezer = IdleFreezer(cold)
         divergences = DivergenceFinder(store, search.reader)
@@ -68,15 +80,20 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
             _start(config, opened, sessions, cold)
             freezer.start()
             search.start(cold.idle_s)
-            yield Service(
-                config, engine, sessions, store, tiers, traffic, cold, search, divergences
-            )
+            if roaming is not None:
+                roaming.start()
+            parts = config, engine, sessions, store, tiers, traffic, cold, search, divergences
+            yield Service(*parts, roaming)
         finally:
+            if roaming is not None:
+                roaming.stop()
             tiers.prefetcher.stop()
             await sessions.stop_anticipating()
             await freezer.stop()
             await cold.stop()
             await sessions.drain()  # may wait for a thaw
+            if roaming is not None:
+                await roaming.close()
             await divergences.close()
             await asyncio.to_thread(traffic.close)
             await asyncio.to_thread(search.close)
@@ -102,6 +119,43 @@ def _opening(config: Config) -> AbstractAsyncContextManager[OpenedEngine[Any]]:
     from towerd.engine.embedded.opening import open_embedded
 
     return open_embedded(config)
+
+
+def _bucket(config: Config) -> Bucket | None:
+    """The bucket of the shared tier; None without one. Raises ConfigError."""
+    if config.shared is None:
+        return None
+    try:  # late: it takes packages that nothing else needs
+        import towerd.roaming  # noqa: F401
+        from towerd.tiers.shared.bucket import open_bucket
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--shared needs the package {error.name}: pip install 'towerd[shared]'."
+        ) from error
+    return open_bucket(config.shared)
+
+
+def _shared_tier(
+    config: Config, bucket: Bucket | None, opened: OpenedEngine[Any]
+) -> SharedTier | None:
+    """The shared tier of an open store; None without one. Raises ConfigError."""
+    if bucket is None:
+        return None
+    from towerd.tiers.shared.sealing import master_key
+    from towerd.tiers.shared.tier import SharedTier
+
+    key = master_key(config.shared_key, config.store_dir)
+    has_rows = opened.has_checkpoint is None
+    return SharedTier(opened.store, bucket, key, opened.tiers.fidelity, has_rows=has_rows)
+
+
+def _roaming(shared: SharedTier | None, tiers: Tiers, cold: ColdTier) -> Roaming | None:
+    """What talks with the shared tier; None without one."""
+    if shared is None:
+        return None
+    from towerd.roaming import Roaming
+
+    return Roaming(shared, tiers, cold)
 
 
 def _start(config: Config, opened: OpenedEngine[Any], sessions: Sessions, cold: ColdTier) -> None:

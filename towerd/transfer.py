@@ -53,13 +53,22 @@ def export_session(store: Store, model: SessionModel, id: str, scope: str | None
     """A session of the served model's tokenizer as the bytes of a `.tower` file; a frozen session
     stays frozen. Raises NotFound, InvalidRequest (several tenants have a session with this id),
     ThawError or TowerFileError."""
+    return session_file(store, model, session_history(store, model, id, scope))
+
+
+def session_history(store: Store, model: SessionModel, id: str, scope: str | None) -> History:
+    """A session of the served model's tokenizer, frozen or not; it stays so. Raises as `export_session`."""
+    return cold_history(store, model.codec, id, scope) or store.history(id, scope)
+
+
+def session_file(store: Store, model: SessionModel, history: History) -> bytes:
+    """The `.tower` file of a session of the served model's tokenizer. Raises TowerFileError."""
     from towerd.tower_file import Source, TowerFile, write
 
     codec, vocabulary = model.codec, model.codec.vocabulary
     identity = store.state.catalog.tokenizer(store.state.identity.tokenizer)
     n_tokens = len(vocabulary.pieces)
     source = Source(model.name, model.hash, codec.vocabulary_hash, n_tokens, identity)
-    history = cold_history(store, codec, id, scope) or store.history(id, scope)
     words = KeptVocabulary(vocabulary.pieces, vocabulary.names)
     return write(TowerFile(source, history, words))
 

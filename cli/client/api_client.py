@@ -156,6 +156,10 @@ class ApiClient:
         path, query = f"{OWN}/sessions/import", {"scope": scope}
         return self._ask("POST", path, replies.ImportedShape, data, query, timeout_s=None)
 
+    def shared(self, verb: str, what: Json) -> Json:
+        """`push` or `pull` a session or a base: its `tokens`, and those with `rows` there or here."""
+        return self._ask("POST", f"{OWN}/shared/{verb}", replies.PushedShape, what, timeout_s=None)
+
     def _post_session(self, id: str, scope: str | None, verb: str) -> Json:
         def post(path: str) -> Json:
             asked, shape = {"scope": scope}, replies.ChangedSessionShape

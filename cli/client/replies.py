@@ -116,6 +116,13 @@ class ImportedShape(TypedDict):
     bases: list[ImportedBaseShape]
 
 
+class PushedShape(TypedDict):
+    """What was put into the shared tier, or taken from it."""
+
+    tokens: int
+    rows: int
+
+
 class FoundSessionShape(TypedDict):
     """A result of a search."""
 

@@ -49,6 +49,7 @@ from towerd.transfer import Transfer
 
 if TYPE_CHECKING:
     from towerd.engine.base import Engine
+    from towerd.roaming import Roaming
     from towerd.sessions.divergence_finder import DivergenceFinder
     from towerd.sessions.sessions import Sessions
     from towerd.sessions.traffic import Traffic
@@ -70,6 +71,7 @@ DAEMON_ONLY = (
     "tiers",
     "cold",
     "traffic",
+    "shared",
 )
 """Keys of /towerd/v1/stats that only a daemon can fill."""
 
@@ -107,6 +109,11 @@ class StoreService:
 
     @property
     def divergences(self) -> DivergenceFinder:
+        """Raises TowerdError."""
+        _needs_daemon()
+
+    @property
+    def roaming(self) -> Roaming | None:
         """Raises TowerdError."""
         _needs_daemon()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from towerd.api.admin import pins, segments, sessions, transfer, upkeep
+from towerd.api.admin import pins, segments, sessions, shared, transfer, upkeep
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ STORE_ROUTES: tuple[Route, ...] = (
     Route("POST", "/towerd/v1/sessions/{id}/recode", upkeep.post_recode),
     Route("GET", "/towerd/v1/sessions/{id}/export", transfer.get_export),
     Route("POST", "/towerd/v1/sessions/import", transfer.post_import),
+    Route("POST", "/towerd/v1/shared/push", shared.post_push),
+    Route("POST", "/towerd/v1/shared/pull", shared.post_pull),
     Route("GET", "/towerd/v1/search", sessions.get_search),
     Route("GET", "/towerd/v1/segments", segments.list_segments),
     Route("GET", "/towerd/v1/segments/{id}", segments.get_segment),

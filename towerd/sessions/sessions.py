@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,6 +34,9 @@ from towerd.sessions.reevaluation import Reevaluator
 from towerd.store.sessions.deletions import DeletionWatch
 from towerd.store.sessions.turn import Turn
 from towerd.tiers.manager import Tiers
+
+if TYPE_CHECKING:  # it takes packages that only a shared tier needs
+    from towerd.tiers.shared.fetcher import Fetcher
 
 log = logging.getLogger(__name__)
 
@@ -85,12 +88,14 @@ class Sessions:
         cold: ColdTier | None = None,
         *,
         anticipate_tokens_max: int = 0,
+        fetcher: Fetcher | None = None,
     ) -> None:
         """moved_in: the tiers whose moved rows are made exact in idle time; None: they stay. cold: thaws the sessions that requests continue. anticipate_tokens_max: maximum number
-        of tokens of a chat's next prompt that are evaluated ahead; 0: none."""
+        of tokens of a chat's next prompt that are evaluated ahead; 0: none. fetcher: looks prompts up in the shared tier."""
         self.recorder = recorder
         self._engine = engine
         self._cold = cold
+        self._fetcher = fetcher
         self._anticipator: Anticipator | None = None
         if anticipate_tokens_max:
             self._anticipator = Anticipator(
@@ -113,9 +118,17 @@ class Sessions:
         if self._anticipator is not None:
             self._anticipator.asked(request)
         try:
+            if self._fetcher is not None and request.cache_prompt and not request.background:
+                ids = np.asarray(request.ids, np.int32)
+                await self._fetcher.before(ids, request.scope, since)
             run.generation = self._engine.generate(request)
             async for event in run.generation:
                 if isinstance(event, Finish):
+                    if self._fetcher is not None:
+                        timings = event.timings
+                        self._fetcher.evaluated(timings.prompt_n, timings.prompt_ms / 1e3)
+                        live = np.concatenate((request.ids, np.asarray(event.ids, np.int32)))
+                        self._fetcher.has_run(live[: event.n_cached], request.scope)
                     run.recording = asyncio.ensure_future(self._record(run, event))
                     event = await asyncio.shield(run.recording)
                 elif isinstance(event, Started) and use is not None:

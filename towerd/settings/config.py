@@ -26,6 +26,7 @@ ENGINES = ("embedded", "llama-server")
 AUTO = "auto"
 """Stands for one of the engines until it is known what there is."""
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+SHARED_SCHEMES = ("s3", "gs", "az", "file")
 RETENTIONS = ("none", "shift", "streaming", "h2o", "snapkv", "buzz", "latem", "icecache")
 """The policies of towerd.retention whose signals the embedded engine provides, and `shift`."""
 UNBOUNDED = ("none", "shift")
@@ -174,6 +175,12 @@ class Config:
     codec_model: Path | None = _set(None, "path", "--codec-model",
         "Small GGUF of the llama architecture, such as towerctl train distill writes, to code conversations with "
         "where that is smaller than with the bundled one.")
+    shared: str | None = _set(None, "text", "--shared",
+        "URL of an object store in which machines share conversations and precached prompts, encrypted: s3://BUCKET/PREFIX, "
+        "gs://..., az://... or file:///FOLDER. Its credentials come from the environment.")
+    shared_key: Path | None = _set(None, "path", "--shared-key",
+        "File with the key that they are encrypted with, the same on all machines.",
+        auto="shared.key in the store, made at the first start")
     policy: str = _set("foresight", "text", "--policy",
         "Policy that chooses what leaves a full tier first.", choices=POLICIES)
     predictor: Path | None = _set(None, "path", "--predictor",
@@ -395,6 +402,7 @@ class Config:
                 raise ConfigError("fidelity exact stores as computed: leave level_formats out.")
         if self.chat_template is not None and self.chat_template_file is not None:
             raise ConfigError("Set chat_template or chat_template_file, not both.")
+        self._check_shared()
         self._check_model()
         self._check_sleep()
         self._check_engine()
@@ -402,6 +410,24 @@ class Config:
             raise ConfigError(
                 f"The socket path {self.socket} is longer than {SOCKET_PATH_BYTES_MAX} bytes: "
                 "give a shorter one with --socket."
+            )
+
+    def _check_shared(self) -> None:
+        """A URL of an object store, without credentials: other users see the command line."""
+        if self.shared is None:
+            if self.shared_key is not None:
+                raise ConfigError("--shared-key is for a --shared URL; there is none.")
+            return
+        scheme, found, place = self.shared.partition("://")
+        if not found or scheme not in SHARED_SCHEMES or not place.strip("/"):
+            raise ConfigError(
+                f"--shared takes a URL such as {', '.join(f'{each}://...' for each in SHARED_SCHEMES)}."
+            )
+        if scheme == "file" and not place.startswith("/"):
+            raise ConfigError("--shared file:// takes a whole path: file:///FOLDER.")
+        if "@" in place or "?" in place:
+            raise ConfigError(
+                "--shared takes a URL without credentials: set those of the store in the environment."
             )
 
     def _check_sleep(self) -> None:

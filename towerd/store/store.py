@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,9 +31,11 @@ from towerd.store.maintenance.footprint import (
 from towerd.store.maintenance.replica import Replica
 from towerd.store.maintenance.verify import VerifyReport, problems, verify
 from towerd.store.rows.collect import GcReport, collect
+from towerd.store.rows.exchange import take_in, take_out
 from towerd.store.rows.rows import RowStore
 from towerd.store.rows.rows_part import RowsPart
 from towerd.store.segments.segment_file import SegmentFile
+from towerd.store.segments.segment_header import SegmentHeader
 from towerd.store.sessions.bases import BaseTable, PinTable
 from towerd.store.sessions.cold import ColdTable
 from towerd.store.sessions.deletions import Deletions, DeletionWatch
@@ -302,6 +304,26 @@ class Store:
     def bytes_of(self, node: Node) -> int:
         """Bytes of a node's rows in native format."""
         return node.n * self.state.row_identity.layout.token_bytes
+
+    def take_out(self, node: Node) -> tuple[SegmentHeader, memoryview]:
+        """The checked rows of the file that `node` has rows in, up to the end of the node, to be kept elsewhere:
+        the header of such a file, and the data behind it as a view. Raises RowsDamaged or StoreError, also if
+        it has none."""
+        with self.state.locked():
+            file = node.file
+        if file is None:
+            raise StoreError("the rows have left the disk")
+        return take_out(self.state, self.rows, file, node, self._pool)
+
+    def take_in(
+        self, header: SegmentHeader, data: Iterable[bytes], n_bytes: int, ids: Ids
+    ) -> SegmentFile | None:
+        """Write a file that another store had, `n_bytes` of data behind its header, for the segments of its scope
+        on the path of `ids` that lie within it and have no rows; durable. None if there are none.
+
+        Raises StateError (damaged, or of another model), DiskFull or StoreError; nothing is left behind then."""
+        what = header, data, n_bytes, ids_bytes(ids)
+        return take_in(self.state, *what, self.rows.bases, self._pool)
 
     # --- turns and sessions ---------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from towerd.errors import TowerdError, Unavailable
 
 if TYPE_CHECKING:
     from towerd.cold import ColdTier
+    from towerd.roaming import Roaming
     from towerd.search.search import Search
     from towerd.sessions.divergence_finder import DivergenceFinder
     from towerd.sessions.sessions import Sessions
@@ -45,6 +46,8 @@ class ApiService(Protocol):
     def search(self) -> Search: ...
     @property
     def divergences(self) -> DivergenceFinder: ...
+    @property
+    def roaming(self) -> Roaming | None: ...
 
 
 @dataclass(slots=True)

@@ -40,7 +40,7 @@ class StatsMetric:
 
     name: str
     source: str
-    """Whose `stats()`: `engine`, `tiers`, `store`, `footprint`, `written`, `cold` or `traffic`."""
+    """Whose `stats()`: `engine`, `tiers`, `store`, `footprint`, `written`, `cold`, `traffic` or `shared`."""
     key: str
     help: str
     counter: bool = False
@@ -168,6 +168,24 @@ SAMPLES = (
     StatsMetric("towerd_writes_refused_total", "written", "refused",
            "Times that rows were not written for want of budget", counter=True),
     StatsMetric("towerd_segments", "store", "segments", "Segments in the prefix tree"),
+    StatsMetric("towerd_shared_put_total", "shared", "objects_put",
+           "Objects put into the shared tier", counter=True),
+    StatsMetric("towerd_shared_put_bytes_total", "shared", "bytes_put", "Their bytes", counter=True),
+    StatsMetric("towerd_shared_fetched_total", "shared", "objects_fetched",
+           "Objects fetched from the shared tier", counter=True),
+    StatsMetric("towerd_shared_fetched_bytes_total", "shared", "bytes_fetched", "Their bytes", counter=True),
+    StatsMetric("towerd_shared_missing_total", "shared", "objects_missing",
+           "Objects with rows that were gone from the shared tier", counter=True),
+    StatsMetric("towerd_shared_damaged_total", "shared", "objects_damaged",
+           "Objects of the shared tier that were refused: damaged, or not what they should be", counter=True),
+    StatsMetric("towerd_shared_lookups_total", "shared", "lookups",
+           "Prompts that were looked up in the shared tier", counter=True),
+    StatsMetric("towerd_shared_lookups_found_total", "shared", "lookups_found",
+           "Those that it had rows of", counter=True),
+    StatsMetric("towerd_shared_lookups_late_total", "shared", "lookups_late",
+           "Those that were evaluated because it took too long", counter=True),
+    StatsMetric("towerd_shared_errors_total", "shared", "errors",
+           "Times that the object store did not do what was asked", counter=True),
 )
 # fmt: on
 

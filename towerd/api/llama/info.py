@@ -233,7 +233,7 @@ async def own_stats(
 
 async def all_stats(service: ApiService) -> dict[str, dict[str, Any]]:
     """Counters and gauges of the engine, the tiers, the store, the cold tier and the traffic, what
-    conversations take, and what was written today."""
+    conversations take, what was written today, and what went to the shared tier and came from it."""
     footprint = await asyncio.to_thread(service.store.footprint)
     return {
         "engine": service.engine.stats(),
@@ -243,4 +243,5 @@ async def all_stats(service: ApiService) -> dict[str, dict[str, Any]]:
         "written": await asyncio.to_thread(service.store.writes.stats),
         "cold": await asyncio.to_thread(service.cold.stats),
         "traffic": service.traffic.stats() | service.sessions.stats(),
+        "shared": {} if service.roaming is None else service.roaming.stats(),
     }

@@ -24,7 +24,7 @@ from towerd.store.rows.recoding import UnfinishedCodings, carried_runs, encoded_
 from towerd.store.rows.rows_part import RowsPart
 from towerd.store.segments.coded_format import coding_of, is_coded
 from towerd.store.segments.segment_file import ANY_HEAD, Claim, Ranges, RowsLost, SegmentFile
-from towerd.store.segments.segment_header import encode_runs, segment_key, worst_of
+from towerd.store.segments.segment_header import FormatRun, encode_runs, segment_key, worst_of
 from towerd.store.segments.segment_writer import Draft, DraftRun, new_name, write_segment
 from towerd.store.segments.transform_bases import BasisLost, TransformBases
 from towerd.store.state.state import StoreState
@@ -274,7 +274,8 @@ class RowStore:
             try:
                 with state.lock:
                     if nodes := targets():
-                        file, unviewed = _adopt(state, nodes, draft, name, n_bytes)
+                        of = draft.p0, draft.p1 - draft.p0, draft.run_table
+                        file, unviewed = adopt(state, nodes, of, name, n_bytes)
             finally:
                 if file is None:
                     directory.remove(name)
@@ -308,7 +309,7 @@ class RowStore:
             pause()  # rather than read a file first, again and again while a request runs
         self.encoding.begin()
         self.verify(file, last, self.encoding)
-        draft = self._draft_again(file, last, prefix, p0, requests, pause)
+        draft = self.draft_again(file, last, prefix, p0, requests, pause)
 
         def targets() -> list[Node]:
             return [] if file.dropped else list(state.tree.viewers(file))
@@ -317,7 +318,7 @@ class RowStore:
         self._unfinished.forget(file.id)
         return new
 
-    def _draft_again(
+    def draft_again(
         self,
         file: SegmentFile,
         last: Node,
@@ -422,7 +423,7 @@ class RowStore:
             p0, last = run[0].p0, run[-1]
             with state.locked():
                 prefix = last.prefix_bytes()
-            draft = self._draft_again(file, last, prefix, p0)
+            draft = self.draft_again(file, last, prefix, p0)
 
             def targets(draft: Draft = draft) -> list[Node]:
                 found = [] if file.dropped else state.tree.viewers(file)
@@ -529,12 +530,18 @@ def _is_within(provenance: Provenance | None, worst: Provenance) -> bool:
     return provenance is not None and provenance <= worst
 
 
-def _adopt(
-    state: StoreState, nodes: Sequence[Node], draft: Draft, name: str, n_bytes: int
+def adopt(
+    state: StoreState,
+    nodes: Sequence[Node],
+    of: tuple[int, int, tuple[FormatRun, ...]],
+    name: str,
+    n_bytes: int,
 ) -> tuple[SegmentFile, list[SegmentFile]]:
     """Enter a written file in the catalog as the one that `nodes` view, in one transaction;
-    returns it and the files that lost their last view, which are forgotten. Under the lock."""
-    p0, n_rows, runs = draft.p0, draft.p1 - draft.p0, draft.run_table
+    returns it and the files that lost their last view, which are forgotten. Under the lock.
+
+    of: its first position, its rows and their runs"""
+    p0, n_rows, runs = of
     before = {node.file.id: node.file for node in nodes if node.file is not None}
     viewers = state.tree.viewers
     unviewed = [old for old in before.values() if all(node in nodes for node in viewers(old))]

@@ -1,0 +1,81 @@
+"""`towerctl shared push`, `towerctl shared pull`: sessions and bases to the shared tier and from it."""
+
+from __future__ import annotations
+
+import click
+
+from towerd.cli.client.target import Target, connect, json_option, target_options
+from towerd.cli.client.transport import Json
+from towerd.errors import ConfigError
+
+BASE_HELP = "A precached base instead of a session."
+
+
+@click.group()
+def shared() -> None:
+    """Share conversations and precached bases with other machines, through the daemon's --shared store."""
+
+
+@shared.command()
+@click.argument("session", required=False)
+@click.option("--base", metavar="NAME", help=BASE_HELP)
+@click.option("--scope", metavar="TENANT", help="Whose, if several tenants have one of this name.")
+@json_option
+@target_options
+def push(
+    session: str | None, base: str | None, scope: str | None, as_json: bool, target: Target
+) -> None:
+    """Put SESSION with all its turns, and the state that the disk has of it, into the shared store."""
+    what = _what(session, base, scope)
+    with connect(target) as backend:
+        if session is not None:
+            what["session"] = backend.whole_id(session, scope)
+        found = backend.shared("push", what)
+    _say(found, "Put", "in the shared store", what, as_json)
+
+
+@shared.command()
+@click.argument("session", required=False)
+@click.option("--base", metavar="NAME", help=BASE_HELP)
+@click.option(
+    "--replace", is_flag=True, help="A base of this name here, too, if it has another text."
+)
+@click.option("--scope", metavar="TENANT", help="For this tenant, whose it is there, too.")
+@json_option
+@target_options
+def pull(
+    session: str | None,
+    base: str | None,
+    replace: bool,
+    scope: str | None,
+    as_json: bool,
+    target: Target,
+) -> None:
+    """Take SESSION, by its whole id, from the shared store: it continues here as it would have there."""
+    what = _what(session, base, scope)
+    if replace and base is None:
+        raise ConfigError("--replace is for --base.")
+    what |= {"replace": True} if replace else {}
+    with connect(target) as backend:
+        found = backend.shared("pull", what)
+    _say(found, "Took", "here", what, as_json)
+
+
+def _what(session: str | None, base: str | None, scope: str | None) -> Json:
+    """What is asked of the daemon. Raises ConfigError."""
+    if (session is None) == (base is None):
+        raise ConfigError("Give a session or --base, one of them.")
+    what = {"session": session} if base is None else {"base": base}
+    return what | ({} if scope is None else {"scope": scope})
+
+
+def _say(found: Json, verb: str, where: str, what: Json, as_json: bool) -> None:
+    from towerd.cli.output import clean, echo_json
+
+    if as_json:
+        echo_json(found)
+        return
+    kind = "session" if "session" in what else "base"
+    tokens, rows = found["tokens"], found["rows"]
+    of_rows = f"{rows:,} of its {tokens:,} tokens have their state {where}"
+    click.echo(f"{verb} {kind} {clean(what[kind])}; {of_rows}.")

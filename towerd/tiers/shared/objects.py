@@ -1,0 +1,271 @@
+"""What objects hold: rows of segments in parts, transform bases, and the records of sessions and bases.
+
+    objects/NAME/0000, 0001, ...    bytes in parts of 4 MiB, each sealed by itself
+    marks/NAME                      see `marks.py`
+    sessions/NAME/TURNS-CONTENT     a record: a session as it was after so many turns
+    bases/NAME/CONTENT              a record: a precached prompt
+
+The bytes of rows are
+
+    u32 length of the header | header (msgpack) | data, as in the segment file behind its own header
+
+The header has what the rows are of, which is compared before they are used, and the checksums of every
+piece. An object is named by a keyed hash of its header: what differs in anything has another name, so
+that parts of two writers never mix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from towerd.slots.errors import StateError
+from towerd.store.segments.segment_header import (
+    HeadEntry,
+    RunEntry,
+    SegmentHeader,
+    segment_key,
+)
+from towerd.tiers.shared.bucket import Bucket, ObjectMissing
+from towerd.tiers.shared.sealing import SEAL_BYTES, TenantKeys
+from towerd.tokens import ID_BYTES
+
+VERSION = 1
+PART_BYTES = 1 << 22
+"""Bytes of one part, sealed as one: what a slow line sends well before a request times out."""
+RECORD_BYTES_MAX = 1 << 27
+_LENGTH = struct.Struct("<I")
+R = TypeVar("R", bound="Record")
+
+
+class RowsHeader(msgspec.Struct, frozen=True, array_like=True):
+    """What the rows of an object are of."""
+
+    row_identity: bytes
+    adapters: str
+    """Those that the rows were computed under; see `towerd.store.tree.scope`."""
+    chain: bytes
+    """BLAKE2b-256 of row identity, adapters and every token id up to the last row."""
+    p0: int
+    p1: int
+    ids: bytes
+    """int32 LE, p1 - p0 of them."""
+    n_bytes: int
+    """Of the data."""
+    digest: bytes
+    """BLAKE2b-256 of the data: with other bytes they are another object."""
+    runs: list[RunEntry]
+    head: HeadEntry | None = None
+
+    @classmethod
+    def of(
+        cls, header: SegmentHeader, adapters: str, before: bytes, data: memoryview
+    ) -> RowsHeader:
+        """That of a segment file. before: the ids in front of its first row; data: those behind its header"""
+        chain = segment_key(header.row_identity, adapters, before + header.ids)
+        digest = hashlib.blake2b(data, digest_size=32).digest()
+        place = header.p0, header.p1, header.ids, len(data), digest
+        return cls(header.row_identity, adapters, chain, *place, header.runs, header.head)
+
+    def as_segment(
+        self, row_identity: bytes, scope: str, adapters: str, ids: bytes
+    ) -> SegmentHeader:
+        """The header of a segment file of `scope` with these rows, for a path that begins with `ids`. Raises
+        StateError unless they are rows of this model for these very tokens."""
+        before, own = ids[: self.p0 * ID_BYTES], ids[self.p0 * ID_BYTES : self.p1 * ID_BYTES]
+        if self.row_identity != row_identity:
+            raise StateError("they are of another model or configuration")
+        if self.adapters != adapters:
+            raise StateError("they were computed under other adapters")
+        if not own or len(before) != self.p0 * ID_BYTES or not self.ids.startswith(own):
+            raise StateError("they are of other tokens")
+        if segment_key(row_identity, adapters, before + self.ids) != self.chain:
+            raise StateError("they stand behind other tokens")
+        key = segment_key(row_identity, scope, before + self.ids)
+        place = self.p0, self.p1, self.ids
+        return SegmentHeader(row_identity, key, scope, *place, self.runs, self.head)
+
+
+class RowsPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where rows [p0, p1) of a path are."""
+
+    name: str
+    p0: int
+    p1: int
+    is_public: bool
+    """Whether they are sealed for all tenants."""
+    n_parts: int
+    """Of the object."""
+    n_bytes: int = 0
+    """Of all its parts, before they are sealed."""
+
+
+class BasisPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where a transform basis is, which some of the rows were coded with."""
+
+    basis: str
+    name: str
+    is_public: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PutRows:
+    """Where the rows of a path are, from its first token on, and the bases that some were coded with."""
+
+    rows: list[RowsPlace] = field(default_factory=list)
+    transform_bases: list[BasisPlace] = field(default_factory=list)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that have rows in the bucket."""
+        return self.rows[-1].p1 if self.rows else 0
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What a record of a session and of a base have in common."""
+
+    version: int
+    row_identity: bytes
+    """Of the rows."""
+    adapters: str
+    rows: list[RowsPlace]
+    """Consecutive, from the first token on."""
+    transform_bases: list[BasisPlace]
+
+
+class SessionRecord(Record, frozen=True, array_like=True, kw_only=True):
+    """A session: its `.tower` file, and where its rows are."""
+
+    tower: bytes
+
+
+class BaseRecord(Record, frozen=True, array_like=True, kw_only=True):
+    """A precached prompt, as `towerd.store.sessions.turn.Base` has it."""
+
+    name: str
+    level: int
+    tokenizer: bytes
+    ids: bytes
+    format: str | None
+    reuse: str
+
+
+def encode(value: msgspec.Struct) -> bytes:
+    """The bytes of a header or a record."""
+    return msgspec.msgpack.encode(value)
+
+
+def decode_record(data: bytes, kind: type[R]) -> R:
+    """A record of this kind. Raises StateError."""
+    try:
+        found = msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise StateError(f"the record cannot be read: {error}") from error
+    if found.version != VERSION:
+        raise StateError(f"the record has version {found.version}; this towerd reads {VERSION}")
+    return found
+
+
+def _place(name: str, part: int) -> str:
+    return f"objects/{name}/{part:04d}"
+
+
+def has_object(bucket: Bucket, place: RowsPlace) -> bool:
+    """Whether an object is there with all its parts. Raises BucketError."""
+    return all(bucket.has(_place(place.name, part)) for part in range(place.n_parts))
+
+
+def count_parts(n_bytes: int) -> int:
+    """The number of parts that an object has."""
+    return max(1, -(-n_bytes // PART_BYTES))
+
+
+def put_object(
+    bucket: Bucket, keys: TenantKeys, name: str, lead: bytes, data: memoryview | None = None
+) -> int:
+    """Put the parts of an object that the bucket lacks, the first part last; returns the bytes that were sent.
+    Its bytes are `lead` and then `data`, which are copied a part at a time. Raises BucketError."""
+    rest = memoryview(b"") if data is None else data
+    n_bytes, sent = len(lead) + len(rest), 0
+    for part in reversed(range(count_parts(n_bytes))):
+        place = _place(name, part)
+        if bucket.has(place):
+            continue
+        start, end = part * PART_BYTES, (part + 1) * PART_BYTES
+        behind = rest[max(0, start - len(lead)) : max(0, end - len(lead))]
+        sealed = keys.seal(place, lead[start:end] + bytes(behind))
+        if bucket.put(place, sealed):
+            sent += len(sealed)
+    return sent
+
+
+def parts_of(bucket: Bucket, keys: TenantKeys, name: str) -> Iterator[bytes]:
+    """The parts of an object, in order, each verified; they end with the first that is not full. Raises
+    BucketError, StateError."""
+    part = 0
+    while True:
+        place = _place(name, part)
+        try:
+            found = keys.unseal(place, bucket.get(place, PART_BYTES + SEAL_BYTES))
+        except ObjectMissing:
+            if part == 0:
+                raise
+            return  # the object ends where a part does
+        yield found
+        if len(found) < PART_BYTES:
+            return
+        part += 1
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRows:
+    """The rows of an object, whose data are fetched while they are read."""
+
+    header: RowsHeader
+    data: Iterator[bytes]
+
+
+def name_and_lead(keys: TenantKeys, header: RowsHeader) -> tuple[str, bytes]:
+    """The name of the object with these rows, and the bytes before its data. Raises StateError for a header
+    that does not fit one part."""
+    encoded = encode(header)
+    if len(encoded) > PART_BYTES - _LENGTH.size:
+        raise StateError("the header does not fit an object")
+    return keys.name("rows", encoded), _LENGTH.pack(len(encoded)) + encoded
+
+
+def read_rows(keys: TenantKeys, name: str, parts: Iterable[bytes]) -> FoundRows:
+    """The rows of the object of this name. Raises StateError, also while the data are read; BucketError."""
+    each = iter(parts)
+    first = next(each)
+    if len(first) < _LENGTH.size:
+        raise StateError("the object is too short")
+    end = _LENGTH.size + _LENGTH.unpack_from(first)[0]
+    encoded = first[_LENGTH.size : end]
+    if end > len(first) or keys.name("rows", encoded) != name:
+        raise StateError("the object's header is not that of its name")
+    try:
+        header = msgspec.msgpack.decode(encoded, type=RowsHeader)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise StateError(f"the object's header cannot be read: {error}") from error
+    if len(header.ids) != (header.p1 - header.p0) * ID_BYTES:
+        raise StateError("the object's header contradicts itself")
+    return FoundRows(header, _data(first[end:], each, header.n_bytes))
+
+
+def _data(first: bytes, others: Iterator[bytes], n_bytes: int) -> Iterator[bytes]:
+    at = len(first)
+    yield first
+    while at < n_bytes:
+        part = next(others, b"")
+        if not part:
+            break
+        at += len(part)
+        yield part
+    if at != n_bytes:
+        raise StateError(f"the object has {at} bytes of rows, its header says {n_bytes}")

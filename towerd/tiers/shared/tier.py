@@ -1,0 +1,349 @@
+"""SharedTier: the rows of a path in the bucket, put there and fetched from there.
+
+It is never on the way of an answer: what it does takes as long as the network does, so whoever calls it
+has a thread for that. A record in the bucket says which objects a path has.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+from towerd.codec.errors import CodecError, NewerVersion
+from towerd.codec.rows.basis import BYTES_MAX, read_basis
+from towerd.errors import InvalidRequest, StoreError
+from towerd.slots.errors import StateError
+from towerd.store import Node, Store
+from towerd.store.segments.coded_format import bases_in, basis_name
+from towerd.store.segments.segment_header import encode_runs, worst_of
+from towerd.store.sessions.deletions import DeletionWatch
+from towerd.store.tree.node import PUBLIC
+from towerd.store.tree.scope import adapters_of, is_public, tenant_of
+from towerd.tiers.formats.fidelity import Fidelity
+from towerd.tiers.shared.bucket import Bucket, ObjectDamaged, ObjectMissing
+from towerd.tiers.shared.marks import FoundMark, Marks
+from towerd.tiers.shared.objects import (
+    RECORD_BYTES_MAX,
+    BasisPlace,
+    PutRows,
+    RowsHeader,
+    RowsPlace,
+    count_parts,
+    has_object,
+    name_and_lead,
+    parts_of,
+    put_object,
+    read_rows,
+)
+from towerd.tiers.shared.records import short_name
+from towerd.tiers.shared.sealing import SEAL_BYTES, TenantKeys
+from towerd.tokens import Ids, Provenance, common_prefix, ids_array, ids_bytes
+
+log = logging.getLogger(__name__)
+
+MEASURE_S = 600.0
+"""For so long a measured speed holds."""
+
+
+@dataclass(slots=True)
+class SharedCounters:
+    """Since the start."""
+
+    put: int = 0
+    fetched: int = 0
+    missing: int = 0
+    damaged: int = 0
+    errors: int = 0
+    bytes_put: int = 0
+    bytes_fetched: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, **counts: int) -> None:
+        """Count more of each. Any thread may call it."""
+        with self._lock:
+            for name, n in counts.items():
+                setattr(self, name, getattr(self, name) + n)
+
+    def stats(self) -> dict[str, Any]:
+        """By their names in GET /towerd/v1/stats."""
+        return {
+            "objects_put": self.put,
+            "objects_fetched": self.fetched,
+            "objects_missing": self.missing,
+            "objects_damaged": self.damaged,
+            "errors": self.errors,
+            "bytes_put": self.bytes_put,
+            "bytes_fetched": self.bytes_fetched,
+        }
+
+
+class SharedTier:
+    """Thread-safe."""
+
+    def __init__(
+        self, store: Store, bucket: Bucket, master: bytes, fidelity: Fidelity, *, has_rows: bool
+    ) -> None:
+        """master: the content of the key file
+        fidelity: exact: neither put nor fetch rows that are not; prompts find rows of the same fidelity
+        has_rows: whether the model resumes from any row; False: of rows alone it cannot, so that there are
+            none in the bucket"""
+        self.bucket = bucket
+        self.counters = SharedCounters()
+        self._store = store
+        self._master = master
+        self._fidelity = fidelity
+        self._worst = Provenance.EXACT if fidelity == "exact" else Provenance.APPROXIMATE
+        self._has_rows = has_rows
+        self._speed, self._measured_at = 0.0, 0.0
+
+    def keys(self, scope: str) -> TenantKeys:
+        """Those of the tenant of a scope."""
+        return TenantKeys.of(self._master, tenant_of(scope))
+
+    # --- out ------------------------------------------------------------------------------
+
+    def put_path(self, ids: Ids, scope: str) -> PutRows:
+        """Put the rows that the disk has of `ids` from the first token on, as far as they follow one another, and
+        the bucket lacks; what it has, in whatever format and of whichever machine, is left. Raises BucketError or
+        StoreError."""
+        if not self._has_rows:
+            return PutRows()
+        last = self._last_of_files(ids, scope)
+        found = self._there(ids, scope, [node.p1 for node in last])
+        for node in last:
+            if node.p1 <= found.n_tokens:
+                continue  # maybe in another format
+            place = self._put_file(node, found)
+            if place is None:
+                break
+            found.rows.append(place)
+        if found.rows:
+            data = ids_bytes(ids[: found.n_tokens])
+            self._count_put(self._marks(scope).put(self.keys(scope), data, found))
+        return found
+
+    def _there(self, ids: Ids, scope: str, stored: Sequence[int]) -> PutRows:
+        """What the bucket has of `ids` from the first token on, whether or not it is on the disk.
+
+        stored: the ends of the files here, ascending"""
+        n = len(ids)
+        ends = sorted({*stored, n - 1, n}, reverse=True)  # the last token may have no row
+        found = self._already_there(ids, scope, [end for end in ends if 0 < end <= n])
+        n_here = max(found.n_tokens, stored[-1] if stored else 0)
+        mark = None if n_here >= n - 1 else self._find(ids, scope, n_here)
+        further = PutRows() if mark is None else self._whole(mark)
+        return max(found, further, key=lambda put: put.n_tokens)
+
+    def _already_there(self, ids: Ids, scope: str, ends: Sequence[int]) -> PutRows:
+        """What the bucket has of `ids`, from the first token on to the furthest of `ends`, descending, that has a
+        mark."""
+        data, marks = ids_bytes(ids), self._marks(scope)
+        for end in ends:
+            for keys in (self.keys(scope), self.keys(PUBLIC)):
+                try:
+                    mark = marks.at(keys, data, end)
+                except (StateError, ObjectDamaged) as error:
+                    self._refuse("marks", error)
+                    continue
+                if mark is not None:
+                    return self._whole(mark)
+        return PutRows()
+
+    def _whole(self, mark: FoundMark) -> PutRows:
+        """Those of the rows that are of a mark's tokens alone, and still there."""
+        inside = takewhile(lambda place: place.p1 <= mark.n_tokens, mark.put.rows)
+        rows = takewhile(lambda place: has_object(self.bucket, place), inside)
+        return PutRows(list(rows), list(mark.put.transform_bases))
+
+    def model_name(self, scope: str) -> str:
+        """What a record's name says of the model whose rows prompts find, here and elsewhere."""
+        return short_name(self.keys(scope), "model", *self._model(scope))
+
+    def _model(self, scope: str) -> tuple[bytes, ...]:
+        """What tells rows from others: row identity, adapters, fidelity."""
+        return self._store.state.digest, adapters_of(scope).encode(), self._fidelity.encode()
+
+    def _marks(self, scope: str) -> Marks:
+        return Marks(self.bucket, self._model(scope))
+
+    def _last_of_files(self, ids: Ids, scope: str) -> list[Node]:
+        """The last node of each file that has rows of `ids`, up to the first gap."""
+        last: list[Node] = []
+        with self._store.locked():
+            match = self._store.match(ids, scope)
+            for node in match.nodes:
+                if (
+                    node.file is None
+                    or node.p0 >= match.n
+                    or node.file.worst(node.p0, node.p1) > self._worst
+                ):
+                    break
+                if last and last[-1].file is node.file:
+                    last.pop()
+                last.append(node)
+        return last
+
+    def _put_file(self, node: Node, found: PutRows) -> RowsPlace | None:
+        """Put the file that `node` has rows in; None if it has other rows by now, or none."""
+        with self._store.locked():
+            prefix = node.prefix_ids()
+        try:
+            header, data = self._store.take_out(node)
+            if worst_of(header.run_table, 0, header.n) > self._worst:
+                return None
+            keys = self.keys(header.scope)
+            self._put_bases(bases_in(encode_runs(header.run_table)), keys, header.scope, found)
+            before = ids_bytes(prefix[: header.p0])
+            rows = RowsHeader.of(header, adapters_of(header.scope), before, data)
+            name, lead = name_and_lead(keys, rows)
+        except (StoreError, StateError, CodecError, OSError) as error:
+            log.warning("rows are not put into the shared tier", extra={"error": str(error)})
+            return None
+        self._count_put(put_object(self.bucket, keys, name, lead, data))
+        n_bytes = len(lead) + len(data)
+        parts = count_parts(n_bytes), n_bytes
+        return RowsPlace(name, header.p0, header.p1, is_public(header.scope), *parts)
+
+    def _put_bases(self, names: set[str], keys: TenantKeys, scope: str, found: PutRows) -> None:
+        """Put the transform bases of these names, before what needs them."""
+        known = {each.basis for each in found.transform_bases}
+        for basis in sorted(names - known):
+            data = self._store.rows.bases.get(basis, self._store.state.digest).data
+            name = keys.name("basis", data)
+            self._count_put(put_object(self.bucket, keys, name, data))
+            found.transform_bases.append(BasisPlace(basis, name, is_public(scope)))
+
+    def _count_put(self, n_bytes: int) -> None:
+        self.counters.add(put=int(n_bytes > 0), bytes_put=n_bytes)
+
+    def put_record(self, scope: str, place: str, data: bytes) -> None:
+        """Put a record, unless it is there. Raises BucketError; InvalidRequest if it is too long."""
+        if len(data) + SEAL_BYTES > RECORD_BYTES_MAX:
+            raise InvalidRequest(
+                f"It takes {len(data)} bytes; the shared tier takes up to {RECORD_BYTES_MAX}."
+            )
+        if not self.bucket.has(place):
+            sealed = self.keys(scope).seal(place, data)
+            self._count_put(len(sealed) if self.bucket.put(place, sealed) else 0)
+
+    # --- in -------------------------------------------------------------------------------
+
+    def find(self, ids: Ids, scope: str, n_known: int) -> PutRows | None:
+        """Rows in the bucket of what a prompt begins with, the tenant's own or public ones, whichever reach further; None if it has none beyond the first `n_known`. Raises BucketError."""
+        found = self._find(ids, scope, n_known)
+        return None if found is None else found.put
+
+    def _find(self, ids: Ids, scope: str, n_known: int) -> FoundMark | None:
+        found: list[FoundMark] = []
+        data, marks = ids_bytes(ids), self._marks(scope)
+        for keys in (self.keys(scope), self.keys(PUBLIC)) if self._has_rows else ():
+            try:
+                each = marks.find(keys, data, n_known)
+            except (StateError, ObjectDamaged, ObjectMissing) as error:
+                self._refuse("marks", error)
+                continue
+            found += [each] if each is not None else []
+        return max(found, key=lambda mark: (mark.n_tokens, mark.put.n_tokens), default=None)
+
+    def fetch_path(
+        self, found: PutRows, ids: Ids, scope: str, since: DeletionWatch | None = None
+    ) -> None:
+        """Fetch the rows of `ids` that this store lacks, in order, up to the first that cannot be had. What is
+        missing or damaged is counted and logged: its tokens are evaluated when they are needed. Raises BucketError (it is not reached), SessionDeleted (since
+        then), DiskFull or StoreError."""
+        self._fetch_bases(found.transform_bases, scope)
+        for place in found.rows if self._has_rows else ():
+            n_stored = self.n_stored(ids, scope)
+            if n_stored < place.p0 or place.p0 >= len(ids):
+                break
+            if n_stored < min(place.p1, len(ids)):
+                try:
+                    if not self._fetch_rows(place, ids, scope, since):
+                        break
+                except (StateError, NewerVersion, ObjectDamaged, ObjectMissing) as error:
+                    self._refuse(place.name, error)
+                    break
+
+    def n_stored(self, ids: Ids, scope: str) -> int:
+        """Tokens of `ids` with rows here, from the first on."""
+        with self._store.locked():
+            parts = self._store.plan_rows(
+                self._store.match(ids, scope), 0, len(ids), worst=self._worst
+            )
+        return parts[-1].p1 if parts else 0
+
+    def _fetch_rows(
+        self, place: RowsPlace, ids: Ids, scope: str, since: DeletionWatch | None
+    ) -> bool:
+        """False if there is nothing to write: they are of tokens that `ids` does not have, as those behind a mark may
+        be, or the day's budget for writing has no room. Raises as `fetch_path`, and StateError."""
+        began, n_stored = time.monotonic(), self.n_stored(ids, scope)
+        keys = self.keys(PUBLIC if place.is_public else scope)
+        found = read_rows(keys, place.name, parts_of(self.bucket, keys, place.name))
+        header, digest, adapters = found.header, self._store.state.digest, adapters_of(scope)
+        ids = ids[: header.p0 + common_prefix(ids[header.p0 :], ids_array(header.ids))]
+        if 0 < len(ids) <= n_stored:
+            return False
+        header.as_segment(digest, scope, adapters, ids_bytes(ids))
+        if not self._store.writes.allows("rows", header.n_bytes):
+            return False
+        with self._store.locked():
+            ends = sorted({header.p0, len(ids)} - {0})
+            owner = self._store.insert(ids, scope, ends, since)[-1].scope
+        if is_public(owner) and not place.is_public:
+            raise StateError("they are a tenant's own, and their tokens are everybody's here")
+        segment = header.as_segment(digest, owner, adapters, ids_bytes(ids))
+        if worst_of(segment.run_table, 0, segment.n) > self._worst:
+            raise StateError("they are not exact")
+        file = self._store.take_in(segment, found.data, header.n_bytes, ids)
+        self.counters.add(fetched=1, bytes_fetched=0 if file is None else file.nbytes)
+        self._measured_at = time.monotonic()
+        self._speed = header.n_bytes / max(1e-6, self._measured_at - began)
+        return True
+
+    def bytes_per_s(self) -> float:
+        """Of rows that were fetched last; 0 if that is long ago, or never was."""
+        return self._speed if time.monotonic() - self._measured_at < MEASURE_S else 0.0
+
+    def _fetch_bases(self, places: Sequence[BasisPlace], scope: str) -> None:
+        bases = self._store.rows.bases
+        for place in places:
+            if bases.problem(place.basis) is None:
+                continue
+            keys = self.keys(PUBLIC if place.is_public else scope)
+            try:
+                data = b""
+                for part in parts_of(self.bucket, keys, place.name):
+                    data += part
+                    if len(data) > BYTES_MAX:
+                        raise StateError("it is too long for a basis")
+                basis = read_basis(data)
+                if basis_name(basis.digest) != place.basis:
+                    raise StateError("it is another basis than its record says")
+                bases.add(basis)
+            except (StateError, CodecError, ObjectDamaged, ObjectMissing) as error:
+                self._refuse(place.name, error)
+
+    def read_record(self, scope: str, place: str) -> bytes:
+        """A record of a tenant. Raises BucketError, ObjectDamaged, ObjectMissing."""
+        try:
+            data = self.keys(scope).unseal(place, self.bucket.get(place, RECORD_BYTES_MAX))
+        except (ObjectDamaged, ObjectMissing) as error:
+            self._refuse(place, error)
+            raise
+        except StateError as error:
+            self._refuse(place, error)
+            raise ObjectDamaged(f"The object {place} cannot be used: {error}.") from error
+        self.counters.add(fetched=1, bytes_fetched=len(data))
+        return data
+
+    def _refuse(self, name: str, error: Exception) -> None:
+        is_missing = isinstance(error, ObjectMissing)
+        self.counters.add(missing=int(is_missing), damaged=int(not is_missing))
+        said = {"object": name, "error": str(error)}
+        log.warning("an object of the shared tier cannot be used", extra=said)
