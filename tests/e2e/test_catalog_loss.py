@@ -91,6 +91,9 @@ def test_clients_do_not_learn_where_the_store_is(make_daemon: MakeDaemon) -> Non
     with make_daemon() as daemon:
         talk(daemon)
         damage(daemon, "UPDATE turns SET tail = zeroblob(4)")
+        assert (daemon.store_dir / "catalog.sqlite-wal").exists(), (
+            "its locks on the catalog are lost"
+        )
         for log in (daemon.store_dir / "journal").iterdir():
             log.write_bytes(b"garbage")
         reply = requests.get(daemon.url + "/towerd/v1/sessions/chat-3?ids=1", timeout=30)

@@ -17,7 +17,9 @@ import os
 import struct
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -38,8 +40,8 @@ _RECORD = struct.Struct(f"<8sq{len(KINDS)}Q")
 _SUM_BYTES = 8
 _PAGE_BYTES = 4096
 _FRAME_BYTES = 24 + _PAGE_BYTES
-_FRAMES = struct.Struct("=I")
-_FRAMES_AT = 16
+_HEADER_BYTES = 32
+_SALTS_AT, _SALTS_BYTES, _FRAME_SALTS_AT = 16, 8, 8
 
 
 class DailyWrites:
@@ -160,23 +162,39 @@ def _checksum(body: bytes) -> bytes:
 class WalMeter:
     """What SQLite writes to a database in WAL mode: each page of a transaction to the log, and later
     to the database, where pages that were changed again meanwhile are written once; they are counted
-    as often as in the log. The number of pages in the log is read from its index
-    (https://sqlite.org/walformat.html, `mxFrame`)."""
+    as often as in the log. A log that was checkpointed is overwritten from its beginning: its frames have
+    the salts of its header, and those that are left of the log before have others
+    (https://sqlite.org/fileformat2.html, section 4.1).
+
+    The number of frames also stands in the log's index, but whoever closes that file loses the locks that
+    this process has on it."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path.with_name(path.name + "-shm")
+        self._path = path.with_name(path.name + "-wal")
+        self._salts = b""
         self._n_frames = 0
 
     def written(self) -> int:
         """Bytes since the last call. For one thread at a time; call it after each transaction."""
         try:
-            with self._path.open("rb") as file:
-                file.seek(_FRAMES_AT)
-                (n_frames,) = _FRAMES.unpack(file.read(_FRAMES.size))
-        except (OSError, struct.error):
+            with self._path.open("rb", buffering=0) as file:
+                salts = file.read(_HEADER_BYTES)[_SALTS_AT:][:_SALTS_BYTES]
+                n_frames = _frames_with(file, salts)
+        except OSError:
             return 0
-        is_reset = n_frames < self._n_frames
+        is_reset, self._salts = salts != self._salts, salts
         n_new = n_frames if is_reset else n_frames - self._n_frames
         n_moved = self._n_frames if is_reset else 0
         self._n_frames = n_frames
         return int(n_new * _FRAME_BYTES + n_moved * _PAGE_BYTES)
+
+
+def _frames_with(file: FileIO, salts: bytes) -> int:
+    """How many frames from the first on have these salts."""
+
+    def is_current(i: int) -> bool:
+        file.seek(_HEADER_BYTES + i * _FRAME_BYTES + _FRAME_SALTS_AT)
+        return file.read(_SALTS_BYTES) == salts
+
+    n_frames = (os.fstat(file.fileno()).st_size - _HEADER_BYTES) // _FRAME_BYTES
+    return bisect_left(range(max(0, n_frames)), True, key=lambda i: not is_current(i))
