@@ -6,6 +6,7 @@ lock that all take to open it; the others notice that theirs is not that file an
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import sqlite3
@@ -121,9 +122,11 @@ def _remove(path: Path) -> None:
 
 
 def _open(path: Path) -> OpenFile:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    inode = os.fstat(fd).st_ino
-    os.close(fd)
+    if not path.exists():  # closing a file that is open elsewhere in this process loses its locks
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    inode = path.stat().st_ino
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
         for setting in _SETTINGS:

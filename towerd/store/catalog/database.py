@@ -141,5 +141,7 @@ def damaged(path: Path, what: str) -> CatalogDamaged:
 
 def _create_private(path: Path) -> None:
     """Create the file with mode 0600 first: SQLite gives its side files the database's mode."""
+    if path.exists() and not path.is_symlink():
+        return  # closing a file that is open elsewhere in this process loses its locks
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     os.close(fd)
