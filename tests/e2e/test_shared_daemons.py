@@ -111,7 +111,7 @@ def test_a_base_is_put_by_itself(make_daemon: MakeDaemon, tmp_path: Path) -> Non
 
 
 def test_a_store_that_dies(make_daemon: MakeDaemon, tmp_path: Path) -> None:
-    """It is killed while it is in use: who asks for it is told so in one sentence, and every chat goes on."""
+    """It is killed while it is in use: who asks for it is told so in one sentence, and every chat continues."""
     with s3_server(tmp_path / "server") as server:
         daemon = make_daemon("--shared", server.url, name="a", **server.env)
         with daemon:

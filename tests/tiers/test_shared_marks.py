@@ -105,7 +105,7 @@ async def test_a_prompt_finds_its_beginning(tmp_path: Path, n_common: int, n_fou
 
 
 async def test_rows_are_not_sent_again_in_another_format(tmp_path: Path) -> None:
-    """Once they are there they stay, and a tower that goes on behind them adds its own."""
+    """Once they are there they stay, and a tower that continues behind them adds its own."""
     with (
         Store.open(tmp_path / "one", ROW_IDENTITY) as one,
         Store.open(tmp_path / "two", ROW_IDENTITY) as two,

@@ -30,7 +30,7 @@ LIMIT_S = 30.0
 LISTED_MAX = 10_000
 """Objects of one listing."""
 UNANSWERED_MAX = 8
-"""Requests that nobody waits for any more; with so many nothing more is asked."""
+"""Abandoned requests that were not answered yet; with so many nothing more is asked."""
 TIMEOUT_S = 15
 """For one request over a network, from its start to its last byte."""
 CONNECT_S = 5
@@ -66,7 +66,7 @@ class Listed:
 class Bucket:
     """Thread-safe. Every method raises BucketError, within half a minute, and at once when the bucket is closed.
 
-    Each request has a thread of its own, which is left behind when nobody waits for it any more: a server can
+    Each request has a thread of its own, which is abandoned when its limit has passed: a server can
     keep one for ever."""
 
     def __init__(self, store: ObjectStore) -> None:
