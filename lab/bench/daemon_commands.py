@@ -77,7 +77,7 @@ def store(quick: bool) -> None:
 @click.option(
     "--level-formats",
     default=None,
-    help="The stored format of each level; default: what calibration finds, quick q5h.",
+    help="The stored format of each level, without a transform; default: what was measured.",
 )
 @QUICK
 def footprint(
