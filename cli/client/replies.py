@@ -436,6 +436,7 @@ class CalibrationStateShape(TypedDict):
     fidelity: str | None
     level_formats: str | None
     progress: DoneShape
+    learning: NotRequired[DoneShape | None]
     calibration: CalibrationShape | None
     row_identity: NotRequired[dict[str, object]]
     moved: NotRequired[MovedShape | None]

@@ -32,6 +32,10 @@ class Plan:
     continuations: tuple[Continuation, ...] = tuple(
         Continuation(window, p) for p in (N, N - 64) for window in (0, 1)
     )
+    windows: tuple[int, ...] = (0, 1)
+
+    def prefix_of(self, window: int) -> int:
+        return N
 
 
 @dataclass
@@ -42,6 +46,10 @@ class FakeMeasurer:
     plan: Plan = field(default_factory=Plan)
     layout: KVLayout = LAYOUT
     n_max: int = 4
+    n_evaluated: int = 0
+
+    def n_coded_tokens(self, calls: Sequence[tuple[int, int]]) -> int:
+        return 64 * sum(n * (1 + n_codings) for n_codings, n in calls)
 
     def rows(self, continuation: Continuation) -> KVRows:
         return coded_rows_of(N, seed=self.seeds[continuation.window]).slice(0, continuation.p)
@@ -49,6 +57,7 @@ class FakeMeasurer:
     def costs_of(
         self, codings: Sequence[Callable[[KVRows], Sequence[KVRows]]], n: int
     ) -> list[FormatCost]:
+        self.n_evaluated += self.n_coded_tokens([(len(codings), n)])
         errors: list[list[float]] = [[] for _ in codings]
         for continuation in self.plan.continuations[:n]:
             rows = self.rows(continuation)
@@ -105,6 +114,28 @@ def test_what_is_chosen_was_measured() -> None:
         assert steps == sorted(steps)  # no deeper level has a coarser one
     again = read_basis(made.basis.data)
     assert (again.rope, again.row_identity) == (ROPE, IDENTITY.digest())
+
+
+def test_what_is_to_be_evaluated_is_known_before() -> None:
+    """At most so much, and never more later than at first."""
+    first, second = measurer(1, 2), measurer(3, 4)
+    found = calibration_of(IDENTITY, ("q8",) * LEVELS)
+    announced = learning.expected_tokens(first, second, LAYOUT)
+    totals: list[int] = []
+
+    def n_done() -> int:
+        return sum(cast(FakeMeasurer, each).n_evaluated for each in (first, second))
+
+    learning.learn_transform(
+        first,
+        second,
+        ROPE,
+        found,
+        IDENTITY.digest(),
+        expect=lambda n: totals.append(n_done() + n),
+    )
+    assert len(totals) == len(BOUNDS)
+    assert announced >= totals[0] >= totals[-1] >= n_done() > announced / 3
 
 
 def test_nothing_is_chosen_that_costs_too_much(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,8 @@ _NOISY_MAX = 3
 """After so many tables of which the text cannot tell what they cost no others are tried."""
 ENDS = (NativeEnds(0, 0), NativeEnds(SINKS, 0), NativeEnds(SINKS, 16), NativeEnds(SINKS, 32))
 """What is tried, fewest first."""
+SPARE_TABLES = 2
+"""Tables that are expected to be tried beyond one for each fidelity."""
 _TELLING = 10
 """An expected excess below the bound divided by this is not significant."""
 
@@ -83,8 +85,8 @@ class EndsMeter(Protocol):
 Call: TypeAlias = tuple[Sequence[Table], int]
 """The arguments of `Meter.costs`."""
 Expect: TypeAlias = Callable[[int], object]
-"""Told how many tokens will be evaluated from now on, as far as is known: which tables are tried
-depends on what those before them cost."""
+"""Told how many tokens will be evaluated from now on at most, unless more tables than SPARE_TABLES fail: which
+ones are tried, and on how much text, depends on what those before them cost."""
 
 
 def calibrate(
@@ -96,30 +98,32 @@ def calibrate(
     grid = measure_grid(meter, [name for name in bits if name != NATIVE])
     floor_kl = meter.floor(n).kl
     choices, later = {}, _choice_calls(meter)
-    for name in BOUNDS:
-        later = later[1:]
-        choices[name] = choose(meter, grid, bits, bound_of(name, floor_kl), expect, later)
+    for i, name in enumerate(BOUNDS, start=1):
+        bound, n_after = bound_of(name, floor_kl), len(BOUNDS) - i
+        choices[name] = choose(meter, grid, bits, bound, expect, later, n_after)
     n_each = grid.native.n_tokens // n
     n_floor = max(choice.cost.n_tokens for choice in choices.values()) // n_each
     return meter.floor(n_floor), grid, choices
 
 
 def expected_tokens(meter: Meter, bits: Mapping[str, float]) -> int:
-    """Tokens that `calibrate` evaluates if it tries one table for each fidelity, on all of the text:
-    each format, each level and the floor before that."""
+    """Tokens that `calibrate` evaluates if it tries SPARE_TABLES besides one table for each fidelity, on all of
+    the text: each format, each level and the floor before that."""
     formats, n = [name for name in bits if name != NATIVE], _coarse(meter)
     singles = [(f"level {level}",) * LEVELS for level in range(LEVELS)] if formats else []
     return meter.n_tokens([(coarse_tables(formats), n), (singles, n), *_choice_calls(meter)])
 
 
-def expected_of_ends(meter: Meter) -> int:
-    """Tokens that `choose_ends` evaluates if it tries one for each fidelity."""
-    return meter.n_tokens([([(name,) * LEVELS], meter.n_max) for name in BOUNDS])
+def expected_of_ends(meter: Meter, n_fidelities: int = len(BOUNDS)) -> int:
+    """Tokens that `choose_ends` evaluates for so many fidelities if it has to try all."""
+    names = [f"{i} {ends}" for i in range(n_fidelities) for ends in ENDS]
+    return meter.n_tokens([([(name,) * LEVELS], meter.n_max) for name in names])
 
 
 def _choice_calls(meter: Meter) -> list[Call]:
-    """For each fidelity the measurement of a table that is not known yet."""
-    return [([(name,) * LEVELS], meter.n_max) for name in BOUNDS]
+    """The measurements of tables that are not known yet."""
+    names = [f"table {i}" for i in range(len(BOUNDS) + SPARE_TABLES)]
+    return [([(name,) * LEVELS], meter.n_max) for name in names]
 
 
 def _single(name: str, level: int) -> Table:
@@ -164,7 +168,8 @@ def choose(
     bits: Mapping[str, float],
     bound: float,
     expect: Expect = lambda _: None,
-    later: Sequence[Call] = (),
+    later: list[Call] | None = None,
+    n_after: int = 0,
 ) -> FormatChoice:
     """The smallest table whose excess is at most `bound` up to the end of its 95 % interval.
 
@@ -179,13 +184,16 @@ def choose(
     It is also the result where the text is too short to tell: with fewer than CONTINUATIONS_MIN
     continuations, or an interval as wide as the bound. No table is chosen by luck.
 
-    later: what is measured after this, to tell `expect`"""
+    later: measurements that are expected, to tell `expect`; those made here are taken off, as long as
+    `n_after` are left, which come after this"""
+    later = [] if later is None else later
     factor, n_noisy = 1.0, 0 if meter.n_max >= CONTINUATIONS_MIN else _NOISY_MAX
     for table, expected in _by_size(grid, bits):
         if table == ALL_NATIVE or n_noisy == _NOISY_MAX:
             break
         if expected * factor > bound:
             continue
+        del later[max(n_after, len(later) - 1) :]
         expect(meter.n_tokens([([table], meter.n_max), *later]))
         cost = settled(meter, table, bound)
         if cost.is_within(bound):

@@ -23,12 +23,16 @@ from towerd.codec.rows.basis import Basis
 from towerd.engine.embedded.calibration.measure import Measured, Measurer
 from towerd.engine.embedded.calibration.measure_plan import MeasurePlan, plan_measurement
 from towerd.engine.embedded.calibration.moved import MovedMeter, limits_of, plan_changes
+from towerd.engine.embedded.calibration.progress import CalibrationProgress
 from towerd.engine.embedded.calibration.scratch import Scratch, SteppedSequence, other_shapes
 from towerd.engine.embedded.calibration.transform import (
     LEARN_CONTINUATIONS,
     LEARNED_SHARE,
     MEASURED_MAX,
     learn_transform,
+)
+from towerd.engine.embedded.calibration.transform import (
+    expected_tokens as expected_to_learn,
 )
 from towerd.engine.embedded.calibration.unfinished import Unfinished
 from towerd.engine.embedded.context.core import Core
@@ -96,15 +100,6 @@ class _CalibrationStopped(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class CalibrationProgress:
-    """Progress of the running calibration, in evaluated tokens. The total is what was evaluated and
-    what is expected from here on: it changes when the search learns what comes next."""
-
-    done: int = 0
-    total: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class _Asked:
     """What was asked for: to measure again what was measured, and stored formats."""
 
@@ -155,6 +150,8 @@ class Calibrator:
         self._state: State = "waiting" if self._may_move or not self.why_off else "off"
         self._error = ""
         self._progress = CalibrationProgress()
+        self._learning: CalibrationProgress | None = None
+        """Of the transform codings; None while none are learned."""
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._n_later = 0
@@ -218,7 +215,8 @@ class Calibrator:
             "why": self._error or self.why_off,
             "fidelity": self.fidelity,
             "level_formats": str(formats) if formats is not None else None,
-            "progress": {"done": self._progress.done, "total": self._progress.total},
+            "progress": self._progress.to_json(),
+            "learning": None if (learning := self._learning) is None else learning.to_json(),
             "calibration": self._found.to_json() if self._found is not None else None,
             "row_identity": self._core.info.row_identity.to_json(),
             "moved": None if limits is None else limits.to_json(),
@@ -294,7 +292,7 @@ class Calibrator:
             log.exception("calibration failed")
             self._state, self._error = "failed", "internal error; the daemon's log has it"
             return
-        self._progress = CalibrationProgress(self._progress.done, self._progress.done)
+        self._progress = self._progress.expecting(0)
         self._state, self._error = ("failed", failed) if failed else ("done", "")
         log.info("calibrated", extra={"seconds": round(time.monotonic() - started, 1)})
 
@@ -343,14 +341,15 @@ class Calibrator:
     def _row_identity(self) -> str:
         return self._core.info.row_identity.digest().hex()
 
-    def _scratch(self) -> Scratch:
+    def _scratch(self, advance: Callable[[int], None] | None = None) -> Scratch:
+        """advance: told how many tokens were evaluated; None: it is progress of the calibration"""
         core, memory = self._core, self._core.memory
         return Scratch(
             core.context,
             memory.scratch,
             cell_ext=memory.layout.cell_ext,
             window=core.model.n_swa if memory.kind is WINDOW else 0,
-            evaluated=self._advance,
+            evaluated=advance or self._advance,
         )
 
     def _measure_moves(self, unfinished: Unfinished) -> None:
@@ -410,8 +409,9 @@ class Calibrator:
         self._n_later = expected_of_ends(self._short_measurer(plan, unfinished))
         floor, grid, choices = calibrate(measurer, bits, self._expect)
         self._n_later, short = 0, self._short_measurer(plan, unfinished)
-        self._expect(expected_of_ends(short))
-        choices = {name: choose_ends(short, choice) for name, choice in choices.items()}
+        for i, (name, choice) in enumerate(choices.items()):
+            self._expect(expected_of_ends(short, len(choices) - i))
+            choices[name] = choose_ends(short, choice)
         return Calibration(
             row_identity=self._row_identity,
             formats=formats_digest(),
@@ -442,6 +442,8 @@ class Calibrator:
         except Exception:
             log.exception("transform codings cannot be learned")
             self._transforms = False
+        finally:
+            self._learning = None
 
     def _learn_transform(self) -> None:
         """Learn a basis, keep it, and use what keeps the bound. Raises _CalibrationStopped, EigenFailed,
@@ -463,18 +465,23 @@ class Calibrator:
         vocab, core, found = self._core.vocab, self._core, self._found
         assert found is not None
         of = core.n_ctx, core.layout.token_bytes
+        scratch = self._scratch(self._advance_learning)
         try:
             first = plan_for(vocab, text[:cut], *of, LEARN_CONTINUATIONS)
             second = plan_for(vocab, text[cut:], *of, MEASURED_MAX)
+            learn_on = Measurer(scratch, first, run_step=self._step, step_s=_STEP_S)
+            measure_on = Measurer(scratch, second, run_step=self._step, step_s=_STEP_S)
+            self._expect_learning(expected_to_learn(learn_on, measure_on, core.layout))
             made = learn_transform(
-                Measurer(self._scratch(), first, run_step=self._step, step_s=_STEP_S),
-                Measurer(self._scratch(), second, run_step=self._step, step_s=_STEP_S),
+                learn_on,
+                measure_on,
                 self._keys.rope(),
                 found,
                 self._core.info.row_identity.digest(),
                 rot_k=self._core.info.row_identity.rot_k,
                 eigh=self._eigh,
                 pause=self._wait_for_idle,
+                expect=self._expect_learning,
             )
         except StoreError:
             raise
@@ -521,13 +528,16 @@ class Calibrator:
 
     def _expect(self, n_tokens: int) -> None:
         """So much of this part will be evaluated from here on."""
-        done = self._progress.done
-        self._progress = CalibrationProgress(done, done + n_tokens + self._n_later)
+        self._progress = self._progress.expecting(n_tokens + self._n_later)
 
     def _advance(self, n_tokens: int) -> None:
-        done = self._progress.done + n_tokens
-        # It is not done before it ends, whatever was expected.
-        self._progress = CalibrationProgress(done, max(done + 1, self._progress.total))
+        self._progress = self._progress.advanced(n_tokens)
+
+    def _expect_learning(self, n_tokens: int) -> None:
+        self._learning = (self._learning or CalibrationProgress()).expecting(n_tokens)
+
+    def _advance_learning(self, n_tokens: int) -> None:
+        self._learning = (self._learning or CalibrationProgress()).advanced(n_tokens)
 
     # ---- steps on the inference thread ------------------------------------------------------
 

@@ -125,6 +125,16 @@ class Measurer:
             counts |= {name: max(n, counts.get(name, 0)) for name in names}
         return found + sum(self.plan.prefix_of(each) for each in windows - self._rows.keys())
 
+    def n_coded_tokens(self, calls: Sequence[tuple[int, int]]) -> int:
+        """Tokens that `costs_of` would evaluate in calls of so many codings on so many continuations each, with the
+        rows of all windows."""
+        places, n_most = self.plan.continuations, max((n for _, n in calls), default=0)
+        begun = {each.window for each in places[: max(n_most, _PROBES)]} | self._rows.keys()
+        others = {each.window for each in places} - begun
+        found = self.n_tokens([([ALL_NATIVE], n_most)])
+        found += sum(self.plan.prefix_of(each) for each in others)
+        return found + NEXT_TOKENS * sum(n * (1 + n_codings) for n_codings, n in calls)
+
     @property
     def _noisiest(self) -> BatchShape:
         """The shape that disturbs most."""

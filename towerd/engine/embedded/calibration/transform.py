@@ -16,7 +16,7 @@ import numpy as np
 from towerd.codec.errors import CodecError
 from towerd.codec.rows import coded
 from towerd.codec.rows.basis import Basis
-from towerd.codec.rows.learn import ROWS_PER_ELEMENT_MIN, Eigh, Rounding
+from towerd.codec.rows.learn import ROWS_PER_ELEMENT_MIN, Eigh, Rounding, groups_of
 from towerd.engine.embedded.calibration.measure import Measurer
 from towerd.engine.embedded.calibration.transform_basis import learned, windows_of
 from towerd.errors import TowerdError
@@ -49,6 +49,8 @@ WEIGHED_CONTINUATIONS = 6
 COARSE = 12
 """Continuations that every step is measured on."""
 MEASURED_MAX = 48
+SETTLED_MAX = 5
+"""Tables of each fidelity that are expected to be measured on all of the text, at most."""
 GROUP_ELEMENTS_MAX = 1024
 """A basis grows with the square of it."""
 GROUP_LAYERS_MAX = 5
@@ -78,6 +80,22 @@ def group_layers(layout: KVLayout, n_rows: int) -> int:
     return found
 
 
+def expected_tokens(first: Measurer, second: Measurer, layout: KVLayout) -> int:
+    """Tokens that `learn_transform` evaluates at most, unless more tables than SETTLED_MAX are measured. Raises
+    TowerdError as it does."""
+    windows = range(len(first.plan.windows))
+    n_rows = sum(first.plan.prefix_of(window) for window in windows)
+    n_groups = len(groups_of(layout, group_layers(layout, n_rows)))
+    weighing = n_groups, min(WEIGHED_CONTINUATIONS, first.n_max)
+    return first.n_coded_tokens([weighing]) + _expected_of_trial(second, len(BOUNDS))
+
+
+def _expected_of_trial(measurer: Measurer, n_fidelities: int) -> int:
+    coarse = len(STEPS), min(COARSE, measurer.n_max)
+    settled = 1, min(MEASURED_MAX, measurer.n_max)
+    return measurer.n_coded_tokens(n_fidelities * [coarse, *SETTLED_MAX * [settled]])
+
+
 def learn_transform(
     first: Measurer,
     second: Measurer,
@@ -88,9 +106,10 @@ def learn_transform(
     rot_k: bool = False,
     eigh: Eigh = np.linalg.eigh,
     pause: Callable[[], object] = lambda: None,
+    expect: Callable[[int], object] = lambda _: None,
 ) -> Learned:
     """Learn on the windows of `first`, measure on those of `second`; `found` says which block formats rows are
-    in before. rot_k, eigh, pause: see `learn`. Raises TowerdError if the rows cannot be transform-coded."""
+    in before. rot_k, eigh, pause: see `learn`; expect: told how many tokens are evaluated from then on, at most. Raises TowerdError if the rows cannot be transform-coded."""
     for continuation in first.plan.continuations:
         first.rows(continuation)
     n_rows = sum(map(len, windows_of(first)))
@@ -109,7 +128,7 @@ def learn_transform(
         )
     except (CodecError, StateError) as error:
         raise TowerdError(f"Rows are not transform-coded: {error}") from error
-    trial = _Trial(second, basis, found, pause)
+    trial = _Trial(second, basis, found, pause, expect)
     return trial.chosen(n_rows)
 
 
@@ -117,16 +136,25 @@ class _Trial:
     """Measures codings of one basis."""
 
     def __init__(
-        self, measurer: Measurer, basis: Basis, found: Calibration, pause: Callable[[], object]
+        self,
+        measurer: Measurer,
+        basis: Basis,
+        found: Calibration,
+        pause: Callable[[], object],
+        expect: Callable[[int], object],
     ) -> None:
         self._measurer = measurer
         self._basis = basis
         self._found = found
         self._pause = pause
+        self._expect = expect
         self._names = list(basis.codings)
 
     def chosen(self, n_rows: int) -> Learned:
-        tables = {fidelity: self._table(fidelity) for fidelity in BOUNDS}
+        tables = {}
+        for i, fidelity in enumerate(BOUNDS):
+            self._expect(_expected_of_trial(self._measurer, len(BOUNDS) - i))
+            tables[fidelity] = self._table(fidelity)
         names = {name for table, _ in tables.values() for name in table}
         basis = only(self._basis, names) if names else self._basis
         choices = {}
