@@ -445,9 +445,9 @@ class Store:
         return taken.history()
 
     def add_history(self, history: History, scope: str, since: DeletionWatch | None = None) -> int:
-        """Add the turns that the session with the history's id lacks, in one transaction; returns
-        their number. Raises InvalidRequest if the two diverge, and SessionDeleted if it was deleted
-        `since`."""
+        """Add the turns that the session with the history's id lacks, as branches if it continued otherwise here, in
+        one transaction; returns their number. Raises InvalidRequest for a bad name, and SessionDeleted if it was
+        deleted `since`."""
         with self.state.locked(), self.state.growing() as growth:
             self._sessions.check_not_deleted(since, history.id, scope)
             return add_history(self.state, self._sessions, growth, history, scope)

@@ -139,9 +139,15 @@ class Record(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class SessionRecord(Record, frozen=True, array_like=True, kw_only=True):
-    """A session: its `.tower` file, and where its rows are."""
+    """A session: its `.tower` file, and where the rows of its current branch are."""
 
     tower: bytes
+    turns: list[bytes] = []
+    """The digest of each turn; none in records of the first version."""
+    contains: list[str] = []
+    """The texts, as in names of records, of other records of the session whose turns it has, too."""
+    others: list[RowsPlace] = []
+    """Rows of its other branches, which prompts find by their marks."""
 
 
 class BaseRecord(Record, frozen=True, array_like=True, kw_only=True):
