@@ -41,7 +41,7 @@ _PUSHED_S_MAX = 120.0
 
 
 @dataclass(slots=True)
-class _Trials:
+class _Resumed:
     """Of each trial."""
 
     resumes: list[float] = field(default_factory=list)
@@ -101,7 +101,7 @@ async def _measure(report: Report, machines: _Machines, prompt: list[int], n_tri
             cold = await complete(session, server.url, prompt[:-1], 1)
             await _push(session, server, len(prompt) - 2)
             expected = await complete(session, server.url, prompt, _REPLY)
-        trials = _Trials(n_fetched=len(prompt))
+        trials = _Resumed(n_fetched=len(prompt))
         for number in range(n_trials):
             with machines.one(f"b{number}") as server:
                 await _warm_up(session, server, prompt)
@@ -121,7 +121,7 @@ async def _measure(report: Report, machines: _Machines, prompt: list[int], n_tri
             }
 
 
-def _add(trials: _Trials, resumed: Completion, expected: Completion) -> None:
+def _add(trials: _Resumed, resumed: Completion, expected: Completion) -> None:
     trials.resumes.append(resumed.ttft_s)
     trials.steps.append(float(resumed.timings["predicted_per_token_ms"]) / 1e3)
     reuse: Mapping[str, Any] = resumed.final["towerd"]["reuse"]
@@ -129,7 +129,7 @@ def _add(trials: _Trials, resumed: Completion, expected: Completion) -> None:
     trials.are_same &= resumed.tokens == expected.tokens
 
 
-def _add_figures(report: Report, cold: Completion, trials: _Trials) -> None:
+def _add_figures(report: Report, cold: Completion, trials: _Resumed) -> None:
     """Ratios are of each trial and its copy; of them the median, and the best."""
     pairs = list(zip(trials.resumes, trials.copies, strict=True))
     over_copy = [resume_s / copy_s for resume_s, copy_s in pairs]

@@ -33,7 +33,7 @@ from towerd.tiers.shared.marks import FoundMark, Marks
 from towerd.tiers.shared.objects import (
     RECORD_BYTES_MAX,
     BasisPlace,
-    Parts,
+    PartsAhead,
     PutRows,
     RowsHeader,
     RowsPlace,
@@ -277,7 +277,7 @@ class SharedTier:
         Raises BucketError (it is not reached), SessionDeleted (since then), DiskFull or StoreError."""
         self._fetch_bases(found.transform_bases, scope)
         lacking = self._lacking(found, ids, scope)
-        parts = Parts(self.bucket)
+        parts = PartsAhead(self.bucket)
         try:
             for place in lacking:
                 if n_common is None or place.p0 < n_common:
@@ -336,7 +336,7 @@ class SharedTier:
     def _fetch_rows(
         self,
         place: RowsPlace,
-        parts: Parts,
+        parts: PartsAhead,
         ids: Ids,
         scope: str,
         since: DeletionWatch | None,
@@ -379,7 +379,7 @@ class SharedTier:
         for place in places:
             if bases.problem(place.basis) is None:
                 continue
-            parts = Parts(self.bucket)
+            parts = PartsAhead(self.bucket)
             try:
                 data = b""
                 for part in parts.of(self._keys_of(place, scope), place.name):
