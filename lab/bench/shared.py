@@ -116,7 +116,7 @@ async def _measure(report: Report, machines: _Machines, prompt: list[int], n_tri
             _add_figures(report, cold, trials)
             report.figures |= {
                 "server_gone_s": without.ttft_s,
-                "server_gone_more_s": without.ttft_s - cold.ttft_s,
+                "server_gone_wait_s": without.ttft_s - without.timings["prompt_ms"] / 1e3,
                 "server_gone_over_prefill": without.ttft_s / cold.ttft_s,
             }
 

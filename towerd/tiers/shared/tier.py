@@ -277,7 +277,7 @@ class SharedTier:
         Raises BucketError (it is not reached), SessionDeleted (since then), DiskFull or StoreError."""
         self._fetch_bases(found.transform_bases, scope)
         lacking = self._lacking(found, ids, scope)
-        parts = PartsAhead(self.bucket)
+        parts, began, n_bytes = PartsAhead(self.bucket), time.monotonic(), 0
         try:
             for place in lacking:
                 if n_common is None or place.p0 < n_common:
@@ -289,13 +289,18 @@ class SharedTier:
                 if n_stored >= min(place.p1, len(ids)):
                     continue
                 try:
-                    if not self._fetch_rows(place, parts, ids, scope, since, is_durable):
-                        break
+                    n_fetched = self._fetch_rows(place, parts, ids, scope, since, is_durable)
                 except (StateError, NewerVersion, ObjectDamaged, ObjectMissing) as error:
                     self._refuse(place.name, error)
                     break
+                if not n_fetched:
+                    break
+                n_bytes += n_fetched
         finally:
             parts.close()
+            if n_bytes:
+                self._measured_at = time.monotonic()
+                self._speed = n_bytes / max(1e-6, self._measured_at - began)
 
     def _lacking(self, found: PutRows, ids: Ids, scope: str) -> list[RowsPlace]:
         """The rows that this store lacks of `ids`, as far as the day's budget for writing has room."""
@@ -341,16 +346,16 @@ class SharedTier:
         scope: str,
         since: DeletionWatch | None,
         is_durable: bool,
-    ) -> bool:
-        """False if there is nothing to write: they are of tokens that `ids` does not have, as those behind a mark may
-        be. Raises as `fetch_path`, and StateError."""
-        began, n_stored = time.monotonic(), self.n_stored(ids, scope)
+    ) -> int:
+        """The bytes that came. 0 if there is nothing to write: they are of tokens that `ids` does not have, as those
+        behind a mark may be. Raises as `fetch_path`, and StateError."""
+        n_stored = self.n_stored(ids, scope)
         keys = self._keys_of(place, scope)
         found = read_rows(keys, place.name, parts.of(keys, place.name))
         header, digest, adapters = found.header, self._store.state.digest, adapters_of(scope)
         ids = ids[: header.p0 + common_prefix(ids[header.p0 :], ids_array(header.ids))]
         if 0 < len(ids) <= n_stored:
-            return False
+            return 0
         header.as_segment(digest, scope, adapters, ids_bytes(ids))
         with self._store.locked():
             ends = sorted({header.p0, len(ids)} - {0})
@@ -366,9 +371,7 @@ class SharedTier:
             with self._lock:
                 self._fetched.append(file)
         self.counters.add(fetched=1, bytes_fetched=0 if file is None else file.nbytes)
-        self._measured_at = time.monotonic()
-        self._speed = header.n_bytes / max(1e-6, self._measured_at - began)
-        return True
+        return header.n_bytes
 
     def bytes_per_s(self) -> float:
         """Of rows that were fetched last; 0 if that is long ago, or never was."""
