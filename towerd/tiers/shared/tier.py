@@ -33,7 +33,7 @@ from towerd.tiers.shared.marks import FoundMark, Marks
 from towerd.tiers.shared.objects import (
     RECORD_BYTES_MAX,
     BasisPlace,
-    Parts,
+    PartsAhead,
     PutRows,
     RowsHeader,
     RowsPlace,
@@ -277,7 +277,7 @@ class SharedTier:
         Raises BucketError (it is not reached), SessionDeleted (since then), DiskFull or StoreError."""
         self._fetch_bases(found.transform_bases, scope)
         lacking = self._lacking(found, ids, scope)
-        parts = Parts(self.bucket)
+        parts, began, n_bytes = PartsAhead(self.bucket), time.monotonic(), 0
         try:
             for place in lacking:
                 if n_common is None or place.p0 < n_common:
@@ -289,13 +289,18 @@ class SharedTier:
                 if n_stored >= min(place.p1, len(ids)):
                     continue
                 try:
-                    if not self._fetch_rows(place, parts, ids, scope, since, is_durable):
-                        break
+                    n_fetched = self._fetch_rows(place, parts, ids, scope, since, is_durable)
                 except (StateError, NewerVersion, ObjectDamaged, ObjectMissing) as error:
                     self._refuse(place.name, error)
                     break
+                if not n_fetched:
+                    break
+                n_bytes += n_fetched
         finally:
             parts.close()
+            if n_bytes:
+                self._measured_at = time.monotonic()
+                self._speed = n_bytes / max(1e-6, self._measured_at - began)
 
     def _lacking(self, found: PutRows, ids: Ids, scope: str) -> list[RowsPlace]:
         """The rows that this store lacks of `ids`, as far as the day's budget for writing has room."""
@@ -336,21 +341,21 @@ class SharedTier:
     def _fetch_rows(
         self,
         place: RowsPlace,
-        parts: Parts,
+        parts: PartsAhead,
         ids: Ids,
         scope: str,
         since: DeletionWatch | None,
         is_durable: bool,
-    ) -> bool:
-        """False if there is nothing to write: they are of tokens that `ids` does not have, as those behind a mark may
-        be. Raises as `fetch_path`, and StateError."""
-        began, n_stored = time.monotonic(), self.n_stored(ids, scope)
+    ) -> int:
+        """The bytes that came. 0 if there is nothing to write: they are of tokens that `ids` does not have, as those
+        behind a mark may be. Raises as `fetch_path`, and StateError."""
+        n_stored = self.n_stored(ids, scope)
         keys = self._keys_of(place, scope)
         found = read_rows(keys, place.name, parts.of(keys, place.name))
         header, digest, adapters = found.header, self._store.state.digest, adapters_of(scope)
         ids = ids[: header.p0 + common_prefix(ids[header.p0 :], ids_array(header.ids))]
         if 0 < len(ids) <= n_stored:
-            return False
+            return 0
         header.as_segment(digest, scope, adapters, ids_bytes(ids))
         with self._store.locked():
             ends = sorted({header.p0, len(ids)} - {0})
@@ -366,9 +371,7 @@ class SharedTier:
             with self._lock:
                 self._fetched.append(file)
         self.counters.add(fetched=1, bytes_fetched=0 if file is None else file.nbytes)
-        self._measured_at = time.monotonic()
-        self._speed = header.n_bytes / max(1e-6, self._measured_at - began)
-        return True
+        return header.n_bytes
 
     def bytes_per_s(self) -> float:
         """Of rows that were fetched last; 0 if that is long ago, or never was."""
@@ -379,7 +382,7 @@ class SharedTier:
         for place in places:
             if bases.problem(place.basis) is None:
                 continue
-            parts = Parts(self.bucket)
+            parts = PartsAhead(self.bucket)
             try:
                 data = b""
                 for part in parts.of(self._keys_of(place, scope), place.name):
