@@ -27,6 +27,7 @@ from towerd.store.tree.scope import adapters_of, is_public, tenant_of
 from towerd.tiers.formats.fidelity import Fidelity
 from towerd.tiers.shared.bucket import Bucket, ObjectDamaged, ObjectMissing
 from towerd.tiers.shared.marks import FoundMark, Marks
+from towerd.tiers.shared.measured_speed import MEASURE_S, MeasuredSpeed
 from towerd.tiers.shared.objects import (
     RECORD_BYTES_MAX,
     BasisPlace,
@@ -46,9 +47,6 @@ from towerd.tokens import Ids, Provenance, common_prefix, ids_array, ids_bytes
 
 log = logging.getLogger(__name__)
 
-MEASURE_S = 600.0
-"""For so long a measured speed holds."""
-
 
 @dataclass(slots=True)
 class SharedCounters:
@@ -58,6 +56,8 @@ class SharedCounters:
     fetched: int = 0
     missing: int = 0
     damaged: int = 0
+    saved: int = 0
+    """Files whose rows were put because they were about to leave the disk."""
     errors: int = 0
     bytes_put: int = 0
     bytes_fetched: int = 0
@@ -76,6 +76,7 @@ class SharedCounters:
             "objects_fetched": self.fetched,
             "objects_missing": self.missing,
             "objects_damaged": self.damaged,
+            "files_saved": self.saved,
             "errors": self.errors,
             "bytes_put": self.bytes_put,
             "bytes_fetched": self.bytes_fetched,
@@ -98,7 +99,8 @@ class SharedTier:
         self._master = master
         self._fidelity = fidelity
         self._worst = Provenance.EXACT if fidelity == "exact" else Provenance.APPROXIMATE
-        self._has_rows = has_rows
+        self.has_rows = has_rows
+        self._put_speed = MeasuredSpeed()
         self._speed, self._measured_at = 0.0, 0.0
 
     def keys(self, scope: str) -> TenantKeys:
@@ -111,17 +113,19 @@ class SharedTier:
         """Put the rows that the disk has of `ids` from the first token on, as far as they follow one another, and
         the bucket lacks; what it has, in whatever format and of whichever machine, is left. Raises BucketError or
         StoreError."""
-        if not self._has_rows:
+        if not self.has_rows:
             return PutRows()
         last = self._last_of_files(ids, scope)
         found = self._there(ids, scope, [node.p1 for node in last])
         for node in last:
-            if node.p1 <= found.n_tokens:
-                continue  # maybe in another format
-            place = self._put_file(node, found)
-            if place is None:
-                break
-            found.rows.append(place)
+            if node.p1 > found.n_tokens:  # what is there may have another format
+                place = self._put_file(node, found)
+                if place is None:
+                    break
+                found.rows.append(place)
+            file = node.file
+            if file is not None and file.p0 + file.n_rows == node.p1:
+                file.in_bucket = True
         if found.rows:
             data = ids_bytes(ids[: found.n_tokens])
             self._count_put(self._marks(scope).put(self.keys(scope), data, found))
@@ -204,7 +208,10 @@ class SharedTier:
         except (StoreError, StateError, CodecError, OSError) as error:
             log.warning("rows are not put into the shared tier", extra={"error": str(error)})
             return None
-        self._count_put(put_object(self.bucket, keys, name, lead, data))
+        began, sent = time.monotonic(), put_object(self.bucket, keys, name, lead, data)
+        if sent:
+            self._put_speed.moved(sent, began)
+        self._count_put(sent)
         n_bytes = len(lead) + len(data)
         parts = count_parts(n_bytes), n_bytes
         return RowsPlace(name, header.p0, header.p1, is_public(header.scope), *parts)
@@ -241,7 +248,7 @@ class SharedTier:
     def _find(self, ids: Ids, scope: str, n_known: int) -> FoundMark | None:
         found: list[FoundMark] = []
         data, marks = ids_bytes(ids), self._marks(scope)
-        for keys in (self.keys(scope), self.keys(PUBLIC)) if self._has_rows else ():
+        for keys in (self.keys(scope), self.keys(PUBLIC)) if self.has_rows else ():
             try:
                 each = marks.find(keys, data, n_known)
             except (StateError, ObjectDamaged, ObjectMissing) as error:
@@ -257,7 +264,7 @@ class SharedTier:
         missing or damaged is counted and logged: its tokens are evaluated when they are needed. Raises BucketError (it is not reached), SessionDeleted (since
         then), DiskFull or StoreError."""
         self._fetch_bases(found.transform_bases, scope)
-        for place in found.rows if self._has_rows else ():
+        for place in found.rows if self.has_rows else ():
             n_stored = self.n_stored(ids, scope)
             if n_stored < place.p0 or place.p0 >= len(ids):
                 break
@@ -302,9 +309,15 @@ class SharedTier:
             raise StateError("they are not exact")
         file = self._store.take_in(segment, found.data, header.n_bytes, ids)
         self.counters.add(fetched=1, bytes_fetched=0 if file is None else file.nbytes)
+        if file is not None:
+            file.in_bucket = True
         self._measured_at = time.monotonic()
         self._speed = header.n_bytes / max(1e-6, self._measured_at - began)
         return True
+
+    def put_bytes_per_s(self) -> float:
+        """Of rows that were put last; 0 if that is long ago, or never was."""
+        return self._put_speed.bytes_per_s()
 
     def bytes_per_s(self) -> float:
         """Of rows that were fetched last; 0 if that is long ago, or never was."""
