@@ -20,6 +20,7 @@ LAB_COMMANDS = {
     "replay": "lab.commands.replay:replay",
     "cluster": "lab.commands.cluster:cluster",
     "reduce": "lab.commands.reduce:reduce",
+    "scale": "lab.commands.scale:scale",
     "bench": "lab.bench.commands:bench",
     "train": "towerd.cli.lab:train",
 }
