@@ -117,4 +117,4 @@ def _ids(path: TokenPath) -> Ids:
 @lru_cache(256)
 def _random(number: int, n: int) -> Ids:
     """The first ids of a piece are the same whatever its length."""
-    return np.random.default_rng(max(0, number)).integers(0, 30_000, n, np.int32)
+    return np.random.default_rng(max(0, number)).integers(0, 1 << 30, n, np.int32)
