@@ -2,7 +2,8 @@
 
 A session's record holds its `.tower` file and says which objects its rows are in; a base's holds its
 tokens. Records are made anew after each turn, with the turns of all that are there: a session that two machines
-continued has two branches. What is put by itself are the bases and the sessions with pinned segments, which people said are worth keeping.
+continued has two branches. What is put by itself are the bases and the sessions with pinned segments, which people said are worth keeping, and what is about
+to leave the disk for want of space.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from towerd.store.tree.scope import (
     scope_of,
     tenant_of,
 )
-from towerd.tiers.manager import Tiers
+from towerd.tiers.manager import PRESSED_SHARE, Tiers
 from towerd.tiers.shared.bucket import BucketError, ObjectDamaged, ObjectMissing
 from towerd.tiers.shared.fetcher import Fetcher
 from towerd.tiers.shared.heads import Head, Heads, read_heads
+from towerd.tiers.shared.leaving import Leaving
 from towerd.tiers.shared.objects import (
     VERSION,
     BaseRecord,
@@ -64,6 +66,8 @@ T = TypeVar("T")
 QUIET_S = 5.0
 """Something is put by itself when no request has run for this long."""
 POLL_S = 5.0
+LEAVING_SHARE = 0.8
+"""From this share of the budget for rows on disk on, what leaves first is put, once nothing runs."""
 AGAIN_S = 3600.0
 """Time after which it is looked whether what was put is still there."""
 RETRY_S_MIN = 10.0
@@ -80,6 +84,9 @@ class Roaming:
         self._shared, self._tiers, self._cold = shared, tiers, cold
         self.fetcher = Fetcher(shared)
         self._store: Store = cold.store
+        self._leaving = Leaving(
+            self._store, shared, tiers.evictor.least_valuable, self.fetcher.is_worth_putting
+        )
         self._thread = ThreadPoolExecutor(1, "towerd-shared")
         self._task: asyncio.Task[None] | None = None
         self._put: dict[tuple[object, ...], float] = {}
@@ -353,9 +360,9 @@ class Roaming:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(max(POLL_S, self._retry_s))
-            if self._cold.idle_s() < QUIET_S:
-                continue
             try:
+                while await self._do(self._put_leaving):
+                    pass
                 has_more = True
                 while has_more and self._cold.idle_s() >= QUIET_S:
                     has_more = await self._do(self._put_next)
@@ -365,6 +372,17 @@ class Roaming:
                 if not self._retry_s:
                     log.warning("nothing is put into the shared tier now", extra={"error": said})
                 self._retry_s = min(RETRY_S_MAX, max(RETRY_S_MIN, 2 * self._retry_s))
+
+    def _put_leaving(self) -> bool:
+        """Put what leaves the disk next, if its space is short; False if there is nothing. Raises BucketError."""
+        share = LEAVING_SHARE if self._cold.idle_s() >= QUIET_S else PRESSED_SHARE
+        try:
+            return self._leaving.put_next(int(share * self._tiers.warm_bytes_max))
+        except BucketError:
+            raise
+        except TowerdError as error:  # of one file
+            log.warning("not put into the shared tier", extra={"error": error.message})
+            return True
 
     def _put_next(self) -> bool:
         """Put the next base or pinned session that is not in the bucket as it is here; False if all are."""

@@ -107,6 +107,14 @@ class Fetcher:
             speed = n_tokens / seconds
             self._tokens_per_s = (self._tokens_per_s + speed) / 2 if self._tokens_per_s else speed
 
+    def is_worth_putting(self, n_tokens: int, n_bytes: int) -> bool:
+        """Whether rows take no longer to put than their tokens to evaluate; so it is while one of the speeds is not
+        known. Any thread may ask."""
+        bytes_per_s = self._shared.put_bytes_per_s()
+        if not self._tokens_per_s or not bytes_per_s:
+            return True
+        return n_bytes / bytes_per_s <= n_tokens / self._tokens_per_s
+
     def has_run(self, ids: Ids, scope: str) -> None:
         """Learn what is live now: the tokens of a request that was evaluated."""
         if len(ids) >= MARK_TOKENS:

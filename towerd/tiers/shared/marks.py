@@ -3,8 +3,8 @@
     marks/NAME    says which objects have the rows of the first N tokens
 
 NAME is a keyed hash of these tokens, so that whoever has the tokens of a prompt asks for it by them. A tower has
-marks at each multiple of 256, put in ascending order: the furthest is found by halving, a few requests for any
-length. It has one at its end, too: by that, who puts a tower that continues it knows what is in the bucket.
+marks at each multiple of 256, put in ascending order: the furthest is found by asking for a few at once, some
+rounds for any length. It has one at its end, too: by that, who puts a tower that continues it knows what is in the bucket.
 The first tower that passes through some tokens makes their mark, and others leave it.
 """
 

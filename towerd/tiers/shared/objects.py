@@ -214,7 +214,7 @@ def put_object(
     return sent
 
 
-class Parts:
+class PartsAhead:
     """The parts of objects, in order, each verified. While one is used, the next are fetched and opened on threads."""
 
     def __init__(self, bucket: Bucket) -> None:

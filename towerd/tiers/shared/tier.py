@@ -30,10 +30,11 @@ from towerd.store.tree.scope import adapters_of, is_public, tenant_of
 from towerd.tiers.formats.fidelity import Fidelity
 from towerd.tiers.shared.bucket import Bucket, ObjectDamaged, ObjectMissing
 from towerd.tiers.shared.marks import FoundMark, Marks
+from towerd.tiers.shared.measured_speed import MeasuredSpeed
 from towerd.tiers.shared.objects import (
     RECORD_BYTES_MAX,
     BasisPlace,
-    Parts,
+    PartsAhead,
     PutRows,
     RowsHeader,
     RowsPlace,
@@ -49,9 +50,6 @@ from towerd.tokens import Ids, Provenance, common_prefix, ids_array, ids_bytes
 
 log = logging.getLogger(__name__)
 
-MEASURE_S = 600.0
-"""For so long a measured speed holds."""
-
 
 @dataclass(slots=True)
 class SharedCounters:
@@ -61,6 +59,8 @@ class SharedCounters:
     fetched: int = 0
     missing: int = 0
     damaged: int = 0
+    saved: int = 0
+    """Files whose rows were put because they were about to leave the disk."""
     errors: int = 0
     bytes_put: int = 0
     bytes_fetched: int = 0
@@ -79,6 +79,7 @@ class SharedCounters:
             "objects_fetched": self.fetched,
             "objects_missing": self.missing,
             "objects_damaged": self.damaged,
+            "files_saved": self.saved,
             "errors": self.errors,
             "bytes_put": self.bytes_put,
             "bytes_fetched": self.bytes_fetched,
@@ -101,8 +102,9 @@ class SharedTier:
         self._master = master
         self._fidelity = fidelity
         self._worst = Provenance.EXACT if fidelity == "exact" else Provenance.APPROXIMATE
-        self._has_rows = has_rows
-        self._speed, self._measured_at = 0.0, 0.0
+        self.has_rows = has_rows
+        self._put_speed = MeasuredSpeed()
+        self._fetch_speed = MeasuredSpeed()
         self._lock = threading.Lock()
         self._fetched: list[SegmentFile] = []
         """Files that are not durable yet."""
@@ -117,17 +119,19 @@ class SharedTier:
         """Put the rows that the disk has of `ids` from the first token on, as far as they follow one another, and
         the bucket lacks; what it has, in whatever format and of whichever machine, is left. Raises BucketError or
         StoreError."""
-        if not self._has_rows:
+        if not self.has_rows:
             return PutRows()
         last = self._last_of_files(ids, scope)
         found = self._there(ids, scope, [node.p1 for node in last])
         for node in last:
-            if node.p1 <= found.n_tokens:
-                continue  # maybe in another format
-            place = self._put_file(node, found)
-            if place is None:
-                break
-            found.rows.append(place)
+            if node.p1 > found.n_tokens:  # what is there may have another format
+                place = self._put_file(node, found)
+                if place is None:
+                    break
+                found.rows.append(place)
+            file = node.file
+            if file is not None and file.p0 + file.n_rows == node.p1:
+                file.in_bucket = True
         if found.rows:
             data = ids_bytes(ids[: found.n_tokens])
             self._count_put(self._marks(scope).put(self.keys(scope), data, found))
@@ -210,7 +214,10 @@ class SharedTier:
         except (StoreError, StateError, CodecError, OSError) as error:
             log.warning("rows are not put into the shared tier", extra={"error": str(error)})
             return None
-        self._count_put(put_object(self.bucket, keys, name, lead, data))
+        began, sent = time.monotonic(), put_object(self.bucket, keys, name, lead, data)
+        if sent:
+            self._put_speed.moved(sent, began)
+        self._count_put(sent)
         n_bytes = len(lead) + len(data)
         parts = count_parts(n_bytes), n_bytes
         return RowsPlace(name, header.p0, header.p1, is_public(header.scope), *parts)
@@ -242,7 +249,7 @@ class SharedTier:
     def find(self, ids: Ids, scope: str, n_known: int) -> FoundMark | None:
         """Where the bucket has rows of what a prompt begins with, the tenant's own or public ones, whichever reach
         further; None if it has none beyond the first `n_known`. Raises BucketError."""
-        if not self._has_rows:
+        if not self.has_rows:
             return None
         data, marks = ids_bytes(ids), self._marks(scope)
 
@@ -277,7 +284,7 @@ class SharedTier:
         Raises BucketError (it is not reached), SessionDeleted (since then), DiskFull or StoreError."""
         self._fetch_bases(found.transform_bases, scope)
         lacking = self._lacking(found, ids, scope)
-        parts = Parts(self.bucket)
+        parts, began, n_bytes = PartsAhead(self.bucket), time.monotonic(), 0
         try:
             for place in lacking:
                 if n_common is None or place.p0 < n_common:
@@ -289,19 +296,23 @@ class SharedTier:
                 if n_stored >= min(place.p1, len(ids)):
                     continue
                 try:
-                    if not self._fetch_rows(place, parts, ids, scope, since, is_durable):
-                        break
+                    n_fetched = self._fetch_rows(place, parts, ids, scope, since, is_durable)
                 except (StateError, NewerVersion, ObjectDamaged, ObjectMissing) as error:
                     self._refuse(place.name, error)
                     break
+                if not n_fetched:
+                    break
+                n_bytes += n_fetched
         finally:
             parts.close()
+            if n_bytes:
+                self._fetch_speed.moved(n_bytes, began)
 
     def _lacking(self, found: PutRows, ids: Ids, scope: str) -> list[RowsPlace]:
         """The rows that this store lacks of `ids`, as far as the day's budget for writing has room."""
         lacking: list[RowsPlace] = []
         n_stored, n_bytes = self.n_stored(ids, scope), 0
-        for place in found.rows if self._has_rows else ():
+        for place in found.rows if self.has_rows else ():
             if place.p0 >= len(ids):
                 break
             if n_stored < min(place.p1, len(ids)):
@@ -336,21 +347,21 @@ class SharedTier:
     def _fetch_rows(
         self,
         place: RowsPlace,
-        parts: Parts,
+        parts: PartsAhead,
         ids: Ids,
         scope: str,
         since: DeletionWatch | None,
         is_durable: bool,
-    ) -> bool:
-        """False if there is nothing to write: they are of tokens that `ids` does not have, as those behind a mark may
-        be. Raises as `fetch_path`, and StateError."""
-        began, n_stored = time.monotonic(), self.n_stored(ids, scope)
+    ) -> int:
+        """The bytes that came. 0 if there is nothing to write: they are of tokens that `ids` does not have, as those
+        behind a mark may be. Raises as `fetch_path`, and StateError."""
+        n_stored = self.n_stored(ids, scope)
         keys = self._keys_of(place, scope)
         found = read_rows(keys, place.name, parts.of(keys, place.name))
         header, digest, adapters = found.header, self._store.state.digest, adapters_of(scope)
         ids = ids[: header.p0 + common_prefix(ids[header.p0 :], ids_array(header.ids))]
         if 0 < len(ids) <= n_stored:
-            return False
+            return 0
         header.as_segment(digest, scope, adapters, ids_bytes(ids))
         with self._store.locked():
             ends = sorted({header.p0, len(ids)} - {0})
@@ -366,20 +377,24 @@ class SharedTier:
             with self._lock:
                 self._fetched.append(file)
         self.counters.add(fetched=1, bytes_fetched=0 if file is None else file.nbytes)
-        self._measured_at = time.monotonic()
-        self._speed = header.n_bytes / max(1e-6, self._measured_at - began)
-        return True
+        if file is not None:
+            file.in_bucket = True
+        return header.n_bytes
+
+    def put_bytes_per_s(self) -> float:
+        """Of rows that were put last; 0 if that is long ago, or never was."""
+        return self._put_speed.bytes_per_s()
 
     def bytes_per_s(self) -> float:
         """Of rows that were fetched last; 0 if that is long ago, or never was."""
-        return self._speed if time.monotonic() - self._measured_at < MEASURE_S else 0.0
+        return self._fetch_speed.bytes_per_s()
 
     def _fetch_bases(self, places: Sequence[BasisPlace], scope: str) -> None:
         bases = self._store.rows.bases
         for place in places:
             if bases.problem(place.basis) is None:
                 continue
-            parts = Parts(self.bucket)
+            parts = PartsAhead(self.bucket)
             try:
                 data = b""
                 for part in parts.of(self._keys_of(place, scope), place.name):
