@@ -97,12 +97,18 @@ def _digits(steps: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
     while len(steps) % n:
         n -= 1
     index = np.arange(len(steps))
-    if n == 1 or stride <= 0 or not np.array_equal(steps, steps[index - index % n] + index % n * stride):
+    if (
+        n == 1
+        or stride <= 0
+        or not np.array_equal(steps, steps[index - index % n] + index % n * stride)
+    ):
         raise NotLearned("This attention backend orders its cache in a way that is not understood.")
     return [*_digits(steps[::n]), (n, stride)]
 
 
-def _places(cache: Any, k: Sequence[int], v: Sequence[int], update: Update) -> npt.NDArray[np.int64]:
+def _places(
+    cache: Any, k: Sequence[int], v: Sequence[int], update: Update
+) -> npt.NDArray[np.int64]:
     """Where in a block each number of its keys lies, and then each of its values; their shapes are [tokens,
     heads, channels]."""
     _, heads, tokens, content = cache.shape

@@ -1,8 +1,8 @@
 """TowerdConnector: vLLM's KV connector with this store below it.
 
-    vllm serve MODEL --kv-transfer-config '{"kv_connector": "TowerdConnector",
-        "kv_connector_module_path": "towerd.connectors.vllm", "kv_role": "kv_both",
-        "kv_connector_extra_config": {"towerd.store_dir": "/var/lib/towerd-vllm"}}'
+vllm serve MODEL --kv-transfer-config '{"kv_connector": "TowerdConnector",
+    "kv_connector_module_path": "towerd.connectors.vllm", "kv_role": "kv_both",
+    "kv_connector_extra_config": {"towerd.store_dir": "/var/lib/towerd-vllm"}}'
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from towerd.errors import ConfigError, ModelError
 from towerd.kernels.formats import BY_NAME
 from towerd.model.model_file import Memo, file_hash
 from towerd.slots.layout import KVLayout, Plane
-from towerd.slots.row_identity import RowIdentity, RopeValue
+from towerd.slots.row_identity import RopeValue, RowIdentity
 
 FORMATS = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"}
 """torch's names of the element types that rows may have, and ggml's."""
@@ -43,7 +43,9 @@ def layer_specs(kv_cache_config: Any) -> dict[str, Any]:
     for name, one in found.items():
         kind = type(one).__name__
         if kind != "FullAttentionSpec" or one.state_content_bytes is not None:
-            raise ConfigError(f"The layer {name} keeps a {kind}; the connector keeps rows of full attention.")
+            raise ConfigError(
+                f"The layer {name} keeps a {kind}; the connector keeps rows of full attention."
+            )
         if str(one.dtype) not in FORMATS or one.kv_quant_mode.value:
             raise ConfigError(
                 f"The layer {name} keeps rows as {one.dtype}; the connector keeps float32, float16 and "

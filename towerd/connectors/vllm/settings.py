@@ -35,13 +35,19 @@ class ConnectorSettings:
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
         """Those of an extra config; keys without the prefix are another connector's. Raises ConfigError."""
-        given = {key[len(PREFIX) :]: value for key, value in extra.items() if key.startswith(PREFIX)}
+        given = {
+            key[len(PREFIX) :]: value for key, value in extra.items() if key.startswith(PREFIX)
+        }
         if unknown := sorted(set(given) - set(NAMES)):
             known = ", ".join(PREFIX + name for name in NAMES)
-            raise ConfigError(f"{PREFIX}{unknown[0]} is no setting of the connector; it has {known}.")
+            raise ConfigError(
+                f"{PREFIX}{unknown[0]} is no setting of the connector; it has {known}."
+            )
         store_dir = _path(given, "store_dir")
         if store_dir is None:
-            raise ConfigError(f"Say with {PREFIX}store_dir in which folder the connector's store is.")
+            raise ConfigError(
+                f"Say with {PREFIX}store_dir in which folder the connector's store is."
+            )
         name = str(given.get("format", NATIVE))
         check_format(name, PREFIX + "format")
         shared = given.get("shared")
