@@ -37,7 +37,7 @@ BENCHMARKS = {
     name: f"lab.bench.daemon_commands:{name}"
     for name in (
         "memory concurrency tools models proxy soak store footprint quality transform cold longchat"
-        " volatile".split()
+        " volatile vllm".split()
     )
 }
 """Benchmarks of `towerctl bench`."""

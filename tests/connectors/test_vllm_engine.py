@@ -19,6 +19,7 @@ import pytest
 
 from lab.bench.vllm.engine_client import VllmEngine, VllmFailed, transfer_config
 from lab.models.hf_llama import LlamaShape, write_hf_llama
+from towerd import tower_file
 from towerd.store import Store, latest_row_identity
 
 PYTHON = os.environ.get("TOWERD_VLLM_PYTHON", sys.executable)
@@ -30,6 +31,7 @@ ROW_BYTES = 4 * 2 * 2 * 64 * 4
 NOISE = 1e-4
 """Of a logprob, between evaluating a prompt at once and in two parts."""
 WAIT_S = 120.0
+TOWER_FILE = Path(__file__).parents[1] / "tower_files" / "version-2-spelled.tower"
 
 
 def _has_vllm() -> bool:
@@ -55,7 +57,12 @@ def start(model: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts an engine of one process; `store` is the name of its store, None: it has no connector."""
     running: list[VllmEngine] = []
 
-    def begin(store: str | None = "store", processes: bool = False, **settings: Any) -> VllmEngine:
+    def begin(
+        store: str | None = "store",
+        processes: bool = False,
+        model: Path = model,
+        **settings: Any,
+    ) -> VllmEngine:
         arguments: dict[str, Any] = {"max_model_len": 2048, "dtype": "float32"}
         if store is not None:
             extra = {"towerd.store_dir": str(tmp_path / store), **settings}
@@ -241,7 +248,18 @@ def test_engines_share_a_bucket(start: Start, tmp_path: Path) -> None:
         assert_same(found, expected)
 
 
-def test_what_it_cannot_do_is_said(model: Path, tmp_path: Path, start: Start) -> None:
+def test_the_tokens_of_a_laptops_chat_are_a_prompt(start: Start, tmp_path: Path) -> None:
+    """A `.tower` file of llama.cpp's chat: its ids continue in a vLLM with its vocabulary, and are stored there."""
+    history = tower_file.read(TOWER_FILE.read_bytes()).history
+    ids = history.ids(history.leaf).tolist()
+    wide = write_hf_llama(tmp_path / "wide", LlamaShape(vocab=max(ids) + 1))
+    with start(model=wide) as engine:
+        found = [engine.ask(ids, max_tokens=4) for _ in range(2)]
+    assert [each["cached"] for each in found] == [0, len(ids) - 1]
+    assert found[0]["tokens"] == found[1]["tokens"]
+
+
+def test_what_it_cannot_do_is_said(start: Start) -> None:
     """A setting that is none; a store that another engine has."""
     with pytest.raises(VllmFailed, match=r"towerd\.stor is no setting of the connector"):
         start(**{"towerd.stor": "x"})

@@ -80,8 +80,12 @@ class VllmEngine:
             env=_environment() | dict(environment or {}),
             start_new_session=True,
         )
-        self._say({"model": str(model), **ENGINE, **arguments})
-        self._hear()
+        try:
+            self._say({"model": str(model), **ENGINE, **arguments})
+            self._hear()
+        except BaseException:
+            self.stop()
+            raise
 
     def __enter__(self) -> VllmEngine:
         return self

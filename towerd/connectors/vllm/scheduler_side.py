@@ -22,7 +22,7 @@ from towerd.connectors.vllm.operations import (
     StoredPlanes,
     slots_of,
 )
-from towerd.connectors.vllm.vllm_store import FoundRows, VllmStore
+from towerd.connectors.vllm.vllm_store import StoredPrefix, VllmStore
 from towerd.store.tree.node import PUBLIC
 from towerd.tokens import Ids, Provenances, computed_after
 
@@ -43,7 +43,7 @@ class SchedulerSide:
         self._block_tokens = block_tokens
         self._may_load, self._may_save = loads, saves
         self._requests: dict[str, Any] = {}
-        self._found: dict[str, FoundRows] = {}
+        self._found: dict[str, StoredPrefix] = {}
         """What was said to be stored, until blocks are allocated for it."""
         self._saved: dict[str, int] = {}
         """By request whose prompt was evaluated, the tokens that are stored or about to be."""

@@ -37,7 +37,7 @@ POLICY = "lru"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FoundRows:
+class StoredPrefix:
     """Stored rows of tokens [p0, p1) of a prompt, checked."""
 
     p0: int
@@ -92,7 +92,7 @@ class VllmStore:
         self._tiers.close()
         self.store.close()
 
-    def find(self, ids: Ids, scope: str, p0: int) -> FoundRows | None:
+    def find(self, ids: Ids, scope: str, p0: int) -> StoredPrefix | None:
         """The stored rows of `ids` from token `p0` on, whose checksums are right; None if there are none."""
         with self.store.hold(ids, scope) as path:
             plan = self._tiers.plan(path, p0)
@@ -105,7 +105,7 @@ class VllmStore:
                     self._tiers.visited(match.nodes[-1], time.time())
         pieces = tuple(rows for _, rows in read)
         provenance = np.concatenate([part.provenance for part, _ in read])
-        return FoundRows(p0, pieces[-1].p1, pieces, provenance)
+        return StoredPrefix(p0, pieces[-1].p1, pieces, provenance)
 
     def n_stored(self, ids: Ids, scope: str) -> int:
         """Tokens of `ids` with rows here that this engine uses, from the first on."""
