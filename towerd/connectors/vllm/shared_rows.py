@@ -74,7 +74,7 @@ class SharedRows:
         try:
             found = self._shared.find(ids, scope, n_known)
             if found is not None:
-                self._shared.fetch_path(found, ids, scope)
+                self._shared.fetch_path(found.put, ids, scope, n_common=found.n_tokens)
         except TowerdError as error:
             self._rest("fetched", error)
         except Exception:
