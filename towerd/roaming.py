@@ -42,11 +42,11 @@ from towerd.tiers.shared.objects import (
     BaseRecord,
     PutRows,
     R,
-    Record,
     RowsPlace,
     SessionRecord,
     decode_record,
     encode,
+    put_of,
 )
 from towerd.tiers.shared.records import (
     NamedRecord,
@@ -303,13 +303,16 @@ class Roaming:
             "adapters": adapters_of(scope),
             "rows": put.rows,
             "transform_bases": put.transform_bases,
+            "checkpoints": put.checkpoints,
         }
 
     def _text(self, data: bytes, scope: str) -> str:
         return short_name(self._shared.keys(scope), "text", data)
 
-    def _put_record(self, folder: str, version: int, text: str, record: Record, scope: str) -> None:
-        data, n_rows = encode(record), PutRows(record.rows).n_tokens
+    def _put_record(
+        self, folder: str, version: int, text: str, record: SessionRecord | BaseRecord, scope: str
+    ) -> None:
+        data, n_rows = encode(record), put_of(record).n_tokens
         content, model = (
             self._shared.keys(scope).name("record", data),
             self._shared.model_name(scope),
@@ -341,7 +344,7 @@ class Roaming:
     ) -> int:
         """Fetch the rows of a record, and those that others put of its tokens; returns the tokens that have some
         here."""
-        put = PutRows(record.rows, record.transform_bases)
+        put = put_of(record)
         try:
             if record.row_identity == self._store.state.digest:
                 self._shared.fetch_path(put, ids, scope, since)
