@@ -352,7 +352,7 @@ class Roaming:
             if n_stored < len(ids) - 1:  # the last token may have no row
                 others = self._shared.find(ids, scope, n_stored)
                 if others is not None:
-                    self._shared.fetch_path(others, ids, scope, since)
+                    self._shared.fetch_path(others.put, ids, scope, since)
         except TowerdError as error:  # what has come stays
             self._shared.counters.add(errors=int(isinstance(error, BucketError)))
             log.warning("rows were not fetched", extra={"error": error.message})

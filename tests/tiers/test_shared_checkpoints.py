@@ -117,12 +117,12 @@ def test_found_by_tokens(fleet: Fleet) -> None:
     later = np.concatenate([ids, [5, 6]]).astype(np.int32)
     found = two.tier.find(later, "local", 0)
     assert found is not None
-    two.tier.fetch_path(getattr(found, "put", found), later, "local")
+    two.tier.fetch_path(found.put, later, "local")
     assert two.found(later) == [700]
     early = np.concatenate([ids[:400], [5, 6]]).astype(np.int32)
     found = two.tier.find(early, "local", 0)
     assert found is not None
-    two.tier.fetch_path(getattr(found, "put", found), early, "local")
+    two.tier.fetch_path(found.put, early, "local")
     assert two.found(early) == [300]
 
 

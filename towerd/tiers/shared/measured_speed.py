@@ -1,4 +1,4 @@
-"""How fast bytes go to the bucket, as measured last."""
+"""How fast bytes go to the bucket or come from it, as measured last."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -19,8 +20,10 @@ from towerd.codec.rows.basis import BYTES_MAX, read_basis
 from towerd.errors import InvalidRequest, StoreError
 from towerd.slots.errors import StateError
 from towerd.store import Node, Store
+from towerd.store.files.durable import make_durable
 from towerd.store.rows.checkpoints import StateCheckpoint
 from towerd.store.segments.coded_format import bases_in, basis_name
+from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.segments.segment_header import encode_runs, worst_of
 from towerd.store.sessions.deletions import DeletionWatch
 from towerd.store.tree.node import PUBLIC
@@ -30,18 +33,18 @@ from towerd.tiers.formats.fidelity import Fidelity
 from towerd.tiers.shared.bucket import Bucket, ObjectDamaged, ObjectMissing
 from towerd.tiers.shared.checkpoints import SharedCheckpoints
 from towerd.tiers.shared.marks import FoundMark, Marks
-from towerd.tiers.shared.measured_speed import MEASURE_S, MeasuredSpeed
+from towerd.tiers.shared.measured_speed import MeasuredSpeed
 from towerd.tiers.shared.objects import (
     RECORD_BYTES_MAX,
     BasisPlace,
     CheckpointPlace,
+    PartsAhead,
     PutRows,
     RowsHeader,
     RowsPlace,
     count_parts,
     has_object,
     name_and_lead,
-    parts_of,
     put_object,
     read_rows,
 )
@@ -117,7 +120,10 @@ class SharedTier:
             else SharedCheckpoints(store, checkpoints, has_rows=has_rows)
         )
         self._put_speed = MeasuredSpeed()
-        self._speed, self._measured_at = 0.0, 0.0
+        self._fetch_speed = MeasuredSpeed()
+        self._lock = threading.Lock()
+        self._fetched: list[SegmentFile] = []
+        """Files that are not durable yet."""
 
     def keys(self, scope: str) -> TenantKeys:
         """Those of the tenant of a scope."""
@@ -183,7 +189,7 @@ class SharedTier:
         ends = sorted({*stored, n - 1, n}, reverse=True)  # the last token may have no row
         found = self._already_there(ids, scope, [end for end in ends if 0 < end <= n])
         n_here = max(found.n_tokens, stored[-1] if stored else 0)
-        mark = None if n_here >= n - 1 else self._find(ids, scope, n_here)
+        mark = None if n_here >= n - 1 else self.find(ids, scope, n_here)
         further = PutRows() if mark is None else self._whole(mark)
         return max(found, further, key=lambda put: put.n_tokens)
 
@@ -289,50 +295,111 @@ class SharedTier:
 
     # --- in -------------------------------------------------------------------------------
 
-    def find(self, ids: Ids, scope: str, n_known: int) -> PutRows | None:
-        """Rows in the bucket of what a prompt begins with, the tenant's own or public ones, whichever reach further; None if it has none beyond the first `n_known`. Raises BucketError."""
-        found = self._find(ids, scope, n_known)
-        return None if found is None else found.put
-
-    def _find(self, ids: Ids, scope: str, n_known: int) -> FoundMark | None:
-        found: list[FoundMark] = []
+    def find(self, ids: Ids, scope: str, n_known: int) -> FoundMark | None:
+        """Where the bucket has rows of what a prompt begins with, the tenant's own or public ones, whichever reach
+        further; None if it has none beyond the first `n_known`. Raises BucketError."""
+        if not self.can_resume:
+            return None
         data, marks = ids_bytes(ids), self._marks(scope)
-        for keys in (self.keys(scope), self.keys(PUBLIC)) if self.can_resume else ():
+
+        def find(keys: TenantKeys) -> FoundMark | None:
             try:
-                each = marks.find(keys, data, n_known)
+                return marks.find(keys, data, n_known)
             except (StateError, ObjectDamaged, ObjectMissing) as error:
                 self._refuse("marks", error)
-                continue
-            found += [each] if each is not None else []
-        return max(found, key=lambda mark: (mark.n_tokens, mark.put.n_tokens), default=None)
+                return None
+
+        with ThreadPoolExecutor(2, "towerd-find") as threads:
+            found = list(threads.map(find, (self.keys(scope), self.keys(PUBLIC))))
+        marked = (mark for mark in found if mark is not None)
+        return max(marked, key=lambda mark: (mark.n_tokens, mark.put.n_tokens), default=None)
 
     def fetch_path(
-        self, found: PutRows, ids: Ids, scope: str, since: DeletionWatch | None = None
+        self,
+        found: PutRows,
+        ids: Ids,
+        scope: str,
+        since: DeletionWatch | None = None,
+        *,
+        n_common: int | None = None,
+        is_durable: bool = True,
     ) -> None:
         """Fetch the rows of `ids` that this store lacks, in order, up to the first that cannot be had. What is
-        missing or damaged is counted and logged: its tokens are evaluated when they are needed. Raises BucketError (it is not reached), SessionDeleted (since
-        then), DiskFull or StoreError."""
-        state: CheckpointPlace | None = None
-        whole = ids
-        if self._checkpoints is not None:
-            state = self._checkpoints.usable(found.checkpoints, ids, scope)
-            if state is None or state.position <= self.n_stored(ids, scope):
-                return
-            ids = ids[: state.position]
+        missing or damaged is counted and logged: its tokens are evaluated when they are needed.
+
+        n_common: tokens of `found` that are those of `ids` for certain; None: all. Rows from there on are not fetched
+        ahead.
+        is_durable: False leaves that to `settle`
+        Raises BucketError (it is not reached), SessionDeleted (since then), DiskFull or StoreError."""
+        if self._checkpoints is None:
+            self._fetch_files(found, ids, scope, since, n_common, is_durable)
+            return
+        state = self._checkpoints.usable(found.checkpoints, ids, scope)
+        if state is not None and state.position > self.n_stored(ids, scope):
+            rows = ids[: state.position]
+            self._fetch_files(found, rows, scope, since, n_common, is_durable)
+            self._fetch_checkpoint(state, ids, scope, since)
+
+    def _fetch_files(
+        self,
+        found: PutRows,
+        ids: Ids,
+        scope: str,
+        since: DeletionWatch | None,
+        n_common: int | None,
+        is_durable: bool,
+    ) -> None:
+        """The rows alone. See `fetch_path`."""
         self._fetch_bases(found.transform_bases, scope)
-        for place in found.rows if self._has_rows else ():
-            n_stored = self._n_rows(ids, scope)
-            if n_stored < place.p0 or place.p0 >= len(ids):
-                break
-            if n_stored < min(place.p1, len(ids)):
+        lacking = self._lacking(found, ids, scope)
+        parts, began, n_bytes = PartsAhead(self.bucket), time.monotonic(), 0
+        try:
+            for place in lacking:
+                if n_common is None or place.p0 < n_common:
+                    parts.expect(self._keys_of(place, scope), place.name, place.n_parts)
+            for place in lacking:
+                n_stored = self._n_rows(ids, scope)
+                if n_stored < place.p0:
+                    break
+                if n_stored >= min(place.p1, len(ids)):
+                    continue
                 try:
-                    if not self._fetch_rows(place, ids, scope, since):
-                        break
+                    n_fetched = self._fetch_rows(place, parts, ids, scope, since, is_durable)
                 except (StateError, NewerVersion, ObjectDamaged, ObjectMissing) as error:
                     self._refuse(place.name, error)
                     break
-        if state is not None:
-            self._fetch_checkpoint(state, whole, scope, since)
+                if not n_fetched:
+                    break
+                n_bytes += n_fetched
+        finally:
+            parts.close()
+            if n_bytes:
+                self._fetch_speed.moved(n_bytes, began)
+
+    def _lacking(self, found: PutRows, ids: Ids, scope: str) -> list[RowsPlace]:
+        """The rows that this store lacks of `ids`, as far as the day's budget for writing has room."""
+        lacking: list[RowsPlace] = []
+        n_stored, n_bytes = self._n_rows(ids, scope), 0
+        for place in found.rows if self._has_rows else ():
+            if place.p0 >= len(ids):
+                break
+            if n_stored < min(place.p1, len(ids)):
+                n_bytes += place.n_bytes
+                if not self._store.writes.allows("rows", n_bytes):
+                    break
+                lacking.append(place)
+        return lacking
+
+    def settle(self) -> None:
+        """Make durable what was fetched and is not yet."""
+        with self._lock:
+            fetched, self._fetched = self._fetched, []
+        for file in fetched:
+            try:
+                make_durable(file.path)
+            except OSError as error:
+                said = {"file": file.path.name, "error": error.strerror or str(error)}
+                log.warning("fetched rows may not survive a power cut", extra=said)
 
     def _fetch_checkpoint(
         self, place: CheckpointPlace, ids: Ids, scope: str, since: DeletionWatch | None
@@ -341,13 +408,18 @@ class SharedTier:
         if self._has_rows and self._n_rows(ids, scope) < place.position:
             return
         assert self._checkpoints is not None
-        keys = self.keys(PUBLIC if place.is_public else scope)
-        parts = parts_of(self.bucket, keys, place.name)
+        keys, parts = self._keys_of(place, scope), PartsAhead(self.bucket)
+        began = time.monotonic()
         try:
-            n_bytes = self._checkpoints.take(place, keys, parts, ids, scope, since)
+            parts.expect(keys, place.name, place.n_parts)
+            coming = parts.of(keys, place.name)
+            n_bytes = self._checkpoints.take(place, keys, coming, ids, scope, since)
         except (StateError, ObjectDamaged, ObjectMissing) as error:
             self._refuse(place.name, error)
             return
+        finally:
+            parts.close()
+        self._fetch_speed.moved(n_bytes, began)
         self.counters.add(fetched=1, bytes_fetched=n_bytes)
 
     def n_stored(self, ids: Ids, scope: str) -> int:
@@ -365,21 +437,28 @@ class SharedTier:
             )
         return parts[-1].p1 if parts else 0
 
+    def _keys_of(self, place: RowsPlace | BasisPlace | CheckpointPlace, scope: str) -> TenantKeys:
+        return self.keys(PUBLIC if place.is_public else scope)
+
     def _fetch_rows(
-        self, place: RowsPlace, ids: Ids, scope: str, since: DeletionWatch | None
-    ) -> bool:
-        """False if there is nothing to write: they are of tokens that `ids` does not have, as those behind a mark may
-        be, or the day's budget for writing has no room. Raises as `fetch_path`, and StateError."""
-        began, n_stored = time.monotonic(), self._n_rows(ids, scope)
-        keys = self.keys(PUBLIC if place.is_public else scope)
-        found = read_rows(keys, place.name, parts_of(self.bucket, keys, place.name))
+        self,
+        place: RowsPlace,
+        parts: PartsAhead,
+        ids: Ids,
+        scope: str,
+        since: DeletionWatch | None,
+        is_durable: bool,
+    ) -> int:
+        """The bytes that came. 0 if there is nothing to write: they are of tokens that `ids` does not have, as those
+        behind a mark may be. Raises as `fetch_path`, and StateError."""
+        n_stored = self._n_rows(ids, scope)
+        keys = self._keys_of(place, scope)
+        found = read_rows(keys, place.name, parts.of(keys, place.name))
         header, digest, adapters = found.header, self._store.state.digest, adapters_of(scope)
         ids = ids[: header.p0 + common_prefix(ids[header.p0 :], ids_array(header.ids))]
         if 0 < len(ids) <= n_stored:
-            return False
+            return 0
         header.as_segment(digest, scope, adapters, ids_bytes(ids))
-        if not self._store.writes.allows("rows", header.n_bytes):
-            return False
         with self._store.locked():
             ends = sorted({header.p0, len(ids)} - {0})
             owner = self._store.insert(ids, scope, ends, since)[-1].scope
@@ -388,13 +467,15 @@ class SharedTier:
         segment = header.as_segment(digest, owner, adapters, ids_bytes(ids))
         if worst_of(segment.run_table, 0, segment.n) > self._worst:
             raise StateError("they are not exact")
-        file = self._store.take_in(segment, found.data, header.n_bytes, ids)
+        data = found.data, header.n_bytes
+        file = self._store.take_in(segment, *data, ids, is_durable=is_durable)
+        if file is not None and not is_durable:
+            with self._lock:
+                self._fetched.append(file)
         self.counters.add(fetched=1, bytes_fetched=0 if file is None else file.nbytes)
         if file is not None:
             file.in_bucket = True
-        self._measured_at = time.monotonic()
-        self._speed = header.n_bytes / max(1e-6, self._measured_at - began)
-        return True
+        return header.n_bytes
 
     def put_bytes_per_s(self) -> float:
         """Of rows that were put last; 0 if that is long ago, or never was."""
@@ -402,17 +483,17 @@ class SharedTier:
 
     def bytes_per_s(self) -> float:
         """Of rows that were fetched last; 0 if that is long ago, or never was."""
-        return self._speed if time.monotonic() - self._measured_at < MEASURE_S else 0.0
+        return self._fetch_speed.bytes_per_s()
 
     def _fetch_bases(self, places: Sequence[BasisPlace], scope: str) -> None:
         bases = self._store.rows.bases
         for place in places:
             if bases.problem(place.basis) is None:
                 continue
-            keys = self.keys(PUBLIC if place.is_public else scope)
+            parts = PartsAhead(self.bucket)
             try:
                 data = b""
-                for part in parts_of(self.bucket, keys, place.name):
+                for part in parts.of(self._keys_of(place, scope), place.name):
                     data += part
                     if len(data) > BYTES_MAX:
                         raise StateError("it is too long for a basis")
@@ -422,6 +503,8 @@ class SharedTier:
                 bases.add(basis)
             except (StateError, CodecError, ObjectDamaged, ObjectMissing) as error:
                 self._refuse(place.name, error)
+            finally:
+                parts.close()
 
     def read_record(self, scope: str, place: str) -> bytes:
         """A record of a tenant. Raises BucketError, ObjectDamaged, ObjectMissing."""
