@@ -506,6 +506,13 @@ class SharedTier:
             finally:
                 parts.close()
 
+    def own_record(self, scope: str, place: str) -> bytes | None:
+        """A record; None if it is another tenant's, damaged or gone. Raises BucketError."""
+        try:
+            return self.keys(scope).unseal(place, self.bucket.get(place, RECORD_BYTES_MAX))
+        except (ObjectDamaged, ObjectMissing, StateError):
+            return None
+
     def read_record(self, scope: str, place: str) -> bytes:
         """A record of a tenant. Raises BucketError, ObjectDamaged, ObjectMissing."""
         try:
