@@ -29,7 +29,7 @@ LAST = 2
 _LENGTH = struct.Struct("<I")
 
 
-class _Header(msgspec.Struct, frozen=True, array_like=True):
+class _StateHeader(msgspec.Struct, frozen=True, array_like=True):
     """What a checkpoint is of."""
 
     row_identity: bytes
@@ -90,7 +90,7 @@ class SharedCheckpoints:
         with self._store.locked():
             ids, scope = found.node.prefix_ids(), found.node.scope
         data = self._tier.table.load(found)
-        header = _Header(
+        header = _StateHeader(
             self._store.state.digest,
             adapters_of(scope),
             self._chain(ids, found.position, scope),
@@ -133,7 +133,7 @@ class SharedCheckpoints:
         if keys.name("checkpoint", encoded) != place.name:
             raise StateError("the checkpoint's header is not that of its name")
         try:
-            header = msgspec.msgpack.decode(encoded, type=_Header)
+            header = msgspec.msgpack.decode(encoded, type=_StateHeader)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise StateError(f"the checkpoint's header cannot be read: {error}") from error
         of = header.row_identity, header.adapters, header.chain, header.position, header.derived
