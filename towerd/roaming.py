@@ -8,9 +8,10 @@ itself are the bases and the sessions with pinned segments, which people said ar
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ import numpy as np
 from towerd.cold import ColdTier
 from towerd.errors import InvalidRequest, NotFound, TowerdError
 from towerd.slots.errors import StateError
-from towerd.store import Base, Store
+from towerd.store import Base, History, Store
 from towerd.store.sessions.turn import ANYWHERE
 from towerd.store.tree.scope import (
     adapters_of,
@@ -32,6 +33,7 @@ from towerd.store.tree.scope import (
 from towerd.tiers.manager import Tiers
 from towerd.tiers.shared.bucket import BucketError, ObjectDamaged, ObjectMissing
 from towerd.tiers.shared.fetcher import Fetcher
+from towerd.tiers.shared.naming import naming
 from towerd.tiers.shared.objects import (
     VERSION,
     BaseRecord,
@@ -43,6 +45,7 @@ from towerd.tiers.shared.objects import (
     encode,
 )
 from towerd.tiers.shared.records import (
+    AGAIN,
     NamedRecord,
     RecordName,
     best_first,
@@ -129,7 +132,8 @@ class Roaming:
     async def _do(self, work: Callable[..., T], *args: Any) -> T:
         def run() -> T:
             try:
-                return work(*args)
+                with self._shared.held():
+                    return work(*args)
             except BucketError:
                 self._shared.counters.add(errors=1)
                 raise
@@ -147,7 +151,8 @@ class Roaming:
         put = self._shared.put_path(ids, scope)
         record = SessionRecord(**self._common(put, scope), tower=tower)
         place, texts = self._session_folder(id, scope), ids_bytes(history.stream)
-        self._put_record(place, len(history.turns), texts, record, scope)
+        turns, branch = _turns(history)
+        self._put_record(place, len(history.turns), texts, record, scope, turns, branch)
         return {"session": id, "tokens": len(ids), "rows": min(put.n_tokens, len(ids))}
 
     def _pull_session(self, id: str, scope: str) -> dict[str, Any]:
@@ -192,10 +197,11 @@ class Roaming:
         found, text = self._records(folder, base.scope), self._text(record.ids, base.scope)
         version = version_of(text, found, is_newest=not by_itself)
         model = self._shared.model_name(base.scope)
-        known = [each.name for each in found if each.name.text == text]
+        known = [each.name for each in self._put_lately(found) if each.name.text == text]
         n_there = max((each.n_rows for each in known if each.model == model), default=0)
         if not (by_itself and known and put.n_tokens <= n_there):
-            self._put_record(folder, version, record.ids, record, base.scope)
+            what = [text.encode()]
+            self._put_record(folder, version, record.ids, record, base.scope, what, what)
         return {"base": base.name, "tokens": len(ids), "rows": min(put.n_tokens, len(ids))}
 
     def _pull_base(self, name: str, scope: str, replace: bool) -> dict[str, Any]:
@@ -247,17 +253,31 @@ class Roaming:
     def _text(self, data: bytes, scope: str) -> str:
         return short_name(self._shared.keys(scope), "text", data)
 
+    def _put_lately(self, found: Sequence[NamedRecord]) -> list[NamedRecord]:
+        """Those that need not be put again to stay."""
+        with self._shared.held() as hold:
+            now = hold.now() if found else None
+        return [each for each in found if now is not None and now - each.modified < AGAIN]
+
     def _put_record(
-        self, folder: str, version: int, text: bytes, record: Record, scope: str
+        self,
+        folder: str,
+        version: int,
+        text: bytes,
+        record: Record,
+        scope: str,
+        turns: Iterable[bytes],
+        branch: Iterable[bytes],
     ) -> None:
-        """text: the bytes of its token ids"""
+        """text: the bytes of its token ids; turns, branch: see Naming"""
         data, n_rows = encode(record), PutRows(record.rows).n_tokens
         content, model = (
             self._shared.keys(scope).name("record", data),
             self._shared.model_name(scope),
         )
         name = RecordName(version, self._text(text, scope), model, n_rows, content)
-        self._shared.put_record(scope, f"{folder}/{name}", data)
+        objects = PutRows(record.rows, record.transform_bases).objects
+        self._shared.put_record(scope, folder, name, data, naming(objects, turns, branch))
 
     def _records(self, folder: str, scope: str) -> list[NamedRecord]:
         """Those of a folder, the best for this daemon first. Raises BucketError."""
@@ -362,3 +382,16 @@ class Roaming:
         with self._store.locked():
             nodes = self._store.match(ids, scope).nodes
             return tuple(node.file.id for node in nodes if node.file is not None)
+
+
+def _turns(history: History) -> tuple[list[bytes], list[bytes]]:
+    """A digest of each turn of a session, and those of its current branch."""
+    digests = [
+        hashlib.blake2b(history.ids(place).tobytes(), digest_size=16).digest()
+        for place in range(len(history.turns))
+    ]
+    branch, place = [], history.leaf if history.turns else None
+    while place is not None:
+        branch.append(digests[place])
+        place = history.turns[place].parent
+    return digests, branch

@@ -1,0 +1,240 @@
+"""What is collected from a bucket, and that nobody loses a race against it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from shared_world import Body, World, WorldBucket
+from store_tools import ROW_IDENTITY, write_all
+
+from towerd.slots.errors import StateError
+from towerd.store import Store
+from towerd.tiers.shared import collector as collector_module
+from towerd.tiers.shared import objects
+from towerd.tiers.shared.bucket import Bucket, BucketError, ObjectMissing
+from towerd.tiers.shared.naming import naming
+from towerd.tiers.shared.objects import (
+    VERSION,
+    SessionRecord,
+    decode_record,
+    encode,
+    parts_of,
+    read_rows,
+)
+from towerd.tiers.shared.records import RecordName, best_first
+from towerd.tiers.shared.sealing import TenantKeys
+from towerd.tiers.shared.tier import SharedTier
+from towerd.tokens import Ids, ids_bytes
+
+MASTER = bytes(range(32))
+COLLECTOR = TenantKeys.of_collector(MASTER)
+BASE = np.arange(100, 130, dtype=np.int32)
+CHATS = [np.concatenate([BASE, np.arange(30, dtype=np.int32) + 1000 * n]) for n in (1, 2)]
+ENDS = [40, 50, 60]
+"""Tokens of a chat after each of its turns."""
+Clock = Callable[[], float]
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Store]]:
+    """Two machines that have both chats, in files that are cut at other places."""
+    folder = tmp_path_factory.mktemp("stores")
+    with (
+        Store.open(folder / "one", ROW_IDENTITY) as one,
+        Store.open(folder / "two", ROW_IDENTITY) as two,
+    ):
+        for store, cut in ((one, 30), (two, 40)):
+            for chat in CHATS:
+                for end in (cut, 50, 60):
+                    write_all(store, store.insert(chat[:end], "local", [end])[-1])
+        yield [one, two]
+
+
+def tier_of(store: Store, bucket: Bucket, clock: Clock) -> SharedTier:
+    return SharedTier(store, bucket, MASTER, "near", has_rows=True, clock=clock)
+
+
+def folder_of(chat: int) -> str:
+    return f"sessions/{TenantKeys.of(MASTER, 'local').name('session', bytes([chat]))}"
+
+
+def push(tier: SharedTier, chat: int, turn: int) -> None:
+    """As a daemon pushes a session after a turn."""
+    ids: Ids = CHATS[chat][: ENDS[turn]]
+    with tier.held():
+        put = tier.put_path(ids, "local")
+        record = SessionRecord(
+            version=VERSION,
+            row_identity=ROW_IDENTITY.digest(),
+            adapters="",
+            rows=put.rows,
+            transform_bases=[],
+            tower=bytes([chat, turn]),
+        )
+        data = encode(record)
+        text = hashlib.sha256(ids_bytes(ids)).hexdigest()[:16]
+        content = tier.keys("local").name("record", data)
+        name = RecordName(turn + 1, text, tier.model_name("local"), put.n_tokens, content)
+        turns = [bytes([chat, n]) for n in range(turn + 1)]
+        named = naming(put.objects, turns, turns)
+        tier.put_record("local", folder_of(chat), name, data, named)
+
+
+@dataclass
+class Known:
+    """What is known of a world beside it."""
+
+    pushed: dict[int, int] = field(default_factory=dict)
+    """The furthest turn of each chat that was put since it was removed."""
+    removed: dict[int, float] = field(default_factory=dict)
+    """When the last removal of each chat ended; infinite while one runs."""
+    n_pushed: int = 0
+    n_read: int = 0
+
+
+def writer(world: World, known: Known, store: Store) -> Body:
+    def body(bucket: WorldBucket, clock: Clock) -> None:
+        tier = tier_of(store, bucket, clock)
+        while not world.is_calm:
+            bucket.pause()
+            chat, turn = world.rng.randrange(len(CHATS)), world.rng.randrange(len(ENDS))
+            began = world.n_steps
+            try:
+                push(tier, chat, turn)
+            except BucketError:
+                continue
+            known.n_pushed += 1
+            if began > known.removed.get(chat, -1):
+                known.pushed[chat] = max(turn, known.pushed.get(chat, 0))
+
+    return body
+
+
+def remover(world: World, known: Known, store: Store) -> Body:
+    def body(bucket: WorldBucket, clock: Clock) -> None:
+        collector = tier_of(store, bucket, clock).collector()
+        while not world.is_calm:
+            for _ in range(world.rng.randrange(100)):
+                bucket.pause()
+            chat = world.rng.randrange(len(CHATS))
+            known.removed[chat] = float("inf")
+            while True:
+                known.pushed.pop(chat, None)
+                try:
+                    collector.remove_folder(folder_of(chat))
+                    break
+                except BucketError:
+                    continue
+            known.pushed.pop(chat, None)
+            known.removed[chat] = world.n_steps
+
+    return body
+
+
+def gc(world: World, store: Store) -> Body:
+    def body(bucket: WorldBucket, clock: Clock) -> None:
+        collector = tier_of(store, bucket, clock).collector()
+        while not world.is_calm:
+            bucket.pause()
+            with suppress(BucketError):
+                collector.run()
+
+    return body
+
+
+def reader(world: World, known: Known, store: Store) -> Body:
+    """Takes the best record that is there, and all of its rows."""
+
+    def read(tier: SharedTier, bucket: WorldBucket) -> None:
+        keys = tier.keys("local")
+        folder = folder_of(world.rng.randrange(len(CHATS)))
+        with tier.held() as hold:
+            listed = best_first(bucket.listing(folder), tier.model_name("local"))
+            if not listed:
+                return
+            try:
+                record = decode_record(tier.read_record("local", listed[0].place), SessionRecord)
+            except ObjectMissing:
+                return  # it was removed, or another one contains it
+            is_sure = bucket.read_live
+            for place in record.rows:
+                hold.reading()
+                try:
+                    parts = parts_of(bucket, keys, place.name)
+                    found = read_rows(keys, place.name, parts)
+                    data = b"".join(found.data)
+                except (ObjectMissing, StateError) as error:
+                    if is_sure:
+                        world.problems.append(f"a reader lost {place.name}: {error}")
+                    return
+                digest = hashlib.blake2b(data, digest_size=32).digest()
+                ids = CHATS[record.tower[0]][place.p0 : place.p1]
+                if digest != found.header.digest or found.header.ids != ids_bytes(ids):
+                    world.problems.append(f"wrong bytes in {place.name}")
+            known.n_read += 1
+
+    def body(bucket: WorldBucket, clock: Clock) -> None:
+        tier = tier_of(store, bucket, clock)
+        while not world.is_calm:
+            read(tier, bucket)
+            bucket.pause()
+
+    return body
+
+
+def check_live(world: World) -> None:
+    """Every object that a record names is whole."""
+    for place, names in world.live_records().items():
+        for name in names:
+            for part in range(world.n_parts.get(name, 1)):
+                if f"objects/{name}/{part:04d}" not in world.modified:
+                    world.problems.append(f"{place} has lost part {part} of {name}")
+
+
+def played(seed: int, stores: list[Store], n_steps: int = 2500) -> tuple[World, Known]:
+    """A world after so many requests of two writers, two that collect, a reader, and one who removes chats."""
+    world, known = World(seed, COLLECTOR), Known()
+    for store in stores:
+        world.start(writer(world, known, store))
+        world.start(gc(world, store))
+    world.start(reader(world, known, stores[0]), is_faulty=False)
+    world.start(remover(world, known, stores[1]))
+    world.run(n_steps, lambda: check_live(world))
+    return world, known
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects of several parts; requests of one daemon one after the other."""
+    monkeypatch.setattr(objects, "PART_BYTES", 1 << 13)
+    monkeypatch.setattr(collector_module, "READS_AT_ONCE", 1)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("seed", range(6))
+def test_nobody_loses_a_race(stores: list[Store], seed: int) -> None:
+    """No record that lives lacks a row; no reader of one does; what was put stays; garbage goes."""
+    world, known = played(seed, stores)
+    assert world.problems == []
+    assert known.n_pushed > 5
+    assert known.n_read > 3
+    collector = tier_of(stores[0], WorldBucket(world), lambda: world.now).collector()
+    for _ in range(12):
+        world.now += 4000.0
+        collector.run()
+        check_live(world)
+    assert world.problems == []
+    live = world.live_records()
+    named = {name for names in live.values() for name in names}
+    assert {place.split("/")[1] for place in world.places("objects")} == named
+    assert not world.places("gc")
+    assert not world.places("leases")
+    assert set(world.places("sessions")) == set(live)
+    for chat, turn in known.pushed.items():
+        found = [each for each in live if each.startswith(folder_of(chat))]
+        assert max(int(each.split("/")[2][:6]) for each in found) >= turn + 1
