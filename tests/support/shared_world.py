@@ -29,8 +29,13 @@ EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 DAY_S = 86_400.0
 WAITS_S_MAX = 650.0
 """A request of a daemon that lives waits no longer; an object of four parts is read in less than LEASE_S - HOLD_S."""
-LATE_S_MAX = 2900.0
-"""What was sent lands by then."""
+FAULTS = 0.01
+"""Of all requests."""
+PACE_STEPS = 40
+PACES = ((60, 38, 2, 0), (60, 38, 2, 0), (20, 40, 30, 10), (0, 0, 20, 80))
+"""How often a step takes up to 0, 1, 60 and 600 s, while things go one way or another."""
+LATE_S_MAX = 2300.0
+"""What was sent and got no answer lands so much later, or never."""
 
 
 class Dies(BaseException):
@@ -71,6 +76,7 @@ class World:
         self._back = threading.Semaphore(0)
         self._lists = CondemnedLists(self.raw, collector)
         self._names: dict[str, list[str]] = {}
+        self._pace = PACES[0]
 
     # --- for daemons ----------------------------------------------------------------------
 
@@ -92,11 +98,11 @@ class World:
         threading.Thread(target=run, daemon=True).start()
         self._back.acquire()
 
-    def wait(self, daemon: Daemon) -> str:
-        """Wait until a request may run; its fate. Raises Dies."""
+    def wait(self, daemon: Daemon, seconds: float = 0.0) -> str:
+        """Wait until a request may run that is sent after `seconds`; its fate. Raises Dies."""
         if daemon.is_dead:
             raise Dies
-        daemon.sent = self.now
+        daemon.sent = self.now + seconds
         self._back.release()
         daemon.go.acquire()
         daemon.sent = None
@@ -114,7 +120,8 @@ class World:
             if not waiting:
                 break
             self._let_time_pass(waiting)
-            self._step(min(waiting, key=self._urgency))
+            sent = [each for each in waiting if each.sent is not None and each.sent <= self.now]
+            self._step(min(sent, key=self._urgency))
             check()
         for at, land in sorted(self.late, key=lambda each: each[0]):
             self.now = max(self.now, at)
@@ -126,9 +133,12 @@ class World:
         return self.now - daemon.sent < WAITS_S_MAX, self.rng.random()
 
     def _let_time_pass(self, waiting: list[Daemon]) -> None:
-        span = self.rng.choices((0.0, 1.0, 30.0, 600.0), (60, 30, 9, 1))[0]
-        until = min(each.sent for each in waiting if each.sent is not None) + WAITS_S_MAX
-        self.now = max(self.now, min(self.now + span * self.rng.random(), until))
+        if self.n_steps % PACE_STEPS == 0:
+            self._pace = self.rng.choice(PACES)
+        span = self.rng.choices((0.0, 1.0, 60.0, 600.0), self._pace)[0]
+        first = min(each.sent for each in waiting if each.sent is not None)
+        until = first + WAITS_S_MAX
+        self.now = max(self.now, first, min(self.now + span * self.rng.random(), until))
         due = [each for each in self.late if each[0] <= self.now]
         self.late = [each for each in self.late if each[0] > self.now]
         for _, land in due:
@@ -137,7 +147,7 @@ class World:
     def _step(self, daemon: Daemon) -> None:
         self.n_steps += 1
         daemon.fate = "runs"
-        if daemon.is_faulty and not self.is_calm and self.rng.random() < 0.02:
+        if daemon.is_faulty and not self.is_calm and self.rng.random() < FAULTS:
             fates = ("lost", "no answer", "late", "twice", "dies", "dies after", "dies, late")
             daemon.fate = self.rng.choice(fates)
         daemon.is_dead = daemon.fate.startswith("dies")
@@ -208,10 +218,12 @@ class WorldBucket(Bucket):
             raise Dies
         raise BucketError(f"The shared tier cannot {what}: it did not answer.")
 
-    def pause(self) -> None:
-        """Let others run."""
-        with suppress(BucketError):
-            self.has("nothing")
+    def sleep(self, seconds: float) -> None:
+        """Let others run for a time up to `seconds`; the daemon may die meanwhile."""
+        if self._daemon is not None and not self._world.is_calm:
+            self._world.wait(self._daemon, self._world.rng.uniform(0, seconds))
+            if self._daemon.is_dead:
+                raise Dies
 
     def put(self, place: str, data: bytes) -> bool:
         return self._done("put", lambda: self._world.put(place, data), changes=True)

@@ -34,7 +34,8 @@ from towerd.tokens import Ids, ids_bytes
 MASTER = bytes(range(32))
 COLLECTOR = TenantKeys.of_collector(MASTER)
 BASE = np.arange(100, 130, dtype=np.int32)
-CHATS = [np.concatenate([BASE, np.arange(30, dtype=np.int32) + 1000 * n]) for n in (1, 2)]
+CHATS = [np.concatenate([BASE, np.arange(30, dtype=np.int32) + 1000 * n]) for n in (1, 2, 3, 4)]
+HOUR_S = 3600.0
 ENDS = [40, 50, 60]
 """Tokens of a chat after each of its turns."""
 Clock = Callable[[], float]
@@ -93,6 +94,8 @@ class Known:
     """The furthest turn of each chat that was put since it was removed."""
     removed: dict[int, float] = field(default_factory=dict)
     """When the last removal of each chat ended; infinite while one runs."""
+    last_read: int = 0
+    last_removed: int = 0
     n_pushed: int = 0
     n_read: int = 0
 
@@ -101,8 +104,9 @@ def writer(world: World, known: Known, store: Store) -> Body:
     def body(bucket: WorldBucket, clock: Clock) -> None:
         tier = tier_of(store, bucket, clock)
         while not world.is_calm:
-            bucket.pause()
-            chat, turn = world.rng.randrange(len(CHATS)), world.rng.randrange(len(ENDS))
+            bucket.sleep(HOUR_S / 4)
+            some, turn = world.rng.randrange(len(CHATS)), world.rng.randrange(len(ENDS))
+            chat = world.rng.choice((some, known.last_removed))
             began = world.n_steps
             try:
                 push(tier, chat, turn)
@@ -119,9 +123,8 @@ def remover(world: World, known: Known, store: Store) -> Body:
     def body(bucket: WorldBucket, clock: Clock) -> None:
         collector = tier_of(store, bucket, clock).collector()
         while not world.is_calm:
-            for _ in range(world.rng.randrange(100)):
-                bucket.pause()
-            chat = world.rng.randrange(len(CHATS))
+            bucket.sleep(HOUR_S / 2)
+            chat = world.rng.choice((world.rng.randrange(len(CHATS)), known.last_read))
             known.removed[chat] = float("inf")
             while True:
                 known.pushed.pop(chat, None)
@@ -132,6 +135,7 @@ def remover(world: World, known: Known, store: Store) -> Body:
                     continue
             known.pushed.pop(chat, None)
             known.removed[chat] = world.n_steps
+            known.last_removed = chat
 
     return body
 
@@ -140,7 +144,7 @@ def gc(world: World, store: Store) -> Body:
     def body(bucket: WorldBucket, clock: Clock) -> None:
         collector = tier_of(store, bucket, clock).collector()
         while not world.is_calm:
-            bucket.pause()
+            bucket.sleep(world.rng.choice((0.0, HOUR_S / 4)))
             with suppress(BucketError):
                 collector.run()
 
@@ -152,7 +156,8 @@ def reader(world: World, known: Known, store: Store) -> Body:
 
     def read(tier: SharedTier, bucket: WorldBucket) -> None:
         keys = tier.keys("local")
-        folder = folder_of(world.rng.randrange(len(CHATS)))
+        known.last_read = world.rng.randrange(len(CHATS))
+        folder = folder_of(known.last_read)
         with tier.held() as hold:
             listed = best_first(bucket.listing(folder), tier.model_name("local"))
             if not listed:
@@ -163,6 +168,7 @@ def reader(world: World, known: Known, store: Store) -> Body:
                 return  # it was removed, or another one contains it
             is_sure = bucket.read_live
             for place in record.rows:
+                bucket.sleep(world.rng.choice((0.0, 600.0, HOUR_S)))
                 hold.reading()
                 try:
                     parts = parts_of(bucket, keys, place.name)
@@ -182,7 +188,7 @@ def reader(world: World, known: Known, store: Store) -> Body:
         tier = tier_of(store, bucket, clock)
         while not world.is_calm:
             read(tier, bucket)
-            bucket.pause()
+            bucket.sleep(HOUR_S / 2)
 
     return body
 
@@ -197,10 +203,11 @@ def check_live(world: World) -> None:
 
 
 def played(seed: int, stores: list[Store], n_steps: int = 2500) -> tuple[World, Known]:
-    """A world after so many requests of two writers, two that collect, a reader, and one who removes chats."""
+    """A world after so many requests of four writers, two that collect, a reader, and one who removes chats."""
     world, known = World(seed, COLLECTOR), Known()
-    for store in stores:
+    for store in (*stores, *stores):
         world.start(writer(world, known, store))
+    for store in stores:
         world.start(gc(world, store))
     world.start(reader(world, known, stores[0]), is_faulty=False)
     world.start(remover(world, known, stores[1]))

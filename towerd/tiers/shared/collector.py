@@ -187,10 +187,11 @@ class Collector:
             if now - since > limit and not self._came_back(id):
                 for phase in ("condemned", "known", "doomed", "swept"):
                     self._bucket.delete(place_of(phase, id))
-        for id, since in phases.known.items():
-            is_lost = id not in phases.condemned and id not in phases.swept
-            if is_lost and now - since > limit:  # it was put after all
-                self._bucket.delete(place_of("known", id))
+        for phase, begun in (("known", phases.known), ("doomed", phases.doomed)):
+            for id, since in begun.items():
+                is_lost = id not in phases.condemned and id not in phases.swept
+                if is_lost and now - since > limit:  # of a list that is gone
+                    self._bucket.delete(place_of(phase, id))
 
     def _came_back(self, id: str) -> bool:
         """Whether a record of a swept list was put once more by a request that came late: then the list is to be
