@@ -101,6 +101,7 @@ INNER_LAYERS = {
     ),
     "lab": (
         {"bench", "commands", "prior"},
+        {"scale"},
         {"replay", "train"},
         {"codec", "latem", "policies", "predict", "reference", "texts"},
         {"models"},

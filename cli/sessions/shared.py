@@ -78,4 +78,9 @@ def _say(found: Json, verb: str, where: str, what: Json, as_json: bool) -> None:
     kind = "session" if "session" in what else "base"
     tokens, rows = found["tokens"], found["rows"]
     of_rows = f"{rows:,} of its {tokens:,} tokens have their state {where}"
-    click.echo(f"{verb} {kind} {clean(what[kind])}; {of_rows}.")
+    branch = ""
+    if found.get("branched"):
+        added = found["added"]
+        were, are = ("turn was", "is a branch") if added == 1 else ("turns were", "are branches")
+        branch = f"; {added:,} {were} not here, and {are} beside the current one"
+    click.echo(f"{verb} {kind} {clean(what[kind])}; {of_rows}{branch}.")

@@ -72,6 +72,14 @@ def store(quick: bool) -> None:
 
 
 @click.command()
+@MODEL
+@QUICK
+def shared(model: Path | None, quick: bool) -> None:
+    """A chat of another machine through an S3 server, against its prefill and a plain copy of the bytes."""
+    _run("shared", model, quick)
+
+
+@click.command()
 @trained_model_option("GGUF to chat with")
 @click.option("--chats", type=click.IntRange(4, 1000), help="How many; default 500, quick 32.")
 @click.option(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -231,8 +231,11 @@ class WorldBucket(Bucket):
     def delete(self, place: str) -> None:
         self._done("delete", lambda: self._world.delete(place), changes=True)
 
-    def get(self, place: str, bytes_max: int) -> bytes:
-        def get() -> bytes:
+    def has_each(self, places: Sequence[str]) -> list[bool]:
+        return [self.has(place) for place in places]
+
+    def get(self, place: str, bytes_max: int) -> memoryview:
+        def get() -> memoryview:
             is_record = place.startswith("sessions/")
             self.read_live = is_record and place in self._world.live_records()
             return self._world.raw.get(place, bytes_max)

@@ -103,7 +103,8 @@ def test_a_folder_as_a_bucket(tmp_path: Path) -> None:
     assert bucket.put("x/y", b"1") is True
     assert bucket.put("x/y", b"2") is False
     assert (tmp_path / "a" / "b c" / "x" / "y").read_bytes() == b"1"
-    assert (bucket.get("x/y", 1), bucket.has("x/y"), bucket.has("x/z")) == (b"1", True, False)
+    assert bytes(bucket.get("x/y", 1)) == b"1"
+    assert (bucket.has("x/y"), bucket.has("x/z")) == (True, False)
     assert [each.place for each in bucket.listing("x")] == ["x/y"]
     assert bucket.listing("z") == []
     with pytest.raises(ObjectMissing, match="no such object"):

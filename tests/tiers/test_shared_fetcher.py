@@ -17,7 +17,7 @@ from store_tools import ROW_IDENTITY, make_hot, write_all
 
 from towerd.store import Store
 from towerd.tiers.shared import fetcher as module
-from towerd.tiers.shared import tier as tier_module
+from towerd.tiers.shared import measured_speed
 from towerd.tiers.shared.bucket import Bucket, open_bucket
 from towerd.tiers.shared.fetcher import Fetcher
 from towerd.tiers.shared.tier import SharedTier
@@ -103,7 +103,7 @@ async def test_a_measure_of_the_bucket_is_not_for_ever(
     await fetcher.close()
     assert shared.n_stored(IDS + 5000, "local") == 0
     fetcher = Fetcher(shared)
-    monkeypatch.setattr(tier_module, "MEASURE_S", 0.0)
+    monkeypatch.setattr(measured_speed, "MEASURE_S", 0.0)
     fetcher.evaluated(10**9, 1e-3)
     await ask()
     await fetcher.close()  # the request did not wait for it

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,14 +18,15 @@ from towerd.slots.errors import StateError
 from towerd.store import Store
 from towerd.tiers.shared import collector as collector_module
 from towerd.tiers.shared import objects
+from towerd.tiers.shared import tier as tier_module
 from towerd.tiers.shared.bucket import Bucket, BucketError, ObjectMissing
 from towerd.tiers.shared.naming import naming
 from towerd.tiers.shared.objects import (
     VERSION,
+    PartsAhead,
     SessionRecord,
     decode_record,
     encode,
-    parts_of,
     read_rows,
 )
 from towerd.tiers.shared.records import RecordName, best_first
@@ -171,8 +174,7 @@ def reader(world: World, known: Known, store: Store) -> Body:
                 bucket.sleep(world.rng.choice((0.0, 600.0, HOUR_S)))
                 hold.reading()
                 try:
-                    parts = parts_of(bucket, keys, place.name)
-                    found = read_rows(keys, place.name, parts)
+                    found = read_rows(keys, place.name, PartsAhead(bucket).of(keys, place.name))
                     data = b"".join(found.data)
                 except (ObjectMissing, StateError) as error:
                     if is_sure:
@@ -220,6 +222,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects of several parts; requests of one daemon one after the other."""
     monkeypatch.setattr(objects, "PART_BYTES", 1 << 13)
     monkeypatch.setattr(collector_module, "READS_AT_ONCE", 1)
+    one = partial(ThreadPoolExecutor, 1)
+    monkeypatch.setattr(tier_module, "ThreadPoolExecutor", lambda _, name: one(name))
 
 
 @pytest.mark.usefixtures("small")

@@ -184,6 +184,8 @@ SAMPLES = (
            "Those that it had rows of", counter=True),
     StatsMetric("towerd_shared_lookups_late_total", "shared", "lookups_late",
            "Those that were evaluated because it took too long", counter=True),
+    StatsMetric("towerd_shared_saved_total", "shared", "files_saved",
+           "Files whose rows were put into the shared tier because they were about to leave the disk", counter=True),
     StatsMetric("towerd_shared_errors_total", "shared", "errors",
            "Times that the object store did not do what was asked", counter=True),
 )

@@ -90,7 +90,7 @@ class SegmentFile:
 
     __slots__ = (
         "_checked", "_header", "_is_head_damaged", "_lock", "_mapped", "_start", "dropped", "id",
-        "n_rows", "nbytes", "p0", "path", "runs", "successor",
+        "in_bucket", "n_rows", "nbytes", "p0", "path", "runs", "successor",
     )  # fmt: skip
 
     def __init__(
@@ -113,6 +113,8 @@ class SegmentFile:
         self.successor: SegmentFile | None = None
         """The file that replaced this one, if it was dropped for that reason."""
         self.dropped = False
+        self.in_bucket = False
+        """Whether the shared tier has all its rows, too, as far as this process knows."""
         self._checked: set[int] = set()
         """Offsets of the planes and blobs whose checksums matched."""
         self._mapped: weakref.ref[mmap.mmap] | None = None

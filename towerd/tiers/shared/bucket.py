@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -99,17 +99,17 @@ class Bucket:
 
         return self._ask(f"cannot take {place}", put)
 
-    def get(self, place: str, bytes_max: int) -> bytes:
+    def get(self, place: str, bytes_max: int) -> memoryview:
         """A whole object. Raises ObjectMissing; ObjectDamaged for one of more than `bytes_max`."""
 
-        def get(_: Future[bytes]) -> bytes:
+        def get(_: Future[memoryview]) -> memoryview:
             found = obstore.get(self._store, place)
             n_bytes = found.meta["size"]
             if n_bytes > bytes_max:
                 raise ObjectDamaged(
                     f"The object {place} has {n_bytes} bytes; up to {bytes_max} fit."
                 )
-            return bytes(found.bytes())
+            return memoryview(found.bytes())
 
         return self._ask(f"cannot give {place}", get)
 
@@ -124,6 +124,11 @@ class Bucket:
             return self._ask(f"cannot tell of {place}", has)
         except ObjectMissing:
             return False
+
+    def has_each(self, places: Sequence[str]) -> list[bool]:
+        """Whether there is an object at each; all are asked for at once."""
+        with ThreadPoolExecutor(max(1, len(places)), "towerd-marks") as threads:
+            return list(threads.map(self.has, places))
 
     def start_of(self, place: str, n_bytes: int) -> bytes:
         """The first bytes of an object, all of a shorter one. Raises ObjectMissing."""

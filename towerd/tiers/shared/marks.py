@@ -3,8 +3,8 @@
     marks/NAME    says which objects have the rows of the first N tokens
 
 NAME is a keyed hash of these tokens, so that whoever has the tokens of a prompt asks for it by them. A tower has
-marks at each multiple of 256, put in ascending order: the furthest is found by halving, a few requests for any
-length. It has one at its end, too: by that, who puts a tower that continues it knows what is in the bucket.
+marks at each multiple of 256, put in ascending order: the furthest is found by asking for a few at once, some
+rounds for any length. It has one at its end, too: by that, who puts a tower that continues it knows what is in the bucket.
 The first tower that passes through some tokens makes their mark, and others leave it.
 """
 
@@ -24,6 +24,8 @@ from towerd.tokens import ID_BYTES
 
 MARK_TOKENS = 256
 _BYTES_MAX = 1 << 24
+_ASKED = 4
+"""Marks that are asked for at once, to find the last one that is there."""
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
@@ -98,13 +100,18 @@ class Marks:
 
     def _furthest(self, keys: TenantKeys, ids: bytes, first: int, last: int) -> int:
         """The number of the last mark of those from `first` to `last`; first - 1 if there is none of them."""
-        low, high, step = first - 1, last + 1, 1  # low is there, high is not
+        low, high = first - 1, last + 1  # low is there, high is not
+        asked = {first, last}
         while low + 1 < high:
-            number = min(low + step, high - 1) if step else (low + high) // 2
-            if self.bucket.has(self._place(keys, ids, number * MARK_TOKENS)):
-                low, step = number, 2 * step
-            else:
-                high, step = number, 0
+            numbers = sorted(asked)
+            places = [self._place(keys, ids, number * MARK_TOKENS) for number in numbers]
+            for number, is_there in zip(numbers, self.bucket.has_each(places), strict=True):
+                if not is_there:
+                    high = number
+                    break
+                low = number
+            between = ((high - low) * part // (_ASKED + 1) for part in range(1, _ASKED + 1))
+            asked = {low + each for each in between if each}
         return low
 
     def _place(self, keys: TenantKeys, ids: bytes, n_tokens: int) -> str:

@@ -56,7 +56,7 @@ def with_naming(
     return _LENGTH.pack(len(first)) + first + keys.seal(place, data)
 
 
-def behind_naming(keys: TenantKeys, place: str, data: bytes) -> bytes:
+def behind_naming(keys: TenantKeys, place: str, data: bytes | memoryview) -> bytes:
     """What is sealed for the tenant. Raises StateError."""
     start = _LENGTH.size + (_LENGTH.unpack_from(data)[0] if len(data) >= _LENGTH.size else 0)
     return keys.unseal(place, data[start:])

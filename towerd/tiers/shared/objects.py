@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -39,6 +41,8 @@ from towerd.tokens import ID_BYTES
 VERSION = 1
 PART_BYTES = 1 << 22
 """Bytes of one part, sealed as one: what a slow line sends well before a request times out."""
+AHEAD_PARTS = 4
+"""Parts that are fetched and opened at once; each takes its size twice in memory."""
 RECORD_BYTES_MAX = 1 << 27
 _LENGTH = struct.Struct("<I")
 R = TypeVar("R", bound="Record")
@@ -145,9 +149,15 @@ class Record(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class SessionRecord(Record, frozen=True, array_like=True, kw_only=True):
-    """A session: its `.tower` file, and where its rows are."""
+    """A session: its `.tower` file, and where the rows of its current branch are."""
 
     tower: bytes
+    turns: list[bytes] = []
+    """The digest of each turn; none in records of the first version."""
+    contains: list[str] = []
+    """The texts, as in names of records, of other records of the session whose turns it has, too."""
+    others: list[RowsPlace] = []
+    """Rows of its other branches, which prompts find by their marks."""
 
 
 class BaseRecord(Record, frozen=True, array_like=True, kw_only=True):
@@ -212,22 +222,54 @@ def put_object(
     return sent
 
 
-def parts_of(bucket: Bucket, keys: TenantKeys, name: str) -> Iterator[bytes]:
-    """The parts of an object, in order, each verified; they end with the first that is not full. Raises
-    BucketError, StateError."""
-    part = 0
-    while True:
-        place = _place(name, part)
-        try:
-            found = keys.unseal(place, bucket.get(place, PART_BYTES + SEAL_BYTES))
-        except ObjectMissing:
-            if part == 0:
-                raise
-            return  # the object ends where a part does
-        yield found
-        if len(found) < PART_BYTES:
-            return
-        part += 1
+class PartsAhead:
+    """The parts of objects, in order, each verified. While one is used, the next are fetched and opened on threads."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._threads = ThreadPoolExecutor(AHEAD_PARTS, "towerd-parts")
+        self._ahead: deque[tuple[str, Future[bytes]]] = deque()
+        self._next: deque[tuple[TenantKeys, str]] = deque()
+
+    def expect(self, keys: TenantKeys, name: str, n_parts: int) -> None:
+        """Fetch so many parts of an object, too, as soon as those before it leave room."""
+        self._next.extend((keys, _place(name, part)) for part in range(n_parts))
+        self._fill()
+
+    def of(self, keys: TenantKeys, name: str) -> Iterator[bytes]:
+        """Those of an object: the one that is expected next, or another. They end with the first that is not full.
+        Raises BucketError, StateError."""
+        part = 0
+        while True:
+            try:
+                found = self._part(keys, _place(name, part))
+            except ObjectMissing:
+                if part == 0:
+                    raise
+                return  # the object ends where a part does
+            yield found
+            if len(found) < PART_BYTES:
+                return
+            part += 1
+
+    def close(self) -> None:
+        """Wait for nothing: what is fetched now is dropped when it comes."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _part(self, keys: TenantKeys, place: str) -> bytes:
+        if self._ahead and self._ahead[0][0] == place:
+            _, coming = self._ahead.popleft()
+            self._fill()
+            return coming.result()
+        return self._open(keys, place)
+
+    def _fill(self) -> None:
+        while self._next and len(self._ahead) < AHEAD_PARTS:
+            keys, place = self._next.popleft()
+            self._ahead.append((place, self._threads.submit(self._open, keys, place)))
+
+    def _open(self, keys: TenantKeys, place: str) -> bytes:
+        return keys.unseal(place, self._bucket.get(place, PART_BYTES + SEAL_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +277,7 @@ class FoundRows:
     """The rows of an object, whose data are fetched while they are read."""
 
     header: RowsHeader
-    data: Iterator[bytes]
+    data: Iterator[memoryview]
 
 
 def name_and_lead(keys: TenantKeys, header: RowsHeader) -> tuple[str, bytes]:
@@ -263,10 +305,10 @@ def read_rows(keys: TenantKeys, name: str, parts: Iterable[bytes]) -> FoundRows:
         raise StateError(f"the object's header cannot be read: {error}") from error
     if len(header.ids) != (header.p1 - header.p0) * ID_BYTES:
         raise StateError("the object's header contradicts itself")
-    return FoundRows(header, _data(first[end:], each, header.n_bytes))
+    return FoundRows(header, _data(memoryview(first)[end:], each, header.n_bytes))
 
 
-def _data(first: bytes, others: Iterator[bytes], n_bytes: int) -> Iterator[bytes]:
+def _data(first: memoryview, others: Iterator[bytes], n_bytes: int) -> Iterator[memoryview]:
     at = len(first)
     yield first
     while at < n_bytes:
@@ -274,6 +316,6 @@ def _data(first: bytes, others: Iterator[bytes], n_bytes: int) -> Iterator[bytes
         if not part:
             break
         at += len(part)
-        yield part
+        yield memoryview(part)
     if at != n_bytes:
         raise StateError(f"the object has {at} bytes of rows, its header says {n_bytes}")

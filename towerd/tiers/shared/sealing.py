@@ -75,13 +75,13 @@ class TenantKeys:
         salt = secrets.token_bytes(_SALT_BYTES)
         return _MAGIC + salt + self._cipher(salt).encrypt(_NONCE, data, place.encode())
 
-    def unseal(self, place: str, sealed: bytes) -> bytes:
+    def unseal(self, place: str, sealed: bytes | memoryview) -> bytes:
         """The inverse. Raises StateError unless the object is whole, of this tenant, and of this place."""
-        if len(sealed) < SEAL_BYTES or not sealed.startswith(_MAGIC):
+        if len(sealed) < SEAL_BYTES or sealed[: len(_MAGIC)] != _MAGIC:
             raise StateError("it is no object of towerd's, or one of another version")
         at = len(_MAGIC) + _SALT_BYTES
         try:
-            cipher = self._cipher(sealed[len(_MAGIC) : at])
+            cipher = self._cipher(bytes(sealed[len(_MAGIC) : at]))
             return cipher.decrypt(_NONCE, memoryview(sealed)[at:], place.encode())
         except InvalidTag:
             raise StateError("it is damaged, or was sealed with another key") from None

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -20,7 +21,9 @@ from towerd.codec.rows.basis import BYTES_MAX, read_basis
 from towerd.errors import InvalidRequest, StoreError
 from towerd.slots.errors import StateError
 from towerd.store import Node, Store
+from towerd.store.files.durable import make_durable
 from towerd.store.segments.coded_format import bases_in, basis_name
+from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.segments.segment_header import encode_runs, worst_of
 from towerd.store.sessions.deletions import DeletionWatch
 from towerd.store.tree.node import PUBLIC
@@ -30,6 +33,7 @@ from towerd.tiers.shared.bucket import Bucket, BucketError, ObjectDamaged, Objec
 from towerd.tiers.shared.collector import Collector
 from towerd.tiers.shared.leases import Hold, Holds, awake_or_asleep
 from towerd.tiers.shared.marks import FoundMark, Marks
+from towerd.tiers.shared.measured_speed import MeasuredSpeed
 from towerd.tiers.shared.naming import (
     NAMING_BYTES_MAX,
     Naming,
@@ -39,13 +43,13 @@ from towerd.tiers.shared.naming import (
 from towerd.tiers.shared.objects import (
     RECORD_BYTES_MAX,
     BasisPlace,
+    PartsAhead,
     PutRows,
     RowsHeader,
     RowsPlace,
     count_parts,
     has_object,
     name_and_lead,
-    parts_of,
     put_object,
     read_rows,
 )
@@ -54,9 +58,6 @@ from towerd.tiers.shared.sealing import SEAL_BYTES, TenantKeys
 from towerd.tokens import Ids, Provenance, common_prefix, ids_array, ids_bytes
 
 log = logging.getLogger(__name__)
-
-MEASURE_S = 600.0
-"""For so long a measured speed holds."""
 
 
 @dataclass(slots=True)
@@ -67,6 +68,8 @@ class SharedCounters:
     fetched: int = 0
     missing: int = 0
     damaged: int = 0
+    saved: int = 0
+    """Files whose rows were put because they were about to leave the disk."""
     errors: int = 0
     collected: int = 0
     bytes_put: int = 0
@@ -87,6 +90,7 @@ class SharedCounters:
             "objects_fetched": self.fetched,
             "objects_missing": self.missing,
             "objects_damaged": self.damaged,
+            "files_saved": self.saved,
             "errors": self.errors,
             "objects_collected": self.collected,
             "bytes_collected": self.bytes_collected,
@@ -122,8 +126,12 @@ class SharedTier:
         self._clock = clock
         self._fidelity = fidelity
         self._worst = Provenance.EXACT if fidelity == "exact" else Provenance.APPROXIMATE
-        self._has_rows = has_rows
-        self._speed, self._measured_at = 0.0, 0.0
+        self.has_rows = has_rows
+        self._put_speed = MeasuredSpeed()
+        self._fetch_speed = MeasuredSpeed()
+        self._lock = threading.Lock()
+        self._fetched: list[SegmentFile] = []
+        """Files that are not durable yet."""
 
     def keys(self, scope: str) -> TenantKeys:
         """Those of the tenant of a scope."""
@@ -132,6 +140,22 @@ class SharedTier:
     def held(self) -> AbstractContextManager[Hold]:
         """What this thread reads and puts inside of this is not deleted meanwhile."""
         return self._holds.held()
+
+    def start_writing(self) -> None:
+        """What is read from now on, until the hold of this thread ends, may be named in a record. Raises
+        BucketError."""
+        with self.held() as hold:
+            hold.writing()
+
+    def lasting(self, found: PutRows) -> PutRows:
+        """What of it is not about to be deleted. Raises BucketError."""
+        with self.held() as hold:
+
+            def lasts(each: RowsPlace | BasisPlace) -> bool:
+                return not hold.is_condemned(f"objects/{each.name}")
+
+            rows = list(filter(lasts, found.rows))
+            return PutRows(rows, list(filter(lasts, found.transform_bases)))
 
     def collector(self) -> Collector:
         """What deletes from the bucket, for one thread."""
@@ -143,18 +167,20 @@ class SharedTier:
         """Put the rows that the disk has of `ids` from the first token on, as far as they follow one another, and
         the bucket lacks; what it has, in whatever format and of whichever machine, is left. Raises BucketError or
         StoreError."""
-        if not self._has_rows:
+        if not self.has_rows:
             return PutRows()
         last = self._last_of_files(ids, scope)
         with self.held() as hold:
             found = self._there(hold, ids, scope, [node.p1 for node in last])
             for node in last:
-                if node.p1 <= found.n_tokens:
-                    continue  # maybe in another format
-                place = self._put_file(hold, node, found)
-                if place is None:
-                    break
-                found.rows.append(place)
+                if node.p1 > found.n_tokens:  # what is there may have another format
+                    place = self._put_file(hold, node, found)
+                    if place is None:
+                        break
+                    found.rows.append(place)
+                file = node.file
+                if file is not None and file.p0 + file.n_rows == node.p1:
+                    file.in_bucket = True
             if found.rows:
                 data = ids_bytes(ids[: found.n_tokens])
                 self._count_put(self._marks(scope).put(hold, self.keys(scope), data, found))
@@ -169,7 +195,7 @@ class SharedTier:
         hold.writing()  # before anything is read that may be named again
         found = self._already_there(hold, ids, scope, [end for end in ends if 0 < end <= n])
         n_here = max(found.n_tokens, stored[-1] if stored else 0)
-        mark = None if n_here >= n - 1 else self._find(ids, scope, n_here)
+        mark = None if n_here >= n - 1 else self.find(ids, scope, n_here)
         further = PutRows() if mark is None else self._whole(hold, mark)
         return max(found, further, key=lambda put: put.n_tokens)
 
@@ -243,7 +269,10 @@ class SharedTier:
             log.warning("rows are not put into the shared tier", extra={"error": str(error)})
             return None
         name = hold.free_name(name)
-        self._count_put(put_object(hold, keys, name, lead, data))
+        began, sent = time.monotonic(), put_object(hold, keys, name, lead, data)
+        if sent:
+            self._put_speed.moved(sent, began)
+        self._count_put(sent)
         n_bytes = len(lead) + len(data)
         parts = count_parts(n_bytes), n_bytes
         return RowsPlace(name, header.p0, header.p1, is_public(header.scope), *parts)
@@ -284,48 +313,94 @@ class SharedTier:
 
     # --- in -------------------------------------------------------------------------------
 
-    def find(self, ids: Ids, scope: str, n_known: int) -> PutRows | None:
-        """Rows in the bucket of what a prompt begins with, the tenant's own or public ones, whichever reach further; None if it has none beyond the first `n_known`. Raises BucketError."""
-        found = self._find(ids, scope, n_known)
-        return None if found is None else found.put
-
-    def _find(self, ids: Ids, scope: str, n_known: int) -> FoundMark | None:
-        found: list[FoundMark] = []
+    def find(self, ids: Ids, scope: str, n_known: int) -> FoundMark | None:
+        """Where the bucket has rows of what a prompt begins with, the tenant's own or public ones, whichever reach
+        further; None if it has none beyond the first `n_known`. Raises BucketError."""
+        if not self.has_rows:
+            return None
         data, marks = ids_bytes(ids), self._marks(scope)
-        for keys in (self.keys(scope), self.keys(PUBLIC)) if self._has_rows else ():
+
+        def find(keys: TenantKeys) -> FoundMark | None:
             try:
-                each = marks.find(keys, data, n_known)
+                return marks.find(keys, data, n_known)
             except (StateError, ObjectDamaged, ObjectMissing) as error:
                 self._refuse("marks", error)
-                continue
-            found += [each] if each is not None else []
-        return max(found, key=lambda mark: (mark.n_tokens, mark.put.n_tokens), default=None)
+                return None
+
+        with ThreadPoolExecutor(2, "towerd-find") as threads:
+            found = list(threads.map(find, (self.keys(scope), self.keys(PUBLIC))))
+        marked = (mark for mark in found if mark is not None)
+        return max(marked, key=lambda mark: (mark.n_tokens, mark.put.n_tokens), default=None)
 
     def fetch_path(
-        self, found: PutRows, ids: Ids, scope: str, since: DeletionWatch | None = None
+        self,
+        found: PutRows,
+        ids: Ids,
+        scope: str,
+        since: DeletionWatch | None = None,
+        *,
+        n_common: int | None = None,
+        is_durable: bool = True,
     ) -> None:
         """Fetch the rows of `ids` that this store lacks, in order, up to the first that cannot be had. What is
-        missing or damaged is counted and logged: its tokens are evaluated when they are needed. Raises BucketError (it is not reached), SessionDeleted (since
-        then), DiskFull or StoreError."""
-        with self.held() as hold:
-            self._fetch_held(hold, found, ids, scope, since)
+        missing or damaged is counted and logged: its tokens are evaluated when they are needed.
 
-    def _fetch_held(
-        self, hold: Hold, found: PutRows, ids: Ids, scope: str, since: DeletionWatch | None
-    ) -> None:
+        n_common: tokens of `found` that are those of `ids` for certain; None: all. Rows from there on are not fetched
+        ahead.
+        is_durable: False leaves that to `settle`
+        Raises BucketError (it is not reached), SessionDeleted (since then), DiskFull or StoreError."""
         self._fetch_bases(found.transform_bases, scope)
-        for place in found.rows if self._has_rows else ():
-            hold.reading()
-            n_stored = self.n_stored(ids, scope)
-            if n_stored < place.p0 or place.p0 >= len(ids):
+        lacking = self._lacking(found, ids, scope)
+        parts, began, n_bytes = PartsAhead(self.bucket), time.monotonic(), 0
+        try:
+            for place in lacking:
+                if n_common is None or place.p0 < n_common:
+                    parts.expect(self._keys_of(place, scope), place.name, place.n_parts)
+            with self.held() as hold:
+                for place in lacking:
+                    hold.reading()
+                    n_stored = self.n_stored(ids, scope)
+                    if n_stored < place.p0:
+                        break
+                    if n_stored >= min(place.p1, len(ids)):
+                        continue
+                    try:
+                        n_fetched = self._fetch_rows(place, parts, ids, scope, since, is_durable)
+                    except (StateError, NewerVersion, ObjectDamaged, ObjectMissing) as error:
+                        self._refuse(place.name, error)
+                        break
+                    if not n_fetched:
+                        break
+                    n_bytes += n_fetched
+        finally:
+            parts.close()
+            if n_bytes:
+                self._fetch_speed.moved(n_bytes, began)
+
+    def _lacking(self, found: PutRows, ids: Ids, scope: str) -> list[RowsPlace]:
+        """The rows that this store lacks of `ids`, as far as the day's budget for writing has room."""
+        lacking: list[RowsPlace] = []
+        n_stored, n_bytes = self.n_stored(ids, scope), 0
+        for place in found.rows if self.has_rows else ():
+            if place.p0 >= len(ids):
                 break
             if n_stored < min(place.p1, len(ids)):
-                try:
-                    if not self._fetch_rows(place, ids, scope, since):
-                        break
-                except (StateError, NewerVersion, ObjectDamaged, ObjectMissing) as error:
-                    self._refuse(place.name, error)
+                n_bytes += place.n_bytes
+                if not self._store.writes.allows("rows", n_bytes):
                     break
+                lacking.append(place)
+        return lacking
+
+    def settle(self) -> None:
+        """Make durable what was fetched and is not yet."""
+        with self._lock:
+            fetched, self._fetched = self._fetched, []
+        for file in fetched:
+            try:
+                make_durable(file.path)
+            except OSError as error:
+                said = {"file": file.path.name, "error": error.strerror or str(error)}
+                log.warning("fetched rows may not survive a power cut", extra=said)
 
     def n_stored(self, ids: Ids, scope: str) -> int:
         """Tokens of `ids` with rows here, from the first on."""
@@ -335,21 +410,28 @@ class SharedTier:
             )
         return parts[-1].p1 if parts else 0
 
+    def _keys_of(self, place: RowsPlace | BasisPlace, scope: str) -> TenantKeys:
+        return self.keys(PUBLIC if place.is_public else scope)
+
     def _fetch_rows(
-        self, place: RowsPlace, ids: Ids, scope: str, since: DeletionWatch | None
-    ) -> bool:
-        """False if there is nothing to write: they are of tokens that `ids` does not have, as those behind a mark may
-        be, or the day's budget for writing has no room. Raises as `fetch_path`, and StateError."""
-        began, n_stored = time.monotonic(), self.n_stored(ids, scope)
-        keys = self.keys(PUBLIC if place.is_public else scope)
-        found = read_rows(keys, place.name, parts_of(self.bucket, keys, place.name))
+        self,
+        place: RowsPlace,
+        parts: PartsAhead,
+        ids: Ids,
+        scope: str,
+        since: DeletionWatch | None,
+        is_durable: bool,
+    ) -> int:
+        """The bytes that came. 0 if there is nothing to write: they are of tokens that `ids` does not have, as those
+        behind a mark may be. Raises as `fetch_path`, and StateError."""
+        n_stored = self.n_stored(ids, scope)
+        keys = self._keys_of(place, scope)
+        found = read_rows(keys, place.name, parts.of(keys, place.name))
         header, digest, adapters = found.header, self._store.state.digest, adapters_of(scope)
         ids = ids[: header.p0 + common_prefix(ids[header.p0 :], ids_array(header.ids))]
         if 0 < len(ids) <= n_stored:
-            return False
+            return 0
         header.as_segment(digest, scope, adapters, ids_bytes(ids))
-        if not self._store.writes.allows("rows", header.n_bytes):
-            return False
         with self._store.locked():
             ends = sorted({header.p0, len(ids)} - {0})
             owner = self._store.insert(ids, scope, ends, since)[-1].scope
@@ -358,25 +440,33 @@ class SharedTier:
         segment = header.as_segment(digest, owner, adapters, ids_bytes(ids))
         if worst_of(segment.run_table, 0, segment.n) > self._worst:
             raise StateError("they are not exact")
-        file = self._store.take_in(segment, found.data, header.n_bytes, ids)
+        data = found.data, header.n_bytes
+        file = self._store.take_in(segment, *data, ids, is_durable=is_durable)
+        if file is not None and not is_durable:
+            with self._lock:
+                self._fetched.append(file)
         self.counters.add(fetched=1, bytes_fetched=0 if file is None else file.nbytes)
-        self._measured_at = time.monotonic()
-        self._speed = header.n_bytes / max(1e-6, self._measured_at - began)
-        return True
+        if file is not None:
+            file.in_bucket = True
+        return header.n_bytes
+
+    def put_bytes_per_s(self) -> float:
+        """Of rows that were put last; 0 if that is long ago, or never was."""
+        return self._put_speed.bytes_per_s()
 
     def bytes_per_s(self) -> float:
         """Of rows that were fetched last; 0 if that is long ago, or never was."""
-        return self._speed if time.monotonic() - self._measured_at < MEASURE_S else 0.0
+        return self._fetch_speed.bytes_per_s()
 
     def _fetch_bases(self, places: Sequence[BasisPlace], scope: str) -> None:
         bases = self._store.rows.bases
         for place in places:
             if bases.problem(place.basis) is None:
                 continue
-            keys = self.keys(PUBLIC if place.is_public else scope)
+            parts = PartsAhead(self.bucket)
             try:
                 data = b""
-                for part in parts_of(self.bucket, keys, place.name):
+                for part in parts.of(self._keys_of(place, scope), place.name):
                     data += part
                     if len(data) > BYTES_MAX:
                         raise StateError("it is too long for a basis")
@@ -386,6 +476,8 @@ class SharedTier:
                 bases.add(basis)
             except (StateError, CodecError, ObjectDamaged, ObjectMissing) as error:
                 self._refuse(place.name, error)
+            finally:
+                parts.close()
 
     def read_record(self, scope: str, place: str) -> bytes:
         """A record of a tenant. Raises BucketError, ObjectDamaged, ObjectMissing."""
