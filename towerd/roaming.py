@@ -13,6 +13,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -34,6 +36,7 @@ from towerd.store.tree.scope import (
 )
 from towerd.tiers.manager import PRESSED_SHARE, Tiers
 from towerd.tiers.shared.bucket import BucketError, ObjectDamaged, ObjectMissing
+from towerd.tiers.shared.collector import Collected
 from towerd.tiers.shared.fetcher import Fetcher
 from towerd.tiers.shared.heads import Head, Heads, read_heads
 from towerd.tiers.shared.leaving import Leaving
@@ -71,6 +74,8 @@ LEAVING_SHARE = 0.8
 """From this share of the budget for rows on disk on, what leaves first is put, once nothing runs."""
 AGAIN_S = 3600.0
 """Time after which it is looked whether what was put is still there."""
+COLLECT_S = 3600.0
+"""After this time it is looked whether garbage was collected on this day."""
 RETRY_S_MIN = 10.0
 RETRY_S_MAX = 600.0
 _RECORDS_TRIED = 8
@@ -97,6 +102,8 @@ class Roaming:
         self._put: dict[tuple[object, ...], float] = {}
         """What was put by itself, as it was then, and time.monotonic() of that."""
         self._retry_s = 0.0
+        self._collector = shared.collector()
+        self._collect_at = 0.0
 
     def stats(self) -> dict[str, Any]:
         """Counters, for /metrics and people."""
@@ -142,6 +149,24 @@ class Roaming:
         replaced."""
         return await self._do(self._pull_base, name, scope, replace)
 
+    async def remove_session(self, id: str, scope: str) -> dict[str, Any]:
+        """Delete a session there: `session`, and how many `records` it had. Its rows go with a later `collect`, unless
+        another record names them. Raises BucketError."""
+        n = await self._do(self._remove, self._session_folder(id, scope))
+        return {"session": id, "records": n}
+
+    async def remove_base(self, name: str, scope: str) -> dict[str, Any]:
+        """Delete a base of the tenant there, as `remove_session`."""
+        n = await self._do(self._remove, self._base_folder(name, scope))
+        return {"base": name, "records": n}
+
+    async def collect(self, older_than: timedelta | None, dry_run: bool) -> dict[str, Any]:
+        """Take garbage one phase further; see Collector. Raises BucketError."""
+        done = await self._do(partial(self._collector.run, older_than, dry_run=dry_run))
+        if not dry_run:
+            self._count(done)
+        return asdict(done)
+
     async def _do(self, work: Callable[..., T], *args: Any) -> T:
         def run() -> T:
             try:
@@ -152,6 +177,26 @@ class Roaming:
                 raise
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+
+    def _remove(self, folder: str) -> int:
+        done = self._collector.remove_folder(folder)
+        self._count(done)
+        return done.records
+
+    def _collect_today(self) -> None:
+        """Collect once a day, whichever daemon of the bucket comes first."""
+        if time.monotonic() >= self._collect_at:
+            self._collect_at = time.monotonic() + COLLECT_S
+            try:
+                done = self._collector.run_today()
+            except BucketError as error:  # others may have more luck
+                self._shared.counters.add(errors=1)
+                log.warning("garbage of the shared tier stays", extra={"error": error.message})
+            else:
+                self._count(done or Collected())
+
+    def _count(self, done: Collected) -> None:
+        self._shared.counters.add(collected=done.objects, bytes_collected=done.bytes)
 
     # --- sessions, on the thread ----------------------------------------------------------
 
@@ -401,6 +446,8 @@ class Roaming:
                 while has_more and self._cold.idle_s() >= QUIET_S:
                     has_more = await self._do(self._put_next)
                 self._retry_s = 0.0
+                if self._cold.idle_s() >= QUIET_S:
+                    await self._do(self._collect_today)
             except Exception as error:  # no failure may end it
                 said = error.message if isinstance(error, TowerdError) else repr(error)
                 if not self._retry_s:

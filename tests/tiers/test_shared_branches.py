@@ -89,7 +89,10 @@ def machine(
         coding = SimpleNamespace(model=lambda: model)
         roaming = Roaming(
             tier,
-            cast(Any, SimpleNamespace(flush=lambda: None)),
+            cast(
+                Any,
+                SimpleNamespace(flush=lambda: None, evictor=SimpleNamespace(least_valuable=None)),
+            ),
             cast(Any, SimpleNamespace(store=store, coding=coding)),
         )
         yield Machine(store, tier, roaming)

@@ -92,8 +92,8 @@ class SharedCounters:
             "objects_damaged": self.damaged,
             "files_saved": self.saved,
             "errors": self.errors,
-            "objects_collected": self.collected,
-            "bytes_collected": self.bytes_collected,
+            "objects_deleted": self.collected,
+            "bytes_deleted": self.bytes_collected,
             "bytes_put": self.bytes_put,
             "bytes_fetched": self.bytes_fetched,
         }
