@@ -32,10 +32,10 @@ from towerd.cli.bench.harness.servers import ServerProcess, towerd_server
 from towerd.errors import TowerdError
 from towerd.tiers.shared.sealing import FILE_NAME
 
-_TOKENS = 2048
+TOKENS = 2048
 _REPLY = 8
-_TRIALS, _QUICK_TRIALS = 5, 3
-_WARM_UP = 96
+TRIALS, QUICK_TRIALS = 5, 3
+WARM_UP = 96
 """Tokens of a prompt before, enough for the daemon to learn how fast it evaluates."""
 _PUSHED_S_MAX = 120.0
 
@@ -59,12 +59,12 @@ async def run(model: Path | None, quick: bool) -> Report:
     path = bench_model(model, "small" if quick else "1b")
     report = Report("shared", path.name)
     rng = np.random.default_rng(1)
-    prompt = random_prompt(rng, _TOKENS + 1, vocab_size(path)).tolist()
+    prompt = random_prompt(rng, TOKENS + 1, vocab_size(path)).tolist()
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as name:
         folder = Path(name)
         with s3_server(folder / "s3") as s3, _environment(s3.env):
             machines = _Machines(path, folder, s3)
-            await _measure(report, machines, prompt, _QUICK_TRIALS if quick else _TRIALS)
+            await _measure(report, machines, prompt, QUICK_TRIALS if quick else TRIALS)
         await measure_bucket(report, folder)
     return report
 
@@ -85,7 +85,7 @@ class _Machines:
     @contextmanager
     def one(self, name: str) -> Iterator[ServerProcess]:
         """A daemon with an empty store, which is deleted at the end unless it is machine A's."""
-        flags = ["-c", str(_TOKENS + 256), "--fidelity", "exact", "--shared", self.s3.url]
+        flags = ["-c", str(TOKENS + 256), "--fidelity", "exact", "--shared", self.s3.url]
         flags += ["--shared-key", str(self.key)] if self.key.exists() else []
         store = self.folder / name
         with towerd_server(self.model, store, *flags) as server:
@@ -139,7 +139,7 @@ def _add_figures(report: Report, cold: Completion, trials: _Resumed) -> None:
     ]
     resume_s = statistics.median(trials.resumes)
     report.figures |= {
-        "tokens": _TOKENS,
+        "tokens": TOKENS,
         "tokens_from_bucket": trials.n_fetched,
         "same_reply": trials.are_same,
         "prefill_s": cold.ttft_s,
@@ -162,7 +162,7 @@ def _add_figures(report: Report, cold: Completion, trials: _Resumed) -> None:
 async def _warm_up(
     session: aiohttp.ClientSession, server: ServerProcess, prompt: list[int]
 ) -> None:
-    await complete(session, server.url, prompt[-1:] + prompt[: _WARM_UP - 1], _REPLY)
+    await complete(session, server.url, prompt[-1:] + prompt[: WARM_UP - 1], _REPLY)
 
 
 async def _push(session: aiohttp.ClientSession, server: ServerProcess, n_rows: int) -> None:

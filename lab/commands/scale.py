@@ -82,7 +82,7 @@ _KINDS = "put get head list".split()
     "--check",
     type=click.IntRange(1),
     metavar="N",
-    help="Put N sessions with the daemon's own code into a bucket in memory, and compare the counts.",
+    help="Put and fetch N sessions with the daemon's own shared tier, and compare the counts.",
 )
 @click.option(
     "--traces",
@@ -250,26 +250,29 @@ def _break_even(
 
 def _checked(samples: Sequence[Sample], n: int, habits: TierHabits) -> Iterator[dict[str, Any]]:
     """With few bytes a token, so that they fit memory; a test compares large ones."""
+    import tempfile
+
     from lab.scale.counted import CountedTier
     from lab.scale.real import RealTier
     from lab.scale.work import Fleet
 
     for sample in samples:
         shapes = [sample.shapes[i % len(sample.shapes)] for i in range(n)]
-        tiers = RealTier(_CHECKED_TOKEN_BYTES), CountedTier(_CHECKED_TOKEN_BYTES)
-        for tier in tiers:
-            fleet = Fleet(tier, habits)
-            fleet.put_bases(shapes)
-            for number, shape in enumerate(shapes):
-                fleet.play(number, shape)
-        real, counted = (tier.requests for tier in tiers)
-        kinds = (*_KINDS, "bytes_up", "bytes_down", "tokens_fetched")
-        yield {
-            "trace": sample.trace,
-            "sessions": n,
-            **{kind: getattr(real, kind) for kind in kinds},
-            "equal": real == counted,
-        }
+        counted = CountedTier(_CHECKED_TOKEN_BYTES)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            RealTier(Path(folder), _CHECKED_TOKEN_BYTES) as real,
+        ):
+            for tier in (real, counted):
+                fleet = Fleet(tier, habits)
+                fleet.put_bases(shapes)
+                for number, shape in enumerate(shapes):
+                    fleet.play(number, shape)
+        row: dict[str, Any] = {"trace": sample.trace, "sessions": n, "equal": True}
+        for kind in ("put", "get", "head", "tokens_fetched"):
+            row[kind] = getattr(real.requests, kind)
+            row["equal"] &= row[kind] == getattr(counted.rows, kind)
+        yield row
 
 
 def _texts(row: dict[str, Any]) -> tuple[str, ...]:

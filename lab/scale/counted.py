@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from lab.scale.real import base_record, session_record
+from lab.scale.record_sizes import base_record, session_record
 from lab.scale.requests import Requests
 from lab.scale.work import RowsRun, TokenPath
 from towerd.tiers.shared.marks import MARK_TOKENS
@@ -24,6 +24,8 @@ from towerd.tiers.shared.objects import (
 )
 from towerd.tiers.shared.sealing import SEAL_BYTES
 from towerd.tokens import ID_BYTES
+
+_ASKED = 4
 
 
 @dataclass(slots=True)
@@ -41,28 +43,40 @@ class _Shelf:
 
 
 class CountedTier:
-    """`requests` are those since it was made. Implements `work.Tier`."""
+    """`rows` are the requests for rows and marks, `records` all others. Implements `work.Tier`."""
 
     def __init__(self, token_bytes: int) -> None:
         """token_bytes: rows of a token"""
-        self.requests = Requests()
+        self.rows, self.records = Requests(), Requests()
         self._token_bytes = token_bytes
         self._public: dict[int, _Shelf] = {}
         self._bases: dict[int, dict[int, tuple[RowsRun, ...]]] = {}
         """The tenant's own marks within a base."""
-        self._session = -1
+        self._session = -1  # none yet
         self._own = _Shelf()
+        self._record_bytes: list[int] = []
+        """Of the session: the bytes of each, sealed."""
+        self._record_runs: tuple[RowsRun, ...] = ()
+        self._other_runs: tuple[RowsRun, ...] = ()
+        """What the last record names."""
         self._paths: dict[int, TokenPath] = {}
         """Of the objects that are there: what their rows are of."""
 
+    def take(self) -> Requests:
+        """All requests since this was called last."""
+        taken = self.rows
+        taken.add(self.records)
+        self.rows, self.records = Requests(), Requests()
+        return taken
+
     def put_base(self, path: TokenPath, run: RowsRun) -> None:
         """See Tier."""
-        self.requests.get += 2 * len({path.n, path.n - 1} - {0})
+        self.rows.get += 2 * len({path.n, path.n - 1} - {0})
         self._put_object(run, path)
         marks: dict[int, tuple[RowsRun, ...]] = {}
         self._put_marks(marks, path.n, (run,))
         self._public[path.base] = _Shelf(path, marks)
-        self.requests.list += 1
+        self.records.list += 1
         self._put_record("bases", base_record(path.n, [self._place(run)]))
 
     def put_session(
@@ -83,7 +97,14 @@ class CountedTier:
         for n in range(MARK_TOKENS, n_base + 1, MARK_TOKENS):
             if n in own:
                 base.setdefault(n, own[n])
-        self._put_record("sessions", self._session_record(path, found))
+        self._heads()
+        others = {run.number: run for run in (*self._record_runs, *self._other_runs)}
+        for run in found:
+            others.pop(run.number, None)
+        self._record_runs, self._other_runs = found, tuple(others.values())
+        record = self._session_record(path, turns)
+        self._put_record("sessions", record)
+        self._record_bytes.append(len(encode(record)) + SEAL_BYTES)
 
     def look_up(self, path: TokenPath, n_known: int) -> None:
         """See Tier."""
@@ -91,7 +112,7 @@ class CountedTier:
         for marks in (self._marks_of(self._session, path), self._public_marks(path)):
             first, last = n_known // MARK_TOKENS + 1, path.n // MARK_TOKENS
             furthest = max((n // MARK_TOKENS for n in marks if n % MARK_TOKENS == 0), default=0)
-            self.requests.head += n_probes(first, last, furthest)
+            self.rows.head += n_probes(first, last, furthest)
             if min(furthest, last) >= first:
                 n = min(furthest, last) * MARK_TOKENS
                 self._get(self._mark_bytes(marks[n]))
@@ -102,15 +123,14 @@ class CountedTier:
 
     def pull(self, session: int, path: TokenPath, n_known: int) -> None:
         """See Tier."""
-        runs = self._marks_of(session, path)[path.n - 1]
-        self.requests.list += 1
-        self._get(len(encode(self._session_record(path, runs))) + SEAL_BYTES)
-        self._fetch(runs, path, n_known)
+        self._heads()
+        self._fetch(self._record_runs, path, n_known)
 
     def _marks_of(self, session: int, path: TokenPath) -> dict[int, tuple[RowsRun, ...]]:
         """The tenant's marks on the way of a path: those that other sessions made of its base, and its own."""
         if session != self._session:
             self._session, self._own = session, _Shelf()
+            self._record_bytes, self._record_runs, self._other_runs = [], (), ()
         n_base = path.pieces[0].end if path.base >= 0 else 0
         of_base = {n: runs for n, runs in self._bases.get(path.base, {}).items() if n <= n_base}
         return of_base | self._own.along(path)
@@ -125,11 +145,11 @@ class CountedTier:
         public = self._public_marks(path)
         for end in sorted({*stored, path.n - 1, path.n} - {0}, reverse=True):
             for marks in (own, public):
-                self.requests.get += 1
+                self.rows.get += 1
                 if end in marks:
-                    self.requests.bytes_down += self._mark_bytes(marks[end])
+                    self.rows.bytes_down += self._mark_bytes(marks[end])
                     inside = tuple(run for run in marks[end] if run.p1 <= end)
-                    self.requests.head += sum(self._parts(run) for run in inside)
+                    self.rows.head += sum(self._parts(run) for run in inside)
                     return inside
         return ()
 
@@ -138,27 +158,35 @@ class CountedTier:
     ) -> None:
         last = n_tokens // MARK_TOKENS
         furthest = max((n // MARK_TOKENS for n in marks if n % MARK_TOKENS == 0), default=0)
-        self.requests.head += n_probes(1, last, furthest)
+        self.rows.head += n_probes(1, last, furthest)
         missing = [n * MARK_TOKENS for n in range(furthest + 1, last + 1)]
         for n in (*missing, n_tokens):
-            self.requests.head += 1
+            self.rows.head += 1
             if n not in marks:
                 marks[n] = tuple(run for run in runs if run.p0 < n + MARK_TOKENS)
-                self.requests.store("marks", self._mark_bytes(marks[n]))
+                self.rows.store("marks", self._mark_bytes(marks[n]))
 
     def _put_object(self, run: RowsRun, path: TokenPath) -> None:
-        self.requests.head += self._parts(run)
+        self.rows.head += self._parts(run)
         if run.number not in self._paths:
             self._paths[run.number] = path
             for sealed in self._part_bytes(run):
-                self.requests.store("objects", sealed)
+                self.rows.store("objects", sealed)
 
     def _put_record(self, kind: str, record: Record) -> None:
-        self.requests.head += 1
-        self.requests.store(kind, len(encode(record)) + SEAL_BYTES)
+        self.records.head += 1
+        self.records.store(kind, len(encode(record)) + SEAL_BYTES)
 
-    def _session_record(self, path: TokenPath, runs: Sequence[RowsRun]) -> Record:
-        return session_record(path.n, [self._place(run) for run in runs])
+    def _heads(self) -> None:
+        """The records of the session are listed, and the last is read, which contains the others."""
+        self.records.list += 1
+        if self._record_bytes:
+            self.records.get += 1
+            self.records.bytes_down += self._record_bytes[-1]
+
+    def _session_record(self, path: TokenPath, turns: int) -> Record:
+        rows, others = ([*map(self._place, runs)] for runs in (self._record_runs, self._other_runs))
+        return session_record(path.n, turns, rows, others, ["0" * 16] * len(self._record_bytes))
 
     def _fetch(self, runs: Sequence[RowsRun], path: TokenPath, n_stored: int) -> None:
         for run in runs:
@@ -172,12 +200,12 @@ class CountedTier:
                 break
             for sealed in self._part_bytes(run):
                 self._get(sealed)
-            self.requests.tokens_fetched += end - n_stored
+            self.rows.tokens_fetched += end - n_stored
             n_stored = end
 
     def _get(self, n_bytes: int) -> None:
-        self.requests.get += 1
-        self.requests.bytes_down += n_bytes
+        self.rows.get += 1
+        self.rows.bytes_down += n_bytes
 
     def _mark_bytes(self, runs: Sequence[RowsRun]) -> int:
         """Of a mark, sealed: an array of a version, rows and no bases."""
@@ -204,16 +232,18 @@ class CountedTier:
 
 
 def n_probes(first: int, last: int, furthest: int) -> int:
-    """Marks that are asked for until the furthest of those from `first` to `last` is known: as `Marks` does, ahead
-    by steps that double, then by halving."""
-    low, high, step, n = first - 1, last + 1, 1, 0
+    """Marks that are asked for until the furthest of those from `first` to `last` is known: as `Marks` does, the ends
+    at once, and then four at once between those that are and are not there."""
+    low, high, asked, n = first - 1, last + 1, {first, last}, 0
     while low + 1 < high:
-        number = min(low + step, high - 1) if step else (low + high) // 2
-        n += 1
-        if number <= furthest:
-            low, step = number, 2 * step
-        else:
-            high, step = number, 0
+        n += len(asked)
+        for number in sorted(asked):
+            if number > furthest:
+                high = number
+                break
+            low = number
+        between = ((high - low) * part // (_ASKED + 1) for part in range(1, _ASKED + 1))
+        asked = {low + each for each in between if each}
     return n
 
 

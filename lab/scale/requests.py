@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from dataclasses import dataclass, field, fields
 
-from towerd.tiers.shared.bucket import Bucket, Listed
+from obstore.store import ObjectStore
+
+from towerd.tiers.shared.bucket import Bucket
 
 
 @dataclass(slots=True)
@@ -51,32 +54,34 @@ class Requests:
 
 
 class CountingBucket(Bucket):
-    """A bucket that counts what it is asked."""
+    """A bucket that counts what it is asked below some folders, on whichever threads."""
 
-    def count_in(self, requests: Requests) -> None:
-        """Count in `requests` from now on."""
-        self.requests = requests
+    def __init__(self, store: ObjectStore, requests: Requests, folders: tuple[str, ...]) -> None:
+        """requests: where it is counted; folders: with the slash behind them"""
+        super().__init__(store)
+        self._requests, self._folders = requests, folders
+        self._counting = threading.Lock()
 
     def put(self, place: str, data: bytes) -> bool:
         """See Bucket."""
         is_new = super().put(place, data)
-        assert is_new, f"{place} is put twice, which is a request that the count does not foresee"
-        self.requests.store(place.partition("/")[0], len(data))
+        if place.startswith(self._folders):
+            assert is_new, f"{place} is put twice, which the count does not foresee"
+            with self._counting:
+                self._requests.store(place.partition("/")[0], len(data))
         return is_new
 
-    def get(self, place: str, bytes_max: int) -> bytes:
+    def get(self, place: str, bytes_max: int) -> memoryview:
         """See Bucket."""
-        self.requests.get += 1
-        found = super().get(place, bytes_max)
-        self.requests.bytes_down += len(found)
-        return found
+        self._count("get", place)
+        return super().get(place, bytes_max)
 
     def has(self, place: str) -> bool:
         """See Bucket."""
-        self.requests.head += 1
+        self._count("head", place)
         return super().has(place)
 
-    def listing(self, folder: str) -> list[Listed]:
-        """See Bucket."""
-        self.requests.list += 1
-        return super().listing(folder)
+    def _count(self, kind: str, place: str) -> None:
+        if place.startswith(self._folders):
+            with self._counting:
+                setattr(self._requests, kind, getattr(self._requests, kind) + 1)

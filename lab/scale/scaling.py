@@ -82,13 +82,12 @@ def count_tenant(
     tier = CountedTier(token_bytes)
     fleet = Fleet(tier, habits)
     fleet.put_bases(shapes)
-    bases, own = tier.requests, Requests()
+    bases, own = tier.take(), Requests()
     n_played = min(n_sessions, 2 * len(shapes))
     for start in range(0, n_played, len(shapes)):
-        tier.requests = Requests()
         for number in range(start, min(n_played, start + len(shapes))):
             fleet.play(number, shapes[number - start])
-        own.add(tier.requests, 1 if start == 0 else (n_sessions - start) / (n_played - start))
+        own.add(tier.take(), 1 if start == 0 else (n_sessions - start) / (n_played - start))
     lengths = [n for _, n in {(shape.base, shape.shared) for shape in shapes if shape.base >= 0}]
     parts = [count_parts(n * token_bytes) for n in lengths]
     fetches = Requests(get=len(lengths) + sum(parts), list=len(lengths))

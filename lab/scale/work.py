@@ -140,7 +140,7 @@ class Fleet:
             kept = base.n if turn == 0 else kept_of(path.n, lost, n)
             path = path.longer(kept, next(self._numbers), n)
             is_away = turn > 0 and self._is_away()
-            known = min(base.n, n) if is_away else kept
+            known = path.common(base) if is_away else kept
             if n >= MARK_TOKENS_MIN and n // MARK_TOKENS_MIN > known // MARK_TOKENS_MIN:
                 self.tier.look_up(path, known)
             runs = self._runs(runs, kept, n - 1)
@@ -151,7 +151,7 @@ class Fleet:
         self._pulled += self.habits.pulled
         if self._pulled >= 1:
             self._pulled -= 1
-            self.tier.pull(session, path, min(base.n, path.n))
+            self.tier.pull(session, path, path.common(base))
 
     def _base_runs(self, base: TokenPath) -> list[RowsRun]:
         return [RowsRun(0, base.n, base.base, True)] if base.base >= 0 else []
