@@ -29,7 +29,7 @@ def age(folder: Path, seconds: float) -> None:
 
 
 def test_a_chat_is_deleted_there(make_daemon: MakeDaemon, tmp_path: Path) -> None:
-    """Its record at once, its rows by the second gc, an hour later; what another chat needs stays."""
+    """Its record at once, its rows by a gc an hour after they were found; what another chat needs stays."""
     bucket = tmp_path / "bucket"
     with make_daemon("--shared", f"file://{bucket}", name="a") as daemon:
         base = ids_of(daemon, TALE)
@@ -42,13 +42,11 @@ def test_a_chat_is_deleted_there(make_daemon: MakeDaemon, tmp_path: Path) -> Non
         age(bucket, 4000)
         seen = shared(daemon, "gc", "--dry-run")
         assert seen["waiting_objects"] >= 1
-        first = shared(daemon, "gc")
-        assert (first["objects"], first["waiting_objects"]) == (0, seen["waiting_objects"])
-        age(bucket, 4000)
-        second = shared(daemon, "gc")
-        assert second["objects"] == seen["waiting_objects"]
-        assert second["waiting_objects"] == 0
-        assert metric(daemon, "deleted_total") == 1 + second["objects"]
+        for _ in range(2):  # the daemon's own run may be one of those that delete
+            shared(daemon, "gc")
+            age(bucket, 4000)
+        assert shared(daemon, "gc")["waiting_objects"] == 0
+        assert metric(daemon, "deleted_total") == 1 + seen["waiting_objects"]
         said = run_towerctl(daemon, "sessions", "rm", "-y", chats[1]).stdout
         assert said.endswith("stays there: towerctl shared rm deletes it.\n")
         taken = shared(daemon, "pull", chats[1])

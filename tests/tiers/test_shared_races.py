@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import random
+import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,6 +23,8 @@ from towerd.tiers.shared import collector as collector_module
 from towerd.tiers.shared import objects
 from towerd.tiers.shared import tier as tier_module
 from towerd.tiers.shared.bucket import Bucket, BucketError, ObjectMissing
+from towerd.tiers.shared.collector import Collector
+from towerd.tiers.shared.leases import Hold, Leases
 from towerd.tiers.shared.naming import naming
 from towerd.tiers.shared.objects import (
     VERSION,
@@ -206,14 +211,15 @@ def check_live(world: World) -> None:
 
 def played(seed: int, stores: list[Store], n_steps: int = 2500) -> tuple[World, Known]:
     """A world after so many requests of four writers, two that collect, a reader, and one who removes chats."""
-    world, known = World(seed, COLLECTOR), Known()
-    for store in (*stores, *stores):
-        world.start(writer(world, known, store))
-    for store in stores:
-        world.start(gc(world, store))
-    world.start(reader(world, known, stores[0]), is_faulty=False)
-    world.start(remover(world, known, stores[1]))
-    world.run(n_steps, lambda: check_live(world))
+    world, known, ids = World(seed, COLLECTOR), Known(), random.Random(seed)
+    with patch.object(secrets, "token_hex", lambda n: ids.randbytes(n).hex()):
+        for store in (*stores, *stores):
+            world.start(writer(world, known, store))
+        for store in stores:
+            world.start(gc(world, store))
+        world.start(reader(world, known, stores[0]), is_faulty=False)
+        world.start(remover(world, known, stores[1]))
+        world.run(n_steps, lambda: check_live(world))
     return world, known
 
 
@@ -249,3 +255,154 @@ def test_nobody_loses_a_race(stores: list[Store], seed: int) -> None:
     for chat, turn in known.pushed.items():
         found = [each for each in live if each.startswith(folder_of(chat))]
         assert max(int(each.split("/")[2][:6]) for each in found) >= turn + 1
+
+
+@pytest.mark.usefixtures("small")
+def test_a_fault_is_found(stores: list[Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writers that trust what is there, whatever is being deleted."""
+
+    def is_condemned(hold: Hold, place: str) -> bool:
+        hold.writing()
+        return False
+
+    monkeypatch.setattr(Hold, "is_condemned", is_condemned)
+    assert any(played(seed, stores)[0].problems for seed in (2, 5, 7))
+
+
+def quiet_world(stores: list[Store]) -> tuple[World, SharedTier, Collector]:
+    """A world in which nothing runs by itself, with a chat that was put two hours ago."""
+    world = World(0, COLLECTOR)
+    bucket = WorldBucket(world)
+    tier = tier_of(stores[0], bucket, lambda: world.now)
+    collector = tier_of(stores[1], bucket, lambda: world.now).collector()
+    push(tier, 0, 2)
+    world.now += 2 * HOUR_S
+    return world, tier, collector
+
+
+def lost(world: World) -> bool:
+    """Whether a record that lives lacks rows."""
+    check_live(world)
+    return bool(world.problems)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("fault", ["", "no leases"])
+def test_a_push_beside_a_collection(
+    stores: list[Store], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Rows that were garbage are found to be there; before the record is put that names them, they are condemned."""
+    world, tier, collector = quiet_world(stores)
+    collector.remove_folder(folder_of(0))
+    if fault == "no leases":
+        monkeypatch.setattr(Leases, "hold_back", lambda *_: False)
+    with tier.held():
+        tier.put_path(CHATS[0], "local")
+        collector.run()
+        push(tier, 0, 2)
+    for _ in range(4):
+        world.now += 2 * HOUR_S
+        collector.run()
+    assert lost(world) == bool(fault)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("takes_s", [200.0, 4 * HOUR_S])
+@pytest.mark.parametrize("fault", ["", "no grace, no leases"])
+def test_a_slow_reader(
+    stores: list[Store], monkeypatch: pytest.MonkeyPatch, fault: str, takes_s: float
+) -> None:
+    """The chat is removed while it is read, and collected again and again."""
+    world, tier, collector = quiet_world(stores)
+    if fault:
+        monkeypatch.setattr(collector_module, "GRACE_S", 0.0)
+        monkeypatch.setattr(Leases, "hold_back", lambda *_: False)
+    (place,) = world.live_records()
+    n_read = 0
+    with tier.held() as hold:
+        record = decode_record(tier.read_record("local", place), SessionRecord)
+        for step in range(20):
+            hold.reading()
+            if step == 1:
+                collector.remove_folder(folder_of(0))
+            collector.run()
+            world.now += takes_s / 20
+        for rows in record.rows:
+            n_read += all(
+                f"objects/{rows.name}/{part:04d}" in world.modified for part in range(rows.n_parts)
+            )
+    assert (n_read == len(record.rows)) == (not fault)
+    for _ in range(3):
+        world.now += 2 * HOUR_S
+        collector.run()
+    assert not world.places("objects")
+
+
+@pytest.mark.usefixtures("small")
+def test_what_is_being_deleted_is_put_under_another_name(stores: list[Store]) -> None:
+    world, tier, collector = quiet_world(stores)
+    old = set(world.places("objects"))
+    collector.remove_folder(folder_of(0))
+    collector.run()
+    push(tier, 0, 2)
+    new = set(world.places("objects")) - old
+    assert {place.split("/")[1].partition("-")[0] for place in new} == {
+        place.split("/")[1] for place in old
+    }
+    for _ in range(4):
+        world.now += 2 * HOUR_S
+        collector.run()
+    assert not lost(world)
+    assert set(world.places("objects")) == new
+    world.now += 24 * HOUR_S
+    push(tier, 0, 2)
+    for _ in range(4):
+        world.now += 2 * HOUR_S
+        collector.run()
+    assert not lost(world)
+    assert len(world.live_records()) == 1
+    assert len(world.places("objects")) == len(old)
+
+
+@pytest.mark.usefixtures("small")
+def test_records_of_another_key(stores: list[Store]) -> None:
+    """What they name cannot be told: nothing is deleted."""
+    world, tier, collector = quiet_world(stores)
+    other = SharedTier(
+        stores[0], tier.bucket, bytes(32), "near", has_rows=True, clock=lambda: world.now
+    )
+    with pytest.raises(BucketError, match="1 records that cannot be read with this key"):
+        other.collector().run()
+    assert not world.places("gc")
+    assert not lost(world)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_writer_that_slept(stores: list[Store]) -> None:
+    """Its lease may be over: it puts no record."""
+    world, tier, _ = quiet_world(stores)
+    with tier.held() as hold:
+        tier.put_path(CHATS[1], "local")
+        world.now += 700.0
+        with pytest.raises(BucketError, match="left for 700 s while writing"):
+            hold.put("sessions/x/y", b"")
+    push(tier, 1, 2)
+    assert not lost(world)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_deleted_record_that_comes_back(stores: list[Store]) -> None:
+    """The request that put it lands once more after it was deleted: it goes again."""
+    world, _, collector = quiet_world(stores)
+    (place,) = world.live_records()
+    data = bytes(world.raw.get(place, 1 << 20))
+    collector.remove_folder(folder_of(0))
+    assert not world.live_records()
+    world.put(place, data)
+    for _ in range(8):
+        world.now += 2 * HOUR_S
+        collector.run()
+        assert not lost(world)
+    assert not world.places("sessions")
+    assert not world.places("objects")
+    assert not world.places("gc")
