@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -35,21 +36,21 @@ from towerd.store.tree.scope import (
     tenant_of,
 )
 from towerd.tiers.manager import PRESSED_SHARE, Tiers
-from towerd.tiers.shared.bucket import BucketError, ObjectDamaged, ObjectMissing
+from towerd.tiers.shared.bucket import BucketError, Listed, ObjectDamaged, ObjectMissing
 from towerd.tiers.shared.collector import Collected
 from towerd.tiers.shared.fetcher import Fetcher
 from towerd.tiers.shared.heads import Head, Heads, read_heads
 from towerd.tiers.shared.leaving import Leaving
-from towerd.tiers.shared.naming import naming
+from towerd.tiers.shared.naming import Naming, naming
 from towerd.tiers.shared.objects import (
     VERSION,
     BaseRecord,
     PutRows,
     R,
-    Record,
     SessionRecord,
     decode_record,
     encode,
+    put_of,
 )
 from towerd.tiers.shared.records import (
     AGAIN,
@@ -61,7 +62,7 @@ from towerd.tiers.shared.records import (
 )
 from towerd.tiers.shared.tier import SharedTier
 from towerd.tokens import Ids, ids_array, ids_bytes
-from towerd.transfer import history_in, import_session, session_file, session_history
+from towerd.transfer import history_in, import_session, outline, session_file, session_history
 
 log = logging.getLogger(__name__)
 
@@ -167,6 +168,10 @@ class Roaming:
             self._count(done)
         return asdict(done)
 
+    async def listing(self, scope: str) -> dict[str, Any]:
+        """What a tenant can pull: `sessions` and `bases`, those put last first. Raises BucketError."""
+        return await self._do(self._listing, scope)
+
     async def _do(self, work: Callable[..., T], *args: Any) -> T:
         def run() -> T:
             try:
@@ -198,6 +203,42 @@ class Roaming:
     def _count(self, done: Collected) -> None:
         self._shared.counters.add(collected=done.objects, bytes_collected=done.bytes)
 
+    # --- what is there, on the thread -----------------------------------------------------
+
+    def _listing(self, scope: str) -> dict[str, Any]:
+        sessions, bases = [], []
+        for named, of_session, _ in self._readable("sessions", SessionRecord, (scope,)):
+            with suppress(InvalidRequest):  # of a newer version
+                sessions.append({**outline(of_session.tower), **_told(named)})
+        for named, base, of in self._readable("bases", BaseRecord, (scope, public_of(scope))):
+            bases.append(
+                {
+                    "name": base.name,
+                    "public": is_public(of),
+                    "tokens": len(ids_array(base.ids)),
+                    **_told(named),
+                }
+            )
+        newest: dict[str, Any] = {"key": lambda each: each["put"], "reverse": True}
+        return {"sessions": sorted(sessions, **newest), "bases": sorted(bases, **newest)}
+
+    def _readable(
+        self, folder: str, kind: type[R], scopes: Sequence[str]
+    ) -> Iterator[tuple[NamedRecord, R, str]]:
+        """The best record of each session or base in a folder that can be read for one of these scopes, and the scope:
+        names tell nobody whose they are."""
+        folders: dict[str, list[Listed]] = {}
+        for each in self._shared.bucket.listing(folder):
+            folders.setdefault(each.place.rpartition("/")[0], []).append(each)
+        for listed in folders.values():
+            for scope in scopes:
+                best = best_first(listed, self._shared.model_name(scope))[:1]
+                data = self._shared.own_record(scope, best[0].place) if best else None
+                if data is not None:
+                    with suppress(StateError):
+                        yield best[0], decode_record(data, kind), scope
+                    break
+
     # --- sessions, on the thread ----------------------------------------------------------
 
     def _push_session(
@@ -222,19 +263,24 @@ class Roaming:
         text = self._text(b"".join(turns), scope)
         bases = {each.basis: each for each in (*more.transform_bases, *put.transform_bases)}
         record = SessionRecord(
-            **self._common(PutRows(put.rows, list(bases.values())), scope),
+            **self._common(PutRows(put.rows, list(bases.values()), put.checkpoints), scope),
             tower=session_file(self._store, model, history),
             turns=turns,
             contains=sorted((contained & texts) - {text}),
             others=sorted(set(others) - set(put.rows), key=lambda place: (place.p0, place.name)),
         )
-        self._put_record(folder, len(turns), text, record, scope, turns, _branch(history))
+        named = naming(
+            [*put_of(record).objects, *PutRows(others).objects, *more.objects],
+            turns,
+            _branch(history),
+        )
+        self._put_record(folder, len(turns), text, record, scope, named)
         ids = here.ids(here.leaf)
         return {"session": id, "tokens": len(ids), "rows": min(put.n_tokens, len(ids))}
 
     def _named(self, heads: Sequence[Head], more: PutRows) -> PutRows:
         """`more`, and what records name of this model and is not about to go."""
-        found = PutRows(list(more.rows), list(more.transform_bases))
+        found = PutRows(list(more.rows), list(more.transform_bases), more.checkpoints)
         for record in (head.record for head in heads):
             if record.row_identity == self._store.state.digest:
                 found.rows.extend((*record.rows, *record.others))
@@ -317,7 +363,8 @@ class Roaming:
         n_there = max((each.n_rows for each in known if each.model == model), default=0)
         if not (by_itself and known and put.n_tokens <= n_there):
             what = [text.encode()]
-            self._put_record(folder, version, text, record, base.scope, what, what)
+            named = naming(put_of(record).objects, what, what)
+            self._put_record(folder, version, text, record, base.scope, named)
         return {"base": base.name, "tokens": len(ids), "rows": min(put.n_tokens, len(ids))}
 
     def _pull_base(self, name: str, scope: str, replace: bool) -> dict[str, Any]:
@@ -364,6 +411,7 @@ class Roaming:
             "adapters": adapters_of(scope),
             "rows": put.rows,
             "transform_bases": put.transform_bases,
+            "checkpoints": put.checkpoints,
         }
 
     def _text(self, data: bytes, scope: str) -> str:
@@ -380,21 +428,17 @@ class Roaming:
         folder: str,
         version: int,
         text: str,
-        record: Record,
+        record: SessionRecord | BaseRecord,
         scope: str,
-        turns: Iterable[bytes],
-        branch: Iterable[bytes],
+        named: Naming,
     ) -> None:
-        """turns, branch: see Naming"""
-        data, n_rows = encode(record), PutRows(record.rows).n_tokens
+        data, n_rows = encode(record), put_of(record).n_tokens
         content, model = (
             self._shared.keys(scope).name("record", data),
             self._shared.model_name(scope),
         )
         name = RecordName(version, text, model, n_rows, content)
-        others = record.others if isinstance(record, SessionRecord) else []
-        objects = PutRows([*record.rows, *others], record.transform_bases).objects
-        self._shared.put_record(scope, folder, name, data, naming(objects, turns, branch))
+        self._shared.put_record(scope, folder, name, data, named)
 
     def _records(self, folder: str, scope: str) -> list[NamedRecord]:
         """Those of a folder, the best for this daemon first. Raises BucketError."""
@@ -420,7 +464,7 @@ class Roaming:
     ) -> int:
         """Fetch the rows of a record, and those that others put of its tokens; returns the tokens that have some
         here."""
-        put = PutRows(record.rows, record.transform_bases)
+        put = put_of(record)
         try:
             if record.row_identity == self._store.state.digest:
                 self._shared.fetch_path(put, ids, scope, since)
@@ -509,6 +553,11 @@ class Roaming:
         with self._store.locked():
             nodes = self._store.match(ids, scope).nodes
             return tuple(node.file.id for node in nodes if node.file is not None)
+
+
+def _told(named: NamedRecord) -> dict[str, Any]:
+    """What a record's name says of it."""
+    return {"rows": named.name.n_rows, "put": named.modified.timestamp()}
 
 
 def _not_there(what: str) -> NotFound:

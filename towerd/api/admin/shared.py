@@ -22,6 +22,12 @@ OLDER_THAN_DAYS_MIN = 2
 """What is in use is put again each day."""
 
 
+async def get_shared(request: web.Request) -> web.Response:
+    """What the tenant `?scope=`, or the caller, can pull."""
+    scope = request.query.get("scope", "") or own_scope(request)
+    return json_reply(await _roaming(request).listing(scope))
+
+
 async def post_push(request: web.Request) -> web.Response:
     """Put a `session` (of the tenant `scope`, if several have it) or a `base`."""
     roaming, body = await _asked(request)
@@ -70,15 +76,6 @@ async def post_gc(request: web.Request) -> web.Response:
     return json_reply(await roaming.collect(older_than, dry_run))
 
 
-def _roaming(request: web.Request) -> Roaming:
-    """Raises Forbidden, NotSupported without a shared tier."""
-    require_admin(request)
-    roaming = service_of(request).roaming
-    if roaming is None:
-        raise NotSupported("This daemon has no shared tier: start it with --shared URL.")
-    return roaming
-
-
 async def _asked(request: web.Request) -> tuple[Roaming, fields.Body]:
     """Raises Forbidden, NotSupported without a shared tier, InvalidRequest."""
     roaming = _roaming(request)
@@ -86,3 +83,12 @@ async def _asked(request: web.Request) -> tuple[Roaming, fields.Body]:
     if bool(body.get("session")) == bool(body.get("base")):
         raise InvalidRequest("Exactly one of 'session' and 'base' is required")
     return roaming, body
+
+
+def _roaming(request: web.Request) -> Roaming:
+    """Raises Forbidden, NotSupported without a shared tier."""
+    require_admin(request)
+    roaming = service_of(request).roaming
+    if roaming is None:
+        raise NotSupported("This daemon has no shared tier: start it with --shared URL.")
+    return roaming

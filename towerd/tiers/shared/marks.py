@@ -18,7 +18,14 @@ from towerd.slots.errors import StateError
 from towerd.tiers.shared.bucket import Bucket, ObjectMissing
 from towerd.tiers.shared.leases import Hold
 from towerd.tiers.shared.naming import behind_naming, naming, with_naming
-from towerd.tiers.shared.objects import VERSION, BasisPlace, PutRows, RowsPlace, encode
+from towerd.tiers.shared.objects import (
+    VERSION,
+    BasisPlace,
+    CheckpointPlace,
+    PutRows,
+    RowsPlace,
+    encode,
+)
 from towerd.tiers.shared.sealing import TenantKeys
 from towerd.tokens import ID_BYTES
 
@@ -35,6 +42,7 @@ class Mark(msgspec.Struct, frozen=True, array_like=True):
     rows: list[RowsPlace]
     """Consecutive, from the first token on; they may reach beyond the mark."""
     transform_bases: list[BasisPlace]
+    checkpoints: list[CheckpointPlace] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +76,11 @@ class Marks:
         if hold.has(place):
             return 0
         rows = [each for each in put.rows if each.p0 < n_tokens + MARK_TOKENS]
-        needed = PutRows([each for each in rows if each.p0 < n_tokens], put.transform_bases)
-        mark = encode(Mark(VERSION, rows, put.transform_bases))
-        sealed = with_naming(self.collector, keys, place, naming(needed.objects), mark)
+        states = [each for each in put.checkpoints if each.position < n_tokens + MARK_TOKENS]
+        needed = [each for each in rows if each.p0 < n_tokens]
+        objects = PutRows(needed, put.transform_bases, states[-1:]).objects
+        mark = encode(Mark(VERSION, rows, put.transform_bases, states))
+        sealed = with_naming(self.collector, keys, place, naming(objects), mark)
         if len(sealed) > _BYTES_MAX:
             return 0  # none could read it
         return len(sealed) if hold.put(place, sealed) else 0
@@ -96,7 +106,7 @@ class Marks:
             raise StateError(f"the mark cannot be read: {error}") from error
         if mark.version != VERSION:
             raise StateError(f"the mark has version {mark.version}; this towerd reads {VERSION}")
-        return FoundMark(n_tokens, PutRows(mark.rows, mark.transform_bases))
+        return FoundMark(n_tokens, PutRows(mark.rows, mark.transform_bases, mark.checkpoints))
 
     def _furthest(self, keys: TenantKeys, ids: bytes, first: int, last: int) -> int:
         """The number of the last mark of those from `first` to `last`; first - 1 if there is none of them."""
