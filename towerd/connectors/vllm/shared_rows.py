@@ -63,7 +63,7 @@ class SharedRows:
             pass  # closed; the next engine that has these rows puts them
 
     def close(self) -> None:
-        """Put what waits for it, but for no longer than a request of the network takes."""
+        """Put what waits for it; nothing more after a request that fails."""
         self._getting.shutdown(wait=False, cancel_futures=True)
         self._putting.shutdown(wait=True)
         self._shared.bucket.close()
