@@ -23,7 +23,7 @@ LAYERS = (
     {"sessions", "transfer"},
     {"search"},
     {"cold"},
-    {"engine"},
+    {"connectors", "engine"},
     {"model"},
     {"settings"},
     {"tiers", "tower_file"},

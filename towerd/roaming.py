@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ from towerd.store.tree.scope import (
     tenant_of,
 )
 from towerd.tiers.manager import PRESSED_SHARE, Tiers
-from towerd.tiers.shared.bucket import BucketError, ObjectDamaged, ObjectMissing
+from towerd.tiers.shared.bucket import BucketError, Listed, ObjectDamaged, ObjectMissing
 from towerd.tiers.shared.fetcher import Fetcher
 from towerd.tiers.shared.heads import Head, Heads, read_heads
 from towerd.tiers.shared.leaving import Leaving
@@ -42,11 +43,11 @@ from towerd.tiers.shared.objects import (
     BaseRecord,
     PutRows,
     R,
-    Record,
     RowsPlace,
     SessionRecord,
     decode_record,
     encode,
+    put_of,
 )
 from towerd.tiers.shared.records import (
     NamedRecord,
@@ -57,7 +58,7 @@ from towerd.tiers.shared.records import (
 )
 from towerd.tiers.shared.tier import SharedTier
 from towerd.tokens import Ids, ids_array, ids_bytes
-from towerd.transfer import history_in, import_session, session_file, session_history
+from towerd.transfer import history_in, import_session, outline, session_file, session_history
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +138,10 @@ class Roaming:
         replaced."""
         return await self._do(self._pull_base, name, scope, replace)
 
+    async def listing(self, scope: str) -> dict[str, Any]:
+        """What a tenant can pull: `sessions` and `bases`, those put last first. Raises BucketError."""
+        return await self._do(self._listing, scope)
+
     async def _do(self, work: Callable[..., T], *args: Any) -> T:
         def run() -> T:
             try:
@@ -146,6 +151,42 @@ class Roaming:
                 raise
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+
+    # --- what is there, on the thread -----------------------------------------------------
+
+    def _listing(self, scope: str) -> dict[str, Any]:
+        sessions, bases = [], []
+        for named, of_session, _ in self._readable("sessions", SessionRecord, (scope,)):
+            with suppress(InvalidRequest):  # of a newer version
+                sessions.append({**outline(of_session.tower), **_told(named)})
+        for named, base, of in self._readable("bases", BaseRecord, (scope, public_of(scope))):
+            bases.append(
+                {
+                    "name": base.name,
+                    "public": is_public(of),
+                    "tokens": len(ids_array(base.ids)),
+                    **_told(named),
+                }
+            )
+        newest: dict[str, Any] = {"key": lambda each: each["put"], "reverse": True}
+        return {"sessions": sorted(sessions, **newest), "bases": sorted(bases, **newest)}
+
+    def _readable(
+        self, folder: str, kind: type[R], scopes: Sequence[str]
+    ) -> Iterator[tuple[NamedRecord, R, str]]:
+        """The best record of each session or base in a folder that can be read for one of these scopes, and the scope:
+        names tell nobody whose they are."""
+        folders: dict[str, list[Listed]] = {}
+        for each in self._shared.bucket.listing(folder):
+            folders.setdefault(each.place.rpartition("/")[0], []).append(each)
+        for listed in folders.values():
+            for scope in scopes:
+                best = best_first(listed, self._shared.model_name(scope))[:1]
+                data = self._shared.own_record(scope, best[0].place) if best else None
+                if data is not None:
+                    with suppress(StateError):
+                        yield best[0], decode_record(data, kind), scope
+                    break
 
     # --- sessions, on the thread ----------------------------------------------------------
 
@@ -303,13 +344,16 @@ class Roaming:
             "adapters": adapters_of(scope),
             "rows": put.rows,
             "transform_bases": put.transform_bases,
+            "checkpoints": put.checkpoints,
         }
 
     def _text(self, data: bytes, scope: str) -> str:
         return short_name(self._shared.keys(scope), "text", data)
 
-    def _put_record(self, folder: str, version: int, text: str, record: Record, scope: str) -> None:
-        data, n_rows = encode(record), PutRows(record.rows).n_tokens
+    def _put_record(
+        self, folder: str, version: int, text: str, record: SessionRecord | BaseRecord, scope: str
+    ) -> None:
+        data, n_rows = encode(record), put_of(record).n_tokens
         content, model = (
             self._shared.keys(scope).name("record", data),
             self._shared.model_name(scope),
@@ -341,7 +385,7 @@ class Roaming:
     ) -> int:
         """Fetch the rows of a record, and those that others put of its tokens; returns the tokens that have some
         here."""
-        put = PutRows(record.rows, record.transform_bases)
+        put = put_of(record)
         try:
             if record.row_identity == self._store.state.digest:
                 self._shared.fetch_path(put, ids, scope, since)
@@ -428,6 +472,11 @@ class Roaming:
         with self._store.locked():
             nodes = self._store.match(ids, scope).nodes
             return tuple(node.file.id for node in nodes if node.file is not None)
+
+
+def _told(named: NamedRecord) -> dict[str, Any]:
+    """What a record's name says of it."""
+    return {"rows": named.name.n_rows, "put": named.modified.timestamp()}
 
 
 def _not_there(what: str) -> NotFound:

@@ -84,6 +84,22 @@ def history_in(model: SessionModel, data: bytes) -> History | None:
     return file.whole(model.codec.vocabulary)
 
 
+def outline(data: bytes) -> dict[str, Any]:
+    """Of the session of a `.tower` file: `id`, `title`, `model`, `turns`, `tokens` of its current branch. Raises
+    TowerFileError."""
+    from towerd.tower_file import read
+
+    file = read(data)
+    history = file.history
+    return {
+        "id": history.id,
+        "title": history.title,
+        "model": file.source.name,
+        "turns": len(history.turns),
+        "tokens": history.turns[history.leaf].n,
+    }
+
+
 def export_foreign(store: Store, id: str, scope: str | None, tokenizer: str = "") -> bytes:
     """A session of another tokenizer as the bytes of a `.tower` file, with the words that the store
     keeps. A frozen one has the text of its blob, if its ids take the tokenizer. Raises NotFound,

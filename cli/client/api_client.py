@@ -160,6 +160,13 @@ class ApiClient:
         """`push` or `pull` a session or a base: its `tokens`, and those with `rows` there or here."""
         return self._ask("POST", f"{OWN}/shared/{verb}", replies.PushedShape, what, timeout_s=None)
 
+    def shared_listing(self, scope: str | None) -> Json:
+        """The `sessions` and `bases` that a tenant can pull."""
+        query = {"scope": scope}
+        return self._ask(
+            "GET", f"{OWN}/shared", replies.SharedShape, query=query, timeout_s=None
+        )
+
     def _post_session(self, id: str, scope: str | None, verb: str) -> Json:
         def post(path: str) -> Json:
             asked, shape = {"scope": scope}, replies.ChangedSessionShape

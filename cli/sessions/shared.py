@@ -8,6 +8,7 @@ from towerd.cli.client.target import Target, connect, json_option, target_option
 from towerd.cli.client.transport import Json
 from towerd.errors import ConfigError
 
+TITLE_CHARS = 60
 BASE_HELP = "A precached base instead of a session."
 
 
@@ -59,6 +60,38 @@ def pull(
     with connect(target) as backend:
         found = backend.shared("pull", what)
     _say(found, "Took", "here", what, as_json)
+
+
+@shared.command(name="list")
+@click.option("--scope", metavar="TENANT", help="What this tenant can pull.")
+@json_option
+@target_options
+def list_(scope: str | None, as_json: bool, target: Target) -> None:
+    """List the sessions and bases that can be pulled from the shared store."""
+    from towerd.cli.output import ago, echo_json, preview, show_table
+
+    with connect(target) as backend:
+        found = backend.shared_listing(scope)
+    if as_json:
+        echo_json(found)
+        return
+    if not found["sessions"] and not found["bases"]:
+        click.echo("Nothing is there for this tenant and key.")
+        return
+    sessions = [
+        ("session", each["id"], each["turns"], *_sizes(each), ago(each["put"]), each["title"])
+        for each in found["sessions"]
+    ]
+    bases = [
+        ("base", each["name"], "", *_sizes(each), ago(each["put"]), "") for each in found["bases"]
+    ]
+    rows = [(*cells, preview(title, TITLE_CHARS)) for *cells, title in sessions + bases]
+    show_table(("kind", "name", ">turns", ">tokens", ">with state", "put", "title"), rows)
+
+
+def _sizes(each: Json) -> tuple[str, str]:
+    tokens, rows = each["tokens"], each["rows"]
+    return f"{tokens:,}", f"{min(tokens, rows):,}"
 
 
 def _what(session: str | None, base: str | None, scope: str | None) -> Json:

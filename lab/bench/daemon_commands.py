@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,26 @@ def soak(model: Path | None, quick: bool) -> None:
     report = _run("soak", model, quick)
     if report.figures["failed"] or "stopped" in report.figures:
         raise click.exceptions.Exit(1)
+
+
+@click.command()
+@click.option(
+    "--python",
+    default=sys.executable,
+    show_default="this one",
+    help="The Python interpreter of an environment with vLLM and towerd.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(1024, 16384),
+    default=3000,
+    show_default=True,
+    help="Length of the stored prompt.",
+)
+@QUICK
+def vllm(python: str, tokens: int, quick: bool) -> None:
+    """Time to the first token of a stored prompt in vLLM, against evaluating it, its ExampleConnector and LMCache."""
+    _run("vllm.first_tokens", None, quick, python=python, tokens=tokens)
 
 
 @click.command()

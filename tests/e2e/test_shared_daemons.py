@@ -105,8 +105,14 @@ def test_a_base_is_put_by_itself(make_daemon: MakeDaemon, tmp_path: Path) -> Non
         assert said == f"Took base tale; {n} of its {n} tokens have their state here.\n"
         (base,) = two.get("/towerd/v1/bases")["bases"]
         assert (base["name"], base["public"], base["level"], base["tokens"]) == ("tale", True, 1, n)
+        (chat,), (listed,) = shared(two, "list").values()
+        assert (listed["name"], listed["public"], listed["rows"]) == ("tale", True, n)
+        assert (chat["id"], chat["turns"]) == (session, 1)
         taken = shared(two, "pull", session)
         assert (taken["added"], taken["rows"]) == (1, taken["tokens"] - 1)
+        assert taken["tokens"] == chat["tokens"]
+        assert session in run_towerctl(two, "shared", "list").stdout
+        assert shared(two, "list", "--scope", "guest")["sessions"] == []
         assert two.stop() == 0
     with two.stored():
         pass

@@ -87,9 +87,10 @@ def machine(
         store.vocabularies.keep(store.state.identity.tokenizer_digest, words)
         model = SessionModel("model.gguf", "hash", codec)
         coding = SimpleNamespace(model=lambda: model)
+        evictor = SimpleNamespace(least_valuable=lambda nbytes: [])
         roaming = Roaming(
             tier,
-            cast(Any, SimpleNamespace(flush=lambda: None)),
+            cast(Any, SimpleNamespace(flush=lambda: None, evictor=evictor)),
             cast(Any, SimpleNamespace(store=store, coding=coding)),
         )
         yield Machine(store, tier, roaming)

@@ -224,6 +224,12 @@ class Store:
             self._sessions.check_not_deleted(since, None, scope, data, self.state.tree)
             return self.state.insert(data, scope, ends)
 
+    def check_not_deleted(self, ids: Ids, scope: str, since: DeletionWatch | None) -> None:
+        """Raises SessionDeleted if `ids` are those of a session that was deleted `since`."""
+        with self.state.locked():
+            data = ids_bytes(ids)
+            self._sessions.check_not_deleted(since, None, scope, data, self.state.tree)
+
     def node(self, node_id: int) -> Node:
         """The node with this id. Raises NotFound."""
         with self.state.locked():

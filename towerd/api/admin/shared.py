@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from towerd.roaming import Roaming
 
 
+async def get_shared(request: web.Request) -> web.Response:
+    """What the tenant `?scope=`, or the caller, can pull."""
+    scope = request.query.get("scope", "") or own_scope(request)
+    return json_reply(await _roaming(request).listing(scope))
+
+
 async def post_push(request: web.Request) -> web.Response:
     """Put a `session` (of the tenant `scope`, if several have it) or a `base`."""
     roaming, body = await _asked(request)
@@ -43,11 +49,17 @@ async def post_pull(request: web.Request) -> web.Response:
 
 async def _asked(request: web.Request) -> tuple[Roaming, fields.Body]:
     """Raises Forbidden, NotSupported without a shared tier, InvalidRequest."""
-    require_admin(request)
-    roaming = service_of(request).roaming
-    if roaming is None:
-        raise NotSupported("This daemon has no shared tier: start it with --shared URL.")
+    roaming = _roaming(request)
     body = await read_object(request)
     if bool(body.get("session")) == bool(body.get("base")):
         raise InvalidRequest("Exactly one of 'session' and 'base' is required")
     return roaming, body
+
+
+def _roaming(request: web.Request) -> Roaming:
+    """Raises Forbidden, NotSupported without a shared tier."""
+    require_admin(request)
+    roaming = service_of(request).roaming
+    if roaming is None:
+        raise NotSupported("This daemon has no shared tier: start it with --shared URL.")
+    return roaming

@@ -166,6 +166,8 @@ class Fetcher:
         n_tokens = min(found.n_tokens, n) - lookup.n_known
         lacking = (each for each in found.rows if lookup.n_known < each.p1 and each.p0 < n)
         n_bytes = sum(each.n_bytes for each in lacking)
+        states = (each.n_bytes for each in found.checkpoints if lookup.n_known < each.position <= n)
+        n_bytes += max(states, default=0)
         return n_bytes / bytes_per_s < n_tokens / self._tokens_per_s
 
     def _rest(self) -> None:

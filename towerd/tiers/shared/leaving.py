@@ -36,7 +36,7 @@ class Leaving:
         """Put the rows of the first file that leaves if no more than `bytes_max` may stay and that the bucket lacks;
         False if there is none. Raises BucketError or StoreError."""
         excess = self._store.state.warm_bytes - bytes_max
-        found = self._least_valuable(excess) if excess > 0 and self._shared.has_rows else []
+        found = self._least_valuable(excess) if excess > 0 and self._shared.can_resume else []
         self._passed &= {file.id for file in found}
         for file in found:
             if file.in_bucket or file.id in self._passed:

@@ -16,7 +16,14 @@ import msgspec
 
 from towerd.slots.errors import StateError
 from towerd.tiers.shared.bucket import Bucket, ObjectMissing
-from towerd.tiers.shared.objects import VERSION, BasisPlace, PutRows, RowsPlace, encode
+from towerd.tiers.shared.objects import (
+    VERSION,
+    BasisPlace,
+    CheckpointPlace,
+    PutRows,
+    RowsPlace,
+    encode,
+)
 from towerd.tiers.shared.sealing import TenantKeys
 from towerd.tokens import ID_BYTES
 
@@ -33,6 +40,7 @@ class Mark(msgspec.Struct, frozen=True, array_like=True):
     rows: list[RowsPlace]
     """Consecutive, from the first token on; they may reach beyond the mark."""
     transform_bases: list[BasisPlace]
+    checkpoints: list[CheckpointPlace] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,8 @@ class Marks:
         if self.bucket.has(place):
             return 0
         rows = [each for each in put.rows if each.p0 < n_tokens + MARK_TOKENS]
-        sealed = keys.seal(place, encode(Mark(VERSION, rows, put.transform_bases)))
+        states = [each for each in put.checkpoints if each.position < n_tokens + MARK_TOKENS]
+        sealed = keys.seal(place, encode(Mark(VERSION, rows, put.transform_bases, states)))
         if len(sealed) > _BYTES_MAX:
             return 0  # none could read it
         return len(sealed) if self.bucket.put(place, sealed) else 0
@@ -91,7 +100,7 @@ class Marks:
             raise StateError(f"the mark cannot be read: {error}") from error
         if mark.version != VERSION:
             raise StateError(f"the mark has version {mark.version}; this towerd reads {VERSION}")
-        return FoundMark(n_tokens, PutRows(mark.rows, mark.transform_bases))
+        return FoundMark(n_tokens, PutRows(mark.rows, mark.transform_bases, mark.checkpoints))
 
     def _furthest(self, keys: TenantKeys, ids: bytes, first: int, last: int) -> int:
         """The number of the last mark of those from `first` to `last`; first - 1 if there is none of them."""

@@ -117,17 +117,38 @@ class BasisPlace(msgspec.Struct, frozen=True, array_like=True):
     is_public: bool
 
 
+class CheckpointPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where the state after the first `position` tokens of a path is."""
+
+    name: str
+    position: int
+    chain: bytes
+    """BLAKE2b-256 of row identity, adapters and these tokens."""
+    derived: bool
+    """It was computed from approximate rows."""
+    is_public: bool
+    n_parts: int
+    n_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class PutRows:
-    """Where the rows of a path are, from its first token on, and the bases that some were coded with."""
+    """Where the rows of a path are, from its first token on, the bases that some were coded with, and the state
+    checkpoints on it."""
 
     rows: list[RowsPlace] = field(default_factory=list)
     transform_bases: list[BasisPlace] = field(default_factory=list)
+    checkpoints: list[CheckpointPlace] = field(default_factory=list)
+
+    @property
+    def n_rows(self) -> int:
+        """Tokens that have rows in the bucket."""
+        return self.rows[-1].p1 if self.rows else 0
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that have rows in the bucket."""
-        return self.rows[-1].p1 if self.rows else 0
+        """Tokens that need not be evaluated: that have rows, or that a state has seen."""
+        return max([self.n_rows, *(each.position for each in self.checkpoints)])
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -152,6 +173,8 @@ class SessionRecord(Record, frozen=True, array_like=True, kw_only=True):
     """The texts, as in names of records, of other records of the session whose turns it has, too."""
     others: list[RowsPlace] = []
     """Rows of its other branches, which prompts find by their marks."""
+    checkpoints: list[CheckpointPlace] = []
+    """On its current branch."""
 
 
 class BaseRecord(Record, frozen=True, array_like=True, kw_only=True):
@@ -163,6 +186,12 @@ class BaseRecord(Record, frozen=True, array_like=True, kw_only=True):
     ids: bytes
     format: str | None
     reuse: str
+    checkpoints: list[CheckpointPlace] = []
+
+
+def put_of(record: SessionRecord | BaseRecord) -> PutRows:
+    """Where the rows and checkpoints of a record are."""
+    return PutRows(record.rows, record.transform_bases, record.checkpoints)
 
 
 def encode(value: msgspec.Struct) -> bytes:
@@ -185,7 +214,7 @@ def _place(name: str, part: int) -> str:
     return f"objects/{name}/{part:04d}"
 
 
-def has_object(bucket: Bucket, place: RowsPlace) -> bool:
+def has_object(bucket: Bucket, place: RowsPlace | CheckpointPlace) -> bool:
     """Whether an object is there with all its parts. Raises BucketError."""
     return all(bucket.has(_place(place.name, part)) for part in range(place.n_parts))
 

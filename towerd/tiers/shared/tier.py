@@ -21,19 +21,23 @@ from towerd.errors import InvalidRequest, StoreError
 from towerd.slots.errors import StateError
 from towerd.store import Node, Store
 from towerd.store.files.durable import make_durable
+from towerd.store.rows.checkpoints import StateCheckpoint
 from towerd.store.segments.coded_format import bases_in, basis_name
 from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.segments.segment_header import encode_runs, worst_of
 from towerd.store.sessions.deletions import DeletionWatch
 from towerd.store.tree.node import PUBLIC
 from towerd.store.tree.scope import adapters_of, is_public, tenant_of
+from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.formats.fidelity import Fidelity
 from towerd.tiers.shared.bucket import Bucket, ObjectDamaged, ObjectMissing
+from towerd.tiers.shared.checkpoints import SharedCheckpoints
 from towerd.tiers.shared.marks import FoundMark, Marks
 from towerd.tiers.shared.measured_speed import MeasuredSpeed
 from towerd.tiers.shared.objects import (
     RECORD_BYTES_MAX,
     BasisPlace,
+    CheckpointPlace,
     PartsAhead,
     PutRows,
     RowsHeader,
@@ -90,19 +94,31 @@ class SharedTier:
     """Thread-safe."""
 
     def __init__(
-        self, store: Store, bucket: Bucket, master: bytes, fidelity: Fidelity, *, has_rows: bool
+        self,
+        store: Store,
+        bucket: Bucket,
+        master: bytes,
+        fidelity: Fidelity,
+        *,
+        has_rows: bool,
+        checkpoints: CheckpointTier | None = None,
     ) -> None:
         """master: the content of the key file
         fidelity: exact: neither put nor fetch rows that are not; prompts find rows of the same fidelity
-        has_rows: whether the model resumes from any row; False: of rows alone it cannot, so that there are
-            none in the bucket"""
+        has_rows: whether the model has rows of single positions
+        checkpoints: those that it needs to resume; None: it does from any row"""
         self.bucket = bucket
         self.counters = SharedCounters()
         self._store = store
         self._master = master
         self._fidelity = fidelity
         self._worst = Provenance.EXACT if fidelity == "exact" else Provenance.APPROXIMATE
-        self.has_rows = has_rows
+        self._has_rows = has_rows
+        self._checkpoints = (
+            None
+            if checkpoints is None
+            else SharedCheckpoints(store, checkpoints, has_rows=has_rows)
+        )
         self._put_speed = MeasuredSpeed()
         self._fetch_speed = MeasuredSpeed()
         self._lock = threading.Lock()
@@ -117,14 +133,18 @@ class SharedTier:
 
     def put_path(self, ids: Ids, scope: str) -> PutRows:
         """Put the rows that the disk has of `ids` from the first token on, as far as they follow one another, and
-        the bucket lacks; what it has, in whatever format and of whichever machine, is left. Raises BucketError or
+        the bucket lacks, and the last state checkpoints; what it has, in whatever format and of whichever machine, is
+        left. Of a model that resumes from checkpoints nothing behind the last one is put. Raises BucketError or
         StoreError."""
-        if not self.has_rows:
+        states = None if self._checkpoints is None else self._checkpoints.to_put(ids, scope)
+        if states is not None:
+            ids = ids[: states[-1].position if states else 0]
+        if not len(ids) or not self.can_resume:
             return PutRows()
         last = self._last_of_files(ids, scope)
         found = self._there(ids, scope, [node.p1 for node in last])
         for node in last:
-            if node.p1 > found.n_tokens:  # what is there may have another format
+            if node.p1 > found.n_rows:  # what is there may have another format
                 place = self._put_file(node, found)
                 if place is None:
                     break
@@ -132,10 +152,34 @@ class SharedTier:
             file = node.file
             if file is not None and file.p0 + file.n_rows == node.p1:
                 file.in_bucket = True
-        if found.rows:
+        self._put_checkpoints(states or (), found)
+        if found.rows or found.checkpoints:
             data = ids_bytes(ids[: found.n_tokens])
             self._count_put(self._marks(scope).put(self.keys(scope), data, found))
         return found
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether there is anything that the model resumes from."""
+        return self._has_rows or self._checkpoints is not None
+
+    def _put_checkpoints(self, states: Sequence[StateCheckpoint], found: PutRows) -> None:
+        """Put the states that have all rows before them in the bucket."""
+        known = {each.position for each in found.checkpoints}
+        for state in states:
+            if state.position in known or (self._has_rows and state.position > found.n_rows):
+                continue
+            assert self._checkpoints is not None
+            keys = self.keys(state.node.scope)
+            try:
+                place, lead, data = self._checkpoints.object_of(state, keys)
+            except StoreError as error:
+                said = {"error": str(error)}
+                log.warning("a checkpoint is not put into the shared tier", extra=said)
+                continue
+            self._count_put(put_object(self.bucket, keys, place.name, lead, data))
+            found.checkpoints.append(place)
+        found.checkpoints.sort(key=lambda place: place.position)
 
     def _there(self, ids: Ids, scope: str, stored: Sequence[int]) -> PutRows:
         """What the bucket has of `ids` from the first token on, whether or not it is on the disk.
@@ -168,7 +212,12 @@ class SharedTier:
         """Those of the rows that are of a mark's tokens alone, and still there."""
         inside = takewhile(lambda place: place.p1 <= mark.n_tokens, mark.put.rows)
         rows = takewhile(lambda place: has_object(self.bucket, place), inside)
-        return PutRows(list(rows), list(mark.put.transform_bases))
+        states = [
+            each
+            for each in mark.put.checkpoints
+            if each.position <= mark.n_tokens and has_object(self.bucket, each)
+        ]
+        return PutRows(list(rows), list(mark.put.transform_bases), states)
 
     def model_name(self, scope: str) -> str:
         """What a record's name says of the model whose rows prompts find, here and elsewhere."""
@@ -249,7 +298,7 @@ class SharedTier:
     def find(self, ids: Ids, scope: str, n_known: int) -> FoundMark | None:
         """Where the bucket has rows of what a prompt begins with, the tenant's own or public ones, whichever reach
         further; None if it has none beyond the first `n_known`. Raises BucketError."""
-        if not self.has_rows:
+        if not self.can_resume:
             return None
         data, marks = ids_bytes(ids), self._marks(scope)
 
@@ -282,6 +331,25 @@ class SharedTier:
         ahead.
         is_durable: False leaves that to `settle`
         Raises BucketError (it is not reached), SessionDeleted (since then), DiskFull or StoreError."""
+        if self._checkpoints is None:
+            self._fetch_files(found, ids, scope, since, n_common, is_durable)
+            return
+        state = self._checkpoints.usable(found.checkpoints, ids, scope)
+        if state is not None and state.position > self.n_stored(ids, scope):
+            rows = ids[: state.position]
+            self._fetch_files(found, rows, scope, since, n_common, is_durable)
+            self._fetch_checkpoint(state, ids, scope, since)
+
+    def _fetch_files(
+        self,
+        found: PutRows,
+        ids: Ids,
+        scope: str,
+        since: DeletionWatch | None,
+        n_common: int | None,
+        is_durable: bool,
+    ) -> None:
+        """The rows alone. See `fetch_path`."""
         self._fetch_bases(found.transform_bases, scope)
         lacking = self._lacking(found, ids, scope)
         parts, began, n_bytes = PartsAhead(self.bucket), time.monotonic(), 0
@@ -290,7 +358,7 @@ class SharedTier:
                 if n_common is None or place.p0 < n_common:
                     parts.expect(self._keys_of(place, scope), place.name, place.n_parts)
             for place in lacking:
-                n_stored = self.n_stored(ids, scope)
+                n_stored = self._n_rows(ids, scope)
                 if n_stored < place.p0:
                     break
                 if n_stored >= min(place.p1, len(ids)):
@@ -311,8 +379,8 @@ class SharedTier:
     def _lacking(self, found: PutRows, ids: Ids, scope: str) -> list[RowsPlace]:
         """The rows that this store lacks of `ids`, as far as the day's budget for writing has room."""
         lacking: list[RowsPlace] = []
-        n_stored, n_bytes = self.n_stored(ids, scope), 0
-        for place in found.rows if self.has_rows else ():
+        n_stored, n_bytes = self._n_rows(ids, scope), 0
+        for place in found.rows if self._has_rows else ():
             if place.p0 >= len(ids):
                 break
             if n_stored < min(place.p1, len(ids)):
@@ -333,15 +401,43 @@ class SharedTier:
                 said = {"file": file.path.name, "error": error.strerror or str(error)}
                 log.warning("fetched rows may not survive a power cut", extra=said)
 
+    def _fetch_checkpoint(
+        self, place: CheckpointPlace, ids: Ids, scope: str, since: DeletionWatch | None
+    ) -> None:
+        """If all rows before it are here, for a model that has rows."""
+        if self._has_rows and self._n_rows(ids, scope) < place.position:
+            return
+        assert self._checkpoints is not None
+        keys, parts = self._keys_of(place, scope), PartsAhead(self.bucket)
+        began = time.monotonic()
+        try:
+            parts.expect(keys, place.name, place.n_parts)
+            coming = parts.of(keys, place.name)
+            n_bytes = self._checkpoints.take(place, keys, coming, ids, scope, since)
+        except (StateError, ObjectDamaged, ObjectMissing) as error:
+            self._refuse(place.name, error)
+            return
+        finally:
+            parts.close()
+        self._fetch_speed.moved(n_bytes, began)
+        self.counters.add(fetched=1, bytes_fetched=n_bytes)
+
     def n_stored(self, ids: Ids, scope: str) -> int:
-        """Tokens of `ids` with rows here, from the first on."""
+        """Tokens of `ids` that need not be evaluated: with rows here, from the first on, up to a state checkpoint if
+        the model needs one."""
+        n_rows = self._n_rows(ids, scope)
+        if self._checkpoints is None:
+            return n_rows
+        return self._checkpoints.n_resumable(ids, scope, n_rows)
+
+    def _n_rows(self, ids: Ids, scope: str) -> int:
         with self._store.locked():
             parts = self._store.plan_rows(
                 self._store.match(ids, scope), 0, len(ids), worst=self._worst
             )
         return parts[-1].p1 if parts else 0
 
-    def _keys_of(self, place: RowsPlace | BasisPlace, scope: str) -> TenantKeys:
+    def _keys_of(self, place: RowsPlace | BasisPlace | CheckpointPlace, scope: str) -> TenantKeys:
         return self.keys(PUBLIC if place.is_public else scope)
 
     def _fetch_rows(
@@ -355,7 +451,7 @@ class SharedTier:
     ) -> int:
         """The bytes that came. 0 if there is nothing to write: they are of tokens that `ids` does not have, as those
         behind a mark may be. Raises as `fetch_path`, and StateError."""
-        n_stored = self.n_stored(ids, scope)
+        n_stored = self._n_rows(ids, scope)
         keys = self._keys_of(place, scope)
         found = read_rows(keys, place.name, parts.of(keys, place.name))
         header, digest, adapters = found.header, self._store.state.digest, adapters_of(scope)
@@ -409,6 +505,13 @@ class SharedTier:
                 self._refuse(place.name, error)
             finally:
                 parts.close()
+
+    def own_record(self, scope: str, place: str) -> bytes | None:
+        """A record; None if it is another tenant's, damaged or gone. Raises BucketError."""
+        try:
+            return self.keys(scope).unseal(place, self.bucket.get(place, RECORD_BYTES_MAX))
+        except (ObjectDamaged, ObjectMissing, StateError):
+            return None
 
     def read_record(self, scope: str, place: str) -> bytes:
         """A record of a tenant. Raises BucketError, ObjectDamaged, ObjectMissing."""
