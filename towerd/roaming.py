@@ -21,7 +21,7 @@ import numpy as np
 
 from towerd.cold import ColdTier
 from towerd.cold.coding import SessionModel
-from towerd.errors import InvalidRequest, NotFound, TowerdError
+from towerd.errors import InvalidRequest, NotFound, SessionFrozen, ThawError, TowerdError
 from towerd.slots.errors import StateError
 from towerd.store import Base, History, Store
 from towerd.store.sessions.branches import merged, turn_digests
@@ -235,7 +235,11 @@ class Roaming:
                     self._store, model, head.record.tower, tenant_of(scope), since
                 )
                 done.append((head.record, entered))
-            except InvalidRequest as error:  # the other branches may be sound
+            except (
+                InvalidRequest,
+                SessionFrozen,
+                ThawError,
+            ) as error:  # the other branches may be sound
                 problem = problem or error
         if not done:
             assert problem is not None

@@ -385,10 +385,20 @@ class SharedTier:
                 break
             if n_stored < min(place.p1, len(ids)):
                 n_bytes += place.n_bytes
-                if not self._store.writes.allows("rows", n_bytes):
+                if not (
+                    self._can_take(place, ids, scope) and self._store.writes.allows("rows", n_bytes)
+                ):
                     break
                 lacking.append(place)
         return lacking
+
+    def _can_take(self, place: RowsPlace, ids: Ids, scope: str) -> bool:
+        """Whether tokens of a file's rows have none here: moved or approximate ones, which may not count, stay."""
+        with self._store.locked():
+            match = self._store.match(ids, scope)
+            inside = [node for node in match.nodes if place.p0 <= node.p0 < place.p1]
+            is_known = match.n >= min(place.p1, len(ids))
+            return not is_known or not all(node.has_rows for node in inside)
 
     def settle(self) -> None:
         """Make durable what was fetched and is not yet."""
