@@ -12,9 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
 
 import msgspec
 
@@ -36,6 +34,7 @@ from towerd.tiers.formats.fidelity import Fidelity
 from towerd.tiers.shared.bucket import Bucket, BucketError, ObjectDamaged, ObjectMissing
 from towerd.tiers.shared.checkpoints import SharedCheckpoints
 from towerd.tiers.shared.collector import Collector
+from towerd.tiers.shared.counters import SharedCounters
 from towerd.tiers.shared.leases import Hold, Holds, awake_or_asleep
 from towerd.tiers.shared.marks import FoundMark, Marks
 from towerd.tiers.shared.measured_speed import MeasuredSpeed
@@ -64,45 +63,6 @@ from towerd.tiers.shared.sealing import SEAL_BYTES, TenantKeys
 from towerd.tokens import Ids, Provenance, common_prefix, ids_array, ids_bytes
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class SharedCounters:
-    """Since the start."""
-
-    put: int = 0
-    fetched: int = 0
-    missing: int = 0
-    damaged: int = 0
-    saved: int = 0
-    """Files whose rows were put because they were about to leave the disk."""
-    errors: int = 0
-    collected: int = 0
-    bytes_put: int = 0
-    bytes_collected: int = 0
-    bytes_fetched: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, **counts: int) -> None:
-        """Count more of each. Any thread may call it."""
-        with self._lock:
-            for name, n in counts.items():
-                setattr(self, name, getattr(self, name) + n)
-
-    def stats(self) -> dict[str, Any]:
-        """By their names in GET /towerd/v1/stats."""
-        return {
-            "objects_put": self.put,
-            "objects_fetched": self.fetched,
-            "objects_missing": self.missing,
-            "objects_damaged": self.damaged,
-            "files_saved": self.saved,
-            "errors": self.errors,
-            "objects_deleted": self.collected,
-            "bytes_deleted": self.bytes_collected,
-            "bytes_put": self.bytes_put,
-            "bytes_fetched": self.bytes_fetched,
-        }
 
 
 class SharedTier:
