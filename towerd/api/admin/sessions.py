@@ -18,7 +18,7 @@ from towerd.api.http.fields import flag, integer_query
 from towerd.api.http.keys import LIMITS, TENANT, service_of
 from towerd.api.http.numbers import numbers_of
 from towerd.api.http.reply import json_reply
-from towerd.errors import InvalidRequest, NotFound, ThawError
+from towerd.errors import InvalidRequest, NotFound, TowerdError, ThawError
 from towerd.store import SessionInfo, Store, TurnInfo
 from towerd.store.maintenance.space import stored_rows, tier_cost
 from towerd.store.sessions.foreign import ForeignSession
@@ -283,5 +283,7 @@ async def delete_session(request: web.Request) -> web.Response:
     store, name = service_of(request).store, request.match_info["id"]
     await asyncio.to_thread(in_either(request, store.delete_session, store.foreign.delete))
     await asyncio.to_thread(service_of(request).search.deleted, name)
-    may_be_left = {} if service_of(request).roaming is None else {"shared": True}
-    return json_reply({"deleted": name, **may_be_left})
+    reply: dict[str, object] = {"deleted": name}
+    with suppress(TowerdError):  # a store without a daemon
+        reply |= {} if service_of(request).roaming is None else {"shared": True}
+    return json_reply(reply)
