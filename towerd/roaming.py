@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +23,7 @@ import numpy as np
 
 from towerd.cold import ColdTier
 from towerd.cold.coding import SessionModel
-from towerd.errors import InvalidRequest, NotFound, TowerdError
+from towerd.errors import InvalidRequest, NotFound, SessionFrozen, ThawError, TowerdError
 from towerd.slots.errors import StateError
 from towerd.store import Base, History, Store
 from towerd.store.sessions.branches import merged, turn_digests
@@ -35,21 +37,23 @@ from towerd.store.tree.scope import (
 )
 from towerd.tiers.manager import PRESSED_SHARE, Tiers
 from towerd.tiers.shared.bucket import BucketError, Listed, ObjectDamaged, ObjectMissing
+from towerd.tiers.shared.collector import Collected
 from towerd.tiers.shared.fetcher import Fetcher
 from towerd.tiers.shared.heads import Head, Heads, read_heads
 from towerd.tiers.shared.leaving import Leaving
+from towerd.tiers.shared.naming import Naming, naming
 from towerd.tiers.shared.objects import (
     VERSION,
     BaseRecord,
     PutRows,
     R,
-    RowsPlace,
     SessionRecord,
     decode_record,
     encode,
     put_of,
 )
 from towerd.tiers.shared.records import (
+    AGAIN,
     NamedRecord,
     RecordName,
     best_first,
@@ -71,6 +75,8 @@ LEAVING_SHARE = 0.8
 """From this share of the budget for rows on disk on, what leaves first is put, once nothing runs."""
 AGAIN_S = 3600.0
 """Time after which it is looked whether what was put is still there."""
+COLLECT_S = 3600.0
+"""After this time it is looked whether garbage was collected on this day."""
 RETRY_S_MIN = 10.0
 RETRY_S_MAX = 600.0
 _RECORDS_TRIED = 8
@@ -86,13 +92,19 @@ class Roaming:
         self.fetcher = Fetcher(shared)
         self._store: Store = cold.store
         self._leaving = Leaving(
-            self._store, shared, tiers.evictor.least_valuable, self.fetcher.is_worth_putting
+            self._store,
+            shared,
+            tiers.evictor.least_valuable,
+            self.fetcher.is_worth_putting,
+            self._push_session,
         )
         self._thread = ThreadPoolExecutor(1, "towerd-shared")
         self._task: asyncio.Task[None] | None = None
         self._put: dict[tuple[object, ...], float] = {}
         """What was put by itself, as it was then, and time.monotonic() of that."""
         self._retry_s = 0.0
+        self._collector = shared.collector()
+        self._collect_at = 0.0
 
     def stats(self) -> dict[str, Any]:
         """Counters, for /metrics and people."""
@@ -138,6 +150,24 @@ class Roaming:
         replaced."""
         return await self._do(self._pull_base, name, scope, replace)
 
+    async def remove_session(self, id: str, scope: str) -> dict[str, Any]:
+        """Delete a session there: `session`, and how many `records` it had. Its rows go with a later `collect`, unless
+        another record names them. Raises BucketError."""
+        n = await self._do(self._remove, self._session_folder(id, scope))
+        return {"session": id, "records": n}
+
+    async def remove_base(self, name: str, scope: str) -> dict[str, Any]:
+        """Delete a base of the tenant there, as `remove_session`."""
+        n = await self._do(self._remove, self._base_folder(name, scope))
+        return {"base": name, "records": n}
+
+    async def collect(self, older_than: timedelta | None, dry_run: bool) -> dict[str, Any]:
+        """Take garbage one phase further; see Collector. Raises BucketError."""
+        done = await self._do(partial(self._collector.run, older_than, dry_run=dry_run))
+        if not dry_run:
+            self._count(done)
+        return asdict(done)
+
     async def listing(self, scope: str) -> dict[str, Any]:
         """What a tenant can pull: `sessions` and `bases`, those put last first. Raises BucketError."""
         return await self._do(self._listing, scope)
@@ -145,12 +175,33 @@ class Roaming:
     async def _do(self, work: Callable[..., T], *args: Any) -> T:
         def run() -> T:
             try:
-                return work(*args)
+                with self._shared.held():
+                    return work(*args)
             except BucketError:
                 self._shared.counters.add(errors=1)
                 raise
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+
+    def _remove(self, folder: str) -> int:
+        done = self._collector.remove_folder(folder)
+        self._count(done)
+        return done.records
+
+    def _collect_today(self) -> None:
+        """Collect once a day, whichever daemon of the bucket comes first."""
+        if time.monotonic() >= self._collect_at:
+            self._collect_at = time.monotonic() + COLLECT_S
+            try:
+                done = self._collector.run_today()
+            except BucketError as error:  # others may have more luck
+                self._shared.counters.add(errors=1)
+                log.warning("garbage of the shared tier stays", extra={"error": error.message})
+            else:
+                self._count(done or Collected())
+
+    def _count(self, done: Collected) -> None:
+        self._shared.counters.add(collected=done.objects, bytes_collected=done.bytes)
 
     # --- what is there, on the thread -----------------------------------------------------
 
@@ -190,37 +241,51 @@ class Roaming:
 
     # --- sessions, on the thread ----------------------------------------------------------
 
-    def _push_session(self, id: str, scope: str | None) -> dict[str, Any]:
+    def _push_session(
+        self, id: str, scope: str | None, more: PutRows | None = None
+    ) -> dict[str, Any]:
+        """more: rows of other branches, which the record is to name"""
         self._tiers.flush()  # rows may be only in RAM
         scope = self._store.session(id, scope).scope
+        self._shared.start_writing()  # before records are read whose rows may be named again
         model, folder = self._cold.coding.model(), self._session_folder(id, scope)
         here = session_history(self._store, model, id, scope)
         put = self._shared.put_path(here.ids(here.leaf), scope)
         listed = self._records(folder, scope)
         heads = self._heads(listed, scope).found
         history, contained = _union(model, here, heads)
-        others = [each for head in heads if head.text in contained for each in self._named(head)]
+        more = self._named([head for head in heads if head.text in contained], more or PutRows())
+        others = list(more.rows)
         if history.leaf != here.leaf:  # it continued elsewhere
             others += put.rows
             put = self._shared.put_path(history.ids(history.leaf), scope)
         turns, texts = sorted(turn_digests(history)), {each.name.text for each in listed}
         text = self._text(b"".join(turns), scope)
+        bases = {each.basis: each for each in (*more.transform_bases, *put.transform_bases)}
         record = SessionRecord(
-            **self._common(put, scope),
+            **self._common(PutRows(put.rows, list(bases.values()), put.checkpoints), scope),
             tower=session_file(self._store, model, history),
             turns=turns,
             contains=sorted((contained & texts) - {text}),
             others=sorted(set(others) - set(put.rows), key=lambda place: (place.p0, place.name)),
         )
-        self._put_record(folder, len(turns), text, record, scope)
+        named = naming(
+            [*put_of(record).objects, *PutRows(others).objects, *more.objects],
+            turns,
+            _branch(history),
+        )
+        self._put_record(folder, len(turns), text, record, scope, named)
         ids = here.ids(here.leaf)
         return {"session": id, "tokens": len(ids), "rows": min(put.n_tokens, len(ids))}
 
-    def _named(self, head: Head) -> list[RowsPlace]:
-        """The rows of this model that a record names."""
-        record = head.record
-        is_same = record.row_identity == self._store.state.digest
-        return [*record.rows, *record.others] if is_same else []
+    def _named(self, heads: Sequence[Head], more: PutRows) -> PutRows:
+        """`more`, and what records name of this model and is not about to go."""
+        found = PutRows(list(more.rows), list(more.transform_bases), more.checkpoints)
+        for record in (head.record for head in heads):
+            if record.row_identity == self._store.state.digest:
+                found.rows.extend((*record.rows, *record.others))
+                found.transform_bases.extend(record.transform_bases)
+        return self._shared.lasting(found)
 
     def _pull_session(self, id: str, scope: str) -> dict[str, Any]:
         since, what = self._store.deletions.watch(), f"session {id!r}"
@@ -235,7 +300,11 @@ class Roaming:
                     self._store, model, head.record.tower, tenant_of(scope), since
                 )
                 done.append((head.record, entered))
-            except InvalidRequest as error:  # the other branches may be sound
+            except (
+                InvalidRequest,
+                SessionFrozen,
+                ThawError,
+            ) as error:  # the other branches may be sound
                 problem = problem or error
         if not done:
             assert problem is not None
@@ -294,10 +363,12 @@ class Roaming:
         found, text = self._records(folder, base.scope), self._text(record.ids, base.scope)
         version = version_of(text, found, is_newest=not by_itself)
         model = self._shared.model_name(base.scope)
-        known = [each.name for each in found if each.name.text == text]
+        known = [each.name for each in self._put_lately(found) if each.name.text == text]
         n_there = max((each.n_rows for each in known if each.model == model), default=0)
         if not (by_itself and known and put.n_tokens <= n_there):
-            self._put_record(folder, version, text, record, base.scope)
+            what = [text.encode()]
+            named = naming(put_of(record).objects, what, what)
+            self._put_record(folder, version, text, record, base.scope, named)
         return {"base": base.name, "tokens": len(ids), "rows": min(put.n_tokens, len(ids))}
 
     def _pull_base(self, name: str, scope: str, replace: bool) -> dict[str, Any]:
@@ -350,8 +421,20 @@ class Roaming:
     def _text(self, data: bytes, scope: str) -> str:
         return short_name(self._shared.keys(scope), "text", data)
 
+    def _put_lately(self, found: Sequence[NamedRecord]) -> list[NamedRecord]:
+        """Those that need not be put again to stay."""
+        with self._shared.held() as hold:
+            now = hold.now() if found else None
+        return [each for each in found if now is not None and now - each.modified < AGAIN]
+
     def _put_record(
-        self, folder: str, version: int, text: str, record: SessionRecord | BaseRecord, scope: str
+        self,
+        folder: str,
+        version: int,
+        text: str,
+        record: SessionRecord | BaseRecord,
+        scope: str,
+        named: Naming,
     ) -> None:
         data, n_rows = encode(record), put_of(record).n_tokens
         content, model = (
@@ -359,7 +442,7 @@ class Roaming:
             self._shared.model_name(scope),
         )
         name = RecordName(version, text, model, n_rows, content)
-        self._shared.put_record(scope, f"{folder}/{name}", data)
+        self._shared.put_record(scope, folder, name, data, named)
 
     def _records(self, folder: str, scope: str) -> list[NamedRecord]:
         """Those of a folder, the best for this daemon first. Raises BucketError."""
@@ -411,6 +494,8 @@ class Roaming:
                 while has_more and self._cold.idle_s() >= QUIET_S:
                     has_more = await self._do(self._put_next)
                 self._retry_s = 0.0
+                if self._cold.idle_s() >= QUIET_S:
+                    await self._do(self._collect_today)
             except Exception as error:  # no failure may end it
                 said = error.message if isinstance(error, TowerdError) else repr(error)
                 if not self._retry_s:
@@ -503,3 +588,9 @@ def _union(
             history = merged(history, other)
         contained |= {head.text, *record.contains}
     return history, contained
+
+
+def _branch(history: History) -> list[bytes]:
+    """The digests of the turns of the current branch."""
+    digests = turn_digests(history)
+    return [digests[place] for place in history.branch()]

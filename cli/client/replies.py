@@ -123,6 +123,16 @@ class PushedShape(TypedDict):
     rows: int
 
 
+class SharedCollectedShape(TypedDict):
+    """What was deleted from the shared tier, and what is garbage there."""
+
+    objects: int
+    bytes: int
+    records: int
+    waiting_objects: int
+    waiting_bytes: int
+
+
 class SharedSessionShape(TypedDict):
     """A session in the shared tier."""
 

@@ -1,4 +1,4 @@
-"""`towerctl shared push`, `towerctl shared pull`: sessions and bases to the shared tier and from it."""
+"""`towerctl shared`: sessions and bases to the shared tier and from it, and what is deleted there."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from towerd.errors import ConfigError
 
 TITLE_CHARS = 60
 BASE_HELP = "A precached base instead of a session."
+
+
+def _days(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    """30d -> 30.0."""
+    try:
+        return None if value is None else float(value.removesuffix("d"))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no number of days, such as 30d.") from None
 
 
 @click.group()
@@ -60,6 +68,61 @@ def pull(
     with connect(target) as backend:
         found = backend.shared("pull", what)
     _say(found, "Took", "here", what, as_json)
+
+
+@shared.command()
+@click.argument("session", required=False)
+@click.option("--base", metavar="NAME", help=BASE_HELP)
+@click.option("--scope", metavar="TENANT", help="Whose it is there.")
+@json_option
+@target_options
+def rm(
+    session: str | None, base: str | None, scope: str | None, as_json: bool, target: Target
+) -> None:
+    """Delete SESSION, by its whole id, from the shared store; what is here stays."""
+    from towerd.cli.output import clean, echo_json
+
+    what = _what(session, base, scope)
+    with connect(target) as backend:
+        found = backend.shared_rm(what)
+    kind = "session" if "session" in what else "base"
+    if as_json:
+        echo_json(found)
+    elif found["records"]:
+        click.echo(
+            f"Deleted {kind} {clean(what[kind])} from the shared store; towerctl shared gc frees the space."
+        )
+    else:
+        click.echo(f"The shared store has no {kind} {clean(what[kind])}.")
+
+
+@shared.command()
+@click.option("--dry-run", is_flag=True, help="Only show what would be deleted.")
+@click.option(
+    "--older-than",
+    metavar="DAYS",
+    callback=_days,
+    help="Also what no daemon put for so long, such as 30d.",
+)
+@json_option
+@target_options
+def gc(dry_run: bool, older_than: float | None, as_json: bool, target: Target) -> None:
+    """Delete from the shared store what nothing needs: first it is listed, an hour or more later it goes."""
+    from towerd.cli.output import echo_json, size
+
+    with connect(target) as backend:
+        found = backend.shared_gc(older_than, dry_run)
+    if as_json:
+        echo_json({"dry_run": dry_run, **found})
+        return
+    waiting = f"{found['waiting_objects']:,} objects ({size(found['waiting_bytes'])})"
+    if dry_run:
+        records = f"{found['records']:,} records would be deleted"
+        click.echo(f"{records}; {waiting} are garbage. Nothing was changed.")
+        return
+    click.echo(f"Deleted {found['objects']:,} objects ({size(found['bytes'])}).")
+    if found["waiting_objects"]:
+        click.echo(f"{waiting} are garbage; the next gc in an hour or later deletes them.")
 
 
 @shared.command(name="list")

@@ -1,9 +1,9 @@
 """`towerctl bench footprint`: what real conversations take after each layer of the store.
 
 Chats of two turns over four system prompts of about 1,000 tokens are held with a daemon; the model reads texts
-and writes replies, so that rows, their formats and the sharing of prefixes are real. Once everything that is
-to be encoded is, the daemon says what they take, as `towerctl stats` does, and the disk is looked at.
-At the end all are frozen: then their coded text is what they take.
+and writes replies, so that rows, their formats and the sharing of prefixes are real. Once everything is in the block
+formats of its level, and again once it is transform-coded, the daemon says what they take, as `towerctl stats` does, and
+the disk is looked at. At the end all are frozen: then their coded text is what they take.
 
 Beside that: how long a request waits for its first token while rows are encoded.
 """
@@ -14,19 +14,24 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from lab.bench.disk import disk_bytes
+from lab.bench.transform.given import give_transform
 from towerd.cli.bench.harness.client import chat, daemon_stats, new_session
 from towerd.cli.bench.harness.report import Report
 from towerd.cli.bench.harness.servers import ServerProcess, towerd_server
+from towerd.cli.output import show_table
 from towerd.codec.prior import sample
 from towerd.errors import TowerdError
 from towerd.models.bundled import default_model
+from towerd.slots.row_identity import RowIdentity
+from towerd.store.segments.coded_format import is_coded
 
 _CHATS, _QUICK_CHATS = 500, 32
 _BASES = 4
@@ -39,44 +44,102 @@ _SETTLED_S = 5.0
 _POLL_S = 0.25
 _PROBES = 20
 _LATER = "1e6"
-LAYERS = ("slot", "shared", "levels", "transform", "kept")
+_NAMES = {
+    "slot": "a slot file each",
+    "shared": "prefixes once",
+    "levels": "block formats by level",
+    "transform": "transform-coded",
+    "kept": "files and token ids",
+}
+
+
+@dataclass(slots=True)
+class FootprintReport(Report):
+    """`layers`: (what rows and text are kept as, bytes a chat), each with all layers above it."""
+
+    layers: list[tuple[str, float]] = field(default_factory=list)
+
+    def show(self) -> None:
+        whole = self.layers[0][1]
+        show_table(
+            ("what is kept", ">bytes a chat", ">slot files over it"),
+            [(name, f"{each:,.0f}", f"{whole / each:,.1f}") for name, each in self.layers],
+        )
+        Report.show(self)
 
 
 async def run(
     model: Path | None, quick: bool, chats: int | None, level_formats: str | None
 ) -> Report:
-    """Hold the chats, let them be encoded, and freeze them."""
+    """Hold the chats, let them be encoded and transform-coded, and freeze them."""
     path = model or default_model()
     n_chats = chats or (_QUICK_CHATS if quick else _CHATS)
     n_reply = _QUICK_REPLY_TOKENS if quick else _REPLY_TOKENS
-    formats = level_formats or (_QUICK_FORMATS if quick else None)
-    report = Report("footprint", path.name)
+    report, formats = FootprintReport("footprint", path.name), level_formats
     report.figures |= {"chats": n_chats, "bases": _BASES}
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
         store = Path(folder) / "store"
         flags = ["-c", "4096", "--parallel", str(_STREAMS), "--freeze-after", "-1"]
-        flags += ["--level-formats", formats] if formats else []
         with towerd_server(path, store, *flags, "--shrink-after", _LATER) as server:
             await _talk(server, n_chats, n_reply)
-            if formats is None:
-                report.figures["calibrated_s"] = await _calibrated(server)
+            found = await _calibration(server)
+            if found["calibration"] is None and formats is None:
+                if quick:
+                    formats = _QUICK_FORMATS
+                else:
+                    report.figures["calibrated_s"] = await _calibrated(server)
             idle_s = await _waits(server, lambda n: n >= _PROBES)
-        with towerd_server(path, store, *flags, "--shrink-after", "0") as server:
+        flags += ["--level-formats", formats] if formats else []
+        shrinks = (*flags, "--shrink-after", "0", "--transform-after")
+        with towerd_server(path, store, *shrinks, "-1") as server:
             encoding_s = await _while_encoding(server)
-            await _report(report, server)
-            report.figures["disk_bytes_per_chat"] = disk_bytes(store) / n_chats
-            report.figures["coded_text_bytes_per_chat"] = await _freeze(server)
+            _add_layers(report, ("slot", "shared", "levels"), await _footprint(server))
+        if quick and formats is None:
+            given = give_transform(store, RowIdentity.from_json(found["row_identity"]), path)
+            report.figures["transform_excess"] = given.cost.excess
+        with towerd_server(path, store, *shrinks, "0") as server:
+            if formats is None:
+                report.figures["learned_s"] = await _learned(server)
+                encoding_s += await _while_encoding(server)
+                _add_layers(report, ("transform",), await _footprint(server))
+            _add_kept(report, await _footprint(server), store)
+            report.layers.append(("coded text alone", await _freeze(server)))
     report.figures |= {
         "wait_idle_ms": 1e3 * statistics.median(idle_s),
         "wait_encoding_ms": 1e3 * statistics.median(encoding_s),
         "wait_encoding_max_ms": 1e3 * max(encoding_s),
         "probes_while_encoding": len(encoding_s),
+        "coded_text_bytes_per_chat": report.layers[-1][1],
     }
-    report.figures["ratio"] = (
-        report.figures["slot_bytes_per_chat"] / report.figures["disk_bytes_per_chat"]
-    )
     report.target("ratio", least=8)
     return report
+
+
+def _add_layers(
+    report: FootprintReport, names: Sequence[str], footprint: Mapping[str, Any]
+) -> None:
+    """What the daemon says of these layers."""
+    for name in names:
+        n_bytes = footprint[f"{name}_bytes"] / report.figures["chats"]
+        report.layers.append((_NAMES[name], n_bytes))
+        report.figures[f"{name}_bytes_per_chat"] = n_bytes
+        report.figures[f"{name}_ratio"] = report.layers[0][1] / n_bytes
+
+
+def _add_kept(report: FootprintReport, footprint: Mapping[str, Any], store: Path) -> None:
+    """What there is in the end, of each format and in all, without the bases of transform codings."""
+    _add_layers(report, ("kept",), footprint)
+    figures = report.figures
+    for each in footprint["formats"]:
+        name = "transform" if is_coded(each["format"]) else each["format"]
+        for key in ("tokens", "bytes"):
+            figures[f"{name}_{key}"] = figures.get(f"{name}_{key}", 0) + each[key]
+    figures["tokens_per_chat"] = footprint["tokens"] / figures["chats"]
+    figures["basis_bytes"] = disk_bytes(store / "bases") if (store / "bases").is_dir() else 0
+    on_disk = (disk_bytes(store) - figures["basis_bytes"]) / figures["chats"]
+    report.layers.append(("all on disk, bases apart", on_disk))
+    figures["disk_bytes_per_chat"] = on_disk
+    figures["ratio"] = report.layers[0][1] / on_disk
 
 
 async def _talk(server: ServerProcess, n_chats: int, n_reply: int) -> None:
@@ -111,18 +174,33 @@ def _texts() -> Iterator[str]:
         n += 1
 
 
+async def _calibration(server: ServerProcess, ask: bool = False) -> dict[str, Any]:
+    """What the daemon says of its calibration. ask: begin one, unless there is a result"""
+    url = f"{server.url}/towerd/v1/calibration"
+    async with new_session() as session:
+        asked = session.post(url, json={}) if ask else session.get(url)
+        async with asked as reply:
+            found: dict[str, Any] = (await reply.json())["calibration"]
+    return found
+
+
 async def _calibrated(server: ServerProcess) -> float:
     """Have the formats measured; the seconds that it took. Raises TowerdError."""
-    began, url = time.monotonic(), f"{server.url}/towerd/v1/calibration"
-    async with new_session() as session:
-        async with session.post(url, json={}) as reply:
-            found = (await reply.json())["calibration"]
-        while found["state"] != "done":
-            if found["state"] == "failed":
-                raise TowerdError(f"The formats cannot be measured: {found['why']}.")
-            await asyncio.sleep(1.0)
-            async with session.get(url) as reply:
-                found = (await reply.json())["calibration"]
+    began, found = time.monotonic(), await _calibration(server, ask=True)
+    while found["state"] != "done":
+        if found["state"] == "failed":
+            raise TowerdError(f"The formats cannot be measured: {found['why']}.")
+        await asyncio.sleep(1.0)
+        found = await _calibration(server)
+    return time.monotonic() - began
+
+
+async def _learned(server: ServerProcess) -> float:
+    """Wait until transform codings were learned; the seconds that it took."""
+    began, found = time.monotonic(), await _calibration(server)
+    while found["transform"] is None:
+        await asyncio.sleep(1.0)
+        found = await _calibration(server)
     return time.monotonic() - began
 
 
@@ -140,30 +218,24 @@ async def _waits(server: ServerProcess, is_enough: Any) -> list[float]:
 
 async def _while_encoding(server: ServerProcess) -> list[float]:
     """The same until nothing has been encoded for some time."""
-    n_shrunk, since = -1, time.monotonic()
+    n_encoded, since = -1, time.monotonic()
     waits: list[float] = []
     async with new_session() as session:
         while time.monotonic() - since < _SETTLED_S:
             tiers = (await daemon_stats(session, server.url))["tiers"]
-            if tiers["segments_shrunk"] != n_shrunk:
-                n_shrunk, since = tiers["segments_shrunk"], time.monotonic()
+            n_now = tiers["segments_shrunk"] + tiers["segments_transformed"]
+            if n_now != n_encoded:
+                n_encoded, since = n_now, time.monotonic()
                 waits += await _waits(server, lambda n: n >= 1)
             await asyncio.sleep(_POLL_S)
     return waits
 
 
-async def _report(report: Report, server: ServerProcess) -> None:
+async def _footprint(server: ServerProcess) -> dict[str, Any]:
     """What the daemon says of each layer and format."""
     async with new_session() as session:
-        footprint = (await daemon_stats(session, server.url))["footprint"]
-    n_chats, native = report.figures["chats"], footprint["slot_bytes"]
-    for layer in LAYERS:
-        report.figures[f"{layer}_bytes_per_chat"] = footprint[f"{layer}_bytes"] / n_chats
-        report.figures[f"{layer}_ratio"] = native / footprint[f"{layer}_bytes"]
-    for each in footprint["formats"]:
-        report.figures[f"{each['format']}_tokens"] = each["tokens"]
-        report.figures[f"{each['format']}_bytes"] = each["bytes"]
-    report.figures["tokens_per_chat"] = footprint["tokens"] / n_chats
+        found: dict[str, Any] = (await daemon_stats(session, server.url))["footprint"]
+    return found
 
 
 async def _freeze(server: ServerProcess) -> float:

@@ -106,7 +106,7 @@ def shared(model: Path | None, quick: bool) -> None:
 @click.option(
     "--level-formats",
     default=None,
-    help="The stored format of each level; default: what calibration finds, quick q5h.",
+    help="The stored format of each level, without a transform; default: what was measured.",
 )
 @QUICK
 def footprint(

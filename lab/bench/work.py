@@ -45,9 +45,14 @@ QUICK_WORK = {
     "kernels.rates": Work(0, 0, 0, starts=0, other_s=60),
     # 24.5 s with 8.4 s of CPU; the rest waits for the store to settle.
     "footprint": Work(0, 0, 0, starts=0, other_s=33),
-    # 32 chats of two turns over four prompts of 1,000 tokens, replies of 16; rows are encoded and frozen.
+    # 32 chats of two turns over four prompts of 1,000 tokens, replies of 16; a basis is learned from 3,000 tokens,
+    # weighed on two continuations of 64 for each of 12 groups and measured on four; rows are encoded and frozen.
     "chat_footprint": Work(
-        SMOLLM2, 4 * 1000 + 32 * 2 * 120, 32 * 2 * 16 + 60, starts=3, other_s=40
+        SMOLLM2,
+        4 * 1000 + 32 * 2 * 120 + 4600 + 64 * (2 * 13 + 4 * 3),
+        32 * 2 * 16 + 80 + 64 * 6,
+        starts=5,
+        other_s=80,
     ),
     # 24,000 tokens of the default model are evaluated at most, a fifth of them in the quick form; then fits.
     "prediction.gains": Work(SMOLLM2, 5000, 0, starts=1, other_s=72),

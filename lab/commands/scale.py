@@ -177,6 +177,7 @@ def _scaled(
                 "base_fetch_s": found.base_fetch_s,
                 "storage_dollars": found.storage_cost,
                 "requests_dollars": found.requests_cost,
+                "outside_dollars": found.outside_cost,
                 "saved_dollars": found.saved_cost,
                 "breaks": list(breaks(found, prices)),
             }
@@ -196,9 +197,9 @@ def _numbers(text: str) -> list[int]:
 def _show_scaled(rows: list[dict[str, Any]]) -> None:
     heads = (
         "trace", ">sessions", ">objects", ">stored", ">PUT", ">GET", ">HEAD", ">LIST", ">PUT/s", ">GET/s",
-        ">storage $", ">requests $", ">saved $",
+        ">storage $", ">requests $", ">outside $", ">saved $",
     )  # fmt: skip
-    money = ("storage_dollars", "requests_dollars", "saved_dollars")
+    money = ("storage_dollars", "requests_dollars", "outside_dollars", "saved_dollars")
     counted = ("objects", "bytes", *_KINDS, "puts_a_second", "gets_a_second", *money)
     show_table(
         heads,
@@ -217,7 +218,7 @@ def _show_scaled(rows: list[dict[str, Any]]) -> None:
 
 
 _BREAK_EVEN_HEADS = (
-    "trace", "machine", "store", ">bytes a token", ">evaluating", ">putting", ">fetching", ">a month", ">fetches to pay",
+    "trace", "machine", "store", ">bytes a token", ">evaluating", ">putting", ">fetching", ">from outside", ">a month", ">fetches to pay",
     ">days for one",
 )  # fmt: skip
 
@@ -242,6 +243,7 @@ def _break_even(
                     "prefill_dollars": found.prefill,
                     "put_dollars": found.put,
                     "fetch_dollars": found.fetch,
+                    "outside_dollars": found.outside,
                     "month_dollars": found.month,
                     "fetches_a_month": fetches if math.isfinite(fetches) else None,
                     "days_for_one_fetch": max(0.0, found.days_for_one_fetch),

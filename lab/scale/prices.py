@@ -21,6 +21,8 @@ class StorePrices:
     """1,000 PUT or LIST requests."""
     get_10k: float
     """10,000 GET or HEAD requests."""
+    out_gb: float
+    """A GB that is fetched by machines outside of the store's region."""
     puts_a_second: float
     """Of one partition (S3) or server: PUT."""
     gets_a_second: float
@@ -39,11 +41,12 @@ class StorePrices:
 STORES = {
     "s3": StorePrices(
         "S3 Standard",
-        "list price of us-east-1, first 50 TB, as known in 2026 and not looked up again; requests a second as the "
+        "list prices of us-east-1, first 50 TB, first 10 TB out, as known in 2026 and not looked up again; requests a second as the "
         "S3 user guide promises for a partitioned prefix",
         gb_month=0.023,
         put_1k=0.005,
         get_10k=0.004,
+        out_gb=0.09,
         puts_a_second=3500,
         gets_a_second=5500,
     ),
@@ -54,6 +57,7 @@ STORES = {
         gb_month=round(3 * 2 * 12_000 / 36 / (12 * 20_000), 4),
         put_1k=0.0,
         get_10k=0.0,
+        out_gb=0.0,
         puts_a_second=1000,
         gets_a_second=3000,
     ),

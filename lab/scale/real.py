@@ -26,6 +26,8 @@ from towerd.tokens import Ids
 COUNTED = ("objects/", "marks/")
 """What `requests` are of: rows, and how they are found."""
 _TENANT = "team"
+_CELL_BYTES = 12
+"""Of a native row, beside its numbers."""
 
 
 class RealTier:
@@ -33,10 +35,10 @@ class RealTier:
     records. Use it as a context."""
 
     def __init__(self, root: Path, token_bytes: int) -> None:
-        """root: an empty folder for the stores; token_bytes: rows of a token, a multiple of 4"""
+        """root: an empty folder for the stores; token_bytes: rows of a token, 16 or more, a multiple of 4"""
         self.requests = Requests()
         self._bucket = CountingBucket(MemoryStore(), self.requests, COUNTED)
-        plane = Plane(BY_NAME["f16"].ggml_type, token_bytes // 2)
+        plane = Plane(BY_NAME["f16"].ggml_type, (token_bytes - _CELL_BYTES) // 2)
         self._layout = KVLayout((plane,), (plane,))
         self._root, self._numbers = root, itertools.count()
         self._bases: list[tuple[TokenPath, RowsRun]] = []

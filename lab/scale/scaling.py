@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lab.scale.counted import CountedTier
-from lab.scale.prices import MONTH_S, Machine, StorePrices
+from lab.scale.prices import GB, MONTH_S, Machine, StorePrices
 from lab.scale.requests import Requests
 from lab.scale.sessions import Sample
 from lab.scale.work import Fleet, TierHabits
@@ -53,6 +53,8 @@ class Scale:
     """For all machines to fetch the largest base at once, from the one partition that has it."""
     storage_cost: float
     requests_cost: float
+    outside_cost: float
+    """On top, where all machines are outside of the store's region."""
     saved_cost: float
     """Of evaluating what was fetched."""
 
@@ -121,6 +123,7 @@ def scaled(
         n_machines * tenant.base_parts_max / store.gets_a_second,
         store.storage_cost(total.n_bytes),
         store.requests_cost(total),
+        total.bytes_down / GB * store.out_gb,
         total.tokens_fetched * machine.prefill_cost,
     )
 
@@ -134,6 +137,8 @@ class BreakEven:
     prefill: float
     put: float
     fetch: float
+    outside: float
+    """On top of a fetch, outside of the store's region."""
     month: float
     """Of storage."""
 
@@ -160,12 +165,14 @@ def break_even(
     pulled = count_tenant(sample, n, replace(quiet, pulled=1.0), token_bytes).own
     n_tokens = put.stored_bytes["objects"] / token_bytes
     fetch = store.requests_cost(pulled) - store.requests_cost(put)
+    n_fetched = max(1, pulled.tokens_fetched)
     return BreakEven(
         machine,
         token_bytes,
         1e6 * machine.prefill_cost,
         1e6 * store.requests_cost(put) / n_tokens,
-        1e6 * fetch / max(1, pulled.tokens_fetched),
+        1e6 * fetch / n_fetched,
+        1e6 * pulled.bytes_down / GB * store.out_gb / n_fetched,
         1e6 * store.storage_cost(put.n_bytes) / n_tokens,
     )
 

@@ -21,7 +21,7 @@ from towerd.codec import Codec
 from towerd.codec.prior import file
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold.coding import SessionModel
-from towerd.errors import NotFound
+from towerd.errors import NotFound, TokensLost
 from towerd.models.bundled import bundled_model
 from towerd.roaming import Roaming
 from towerd.slots.row_identity import RowIdentity
@@ -244,3 +244,43 @@ def test_another_tokenizer(tmp_path: Path, codec: Codec) -> None:
         assert (found["added"], found["session"]["tokenizer"]) == (0, "")
         assert len(one.turns()) == 2
         assert one.store.foreign.session(SESSION, SCOPE).info.n_turns == 2
+
+
+def test_a_copy_without_new_turns_may_continue_what_is_current(machines: list[Machine]) -> None:
+    """Whatever comes first: the turns, or that they continue the branch."""
+    one, two, three = machines
+    one.say(3)
+    one.push()
+    two.pull()
+    three.pull()
+    one.say(4)
+    one.push()
+    three.pull()
+    three.say(8, keep=0)
+    three.push()
+    assert two.pull()["added"] == 2
+    one.pull()
+    one.push()
+    assert two.pull()["added"] == 0
+    assert two.store.session_ids(SESSION, SCOPE).tolist() == (
+        one.store.session_ids(SESSION, SCOPE).tolist()
+    )
+
+
+def test_a_turn_that_lost_its_tokens_has_them_again(machines: list[Machine]) -> None:
+    one, two, _ = machines
+    one.say(3)
+    one.say(4)
+    one.push()
+    before = one.turns()
+    with one.store.locked(), one.store.state.catalog.transaction():
+        one.store.state.catalog.run(  # as a repair leaves it where catalog and journal were damaged
+            "UPDATE turns SET reply_node = NULL, tail = x'' WHERE id = (SELECT max(id) FROM turns)"
+        )
+    with pytest.raises(TokensLost):
+        one.turns()
+    one.pull()
+    assert one.turns() == before
+    one.push()
+    two.pull()
+    assert two.turns() == before

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from obstore.store import LocalStore
-from store_tools import ROW_IDENTITY, make_hot, write_all
+from store_tools import ROW_IDENTITY, make_hot, moved_rows_of, write_all
 
 from towerd.store import Store
 from towerd.tiers.shared import fetcher as module
@@ -21,6 +21,7 @@ from towerd.tiers.shared import measured_speed
 from towerd.tiers.shared.bucket import Bucket, open_bucket
 from towerd.tiers.shared.fetcher import Fetcher
 from towerd.tiers.shared.tier import SharedTier
+from towerd.tokens import Provenance
 
 IDS = np.arange(1000, dtype=np.int32)
 
@@ -151,3 +152,21 @@ async def test_a_bucket_that_is_slow_each_time_is_asked_ever_less(
             await asyncio.wrap_future(run)
     assert asked == [0, 10, 30, 70, 150]
     await fetcher.close()
+
+
+async def test_what_cannot_be_kept_is_not_fetched(
+    stores: tuple[Store, Store], tmp_path: Path
+) -> None:
+    """Moved rows stay where they are, though they do not count for this prompt."""
+    one, two = stores
+    write_all(one, one.insert(IDS, "local", [1000])[-1])
+    tier_of(one, tmp_path).put_path(IDS, "local")
+    node = two.insert(IDS, "local", [1000])[-1]
+    two.rows.attach_hot(node.path(), moved_rows_of(IDS), origin=Provenance.AFTER_MOVED)
+    shared = tier_of(two, tmp_path)
+    fetcher = Fetcher(shared)
+    fetcher.evaluated(64, 640.0)
+    await fetcher.before(IDS, "local", two.deletions.watch())
+    await fetcher.close()
+    assert shared.counters.fetched == 0
+    assert shared.n_stored(IDS, "local") == 0

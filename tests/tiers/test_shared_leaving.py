@@ -13,6 +13,7 @@ from towerd.store import SegmentFile, Store
 from towerd.tiers.manager import Tiers
 from towerd.tiers.shared.bucket import BucketError, open_bucket
 from towerd.tiers.shared.leaving import Leaving
+from towerd.tiers.shared.objects import PutRows
 from towerd.tiers.shared.tier import SharedTier
 from towerd.tokens import Ids
 
@@ -61,6 +62,13 @@ def stored(store: Store, ids: Ids, session: str = "") -> SegmentFile:
     return file
 
 
+def keep(session: str, scope: str, put: PutRows) -> None:
+    """The record that names what was put."""
+    assert session.startswith("chat")
+    assert scope == "local"
+    assert put.rows
+
+
 def in_order(store: Store, nbytes: int) -> list[SegmentFile]:
     """The oldest files, `nbytes` of them."""
     found: list[SegmentFile] = []
@@ -80,7 +88,7 @@ def test_what_leaves_is_put(stores: list[Store], tmp_path: Path) -> None:
         asked.append((n_tokens, n_bytes))
         return len(asked) != 2
 
-    leaving = Leaving(one, tier, lambda nbytes: in_order(one, nbytes), is_worth)
+    leaving = Leaving(one, tier, lambda nbytes: in_order(one, nbytes), is_worth, keep)
     assert not leaving.put_next(one.state.warm_bytes)
     most = one.state.warm_bytes - sum(file.nbytes for file in files[:4])
     assert leaving.put_next(most)
@@ -105,7 +113,7 @@ def test_a_bucket_that_fails(
     one, _ = stores
     files = [stored(one, ids, f"chat-{k}") for k, ids in enumerate(CHATS)]
     tier = tier_of(one, tmp_path)
-    leaving = Leaving(one, tier, lambda nbytes: in_order(one, nbytes), lambda *_: True)
+    leaving = Leaving(one, tier, lambda nbytes: in_order(one, nbytes), lambda *_: True, keep)
 
     def fail(place: str, data: bytes) -> bool:
         raise BucketError("it is full")
@@ -142,7 +150,7 @@ def test_shared_beginnings_are_put_with_what_leaves(stores: list[Store], tmp_pat
         stored(one, ids[:n], "chat")
     middle = sorted(one.files(), key=lambda file: file.p0)[1]
     tier = tier_of(one, tmp_path)
-    leaving = Leaving(one, tier, lambda _: [middle], lambda *_: True)
+    leaving = Leaving(one, tier, lambda _: [middle], lambda *_: True, keep)
     assert leaving.put_next(0)
     assert middle.in_bucket
     rows = tier.put_path(ids[: middle.p0 + middle.n_rows], "local")

@@ -31,6 +31,8 @@ STORE_ROUTES: tuple[Route, ...] = (
     Route("POST", "/towerd/v1/sessions/import", transfer.post_import),
     Route("POST", "/towerd/v1/shared/push", shared.post_push),
     Route("POST", "/towerd/v1/shared/pull", shared.post_pull),
+    Route("POST", "/towerd/v1/shared/rm", shared.post_rm),
+    Route("POST", "/towerd/v1/shared/gc", shared.post_gc),
     Route("GET", "/towerd/v1/shared", shared.get_shared),
     Route("GET", "/towerd/v1/search", sessions.get_search),
     Route("GET", "/towerd/v1/segments", segments.list_segments),

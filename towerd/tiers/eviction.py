@@ -70,7 +70,7 @@ class Evictor:
         if excess <= 0:
             return
         excess -= drop_foreign(self._store.state, excess)
-        if excess > 0:
+        if excess > 0 and any(file.in_bucket for file in list(self._store.state.files.values())):
             last = self.least_valuable(excess + int(_LAST_SHARE * bytes_max))
             if elsewhere := {file for file in last if file.in_bucket}:
                 excess -= self._evict_warm(excess, elsewhere.__contains__)

@@ -117,7 +117,7 @@ async def run(
     first, second = (part[: int(size.share * len(part))] for part in texts(learn_text, text))
     report = TransformReport("transform", path.name)
     codings = {f"step {step:g}": Rounding(step) for step in size.steps}
-    rope = _rope(path)
+    rope = rope_of_model(path)
     began = time.monotonic()
     with progress_bar() as bar:
         said = Said(bar)
@@ -175,7 +175,7 @@ def texts(learn_text: Path | None, text: Path | None) -> tuple[str, str]:
     return first, whole[cut:] if text is None else read_text(text)
 
 
-def _rope(path: Path) -> Rope:
+def rope_of_model(path: Path) -> Rope:
     """The rotation of the model's layers. Raises StateError for one that is not known."""
     config = load({"model": str(path)})
     model = LlamaModel(path, config)

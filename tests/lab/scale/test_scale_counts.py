@@ -140,5 +140,7 @@ def test_rows_pay_with_enough_fetches() -> None:
     found = break_even(machine, 5.5, sample_of(*random_sessions(2)), habits, STORES["s3"])
     n = found.fetches_a_month
     assert found.put + found.month + n * found.fetch == pytest.approx(n * found.prefill)
+    token_dollars = found.token_bytes / 1e9 * 0.09
+    assert found.outside == pytest.approx(1e6 * token_dollars, rel=0.05)  # headers and records
     dear = replace(found, fetch=2 * found.prefill)
     assert dear.fetches_a_month == float("inf")

@@ -278,8 +278,10 @@ async def post_thaw(request: web.Request) -> web.Response:
 
 
 async def delete_session(request: web.Request) -> web.Response:
-    """Delete a session. The next gc removes its segments unless another session needs them."""
+    """Delete a session. The next gc removes its segments unless another session needs them. `shared`: a copy in the
+    shared tier, if there is one, stays."""
     store, name = service_of(request).store, request.match_info["id"]
     await asyncio.to_thread(in_either(request, store.delete_session, store.foreign.delete))
     await asyncio.to_thread(service_of(request).search.deleted, name)
-    return json_reply({"deleted": name})
+    may_be_left = {} if service_of(request).roaming is None else {"shared": True}
+    return json_reply({"deleted": name, **may_be_left})

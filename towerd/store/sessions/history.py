@@ -213,8 +213,8 @@ def add_history(
     state: StoreState, table: SessionTable, growth: Growth, history: History, scope: str
 ) -> int:
     """Enter a history, or the turns that the session with its id lacks: where they do not continue its current
-    branch they are branches beside it, as after an edit. Returns how many turns were added. Runs under the lock, in a
-    transaction that can grow the tree.
+    branch they are branches beside it, as after an edit. A turn that lost its tokens has them again. Returns how many
+    turns were added or had none. Runs under the lock, in a transaction that can grow the tree.
 
     Raises InvalidRequest for a bad name, SessionFrozen if the session's tokens are not here."""
     check_name(history.id)
@@ -233,13 +233,17 @@ def add_history(
             parent = None if turn.parent is None else turn_ids[turn.parent]
             facts = (turn.n_prompt, turn.n_reply, turn.n_cached, turn.started, turn.created)
             tail = data[turn.n_cached * ID_BYTES :]
-            id = table.enter_turn(session, parent, ends, facts, turn.finished, tail)
+            id = known.take_lost(turn)
+            if id is None:
+                id = table.enter_turn(session, parent, ends, facts, turn.finished, tail)
+            else:
+                table.give_tokens(id, ends, turn.n_cached, tail)
         turn_ids.append(id)
-    if n_added:
-        info = table.info(session)
-        leaf, n_tokens = info.leaf, info.n_tokens
-        if leaf is None or leaf in {turn_ids[place] for place in history.branch()}:
-            leaf, n_tokens = turn_ids[history.leaf], history.turns[history.leaf].n
+    info = table.info(session)
+    leaf, n_tokens = info.leaf, info.n_tokens
+    if leaf is None or leaf in {turn_ids[place] for place in history.branch()}:
+        leaf, n_tokens = turn_ids[history.leaf], history.turns[history.leaf].n
+    if n_added or leaf != info.leaf:
         table.set_leaf(session, leaf, n_tokens, max(history.updated, info.updated))
     return n_added
 
@@ -250,20 +254,35 @@ class _KnownTurns:
     def __init__(self, state: StoreState, session: SessionRow) -> None:
         self._nodes = state.tree.nodes
         self._found: dict[tuple[Any, ...], list[tuple[int, int, bytes]]] = {}
-        for id, _, leaf, n_prompt, n_reply, _, started, created, finished, tail in turn_rows(
+        self._lost: dict[tuple[Any, ...], list[int]] = {}
+        for id, _, leaf, n_prompt, n_reply, n_cached, started, created, finished, tail in turn_rows(
             state.catalog, session
         ):
-            facts = n_prompt, n_reply, started, created, bool(finished)
-            self._found.setdefault(facts, []).append((id, leaf, tail))
+            facts, node = (
+                (n_prompt, n_reply, started, created, bool(finished)),
+                self._nodes.get(leaf),
+            )
+            if (0 if node is None else node.p1) == n_cached:
+                self._found.setdefault(facts, []).append((id, leaf, tail))
+            else:  # damage destroyed its tokens
+                self._lost.setdefault(facts, []).append(id)
 
     def find(self, turn: PastTurn, ids: bytes) -> int | None:
         """The id of the same turn: one with the same facts and the same tokens."""
-        facts = turn.n_prompt, turn.n_reply, turn.started, turn.created, turn.finished
-        for id, leaf, tail in self._found.get(facts, ()):
+        for id, leaf, tail in self._found.get(_facts(turn), ()):
             node = self._nodes.get(leaf)
             if (b"" if node is None else node.prefix_bytes()) + tail == ids:
                 return id
         return None
+
+    def take_lost(self, turn: PastTurn) -> int | None:
+        """The id of a turn with the same facts that lost its tokens, once."""
+        ids = self._lost.get(_facts(turn))
+        return ids.pop(0) if ids else None
+
+
+def _facts(turn: PastTurn) -> tuple[Any, ...]:
+    return turn.n_prompt, turn.n_reply, turn.started, turn.created, turn.finished
 
 
 def beginning(ids: bytes, bases: Sequence[Base]) -> tuple[NamedBase, ...]:

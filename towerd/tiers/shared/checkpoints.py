@@ -130,7 +130,7 @@ class SharedCheckpoints:
                 raise StateError("the checkpoint is longer than its record says")
         end = _LENGTH.size + (_LENGTH.unpack_from(data)[0] if len(data) >= _LENGTH.size else 0)
         encoded, state = bytes(data[_LENGTH.size : end]), memoryview(data)[end:]
-        if keys.name("checkpoint", encoded) != place.name:
+        if keys.name("checkpoint", encoded) != place.name.partition("-")[0]:
             raise StateError("the checkpoint's header is not that of its name")
         try:
             header = msgspec.msgpack.decode(encoded, type=_StateHeader)

@@ -16,6 +16,8 @@ import msgspec
 
 from towerd.slots.errors import StateError
 from towerd.tiers.shared.bucket import Bucket, ObjectMissing
+from towerd.tiers.shared.leases import Hold
+from towerd.tiers.shared.naming import behind_naming, naming, with_naming
 from towerd.tiers.shared.objects import (
     VERSION,
     BasisPlace,
@@ -57,27 +59,31 @@ class Marks:
     """The marks of one model's rows in a bucket. Every method raises BucketError."""
 
     bucket: Bucket
+    collector: TenantKeys
     model: tuple[bytes, ...]
     """What tells these rows from others: row identity, adapters, fidelity."""
 
-    def put(self, keys: TenantKeys, ids: bytes, put: PutRows) -> int:
+    def put(self, hold: Hold, keys: TenantKeys, ids: bytes, put: PutRows) -> int:
         """Put the marks that are missing of `ids`, whose rows are in the bucket, and one at their end; returns the
         bytes sent."""
         last = len(ids) // ID_BYTES // MARK_TOKENS
         first = self._furthest(keys, ids, 1, last) + 1
-        sent = sum(self._put(keys, ids, n * MARK_TOKENS, put) for n in range(first, last + 1))
-        return sent + self._put(keys, ids, len(ids) // ID_BYTES, put)
+        ends = [*(n * MARK_TOKENS for n in range(first, last + 1)), len(ids) // ID_BYTES]
+        return sum(self._put(hold, keys, ids, n_tokens, put) for n_tokens in ends)
 
-    def _put(self, keys: TenantKeys, ids: bytes, n_tokens: int, put: PutRows) -> int:
+    def _put(self, hold: Hold, keys: TenantKeys, ids: bytes, n_tokens: int, put: PutRows) -> int:
         place = self._place(keys, ids, n_tokens)
-        if self.bucket.has(place):
+        if hold.has(place):
             return 0
         rows = [each for each in put.rows if each.p0 < n_tokens + MARK_TOKENS]
         states = [each for each in put.checkpoints if each.position < n_tokens + MARK_TOKENS]
-        sealed = keys.seal(place, encode(Mark(VERSION, rows, put.transform_bases, states)))
+        needed = [each for each in rows if each.p0 < n_tokens]
+        objects = PutRows(needed, put.transform_bases, states[-1:]).objects
+        mark = encode(Mark(VERSION, rows, put.transform_bases, states))
+        sealed = with_naming(self.collector, keys, place, naming(objects), mark)
         if len(sealed) > _BYTES_MAX:
             return 0  # none could read it
-        return len(sealed) if self.bucket.put(place, sealed) else 0
+        return len(sealed) if hold.put(place, sealed) else 0
 
     def find(self, keys: TenantKeys, ids: bytes, n_known: int) -> FoundMark | None:
         """The furthest mark on the way of `ids` at a multiple of MARK_TOKENS; None if there is none beyond `n_known`
@@ -91,7 +97,7 @@ class Marks:
         damaged."""
         place = self._place(keys, ids, n_tokens)
         try:
-            data = keys.unseal(place, self.bucket.get(place, _BYTES_MAX))
+            data = behind_naming(keys, place, self.bucket.get(place, _BYTES_MAX))
         except ObjectMissing:
             return None
         try:

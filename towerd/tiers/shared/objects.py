@@ -11,7 +11,7 @@ The bytes of rows are
 
 The header has what the rows are of, which is compared before they are used, and the checksums of every
 piece. An object is named by a keyed hash of its header: what differs in anything has another name, so
-that parts of two writers never mix.
+that parts of two writers never mix. While that name is being deleted, the object is put as NAME-1, NAME-2, ...
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from towerd.store.segments.segment_header import (
     segment_key,
 )
 from towerd.tiers.shared.bucket import Bucket, ObjectMissing
+from towerd.tiers.shared.leases import Hold
 from towerd.tiers.shared.sealing import SEAL_BYTES, TenantKeys
 from towerd.tokens import ID_BYTES
 
@@ -146,6 +147,13 @@ class PutRows:
         return self.rows[-1].p1 if self.rows else 0
 
     @property
+    def objects(self) -> list[str]:
+        """The names of all objects."""
+        names = [each.name for each in self.rows]
+        names += [each.name for each in self.transform_bases]
+        return names + [each.name for each in self.checkpoints]
+
+    @property
     def n_tokens(self) -> int:
         """Tokens that need not be evaluated: that have rows, or that a state has seen."""
         return max([self.n_rows, *(each.position for each in self.checkpoints)])
@@ -214,9 +222,11 @@ def _place(name: str, part: int) -> str:
     return f"objects/{name}/{part:04d}"
 
 
-def has_object(bucket: Bucket, place: RowsPlace | CheckpointPlace) -> bool:
-    """Whether an object is there with all its parts. Raises BucketError."""
-    return all(bucket.has(_place(place.name, part)) for part in range(place.n_parts))
+def has_object(hold: Hold, name: str, n_parts: int) -> bool:
+    """Whether an object is there with all its parts, and may be named. Raises BucketError."""
+    if hold.is_condemned(f"objects/{name}"):
+        return False
+    return all(hold.has(_place(name, part)) for part in range(n_parts))
 
 
 def count_parts(n_bytes: int) -> int:
@@ -225,20 +235,20 @@ def count_parts(n_bytes: int) -> int:
 
 
 def put_object(
-    bucket: Bucket, keys: TenantKeys, name: str, lead: bytes, data: memoryview | None = None
+    hold: Hold, keys: TenantKeys, name: str, lead: bytes, data: memoryview | None = None
 ) -> int:
     """Put the parts of an object that the bucket lacks, the first part last; returns the bytes that were sent.
-    Its bytes are `lead` and then `data`, which are copied a part at a time. Raises BucketError."""
+    name: a free one; its bytes are `lead` and then `data`, which are copied a part at a time. Raises BucketError."""
     rest = memoryview(b"") if data is None else data
     n_bytes, sent = len(lead) + len(rest), 0
     for part in reversed(range(count_parts(n_bytes))):
         place = _place(name, part)
-        if bucket.has(place):
+        if hold.has(place):
             continue
         start, end = part * PART_BYTES, (part + 1) * PART_BYTES
         behind = rest[max(0, start - len(lead)) : max(0, end - len(lead))]
         sealed = keys.seal(place, lead[start:end] + bytes(behind))
-        if bucket.put(place, sealed):
+        if hold.put(place, sealed):
             sent += len(sealed)
     return sent
 
@@ -318,7 +328,7 @@ def read_rows(keys: TenantKeys, name: str, parts: Iterable[bytes]) -> FoundRows:
         raise StateError("the object is too short")
     end = _LENGTH.size + _LENGTH.unpack_from(first)[0]
     encoded = first[_LENGTH.size : end]
-    if end > len(first) or keys.name("rows", encoded) != name:
+    if end > len(first) or keys.name("rows", encoded) != name.partition("-")[0]:
         raise StateError("the object's header is not that of its name")
     try:
         header = msgspec.msgpack.decode(encoded, type=RowsHeader)

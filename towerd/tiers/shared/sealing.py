@@ -55,6 +55,13 @@ class TenantKeys:
         name = tenant.encode()
         return cls(_derived(master, b"names", name), _derived(master, b"seals", name))
 
+    @classmethod
+    def of_collector(cls, master: bytes) -> TenantKeys:
+        """Those of no tenant: what every daemon of the key file reads, whosever it is."""
+        return cls(
+            _derived(master, b"collector names", b""), _derived(master, b"collector seals", b"")
+        )
+
     def name(self, kind: str, *parts: bytes) -> str:
         """A name that tells nothing to who has not the key, 64 hex digits: the same one for the same
         kind and parts."""

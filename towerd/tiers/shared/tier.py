@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
 from itertools import takewhile
-from typing import Any
+
+import msgspec
 
 from towerd.codec.errors import CodecError, NewerVersion
 from towerd.codec.rows.basis import BYTES_MAX, read_basis
@@ -30,10 +31,19 @@ from towerd.store.tree.node import PUBLIC
 from towerd.store.tree.scope import adapters_of, is_public, tenant_of
 from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.formats.fidelity import Fidelity
-from towerd.tiers.shared.bucket import Bucket, ObjectDamaged, ObjectMissing
+from towerd.tiers.shared.bucket import Bucket, BucketError, ObjectDamaged, ObjectMissing
 from towerd.tiers.shared.checkpoints import SharedCheckpoints
+from towerd.tiers.shared.collector import Collector
+from towerd.tiers.shared.counters import SharedCounters
+from towerd.tiers.shared.leases import Hold, Holds, awake_or_asleep
 from towerd.tiers.shared.marks import FoundMark, Marks
 from towerd.tiers.shared.measured_speed import MeasuredSpeed
+from towerd.tiers.shared.naming import (
+    NAMING_BYTES_MAX,
+    Naming,
+    behind_naming,
+    with_naming,
+)
 from towerd.tiers.shared.objects import (
     RECORD_BYTES_MAX,
     BasisPlace,
@@ -48,46 +58,11 @@ from towerd.tiers.shared.objects import (
     put_object,
     read_rows,
 )
-from towerd.tiers.shared.records import short_name
+from towerd.tiers.shared.records import RecordName, free_place, short_name
 from towerd.tiers.shared.sealing import SEAL_BYTES, TenantKeys
 from towerd.tokens import Ids, Provenance, common_prefix, ids_array, ids_bytes
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class SharedCounters:
-    """Since the start."""
-
-    put: int = 0
-    fetched: int = 0
-    missing: int = 0
-    damaged: int = 0
-    saved: int = 0
-    """Files whose rows were put because they were about to leave the disk."""
-    errors: int = 0
-    bytes_put: int = 0
-    bytes_fetched: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, **counts: int) -> None:
-        """Count more of each. Any thread may call it."""
-        with self._lock:
-            for name, n in counts.items():
-                setattr(self, name, getattr(self, name) + n)
-
-    def stats(self) -> dict[str, Any]:
-        """By their names in GET /towerd/v1/stats."""
-        return {
-            "objects_put": self.put,
-            "objects_fetched": self.fetched,
-            "objects_missing": self.missing,
-            "objects_damaged": self.damaged,
-            "files_saved": self.saved,
-            "errors": self.errors,
-            "bytes_put": self.bytes_put,
-            "bytes_fetched": self.bytes_fetched,
-        }
 
 
 class SharedTier:
@@ -102,15 +77,20 @@ class SharedTier:
         *,
         has_rows: bool,
         checkpoints: CheckpointTier | None = None,
+        clock: Callable[[], float] = awake_or_asleep,
     ) -> None:
         """master: the content of the key file
         fidelity: exact: neither put nor fetch rows that are not; prompts find rows of the same fidelity
         has_rows: whether the model has rows of single positions
-        checkpoints: those that it needs to resume; None: it does from any row"""
+        checkpoints: those that it needs to resume; None: it does from any row
+        clock: seconds since some moment"""
         self.bucket = bucket
         self.counters = SharedCounters()
         self._store = store
         self._master = master
+        self._collector_keys = TenantKeys.of_collector(master)
+        self._holds = Holds(bucket, self._collector_keys, clock)
+        self._clock = clock
         self._fidelity = fidelity
         self._worst = Provenance.EXACT if fidelity == "exact" else Provenance.APPROXIMATE
         self._has_rows = has_rows
@@ -129,6 +109,31 @@ class SharedTier:
         """Those of the tenant of a scope."""
         return TenantKeys.of(self._master, tenant_of(scope))
 
+    def held(self) -> AbstractContextManager[Hold]:
+        """What this thread reads and puts inside of this is not deleted meanwhile."""
+        return self._holds.held()
+
+    def start_writing(self) -> None:
+        """What is read from now on, until the hold of this thread ends, may be named in a record. Raises
+        BucketError."""
+        with self.held() as hold:
+            hold.writing()
+
+    def lasting(self, found: PutRows) -> PutRows:
+        """What of it is not about to be deleted. Raises BucketError."""
+        with self.held() as hold:
+
+            def lasts(each: RowsPlace | BasisPlace | CheckpointPlace) -> bool:
+                return not hold.is_condemned(f"objects/{each.name}")
+
+            rows = list(filter(lasts, found.rows))
+            bases = list(filter(lasts, found.transform_bases))
+            return PutRows(rows, bases, list(filter(lasts, found.checkpoints)))
+
+    def collector(self) -> Collector:
+        """What deletes from the bucket, for one thread."""
+        return Collector(self.bucket, self._collector_keys, self._holds, self._clock)
+
     # --- out ------------------------------------------------------------------------------
 
     def put_path(self, ids: Ids, scope: str) -> PutRows:
@@ -142,20 +147,21 @@ class SharedTier:
         if not len(ids) or not self.can_resume:
             return PutRows()
         last = self._last_of_files(ids, scope)
-        found = self._there(ids, scope, [node.p1 for node in last])
-        for node in last:
-            if node.p1 > found.n_rows:  # what is there may have another format
-                place = self._put_file(node, found)
-                if place is None:
-                    break
-                found.rows.append(place)
-            file = node.file
-            if file is not None and file.p0 + file.n_rows == node.p1:
-                file.in_bucket = True
-        self._put_checkpoints(states or (), found)
-        if found.rows or found.checkpoints:
-            data = ids_bytes(ids[: found.n_tokens])
-            self._count_put(self._marks(scope).put(self.keys(scope), data, found))
+        with self.held() as hold:
+            found = self._there(hold, ids, scope, [node.p1 for node in last])
+            for node in last:
+                if node.p1 > found.n_rows:  # what is there may have another format
+                    place = self._put_file(hold, node, found)
+                    if place is None:
+                        break
+                    found.rows.append(place)
+                file = node.file
+                if file is not None and file.p0 + file.n_rows == node.p1:
+                    file.in_bucket = True
+            self._put_checkpoints(hold, states or (), found)
+            if found.rows or found.checkpoints:
+                data = ids_bytes(ids[: found.n_tokens])
+                self._count_put(self._marks(scope).put(hold, self.keys(scope), data, found))
         return found
 
     @property
@@ -163,7 +169,9 @@ class SharedTier:
         """Whether there is anything that the model resumes from."""
         return self._has_rows or self._checkpoints is not None
 
-    def _put_checkpoints(self, states: Sequence[StateCheckpoint], found: PutRows) -> None:
+    def _put_checkpoints(
+        self, hold: Hold, states: Sequence[StateCheckpoint], found: PutRows
+    ) -> None:
         """Put the states that have all rows before them in the bucket."""
         known = {each.position for each in found.checkpoints}
         for state in states:
@@ -177,23 +185,25 @@ class SharedTier:
                 said = {"error": str(error)}
                 log.warning("a checkpoint is not put into the shared tier", extra=said)
                 continue
-            self._count_put(put_object(self.bucket, keys, place.name, lead, data))
+            place = msgspec.structs.replace(place, name=hold.free_name(place.name))
+            self._count_put(put_object(hold, keys, place.name, lead, data))
             found.checkpoints.append(place)
         found.checkpoints.sort(key=lambda place: place.position)
 
-    def _there(self, ids: Ids, scope: str, stored: Sequence[int]) -> PutRows:
+    def _there(self, hold: Hold, ids: Ids, scope: str, stored: Sequence[int]) -> PutRows:
         """What the bucket has of `ids` from the first token on, whether or not it is on the disk.
 
         stored: the ends of the files here, ascending"""
         n = len(ids)
         ends = sorted({*stored, n - 1, n}, reverse=True)  # the last token may have no row
-        found = self._already_there(ids, scope, [end for end in ends if 0 < end <= n])
+        hold.writing()  # before anything is read that may be named again
+        found = self._already_there(hold, ids, scope, [end for end in ends if 0 < end <= n])
         n_here = max(found.n_tokens, stored[-1] if stored else 0)
         mark = None if n_here >= n - 1 else self.find(ids, scope, n_here)
-        further = PutRows() if mark is None else self._whole(mark)
+        further = PutRows() if mark is None else self._whole(hold, mark)
         return max(found, further, key=lambda put: put.n_tokens)
 
-    def _already_there(self, ids: Ids, scope: str, ends: Sequence[int]) -> PutRows:
+    def _already_there(self, hold: Hold, ids: Ids, scope: str, ends: Sequence[int]) -> PutRows:
         """What the bucket has of `ids`, from the first token on to the furthest of `ends`, descending, that has a
         mark."""
         data, marks = ids_bytes(ids), self._marks(scope)
@@ -205,19 +215,22 @@ class SharedTier:
                     self._refuse("marks", error)
                     continue
                 if mark is not None:
-                    return self._whole(mark)
+                    return self._whole(hold, mark)
         return PutRows()
 
-    def _whole(self, mark: FoundMark) -> PutRows:
-        """Those of the rows that are of a mark's tokens alone, and still there."""
+    def _whole(self, hold: Hold, mark: FoundMark) -> PutRows:
+        """Those of the rows that are of a mark's tokens alone, still there, and not about to go."""
+        bases = mark.put.transform_bases
+        if not all(has_object(hold, place.name, 1) for place in bases):
+            return PutRows()
         inside = takewhile(lambda place: place.p1 <= mark.n_tokens, mark.put.rows)
-        rows = takewhile(lambda place: has_object(self.bucket, place), inside)
+        rows = takewhile(lambda place: has_object(hold, place.name, place.n_parts), inside)
         states = [
             each
             for each in mark.put.checkpoints
-            if each.position <= mark.n_tokens and has_object(self.bucket, each)
+            if each.position <= mark.n_tokens and has_object(hold, each.name, each.n_parts)
         ]
-        return PutRows(list(rows), list(mark.put.transform_bases), states)
+        return PutRows(list(rows), list(bases), states)
 
     def model_name(self, scope: str) -> str:
         """What a record's name says of the model whose rows prompts find, here and elsewhere."""
@@ -228,7 +241,7 @@ class SharedTier:
         return self._store.state.digest, adapters_of(scope).encode(), self._fidelity.encode()
 
     def _marks(self, scope: str) -> Marks:
-        return Marks(self.bucket, self._model(scope))
+        return Marks(self.bucket, self._collector_keys, self._model(scope))
 
     def _last_of_files(self, ids: Ids, scope: str) -> list[Node]:
         """The last node of each file that has rows of `ids`, up to the first gap."""
@@ -247,7 +260,7 @@ class SharedTier:
                 last.append(node)
         return last
 
-    def _put_file(self, node: Node, found: PutRows) -> RowsPlace | None:
+    def _put_file(self, hold: Hold, node: Node, found: PutRows) -> RowsPlace | None:
         """Put the file that `node` has rows in; None if it has other rows by now, or none."""
         with self._store.locked():
             prefix = node.prefix_ids()
@@ -256,14 +269,16 @@ class SharedTier:
             if worst_of(header.run_table, 0, header.n) > self._worst:
                 return None
             keys = self.keys(header.scope)
-            self._put_bases(bases_in(encode_runs(header.run_table)), keys, header.scope, found)
+            bases = bases_in(encode_runs(header.run_table))
+            self._put_bases(hold, bases, keys, header.scope, found)
             before = ids_bytes(prefix[: header.p0])
             rows = RowsHeader.of(header, adapters_of(header.scope), before, data)
             name, lead = name_and_lead(keys, rows)
         except (StoreError, StateError, CodecError, OSError) as error:
             log.warning("rows are not put into the shared tier", extra={"error": str(error)})
             return None
-        began, sent = time.monotonic(), put_object(self.bucket, keys, name, lead, data)
+        name = hold.free_name(name)
+        began, sent = time.monotonic(), put_object(hold, keys, name, lead, data)
         if sent:
             self._put_speed.moved(sent, began)
         self._count_put(sent)
@@ -271,27 +286,39 @@ class SharedTier:
         parts = count_parts(n_bytes), n_bytes
         return RowsPlace(name, header.p0, header.p1, is_public(header.scope), *parts)
 
-    def _put_bases(self, names: set[str], keys: TenantKeys, scope: str, found: PutRows) -> None:
+    def _put_bases(
+        self, hold: Hold, names: set[str], keys: TenantKeys, scope: str, found: PutRows
+    ) -> None:
         """Put the transform bases of these names, before what needs them."""
         known = {each.basis for each in found.transform_bases}
         for basis in sorted(names - known):
             data = self._store.rows.bases.get(basis, self._store.state.digest).data
-            name = keys.name("basis", data)
-            self._count_put(put_object(self.bucket, keys, name, data))
+            name = hold.free_name(keys.name("basis", data))
+            self._count_put(put_object(hold, keys, name, data))
             found.transform_bases.append(BasisPlace(basis, name, is_public(scope)))
 
     def _count_put(self, n_bytes: int) -> None:
         self.counters.add(put=int(n_bytes > 0), bytes_put=n_bytes)
 
-    def put_record(self, scope: str, place: str, data: bytes) -> None:
-        """Put a record, unless it is there. Raises BucketError; InvalidRequest if it is too long."""
+    def put_record(
+        self, scope: str, folder: str, name: RecordName, data: bytes, named: Naming
+    ) -> None:
+        """Put a record, unless it was put in the last day. What it names was found or put in the same hold. Raises
+        BucketError; InvalidRequest if it is too long."""
         if len(data) + SEAL_BYTES > RECORD_BYTES_MAX:
             raise InvalidRequest(
                 f"It takes {len(data)} bytes; the shared tier takes up to {RECORD_BYTES_MAX}."
             )
-        if not self.bucket.has(place):
-            sealed = self.keys(scope).seal(place, data)
-            self._count_put(len(sealed) if self.bucket.put(place, sealed) else 0)
+        keys = self.keys(scope)
+        with self.held() as hold:
+            if any(hold.is_condemned(f"objects/{each}") for each in named.objects):
+                raise BucketError(
+                    "What a record names is being deleted from the shared tier: put it again."
+                )
+            place, is_there = free_place(hold, self.bucket.listing(folder), folder, name)
+            if not is_there:
+                sealed = with_naming(self._collector_keys, keys, place, named, data)
+                self._count_put(len(sealed) if hold.put(place, sealed) else 0)
 
     # --- in -------------------------------------------------------------------------------
 
@@ -337,8 +364,10 @@ class SharedTier:
         state = self._checkpoints.usable(found.checkpoints, ids, scope)
         if state is not None and state.position > self.n_stored(ids, scope):
             rows = ids[: state.position]
-            self._fetch_files(found, rows, scope, since, n_common, is_durable)
-            self._fetch_checkpoint(state, ids, scope, since)
+            with self.held() as hold:
+                self._fetch_files(found, rows, scope, since, n_common, is_durable)
+                hold.reading()
+                self._fetch_checkpoint(state, ids, scope, since)
 
     def _fetch_files(
         self,
@@ -357,20 +386,22 @@ class SharedTier:
             for place in lacking:
                 if n_common is None or place.p0 < n_common:
                     parts.expect(self._keys_of(place, scope), place.name, place.n_parts)
-            for place in lacking:
-                n_stored = self._n_rows(ids, scope)
-                if n_stored < place.p0:
-                    break
-                if n_stored >= min(place.p1, len(ids)):
-                    continue
-                try:
-                    n_fetched = self._fetch_rows(place, parts, ids, scope, since, is_durable)
-                except (StateError, NewerVersion, ObjectDamaged, ObjectMissing) as error:
-                    self._refuse(place.name, error)
-                    break
-                if not n_fetched:
-                    break
-                n_bytes += n_fetched
+            with self.held() as hold:
+                for place in lacking:
+                    hold.reading()
+                    n_stored = self._n_rows(ids, scope)
+                    if n_stored < place.p0:
+                        break
+                    if n_stored >= min(place.p1, len(ids)):
+                        continue
+                    try:
+                        n_fetched = self._fetch_rows(place, parts, ids, scope, since, is_durable)
+                    except (StateError, NewerVersion, ObjectDamaged, ObjectMissing) as error:
+                        self._refuse(place.name, error)
+                        break
+                    if not n_fetched:
+                        break
+                    n_bytes += n_fetched
         finally:
             parts.close()
             if n_bytes:
@@ -385,10 +416,20 @@ class SharedTier:
                 break
             if n_stored < min(place.p1, len(ids)):
                 n_bytes += place.n_bytes
-                if not self._store.writes.allows("rows", n_bytes):
+                if not (
+                    self._can_take(place, ids, scope) and self._store.writes.allows("rows", n_bytes)
+                ):
                     break
                 lacking.append(place)
         return lacking
+
+    def _can_take(self, place: RowsPlace, ids: Ids, scope: str) -> bool:
+        """Whether tokens of a file's rows have none here: moved or approximate ones, which may not count, stay."""
+        with self._store.locked():
+            match = self._store.match(ids, scope)
+            inside = [node for node in match.nodes if place.p0 <= node.p0 < place.p1]
+            is_known = match.n >= min(place.p1, len(ids))
+            return not is_known or not all(node.has_rows for node in inside)
 
     def settle(self) -> None:
         """Make durable what was fetched and is not yet."""
@@ -509,14 +550,16 @@ class SharedTier:
     def own_record(self, scope: str, place: str) -> bytes | None:
         """A record; None if it is another tenant's, damaged or gone. Raises BucketError."""
         try:
-            return self.keys(scope).unseal(place, self.bucket.get(place, RECORD_BYTES_MAX))
+            found = self.bucket.get(place, RECORD_BYTES_MAX + NAMING_BYTES_MAX)
+            return behind_naming(self.keys(scope), place, found)
         except (ObjectDamaged, ObjectMissing, StateError):
             return None
 
     def read_record(self, scope: str, place: str) -> bytes:
         """A record of a tenant. Raises BucketError, ObjectDamaged, ObjectMissing."""
         try:
-            data = self.keys(scope).unseal(place, self.bucket.get(place, RECORD_BYTES_MAX))
+            found = self.bucket.get(place, RECORD_BYTES_MAX + NAMING_BYTES_MAX)
+            data = behind_naming(self.keys(scope), place, found)
         except (ObjectDamaged, ObjectMissing) as error:
             self._refuse(place, error)
             raise
