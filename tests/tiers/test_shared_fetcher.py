@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from obstore.store import LocalStore
-from store_tools import ROW_IDENTITY, make_hot, moved_rows_of, write_all
+from store_tools import ROW_IDENTITY, make_hot, moved_rows_of, rows_of, write_all
 
 from towerd.store import Store
 from towerd.tiers.shared import fetcher as module
@@ -170,3 +170,19 @@ async def test_what_cannot_be_kept_is_not_fetched(
     await fetcher.close()
     assert shared.counters.fetched == 0
     assert shared.n_stored(IDS, "local") == 0
+
+
+def test_one_segment_here_and_several_files_there(
+    stores: tuple[Store, Store], tmp_path: Path
+) -> None:
+    one, two = stores
+    for n in (300, 600, 1000):
+        node = one.insert(IDS[:n], "local", [n])[-1]
+        one.rows.attach_hot([node], rows_of(node.prefix_ids(), node.p0))
+        one.rows.write([node])
+    found = tier_of(one, tmp_path).put_path(IDS, "local")
+    assert [place.p0 for place in found.rows] == [0, 300, 600]
+    two.insert(IDS, "local", [1000])
+    shared = tier_of(two, tmp_path)
+    shared.fetch_path(found, IDS, "local")
+    assert shared.n_stored(IDS, "local") == 1000

@@ -288,6 +288,9 @@ class PartsAhead:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _part(self, keys: TenantKeys, place: str) -> bytes:
+        if any(place == each for each, _ in self._ahead):
+            while self._ahead[0][0] != place:  # what was passed over is not needed
+                self._ahead.popleft()
         if self._ahead and self._ahead[0][0] == place:
             _, coming = self._ahead.popleft()
             self._fill()

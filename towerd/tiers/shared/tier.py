@@ -427,7 +427,7 @@ class SharedTier:
         """Whether tokens of a file's rows have none here: moved or approximate ones, which may not count, stay."""
         with self._store.locked():
             match = self._store.match(ids, scope)
-            inside = [node for node in match.nodes if place.p0 <= node.p0 < place.p1]
+            inside = [node for node in match.nodes if node.p0 < place.p1 and place.p0 < node.p1]
             is_known = match.n >= min(place.p1, len(ids))
             return not is_known or not all(node.has_rows for node in inside)
 
