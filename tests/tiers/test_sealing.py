@@ -19,6 +19,7 @@ from towerd.errors import ConfigError
 from towerd.settings.config import Config
 from towerd.slots.errors import StateError
 from towerd.tiers.shared.bucket import BucketError, ObjectMissing, open_bucket
+from towerd.tiers.shared.naming import behind_naming
 from towerd.tiers.shared.sealing import SEAL_BYTES, TenantKeys, master_key
 
 MASTER = bytes(range(32))
@@ -172,3 +173,10 @@ def test_nothing_of_it_is_imported_without_it() -> None:
         "assert not found, found"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
+
+
+def test_an_object_of_the_first_version_of_the_protocol() -> None:
+    keys = TenantKeys.of(bytes(32), "local")
+    assert behind_naming(keys, "sessions/a/b", keys.seal("sessions/a/b", b"text")) == b"text"
+    with pytest.raises(StateError, match="damaged"):
+        behind_naming(keys, "sessions/a/c", keys.seal("sessions/a/b", b"text"))

@@ -14,7 +14,7 @@ import msgspec
 
 from towerd.slots.errors import StateError
 from towerd.tiers.shared.bucket import Bucket
-from towerd.tiers.shared.sealing import TenantKeys
+from towerd.tiers.shared.sealing import MAGIC, TenantKeys
 
 VERSION = 1
 START_BYTES = 1 << 14
@@ -57,7 +57,9 @@ def with_naming(
 
 
 def behind_naming(keys: TenantKeys, place: str, data: bytes | memoryview) -> bytes:
-    """What is sealed for the tenant. Raises StateError."""
+    """What is sealed for the tenant; the first version of the protocol had nothing before it. Raises StateError."""
+    if data[: len(MAGIC)] == MAGIC:
+        return keys.unseal(place, data)
     start = _LENGTH.size + (_LENGTH.unpack_from(data)[0] if len(data) >= _LENGTH.size else 0)
     return keys.unseal(place, data[start:])
 
