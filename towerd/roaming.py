@@ -60,7 +60,7 @@ from towerd.tiers.shared.records import (
     short_name,
     version_of,
 )
-from towerd.tiers.shared.tier import SharedTier
+from towerd.tiers.shared.tier import AGAIN_S, SharedTier
 from towerd.tokens import Ids, ids_array, ids_bytes
 from towerd.transfer import history_in, import_session, outline, session_file, session_history
 
@@ -73,8 +73,6 @@ QUIET_S = 5.0
 POLL_S = 5.0
 LEAVING_SHARE = 0.8
 """From this share of the budget for rows on disk on, what leaves first is put, once nothing runs."""
-AGAIN_S = 3600.0
-"""Time after which it is looked whether what was put is still there."""
 COLLECT_S = 3600.0
 """After this time it is looked whether garbage was collected on this day."""
 RETRY_S_MIN = 10.0
@@ -250,7 +248,7 @@ class Roaming:
         self._shared.start_writing()  # before records are read whose rows may be named again
         model, folder = self._cold.coding.model(), self._session_folder(id, scope)
         here = session_history(self._store, model, id, scope)
-        put = self._shared.put_path(here.ids(here.leaf), scope)
+        put = own = self._shared.put_path(here.ids(here.leaf), scope)
         listed = self._records(folder, scope)
         heads = self._heads(listed, scope).found
         history, contained = _union(model, here, heads)
@@ -276,6 +274,7 @@ class Roaming:
         )
         self._put_record(folder, len(turns), text, record, scope, named)
         ids = here.ids(here.leaf)
+        self._shared.kept(ids, scope, own)
         return {"session": id, "tokens": len(ids), "rows": min(put.n_tokens, len(ids))}
 
     def _named(self, heads: Sequence[Head], more: PutRows) -> PutRows:
@@ -369,6 +368,7 @@ class Roaming:
             what = [text.encode()]
             named = naming(put_of(record).objects, what, what)
             self._put_record(folder, version, text, record, base.scope, named)
+        self._shared.kept(ids, base.scope, put)
         return {"base": base.name, "tokens": len(ids), "rows": min(put.n_tokens, len(ids))}
 
     def _pull_base(self, name: str, scope: str, replace: bool) -> dict[str, Any]:

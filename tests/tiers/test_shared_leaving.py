@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 from store_tools import ROW_IDENTITY, check_rows, turn_of, write_all
 
+from towerd.errors import SessionFrozen
 from towerd.store import SegmentFile, Store
+from towerd.store.tree.scope import public_of
 from towerd.tiers.manager import Tiers
 from towerd.tiers.shared.bucket import BucketError, open_bucket
-from towerd.tiers.shared.leaving import Leaving
+from towerd.tiers.shared.leaving import PASSED_S, Leaving
+from towerd.tiers.shared.measured_speed import MEASURED_BYTES_MIN, MeasuredSpeed
 from towerd.tiers.shared.objects import PutRows
 from towerd.tiers.shared.tier import SharedTier
 from towerd.tokens import Ids
 
-N = 40
+N = 300
 CHATS = [np.array([k, *range(100, 99 + N)], np.int32) for k in range(6)]
 
 
@@ -69,6 +76,14 @@ def keep(session: str, scope: str, put: PutRows) -> None:
     assert put.rows
 
 
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def in_order(store: Store, nbytes: int) -> list[SegmentFile]:
     """The oldest files, `nbytes` of them."""
     found: list[SegmentFile] = []
@@ -109,7 +124,7 @@ def test_what_leaves_is_put(stores: list[Store], tmp_path: Path) -> None:
 def test_a_bucket_that_fails(
     stores: list[Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What could not be put leaves as it does without a bucket, and the others are put once it is back."""
+    """What could not be put is put once it is back."""
     one, _ = stores
     files = [stored(one, ids, f"chat-{k}") for k, ids in enumerate(CHATS)]
     tier = tier_of(one, tmp_path)
@@ -123,8 +138,10 @@ def test_a_bucket_that_fails(
         with pytest.raises(BucketError):
             leaving.put_next(0)
     assert not files[0].in_bucket
-    assert leaving.put_next(0)
-    assert files[1].in_bucket
+    while leaving.put_next(0):
+        pass
+    assert all(file.in_bucket for file in files)
+    assert tier.counters.saved == len(files)
 
 
 def test_what_the_bucket_has_leaves_first(stores: list[Store]) -> None:
@@ -134,7 +151,8 @@ def test_what_the_bucket_has_leaves_first(stores: list[Store]) -> None:
     chats = [np.array([k, *range(100, 110)], np.int32) for k in range(32)]
     files = [stored(one, ids, f"chat-{k}") for k, ids in enumerate(chats)]
     for k in (2, 9):
-        files[k].in_bucket = True
+        files[k].in_bucket_until = time.monotonic() + 1000
+    files[1].in_bucket_until = time.monotonic() - 1  # it may have gone since
     for _ in range(2):
         tiers.warm_bytes_max = one.state.warm_bytes - 1
         tiers.flush()
@@ -145,8 +163,8 @@ def test_what_the_bucket_has_leaves_first(stores: list[Store]) -> None:
 def test_shared_beginnings_are_put_with_what_leaves(stores: list[Store], tmp_path: Path) -> None:
     """A file is of no use without those before it: they are put, too, and nothing behind it is."""
     one, two = stores
-    ids = np.arange(100, 160, dtype=np.int32)
-    for n in (20, 40, 60):
+    ids = np.arange(100, 400, dtype=np.int32)
+    for n in (100, 200, 300):
         stored(one, ids[:n], "chat")
     middle = sorted(one.files(), key=lambda file: file.p0)[1]
     tier = tier_of(one, tmp_path)
@@ -158,3 +176,138 @@ def test_shared_beginnings_are_put_with_what_leaves(stores: list[Store], tmp_pat
     other = tier_of(two, tmp_path)
     other.fetch_path(rows, ids, "local")
     assert other.n_stored(ids, "local") == middle.p0 + middle.n_rows
+
+
+def test_rows_that_no_record_names_are_not_kept(stores: list[Store], tmp_path: Path) -> None:
+    """They are garbage: the disk keeps its own, and they are tried again later."""
+    one, _ = stores
+    file, clock, tier = stored(one, CHATS[0], "chat"), Clock(), tier_of(one, tmp_path)
+    problems = [SessionFrozen("it is frozen")]
+
+    def keep_later(*_: object) -> None:
+        assert not file.in_bucket
+        if problems:
+            raise problems.pop()
+
+    leaving = Leaving(one, tier, lambda _: [file], lambda *_: True, keep_later, clock)
+    with pytest.raises(SessionFrozen):
+        leaving.put_next(0)
+    assert not file.in_bucket
+    assert not leaving.put_next(0)
+    clock.now += PASSED_S
+    assert leaving.put_next(0)
+    assert file.in_bucket
+
+
+def test_what_others_may_have_deleted_is_put_again(stores: list[Store], tmp_path: Path) -> None:
+    """What the bucket has is not taken for granted for ever, and counts only if it was sent."""
+    one, _ = stores
+    file, clock, tier = stored(one, CHATS[0], "chat"), Clock(), tier_of(one, tmp_path)
+    leaving = Leaving(one, tier, lambda _: [file], lambda *_: True, keep, clock)
+
+    def put_once_more() -> None:
+        file.in_bucket_until = time.monotonic()
+        clock.now += PASSED_S
+        assert leaving.put_next(0)
+        assert file.in_bucket
+
+    assert leaving.put_next(0)
+    assert not leaving.put_next(0)
+    put_once_more()
+    assert tier.counters.saved == 1
+    for each in tier.bucket.listing("objects"):
+        tier.bucket.delete(each.place)
+    put_once_more()
+    assert tier.counters.saved == 2
+
+
+def test_what_was_not_worth_it_may_be_later(stores: list[Store], tmp_path: Path) -> None:
+    one, _ = stores
+    file, clock, speeds = stored(one, CHATS[0], "chat"), Clock(), [True, False]
+    tier = tier_of(one, tmp_path)
+    leaving = Leaving(one, tier, lambda _: [file], lambda *_: speeds.pop(), keep, clock)
+    assert not leaving.put_next(0)
+    assert not leaving.put_next(0)
+    clock.now += PASSED_S
+    assert leaving.put_next(0)
+    assert file.in_bucket
+
+
+def test_short_moves_measure_nothing() -> None:
+    """They take as long as their requests do."""
+    speed = MeasuredSpeed()
+    began = time.monotonic() - 1
+    speed.moved(MEASURED_BYTES_MIN - 1, began)
+    assert speed.bytes_per_s() == 0
+    speed.moved(MEASURED_BYTES_MIN, began)
+    measured = speed.bytes_per_s()
+    assert measured > 0
+    speed.moved(1, began)
+    assert speed.bytes_per_s() == measured
+
+
+def test_one_record_for_all_that_leaves_of_a_session(stores: list[Store], tmp_path: Path) -> None:
+    """Whatever branch it is on, with others between; chats that no prompt would find are left out."""
+    one, _ = stores
+    files = [stored(one, ids, session) for ids, session in zip(CHATS, "ababab", strict=True)]
+    short = stored(one, CHATS[0][:200] + 1000, "short")
+    tier, kept = tier_of(one, tmp_path), []
+
+    def keep_all(session: str, scope: str, put: PutRows) -> None:
+        kept.append((session, scope, len(put.rows)))
+
+    leaving = Leaving(one, tier, lambda n: in_order(one, n), lambda *_: True, keep_all)
+    while leaving.put_next(0):
+        pass
+    assert kept == [("a", "local", 3), ("b", "local", 3)]
+    assert all(file.in_bucket for file in files)
+    assert not short.in_bucket
+    assert tier.counters.saved == 6
+
+
+def test_a_chat_behind_everybodys_rows(stores: list[Store], tmp_path: Path) -> None:
+    """The record is its tenant's."""
+    one, _ = stores
+    ids = CHATS[0]
+    base = one.insert(ids[:280], public_of("local"), [280])[-1]
+    write_all(one, base)
+    one.commit_turn(turn_of(ids.tolist(), [7], session="chat"))
+    tier = tier_of(one, tmp_path)
+    leaving = Leaving(one, tier, lambda n: in_order(one, n), lambda *_: True, keep)
+    assert leaving.put_next(0)
+    assert base.file is not None
+    assert base.file.in_bucket
+
+
+def test_a_file_that_is_evicted_while_it_is_put(
+    stores: list[Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are saved, and its disk counts as taken until then."""
+    one, two = stores
+    file, tier = stored(one, CHATS[0], "chat"), tier_of(one, tmp_path)
+    is_putting, may_put, put = threading.Event(), threading.Event(), tier.bucket.put
+    puts: list[PutRows] = []
+
+    def slow_put(place: str, data: bytes) -> bool:
+        if place.startswith("objects/"):
+            is_putting.set()
+            assert may_put.wait(60)
+        return put(place, data)
+
+    def keep_put(session: str, scope: str, put: PutRows) -> None:
+        puts.append(put)
+
+    monkeypatch.setattr(tier.bucket, "put", slow_put)
+    leaving = Leaving(one, tier, lambda _: [file], lambda *_: True, keep_put)
+    with ThreadPoolExecutor(1) as threads:
+        done = threads.submit(leaving.put_next, 0)
+        try:
+            assert is_putting.wait(60)
+            assert one.rows.drop_file(file) == file.nbytes
+            assert one.state.dropped_bytes == file.nbytes
+        finally:
+            may_put.set()
+        assert done.result(60)
+    assert one.state.dropped_bytes == 0
+    tier_of(two, tmp_path).fetch_path(puts[0], CHATS[0], "local")
+    assert check_rows(two, two.match(CHATS[0], "local").nodes[-1]) == N

@@ -35,7 +35,7 @@ def take_out(
     rows.verify(file, node)
     try:
         if file.p0 + file.n_rows == node.p1:
-            data = memoryview(map_file(file.path, file.nbytes))
+            data = memoryview(file.mapped())  # it counts as in use if it is dropped meanwhile
         else:  # the rest is another conversation's
             data = _beginning(state, rows, file, node, pool)
         header, start = decode_head(data)

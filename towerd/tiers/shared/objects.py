@@ -246,8 +246,8 @@ def put_object(
         if hold.has(place):
             continue
         start, end = part * PART_BYTES, (part + 1) * PART_BYTES
-        behind = rest[max(0, start - len(lead)) : max(0, end - len(lead))]
-        sealed = keys.seal(place, lead[start:end] + bytes(behind))
+        behind = bytes(rest[max(0, start - len(lead)) : max(0, end - len(lead))])
+        sealed = keys.seal(place, lead[start:end] + behind)
         if hold.put(place, sealed):
             sent += len(sealed)
     return sent

@@ -64,6 +64,9 @@ from towerd.tokens import Ids, Provenance, common_prefix, ids_array, ids_bytes
 
 log = logging.getLogger(__name__)
 
+AGAIN_S = 3600.0
+"""Time after which it is looked whether what was put is still there."""
+
 
 class SharedTier:
     """Thread-safe."""
@@ -155,14 +158,18 @@ class SharedTier:
                     if place is None:
                         break
                     found.rows.append(place)
-                file = node.file
-                if file is not None and file.p0 + file.n_rows == node.p1:
-                    file.in_bucket = True
             self._put_checkpoints(hold, states or (), found)
             if found.rows or found.checkpoints:
                 data = ids_bytes(ids[: found.n_tokens])
                 self._count_put(self._marks(scope).put(hold, self.keys(scope), data, found))
         return found
+
+    def kept(self, ids: Ids, scope: str, put: PutRows) -> None:
+        """Say that a record names what was put of `ids`: the disk may do without the files with these rows."""
+        for node in self._last_of_files(ids, scope):
+            file = node.file
+            if file is not None and file.p0 + file.n_rows == node.p1 <= put.n_rows:
+                file.in_bucket_until = time.monotonic() + AGAIN_S
 
     @property
     def can_resume(self) -> bool:
@@ -277,12 +284,12 @@ class SharedTier:
         except (StoreError, StateError, CodecError, OSError) as error:
             log.warning("rows are not put into the shared tier", extra={"error": str(error)})
             return None
-        name = hold.free_name(name)
-        began, sent = time.monotonic(), put_object(hold, keys, name, lead, data)
+        name, n_bytes = hold.free_name(name), len(lead) + len(data)
+        with data:  # else the file stays mapped for as long as an error remembers this frame
+            began, sent = time.monotonic(), put_object(hold, keys, name, lead, data)
         if sent:
             self._put_speed.moved(sent, began)
         self._count_put(sent)
-        n_bytes = len(lead) + len(data)
         parts = count_parts(n_bytes), n_bytes
         return RowsPlace(name, header.p0, header.p1, is_public(header.scope), *parts)
 
@@ -515,7 +522,7 @@ class SharedTier:
                 self._fetched.append(file)
         self.counters.add(fetched=1, bytes_fetched=0 if file is None else file.nbytes)
         if file is not None:
-            file.in_bucket = True
+            file.in_bucket_until = time.monotonic() + AGAIN_S
         return header.n_bytes
 
     def put_bytes_per_s(self) -> float:
