@@ -18,7 +18,7 @@ from towerd.api.http.fields import flag, integer_query
 from towerd.api.http.keys import LIMITS, TENANT, service_of
 from towerd.api.http.numbers import numbers_of
 from towerd.api.http.reply import json_reply
-from towerd.errors import InvalidRequest, NotFound, TowerdError, ThawError
+from towerd.errors import InvalidRequest, NotFound, ThawError, TowerdError
 from towerd.store import SessionInfo, Store, TurnInfo
 from towerd.store.maintenance.space import stored_rows, tier_cost
 from towerd.store.sessions.foreign import ForeignSession
