@@ -77,6 +77,8 @@ COLLECT_S = 3600.0
 """After this time it is looked whether garbage was collected on this day."""
 RETRY_S_MIN = 10.0
 RETRY_S_MAX = 600.0
+_LISTED_MAX = 1_000_000
+"""Records of all sessions, or of all bases."""
 _RECORDS_TRIED = 8
 """Of a session or base, the newest first, until one is whole."""
 
@@ -226,7 +228,7 @@ class Roaming:
         """The best record of each session or base in a folder that can be read for one of these scopes, and the scope:
         names tell nobody whose they are."""
         folders: dict[str, list[Listed]] = {}
-        for each in self._shared.bucket.listing(folder):
+        for each in self._shared.bucket.listing(folder, _LISTED_MAX):
             folders.setdefault(each.place.rpartition("/")[0], []).append(each)
         for listed in folders.values():
             for scope in scopes:

@@ -173,8 +173,10 @@ def test_two_branches(machines: list[Machine]) -> None:
         write_all(each.store, node)
     ours = one.store.session_ids(SESSION, SCOPE).tolist()
     theirs = two.store.session_ids(SESSION, SCOPE).tolist()
-    one.push()
-    two.push()
+    for each in (one, two):
+        assert not any(file.in_bucket for file in each.store.files())
+        each.push()
+        assert all(file.in_bucket for file in each.store.files())
     found = one.pull()
     assert (found["added"], found["branched"], found["tokens"]) == (2, True, len(ours))
     assert one.store.session_ids(SESSION, SCOPE).tolist() == ours
