@@ -11,7 +11,7 @@ ARGS ?=
 NAME ?= resume
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve ui models test test-all lint bench docs architectures update-llama-cpp conformance agents soak fuzz wheel sdist first-hour arm64 clean
+.PHONY: help setup serve ui models test test-all lint bench docs architectures update-llama-cpp conformance agents vllm soak fuzz wheel sdist first-hour arm64 clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -57,6 +57,11 @@ conformance: setup ## llama.cpp's own server tests on llama-server and on both e
 
 agents: setup ## Agent programs from npm and PyPI in a session with towerd; writes docs/clients.md
 	@PYTHONPATH=tests/support $(BIN)/python tests/agents/agent_sessions.py $(ARGS)
+
+vllm: setup ## Make .venv-vllm with vLLM for the CPU, test the connector there and measure it; 20 minutes on two cores
+	@deploy/vllm.sh $(BIN)/python .venv-vllm
+	TOWERD_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest -n 0 -v tests/connectors $(ARGS)
+	@$(BIN)/towerctl bench vllm --python $(CURDIR)/.venv-vllm/bin/python
 
 soak: setup ## The long attacks of the suite, then 10,000 requests under budgets that are far too small; about an hour
 	$(BIN)/pytest -m soak -v

@@ -20,6 +20,7 @@ LAB_COMMANDS = {
     "replay": "lab.commands.replay:replay",
     "cluster": "lab.commands.cluster:cluster",
     "reduce": "lab.commands.reduce:reduce",
+    "scale": "lab.commands.scale:scale",
     "bench": "lab.bench.commands:bench",
     "train": "towerd.cli.lab:train",
 }
@@ -37,7 +38,7 @@ BENCHMARKS = {
     name: f"lab.bench.daemon_commands:{name}"
     for name in (
         "memory concurrency tools models proxy soak store footprint quality transform cold longchat"
-        " volatile".split()
+        " volatile shared vllm".split()
     )
 }
 """Benchmarks of `towerctl bench`."""

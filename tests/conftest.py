@@ -27,6 +27,7 @@ SLOW = (
         "kernels/test_block_codes.py",
         "kernels/test_block_fuzz.py",
     ),
+    "connectors/test_vllm_engine.py",
     *("kernels/test_mlx_kernels.py", "kernels/test_mlx_rope_shift.py", "slots/test_hostile.py"),
     *(
         "store/test_recovery_crash.py",

@@ -41,6 +41,13 @@ def test_dashboard_asks_for_metrics_that_exist() -> None:
         assert re.search(rf"^{name}[{{ ]", text, re.MULTILINE), name
 
 
+def test_dashboard_has_all_of_the_shared_tier() -> None:
+    text = (DEPLOY / "grafana.json").read_text()
+    named = re.findall(r"^# TYPE (towerd_shared_\w+_total) ", Metrics().render({}).decode(), re.M)
+    assert len(named) >= 10
+    assert [name for name in named if f"{name}{{" not in text] == []
+
+
 def test_launchd_agent() -> None:
     agent = plistlib.loads((DEPLOY / "towerd.plist").read_bytes())
     assert agent["ProgramArguments"][-1].startswith('exec "$HOME/.local/bin/towerd" serve')

@@ -23,7 +23,7 @@ LAYERS = (
     {"sessions", "transfer"},
     {"search"},
     {"cold"},
-    {"engine"},
+    {"connectors", "engine"},
     {"model"},
     {"settings"},
     {"tiers", "tower_file"},
@@ -101,6 +101,7 @@ INNER_LAYERS = {
     ),
     "lab": (
         {"bench", "commands", "prior"},
+        {"scale"},
         {"replay", "train"},
         {"codec", "latem", "policies", "predict", "reference", "texts"},
         {"models"},

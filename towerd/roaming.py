@@ -1,8 +1,9 @@
 """Sessions and bases in the shared tier: put there, by hand or in idle time, and taken from there.
 
 A session's record holds its `.tower` file and says which objects its rows are in; a base's holds its
-tokens. Records are made anew after each turn, and the one with the most turns is taken. What is put by
-itself are the bases and the sessions with pinned segments, which people said are worth keeping.
+tokens. Records are made anew after each turn, with the turns of all that are there: a session that two machines
+continued has two branches. What is put by itself are the bases and the sessions with pinned segments, which people said are worth keeping, and what is about
+to leave the disk for want of space.
 """
 
 from __future__ import annotations
@@ -10,17 +11,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from towerd.cold import ColdTier
-from towerd.errors import InvalidRequest, NotFound, TowerdError
+from towerd.cold.coding import SessionModel
+from towerd.errors import InvalidRequest, NotFound, SessionFrozen, ThawError, TowerdError
 from towerd.slots.errors import StateError
-from towerd.store import Base, Store
+from towerd.store import Base, History, Store
+from towerd.store.sessions.branches import merged, turn_digests
 from towerd.store.sessions.turn import ANYWHERE
 from towerd.store.tree.scope import (
     adapters_of,
@@ -29,29 +35,34 @@ from towerd.store.tree.scope import (
     scope_of,
     tenant_of,
 )
-from towerd.tiers.manager import Tiers
-from towerd.tiers.shared.bucket import BucketError, ObjectDamaged, ObjectMissing
+from towerd.tiers.manager import PRESSED_SHARE, Tiers
+from towerd.tiers.shared.bucket import BucketError, Listed, ObjectDamaged, ObjectMissing
+from towerd.tiers.shared.collector import Collected
 from towerd.tiers.shared.fetcher import Fetcher
+from towerd.tiers.shared.heads import Head, Heads, read_heads
+from towerd.tiers.shared.leaving import Leaving
+from towerd.tiers.shared.naming import Naming, naming
 from towerd.tiers.shared.objects import (
     VERSION,
     BaseRecord,
     PutRows,
     R,
-    Record,
     SessionRecord,
     decode_record,
     encode,
+    put_of,
 )
 from towerd.tiers.shared.records import (
+    AGAIN,
     NamedRecord,
     RecordName,
     best_first,
     short_name,
     version_of,
 )
-from towerd.tiers.shared.tier import SharedTier
+from towerd.tiers.shared.tier import AGAIN_S, SharedTier
 from towerd.tokens import Ids, ids_array, ids_bytes
-from towerd.transfer import import_session, session_file, session_history
+from towerd.transfer import history_in, import_session, outline, session_file, session_history
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +71,14 @@ T = TypeVar("T")
 QUIET_S = 5.0
 """Something is put by itself when no request has run for this long."""
 POLL_S = 5.0
-AGAIN_S = 3600.0
-"""Time after which it is looked whether what was put is still there."""
+LEAVING_SHARE = 0.8
+"""From this share of the budget for rows on disk on, what leaves first is put, once nothing runs."""
+COLLECT_S = 3600.0
+"""After this time it is looked whether garbage was collected on this day."""
 RETRY_S_MIN = 10.0
 RETRY_S_MAX = 600.0
+_LISTED_MAX = 1_000_000
+"""Records of all sessions, or of all bases."""
 _RECORDS_TRIED = 8
 """Of a session or base, the newest first, until one is whole."""
 
@@ -76,11 +91,20 @@ class Roaming:
         self._shared, self._tiers, self._cold = shared, tiers, cold
         self.fetcher = Fetcher(shared)
         self._store: Store = cold.store
+        self._leaving = Leaving(
+            self._store,
+            shared,
+            tiers.evictor.least_valuable,
+            self.fetcher.is_worth_putting,
+            self._push_session,
+        )
         self._thread = ThreadPoolExecutor(1, "towerd-shared")
         self._task: asyncio.Task[None] | None = None
         self._put: dict[tuple[object, ...], float] = {}
         """What was put by itself, as it was then, and time.monotonic() of that."""
         self._retry_s = 0.0
+        self._collector = shared.collector()
+        self._collect_at = 0.0
 
     def stats(self) -> dict[str, Any]:
         """Counters, for /metrics and people."""
@@ -126,42 +150,190 @@ class Roaming:
         replaced."""
         return await self._do(self._pull_base, name, scope, replace)
 
+    async def remove_session(self, id: str, scope: str) -> dict[str, Any]:
+        """Delete a session there: `session`, and how many `records` it had. Its rows go with a later `collect`, unless
+        another record names them. Raises BucketError."""
+        n = await self._do(self._remove, self._session_folder(id, scope))
+        return {"session": id, "records": n}
+
+    async def remove_base(self, name: str, scope: str) -> dict[str, Any]:
+        """Delete a base of the tenant there, as `remove_session`."""
+        n = await self._do(self._remove, self._base_folder(name, scope))
+        return {"base": name, "records": n}
+
+    async def collect(self, older_than: timedelta | None, dry_run: bool) -> dict[str, Any]:
+        """Take garbage one phase further; see Collector. Raises BucketError."""
+        done = await self._do(partial(self._collector.run, older_than, dry_run=dry_run))
+        if not dry_run:
+            self._count(done)
+        return asdict(done)
+
+    async def listing(self, scope: str) -> dict[str, Any]:
+        """What a tenant can pull: `sessions` and `bases`, those put last first. Raises BucketError."""
+        return await self._do(self._listing, scope)
+
     async def _do(self, work: Callable[..., T], *args: Any) -> T:
         def run() -> T:
             try:
-                return work(*args)
+                with self._shared.held():
+                    return work(*args)
             except BucketError:
                 self._shared.counters.add(errors=1)
                 raise
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 
+    def _remove(self, folder: str) -> int:
+        done = self._collector.remove_folder(folder)
+        self._count(done)
+        return done.records
+
+    def _collect_today(self) -> None:
+        """Collect once a day, whichever daemon of the bucket comes first."""
+        if time.monotonic() >= self._collect_at:
+            self._collect_at = time.monotonic() + COLLECT_S
+            try:
+                done = self._collector.run_today()
+            except BucketError as error:  # others may have more luck
+                self._shared.counters.add(errors=1)
+                log.warning("garbage of the shared tier stays", extra={"error": error.message})
+            else:
+                self._count(done or Collected())
+
+    def _count(self, done: Collected) -> None:
+        self._shared.counters.add(collected=done.objects, bytes_collected=done.bytes)
+
+    # --- what is there, on the thread -----------------------------------------------------
+
+    def _listing(self, scope: str) -> dict[str, Any]:
+        sessions, bases = [], []
+        for named, of_session, _ in self._readable("sessions", SessionRecord, (scope,)):
+            with suppress(InvalidRequest):  # of a newer version
+                sessions.append({**outline(of_session.tower), **_told(named)})
+        for named, base, of in self._readable("bases", BaseRecord, (scope, public_of(scope))):
+            bases.append(
+                {
+                    "name": base.name,
+                    "public": is_public(of),
+                    "tokens": len(ids_array(base.ids)),
+                    **_told(named),
+                }
+            )
+        newest: dict[str, Any] = {"key": lambda each: each["put"], "reverse": True}
+        return {"sessions": sorted(sessions, **newest), "bases": sorted(bases, **newest)}
+
+    def _readable(
+        self, folder: str, kind: type[R], scopes: Sequence[str]
+    ) -> Iterator[tuple[NamedRecord, R, str]]:
+        """The best record of each session or base in a folder that can be read for one of these scopes, and the scope:
+        names tell nobody whose they are."""
+        folders: dict[str, list[Listed]] = {}
+        for each in self._shared.bucket.listing(folder, _LISTED_MAX):
+            folders.setdefault(each.place.rpartition("/")[0], []).append(each)
+        for listed in folders.values():
+            for scope in scopes:
+                best = best_first(listed, self._shared.model_name(scope))[:1]
+                data = self._shared.own_record(scope, best[0].place) if best else None
+                if data is not None:
+                    with suppress(StateError):
+                        yield best[0], decode_record(data, kind), scope
+                    break
+
     # --- sessions, on the thread ----------------------------------------------------------
 
-    def _push_session(self, id: str, scope: str | None) -> dict[str, Any]:
+    def _push_session(
+        self, id: str, scope: str | None, more: PutRows | None = None
+    ) -> dict[str, Any]:
+        """more: rows of other branches, which the record is to name"""
         self._tiers.flush()  # rows may be only in RAM
         scope = self._store.session(id, scope).scope
-        model = self._cold.coding.model()
-        history = session_history(self._store, model, id, scope)
-        tower, ids = session_file(self._store, model, history), history.ids(history.leaf)
-        put = self._shared.put_path(ids, scope)
-        record = SessionRecord(**self._common(put, scope), tower=tower)
-        place, texts = self._session_folder(id, scope), ids_bytes(history.stream)
-        self._put_record(place, len(history.turns), texts, record, scope)
+        self._shared.start_writing()  # before records are read whose rows may be named again
+        model, folder = self._cold.coding.model(), self._session_folder(id, scope)
+        here = session_history(self._store, model, id, scope)
+        put = own = self._shared.put_path(here.ids(here.leaf), scope)
+        listed = self._records(folder, scope)
+        heads = self._heads(listed, scope).found
+        history, contained = _union(model, here, heads)
+        more = self._named([head for head in heads if head.text in contained], more or PutRows())
+        others = list(more.rows)
+        if history.leaf != here.leaf:  # it continued elsewhere
+            others += put.rows
+            put = self._shared.put_path(history.ids(history.leaf), scope)
+        turns, texts = sorted(turn_digests(history)), {each.name.text for each in listed}
+        text = self._text(b"".join(turns), scope)
+        bases = {each.basis: each for each in (*more.transform_bases, *put.transform_bases)}
+        record = SessionRecord(
+            **self._common(PutRows(put.rows, list(bases.values()), put.checkpoints), scope),
+            tower=session_file(self._store, model, history),
+            turns=turns,
+            contains=sorted((contained & texts) - {text}),
+            others=sorted(set(others) - set(put.rows), key=lambda place: (place.p0, place.name)),
+        )
+        named = naming(
+            [*put_of(record).objects, *PutRows(others).objects, *more.objects],
+            turns,
+            _branch(history),
+        )
+        self._put_record(folder, len(turns), text, record, scope, named)
+        ids = here.ids(here.leaf)
+        self._shared.kept(ids, scope, own)
         return {"session": id, "tokens": len(ids), "rows": min(put.n_tokens, len(ids))}
 
+    def _named(self, heads: Sequence[Head], more: PutRows) -> PutRows:
+        """`more`, and what records name of this model and is not about to go."""
+        found = PutRows(list(more.rows), list(more.transform_bases), more.checkpoints)
+        for record in (head.record for head in heads):
+            if record.row_identity == self._store.state.digest:
+                found.rows.extend((*record.rows, *record.others))
+                found.transform_bases.extend(record.transform_bases)
+        return self._shared.lasting(found)
+
     def _pull_session(self, id: str, scope: str) -> dict[str, Any]:
-        since = self._store.deletions.watch()
-        found = self._records(self._session_folder(id, scope), scope)
-        record = self._record(found, scope, SessionRecord, f"session {id!r}")
-        model = self._cold.coding.model()
-        done = import_session(self._store, model, record.tower, tenant_of(scope), since)
-        session, n_rows = done["session"], 0
-        if not session["tokenizer"]:
-            own = scope_of(tenant_of(scope), record.adapters)
+        since, what = self._store.deletions.watch(), f"session {id!r}"
+        heads = self._heads(self._records(self._session_folder(id, scope), scope), scope)
+        if not heads.found:
+            raise heads.problem or _not_there(what)
+        model, before = self._cold.coding.model(), self._leaf(id, scope)
+        done, problem = [], None
+        for head in heads.found:
+            try:
+                entered = import_session(
+                    self._store, model, head.record.tower, tenant_of(scope), since
+                )
+                done.append((head.record, entered))
+            except (
+                InvalidRequest,
+                SessionFrozen,
+                ThawError,
+            ) as error:  # the other branches may be sound
+                problem = problem or error
+        if not done:
+            assert problem is not None
+            raise problem
+        own = [each for each in done if not each[1]["session"]["tokenizer"]]
+        last, n_rows = (own or done)[-1][1], 0
+        session = last["session"]
+        for record, _ in own:
+            path = scope_of(tenant_of(scope), record.adapters)
             ids = self._store.session_ids(id, session["scope"])
-            n_rows = self._fetch(record, ids, own, since)
-        return {**done, "tokens": session["n_tokens"], "rows": n_rows}
+            n_rows = max(n_rows, self._fetch(record, ids, path, since))
+        added = sum(entered["added"] for _, entered in own or done)
+        is_branch = added > 0 and before is not None and before == session["leaf"]
+        found = {"added": added, "branched": is_branch, "tokens": session["n_tokens"]}
+        return {**last, **found, "rows": n_rows}
+
+    def _leaf(self, id: str, scope: str) -> int | None:
+        """The end of a session's current branch here, if there is one."""
+        try:
+            return self._store.session(id, tenant_of(scope)).leaf
+        except NotFound:
+            return None
+
+    def _heads(self, listed: Sequence[NamedRecord], scope: str) -> Heads:
+        def read(place: str) -> SessionRecord:
+            return decode_record(self._shared.read_record(scope, place), SessionRecord)
+
+        return read_heads(listed, read)
 
     # --- bases, on the thread -------------------------------------------------------------
 
@@ -192,10 +364,13 @@ class Roaming:
         found, text = self._records(folder, base.scope), self._text(record.ids, base.scope)
         version = version_of(text, found, is_newest=not by_itself)
         model = self._shared.model_name(base.scope)
-        known = [each.name for each in found if each.name.text == text]
+        known = [each.name for each in self._put_lately(found) if each.name.text == text]
         n_there = max((each.n_rows for each in known if each.model == model), default=0)
         if not (by_itself and known and put.n_tokens <= n_there):
-            self._put_record(folder, version, record.ids, record, base.scope)
+            what = [text.encode()]
+            named = naming(put_of(record).objects, what, what)
+            self._put_record(folder, version, text, record, base.scope, named)
+        self._shared.kept(ids, base.scope, put)
         return {"base": base.name, "tokens": len(ids), "rows": min(put.n_tokens, len(ids))}
 
     def _pull_base(self, name: str, scope: str, replace: bool) -> dict[str, Any]:
@@ -242,22 +417,34 @@ class Roaming:
             "adapters": adapters_of(scope),
             "rows": put.rows,
             "transform_bases": put.transform_bases,
+            "checkpoints": put.checkpoints,
         }
 
     def _text(self, data: bytes, scope: str) -> str:
         return short_name(self._shared.keys(scope), "text", data)
 
+    def _put_lately(self, found: Sequence[NamedRecord]) -> list[NamedRecord]:
+        """Those that need not be put again to stay."""
+        with self._shared.held() as hold:
+            now = hold.now() if found else None
+        return [each for each in found if now is not None and now - each.modified < AGAIN]
+
     def _put_record(
-        self, folder: str, version: int, text: bytes, record: Record, scope: str
+        self,
+        folder: str,
+        version: int,
+        text: str,
+        record: SessionRecord | BaseRecord,
+        scope: str,
+        named: Naming,
     ) -> None:
-        """text: the bytes of its token ids"""
-        data, n_rows = encode(record), PutRows(record.rows).n_tokens
+        data, n_rows = encode(record), put_of(record).n_tokens
         content, model = (
             self._shared.keys(scope).name("record", data),
             self._shared.model_name(scope),
         )
-        name = RecordName(version, self._text(text, scope), model, n_rows, content)
-        self._shared.put_record(scope, f"{folder}/{name}", data)
+        name = RecordName(version, text, model, n_rows, content)
+        self._shared.put_record(scope, folder, name, data, named)
 
     def _records(self, folder: str, scope: str) -> list[NamedRecord]:
         """Those of a folder, the best for this daemon first. Raises BucketError."""
@@ -266,10 +453,7 @@ class Roaming:
     def _record(self, listed: Sequence[NamedRecord], scope: str, kind: type[R], what: str) -> R:
         """The first record that is whole. Raises NotFound, BucketError."""
         if not listed:
-            raise NotFound(
-                f"The shared tier has no {what} for this tenant and key: put it there with "
-                "towerctl shared push, where it is."
-            )
+            raise _not_there(what)
         problem: BucketError | None = None
         for each in listed[:_RECORDS_TRIED]:
             try:
@@ -286,7 +470,7 @@ class Roaming:
     ) -> int:
         """Fetch the rows of a record, and those that others put of its tokens; returns the tokens that have some
         here."""
-        put = PutRows(record.rows, record.transform_bases)
+        put = put_of(record)
         try:
             if record.row_identity == self._store.state.digest:
                 self._shared.fetch_path(put, ids, scope, since)
@@ -294,7 +478,7 @@ class Roaming:
             if n_stored < len(ids) - 1:  # the last token may have no row
                 others = self._shared.find(ids, scope, n_stored)
                 if others is not None:
-                    self._shared.fetch_path(others, ids, scope, since)
+                    self._shared.fetch_path(others.put, ids, scope, since)
         except TowerdError as error:  # what has come stays
             self._shared.counters.add(errors=int(isinstance(error, BucketError)))
             log.warning("rows were not fetched", extra={"error": error.message})
@@ -305,18 +489,31 @@ class Roaming:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(max(POLL_S, self._retry_s))
-            if self._cold.idle_s() < QUIET_S:
-                continue
             try:
+                while await self._do(self._put_leaving):
+                    pass
                 has_more = True
                 while has_more and self._cold.idle_s() >= QUIET_S:
                     has_more = await self._do(self._put_next)
                 self._retry_s = 0.0
+                if self._cold.idle_s() >= QUIET_S:
+                    await self._do(self._collect_today)
             except Exception as error:  # no failure may end it
                 said = error.message if isinstance(error, TowerdError) else repr(error)
                 if not self._retry_s:
                     log.warning("nothing is put into the shared tier now", extra={"error": said})
                 self._retry_s = min(RETRY_S_MAX, max(RETRY_S_MIN, 2 * self._retry_s))
+
+    def _put_leaving(self) -> bool:
+        """Put what leaves the disk next, if its space is short; False if there is nothing. Raises BucketError."""
+        share = LEAVING_SHARE if self._cold.idle_s() >= QUIET_S else PRESSED_SHARE
+        try:
+            return self._leaving.put_next(int(share * self._tiers.warm_bytes_max))
+        except BucketError:
+            raise
+        except TowerdError as error:  # of one file
+            log.warning("not put into the shared tier", extra={"error": error.message})
+            return True
 
     def _put_next(self) -> bool:
         """Put the next base or pinned session that is not in the bucket as it is here; False if all are."""
@@ -362,3 +559,40 @@ class Roaming:
         with self._store.locked():
             nodes = self._store.match(ids, scope).nodes
             return tuple(node.file.id for node in nodes if node.file is not None)
+
+
+def _told(named: NamedRecord) -> dict[str, Any]:
+    """What a record's name says of it."""
+    return {"rows": named.name.n_rows, "put": named.modified.timestamp()}
+
+
+def _not_there(what: str) -> NotFound:
+    return NotFound(
+        f"The shared tier has no {what} for this tenant and key: put it there with towerctl shared push, where it is."
+    )
+
+
+def _union(
+    model: SessionModel, history: History, heads: Sequence[Head]
+) -> tuple[History, set[str]]:
+    """A session with the turns of all records of its vocabulary, and the texts of records whose turns it has."""
+    contained: set[str] = set()
+    for head in heads:
+        record = head.record
+        if not record.turns or not {*record.turns} <= {*turn_digests(history)}:
+            try:
+                other = history_in(model, record.tower)
+            except InvalidRequest as error:
+                log.warning("a record cannot be used", extra={"error": error.message})
+                continue
+            if other is None:
+                continue  # it stays beside this one
+            history = merged(history, other)
+        contained |= {head.text, *record.contains}
+    return history, contained
+
+
+def _branch(history: History) -> list[bytes]:
+    """The digests of the turns of the current branch."""
+    digests = turn_digests(history)
+    return [digests[place] for place in history.branch()]

@@ -62,7 +62,7 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
             Coding(lambda: vocabulary_source(engine.info), store.tables, config.codec_model),
             freeze_after_s=config.freeze_after_s,
             on_frozen=opened.forget,
-            has_checkpoint=opened.has_checkpoint,
+            has_checkpoint=None if opened.checkpoints is None else opened.checkpoints.has,
         )
         search = await asyncio.to_thread(open_search, store, cold.coding, config.search)
         roaming = _roaming(shared, tiers, cold)
@@ -145,8 +145,14 @@ def _shared_tier(
     from towerd.tiers.shared.tier import SharedTier
 
     key = master_key(config.shared_key, config.store_dir)
-    has_rows = opened.has_checkpoint is None
-    return SharedTier(opened.store, bucket, key, opened.tiers.fidelity, has_rows=has_rows)
+    return SharedTier(
+        opened.store,
+        bucket,
+        key,
+        opened.tiers.fidelity,
+        has_rows=bool(opened.tiers.layout.planes),
+        checkpoints=opened.checkpoints,
+    )
 
 
 def _roaming(shared: SharedTier | None, tiers: Tiers, cold: ColdTier) -> Roaming | None:

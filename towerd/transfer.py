@@ -73,6 +73,33 @@ def session_file(store: Store, model: SessionModel, history: History) -> bytes:
     return write(TowerFile(source, history, words))
 
 
+def history_in(model: SessionModel, data: bytes) -> History | None:
+    """The session of a `.tower` file; None if it is of another vocabulary than the served model's. Raises
+    TowerFileError."""
+    from towerd.tower_file import read
+
+    file = read(data)
+    if file.source.vocabulary != model.codec.vocabulary_hash:
+        return None
+    return file.whole(model.codec.vocabulary)
+
+
+def outline(data: bytes) -> dict[str, Any]:
+    """Of the session of a `.tower` file: `id`, `title`, `model`, `turns`, `tokens` of its current branch. Raises
+    TowerFileError."""
+    from towerd.tower_file import read
+
+    file = read(data)
+    history = file.history
+    return {
+        "id": history.id,
+        "title": history.title,
+        "model": file.source.name,
+        "turns": len(history.turns),
+        "tokens": history.turns[history.leaf].n,
+    }
+
+
 def export_foreign(store: Store, id: str, scope: str | None, tokenizer: str = "") -> bytes:
     """A session of another tokenizer as the bytes of a `.tower` file, with the words that the store
     keeps. A frozen one has the text of its blob, if its ids take the tokenizer. Raises NotFound,
@@ -128,10 +155,10 @@ def import_session(
     since: DeletionWatch | None = None,
 ) -> dict[str, Any]:
     """Enter the session of a `.tower` file for a tenant; one of another vocabulary is listed and read
-    as text. Returns `session`, `added` (the number of turns that were not here) and `bases` (the
-    precached prompts that it begins with, and whether each of them is here).
+    as text. Turns that continue otherwise than here are branches. Returns `session`, `added` (the number of
+    turns that were not here) and `bases` (the precached prompts that it begins with, and whether each of them is here).
 
-    Raises TowerFileError, InvalidRequest (another session has its id), ThawError or SessionFrozen
+    Raises TowerFileError, InvalidRequest, ThawError or SessionFrozen
     (the session here is frozen and cannot be compared), SessionDeleted (it was deleted `since`) or
     DiskFull."""
     from towerd.tower_file import read

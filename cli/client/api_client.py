@@ -114,9 +114,11 @@ class ApiClient:
         shape = ("results", list[replies.FoundSessionShape])
         return self._get(f"{OWN}/search", shape, q=typed, limit=limit, scope=scope)
 
-    def delete_session(self, id: str, scope: str | None = None, tokenizer: str = "") -> None:
+    def delete_session(self, id: str, scope: str | None = None, tokenizer: str = "") -> bool:
+        """Whether a copy in the shared tier may be left."""
         query = {"scope": scope} | ({"tokenizer": tokenizer} if tokenizer else {})
-        self._ask("DELETE", _path(id), ("deleted", str), query=query)
+        found = self._ask("DELETE", _path(id), ("deleted", str), query=query)
+        return bool(found.get("shared"))
 
     def freeze_session(self, id: str, scope: str | None = None) -> Json:
         """Freeze a session: `session`, and `changed`: it was not frozen yet."""
@@ -156,9 +158,24 @@ class ApiClient:
         path, query = f"{OWN}/sessions/import", {"scope": scope}
         return self._ask("POST", path, replies.ImportedShape, data, query, timeout_s=None)
 
+    def shared_rm(self, what: Json) -> Json:
+        """Delete a session or base from the shared tier: what it was, and its `records`."""
+        return self._ask("POST", f"{OWN}/shared/rm", ("records", int), what, timeout_s=None)
+
+    def shared_gc(self, older_than_days: float | None, dry_run: bool) -> Json:
+        """Collect garbage of the shared tier: what was deleted, and what is garbage."""
+        body = {"dry_run": dry_run, "older_than_days": older_than_days}
+        shape = replies.SharedCollectedShape
+        return self._ask("POST", f"{OWN}/shared/gc", shape, body, timeout_s=None)
+
     def shared(self, verb: str, what: Json) -> Json:
         """`push` or `pull` a session or a base: its `tokens`, and those with `rows` there or here."""
         return self._ask("POST", f"{OWN}/shared/{verb}", replies.PushedShape, what, timeout_s=None)
+
+    def shared_listing(self, scope: str | None) -> Json:
+        """The `sessions` and `bases` that a tenant can pull."""
+        query = {"scope": scope}
+        return self._ask("GET", f"{OWN}/shared", replies.SharedShape, query=query, timeout_s=None)
 
     def _post_session(self, id: str, scope: str | None, verb: str) -> Json:
         def post(path: str) -> Json:

@@ -123,6 +123,44 @@ class PushedShape(TypedDict):
     rows: int
 
 
+class SharedCollectedShape(TypedDict):
+    """What was deleted from the shared tier, and what is garbage there."""
+
+    objects: int
+    bytes: int
+    records: int
+    waiting_objects: int
+    waiting_bytes: int
+
+
+class SharedSessionShape(TypedDict):
+    """A session in the shared tier."""
+
+    id: str
+    title: str
+    turns: int
+    tokens: int
+    rows: int
+    put: float
+
+
+class SharedBaseShape(TypedDict):
+    """A base in the shared tier."""
+
+    name: str
+    public: bool
+    tokens: int
+    rows: int
+    put: float
+
+
+class SharedShape(TypedDict):
+    """What is in the shared tier."""
+
+    sessions: list[SharedSessionShape]
+    bases: list[SharedBaseShape]
+
+
 class FoundSessionShape(TypedDict):
     """A result of a search."""
 

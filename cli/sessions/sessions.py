@@ -244,9 +244,17 @@ def _print_text(text: str | None, *, whole: bool) -> None:
 @click.argument("names", metavar="SESSION...", nargs=-1, required=True)
 @click.option("--scope", metavar="TENANT", help="Whose, if several tenants have one of this name.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@click.option("--shared", is_flag=True, help="In the store that the daemon shares, too.")
 @json_option
 @target_options
-def rm(names: tuple[str, ...], scope: str | None, yes: bool, as_json: bool, target: Target) -> None:
+def rm(
+    names: tuple[str, ...],
+    scope: str | None,
+    yes: bool,
+    shared: bool,
+    as_json: bool,
+    target: Target,
+) -> None:
     """Forget each SESSION. The next gc removes its segments, unless others need them."""
     from towerd.cli.output import echo_json
 
@@ -255,12 +263,23 @@ def rm(names: tuple[str, ...], scope: str | None, yes: bool, as_json: bool, targ
         found = list({(each["scope"], each["id"]): each for each in asked}.values())
         if not yes:
             _confirm(found)
+        may_be_left = False
         for session in found:
-            backend.delete_session(session["id"], session["scope"], session["tokenizer"])
+            if shared:
+                backend.shared_rm({key: session[of] for key, of in _SHARED_RM})
+            which = session["id"], session["scope"], session["tokenizer"]
+            may_be_left |= backend.delete_session(*which) and not shared
     if as_json:
         echo_json({"deleted": [session["id"] for session in found]})
     else:
         click.echo(f"Forgot {_count(found)}; towerctl gc frees the space.")
+        if may_be_left:
+            click.echo(
+                "What was put into the shared store stays there: towerctl shared rm deletes it."
+            )
+
+
+_SHARED_RM = (("session", "id"), ("scope", "scope"))
 
 
 def _confirm(found: list[Json]) -> None:

@@ -1,4 +1,4 @@
-"""`towerctl shared push`, `towerctl shared pull`: sessions and bases to the shared tier and from it."""
+"""`towerctl shared`: sessions and bases to the shared tier and from it, and what is deleted there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from towerd.cli.client.target import Target, connect, json_option, target_option
 from towerd.cli.client.transport import Json
 from towerd.errors import ConfigError
 
+TITLE_CHARS = 60
 BASE_HELP = "A precached base instead of a session."
+
+
+def _days(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    """30d -> 30.0."""
+    try:
+        return None if value is None else float(value.removesuffix("d"))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no number of days, such as 30d.") from None
 
 
 @click.group()
@@ -61,6 +70,93 @@ def pull(
     _say(found, "Took", "here", what, as_json)
 
 
+@shared.command()
+@click.argument("session", required=False)
+@click.option("--base", metavar="NAME", help=BASE_HELP)
+@click.option("--scope", metavar="TENANT", help="Whose it is there.")
+@json_option
+@target_options
+def rm(
+    session: str | None, base: str | None, scope: str | None, as_json: bool, target: Target
+) -> None:
+    """Delete SESSION, by its whole id, from the shared store; what is here stays."""
+    from towerd.cli.output import clean, echo_json
+
+    what = _what(session, base, scope)
+    with connect(target) as backend:
+        found = backend.shared_rm(what)
+    kind = "session" if "session" in what else "base"
+    if as_json:
+        echo_json(found)
+    elif found["records"]:
+        click.echo(
+            f"Deleted {kind} {clean(what[kind])} from the shared store; towerctl shared gc frees the space."
+        )
+    else:
+        click.echo(f"The shared store has no {kind} {clean(what[kind])}.")
+
+
+@shared.command()
+@click.option("--dry-run", is_flag=True, help="Only show what would be deleted.")
+@click.option(
+    "--older-than",
+    metavar="DAYS",
+    callback=_days,
+    help="Also what no daemon put for so long, such as 30d.",
+)
+@json_option
+@target_options
+def gc(dry_run: bool, older_than: float | None, as_json: bool, target: Target) -> None:
+    """Delete from the shared store what nothing needs: first it is listed, an hour or more later it goes."""
+    from towerd.cli.output import echo_json, size
+
+    with connect(target) as backend:
+        found = backend.shared_gc(older_than, dry_run)
+    if as_json:
+        echo_json({"dry_run": dry_run, **found})
+        return
+    waiting = f"{found['waiting_objects']:,} objects ({size(found['waiting_bytes'])})"
+    if dry_run:
+        records = f"{found['records']:,} records would be deleted"
+        click.echo(f"{records}; {waiting} are garbage. Nothing was changed.")
+        return
+    click.echo(f"Deleted {found['objects']:,} objects ({size(found['bytes'])}).")
+    if found["waiting_objects"]:
+        click.echo(f"{waiting} are garbage; the next gc in an hour or later deletes them.")
+
+
+@shared.command(name="list")
+@click.option("--scope", metavar="TENANT", help="What this tenant can pull.")
+@json_option
+@target_options
+def list_(scope: str | None, as_json: bool, target: Target) -> None:
+    """List the sessions and bases that can be pulled from the shared store."""
+    from towerd.cli.output import ago, echo_json, preview, show_table
+
+    with connect(target) as backend:
+        found = backend.shared_listing(scope)
+    if as_json:
+        echo_json(found)
+        return
+    if not found["sessions"] and not found["bases"]:
+        click.echo("Nothing is there for this tenant and key.")
+        return
+    sessions = [
+        ("session", each["id"], each["turns"], *_sizes(each), ago(each["put"]), each["title"])
+        for each in found["sessions"]
+    ]
+    bases = [
+        ("base", each["name"], "", *_sizes(each), ago(each["put"]), "") for each in found["bases"]
+    ]
+    rows = [(*cells, preview(title, TITLE_CHARS)) for *cells, title in sessions + bases]
+    show_table(("kind", "name", ">turns", ">tokens", ">with state", "put", "title"), rows)
+
+
+def _sizes(each: Json) -> tuple[str, str]:
+    tokens, rows = each["tokens"], each["rows"]
+    return f"{tokens:,}", f"{min(tokens, rows):,}"
+
+
 def _what(session: str | None, base: str | None, scope: str | None) -> Json:
     """What is asked of the daemon. Raises ConfigError."""
     if (session is None) == (base is None):
@@ -78,4 +174,9 @@ def _say(found: Json, verb: str, where: str, what: Json, as_json: bool) -> None:
     kind = "session" if "session" in what else "base"
     tokens, rows = found["tokens"], found["rows"]
     of_rows = f"{rows:,} of its {tokens:,} tokens have their state {where}"
-    click.echo(f"{verb} {kind} {clean(what[kind])}; {of_rows}.")
+    branch = ""
+    if found.get("branched"):
+        added = found["added"]
+        were, are = ("turn was", "is a branch") if added == 1 else ("turns were", "are branches")
+        branch = f"; {added:,} {were} not here, and {are} beside the current one"
+    click.echo(f"{verb} {kind} {clean(what[kind])}; {of_rows}{branch}.")

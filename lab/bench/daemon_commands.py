@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,10 +66,38 @@ def soak(model: Path | None, quick: bool) -> None:
 
 
 @click.command()
+@click.option(
+    "--python",
+    default=sys.executable,
+    show_default="this one",
+    help="The Python interpreter of an environment with vLLM and towerd.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(1024, 16384),
+    default=3000,
+    show_default=True,
+    help="Length of the stored prompt.",
+)
+@QUICK
+def vllm(python: str, tokens: int, quick: bool) -> None:
+    """Time to the first token of a stored prompt in vLLM, against evaluating it, its ExampleConnector and LMCache."""
+    _run("vllm.first_tokens", None, quick, python=python, tokens=tokens)
+
+
+@click.command()
 @QUICK
 def store(quick: bool) -> None:
     """Load time, look-up time and size of a store of 100,000 segments."""
     _run("store", None, quick)
+
+
+@click.command()
+@MODEL
+@QUICK
+def shared(model: Path | None, quick: bool) -> None:
+    """A chat of another machine through an S3 server, against its prefill and a plain copy of the bytes."""
+    _run("shared", model, quick)
 
 
 @click.command()

@@ -50,9 +50,10 @@ class GrowingStore:
     rng: np.random.Generator
     bots: list[Ids]
     n: int = 0
+    n_vocab: int = _N_VOCAB
 
     def tokens(self, n: int) -> Ids:
-        return self.rng.integers(300, _N_VOCAB, n).astype(np.int32)
+        return self.rng.integers(300, self.n_vocab, n).astype(np.int32)
 
     def add_session(self) -> None:
         """A bot's prompt, what the user said, and the reply: 4,000 tokens with rows."""
@@ -67,7 +68,7 @@ class GrowingStore:
     def fill(self, ids: Ids) -> None:
         """Give random rows to the nodes on the path of `ids` that have none, and write them."""
         for gap in self.tiers.gaps(ids, "local"):
-            self.tiers.accept(gap, _rows(self.layout, self.rng, gap.p0, gap.p1))
+            self.tiers.accept(gap, random_rows(self.layout, self.rng, gap.p0, gap.p1))
         self.tiers.flush()
 
     def settle(self) -> None:
@@ -107,14 +108,15 @@ async def run(
     return report
 
 
-def _layout() -> KVLayout:
+def small_layout() -> KVLayout:
+    """One layer of 512 numbers a plane, in f16."""
     plane = Plane(BY_NAME["f16"].ggml_type, 512)
     return KVLayout((plane,), (plane,))
 
 
 def _open(root: Path, formats: LevelFormats) -> GrowingStore:
     """The store with its bases; sessions that it already has are counted."""
-    layout = _layout()
+    layout = small_layout()
     row_identity = RowIdentity("footprint", "llama", "bench", {}, (), layout, False, False, False)
     store = Store.open(root, row_identity)
     tiers = Tiers(
@@ -149,7 +151,9 @@ def _add_bases(population: GrowingStore) -> list[Ids]:
     return [base(f"bot {i}", communities[i % _COMMUNITIES], 2) for i in range(_BOTS)]
 
 
-def _rows(layout: KVLayout, rng: np.random.Generator, p0: int, p1: int) -> KVRows:
+def random_rows(layout: KVLayout, rng: np.random.Generator, p0: int, p1: int) -> KVRows:
+    """Normal random numbers for the positions [p0, p1)."""
+
     def plane(row_bytes: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
         values = rng.standard_normal((p1 - p0, row_bytes // 2), np.float32)
         return values.astype(np.float16).view(np.uint8)
@@ -160,14 +164,15 @@ def _rows(layout: KVLayout, rng: np.random.Generator, p0: int, p1: int) -> KVRow
     return KVRows(layout, positions, k, v)
 
 
-def _slot_file_bytes(n_tokens: int) -> int:
-    return _SLOT_HEAD_BYTES + 4 * n_tokens + state_size(_layout(), n_tokens, 1)
+def slot_file_bytes(n_tokens: int) -> int:
+    """Bytes of llama-server's slot file of so many tokens, of the small layout."""
+    return _SLOT_HEAD_BYTES + 4 * n_tokens + state_size(small_layout(), n_tokens, 1)
 
 
 def _figures(report: Report, curve: dict[int, float]) -> None:
-    figures, token_bytes = report.figures, _layout().token_bytes
+    figures, token_bytes = report.figures, small_layout().token_bytes
     figures["native_bytes_per_token"] = token_bytes
-    slot = figures["slot_file_bytes_per_session"] = _slot_file_bytes(4 * _SEGMENT)
+    slot = figures["slot_file_bytes_per_session"] = slot_file_bytes(4 * _SEGMENT)
     n_bases = 1 + _COMMUNITIES + _BOTS
     for n, n_bytes in curve.items():
         figures[f"per_session_bytes_{n}"] = n_bytes

@@ -27,6 +27,8 @@ QUICK_WORK = {
     "proxy": Work(0, 0, 0, starts=4, other_s=100),
     # 120 requests took 58 s of CPU, in both processes.
     "soak": Work(0, 0, 0, other_s=500 * 0.5),
+    # Five engines, each 25 s of CPU until it is ready.
+    "vllm.first_tokens": Work(0, 0, 0, starts=0, other_s=5 * 50),
     # 5.4 s with 4.1 s of CPU.
     "store": Work(0, 0, 0, starts=0, other_s=10),
     # Prefixes of 7,025 tokens, then 30 tables on 16 continuations of 64 tokens; drift on two.
@@ -56,6 +58,9 @@ QUICK_WORK = {
     "prediction.gains": Work(SMOLLM2, 5000, 0, starts=1, other_s=72),
     # 3.1 s with 2.8 s of CPU.
     "latem.costs": Work(0, 0, 0, starts=0, other_s=6),
+    # A chat of 2,048 tokens is evaluated at its start, and once more when the server is gone; warm-ups of 96 tokens.
+    # The rest: 500 chats of random rows, pushed; the S3 server starts.
+    "shared": Work(SMALL, 2 * 2049 + 5 * 96, 5 * 16, starts=5, other_s=80),
     # Three templates, without and with anticipation: five replies of 200 tokens, and 150 of thinking.
     "anticipation": Work(SMOLLM2, 6 * 5 * 300, 2 * 5 * (200 + 350 + 350), starts=6),
     # Three sessions of 3,438 tokens on three servers, then 7,984 tokens behind nine changes on four; a

@@ -60,10 +60,12 @@ def test_a_chat_roams(make_daemon: MakeDaemon, place: Place) -> None:
         assert there[:2] == here[:2]
         assert there[2] == {"live": 0, "hot": 0, "warm": len(ids) - 1, "prefill": 2}
         shared(two, "push", session)
-        assert "differs from turn" in run_towerctl(one, "shared", "pull", session).stderr
+        ids += [13, *there[0]]
+        said = run_towerctl(one, "shared", "pull", session).stdout
+        assert "; 1 turn was not here, and is a branch beside the current one.\n" in said
+        assert one.session_ids(session) == ids  # both answered alike, each in a turn of its own
         requests.delete(f"{one.url}/towerd/v1/sessions/{session}", timeout=30)
         assert shared(one, "pull", session)["added"] == 2
-        ids += [13, *there[0]]
         assert one.session_ids(session) == ids
         assert say(one, [*ids, 14])[2]["prefill"] <= 2
         assert metric(two, "damaged_total") == metric(two, "errors_total") == 0
@@ -103,8 +105,14 @@ def test_a_base_is_put_by_itself(make_daemon: MakeDaemon, tmp_path: Path) -> Non
         assert said == f"Took base tale; {n} of its {n} tokens have their state here.\n"
         (base,) = two.get("/towerd/v1/bases")["bases"]
         assert (base["name"], base["public"], base["level"], base["tokens"]) == ("tale", True, 1, n)
+        (chat,), (listed,) = shared(two, "list").values()
+        assert (listed["name"], listed["public"], listed["rows"]) == ("tale", True, n)
+        assert (chat["id"], chat["turns"]) == (session, 1)
         taken = shared(two, "pull", session)
         assert (taken["added"], taken["rows"]) == (1, taken["tokens"] - 1)
+        assert taken["tokens"] == chat["tokens"]
+        assert session in run_towerctl(two, "shared", "list").stdout
+        assert shared(two, "list", "--scope", "guest")["sessions"] == []
         assert two.stop() == 0
     with two.stored():
         pass

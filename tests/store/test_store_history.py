@@ -118,19 +118,24 @@ def test_more_turns_are_added(store: Store, other: Store) -> None:
     assert seen(other) == seen(store)
 
 
-def test_a_session_that_differs_is_left_alone(store: Store, other: Store) -> None:
-    """The same id with other turns is refused, by name and place, and nothing changes."""
+def test_a_session_that_differs_has_branches(store: Store, other: Store) -> None:
+    """Turns that continue otherwise than here are added beside those here, which stay where they are."""
     store.commit_turn(turn_of([1, 2], [3], session="chat"))
-    history = store.history("chat")
-    other.add_history(history, "local")
+    other.add_history(store.history("chat"), "local")
     for each, more in ((store, [8]), (other, [9])):
         each.commit_turn(turn_of([1, 2, 3, *more], [5], session="chat"))
-    before, nodes = seen(other), len(other.nodes())
-    with pytest.raises(InvalidRequest, match="'chat' here, which differs from turn 2 on"):
-        other.add_history(store.history("chat"), "local")
-    assert seen(other) == before
-    assert len(other.nodes()) == nodes
+    before = seen(other)
+    assert other.add_history(store.history("chat"), "local") == 1
+    after = seen(other)
+    assert after["ids"] == before["ids"] == [1, 2, 3, 9, 5]
+    assert after["turns"][:2] == before["turns"]
+    assert after["turns"][2][0] == 0
+    assert after["turns"][2][7] is False
+    assert store.add_history(other.history("chat"), "local") == 1
     other.check_integrity(keys=True)
+    other.commit_turn(turn_of([1, 2, 3, 9, 5, 6], [7], session="chat"))
+    assert store.add_history(other.history("chat"), "local") == 1
+    assert store.session_ids("chat").tolist() == [1, 2, 3, 8, 5]
 
 
 def test_rows_that_are_there_are_used(store: Store, other: Store) -> None:

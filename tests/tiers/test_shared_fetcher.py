@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 from obstore.store import LocalStore
-from store_tools import ROW_IDENTITY, make_hot, write_all
+from store_tools import ROW_IDENTITY, make_hot, moved_rows_of, rows_of, write_all
 
 from towerd.store import Store
 from towerd.tiers.shared import fetcher as module
-from towerd.tiers.shared import tier as tier_module
+from towerd.tiers.shared import measured_speed
 from towerd.tiers.shared.bucket import Bucket, open_bucket
 from towerd.tiers.shared.fetcher import Fetcher
 from towerd.tiers.shared.tier import SharedTier
+from towerd.tokens import Provenance
 
 IDS = np.arange(1000, dtype=np.int32)
 
@@ -82,7 +83,7 @@ async def test_a_fork_is_no_damage(stores: tuple[Store, Store], tmp_path: Path) 
 async def test_a_measure_of_the_bucket_is_not_for_ever(
     stores: tuple[Store, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slow bucket is not asked for rows; ten minutes later it is again. Any fetch is a measure."""
+    """A slow bucket is not asked for rows; ten minutes later it is again. Any long fetch is a measure."""
     one, two = stores
     put = []
     for start in (0, 5000):
@@ -90,6 +91,7 @@ async def test_a_measure_of_the_bucket_is_not_for_ever(
         write_all(one, one.insert(ids, "local", [1000])[-1])
         put.append(tier_of(one, tmp_path).put_path(ids, "local"))
     shared = tier_of(two, tmp_path)
+    monkeypatch.setattr("towerd.tiers.shared.measured_speed.MEASURED_BYTES_MIN", 1 << 16)
     shared.fetch_path(put[0], IDS, "local")
     assert shared.bytes_per_s() > 0
     fetcher = Fetcher(shared)
@@ -103,7 +105,7 @@ async def test_a_measure_of_the_bucket_is_not_for_ever(
     await fetcher.close()
     assert shared.n_stored(IDS + 5000, "local") == 0
     fetcher = Fetcher(shared)
-    monkeypatch.setattr(tier_module, "MEASURE_S", 0.0)
+    monkeypatch.setattr(measured_speed, "MEASURE_S", 0.0)
     fetcher.evaluated(10**9, 1e-3)
     await ask()
     await fetcher.close()  # the request did not wait for it
@@ -151,3 +153,37 @@ async def test_a_bucket_that_is_slow_each_time_is_asked_ever_less(
             await asyncio.wrap_future(run)
     assert asked == [0, 10, 30, 70, 150]
     await fetcher.close()
+
+
+async def test_what_cannot_be_kept_is_not_fetched(
+    stores: tuple[Store, Store], tmp_path: Path
+) -> None:
+    """Moved rows stay where they are, though they do not count for this prompt."""
+    one, two = stores
+    write_all(one, one.insert(IDS, "local", [1000])[-1])
+    tier_of(one, tmp_path).put_path(IDS, "local")
+    node = two.insert(IDS, "local", [1000])[-1]
+    two.rows.attach_hot(node.path(), moved_rows_of(IDS), origin=Provenance.AFTER_MOVED)
+    shared = tier_of(two, tmp_path)
+    fetcher = Fetcher(shared)
+    fetcher.evaluated(64, 640.0)
+    await fetcher.before(IDS, "local", two.deletions.watch())
+    await fetcher.close()
+    assert shared.counters.fetched == 0
+    assert shared.n_stored(IDS, "local") == 0
+
+
+def test_one_segment_here_and_several_files_there(
+    stores: tuple[Store, Store], tmp_path: Path
+) -> None:
+    one, two = stores
+    for n in (300, 600, 1000):
+        node = one.insert(IDS[:n], "local", [n])[-1]
+        one.rows.attach_hot([node], rows_of(node.prefix_ids(), node.p0))
+        one.rows.write([node])
+    found = tier_of(one, tmp_path).put_path(IDS, "local")
+    assert [place.p0 for place in found.rows] == [0, 300, 600]
+    two.insert(IDS, "local", [1000])
+    shared = tier_of(two, tmp_path)
+    shared.fetch_path(found, IDS, "local")
+    assert shared.n_stored(IDS, "local") == 1000

@@ -14,7 +14,9 @@ from store_tools import ROW_IDENTITY, check_rows, make_hot, write_all
 
 from towerd.store import FormatRequest, Store
 from towerd.tiers.shared.bucket import open_bucket
+from towerd.tiers.shared.condemned import CondemnedLists
 from towerd.tiers.shared.fetcher import Fetcher
+from towerd.tiers.shared.leases import Hold
 from towerd.tiers.shared.marks import MARK_TOKENS, Marks
 from towerd.tiers.shared.objects import PutRows, RowsPlace
 from towerd.tiers.shared.sealing import TenantKeys
@@ -43,14 +45,17 @@ def test_the_furthest_mark_is_found(
     """Compared with looking at every tower."""
     asked = tower(prompt)
     with tempfile.TemporaryDirectory() as folder:
-        marks = Marks(open_bucket(f"file://{folder}"), (b"model",))
+        bucket = open_bucket(f"file://{folder}")
+        marks = Marks(bucket, KEYS, (b"model",))
+        hold = Hold(bucket, CondemnedLists(bucket, KEYS))
         furthest = 0
         for number, turns in enumerate(towers):
             ids = tower(turns)
-            marks.put(KEYS, ids.tobytes(), PutRows([RowsPlace(str(number), 0, len(ids), False, 1)]))
+            rows = [RowsPlace(str(number), 0, len(ids), False, 1)]
+            marks.put(hold, KEYS, ids.tobytes(), PutRows(rows))
             shared = common_prefix(ids, asked) // MARK_TOKENS * MARK_TOKENS
             furthest = max(furthest, shared)
-            assert marks.put(KEYS, ids.tobytes(), PutRows([])) == 0
+            assert marks.put(hold, KEYS, ids.tobytes(), PutRows([])) == 0
         found = marks.find(KEYS, asked.tobytes(), n_known)
         if furthest // MARK_TOKENS <= n_known // MARK_TOKENS:
             assert found is None
@@ -59,7 +64,7 @@ def test_the_furthest_mark_is_found(
             assert found.n_tokens == furthest
             (place,) = found.put.rows
             assert common_prefix(tower(towers[int(place.name)]), asked) >= furthest
-        assert Marks(marks.bucket, (b"other",)).find(KEYS, asked.tobytes(), 0) is None
+        assert Marks(bucket, KEYS, (b"other",)).find(KEYS, asked.tobytes(), 0) is None
 
 
 def tier_of(store: Store, folder: Path) -> SharedTier:

@@ -15,6 +15,7 @@ from towerd.errors import InvalidRequest
 from towerd.store import Store
 from towerd.tiers.shared import tier as module
 from towerd.tiers.shared.bucket import Listed, open_bucket
+from towerd.tiers.shared.naming import naming
 from towerd.tiers.shared.records import RecordName, best_first, version_of
 from towerd.tiers.shared.tier import SharedTier
 
@@ -42,6 +43,9 @@ def test_rows_that_left_the_disk_are_still_in_the_bucket(
         assert tier_of(two, tmp_path).put_path(ids, "local").n_tokens == n_found
 
 
+NAME = RecordName(1, "a" * 16, "b" * 16, 0, "0" * 64)
+
+
 def test_a_record_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RECORD_BYTES_MAX", 1000)
     with Store.open(tmp_path / "one", ROW_IDENTITY) as store:
@@ -49,9 +53,11 @@ def test_a_record_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(
             InvalidRequest, match="takes 1000 bytes; the shared tier takes up to 1000"
         ):
-            tier.put_record("local", "sessions/x/y", bytes(1000))
-        tier.put_record("local", "sessions/x/y", bytes(900))
-        assert tier.read_record("local", "sessions/x/y") == bytes(900)
+            tier.put_record("local", "sessions/x", NAME, bytes(1000), naming([]))
+        for _ in range(2):
+            tier.put_record("local", "sessions/x", NAME, bytes(900), naming([]))
+        (place,) = [each.place for each in tier.bucket.listing("sessions/x")]
+        assert tier.read_record("local", place) == bytes(900)
 
 
 HEX = st.sampled_from(["a" * 16, "b" * 16])

@@ -23,6 +23,7 @@ from towerd.engine.served import ServedAnswer
 from towerd.errors import TooLarge, TowerdError
 from towerd.slots.row_identity import RowIdentity
 from towerd.store import Node, Store
+from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids
 
@@ -488,9 +489,8 @@ class OpenedEngine(Generic[EngineT]):
     tiers: Tiers
     forget: Callable[[Sequence[Node]], None]
     """Called with the segments of a session that was frozen, on another thread than the loop's."""
-    has_checkpoint: Callable[[Node], bool] | None = None
-    """Whether a state checkpoint is at a segment's end, asked under the store's lock; None: the
-    model resumes from any row."""
+    checkpoints: CheckpointTier | None = None
+    """The state checkpoints that the model needs to resume; None: it does from any row."""
     is_quiet: Callable[[], bool] | None = None
     """Whether the engine is idle or only decodes; None: it has no background requests, so nothing
     is evaluated or fetched ahead."""

@@ -224,6 +224,12 @@ class Store:
             self._sessions.check_not_deleted(since, None, scope, data, self.state.tree)
             return self.state.insert(data, scope, ends)
 
+    def check_not_deleted(self, ids: Ids, scope: str, since: DeletionWatch | None) -> None:
+        """Raises SessionDeleted if `ids` are those of a session that was deleted `since`."""
+        with self.state.locked():
+            data = ids_bytes(ids)
+            self._sessions.check_not_deleted(since, None, scope, data, self.state.tree)
+
     def node(self, node_id: int) -> Node:
         """The node with this id. Raises NotFound."""
         with self.state.locked():
@@ -316,14 +322,22 @@ class Store:
         return take_out(self.state, self.rows, file, node, self._pool)
 
     def take_in(
-        self, header: SegmentHeader, data: Iterable[bytes], n_bytes: int, ids: Ids
+        self,
+        header: SegmentHeader,
+        data: Iterable[bytes | memoryview],
+        n_bytes: int,
+        ids: Ids,
+        *,
+        is_durable: bool = True,
     ) -> SegmentFile | None:
         """Write a file that another store had, `n_bytes` of data behind its header, for the segments of its scope
-        on the path of `ids` that lie within it and have no rows; durable. None if there are none.
+        on the path of `ids` that lie within it and have no rows. None if there are none.
+
+        is_durable: False leaves that to `durable.make_durable`
 
         Raises StateError (damaged, or of another model), DiskFull or StoreError; nothing is left behind then."""
         what = header, data, n_bytes, ids_bytes(ids)
-        return take_in(self.state, *what, self.rows.bases, self._pool)
+        return take_in(self.state, *what, self.rows.bases, self._pool, is_durable)
 
     # --- turns and sessions ---------------------------------------------------------------
 
@@ -445,9 +459,9 @@ class Store:
         return taken.history()
 
     def add_history(self, history: History, scope: str, since: DeletionWatch | None = None) -> int:
-        """Add the turns that the session with the history's id lacks, in one transaction; returns
-        their number. Raises InvalidRequest if the two diverge, and SessionDeleted if it was deleted
-        `since`."""
+        """Add the turns that the session with the history's id lacks, as branches if it continued otherwise here, in
+        one transaction; returns their number. Raises InvalidRequest for a bad name, and SessionDeleted if it was
+        deleted `since`."""
         with self.state.locked(), self.state.growing() as growth:
             self._sessions.check_not_deleted(since, history.id, scope)
             return add_history(self.state, self._sessions, growth, history, scope)

@@ -14,6 +14,8 @@ log = logging.getLogger(__name__)
 
 _USED_MIN = 0.75
 """Share of a buffer. When less of it is used, the used rows are copied out."""
+_LAST_SHARE = 0.125
+"""Of the files on disk this share, worth least, is looked at for what the shared tier has, too."""
 _SHARING_MAX = 8
 """Maximum number of segments copied. If more share a buffer, most of it is in use."""
 
@@ -62,14 +64,27 @@ class Evictor:
         self._evict_hot(lambda: self._store.state.hot_bytes - bytes_max, is_unpinned, write)
 
     def evict_warm(self, bytes_max: int) -> None:
-        """Delete files until they fit, those of other row identities first."""
+        """Delete files until they fit, those of other row identities first; of the files that are worth least, those
+        that the shared tier has, too."""
         excess = self._store.state.warm_bytes + self._store.state.foreign_bytes - bytes_max
         if excess <= 0:
             return
         excess -= drop_foreign(self._store.state, excess)
-        for file in self._ranking.warm_victims(excess, self._can_drop) if excess > 0 else ():
+        if excess > 0 and any(file.in_bucket for file in list(self._store.state.files.values())):
+            last = self.least_valuable(excess + int(_LAST_SHARE * bytes_max))
+            if elsewhere := {file for file in last if file.in_bucket}:
+                excess -= self._evict_warm(excess, elsewhere.__contains__)
+        if excess > 0:
+            self._evict_warm(excess, self._can_drop)
+
+    def _evict_warm(self, excess: int, may_drop: Callable[[SegmentFile], bool]) -> int:
+        """Returns the bytes of what was deleted."""
+        freed = 0
+        for file in self._ranking.warm_victims(excess, may_drop):
             if self._store.rows.drop_file(file):
                 self._counters.warm_evicted += 1
+                freed += file.nbytes
+        return freed
 
     def least_valuable(self, nbytes: int) -> list[SegmentFile]:
         """The files that `evict_warm` would delete first, `nbytes` of them."""

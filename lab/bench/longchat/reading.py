@@ -156,8 +156,7 @@ async def last_attention(
         assert observer is not None
         seq = next(seq for seq in engine.pool if seq.live_set.budget == live)
         queries = observer.scaled_queries(bounded(seq), n_keys)
-        rows = engine.core.memory.rows(seq.id, 0, n_keys)
-        assert rows is not None
+        rows = engine.core.memory.full_rows(seq.id, 0, n_keys)
         return keys_of(rows, queries.shape[-1]), queries
 
     keys, queries = await asyncio.wrap_future(engine.scheduler.call(look))

@@ -18,7 +18,7 @@ from towerd.api.http.fields import flag, integer_query
 from towerd.api.http.keys import LIMITS, TENANT, service_of
 from towerd.api.http.numbers import numbers_of
 from towerd.api.http.reply import json_reply
-from towerd.errors import InvalidRequest, NotFound, ThawError
+from towerd.errors import InvalidRequest, NotFound, ThawError, TowerdError
 from towerd.store import SessionInfo, Store, TurnInfo
 from towerd.store.maintenance.space import stored_rows, tier_cost
 from towerd.store.sessions.foreign import ForeignSession
@@ -278,8 +278,12 @@ async def post_thaw(request: web.Request) -> web.Response:
 
 
 async def delete_session(request: web.Request) -> web.Response:
-    """Delete a session. The next gc removes its segments unless another session needs them."""
+    """Delete a session. The next gc removes its segments unless another session needs them. `shared`: a copy in the
+    shared tier, if there is one, stays."""
     store, name = service_of(request).store, request.match_info["id"]
     await asyncio.to_thread(in_either(request, store.delete_session, store.foreign.delete))
     await asyncio.to_thread(service_of(request).search.deleted, name)
-    return json_reply({"deleted": name})
+    reply: dict[str, object] = {"deleted": name}
+    with suppress(TowerdError):  # a store without a daemon
+        reply |= {} if service_of(request).roaming is None else {"shared": True}
+    return json_reply(reply)

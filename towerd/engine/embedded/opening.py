@@ -48,7 +48,7 @@ async def open_embedded(config: Config) -> AsyncIterator[OpenedEngine[EmbeddedEn
                     store,
                     tiers,
                     _nothing if checkpoint_tier is None else checkpoint_tier.forget,
-                    None if checkpoint_tier is None else checkpoint_tier.has,
+                    checkpoint_tier,
                     engine.is_quiet,
                     _anticipate_tokens_max(config, core),
                 )

@@ -48,8 +48,7 @@ async def open_llama_server(config: Config) -> AsyncIterator[OpenedEngine[LlamaS
                 log.warning(note)
             try:
                 forget = _forgetter(engine, store, checkpoint_tier)
-                finder = None if checkpoint_tier is None else checkpoint_tier.has
-                yield OpenedEngine(engine, store, tiers, forget, finder)
+                yield OpenedEngine(engine, store, tiers, forget, checkpoint_tier)
             finally:
                 await engine.close()
         finally:

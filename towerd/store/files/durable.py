@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from towerd.errors import DiskFull, StoreError
@@ -45,22 +45,37 @@ def reserve(fd: int, n_bytes: int) -> None:
 
 
 @contextmanager
-def new_file(half: Path, final: Path) -> Iterator[int]:
+def new_file(half: Path, final: Path, *, is_durable: bool = True) -> Iterator[int]:
     """A descriptor of the new file `half`, which is durable under its name `final` when the block
-    ends without an error; otherwise nothing is left behind. Raises OSError."""
+    ends without an error; otherwise nothing is left behind. Raises OSError.
+
+    is_durable: False leaves that to `make_durable`; until then a power cut may take its content, or it"""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(half, flags, 0o600)
     try:
         try:
             yield fd
-            sync(fd)
+            if is_durable:
+                sync(fd)
         finally:
             os.close(fd)
         os.rename(half, final)
     except BaseException:
         half.unlink(missing_ok=True)
         raise
-    sync_dir(final.parent)
+    if is_durable:
+        sync_dir(final.parent)
+
+
+def make_durable(path: Path) -> None:
+    """Make a file durable under its name, unless it was removed. Raises OSError."""
+    with suppress(FileNotFoundError):
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            sync(fd)
+        finally:
+            os.close(fd)
+        sync_dir(path.parent)
 
 
 def write_all(fd: int, data: memoryview, at: int) -> None:

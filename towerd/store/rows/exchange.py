@@ -35,7 +35,7 @@ def take_out(
     rows.verify(file, node)
     try:
         if file.p0 + file.n_rows == node.p1:
-            data = memoryview(map_file(file.path, file.nbytes))
+            data = memoryview(file.mapped())  # it counts as in use if it is dropped meanwhile
         else:  # the rest is another conversation's
             data = _beginning(state, rows, file, node, pool)
         header, start = decode_head(data)
@@ -67,21 +67,26 @@ def _beginning(
 def take_in(
     state: StoreState,
     header: SegmentHeader,
-    data: Iterable[bytes],
+    data: Iterable[bytes | memoryview],
     n_bytes: int,
     ids: bytes,
     bases: TransformBases,
     pool: Executor,
+    is_durable: bool,
 ) -> SegmentFile | None:
     """Write a file with this header and the data behind it, `n_bytes`, and let the nodes of its scope on the
-    path of `ids` view it that lie within its rows and have none; durable. None if there are no such nodes.
+    path of `ids` view it that lie within its rows and have none. None if there are no such nodes.
+
+    is_durable: False leaves that to `durable.make_durable`: what a power cut takes until then is found to be damaged or
+    missing when it is used, as any file is that lost its content
 
     Raises StateError (damaged, or of another model), DiskFull or StoreError; nothing is left behind then."""
     state.check_open()
     name, directory = new_name(), state.directory
     with state.catalog.being_written(name):  # gc must not delete it
         with durable.store_errors("rows cannot be written"):
-            with durable.new_file(directory.tmp / name, directory.segments / name) as fd:
+            half, final = directory.tmp / name, directory.segments / name
+            with durable.new_file(half, final, is_durable=is_durable) as fd:
                 total = _write(fd, header, data, n_bytes)
                 _check(fd, total, state, bases, pool)
         directory.writes.add("rows", total)
@@ -97,7 +102,7 @@ def take_in(
     return file
 
 
-def _write(fd: int, header: SegmentHeader, data: Iterable[bytes], n_bytes: int) -> int:
+def _write(fd: int, header: SegmentHeader, data: Iterable[bytes | memoryview], n_bytes: int) -> int:
     """Returns the size of the file."""
     head = encode_head(header)
     durable.reserve(fd, len(head) + n_bytes)

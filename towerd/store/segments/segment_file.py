@@ -7,6 +7,7 @@ import mmap
 import os
 import stat
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -90,7 +91,7 @@ class SegmentFile:
 
     __slots__ = (
         "_checked", "_header", "_is_head_damaged", "_lock", "_mapped", "_start", "dropped", "id",
-        "n_rows", "nbytes", "p0", "path", "runs", "successor",
+        "in_bucket_until", "n_rows", "nbytes", "p0", "path", "runs", "successor",
     )  # fmt: skip
 
     def __init__(
@@ -113,6 +114,8 @@ class SegmentFile:
         self.successor: SegmentFile | None = None
         """The file that replaced this one, if it was dropped for that reason."""
         self.dropped = False
+        self.in_bucket_until = 0.0
+        """time.monotonic() until which the shared tier is taken to have all its rows, too, and to keep them."""
         self._checked: set[int] = set()
         """Offsets of the planes and blobs whose checksums matched."""
         self._mapped: weakref.ref[mmap.mmap] | None = None
@@ -159,6 +162,11 @@ class SegmentFile:
     def is_mapped(self) -> bool:
         """Whether rows of it are in use: it takes disk as long as they are, dropped or not."""
         return self._mapped is not None and self._mapped() is not None
+
+    @property
+    def in_bucket(self) -> bool:
+        """Whether the shared tier has all its rows, too, as far as this process knows."""
+        return time.monotonic() < self.in_bucket_until
 
     @property
     def is_open(self) -> bool:
@@ -357,6 +365,11 @@ class SegmentFile:
     def _check_identity(self, header: SegmentHeader) -> None:
         if (header.p0, header.n, header.run_table) != (self.p0, self.n_rows, self.runs):
             raise StateError("the catalog describes another file under this name")
+
+    def mapped(self) -> mmap.mmap:
+        """The whole file, which takes disk as long as this is in use. Raises OSError or StateError."""
+        with self._lock:
+            return self._map()
 
     def _map(self) -> mmap.mmap:
         """The mapping, which lasts as long as rows of it are in use: it costs a descriptor, and

@@ -164,8 +164,8 @@ class ForeignSessions:
         self, history: History, scope: str, digest: bytes, since: DeletionWatch | None = None
     ) -> int:
         """Enter a history, or the turns that the session with its id lacks, under an entered
-        tokenizer, in one transaction; returns how many turns were added. Raises InvalidRequest if the
-        two diverge, SessionDeleted if the session was deleted `since`, SessionFrozen or DiskFull."""
+        tokenizer, in one transaction; returns how many turns were added. Raises InvalidRequest for a
+        bad name, SessionDeleted if the session was deleted `since`, SessionFrozen or DiskFull."""
         with self._state.locked():
             ((pk,),) = self._state.catalog.rows(
                 "SELECT id FROM tokenizers WHERE digest = ?", (digest,)

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from towerd.errors import InvalidRequest
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.sessions.bases import BaseTable
 from towerd.store.sessions.sessions import SessionRow, SessionTable, check_name, tokens_lost
@@ -59,19 +58,6 @@ class PastTurn:
         """Tokens of prompt and reply."""
         return self.n_prompt + self.n_reply
 
-    @property
-    def facts(self) -> tuple[Any, ...]:
-        """The facts, besides the tokens, that two copies of one turn share."""
-        return (
-            self.parent,
-            self.n_prompt,
-            self.n_reply,
-            self.n_cached,
-            self.started,
-            self.created,
-            self.finished,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class NamedBase:
@@ -115,6 +101,13 @@ class History:
                 parts.append(self.stream[start : start + n - turn.n_shared])
             n, place = min(n, turn.n_shared), turn.origin
         return np.concatenate(parts[::-1]) if parts else self.stream[:0]
+
+    def branch(self) -> Iterator[int]:
+        """The turns of the current branch, from its end to the first."""
+        place: int | None = self.leaf
+        while place is not None:
+            yield place
+            place = self.turns[place].parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,52 +212,77 @@ def visible_bases(bases: BaseTable, scope: str) -> list[Base]:
 def add_history(
     state: StoreState, table: SessionTable, growth: Growth, history: History, scope: str
 ) -> int:
-    """Enter a history, or the turns that the session with its id lacks; returns how many turns
-    were added. Runs under the lock, in a transaction that can grow the tree.
+    """Enter a history, or the turns that the session with its id lacks: where they do not continue its current
+    branch they are branches beside it, as after an edit. A turn that lost its tokens has them again. Returns how many
+    turns were added or had none. Runs under the lock, in a transaction that can grow the tree.
 
-    Raises InvalidRequest if the turns of the session and of the history diverge, SessionFrozen
-    if the session's tokens are not here."""
+    Raises InvalidRequest for a bad name, SessionFrozen if the session's tokens are not here."""
     check_name(history.id)
-    known = table.lookup(history.id, scope)
-    if known is None:
-        session, turn_ids = table.create(history.id, scope, history.named, history.created), []
+    session = table.lookup(history.id, scope)
+    if session is None:
+        session = table.create(history.id, scope, history.named, history.created)
         table.catalog.run("UPDATE sessions SET title = ? WHERE pk = ?", (history.title, session.pk))
-    else:
-        session = known
-        table.check_thawed(session)
-        turn_ids = _same_turns(state, session, history)
-        if len(turn_ids) >= len(history.turns):
-            return 0
-    n_before = len(turn_ids)
-    for place in range(n_before, len(history.turns)):
-        turn, data = history.turns[place], history.ids(place).tobytes()
-        ends = growth.grow_turn(data, scope, turn.n_prompt, turn.n_cached)
-        parent = None if turn.parent is None else turn_ids[turn.parent]
-        facts = (turn.n_prompt, turn.n_reply, turn.n_cached, turn.started, turn.created)
-        tail = data[turn.n_cached * ID_BYTES :]
-        turn_ids.append(table.enter_turn(session, parent, ends, facts, turn.finished, tail))
-    n_tokens = history.turns[history.leaf].n
-    updated = max(history.updated, table.info(session).updated)
-    table.set_leaf(session, turn_ids[history.leaf], n_tokens, updated)
-    return len(turn_ids) - n_before
+    table.check_thawed(session)
+    known, turn_ids, n_added = _KnownTurns(state, session), list[int](), 0
+    for place, turn in enumerate(history.turns):
+        data = history.ids(place).tobytes()
+        id = known.find(turn, data)
+        if id is None:
+            n_added += 1
+            ends = growth.grow_turn(data, scope, turn.n_prompt, turn.n_cached)
+            parent = None if turn.parent is None else turn_ids[turn.parent]
+            facts = (turn.n_prompt, turn.n_reply, turn.n_cached, turn.started, turn.created)
+            tail = data[turn.n_cached * ID_BYTES :]
+            id = known.take_lost(turn)
+            if id is None:
+                id = table.enter_turn(session, parent, ends, facts, turn.finished, tail)
+            else:
+                table.give_tokens(id, ends, turn.n_cached, tail)
+        turn_ids.append(id)
+    info = table.info(session)
+    leaf, n_tokens = info.leaf, info.n_tokens
+    if leaf is None or leaf in {turn_ids[place] for place in history.branch()}:
+        leaf, n_tokens = turn_ids[history.leaf], history.turns[history.leaf].n
+    if n_added or leaf != info.leaf:
+        table.set_leaf(session, leaf, n_tokens, max(history.updated, info.updated))
+    return n_added
 
 
-def _same_turns(state: StoreState, session: SessionRow, history: History) -> list[int]:
-    """The ids of the session's turns. Raises InvalidRequest if they differ from the history's
-    within the length of the shorter one."""
-    rows = turn_rows(state.catalog, session)
-    places = {row[0]: place for place, row in enumerate(rows)}
-    for place, (row, turn) in enumerate(zip(rows, history.turns, strict=False)):
-        _, parent, leaf, *facts, finished, tail = row
-        before = None if parent is None else places[parent]
-        prefix = state.tree.nodes[leaf].prefix_bytes() if leaf else b""
-        same = (before, *facts, bool(finished)) == turn.facts
-        if not same or prefix + tail != history.ids(place).tobytes():
-            raise InvalidRequest(
-                f"There is another session {session.id!r} here, which differs from turn "
-                f"{place + 1} on: forget it with towerctl sessions rm before you import this one."
+class _KnownTurns:
+    """The turns of a session, by their facts. Under the lock."""
+
+    def __init__(self, state: StoreState, session: SessionRow) -> None:
+        self._nodes = state.tree.nodes
+        self._found: dict[tuple[Any, ...], list[tuple[int, int, bytes]]] = {}
+        self._lost: dict[tuple[Any, ...], list[int]] = {}
+        for id, _, leaf, n_prompt, n_reply, n_cached, started, created, finished, tail in turn_rows(
+            state.catalog, session
+        ):
+            facts, node = (
+                (n_prompt, n_reply, started, created, bool(finished)),
+                self._nodes.get(leaf),
             )
-    return list(places)
+            if (0 if node is None else node.p1) == n_cached:
+                self._found.setdefault(facts, []).append((id, leaf, tail))
+            else:  # damage destroyed its tokens
+                self._lost.setdefault(facts, []).append(id)
+
+    def find(self, turn: PastTurn, ids: bytes) -> int | None:
+        """The id of the same turn: one with the same facts and the same tokens."""
+        for id, leaf, tail in self._found.get(_facts(turn), ()):
+            node = self._nodes.get(leaf)
+            if (b"" if node is None else node.prefix_bytes()) + tail == ids:
+                return id
+        return None
+
+    def take_lost(self, turn: PastTurn) -> int | None:
+        """The id of a turn with the same facts that lost its tokens, once."""
+        ids = self._lost.get(_facts(turn))
+        return ids.pop(0) if ids else None
+
+
+def _facts(turn: PastTurn) -> tuple[Any, ...]:
+    return turn.n_prompt, turn.n_reply, turn.started, turn.created, turn.finished
 
 
 def beginning(ids: bytes, bases: Sequence[Base]) -> tuple[NamedBase, ...]:

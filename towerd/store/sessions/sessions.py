@@ -188,6 +188,15 @@ class SessionTable:
             tail=tail,
         )
 
+    def give_tokens(
+        self, turn_id: int, ends: tuple[Node, Node], n_cached: int, tail: bytes
+    ) -> None:
+        """Give a turn its tokens again, which were lost, inside a transaction."""
+        self.catalog.run(
+            "UPDATE turns SET prompt_node = ?, reply_node = ?, n_cached = ?, tail = ? WHERE id = ?",
+            (ends[0].id or None, ends[1].id or None, n_cached, tail, turn_id),
+        )
+
     def _drop_copy(self, session: SessionRow) -> None:
         copies = "SELECT session FROM cold WHERE session = ? AND frozen = 0"
         self.catalog.run(f"DELETE FROM blobs WHERE session IN ({copies})", (session.pk,))

@@ -1,6 +1,6 @@
 """Bucket: the objects below a URL, through the package `obstore`.
 
-A conditional put is the only write: an object is made once and never changed or deleted here.
+Objects are made by a conditional put and never changed. Who may delete which is the protocol's: see `collector.py`.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -28,7 +28,7 @@ T = TypeVar("T")
 LIMIT_S = 30.0
 """Whoever asks waits no longer, whatever the other side does."""
 LISTED_MAX = 10_000
-"""Objects of one listing."""
+"""Objects of one listing, unless more are asked for."""
 UNANSWERED_MAX = 8
 """Abandoned requests that were not answered yet; with so many nothing more is asked."""
 TIMEOUT_S = 15
@@ -61,6 +61,7 @@ class Listed:
 
     place: str
     modified: datetime
+    n_bytes: int = 0
 
 
 class Bucket:
@@ -98,17 +99,17 @@ class Bucket:
 
         return self._ask(f"cannot take {place}", put)
 
-    def get(self, place: str, bytes_max: int) -> bytes:
+    def get(self, place: str, bytes_max: int) -> memoryview:
         """A whole object. Raises ObjectMissing; ObjectDamaged for one of more than `bytes_max`."""
 
-        def get(_: Future[bytes]) -> bytes:
+        def get(_: Future[memoryview]) -> memoryview:
             found = obstore.get(self._store, place)
             n_bytes = found.meta["size"]
             if n_bytes > bytes_max:
                 raise ObjectDamaged(
                     f"The object {place} has {n_bytes} bytes; up to {bytes_max} fit."
                 )
-            return bytes(found.bytes())
+            return memoryview(found.bytes())
 
         return self._ask(f"cannot give {place}", get)
 
@@ -124,19 +125,49 @@ class Bucket:
         except ObjectMissing:
             return False
 
-    def listing(self, folder: str) -> list[Listed]:
-        """The objects right in a folder and below it, in no order, up to LISTED_MAX."""
+    def has_each(self, places: Sequence[str]) -> list[bool]:
+        """Whether there is an object at each; all are asked for at once."""
+        with ThreadPoolExecutor(max(1, len(places)), "towerd-marks") as threads:
+            return list(threads.map(self.has, places))
+
+    def start_of(self, place: str, n_bytes: int) -> bytes:
+        """The first bytes of an object, all of a shorter one. Raises ObjectMissing."""
+
+        def get(_: Future[bytes]) -> bytes:
+            return bytes(obstore.get_range(self._store, place, start=0, length=n_bytes))
+
+        return self._ask(f"cannot give {place}", get)
+
+    def modified(self, place: str) -> datetime:
+        """When an object was put, by the store's clock. Raises ObjectMissing."""
+
+        def head(_: Future[datetime]) -> datetime:
+            return obstore.head(self._store, place)["last_modified"]
+
+        return self._ask(f"cannot tell of {place}", head)
+
+    def delete(self, place: str) -> None:
+        """Delete an object, if there is one."""
+
+        def delete(_: Future[None]) -> None:
+            with suppress(FileNotFoundError):
+                obstore.delete(self._store, place)
+
+        self._ask(f"cannot delete {place}", delete)
+
+    def listing(self, folder: str, most: int = LISTED_MAX) -> list[Listed]:
+        """The objects right in a folder and below it, in no order, up to `most`."""
 
         def listing(answer: Future[list[Listed]]) -> list[Listed]:
             found: list[Listed] = []
             for chunk in obstore.list(self._store, folder):
-                found += [Listed(each["path"], each["last_modified"]) for each in chunk]
+                found += [
+                    Listed(each["path"], each["last_modified"], each["size"]) for each in chunk
+                ]
                 if answer.done():
                     break  # nobody waits for it
-                if len(found) > LISTED_MAX:
-                    raise BucketError(
-                        f"The shared tier has more than {LISTED_MAX} objects in {folder}."
-                    )
+                if len(found) > most:
+                    raise BucketError(f"The shared tier has more than {most} objects in {folder}.")
             return found
 
         return self._ask(f"cannot list {folder}", listing)
@@ -207,7 +238,7 @@ def open_bucket(url: str) -> Bucket:
                 raise ConfigError(
                     f"--shared {url} cannot be used: there is no folder {folder.parent}."
                 )
-            return Bucket(LocalStore(folder, mkdir=True))
+            return Bucket(LocalStore(folder, automatic_cleanup=True, mkdir=True))
         client = {"timeout": f"{TIMEOUT_S}s", "connect_timeout": f"{CONNECT_S}s"}
         limits: dict[str, Any] = {
             # options of ours hide this one of the environment

@@ -54,6 +54,8 @@ class Fetcher:
     def __init__(self, shared: SharedTier) -> None:
         self._shared = shared
         self._thread = ThreadPoolExecutor(1, "towerd-fetch")
+        self._settling = ThreadPoolExecutor(1, "towerd-settle")
+        """Makes durable what was fetched, while the request runs."""
         self._running: asyncio.Future[None] | None = None
         self._tokens_per_s = 0.0
         """Of evaluation; 0: not measured."""
@@ -105,6 +107,14 @@ class Fetcher:
             speed = n_tokens / seconds
             self._tokens_per_s = (self._tokens_per_s + speed) / 2 if self._tokens_per_s else speed
 
+    def is_worth_putting(self, n_tokens: int, n_bytes: int) -> bool:
+        """Whether rows take no longer to put than their tokens to evaluate; so it is while one of the speeds is not
+        known. Any thread may ask."""
+        bytes_per_s = self._shared.put_bytes_per_s()
+        if not self._tokens_per_s or not bytes_per_s:
+            return True
+        return n_bytes / bytes_per_s <= n_tokens / self._tokens_per_s
+
     def has_run(self, ids: Ids, scope: str) -> None:
         """Learn what is live now: the tokens of a request that was evaluated."""
         if len(ids) >= MARK_TOKENS:
@@ -114,6 +124,7 @@ class Fetcher:
         """Wait for what runs; the bucket is closed by now."""
         self._is_closed = True
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+        await asyncio.to_thread(self._settling.shutdown)
 
     def _n_recent(self, ids: Ids, scope: str) -> int:
         """Tokens of a prompt that the last requests began with, too."""
@@ -125,10 +136,14 @@ class Fetcher:
         ids, scope = lookup.ids, lookup.scope
         try:
             found = self._shared.find(ids, scope, lookup.n_known)
-            if found is not None and self._is_sooner(found, lookup):
+            if found is not None and self._is_sooner(found.put, lookup):
                 self._n_found += 1
                 lookup.is_found = True
-                self._shared.fetch_path(found, ids, scope, lookup.since)
+                where = found.put, ids, scope, lookup.since
+                try:
+                    self._shared.fetch_path(*where, n_common=found.n_tokens, is_durable=False)
+                finally:
+                    self._settling.submit(self._shared.settle)
             if not lookup.is_late:
                 self._retry_s = 0.0
         except BucketError as error:
@@ -151,6 +166,8 @@ class Fetcher:
         n_tokens = min(found.n_tokens, n) - lookup.n_known
         lacking = (each for each in found.rows if lookup.n_known < each.p1 and each.p0 < n)
         n_bytes = sum(each.n_bytes for each in lacking)
+        states = (each.n_bytes for each in found.checkpoints if lookup.n_known < each.position <= n)
+        n_bytes += max(states, default=0)
         return n_bytes / bytes_per_s < n_tokens / self._tokens_per_s
 
     def _rest(self) -> None:

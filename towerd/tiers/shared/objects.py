@@ -11,14 +11,16 @@ The bytes of rows are
 
 The header has what the rows are of, which is compared before they are used, and the checksums of every
 piece. An object is named by a keyed hash of its header: what differs in anything has another name, so
-that parts of two writers never mix.
+that parts of two writers never mix. While that name is being deleted, the object is put as NAME-1, NAME-2, ...
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -32,12 +34,15 @@ from towerd.store.segments.segment_header import (
     segment_key,
 )
 from towerd.tiers.shared.bucket import Bucket, ObjectMissing
+from towerd.tiers.shared.leases import Hold
 from towerd.tiers.shared.sealing import SEAL_BYTES, TenantKeys
 from towerd.tokens import ID_BYTES
 
 VERSION = 1
 PART_BYTES = 1 << 22
 """Bytes of one part, sealed as one: what a slow line sends well before a request times out."""
+AHEAD_PARTS = 4
+"""Parts that are fetched and opened at once; each takes its size twice in memory."""
 RECORD_BYTES_MAX = 1 << 27
 _LENGTH = struct.Struct("<I")
 R = TypeVar("R", bound="Record")
@@ -113,17 +118,45 @@ class BasisPlace(msgspec.Struct, frozen=True, array_like=True):
     is_public: bool
 
 
+class CheckpointPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where the state after the first `position` tokens of a path is."""
+
+    name: str
+    position: int
+    chain: bytes
+    """BLAKE2b-256 of row identity, adapters and these tokens."""
+    derived: bool
+    """It was computed from approximate rows."""
+    is_public: bool
+    n_parts: int
+    n_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class PutRows:
-    """Where the rows of a path are, from its first token on, and the bases that some were coded with."""
+    """Where the rows of a path are, from its first token on, the bases that some were coded with, and the state
+    checkpoints on it."""
 
     rows: list[RowsPlace] = field(default_factory=list)
     transform_bases: list[BasisPlace] = field(default_factory=list)
+    checkpoints: list[CheckpointPlace] = field(default_factory=list)
+
+    @property
+    def n_rows(self) -> int:
+        """Tokens that have rows in the bucket."""
+        return self.rows[-1].p1 if self.rows else 0
+
+    @property
+    def objects(self) -> list[str]:
+        """The names of all objects."""
+        names = [each.name for each in self.rows]
+        names += [each.name for each in self.transform_bases]
+        return names + [each.name for each in self.checkpoints]
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that have rows in the bucket."""
-        return self.rows[-1].p1 if self.rows else 0
+        """Tokens that need not be evaluated: that have rows, or that a state has seen."""
+        return max([self.n_rows, *(each.position for each in self.checkpoints)])
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -139,9 +172,17 @@ class Record(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class SessionRecord(Record, frozen=True, array_like=True, kw_only=True):
-    """A session: its `.tower` file, and where its rows are."""
+    """A session: its `.tower` file, and where the rows of its current branch are."""
 
     tower: bytes
+    turns: list[bytes] = []
+    """The digest of each turn; none in records of the first version."""
+    contains: list[str] = []
+    """The texts, as in names of records, of other records of the session whose turns it has, too."""
+    others: list[RowsPlace] = []
+    """Rows of its other branches, which prompts find by their marks."""
+    checkpoints: list[CheckpointPlace] = []
+    """On its current branch."""
 
 
 class BaseRecord(Record, frozen=True, array_like=True, kw_only=True):
@@ -153,6 +194,12 @@ class BaseRecord(Record, frozen=True, array_like=True, kw_only=True):
     ids: bytes
     format: str | None
     reuse: str
+    checkpoints: list[CheckpointPlace] = []
+
+
+def put_of(record: SessionRecord | BaseRecord) -> PutRows:
+    """Where the rows and checkpoints of a record are."""
+    return PutRows(record.rows, record.transform_bases, record.checkpoints)
 
 
 def encode(value: msgspec.Struct) -> bytes:
@@ -175,9 +222,11 @@ def _place(name: str, part: int) -> str:
     return f"objects/{name}/{part:04d}"
 
 
-def has_object(bucket: Bucket, place: RowsPlace) -> bool:
-    """Whether an object is there with all its parts. Raises BucketError."""
-    return all(bucket.has(_place(place.name, part)) for part in range(place.n_parts))
+def has_object(hold: Hold, name: str, n_parts: int) -> bool:
+    """Whether an object is there with all its parts, and may be named. Raises BucketError."""
+    if hold.is_condemned(f"objects/{name}"):
+        return False
+    return all(hold.has(_place(name, part)) for part in range(n_parts))
 
 
 def count_parts(n_bytes: int) -> int:
@@ -186,40 +235,75 @@ def count_parts(n_bytes: int) -> int:
 
 
 def put_object(
-    bucket: Bucket, keys: TenantKeys, name: str, lead: bytes, data: memoryview | None = None
+    hold: Hold, keys: TenantKeys, name: str, lead: bytes, data: memoryview | None = None
 ) -> int:
     """Put the parts of an object that the bucket lacks, the first part last; returns the bytes that were sent.
-    Its bytes are `lead` and then `data`, which are copied a part at a time. Raises BucketError."""
+    name: a free one; its bytes are `lead` and then `data`, which are copied a part at a time. Raises BucketError."""
     rest = memoryview(b"") if data is None else data
     n_bytes, sent = len(lead) + len(rest), 0
     for part in reversed(range(count_parts(n_bytes))):
         place = _place(name, part)
-        if bucket.has(place):
+        if hold.has(place):
             continue
         start, end = part * PART_BYTES, (part + 1) * PART_BYTES
-        behind = rest[max(0, start - len(lead)) : max(0, end - len(lead))]
-        sealed = keys.seal(place, lead[start:end] + bytes(behind))
-        if bucket.put(place, sealed):
+        behind = bytes(rest[max(0, start - len(lead)) : max(0, end - len(lead))])
+        sealed = keys.seal(place, lead[start:end] + behind)
+        if hold.put(place, sealed):
             sent += len(sealed)
     return sent
 
 
-def parts_of(bucket: Bucket, keys: TenantKeys, name: str) -> Iterator[bytes]:
-    """The parts of an object, in order, each verified; they end with the first that is not full. Raises
-    BucketError, StateError."""
-    part = 0
-    while True:
-        place = _place(name, part)
-        try:
-            found = keys.unseal(place, bucket.get(place, PART_BYTES + SEAL_BYTES))
-        except ObjectMissing:
-            if part == 0:
-                raise
-            return  # the object ends where a part does
-        yield found
-        if len(found) < PART_BYTES:
-            return
-        part += 1
+class PartsAhead:
+    """The parts of objects, in order, each verified. While one is used, the next are fetched and opened on threads."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._threads = ThreadPoolExecutor(AHEAD_PARTS, "towerd-parts")
+        self._ahead: deque[tuple[str, Future[bytes]]] = deque()
+        self._next: deque[tuple[TenantKeys, str]] = deque()
+
+    def expect(self, keys: TenantKeys, name: str, n_parts: int) -> None:
+        """Fetch so many parts of an object, too, as soon as those before it leave room."""
+        self._next.extend((keys, _place(name, part)) for part in range(n_parts))
+        self._fill()
+
+    def of(self, keys: TenantKeys, name: str) -> Iterator[bytes]:
+        """Those of an object: the one that is expected next, or another. They end with the first that is not full.
+        Raises BucketError, StateError."""
+        part = 0
+        while True:
+            try:
+                found = self._part(keys, _place(name, part))
+            except ObjectMissing:
+                if part == 0:
+                    raise
+                return  # the object ends where a part does
+            yield found
+            if len(found) < PART_BYTES:
+                return
+            part += 1
+
+    def close(self) -> None:
+        """Wait for nothing: what is fetched now is dropped when it comes."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _part(self, keys: TenantKeys, place: str) -> bytes:
+        if any(place == each for each, _ in self._ahead):
+            while self._ahead[0][0] != place:  # what was passed over is not needed
+                self._ahead.popleft()
+        if self._ahead and self._ahead[0][0] == place:
+            _, coming = self._ahead.popleft()
+            self._fill()
+            return coming.result()
+        return self._open(keys, place)
+
+    def _fill(self) -> None:
+        while self._next and len(self._ahead) < AHEAD_PARTS:
+            keys, place = self._next.popleft()
+            self._ahead.append((place, self._threads.submit(self._open, keys, place)))
+
+    def _open(self, keys: TenantKeys, place: str) -> bytes:
+        return keys.unseal(place, self._bucket.get(place, PART_BYTES + SEAL_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +311,7 @@ class FoundRows:
     """The rows of an object, whose data are fetched while they are read."""
 
     header: RowsHeader
-    data: Iterator[bytes]
+    data: Iterator[memoryview]
 
 
 def name_and_lead(keys: TenantKeys, header: RowsHeader) -> tuple[str, bytes]:
@@ -247,7 +331,7 @@ def read_rows(keys: TenantKeys, name: str, parts: Iterable[bytes]) -> FoundRows:
         raise StateError("the object is too short")
     end = _LENGTH.size + _LENGTH.unpack_from(first)[0]
     encoded = first[_LENGTH.size : end]
-    if end > len(first) or keys.name("rows", encoded) != name:
+    if end > len(first) or keys.name("rows", encoded) != name.partition("-")[0]:
         raise StateError("the object's header is not that of its name")
     try:
         header = msgspec.msgpack.decode(encoded, type=RowsHeader)
@@ -255,10 +339,10 @@ def read_rows(keys: TenantKeys, name: str, parts: Iterable[bytes]) -> FoundRows:
         raise StateError(f"the object's header cannot be read: {error}") from error
     if len(header.ids) != (header.p1 - header.p0) * ID_BYTES:
         raise StateError("the object's header contradicts itself")
-    return FoundRows(header, _data(first[end:], each, header.n_bytes))
+    return FoundRows(header, _data(memoryview(first)[end:], each, header.n_bytes))
 
 
-def _data(first: bytes, others: Iterator[bytes], n_bytes: int) -> Iterator[bytes]:
+def _data(first: memoryview, others: Iterator[bytes], n_bytes: int) -> Iterator[memoryview]:
     at = len(first)
     yield first
     while at < n_bytes:
@@ -266,6 +350,6 @@ def _data(first: bytes, others: Iterator[bytes], n_bytes: int) -> Iterator[bytes
         if not part:
             break
         at += len(part)
-        yield part
+        yield memoryview(part)
     if at != n_bytes:
         raise StateError(f"the object has {at} bytes of rows, its header says {n_bytes}")

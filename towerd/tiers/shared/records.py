@@ -6,14 +6,18 @@ models or with none. A record's name says what it is of, so that the one to take
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 
 from towerd.tiers.shared.bucket import Listed
+from towerd.tiers.shared.leases import Hold
 from towerd.tiers.shared.sealing import TenantKeys
 
+AGAIN = timedelta(days=1)
+"""A record that is older is put again."""
 _DIGITS = 16
 _NAME = re.compile(r"(\d{6,12})-([0-9a-f]{16})-([0-9a-f]{16})-(\d{9})-([0-9a-f]{64})")
 
@@ -31,7 +35,7 @@ class RecordName:
     n_rows: int
     """Tokens with rows in the bucket."""
     content: str
-    """Keyed hash of the record."""
+    """Keyed hash of the record, and of how often it was put."""
 
     def __str__(self) -> str:
         """The last part of its place."""
@@ -53,10 +57,15 @@ def short_name(keys: TenantKeys, kind: str, *parts: bytes) -> str:
     return keys.name(kind, *parts)[:_DIGITS]
 
 
+def named_records(listed: Iterable[Listed]) -> list[NamedRecord]:
+    """The records of a listing. Other objects are left out."""
+    return [each for each in map(_named, listed) if each is not None]
+
+
 def best_first(listed: Iterable[Listed], model: str) -> list[NamedRecord]:
     """The records of a listing: the highest version first; of one version the text that was put last; of one text
     those with rows of `model`, those with the most rows, and the latest. Other objects are left out."""
-    found = [each for each in map(_named, listed) if each is not None]
+    found = named_records(listed)
     last: dict[tuple[int, str], datetime] = {}
     for each in found:
         which = each.name.version, each.name.text
@@ -68,6 +77,21 @@ def best_first(listed: Iterable[Listed], model: str) -> list[NamedRecord]:
         return *text, name.model == model, name.n_rows, each.modified
 
     return sorted(found, key=rank, reverse=True)
+
+
+def free_place(
+    hold: Hold, listed: Iterable[Listed], folder: str, name: RecordName
+) -> tuple[str, bool]:
+    """Where to put a record, and whether it is there, put in the last day: the same record is put again each day, so
+    that what is in use is never old, and as another object while it is being deleted. Raises BucketError."""
+    there, number, place = {each.place: each.modified for each in listed}, 0, f"{folder}/{name}"
+    while hold.is_condemned(place) or place in there:
+        if not hold.is_condemned(place) and hold.now() - there[place] < AGAIN:
+            return place, True
+        number += 1
+        content = hashlib.sha256(f"{name.content} {number}".encode()).hexdigest()
+        place = f"{folder}/{replace(name, content=content)}"
+    return place, False
 
 
 def version_of(text: str, found: list[NamedRecord], *, is_newest: bool) -> int:

@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 
 KEY_BYTES = 32
 FILE_NAME = "shared.key"
-_MAGIC = b"TWRX\x01"
+MAGIC = b"TWRX\x01"
 _SALT_BYTES = 32
 _TAG_BYTES = 16
-SEAL_BYTES = len(_MAGIC) + _SALT_BYTES + _TAG_BYTES
+SEAL_BYTES = len(MAGIC) + _SALT_BYTES + _TAG_BYTES
 """Bytes that an object has beyond its data."""
 _NONCE = bytes(12)
 """Every key seals one object."""
@@ -55,6 +55,13 @@ class TenantKeys:
         name = tenant.encode()
         return cls(_derived(master, b"names", name), _derived(master, b"seals", name))
 
+    @classmethod
+    def of_collector(cls, master: bytes) -> TenantKeys:
+        """Those of no tenant: what every daemon of the key file reads, whosever it is."""
+        return cls(
+            _derived(master, b"collector names", b""), _derived(master, b"collector seals", b"")
+        )
+
     def name(self, kind: str, *parts: bytes) -> str:
         """A name that tells nothing to who has not the key, 64 hex digits: the same one for the same
         kind and parts."""
@@ -66,15 +73,15 @@ class TenantKeys:
     def seal(self, place: str, data: bytes) -> bytes:
         """The bytes of the object at `place`."""
         salt = secrets.token_bytes(_SALT_BYTES)
-        return _MAGIC + salt + self._cipher(salt).encrypt(_NONCE, data, place.encode())
+        return MAGIC + salt + self._cipher(salt).encrypt(_NONCE, data, place.encode())
 
-    def unseal(self, place: str, sealed: bytes) -> bytes:
+    def unseal(self, place: str, sealed: bytes | memoryview) -> bytes:
         """The inverse. Raises StateError unless the object is whole, of this tenant, and of this place."""
-        if len(sealed) < SEAL_BYTES or not sealed.startswith(_MAGIC):
+        if len(sealed) < SEAL_BYTES or sealed[: len(MAGIC)] != MAGIC:
             raise StateError("it is no object of towerd's, or one of another version")
-        at = len(_MAGIC) + _SALT_BYTES
+        at = len(MAGIC) + _SALT_BYTES
         try:
-            cipher = self._cipher(sealed[len(_MAGIC) : at])
+            cipher = self._cipher(bytes(sealed[len(MAGIC) : at]))
             return cipher.decrypt(_NONCE, memoryview(sealed)[at:], place.encode())
         except InvalidTag:
             raise StateError("it is damaged, or was sealed with another key") from None

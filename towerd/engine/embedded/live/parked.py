@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from towerd.drift import DecodedRun
 from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.live_set import BoundedSet
 from towerd.engine.live_index import LiveIndex
@@ -32,6 +33,8 @@ class Parked:
     """The fewest of its tokens that it may be cut to."""
     n_reserved: int = 0
     """See `LiveSeq.n_reserved`."""
+    decoded: tuple[DecodedRun, ...] = ()
+    """See `LiveSeq.decoded`."""
 
     rank: ClassVar = (0,)
     """See `Holder.rank`: below every live sequence."""

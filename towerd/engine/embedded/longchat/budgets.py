@@ -525,8 +525,8 @@ class Budgets(Hook):
             return
         live_set.keys = None  # a request that was cancelled may have left them
         blob, n_min = self._memory.park(seq.id), max(0, seq.n - self._memory.n_back(seq.id))
-        rows = seq.tokens().copy(), seq.provenance[: seq.n].copy(), live_set
-        self.parked.add(Parked(seq.scope, seq.session, *rows, blob, n_min, seq.n_reserved))
+        rows = seq.tokens().copy(), seq.provenance[: seq.n].copy(), live_set, blob, n_min
+        self.parked.add(Parked(seq.scope, seq.session, *rows, seq.n_reserved, seq.decoded))
 
     def _open_parked(self, parked: Parked, n: int, capacity: int, evict: Evict) -> LiveSeq | None:
         """Open a sequence with the first `n` tokens of a parked chat; None if no sequence or not
@@ -547,7 +547,7 @@ class Budgets(Hook):
         self._memory.append(seq.id, parked.blob, is_empty=True)
         self._pool.grow(seq, parked.n)
         seq.ids[: parked.n], seq.provenance[: parked.n] = parked.ids, parked.provenance
-        seq.n = parked.n
+        seq.n, seq.decoded = parked.n, parked.decoded
         seq.live_set = parked.live_set if n == parked.n else parked.live_set.fork()
         self._pool.take(seq, len(parked.live_set.kept))
         self._pool.truncate(seq, n)

@@ -1,0 +1,4 @@
+{{- define "towerd.labels" -}}
+app.kubernetes.io/name: towerd
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}

@@ -1,0 +1,1 @@
+"""`towerctl bench vllm`, and the engine process that it and the tests of the connector talk with."""

@@ -1,0 +1,1 @@
+"""Connectors: this store below other inference engines."""

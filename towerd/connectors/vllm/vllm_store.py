@@ -1,0 +1,160 @@
+"""VllmStore: the store of one vLLM engine, with its tiers.
+
+A store has one writer: the scheduler's side of the connector, in the process of the engine's core. The worker's side
+never opens it, wherever it runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from towerd.connectors.vllm.model import layer_specs, layout_of, row_identity
+from towerd.connectors.vllm.operations import SavedPath
+from towerd.connectors.vllm.settings import ConnectorSettings
+from towerd.connectors.vllm.shared_rows import SharedRows, open_shared_rows
+from towerd.errors import RowsDamaged, SessionDeleted, StoreError, StoreLocked
+from towerd.slots.layout import NATIVE, KVLayout
+from towerd.slots.rows import Bytes2D, KVRows
+from towerd.store import Store
+from towerd.tiers.formats.fidelity import LevelFormats
+from towerd.tiers.manager import Tiers
+from towerd.tokens import Ids, Provenance, Provenances
+
+log = logging.getLogger(__name__)
+
+WAITING_BYTES_MAX = 1 << 30
+"""RAM for rows that are not on disk yet; beyond that new ones are not kept."""
+POLICY = "lru"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredPrefix:
+    """Stored rows of tokens [p0, p1) of a prompt, checked."""
+
+    p0: int
+    p1: int
+    pieces: tuple[KVRows, ...]
+    provenance: Provenances
+
+
+class VllmStore:
+    """Thread-safe."""
+
+    def __init__(self, settings: ConnectorSettings, vllm_config: Any, kv_cache_config: Any) -> None:
+        """Raises ConfigError, ModelError, StoreLocked, StoreVersion, DiskFull or StoreError."""
+        self._settings = settings
+        self.layout: KVLayout = layout_of(layer_specs(kv_cache_config))
+        self.is_exact = settings.format == NATIVE
+        try:
+            self.store = Store.open(
+                settings.store_dir, lambda memo: row_identity(vllm_config, self.layout, memo)
+            )
+        except StoreLocked as error:
+            raise StoreLocked(
+                f"{error.message}. A store has one vLLM engine: give each a towerd.store_dir of its own; they "
+                "share through towerd.shared"
+            ) from error
+        self._tiers = Tiers(
+            self.store,
+            self.layout,
+            v_trans=False,
+            hot_bytes=settings.hot_bytes,
+            warm_bytes=settings.warm_bytes,
+            policy=POLICY,
+            fidelity="exact" if self.is_exact else "near",
+            forced=None if self.is_exact else LevelFormats((settings.format,)),
+            shrink_after_s=settings.format_after_s,
+        )
+        self.shared: SharedRows | None = None
+        self._saving = ThreadPoolExecutor(1, "towerd-save")
+        self._lock = threading.Lock()
+        self._staged_bytes = 0
+        try:
+            self.shared = open_shared_rows(settings, self.store, self._tiers)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Write what is not on disk yet and close the store."""
+        self._saving.shutdown()
+        if self.shared is not None:
+            self.shared.close()
+        self._tiers.close()
+        self.store.close()
+
+    def find(self, ids: Ids, scope: str, p0: int) -> StoredPrefix | None:
+        """The stored rows of `ids` from token `p0` on, whose checksums are right; None if there are none."""
+        with self.store.hold(ids, scope) as path:
+            plan = self._tiers.plan(path, p0)
+            read = list(self._tiers.rows(plan))
+            if not read:
+                return None
+            with self.store.locked():
+                match = path.match(read[-1][1].p1)
+                if match.nodes:
+                    self._tiers.visited(match.nodes[-1], time.time())
+        pieces = tuple(rows for _, rows in read)
+        provenance = np.concatenate([part.provenance for part, _ in read])
+        return StoredPrefix(p0, pieces[-1].p1, pieces, provenance)
+
+    def n_stored(self, ids: Ids, scope: str) -> int:
+        """Tokens of `ids` with rows here that this engine uses, from the first on."""
+        worst = Provenance.EXACT if self.is_exact else Provenance.AFTER_MOVED
+        with self.store.locked():
+            parts = self.store.plan_rows(self.store.match(ids, scope), 0, len(ids), worst=worst)
+        return parts[-1].p1 if parts else 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether too many rows wait to be written."""
+        hot = self.store.state.hot_bytes - self._settings.hot_bytes
+        return self._staged_bytes + hot > WAITING_BYTES_MAX
+
+    def save(self, what: SavedPath, planes: Sequence[Bytes2D]) -> None:
+        """Store rows that were read from the cache, in the background. planes: as `StoredPlanes`."""
+        positions, n = np.arange(what.p0, len(what.ids), dtype=np.int32), self.layout.n_layer
+        rows = KVRows(self.layout, positions, tuple(planes[:n]), tuple(planes[n:]))
+        with self._lock:
+            self._staged_bytes += rows.nbytes
+        try:
+            self._saving.submit(self._save, what, rows)
+        except RuntimeError:  # closed
+            log.info("rows came after the store was closed")
+
+    def flush(self) -> None:
+        """Wait until what was saved so far is on disk."""
+        self._saving.submit(lambda: None).result()
+        self._tiers.flush()
+
+    def _save(self, what: SavedPath, rows: KVRows) -> None:
+        try:
+            self._enter(what, rows)
+        except (StoreError, RowsDamaged, SessionDeleted) as error:
+            log.warning("rows were not stored: %s", error.message)
+        except Exception:
+            log.exception("rows were not stored")
+        finally:
+            with self._lock:
+                self._staged_bytes -= rows.nbytes
+
+    def _enter(self, what: SavedPath, rows: KVRows) -> None:
+        ids, scope = what.ids, what.scope
+        ends: Sequence[int] = sorted({rows.p0, len(ids)} - {0})
+        end = self.store.insert(ids, scope, ends)[-1]
+        for gap in self._tiers.gaps(ids, scope, what.provenance):
+            if gap.p0 >= rows.p0:  # else it left the store since the rows were chosen
+                self._tiers.accept(gap, rows.slice(gap.p0, gap.p1))
+        with self.store.locked(), suppress(StoreError):
+            self._tiers.visited(end, time.time())
+        if self.shared is not None:
+            self.shared.put(ids, scope)
