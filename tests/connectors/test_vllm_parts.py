@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from towerd.connectors.vllm.cache_rows import CacheRows, NotLearned
-from towerd.connectors.vllm.scheduler_side import scope_of_request
+from towerd.connectors.vllm.model import layer_specs, layout_of, row_identity
+from towerd.connectors.vllm.operations import ReadPlanes, RowLoad, RowSave, StoredPlanes
+from towerd.connectors.vllm.scheduler_side import SchedulerSide, scope_of_request
 from towerd.connectors.vllm.settings import ConnectorSettings
+from towerd.connectors.vllm.worker_side import WorkerSide
 from towerd.errors import ConfigError
 
 BLOCKS, HEADS, TOKENS, SIZE = 5, 2, 32, 64
@@ -123,6 +126,94 @@ def test_a_salt_is_a_tenant_and_pictures_and_adapters_are_left_alone() -> None:
     assert "public" not in scopes
     for name, value in {"mm_features": [1], "lora_request": 1, "prompt_embeds": 1}.items():
         assert scope_of_request(request(**{name: value})) is None
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """vLLM's, as far as the connector reads it."""
+
+
+def cache_config() -> Any:
+    spec = FullAttentionSpec(
+        dtype=torch.float32, num_kv_heads=HEADS, head_size=SIZE, head_size_v=SIZE, block_size=TOKENS,
+        state_content_bytes=None, kv_quant_mode=SimpleNamespace(value=0),
+    )  # fmt: skip
+    tensors = [SimpleNamespace(layers=["model.0"])]
+    return SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], kv_cache_tensors=tensors
+    )
+
+
+def test_rows_computed_after_a_load_that_failed_are_not_handed_over() -> None:
+    """Nor are those of the next step, which may have been planned before; later ones are."""
+    update = updating(tokens_first)
+    impl = SimpleNamespace(
+        do_kv_cache_update=lambda layer, k, v, cache, slots: update(k, v, cache, slots)
+    )
+    worker = WorkerSide(cache_config(), lambda: {"model.0": SimpleNamespace(impl=impl)})
+    worker.register({"model.0": torch.zeros((BLOCKS, HEADS, TOKENS, 2 * SIZE))})
+    too_short = np.zeros((2, 3), np.uint8)
+    damaged = StoredPlanes((too_short, too_short), ("f32", "f32"))
+    slots = np.arange(2, dtype=np.int64)
+    worker.start_load([RowLoad((damaged,), slots, frozenset({0}))])
+    found = []
+    for number in range(3):
+        worker.finish_step([RowSave(number, slots, f"request {number}")])
+        assert worker.failed_blocks() == (set() if number else {0})
+        assert worker.take_ended() == {f"request {number}"}
+        found += [(each.number, len(each.planes)) for each in worker.take_read()]
+    worker.close()
+    assert found == [(0, 0), (1, 0), (2, 2)]
+
+
+def test_no_row_is_loaded_or_saved_after_the_caches_were_reset() -> None:
+    """vLLM resets them when its weights may have changed. Rows that are being read are dropped."""
+    saved: list[Any] = []
+    store: Any = SimpleNamespace(
+        is_exact=True, is_full=False, shared=None, n_stored=lambda ids, scope: 0,
+        find=lambda ids, scope, p0: SimpleNamespace(p0=p0, p1=len(ids)),
+        save=lambda path, planes: saved.append(planes),
+    )  # fmt: skip
+    side = SchedulerSide(store, TOKENS, BLOCKS, loads=True, saves=True)
+    ids = list(range(40))
+    asked = request(request_id="a", prompt_token_ids=ids, all_token_ids=ids, num_prompt_tokens=40)
+    step = SimpleNamespace(
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        scheduled_new_reqs=[SimpleNamespace(req_id="a", num_computed_tokens=0)],
+        num_scheduled_tokens={"a": 40},
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda id: ([0, 1],)),
+    )
+    assert side.n_matched(asked, 0) == 39
+    planes = (np.zeros((40, 8), np.uint8),)
+    (first,) = side.plan_step(step)[1]
+    side.have_read([ReadPlanes(first.number, planes)])
+    (second,) = side.plan_step(step)[1]
+    side.stop()
+    side.have_read([ReadPlanes(second.number, planes)])
+    assert len(saved) == 1
+    assert side.n_matched(asked, 0) == 0
+    assert side.plan_step(step) == ([], [])
+
+
+def test_rows_belong_to_what_vllm_computes_them_with(tmp_path: Path) -> None:
+    """The greatest length chooses the factors of LongRoPE, and of nothing else; quantization has settings."""
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    memo: Any = SimpleNamespace(get_meta=lambda key: None, set_meta=lambda key, value: None)
+    layout = layout_of(layer_specs(cache_config()))
+
+    def known(rope: str = "default", length: int = 1024, settings: Any = None) -> str:
+        config = {"architectures": ["X"], "rope_scaling": {"rope_type": rope}}
+        model = SimpleNamespace(
+            hf_config=SimpleNamespace(to_dict=lambda: config), dtype="float32", quantization="online",
+            quantization_config=settings, model_impl="auto", max_model_len=length, seed=0,
+            model=str(tmp_path), tokenizer=str(tmp_path), revision=None,
+        )  # fmt: skip
+        load = SimpleNamespace(load_format="auto", download_dir=None)
+        engine = SimpleNamespace(model_config=model, load_config=load)
+        return row_identity(engine, layout, memo).model_hash
+
+    assert known(length=1024) == known(length=2048)
+    assert known("longrope", 1024) != known("longrope", 2048)
+    assert known(settings={"linear": "fp8"}) != known(settings={"linear": "mxfp4"})
 
 
 def test_the_daemon_imports_no_vllm() -> None:

@@ -118,6 +118,12 @@ class TowerdConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if isinstance(read, RowsRead):
             self._scheduler.have_read(read.read)
 
+    def reset_cache(self) -> bool:
+        """See the base class. vLLM calls this when its weights may have changed."""
+        if self._scheduler is not None:
+            self._scheduler.stop()
+        return True
+
     # --- the worker's side ------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:

@@ -78,7 +78,12 @@ def row_identity(vllm_config: Any, layout: KVLayout, memo: Memo) -> RowIdentity:
         "config": config,
         "weights": _weights(vllm_config, memo),
         "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
+        "quantization": [
+            str(model.quantization),
+            str(getattr(model, "quantization_config", None)),
+        ],
+        "impl": str(getattr(model, "model_impl", None)),
+        "max_model_len": model.max_model_len if _depends_on_length(config) else None,
     }
     text = json.dumps(how, sort_keys=True, default=str)
     model_hash = MARK + hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
@@ -133,6 +138,12 @@ def _tokenizer(model: Any, model_hash: str) -> str:
     for path in files:
         digest.update(path.name.encode() + b"\0" + hashlib.blake2b(path.read_bytes()).digest())
     return MARK + (digest.hexdigest() if files else model_hash.removeprefix(MARK))
+
+
+def _depends_on_length(config: Mapping[str, Any]) -> bool:
+    """Whether vLLM may choose RoPE factors by the engine's greatest length, as it does for LongRoPE."""
+    text = json.dumps(_rope(config), default=str)
+    return any(kind in text for kind in ("longrope", "dynamic", '\\"su\\"'))
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, RopeValue]:

@@ -61,7 +61,8 @@ class RowSave:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPlanes:
-    """What a `RowSave` read: planes as in `StoredPlanes`, in the cache's own formats."""
+    """What a `RowSave` read: planes as in `StoredPlanes`, in the cache's own formats. No planes: the rows may build on
+    rows that could not be loaded."""
 
     number: int
     planes: tuple[Bytes2D, ...]

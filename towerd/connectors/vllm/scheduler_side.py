@@ -8,6 +8,7 @@ are.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,8 +24,11 @@ from towerd.connectors.vllm.operations import (
     slots_of,
 )
 from towerd.connectors.vllm.vllm_store import StoredPrefix, VllmStore
+from towerd.errors import TowerdError
 from towerd.store.tree.node import PUBLIC
 from towerd.tokens import Ids, Provenances, computed_after
+
+log = logging.getLogger(__name__)
 
 SAVED_TOKENS_MIN = 16
 """Fewer new tokens are no file of their own."""
@@ -72,12 +76,19 @@ class SchedulerSide:
             n_known = max(n_computed, self._store.n_stored(ids, scope))
             if not shared.has_ended(request.request_id, ids, scope, n_known):
                 return None
-        found = self._store.find(ids, scope, n_computed) if len(ids) > n_computed else None
+        found = self._find(ids, scope, n_computed) if len(ids) > n_computed else None
         if found is None:
             self._found.pop(request.request_id, None)
             return 0
         self._found[request.request_id] = found
         return found.p1 - found.p0
+
+    def _find(self, ids: Ids, scope: str, n_computed: int) -> StoredPrefix | None:
+        try:
+            return self._store.find(ids, scope, n_computed)
+        except TowerdError as error:
+            log.warning("rows were not read: %s", error.message)
+            return None
 
     def allocated(self, request: Any, block_ids: list[int], n_external: int) -> None:
         """vLLM has allocated blocks, and wants `n_external` tokens loaded into them."""
@@ -100,13 +111,24 @@ class SchedulerSide:
         ended, self._ended = self._ended, []
         if not self._store.is_exact:
             self._trace(step, loads)
-        saves = [*ended, *self._prompts(step)] if self._may_save else []
+        saves = [*ended, *(self._prompts(step) if self._may_save else ())]
         return [load for load, _ in loads], saves
 
     def have_read(self, read: Sequence[ReadPlanes]) -> None:
         """The worker has read rows, which are stored now."""
         for each in read:
-            self._store.save(self._paths.pop(each.number), each.planes)
+            path = self._paths.pop(each.number)
+            if each.planes and self._may_save:
+                self._store.save(path, each.planes)
+
+    def stop(self) -> None:
+        """Neither load nor save from now on: vLLM's weights may be others than those of the store."""
+        if self._may_load or self._may_save:
+            log.warning(
+                "the weights may have changed: the store is not used until vLLM is restarted"
+            )
+        self._may_load = self._may_save = False
+        self._found.clear()
 
     def ended(self, request: Any, block_ids: list[int]) -> bool:
         """A request has ended. Whether its blocks are to be kept until its rows are read."""
@@ -146,9 +168,13 @@ class SchedulerSide:
         self, ids: Ids, scope: str, block_ids: list[int], n_saved: int, finished: str | None
     ) -> RowSave | None:
         """What is to be stored of a request's rows, of which the first `n_saved` are; None: nothing."""
-        if len(ids) - n_saved < SAVED_TOKENS_MIN or self._store.is_full:
+        if not self._may_save or len(ids) - n_saved < SAVED_TOKENS_MIN or self._store.is_full:
             return None
-        p0 = max(n_saved, self._store.n_stored(ids, scope))
+        try:
+            p0 = max(n_saved, self._store.n_stored(ids, scope))
+        except TowerdError as error:
+            log.warning("rows were not stored: %s", error.message)
+            return None
         if len(ids) - p0 < SAVED_TOKENS_MIN:
             return None
         provenance: Provenances = np.zeros(len(ids), np.uint8)

@@ -47,7 +47,12 @@ class SharedRows:
             running = self._getting.submit(self._fetch, ids, scope, n_known)
             self._asked[request_id] = running, time.monotonic() + WAIT_S_MAX
         running, until = self._asked[request_id]
-        return running.done() or time.monotonic() > until
+        if running.done():
+            return True
+        if time.monotonic() <= until:
+            return False
+        self._retry_at = time.monotonic() + RETRY_S  # else each prompt would wait as long
+        return True
 
     def forget(self, request_id: str) -> None:
         """The request needs nothing more."""

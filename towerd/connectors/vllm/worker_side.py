@@ -46,6 +46,8 @@ class WorkerSide:
         self._marks: list[Any] = []
         """On an accelerator: by layer, the event that its rows are there."""
         self._failed: set[int] = set()
+        self._n_untrusted = 0
+        """Steps, this one included, whose rows may build on rows that could not be loaded."""
         self._read: dict[str, list[tuple[Any, Any]]] = {}
         """By layer, K and V of each save of this step, in RAM."""
         self._done: list[ReadPlanes] = []
@@ -91,11 +93,15 @@ class WorkerSide:
             self.save_layer(name, saves)
         if saves and self._device().type == "cuda":
             torch.cuda.current_stream().synchronize()
+        if self._failed:
+            self._n_untrusted = 2  # vLLM may have planned the next step already
+        is_trusted = self._n_untrusted == 0
+        self._n_untrusted = max(0, self._n_untrusted - 1)
         read, self._read = self._read, {}
         for i, save in enumerate(saves):
             layers = [read[name][i] for name in self._names]
             planes = tuple(layer[place].numpy() for place in (0, 1) for layer in layers)
-            self._done.append(ReadPlanes(save.number, planes))
+            self._done.append(ReadPlanes(save.number, planes if is_trusted else ()))
             if save.finished is not None:
                 self._ended.add(save.finished)
 
