@@ -73,8 +73,6 @@ QUIET_S = 5.0
 POLL_S = 5.0
 LEAVING_SHARE = 0.8
 """From this share of the budget for rows on disk on, what leaves first is put, once nothing runs."""
-COLLECT_S = 3600.0
-"""After this time it is looked whether garbage was collected on this day."""
 RETRY_S_MIN = 10.0
 RETRY_S_MAX = 600.0
 _LISTED_MAX = 1_000_000
@@ -104,7 +102,6 @@ class Roaming:
         """What was put by itself, as it was then, and time.monotonic() of that."""
         self._retry_s = 0.0
         self._collector = shared.collector()
-        self._collect_at = 0.0
 
     def stats(self) -> dict[str, Any]:
         """Counters, for /metrics and people."""
@@ -187,18 +184,6 @@ class Roaming:
         done = self._collector.remove_folder(folder)
         self._count(done)
         return done.records
-
-    def _collect_today(self) -> None:
-        """Collect once a day, whichever daemon of the bucket comes first."""
-        if time.monotonic() >= self._collect_at:
-            self._collect_at = time.monotonic() + COLLECT_S
-            try:
-                done = self._collector.run_today()
-            except BucketError as error:  # others may have more luck
-                self._shared.counters.add(errors=1)
-                log.warning("garbage of the shared tier stays", extra={"error": error.message})
-            else:
-                self._count(done or Collected())
 
     def _count(self, done: Collected) -> None:
         self._shared.counters.add(collected=done.objects, bytes_collected=done.bytes)
@@ -496,8 +481,6 @@ class Roaming:
                 while has_more and self._cold.idle_s() >= QUIET_S:
                     has_more = await self._do(self._put_next)
                 self._retry_s = 0.0
-                if self._cold.idle_s() >= QUIET_S:
-                    await self._do(self._collect_today)
             except Exception as error:  # no failure may end it
                 said = error.message if isinstance(error, TowerdError) else repr(error)
                 if not self._retry_s:

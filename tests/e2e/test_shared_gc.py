@@ -63,20 +63,22 @@ def test_a_chat_is_deleted_there(make_daemon: MakeDaemon, tmp_path: Path) -> Non
 
 
 def test_on_a_real_server(make_daemon: MakeDaemon, s3: S3Server) -> None:
-    """What is in use stays; records that a later one contains go at once."""
+    """What is in use stays; records that two later ones contain go at once."""
     place = Place(s3.url, s3.env)
     with make_daemon(*place.flags(), name="a", **place.env) as daemon:
         prompt = ids_of(daemon, TALE)
         reply, chat, _ = say(daemon, prompt)
         shared(daemon, "push", chat)
-        say(daemon, [*prompt, *reply, 13])
+        more, _, _ = say(daemon, [*prompt, *reply, 13])
+        shared(daemon, "push", chat)
+        say(daemon, [*prompt, *reply, 13, *more, 13])
         pushed = shared(daemon, "push", chat)
         done = shared(daemon, "gc", "--older-than", "30d")
         assert done["records"] == 1
         assert shared(daemon, "gc")["records"] == 0
         taken = shared(daemon, "pull", chat)
         assert (taken["tokens"], taken["added"]) == (pushed["tokens"], 0)
-        assert shared(daemon, "rm", chat)["records"] == 1
+        assert shared(daemon, "rm", chat)["records"] == 2
         assert shared(daemon, "rm", chat)["records"] == 0
         refused = run_towerctl(daemon, "shared", "gc", "--older-than", "1d")
         assert (refused.returncode, refused.stdout) == (1, "")

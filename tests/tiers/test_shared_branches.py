@@ -205,7 +205,7 @@ def test_puts_at_the_same_time(
     two.say(4)
     with monkeypatch.context() as patch:
         for each in (one, two):
-            patch.setattr(each.tier.bucket, "listing", lambda folder: [])
+            patch.setattr(each.tier.bucket, "listing", lambda folder, most=0: [])
         one.push()
         two.push()
     (folder,) = (tmp_path / "bucket" / "sessions").iterdir()

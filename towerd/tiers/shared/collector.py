@@ -16,7 +16,6 @@ from datetime import datetime, timedelta
 from towerd.slots.errors import StateError
 from towerd.tiers.shared.bucket import Bucket, BucketError, Listed, ObjectMissing
 from towerd.tiers.shared.condemned import (
-    FOLDER,
     LIST_MAX,
     CondemnedLists,
     place_of,
@@ -40,8 +39,10 @@ log = logging.getLogger(__name__)
 
 OBJECTS_MAX = 10_000_000
 """Of one listing."""
+COPIES_MIN = 2
+"""Later records that have to contain one before it is deleted: the last may turn out to be damaged for its tenant, which
+no collector can tell."""
 READS_AT_ONCE = 4
-DAY_S = 86_400
 _UNREADABLE_SAID = 3
 _ROWS = ("objects/", "marks/")
 
@@ -96,6 +97,7 @@ class Collector:
         done = Collected()
         with self._holds.held() as hold:
             now = hold.now()
+            self._records()  # where one cannot be read nothing is deleted
             if not dry_run:
                 for place in read_leases(self._bucket, now).ended:
                     self._bucket.delete(place)
@@ -111,17 +113,6 @@ class Collector:
             if not dry_run:
                 self._doom(hold, now)
         return done
-
-    def run_today(self) -> Collected | None:
-        """As `run`, unless a run of any daemon began on this day of the store. Raises BucketError."""
-        with self._holds.held() as hold:
-            now = hold.now()
-            if not hold.put(f"{FOLDER}/ran/{int(now.timestamp()) // DAY_S}", b""):
-                return None
-            for each in self._bucket.listing(f"{FOLDER}/ran"):
-                if now - each.modified > timedelta(days=2):
-                    self._bucket.delete(each.place)
-            return self.run()
 
     def remove_folder(self, folder: str) -> Collected:
         """Delete all records of a session or base. Raises BucketError."""
@@ -154,9 +145,21 @@ class Collector:
                 continue
             if read_leases(self._bucket, now).hold_back(since, hold.id):
                 continue
-            for place in sorted(self._lists.read(place_of("doomed", id))):
+            doomed = self._lists.read(place_of("doomed", id))
+            there = self._rows_there()
+            for place in sorted(doomed):
+                if place.startswith(_ROWS) and place not in there:
+                    continue
+                if self._clock() - began > HOLD_S:  # the next run continues
+                    return
                 self._delete(place, began, done)
             hold.put(place_of("swept", id), b"")
+
+    def _rows_there(self) -> set[str]:
+        """The places of rows and marks that the bucket has."""
+        objects = self._bucket.listing("objects", OBJECTS_MAX)
+        marks = self._bucket.listing("marks", OBJECTS_MAX)
+        return {each.place.rpartition("/")[0] for each in objects} | {each.place for each in marks}
 
     def _delete(self, place: str, began: float, done: Collected) -> None:
         """Delete one place of a list that had not been swept when the clock said `began`."""
@@ -346,7 +349,8 @@ class Collector:
         for of in of_model.values():
             of.sort(key=lambda each: (each.modified, each.place))
             for number, each in enumerate(of):
-                if any(self._contains(later, each) for later in of[number + 1 :]):
+                later = (self._contains(other, each) for other in of[number + 1 :])
+                if sum(later) >= COPIES_MIN:
                     yield each.place
 
     def _contains(self, later: NamedRecord, each: NamedRecord) -> bool:

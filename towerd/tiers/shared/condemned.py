@@ -19,6 +19,8 @@ from towerd.tiers.shared.bucket import Bucket, BucketError, ObjectMissing
 from towerd.tiers.shared.sealing import TenantKeys
 
 FOLDER = "gc"
+LISTS_MAX = 1_000_000
+"""Each conversation that is deleted makes one."""
 LIST_MAX = 50_000
 """Places of one list."""
 _BYTES_MAX = 1 << 27
@@ -81,5 +83,5 @@ class CondemnedLists:
 
 
 def _ids(bucket: Bucket, phase: str) -> dict[str, datetime]:
-    listed = bucket.listing(f"{FOLDER}/{phase}")
+    listed = bucket.listing(f"{FOLDER}/{phase}", LISTS_MAX)
     return {each.place.rpartition("/")[2]: each.modified for each in listed}
