@@ -169,7 +169,7 @@ def test_no_row_is_loaded_or_saved_after_the_caches_were_reset() -> None:
     """vLLM resets them when its weights may have changed. Rows that are being read are dropped."""
     saved: list[Any] = []
     store: Any = SimpleNamespace(
-        is_exact=True, is_full=False, shared=None, n_stored=lambda ids, scope: 0,
+        is_exact=True, room_rows=100, shared=None, n_stored=lambda ids, scope: 0,
         find=lambda ids, scope, p0: SimpleNamespace(p0=p0, p1=len(ids)),
         save=lambda path, planes: saved.append(planes),
     )  # fmt: skip
@@ -192,6 +192,28 @@ def test_no_row_is_loaded_or_saved_after_the_caches_were_reset() -> None:
     assert len(saved) == 1
     assert side.n_matched(asked, 0) == 0
     assert side.plan_step(step) == ([], [])
+
+
+@pytest.mark.parametrize(("room", "n_saved"), [(100, 40), (30, 30), (10, 0)])
+def test_what_waits_for_the_disk_is_bounded(room: int, n_saved: int) -> None:
+    """Requests of one step with one prompt read its rows once, and no more of them than there is room for."""
+    store: Any = SimpleNamespace(
+        is_exact=True, room_rows=room, shared=None, n_stored=lambda ids, scope: 0
+    )
+    side = SchedulerSide(store, TOKENS, BLOCKS, loads=False, saves=True)
+    ids, names = list(range(40)), ["a", "b", "c"]
+    for name in names:
+        asked = request(request_id=name, prompt_token_ids=ids, all_token_ids=ids)
+        asked.num_prompt_tokens = 40
+        side.n_matched(asked, 0)
+    step = SimpleNamespace(
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        scheduled_new_reqs=[SimpleNamespace(req_id=id, num_computed_tokens=0) for id in names],
+        num_scheduled_tokens=dict.fromkeys(names, 40),
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda id: ([0, 1],)),
+    )
+    saves = side.plan_step(step)[1]
+    assert sum(len(save.slots) for save in saves) == n_saved
 
 
 def test_rows_belong_to_what_vllm_computes_them_with(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from towerd.connectors.vllm.operations import (
 from towerd.connectors.vllm.vllm_store import StoredPrefix, VllmStore
 from towerd.errors import TowerdError
 from towerd.store.tree.node import PUBLIC
-from towerd.tokens import Ids, Provenances, computed_after
+from towerd.tokens import Ids, Provenances, common_prefix, computed_after
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class SchedulerSide:
             if scope is None or block_ids is None:
                 continue
             save = self._save(ids, scope, block_ids[0], 0, None)
-            self._saved[id] = 0 if save is None else len(ids)
+            self._saved[id] = 0 if save is None else len(self._paths[save.number].ids)
             if save is not None:
                 saves.append(save)
         return saves
@@ -168,13 +168,15 @@ class SchedulerSide:
         self, ids: Ids, scope: str, block_ids: list[int], n_saved: int, finished: str | None
     ) -> RowSave | None:
         """What is to be stored of a request's rows, of which the first `n_saved` are; None: nothing."""
-        if not self._may_save or len(ids) - n_saved < SAVED_TOKENS_MIN or self._store.is_full:
+        if not self._may_save or len(ids) - n_saved < SAVED_TOKENS_MIN:
             return None
         try:
-            p0 = max(n_saved, self._store.n_stored(ids, scope))
+            n_rows, n_planned = self._planned(ids, scope)
+            p0 = max(n_saved, n_planned, self._store.n_stored(ids, scope))
         except TowerdError as error:
             log.warning("rows were not stored: %s", error.message)
             return None
+        ids = ids[: p0 + max(0, self._store.room_rows - n_rows)]
         if len(ids) - p0 < SAVED_TOKENS_MIN:
             return None
         provenance: Provenances = np.zeros(len(ids), np.uint8)
@@ -184,6 +186,13 @@ class SchedulerSide:
         self._n_paths += 1
         self._paths[self._n_paths] = SavedPath(ids, scope, p0, provenance)
         return RowSave(self._n_paths, slots, finished)
+
+    def _planned(self, ids: Ids, scope: str) -> tuple[int, int]:
+        """How many rows the worker has been asked for, and how many of the first tokens of `ids` are stored with
+        them."""
+        paths = list(self._paths.values())
+        common = (common_prefix(each.ids, ids) for each in paths if each.scope == scope)
+        return sum(len(each.ids) - each.p0 for each in paths), max(common, default=0)
 
     def _trace(self, step: Any, loads: list[tuple[RowLoad, Provenances]]) -> None:
         """Note the provenance of what this step writes into the cache. A request may build on another of the same

@@ -115,10 +115,11 @@ class VllmStore:
         return parts[-1].p1 if parts else 0
 
     @property
-    def is_full(self) -> bool:
-        """Whether too many rows wait to be written."""
-        hot = self.store.state.hot_bytes - self._settings.hot_bytes
-        return self._staged_bytes + hot > WAITING_BYTES_MAX
+    def room_rows(self) -> int:
+        """How many rows may wait to be written beside those that do."""
+        hot = max(0, self.store.state.hot_bytes - self._settings.hot_bytes)
+        left = WAITING_BYTES_MAX - self._staged_bytes - hot
+        return max(0, left // self.layout.token_bytes)
 
     def save(self, what: SavedPath, planes: Sequence[Bytes2D]) -> None:
         """Store rows that were read from the cache, in the background. planes: as `StoredPlanes`."""
