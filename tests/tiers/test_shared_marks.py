@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from store_tools import ROW_IDENTITY, check_rows, make_hot, write_all
 
 from towerd.store import FormatRequest, Store
+from towerd.tiers.shared import measured_speed
 from towerd.tiers.shared.bucket import open_bucket
 from towerd.tiers.shared.condemned import CondemnedLists
 from towerd.tiers.shared.fetcher import Fetcher
@@ -65,6 +66,22 @@ def test_the_furthest_mark_is_found(
             (place,) = found.put.rows
             assert common_prefix(tower(towers[int(place.name)]), asked) >= furthest
         assert Marks(bucket, KEYS, (b"other",)).find(KEYS, asked.tobytes(), 0) is None
+
+
+@pytest.mark.parametrize("gone", range(7))
+def test_the_last_mark_is_found_though_one_before_it_is_gone(tmp_path: Path, gone: int) -> None:
+    """As those of a conversation that had the same beginning, and was deleted."""
+    bucket = open_bucket(f"file://{tmp_path}")
+    marks, ids = Marks(bucket, KEYS, (b"model",)), np.arange(8 * MARK_TOKENS, dtype=np.int32)
+    hold = Hold(bucket, CondemnedLists(bucket, KEYS))
+    rows, made = PutRows([RowsPlace("rows", 0, len(ids), False, 1)]), list[Path]()
+    for n in range(MARK_TOKENS, len(ids) + 1, MARK_TOKENS):
+        marks.put(hold, KEYS, ids[:n].tobytes(), rows)
+        made += {*tmp_path.glob("marks/*")} - {*made}
+    made[gone].unlink()
+    found = marks.find(KEYS, ids.tobytes(), 0)
+    assert found is not None
+    assert found.n_tokens == len(ids)
 
 
 def tier_of(store: Store, folder: Path) -> SharedTier:
@@ -140,8 +157,11 @@ async def test_rows_are_not_sent_again_in_another_format(tmp_path: Path) -> None
         assert tier.put_path(IDS[:900], "local") == put
 
 
-async def test_fetching_is_chosen_by_its_speed(tmp_path: Path) -> None:
+async def test_fetching_is_chosen_by_its_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model that evaluates faster than the bucket gives does not fetch."""
+    monkeypatch.setattr(measured_speed, "MEASURED_BYTES_MIN", 0)
     with (
         Store.open(tmp_path / "one", ROW_IDENTITY) as one,
         Store.open(tmp_path / "two", ROW_IDENTITY) as two,

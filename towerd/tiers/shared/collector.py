@@ -101,7 +101,8 @@ class Collector:
             if not dry_run:
                 for place in read_leases(self._bucket, now).ended:
                     self._bucket.delete(place)
-                self._sweep(hold, now, done)
+                if not self._sweep(hold, now, done):
+                    return done
                 self._retire(now)
             found = self._found(now)
             gone = self._leave(found, older_than, now)
@@ -135,8 +136,9 @@ class Collector:
 
     # --- phases ---------------------------------------------------------------------------
 
-    def _sweep(self, hold: Hold, now: datetime, done: Collected) -> None:
-        """Delete what was doomed long enough ago."""
+    def _sweep(self, hold: Hold, now: datetime, done: Collected) -> bool:
+        """Delete what was doomed long enough ago; False if that is more than one run may delete: the next one
+        continues."""
         began = self._clock()
         phases = read_phases(self._bucket)
         for id, since in sorted(phases.doomed.items()):
@@ -150,10 +152,11 @@ class Collector:
             for place in sorted(doomed):
                 if place.startswith(_ROWS) and place not in there:
                     continue
-                if self._clock() - began > HOLD_S:  # the next run continues
-                    return
+                if self._clock() - began > HOLD_S:
+                    return False
                 self._delete(place, began, done)
             hold.put(place_of("swept", id), b"")
+        return True
 
     def _rows_there(self) -> set[str]:
         """The places of rows and marks that the bucket has."""

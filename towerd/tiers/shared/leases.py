@@ -183,12 +183,15 @@ class Leases:
         return any(lease.id != own and lease.began <= latest for lease in self.active)
 
 
+LEASES_MAX = 1_000_000
+
+
 def read_leases(bucket: Bucket, now: datetime) -> Leases:
     """Raises BucketError."""
     places: dict[str, list[str]] = {}
     began: dict[str, datetime] = {}
     last: dict[str, datetime] = {}
-    for each in bucket.listing(FOLDER):
+    for each in bucket.listing(FOLDER, LEASES_MAX):
         id, _, name = each.place.partition("/")[2].partition("/")
         ago = name.partition("-")[2]
         since = each.modified - timedelta(seconds=int(ago) if ago.isdecimal() else 0)

@@ -115,11 +115,9 @@ class Marks:
         while low + 1 < high:
             numbers = sorted(asked)
             places = [self._place(keys, ids, number * MARK_TOKENS) for number in numbers]
-            for number, is_there in zip(numbers, self.bucket.has_each(places), strict=True):
-                if not is_there:
-                    high = number
-                    break
-                low = number
+            there = dict(zip(numbers, self.bucket.has_each(places), strict=True))
+            low = max([low, *(number for number in numbers if there[number])])  # there may be holes
+            high = min([high, *(each for each in numbers if each > low)])
             between = ((high - low) * part // (_ASKED + 1) for part in range(1, _ASKED + 1))
             asked = {low + each for each in between if each}
         return low
