@@ -48,7 +48,7 @@ MOVED_BENCHMARKS = {
 }
 ARCHITECTURES = "lab.bench.architectures"
 """The benchmark of `towerctl bench resume --arch`."""
-SLOT_RIVAL = "lab.bench.slot_rival"
+SLOT_RIVAL = "lab.bench.slots.rival"
 """The rival of `towerctl bench switch --rival slot-proxy`."""
 RANDOM_MODELS = "lab.models.kept"
 

@@ -36,7 +36,7 @@ def kernels(quick: bool) -> None:
 @QUICK
 def footprint(quick: bool, level_formats: str, plot_path: Path | None) -> None:
     """Disk per session in a hierarchy of shared bases, against one slot file per session."""
-    _run("footprint", None, quick, level_formats=level_formats, plot_path=plot_path)
+    _run("footprint.hierarchy", None, quick, level_formats=level_formats, plot_path=plot_path)
 
 
 @bench.command()
@@ -95,7 +95,7 @@ def latem(quick: bool, plot_path: Path | None) -> None:
 @QUICK
 def anticipation(model: Path | None, quick: bool) -> None:
     """Tokens that the next turn of a reasoning chat evaluates, with and without anticipation."""
-    _run("anticipation", model, quick)
+    _run("prediction.anticipation", model, quick)
 
 
 @bench.command()

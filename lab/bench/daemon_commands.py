@@ -97,7 +97,7 @@ def store(quick: bool) -> None:
 @QUICK
 def shared(model: Path | None, quick: bool) -> None:
     """A chat of another machine through an S3 server, against its prefill and a plain copy of the bytes."""
-    _run("shared", model, quick)
+    _run("shared.resume", model, quick)
 
 
 @click.command()
@@ -113,7 +113,7 @@ def footprint(
     model: Path | None, chats: int | None, level_formats: str | None, quick: bool
 ) -> None:
     """What chats over four prompts take after each layer of the store, and a request's wait meanwhile."""
-    _run("chat_footprint", model, quick, chats=chats, level_formats=level_formats)
+    _run("footprint.chats", model, quick, chats=chats, level_formats=level_formats)
 
 
 @click.command()
@@ -190,7 +190,7 @@ def cold(
     quick: bool,
 ) -> None:
     """Frozen sessions: bytes per session of 100,000, and the time to find and thaw one."""
-    _run("cold", model, quick, data=data, texts=texts, meetings=meetings, vocab=vocab)
+    _run("cold.chats", model, quick, data=data, texts=texts, meetings=meetings, vocab=vocab)
 
 
 @click.command()

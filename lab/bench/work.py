@@ -40,14 +40,14 @@ QUICK_WORK = {
     ),
     # A chat of 8,000 tokens takes 70.3 s to evaluate, twice that on slow cores, and one of 1,000; 20
     # sessions are coded, and one of 8,000 tokens decoded 27 times.
-    "cold": Work(SMOLLM2, 1000, 4, starts=3, other_s=2 * 70.3 + 60),
+    "cold.chats": Work(SMOLLM2, 1000, 4, starts=3, other_s=2 * 70.3 + 60),
     # 30.0 s with 21.5 s of CPU.
     "kernels.rates": Work(0, 0, 0, starts=0, other_s=60),
     # 24.5 s with 8.4 s of CPU; the rest waits for the store to settle.
-    "footprint": Work(0, 0, 0, starts=0, other_s=33),
+    "footprint.hierarchy": Work(0, 0, 0, starts=0, other_s=33),
     # 32 chats of two turns over four prompts of 1,000 tokens, replies of 16; a basis is learned from 3,000 tokens,
     # weighed on two continuations of 64 for each of 12 groups and measured on four; rows are encoded and frozen.
-    "chat_footprint": Work(
+    "footprint.chats": Work(
         SMOLLM2,
         4 * 1000 + 32 * 2 * 120 + 4600 + 64 * (2 * 13 + 4 * 3),
         32 * 2 * 16 + 80 + 64 * 6,
@@ -60,9 +60,9 @@ QUICK_WORK = {
     "latem.costs": Work(0, 0, 0, starts=0, other_s=6),
     # A chat of 2,048 tokens is evaluated at its start, and once more when the server is gone; warm-ups of 96 tokens.
     # The rest: 500 chats of random rows, pushed; the S3 server starts.
-    "shared": Work(SMALL, 2 * 2049 + 5 * 96, 5 * 16, starts=5, other_s=80),
+    "shared.resume": Work(SMALL, 2 * 2049 + 5 * 96, 5 * 16, starts=5, other_s=80),
     # Three templates, without and with anticipation: five replies of 200 tokens, and 150 of thinking.
-    "anticipation": Work(SMOLLM2, 6 * 5 * 300, 2 * 5 * (200 + 350 + 350), starts=6),
+    "prediction.anticipation": Work(SMOLLM2, 6 * 5 * 300, 2 * 5 * (200 + 350 + 350), starts=6),
     # Three sessions of 3,438 tokens on three servers, then 7,984 tokens behind nine changes on four; a
     # reply of 32 tokens is written once and asked for again twice, token by token.
     "volatile.served": Work(

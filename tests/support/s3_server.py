@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench.s3_server import S3Server, find_program
-from lab.bench.s3_server import s3_server as started
+from lab.bench.shared.s3_server import S3Server, find_program
+from lab.bench.shared.s3_server import s3_server as started
 
 __all__ = ["S3Server", "s3_server"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench import anticipation
+from lab.bench.prediction import anticipation
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.models.bundled import RETRIEVAL_NAME, bundled_model
 

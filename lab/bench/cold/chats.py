@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 from rich.progress import track
 
+from lab.bench.cold.thawing import measure_decoding, measure_thaw, resume_with_rows
 from lab.bench.disk import disk_bytes
-from lab.bench.thawing import measure_decoding, measure_thaw, resume_with_rows
 from lab.texts.chat_template import held_out, tokenized
 from lab.texts.documents import read_meetings, read_text
 from towerd.cli.bench.harness.report import Report

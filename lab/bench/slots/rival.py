@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lab.bench.slot_proxy import SlotProxy
+from lab.bench.slots.proxy import SlotProxy
 from towerd.cli.bench.switch import Outcome, SwitchLoad, SwitchRival, drive
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from rich.progress import track
 
-from lab.bench.footprint import GrowingStore, slot_file_bytes, small_layout
+from lab.bench.footprint.hierarchy import GrowingStore, slot_file_bytes, small_layout
 from towerd.cli.bench.harness.models import vocab_size
 from towerd.cli.bench.harness.report import Report
 from towerd.cold.coding import Coding, VocabularySource

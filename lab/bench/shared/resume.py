@@ -23,8 +23,8 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from lab.bench.s3_server import S3Server, s3_server
-from lab.bench.shared_bucket import measure_bucket
+from lab.bench.shared.bucket_size import measure_bucket
+from lab.bench.shared.s3_server import S3Server, s3_server
 from towerd.cli.bench.harness.client import Completion, complete, new_session
 from towerd.cli.bench.harness.models import bench_model, random_prompt, vocab_size
 from towerd.cli.bench.harness.report import Report

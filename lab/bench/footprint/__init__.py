@@ -1,0 +1,1 @@
+"""What conversations take on disk."""

@@ -1,0 +1,1 @@
+"""The shared tier: a chat of another machine, and what a bucket takes."""

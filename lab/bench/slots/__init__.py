@@ -1,0 +1,1 @@
+"""A rival of `towerctl bench switch`: slot files behind a proxy."""
