@@ -23,7 +23,6 @@ from towerd.errors import TowerdError
 from towerd.model.llama_model import LlamaModel
 from towerd.models.bundled import bundled_model
 from towerd.retention import Recalling, View, open_retention
-from towerd.retention.icecache import IceCacheConfig
 from towerd.settings.config import Config
 from towerd.slots.blob import parse_rows
 
@@ -139,7 +138,7 @@ async def test_what_stays_is_what_the_policy_says(service_on: OpenService) -> No
     context.close()
     model.close()
     limits = Config(threads=1, recall_layer_step=1)
-    policy = open_retention(served(IceCacheConfig.for_budget(budget), limits))
+    policy = open_retention(served(LiveBudget("icecache", budget), limits))
     view = View(np.arange(n), n, keys=ArrayKeys(keys), queries=queries[:, :, -QUERY_TOKENS_MAX:])
     expected = policy.keep(view, BoundedSet.whole(LiveBudget("icecache", budget), 0, 512).n_target)
     settings = {**SETTINGS, "recall_layer_step": 1, "flash_attn": "off"}

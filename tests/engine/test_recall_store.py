@@ -29,7 +29,7 @@ from towerd.engine.embedded.longchat.offload_space import OffloadSpace
 from towerd.engine.embedded.longchat.recall import Recall, served
 from towerd.kernels.formats import BY_NAME
 from towerd.models.bundled import bundled_model
-from towerd.retention import Rows, retention_config
+from towerd.retention import Rows
 from towerd.settings.config import Config
 from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.rows import KVRows
@@ -224,7 +224,7 @@ def test_a_large_model_recalls_at_default_settings(tmp_path: Path, n_layer: int)
     layout = KVLayout((plane,) * n_layer, (plane,) * n_layer)
     n_ram = (1 << 34) * Config().recall_bytes // ram_bytes()
     budget, settings = LiveBudget("icecache", 2048), Config(threads=1)
-    config = served(retention_config(budget.policy, budget.tokens), settings)
+    config = served(budget, settings)
     live_set = BoundedSet.whole(budget, 0, 32768, config)
     for n_disk, least in ((4 * n_ram, 32768), (0, 3 * budget.tokens)):
         space = OffloadSpace(layout, 128, n_ram, n_disk, tmp_path, DailyWrites(tmp_path))

@@ -61,3 +61,25 @@ async def test_a_pass_key(service_on: OpenService, smollm2: Path) -> None:
             said[policy] = "48213" in answer.text
         assert said == {"none": True, "icecache": True, "snapkv": True, "streaming": False}
         await settle(service)
+
+
+async def test_a_value_among_others(service_on: OpenService, gemma: Path) -> None:
+    """Of a model of which three layers attend to everything: what has to be told from its like by the key alone is
+    found, too."""
+    chance = np.random.default_rng(1)
+    pairs = [(f"{key:04x}", f"{value:05d}") for key, value in chance.integers(0, 1 << 16, (16, 2))]
+    told = "".join(f'"{key}": "{value}"\n' for key, value in pairs)
+    async with service_on(gemma, retention="icecache") as service:
+        found: dict[str, set[str]] = {"none": set(), "icecache": set()}
+        for key, value in pairs[1:15:2]:
+            text = BREAD + told + RIVER + LETTER + f'"{pairs[0][0]}": "{pairs[0][1]}"\n"{key}": "'
+            ids = await ids_of(service, text, begins=True)
+            assert len(ids) > 2 * BUDGET
+            for policy in found:
+                live = LiveBudget(policy, BUDGET) if policy in BOUNDED else LiveBudget()
+                answer = await ask(service, ids, N, live=live, scope=policy)
+                if answer.text.strip().startswith(value):
+                    found[policy].add(key)
+        assert len(found["none"]) >= 4
+        assert len(found["none"] - found["icecache"]) <= 1, found
+        await settle(service)

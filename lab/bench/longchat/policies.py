@@ -24,6 +24,7 @@ from towerd.cli.output import progress_bar, show_table, size
 from towerd.codec.prior import sample
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.engine import EmbeddedEngine
+from towerd.engine.embedded.longchat import recall as limits
 from towerd.errors import TowerdError
 from towerd.models.bundled import RETRIEVAL_NAME, bundled_model, default_model, has_default
 from towerd.retention.icecache import IceCacheConfig
@@ -39,8 +40,6 @@ POLICIES = tuple(name for name in RETENTIONS if LiveBudget(name).is_bounded)
 SCOPE = "layer"
 """The scope that figures without one in their names are of: the daemon's default."""
 RECALL_BUDGET = 64
-RECALL_LAYER_STEP = 3
-"""The default of `--recall-layer-step`."""
 N_QUERIES = 8
 
 
@@ -254,7 +253,11 @@ async def _recall(report: LongchatReport, service: Service[EmbeddedEngine], ids:
     """Measure recall on the keys and the last queries of a text, in the layers that the engine
     indexes."""
     keys, queries = await last_attention(service, ids, N_QUERIES)
-    layers = list(IceCacheConfig(layer_step=RECALL_LAYER_STEP).anchors(len(keys)))
+    n_among_others = limits.full_among_others(service.engine.core.memory)
+    budget = LiveBudget("icecache", RECALL_BUDGET)
+    config = limits.served(budget, service.config, n_among_others)
+    assert isinstance(config, IceCacheConfig)
+    layers = list(config.anchors(len(keys)))
     found = recalls(keys[layers], queries[layers], RECALL_BUDGET)
     report.figures |= {f"recall_{way}": share for way, share in found.items()}
     report.figures["icecache_recall_vs_sequential"] = found["icecache"] / found["quest"]

@@ -1,12 +1,12 @@
 """Budgets: keep each chat that has a budget within it.
 
-A prompt is read in full while the context has places: its rows are exact, and the store keeps and shares
-them like any other. At its end, and before a step that would exceed the budget afterwards, the policy
-chooses the positions that stay, and the others are evicted from the context. A prompt that is longer than
-the context is read in pieces, with such a choice after each. Positions keep their rotation, so holes are
-left. When a chat reaches the last position of the context, its live rows are compacted: their keys are
-rotated to places without holes. A chat that leaves the context is parked in RAM, because the store has no
-rows that were computed over a partial live set.
+A prompt is read in full while the context has places: its rows are exact, and the store keeps and shares them
+like any other. At its end, and before a step that would exceed the budget afterwards, the policy chooses the
+positions that stay, and the others are evicted from the context. A prompt that is longer than the context is
+read in pieces, with such a choice after each. Positions keep their rotation, so holes are left. When a chat
+reaches the last position of the context, its live rows are compacted: their keys are rotated to places without
+holes. A chat that leaves the context is parked in RAM, because the store has no rows that were computed over a
+partial live set.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from towerd.engine.embedded.longchat.recall import (
     QUERY_TOKENS_MAX,
     REEVALUATED_TOKENS,
     Recall,
+    full_among_others,
     served,
 )
 from towerd.engine.embedded.restore.branching import (
@@ -107,11 +108,10 @@ class Budgets(Hook):
         n_ctx = self._core.n_ctx
         try:
             self.check(budget)
-            config = served(retention_config(budget.policy, budget.tokens), self._config)
+            config = served(budget, self._config, full_among_others(self._memory))
         except TowerdError:  # each request is told
             return
-        why = recall.space.why_nothing(BoundedSet.whole(budget, 0, n_ctx, config), n_ctx)
-        if why is not None:
+        if why := recall.space.why_nothing(BoundedSet.whole(budget, 0, n_ctx, config), n_ctx):
             log.warning(why)
 
     # ---- checks before a request is taken -------------------------------------------------
@@ -215,7 +215,7 @@ class Budgets(Hook):
         budget, live = job.request.live, seq.live_set
         if not isinstance(live, BoundedSet) or live.budget != budget or live.failure is not None:
             assert not seq.is_partial, "a partial live set went to a request of another budget"
-            config = served(retention_config(budget.policy, budget.tokens), self._config)
+            config = served(budget, self._config, full_among_others(self._memory))
             shape, n_ctx = self._shape(budget), self._core.n_ctx
             seq.live_set = live = BoundedSet.whole(budget, seq.n, n_ctx, config, shape)
         live.n_prompt, live.n_full = job.n_prompt, self._core.n_ctx

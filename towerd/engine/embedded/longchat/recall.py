@@ -20,7 +20,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.context.core import Core
+from towerd.engine.embedded.context.memory import SequenceMemory
 from towerd.engine.embedded.context.sequences import Buffer
 from towerd.engine.embedded.live.descent import Descent
 from towerd.engine.embedded.live.job import Job, JobPhase
@@ -30,7 +32,7 @@ from towerd.engine.embedded.live.pages import PagesLost
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq, broken_by_failure
 from towerd.engine.embedded.longchat.observer import Observer
 from towerd.engine.embedded.longchat.offload_space import OffloadSpace
-from towerd.retention import Positions, Recalling, RetentionConfig, Rows, View
+from towerd.retention import Positions, Recalling, RetentionConfig, Rows, View, retention_config
 from towerd.retention.lexical import passages
 from towerd.settings.config import Config
 from towerd.slots.rope import Rope
@@ -58,6 +60,8 @@ _PIECE_ROWS = 512
 """Rows that are copied or turned at once; until that is done they are there twice."""
 _STORED_MIN = 256
 """Rows for which the store is asked."""
+_READ_LAYERS_MIN = 4
+"""Layers whose keys are read where only some attend to everything, if there are so many."""
 _KEYS_MAX = 64
 """Nearest keys that a query searches for; a search for more takes longer."""
 
@@ -79,19 +83,32 @@ def _labels(rotated: Positions, live_set: BoundedSet) -> Positions:
     return np.concatenate([rotated[:n_sink], middle, rotated[end:]])
 
 
-def served(config: RetentionConfig, settings: Config) -> RetentionConfig:
-    """Return `config` with the limits of chats whose users wait for replies."""
+def full_among_others(memory: SequenceMemory) -> int:
+    """The number of layers that attend to everything, in a model where only some do; 0 where all do."""
+    n_layer = memory.full_layout.n_layer
+    return n_layer if n_layer < memory.layout.n_layer or memory.kind.has_state else 0
+
+
+def served(budget: LiveBudget, settings: Config, n_among_others: int = 0) -> RetentionConfig:
+    """The config of a budget's policy with the limits of chats whose users wait for replies.
+
+    Of `n_among_others` layers that attend to everything among others that do not (`full_among_others`) more are read:
+    they are few and far apart, so that one says little of the next, and the model's first two are not among them."""
     from towerd.retention.icecache import IceCacheConfig
     from towerd.retention.latem import LatemConfig
 
+    config = retention_config(budget.policy, budget.tokens)
+    step = settings.recall_layer_step
+    if n_among_others:
+        step = min(step, max(1, n_among_others // _READ_LAYERS_MIN))
     if isinstance(config, LatemConfig):
-        step, n_threads = settings.recall_layer_step, settings.threads
-        return replace(config, layer_step=step, n_threads=n_threads)
+        return replace(config, layer_step=step, n_threads=settings.threads)
     if not isinstance(config, IceCacheConfig):
         return config
     return replace(
         config,
-        layer_step=settings.recall_layer_step,
+        layer_first=0 if n_among_others else config.layer_first,
+        layer_step=step,
         keys_max=min(config.keys_max, _KEYS_MAX),
         n_threads=settings.threads,
         followers=_FOLLOWERS,
