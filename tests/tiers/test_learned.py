@@ -150,7 +150,7 @@ def test_names_that_clients_choose_do_not_push_out_the_rest() -> None:
         if step % 3 == 2:
             old.workflow_ended(f"flood {step // 3}", 1e5 + step)
     learned = old.learned()
-    assert learned["steps"]["Markov"]["contexts"]
+    assert learned["steps"]["tenant"]["Markov"]["contexts"]
     text = pack("foresight", {"hot": learned, "warm": learned})
     assert text is not None
     new: Any = make_policy("foresight", Planted())
@@ -188,13 +188,14 @@ def test_a_trained_predictor_leads_while_it_is_right(tmp_path: Path) -> None:
     save(replace(weights, weights=alone), path)
     policy: Any = make_policy("pbkv", Planted(), path)
     predictor = policy.predictor
-    assert isinstance(predictor.leader, Trained)
+    of_tenant = predictor.of("tenant")
+    assert isinstance(of_tenant.leader, Trained)
     said = predictor.forecast(["tenant\nplan"])[0]
     assert set(said) == {"tenant\ncode", "tenant\nplan", END}
     assert said["tenant\nplan"] > 0.8
     for i in range(600):
         policy.stepped(1, float(i), "w", "tenant\ncode")
-    assert isinstance(predictor.leader, Markov)
+    assert isinstance(of_tenant.leader, Markov)
     assert predictor.forecast(["tenant\ncode"])[0]["tenant\ncode"] > 0.9
 
 

@@ -47,5 +47,7 @@ def load_predictor(name: str, predictor: Path) -> Predictor:
     from towerd.policy.predict.markov import Markov
     from towerd.policy.predict.mixture import Mixture, Trained
     from towerd.policy.predict.mixture_file import load
+    from towerd.policy.predict.tenants import TenantPredictors
 
-    return Fallback([Trained(Mixture(load(predictor))), Markov()])
+    trained = Trained(Mixture(load(predictor)))
+    return TenantPredictors(lambda share: Fallback([trained, Markov(share=share)], share))

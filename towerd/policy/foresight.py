@@ -19,10 +19,11 @@ from itertools import islice
 from typing import Any
 
 from towerd.policy.base import LRU, Entry, Evictable, Frees, Key, Policy, Rank, Tree
-from towerd.policy.predict.base import Predictor, survival
+from towerd.policy.predict.base import Predictor, Share, survival
 from towerd.policy.predict.fallback import Fallback
 from towerd.policy.predict.markov import Markov
 from towerd.policy.predict.returns import EDGES_S, bin_of
+from towerd.policy.predict.tenants import TenantPredictors
 from towerd.policy.visits import Visit, Visits
 from towerd.policy.workflow_tree import WorkflowTree
 
@@ -179,7 +180,7 @@ class Foresight(ReturnRanking):
     teaches = True
 
     def __init__(self, tree: Tree, predictor: Predictor | None = None) -> None:
-        super().__init__(tree, Visits(), predictor or Fallback([Markov()]))
+        super().__init__(tree, Visits(), predictor or TenantPredictors(_counting))
         self.trusts = False
         """False at first: the model knows nothing yet, and forecasts must prove themselves."""
         self._shadow: Policy = self._forecast_shadow()
@@ -391,6 +392,10 @@ def _other_visits(entry: Entry) -> list[Visit]:
     return [
         v for v in entry.inherited_visits or () if v is not last and not v.is_back and not v.ended
     ]
+
+
+def _counting(share: Share) -> Predictor:
+    return Fallback([Markov(share=share)], share)
 
 
 def _always(_: Key) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from towerd.policy.base import Entry, Key, Rank, Tree
 from towerd.policy.predict.base import END, Predictor, survival
 from towerd.policy.predict.markov import Markov
+from towerd.policy.predict.tenants import TenantPredictors
 from towerd.policy.workflow_tree import WorkflowRun, WorkflowTree
 
 GAMMA = 0.7
@@ -27,7 +28,7 @@ class PBKV(WorkflowTree):
     def __init__(
         self, tree: Tree, predictor: Predictor | None = None, *, gamma: float = GAMMA
     ) -> None:
-        super().__init__(tree, Markov() if predictor is None else predictor)
+        super().__init__(tree, predictor or TenantPredictors(lambda share: Markov(share=share)))
         if not 0 < gamma < 1:
             raise ValueError(f"gamma is {gamma}, not between 0 and 1")
         self.gamma = gamma

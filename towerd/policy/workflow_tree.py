@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from towerd.policy.base import Entry, Key, Learning, Policy, Tree
 from towerd.policy.predict.base import END, Forecast, Predictor
+from towerd.policy.predict.tenants import MARK, tenant_in
 
 RUNS_MAX = 4096
 """Workflows that may continue; beyond that the one idle for longest counts as over."""
@@ -73,7 +74,7 @@ class WorkflowTree(Policy):
             self.step_s += _NEW_GAP_WEIGHT * (self._now - run.stepped_s - self.step_s)
         run.stepped_s = self._now
         if agent not in run.agents and len(run.agents) >= AGENTS_MAX:
-            agent = ""
+            agent = tenant_in([agent]) + MARK
         run.agents.add(agent)
         run.ends[agent] = key
         run.path.append(agent)

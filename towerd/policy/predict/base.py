@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 END = "<end>"
@@ -13,6 +13,9 @@ N_STEPS = 3
 Forecast: TypeAlias = Sequence[Mapping[str, float]]
 """For each step ahead, a distribution over agents and END, given that the workflow lasts until
 then. An empty sequence: no prediction."""
+
+Share: TypeAlias = Callable[[], float]
+"""The share of the memory of all tenants' predictors that one of them may take now."""
 
 
 class Predictor(Protocol):
@@ -37,6 +40,11 @@ class NoPrediction:
 
     def observe(self, path: Sequence[str]) -> None:
         """Learns nothing."""
+
+
+def whole() -> float:
+    """The Share of a predictor that is the only one."""
+    return 1.0
 
 
 def best(step: Mapping[str, float]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from towerd.policy.base import Learning
-from towerd.policy.predict.base import Forecast, NoPrediction, Predictor, best
+from towerd.policy.predict.base import Forecast, NoPrediction, Predictor, Share, best, whole
 
 LIVE_MIN = 0.3
 """Live accuracy one step ahead below which a prediction is worthless."""
@@ -27,8 +27,9 @@ _OPEN_MAX = 1 << 14
 class Fallback:
     """A Predictor that chooses among others, the preferred one first."""
 
-    def __init__(self, predictors: Sequence[Predictor]) -> None:
+    def __init__(self, predictors: Sequence[Predictor], share: Share = whole) -> None:
         self._predictors = list(predictors)
+        self._share = share
         self._none = NoPrediction()
         self._right = [_TRIAL_STEPS * LIVE_MIN for _ in predictors]
         self._n = [_TRIAL_STEPS for _ in predictors]
@@ -74,7 +75,7 @@ class Fallback:
             if predictor is leader:
                 chosen = found
         self._open[tuple(path)] = said
-        if len(self._open) > _OPEN_MAX:
+        while len(self._open) > max(1, self._share() * _OPEN_MAX):
             self._open.popitem(last=False)
         return chosen
 

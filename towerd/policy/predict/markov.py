@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeAlias
 
-from towerd.policy.predict.base import END, N_STEPS, Forecast
+from towerd.policy.predict.base import END, N_STEPS, Forecast, Predictor, Share, whole
 
 CONTEXTS_MAX = 1 << 16
-"""Contexts remembered; beyond that the least recently used is forgotten."""
+"""Contexts that all tenants' models remember; beyond its share of them a model forgets the least
+recently used."""
 CONTEXTS_KEPT = 1 << 12
-"""Contexts kept across a restart: the most recently used."""
+"""Contexts that all of them keep across a restart: the most recently used."""
 NAMES_BYTES_KEPT = 1 << 17
 """Limit on the bytes of their names, which clients choose."""
 OUTCOMES_MAX = 1 << 10
@@ -30,10 +31,11 @@ _Context: TypeAlias = tuple[int, tuple[str, ...]]
 class Markov:
     """A Predictor that learns online. order: the longest context, in steps."""
 
-    def __init__(self, order: int = 3) -> None:
+    def __init__(self, order: int = 3, share: Share = whole) -> None:
         if order < 1:
             raise ValueError(f"the order is {order}")
         self.order = order
+        self._share = share
         self._counts: OrderedDict[_Context, dict[str, int]] = OrderedDict()
 
     def forecast(self, path: Sequence[str]) -> Forecast:
@@ -53,8 +55,10 @@ class Markov:
     def learned(self) -> Mapping[str, Any]:
         """See Learning.learned. Holds the most recently used contexts."""
         rows: list[list[Any]] = []
-        left = NAMES_BYTES_KEPT
-        for (ahead, names), counts in islice(reversed(self._counts.items()), CONTEXTS_KEPT):
+        share = self._share()
+        left = int(share * NAMES_BYTES_KEPT)
+        most = max(1, int(share * CONTEXTS_KEPT))
+        for (ahead, names), counts in islice(reversed(self._counts.items()), most):
             taken = sum(len(name.encode()) for name in (*names, *counts))
             if taken <= left:  # contexts with too many outcomes are left out
                 left -= taken
@@ -79,7 +83,7 @@ class Markov:
         counts = self._counts.get(context)
         if counts is None:
             counts = self._counts[context] = {}
-            if len(self._counts) > CONTEXTS_MAX:
+            while len(self._counts) > max(1, self._share() * CONTEXTS_MAX):
                 self._counts.popitem(last=False)
         else:
             self._counts.move_to_end(context)
@@ -100,7 +104,7 @@ class Markov:
         return mixed
 
 
-def learn(predictor: Markov, workflow: Sequence[str]) -> None:
+def learn(predictor: Predictor, workflow: Sequence[str]) -> None:
     """Observe every step of a workflow that has ended."""
     path = [*workflow, END]
     for n in range(1, len(path) + 1):

@@ -26,10 +26,9 @@ from towerd.policy.predict.steps import (
     step,
     tally,
 )
+from towerd.policy.predict.tenants import MARK
 
 Array = NDArray[np.float32]
-_MARK = "\n"
-"""Separates tenant and agent in the names that policies get."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +132,8 @@ class Trained:
 
     def forecast(self, path: Sequence[str]) -> Forecast:
         """See Predictor.forecast."""
-        tenant, mark, _ = path[-1].rpartition(_MARK)
-        said = self._predictor.forecast([name.rpartition(_MARK)[2] for name in path])
+        tenant, mark, _ = path[-1].rpartition(MARK)
+        said = self._predictor.forecast([name.rpartition(MARK)[2] for name in path])
         return [
             {name if name == END else tenant + mark + name: p for name, p in step.items()}
             for step in said
@@ -142,4 +141,4 @@ class Trained:
 
     def observe(self, path: Sequence[str]) -> None:
         """See Predictor.observe."""
-        self._predictor.observe([name.rpartition(_MARK)[2] for name in path])
+        self._predictor.observe([name.rpartition(MARK)[2] for name in path])
