@@ -83,6 +83,21 @@ def policy(
 
 
 @bench.command()
+@trained_model_option("GGUF whose states are taken")
+@click.option(
+    "--workflows",
+    required=True,
+    type=FOLDER,
+    help="Folder of agent workflows, *.jsonl.zst.",
+)
+@click.option("--states", type=FOLDER, help="Folder that keeps the states for the next time.")
+@QUICK
+def states(model: Path | None, workflows: Path, states: Path | None, quick: bool) -> None:
+    """Whether the model's state at the end of each prompt tells which agent acts next."""
+    _run("policy.states", model, quick, workflows=workflows, states=states)
+
+
+@bench.command()
 @plot_option("Write cost against wrong advice")
 @QUICK
 def latem(quick: bool, plot_path: Path | None) -> None:

@@ -72,5 +72,5 @@ QUICK_WORK = {
     "agents.latency": Work(0, 0, 0, starts=0, other_s=240),
 }
 """By the module, of the benchmarks whose work can be counted beforehand."""
-OF_FILES = ("policy.hit_rates", "codec.sizes", "codec.unseen")
+OF_FILES = ("policy.hit_rates", "policy.states", "codec.sizes", "codec.unseen")
 """Benchmarks of files that the user names: how long they take depends on those."""

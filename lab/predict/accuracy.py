@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import log
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 from lab.predict.runs import FinishedRun, groups_of
 from towerd.policy.predict.base import END, N_STEPS, Forecast, best
 
+CHANCE_MIN = 1e-4
+"""What an outcome that a forecast leaves out counts as, in its loss."""
 _BINS = 10
 
 
@@ -18,11 +21,13 @@ _BINS = 10
 class ForecastScores:
     """Scores at n places in workflows. right: float64 [n, N_STEPS], 1 where the likeliest outcome
     1, 2, ... steps ahead came true (END included), NaN beyond the end; sure: [n], the probability
-    of the likeliest outcome one step ahead, NaN without a forecast; groups: the workflows'
-    tasks."""
+    of the likeliest outcome one step ahead, NaN without a forecast; loss: [n], the negative
+    logarithm of the probability of what came one step ahead, at least CHANCE_MIN; groups: the
+    workflows' tasks."""
 
     right: NDArray[np.float64]
     sure: NDArray[np.float64]
+    loss: NDArray[np.float64]
     groups: tuple[str, ...]
 
     @property
@@ -39,6 +44,11 @@ class ForecastScores:
         bins = np.minimum(_BINS - 1, (self.sure[said] * _BINS).astype(np.int64))
         off = np.bincount(bins, self.sure[said] - self.right[said, 0], _BINS)
         return float(np.abs(off).sum() / max(1, said.sum()))
+
+    @property
+    def log_loss(self) -> float:
+        """The mean loss, in nats."""
+        return float(self.loss.mean()) if len(self.loss) else 0.0
 
     def ahead_of(self, other: ForecastScores) -> tuple[tuple[float, float], ...]:
         """Per number of steps ahead, how much this accuracy exceeds that of `other` at the same
@@ -61,6 +71,7 @@ def score_forecasts(
     forecast counts as a wrong one."""
     rows: list[list[float]] = []
     sure: list[float] = []
+    loss: list[float] = []
     groups: list[str] = []
     for run, group in zip(runs, groups_of(runs, 2), strict=True):
         outcomes = [*run.steps, END]
@@ -71,8 +82,11 @@ def score_forecasts(
             row = [float(name == outcome) for name, outcome in zip(names, came, strict=False)]
             rows.append(row + [np.nan] * (N_STEPS - len(row)))
             sure.append(said[0][best(said[0])] if said else np.nan)
+            chance = said[0].get(came[0], 0.0) if said else 0.0
+            loss.append(-log(max(CHANCE_MIN, chance)))
             groups.append(group)
-    return ForecastScores(np.array(rows).reshape(-1, N_STEPS), np.array(sure), tuple(groups))
+    right = np.array(rows).reshape(-1, N_STEPS)
+    return ForecastScores(right, np.array(sure), np.array(loss), tuple(groups))
 
 
 def concatenate(parts: Sequence[ForecastScores]) -> ForecastScores:
@@ -80,5 +94,6 @@ def concatenate(parts: Sequence[ForecastScores]) -> ForecastScores:
     return ForecastScores(
         np.concatenate([part.right for part in parts]),
         np.concatenate([part.sure for part in parts]),
+        np.concatenate([part.loss for part in parts]),
         tuple(group for part in parts for group in part.groups),
     )

@@ -12,11 +12,11 @@ from towerd.policy.predict.base import END, Forecast
 from towerd.policy.predict.markov import Markov, learn
 from towerd.policy.predict.mixture import GraphMean, Mixture, MixtureWeights
 
-HEADS = ("predictor", ">1 step", ">2 steps", ">3 steps", ">calibration error")
+HEADS = ("predictor", ">1 step", ">2 steps", ">3 steps", ">calibration error", ">log loss")
 MIXTURE = "mixture"
-_MARKOV = ("markov1", "markov2", "markov3")
+MARKOV = ("markov1", "markov2", "markov3")
 Row: TypeAlias = dict[str, float]
-"""s1, s2, s3, calibration_error; a comparison also has s1_error, s2_error, s3_error."""
+"""s1, s2, s3, calibration_error, log_loss; a comparison also has s1_error, s2_error, s3_error."""
 
 
 def score_all(
@@ -25,7 +25,7 @@ def score_all(
     """Scores on `held`: Markov 1 to 3, with counts from `learned`; and, given weights that were
     trained on `learned`, the mixture, the mixture without words, and its graph models."""
     asked: dict[str, Callable[[FinishedRun, int], Forecast]] = {}
-    for order, name in enumerate(_MARKOV, 1):
+    for order, name in enumerate(MARKOV, 1):
         markov = Markov(order)
         for run in learned:
             learn(markov, run.steps)
@@ -46,8 +46,18 @@ def table(scored: Mapping[str, ForecastScores]) -> dict[str, Row]:
     at that number of steps."""
     rows = {name: _row(each) for name, each in scored.items()}
     for name in [name for name in scored if name.startswith(MIXTURE)]:
-        rows[f"{name} - best markov"] = _ahead(scored, name)
+        rows[f"{name} - best markov"] = ahead(scored, name, MARKOV)
     return rows
+
+
+def ahead(scored: Mapping[str, ForecastScores], name: str, others: Sequence[str]) -> Row:
+    """The lead of a predictor over that of `others` that is best at each number of steps, and its
+    standard error."""
+    row: Row = {}
+    for k in range(len(scored[name].accuracy)):
+        best = max(others, key=lambda other: scored[other].accuracy[k])
+        row[f"s{k + 1}"], row[f"s{k + 1}_error"] = scored[name].ahead_of(scored[best])[k]
+    return row
 
 
 def as_text(name: str, row: Mapping[str, float]) -> tuple[str, ...]:
@@ -58,21 +68,14 @@ def as_text(name: str, row: Mapping[str, float]) -> tuple[str, ...]:
         else f"{row[key]:.3f}"
         for key in ("s1", "s2", "s3")
     ]
-    sure = row.get("calibration_error")
-    return (name, *cells, "" if sure is None else f"{sure:.3f}")
+    rest = (row.get(key) for key in ("calibration_error", "log_loss"))
+    return (name, *cells, *("" if value is None else f"{value:.3f}" for value in rest))
 
 
 def _row(scored: ForecastScores) -> Row:
     steps = {f"s{k + 1}": share for k, share in enumerate(scored.accuracy)}
-    return steps | {"calibration_error": scored.calibration_error}
-
-
-def _ahead(scored: Mapping[str, ForecastScores], name: str) -> Row:
-    row: Row = {}
-    for k in range(len(scored[name].accuracy)):
-        best = max(_MARKOV, key=lambda markov: scored[markov].accuracy[k])
-        row[f"s{k + 1}"], row[f"s{k + 1}_error"] = scored[name].ahead_of(scored[best])[k]
-    return row
+    sure = {"calibration_error": scored.calibration_error, "log_loss": scored.log_loss}
+    return steps | sure
 
 
 def _by_markov(markov: Markov, run: FinishedRun, i: int) -> Forecast:

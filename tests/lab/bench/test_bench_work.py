@@ -38,9 +38,9 @@ def test_each_quick_benchmark_has_an_estimate(name: str) -> None:
 
 def test_what_has_no_estimate_reads_files() -> None:
     for name in OF_FILES:
-        short = name.split(".")[1] if name.endswith(("sizes", "unseen")) else "policy"
-        command = commands.bench.commands["codec" if short == "sizes" else short]
-        assert any(option.name == "data" for option in command.params)
+        short = {"policy.hit_rates": "policy", "codec.sizes": "codec"}.get(name, name.split(".")[1])
+        command = commands.bench.commands[short]
+        assert {option.name for option in command.params} & {"data", "workflows"}
 
 
 def test_the_work_of_longchat_is_what_it_does() -> None:
