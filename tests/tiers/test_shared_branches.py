@@ -23,7 +23,7 @@ from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold.coding import SessionModel
 from towerd.errors import NotFound, TokensLost
 from towerd.models.bundled import bundled_model
-from towerd.roaming import Roaming
+from towerd.roaming.roaming import Roaming
 from towerd.slots.row_identity import RowIdentity
 from towerd.store import Store
 from towerd.store.catalog.vocabularies import KeptVocabulary

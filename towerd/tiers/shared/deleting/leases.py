@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from towerd.tiers.shared.bucket import Bucket, BucketError
-from towerd.tiers.shared.condemned import CondemnedLists
+from towerd.tiers.shared.deleting.condemned import CondemnedLists
 from towerd.tiers.shared.sealing import TenantKeys
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Hold:
         long."""
         if self._condemned is None:
             self._renew()
-            self._condemned = self._lists.all()
+            self._condemned = self._lists.all(self._now)
         if self._checked_age() > RENEW_S:
             self._renew()
 
@@ -106,7 +106,7 @@ class Hold:
     def now(self) -> datetime:
         """By the store's clock, at the last renewal. Raises BucketError."""
         self.writing()
-        return self._bucket.modified(self._places[-1])
+        return self._now()
 
     def end(self) -> None:
         """End the lease, if there is one, unless something that was sent may yet land: then it ends by its age.
@@ -124,6 +124,9 @@ class Hold:
                 f"The shared tier was left for {age:.0f} s while writing: put it again."
             )
         return age
+
+    def _now(self) -> datetime:
+        return self._bucket.modified(self._places[-1])
 
     def _renew(self) -> None:
         sent = self._clock()
