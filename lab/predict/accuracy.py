@@ -78,7 +78,7 @@ def score_forecasts(
         for i in range(len(run.steps)):
             said = forecast(run, i)
             came = outcomes[i + 1 : i + 1 + N_STEPS]
-            names = [best(each) for each in said] if said else [""] * N_STEPS
+            names = [best(each) if each else "" for each in said] or [""] * N_STEPS
             row = [float(name == outcome) for name, outcome in zip(names, came, strict=False)]
             rows.append(row + [np.nan] * (N_STEPS - len(row)))
             sure.append(said[0][best(said[0])] if said else np.nan)

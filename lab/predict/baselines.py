@@ -41,6 +41,23 @@ def score_all(
     return {name: score_forecasts(held, ask) for name, ask in asked.items()}
 
 
+def score_learning(learned: Sequence[FinishedRun], held: Sequence[FinishedRun]) -> ForecastScores:
+    """Scores on `held` of a Markov-3 that counts their steps, too, each before it forecasts the next,
+    as the daemon's does."""
+    markov = Markov()
+    for run in learned:
+        learn(markov, run.steps)
+
+    def ask(run: FinishedRun, i: int) -> Forecast:
+        markov.observe(run.steps[: i + 1])
+        said = markov.forecast(run.steps[: i + 1])
+        if i + 1 == len(run.steps):
+            markov.observe([*run.steps, END])
+        return said
+
+    return score_forecasts(held, ask)
+
+
 def table(scored: Mapping[str, ForecastScores]) -> dict[str, Row]:
     """A row for each predictor, and one for each mixture's lead over the Markov model that is best
     at that number of steps."""

@@ -20,7 +20,7 @@ import numpy as np
 from lab.bench.policy import agent_workflows
 from lab.bench.policy.transcripts import StepStates, TranscriptReader, transcripts
 from lab.predict.accuracy import ForecastScores, concatenate
-from lab.predict.baselines import MARKOV, MIXTURE, Row, ahead, score_all, table
+from lab.predict.baselines import MARKOV, MIXTURE, Row, ahead, score_all, score_learning, table
 from lab.predict.runs import FinishedRun, folds
 from lab.predict.states import N_STATE, Floats, unit
 from towerd.cli.bench.harness.report import Report
@@ -183,6 +183,8 @@ def _scores(
     )
     scored = score_all(seen, held, weights)
     markov = {name: scored[name] for name in MARKOV if kind == "names"}
+    if markov:
+        markov["markov3, learning"] = score_learning(seen, held)
     ours = {f"{name}, {kind}": scored[name] for name in ("graph", MIXTURE) if name in scored}
     return markov | ours
 

@@ -11,6 +11,7 @@ import pytest
 from random_workflows import workflows
 
 from lab.predict.accuracy import concatenate, score_forecasts
+from lab.predict.baselines import score_learning
 from lab.predict.runs import FinishedRun, folds, split
 from lab.predict.words import hash_text
 from towerd.policy.predict.base import END, N_STEPS, Forecast
@@ -79,6 +80,14 @@ def test_accuracy_by_hand() -> None:
     assert len(found.sure) == 2
     assert found.calibration_error == pytest.approx(0.3)
     assert score_forecasts(runs, lambda run, i: ()).accuracy[0] == 0.0
+
+
+def test_counts_that_go_on_learn_from_what_is_tested() -> None:
+    """Each step counts once it was taken, and never before."""
+    runs = [FinishedRun(tuple("xyxyxy"))]
+    found = score_learning([FinishedRun(("a",))], runs)
+    assert found.right[:, 0].tolist() == [0, 0, 1, 1, 1, 0]
+    assert found.log_loss > 0.5
 
 
 def test_the_error_of_a_lead_counts_tasks() -> None:
