@@ -90,6 +90,7 @@ class Tiers(Listener):
         promote_delay_s: float = 30.0,
         prefetch_bytes: int = 0,
         pinned_bytes: int = 0,
+        ranks_live: bool = False,
         tail: bytes = b"",
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -101,14 +102,14 @@ class Tiers(Listener):
             needed them is recorded, or after this long
         prefetch_bytes: bandwidth of prefetch in bytes per second; 0: no prefetch
         pinned_bytes: RAM that rows of pinned segments may take, if it is more than `hot_bytes`
-        tail: bytes that every composed blob must end with"""
+        ranks_live: see `Ranking`; tail: bytes that every composed blob must end with"""
         self.store = store
         self.layout = layout
         self.hot_bytes_max = hot_bytes
         self.pinned_bytes_max = pinned_bytes
         self.warm_bytes_max = warm_bytes
         self.counters = TierCounters()
-        self.ranking = Ranking(policy, store, clock, predictor)
+        self.ranking = Ranking(policy, store, clock, predictor, ranks_live=ranks_live)
         self._promoter = Promoter(
             store, self.counters, lambda: self.hot_bytes_max // 4, promote_delay_s
         )
