@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from heapq import nlargest
+from itertools import takewhile
 from typing import Any, ClassVar
 
 from towerd.policy.base import Entry, Key, Learning, Policy, Tree
@@ -21,11 +23,26 @@ AGENTS_MAX = 256
 _NEW_GAP_WEIGHT = 0.02
 
 
+@dataclass(frozen=True, slots=True)
+class NextStep:
+    """A step that a workflow may take next, by an agent of which a prompt is known."""
+
+    workflow: str
+    n_steps: int
+    """How many steps it has taken, so that a forecast is told from the one before."""
+    last: Key
+    """Where the agent's last tower ended."""
+    end: Key
+    """`last` or a key above it: up to there its next prompt is expected to be the same."""
+    chance: float
+
+
 @dataclass(slots=True)
 class WorkflowRun:
     """One workflow that may continue."""
 
     path: list[str] = field(default_factory=list)
+    n_steps: int = 0
     agents: set[str] = field(default_factory=set)
     keys: set[Key] = field(default_factory=set)
     """Keys that its steps used and that are in the tier."""
@@ -57,6 +74,10 @@ class WorkflowTree(Policy):
         self.users: dict[Key, dict[str, set[str]]] = {}
         self._n_over: dict[Key, int] = {}
         """By key: how many workflows that used it are over."""
+        self._n_changed: OrderedDict[str, int] = OrderedDict()
+        """By agent: how many of the last nodes of a tower its next prompt did not begin with."""
+        self._followed: OrderedDict[tuple[str, str], None] = OrderedDict()
+        """The agents that followed each other in some workflow."""
 
     # ---- overridden by subclasses -----------------------------------------------------------
 
@@ -75,7 +96,12 @@ class WorkflowTree(Policy):
         if agent not in run.agents and len(run.agents) >= AGENTS_MAX:
             agent = ""
         run.agents.add(agent)
+        if self.teaches and agent in run.ends:
+            self._note_changed(agent, run.ends[agent], key)
+        if run.path:
+            _remember(self._followed, (run.path[-1], agent), None)
         run.ends[agent] = key
+        run.n_steps += 1
         run.path.append(agent)
         del run.path[:-PATH_MAX]
         at: Key | None = key
@@ -123,6 +149,46 @@ class WorkflowTree(Policy):
         if isinstance(self.predictor, Learning):
             self.predictor.recall(learned)
 
+    def next_steps(self, most: int) -> list[NextStep]:
+        """The likeliest next steps of all workflows, the likeliest first, as far as their agents have had a
+        prompt in the same workflow, and have followed the last one before: a forecast that no such
+        step stands behind is a guess."""
+        found = [
+            NextStep(name, run.n_steps, last, self._expected(agent, last), chance)
+            for name, run in self.runs.items()
+            for agent, chance in (run.forecast[0].items() if run.forecast else ())
+            if (last := run.ends.get(agent)) is not None and (run.path[-1], agent) in self._followed
+        ]
+        return nlargest(most, found, key=lambda step: step.chance)
+
+    def n_steps(self, workflow: str) -> int:
+        """How many steps a workflow has taken; 0 if it is over, or unknown."""
+        run = self.runs.get(workflow)
+        return 0 if run is None else run.n_steps
+
+    def _expected(self, agent: str, last: Key) -> Key:
+        """The key of the tower that ends with `last` up to which the agent's next prompt is the same, if it
+        changes as it did before. An agent that was met once keeps its prompt, not the reply."""
+        for _ in range(self._n_changed.get(agent, 1)):
+            above = self.tree.parent(last)
+            if above is None:
+                break
+            last = above
+        return last
+
+    def _note_changed(self, agent: str, before: Key, after: Key) -> None:
+        """The prompt of `agent` after the tower that ends with `before` led to one that ends with `after`."""
+        path = set(self._up(after))
+        same = takewhile(lambda key: key not in path, self._up(before))
+        _remember(self._n_changed, agent, sum(1 for _ in same))
+
+    def _up(self, key: Key) -> Iterator[Key]:
+        """`key` and all keys above it."""
+        at: Key | None = key
+        while at is not None:
+            yield at
+            at = self.tree.parent(at)
+
     def is_retired(self, key: Key) -> bool:
         """Whether workflows used it and all of them are over (PBKV, section 4.2.1)."""
         return key in self._n_over and not self.users.get(key)
@@ -152,3 +218,11 @@ class WorkflowTree(Policy):
             if len(self.runs) <= RUNS_MAX and self._now - run.stepped_s <= RUN_IDLE_S:
                 break
             self.workflow_ended(name, self._now)
+
+
+def _remember(known: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    """Note a value, within a bound."""
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > RUNS_MAX:
+        known.popitem(last=False)

@@ -22,13 +22,14 @@ import threading
 import time
 import zlib
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from towerd.policy import Key, Policy, make_policy
 from towerd.policy.base import Learning, ReuseForecaster
+from towerd.policy.workflow_tree import NextStep, WorkflowTree
 from towerd.store import Node, SegmentFile, Store
 from towerd.store.tree.tree import Listener, PrefixTree
 
@@ -326,7 +327,6 @@ class Ranking(Listener):
         self._events.append(partial(self._remove, node))
 
     def became_hot(self, nodes: Sequence[Node]) -> None:
-        """See Listener.became_hot. Not called for prefetched rows."""
         found = [(node.id, node.hot.nbytes) for node in nodes if node.hot is not None]
         self._events.append(partial(self._hot.arrive, found))
 
@@ -450,6 +450,20 @@ class Ranking(Listener):
                 return []
             return self._hot.policy.wanted(self._clock(), most)
 
+    def next_steps(self, most: int) -> list[NextStep]:
+        """See WorkflowTree.next_steps; empty for a policy that knows no workflows."""
+        with self._lock:
+            self._play()
+            policy = self._hot.policy
+            return policy.next_steps(most) if isinstance(policy, WorkflowTree) else []
+
+    def n_steps(self, workflows: Iterable[str]) -> dict[str, int]:
+        """How many steps each has taken; 0 if it is over."""
+        with self._lock:
+            policy = self._hot.policy
+            known = policy.n_steps if isinstance(policy, WorkflowTree) else lambda _: 0
+            return {name: known(name) for name in workflows}
+
     def explain(self, node: Node) -> dict[str, Any]:
         """The values by which each tier's policy ranks `node`; None: it is not in that tier."""
         with self._lock:
@@ -502,15 +516,12 @@ class Ranking(Listener):
 
     # ---- checking ---------------------------------------------------------------------------
 
-    def check_integrity(self, unused: Collection[Key] = ()) -> None:
-        """AssertionError unless the policies know exactly the content of the store, with its sizes.
-        `unused`: nodes whose rows in RAM were not reported to any policy."""
+    def check_integrity(self) -> None:
+        """AssertionError unless the policies know exactly the content of the store, with its sizes."""
         with self._store.locked(), self._lock:
             self._play()
             nodes, file_bytes = self._store.nodes(), self._store.state.file_bytes
-            self._hot.check_integrity(
-                {n.id: n.hot.nbytes for n in nodes if n.hot is not None and n.id not in unused}
-            )
+            self._hot.check_integrity({n.id: n.hot.nbytes for n in nodes if n.hot is not None})
             self._warm.check_integrity({n.id: file_bytes(n) for n in nodes if n.file is not None})
             assert not self._tree.removed, "removed segments are remembered"
 

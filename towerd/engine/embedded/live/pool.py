@@ -33,6 +33,7 @@ from towerd.errors import Unavailable
 from towerd.retention import Positions
 from towerd.slots.rows import KVRows
 from towerd.store.tree.scope import adapters_of
+from towerd.tiers.prefetch import Prefetch
 from towerd.tokens import (
     Ids,
     Provenance,
@@ -41,6 +42,9 @@ from towerd.tokens import (
     count_approximate,
     count_unmoved,
 )
+
+_PREFETCHED = -1e-9
+"""How a prefetched sequence stands that was not used yet: after what is over, before all else."""
 
 
 @dataclass(eq=False, slots=True)
@@ -71,6 +75,10 @@ class LiveSeq:
     end: int | None = None
     """The last node of the prefix tree that it has, by which the policy ranks it; None: it is unknown
     there. Until its next export it is that of the turn before."""
+    prefetch: Prefetch | None = None
+    """What it was made for, as long as no request has used it."""
+    n_before: int = 0
+    """How many of its first tokens were live before that."""
     last_used: int = 0
     runs: list[CellRun] = field(default_factory=list)
     n_reserved: int = 0
@@ -385,7 +393,7 @@ class LivePool:
     def first_to_leave(self, standings: Mapping[int, float]) -> LiveSeq | None:
         """The idle sequence that leaves first: of those that the policy knows the one that stands lowest, by
         LRU among equals. One that it does not know leaves in its place if it was used longer ago, but
-        after those that are not expected to be used again.
+        after those that are not expected to be used again, and what was prefetched for nobody yet.
 
         standings: see `Ranking.live_standings`; empty: LRU alone"""
         lowest: tuple[float, int, LiveSeq] | None = None
@@ -394,6 +402,8 @@ class LivePool:
             if seq.busy:
                 continue
             standing = None if seq.end is None else standings.get(seq.end)
+            if standing is None and seq.prefetch is not None:
+                standing = _PREFETCHED
             if standing is None:
                 if oldest is None or seq.last_used < oldest.last_used:
                     oldest = seq
@@ -403,6 +413,12 @@ class LivePool:
             return oldest if lowest is None else lowest[2]
         standing, used, known = lowest
         return known if standing < 0.0 or used < oldest.last_used else oldest
+
+    def first_over(self, standings: Mapping[int, float]) -> LiveSeq | None:
+        """The first to leave, if it is not expected to be used again."""
+        seq = self.first_to_leave(standings)
+        is_over = seq is not None and seq.end is not None and standings.get(seq.end, 0.0) < 0.0
+        return seq if is_over else None
 
     def check_integrity(self) -> None:
         """Raise AssertionError, saying what is wrong, if the account of cells is inconsistent."""

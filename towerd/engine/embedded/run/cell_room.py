@@ -154,10 +154,17 @@ class CellRoom:
 
     def evict_one(self) -> bool:
         """Free the idle sequence that the policy lets go first; False when all sequences are busy."""
-        seq = self._pool.first_to_leave(self._standings())
+        return self._evict(self._pool.first_to_leave(self._standings()))
+
+    def evict_over(self) -> bool:
+        """Free an idle sequence that is not expected to be used again; False if there is none."""
+        return self._evict(self._pool.first_over(self._standings()))
+
+    def _evict(self, seq: LiveSeq | None) -> bool:
         if seq is None:
             return False
-        self._export(seq)
+        if seq.prefetch is None or seq.dirty:
+            self._export(seq)
         self._restorer.drop(seq)
         return True
 

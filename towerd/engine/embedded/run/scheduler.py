@@ -116,6 +116,7 @@ class Scheduler:
             self._inbox,
             lambda job: self._endings.finish(job, "cancelled"),
             self.room.drop_moved,
+            self.room.evict_over,
         )
         self._closing = False
         self._close_deadline = 0.0
@@ -368,7 +369,7 @@ class Scheduler:
 
     def _drop_cancelled(self) -> None:
         for job in list(self.active):
-            if job.cancelled or self._closing:
+            if job.is_cancelled or self._closing:
                 self._endings.finish(job, "cancelled")
 
     # ---- one batch --------------------------------------------------------------------------
