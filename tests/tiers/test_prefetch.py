@@ -128,6 +128,24 @@ def test_a_base_with_another_task_each_time(bench: Bench) -> None:
     assert bench.tower(bench.asked[-1]) == list(range(1000, 1012))
 
 
+def test_the_first_prompt_in_a_workflow(bench: Bench) -> None:
+    """An agent's base is known from other workflows of the same tenant, after two of them."""
+
+    def asks(first: int, task: int) -> Node:
+        ids = np.concatenate([np.arange(12) + first, np.arange(10) + task]).astype(np.int32)
+        return bench.store.insert(ids, "local", [len(ids) - 2, len(ids)])[-1]
+
+    bench.says("u", "a", asks(0, 5000))
+    bench.says("u", "b", asks(1000, 5100))
+    bench.says("v", "a", asks(0, 5200))
+    assert bench.asked == []
+    bench.says("v", "b", asks(1000, 5300))
+    bench.says("w", "a", asks(0, 5400))
+    (made,) = bench.asked
+    assert made.step.workflow == "w"
+    assert bench.tower(made) == list(range(1000, 1012))
+
+
 def test_the_wrong_ones_are_bounded(bench: Bench) -> None:
     """A workflow that does something else each time: nothing more until it is a twentieth."""
     ends = {agent: bench.node(1000 * k) for k, agent in enumerate("abcx")}

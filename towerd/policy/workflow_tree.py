@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any, ClassVar
 
 from towerd.policy.base import Entry, Key, Learning, Policy, Tree
@@ -25,7 +25,7 @@ _NEW_GAP_WEIGHT = 0.02
 
 @dataclass(frozen=True, slots=True)
 class NextStep:
-    """A step that a workflow may take next, by an agent of which a prompt is known."""
+    """A step that a workflow may take next, by an agent whose prompts are known."""
 
     workflow: str
     n_steps: int
@@ -76,6 +76,10 @@ class WorkflowTree(Policy):
         """By key: how many workflows that used it are over."""
         self._n_changed: OrderedDict[str, int] = OrderedDict()
         """By agent: how many of the last nodes of a tower its next prompt did not begin with."""
+        self._n_changed_anew: OrderedDict[str, int] = OrderedDict()
+        """The same for its first prompt in a workflow, after one in another workflow."""
+        self._last: OrderedDict[str, Key] = OrderedDict()
+        """By agent: where its last tower ended, in whatever workflow."""
         self._followed: OrderedDict[tuple[str, str], None] = OrderedDict()
         """The agents that followed each other in some workflow."""
 
@@ -97,7 +101,10 @@ class WorkflowTree(Policy):
             agent = ""
         run.agents.add(agent)
         if self.teaches and agent in run.ends:
-            self._note_changed(agent, run.ends[agent], key)
+            _remember(self._n_changed, agent, self._count_changed(run.ends[agent], key))
+        elif self.teaches and agent in self._last:
+            _remember(self._n_changed_anew, agent, self._count_changed(self._last[agent], key))
+        _remember(self._last, agent, key)
         if run.path:
             _remember(self._followed, (run.path[-1], agent), None)
         run.ends[agent] = key
@@ -150,15 +157,17 @@ class WorkflowTree(Policy):
             self.predictor.recall(learned)
 
     def next_steps(self, most: int) -> list[NextStep]:
-        """The likeliest next steps of all workflows, the likeliest first, as far as their agents have had a
-        prompt in the same workflow, and have followed the last one before: a forecast that no such
-        step stands behind is a guess."""
-        found = [
-            NextStep(name, run.n_steps, last, self._expected(agent, last), chance)
-            for name, run in self.runs.items()
-            for agent, chance in (run.forecast[0].items() if run.forecast else ())
-            if (last := run.ends.get(agent)) is not None and (run.path[-1], agent) in self._followed
-        ]
+        """The likeliest next steps of all workflows, the likeliest first, whose prompts begin with something
+        that is known. The agent must have followed the last one before: a forecast that no such step stands
+        behind is a guess."""
+        found: list[NextStep] = []
+        for name, run in self.runs.items():
+            for agent, chance in run.forecast[0].items() if run.forecast else ():
+                if (run.path[-1], agent) not in self._followed:
+                    continue
+                known = self._expected(run, agent)
+                if known is not None:
+                    found.append(NextStep(name, run.n_steps, *known, chance))
         return nlargest(most, found, key=lambda step: step.chance)
 
     def n_steps(self, workflow: str) -> int:
@@ -166,21 +175,28 @@ class WorkflowTree(Policy):
         run = self.runs.get(workflow)
         return 0 if run is None else run.n_steps
 
-    def _expected(self, agent: str, last: Key) -> Key:
-        """The key of the tower that ends with `last` up to which the agent's next prompt is the same, if it
-        changes as it did before. An agent that was met once keeps its prompt, not the reply."""
-        for _ in range(self._n_changed.get(agent, 1)):
-            above = self.tree.parent(last)
-            if above is None:
-                break
-            last = above
-        return last
+    def _expected(self, run: WorkflowRun, agent: str) -> tuple[Key, Key] | None:
+        """Where the agent's last tower ended, and up to which key its next prompt is the same, if it changes as
+        it did before. If that is not known, its prompt stays, and the reply does not. None: nothing
+        stays."""
+        last = run.ends.get(agent)
+        n_changed = self._n_changed.get(agent)
+        if last is None:
+            last, n_changed = self._last.get(agent), self._n_changed_anew.get(agent)
+            if n_changed is None:
+                return None  # no two of its first prompts are known
+        if last is None:
+            return None
+        if n_changed is None:
+            return last, self.tree.parent(last) or last
+        end = next(islice(self._up(last), n_changed, None), None)
+        return None if end is None else (last, end)
 
-    def _note_changed(self, agent: str, before: Key, after: Key) -> None:
-        """The prompt of `agent` after the tower that ends with `before` led to one that ends with `after`."""
+    def _count_changed(self, before: Key, after: Key) -> int:
+        """How many of the last nodes of the tower that ends with `before` the one that ends with `after` does
+        not have."""
         path = set(self._up(after))
-        same = takewhile(lambda key: key not in path, self._up(before))
-        _remember(self._n_changed, agent, sum(1 for _ in same))
+        return sum(1 for _ in takewhile(lambda key: key not in path, self._up(before)))
 
     def _up(self, key: Key) -> Iterator[Key]:
         """`key` and all keys above it."""

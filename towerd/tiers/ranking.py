@@ -460,6 +460,7 @@ class Ranking(Listener):
     def n_steps(self, workflows: Iterable[str]) -> dict[str, int]:
         """How many steps each has taken; 0 if it is over."""
         with self._lock:
+            self._play()
             policy = self._hot.policy
             known = policy.n_steps if isinstance(policy, WorkflowTree) else lambda _: 0
             return {name: known(name) for name in workflows}
