@@ -89,7 +89,7 @@ INNER_LAYERS = {
     ),
     "policy": (
         {"factory"},
-        {"foresight", "latem", "lindy", "pbkv", "prefetch"},
+        {"foresight", "latem", "lindy", "pbkv"},
         {"visits", "workflow_tree"},
         {"predict"},
         {"base"},

@@ -181,4 +181,4 @@ def _start(config: Config, opened: OpenedEngine[Any], sessions: Sessions, cold: 
     n_ctx = opened.engine.n_ctx
     live = LiveBudget(config.retention, config.live_budget or n_ctx // 2, config.retention_scope)
     ahead = cold.start(sessions.run_quietly, n_ctx, live)
-    opened.tiers.prefetcher.start(opened.is_quiet, ahead.expected_back)
+    opened.tiers.prefetcher.start(ahead.prefetch, opened.is_quiet, ahead.expected_back)

@@ -239,3 +239,20 @@ def test_shift_is_stable_while_a_chat_grows() -> None:
         changes += int(common_prefix(previous, out) < len(previous))
         previous = out
     assert changes <= 3
+
+
+def test_the_first_to_leave() -> None:
+    """The lowest standing, LRU among equals and among those that the policy does not know."""
+    pool = LivePool(Cells(), n_seqs=6, n_cells=100)
+    a, b, c, d, e, f = (pool.open("s", 8) for _ in range(6))
+    f.busy = True
+    assert pool.first_to_leave({}) is a
+    a.end, b.end, d.end = 1, 2, 4
+    assert pool.first_to_leave({1: 0.5, 2: 0.25, 4: 0.25}) is b
+    assert pool.first_to_leave({1: 0.5, 2: 0.25, 4: -1.0}) is d
+    pool.touch(b)
+    assert pool.first_to_leave({1: 0.5, 2: 0.5, 4: 0.75}) is a
+    assert pool.first_to_leave({1: 0.5, 2: 0.25, 4: 0.5}) is c, "it was used before b"
+    for seq in (a, b, c, d, e):
+        seq.busy = True
+    assert pool.first_to_leave({1: -1.0}) is None

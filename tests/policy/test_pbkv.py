@@ -1,4 +1,4 @@
-"""PBKV against direct evaluation of its formulas, its bound, and its order; KVFlow; prefetch."""
+"""PBKV against direct evaluation of its formulas, its bound, and its order; KVFlow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from planted import Planted, planted
 from towerd.policy.base import Entry, Rank
 from towerd.policy.pbkv import PBKV
 from towerd.policy.predict.base import END, N_STEPS, Forecast, NoPrediction, survival
-from towerd.policy.prefetch import Candidate, plan
 from towerd.policy.workflow_tree import RUN_IDLE_S, RUNS_MAX, WorkflowTree
 
 AGENTS = ["planner", "coder", "tester"]
@@ -191,38 +190,6 @@ def test_a_lie_about_an_end_costs_only_the_liar() -> None:
     assert policy.victims(10, always) == [1]
     policy.stepped(1, 6.0, "liar", "a")
     assert not policy.is_retired(1)
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 50), st.floats(0, 3)), max_size=12),
-    st.lists(st.integers(0, 20), min_size=12, max_size=12),
-    st.integers(0, 200),
-)
-def test_prefetch_plan(nodes: list[tuple[int, float]], links: list[int], room: int) -> None:
-    """Never more than the space, parents first, and no fitting key is left out for a worse one."""
-    candidates = [
-        Candidate(i, nbytes, value, links[i] if links[i] < i else None)
-        for i, (nbytes, value) in enumerate(nodes)
-    ]
-    chosen = plan(candidates, room)
-    assert len(chosen) == len(set(chosen))
-    size = {each.key: each.nbytes for each in candidates}
-    left = room - sum(size[key] for key in chosen)
-    assert left >= 0
-    for each in candidates:
-        inside = each.parent is None or each.parent in chosen
-        if each.key in chosen:
-            if each.parent is not None:
-                assert chosen.index(each.parent) < chosen.index(each.key)
-        elif inside and each.value > 0:
-            assert each.nbytes > left
-
-
-def test_prefetch_takes_the_best_first() -> None:
-    many = [Candidate(1, 60, 0.2), Candidate(2, 60, 0.9), Candidate(3, 60, 0.0)]
-    assert plan(many, 100) == [2]
-    assert plan(many, 1000) == [2, 1]
 
 
 def test_survival() -> None:

@@ -133,6 +133,9 @@ def check_live(service: EmbeddedService) -> None:
     """No leaked cell: the context holds exactly what the pool accounts for."""
     pool, context = service.engine.pool, service.engine.core.context
     pool.check_integrity()
+    ranking = service.tiers.ranking
+    if ranking.ranks_live:
+        ranking.check_live([seq.end for seq in pool if seq.end is not None])
     live = {seq.id: seq.place_next for seq in pool}
     n_own = service.engine.core.memory.n_live + 1
     for twin in range(n_own, context.n_seqs):  # of a window: it holds no more than its sequence

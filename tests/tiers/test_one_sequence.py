@@ -18,7 +18,6 @@ from waiting import until
 
 from towerd.errors import StoreError
 from towerd.policy import Policy, Tree
-from towerd.policy.base import LRU
 from towerd.policy.foresight import Foresight
 from towerd.store import Node, Store
 from towerd.tiers.manager import Tiers
@@ -64,7 +63,7 @@ class Bench:
         with hot_policy(policy) as made:
             self.tiers = Tiers(
                 self.store, LAYOUT, v_trans=False, hot_bytes=1 << 30, warm_bytes=1 << 30,
-                policy="foresight", prefetch_bytes=1 << 30, clock=clock,
+                policy="foresight", clock=clock,
             )  # fmt: skip
         self.policy = made[0]
         self.now = 0.0
@@ -334,43 +333,3 @@ def test_rows_leave_whose_file_left_before(make: Callable[[], Bench]) -> None:
     bench.evict(hot=1)
     assert bench.store.state.hot_bytes == 0
     bench.check()
-
-
-class Seer(LRU):
-    """LRU that was told what will be wanted."""
-
-    said: tuple[int, ...] = ()
-
-    def wanted(self, now: float, most: int) -> list[tuple[int, float]]:
-        return [(key, 1.0) for key in self.said]
-
-
-@pytest.mark.parametrize("at", ["load", "attach_hot", None])
-def test_cut_while_it_is_fetched_ahead(tmp_path: Path, at: str | None) -> None:
-    """Both parts are unused and are evicted first; one that is used stays."""
-    now = 0.0
-    bench = Bench(tmp_path / "store", Seer, lambda: now)
-    try:
-        STATES["warm"](bench)
-        bench.policy.said = (bench.end.id,)
-        prefetcher = bench.tiers.prefetcher
-        prefetcher.step(0)  # bandwidth accrues from here on
-        now = 1.0
-        # the tier thread takes no steps of its own here
-        prefetcher.start(lambda: threading.current_thread() is threading.main_thread())
-        if at is None:
-            prefetcher.step(1 << 30)
-            bench.cut()
-        else:
-            with cut_before(bench, at):
-                prefetcher.step(1 << 30)
-        path = bench.end.path()
-        assert [node.hot is None for node in path] == [False, False]
-        bench.check()
-        assert not any(node.id in bench.policy for node in path)
-        bench.visit(path[0])
-        bench.check()
-        assert prefetcher.give_back(1 << 30) == LAYOUT.token_bytes * (N - CUT)
-        bench.check()
-    finally:
-        bench.close()

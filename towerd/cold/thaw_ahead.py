@@ -16,6 +16,7 @@ from towerd.engine.base import Finish, GenerateRequest, LiveBudget
 from towerd.errors import NotFound, TowerdError
 from towerd.store import Node, Store
 from towerd.store.tree.scope import is_public
+from towerd.tiers.prefetch import Prefetch
 from towerd.tokens import Ids
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,10 @@ class ThawAhead:
         policy expects its reuse, and it has no rows."""
         self._loop.call_soon_threadsafe(self._expected_back, end)
 
+    def prefetch(self, prefetch: Prefetch) -> None:
+        """Make live what the next step of a workflow is likely to begin with; from any thread."""
+        self._loop.call_soon_threadsafe(lambda: self._spawn(self._prefetch(prefetch)))
+
     def remember(self, id: str, scope: str, removed: Sequence[Node]) -> None:
         """Note which segments were removed when a session was frozen; from any thread."""
         found = dict.fromkeys([node.id for node in removed], (id, scope))
@@ -129,6 +134,18 @@ class ThawAhead:
         except TowerdError as error:
             log.debug("a session was not evaluated ahead", extra={"error": str(error)})
 
+    async def _prefetch(self, prefetch: Prefetch) -> None:
+        step = prefetch.step
+        try:
+            tower = await asyncio.to_thread(self._prefix, step.end)
+            if tower is not None and not prefetch.is_over:
+                await self._evaluate(*tower, None, prefetch)
+        except NotFound:
+            if (frozen := self._frozen.pop(step.last, None)) is not None:
+                await self._open(*frozen)
+        except TowerdError as error:
+            log.debug("a step was not prefetched", extra={"error": str(error)})
+
     async def _evaluate_tower(self, end: int) -> None:
         try:
             found = await asyncio.to_thread(self._prefix, end)
@@ -150,11 +167,24 @@ class ThawAhead:
             node = self._store.node(end)
             return None if is_public(node.scope) else (node.prefix_ids(), node.scope)
 
-    async def _evaluate(self, ids: Ids, scope: str, session: str | None) -> None:
+    async def _evaluate(
+        self, ids: Ids, scope: str, session: str | None, prefetch: Prefetch | None = None
+    ) -> None:
         """Evaluate `ids` in the background."""
         if self._run is not None and 0 < len(ids) < self._n_ctx:
             request = GenerateRequest(
-                ids=ids, n_predict=0, scope=scope, session=session, background=True, live=self._live
+                ids=ids,
+                n_predict=0,
+                scope=scope,
+                session=session,
+                background=True,
+                live=self._live,
+                may_move=prefetch is None,
+                prefetch=prefetch,
             )
             done = await self._run(request)
-            self.n_ahead += done is not None
+            while prefetch is not None and done is not None and not prefetch.is_over:
+                if not 0 < done.n_cached < len(ids):
+                    break
+                done = await self._run(request)  # a request came in between
+            self.n_ahead += done is not None and prefetch is None

@@ -25,6 +25,7 @@ from towerd.slots.row_identity import RowIdentity
 from towerd.store import Node, Store
 from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
+from towerd.tiers.prefetch import Prefetch
 from towerd.tokens import Ids
 
 if TYPE_CHECKING:  # only the embedded engine needs llama.cpp in this process
@@ -98,6 +99,9 @@ class GenerateRequest:
     engine is set."""
     compare: ServedAnswer | None = None
     """An answer to its last tokens that was served from moved rows, which this evaluates exactly."""
+    prefetch: Prefetch | None = None
+    """The prefetch that this is, in the background: its tokens are in the store, and it is no use of
+    them."""
     precache: str | None = None
     """Name of a base when this evaluates a precached prompt: stored, pinned, no session."""
 

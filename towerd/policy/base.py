@@ -216,6 +216,20 @@ class Policy:
         if entry is not None:
             self._resize(entry, nbytes)
 
+    def standing(self, key: Key) -> float | None:
+        """How a key ranks, a leaf or not, apart from when it was used: what stands lower leaves first, and
+        below 0 stands what is not expected to be used again. None: it is not in the tier."""
+        entry = self._entries.get(key)
+        return None if entry is None else self._rank(entry)[0]
+
+    def leaves(self) -> list[Key]:
+        """The keys without children in the tier."""
+        return [key for key in self._leaves if self._is_leaf(key)]
+
+    def is_leaf(self, key: Key) -> bool:
+        """Whether `key` is in the tier, and none of its children is."""
+        return key in self._entries and self._is_leaf(key)
+
     def explain(self, key: Key, now: float) -> dict[str, Any]:
         """Explains the rank of `key` to a person: `score`, `place` (how many keys are evicted
         before it; None if it has children), `used` (time of its last use) and what else the policy

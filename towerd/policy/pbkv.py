@@ -59,7 +59,7 @@ class PBKV(WorkflowTree):
         return found
 
     def wanted(self, now: float, most: int) -> list[tuple[Key, float]]:
-        """See ReuseForecaster.wanted. These are the ends of agents' last prompts, which the next
+        """See ReuseForecaster.wanted. These are the ends of agents' last towers, which the next
         step of a workflow may use again, by equation 1."""
         chances: dict[Key, float] = {}
         for run in self.runs.values():

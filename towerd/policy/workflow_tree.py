@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from heapq import nlargest
+from itertools import islice, takewhile
 from typing import Any, ClassVar
 
 from towerd.policy.base import Entry, Key, Learning, Policy, Tree
@@ -22,11 +24,26 @@ AGENTS_MAX = 256
 _NEW_GAP_WEIGHT = 0.02
 
 
+@dataclass(frozen=True, slots=True)
+class NextStep:
+    """A step that a workflow may take next, by an agent whose prompts are known."""
+
+    workflow: str
+    n_steps: int
+    """How many steps it has taken, so that a forecast is told from the one before."""
+    last: Key
+    """Where the agent's last tower ended."""
+    end: Key
+    """`last` or a key above it: up to there its next prompt is expected to be the same."""
+    chance: float
+
+
 @dataclass(slots=True)
 class WorkflowRun:
     """One workflow that may continue."""
 
     path: list[str] = field(default_factory=list)
+    n_steps: int = 0
     agents: set[str] = field(default_factory=set)
     keys: set[Key] = field(default_factory=set)
     """Keys that its steps used and that are in the tier."""
@@ -58,6 +75,14 @@ class WorkflowTree(Policy):
         self.users: dict[Key, dict[str, set[str]]] = {}
         self._n_over: dict[Key, int] = {}
         """By key: how many workflows that used it are over."""
+        self._n_changed: OrderedDict[str, int] = OrderedDict()
+        """By agent: how many of the last nodes of a tower its next prompt did not begin with."""
+        self._n_changed_anew: OrderedDict[str, int] = OrderedDict()
+        """The same for its first prompt in a workflow, after one in another workflow."""
+        self._last: OrderedDict[str, Key] = OrderedDict()
+        """By agent: where its last tower ended, in whatever workflow."""
+        self._followed: OrderedDict[tuple[str, str], None] = OrderedDict()
+        """The agents that followed each other in some workflow."""
 
     # ---- overridden by subclasses -----------------------------------------------------------
 
@@ -76,7 +101,15 @@ class WorkflowTree(Policy):
         if agent not in run.agents and len(run.agents) >= AGENTS_MAX:
             agent = tenant_in([agent]) + MARK
         run.agents.add(agent)
+        if self.teaches and agent in run.ends:
+            _remember(self._n_changed, agent, self._count_changed(run.ends[agent], key))
+        elif self.teaches and agent in self._last:
+            _remember(self._n_changed_anew, agent, self._count_changed(self._last[agent], key))
+        _remember(self._last, agent, key)
+        if run.path:
+            _remember(self._followed, (run.path[-1], agent), None)
         run.ends[agent] = key
+        run.n_steps += 1
         run.path.append(agent)
         del run.path[:-PATH_MAX]
         at: Key | None = key
@@ -124,6 +157,55 @@ class WorkflowTree(Policy):
         if isinstance(self.predictor, Learning):
             self.predictor.recall(learned)
 
+    def next_steps(self, most: int) -> list[NextStep]:
+        """The likeliest next steps of all workflows, the likeliest first, whose prompts begin with something
+        that is known. The agent must have followed the last one before: a forecast that no such step stands
+        behind is a guess."""
+        found: list[NextStep] = []
+        for name, run in self.runs.items():
+            for agent, chance in run.forecast[0].items() if run.forecast else ():
+                if (run.path[-1], agent) not in self._followed:
+                    continue
+                known = self._expected(run, agent)
+                if known is not None:
+                    found.append(NextStep(name, run.n_steps, *known, chance))
+        return nlargest(most, found, key=lambda step: step.chance)
+
+    def n_steps(self, workflow: str) -> int:
+        """How many steps a workflow has taken; 0 if it is over, or unknown."""
+        run = self.runs.get(workflow)
+        return 0 if run is None else run.n_steps
+
+    def _expected(self, run: WorkflowRun, agent: str) -> tuple[Key, Key] | None:
+        """Where the agent's last tower ended, and up to which key its next prompt is the same, if it changes as
+        it did before. If that is not known, its prompt stays, and the reply does not. None: nothing
+        stays."""
+        last = run.ends.get(agent)
+        n_changed = self._n_changed.get(agent)
+        if last is None:
+            last, n_changed = self._last.get(agent), self._n_changed_anew.get(agent)
+            if n_changed is None:
+                return None  # no two of its first prompts are known
+        if last is None:
+            return None
+        if n_changed is None:
+            return last, self.tree.parent(last) or last
+        end = next(islice(self._up(last), n_changed, None), None)
+        return None if end is None else (last, end)
+
+    def _count_changed(self, before: Key, after: Key) -> int:
+        """How many of the last nodes of the tower that ends with `before` the one that ends with `after` does
+        not have."""
+        path = set(self._up(after))
+        return sum(1 for _ in takewhile(lambda key: key not in path, self._up(before)))
+
+    def _up(self, key: Key) -> Iterator[Key]:
+        """`key` and all keys above it."""
+        at: Key | None = key
+        while at is not None:
+            yield at
+            at = self.tree.parent(at)
+
     def is_retired(self, key: Key) -> bool:
         """Whether workflows used it and all of them are over (PBKV, section 4.2.1)."""
         return key in self._n_over and not self.users.get(key)
@@ -153,3 +235,11 @@ class WorkflowTree(Policy):
             if len(self.runs) <= RUNS_MAX and self._now - run.stepped_s <= RUN_IDLE_S:
                 break
             self.workflow_ended(name, self._now)
+
+
+def _remember(known: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    """Note a value, within a bound."""
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > RUNS_MAX:
+        known.popitem(last=False)

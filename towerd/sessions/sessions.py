@@ -224,6 +224,8 @@ class Sessions:
     async def _record(self, run: RequestRun, finish: Finish) -> Finish:
         """Commit the turn; a prompt without an answer is only kept as reusable tokens."""
         request, session = run.request, run.request.session
+        if request.prefetch is not None:
+            return finish  # it is recorded already
         if run.use is not None:  # the turn continues the one that is being thawed
             await run.use.thawed()
             session = run.use.session

@@ -106,6 +106,7 @@ class Traffic:
             ):  # a client cannot end segments that others share
                 self._tiers.ranking.ended(end)
         self._tiers.ranking.workflow_ended(workflow.name)
+        self._tiers.stepped()
         self._write()
         self.table.end(scope, id, self._clock())
         return workflow
@@ -137,6 +138,7 @@ class Traffic:
         self._tiers.ranking.stepped(last, workflow.name, agent)
         for each in over:
             self._tiers.ranking.workflow_ended(each.name)
+        self._tiers.stepped()
         self._new.append(
             Invocation(
                 scope=step.scope,

@@ -182,7 +182,7 @@ class Config:
         "File with the key that they are encrypted with, the same on all machines.",
         auto="shared.key in the store, made at the first start")
     policy: str = _set("foresight", "text", "--policy",
-        "Policy that chooses what leaves a full tier first.", choices=POLICIES)
+        "Policy that chooses what leaves the live context, RAM and disk first when they are full.", choices=POLICIES)
     predictor: Path | None = _set(None, "path", "--predictor",
         "What towerctl train predictor wrote, for foresight and pbkv.",
         auto="what is learned while it runs")
@@ -193,8 +193,8 @@ class Config:
     anticipate_tokens_max: int = _set(2048, "int", "--anticipate-tokens-max",
         "Tokens evaluated ahead for one answer, at most.", low=1, high=2**20)
     prefetch_bytes: int = _set(64 * 2**20, "size", "--prefetch-bytes",
-        "Bytes a second that may be copied from disk into RAM before they are asked for, by a "
-        "policy that predicts reuse; 0: none.", low=0)
+        "Bytes of attention state a second that may be restored or evaluated ahead, while the engine is idle, for "
+        "the step that a workflow is likely to take next; 0: none.", low=0)
     search: bool = _set(True, "bool", "--search",
         "Keep a full-text index of all conversations, which titles come from as well; without it "
         "the index is deleted.", off="--no-search")

@@ -58,7 +58,7 @@ from towerd.tiers.prefetch import Prefetcher
 from towerd.tiers.promotion import Promoter
 from towerd.tiers.ranking import Ranking
 from towerd.tiers.shrink import DEFAULT_ENDS, Shrinker
-from towerd.tiers.writer import RowsWriter, TierCounters
+from towerd.tiers.writer import RowsWriter, TierCounters, find_node
 from towerd.tokens import Ids, Provenance, Provenances, count_approximate, count_unmoved, origin_of
 
 log = logging.getLogger(__name__)
@@ -90,6 +90,7 @@ class Tiers(Listener):
         promote_delay_s: float = 30.0,
         prefetch_bytes: int = 0,
         pinned_bytes: int = 0,
+        ranks_live: bool = False,
         tail: bytes = b"",
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -101,20 +102,18 @@ class Tiers(Listener):
             needed them is recorded, or after this long
         prefetch_bytes: bandwidth of prefetch in bytes per second; 0: no prefetch
         pinned_bytes: RAM that rows of pinned segments may take, if it is more than `hot_bytes`
-        tail: bytes that every composed blob must end with"""
+        ranks_live: see `Ranking`; tail: bytes that every composed blob must end with"""
         self.store = store
         self.layout = layout
         self.hot_bytes_max = hot_bytes
         self.pinned_bytes_max = pinned_bytes
         self.warm_bytes_max = warm_bytes
         self.counters = TierCounters()
-        self.ranking = Ranking(policy, store, clock, predictor)
+        self.ranking = Ranking(policy, store, clock, predictor, ranks_live=ranks_live)
         self._promoter = Promoter(
             store, self.counters, lambda: self.hot_bytes_max // 4, promote_delay_s
         )
-        self.prefetcher = Prefetcher(
-            store, self.ranking, self._promoter.copy_up, bytes_per_s=prefetch_bytes, clock=clock
-        )
+        self.prefetcher = Prefetcher(self.ranking, bytes_per_s=prefetch_bytes, clock=clock)
         self._lock = threading.Lock()
         self._composer = Composer(layout, v_trans=v_trans, tail=tail)
         self._work: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
@@ -360,7 +359,6 @@ class Tiers(Listener):
                 assert last.parent is not None
                 last = last.parent
             path = last.path()
-            self.prefetcher.covered(path)
             self.ranking.visited(
                 path,
                 arrived_s,
@@ -438,6 +436,11 @@ class Tiers(Listener):
         self.store.rows.attach_hot(gap.nodes, rows, origin=gap.origin)
         self._work.put(("write", gap.nodes[-1]))
 
+    def stepped(self) -> None:
+        """A workflow has taken a step, or is over: the ranking was told."""
+        if self.prefetcher.is_on:
+            self._work.put(("look", None))
+
     def flush(self) -> None:
         """Wait until everything accepted so far is written (or failed to be)."""
         done = threading.Event()
@@ -462,8 +465,7 @@ class Tiers(Listener):
             "segments_transformed": self._shrinker.n_transformed,
             "level_formats": str(self.formats) if self.formats is not None else "",
             "unwritten_segments": len(self._writer.unwritten),
-            "segments_prefetched": self.prefetcher.n_fetched,
-            "segments_prefetched_used": self.prefetcher.n_used,
+            **self.prefetcher.stats(),
             "damaged_segments": c.damaged + self._shrinker.n_damaged,
             **c.stats(),
         }
@@ -472,8 +474,7 @@ class Tiers(Listener):
         """AssertionError unless the store and everything that tracks it are consistent."""
         with self.store.locked():
             self.store.check_integrity()
-            unused = {node.id for node in self.store.nodes() if self.prefetcher.holds(node)}
-            self.ranking.check_integrity(unused)
+            self.ranking.check_integrity()
             known = {node.id for node in self.store.nodes()}
             assert self._writer.unwritten <= known, "removed segments are queued for writing"
 
@@ -482,7 +483,6 @@ class Tiers(Listener):
     def split(self, lower: Node, upper: Node) -> None:
         """See Listener.split. Work pending for `lower` is now pending for both."""
         self.ranking.split(lower, upper)
-        self.prefetcher.split(lower, upper)
         self._promoter.split(lower, upper)
         with self._lock:
             if lower.id in self._writer.unwritten:
@@ -491,7 +491,6 @@ class Tiers(Listener):
 
     def removed(self, node: Node) -> None:
         self.ranking.removed(node)
-        self.prefetcher.forget(node)
         self._promoter.forget(node)
         with self._lock:
             self._writer.unwritten.discard(node.id)
@@ -502,8 +501,7 @@ class Tiers(Listener):
         self._composer.reserve(max((node.p1 for node in nodes), default=0))
 
     def became_hot(self, nodes: Sequence[Node]) -> None:
-        """See Listener.became_hot. Policies do not see prefetched rows until they are used."""
-        self.ranking.became_hot([node for node in nodes if not self.prefetcher.holds(node)])
+        self.ranking.became_hot(nodes)
         self._reserve(nodes)
         with self._lock:
             self._writer.unwritten.update(
@@ -512,7 +510,6 @@ class Tiers(Listener):
 
     def left_hot(self, node: Node) -> None:
         self.ranking.left_hot(node)
-        self.prefetcher.forget(node)
         with self._lock:
             self._writer.unwritten.discard(node.id)
 
@@ -543,7 +540,7 @@ class Tiers(Listener):
                 self._enforce()
                 if kind != "stop" and self._work.empty():
                     self._shrink()
-                    self.prefetcher.step(self.hot_bytes_max - self.store.state.hot_bytes)
+                    self.prefetcher.step(self._has_rows)
             except StoreError as error:
                 self.counters.write_errors += 1
                 log.error("a segment could not be written", extra={"error": str(error)})
@@ -568,6 +565,10 @@ class Tiers(Listener):
         waits = self._shrinker.wait_s(), self.prefetcher.wait_s(), self._promoter.wait_s()
         return min(_RETRY_WRITE_S, self._writer.due_s(), *waits)
 
+    def _has_rows(self, node_id: int) -> bool:
+        node = find_node(self.store, node_id)
+        return node is not None and node.has_rows
+
     def _shrink(self) -> None:
         """Re-encode at most one file."""
         done = self._shrinker.step()
@@ -584,7 +585,6 @@ class Tiers(Listener):
 
     def _enforce(self) -> None:
         """Evict hot rows that have a file, then files, until both budgets hold."""
-        self.prefetcher.give_back(self.store.state.hot_bytes - self.hot_bytes_max)
         self.evictor.evict_hot(self.hot_bytes_max, self.pinned_bytes_max)
         if self._writer.is_limited:
             most = max(self.hot_bytes_max, self.pinned_bytes_max)

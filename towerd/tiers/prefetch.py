@@ -1,173 +1,192 @@
-"""Prefetch: copies rows of conversations that are expected back soon from disk into RAM.
+"""Prefetch: what the next step of a workflow is likely to begin with is made live before it is asked for.
 
-`towerd.policy.prefetch` plans what to fetch, among what the policy wants. Prefetch is conservative,
-as in PBKV (section 4.3): it uses free memory only, stays within a bandwidth, and runs only while
-the engine merely decodes or idles. Until a request uses them, prefetched rows are unknown to the
-policies and are the first to be evicted.
+As in PBKV (section 4.3) it is conservative: it takes free cells of the live context and those of
+keys that are over, and runs while the engine is idle. Stored rows are restored, missing ones
+evaluated. Nothing of it reaches the policies or the other tiers until a request uses it.
+
+A prefetch is decided by the next step of its workflow. While those that were wrong are more than a
+twentieth of all bytes that came into the live context, there are no more; and there is never more
+than one undecided beside as many as were right in a row.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from towerd.errors import StoreError
-from towerd.policy.prefetch import Candidate, plan
-from towerd.store import Node, Store
+from towerd.policy.base import Key
+from towerd.policy.workflow_tree import NextStep
 from towerd.tiers.ranking import Ranking
-from towerd.tiers.writer import find_node
 
-log = logging.getLogger(__name__)
-
-WANTED_MAX = 16
-"""Conversations examined in one step."""
-BUSY_WAIT_S = 1.0
-IDLE_WAIT_S = 5.0
+CHANCE_MIN = 0.5
+"""A step is prefetched for if it is at least as likely as all others together."""
+WASTED_SHARE_MAX = 0.05
+STEPS_MAX = 16
+"""Steps considered at once, and prefetches undecided at once."""
+_EXPECTED_BACK_MAX = 16
+_WAIT_S = 5.0
 _BURST_S = 2.0
 """The bandwidth accrued over this many seconds may be used at once after a pause."""
 
 
-class Prefetcher:
-    """Fetches what the policy wants. Methods are for the tier thread, except `covered`, `holds`,
-    `split` and `forget`, which must be called under the store's lock: it guards what is held."""
+@dataclass(eq=False, slots=True)
+class Prefetch:
+    """What is brought for one step of a workflow, and what became of it."""
 
-    def __init__(
-        self,
-        store: Store,
-        ranking: Ranking,
-        promote: Callable[[Node], bool],
-        *,
-        bytes_per_s: int,
-        clock: Callable[[], float],
-    ) -> None:
-        """promote: copies a node's rows into RAM and returns whether it did. bytes_per_s: the
-        bandwidth; 0: no prefetch."""
-        self.n_fetched = self.n_used = 0
-        self._store = store
+    step: NextStep
+    nbytes: int = 0
+    """Bytes of the rows that were restored or evaluated for it."""
+    nbytes_used: int = 0
+    """Bytes of those that a request used."""
+    is_over: bool = field(default=False)
+    """The workflow has taken its step, or has ended: nothing more is brought."""
+
+
+class Prefetcher:
+    """Chooses what to prefetch and keeps account of it. `step` is for the tier thread; `brought`,
+    `used` and `moved` may be called by any thread, and wait for nothing that takes long."""
+
+    def __init__(self, ranking: Ranking, *, bytes_per_s: int, clock: Callable[[], float]) -> None:
+        """bytes_per_s: the bandwidth; 0: no prefetch."""
+        self.bytes_used = self.bytes_wasted = self.bytes_moved = self.nbytes = 0
+        self.n_right = self.n_wrong = 0
         self._ranking = ranking
-        self._promote = promote
         self._bytes_per_s = bytes_per_s
         self._clock = clock
+        self._lock = threading.Lock()
+        self._fetch: Callable[[Prefetch], None] | None = None
         self._is_quiet: Callable[[], bool] | None = None
-        self._on_cold: Callable[[int], None] | None = None
+        self._on_cold: Callable[[Key], None] | None = None
+        self._open: list[Prefetch] = []
+        self._asked: dict[str, int] = {}
+        """By workflow: the number of the step after which something was prefetched for it."""
+        self._n_open_max = 1
         self._allowance = 0.0
+        self._spent = 0
         self._last_s: float | None = None
-        self._did_work = False
-        self._held: OrderedDict[int, Node] = OrderedDict()
-        """Rows fetched but not used yet, oldest first, and those being fetched."""
+        self._cold_due_s = 0.0
 
     def start(
-        self, is_quiet: Callable[[], bool], on_cold: Callable[[int], None] | None = None
+        self,
+        fetch: Callable[[Prefetch], None],
+        is_quiet: Callable[[], bool],
+        on_cold: Callable[[Key], None],
     ) -> None:
-        """Start fetching. is_quiet: whether the engine merely decodes or idles. on_cold: receives
-        the ids of nodes that are expected back and have no rows anywhere, or are gone since their
-        session was frozen, to thaw them ahead."""
-        self._on_cold = on_cold
-        self._is_quiet = is_quiet
+        """Start. fetch: brings what a step needs, in the background. is_quiet: whether the engine
+        merely decodes or idles. on_cold: receives the ids of nodes that are expected back and have no rows
+        anywhere, or are gone since their session was frozen, to thaw them ahead."""
+        self._is_quiet, self._on_cold = is_quiet, on_cold
+        self._fetch = fetch
 
     def stop(self) -> None:
-        """Stop fetching and make no more callbacks."""
-        self._is_quiet = self._on_cold = None
+        """Make no more callbacks."""
+        self._fetch = self._is_quiet = self._on_cold = None
 
     @property
     def is_on(self) -> bool:
-        """Whether prefetch is active: the policy predicts reuse, and there is bandwidth."""
+        """Whether something may be prefetched: the policy forecasts, and there is bandwidth."""
         return self._bytes_per_s > 0 and self._ranking.predicts_reuse
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether too much was wasted."""
+        return self.bytes_wasted > WASTED_SHARE_MAX * self.bytes_moved
+
     def wait_s(self) -> float:
-        """Seconds until `step` should be called again."""
+        """Seconds until `step` should be called again, if no workflow takes a step before."""
+        return _WAIT_S if self.is_on else float("inf")
+
+    def step(self, has_rows: Callable[[Key], bool]) -> None:
+        """Settle what is decided, and prefetch for the steps that are likely now. has_rows: whether a node
+        is in the tree and has rows in RAM or on disk"""
         if not self.is_on:
-            return float("inf")
-        return BUSY_WAIT_S if self._did_work else IDLE_WAIT_S
-
-    def step(self, room: int) -> None:
-        """Fetch what the policy wants, up to `room` bytes and the accrued bandwidth."""
-        self._accrue()
-        self._did_work = False
-        is_quiet = self._is_quiet
-        if not self.is_on or is_quiet is None or not is_quiet():
             return
-        nodes: dict[int, Node] = {}
-        candidates = self._candidates(nodes)
-        for key in plan(candidates, min(room, int(self._allowance))):
-            try:
-                self._fetch(nodes[key])
-            except StoreError as error:
-                log.warning("rows could not be fetched ahead", extra={"error": str(error)})
-
-    def covered(self, path: list[Node]) -> None:
-        """Note that a request uses `path`: its prefetched rows now belong to the policy."""
-        for node in path:
-            self.n_used += self._held.pop(node.id, None) is not None
-
-    def holds(self, node: Node) -> bool:
-        """Whether a node's rows in RAM were prefetched and are still unused."""
-        return node.id in self._held
-
-    def split(self, lower: Node, upper: Node) -> None:
-        """`upper` is the beginning of what `lower` was."""
-        if lower.id in self._held:
-            self._held[upper.id] = upper
-
-    def forget(self, node: Node) -> None:
-        """Forget a removed node or its dropped rows."""
-        self._held.pop(node.id, None)
-
-    def give_back(self, bytes_needed: int) -> int:
-        """Release rows that were fetched but not used, oldest first; returns the bytes freed. Those
-        of pinned segments stay."""
-        freed = 0
-        with self._store.locked():
-            for node in [node for node in self._held.values() if not node.pinned]:
-                if freed >= bytes_needed:
-                    break
-                freed += self._store.rows.drop_hot(node)
-                self._held.pop(node.id, None)
-        return freed
-
-    def _candidates(self, nodes: dict[int, Node]) -> list[Candidate]:
-        """The nodes that are only on disk, of the towers that the policy wants. Each has the
-        highest value among the towers through it. Enters them in `nodes`, and passes ends without
-        any rows to `on_cold`."""
-        found: dict[int, Candidate] = {}
-        for end_id, value in self._ranking.wanted(WANTED_MAX):
-            end = find_node(self._store, end_id)
-            on_cold = self._on_cold
-            if on_cold is not None and (end is None or not end.has_rows):
-                on_cold(end_id)
-            if end is None:
-                continue
-            with self._store.locked():
-                for node in end.path():
-                    if node.hot is None and node.file is not None and node.id not in found:
-                        parent = node.parent.id if node.parent is not None else None
-                        nbytes = self._store.ram_bytes(node)
-                        found[node.id] = Candidate(node.id, nbytes, value, parent)
-                        nodes[node.id] = node
-        return list(found.values())
-
-    def _fetch(self, node: Node) -> None:
-        """Copy one node's rows into RAM. They are held here until a request uses them, possibly
-        while they are being copied."""
-        with self._store.locked():
-            if node.removed or node.hot is not None:
-                return
-            nbytes = self._store.ram_bytes(node)
-            self._held[node.id] = node
-        try:
-            self.n_fetched += self._promote(node)
-        finally:
-            with self._store.locked():
-                for each in [each for each in self._held.values() if each.hot is None]:
-                    del self._held[each.id]
-        self._allowance -= nbytes
-        self._did_work = True
-
-    def _accrue(self) -> None:
         now = self._clock()
-        if self._last_s is not None:
-            most = _BURST_S * self._bytes_per_s
+        self._settle()
+        self._accrue(now)
+        fetch = self._fetch
+        steps = [] if fetch is None else self._ranking.next_steps(STEPS_MAX)
+        for each in steps:
+            is_new = self._asked.get(each.workflow) != each.n_steps
+            if each.chance < CHANCE_MIN or not is_new or fetch is None:
+                continue
+            if self.is_stopped or len(self._open) >= self._n_open_max or self._allowance <= 0.0:
+                break
+            self._asked[each.workflow] = each.n_steps
+            made = Prefetch(each)
+            with self._lock:
+                self._open.append(made)
+            fetch(made)
+        self._thaw_ahead(now, has_rows)
+
+    # ---- the account ------------------------------------------------------------------------
+
+    def moved(self, nbytes: int) -> None:
+        """Rows came into the live context, for whomever."""
+        self.bytes_moved += nbytes
+
+    def brought(self, prefetch: Prefetch, nbytes: int) -> None:
+        """Rows came into the live context for a prefetch."""
+        with self._lock:
+            prefetch.nbytes += nbytes
+            self.nbytes += nbytes
+            self.bytes_wasted += nbytes if prefetch.is_over else 0
+
+    def used(self, prefetch: Prefetch, share: float = 1.0) -> None:
+        """A request uses this share of what was prefetched, possibly later than it was expected."""
+        with self._lock:
+            nbytes = max(0, round(share * prefetch.nbytes) - prefetch.nbytes_used)
+            prefetch.nbytes_used += nbytes
+            self.bytes_used += nbytes
+            self.bytes_wasted -= nbytes if prefetch.is_over else 0
+
+    def stats(self) -> dict[str, int]:
+        """Counters; what is neither used nor wasted is undecided."""
+        return {
+            "prefetched_bytes": self.nbytes,
+            "prefetched_bytes_used": self.bytes_used,
+            "prefetched_bytes_wasted": self.bytes_wasted,
+            "prefetches_right": self.n_right,
+            "prefetches_wrong": self.n_wrong,
+            "prefetch_stopped": int(self.is_stopped),
+        }
+
+    def _settle(self) -> None:
+        """Decide those whose workflow has taken its step, or is over."""
+        if not self._asked:
+            return
+        now = self._ranking.n_steps(self._asked)
+        self._asked = {name: n for name, n in self._asked.items() if now[name]}
+        with self._lock:
+            for each in [e for e in self._open if now.get(e.step.workflow, 0) != e.step.n_steps]:
+                self._open.remove(each)
+                each.is_over = True
+                wasted = each.nbytes - each.nbytes_used
+                self.bytes_wasted += wasted
+                if not each.nbytes:
+                    continue  # it was live already, or there was no room
+                if is_right := each.nbytes_used >= wasted:
+                    self.n_right += 1
+                else:
+                    self.n_wrong += 1
+                self._n_open_max = min(STEPS_MAX, self._n_open_max + 1) if is_right else 1
+
+    def _accrue(self, now: float) -> None:
+        if self._last_s is None:
+            self._allowance = _BURST_S * self._bytes_per_s
+        else:
             earned = max(0.0, now - self._last_s) * self._bytes_per_s
-            self._allowance = min(most, self._allowance + earned)
+            self._allowance = min(_BURST_S * self._bytes_per_s, self._allowance + earned)
         self._last_s = now
+        spent, self._spent = self.nbytes - self._spent, self.nbytes
+        self._allowance -= spent
+
+    def _thaw_ahead(self, now: float, has_rows: Callable[[Key], bool]) -> None:
+        on_cold, is_quiet = self._on_cold, self._is_quiet
+        if now < self._cold_due_s or on_cold is None or is_quiet is None or not is_quiet():
+            return
+        self._cold_due_s = now + _WAIT_S
+        for end, _ in self._ranking.wanted(_EXPECTED_BACK_MAX):
+            if not has_rows(end):
+                on_cold(end)

@@ -21,14 +21,15 @@ import logging
 import threading
 import time
 import zlib
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from towerd.policy import Key, Policy, make_policy
 from towerd.policy.base import Learning, ReuseForecaster
+from towerd.policy.workflow_tree import NextStep, WorkflowTree
 from towerd.store import Node, SegmentFile, Store
 from towerd.store.tree.tree import Listener, PrefixTree
 
@@ -67,6 +68,10 @@ class NodeTree:
         """The file that has the node's rows."""
         node = self._tree.nodes.get(key)
         return None if node is None else node.file
+
+    def node(self, key: Key) -> Node | None:
+        """The node, if it is in the tree."""
+        return self._tree.nodes.get(key)
 
 
 _STEP_S = 1e-6
@@ -182,8 +187,67 @@ class TierRanking:
         self.policy.check_integrity({**there, **expected})
 
 
+class LiveRanking(TierRanking):
+    """The policy of the live context. A sequence leaves it whole, so what is asked is how the ends of
+    the sequences' towers stand."""
+
+    def __init__(self, policy: Policy, clock: Callable[[], float], tree: NodeTree) -> None:
+        super().__init__(policy, clock)
+        self.standings: Mapping[Key, float] = {}
+        """By end, see Policy.standing. It is replaced and never changed: the inference thread reads it
+        without a lock."""
+        self._tree = tree
+        self._ends = Counter[Key]()
+        """The ends of the sequences that are live."""
+
+    def follow(self, old: Key | None, new: Key | None, size_of: Callable[[Key], int]) -> None:
+        """A sequence whose tower ended with `old` has one that ends with `new`; None: it was not
+        there, or is gone. size_of: the bytes of a node's rows"""
+        if new is not None:
+            self._ends[new] += 1
+            self.arrive([(key, size_of(key)) for key in self._unsettled(new)])
+        if old is not None:
+            self._ends[old] -= 1
+            if not self._ends[old]:
+                del self._ends[old]
+            self._sweep()
+        if new is None:
+            # its capacity is what the context holds when it evicts
+            self.policy.victims(0, lambda key: False)
+
+    def publish(self) -> None:
+        """Let `standings` be how the ends stand now."""
+        found = ((key, self.policy.standing(key)) for key in self._ends)
+        self.standings = {key: standing for key, standing in found if standing is not None}
+
+    def check_live(self, ends: Iterable[Key]) -> None:
+        """AssertionError unless these are the ends, and the policy knows those that are in the tree."""
+        assert self._ends == Counter(ends), "the ends of live towers"
+        there = [key for key in self._ends if self._tree.node(key) is not None]
+        assert all(key in self for key in there), "a live tower is not known to the policy"
+        self.policy.check_integrity()
+
+    def _unsettled(self, end: Key) -> list[Key]:
+        """The nodes of its path that are not known to be live, from the first on."""
+        path: list[Key] = []
+        at: Key | None = end
+        while at is not None and (at not in self or self.is_expected(at)):
+            path.append(at)
+            at = self._tree.parent(at)
+        return path[::-1]
+
+    def _sweep(self) -> None:
+        """Remove what no sequence has. What a running request adds is expected, and stays."""
+        for leaf in self.policy.leaves():
+            at: Key | None = leaf
+            while at is not None and at not in self._ends and not self.is_expected(at):
+                above = self._tree.parent(at)
+                self.leave(at)
+                at = above if above is not None and self.policy.is_leaf(above) else None
+
+
 class Ranking(Listener):
-    """Both policies behind one lock.
+    """The policies of all tiers behind one lock.
 
     `visited` and the Listener methods are called under the store's lock, everything else by any
     thread that does not hold it."""
@@ -194,14 +258,21 @@ class Ranking(Listener):
         store: Store,
         clock: Callable[[], float],
         predictor: Path | None = None,
+        *,
+        ranks_live: bool = False,
     ) -> None:
-        """predictor: a trained predictor of workflow steps. Raises ConfigError."""
+        """predictor: a trained predictor of workflow steps. ranks_live: whether there is a live context
+        that leaves by the policy, too; by LRU it needs no ranking. Raises ConfigError."""
         self.policy = policy
         self._store = store
         self._tree = NodeTree(store.state.tree)
         self._hot, self._warm = (
             TierRanking(make_policy(policy, self._tree, predictor), clock) for _ in range(2)
         )
+        self._live: LiveRanking | None = None
+        if ranks_live and policy != "lru":
+            ranked = make_policy(policy, self._tree, predictor)
+            self._live = LiveRanking(ranked, clock, self._tree)
         self._clock = clock
         self._events: deque[Callable[[], None]] = deque()
         """Events not reported to the policies yet. Appending and taking are atomic."""
@@ -238,6 +309,9 @@ class Ranking(Listener):
         }
         self._events.append(partial(self._hot.visit, keys, hot, arrived_s))
         self._events.append(partial(self._warm.visit, keys, warm, arrived_s))
+        if (tier := self._live) is not None:
+            live = {node.id: (self._store.bytes_of(node), False) for node in nodes}
+            self._events.append(partial(tier.visit, keys, live, arrived_s))
 
     def split(self, lower: Node, upper: Node) -> None:
         native, n = self._store.bytes_of(upper), (upper.n, lower.n)
@@ -245,13 +319,14 @@ class Ranking(Listener):
         warm = self._store.state.file_bytes(upper) or native
         self._events.append(partial(self._hot.split, lower.id, upper.id, hot, *n))
         self._events.append(partial(self._warm.split, lower.id, upper.id, warm, *n))
+        if self._live is not None:
+            self._events.append(partial(self._live.split, lower.id, upper.id, native, *n))
 
     def removed(self, node: Node) -> None:
         self._tree.removed[node.id] = node
         self._events.append(partial(self._remove, node))
 
     def became_hot(self, nodes: Sequence[Node]) -> None:
-        """See Listener.became_hot. Not called for prefetched rows."""
         found = [(node.id, node.hot.nbytes) for node in nodes if node.hot is not None]
         self._events.append(partial(self._hot.arrive, found))
 
@@ -273,12 +348,35 @@ class Ranking(Listener):
             sizes = [(node.id, self._store.state.file_bytes(node))]
             self._events.append(partial(self._warm.arrive, sizes, node.last_used))
 
+    # ---- the live context -------------------------------------------------------------------
+
+    @property
+    def ranks_live(self) -> bool:
+        """Whether it ranks the live context."""
+        return self._live is not None
+
+    @property
+    def live_standings(self) -> Mapping[Key, float]:
+        """By the end of a live tower: sequences that stand lower leave first, and those below 0 are not
+        expected to be used again. As of the last event; reading it waits for nothing."""
+        return {} if self._live is None else self._live.standings
+
+    def follow(self, old: Key | None, new: Key | None) -> None:
+        """See LiveRanking.follow. Waits for nothing: the policy hears of it later, in order."""
+        if self._live is not None and old != new:
+            self._events.append(partial(self._live.follow, old, new, self._live_bytes))
+
+    def _live_bytes(self, key: Key) -> int:
+        node = self._tree.node(key)
+        return 0 if node is None else self._store.bytes_of(node)
+
     # ---- progress of requests ---------------------------------------------------------------
 
     def settle(self) -> None:
         """Report all events so far to the policies."""
         with self._lock:
             self._play()
+            self._publish()
 
     def answered(self, end: Node, now: float, stop: str) -> None:
         """The visit of `end` got its answer, which ended because of `stop`."""
@@ -299,8 +397,9 @@ class Ranking(Listener):
     def _tell(self, event: Callable[[TierRanking], None]) -> None:
         with self._lock:
             self._play()
-            event(self._hot)
-            event(self._warm)
+            for tier in self._all:
+                event(tier)
+            self._publish()
 
     # ---- decisions --------------------------------------------------------------------------
 
@@ -351,6 +450,21 @@ class Ranking(Listener):
                 return []
             return self._hot.policy.wanted(self._clock(), most)
 
+    def next_steps(self, most: int) -> list[NextStep]:
+        """See WorkflowTree.next_steps; empty for a policy that knows no workflows."""
+        with self._lock:
+            self._play()
+            policy = self._hot.policy
+            return policy.next_steps(most) if isinstance(policy, WorkflowTree) else []
+
+    def n_steps(self, workflows: Iterable[str]) -> dict[str, int]:
+        """How many steps each has taken; 0 if it is over."""
+        with self._lock:
+            self._play()
+            policy = self._hot.policy
+            known = policy.n_steps if isinstance(policy, WorkflowTree) else lambda _: 0
+            return {name: known(name) for name in workflows}
+
     def explain(self, node: Node) -> dict[str, Any]:
         """The values by which each tier's policy ranks `node`; None: it is not in that tier."""
         with self._lock:
@@ -396,32 +510,47 @@ class Ranking(Listener):
                 found = unpack(self.policy, text)
                 for name, each in self._learning():
                     each.recall(found[name])
+                if self._live is not None and isinstance(self._live.policy, Learning):
+                    self._live.policy.recall(found["hot"])  # it met the same requests
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 log.warning("what the policy had learned is lost", extra={"error": str(error)})
 
     # ---- checking ---------------------------------------------------------------------------
 
-    def check_integrity(self, unused: Collection[Key] = ()) -> None:
-        """AssertionError unless the policies know exactly the content of the store, with its sizes.
-        `unused`: nodes whose rows in RAM were not reported to any policy."""
+    def check_integrity(self) -> None:
+        """AssertionError unless the policies know exactly the content of the store, with its sizes."""
         with self._store.locked(), self._lock:
             self._play()
             nodes, file_bytes = self._store.nodes(), self._store.state.file_bytes
-            self._hot.check_integrity(
-                {n.id: n.hot.nbytes for n in nodes if n.hot is not None and n.id not in unused}
-            )
+            self._hot.check_integrity({n.id: n.hot.nbytes for n in nodes if n.hot is not None})
             self._warm.check_integrity({n.id: file_bytes(n) for n in nodes if n.file is not None})
             assert not self._tree.removed, "removed segments are remembered"
 
+    def check_live(self, ends: Iterable[Key]) -> None:
+        """AssertionError unless the policy of the live context knows the towers with these ends."""
+        with self._store.locked(), self._lock:
+            self._play()
+            if self._live is not None:
+                self._live.check_live(ends)
+
     # ---- under the ranking's lock -----------------------------------------------------------
+
+    @property
+    def _all(self) -> list[TierRanking]:
+        live = [] if self._live is None else [self._live]
+        return [self._hot, self._warm, *live]
+
+    def _publish(self) -> None:
+        if self._live is not None:
+            self._live.publish()
 
     def _play(self) -> None:
         while self._events:
             self._events.popleft()()
 
     def _remove(self, node: Node) -> None:
-        self._hot.forget(node.id)
-        self._warm.forget(node.id)
+        for tier in self._all:
+            tier.forget(node.id)
         self._tree.removed.pop(node.id, None)
 
     def _learning(self) -> list[tuple[str, Learning]]:

@@ -55,6 +55,7 @@ class Parts:
             n_seqs=memory.n_live,
             n_cells=context.n_cells,
             has_places=core.model.has_cell_ext,
+            on_drop=lambda seq: tiers.ranking.follow(seq.end, None),
         )
         self.rotation = Rotation(
             core.model, core.info.row_identity, context.n_cells, core.why_not_movable
@@ -94,6 +95,7 @@ class Parts:
             parallel=config.parallel,
             queue_max=config.queue_max,
             deliver=deliver,
+            standings=lambda: tiers.ranking.live_standings,
         )
 
     def close(self) -> None:

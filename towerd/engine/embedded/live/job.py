@@ -122,6 +122,12 @@ class Job:
     t_first: float = 0.0
 
     @property
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits for it any more."""
+        prefetch = self.request.prefetch
+        return self.cancelled or (prefetch is not None and prefetch.is_over)
+
+    @property
     def compared(self) -> range:
         """The positions of its batch at which it compares what another request was served."""
         served = self.request.compare

@@ -15,7 +15,7 @@ cells in the order of their positions. It is never shared with other requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -33,6 +33,7 @@ from towerd.errors import Unavailable
 from towerd.retention import Positions
 from towerd.slots.rows import KVRows
 from towerd.store.tree.scope import adapters_of
+from towerd.tiers.prefetch import Prefetch
 from towerd.tokens import (
     Ids,
     Provenance,
@@ -41,6 +42,9 @@ from towerd.tokens import (
     count_approximate,
     count_unmoved,
 )
+
+_PREFETCHED = -1e-9
+"""How a prefetched sequence stands that was not used yet: after what is over, before all else."""
 
 
 @dataclass(eq=False, slots=True)
@@ -68,6 +72,13 @@ class LiveSeq:
     is_whole: bool = True
     """False while rows are loaded whose state checkpoint is still to follow."""
     session: str | None = None
+    end: int | None = None
+    """The last node of the prefix tree that it has, by which the policy ranks it; None: it is unknown
+    there. Until its next export it is that of the turn before."""
+    prefetch: Prefetch | None = None
+    """What it was made for, as long as no request has used it."""
+    n_before: int = 0
+    """How many of its first tokens were live before that."""
     last_used: int = 0
     runs: list[CellRun] = field(default_factory=list)
     n_reserved: int = 0
@@ -146,10 +157,18 @@ class LivePool:
     against the context itself)."""
 
     def __init__(
-        self, memory: SequenceMemory, *, n_seqs: int, n_cells: int, has_places: bool = False
+        self,
+        memory: SequenceMemory,
+        *,
+        n_seqs: int,
+        n_cells: int,
+        has_places: bool = False,
+        on_drop: Callable[[LiveSeq], None] = lambda seq: None,
     ) -> None:
-        """has_places: whether tokens of a medium may share a place (M-RoPE)"""
+        """has_places: whether tokens of a medium may share a place (M-RoPE); on_drop: called for each
+        sequence that has left the context"""
         self._memory = memory
+        self._on_drop = on_drop
         self.has_places = has_places
         self.n_cells = n_cells
         self.cells_used = 0
@@ -369,11 +388,37 @@ class LivePool:
         del self._live[seq.id]
         self.index.remove(seq)
         self._free.append(seq.id)
+        self._on_drop(seq)
 
-    def idle_lru(self) -> LiveSeq | None:
-        """The least recently used idle sequence."""
-        idle = (s for s in self._live.values() if not s.busy)
-        return min(idle, key=lambda s: s.last_used, default=None)
+    def first_to_leave(self, standings: Mapping[int, float]) -> LiveSeq | None:
+        """The idle sequence that leaves first: of those that the policy knows the one that stands lowest, by
+        LRU among equals. One that it does not know leaves in its place if it was used longer ago, but
+        after those that are not expected to be used again, and what was prefetched for nobody yet.
+
+        standings: see `Ranking.live_standings`; empty: LRU alone"""
+        lowest: tuple[float, int, LiveSeq] | None = None
+        oldest: LiveSeq | None = None
+        for seq in self._live.values():
+            if seq.busy:
+                continue
+            standing = None if seq.end is None else standings.get(seq.end)
+            if standing is None and seq.prefetch is not None:
+                standing = _PREFETCHED
+            if standing is None:
+                if oldest is None or seq.last_used < oldest.last_used:
+                    oldest = seq
+            elif lowest is None or (standing, seq.last_used) < lowest[:2]:
+                lowest = standing, seq.last_used, seq
+        if lowest is None or oldest is None:
+            return oldest if lowest is None else lowest[2]
+        standing, used, known = lowest
+        return known if standing < 0.0 or used < oldest.last_used else oldest
+
+    def first_over(self, standings: Mapping[int, float]) -> LiveSeq | None:
+        """The first to leave, if it is not expected to be used again."""
+        seq = self.first_to_leave(standings)
+        is_over = seq is not None and seq.end is not None and standings.get(seq.end, 0.0) < 0.0
+        return seq if is_over else None
 
     def check_integrity(self) -> None:
         """Raise AssertionError, saying what is wrong, if the account of cells is inconsistent."""

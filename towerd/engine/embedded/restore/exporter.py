@@ -30,10 +30,13 @@ class Exporter:
         self._checkpoints = checkpoints
 
     def export(self, seq: LiveSeq) -> None:
-        """Hand over the rows and states of a sequence that the store lacks."""
+        """Hand over the rows and states of a sequence that the store lacks, and tell the policy where its
+        tower ends."""
         seq.dirty = False
         if not seq.n:
             return
+        if self._tiers.ranking.ranks_live:
+            self._follow(seq)
         if self._checkpoints is not None:
             self._checkpoints.export(seq)
         if not self._memory.kind.has_rows:
@@ -61,6 +64,15 @@ class Exporter:
                 rows.p0,
                 lambda p0, p1: rows.slice(p0, p1).copy(),
             )
+
+    def _follow(self, seq: LiveSeq) -> None:
+        store = self._tiers.store
+        with store.locked():
+            match = store.match(seq.tokens(), seq.scope)
+            whole = (node.id for node in reversed(match.nodes) if node.p1 <= match.n)
+            end = next(whole, None)
+        self._tiers.ranking.follow(seq.end, end)
+        seq.end = end
 
     def _export_exact_prefix(self, seq: LiveSeq) -> None:
         """Export the rows of a partial sequence from before its first eviction: only these are what

@@ -167,6 +167,7 @@ class Restorer:
         `evict` frees one idle sequence, if there is one. Returns False if there is no sequence, or
         there are no cells for what it had."""
         hook = self._hooks.of_job(job)
+        prefetched = _prefetched(found)
         seq = hook.open(job, found, capacity, evict)
         if seq is None:
             return False
@@ -178,6 +179,7 @@ class Restorer:
         seq.session = job.request.session
         job.seq = seq
         self._pool.touch(seq)
+        self._note_prefetched(job, *prefetched)
         try:
             continues = self._put_back(job, seq) or (job.n_preempted > 0 and seq.is_partial)
         except TowerdError as error:
@@ -207,6 +209,23 @@ class Restorer:
         else:
             job.phase = JobPhase.PREFILL
         return True
+
+    def _note_prefetched(self, job: Job, source: LiveSeq | None, share: float) -> None:
+        """A job begins that is a prefetch, or continues from this share of one."""
+        seq = job.seq
+        assert seq is not None
+        if job.request.prefetch is not None:
+            if seq.prefetch is not job.request.prefetch:  # else it was interrupted
+                seq.prefetch, seq.n_before = job.request.prefetch, seq.n
+        elif source is not None and source.prefetch is not None:
+            self._tiers.prefetcher.used(source.prefetch, share)
+            source.prefetch, source.dirty = None, True
+
+    def _came(self, job: Job, nbytes: int) -> None:
+        """Rows of a job were restored or evaluated."""
+        self._tiers.prefetcher.moved(nbytes)
+        if job.request.prefetch is not None:
+            self._tiers.prefetcher.brought(job.request.prefetch, nbytes)
 
     def _put_back(self, job: Job, seq: LiveSeq) -> bool:
         """Make live what the job had before it was preempted, if that is more than `seq` has.
@@ -281,6 +300,7 @@ class Restorer:
                 raise RowsMissing("stored rows turned out to be gone")
             if loaded.blob is not None:
                 self.bytes_in += len(loaded.blob)
+                self._came(job, len(loaded.blob))
                 head = None if loaded.composed is None else loaded.composed.head
                 self._restore(seq, loaded.blob, loaded.checkpoint, head)
             if loaded.n:
@@ -422,6 +442,7 @@ class Restorer:
         """After the job's part of the batch was evaluated, take a state checkpoint if it stands at
         one of its positions for them."""
         self._hooks.of_job(job).after_step(job)
+        self._came(job, job.n_in_batch * self._tiers.layout.token_bytes)
         if job.seq is not None:
             self._memory.protect(
                 job.seq.id, job.seq.place_next, 0
@@ -444,9 +465,20 @@ class Restorer:
         """Its job is recorded: it may be exported, shared, evicted. Take a checkpoint at its
         end."""
         seq.busy = False
-        seq.dirty = True
+        seq.dirty = (
+            seq.dirty or seq.prefetch is None
+        )  # nobody has used it: it takes no room elsewhere
         if self._checkpoints is not None and seq.n:
             self._checkpoints.capture(seq)
+
+
+def _prefetched(found: FoundLive) -> tuple[LiveSeq | None, float]:
+    """The sequence that was found if it was prefetched, and which share of that was found; None if none
+    was."""
+    source = found.source
+    if not isinstance(source, LiveSeq) or source.prefetch is None or found.n <= source.n_before:
+        return None, 0.0
+    return source, (found.n - source.n_before) / (source.n - source.n_before)
 
 
 def _last(load: int, plan: RestorePlan, state: Buffer, n_rows: int) -> Loaded:

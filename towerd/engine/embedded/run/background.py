@@ -73,15 +73,17 @@ class Background:
         inbox: Inbox,
         finish: Callable[[Job], None],
         drop_moved: Callable[[Job], None],
+        evict_over: Callable[[], bool],
     ) -> None:
-        """inbox: where requests come in; finish: ends a job with what it has; drop_moved: see
-        `CellRoom.drop_moved`."""
+        """inbox: where requests come in; finish: ends a job with what it has; drop_moved, evict_over: see
+        `CellRoom`."""
         self._memory = memory
         self._pool = pool
         self._restorer = restorer
         self._inbox = inbox
         self._finish = finish
         self._drop_moved = drop_moved
+        self._evict_over = evict_over
         self._waiting: deque[Job] = deque()
         self._interruption = Interruption(memory.context.address)
 
@@ -131,7 +133,7 @@ class Background:
 
     def drop(self, *, everything: bool) -> None:
         """End queued jobs that were cancelled, or all."""
-        for job in [job for job in self._waiting if everything or job.cancelled]:
+        for job in [job for job in self._waiting if everything or job.is_cancelled]:
             self._waiting.remove(job)
             self._finish(job)
 
@@ -146,7 +148,19 @@ class Background:
             job = self._waiting.popleft()
             if job.request.compare is not None and not self._fits(job):
                 self._drop_moved(job)
-            if self._fits(job):
+            if job.request.prefetch is not None and not self._has_room(job):
+                self._finish(job)
+            elif self._fits(job):
                 return job
-            self._finish(job)
+            else:
+                self._finish(job)
         return None
+
+    def _has_room(self, job: Job) -> bool:
+        """Whether something of a prefetch is not live, for which there is room or can be made."""
+        if self._restorer.find(job).n_common >= job.n - 1:
+            return False
+        while not self._fits(job):
+            if not self._evict_over():
+                return False
+        return True

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
 
 from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.pool import LivePool, LiveSeq
@@ -48,7 +49,9 @@ class CellRoom:
         active: list[Job],
         waiting: deque[Job],
         n_ctx: int,
+        standings: Callable[[], Mapping[int, float]],
     ) -> None:
+        """standings: see `Ranking.live_standings`"""
         self.n_preemptions = 0
         self.n_exports = 0
         self._pool = pool
@@ -57,6 +60,7 @@ class CellRoom:
         self._active = active
         self._waiting = waiting
         self._n_ctx = n_ctx
+        self._standings = standings
         self._last_export = 0.0
 
     # ---- waiting and running jobs -----------------------------------------------------------
@@ -149,11 +153,18 @@ class CellRoom:
             self.evict_one()
 
     def evict_one(self) -> bool:
-        """Free the least recently used idle sequence; False when all sequences are busy."""
-        seq = self._pool.idle_lru()
+        """Free the idle sequence that the policy lets go first; False when all sequences are busy."""
+        return self._evict(self._pool.first_to_leave(self._standings()))
+
+    def evict_over(self) -> bool:
+        """Free an idle sequence that is not expected to be used again; False if there is none."""
+        return self._evict(self._pool.first_over(self._standings()))
+
+    def _evict(self, seq: LiveSeq | None) -> bool:
         if seq is None:
             return False
-        self._export(seq)
+        if seq.prefetch is None or seq.dirty:
+            self._export(seq)
         self._restorer.drop(seq)
         return True
 

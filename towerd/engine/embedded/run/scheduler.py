@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -89,7 +89,9 @@ class Scheduler:
         parallel: int,
         queue_max: int,
         deliver: Callable[[Events], None],
+        standings: Callable[[], Mapping[int, float]],
     ) -> None:
+        """deliver: hands events to their clients; standings: see `Ranking.live_standings`"""
         self.context = context
         self.pool = pool
         self.restorer = restorer
@@ -104,7 +106,7 @@ class Scheduler:
         self.slots = ShownSlots(parallel)
         self.counters = dict.fromkeys(_COUNTERS, 0)
         self._batching = Batching(context, is_even=context.is_tapped and memory.kind.has_state)
-        self.room = CellRoom(pool, restorer, exporter, self.active, self.waiting, n_ctx)
+        self.room = CellRoom(pool, restorer, exporter, self.active, self.waiting, n_ctx, standings)
         self._endings = Endings(pool, restorer, self.room, self.active, deliver)
         self._inbox = Inbox()
         self.background = Background(
@@ -114,6 +116,7 @@ class Scheduler:
             self._inbox,
             lambda job: self._endings.finish(job, "cancelled"),
             self.room.drop_moved,
+            self.room.evict_over,
         )
         self._closing = False
         self._close_deadline = 0.0
@@ -366,7 +369,7 @@ class Scheduler:
 
     def _drop_cancelled(self) -> None:
         for job in list(self.active):
-            if job.cancelled or self._closing:
+            if job.is_cancelled or self._closing:
                 self._endings.finish(job, "cancelled")
 
     # ---- one batch --------------------------------------------------------------------------
