@@ -16,7 +16,6 @@ from lab.bench.workflows.load import App, Message, Said, WorkflowLoad, WorkflowW
 from towerd.cli.bench.harness.client import chat
 
 _PROBES = 3
-_ACK = "ok"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,20 @@ class WorkflowClient:
     spans_s: list[tuple[float, float]] = field(default_factory=list)
     """For each request, when it started to wait and when it was finished."""
 
-    async def run(self, all_walks: Sequence[WorkflowWalk], concurrency: int) -> list[ServedWorkflow]:
+    @property
+    def busy(self) -> float:
+        """Share of the time in which any request was waiting or served."""
+        spans_s = sorted(self.spans_s)
+        first_s = until_s = spans_s[0][0]
+        busy_s = 0.0
+        for start_s, end_s in spans_s:
+            busy_s += max(0.0, end_s - max(start_s, until_s))
+            until_s = max(until_s, end_s)
+        return busy_s / (until_s - first_s)
+
+    async def run(
+        self, all_walks: Sequence[WorkflowWalk], concurrency: int
+    ) -> list[ServedWorkflow]:
         """Each place runs one workflow after the other."""
         for walk in all_walks:
             for step in walk.steps:

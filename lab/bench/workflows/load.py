@@ -16,10 +16,10 @@ import numpy as np
 
 Rng = np.random.Generator
 Message: TypeAlias = dict[str, str]
-STEPS_MAX = 12
-_LIKELY = (0.78, 0.12, 0.05)
-"""Chances of the first, second and third choice after two agents; what is left, the agent again."""
-_P_END = (0.02, 0.6)
+STEPS_MAX = 16
+_LIKELY = (0.8, 0.13, 0.07)
+"""Chances of the first, second and third choice after two agents."""
+_P_END = (0.02, 0.4)
 """Chance of the end after any agent, and after the last one of the app, which reviews."""
 
 
@@ -39,6 +39,8 @@ class WorkflowLoad:
     result_words: int = 20
     """What a tool returns after each step."""
     reply_tokens: int = 6
+    p_again: float = 0.5
+    """Chance that an agent reads what its tool said and acts again, before it hands over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +87,19 @@ class Said:
 
     def messages(self, app: App, agent: int) -> list[Message]:
         """The chat as `agent` is sent it: its own words are the assistant's."""
-        said = [{"role": "assistant" if by == agent else "user", "content": text} for by, text in self.lines]
+        said = [
+            {"role": "assistant" if by == agent else "user", "content": text}
+            for by, text in self.lines
+        ]
         return [{"role": "system", "content": app.bases[agent]}, *said]
 
 
 def walks(load: WorkflowLoad, words: Sequence[str], seed: int) -> list[WorkflowWalk]:
     """The workflows of a run, in the order in which they begin."""
     rng = np.random.default_rng(seed)
-    apps = [_app(load, words, np.random.default_rng([seed, n]), f"app-{n}") for n in range(load.apps)]
+    apps = [
+        _app(load, words, np.random.default_rng([seed, n]), f"app-{n}") for n in range(load.apps)
+    ]
     weights = 1.0 / np.arange(1, load.apps + 1)
     found = []
     for n in range(load.workflows):
@@ -104,14 +111,13 @@ def walks(load: WorkflowLoad, words: Sequence[str], seed: int) -> list[WorkflowW
             walk.steps.append(WorkflowStepLoad(at, result, float(rng.exponential())))
             if rng.random() < _P_END[at == load.agents - 1]:
                 break
-            before, at = at, _next(rng, app, before, at)
+            if rng.random() >= load.p_again:
+                before, at = at, _next(rng, app, before, at)
         found.append(walk)
     return found
 
 
-def distinct_tokens(
-    load: WorkflowLoad, all_walks: Sequence[WorkflowWalk], overhead: float
-) -> int:
+def distinct_tokens(load: WorkflowLoad, all_walks: Sequence[WorkflowWalk], overhead: float) -> int:
     """Tokens that an unlimited store would hold in the end. overhead: tokens that a message takes besides
     its words."""
     bases = {(walk.app.name, step.agent) for walk in all_walks for step in walk.steps}
@@ -128,7 +134,9 @@ def distinct_tokens(
 def prompt_tokens(load: WorkflowLoad, all_walks: Sequence[WorkflowWalk], overhead: float) -> float:
     """Mean length of a prompt behind its base."""
     said = load.result_words + load.reply_tokens + 2 * overhead
-    lengths = [load.task_words + overhead + n * said for w in all_walks for n in range(len(w.steps))]
+    lengths = [
+        load.task_words + overhead + n * said for w in all_walks for n in range(len(w.steps))
+    ]
     return float(np.mean(lengths))
 
 
