@@ -22,7 +22,7 @@ class WorkflowCell:
     hints: bool = True
     prefetch: bool = True
     share: float = SHARES[0]
-    concurrency: int = CONCURRENCIES[0]
+    concurrency: int = CONCURRENCIES[-1]
 
     @property
     def name(self) -> str:
@@ -69,10 +69,10 @@ class Compared:
 def chosen(
     policies: Sequence[str], shares: Sequence[float], concurrencies: Sequence[int], quick: bool
 ) -> tuple[Compared, list[WorkflowCell]]:
-    """What is compared at the least memory and concurrency, and all cells. policies: besides the default
+    """What is compared at the least memory and most concurrency, and all cells. policies: besides the default
     and LRU; empty: all of them, or none if `quick`."""
     policy = str(defaults()["policy"])
-    compared = Compared(policy, min(shares), min(concurrencies))
+    compared = Compared(policy, min(shares), max(concurrencies))
     cells = compared.cells()
     if not quick:
         # Theorem 5.1: the closer forecasts are to the truth, the less an eviction costs

@@ -92,13 +92,13 @@ class WorkflowClient:
         async def place(first: int) -> None:
             await asyncio.sleep(first * self.mean_pause_s / concurrency)
             for n in range(first, len(all_walks), concurrency):
-                done.append(await self._workflow(all_walks[n], n >= self.load.warm))
+                done.append(await self._workflow(all_walks[n]))
 
         await asyncio.gather(*(place(first) for first in range(concurrency)))
         return sorted(done, key=lambda each: each.name)
 
-    async def _workflow(self, walk: WorkflowWalk, is_measured: bool) -> ServedWorkflow:
-        served = ServedWorkflow(walk.name, is_measured)
+    async def _workflow(self, walk: WorkflowWalk) -> ServedWorkflow:
+        served = ServedWorkflow(walk.name, walk.is_measured)
         said = Said([(None, walk.task)])
         started = time.monotonic()
         for step in walk.steps:

@@ -34,9 +34,10 @@ from towerd.cli.bench.harness.report import Report
 from towerd.cli.bench.harness.servers import ServerProcess, towerd_process, towerd_server
 from towerd.cli.output import show_table
 
-LOAD = WorkflowLoad(workflows=64, warm=24)
-QUICK = WorkflowLoad(workflows=26, warm=10)
-QUICK_SHAPE = Shape(6, 384, 6, 2, 1024, 8192, n_ctx_train=32768)
+LOAD = WorkflowLoad(app_words=20, base_words=70, task_words=10, result_words=6, reply_tokens=3)
+"""Short, because the 1B shape evaluates 60 tokens in a second on two cores."""
+QUICK = WorkflowLoad(requests=150, warm_requests=50)
+QUICK_SHAPE = Shape(4, 256, 4, 2, 768, 8192, n_ctx_train=32768)
 SEEDS, SEEDS_QUICK = 5, 2
 BUSY = 0.5
 """Share of the time in which LRU's server should be busy."""
@@ -59,7 +60,7 @@ async def run(
     benchmark. threads: of the daemons; None: their default."""
     load = QUICK if quick else LOAD
     shares = shares or (SHARES[:1] if quick else SHARES)
-    concurrencies = concurrencies or (CONCURRENCIES[:1] if quick else CONCURRENCIES)
+    concurrencies = concurrencies or (CONCURRENCIES[-1:] if quick else CONCURRENCIES)
     if model is None and quick:
         path = random_model("workflows-quick", QUICK_SHAPE, announce=True)
     else:

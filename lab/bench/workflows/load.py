@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 Rng = np.random.Generator
 Message: TypeAlias = dict[str, str]
-STEPS_MAX = 16
+STEPS_MAX = 12
 _LIKELY = (0.8, 0.13, 0.07)
 """Chances of the first, second and third choice after two agents."""
-_P_END = (0.02, 0.4)
+_P_END = (0.02, 0.6)
 """Chance of the end after any agent, and after the last one of the app, which reviews."""
 
 
@@ -27,19 +27,20 @@ _P_END = (0.02, 0.4)
 class WorkflowLoad:
     """The size of the load; lengths in words."""
 
-    apps: int = 3
+    apps: int = 2
     agents: int = 4
-    workflows: int = 64
-    warm: int = 24
-    """Of these, the first ones only fill the tiers and train the policies."""
+    requests: int = 280
+    """At least; the last workflow is not cut off."""
+    warm_requests: int = 100
+    """Workflows that begin with one of these only fill the tiers and train the policies."""
     app_words: int = 60
-    base_words: int = 120
+    base_words: int = 200
     """An agent's system prompt, besides the app's."""
     task_words: int = 30
     result_words: int = 20
     """What a tool returns after each step."""
     reply_tokens: int = 6
-    p_again: float = 0.5
+    p_again: float = 0.2
     """Chance that an agent reads what its tool said and acts again, before it hands over."""
 
 
@@ -68,6 +69,7 @@ class WorkflowWalk:
     name: str
     app: App
     task: str
+    is_measured: bool = True
     steps: list[WorkflowStepLoad] = field(default_factory=list)
 
     def agent_name(self, agent: int) -> str:
@@ -101,10 +103,12 @@ def walks(load: WorkflowLoad, words: Sequence[str], seed: int) -> list[WorkflowW
         _app(load, words, np.random.default_rng([seed, n]), f"app-{n}") for n in range(load.apps)
     ]
     weights = 1.0 / np.arange(1, load.apps + 1)
-    found = []
-    for n in range(load.workflows):
+    found: list[WorkflowWalk] = []
+    n_steps = 0
+    while n_steps < load.requests:
         app = apps[int(rng.choice(load.apps, p=weights / weights.sum()))]
-        walk = WorkflowWalk(f"s{seed}-w{n}", app, _text(rng, words, load.task_words))
+        task = _text(rng, words, load.task_words)
+        walk = WorkflowWalk(f"s{seed}-w{len(found)}", app, task, n_steps >= load.warm_requests)
         before, at = -1, 0
         for _ in range(STEPS_MAX):
             result = _text(rng, words, load.result_words)
@@ -114,6 +118,7 @@ def walks(load: WorkflowLoad, words: Sequence[str], seed: int) -> list[WorkflowW
             if rng.random() >= load.p_again:
                 before, at = at, _next(rng, app, before, at)
         found.append(walk)
+        n_steps += len(walk.steps)
     return found
 
 
