@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from lab.bench.workflows.load import App, Message, Said, WorkflowLoad, WorkflowWalk
+from lab.bench.workflows.load import App, Message, Transcript, WorkflowLoad, WorkflowWalk
 from towerd.cli.bench.harness.client import chat
 
 _PROBES = 3
@@ -99,7 +99,7 @@ class WorkflowClient:
 
     async def _workflow(self, walk: WorkflowWalk) -> ServedWorkflow:
         served = ServedWorkflow(walk.name, walk.is_measured)
-        said = Said([(None, walk.task)])
+        said = Transcript([(None, walk.task)])
         started = time.monotonic()
         for step in walk.steps:
             reply = await self._step(walk, step.agent, said.messages(walk.app, step.agent), served)

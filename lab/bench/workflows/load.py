@@ -82,7 +82,7 @@ class WorkflowWalk:
 
 
 @dataclass(slots=True)
-class Said:
+class Transcript:
     """What was said in a workflow, by whom: an agent, or None for the task and the tools."""
 
     lines: list[tuple[int | None, str]]

@@ -10,7 +10,7 @@ import pytest
 from lab.bench.workflows.cells import chosen
 from lab.bench.workflows.client import ServedStep, ServedWorkflow
 from lab.bench.workflows.latency import LOAD, QUICK
-from lab.bench.workflows.load import Said, WorkflowLoad, distinct_tokens, walks
+from lab.bench.workflows.load import Transcript, WorkflowLoad, distinct_tokens, walks
 from lab.bench.workflows.report import CellOutcome, figures, ratio
 from lab.policies.told import Liar, Oracle
 from towerd.policy.predict.base import END
@@ -38,7 +38,7 @@ def test_distinct_tokens_are_those_of_all_prompts_and_answers() -> None:
     load = WorkflowLoad(requests=60, warm_requests=20)
     found, prefixes = walks(load, WORDS, 1), set()
     for walk in found:
-        said = Said([(None, walk.task)])
+        said = Transcript([(None, walk.task)])
         for n, step in enumerate(walk.steps):
             reply = " ".join(f"{walk.name}-{n}-{i}" for i in range(load.reply_tokens))
             words: list[str] = []
