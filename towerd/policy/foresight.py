@@ -38,7 +38,7 @@ _HEIRS_MAX = 16
 _ABOVE_END = 1.0
 _SHARED = 1e9
 """Added to the rank of what workflows share: more than any uses per second."""
-_SHARED_IDLE = 8.0
+_SHARED_IDLE = 4.0
 """What workflows of the past shared counts as shared for so many times its mean time between them."""
 _BIN_ENDS_S = tuple(edge - 1e-3 for edge in (*EDGES_S[1:], float("inf")))
 """The idle time up to which a bin is certain to hold, whatever rounding does."""
