@@ -38,7 +38,7 @@ BENCHMARKS = {
     name: f"lab.bench.daemon_commands:{name}"
     for name in (
         "memory concurrency tools models proxy soak store footprint quality transform cold longchat"
-        " volatile shared vllm".split()
+        " volatile shared vllm workflows".split()
     )
 }
 """Benchmarks of `towerctl bench`."""

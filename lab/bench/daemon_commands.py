@@ -66,6 +66,37 @@ def soak(model: Path | None, quick: bool) -> None:
 
 
 @click.command()
+@MODEL
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    metavar="NAME",
+    help="Measure this policy besides the default and LRU; default: all; with --quick none.",
+)
+@click.option(
+    "--share",
+    "shares",
+    multiple=True,
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Share of all distinct tokens that RAM and disk each hold; default 0.1, 0.3 and 0.5.",
+)
+@click.option(
+    "--concurrency",
+    "concurrencies",
+    multiple=True,
+    type=click.IntRange(1, 64),
+    help="Workflows at a time; default 4 and 16.",
+)
+@click.option("--seeds", type=click.IntRange(1, 100), help="Default 5; with --quick 2.")
+@click.option("--threads", type=click.IntRange(1, 256), help="Threads of the daemons.")
+@QUICK
+def workflows(model: Path | None, quick: bool, **options: Any) -> None:
+    """Agents that work together in a cache that is too small: policies, with and without hints."""
+    _run("workflows.latency", model, quick, **options)
+
+
+@click.command()
 @click.option(
     "--python",
     default=sys.executable,

@@ -61,7 +61,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.requests: list[tuple[Store, Handle, Tokens]] = []
 
     @initialize(
-        tokens_min=st.sampled_from((1, tower_ends.TOKENS_MIN)), policy=st.sampled_from(NAMES)
+        tokens_min=st.sampled_from((1, tower_ends.TOKENS_MIN)),
+        policy=st.sampled_from(sorted(NAMES)),
     )
     def open(self, tokens_min: int, policy: str) -> None:
         self.patch = pytest.MonkeyPatch()

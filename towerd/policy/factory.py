@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Collection
 from pathlib import Path
 
 from towerd.errors import ConfigError
@@ -16,8 +17,15 @@ _POLICIES = {  # imported when one is made: some need numpy, and --help has to b
     "lru": "towerd.policy.base:LRU",
     "pbkv": "towerd.policy.pbkv:PBKV",
 }
-NAMES = tuple(sorted(_POLICIES))
+NAMES: Collection[str] = _POLICIES.keys()
+"""Includes what was registered since."""
 _PREDICTING = ("foresight", "pbkv")
+
+
+def register(name: str, where: str) -> None:
+    """Add a policy to those that this process can make. where: `module:attribute`, called with a
+    Tree. To be called before anything else of the daemon is imported: its options list the names."""
+    _POLICIES[name] = where
 
 
 def make_policy(name: str, tree: Tree, predictor: Path | None = None) -> Policy:

@@ -182,7 +182,8 @@ class Config:
         "File with the key that they are encrypted with, the same on all machines.",
         auto="shared.key in the store, made at the first start")
     policy: str = _set("foresight", "text", "--policy",
-        "Policy that chooses what leaves the live context, RAM and disk first when they are full.", choices=POLICIES)
+        "Policy that chooses what leaves the live context, RAM and disk first when they are full.",
+        choices=tuple(POLICIES))
     predictor: Path | None = _set(None, "path", "--predictor",
         "What towerctl train predictor wrote, for foresight and pbkv.",
         auto="what is learned while it runs")

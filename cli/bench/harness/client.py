@@ -82,6 +82,7 @@ async def chat(
     url: str,
     messages: Sequence[Mapping[str, Any]],
     n_predict: int,
+    headers: Mapping[str, str] | None = None,
     **fields: Any,
 ) -> Completion:
     """POST /v1/chat/completions, greedy, ignoring EOS; the reply's text is in `text`, and TTFT is
@@ -98,7 +99,7 @@ async def chat(
     result = Completion()
     data = json.dumps(body).encode()
     started = time.perf_counter()
-    async for event in _events(session, url, "/v1/chat/completions", data, {}):
+    async for event in _events(session, url, "/v1/chat/completions", data, headers or {}):
         result.ttft_s = result.ttft_s or time.perf_counter() - started
         if "timings" in event:
             result.final = event

@@ -102,12 +102,14 @@ def towerd_server(model: Path, store: Path, *flags: str) -> ServerProcess:
     return towerd_process("-m", str(model), store=store, flags=flags)
 
 
-def towerd_process(*served: str, store: Path, flags: Sequence[str]) -> ServerProcess:
-    """`towerd serve` of what the words `served` name."""
+def towerd_process(
+    *served: str, store: Path, flags: Sequence[str], program: Sequence[str] = ("-m", "towerd")
+) -> ServerProcess:
+    """`towerd serve` of what the words `served` name. program: what Python runs, if not towerd itself."""
     port = free_port()
     env = {k: v for k, v in os.environ.items() if not k.startswith("TOWERD_")}
     where = ("--store-dir", str(store), "--socket", str(store.parent / "bench.sock"))
-    command = (sys.executable, "-P", "-m", "towerd", "serve", *served, "--port", str(port), *where)
+    command = (sys.executable, "-P", *program, "serve", *served, "--port", str(port), *where)
     return ServerProcess((*command, "--log-level", "warning", *flags), port=port, env=env)
 
 

@@ -12,6 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lab.bench.policy.recognition import recognition
 from lab.predict.accuracy import ForecastScores, concatenate
 from lab.predict.baselines import HEADS, MIXTURE, Row, as_text, score_all, table
 from lab.predict.runs import FinishedRun, folds
@@ -93,6 +94,18 @@ def _pool(n: int) -> Iterator[Callable[..., Iterator[dict[str, ForecastScores]]]
         return
     with ProcessPoolExecutor(n, get_context("spawn")) as pool:
         yield pool.map
+
+
+def recognised(folder: Path) -> dict[str, float]:
+    """Precision and recall of finding the workflow of a session that names none; empty: MAIN is not there."""
+    for path in files(folder):
+        if path.name.startswith(MAIN):
+            found = recognition(path)
+            return {
+                "recognised_precision": found.precision,
+                "recognised_recall": found.recall,
+            }
+    return {}
 
 
 def show(found: Mapping[str, Mapping[str, Row]]) -> None:

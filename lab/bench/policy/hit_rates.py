@@ -78,6 +78,7 @@ async def run(
         found = dict(agent_workflows.predictors(workflows, quick=quick, jobs=jobs))
         agent_workflows.show(found)
         report.figures |= agent_workflows.figures(found)
+        report.figures |= agent_workflows.recognised(workflows)
     if data is not None:
         report.figures |= costs.of_decisions(_chat(data).trace())
     if workflows is not None:

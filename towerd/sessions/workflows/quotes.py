@@ -9,6 +9,7 @@ workflows have in common, such as a greeting, is evidence for neither.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -33,10 +34,14 @@ class Quotes:
 
     def source(self, ids: Ids) -> str | None:
         """The workflow that these tokens quote most, if any."""
-        found = Counter(self._owner.get(h, _COMMON) for h in sample(ids))
+        return next((workflow for workflow, _ in self.sources(sample(ids))), None)
+
+    def sources(self, hashes: Iterable[int]) -> list[tuple[str, int]]:
+        """The workflows that a text with these sampled hashes quotes, the most quoted first, each with
+        the number of hashes that it alone has."""
+        found = Counter(self._owner.get(h, _COMMON) for h in hashes)
         del found[_COMMON]
-        best = found.most_common(1)
-        return best[0][0] if best and best[0][1] >= EVIDENCE_MIN else None
+        return [(workflow, n) for workflow, n in found.most_common() if n >= EVIDENCE_MIN]
 
     def add(self, ids: Ids, workflow: str) -> None:
         """Record `ids` as a text of `workflow`."""

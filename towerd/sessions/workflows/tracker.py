@@ -2,6 +2,9 @@
 
 A step belongs to the workflow that its request names (X-Towerd-Workflow), or else to the workflow
 of its session. A new session joins the workflow whose texts its prompt quotes, or begins a new one.
+Agents pass on what was said last: a prompt must quote one of its workflow's latest replies, too. What a
+framework puts around every task is no reply; whoever quotes that alone would join the first workflow that
+used it, and so would all that follow.
 Agents are named (X-Towerd-Agent) or told apart by system prompt and tool definitions. Everything is
 separated by tenant: whatever a client claims affects only its own segments.
 """
@@ -9,11 +12,14 @@ separated by tenant: whatever a client claims affects only its own segments.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from towerd.sessions.workflows.quotes import Quotes
+import numpy as np
+import numpy.typing as npt
+
+from towerd.sessions.workflows.quotes import EVIDENCE_MIN, Quotes, sample
 from towerd.store import Node
 from towerd.tokens import Ids, common_prefix
 
@@ -24,6 +30,14 @@ AGE_S_MAX = 3600.0
 TOWERS_MAX = 256
 AGENTS_MAX = 256
 _PREFIX_TOKENS = 4096
+_LATEST = 3
+"""Replies of a workflow of which a prompt must quote one."""
+_LATEST_HASHES = 64
+"""Sampled hashes kept of each, the smallest: a sample of the whole."""
+_LATEST_SHARE = 0.25
+"""Share of those that it must quote."""
+_PROMPT_SHARE = 0.5
+"""Share of a prompt that must be quotes if the replies are too short to be recognised."""
 
 V = TypeVar("V")
 
@@ -57,6 +71,8 @@ class Workflow:
     n_steps: int = 0
     agents: OrderedDict[str, None] = field(default_factory=OrderedDict)
     towers: OrderedDict[str, Node] = field(default_factory=OrderedDict)
+    latest: deque[npt.NDArray[np.uint64]] = field(default_factory=lambda: deque(maxlen=_LATEST))
+    """Sampled hashes of its latest replies."""
 
     @property
     def name(self) -> str:
@@ -100,6 +116,8 @@ class Tracker:
             _bounded(tenant.of_session, step.session, workflow.id, WORKFLOWS_MAX * 4)
             tenant.quotes.add(news, workflow.id)
             tenant.quotes.add(step.reply, workflow.id)
+            if len(hashes := sample(step.reply)) >= EVIDENCE_MIN:
+                workflow.latest.append(np.array(hashes[:_LATEST_HASHES], np.uint64))
             tenant.workflows.move_to_end(workflow.id)
             while len(tenant.workflows) > WORKFLOWS_MAX:
                 over.append(tenant.workflows.popitem(last=False)[1])
@@ -147,8 +165,8 @@ class Tracker:
     def _workflow(self, tenant: _Tenant, step: WorkflowStep, news: Ids) -> Workflow:
         id = step.workflow or tenant.of_session.get(step.session)
         if id is None or (step.workflow is None and id not in tenant.workflows):
-            id = tenant.quotes.source(news)
-            if id is not None and id in tenant.workflows:
+            id = _quoted(tenant, news)
+            if id is not None:
                 self.n_recognised += 1
             else:
                 tenant.n_begun += 1
@@ -169,6 +187,21 @@ class Tracker:
             over.append(tenant.workflows.popitem(last=False)[1])
             self.n_aged += 1
         return over
+
+
+def _quoted(tenant: _Tenant, news: Ids) -> str | None:
+    """The running workflow to which a prompt with these news belongs, if any."""
+    said = set(sample(news))
+    for id, n_quoted in tenant.quotes.sources(said):
+        workflow = tenant.workflows.get(id)
+        if workflow is None:
+            continue
+        if not workflow.latest and n_quoted >= _PROMPT_SHARE * len(said):
+            return id
+        for reply in workflow.latest:
+            if sum(h in said for h in reply.tolist()) >= _LATEST_SHARE * len(reply):
+                return id
+    return None
 
 
 def _bounded(table: OrderedDict[str, V], key: str, value: V, most: int) -> None:
