@@ -143,6 +143,21 @@ async def test_it_gives_way_and_is_counted(service_on: OpenService) -> None:
         await check_integrity(service)
 
 
+async def test_others_who_run_do_not_push_it_out(service_on: OpenService) -> None:
+    """More idle cells than running requests tolerate stay for a step that is still to come."""
+    async with service_on(bundled_model(), **SETTINGS) as service:
+        loop = Loop(service, 400)
+        service.tiers.prefetcher.moved(1 << 30)  # so that what is evicted here does not stop it
+        await loop.rounds("abcabc")
+        await evict_all(service)
+        n = service.tiers.stats()["prefetched_bytes"]
+        await loop.step("a")
+        await prefetched(service, n)
+        await ask(service, some_ids(30, 77), 30)
+        assert (await loop.step("b")).finish.reuse.live > 400
+        await settle(service)
+
+
 async def test_tenants_do_not_learn_from_each_other(service_on: OpenService) -> None:
     """Another tenant's workflow of the same name, with agents of the same names, brings nothing."""
     async with service_on(bundled_model(), **SETTINGS) as service:

@@ -96,6 +96,11 @@ class LiveSeq:
     """Where tokens behind pictures are, in a model with M-RoPE."""
 
     @property
+    def awaits_step(self) -> bool:
+        """Whether it was prefetched for a step of a workflow that is still to come."""
+        return self.prefetch is not None and not self.prefetch.is_over
+
+    @property
     def is_partial(self) -> bool:
         """See LiveSet.is_partial."""
         return self.live_set.is_partial
@@ -390,16 +395,19 @@ class LivePool:
         self._free.append(seq.id)
         self._on_drop(seq)
 
-    def first_to_leave(self, standings: Mapping[int, float]) -> LiveSeq | None:
+    def first_to_leave(
+        self, standings: Mapping[int, float], *, spare_prefetched: bool = False
+    ) -> LiveSeq | None:
         """The idle sequence that leaves first: of those that the policy knows the one that stands lowest, by
         LRU among equals. One that it does not know leaves in its place if it was used longer ago, but
         after those that are not expected to be used again, and what was prefetched for nobody yet.
 
-        standings: see `Ranking.live_standings`; empty: LRU alone"""
+        standings: see `Ranking.live_standings`; empty: LRU alone. spare_prefetched: leave out what was
+        prefetched for steps that are still to come"""
         lowest: tuple[float, int, LiveSeq] | None = None
         oldest: LiveSeq | None = None
         for seq in self._live.values():
-            if seq.busy:
+            if seq.busy or (spare_prefetched and seq.awaits_step):
                 continue
             standing = None if seq.end is None else standings.get(seq.end)
             if standing is None and seq.prefetch is not None:

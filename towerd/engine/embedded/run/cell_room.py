@@ -147,10 +147,12 @@ class CellRoom:
         return True
 
     def evict_surplus(self, n_running: int) -> None:
-        """Evict an idle sequence if keeping it slows the running requests by more than it saves."""
-        n_idle = self._pool.cells_used - self._pool.cells_busy()
+        """Evict an idle sequence if keeping it slows the running requests by more than it saves. What was
+        prefetched stays until its step is taken: nothing else has its rows, and they would have to be evaluated again."""
+        n_kept = sum(seq.n_cells for seq in self._pool if seq.awaits_step and not seq.busy)
+        n_idle = self._pool.cells_used - self._pool.cells_busy() - n_kept
         if n_idle * n_running > IDLE_CELLS_MAX and self._restorer.can_restore_evicted:
-            self.evict_one()
+            self._evict(self._pool.first_to_leave(self._standings(), spare_prefetched=True))
 
     def evict_one(self) -> bool:
         """Free the idle sequence that the policy lets go first; False when all sequences are busy."""
