@@ -44,6 +44,8 @@ COPIES_MIN = 2
 no collector can tell."""
 READS_AT_ONCE = 4
 _UNREADABLE_SAID = 3
+TOWERS = "towers"
+"""The records of vLLM engines: each names the rows of some tokens, and says nothing more."""
 _ROWS = ("objects/", "marks/")
 
 
@@ -272,7 +274,7 @@ class Collector:
         """What all records name, and the records."""
         listed = [
             each
-            for folder in ("sessions", "bases")
+            for folder in ("sessions", "bases", TOWERS)
             for each in self._bucket.listing(folder, OBJECTS_MAX)
         ]
         records = {each.place: each for each in named_records(listed)}
