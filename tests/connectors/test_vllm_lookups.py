@@ -19,7 +19,7 @@ from store_tools import ROW_IDENTITY, write_all
 from towerd.connectors.vllm import shared_rows
 from towerd.connectors.vllm.operations import RowLoad, slots_of
 from towerd.connectors.vllm.scheduler_side import SchedulerSide
-from towerd.connectors.vllm.shared_rows import Backoff, SharedRows
+from towerd.connectors.vllm.shared_rows import BucketBackoff, SharedRows
 from towerd.connectors.vllm.slot_origins import SlotOrigins
 from towerd.connectors.vllm.vllm_store import StoredPrefix
 from towerd.errors import StoreError
@@ -159,7 +159,7 @@ def test_a_prompt_waits_no_longer_than_it_takes_to_evaluate(
 def test_a_bucket_that_fails_is_asked_ever_more_rarely() -> None:
     """From 10 seconds to 10 minutes; what was asked before a failure is no other one. Once it works it is as before."""
     now = 100.0
-    backoff = Backoff(lambda: now)
+    backoff = BucketBackoff(lambda: now)
     for span_s in (10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 600.0, 600.0):
         assert backoff.is_over()
         assert backoff.failed(now)

@@ -21,10 +21,12 @@ THREADS = 2
 WAIT_S_MAX = 0.001
 """The scheduler waits so long in one step for all look-ups that are about to end: else they would be known a step
 later."""
+IDLE_WAIT_S_MAX = 0.01
+"""If the last step had nothing to do: nobody waits for the next one."""
 
 
 @dataclass(slots=True, eq=False)
-class _Lookup:
+class _PromptLookup:
     ids: Ids
     scope: str
     p0: int
@@ -40,12 +42,12 @@ class Lookups:
     def __init__(self, store: VllmStore) -> None:
         self._store = store
         self._threads = ThreadPoolExecutor(THREADS, "towerd-lookup")
-        self._lookups: dict[str, _Lookup] = {}
+        self._lookups: dict[str, _PromptLookup] = {}
         self._wait_s = WAIT_S_MAX
 
-    def begin_step(self) -> None:
-        """vLLM has planned a step."""
-        self._wait_s = WAIT_S_MAX
+    def begin_step(self, *, is_idle: bool) -> None:
+        """vLLM has planned a step. is_idle: one without any token"""
+        self._wait_s = IDLE_WAIT_S_MAX if is_idle else WAIT_S_MAX
 
     def has(self, request_id: str, n_tokens: int, p0: int) -> bool:
         """Whether the first `n_tokens` of a request were asked for, from token `p0` on or from one before."""
@@ -56,7 +58,7 @@ class Lookups:
         """Look for rows of `ids` from token `p0` on."""
         self.forget(request_id)
         check = self._threads.submit(self._check, ids, scope, p0)
-        self._lookups[request_id] = _Lookup(ids, scope, p0, check, p0)
+        self._lookups[request_id] = _PromptLookup(ids, scope, p0, check, p0)
 
     def n_found(self, request_id: str, start: int) -> int | None:
         """How many tokens from `start` on are stored; None: it is not known yet."""
@@ -105,7 +107,7 @@ class Lookups:
         self.clear()
         self._threads.shutdown()
 
-    def _checked(self, lookup: _Lookup) -> StoredPrefix | None:
+    def _checked(self, lookup: _PromptLookup) -> StoredPrefix | None:
         check = lookup.check
         if not check.done() and self._wait_s > 0:
             began = time.monotonic()

@@ -101,7 +101,7 @@ class SchedulerSide:
         """What the worker is to do in this step; `step` is the scheduler's output."""
         loads, self._loads = self._loads, []
         ended, self._ended = self._ended, []
-        self._lookups.begin_step()
+        self._lookups.begin_step(is_idle=not step.num_scheduled_tokens)
         if self._origins is not None:
             self._origins.trace(step, loads)
         saves = [*ended, *(self._prompts(step) if self._may_save else ())]

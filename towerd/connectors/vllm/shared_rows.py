@@ -11,7 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from towerd.connectors.vllm.settings import ConnectorSettings
@@ -39,11 +39,13 @@ log = logging.getLogger(__name__)
 
 FETCHES_MAX = 4
 """Prompts that are looked up at once; others wait for one of these to end, but no longer than for the bucket."""
+CLOSE_S = 10.0
+"""At the end nothing more is put once nothing was for so long."""
 KNOWN_MAX = 10_000
 """Towers that are known to have a young record."""
 
 
-class Backoff:
+class BucketBackoff:
     """Says when a bucket is left alone: after a failure, longer each time. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -71,7 +73,7 @@ class Backoff:
 
 
 @dataclass(slots=True, eq=False)
-class _Fetch:
+class _PromptFetch:
     ids: Ids
     scope: str
     n_known: int
@@ -94,9 +96,11 @@ class SharedRows:
         self._tiers = tiers
         self._fetching = ThreadPoolExecutor(FETCHES_MAX, "towerd-fetch")
         self._putting = ThreadPoolExecutor(1, "towerd-put")
-        self._fetches: dict[str, tuple[_Fetch, Future[bool]]] = {}
-        self._fetch_backoff = Backoff()
-        self._put_backoff = Backoff()
+        self._fetches: dict[str, tuple[_PromptFetch, Future[bool]]] = {}
+        self._fetch_backoff = BucketBackoff()
+        self._put_backoff = BucketBackoff()
+        self._n_put = 0
+        self._is_closed = False
         self._tokens_per_s = 0.0
         """Of evaluation; 0: not measured."""
         self._known: OrderedDict[tuple[str, str], float] = OrderedDict()
@@ -115,7 +119,7 @@ class SharedRows:
             limit_s = FIRST_WAIT_S
             if self._tokens_per_s:
                 limit_s = (len(ids) - n_known) / self._tokens_per_s
-            begun = _Fetch(ids, scope, n_known, limit_s)
+            begun = _PromptFetch(ids, scope, n_known, limit_s)
             self._fetches[request_id] = begun, self._fetching.submit(self._fetch, begun)
         fetch, running = self._fetches[request_id]
         if running.done():
@@ -154,13 +158,20 @@ class SharedRows:
             pass  # closed; the next engine that has these rows puts them
 
     def close(self) -> None:
-        """Put what waits for it; nothing more after a request that fails."""
+        """Put what waits for it; nothing more after a request that fails, or once nothing was put for CLOSE_S."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._fetching.shutdown(wait=False, cancel_futures=True)
-        self._putting.shutdown(wait=True)
+        last, n_put = self._putting.submit(lambda: None), -1
+        while not last.done() and n_put != self._n_put:
+            n_put = self._n_put
+            wait((last,), CLOSE_S)
         self._shared.bucket.close()
-        self._fetching.shutdown(wait=True)
+        self._putting.shutdown()
+        self._fetching.shutdown()
 
-    def _fetch(self, fetch: _Fetch) -> bool:
+    def _fetch(self, fetch: _PromptFetch) -> bool:
         """On a thread: whether anything was fetched."""
         if fetch.is_late or not self._fetch_backoff.is_over():
             return False
@@ -181,7 +192,7 @@ class SharedRows:
             self._fetch_backoff.failed(fetch.asked_at)
         return has_fetched
 
-    def _is_sooner(self, found: PutRows, fetch: _Fetch) -> bool:
+    def _is_sooner(self, found: PutRows, fetch: _PromptFetch) -> bool:
         """Whether fetching is expected to be sooner than evaluating; so it is while one of the speeds is not known."""
         bytes_per_s, n = self._shared.bytes_per_s(), len(fetch.ids)
         if not self._tokens_per_s or not bytes_per_s:
@@ -205,6 +216,7 @@ class SharedRows:
             self._known.move_to_end(key)
             if len(self._known) > KNOWN_MAX:
                 self._known.popitem(last=False)
+            self._n_put += 1
             self._put_backoff.worked()
         except BucketError as error:
             self._failed("put", error, self._put_backoff, began)
@@ -231,7 +243,9 @@ class SharedRows:
         model = self._shared.model_name(scope).encode()
         return self._shared.keys(scope).name("tower", model, ids_bytes(ids))
 
-    def _failed(self, verb: str, error: BucketError, backoff: Backoff, asked_at: float) -> None:
+    def _failed(
+        self, verb: str, error: BucketError, backoff: BucketBackoff, asked_at: float
+    ) -> None:
         self._shared.counters.add(errors=1)
         if backoff.failed(asked_at):
             log.warning("rows of the shared tier were not %s: %s", verb, error.message)
