@@ -115,6 +115,28 @@ INNER_LAYERS = {
         {"data", "model"},
         {"errors"},
     ),
+    "roaming": (
+        {"roaming"},
+        {"shared_bases", "shared_sessions"},
+        {"shared_records"},
+    ),
+    "tiers.shared": (
+        {"fetcher", "leaving"},
+        {"tier"},
+        {"checkpoints", "heads", "marks"},
+        {"objects"},
+        {"deleting"},
+        {"counters", "measured_speed", "naming", "records"},
+        {"bucket", "sealing"},
+    ),
+    "tiers.shared.deleting": (
+        {"collector"},
+        {"superseded"},
+        {"survey"},
+        {"free_place"},
+        {"leases"},
+        {"condemned"},
+    ),
     "engine.llama_server": (
         {"opening"},
         {"engine"},

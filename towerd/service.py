@@ -22,7 +22,7 @@ from towerd.store import Store
 from towerd.tiers.manager import Tiers
 
 if TYPE_CHECKING:
-    from towerd.roaming import Roaming
+    from towerd.roaming.roaming import Roaming
     from towerd.tiers.shared.bucket import Bucket
     from towerd.tiers.shared.tier import SharedTier
 
@@ -126,7 +126,7 @@ def _bucket(config: Config) -> Bucket | None:
     if config.shared is None:
         return None
     try:  # late: it takes packages that nothing else needs
-        import towerd.roaming  # noqa: F401
+        import towerd.roaming.roaming  # noqa: F401
         from towerd.tiers.shared.bucket import open_bucket
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -159,7 +159,7 @@ def _roaming(shared: SharedTier | None, tiers: Tiers, cold: ColdTier) -> Roaming
     """What talks with the shared tier; None without one."""
     if shared is None:
         return None
-    from towerd.roaming import Roaming
+    from towerd.roaming.roaming import Roaming
 
     return Roaming(shared, tiers, cold)
 

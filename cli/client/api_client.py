@@ -159,8 +159,10 @@ class ApiClient:
         return self._ask("POST", path, replies.ImportedShape, data, query, timeout_s=None)
 
     def shared_rm(self, what: Json) -> Json:
-        """Delete a session or base from the shared tier: what it was, and its `records`."""
-        return self._ask("POST", f"{OWN}/shared/rm", ("records", int), what, timeout_s=None)
+        """Delete a session or base from the shared tier: what it was, its `records`, and whether the daemon `puts_again`
+        what it has."""
+        shape = replies.SharedRemovedShape
+        return self._ask("POST", f"{OWN}/shared/rm", shape, what, timeout_s=None)
 
     def shared_gc(self, older_than_days: float | None, dry_run: bool) -> Json:
         """Collect garbage of the shared tier: what was deleted, and what is garbage."""

@@ -131,6 +131,15 @@ class SharedCollectedShape(TypedDict):
     records: int
     waiting_objects: int
     waiting_bytes: int
+    marks: int
+    passed_over: list[str]
+
+
+class SharedRemovedShape(TypedDict):
+    """What was deleted from the shared tier, beside its name."""
+
+    records: int
+    puts_again: bool
 
 
 class SharedSessionShape(TypedDict):

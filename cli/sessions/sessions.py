@@ -265,10 +265,10 @@ def rm(
             _confirm(found)
         may_be_left = False
         for session in found:
-            if shared:
-                backend.shared_rm({key: session[of] for key, of in _SHARED_RM})
             which = session["id"], session["scope"], session["tokenizer"]
             may_be_left |= backend.delete_session(*which) and not shared
+            if shared:  # after what is here, which an idle daemon may put meanwhile
+                backend.shared_rm({"session": session["id"], "scope": session["scope"]})
     if as_json:
         echo_json({"deleted": [session["id"] for session in found]})
     else:
@@ -277,9 +277,6 @@ def rm(
             click.echo(
                 "What was put into the shared store stays there: towerctl shared rm deletes it."
             )
-
-
-_SHARED_RM = (("session", "id"), ("scope", "scope"))
 
 
 def _confirm(found: list[Json]) -> None:

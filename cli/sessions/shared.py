@@ -88,12 +88,18 @@ def rm(
     kind = "session" if "session" in what else "base"
     if as_json:
         echo_json(found)
-    elif found["records"]:
-        click.echo(
-            f"Deleted {kind} {clean(what[kind])} from the shared store; towerctl shared gc frees the space."
-        )
+        return
+    name = f"{kind} {clean(what[kind])}"
+    if found["records"]:
+        click.echo(f"Deleted {name} from the shared store; towerctl shared gc frees the space.")
     else:
-        click.echo(f"The shared store has no {kind} {clean(what[kind])}.")
+        click.echo(f"The shared store has no {name}.")
+    if found["puts_again"]:
+        why = "it is pinned here" if kind == "session" else "it is a base here"
+        undo = f"towerctl unpin --{kind} {clean(what[kind])}"
+        click.echo(
+            f"This daemon puts it there again within the hour, since {why}: {undo} ends that."
+        )
 
 
 @shared.command()
@@ -108,21 +114,32 @@ def rm(
 @target_options
 def gc(dry_run: bool, older_than: float | None, as_json: bool, target: Target) -> None:
     """Delete from the shared store what nothing needs: first it is listed, an hour or more later it goes."""
-    from towerd.cli.output import echo_json, size
+    from towerd.cli.output import clean, echo_json, size
 
     with connect(target) as backend:
         found = backend.shared_gc(older_than, dry_run)
     if as_json:
         echo_json({"dry_run": dry_run, **found})
         return
-    waiting = f"{found['waiting_objects']:,} objects ({size(found['waiting_bytes'])})"
+    waiting, n_bytes = _count(found["waiting_objects"], "object"), size(found["waiting_bytes"])
+    are, them = ("is", "it") if found["waiting_objects"] == 1 else ("are", "them")
     if dry_run:
-        records = f"{found['records']:,} records would be deleted"
-        click.echo(f"{records}; {waiting} are garbage. Nothing was changed.")
+        records = _count(found["records"], "record")
+        click.echo(
+            f"{records} would be deleted; {waiting} ({n_bytes}) {are} garbage. Nothing was changed."
+        )
         return
-    click.echo(f"Deleted {found['objects']:,} objects ({size(found['bytes'])}).")
+    click.echo(f"Deleted {_count(found['objects'], 'object')} ({size(found['bytes'])}).")
     if found["waiting_objects"]:
-        click.echo(f"{waiting} are garbage; the next gc in an hour or later deletes them.")
+        click.echo(
+            f"{waiting} ({n_bytes}) {are} garbage; the next gc in an hour or later deletes {them}."
+        )
+    for place in found["passed_over"]:
+        click.echo(f"{clean(place)} cannot be read, and was passed over: nothing is deleted by it.")
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
 
 
 @shared.command(name="list")

@@ -149,7 +149,7 @@ class CountedTier:
                 if end in marks:
                     self.rows.bytes_down += self._mark_bytes(marks[end])
                     inside = tuple(run for run in marks[end] if run.p1 <= end)
-                    self.rows.head += sum(self._parts(run) for run in inside)
+                    self.rows.head += len(inside)
                     return inside
         return ()
 
@@ -167,8 +167,9 @@ class CountedTier:
                 self.rows.store("marks", self._mark_bytes(marks[n]))
 
     def _put_object(self, run: RowsRun, path: TokenPath) -> None:
-        self.rows.head += self._parts(run)
+        self.rows.head += 1
         if run.number not in self._paths:
+            self.rows.head += int(self._parts(run) > 1)
             self._paths[run.number] = path
             for sealed in self._part_bytes(run):
                 self.rows.store("objects", sealed)

@@ -42,6 +42,11 @@ def test_a_chat_is_deleted_there(make_daemon: MakeDaemon, tmp_path: Path) -> Non
         age(bucket, 4000)
         seen = shared(daemon, "gc", "--dry-run")
         assert seen["waiting_objects"] >= 1
+        objects = (
+            "1 object" if seen["waiting_objects"] == 1 else f"{seen['waiting_objects']} objects"
+        )
+        said = run_towerctl(daemon, "shared", "gc", "--dry-run").stdout
+        assert said.startswith(f"0 records would be deleted; {objects} (")
         for _ in range(2):  # the daemon's own run may be one of those that delete
             shared(daemon, "gc")
             age(bucket, 4000)
@@ -84,4 +89,27 @@ def test_on_a_real_server(make_daemon: MakeDaemon, s3: S3Server) -> None:
         assert (refused.returncode, refused.stdout) == (1, "")
         assert run_towerctl(daemon, "shared", "gc", "--older-than", "soon").returncode == 2
         assert metric(daemon, "errors_total") == 0
+        assert daemon.stop() == 0
+
+
+def test_what_a_daemon_puts_again_is_told(make_daemon: MakeDaemon, tmp_path: Path) -> None:
+    """A pinned chat, and a base, which may be everybody's."""
+    with make_daemon("--shared", f"file://{tmp_path}/bucket", name="a") as daemon:
+        daemon.post("/towerd/v1/precache", {"name": "tale", "prompt": TALE, "public": True})
+        _, chat, _ = say(daemon, [*ids_of(daemon, TALE), 50])
+        assert run_towerctl(daemon, "pin", "--session", chat).returncode == 0
+        shared(daemon, "push", chat)
+        shared(daemon, "push", "--base", "tale")
+        done = run_towerctl(daemon, "shared", "rm", chat).stdout
+        assert done.endswith(
+            f"since it is pinned here: towerctl unpin --session {chat} ends that.\n"
+        )
+        done = run_towerctl(daemon, "shared", "rm", "--base", "tale").stdout
+        assert done.startswith("Deleted base tale from the shared store")
+        assert done.endswith("since it is a base here: towerctl unpin --base tale ends that.\n")
+        assert shared(daemon, "list")["bases"] == []
+        assert run_towerctl(daemon, "unpin", "--session", chat).returncode == 0
+        assert run_towerctl(daemon, "unpin", "--base", "tale").returncode == 0
+        assert not shared(daemon, "rm", chat)["puts_again"]
+        assert not shared(daemon, "rm", "--base", "tale")["puts_again"]
         assert daemon.stop() == 0

@@ -18,7 +18,7 @@ from typing import TypeVar
 from obstore.store import MemoryStore
 
 from towerd.tiers.shared.bucket import Bucket, BucketError, Listed, ObjectMissing
-from towerd.tiers.shared.condemned import CondemnedLists
+from towerd.tiers.shared.deleting.condemned import CondemnedLists
 from towerd.tiers.shared.naming import read_naming
 from towerd.tiers.shared.sealing import TenantKeys
 
@@ -182,7 +182,7 @@ class World:
 
     def live_records(self) -> dict[str, list[str]]:
         """The records that nobody is deleting, and the objects that they name."""
-        gone = self._lists.all()
+        gone = self._lists.all(lambda: EPOCH + timedelta(seconds=self.now))
         places = [each for each in self.places("sessions") if each not in gone]
         for each in places:
             if each not in self._names:

@@ -23,11 +23,14 @@ from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold.coding import SessionModel
 from towerd.errors import NotFound, TokensLost
 from towerd.models.bundled import bundled_model
-from towerd.roaming import Roaming
+from towerd.roaming.roaming import Roaming
 from towerd.slots.row_identity import RowIdentity
 from towerd.store import Store
 from towerd.store.catalog.vocabularies import KeptVocabulary
+from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.shared.bucket import BucketError, open_bucket
+from towerd.tiers.shared.objects import SessionRecord, decode_record
+from towerd.tiers.shared.records import best_first
 from towerd.tiers.shared.tier import SharedTier
 
 SESSION, SCOPE = "chat", "local"
@@ -42,6 +45,7 @@ class Machine:
     store: Store
     tier: SharedTier
     roaming: Roaming
+    states: CheckpointTier | None = None
 
     def say(self, token: int, keep: int | None = None) -> None:
         """Another turn, after the current branch or, as an edit, after the first `keep` of its tokens."""
@@ -79,10 +83,27 @@ class Machine:
 
 @contextmanager
 def machine(
-    root: Path, bucket: Path, codec: Codec, identity: RowIdentity = ROW_IDENTITY
+    root: Path,
+    bucket: Path,
+    codec: Codec,
+    identity: RowIdentity = ROW_IDENTITY,
+    *,
+    has_states: bool = False,
 ) -> Iterator[Machine]:
-    with Store.open(root, identity) as store:
-        tier = SharedTier(store, open_bucket(f"file://{bucket}"), bytes(32), "near", has_rows=True)
+    """has_states: of a model that resumes from state checkpoints alone"""
+    with ExitStack() as stack:
+        store = stack.enter_context(Store.open(root, identity))
+        states = CheckpointTier(store, bytes_max=1 << 30, exact=False) if has_states else None
+        if states is not None:
+            stack.callback(states.close)
+        tier = SharedTier(
+            store,
+            open_bucket(f"file://{bucket}"),
+            bytes(32),
+            "near",
+            has_rows=not has_states,
+            checkpoints=states,
+        )
         words = KeptVocabulary(codec.vocabulary.pieces, codec.vocabulary.names)
         store.vocabularies.keep(store.state.identity.tokenizer_digest, words)
         model = SessionModel("model.gguf", "hash", codec)
@@ -93,7 +114,7 @@ def machine(
             cast(Any, SimpleNamespace(flush=lambda: None, evictor=evictor)),
             cast(Any, SimpleNamespace(store=store, coding=coding)),
         )
-        yield Machine(store, tier, roaming)
+        yield Machine(store, tier, roaming, states)
         roaming.stop()
         asyncio.run(roaming.close())
         store.check_integrity(keys=True)
@@ -286,3 +307,26 @@ def test_a_turn_that_lost_its_tokens_has_them_again(machines: list[Machine]) -> 
     one.push()
     two.pull()
     assert two.turns() == before
+
+
+def test_a_record_names_the_checkpoints_of_those_before_it(tmp_path: Path, codec: Codec) -> None:
+    """Of its branch, and of those beside it: each put names two more at most."""
+    with machine(tmp_path / "one", tmp_path / "bucket", codec, has_states=True) as one:
+        assert one.states is not None
+        ends: list[int] = []
+        for token, keep in ((3, None), (4, None), (5, None), (6, None), (7, 4)):
+            one.say(token, keep)
+            ids = one.store.session_ids(SESSION, SCOPE)
+            ends.append(len(ids))
+            one.store.insert(ids, SCOPE, [len(ids)])
+            one.states.keep(ids, SCOPE, {len(ids): (np.full(9, token, np.uint8), False)})
+            one.push()
+        bucket = open_bucket(f"file://{tmp_path}/bucket")
+        listed = best_first(bucket.listing("sessions"), one.tier.model_name(SCOPE))
+        record = decode_record(one.tier.read_record(SCOPE, listed[0].place), SessionRecord)
+        apart = [each for each in ends[:4] if each > 4]
+        assert [each.position for each in record.other_checkpoints] == apart
+        assert [each.position for each in record.checkpoints] == [
+            *(each for each in ends[:4] if each <= 4),
+            ends[4],
+        ]

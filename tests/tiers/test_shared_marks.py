@@ -15,9 +15,9 @@ from store_tools import ROW_IDENTITY, check_rows, make_hot, write_all
 from towerd.store import FormatRequest, Store
 from towerd.tiers.shared import measured_speed
 from towerd.tiers.shared.bucket import open_bucket
-from towerd.tiers.shared.condemned import CondemnedLists
+from towerd.tiers.shared.deleting.condemned import CondemnedLists
+from towerd.tiers.shared.deleting.leases import Hold
 from towerd.tiers.shared.fetcher import Fetcher
-from towerd.tiers.shared.leases import Hold
 from towerd.tiers.shared.marks import MARK_TOKENS, Marks
 from towerd.tiers.shared.objects import PutRows, RowsPlace
 from towerd.tiers.shared.sealing import TenantKeys

@@ -49,7 +49,7 @@ from towerd.transfer import Transfer
 
 if TYPE_CHECKING:
     from towerd.engine.base import Engine
-    from towerd.roaming import Roaming
+    from towerd.roaming.roaming import Roaming
     from towerd.sessions.divergence_finder import DivergenceFinder
     from towerd.sessions.sessions import Sessions
     from towerd.sessions.traffic import Traffic

@@ -18,7 +18,7 @@ from towerd.cli.bench.harness.report import Report
 from towerd.cold.coding import Coding, VocabularySource
 from towerd.cold.cold_tier import ColdTier
 from towerd.models.bundled import bundled_model
-from towerd.roaming import Roaming
+from towerd.roaming.roaming import Roaming
 from towerd.slots.row_identity import RowIdentity
 from towerd.store import Store, Turn
 from towerd.tiers.formats.fidelity import LevelFormats

@@ -90,8 +90,8 @@ def test_one_session_by_hand() -> None:
     assert requests.put == 4 + 4 + 1
     # two keys: at tokens 1,024 and 1,023 nothing is there
     assert requests.get == 2 * 2
-    # a lookup by two keys of the first and the last mark; parts; these marks; each mark; the record
-    assert requests.head == 2 * 2 + 4 + 2 + 4 + 1
+    # a lookup by two keys of the first and the last mark; the first and the last part; these marks; each mark; the record
+    assert requests.head == 2 * 2 + 2 + 2 + 4 + 1
     assert requests.list == 1
     rows = 1023 << 14
     assert rows < requests.stored_bytes["objects"] < rows + 8192
@@ -126,7 +126,7 @@ def test_dollars_of_a_thousand_sessions() -> None:
     habits = TierHabits(pulled=0.0)
     tenant = count_tenant(sample_of(ONE), 1000, habits, token_bytes)
     found = scaled(1000, tenant, FleetSizes(), store, machine)
-    assert found.requests_cost == pytest.approx(10_000 * 5e-6 + (4000 + 15_000) * 4e-7)
+    assert found.requests_cost == pytest.approx(10_000 * 5e-6 + (4000 + 13_000) * 4e-7)
     assert found.storage_cost == pytest.approx(found.requests.n_bytes / 1e9 * 0.023)
     assert found.saved_cost == 0
     many = scaled(10**9, tenant, FleetSizes(), store, machine)

@@ -15,7 +15,7 @@ from towerd.api.http.reply import json_reply
 from towerd.errors import InvalidRequest, NotSupported
 
 if TYPE_CHECKING:
-    from towerd.roaming import Roaming
+    from towerd.roaming.roaming import Roaming
 
 
 OLDER_THAN_DAYS_MIN = 2

@@ -14,7 +14,7 @@ from towerd.errors import TowerdError, Unavailable
 
 if TYPE_CHECKING:
     from towerd.cold import ColdTier
-    from towerd.roaming import Roaming
+    from towerd.roaming.roaming import Roaming
     from towerd.search.search import Search
     from towerd.sessions.divergence_finder import DivergenceFinder
     from towerd.sessions.sessions import Sessions

@@ -19,7 +19,7 @@ from towerd.errors import TowerdError
 from towerd.store import Store
 from towerd.tiers.manager import Tiers
 from towerd.tiers.shared.bucket import BucketError, open_bucket
-from towerd.tiers.shared.collector import TOWERS
+from towerd.tiers.shared.deleting.free_place import AGAIN
 from towerd.tiers.shared.fetcher import (
     FIND_S_MAX,
     FIRST_WAIT_S,
@@ -30,7 +30,7 @@ from towerd.tiers.shared.fetcher import (
 from towerd.tiers.shared.marks import MARK_TOKENS
 from towerd.tiers.shared.naming import naming
 from towerd.tiers.shared.objects import PutRows
-from towerd.tiers.shared.records import AGAIN, RecordName, short_name
+from towerd.tiers.shared.records import TOWERS, RecordName, short_name
 from towerd.tiers.shared.sealing import master_key
 from towerd.tiers.shared.tier import SharedTier
 from towerd.tokens import Ids, ids_bytes
@@ -237,7 +237,8 @@ class SharedRows:
         text = short_name(keys, "text", ids_bytes(ids))
         record = RecordName(1, text, self._shared.model_name(scope), len(ids), content)
         folder = f"{TOWERS}/{name}"
-        self._shared.put_record(scope, folder, record, b"", naming(put.objects, tower, tower))
+        named = naming(put.objects, tower, tower, way=self._shared.way(ids, scope, put))
+        self._shared.put_record(scope, folder, record, b"", named)
 
     def _name(self, ids: Ids, scope: str) -> str:
         model = self._shared.model_name(scope).encode()

@@ -1,6 +1,6 @@
 """Bucket: the objects below a URL, through the package `obstore`.
 
-Objects are made by a conditional put and never changed. Who may delete which is the protocol's: see `collector.py`.
+Objects are made by a conditional put and never changed. Who may delete which is the protocol's: see `deleting/collector.py`.
 """
 
 from __future__ import annotations

@@ -71,16 +71,20 @@ class SharedCheckpoints:
         found = (each.position for each in self.on_path(ids, scope))
         return max((n for n in found if n <= n_rows or not self._has_rows), default=0)
 
-    def usable(
-        self, places: Iterable[CheckpointPlace], ids: Ids, scope: str
-    ) -> CheckpointPlace | None:
-        """The last one in the bucket that is of `ids`."""
-        found = [
+    def of(self, places: Iterable[CheckpointPlace], ids: Ids, scope: str) -> list[CheckpointPlace]:
+        """Those in the bucket that are of what `ids` begin with, and may be used here."""
+        return [
             each
             for each in places
             if each.position <= len(ids) and not (self._tier.exact and each.derived)
             if each.chain == self._chain(ids, each.position, scope)
         ]
+
+    def usable(
+        self, places: Iterable[CheckpointPlace], ids: Ids, scope: str
+    ) -> CheckpointPlace | None:
+        """The last one of these."""
+        found = self.of(places, ids, scope)
         return max(found, key=lambda place: place.position, default=None)
 
     def object_of(

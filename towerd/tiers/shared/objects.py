@@ -34,7 +34,7 @@ from towerd.store.segments.segment_header import (
     segment_key,
 )
 from towerd.tiers.shared.bucket import Bucket, ObjectMissing
-from towerd.tiers.shared.leases import Hold
+from towerd.tiers.shared.deleting.leases import Hold
 from towerd.tiers.shared.sealing import SEAL_BYTES, TenantKeys
 from towerd.tokens import ID_BYTES
 
@@ -43,7 +43,6 @@ PART_BYTES = 1 << 22
 """Bytes of one part, sealed as one: what a slow line sends well before a request times out."""
 AHEAD_PARTS = 4
 """Parts that are fetched and opened at once; each takes its size twice in memory."""
-RECORD_BYTES_MAX = 1 << 27
 _LENGTH = struct.Struct("<I")
 R = TypeVar("R", bound="Record")
 
@@ -182,7 +181,9 @@ class SessionRecord(Record, frozen=True, array_like=True, kw_only=True):
     others: list[RowsPlace] = []
     """Rows of its other branches, which prompts find by their marks."""
     checkpoints: list[CheckpointPlace] = []
-    """On its current branch."""
+    """On its current branch, also those that earlier records put."""
+    other_checkpoints: list[CheckpointPlace] = []
+    """Of its other branches."""
 
 
 class BaseRecord(Record, frozen=True, array_like=True, kw_only=True):
@@ -222,11 +223,10 @@ def _place(name: str, part: int) -> str:
     return f"objects/{name}/{part:04d}"
 
 
-def has_object(hold: Hold, name: str, n_parts: int) -> bool:
-    """Whether an object is there with all its parts, and may be named. Raises BucketError."""
-    if hold.is_condemned(f"objects/{name}"):
-        return False
-    return all(hold.has(_place(name, part)) for part in range(n_parts))
+def has_object(hold: Hold, name: str) -> bool:
+    """Whether an object is there, and may be named: its first part is written last, and deleted first. Raises
+    BucketError."""
+    return not hold.is_condemned(f"objects/{name}") and hold.has(_place(name, 0))
 
 
 def count_parts(n_bytes: int) -> int:
@@ -240,10 +240,13 @@ def put_object(
     """Put the parts of an object that the bucket lacks, the first part last; returns the bytes that were sent.
     name: a free one; its bytes are `lead` and then `data`, which are copied a part at a time. Raises BucketError."""
     rest = memoryview(b"") if data is None else data
-    n_bytes, sent = len(lead) + len(rest), 0
-    for part in reversed(range(count_parts(n_bytes))):
+    n_parts, sent = count_parts(len(lead) + len(rest)), 0
+    if hold.has(_place(name, 0)):
+        return 0
+    is_new = n_parts == 1 or not hold.has(_place(name, n_parts - 1))
+    for part in reversed(range(n_parts)):
         place = _place(name, part)
-        if hold.has(place):
+        if not is_new and 0 < part and hold.has(place):
             continue
         start, end = part * PART_BYTES, (part + 1) * PART_BYTES
         behind = bytes(rest[max(0, start - len(lead)) : max(0, end - len(lead))])

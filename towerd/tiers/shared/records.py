@@ -6,18 +6,16 @@ models or with none. A record's name says what it is of, so that the one to take
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from dataclasses import dataclass
+from datetime import datetime
 
 from towerd.tiers.shared.bucket import Listed
-from towerd.tiers.shared.leases import Hold
 from towerd.tiers.shared.sealing import TenantKeys
 
-AGAIN = timedelta(days=1)
-"""A record that is older is put again."""
+TOWERS = "towers"
+"""The folder of the records of vLLM engines: each names the rows of some tokens, and says nothing more."""
 _DIGITS = 16
 _NAME = re.compile(r"(\d{6,12})-([0-9a-f]{16})-([0-9a-f]{16})-(\d{9})-([0-9a-f]{64})")
 
@@ -77,21 +75,6 @@ def best_first(listed: Iterable[Listed], model: str) -> list[NamedRecord]:
         return *text, name.model == model, name.n_rows, each.modified
 
     return sorted(found, key=rank, reverse=True)
-
-
-def free_place(
-    hold: Hold, listed: Iterable[Listed], folder: str, name: RecordName
-) -> tuple[str, bool]:
-    """Where to put a record, and whether it is there, put in the last day: the same record is put again each day, so
-    that what is in use is never old, and as another object while it is being deleted. Raises BucketError."""
-    there, number, place = {each.place: each.modified for each in listed}, 0, f"{folder}/{name}"
-    while hold.is_condemned(place) or place in there:
-        if not hold.is_condemned(place) and hold.now() - there[place] < AGAIN:
-            return place, True
-        number += 1
-        content = hashlib.sha256(f"{name.content} {number}".encode()).hexdigest()
-        place = f"{folder}/{replace(name, content=content)}"
-    return place, False
 
 
 def version_of(text: str, found: list[NamedRecord], *, is_newest: bool) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from itertools import takewhile
@@ -33,19 +33,21 @@ from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.formats.fidelity import Fidelity
 from towerd.tiers.shared.bucket import Bucket, BucketError, ObjectDamaged, ObjectMissing
 from towerd.tiers.shared.checkpoints import SharedCheckpoints
-from towerd.tiers.shared.collector import Collector
 from towerd.tiers.shared.counters import SharedCounters
-from towerd.tiers.shared.leases import Hold, Holds, awake_or_asleep
+from towerd.tiers.shared.deleting.collector import Collector
+from towerd.tiers.shared.deleting.free_place import free_place
+from towerd.tiers.shared.deleting.leases import Hold, Holds, awake_or_asleep
 from towerd.tiers.shared.marks import FoundMark, Marks
 from towerd.tiers.shared.measured_speed import MeasuredSpeed
 from towerd.tiers.shared.naming import (
     NAMING_BYTES_MAX,
+    RECORD_BYTES_MAX,
+    MarkedWay,
     Naming,
     behind_naming,
     with_naming,
 )
 from towerd.tiers.shared.objects import (
-    RECORD_BYTES_MAX,
     BasisPlace,
     CheckpointPlace,
     PartsAhead,
@@ -58,7 +60,7 @@ from towerd.tiers.shared.objects import (
     put_object,
     read_rows,
 )
-from towerd.tiers.shared.records import RecordName, free_place, short_name
+from towerd.tiers.shared.records import RecordName, short_name
 from towerd.tiers.shared.sealing import SEAL_BYTES, TenantKeys
 from towerd.tokens import Ids, Provenance, common_prefix, ids_array, ids_bytes
 
@@ -164,6 +166,18 @@ class SharedTier:
                 self._count_put(self._marks(scope).put(hold, self.keys(scope), data, found))
         return found
 
+    def way(self, ids: Ids, scope: str, put: PutRows) -> MarkedWay | None:
+        """What a record says of the marks that `put_path` put for it; None without any."""
+        if not put.rows and not put.checkpoints:
+            return None
+        return self._marks(scope).way(self.keys(scope), ids_bytes(ids[: put.n_tokens]), put)
+
+    def states_of(
+        self, places: Iterable[CheckpointPlace], ids: Ids, scope: str
+    ) -> list[CheckpointPlace]:
+        """Those that are of what `ids` begin with."""
+        return [] if self._checkpoints is None else self._checkpoints.of(places, ids, scope)
+
     def kept(self, ids: Ids, scope: str, put: PutRows) -> None:
         """Say that a record names what was put of `ids`: the disk may do without the files with these rows."""
         for node in self._last_of_files(ids, scope):
@@ -228,14 +242,14 @@ class SharedTier:
     def _whole(self, hold: Hold, mark: FoundMark) -> PutRows:
         """Those of the rows that are of a mark's tokens alone, still there, and not about to go."""
         bases = mark.put.transform_bases
-        if not all(has_object(hold, place.name, 1) for place in bases):
+        if not all(has_object(hold, place.name) for place in bases):
             return PutRows()
         inside = takewhile(lambda place: place.p1 <= mark.n_tokens, mark.put.rows)
-        rows = takewhile(lambda place: has_object(hold, place.name, place.n_parts), inside)
+        rows = takewhile(lambda place: has_object(hold, place.name), inside)
         states = [
             each
             for each in mark.put.checkpoints
-            if each.position <= mark.n_tokens and has_object(hold, each.name, each.n_parts)
+            if each.position <= mark.n_tokens and has_object(hold, each.name)
         ]
         return PutRows(list(rows), list(bases), states)
 

@@ -1,6 +1,6 @@
 """Leases: say that somebody reads or writes, so that nothing is deleted under them.
 
-    leases/ID/NUMBER-SECONDS    put by the holder ID, who had begun so many seconds before
+    leases/ID/NUMBER-SECONDS    put by the holder ID, who had begun so many seconds before, or less
 
 A lease holds back every list of `condemned.py` that is younger than its beginning; older ones its holder reads, and
 names nothing of them. A writer takes one before it asks for anything, a reader once it takes long. Times are
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from towerd.tiers.shared.bucket import Bucket, BucketError
-from towerd.tiers.shared.condemned import CondemnedLists
+from towerd.tiers.shared.deleting.condemned import CondemnedLists
 from towerd.tiers.shared.sealing import TenantKeys
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,7 @@ class Hold:
         if self._clock() - self._renewed > RENEW_S:
             try:
                 self._renew()
+                self._checked_age()
             except BucketError as error:  # its rows may go, which costs their evaluation
                 log.warning("no lease for a long fetch", extra={"error": error.message})
 
@@ -72,7 +73,7 @@ class Hold:
         long."""
         if self._condemned is None:
             self._renew()
-            self._condemned = self._lists.all()
+            self._condemned = self._lists.all(self._now)
         if self._checked_age() > RENEW_S:
             self._renew()
 
@@ -106,7 +107,7 @@ class Hold:
     def now(self) -> datetime:
         """By the store's clock, at the last renewal. Raises BucketError."""
         self.writing()
-        return self._bucket.modified(self._places[-1])
+        return self._now()
 
     def end(self) -> None:
         """End the lease, if there is one, unless something that was sent may yet land: then it ends by its age.
@@ -125,9 +126,15 @@ class Hold:
             )
         return age
 
+    def _now(self) -> datetime:
+        return self._bucket.modified(self._places[-1])
+
     def _renew(self) -> None:
         sent = self._clock()
-        place = f"{FOLDER}/{self.id}/{len(self._places):06d}-{int(sent - self._began) + 1}"
+        ago = int(sent - self._began) + 1
+        if ago > 1:  # what was read before is held, too, however long this request takes
+            ago += int(HOLD_S)
+        place = f"{FOLDER}/{self.id}/{len(self._places):06d}-{ago}"
         self._places.append(place)
         self._bucket.put(place, b"")
         self._renewed = sent
