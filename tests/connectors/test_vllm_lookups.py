@@ -241,7 +241,7 @@ def test_rows_are_traced_as_if_all_were_looked_at(seed: int) -> None:
                 provenance = random.integers(0, 3, 10).astype(np.uint8)
                 loads.append((RowLoad((), slots, frozenset()), provenance))
                 before += 10
-            planned[id] = before, before + 5
+            planned[id] = before, before + int(random.integers(5, 40))
             begun.append(id)
         cached = [id for id in planned if id != str(number)]
         step = SimpleNamespace(
@@ -298,6 +298,6 @@ def _take_blocks(
     common: list[int] = []
     if blocks and random.random() < 0.7:
         other = str(random.choice([*blocks]))
-        common = blocks[other][: planned[other][1] // BLOCK]
+        common = blocks[other][: min(3, planned[other][1] // BLOCK)]
     blocks[id] = [*common, *random.permutation(free).tolist()][:8]
     return len(common) * BLOCK
