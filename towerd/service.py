@@ -19,6 +19,7 @@ from towerd.sessions.sessions import Sessions
 from towerd.sessions.traffic import Traffic, open_traffic
 from towerd.settings.config import Config
 from towerd.store import Store
+from towerd.system.uninterrupted import uninterrupted
 from towerd.tiers.manager import Tiers
 
 if TYPE_CHECKING:
@@ -76,28 +77,35 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
         )
         freezer = IdleFreezer(cold)
         divergences = DivergenceFinder(store, search.reader)
+        parts = config, engine, sessions, store, tiers, traffic, cold, search, divergences
+        service = Service(*parts, roaming)
         try:
             _start(config, opened, sessions, cold)
             freezer.start()
             search.start(cold.idle_s)
             if roaming is not None:
                 roaming.start()
-            parts = config, engine, sessions, store, tiers, traffic, cold, search, divergences
-            yield Service(*parts, roaming)
+            yield service
         finally:
-            if roaming is not None:
-                roaming.stop()
-            tiers.prefetcher.stop()
-            await sessions.stop_anticipating()
-            await freezer.stop()
-            await cold.stop()
-            await sessions.drain()  # may wait for a thaw
-            if roaming is not None:
-                await roaming.close()
-            await divergences.close()
-            await asyncio.to_thread(traffic.close)
-            await asyncio.to_thread(search.close)
-            await cold.close()  # reading for the search used its vocabulary
+            await uninterrupted(_close(service, freezer))
+
+
+async def _close(service: Service[Any], freezer: IdleFreezer) -> None:
+    """End what was built on the engine, the store and the tiers."""
+    roaming, sessions, cold = service.roaming, service.sessions, service.cold
+    if roaming is not None:
+        roaming.stop()
+    service.tiers.prefetcher.stop()
+    await sessions.stop_anticipating()
+    await freezer.stop()
+    await cold.stop()
+    await sessions.drain()  # may wait for a thaw
+    if roaming is not None:
+        await roaming.close()
+    await service.divergences.close()
+    await asyncio.to_thread(service.traffic.close)
+    await asyncio.to_thread(service.search.close)
+    await cold.close()  # reading for the search used its vocabulary
 
 
 def check_own_models(config: Config) -> None:

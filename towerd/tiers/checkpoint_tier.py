@@ -28,6 +28,7 @@ from towerd.store.segments.checkpoint_file import ANYWHERE, CUT_META
 from towerd.store.store import Store
 from towerd.store.tree.handle import Handle
 from towerd.store.tree.node import Node
+from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids
 
 log = logging.getLogger(__name__)
@@ -219,6 +220,13 @@ def open_checkpoint_tier(
     if not kind.has_state:
         return None
     return CheckpointTier(store, bytes_max=bytes_max, exact=exact)
+
+
+def close_tiers(tiers: Tiers, checkpoint_tier: CheckpointTier | None) -> None:
+    """Close both, what writes state checkpoints first."""
+    if checkpoint_tier is not None:
+        checkpoint_tier.close()
+    tiers.close()
 
 
 def leaf_distance(node: Node) -> int:

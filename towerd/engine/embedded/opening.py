@@ -16,7 +16,8 @@ from towerd.model.weights_check import WeightsCheck
 from towerd.settings.config import Config, pinned_bytes
 from towerd.store import Catalog, Node, Store
 from towerd.store.catalog.identity import ModelIdentity
-from towerd.tiers.checkpoint_tier import CheckpointTier, open_checkpoint_tier
+from towerd.system.uninterrupted import uninterrupted
+from towerd.tiers.checkpoint_tier import CheckpointTier, close_tiers, open_checkpoint_tier
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.manager import Tiers
 
@@ -41,7 +42,7 @@ async def open_embedded(config: Config) -> AsyncIterator[OpenedEngine[EmbeddedEn
             weights = _weights_check(core, engine, store, checkpoint_tier)
             engine.look_at_weights = partial(_look, weights, store, engine)
             try:
-                await asyncio.to_thread(engine.start)
+                await uninterrupted(asyncio.to_thread(engine.start))
                 weights.start()
                 yield OpenedEngine(
                     engine,
@@ -53,15 +54,21 @@ async def open_embedded(config: Config) -> AsyncIterator[OpenedEngine[EmbeddedEn
                     _anticipate_tokens_max(config, core),
                 )
             finally:
-                await asyncio.to_thread(weights.close)
-                await engine.close()
+                await uninterrupted(_close(engine, weights))
         finally:
-            if checkpoint_tier is not None:
-                await asyncio.to_thread(checkpoint_tier.close)
-            await asyncio.to_thread(tiers.close)
+            await uninterrupted(asyncio.to_thread(close_tiers, tiers, checkpoint_tier))
     finally:
-        await asyncio.to_thread(store.close)
-        await asyncio.to_thread(core.close)
+        await uninterrupted(asyncio.to_thread(_close_store, store, core))
+
+
+def _close_store(store: Store, core: Core) -> None:
+    store.close()
+    core.close()
+
+
+async def _close(engine: EmbeddedEngine, weights: WeightsCheck) -> None:
+    await asyncio.to_thread(weights.close)
+    await engine.close()
 
 
 def _nothing(nodes: Sequence[Node]) -> None:

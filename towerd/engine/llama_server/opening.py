@@ -18,7 +18,8 @@ from towerd.model.tokenizer_rules import check_tokenizer, keep_vocabulary, token
 from towerd.settings.config import Config, pinned_bytes
 from towerd.store import Catalog, Node, Store
 from towerd.store.catalog.identity import ModelIdentity
-from towerd.tiers.checkpoint_tier import CheckpointTier, open_checkpoint_tier
+from towerd.system.uninterrupted import uninterrupted
+from towerd.tiers.checkpoint_tier import CheckpointTier, close_tiers, open_checkpoint_tier
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.formats.packaged import nearest_calibration
 from towerd.tiers.formats.transform import load_transform
@@ -50,11 +51,9 @@ async def open_llama_server(config: Config) -> AsyncIterator[OpenedEngine[LlamaS
                 forget = _forgetter(engine, store, checkpoint_tier)
                 yield OpenedEngine(engine, store, tiers, forget, checkpoint_tier)
             finally:
-                await engine.close()
+                await uninterrupted(engine.close())
         finally:
-            if checkpoint_tier is not None:
-                await asyncio.to_thread(checkpoint_tier.close)
-            await asyncio.to_thread(tiers.close)
+            await uninterrupted(asyncio.to_thread(close_tiers, tiers, checkpoint_tier))
 
 
 def _use_measured(tiers: Tiers, store: Store) -> None:
