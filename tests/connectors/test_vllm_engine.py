@@ -242,6 +242,7 @@ def test_engines_share_a_bucket(start: Start, tmp_path: Path) -> None:
     where = {"towerd.shared": f"file://{tmp_path}/bucket", "towerd.shared_key": str(key)}
     with start("one", **where) as engine:
         expected = engine.ask(ids, **options)
+    assert [*(tmp_path / "bucket" / "towers").glob("*/*")]  # what `towerctl shared gc` asks for
     with start("two", **where) as other:
         found = other.ask(ids, **options)
         assert found["cached"] >= TOKENS // 256 * 256

@@ -27,19 +27,19 @@ from towerd.errors import ConfigError
 class StepRows(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there where types are checked
     """What the worker does in one step."""
 
-    def __init__(self, loads: list[RowLoad], saves: list[RowSave]) -> None:
-        self.loads, self.saves = loads, saves
+    def __init__(self, loads: list[RowLoad], saves: list[RowSave], number: int) -> None:
+        self.loads, self.saves, self.number = loads, saves, number
 
 
 class RowsRead(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What the worker read in one step."""
+    """What the worker read in one step, and the step's number."""
 
-    def __init__(self, read: list[ReadPlanes]) -> None:
-        self.read = read
+    def __init__(self, read: list[ReadPlanes], number: int) -> None:
+        self.read, self.number = read, number
 
     def aggregate(self, other: RowsRead) -> RowsRead:
         """What both have; an engine of this connector has one worker."""
-        return RowsRead(self.read + other.read)
+        return RowsRead(self.read + other.read, self.number)
 
 
 class TowerdConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -81,6 +81,8 @@ class TowerdConnector(KVConnectorBase_V1):  # type: ignore[misc]
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
         store, self._store = self._store, None
         if store is not None:
             store.close()
@@ -102,7 +104,9 @@ class TowerdConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> StepRows:
         """See the base class."""
         assert self._scheduler is not None
-        return StepRows(*self._scheduler.plan_step(scheduler_output))
+        loads, saves = self._scheduler.plan_step(scheduler_output)
+        number = self._scheduler.time_step(scheduler_output, is_loading=bool(loads))
+        return StepRows(loads, saves, number)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -117,6 +121,7 @@ class TowerdConnector(KVConnectorBase_V1):  # type: ignore[misc]
         read = connector_output.kv_connector_worker_meta
         if isinstance(read, RowsRead):
             self._scheduler.have_read(read.read)
+        self._scheduler.step_ended(read.number if isinstance(read, RowsRead) else 0)
 
     def reset_cache(self) -> bool:
         """See the base class. vLLM calls this when its weights may have changed."""
@@ -161,8 +166,8 @@ class TowerdConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> RowsRead | None:
         """See the base class."""
         assert self._worker is not None
-        read = self._worker.take_read()
-        return RowsRead(read) if read else None
+        read, number = self._worker.take_read(), self._step.number
+        return RowsRead(read, number) if read or number else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See the base class."""

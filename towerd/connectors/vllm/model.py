@@ -69,14 +69,16 @@ def layout_of(specs: Mapping[str, Any]) -> KVLayout:
     return KVLayout(tuple(k), tuple(v))
 
 
-def row_identity(vllm_config: Any, layout: KVLayout, memo: Memo) -> RowIdentity:
-    """The row identity of vLLM's model. All of its weights are read, about 1 GB/s, the first time that `memo`
+def row_identity(vllm_config: Any, layout: KVLayout, memo: Memo, version: str) -> RowIdentity:
+    """The row identity of vLLM's model. version: of vLLM, which decides how a model's weights are laid out and in which
+    order a row has its channels. All of its weights are read, about 1 GB/s, the first time that `memo`
     is asked for their hash. Raises ModelError (they cannot be read) or ConfigError (there are none)."""
     model = vllm_config.model_config
     config = {k: v for k, v in model.hf_config.to_dict().items() if k not in VOLATILE}
     how = {
+        "vllm": version,
         "config": config,
-        "weights": _weights(vllm_config, memo),
+        "weights": _weights(vllm_config, memo, version),
         "dtype": str(model.dtype),
         "quantization": [
             str(model.quantization),
@@ -100,13 +102,18 @@ def row_identity(vllm_config: Any, layout: KVLayout, memo: Memo) -> RowIdentity:
     )
 
 
-def _weights(vllm_config: Any, memo: Memo) -> list[str]:
+def vllm_version() -> str:
+    """That of the vLLM which runs here."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def _weights(vllm_config: Any, memo: Memo, version: str) -> list[str]:
     """What the weights are: the hashes of their files."""
     how, model = str(vllm_config.load_config.load_format), vllm_config.model_config
     if how == "dummy":
-        import vllm
-
-        return [f"dummy of vLLM {vllm.__version__}", str(model.seed)]
+        return [f"dummy of vLLM {version}", str(model.seed)]
     folder = _folder(model.model, model.revision, vllm_config.load_config.download_dir)
     if folder.is_file():
         return [file_hash(folder, memo)]

@@ -7,7 +7,7 @@ buffers of vLLM's own messages.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -83,7 +83,19 @@ class SavedPath:
 
 def slots_of(block_ids: list[int], p0: int, p1: int, block_tokens: int) -> Slots:
     """int64[p1 - p0]: the slots of the tokens [p0, p1) of a request with these blocks."""
+    first = p0 // block_tokens
     positions = np.arange(p0, p1)
-    blocks = np.asarray(block_ids, np.int64)
-    found: Slots = blocks[positions // block_tokens] * block_tokens + positions % block_tokens
-    return found
+    blocks = np.asarray(block_ids[first : -(-p1 // block_tokens)], np.int64)
+    found: Slots = blocks[positions // block_tokens - first] * block_tokens
+    return found + positions % block_tokens
+
+
+def scheduled(step: Any) -> list[tuple[str, int, int]]:
+    """Of each request of a step of vLLM's scheduler its id, how many of its tokens were computed before, and after
+    it."""
+    cached = step.scheduled_cached_reqs
+    before = [
+        *zip(cached.req_ids, cached.num_computed_tokens, strict=True),
+        *((each.req_id, each.num_computed_tokens) for each in step.scheduled_new_reqs),
+    ]
+    return [(id, n, n + step.num_scheduled_tokens.get(id, 0)) for id, n in before]

@@ -2,34 +2,39 @@
 
 Rows of a prompt are saved in the step that has computed the last of them, rows of a reply when the request
 ends. Requests with pictures, adapters or embeddings are left alone: their ids alone do not say what their rows
-are.
+are. No error of the store reaches vLLM.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from towerd.connectors.vllm.lookups import Lookups
 from towerd.connectors.vllm.operations import (
     ReadPlanes,
     RowLoad,
     RowSave,
     SavedPath,
-    Slots,
     StoredPlanes,
+    scheduled,
     slots_of,
 )
-from towerd.connectors.vllm.vllm_store import StoredPrefix, VllmStore
+from towerd.connectors.vllm.slot_origins import SlotOrigins
+from towerd.connectors.vllm.vllm_store import VllmStore
 from towerd.errors import TowerdError
 from towerd.store.tree.node import PUBLIC
-from towerd.tokens import Ids, Provenances, common_prefix, computed_after
+from towerd.tokens import Ids, Provenances, common_prefix
 
 log = logging.getLogger(__name__)
 
+MEASURED_TOKENS_MIN = 64
+"""Fewer tokens of a prompt say little of the speed of evaluation."""
 SAVED_TOKENS_MIN = 16
 """Fewer new tokens are no file of their own."""
 OWN_SCOPE = "local"
@@ -47,8 +52,8 @@ class SchedulerSide:
         self._block_tokens = block_tokens
         self._may_load, self._may_save = loads, saves
         self._requests: dict[str, Any] = {}
-        self._found: dict[str, StoredPrefix] = {}
-        """What was said to be stored, until blocks are allocated for it."""
+        self._lookups = Lookups(store)
+        """Until blocks are allocated for what they find."""
         self._saved: dict[str, int] = {}
         """By request whose prompt was evaluated, the tokens that are stored or about to be."""
         self._paths: dict[int, SavedPath] = {}
@@ -56,63 +61,73 @@ class SchedulerSide:
         self._n_paths = 0
         self._loads: list[tuple[RowLoad, Provenances]] = []
         self._ended: list[RowSave] = []
-        n_slots = 0 if store.is_exact else n_blocks * block_tokens
-        self._provenance = np.zeros(n_slots, np.uint8)
-        """Of the row in each slot; empty where all are exact."""
+        self._origins = None if store.is_exact else SlotOrigins(n_blocks, block_tokens)
+        self._n_steps = 0
+        self._timed: dict[int, tuple[float, int]] = {}
+        """By number, when a step that only evaluates was planned, and its tokens."""
+        self._done_at = 0.0
+
+    def close(self) -> None:
+        """Wait for the look-ups that run."""
+        self._lookups.close()
 
     def n_matched(self, request: Any, n_computed: int) -> int | None:
         """How many tokens behind the first `n_computed`, which vLLM has, are stored; at least one is left to
-        evaluate. None: the shared tier is being asked."""
-        self._requests[request.request_id] = request
+        evaluate. None: they are being read and checked, or the shared tier is asked; it is to be asked again."""
+        id, n_tokens = request.request_id, len(request.all_token_ids) - 1
+        self._requests[id] = request
         scope = scope_of_request(request)
-        if scope is None or not self._may_load:
+        if scope is None or not self._may_load or n_tokens <= n_computed:
             return 0
-        found = self._found.get(request.request_id)
-        if found is not None and found.p0 == n_computed:
-            return found.p1 - found.p0
-        ids = _ids(request)[:-1]
-        shared = self._store.shared
-        if shared is not None:
-            n_known = max(n_computed, self._store.n_stored(ids, scope))
-            if not shared.has_ended(request.request_id, ids, scope, n_known):
-                return None
-        found = self._find(ids, scope, n_computed) if len(ids) > n_computed else None
-        if found is None:
-            self._found.pop(request.request_id, None)
-            return 0
-        self._found[request.request_id] = found
-        return found.p1 - found.p0
-
-    def _find(self, ids: Ids, scope: str, n_computed: int) -> StoredPrefix | None:
-        try:
-            return self._store.find(ids, scope, n_computed)
-        except TowerdError as error:
-            log.warning("rows were not read: %s", error.message)
-            return None
+        if not self._lookups.has(id, n_tokens, n_computed):
+            self._lookups.begin(id, _ids(request)[:-1], scope, n_computed)
+        return self._lookups.n_found(id, n_computed)
 
     def allocated(self, request: Any, block_ids: list[int], n_external: int) -> None:
         """vLLM has allocated blocks, and wants `n_external` tokens loaded into them."""
-        found = self._found.pop(request.request_id, None)
-        if self._store.shared is not None:
-            self._store.shared.forget(request.request_id)
+        found = self._lookups.take(request.request_id)
         if n_external == 0 or found is None:
             return
-        p1 = found.p0 + n_external
-        pieces = tuple(
-            StoredPlanes.of(rows.slice(rows.p0, p1)) for rows in found.pieces if rows.p0 < p1
-        )
-        slots = slots_of(block_ids, found.p0, p1, self._block_tokens)
+        found = found.part(found.p0, found.p0 + n_external)
+        pieces = tuple(map(StoredPlanes.of, found.pieces))
+        slots = slots_of(block_ids, found.p0, found.p1, self._block_tokens)
         blocks = frozenset((slots // self._block_tokens).tolist())
-        self._loads.append((RowLoad(pieces, slots, blocks), found.provenance[:n_external]))
+        self._loads.append((RowLoad(pieces, slots, blocks), found.provenance))
+        scope = scope_of_request(request)
+        if self._store.shared is not None and self._may_save and scope is not None:
+            self._store.shared.used(_ids(request)[: found.p1], scope)
 
     def plan_step(self, step: Any) -> tuple[list[RowLoad], list[RowSave]]:
         """What the worker is to do in this step; `step` is the scheduler's output."""
         loads, self._loads = self._loads, []
         ended, self._ended = self._ended, []
-        if not self._store.is_exact:
-            self._trace(step, loads)
+        self._lookups.begin_step(is_idle=not step.num_scheduled_tokens)
+        if self._origins is not None:
+            self._origins.trace(step, loads)
         saves = [*ended, *(self._prompts(step) if self._may_save else ())]
         return [load for load, _ in loads], saves
+
+    def time_step(self, step: Any, *, is_loading: bool) -> int:
+        """The number to say to `step_ended` once this step has ended; 0: it does not matter."""
+        n_tokens = step.num_scheduled_tokens.values()
+        if self._store.shared is None or is_loading:
+            return 0
+        if max(n_tokens, default=0) < MEASURED_TOKENS_MIN:  # replies are slower than prompts
+            return 0
+        self._n_steps += 1
+        self._timed[self._n_steps] = time.monotonic(), sum(n_tokens)
+        return self._n_steps
+
+    def step_ended(self, number: int) -> None:
+        """A step has ended, that of this number if it is not 0."""
+        if self._store.shared is None:
+            return
+        now = time.monotonic()
+        if number in self._timed:
+            planned_at, n_tokens = self._timed[number]
+            self._timed = {n: each for n, each in self._timed.items() if n > number}
+            self._store.shared.evaluated(n_tokens, now - max(planned_at, self._done_at))
+        self._done_at = now
 
     def have_read(self, read: Sequence[ReadPlanes]) -> None:
         """The worker has read rows, which are stored now."""
@@ -128,15 +143,15 @@ class SchedulerSide:
                 "the weights may have changed: the store is not used until vLLM is restarted"
             )
         self._may_load = self._may_save = False
-        self._found.clear()
+        self._lookups.clear()
 
     def ended(self, request: Any, block_ids: list[int]) -> bool:
         """A request has ended. Whether its blocks are to be kept until its rows are read."""
         id = request.request_id
-        self._found.pop(id, None)
+        self._lookups.forget(id)
         self._requests.pop(id, None)
-        if self._store.shared is not None:
-            self._store.shared.forget(id)
+        if self._origins is not None:
+            self._origins.forget(id)
         n_saved = self._saved.pop(id, None)
         scope = scope_of_request(request)
         ids = _ids(request)[: min(request.num_computed_tokens, len(request.all_token_ids) - 1)]
@@ -150,7 +165,7 @@ class SchedulerSide:
     def _prompts(self, step: Any) -> list[RowSave]:
         """The rows of the prompts that end in this step."""
         saves = []
-        for id, before, after in _scheduled(step):
+        for id, before, after in scheduled(step):
             request = self._requests.get(id)
             if request is None or not before < request.num_prompt_tokens <= after:
                 continue
@@ -176,12 +191,15 @@ class SchedulerSide:
         except TowerdError as error:
             log.warning("rows were not stored: %s", error.message)
             return None
+        except Exception:
+            log.exception("rows were not stored")
+            return None
         ids = ids[: p0 + max(0, self._store.room_rows - n_rows)]
         if len(ids) - p0 < SAVED_TOKENS_MIN:
             return None
         provenance: Provenances = np.zeros(len(ids), np.uint8)
-        if len(self._provenance):
-            provenance = self._provenance[slots_of(block_ids, 0, len(ids), self._block_tokens)]
+        if self._origins is not None:
+            provenance = self._origins.of(slots_of(block_ids, 0, len(ids), self._block_tokens))
         slots = slots_of(block_ids, p0, len(ids), self._block_tokens)
         self._n_paths += 1
         self._paths[self._n_paths] = SavedPath(ids, scope, p0, provenance)
@@ -193,31 +211,6 @@ class SchedulerSide:
         paths = list(self._paths.values())
         common = (common_prefix(each.ids, ids) for each in paths if each.scope == scope)
         return sum(len(each.ids) - each.p0 for each in paths), max(common, default=0)
-
-    def _trace(self, step: Any, loads: list[tuple[RowLoad, Provenances]]) -> None:
-        """Note the provenance of what this step writes into the cache. A request may build on another of the same
-        step, whichever is listed first, so that it is repeated until nothing changes."""
-        for copy in step.kv_cache_block_copies or ():
-            self._block(copy.dst_block_id)[:] = self._block(copy.src_block_id)
-        for load, provenance in loads:
-            self._provenance[load.slots] = provenance
-        computed: list[tuple[Slots, Slots]] = []
-        for id, before, after in _scheduled(step):
-            found = step.kv_connector_block_state.get_block_ids(id)
-            if found is not None:
-                slots = slots_of(found[0], 0, after, self._block_tokens)
-                computed.append((slots[:before], slots[before:]))
-        is_settled = False
-        while not is_settled:
-            is_settled = True
-            for behind, new in computed:
-                origin = computed_after(self._provenance[behind])
-                if (self._provenance[new] != origin).any():
-                    self._provenance[new] = origin
-                    is_settled = False
-
-    def _block(self, block_id: int) -> Provenances:
-        return self._provenance[block_id * self._block_tokens :][: self._block_tokens]
 
 
 def scope_of_request(request: Any) -> str | None:
@@ -238,13 +231,3 @@ def scope_of_request(request: Any) -> str | None:
 def _ids(request: Any) -> Ids:
     """The tokens of a request's prompt and reply so far."""
     return np.asarray(list(request.all_token_ids), np.int32)
-
-
-def _scheduled(step: Any) -> list[tuple[str, int, int]]:
-    """Of each request of a step its id, how many of its tokens were computed before, and after it."""
-    cached = step.scheduled_cached_reqs
-    before = [
-        *zip(cached.req_ids, cached.num_computed_tokens, strict=True),
-        *((each.req_id, each.num_computed_tokens) for each in step.scheduled_new_reqs),
-    ]
-    return [(id, n, n + step.num_scheduled_tokens.get(id, 0)) for id, n in before]

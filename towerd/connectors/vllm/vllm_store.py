@@ -13,21 +13,23 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from towerd.connectors.vllm.model import layer_specs, layout_of, row_identity
+from towerd.connectors.vllm.model import layer_specs, layout_of, row_identity, vllm_version
 from towerd.connectors.vllm.operations import SavedPath
 from towerd.connectors.vllm.settings import ConnectorSettings
-from towerd.connectors.vllm.shared_rows import SharedRows, open_shared_rows
-from towerd.errors import RowsDamaged, SessionDeleted, StoreError, StoreLocked
+from towerd.errors import ConfigError, RowsDamaged, SessionDeleted, StoreError, StoreLocked
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import Bytes2D, KVRows
 from towerd.store import Store
 from towerd.tiers.formats.fidelity import LevelFormats
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids, Provenance, Provenances
+
+if TYPE_CHECKING:
+    from towerd.connectors.vllm.shared_rows import SharedRows
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,16 @@ class StoredPrefix:
     pieces: tuple[KVRows, ...]
     provenance: Provenances
 
+    @classmethod
+    def nothing(cls, p0: int) -> StoredPrefix:
+        """That of a prompt of which nothing is stored from `p0` on."""
+        return cls(p0, p0, (), np.zeros(0, np.uint8))
+
+    def part(self, p0: int, p1: int) -> StoredPrefix:
+        """Its rows in [p0, p1), which lie within it, as views."""
+        pieces = tuple(rows.slice(p0, p1) for rows in self.pieces if rows.p0 < p1 and p0 < rows.p1)
+        return StoredPrefix(p0, p1, pieces, self.provenance[p0 - self.p0 : p1 - self.p0])
+
 
 class VllmStore:
     """Thread-safe."""
@@ -52,11 +64,13 @@ class VllmStore:
     def __init__(self, settings: ConnectorSettings, vllm_config: Any, kv_cache_config: Any) -> None:
         """Raises ConfigError, ModelError, StoreLocked, StoreVersion, DiskFull or StoreError."""
         self._settings = settings
+        version = vllm_version()
         self.layout: KVLayout = layout_of(layer_specs(kv_cache_config))
         self.is_exact = settings.format == NATIVE
         try:
             self.store = Store.open(
-                settings.store_dir, lambda memo: row_identity(vllm_config, self.layout, memo)
+                settings.store_dir,
+                lambda memo: row_identity(vllm_config, self.layout, memo, version),
             )
         except StoreLocked as error:
             raise StoreLocked(
@@ -79,7 +93,8 @@ class VllmStore:
         self._lock = threading.Lock()
         self._staged_bytes = 0
         try:
-            self.shared = open_shared_rows(settings, self.store, self._tiers)
+            if settings.shared is not None:
+                self.shared = self._open_shared(settings.shared)
         except BaseException:
             self.close()
             raise
@@ -91,6 +106,15 @@ class VllmStore:
             self.shared.close()
         self._tiers.close()
         self.store.close()
+
+    def _open_shared(self, url: str) -> SharedRows:
+        try:  # late: it takes packages that nothing else needs
+            from towerd.connectors.vllm.shared_rows import open_shared_rows
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"towerd.shared needs the package {error.name}: pip install 'towerd[shared]'."
+            ) from error
+        return open_shared_rows(url, self._settings, self.store, self._tiers)
 
     def find(self, ids: Ids, scope: str, p0: int) -> StoredPrefix | None:
         """The stored rows of `ids` from token `p0` on, whose checksums are right; None if there are none."""

@@ -14,6 +14,8 @@ from datetime import datetime
 from towerd.tiers.shared.bucket import Listed
 from towerd.tiers.shared.sealing import TenantKeys
 
+TOWERS = "towers"
+"""The folder of the records of vLLM engines: each names the rows of some tokens, and says nothing more."""
 _DIGITS = 16
 _NAME = re.compile(r"(\d{6,12})-([0-9a-f]{16})-([0-9a-f]{16})-(\d{9})-([0-9a-f]{64})")
 

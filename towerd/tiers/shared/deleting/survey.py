@@ -17,7 +17,7 @@ from towerd.tiers.shared.naming import (
     is_whole,
     read_naming,
 )
-from towerd.tiers.shared.records import NamedRecord, named_records
+from towerd.tiers.shared.records import TOWERS, NamedRecord, named_records
 from towerd.tiers.shared.sealing import TenantKeys
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Survey:
         """What all records name, and the records. Raises BucketError, also for one that cannot be read."""
         listed = [
             each
-            for folder in ("sessions", "bases")
+            for folder in ("sessions", "bases", TOWERS)
             for each in self._bucket.listing(folder, OBJECTS_MAX)
         ]
         records = {each.place: each for each in named_records(listed)}
