@@ -37,7 +37,7 @@ _MEMORY = 0.998
 _HEIRS_MAX = 16
 """Visits remembered for a key after the descendants that they ended with were evicted."""
 _ABOVE_END = 1.0
-_SHARED = 1e9
+_SHARED = 1e7
 """Added to the rank of what workflows share: more than any uses per second."""
 _SHARED_IDLE = 4.0
 """What workflows of the past shared counts as shared for so many times its mean time between them."""
