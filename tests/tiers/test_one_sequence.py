@@ -17,7 +17,6 @@ from store_tools import LAYOUT, ROW_IDENTITY, insert_in_vain, rows_of
 from waiting import until
 
 from towerd.errors import StoreError
-from towerd.policy import Policy, Tree
 from towerd.policy.foresight import Foresight
 from towerd.store import Node, Store
 from towerd.tiers.manager import Tiers
@@ -48,22 +47,17 @@ class WatchedLock:
 class Bench:
     """Tiers with a chat that is about to be cut, and others before it."""
 
-    def __init__(
-        self,
-        root: Path,
-        policy: Callable[[Tree], Policy] = Foresight,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, root: Path) -> None:
         with connections() as opened:
             self.store = Store.open(root, ROW_IDENTITY)
         self.db = opened[-1]
         self.db.execute("PRAGMA synchronous = OFF")  # there are many
         self.lock = WatchedLock(self.store.state.lock)
         self.store.state.catalog.lock = self.lock
-        with hot_policy(policy) as made:
+        with hot_policy(Foresight) as made:
             self.tiers = Tiers(
                 self.store, LAYOUT, v_trans=False, hot_bytes=1 << 30, warm_bytes=1 << 30,
-                policy="foresight", clock=clock,
+                policy="foresight",
             )  # fmt: skip
         self.policy = made[0]
         self.now = 0.0

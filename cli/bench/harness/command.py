@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ def run_benchmark(
     if quick and model is None and work is not None:
         said = duration(work.seconds)
         click.echo(f"{name} --quick: about {said} on two slow cores.", err=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its servers end with it, too
     began = time.monotonic()
     with progress_bar() as bar:
         bar.add_task(name, total=None)
