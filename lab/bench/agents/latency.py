@@ -36,6 +36,7 @@ from lab.bench.agents.load import (
     distinct_tokens,
     users,
 )
+from lab.bench.busy import busy_share
 from towerd.cli.bench.harness.client import complete, new_session
 from towerd.cli.bench.harness.models import bench_model, random_prompt, vocab_size
 from towerd.cli.bench.harness.report import Report
@@ -79,13 +80,7 @@ class AgentOutcome:
     @property
     def busy(self) -> float:
         """Share of the time in which any request was waiting or served."""
-        spans_s = sorted(self.spans_s)
-        first_s = until_s = spans_s[0][0]
-        busy_s = 0.0
-        for start_s, end_s in spans_s:
-            busy_s += max(0.0, end_s - max(start_s, until_s))
-            until_s = max(until_s, end_s)
-        return busy_s / (until_s - first_s)
+        return busy_share(self.spans_s)
 
 
 async def run(

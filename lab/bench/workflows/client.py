@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from lab.bench.busy import busy_share
 from lab.bench.workflows.load import App, Message, Transcript, WorkflowLoad, WorkflowWalk
 from towerd.cli.bench.harness.client import chat
 
@@ -70,13 +71,7 @@ class WorkflowClient:
     @property
     def busy(self) -> float:
         """Share of the time in which any request was waiting or served."""
-        spans_s = sorted(self.spans_s)
-        first_s = until_s = spans_s[0][0]
-        busy_s = 0.0
-        for start_s, end_s in spans_s:
-            busy_s += max(0.0, end_s - max(start_s, until_s))
-            until_s = max(until_s, end_s)
-        return busy_s / (until_s - first_s)
+        return busy_share(self.spans_s)
 
     async def run(
         self, all_walks: Sequence[WorkflowWalk], concurrency: int
