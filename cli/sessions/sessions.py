@@ -9,6 +9,7 @@ import click
 from towerd.cli.client.api_client import PAGE_MAX, ApiClient
 from towerd.cli.client.target import Target, connect, json_option, target_options
 from towerd.cli.client.transport import Json
+from towerd.errors import TowerdError
 from towerd.settings.setting import LOCAL_TENANT
 
 SCOPE_HELP = "Only this tenant's."
@@ -268,7 +269,7 @@ def rm(
             which = session["id"], session["scope"], session["tokenizer"]
             may_be_left |= backend.delete_session(*which) and not shared
             if shared:  # after what is here, which an idle daemon may put meanwhile
-                backend.shared_rm({"session": session["id"], "scope": session["scope"]})
+                _shared_rm(backend, session)
     if as_json:
         echo_json({"deleted": [session["id"] for session in found]})
     else:
@@ -277,6 +278,18 @@ def rm(
             click.echo(
                 "What was put into the shared store stays there: towerctl shared rm deletes it."
             )
+
+
+def _shared_rm(backend: ApiClient, session: Json) -> None:
+    """Delete the copy of a session that is no more here. Raises TowerdError, which says how to try again."""
+    try:
+        backend.shared_rm({"session": session["id"], "scope": session["scope"]})
+    except TowerdError as error:
+        again = f"towerctl shared rm {session['id']} --scope {session['scope']}"
+        error.message = (
+            f"It was deleted here, not in the shared store: {error.message} Try {again} later."
+        )
+        raise
 
 
 def _confirm(found: list[Json]) -> None:

@@ -95,8 +95,9 @@ def rm(
     else:
         click.echo(f"The shared store has no {name}.")
     if found["puts_again"]:
-        why = "it is pinned here" if kind == "session" else "it is a base here"
-        undo = f"towerctl unpin --{kind} {clean(what[kind])}"
+        why, undo = "it is pinned here", "towerctl unpin with a segment that towerctl pin lists"
+        if kind == "base":
+            why, undo = "it is a base here", f"towerctl unpin --{name}"
         click.echo(
             f"This daemon puts it there again within the hour, since {why}: {undo} ends that."
         )

@@ -101,9 +101,8 @@ def test_what_a_daemon_puts_again_is_told(make_daemon: MakeDaemon, tmp_path: Pat
         shared(daemon, "push", chat)
         shared(daemon, "push", "--base", "tale")
         done = run_towerctl(daemon, "shared", "rm", chat).stdout
-        assert done.endswith(
-            f"since it is pinned here: towerctl unpin --session {chat} ends that.\n"
-        )
+        said = "since it is pinned here: towerctl unpin with a segment that towerctl pin lists ends that.\n"
+        assert done.endswith(said)
         done = run_towerctl(daemon, "shared", "rm", "--base", "tale").stdout
         assert done.startswith("Deleted base tale from the shared store")
         assert done.endswith("since it is a base here: towerctl unpin --base tale ends that.\n")

@@ -100,7 +100,9 @@ async def test_nothing_leaves_for_it_but_what_is_over(service_on: OpenService) -
     small = SETTINGS | {"live_tokens": 800, "live_sequences": 3, "parallel": 2}
     async with service_on(bundled_model(), **small) as service:
         loop, others = Loop(service), Loop(service, 200, "other")
-        service.tiers.prefetcher.moved(1 << 30)  # so that what is evicted here does not stop it
+        service.tiers.prefetcher.moved(
+            "local", 1 << 30
+        )  # so that what is evicted here does not stop it
         await loop.rounds("abcab")
         await evict_all(service)
         n = service.tiers.stats()["prefetched_bytes"]
@@ -147,7 +149,9 @@ async def test_others_who_run_do_not_push_it_out(service_on: OpenService) -> Non
     """More idle cells than running requests tolerate stay for a step that is still to come."""
     async with service_on(bundled_model(), **SETTINGS) as service:
         loop = Loop(service, 400)
-        service.tiers.prefetcher.moved(1 << 30)  # so that what is evicted here does not stop it
+        service.tiers.prefetcher.moved(
+            "local", 1 << 30
+        )  # so that what is evicted here does not stop it
         await loop.rounds("abcabc")
         await evict_all(service)
         n = service.tiers.stats()["prefetched_bytes"]

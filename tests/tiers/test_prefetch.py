@@ -149,7 +149,7 @@ def test_the_first_prompt_in_a_workflow(bench: Bench) -> None:
 def test_the_wrong_ones_are_bounded(bench: Bench) -> None:
     """A workflow that does something else each time: nothing more until it is a twentieth."""
     ends = {agent: bench.node(1000 * k) for k, agent in enumerate("abcx")}
-    bench.prefetcher.moved(100 * N * TOKEN)
+    bench.prefetcher.moved("", 100 * N * TOKEN)
     for agent in "abcabca":
         bench.says("w", agent, ends[agent])
         bench.bring()
@@ -165,7 +165,7 @@ def test_the_wrong_ones_are_bounded(bench: Bench) -> None:
     for agent in "abcabca":
         bench.says("w", agent, ends[agent])
     assert len(bench.asked) == n_asked
-    bench.prefetcher.moved(1000 * N * TOKEN)
+    bench.prefetcher.moved("", 1000 * N * TOKEN)
     bench.says("w", "b", ends["b"])
     assert len(bench.asked) == n_asked + 1
     # what was used later than expected is not wasted after all
@@ -187,10 +187,25 @@ def test_more_at_once_after_each_that_was_right(bench: Bench) -> None:
     assert {made.step.workflow for made in bench.asked if not made.is_over} == {"v"}
 
 
+def test_workflows_that_stop_hold_up_their_own_tenant_alone(bench: Bench) -> None:
+    """Twenty that nobody ends, of another tenant; of its own what brings nothing holds up nobody."""
+    ends = {agent: bench.node(1000 * k) for k, agent in enumerate("abc")}
+    for i in range(20):
+        for agent in "abca":
+            bench.says(f"other\n{i}", f"other\n{agent}", ends[agent])
+    assert len(bench.asked) == 1
+    for agent in "abca":
+        bench.says("me\nw", f"me\n{agent}", ends[agent])
+    assert [made.tenant for made in bench.asked] == ["other", "me"]
+    bench.asked[0].is_done = True
+    bench.look()
+    assert [made.tenant for made in bench.asked] == ["other", "me", "other"]
+
+
 def test_bandwidth(tmp_path: Path) -> None:
     """What was brought beyond it is waited for."""
     bench = Bench(tmp_path / "s", bytes_per_s=5 * TOKEN)
-    bench.prefetcher.moved(1 << 30)
+    bench.prefetcher.moved("", 1 << 30)
     ends = {agent: bench.node(1000 * k) for k, agent in enumerate("abc")}
     for agent in "abca":
         bench.says("w", agent, ends[agent])

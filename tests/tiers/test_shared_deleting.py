@@ -237,3 +237,31 @@ def test_one_run_condemns_all(machines: Machines, monkeypatch: pytest.MonkeyPatc
     assert done.waiting_objects == 11
     assert len(machines.world.places("gc/doomed")) == 4
     assert machines.collect(tier, 1)[0].objects == 11
+
+
+def test_marks_lead_to_rows(machines: Machines) -> None:
+    """Of a record whose rows are gone, as a daemon of before or a rule of the bucket may leave it, no marks are put
+    that would take the place of others."""
+    beginning = np.arange(100, 800, dtype=np.int32)
+    gone, later = (np.append(beginning, np.arange(500, dtype=np.int32) + n) for n in (1000, 5000))
+    (store, tier, _), (other, another, _), (_, reader, _) = (machines.tier() for _ in range(3))
+    write_all(store, store.insert(gone, "local", [len(gone)])[-1])
+    machines.push(tier, gone, folder("a"))
+    for place in [*machines.world.places("objects"), *machines.world.places("marks")]:
+        machines.world.delete(place)
+    machines.collect(tier, 1)
+    write_all(other, other.insert(later, "local", [len(later)])[-1])
+    machines.push(another, later, folder("b"))
+    machines.collect(another, 4)
+    found = reader.find(later[:700], "local", 0)
+    assert found is not None
+    reader.fetch_path(found.put, later[:700], "local", n_common=found.n_tokens)
+    assert reader.n_stored(later[:700], "local") == 700
+
+
+def test_another_keys_list_holds_back_nobody_in_any_phase(machines: Machines) -> None:
+    _, tier, _ = machines.tier()
+    for phase in ("condemned", "known", "doomed"):
+        machines.world.put(f"gc/{phase}/" + "1" * 32, b"")
+    machines.world.now += 2 * HOUR_S
+    assert machines.collect(tier, 2)[-1].passed_over == ["gc/condemned/" + "1" * 32]

@@ -274,7 +274,7 @@ def test_a_fault_is_found(stores: list[Store], monkeypatch: pytest.MonkeyPatch) 
         return False
 
     monkeypatch.setattr(Hold, "is_condemned", is_condemned)
-    assert any(played(seed, stores)[0].problems for seed in (1, 4))
+    assert any(played(seed, stores)[0].problems for seed in range(20))  # about a fifth do
 
 
 def quiet_world(stores: list[Store]) -> tuple[World, SharedTier, Collector]:

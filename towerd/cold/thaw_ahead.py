@@ -84,7 +84,7 @@ class ThawAhead:
 
     def prefetch(self, prefetch: Prefetch) -> None:
         """Make live what the next step of a workflow is likely to begin with; from any thread."""
-        self._loop.call_soon_threadsafe(lambda: self._spawn(self._prefetch(prefetch)))
+        self._loop.call_soon_threadsafe(self._begin_prefetch, prefetch)
 
     def remember(self, id: str, scope: str, removed: Sequence[Node]) -> None:
         """Note which segments were removed when a session was frozen; from any thread."""
@@ -108,6 +108,10 @@ class ThawAhead:
             self._evaluated.move_to_end(end)
             if len(self._evaluated) > ENDS_MAX:
                 self._evaluated.popitem(last=False)
+
+    def _begin_prefetch(self, prefetch: Prefetch) -> None:
+        if not self._spawn(self._prefetch(prefetch)):
+            prefetch.is_done = True
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> bool:
         if len(self._tasks) >= CONCURRENT_MAX or not self._is_open:
@@ -145,6 +149,8 @@ class ThawAhead:
                 await self._open(*frozen)
         except TowerdError as error:
             log.debug("a step was not prefetched", extra={"error": str(error)})
+        finally:
+            prefetch.is_done = True
 
     async def _evaluate_tower(self, end: int) -> None:
         try:

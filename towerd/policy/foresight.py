@@ -39,6 +39,8 @@ _HEIRS_MAX = 16
 _ABOVE_END = 1.0
 _SHARED = 1e7
 """Added to the rank of what workflows share: more than any uses per second."""
+_RUNNING_S, _RUNNING_STEPS = 120.0, 8.0
+"""A workflow runs, in this respect, as long as its last step is so many seconds or mean steps ago."""
 _SHARED_IDLE = 4.0
 """What workflows of the past shared counts as shared for so many times its mean time between them."""
 _BIN_ENDS_S = tuple(edge - 1e-3 for edge in (*EDGES_S[1:], float("inf")))
@@ -77,9 +79,10 @@ class ReturnRanking(WorkflowTree):
         """_SHARED for what several running workflows use, and for what several workflows used one after
         the other until lately: an agent's base, which the next workflow will need though none does
         now. Else 0."""
-        n_running = len(self.users.get(entry.key, ()))
-        n_used = n_running + self._n_over.get(entry.key, 0)
-        if n_running > 1:
+        users = self.users.get(entry.key, ())
+        n_used = len(users) + self._n_over.get(entry.key, 0)
+        since_s = self._now - max(_RUNNING_S, _RUNNING_STEPS * self.step_s)
+        if sum(self.runs[workflow].stepped_s >= since_s for workflow in users) > 1:
             return _SHARED
         if n_used < 2:
             return 0.0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from itertools import islice, takewhile
 from typing import Any, ClassVar
 
-from towerd.policy.base import Entry, Key, Learning, Policy, Tree
+from towerd.policy.base import Entry, Evictable, Frees, Key, Learning, Policy, Tree
 from towerd.policy.predict.base import END, Forecast, Predictor
 from towerd.policy.predict.tenants import MARK, tenant_in
 
@@ -51,6 +51,8 @@ class WorkflowRun:
     """By agent: where its last prompt ended, in the tier or not."""
     stepped_s: float = 0.0
     forecast: Forecast = ()
+    likely: tuple[str, float] = ("", 0.0)
+    """The likeliest agent of the next step, and its chance."""
     gains: dict[str, float] = field(default_factory=dict)
     """By agent: what this workflow adds to the score of a key that the agent uses."""
 
@@ -120,6 +122,10 @@ class WorkflowTree(Policy):
         if self.teaches:
             self.predictor.observe(run.path)
         run.forecast = self.predictor.forecast(run.path)
+        agents = (
+            {name: p for name, p in run.forecast[0].items() if name != END} if run.forecast else {}
+        )
+        run.likely = max(agents.items(), key=lambda pair: pair[1], default=("", 0.0))
         self._on_step(run)
         self._push_all(run)
         self._age()
@@ -157,18 +163,22 @@ class WorkflowTree(Policy):
         if isinstance(self.predictor, Learning):
             self.predictor.recall(learned)
 
-    def next_steps(self, most: int) -> list[NextStep]:
-        """The likeliest next steps of all workflows, the likeliest first, whose prompts begin with something
-        that is known. The agent must have followed the last one before: a forecast that no such step stands
-        behind is a guess."""
-        found: list[NextStep] = []
-        for name, run in self.runs.items():
-            for agent, chance in run.forecast[0].items() if run.forecast else ():
-                if (run.path[-1], agent) not in self._followed:
-                    continue
-                known = self._expected(run, agent)
-                if known is not None:
-                    found.append(NextStep(name, run.n_steps, *known, chance))
+    def next_steps(
+        self, most: int, chance_min: float, leaves_out: Callable[[str, int], bool]
+    ) -> list[NextStep]:
+        """The likeliest next steps of all workflows, the likeliest first, each at least as likely as
+        `chance_min`, as far as it is known what the agent's prompt begins with, and it has followed the last one
+        before: a forecast that no such step stands behind is a guess.
+
+        leaves_out: called with a workflow and how many steps it has taken"""
+        found = [
+            NextStep(name, run.n_steps, *expected, run.likely[1])
+            for name, run in self.runs.items()
+            if run.likely[1] >= chance_min
+            and not leaves_out(name, run.n_steps)
+            and (run.path[-1], run.likely[0]) in self._followed
+            and (expected := self._expected(run, run.likely[0])) is not None
+        ]
         return nlargest(most, found, key=lambda step: step.chance)
 
     def n_steps(self, workflow: str) -> int:
@@ -205,6 +215,11 @@ class WorkflowTree(Policy):
         while at is not None:
             yield at
             at = self.tree.parent(at)
+
+    def victims(self, bytes_needed: int, is_evictable: Evictable, frees: Frees = None) -> list[Key]:
+        """See Policy.victims. What is idle for too long is over, also if no workflow takes a step meanwhile."""
+        self._age()
+        return super().victims(bytes_needed, is_evictable, frees)
 
     def is_retired(self, key: Key) -> bool:
         """Whether workflows used it and all of them are over (PBKV, section 4.2.1)."""

@@ -125,9 +125,11 @@ class Roaming:
     async def remove_base(self, name: str, scope: str) -> dict[str, Any]:
         """Delete a base there, the tenant's own or else a public one, as `remove_session`."""
         n, of = 0, [scope] if is_public(scope) else [scope, public_of(scope)]
-        for own in of:
-            n = n or await self._do(self._remove, self._records.base_folder(name, own))
         seen = {(base.name, base.scope) for base in self._store.bases.listing()}
+        for own in of:
+            n = await self._do(self._remove, self._records.base_folder(name, own))
+            if n:
+                return {"base": name, "records": n, "puts_again": (name, own) in seen}
         puts_again = any((name, own) in seen for own in of)
         return {"base": name, "records": n, "puts_again": puts_again}
 

@@ -36,6 +36,8 @@ from towerd.store.tree.tree import Listener, PrefixTree
 log = logging.getLogger(__name__)
 
 META_KEY = "learned"
+LEARNED_VERSION = 2
+"""Of what policies learned: 2 has the steps of workflows by tenant."""
 BYTES_MAX = 1 << 20
 """Maximum size of the text; larger ones are not kept."""
 _JSON_BYTES_MAX = 16 << 20
@@ -450,12 +452,16 @@ class Ranking(Listener):
                 return []
             return self._hot.policy.wanted(self._clock(), most)
 
-    def next_steps(self, most: int) -> list[NextStep]:
+    def next_steps(
+        self, most: int, chance_min: float, leaves_out: Callable[[str, int], bool]
+    ) -> list[NextStep]:
         """See WorkflowTree.next_steps; empty for a policy that knows no workflows."""
         with self._lock:
             self._play()
             policy = self._hot.policy
-            return policy.next_steps(most) if isinstance(policy, WorkflowTree) else []
+            if not isinstance(policy, WorkflowTree):
+                return []
+            return policy.next_steps(most, chance_min, leaves_out)
 
     def n_steps(self, workflows: Iterable[str]) -> dict[str, int]:
         """How many steps each has taken; 0 if it is over."""
@@ -561,7 +567,9 @@ class Ranking(Listener):
 def pack(policy: str, learned: Mapping[str, Any]) -> str | None:
     """What policies learned as a short text: JSON, deflated, with a checksum, of which damage only
     loses what was learned. None: it would be larger than BYTES_MAX."""
-    raw = zlib.compress(json.dumps({"policy": policy, **learned}).encode())
+    raw = zlib.compress(
+        json.dumps({"policy": policy, "version": LEARNED_VERSION, **learned}).encode()
+    )
     text = base64.b85encode(_digest(raw) + raw).decode()
     return text if len(text) <= BYTES_MAX else None
 
@@ -580,6 +588,8 @@ def unpack(policy: str, text: str) -> dict[str, Any]:
         raise ValueError(f"it is damaged: {error}") from error
     if not isinstance(found, dict) or found.pop("policy", None) != policy:
         raise ValueError("another policy learned it")
+    if found.pop("version", None) != LEARNED_VERSION:
+        raise ValueError("another version learned it")
     return found
 
 

@@ -41,6 +41,8 @@ FETCHES_MAX = 4
 """Prompts that are looked up at once; others wait for one of these to end, but no longer than for the bucket."""
 CLOSE_S = 10.0
 """At the end nothing more is put once nothing was for so long."""
+CLOSE_S_MAX = 60.0
+"""Nor after this time in any case."""
 KNOWN_MAX = 10_000
 """Towers that are known to have a young record."""
 
@@ -126,6 +128,8 @@ class SharedRows:
             return running.result()
         if fetch.is_late or time.monotonic() > fetch.until:
             fetch.is_late = True
+            if not running.running():  # it waited for other prompts, not for the bucket
+                return False
             if self._fetch_backoff.failed(fetch.asked_at):
                 log.warning("the shared tier is slow: prompts are not looked up there for a while")
             return False
@@ -148,8 +152,9 @@ class SharedRows:
         self._soon(ids, scope, is_new=True)
 
     def used(self, ids: Ids, scope: str) -> None:
-        """The rows of `ids` were loaded: put their record again, soon, if it may be a day old."""
-        self._soon(ids, scope, is_new=False)
+        """The rows of `ids` were loaded: put a record for them again, soon, if it may be a day old. It is of whole
+        marks: prompts that leave a tower at many places would each leave a record."""
+        self._soon(ids[: len(ids) // MARK_TOKENS * MARK_TOKENS], scope, is_new=False)
 
     def _soon(self, ids: Ids, scope: str, *, is_new: bool) -> None:
         try:
@@ -158,17 +163,19 @@ class SharedRows:
             pass  # closed; the next engine that has these rows puts them
 
     def close(self) -> None:
-        """Put what waits for it; nothing more after a request that fails, or once nothing was put for CLOSE_S."""
+        """Put what waits for it; nothing more after a request that fails, once nothing was put for CLOSE_S, or after
+        CLOSE_S_MAX."""
         if self._is_closed:
             return
         self._is_closed = True
         self._fetching.shutdown(wait=False, cancel_futures=True)
         last, n_put = self._putting.submit(lambda: None), -1
-        while not last.done() and n_put != self._n_put:
+        until = time.monotonic() + CLOSE_S_MAX
+        while not last.done() and n_put != self._n_put and time.monotonic() < until:
             n_put = self._n_put
             wait((last,), CLOSE_S)
         self._shared.bucket.close()
-        self._putting.shutdown()
+        self._putting.shutdown(cancel_futures=True)
         self._fetching.shutdown()
 
     def _fetch(self, fetch: _PromptFetch) -> bool:

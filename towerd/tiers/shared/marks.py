@@ -84,7 +84,10 @@ class Marks:
             return 0
         near = _near(put, n_tokens)
         needed = [each for each in near.rows if each.p0 < n_tokens]
-        objects = PutRows(needed, near.transform_bases, near.checkpoints[-1:]).objects
+        states = near.checkpoints[-1:] or ([] if needed else put.checkpoints[:1])
+        objects = PutRows(
+            needed, near.transform_bases, states
+        ).objects  # one that names nothing would stay for ever
         mark = encode(Mark(VERSION, near.rows, near.transform_bases, near.checkpoints))
         sealed = with_naming(self.collector, keys, place, naming(objects), mark)
         if len(sealed) > _BYTES_MAX:
@@ -99,7 +102,10 @@ class Marks:
             PassedMark(
                 bytes.fromhex(self._name(keys, ids, end)),
                 sum(each.p0 < end for each in put.rows),
-                sum(each.position < end + MARK_TOKENS for each in put.checkpoints),
+                max(
+                    int(not put.rows),
+                    sum(each.position < end + MARK_TOKENS for each in put.checkpoints),
+                ),
             )
             for end in ends
         ]

@@ -102,11 +102,15 @@ def with_naming(
     return _joined(collector, place, msgspec.structs.replace(named, digest=_digest(sealed)), sealed)
 
 
+def needed_by(way: MarkedWay, mark: PassedMark) -> list[str]:
+    """The names of the objects that a mark of a record's tower is of no use without."""
+    state = way.states[: mark.n_states][-1:]
+    return sorted({*way.rows[: mark.n_rows], *way.bases, *state})
+
+
 def mark_again(collector: TenantKeys, way: MarkedWay, mark: PassedMark) -> bytes:
     """The bytes of a mark of a record's tower."""
-    state = way.states[: mark.n_states][-1:]
-    objects = sorted({*way.rows[: mark.n_rows], *way.bases, *state})
-    named = Naming(VERSION, objects, sealed_for=way.marks[-1].place)
+    named = Naming(VERSION, needed_by(way, mark), sealed_for=way.marks[-1].place)
     return _joined(collector, mark.place, named, way.mark)
 
 

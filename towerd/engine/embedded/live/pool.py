@@ -203,6 +203,16 @@ class LivePool:
         runs = {id(run): run.n for seq in busy for run in seq.runs}
         return sum(runs.values()) + sum(seq.n_reserved for seq in busy)
 
+    def cells_awaiting(self) -> int:
+        """Cells that idle sequences hold for steps that are still to come, and no running sequence does."""
+        found = [seq for seq in self._live.values() if seq.awaits_step and not seq.busy]
+        runs = {id(run): run for seq in found for run in seq.runs}
+        return sum(
+            run.n
+            for run in runs.values()
+            if not any(self._live[owner].busy for owner in run.owners)
+        )
+
     def n_own_cells(self, seq: LiveSeq) -> int:
         """Cells of `seq` that no other sequence shares."""
         return sum(run.n for run in seq.runs if len(run.owners) == 1)

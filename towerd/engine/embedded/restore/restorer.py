@@ -39,6 +39,7 @@ from towerd.media_ids import whole
 from towerd.slots.labels import Labels, label_places
 from towerd.slots.rows import HeadRows
 from towerd.store.rows.checkpoints import StateCheckpoint
+from towerd.store.tree.scope import tenant_of
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import NOTHING, Composed, RestorePlan
 from towerd.tokens import Provenance, Provenances
@@ -217,13 +218,16 @@ class Restorer:
         if job.request.prefetch is not None:
             if seq.prefetch is not job.request.prefetch:  # else it was interrupted
                 seq.prefetch, seq.n_before = job.request.prefetch, seq.n
-        elif source is not None and source.prefetch is not None:
+            return
+        if source is not None and source.prefetch is not None:
             self._tiers.prefetcher.used(source.prefetch, share)
             source.prefetch, source.dirty = None, True
+        if seq.prefetch is not None:  # taken over with nothing of what was prefetched
+            seq.prefetch, seq.dirty = None, True
 
     def _came(self, job: Job, nbytes: int) -> None:
         """Rows of a job were restored or evaluated."""
-        self._tiers.prefetcher.moved(nbytes)
+        self._tiers.prefetcher.moved(tenant_of(job.request.scope), nbytes)
         if job.request.prefetch is not None:
             self._tiers.prefetcher.brought(job.request.prefetch, nbytes)
 

@@ -149,8 +149,8 @@ class CellRoom:
     def evict_surplus(self, n_running: int) -> None:
         """Evict an idle sequence if keeping it slows the running requests by more than it saves. What was
         prefetched stays until its step is taken: nothing else has its rows, and they would have to be evaluated again."""
-        n_kept = sum(seq.n_cells for seq in self._pool if seq.awaits_step and not seq.busy)
-        n_idle = self._pool.cells_used - self._pool.cells_busy() - n_kept
+        pool = self._pool
+        n_idle = pool.cells_used - pool.cells_busy() - pool.cells_awaiting()
         if n_idle * n_running > IDLE_CELLS_MAX and self._restorer.can_restore_evicted:
             self._evict(self._pool.first_to_leave(self._standings(), spare_prefetched=True))
 

@@ -27,7 +27,7 @@ from towerd.tiers.shared.deleting.leases import (
 )
 from towerd.tiers.shared.deleting.superseded import needed_no_more
 from towerd.tiers.shared.deleting.survey import OBJECTS_MAX, Contents, Survey
-from towerd.tiers.shared.naming import mark_again
+from towerd.tiers.shared.naming import mark_again, needed_by
 from towerd.tiers.shared.sealing import TenantKeys
 
 _ROWS = ("objects/", "marks/")
@@ -238,6 +238,8 @@ class Collector:
             for mark in named.way.marks:
                 if mark.place in found.sizes or hold.is_condemned(mark.place):
                     continue
+                if not all(f"objects/{each}" in found.sizes for each in needed_by(named.way, mark)):
+                    continue  # it would lead to nothing, and take the place of another tower's
                 if self._clock() - began > HOLD_S:
                     return  # the next run continues
                 done.marks += hold.put(mark.place, mark_again(self._keys, named.way, mark))
