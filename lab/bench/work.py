@@ -68,9 +68,9 @@ QUICK_WORK = {
     "volatile.served": Work(
         SMOLLM2, 3 * 3438 + 4 * 7984, 9 * (3 * 32 + 3) + 3 * 3 * 4 + 9 * 8, starts=4
     ),
-    # Five cells with two seeds, each with 150 requests of which 170 tokens are evaluated, and pauses as long.
+    # Five cells with two seeds, each with 130 requests of which 270 tokens are evaluated, and pauses as long.
     "workflows.latency": Work(
-        7_000_000, 2 * 10 * 150 * 170, 10 * 150 * 6, starts=11, other_s=2 * 10 * 150 * 0.015
+        2_800_000, 2 * 10 * 130 * 270, 10 * 130 * 6, starts=11, other_s=2 * 10 * 130 * 0.05
     ),
     # Two minutes on two cores; its pauses are scaled with the speed of the model.
     "agents.latency": Work(0, 0, 0, starts=0, other_s=240),

@@ -36,8 +36,8 @@ from towerd.cli.output import show_table
 
 LOAD = WorkflowLoad(app_words=20, base_words=70, task_words=10, result_words=6, reply_tokens=3)
 """Short, because the 1B shape evaluates 60 tokens in a second on two cores."""
-QUICK = WorkflowLoad(requests=150, warm_requests=50)
-QUICK_SHAPE = Shape(4, 256, 4, 2, 768, 8192, n_ctx_train=32768)
+QUICK = WorkflowLoad(requests=130, warm_requests=45)
+QUICK_SHAPE = Shape(2, 128, 4, 2, 384, 8192, n_ctx_train=32768)
 SEEDS, SEEDS_QUICK = 5, 2
 BUSY = 0.5
 """Share of the time in which LRU's server should be busy."""
@@ -64,7 +64,7 @@ async def run(
     shares = shares or (SHARES[:1] if quick else SHARES)
     concurrencies = concurrencies or (CONCURRENCIES[-1:] if quick else CONCURRENCIES)
     if model is None and quick:
-        path = random_model("workflows-quick", QUICK_SHAPE, announce=True)
+        path = random_model("workflows-small", QUICK_SHAPE, announce=True)
     else:
         path = bench_model(model, "1b")
     flags = () if threads is None else ("-t", str(threads))
