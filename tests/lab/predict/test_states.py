@@ -106,5 +106,8 @@ def test_names_of_another_source_are_unknown() -> None:
     """Whatever is known of the others' steps, none of these names was ever seen."""
     pytest.importorskip("torch")
     rows = of_others({"one": planted(30, 0, "abc"), "two": planted(20, 1, "xyz")}, "two")
-    assert all(row["s1"] < 0.3 for row in rows.values())
+    trained = [
+        row for name, row in rows.items() if name != "markov3, learning"
+    ]  # which meets them in the test
+    assert all(row["s1"] < 0.3 for row in trained)
     assert rows["mixture, prompt"]["log_loss"] < rows["markov3"]["log_loss"]
