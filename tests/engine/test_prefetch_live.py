@@ -14,7 +14,12 @@ from waiting import until_async
 
 from towerd.models.bundled import bundled_model
 
-SETTINGS: dict[str, Any] = {"policy": "pbkv", "anticipate": False, "live_tokens": 2048}
+SETTINGS: dict[str, Any] = {
+    "policy": "pbkv",
+    "anticipate": False,
+    "live_tokens": 2048,
+    "prefetch_bytes": 64 << 20,
+}
 
 
 class Loop:
@@ -181,7 +186,7 @@ async def test_tenants_do_not_learn_from_each_other(service_on: OpenService) -> 
 
 
 async def test_a_switch_turns_it_off(service_on: OpenService) -> None:
-    async with service_on(bundled_model(), **SETTINGS, prefetch_bytes=0) as service:
+    async with service_on(bundled_model(), **(SETTINGS | {"prefetch_bytes": 0})) as service:
         loop = Loop(service)
         await loop.rounds("abcabc")
         await evict_all(service)

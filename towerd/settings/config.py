@@ -193,9 +193,9 @@ class Config:
         "from state kept behind changed text.", off="--no-anticipate")
     anticipate_tokens_max: int = _set(2048, "int", "--anticipate-tokens-max",
         "Tokens evaluated ahead for one answer, at most.", low=1, high=2**20)
-    prefetch_bytes: int = _set(64 * 2**20, "size", "--prefetch-bytes",
+    prefetch_bytes: int = _set(0, "size", "--prefetch-bytes",
         "Bytes of attention state a second that may be restored or evaluated ahead, while the engine is idle, for "
-        "the step that a workflow is likely to take next; 0: none.", low=0)
+        "the step that a workflow is likely to take next, such as 64MiB; 0: none.", low=0)
     search: bool = _set(True, "bool", "--search",
         "Keep a full-text index of all conversations, which titles come from as well; without it "
         "the index is deleted.", off="--no-search")

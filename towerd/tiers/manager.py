@@ -5,9 +5,8 @@
                         warm --unused--> warm in block formats --longer--> transform-coded
                                        warm, worth least, space short --> warm in smaller ones
 
-The inference thread asks `plan` and `gaps` (tree look-ups) and hands rows over with `accept`;
-`compose` runs on the engine's workers; writing, promoting, evicting and re-encoding run on one
-thread here.
+The inference thread asks `plan` and `gaps` (tree look-ups) and hands rows over with `accept`; `compose` runs on
+the engine's workers; writing, promoting, evicting and re-encoding run on one thread here.
 """
 
 from __future__ import annotations
@@ -91,6 +90,7 @@ class Tiers(Listener):
         prefetch_bytes: int = 0,
         pinned_bytes: int = 0,
         ranks_live: bool = False,
+        thaws_ahead: bool = False,
         tail: bytes = b"",
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -100,9 +100,8 @@ class Tiers(Listener):
             formats, and transform-coded; below 0: they never are
         promote_delay_s: rows that were read from disk are copied into RAM when the request that
             needed them is recorded, or after this long
-        prefetch_bytes: bandwidth of prefetch in bytes per second; 0: no prefetch
         pinned_bytes: RAM that rows of pinned segments may take, if it is more than `hot_bytes`
-        ranks_live: see `Ranking`; tail: bytes that every composed blob must end with"""
+        ranks_live: see `Ranking`; prefetch_bytes, thaws_ahead: see `Prefetcher`; tail: bytes that every composed blob must end with"""
         self.store = store
         self.layout = layout
         self.hot_bytes_max = hot_bytes
@@ -113,7 +112,7 @@ class Tiers(Listener):
         self._promoter = Promoter(
             store, self.counters, lambda: self.hot_bytes_max // 4, promote_delay_s
         )
-        self.prefetcher = Prefetcher(self.ranking, bytes_per_s=prefetch_bytes, clock=clock)
+        self.prefetcher = Prefetcher(self.ranking, prefetch_bytes, clock, thaws_ahead=thaws_ahead)
         self._lock = threading.Lock()
         self._composer = Composer(layout, v_trans=v_trans, tail=tail)
         self._work: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()

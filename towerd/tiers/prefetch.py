@@ -79,12 +79,21 @@ class Prefetcher:
     """Chooses what to prefetch and keeps account of it. `step` is for the tier thread; `brought`,
     `used` and `moved` may be called by any thread, and wait for nothing that takes long."""
 
-    def __init__(self, ranking: Ranking, *, bytes_per_s: int, clock: Callable[[], float]) -> None:
-        """bytes_per_s: the bandwidth; 0: no prefetch."""
+    def __init__(
+        self,
+        ranking: Ranking,
+        bytes_per_s: int,
+        clock: Callable[[], float],
+        *,
+        thaws_ahead: bool = False,
+    ) -> None:
+        """bytes_per_s: the bandwidth; 0: no prefetch. thaws_ahead: whether what is expected back is thawed
+        without it, too."""
         self.bytes_used = self.bytes_wasted = self.nbytes = 0
         self.n_right = self.n_wrong = 0
         self._ranking = ranking
         self._bytes_per_s = bytes_per_s
+        self._thaws_ahead = thaws_ahead
         self._clock = clock
         self._lock = threading.Lock()
         self._fetch: Callable[[Prefetch], None] | None = None
@@ -118,8 +127,9 @@ class Prefetcher:
 
     @property
     def is_on(self) -> bool:
-        """Whether something may be prefetched: the policy forecasts, and there is bandwidth."""
-        return self._bytes_per_s > 0 and self._ranking.predicts_reuse
+        """Whether something may be prefetched or thawed ahead: there is bandwidth, or it thaws ahead, and the
+        policy forecasts."""
+        return (self._bytes_per_s > 0 or self._thaws_ahead) and self._ranking.predicts_reuse
 
     def wait_s(self) -> float:
         """Seconds until `step` should be called again, if no workflow takes a step before."""

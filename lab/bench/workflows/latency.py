@@ -44,6 +44,7 @@ BUSY = 0.5
 _FOUND = 0.5
 """Share of a prompt that it finds, about."""
 _CTX = 1536
+_PREFETCH_BYTES = 64 << 20
 _LIVE_CHATS = 2
 """One that runs, and one that may be prefetched."""
 
@@ -210,7 +211,7 @@ def _server(
         "--hot-bytes": room,
         "--warm-bytes": room,
         "--fidelity": "exact",
-        **({} if cell.prefetch else {"--prefetch-bytes": 0}),
+        "--prefetch-bytes": _PREFETCH_BYTES if cell.prefetch else 0,
     }
     words = [str(word) for pair in own.items() for word in pair]
     program = (str(own_server.__file__), str(options))

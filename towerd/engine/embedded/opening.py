@@ -115,6 +115,7 @@ def _open_tiers(config: Config, core: Core, store: Store) -> Tiers:
         predictor=config.predictor,
         prefetch_bytes=config.prefetch_bytes,
         ranks_live=True,
+        thaws_ahead=True,
         fidelity=cast(Fidelity, config.fidelity),
         forced=LevelFormats.parse(config.level_formats) if config.level_formats else None,
         shrink_after_s=config.shrink_after_s,
