@@ -89,7 +89,7 @@ INNER_LAYERS = {
     ),
     "policy": (
         {"factory"},
-        {"foresight", "latem", "lindy", "pbkv"},
+        {"foresight", "pbkv"},
         {"visits", "workflow_tree"},
         {"predict"},
         {"base"},
@@ -103,7 +103,8 @@ INNER_LAYERS = {
         {"bench", "commands", "prior"},
         {"scale"},
         {"replay", "train"},
-        {"codec", "latem", "policies", "predict", "reference", "texts"},
+        {"latem"},
+        {"codec", "policies", "predict", "reference", "texts"},
         {"models"},
     ),
     "lab.train": (

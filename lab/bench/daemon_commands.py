@@ -175,13 +175,11 @@ def quality(model: Path | None, text: Path | None, plot_path: Path | None, quick
 @click.option(
     "--layers",
     type=click.IntRange(1, 64),
-    default=5,
-    show_default=True,
-    help="Layers that are transformed together.",
+    help="Layers that are transformed together; default: as a daemon chooses, 5 if there are tokens enough.",
 )
 @QUICK
 def transform(
-    model: Path | None, learn_text: Path | None, text: Path | None, layers: int, quick: bool
+    model: Path | None, learn_text: Path | None, text: Path | None, layers: int | None, quick: bool
 ) -> None:
     """Bits and drift of transform-coded rows beside the block formats, and the time to bring them back."""
     _run("transform.rates", model, quick, learn_text=learn_text, text=text, layers=layers)

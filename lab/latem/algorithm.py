@@ -20,7 +20,7 @@ import random
 from collections.abc import Callable
 from typing import TypeAlias
 
-from towerd.policy.latem import Trust
+from lab.policies.latem import Trust
 
 Message: TypeAlias = int
 Token: TypeAlias = tuple[int, int]

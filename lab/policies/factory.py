@@ -1,4 +1,4 @@
-"""Policies by name: those of the daemon, and the baselines of the laboratory."""
+"""Policies by name: those of the daemon, and those that only a replay runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from lab.policies.gdsf import GDSF
 from lab.policies.kvflow import KVFlow
+from lab.policies.latem import LatemTree
+from lab.policies.lindy import Lindy
 from lab.policies.sieve import Sieve
 from towerd import policy as product
 from towerd.errors import ConfigError
@@ -13,6 +15,8 @@ from towerd.errors import ConfigError
 _RIVALS: dict[str, Callable[[product.Tree], product.Policy]] = {
     "gdsf": GDSF,
     "kvflow": KVFlow,
+    "latem": LatemTree,
+    "lindy": Lindy,
     "sieve": Sieve,
 }
 NAMES = tuple(sorted((*product.NAMES, *_RIVALS)))

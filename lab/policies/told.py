@@ -66,9 +66,11 @@ class _Told(WorkflowTree):
 
     predictor: Oracle
 
-    def stepped(self, key: Key, now: float, workflow: str, agent: str) -> None:
+    def stepped(
+        self, key: Key, now: float, workflow: str, agent: str, base: Key | None = None
+    ) -> None:
         self.predictor.workflow = workflow
-        super().stepped(key, now, workflow, agent)
+        super().stepped(key, now, workflow, agent, base)
 
 
 class ToldPBKV(_Told, PBKV):

@@ -174,6 +174,8 @@ def test_endless_workflows_age_out_and_floods_are_bounded() -> None:
     assert len(policy.runs["late"].agents) <= 257
     assert len(policy.runs["late"].path) <= 64
     policy.remove(1)
+    assert set(policy.users) == {1}, "it may come back"
+    policy.forget(1)
     assert not policy.users
 
 

@@ -21,6 +21,6 @@ def test_every_name_makes_a_policy(name: str) -> None:
 @pytest.mark.parametrize("name", ["fifo", "sieve"])
 def test_unknown_name(name: str) -> None:
     """The message lists the policies, without those of the laboratory."""
-    wanted = f"'{name}'; choose one of: foresight, latem, lindy, lru, pbkv$"
+    wanted = f"'{name}'; choose one of: foresight, lru, pbkv$"
     with pytest.raises(ConfigError, match=wanted):
         make_policy(name, Planted())

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_workflows import random_weights
 
-from towerd.policy.latem import InterArrival
+from lab.policies.latem import InterArrival
 from towerd.policy.predict.base import END, N_STEPS, Forecast, NoPrediction, best
 from towerd.policy.predict.fallback import Fallback
 from towerd.policy.predict.markov import Markov, learn

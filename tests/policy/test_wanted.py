@@ -7,9 +7,9 @@ from typing import Any
 
 from planted import planted
 
+from lab.policies.lindy import Lindy
 from towerd.policy.base import LRU, ReuseForecaster
 from towerd.policy.foresight import Foresight
-from towerd.policy.lindy import Lindy
 from towerd.policy.pbkv import PBKV
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from towerd.model.speakers import MessageStart, message_starts
+from towerd.model.speakers import MessageStart, message_starts, system_tokens
 from towerd.sessions.divergence import GRAM, KNOWN_MIN, Divergence, diverge, n_known
 from towerd.sessions.habits import CLIENTS_MAX, Habits
 from towerd.store.catalog.vocabularies import KeptVocabulary
@@ -179,3 +179,14 @@ def test_a_habit_is_told_once() -> None:
     assert told == [False] * 6 + [True, False, False]
     assert not any(habits.note(n, "a") for n in range(2 * CLIENTS_MAX))
     assert not any(habits.note("new", place) for place in ("a", "b") * 8), "half of them, not most"
+
+
+@pytest.mark.parametrize("n_system", [30, 9000])
+def test_system_tokens_are_what_prompts_with_one_system_prompt_share(n_system: int) -> None:
+    system = "Be brief. " * (n_system // 10)
+    prompts = [rendered([("system", system), ("user", said)]) for said in ("yes", "no")]
+    shared = next(k for k, (a, b) in enumerate(zip(*prompts, strict=False)) if a != b)
+    assert [system_tokens(ids, VOCABULARY) for ids in prompts] == [shared, shared]
+    assert system_tokens(rendered([("user", "hello")]), VOCABULARY) == 0
+    assert system_tokens(rendered([("system", system)]), VOCABULARY) == 0
+    assert system_tokens(ids_of("no template at all"), VOCABULARY) == 0

@@ -33,6 +33,7 @@ ROLES = {
 _NAMED = re.compile(rf"(?i)[<\[|｜_]({'|'.join(ROLES)})(?=[|｜>\]_])")
 HEADER = re.compile(rf"\s*({'|'.join(ROLES)})[ \t]*(?:\n+|\Z)", re.IGNORECASE)
 _INSTRUCTION = {"[INST]": "user", "[/INST]": "assistant", "[TOOL_RESULTS]": "tool"}
+_SYSTEM_TOKENS = 4096
 _HEADER_TOKENS = 16
 """The name of a speaker behind a control token has fewer."""
 
@@ -77,6 +78,29 @@ def message_starts(ids: Ids, vocabulary: Spelled) -> list[MessageStart]:
     if found and found[-1].role == "assistant" and len(ids) - found[-1].at <= _HEADER_TOKENS:
         found.pop()
     return found
+
+
+def system_tokens(ids: Ids, vocabulary: Spelled) -> int:
+    """How many leading tokens of a prompt do not depend on what is said: its system prompt with tools, and
+    the name of the first speaker. 0 if there is no system prompt, or speakers are not named."""
+    for part in (ids[:_SYSTEM_TOKENS], ids):  # most are short, and prompts can be very long
+        starts = message_starts(part, vocabulary)
+        first = next((start.at for start in starts if start.role != "system"), None)
+        if first is not None:
+            is_told = any(start.role == "system" for start in starts if start.at < first)
+            return first + _header_tokens(part[first:], vocabulary) if is_told else 0
+    return 0
+
+
+def _header_tokens(ids: Ids, vocabulary: Spelled) -> int:
+    """How many tokens name the speaker of the message that begins with `ids`."""
+    pieces, text = vocabulary.pieces, b""
+    for n, id in enumerate(ids[1 : 1 + _HEADER_TOKENS].tolist(), 2):
+        text += pieces[id] if 0 <= id < len(pieces) else b""
+        header = HEADER.match(text.decode("utf-8", "replace"))
+        if header and header[0].endswith("\n"):
+            return n
+    return 1
 
 
 def role_in(control: str) -> str:

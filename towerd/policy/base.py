@@ -202,9 +202,14 @@ class Policy:
         is over, with everything that no other conversation shares. If it is an inner key, it and
         its descendants are over, but its ancestors are not. An optional event."""
 
-    def stepped(self, key: Key, now: float, workflow: str, agent: str) -> None:
+    def stepped(
+        self, key: Key, now: float, workflow: str, agent: str, base: Key | None = None
+    ) -> None:
         """The request whose input ends with `key` was a step of `agent` in `workflow`. An
-        optional event. Names of one tenant never equal those of another."""
+        optional event. Names of one tenant never equal those of another.
+
+        base: `key` or one above it, the last of those that the agent's prompts begin with before their
+        first message; None: not known"""
 
     def workflow_ended(self, workflow: str, now: float) -> None:
         """`workflow` has no further steps. An optional event; others may still use what its

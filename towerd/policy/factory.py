@@ -12,8 +12,6 @@ from towerd.policy.predict.base import Predictor
 
 _POLICIES = {  # imported when one is made: some need numpy, and --help has to be quick
     "foresight": "towerd.policy.foresight:Foresight",
-    "latem": "towerd.policy.latem:LatemTree",
-    "lindy": "towerd.policy.lindy:Lindy",
     "lru": "towerd.policy.base:LRU",
     "pbkv": "towerd.policy.pbkv:PBKV",
 }

@@ -76,11 +76,13 @@ class ReturnRanking(WorkflowTree):
         return above + worth, entry.used
 
     def _above_private(self, entry: Entry) -> float:
-        """_SHARED for what several running workflows use, and for what several workflows used one after
-        the other until lately: an agent's base, which the next workflow will need though none does
-        now. Else 0."""
+        """_SHARED for what several running workflows use, for what several workflows used one after
+        the other until lately, and for what agents' prompts begin with while that pays: the next workflow will need it
+        though none does now. Else 0."""
+        if self.keeps_bases and entry.key in self._bases:
+            return _SHARED
         users = self.users.get(entry.key, ())
-        n_used = len(users) + self._n_over.get(entry.key, 0)
+        n_used = self.n_workflows(entry.key)
         since_s = self._now - max(_RUNNING_S, _RUNNING_STEPS * self.step_s)
         if sum(self.runs[workflow].stepped_s >= since_s for workflow in users) > 1:
             return _SHARED
@@ -308,9 +310,11 @@ class Foresight(ReturnRanking):
             entry.visit.ended, entry.visit.ended_from = True, key
         self._refresh_both(key, now)
 
-    def stepped(self, key: Key, now: float, workflow: str, agent: str) -> None:
-        super().stepped(key, now, workflow, agent)
-        self._shadow.stepped(key, now, workflow, agent)
+    def stepped(
+        self, key: Key, now: float, workflow: str, agent: str, base: Key | None = None
+    ) -> None:
+        super().stepped(key, now, workflow, agent, base)
+        self._shadow.stepped(key, now, workflow, agent, base)
 
     def workflow_ended(self, workflow: str, now: float) -> None:
         super().workflow_ended(workflow, now)

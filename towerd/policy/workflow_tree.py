@@ -9,7 +9,7 @@ from heapq import nlargest
 from itertools import islice, takewhile
 from typing import Any, ClassVar
 
-from towerd.policy.base import Entry, Evictable, Frees, Key, Learning, Policy, Tree
+from towerd.policy.base import Evictable, Frees, Key, Learning, Policy, Tree
 from towerd.policy.predict.base import END, Forecast, Predictor
 from towerd.policy.predict.tenants import MARK, tenant_in
 
@@ -19,6 +19,10 @@ RUN_IDLE_S = 3600.0
 """A workflow without a step for this long counts as over."""
 PATH_MAX = 64
 """The last steps of a workflow that predictors see."""
+_BASES_SHARE_MAX = 0.5
+"""Share of the tier that bases may take while they come before what single workflows have for themselves."""
+_BASES_LOOKED_AT = 256
+"""Bases whose bytes are added up for one eviction, on average."""
 AGENTS_MAX = 256
 """Agents told apart within a workflow."""
 _NEW_GAP_WEIGHT = 0.02
@@ -46,7 +50,7 @@ class WorkflowRun:
     n_steps: int = 0
     agents: set[str] = field(default_factory=set)
     keys: set[Key] = field(default_factory=set)
-    """Keys that its steps used and that are in the tier."""
+    """Keys that its steps used, in the tier or not."""
     ends: dict[str, Key] = field(default_factory=dict)
     """By agent: where its last prompt ended, in the tier or not."""
     stepped_s: float = 0.0
@@ -63,7 +67,8 @@ class WorkflowRun:
 
 
 class WorkflowTree(Policy):
-    """Keeps `users`: per key and workflow the agents that used it (PBKV's A_w(c))."""
+    """Keeps `users`: per key and workflow the agents that used it (PBKV's A_w(c)). What is known of a key
+    outlives its eviction: rows that come back are as much in use as before."""
 
     teaches: ClassVar[bool] = True
     """Whether its predictor learns from its events."""
@@ -77,6 +82,13 @@ class WorkflowTree(Policy):
         self.users: dict[Key, dict[str, set[str]]] = {}
         self._n_over: dict[Key, int] = {}
         """By key: how many workflows that used it are over."""
+        self._bases: set[Key] = set()
+        """Keys that agents' prompts begin with, up to the first message."""
+        self.keeps_bases = False
+        """Whether bases pay: at least half of them were used by several workflows, and they take no more than
+        their share of the tier. As of the last look."""
+        self._looks_due = 0
+        """Evictions until the next look."""
         self._n_changed: OrderedDict[str, int] = OrderedDict()
         """By agent: how many of the last nodes of a tower its next prompt did not begin with."""
         self._n_changed_anew: OrderedDict[str, int] = OrderedDict()
@@ -93,7 +105,9 @@ class WorkflowTree(Policy):
 
     # ---- events -----------------------------------------------------------------------------
 
-    def stepped(self, key: Key, now: float, workflow: str, agent: str) -> None:
+    def stepped(
+        self, key: Key, now: float, workflow: str, agent: str, base: Key | None = None
+    ) -> None:
         self._tick(now)
         run = self.runs.pop(workflow, None) or WorkflowRun()
         self.runs[workflow] = run
@@ -114,11 +128,11 @@ class WorkflowTree(Policy):
         run.n_steps += 1
         run.path.append(agent)
         del run.path[:-PATH_MAX]
-        at: Key | None = key
-        while at is not None and at in self._entries:
+        for at in self._up(key):
             self.users.setdefault(at, {}).setdefault(workflow, set()).add(agent)
             run.keys.add(at)
-            at = self.tree.parent(at)
+        if base is not None:
+            self._bases.update(self._up(base))
         if self.teaches:
             self.predictor.observe(run.path)
         run.forecast = self.predictor.forecast(run.path)
@@ -139,6 +153,8 @@ class WorkflowTree(Policy):
             self.predictor.observe([*run.path, END])
         for key in run.keys:
             del self.users[key][workflow]
+            if not self.users[key]:
+                del self.users[key]
             self._n_over[key] = self._n_over.get(key, 0) + 1
         self._push_all(run)
 
@@ -152,7 +168,7 @@ class WorkflowTree(Policy):
             key: {workflow: set(agents) for workflow, agents in users.items()}
             for key, users in other.users.items()
         }
-        self._n_over = dict(other._n_over)
+        self._n_over, self._bases = dict(other._n_over), set(other._bases)
         self.runs = OrderedDict((name, run.copy()) for name, run in other.runs.items())
 
     def learned(self) -> Mapping[str, Any]:
@@ -219,24 +235,44 @@ class WorkflowTree(Policy):
     def victims(self, bytes_needed: int, is_evictable: Evictable, frees: Frees = None) -> list[Key]:
         """See Policy.victims. What is idle for too long is over, also if no workflow takes a step meanwhile."""
         self._age()
+        self._looks_due -= 1
+        if self._looks_due <= 0:
+            self.keeps_bases = self._bases_pay()
+            self._looks_due = len(self._bases) // _BASES_LOOKED_AT
         return super().victims(bytes_needed, is_evictable, frees)
 
+    def _bases_pay(self) -> bool:
+        here = [entry for key in self._bases if (entry := self._entries.get(key)) is not None]
+        n_again = sum(self.n_workflows(key) > 1 for key in self._bases)
+        is_small = sum(entry.nbytes for entry in here) <= _BASES_SHARE_MAX * self.nbytes
+        return is_small and 2 * n_again >= len(self._bases)
+
+    def n_workflows(self, key: Key) -> int:
+        """How many workflows have used it."""
+        return len(self.users.get(key, ())) + self._n_over.get(key, 0)
+
     def is_retired(self, key: Key) -> bool:
-        """Whether workflows used it and all of them are over (PBKV, section 4.2.1)."""
-        return key in self._n_over and not self.users.get(key)
+        """Whether workflows used it and all of them are over (PBKV, section 4.2.1). What an agent's prompts begin
+        with never is: its next workflow begins with it."""
+        return key in self._n_over and key not in self.users and key not in self._bases
 
-    def _on_remove(self, entry: Entry) -> None:
-        for workflow in self.users.pop(entry.key, ()):
-            self.runs[workflow].keys.discard(entry.key)
-        self._n_over.pop(entry.key, None)
+    def forget(self, key: Key) -> None:
+        super().forget(key)
+        for workflow in self.users.pop(key, ()):
+            self.runs[workflow].keys.discard(key)
+        self._n_over.pop(key, None)
+        self._bases.discard(key)
 
-    def _on_split(self, lower: Entry, upper: Entry) -> None:
-        users = self.users.get(lower.key, {})
-        self.users[upper.key] = {workflow: set(agents) for workflow, agents in users.items()}
-        for workflow in users:
-            self.runs[workflow].keys.add(upper.key)
-        if lower.key in self._n_over:
-            self._n_over[upper.key] = self._n_over[lower.key]
+    def split(self, lower: Key, upper: Key, upper_nbytes: int, now: float) -> None:
+        if users := self.users.get(lower):
+            self.users[upper] = {workflow: set(agents) for workflow, agents in users.items()}
+            for workflow in users:
+                self.runs[workflow].keys.add(upper)
+        if lower in self._n_over:
+            self._n_over[upper] = self._n_over[lower]
+        if lower in self._bases:
+            self._bases.add(upper)
+        super().split(lower, upper, upper_nbytes, now)
 
     def _push_all(self, run: WorkflowRun) -> None:
         for key in run.keys:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 
-from towerd.errors import SessionDeleted
+from towerd.errors import SessionDeleted, TowerdError
+from towerd.model.speakers import system_tokens
+from towerd.search.reading import TurnReader
 from towerd.search.search import Search
 from towerd.sessions.traffic import Traffic
 from towerd.store import Store
+from towerd.store.catalog.vocabularies import KeptVocabulary
 from towerd.store.sessions.deletions import DeletionWatch
 from towerd.store.sessions.turn import Turn
 
@@ -24,6 +28,7 @@ class TurnRecorder:
         self._store = store
         self._traffic = traffic
         self._search = search
+        self._vocabulary: KeptVocabulary | None = None
 
     def watch_deletions(self) -> DeletionWatch:
         """What is deleted from now on, for the turn of a request that begins."""
@@ -45,12 +50,23 @@ class TurnRecorder:
         return ""
 
     def _commit(self, turn: Turn) -> str:
+        if self._search is not None and turn.agent is not None:
+            turn = dataclasses.replace(turn, n_base=self._n_base(turn, self._search.reader))
         result = self._store.commit_turn(turn)
         if self._traffic is not None:
             self._traffic.recorded(turn, result.node, result.session_id)
         if self._search is not None:
             self._search.recorded(turn, result)
         return result.session_id
+
+    def _n_base(self, turn: Turn, reader: TurnReader) -> int:
+        """See `Turn.n_base`."""
+        try:
+            self._vocabulary = self._vocabulary or reader.own_vocabulary()
+        except TowerdError as error:  # the turn is worth more
+            log.debug("where a system prompt ends is not known", extra={"error": str(error)})
+            return 0
+        return system_tokens(turn.prompt, self._vocabulary)
 
     def _keep_prompt(self, turn: Turn) -> None:
         prompt, n = turn.prompt[: turn.n_cached], turn.n_cached

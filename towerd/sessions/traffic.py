@@ -135,7 +135,8 @@ class Traffic:
         workflow, over = self.tracker.step(step)
         # a policy must not apply what it learns of one tenant's names to another's
         agent = f"{step.scope}\n{step.agent}"
-        self._tiers.ranking.stepped(last, workflow.name, agent)
+        base = next((node for node in last.path() if node.p1 == turn.n_base), None)
+        self._tiers.ranking.stepped(last, workflow.name, agent, base)
         for each in over:
             self._tiers.ranking.workflow_ended(each.name)
         self._tiers.stepped()

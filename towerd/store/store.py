@@ -357,7 +357,7 @@ class Store:
             whose = turn.since, turn.session, turn.scope
             self._sessions.check_not_deleted(*whose, data, self.state.tree)
             with self.state.growing() as growth:
-                node_ends = growth.grow_turn(data, turn.scope, n_prompt, n_cached)
+                node_ends = growth.grow_turn(data, turn.scope, n_prompt, n_cached, turn.n_base)
                 session, is_new = self._sessions.enter(turn, known, growth.now)
                 turn_id = self._sessions.record(session, turn, known, node_ends, tail, growth.now)
             self.state.touch(node_ends[1])

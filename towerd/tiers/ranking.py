@@ -384,9 +384,11 @@ class Ranking(Listener):
         """The visit of `end` got its answer, which ended because of `stop`."""
         self._tell(lambda tier: tier.answered(end.id, now, stop))
 
-    def stepped(self, end: Node, workflow: str, agent: str) -> None:
-        """The visit of `end` was a step of `agent` in `workflow`."""
-        self._tell(lambda tier: tier.policy.stepped(end.id, tier.now, workflow, agent))
+    def stepped(self, end: Node, workflow: str, agent: str, base: Node | None = None) -> None:
+        """The visit of `end` was a step of `agent` in `workflow`. base: where what the agent's prompts begin
+        with ends"""
+        key = None if base is None else base.id
+        self._tell(lambda tier: tier.policy.stepped(end.id, tier.now, workflow, agent, key))
 
     def ended(self, end: Node) -> None:
         """No request will continue from `end`."""

@@ -30,6 +30,7 @@ from towerd.codec.rows.learn import Rounding
 from towerd.engine.embedded.calibration.calibrate import calibration_text
 from towerd.engine.embedded.calibration.measure import Measurer
 from towerd.engine.embedded.calibration.measure_plan import WINDOW_TOKENS_MAX
+from towerd.engine.embedded.calibration.transform import group_layers
 from towerd.engine.embedded.calibration.transform_basis import learned, sandwiched, windows_of
 from towerd.engine.moving.rotation import rope_of
 from towerd.model.llama_model import LlamaModel
@@ -109,9 +110,9 @@ async def run(
     *,
     learn_text: Path | None = None,
     text: Path | None = None,
-    layers: int = 5,
+    layers: int | None = None,
 ) -> Report:
-    """Learn, then measure. Raises ConfigError, ModelError, CodecError, NotSupported."""
+    """Learn, then measure. layers: of a group; None: as a daemon would choose. Raises ConfigError, ModelError, CodecError, NotSupported."""
     size = QUICK if quick else FULL
     path = default_model() if model is None else model
     first, second = (part[: int(size.share * len(part))] for part in texts(learn_text, text))
@@ -123,7 +124,9 @@ async def run(
         said = Said(bar)
         with measurer_on(path, first, size.n_windows, kinds=KINDS) as measurer:
             said.phase("evaluating the text to learn from", measurer)
-            report.figures["learned_tokens"] = sum(map(len, windows_of(measurer)))
+            n_rows = sum(map(len, windows_of(measurer)))
+            report.figures["learned_tokens"] = n_rows
+            layers = layers or group_layers(measurer.layout, n_rows)
             identity = hashlib.blake2b(path.name.encode(), digest_size=32).digest()
             said.phase("weighing groups of layers", measurer)
             basis = learned(measurer, rope, codings, layers, size.n_weighed, identity)

@@ -11,6 +11,7 @@ BASELINE = "lru"
 RIVALS = ("lifecycle", "hierarchy", "pbkv")
 SHARES = (0.1, 0.3, 0.5)
 CONCURRENCIES = (4, 16)
+CONCURRENCIES_QUICK = (8,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class WorkflowCell:
 
     policy: str
     hints: bool = True
-    prefetch: bool = True
+    prefetch: bool = False
     share: float = SHARES[0]
     concurrency: int = CONCURRENCIES[-1]
 
@@ -28,7 +29,7 @@ class WorkflowCell:
     def name(self) -> str:
         """For a row of the table."""
         hints = "" if self.hints else ", no hints"
-        prefetch = "" if self.prefetch else ", no prefetch"
+        prefetch = ", prefetch" if self.prefetch else ""
         return f"{self.policy}{hints}{prefetch}, {100 * self.share:g} %, {self.concurrency}"
 
 
@@ -54,8 +55,8 @@ class Compared:
         return replace(self.lru, policy=self.policy)
 
     @property
-    def no_prefetch(self) -> WorkflowCell:
-        return replace(self.hinted, prefetch=False)
+    def prefetched(self) -> WorkflowCell:
+        return replace(self.hinted, prefetch=True)
 
     @property
     def lied(self) -> WorkflowCell:
@@ -63,7 +64,7 @@ class Compared:
         return replace(self.hinted, policy="foresight-lied")
 
     def cells(self) -> list[WorkflowCell]:
-        return [self.lru, self.hinted, self.unhinted, self.no_prefetch, self.lied]
+        return [self.lru, self.hinted, self.unhinted, self.prefetched, self.lied]
 
 
 def chosen(

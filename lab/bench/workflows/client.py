@@ -76,20 +76,21 @@ class WorkflowClient:
     async def run(
         self, all_walks: Sequence[WorkflowWalk], concurrency: int
     ) -> list[ServedWorkflow]:
-        """Each place runs one workflow after the other."""
+        """Each place runs one workflow after the other, the next that has not begun."""
         for walk in all_walks:
             for step in walk.steps:
                 if (walk.app.name, step.agent) not in self._bases:
                     n = await base_tokens(self.session, self.url, walk.app, step.agent)
                     self._bases[walk.app.name, step.agent] = n
         done: list[ServedWorkflow] = []
+        left = iter(all_walks)
 
-        async def place(first: int) -> None:
-            await asyncio.sleep(first * self.mean_pause_s / concurrency)
-            for n in range(first, len(all_walks), concurrency):
-                done.append(await self._workflow(all_walks[n]))
+        async def place(n: int) -> None:
+            await asyncio.sleep(n * self.mean_pause_s / concurrency)
+            for walk in left:
+                done.append(await self._workflow(walk))
 
-        await asyncio.gather(*(place(first) for first in range(concurrency)))
+        await asyncio.gather(*(place(n) for n in range(concurrency)))
         return sorted(done, key=lambda each: each.name)
 
     async def _workflow(self, walk: WorkflowWalk) -> ServedWorkflow:
@@ -156,8 +157,9 @@ async def probe(
 ) -> ServedModel:
     """Measure a daemon that nothing else uses."""
     speeds, replied = list[float](), list[float]()
+    n_words = load.app_words + load.base_words + load.task_words + 3 * load.result_words
     for n in range(_PROBES + 1):
-        said = " ".join(words[n * load.base_words : (n + 1) * load.base_words])
+        said = " ".join(words[n * n_words : (n + 1) * n_words])
         done = await chat(session, url, [{"role": "user", "content": said}], load.reply_tokens)
         timings: dict[str, Any] = done.timings
         speeds.append(1e3 * timings["prompt_n"] / timings["prompt_ms"])

@@ -22,9 +22,22 @@ import click
 from gguf import GGUFReader
 
 from lab.bench.workflows import server as own_server
-from lab.bench.workflows.cells import CONCURRENCIES, SHARES, Compared, WorkflowCell, chosen
+from lab.bench.workflows.cells import (
+    CONCURRENCIES,
+    CONCURRENCIES_QUICK,
+    SHARES,
+    Compared,
+    WorkflowCell,
+    chosen,
+)
 from lab.bench.workflows.client import ServedModel, WorkflowClient, probe
-from lab.bench.workflows.load import WorkflowLoad, distinct_tokens, prompt_tokens, walks
+from lab.bench.workflows.load import (
+    WorkflowLoad,
+    distinct_tokens,
+    least_evaluated,
+    prompt_tokens,
+    walks,
+)
 from lab.bench.workflows.report import CellOutcome, costs, figures, ratio, table
 from lab.models.kept import random_model
 from lab.models.shape import Shape
@@ -34,16 +47,19 @@ from towerd.cli.bench.harness.report import Report
 from towerd.cli.bench.harness.servers import ServerProcess, towerd_process, towerd_server
 from towerd.cli.output import show_table
 
-LOAD = WorkflowLoad(app_words=20, base_words=70, task_words=10, result_words=6, reply_tokens=3)
+LOAD = WorkflowLoad(app_words=20, base_words=70, task_words=10, result_words=6)
 """Short, because the 1B shape evaluates 60 tokens in a second on two cores."""
-QUICK = WorkflowLoad(requests=130, warm_requests=45)
-QUICK_SHAPE = Shape(2, 128, 4, 2, 384, 8192, n_ctx_train=32768)
+QUICK = WorkflowLoad(requests=130, warm_requests=45, task_words=100, result_words=150)
+"""So that evaluation is most of the time of a request, and all bases fit into the memory that is compared."""
+QUICK_SHAPE = Shape(2, 256, 4, 2, 768, 8192, n_ctx_train=32768)
+_QUICK_THREADS = 1
+"""Two threads wait for each other on a machine with two cores that the client uses, too."""
 SEEDS, SEEDS_QUICK = 5, 2
 BUSY = 0.5
 """Share of the time in which LRU's server should be busy."""
 _FOUND = 0.5
 """Share of a prompt that it finds, about."""
-_CTX = 1536
+_CTX = 4096
 _PREFETCH_BYTES = 64 << 20
 _LIVE_CHATS = 2
 """One that runs, and one that may be prefetched."""
@@ -63,11 +79,12 @@ async def run(
     benchmark. threads: of the daemons; None: their default."""
     load = QUICK if quick else LOAD
     shares = shares or (SHARES[:1] if quick else SHARES)
-    concurrencies = concurrencies or (CONCURRENCIES[-1:] if quick else CONCURRENCIES)
+    concurrencies = concurrencies or (CONCURRENCIES_QUICK if quick else CONCURRENCIES)
     if model is None and quick:
         path = random_model("workflows-small", QUICK_SHAPE, announce=True)
     else:
         path = bench_model(model, "1b")
+    threads = threads or (_QUICK_THREADS if quick else None)
     flags = () if threads is None else ("-t", str(threads))
     compared, cells = chosen(policies, shares, concurrencies, quick)
     n_seeds = seeds or (SEEDS_QUICK if quick else SEEDS)
@@ -100,6 +117,9 @@ def _report(
         "concurrency": compared.concurrency,
         "requests": sum(len(w.steps) for each in found[compared.lru] for w in each.measured),
         "tokens_per_s": served.tokens_per_s,
+        "evaluated_lru": rows[compared.lru.name]["evaluated_mean"],
+        "evaluated": hinted["evaluated_mean"],
+        "evaluated_least": _least_evaluated(served, load, len(found[compared.lru])),
         "lru_ttft_p50_s": rows[compared.lru.name]["ttft_p50_s"],
         "policy_ttft_p50_s": hinted["ttft_p50_s"],
         "base_miss": hinted["base_miss"],
@@ -124,13 +144,25 @@ def _ratios(compared: Compared, found: dict[WorkflowCell, list[CellOutcome]]) ->
         "ttft_ratio_hints_mean": ratio(lru, hinted, mean),
         "ttft_ratio": ratio(lru, found[compared.unhinted], median),
         "ttft_ratio_mean": ratio(lru, found[compared.unhinted], mean),
-        "prefetch_ratio": ratio(found[compared.no_prefetch], hinted, median),
+        "prefetch_ratio": ratio(hinted, found[compared.prefetched], median),
         "lies_ratio": ratio(found[compared.lied], lru, mean),
     }
     out: dict[str, float] = {}
     for name, (value, low, high) in three.items():
         out |= {name: value, f"{name}_low": low, f"{name}_high": high}
     return out
+
+
+def _least_evaluated(served: ServedModel, load: WorkflowLoad, seeds: int) -> float:
+    """Mean tokens that a request evaluates if nothing is ever evicted."""
+    each = [walks(load, served.words, seed) for seed in range(seeds)]
+    return mean(
+        n
+        for all_walks in each
+        for walk in all_walks
+        if walk.is_measured
+        for n in least_evaluated(load, walk, served.overhead)
+    )
 
 
 def vocabulary_words(path: Path) -> tuple[str, ...]:

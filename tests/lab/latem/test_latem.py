@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lab.latem.algorithm import Item, LatemCache
 from lab.latem.optimum import Request, optimum_cost
-from towerd.policy.latem import Trust
+from lab.policies.latem import Trust
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 4), st.none() | st.integers(0, 3)), max_size=60)
 

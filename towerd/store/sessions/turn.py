@@ -31,6 +31,9 @@ class Turn:
     """The client's name for the workflow that this is a step of."""
     agent: str | None = None
     """The agent, named by the client or told apart by system prompt and tools; None if unknown."""
+    n_base: int = 0
+    """Leading tokens that the agent's prompts begin with, whatever it is told: up to the text of the first
+    message that is no system prompt; 0: not known."""
     n_rows: int | None = None
     """Leading tokens whose rows the store has or gets; None: the first `n_cached`."""
     since: DeletionWatch | None = None

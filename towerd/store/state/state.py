@@ -42,10 +42,13 @@ class Growth:
         the last is the length of `ids`); returns it."""
         return self._grow(ids, scope, ends)[ends[-1]].path()
 
-    def grow_turn(self, ids: bytes, scope: str, n_prompt: int, n_cached: int) -> tuple[Node, Node]:
+    def grow_turn(
+        self, ids: bytes, scope: str, n_prompt: int, n_cached: int, n_base: int = 0
+    ) -> tuple[Node, Node]:
         """Insert the path of a turn of which the first `n_cached` tokens have rows. Returns
-        its prompt end and its reply end, each capped at `n_cached` (the root for 0)."""
-        ends = sorted({min(n_prompt, n_cached), n_cached} - {0})
+        its prompt end and its reply end, each capped at `n_cached` (the root for 0). A node ends behind
+        the first `n_base` tokens, too."""
+        ends = sorted({min(n_base, n_cached), min(n_prompt, n_cached), n_cached} - {0})
         at = self._grow(ids[: n_cached * ID_BYTES], scope, ends) if ends else {}
         at[0] = self.state.tree.root
         return at[min(n_prompt, n_cached)], at[n_cached]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planted import planted
 
-from towerd.policy.lindy import BASE_BRANCHES, Lindy
+from lab.policies.lindy import BASE_BRANCHES, Lindy
 
 
 def always(key: int) -> bool:
