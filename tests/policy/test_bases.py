@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from planted import planted
 
-from tests.support.planted import planted
 from towerd.policy.base import Policy
 from towerd.policy.foresight import Foresight
 from towerd.policy.pbkv import PBKV
