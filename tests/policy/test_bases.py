@@ -34,7 +34,7 @@ class Agents:
 
     def evicted(self, n: int) -> list[int]:
         """The keys that leave for `n` of ten bytes."""
-        left = self.policy.victims(10 * n, always)
+        left: list[int] = self.policy.victims(10 * n, always)
         for key in left:
             self.policy.remove(key)
         return left
