@@ -83,13 +83,16 @@ def message_starts(ids: Ids, vocabulary: Spelled) -> list[MessageStart]:
 def system_tokens(ids: Ids, vocabulary: Spelled) -> int:
     """How many leading tokens of a prompt do not depend on what is said: its system prompt with tools, and
     the name of the first speaker. 0 if there is no system prompt, or speakers are not named."""
-    for part in (ids[:_SYSTEM_TOKENS], ids):  # most are short, and prompts can be very long
-        starts = message_starts(part, vocabulary)
+    n = _SYSTEM_TOKENS
+    while True:  # most are short, and prompts can be very long
+        starts = message_starts(ids[:n], vocabulary)
         first = next((start.at for start in starts if start.role != "system"), None)
         if first is not None:
             is_told = any(start.role == "system" for start in starts if start.at < first)
-            return first + _header_tokens(part[first:], vocabulary) if is_told else 0
-    return 0
+            return first + _header_tokens(ids[first:], vocabulary) if is_told else 0
+        if n >= len(ids):
+            return 0
+        n *= 4
 
 
 def _header_tokens(ids: Ids, vocabulary: Spelled) -> int:
