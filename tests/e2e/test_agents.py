@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import requests
 from click.testing import CliRunner
 from daemon import Daemon
 
+from lab.models.random_gguf import PRESETS, make_random_gguf
 from towerd.cli.main import towerctl
+from towerd.tokens import common_prefix
 
 MakeDaemon = Callable[..., Daemon]
 SYSTEM = "You tell stories about animals. You are kind, and you never stop before the end."
@@ -62,6 +65,37 @@ def test_a_named_workflow(make_daemon: MakeDaemon) -> None:
             ("w2", 0, "teller"),
         ]
         assert {row[3] for row in rows} <= {"max_tokens", "end_turn"}
+
+
+def test_a_base_outlives_the_only_workflow_that_used_it(
+    make_daemon: MakeDaemon, tmp_path: Path
+) -> None:
+    """What was said leaves first, but not what the agent's next prompt begins with. The model's template
+    names speakers."""
+    make_random_gguf(model := tmp_path / "tiny.gguf", PRESETS["tiny"])
+    with make_daemon("-t", "1", "-m", str(model)) as daemon:
+        chat(daemon, "A cat.", workflow="w1", agent="teller")
+        daemon.post("/towerd/v1/workflows/w1/end", {})
+        prompts = [
+            daemon.post("/apply-template", {"messages": [*of(SYSTEM), *of(said, "user")]})["prompt"]
+            for said in ("yes", "no")
+        ]
+        ids = [
+            daemon.post("/tokenize", {"content": text, "add_special": True, "parse_special": True})
+            for text in prompts
+        ]
+        n_base = common_prefix(*(np.array(each["tokens"], np.int32) for each in ids))
+        segments = daemon.get("/towerd/v1/segments")["segments"]
+        scores = {
+            each["p1"]: daemon.get(f"/towerd/v1/segments/{each['id']}/why")["why"]["hot"]["score"]
+            for each in segments
+        }
+        assert scores[n_base] >= 0.0
+        assert all(score < 0.0 for end, score in scores.items() if end > n_base)
+
+
+def of(text: str, role: str = "system") -> list[dict[str, str]]:
+    return [{"role": role, "content": text}]
 
 
 def test_hints_that_cannot_be(make_daemon: MakeDaemon) -> None:
