@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from towerd.llama_build import CARRIED, is_carried
+from towerd.llama_build import CARRIED, is_carried, waiting_env
 
 if TYPE_CHECKING:
     import llama_cpp.llama_cpp as lib
@@ -32,6 +32,7 @@ ENV_FOLDER = "LLAMA_CPP_LIB_PATH"
 
 
 def _load() -> ModuleType:
+    os.environ.update(waiting_env(os.environ))  # libgomp reads it once, when it is loaded
     if not is_carried():
         return _without_package(find_spec(PACKAGE))
     # `towerd.wire` is linked with the libraries in this folder, so no others may be loaded.

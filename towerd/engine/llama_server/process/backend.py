@@ -28,6 +28,7 @@ from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.engine.llama_server.process.upstream_counters import CounterValues, counters, difference
 from towerd.engine.llama_server.slot_files.slotdir import SlotDir
 from towerd.errors import ConfigError
+from towerd.llama_build import waiting_env
 from towerd.model.llama_model import LlamaModel
 from towerd.models.bundled import find_model
 from towerd.settings.config import Config
@@ -80,7 +81,7 @@ async def _started(config: Config) -> AsyncIterator[LlamaServerBackend]:
     path = None if named_there else await asyncio.to_thread(find_model, config.model)
     model = None if path is None else await asyncio.to_thread(open_vocab, path, config)
     slotdir = await asyncio.to_thread(SlotDir.private, config.slot_dir)
-    env = {**server_env(os.environ), **library_env(binary)}
+    env = {**server_env(os.environ), **library_env(binary), **waiting_env(os.environ)}
 
     def flags(port: int) -> list[str]:
         has_window = sliding_window(model) > 0
