@@ -41,8 +41,6 @@ _SHARED = 1e7
 """Added to the rank of what workflows share: more than any uses per second."""
 _RUNNING_S, _RUNNING_STEPS = 120.0, 8.0
 """A workflow runs, in this respect, as long as its last step is so many seconds or mean steps ago."""
-_SHARED_IDLE = 4.0
-"""What workflows of the past shared counts as shared for so many times its mean time between them."""
 _BIN_ENDS_S = tuple(edge - 1e-3 for edge in (*EDGES_S[1:], float("inf")))
 """The idle time up to which a bin is certain to hold, whatever rounding does."""
 _MARGIN = 0.002
@@ -76,20 +74,13 @@ class ReturnRanking(WorkflowTree):
         return above + worth, entry.used
 
     def _above_private(self, entry: Entry) -> float:
-        """_SHARED for what several running workflows use, for what several workflows used one after
-        the other until lately, and for what agents' prompts begin with while that pays: the next workflow will need it
-        though none does now. Else 0."""
+        """_SHARED for what several running workflows use, and for what agents' prompts begin with while that pays:
+        the next workflow will need it though none does now. Else 0."""
         if self.keeps_bases and entry.key in self._bases:
             return _SHARED
         users = self.users.get(entry.key, ())
-        n_used = self.n_workflows(entry.key)
         since_s = self._now - max(_RUNNING_S, _RUNNING_STEPS * self.step_s)
-        if sum(self.runs[workflow].stepped_s >= since_s for workflow in users) > 1:
-            return _SHARED
-        if n_used < 2:
-            return 0.0
-        between_s = max(self.step_s, (entry.used - entry.born) / (n_used - 1))
-        return _SHARED if self._now - entry.used <= _SHARED_IDLE * between_s else 0.0
+        return _SHARED if sum(self.runs[each].stepped_s >= since_s for each in users) > 1 else 0.0
 
     def _is_over(self, entry: Entry) -> bool:
         """Whether no reuse is expected: its last visit ended a conversation, or all workflows
