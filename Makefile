@@ -2,6 +2,7 @@
 #   make serve ARGS="-m model.gguf --port 8081"
 #   make test ARGS="-k config"
 #   make bench NAME=switch ARGS="--quick"
+#   make simulate SEEDS=50
 #   make soak
 #   make first-hour
 #   make arm64
@@ -11,7 +12,7 @@ ARGS ?=
 NAME ?= resume
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve ui models test test-all lint bench docs architectures update-llama-cpp conformance agents vllm soak fuzz wheel sdist first-hour arm64 clean
+.PHONY: help setup serve ui models test test-all lint simulate bench docs architectures update-llama-cpp conformance agents vllm soak fuzz wheel sdist first-hour arm64 clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -39,6 +40,9 @@ test: lint ## Format check, lint, type check, the quick tests on all cores; ARGS
 
 test-all: lint ## All of that and the slow tests: daemons, llama-server, trained models; what CI runs
 	$(BIN)/pytest -n auto --dist loadfile --max-worker-restart 0 $(ARGS)
+
+simulate: setup ## A store on a disk that fails: SEEDS=50 of them, or SEED=17 again
+	@PYTHONHASHSEED=0 PYTHONPATH=tests/support $(BIN)/python tests/support/simulation.py $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),50))
 
 bench: setup ## Run one benchmark: NAME=resume|switch|store|concurrency ARGS=--quick
 	@$(BIN)/towerctl bench $(NAME) $(ARGS)

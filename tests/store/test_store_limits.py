@@ -220,6 +220,29 @@ def test_full_disk(small_disk: Path) -> None:
         store.check_integrity(keys=True)
 
 
+def test_rows_written_after_a_full_disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that went while the catalog had no room leaves the catalog when its segment has another."""
+    with Store.open(root, ROW_IDENTITY) as store:
+        node = store.commit_turn(turn_of(list(range(50)), [1, 2])).node
+        write_all(store, node)
+        file = node.file
+        assert file is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(store.state.catalog, "run", _no_room)
+            assert store.rows.drop_file(file) > 0
+        write_all(store, node)
+        store.check_integrity(keys=True)
+    with Store.open(root, ROW_IDENTITY) as store:
+        (info,) = store.sessions()
+        assert check_rows(store, store.node(node.id)) == 51
+        assert store.session_ids(info.id).tolist() == [*range(50), 1, 2]
+        store.check_integrity(keys=True)
+
+
+def _no_room(*_: object) -> int:
+    raise DiskFull("no space left on device")
+
+
 def test_descriptor_limit_is_enough_for_many_files(root: Path) -> None:
     """Thousands of files, few descriptors: macOS allows 256."""
     with Store.open(root, ROW_IDENTITY) as store:

@@ -14,7 +14,7 @@ from towerd.errors import DiskFull
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.files.directory import remove_file
 from towerd.store.rows.checkpoints import stray_checkpoints
-from towerd.store.rows.rows import uncatalogue
+from towerd.store.rows.uncatalogue import uncatalogue
 from towerd.store.segments.coded_format import bases_in
 from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.segments.transform_bases import TransformBases

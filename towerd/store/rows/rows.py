@@ -15,13 +15,13 @@ from towerd.errors import DiskFull, RowsDamaged, SegmentsGone, StoreError
 from towerd.slots.errors import StateError
 from towerd.slots.rows import KVRows
 from towerd.slots.runs import Runs
-from towerd.store.catalog.catalog import Catalog
 from towerd.store.files import durable
 from towerd.store.files.writes import Kind
 from towerd.store.rows.drafting import as_split, consecutive, covered, draft_of, merge_runs
 from towerd.store.rows.format_request import FormatRequest, format_of
 from towerd.store.rows.recoding import UnfinishedCodings, carried_runs, encoded_run
 from towerd.store.rows.rows_part import RowsPart
+from towerd.store.rows.uncatalogue import uncatalogue, uncatalogue_forgotten
 from towerd.store.segments.coded_format import coding_of, is_coded
 from towerd.store.segments.segment_file import ANY_HEAD, Claim, Ranges, RowsLost, SegmentFile
 from towerd.store.segments.segment_header import FormatRun, encode_runs, segment_key, worst_of
@@ -546,6 +546,7 @@ def adopt(
     viewers = state.tree.viewers
     unviewed = [old for old in before.values() if all(node in nodes for node in viewers(old))]
     with state.catalog.transaction():
+        uncatalogue_forgotten(state, nodes)
         id = state.catalog.insert(
             "files",
             fingerprint=state.identity.row_identity,
@@ -587,10 +588,3 @@ def _newest(file: SegmentFile, part: RowsPart) -> SegmentFile:
             break
         file = after
     return file
-
-
-def uncatalogue(catalog: Catalog, file_id: int) -> None:
-    """Remove a file from the catalog; its segments keep their tokens."""
-    with catalog.transaction():
-        catalog.run("DELETE FROM views WHERE file = ?", (file_id,))
-        catalog.run("DELETE FROM files WHERE id = ?", (file_id,))

@@ -312,6 +312,8 @@ class Journal:
         self._schema = schema
         self._store = 0
         self._fd = -1
+        self._is_named = False
+        """The log's name is durable."""
         self._path = folder
         self._start = 0
         self._end = 0
@@ -358,8 +360,12 @@ class Journal:
             self.is_behind = True
 
     def sync(self) -> None:
-        """Make appended records durable. Raises OSError."""
+        """Make appended records durable, and the names of the log and its folder. Raises OSError."""
         durable.sync(self._fd)
+        if not self._is_named and not self.is_lost:
+            durable.sync_dir(self.folder)
+            durable.sync_dir(self.folder.parent)
+            self._is_named = True
 
     def close(self) -> None:
         """Close the log."""
@@ -458,5 +464,5 @@ class Journal:
         except OSError:
             os.close(fd)
             raise
-        self._fd, self._path = fd, path
+        self._fd, self._path, self._is_named = fd, path, False
         self._start = self._end = size

@@ -1,0 +1,434 @@
+"""A store's lives on a simulated disk, all drawn from one seed, and what it must then have.
+
+PYTHONHASHSEED=0 python tests/support/simulation.py --seeds 50
+PYTHONHASHSEED=0 python tests/support/simulation.py --seed 17
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import secrets
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest.mock import patch
+
+from simulated_disk import PowerLost, SimulatedDisk, calls_to, flip_bit
+from simulated_sqlite import sqlite_on
+from store_tools import ROW_IDENTITY, check_rows, ids_of, make_hot, turn_of
+
+from towerd.errors import RowsDamaged, StoreError
+from towerd.policy import NAMES
+from towerd.store import FormatRequest, Node, Store
+from towerd.tiers.ranking import Ranking
+
+LIVES = 4
+STEPS_MAX = 14
+LAST_OPERATIONS = 25
+"""The number of operations that a failure prints."""
+SCOPE = "local"
+Tokens = tuple[int, ...]
+
+
+@dataclass
+class Acknowledged:
+    """What the store has said is durable."""
+
+    sessions: dict[str, Tokens] = field(default_factory=dict)
+    titles: dict[str, str] = field(default_factory=dict)
+    pins: set[Tokens] = field(default_factory=set)
+    bases: dict[str, Tokens] = field(default_factory=dict)
+    written: set[Tokens] = field(default_factory=set)
+    """Paths whose last node has rows in a file."""
+
+    def said(self) -> tuple[object, ...]:
+        """Everything but rows, which may be lost to damage."""
+        return self.sessions, self.titles, self.pins, self.bases
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a seed has found."""
+
+    seed: int
+    error: str
+    operations: list[str]
+
+    def text(self) -> str:
+        """The last operations, the error, and how to run it again."""
+        last = "\n".join(f"  {each}" for each in self.operations[-LAST_OPERATIONS:])
+        again = f"make simulate SEED={self.seed}"
+        return (
+            f"seed {self.seed} failed; its last operations:\n{last}\n{self.error}\nagain: {again}"
+        )
+
+
+class Simulation:
+    """The lives of one store. Each ends with a power cut or a clean stop."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.rng = random.Random(seed)
+        self.jumps = random.Random(seed)  # of its own: a log line asks for the time, too
+        self.folder = folder
+        self.now = 1e9
+        self.known = Acknowledged()
+        self.possible: list[Acknowledged] = [self.known]
+        """States in which the store may be found: before and after what the power cut met."""
+        self.flushed: list[Acknowledged] | None = None
+        """What was acknowledged since the last flush, that first; the journal alone has one of them."""
+        self.is_flipped = False
+        self.is_behind = False
+        """A full disk let files go before the catalog heard of it: the next start forgets them."""
+        self.operations: list[str] = []
+        self.policy = self.rng.choice(sorted(NAMES))
+
+    def clock(self) -> float:
+        """Seconds, which may jump either way."""
+        self.now += self.jumps.choice((0.0, 1e-3, 1.0, 60.0, 1e6, -3600.0))
+        return self.now
+
+    def run(self) -> None:
+        """Live and check. Raises AssertionError, or whatever the store should not raise."""
+        root = self.folder / "0"
+        root.mkdir()
+        for life in range(LIVES):
+            cut_at = self.rng.choice((None, self.rng.randint(1, 90), self.rng.randint(60, 400)))
+            self.disk = disk = SimulatedDisk(root, cut_at)
+            with _edges(disk, self.rng, self.clock):
+                self._live()
+            self.operations += [f"life {life}: {each}" for each in disk.trace[-6:]]
+            self.operations.append(f"life {life} ends: {'power cut' if disk.is_off else 'stop'}")
+            root = self.folder / str(life + 1)
+            disk.after_cut(root, self.rng)
+            self._damage(root)
+        self.disk = SimulatedDisk(root, None)
+        with _edges(self.disk, self.rng, self.clock), self._opened() as store:
+            self._check(store)
+
+    def _damage(self, root: Path) -> None:
+        segments = sorted((root / "segments").glob("*"))
+        if segments and self.rng.random() < 0.15:
+            self.is_flipped = True
+            self.operations.append("a bit flips in a segment file")
+            flip_bit(self.rng.choice(segments), self.rng)
+        elif self.flushed is not None and self.rng.random() < 0.3:
+            self.operations.append("the catalog is lost")
+            self.possible = [*self.flushed, *self.possible]
+            for name in ("catalog.sqlite", "catalog.sqlite-wal"):
+                (root / name).unlink(missing_ok=True)
+
+    @contextmanager
+    def _opened(self) -> Iterator[Store]:
+        store = Store.open(self.disk.root, ROW_IDENTITY, clock=self.clock)
+        try:
+            self.ranking = Ranking(self.policy, store, self.clock)
+            store.listen(self.ranking)
+            self.ranking.found(store.nodes())
+            yield store
+            self.operations.append("close")
+            store.close()
+        except BaseException:
+            self.disk.is_off = True
+            with suppress(Exception, PowerLost):  # of a process that is gone: only descriptors
+                store.close()
+            raise
+
+    def _live(self) -> None:
+        try:
+            with self._opened() as store:
+                self._check(store)
+                self.flushed, self.is_behind = None, False
+                for _ in range(self.rng.randint(1, STEPS_MAX)):
+                    self._step(store)
+                    if not self.is_behind:
+                        store.check_integrity(keys=True)
+                    self.ranking.check_integrity()
+            self.flushed = [self.known]
+        except PowerLost:
+            pass
+        except StoreError:
+            if not self.disk.is_off:
+                raise
+
+    def _step(self, store: Store) -> None:
+        steps = (
+            self._commit,
+            self._commit,
+            self._commit,
+            self._write,
+            self._write,
+            self._reencode,
+            self._pin,
+            self._base,
+            self._rename,
+            self._delete,
+            self._collect,
+            self._evict,
+            self._flush,
+        )
+        step = self.rng.choice(steps)
+        after = deepcopy(self.known)
+        action = step(store, after)
+        if action is None:
+            return
+        self.operations.append(f"{step.__name__[1:]}, from change {self.disk.n_changes + 1}")
+        self.possible = [self.known, after]
+        self.disk.is_full = self.rng.random() < 0.05
+        try:
+            action()
+        except StoreError:
+            if self.disk.is_off or not self.disk.is_full:
+                raise
+            self.operations.append("the disk is full")
+            self._refused(store)
+            return
+        finally:
+            self.is_behind |= self.disk.is_full and step in (
+                self._evict,
+                self._reencode,
+                self._collect,
+            )
+            self.disk.is_full = False
+        if self.disk.is_off:
+            raise PowerLost
+        self.known = after
+        self.possible = [after]
+        if self.flushed is not None:
+            self.flushed.append(after)
+
+    def _refused(self, store: Store) -> None:
+        """The store says no and is as it was; rows may have gone, as before a rewrite."""
+        assert _found(store).said() == self.known.said()
+        self.known = deepcopy(self.known)
+        self.known.written &= _found(store).written
+        self.possible = [self.known]
+
+    # --- what a store is asked for --------------------------------------------------------
+
+    def _tokens(self, n_max: int = 30) -> Tokens:
+        return tuple(self.rng.randint(0, 2) for _ in range(self.rng.randint(1, n_max)))
+
+    def _node(self, store: Store) -> Node | None:
+        nodes = sorted(store.nodes(), key=lambda node: node.id)
+        return self.rng.choice(nodes) if nodes else None
+
+    def _commit(self, store: Store, after: Acknowledged) -> Callable[[], object]:
+        name = self.rng.choice("abcd")
+        prompt = (*self.known.sessions.get(name, ()), *self._tokens())
+        reply = self._tokens()
+        after.sessions[name] = prompt + reply
+        after.titles.setdefault(name, "")
+
+        def commit() -> None:
+            result = store.commit_turn(turn_of(prompt, reply, session=name))
+            if not self.disk.is_off:
+                after.titles[name] = store.session(name).title
+            with store.locked():
+                self.ranking.visited(
+                    result.node.path(), self.clock(), store.ram_bytes, store.bytes_of
+                )
+            self.ranking.settle()
+
+        return commit
+
+    def _write(self, store: Store, after: Acknowledged) -> Callable[[], object] | None:
+        end = self._node(store)
+        if end is None or end.file is not None:
+            return None
+        run: list[Node] = []
+        for node in reversed(end.path()):
+            if node.file is not None or (run and run[0].scope != node.scope):
+                break
+            run.insert(0, node)
+        after.written |= {_ids(node) for node in run}
+
+        def write() -> None:
+            make_hot(store, end)
+            store.rows.write(run)
+
+        return write
+
+    def _reencode(self, store: Store, after: Acknowledged) -> Callable[[], object] | None:
+        files = sorted(store.files(), key=lambda file: file.path.name)
+        if not files:
+            return None
+        file, name = self.rng.choice(files), self.rng.choice(("q4h", "q6", "q8ah"))
+        after.written &= after.written
+        request = FormatRequest(file.p0, file.p0 + file.n_rows, name)
+
+        def reencode() -> None:
+            with suppress(*self._damage_errors()):
+                store.rows.reencode(file, [request])
+            after.written &= _found(store).written if self.is_flipped else after.written
+
+        return reencode
+
+    def _damage_errors(self) -> tuple[type[Exception], ...]:
+        return (RowsDamaged,) if self.is_flipped else ()
+
+    def _pin(self, store: Store, after: Acknowledged) -> Callable[[], object] | None:
+        node = self._node(store)
+        if node is None:
+            return None
+        if node in store.pins.listing():
+            after.pins.discard(_ids(node))
+            return lambda: store.pins.remove(node.id)
+        after.pins.add(_ids(node))
+        return lambda: store.pins.add(node.id)
+
+    def _base(self, store: Store, after: Acknowledged) -> Callable[[], object]:
+        name, ids = self.rng.choice("pq"), self._tokens()
+        if name in self.known.bases:
+            del after.bases[name]
+            return lambda: store.bases.remove(name, SCOPE)
+        after.bases[name] = ids
+        return lambda: store.bases.add(name, ids_of(*ids), SCOPE, 1, False)
+
+    def _rename(self, store: Store, after: Acknowledged) -> Callable[[], object] | None:
+        if not self.known.sessions:
+            return None
+        name = self.rng.choice(sorted(self.known.sessions))
+        title = after.titles[name] = f"title {self.rng.randint(0, 99)}"
+        return lambda: store.rename_session(name, title)
+
+    def _delete(self, store: Store, after: Acknowledged) -> Callable[[], object] | None:
+        if not self.known.sessions or self.rng.random() < 0.5:
+            return None
+        name = self.rng.choice(sorted(self.known.sessions))
+        del after.sessions[name], after.titles[name]
+        return lambda: store.delete_session(name)
+
+    def _collect(self, store: Store, after: Acknowledged) -> Callable[[], object]:
+        """Rows may go at any moment of it; the rest stays."""
+        after.written.clear()
+        self.known = deepcopy(self.known)
+        written, self.known.written = self.known.written, set()
+
+        def collect() -> None:
+            store.gc()
+            after.written = written & _found(store).written
+
+        return collect
+
+    def _evict(self, store: Store, after: Acknowledged) -> Callable[[], object]:
+        self.known = deepcopy(self.known)
+        n_bytes, written = self.rng.randint(1, 4000), self.known.written
+        files = self.ranking.warm_victims(n_bytes, lambda file: True)
+        gone = {_ids(node) for file in files for node in store.viewers(file)}
+        after.written = self.known.written = written - gone
+
+        def evict() -> None:
+            for key in self.ranking.hot_victims(n_bytes, lambda key: True):
+                assert store.rows.drop_hot(store.node(key))
+            for file in files:
+                store.rows.drop_file(file)
+
+        return evict
+
+    def _flush(self, store: Store, after: Acknowledged) -> Callable[[], object]:
+        def flush() -> None:
+            self.ranking.keep(now=True)
+            store.flush()
+            if not self.disk.is_off:
+                self.flushed = []
+
+        return flush
+
+    # --- what it must have ----------------------------------------------------------------
+
+    def _check(self, store: Store) -> None:
+        found = _found(store)
+        candidates = [each for each in self.possible if each.said() == found.said()]
+        assert candidates, f"found {found.said()}, acknowledged {self.possible[0].said()}"
+        for node in store.nodes():
+            with suppress(*self._damage_errors()):
+                check_rows(store, node)
+        if self.is_flipped:
+            found = _found(store)
+        else:
+            lost = [each.written - found.written for each in candidates]
+            assert not all(lost), f"rows that were written are gone: {lost}"
+            problems = store.verify().problems
+            assert problems == (), problems
+        store.check_integrity(keys=True)
+        self.known = found
+        self.possible = [found]
+
+
+def _ids(node: Node) -> Tokens:
+    return tuple(node.prefix_ids().tolist())
+
+
+def _found(store: Store) -> Acknowledged:
+    """What a store says that it has."""
+    infos = store.sessions()
+    return Acknowledged(
+        {info.id: tuple(store.session_ids(info.id).tolist()) for info in infos},
+        {info.id: info.title for info in infos},
+        {_ids(node) for node in store.pins.listing()},
+        {base.name: _ids(store.node(base.node)) for base in store.bases.listing()},
+        {_ids(node) for node in store.nodes() if node.file is not None},
+    )
+
+
+@contextmanager
+def _edges(disk: SimulatedDisk, rng: random.Random, clock: Callable[[], float]) -> Iterator[None]:
+    """Files, SQLite's files, the clock and random names are the simulation's, inside the block."""
+    with (
+        calls_to(disk),
+        sqlite_on(disk),
+        patch.object(time, "time", clock),
+        patch.object(time, "time_ns", lambda: int(clock() * 1e9)),
+        patch.object(secrets, "randbits", rng.getrandbits),
+        patch.object(secrets, "token_hex", lambda n: rng.randbytes(n).hex()),
+        patch.object(secrets, "token_bytes", rng.randbytes),
+    ):
+        yield
+
+
+def simulate(seed: int) -> tuple[Failure | None, list[str]]:
+    """What a seed finds, and its operations."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as made:
+        simulation = Simulation(seed, Path(made))
+        level = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)  # recoveries are expected
+        try:
+            simulation.run()
+        except Exception:
+            error = traceback.format_exc(limit=-6)
+            trace = simulation.disk.trace[-10:]
+            return Failure(seed, error, [*simulation.operations, *trace]), simulation.operations
+        finally:
+            logging.disable(level)
+        return None, simulation.operations
+
+
+def main() -> int:
+    """Run the seeds; the exit code is 1 if one failed."""
+    parser = argparse.ArgumentParser(description="Simulate a store on a disk that fails.")
+    parser.add_argument("--seeds", type=int, default=50, help="how many, from 0 (50)")
+    parser.add_argument("--seed", type=int, help="one alone, again")
+    args = parser.parse_args()
+    seeds = range(args.seeds) if args.seed is None else [args.seed]
+    for seed in seeds:
+        failure, operations = simulate(seed)
+        if failure is not None:
+            print(failure.text())
+            return 1
+        if args.seed is not None:
+            print("\n".join(operations))
+    print(f"{len(seeds)} seeds, nothing found")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
