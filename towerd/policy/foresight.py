@@ -274,7 +274,7 @@ class Foresight(ReturnRanking):
     def forget(self, key: Key) -> None:
         """See Policy.forget. The shadow will never hit it."""
         super().forget(key)
-        self._shadow.remove(key)
+        self._shadow.forget(key)
 
     def split(self, lower: Key, upper: Key, upper_nbytes: int, now: float) -> None:
         """See Policy.split. An evicted key may still be in the shadow, and may come back."""
