@@ -91,6 +91,7 @@ INNER_LAYERS = {
         {"factory"},
         {"foresight", "pbkv"},
         {"visits", "workflow_tree"},
+        {"bases"},
         {"predict"},
         {"base"},
     ),

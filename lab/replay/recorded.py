@@ -80,6 +80,7 @@ def _calls(rows: list[_Row], paths: list[tuple[int, ...]]) -> list[Call]:
                 record.number("api_time", 0.0),
                 record.text("agent", ""),
                 () if path[-1] in used else path[-1:],
+                record.integer("base", 0),
             )
         )
         used.update(path)

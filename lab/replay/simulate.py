@@ -77,7 +77,7 @@ def replay(
         outcome.n_moved_blocks += depths[call.path[-1]] - n_hit
         outcome.count(call, n_hit)
         if end_hints and call.agent:
-            policy.stepped(call.path[-1], now, str(call.session), call.agent)
+            policy.stepped(call.path[-1], now, str(call.session), call.agent, trace.base(call))
         excess = policy.nbytes - capacity_blocks
         if excess > 0:
             for victim in policy.victims(excess, _always):

@@ -22,7 +22,8 @@ class Call:
 
     path: the segments of its input from the root on; session: calls with equal numbers follow
     each other; stop: why the answer ended ("" unknown); service_s: how long the answer took;
-    agent: the name of the agent ("" unknown); ends: segments that no request continues after
+    agent: the name of the agent ("" unknown); n_base: leading tokens that its prompts begin with
+    whatever it is told (0 unknown); ends: segments that no request continues after
     this one is answered, nor their descendants."""
 
     time_s: float
@@ -33,6 +34,7 @@ class Call:
     service_s: float = 0.0
     agent: str = ""
     ends: tuple[int, ...] = ()
+    n_base: int = 0
 
 
 @dataclass(slots=True)
@@ -70,6 +72,16 @@ class Trace:
     def n_distinct_blocks(self) -> int:
         """Blocks that an unlimited cache would hold in the end."""
         return sum(self.n_blocks)
+
+    def base(self, call: Call) -> Key | None:
+        """The last segment that a call's base covers; None: it covers none."""
+        base, n_left = None, call.n_base // self.block_tokens
+        for segment in call.path:
+            n_left -= self.n_blocks[segment]
+            if n_left < 0:
+                break
+            base = segment
+        return base
 
     def depths(self) -> list[int]:
         """Blocks from the root to the end of each segment."""

@@ -25,8 +25,8 @@ _SYSTEM_TOKENS = (400, 2000)
 _TOKENS_PER_S = 40.0
 _PAUSE_S = 1.0
 _STEPS_MAX = 10_000
-_Row = tuple[float, int, int, int, str, tuple[int, ...]]
-"""(time, prompt, tokens, session, agent, prompts that end) of one request."""
+_Row = tuple[float, int, int, int, str, int, tuple[int, ...]]
+"""(time, prompt, tokens, session, agent, tokens of its base, prompts that end) of one request."""
 _NO_MODEL = ("user", "human", "system", "env", "Computer_terminal")
 
 
@@ -79,9 +79,10 @@ def read(path: Path, segment_tokens: int, workflows_max: int | None = None) -> T
     parents, lengths, paths = expander.tree.finish(max(1, segment_tokens // BLOCK_TOKENS))
     name = path.name.split(".")[0]
     trace = Trace(name, BLOCK_TOKENS, parents, lengths, is_woven=False)
-    for time_s, prompt, n_tokens, session, agent, ended in calls:
+    for time_s, prompt, n_tokens, session, agent, n_base, ended in calls:
         ends = tuple(paths[index][-1] for index in ended)
-        trace.calls.append(Call(time_s, paths[prompt], n_tokens, session, agent=agent, ends=ends))
+        call = Call(time_s, paths[prompt], n_tokens, session, "", 0.0, agent, ends, n_base)
+        trace.calls.append(call)
     return trace
 
 
@@ -104,13 +105,15 @@ class _Expander:
         n_history = 0
         for step in workflow.steps:
             if is_model(step.agent):
-                n_tokens = _system_tokens(workflow.app, step.agent) + n_history
+                n_base = _system_tokens(workflow.app, step.agent)
+                n_tokens = n_base + n_history
                 prompt = self._prompt(number, workflow.app, step.agent, n_tokens, last)
                 last[step.agent] = prompt
-                calls.append((step.time_s, prompt.index, n_tokens, number, step.agent, ()))
+                row = step.time_s, prompt.index, n_tokens, number, step.agent, n_base
+                calls.append((*row, ()))
             n_history += step.n_tokens
         if calls:
-            calls[-1] = (*calls[-1][:5], tuple(prompt.index for prompt in last.values()))
+            calls[-1] = (*calls[-1][:6], tuple(prompt.index for prompt in last.values()))
         return calls
 
     def _prompt(

@@ -190,3 +190,24 @@ def test_system_tokens_are_what_prompts_with_one_system_prompt_share(n_system: i
     assert system_tokens(rendered([("user", "hello")]), VOCABULARY) == 0
     assert system_tokens(rendered([("system", system)]), VOCABULARY) == 0
     assert system_tokens(ids_of("no template at all"), VOCABULARY) == 0
+
+
+@pytest.mark.parametrize(
+    ("form", "n_behind"),
+    [("<|{role}|>\n{text}<|end|>\n", 1), ("<|start|>{role}<|message|>{text}<|end|>", 3)],
+)
+def test_system_tokens_end_with_the_name_of_the_first_speaker(form: str, n_behind: int) -> None:
+    """Names in control tokens (Phi, Zephyr), and between two of them (gpt-oss)."""
+    controls = ("<|system|>", "<|user|>", "<|start|>", "<|message|>", "<|end|>")
+    vocabulary = KeptVocabulary(
+        [*(bytes([i]) for i in range(256)), *(b"" for _ in controls)],
+        [b""] * 256 + [each.encode() for each in controls],
+    )
+    said = form.format(role="user", text="user\nsays")
+    text = form.format(role="system", text="Be brief.") + said
+    ids: list[int] = []
+    for part in re.split(r"(<\|\w+\|>)", text):
+        ids += [256 + controls.index(part)] if part in controls else part.encode()
+    n_said = len(re.sub(r"<\|\w+\|>", ".", said))
+    named = n_behind + (len("user") - 1 if n_behind > 1 else 0)
+    assert system_tokens(np.array(ids, np.int32), vocabulary) == len(ids) - n_said + named

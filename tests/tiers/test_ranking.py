@@ -395,3 +395,15 @@ def test_a_damaged_file_leaves_the_policy(daemon: Daemon) -> None:
     assert end.file is None
     assert daemon.tiers.ranking.explain(end)["warm"] is None
     daemon.tiers.check_integrity()
+
+
+def test_a_step_on_segments_that_are_gone_teaches_nothing(tmp_path: Path) -> None:
+    """Its chat was deleted before the step was told."""
+    daemon = Daemon(tmp_path / "store", "pbkv", 1000)
+    end = daemon.serve(Ask(1.0, "s", np.arange(30, dtype=np.int32), "stop", 0.1, "plan"))
+    daemon.store.gc(quarantine_days=0)
+    assert end.removed
+    daemon.tiers.ranking.stepped(end, "s", "plan", end)
+    daemon.tiers.check_integrity()
+    assert daemon.tiers.ranking.n_steps(["s"]) == {"s": 1}
+    daemon.close()

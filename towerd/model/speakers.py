@@ -96,12 +96,16 @@ def system_tokens(ids: Ids, vocabulary: Spelled) -> int:
 
 
 def _header_tokens(ids: Ids, vocabulary: Spelled) -> int:
-    """How many tokens name the speaker of the message that begins with `ids`."""
-    pieces, text = vocabulary.pieces, b""
+    """How many tokens name the speaker of the message that begins with `ids`, a control token: that one if it
+    names him itself, else also the name behind it, and the line feed or the control token that ends it."""
+    pieces, names, text = vocabulary.pieces, vocabulary.names, b""
+    if role_in(names[int(ids[0])].decode("utf-8", "replace")):
+        return 1
     for n, id in enumerate(ids[1 : 1 + _HEADER_TOKENS].tolist(), 2):
-        text += pieces[id] if 0 <= id < len(pieces) else b""
+        is_control = 0 <= id < len(names) and bool(names[id])
+        text += pieces[id] if not is_control and 0 <= id < len(pieces) else b""
         header = HEADER.match(text.decode("utf-8", "replace"))
-        if header and header[0].endswith("\n"):
+        if header and (is_control or header[0].endswith("\n")):
             return n
     return 1
 

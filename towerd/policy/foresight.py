@@ -74,9 +74,9 @@ class ReturnRanking(WorkflowTree):
         return above + worth, entry.used
 
     def _above_private(self, entry: Entry) -> float:
-        """_SHARED for what several running workflows use, and for what agents' prompts begin with while that pays:
-        the next workflow will need it though none does now. Else 0."""
-        if self.keeps_bases and entry.key in self._bases:
+        """_SHARED for what several running workflows use, and for kept bases: the next workflow will need them
+        though none does now. Else 0."""
+        if self.is_kept_base(entry.key):
             return _SHARED
         users = self.users.get(entry.key, ())
         since_s = self._now - max(_RUNNING_S, _RUNNING_STEPS * self.step_s)

@@ -9,7 +9,8 @@ from heapq import nlargest
 from itertools import islice, takewhile
 from typing import Any, ClassVar
 
-from towerd.policy.base import Evictable, Frees, Key, Learning, Policy, Tree
+from towerd.policy.base import Entry, Evictable, Frees, Key, Learning, Policy, Tree
+from towerd.policy.bases import Bases
 from towerd.policy.predict.base import END, Forecast, Predictor
 from towerd.policy.predict.tenants import MARK, tenant_in
 
@@ -19,10 +20,6 @@ RUN_IDLE_S = 3600.0
 """A workflow without a step for this long counts as over."""
 PATH_MAX = 64
 """The last steps of a workflow that predictors see."""
-_BASES_SHARE_MAX = 0.5
-"""Share of the tier that bases may take while they come before what single workflows have for themselves."""
-_BASES_LOOKED_AT = 256
-"""Bases whose bytes are added up for one eviction, on average."""
 AGENTS_MAX = 256
 """Agents told apart within a workflow."""
 _NEW_GAP_WEIGHT = 0.02
@@ -50,7 +47,7 @@ class WorkflowRun:
     n_steps: int = 0
     agents: set[str] = field(default_factory=set)
     keys: set[Key] = field(default_factory=set)
-    """Keys that its steps used, in the tier or not."""
+    """Keys that its steps used, as far as `WorkflowTree.users` knows them."""
     ends: dict[str, Key] = field(default_factory=dict)
     """By agent: where its last prompt ended, in the tier or not."""
     stepped_s: float = 0.0
@@ -67,8 +64,8 @@ class WorkflowRun:
 
 
 class WorkflowTree(Policy):
-    """Keeps `users`: per key and workflow the agents that used it (PBKV's A_w(c)). What is known of a key
-    outlives its eviction: rows that come back are as much in use as before."""
+    """Keeps `users`: per key and workflow the agents that used it (PBKV's A_w(c)). What is known of bases, and of
+    keys that several workflows used, outlives their eviction: rows that come back are as much in use as before."""
 
     teaches: ClassVar[bool] = True
     """Whether its predictor learns from its events."""
@@ -82,13 +79,7 @@ class WorkflowTree(Policy):
         self.users: dict[Key, dict[str, set[str]]] = {}
         self._n_over: dict[Key, int] = {}
         """By key: how many workflows that used it are over."""
-        self._bases: set[Key] = set()
-        """Keys that agents' prompts begin with, up to the first message."""
-        self.keeps_bases = False
-        """Whether bases pay: at least half of them were used by several workflows, and they take no more than
-        their share of the tier. As of the last look."""
-        self._looks_due = 0
-        """Evictions until the next look."""
+        self._bases = Bases()
         self._n_changed: OrderedDict[str, int] = OrderedDict()
         """By agent: how many of the last nodes of a tower its next prompt did not begin with."""
         self._n_changed_anew: OrderedDict[str, int] = OrderedDict()
@@ -109,6 +100,7 @@ class WorkflowTree(Policy):
         self, key: Key, now: float, workflow: str, agent: str, base: Key | None = None
     ) -> None:
         self._tick(now)
+        self._age()
         run = self.runs.pop(workflow, None) or WorkflowRun()
         self.runs[workflow] = run
         if run.path:
@@ -128,11 +120,12 @@ class WorkflowTree(Policy):
         run.n_steps += 1
         run.path.append(agent)
         del run.path[:-PATH_MAX]
-        for at in self._up(key):
-            self.users.setdefault(at, {}).setdefault(workflow, set()).add(agent)
-            run.keys.add(at)
         if base is not None:
-            self._bases.update(self._up(base))
+            self._bases.used(self._up(base), tenant_in([agent]), self._now)
+        for at in self._up(key):
+            if at in self._entries or self._outlives_eviction(at):
+                self.users.setdefault(at, {}).setdefault(workflow, set()).add(agent)
+                run.keys.add(at)
         if self.teaches:
             self.predictor.observe(run.path)
         run.forecast = self.predictor.forecast(run.path)
@@ -168,7 +161,7 @@ class WorkflowTree(Policy):
             key: {workflow: set(agents) for workflow, agents in users.items()}
             for key, users in other.users.items()
         }
-        self._n_over, self._bases = dict(other._n_over), set(other._bases)
+        self._n_over, self._bases = dict(other._n_over), other._bases.copy()
         self.runs = OrderedDict((name, run.copy()) for name, run in other.runs.items())
 
     def learned(self) -> Mapping[str, Any]:
@@ -235,17 +228,9 @@ class WorkflowTree(Policy):
     def victims(self, bytes_needed: int, is_evictable: Evictable, frees: Frees = None) -> list[Key]:
         """See Policy.victims. What is idle for too long is over, also if no workflow takes a step meanwhile."""
         self._age()
-        self._looks_due -= 1
-        if self._looks_due <= 0:
-            self.keeps_bases = self._bases_pay()
-            self._looks_due = len(self._bases) // _BASES_LOOKED_AT
+        for key in self._bases.look(self.size_of, self.n_workflows, self._now, self.nbytes):
+            self._push(key)
         return super().victims(bytes_needed, is_evictable, frees)
-
-    def _bases_pay(self) -> bool:
-        here = [entry for key in self._bases if (entry := self._entries.get(key)) is not None]
-        n_again = sum(self.n_workflows(key) > 1 for key in self._bases)
-        is_small = sum(entry.nbytes for entry in here) <= _BASES_SHARE_MAX * self.nbytes
-        return is_small and 2 * n_again >= len(self._bases)
 
     def n_workflows(self, key: Key) -> int:
         """How many workflows have used it."""
@@ -256,12 +241,28 @@ class WorkflowTree(Policy):
         with never is: its next workflow begins with it."""
         return key in self._n_over and key not in self.users and key not in self._bases
 
+    def is_kept_base(self, key: Key) -> bool:
+        """Whether it stays though no running workflow uses it, because agents' prompts begin with it."""
+        return self._bases.is_kept(key)
+
     def forget(self, key: Key) -> None:
         super().forget(key)
+        self._forget_uses(key)
+        self._bases.forget(key)
+
+    def _on_remove(self, entry: Entry) -> None:
+        super()._on_remove(entry)
+        if not self._outlives_eviction(entry.key):
+            self._forget_uses(entry.key)
+
+    def _outlives_eviction(self, key: Key) -> bool:
+        """Whether what is known of a key stays when its rows leave."""
+        return key in self._bases or self.n_workflows(key) > 1
+
+    def _forget_uses(self, key: Key) -> None:
         for workflow in self.users.pop(key, ()):
             self.runs[workflow].keys.discard(key)
         self._n_over.pop(key, None)
-        self._bases.discard(key)
 
     def split(self, lower: Key, upper: Key, upper_nbytes: int, now: float) -> None:
         if users := self.users.get(lower):
@@ -270,13 +271,13 @@ class WorkflowTree(Policy):
                 self.runs[workflow].keys.add(upper)
         if lower in self._n_over:
             self._n_over[upper] = self._n_over[lower]
-        if lower in self._bases:
-            self._bases.add(upper)
+        self._bases.split(lower, upper)
         super().split(lower, upper, upper_nbytes, now)
 
     def _push_all(self, run: WorkflowRun) -> None:
-        for key in run.keys:
-            if key in self._leaves:
+        few, many = sorted((run.keys, self._leaves.keys()), key=len)
+        for key in few:
+            if key in many:
                 self._push(key)
 
     def _age(self) -> None:

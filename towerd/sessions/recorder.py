@@ -63,7 +63,7 @@ class TurnRecorder:
         """See `Turn.n_base`."""
         try:
             self._vocabulary = self._vocabulary or reader.own_vocabulary()
-        except TowerdError as error:  # the turn is worth more
+        except (TowerdError, OSError) as error:  # the turn is worth more
             log.debug("where a system prompt ends is not known", extra={"error": str(error)})
             return 0
         return system_tokens(turn.prompt, self._vocabulary)

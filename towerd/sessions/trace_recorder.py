@@ -125,6 +125,7 @@ class TraceRecorder:
                 "stop": turn.stop,
                 "api_time": round(max(0.0, answered_s - turn.started_s), 6),
                 "agent": self._name(turn.agent),
+                "base": turn.n_base,
                 "workflow": self._name(turn.workflow),
             }
             try:

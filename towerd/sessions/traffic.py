@@ -136,9 +136,9 @@ class Traffic:
         # a policy must not apply what it learns of one tenant's names to another's
         agent = f"{step.scope}\n{step.agent}"
         base = next((node for node in last.path() if node.p1 == turn.n_base), None)
-        self._tiers.ranking.stepped(last, workflow.name, agent, base)
-        for each in over:
+        for each in over:  # one of them may have begun anew with this step
             self._tiers.ranking.workflow_ended(each.name)
+        self._tiers.ranking.stepped(last, workflow.name, agent, base)
         self._tiers.stepped()
         self._new.append(
             Invocation(

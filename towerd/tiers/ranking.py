@@ -385,10 +385,10 @@ class Ranking(Listener):
         self._tell(lambda tier: tier.answered(end.id, now, stop))
 
     def stepped(self, end: Node, workflow: str, agent: str, base: Node | None = None) -> None:
-        """The visit of `end` was a step of `agent` in `workflow`. base: where what the agent's prompts begin
-        with ends"""
+        """The visit of `end` was a step of `agent` in `workflow`; ignored if `end` is gone by now. base: where what
+        the agent's prompts begin with ends"""
         key = None if base is None else base.id
-        self._tell(lambda tier: tier.policy.stepped(end.id, tier.now, workflow, agent, key))
+        self._tell(lambda tier: tier.policy.stepped(end.id, tier.now, workflow, agent, key), end)
 
     def ended(self, end: Node) -> None:
         """No request will continue from `end`."""
@@ -398,11 +398,12 @@ class Ranking(Listener):
         """No step of `workflow` will follow."""
         self._tell(lambda tier: tier.policy.workflow_ended(workflow, tier.now))
 
-    def _tell(self, event: Callable[[TierRanking], None]) -> None:
+    def _tell(self, event: Callable[[TierRanking], None], of: Node | None = None) -> None:
         with self._lock:
             self._play()
-            for tier in self._all:
-                event(tier)
+            if of is None or self._tree.node(of.id) is not None:  # a policy would never forget it
+                for tier in self._all:
+                    event(tier)
             self._publish()
 
     # ---- decisions --------------------------------------------------------------------------
