@@ -145,6 +145,14 @@ class DiskFull(StoreError):
     stands_for = "The disk is full: free disk space or lower --warm-bytes."
 
 
+class DiskLimitReached(DiskFull):
+    """What may not leave the disk takes all that the store may have of it (507)."""
+
+    stands_for = (
+        "Conversations take all of --disk-max: raise it, or delete some and run towerctl gc."
+    )
+
+
 class RowsDamaged(StoreError):
     """Stored rows failed their check; they are quarantined and their tokens are prefilled."""
 

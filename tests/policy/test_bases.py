@@ -27,7 +27,7 @@ class Agents:
         self.n += 1
         self.now += 1.0
         self.policy.insert(base, nbytes, self.now, None)
-        self.policy.insert(self.n, nbytes, self.now, base)
+        self.policy.insert(self.n, 10, self.now, base)
         self.policy.stepped(self.n, self.now, f"w{self.n}", f"{tenant}\nagent {base}", base)
         self.policy.workflow_ended(f"w{self.n}", self.now)
         return self.n
@@ -77,7 +77,8 @@ def test_a_split_of_evicted_rows_keeps_what_is_known() -> None:
 def stay(policy: Any, *keys: int) -> list[bool]:
     """Whether each leaves after everything from key 100 on, which is what workflows and chats have for
     themselves."""
-    order = policy.victims(policy.nbytes, always)
+    policy.victims(0, always)
+    order = policy.lowest(policy.nbytes, always)
     n_private = max(at for at, key in enumerate(order) if key >= 100)
     return [order.index(key) > n_private for key in keys]
 
@@ -93,17 +94,19 @@ def test_bases_of_several_workflows_stay_if_they_fit() -> None:
     assert stay(policy, 1, 2) == [True, False]
 
 
-def test_a_base_that_is_idle_for_too_long_leaves_like_any_rows() -> None:
-    """Eight of its mean intervals are too long, but two minutes are not."""
+@pytest.mark.parametrize(("n_turnovers", "stays"), [(3, True), (6, False)])
+def test_a_base_stays_for_some_turnovers_of_the_tier(n_turnovers: int, stays: bool) -> None:
+    """It leaves like any rows if it is used more seldom than other chats replace what is there."""
     policy = planted(Foresight)
     agents = Agents(policy)
-    agents.run(base=1)
-    agents.now += 60.0
-    agents.run(base=1)
-    for idle_s, stays in ((100.0, True), (7 * 60.0, True), (9 * 60.0, False)):
-        for n in range(20):
-            policy.insert(int(1000 * idle_s) + n, 10, agents.now + idle_s, None)
-        assert stay(policy, 1) == [stays], idle_s
+    for _ in range(2):
+        agents.run(base=1)
+    for _ in range(100 * n_turnovers):
+        agents.n, agents.now = agents.n + 1, agents.now + 1.0
+        policy.insert(agents.n, 10, agents.now, None)
+        if policy.nbytes > 1000:
+            agents.evicted(1)
+    assert (1 in policy and stay(policy, 1) == [True]) is stays
 
 
 def test_a_tenant_with_too_many_bases_loses_its_own_only() -> None:
@@ -112,18 +115,33 @@ def test_a_tenant_with_too_many_bases_loses_its_own_only() -> None:
     for _ in range(2):
         agents.run(base=1, tenant="small")
         for base in range(10, 60):
-            agents.run(base, tenant="large")
+            agents.run(base, nbytes=1000 if base < 20 else 10, tenant="large")
     policy.insert(1000, 10, agents.now + 0.1, None)
+    kept = stay(policy, *range(10, 60))
+    assert 1 <= sum(kept[:10]) <= 6, "all of these would take most of the tier"
+    assert all(kept[10:]), "more of these fit"
     assert stay(policy, 1) == [True]
-    assert 5 <= sum(stay(policy, *range(10, 60))) <= 15, (
-        "of what takes a hundredth of the tier each"
-    )
+
+
+def test_bases_that_are_never_used_again_are_retired() -> None:
+    """Of a tenant whose system prompts have the time in them."""
+    policy = planted(Foresight)
+    agents = Agents(policy)
+    for base in range(10, 30):
+        agents.run(base)
+    policy.victims(10, always)
+    assert policy.is_retired(10)
+    for base in range(10, 30):
+        agents.run(base)
+    agents.run(base=30)
+    policy.victims(10, always)
+    assert not policy.is_retired(30), "most were used again, so this one may be, too"
 
 
 def test_what_is_known_is_bounded_by_the_tier() -> None:
     """A client that names all of its work alike uses ever new rows."""
     policy = planted(Foresight)
-    for key in range(1, 2000):
+    for key in range(1, 400):
         policy.insert(key, 10, float(key), None)
         policy.stepped(key, float(key), "always", "a\nagent")
         for left in policy.victims(policy.nbytes - 200, always):

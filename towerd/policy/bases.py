@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from towerd.policy.base import Key
 
-_SHARE_MAX = 0.1
-"""Share of the tier that kept bases may take. More costs workflows what they have for themselves: on recorded
-ones 2 to 5 of 100 tokens found at a quarter."""
-_INTERVALS_MAX = 8.0
-"""A base stays while it is idle for no more than so many of its own mean intervals between workflows: if these
-are exponential, one use in 3,000 comes later."""
-_IDLE_MIN_S, _IDLE_MAX_S = 120.0, 3600.0
+_SHARE_MAX = 0.5
+"""Share of the tier that kept bases may take."""
+_TURNOVERS_MAX = 4.0
+"""A base is kept if it is used at least once while the content of the tier is replaced so many times. On recorded
+workflows this costs next to no hits at any size of the tier, and without it a quarter of them at 2 %."""
+_AGAIN_MIN = 0.5
+"""Share of a tenant's bases that several workflows used from which one that a single one used is kept, too."""
+_TURNOVERS_KNOWN = 16
+"""After so many turnovers the older half is forgotten."""
 _LOOKED_AT = 256
 """Bases whose bytes are added up for one eviction, on average."""
 
@@ -26,9 +28,8 @@ class _BaseUse:
 
 
 class Bases:
-    """The keys that agents' prompts begin with, up to the first message. One is kept if several workflows used
-    it and another is expected: those with the most uses per second and byte, in a share of the tier that
-    tenants divide."""
+    """The keys that agents' prompts begin with, up to the first message. Those that are used often enough are
+    kept: the ones with the most uses per second and byte, in a share of the tier that tenants divide."""
 
     def __init__(self) -> None:
         self._uses: dict[Key, _BaseUse] = {}
@@ -36,24 +37,25 @@ class Bases:
         """As of the last look."""
         self._looks_due = 0
         """Evictions until the next look."""
+        self._since_s: float | None = None
+        self._evicted_bytes = 0.0
+        """Since then."""
 
     def __contains__(self, key: Key) -> bool:
         return key in self._uses
 
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._uses)
-
     def copy(self) -> Bases:
         """An independent copy."""
         copied = Bases()
-        copied._uses = {
-            key: _BaseUse(use.tenant, use.first_s, use.last_s) for key, use in self._uses.items()
-        }
+        copied._uses = {key: replace(use) for key, use in self._uses.items()}
         copied._kept = self._kept
+        copied._since_s, copied._evicted_bytes = self._since_s, self._evicted_bytes
         return copied
 
     def used(self, keys: Iterable[Key], tenant: str, now: float) -> None:
         """An agent's prompt began with these."""
+        if self._since_s is None:
+            self._since_s = now
         for key in keys:
             use = self._uses.setdefault(key, _BaseUse(tenant, now, now))
             use.last_s = max(use.last_s, now)
@@ -65,7 +67,7 @@ class Bases:
     def split(self, lower: Key, upper: Key) -> None:
         """`upper` is a beginning of what was `lower`."""
         if (use := self._uses.get(lower)) is not None:
-            self._uses.setdefault(upper, _BaseUse(use.tenant, use.first_s, use.last_s))
+            self._uses.setdefault(upper, replace(use))
 
     def is_kept(self, key: Key) -> bool:
         """Whether it comes after all that single workflows have for themselves, as of the last look."""
@@ -77,21 +79,49 @@ class Bases:
         n_workflows: Callable[[Key], int],
         now: float,
         tier_bytes: int,
+        evicted_bytes: int,
     ) -> frozenset[Key]:
-        """Before an eviction, choose anew which are kept, if a look is due; returns those for which that has
-        changed. size_of: bytes of a key in the tier, or None; n_workflows: how many used it."""
+        """Before `evicted_bytes` leave the tier, choose anew which are kept, if a look is due; returns those for
+        which that has changed. size_of: bytes of a key in the tier, or None; n_workflows: how many used it."""
+        turnover_s = self._turnover_s(now, tier_bytes, evicted_bytes)
         self._looks_due -= 1
-        if self._looks_due > 0:
+        if self._looks_due > 0 or not self._uses:
             return frozenset()
         self._looks_due = len(self._uses) // _LOOKED_AT
+        wait_s_max = _TURNOVERS_MAX * turnover_s
+        again = self._shares_used_again(n_workflows, now - wait_s_max)
         due: dict[str, list[tuple[float, int, Key]]] = {}
         for key, use in self._uses.items():
-            nbytes, n = size_of(key), n_workflows(key)
-            if nbytes and _is_due(use, n, now):
-                value = (n - 1) / max(1.0, now - use.first_s) / nbytes
-                due.setdefault(use.tenant, []).append((value, nbytes, key))
+            nbytes, n, p_again = size_of(key), n_workflows(key), again[use.tenant]
+            if not nbytes or (n < 2 and p_again < _AGAIN_MIN):
+                continue
+            interval_s = max(1e-3, now - use.first_s) / max(1e-3, n - 1 + p_again)
+            if max(interval_s, now - use.last_s) <= wait_s_max:
+                due.setdefault(use.tenant, []).append((1 / interval_s / nbytes, nbytes, key))
         before, self._kept = self._kept, frozenset(_fitting(due, int(_SHARE_MAX * tier_bytes)))
         return before ^ self._kept
+
+    def _turnover_s(self, now: float, tier_bytes: int, evicted_bytes: int) -> float:
+        """In how many seconds as many bytes come as the tier has."""
+        since_s = now if self._since_s is None else self._since_s
+        self._evicted_bytes += max(0, evicted_bytes)
+        if self._evicted_bytes > _TURNOVERS_KNOWN * tier_bytes:
+            self._evicted_bytes /= 2
+            self._since_s = since_s = (since_s + now) / 2
+        n_came = tier_bytes + self._evicted_bytes
+        return tier_bytes * max(0.0, now - since_s) / max(1.0, n_came)
+
+    def _shares_used_again(
+        self, n_workflows: Callable[[Key], int], since_s: float
+    ) -> Mapping[str, float]:
+        """By tenant: which share of its bases in use since then several workflows used."""
+        counts: dict[str, tuple[int, int]] = {}
+        for key, use in self._uses.items():
+            n_again, n = counts.get(use.tenant, (0, 0))
+            is_recent = use.last_s >= since_s
+            is_again = is_recent and n_workflows(key) > 1
+            counts[use.tenant] = n_again + is_again, n + is_recent
+        return {tenant: n_again / max(1, n) for tenant, (n_again, n) in counts.items()}
 
 
 def _fitting(due: Mapping[str, list[tuple[float, int, Key]]], bytes_max: int) -> Iterator[Key]:
@@ -106,12 +136,3 @@ def _fitting(due: Mapping[str, list[tuple[float, int, Key]]], bytes_max: int) ->
             left -= nbytes
             yield key
         bytes_max -= part - left
-
-
-def _is_due(use: _BaseUse, n_workflows: int, now: float) -> bool:
-    """Whether another workflow is expected to use it."""
-    if n_workflows < 2:
-        return False
-    interval_s = (use.last_s - use.first_s) / (n_workflows - 1)
-    idle_s_max = min(_IDLE_MAX_S, max(_IDLE_MIN_S, _INTERVALS_MAX * interval_s))
-    return now - use.last_s <= idle_s_max

@@ -85,7 +85,7 @@ class ReturnRanking(WorkflowTree):
     def _is_over(self, entry: Entry) -> bool:
         """Whether no reuse is expected: its last visit ended a conversation, or all workflows
         that used it are over, no other conversation began here, and no agent's prompts begin with it."""
-        if entry.seq > 1 or entry.key in self._bases:
+        if entry.seq > 1 or self.is_kept_base(entry.key):
             return False
         is_end = entry.visit.ended and entry.weight != _ABOVE_END
         return is_end or self.is_retired(entry.key)

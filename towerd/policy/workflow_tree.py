@@ -228,7 +228,8 @@ class WorkflowTree(Policy):
     def victims(self, bytes_needed: int, is_evictable: Evictable, frees: Frees = None) -> list[Key]:
         """See Policy.victims. What is idle for too long is over, also if no workflow takes a step meanwhile."""
         self._age()
-        for key in self._bases.look(self.size_of, self.n_workflows, self._now, self.nbytes):
+        tier = self._now, self.nbytes, bytes_needed
+        for key in self._bases.look(self.size_of, self.n_workflows, *tier):
             self._push(key)
         return super().victims(bytes_needed, is_evictable, frees)
 
@@ -239,7 +240,7 @@ class WorkflowTree(Policy):
     def is_retired(self, key: Key) -> bool:
         """Whether workflows used it and all of them are over (PBKV, section 4.2.1). What an agent's prompts begin
         with never is: its next workflow begins with it."""
-        return key in self._n_over and key not in self.users and key not in self._bases
+        return key in self._n_over and key not in self.users and not self.is_kept_base(key)
 
     def is_kept_base(self, key: Key) -> bool:
         """Whether it stays though no running workflow uses it, because agents' prompts begin with it."""

@@ -34,6 +34,11 @@ class TurnRecorder:
         """What is deleted from now on, for the turn of a request that begins."""
         return self._store.deletions.watch()
 
+    async def check_room(self) -> None:
+        """Raises DiskLimitReached if the disk that the store may take has no room for another turn."""
+        if self._store.disk.bytes_max:
+            await asyncio.to_thread(self._store.disk.check)
+
     async def record(self, turn: Turn, *, answered: bool = True) -> str:
         """Make a turn durable and return its session's id. Of a prompt without an answer, the
         cached tokens are kept for reuse, outside any session; the id is then "". Nothing is kept of

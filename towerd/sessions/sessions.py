@@ -112,6 +112,7 @@ class Sessions:
 
         Tokens generated until then are kept. The Finish event is yielded only after the turn is
         durable. Raises what `Engine.generate` raises, and DiskFull."""
+        await self.recorder.check_room()
         use = self._cold.enter(request) if self._cold is not None else None
         since = self.recorder.watch_deletions() if since is None else since
         run = RequestRun(request, use, time.time(), since)

@@ -141,6 +141,10 @@ class Config:
     warm_bytes: int = _set(-1, "size", "--warm-bytes",
         "Disk for the attention state of conversations.", low=-1,
         auto="32 GiB, but at most half of what is free")
+    disk_max: int = _set(0, "size", "--disk-max",
+        "Bytes that all of the store may take on the disk, its index and journal included, such as 50G. Attention state "
+        "leaves for it; conversations never do, and when these alone take all of it, requests are refused. 0: no limit.",
+        low=0)
     write_budget: int = _set(0, "size", "--write-budget",
         "Bytes that may be written to the store a day, such as 20G, to spare an SSD. Conversations are always written; "
         "their attention state later, in fewer copies, or not at all. 0: no limit.", low=0)
@@ -363,7 +367,7 @@ class Config:
             auto["recall_bytes"] = ram_bytes() // 12
         if self.warm_bytes == -1:
             free = free_bytes(auto.get("store_dir", self.store_dir))
-            auto["warm_bytes"] = min(WARM_BYTES_MAX, free // 2)
+            auto["warm_bytes"] = min(self.disk_max or WARM_BYTES_MAX, free // 2)
         if self.hot_bytes == -1:
             on_disk = auto.get("warm_bytes", self.warm_bytes) > 0 and not self.write_budget
             auto["hot_bytes"] = HOT_BYTES if on_disk else ram_bytes() // 8

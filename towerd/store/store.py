@@ -21,6 +21,7 @@ from towerd.store.catalog.sqlite import SqliteCatalog
 from towerd.store.catalog.vocabularies import Vocabularies
 from towerd.store.files import durable
 from towerd.store.files.directory import Directory, StoreLock
+from towerd.store.files.disk_limit import DiskLimit
 from towerd.store.files.writes import DailyWrites
 from towerd.store.maintenance.erase import erase
 from towerd.store.maintenance.footprint import (
@@ -239,6 +240,11 @@ class Store:
     def writes(self) -> DailyWrites:
         """What is written to the store a day, and the budget for it."""
         return self.state.directory.writes
+
+    @property
+    def disk(self) -> DiskLimit:
+        """What all of the store may take on the disk."""
+        return self.state.directory.limit
 
     @property
     def tables(self) -> Path:
@@ -510,7 +516,7 @@ class Store:
     def stats(self) -> dict[str, Any]:
         """Counts and sizes, for /metrics and people."""
         with self.state.locked():
-            return self.state.stats() | self.cold.stats()
+            return self.state.stats() | self.cold.stats() | self.disk.stats()
 
     def get_meta(self, key: str) -> str | None:
         """A small value kept for other modules."""

@@ -64,8 +64,9 @@ class Evictor:
         self._evict_hot(lambda: self._store.state.hot_bytes - bytes_max, is_unpinned, write)
 
     def evict_warm(self, bytes_max: int) -> None:
-        """Delete files until they fit, those of other row identities first; of the files that are worth least, those
-        that the shared tier has, too."""
+        """Delete files until they fit, into what the disk leaves for them, too: those of other row identities first;
+        of the files that are worth least, those that the shared tier has, too."""
+        bytes_max = self._store.disk.rows_bytes_max(bytes_max)
         excess = self._store.state.warm_bytes + self._store.state.foreign_bytes - bytes_max
         if excess <= 0:
             return
@@ -76,6 +77,17 @@ class Evictor:
                 excess -= self._evict_warm(excess, elsewhere.__contains__)
         if excess > 0:
             self._evict_warm(excess, self._can_drop)
+
+    def make_room(self, n_bytes: int, bytes_max: int) -> bool:
+        """Before a file of so many bytes is written: delete what the disk has no room for beside it. Whether there is
+        room then. bytes_max: as for `evict_warm`"""
+        disk = self._store.disk
+        if disk.has_spare(n_bytes):
+            return True
+        left = disk.rows_bytes_max(bytes_max) + disk.spare_bytes - n_bytes
+        if left >= 0:
+            self.evict_warm(left)
+        return left >= 0
 
     def _evict_warm(self, excess: int, may_drop: Callable[[SegmentFile], bool]) -> int:
         """Returns the bytes of what was deleted."""

@@ -124,7 +124,7 @@ class Tiers(Listener):
         """Stored rows that are worse than this are replaced once there are better ones."""
         self._shrinker = Shrinker(store, shrink_after_s, clock, transform_after_s)
         waiting = shrink_after_s, clock, self._shrinker
-        self._writer = RowsWriter(store, self.counters, self._sufficient, *waiting)
+        self._writer = RowsWriter(store, self.counters, self._sufficient, *waiting, self._has_room)
         self.evictor = Evictor(store, self.ranking, self.counters, self._writer.unwritten)
         self.moved_limits: MovedLimits | None = None
         """What deviations of moved rows stay under; None: not measured, so that none are moved."""
@@ -153,10 +153,9 @@ class Tiers(Listener):
         found: Calibration | None = None,
         squeezed: SqueezedFormat | None = None,
     ) -> None:
-        """Store unused rows in these formats from now on, which `found` measured; None:
-        natively. squeezed: the smaller one that what is worth least is put into where space is
-        short. Other rows already stored in other formats stay as they are. No effect under exact
-        fidelity or forced formats."""
+        """Store unused rows in these formats from now on, which `found` measured; None: natively. squeezed: the
+        smaller one that what is worth least is put into where space is short. Other rows already stored in other
+        formats stay as they are. No effect under exact fidelity or forced formats."""
         if not self.exact and self._forced is None:
             self._found, self._squeezed = found, squeezed
             self._set_shrinker(formats)
@@ -495,8 +494,7 @@ class Tiers(Listener):
             self._writer.unwritten.discard(node.id)
 
     def _reserve(self, nodes: Iterable[Node]) -> None:
-        """Be ready to restore the longest conversation: an idle daemon that has none takes no memory
-        for that."""
+        """Be ready to restore the longest conversation: an idle daemon that has none takes no memory for that."""
         self._composer.reserve(max((node.p1 for node in nodes), default=0))
 
     def became_hot(self, nodes: Sequence[Node]) -> None:
@@ -564,6 +562,9 @@ class Tiers(Listener):
         waits = self._shrinker.wait_s(), self.prefetcher.wait_s(), self._promoter.wait_s()
         return min(_RETRY_WRITE_S, self._writer.due_s(), *waits)
 
+    def _has_room(self, n_bytes: int) -> bool:
+        return self.evictor.make_room(n_bytes, self.warm_bytes_max)
+
     def _has_rows(self, node_id: int) -> bool:
         node = find_node(self.store, node_id)
         return node is not None and node.has_rows
@@ -571,7 +572,8 @@ class Tiers(Listener):
     def _shrink(self) -> None:
         """Re-encode at most one file."""
         done = self._shrinker.step()
-        if self.store.state.warm_bytes <= PRESSED_SHARE * self.warm_bytes_max:
+        bytes_max = self.store.disk.rows_bytes_max(self.warm_bytes_max)
+        if self.store.state.warm_bytes <= PRESSED_SHARE * bytes_max:
             self._shrinker.relax()
         elif done is None:
             share = int(SQUEEZED_SHARE * self.store.state.warm_bytes)

@@ -238,6 +238,8 @@ class Shrinker:
             n_after = bytes_after(file, requests, self._store.state.row_identity.layout)
             if not self._store.writes.allows("reencoded", n_after):
                 continue
+            if not self._store.disk.has_spare(n_after):
+                continue
             try:
                 new = self._reencode(file, requests)
             except CodingInterrupted:
@@ -325,6 +327,8 @@ class Shrinker:
                 n_changed = 0  # it would cost more writing than it saves
             elif not self._store.writes.allows("reencoded", n_after):
                 return False
+        if n_changed > 0 and not self._store.disk.has_spare(bytes_after(file, requests, native)):
+            return False  # for a while there are both files
         if n_changed == 0:
             n_kept = sum(differs(file, [request], native)[1] > 0 for request in requests)
             with self._lock:

@@ -97,6 +97,7 @@ def _open_store(config: Config) -> tuple[Core, Store]:
             core.close()
         raise
     store.writes.budget = config.write_budget
+    store.disk.bytes_max = config.disk_max
     vocab = cores[0].vocab
     keep_vocabulary(store, vocab.pieces, vocab.ptr)
     check_tokenizer(store, lambda text: vocab.tokenize(text, False, False))

@@ -125,6 +125,7 @@ async def _open_store(
     opening = partial(Store.open, catalog_fd=config.catalog_fd)
     store = await asyncio.to_thread(opening, config.store_dir, identity)
     store.writes.budget = config.write_budget
+    store.disk.bytes_max = config.disk_max
     backend, described = found[0]
     stack.push_async_callback(asyncio.to_thread, store.close)
     vocab = described.vocab

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from towerd.errors import StoreError, StoreLocked
 from towerd.store.files import durable
+from towerd.store.files.disk_limit import DiskLimit
 from towerd.store.files.writes import DailyWrites
 
 DAY_S = 86_400.0
@@ -45,6 +46,7 @@ class Directory:
             os.close(fd)
             probe.unlink()
         self.writes = DailyWrites(root, clock)
+        self.limit = DiskLimit(root, self.segments)
 
     def sweep_tmp(self, writing: Callable[[], Container[str]] = frozenset) -> int:
         """Delete partial files left by a killed process; returns the bytes freed. writing: the

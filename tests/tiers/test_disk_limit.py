@@ -1,0 +1,94 @@
+"""What a store may take on the disk holds, with everything that is in its folder."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from format_oracle import plane_of
+from store_tools import ROW_IDENTITY, rows_of
+
+from towerd.errors import DiskLimitReached
+from towerd.slots.layout import KVLayout
+from towerd.store import Store
+from towerd.store.files.disk_limit import DiskLimit
+from towerd.tiers.manager import Tiers
+from towerd.tiers.plan import Gap
+
+LIMIT = 24 << 20
+N_TOKENS = 100
+LAYOUT = KVLayout((plane_of("f16", 4096),), (plane_of("f16", 4096),))
+IDENTITY = replace(ROW_IDENTITY, layout=LAYOUT)
+
+
+def du(folder: Path) -> int:
+    """Bytes of the blocks of all files below a folder."""
+    files = (Path(at) / name for at, _, names in os.walk(folder) for name in names)
+    return sum(file.stat().st_blocks * 512 for file in files)
+
+
+def talk(store: Store, tiers: Tiers, seed: int, n: int = N_TOKENS) -> None:
+    """A chat whose rows are written."""
+    ids = np.random.default_rng(seed).integers(0, 500, n).astype(np.int32)
+    nodes = store.insert(ids, "local", [n])
+    tiers.accept(Gap(tuple(nodes), 0, n), rows_of(ids, 0, LAYOUT))
+    tiers.flush()
+
+
+@pytest.fixture
+def limited(tmp_path: Path) -> tuple[Store, Tiers]:
+    store = Store.open(tmp_path / "store", IDENTITY)
+    store.disk.bytes_max = LIMIT
+    layout = store.state.row_identity.layout
+    tiers = Tiers(
+        store,
+        layout,
+        v_trans=False,
+        hot_bytes=0,
+        warm_bytes=1 << 40,
+        policy="lru",
+        fidelity="exact",
+    )
+    return store, tiers
+
+
+def test_rows_leave_so_that_everything_fits(limited: tuple[Store, Tiers], tmp_path: Path) -> None:
+    store, tiers = limited
+    row_bytes = LAYOUT.token_bytes * N_TOKENS
+    n_chats = 3 * LIMIT // row_bytes
+    largest = 0
+    for seed in range(n_chats):
+        talk(store, tiers, seed)
+        largest = max(largest, du(tmp_path / "store"))
+    assert LIMIT / 2 < largest <= LIMIT
+    assert tiers.stats()["warm_evictions"] > 0
+    talk(store, tiers, n_chats, 3 * LIMIT // LAYOUT.token_bytes)
+    assert du(tmp_path / "store") <= LIMIT, "more than fits is not written"
+    assert store.state.hot_bytes == 0, "nor does it stay in RAM"
+    store.disk.check()
+    tiers.close()
+    store.close()
+
+
+def test_what_cannot_leave_is_refused(tmp_path: Path) -> None:
+    """Everything counts but segment files, whose place the catalog knows; files that vanish do not matter."""
+    now = [0.0]
+    (tmp_path / "segments").mkdir()
+    (tmp_path / "journal").mkdir()
+    limit = DiskLimit(tmp_path, tmp_path / "segments", lambda: now[0])
+    (tmp_path / "journal" / "1").write_bytes(os.urandom(8 << 20))
+    (tmp_path / "segments" / "1").write_bytes(os.urandom(8 << 20))
+    limit.check()
+    assert limit.rows_bytes_max(5) == 5
+    limit.bytes_max = 16 << 20
+    limit.check()
+    assert limit.rows_bytes_max(1 << 40) == 7 << 20
+    (tmp_path / "catalog.sqlite").write_bytes(os.urandom(8 << 20))
+    limit.check()
+    now[0] += 60.0
+    with pytest.raises(DiskLimitReached, match="take 16 MiB of the 16 MiB of --disk-max"):
+        limit.check()
+    assert limit.rows_bytes_max(1 << 40) == 0
