@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from towerd.engine.base import Engine
+from towerd.engine.base import Engine, ModelInfo
 from towerd.errors import TowerdError, Unavailable
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class Asleep:
     """See `towerd.api.llama.info.all_stats`."""
     own_stats: Mapping[str, Any]
     """The answer of GET /towerd/v1/stats."""
+    info: ModelInfo
+    n_ctx: int
     metrics: bytes = b""
     """The metrics of a llama-server."""
 

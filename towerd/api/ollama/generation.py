@@ -1,0 +1,80 @@
+"""POST /api/chat and /api/generate: the body becomes that of one of our routes, whose reply is translated back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from towerd.api.http.body import PEEKED, decode, read_bytes
+from towerd.api.http.fields import Body
+from towerd.api.http.keys import service_of
+from towerd.api.http.off_loop import by_size, release
+from towerd.api.http.reply import encode, json_reply
+from towerd.api.http.translation import TRANSLATION
+from towerd.api.ollama.asked import asked_of
+from towerd.api.ollama.bodies import CHAT, Translated, of_chat, of_generate
+from towerd.api.ollama.parts import ChatReader, ReplyPart, TextReader
+from towerd.api.ollama.replies import OllamaReply, Said, chat_said, generate_said, head_of
+
+ITEM_BYTES = 64
+"""A value of a body takes about so many bytes, the base64 of a picture aside."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Generating:
+    """One of the two routes."""
+
+    read: Callable[[Body], Translated]
+    said: Said
+    is_chat: bool
+
+
+_CHAT = _Generating(of_chat, chat_said, is_chat=True)
+_GENERATE = _Generating(of_generate, generate_said, is_chat=False)
+
+
+def chatting(chat: Handler) -> Handler:
+    """The handler of /api/chat. chat: that of OpenAI's."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await _answer(request, _CHAT, {CHAT: chat})
+
+    return handle
+
+
+def generating(handlers: Mapping[str, Handler]) -> Handler:
+    """The handler of /api/generate. handlers: of our routes, by their paths."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await _answer(request, _GENERATE, handlers)
+
+    return handle
+
+
+async def _answer(
+    request: web.Request, kind: _Generating, handlers: Mapping[str, Handler]
+) -> web.StreamResponse:
+    data = await read_bytes(request)
+    asked = await asked_of(request, data)
+    model, is_stream = asked.model_name(), asked.is_streamed()
+    unloads = asked.unloads()
+    if asked.is_empty(is_chat=kind.is_chat):
+        service_of(request)  # the request has waited for the model
+        return loaded_reply(model, kind.said, "unload" if unloads else "load")
+    body = await decode(request, data)
+    path, ours = await by_size(len(data) // ITEM_BYTES, kind.read, body)
+    request[PEEKED] = await by_size(
+        len(data) // ITEM_BYTES, encode, ours | {"model": model, "stream": is_stream}
+    )
+    await release(body)
+    reader = ChatReader() if path == CHAT else TextReader()
+    request[TRANSLATION] = OllamaReply(path, model, reader, kind.said)
+    return await handlers[path](request)
+
+
+def loaded_reply(model: str, said: Said, reason: str) -> web.Response:
+    """The reply to a request that only loads its model, or unloads it."""
+    return json_reply(head_of(model) | said(ReplyPart()) | {"done": True, "done_reason": reason})
