@@ -388,6 +388,35 @@ def test_a_tool_loop(tmp_path: Path, engine: str, family: str) -> None:
         assert len(sessions) == 1
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_thinking_and_a_gap(tmp_path: Path, engine: str) -> None:
+    """`think` is what `enable_thinking` is to the template; a suffix is what follows a gap."""
+    model = tmp_path / "scripted.gguf"
+    make_scripted_model(model, ("Hel", "lo", "!"), fill_in=True)
+    template = str(TEMPLATES / "Qwen-Qwen3-0.6B.jinja")
+    flags = ("-m", str(model), "--engine", engine, *FLAGS, "--chat-template-file", template)
+    with Daemon(tmp_path / "d", *flags) as daemon, Client(host=daemon.url) as client:
+        capabilities = client.show("m").capabilities or ()
+        assert set(capabilities) == {"completion", "tools", "thinking"}
+        counts = set()
+        for think in (True, False):
+            kwargs = {"enable_thinking": think}
+            body = {"messages": HELLO, "max_tokens": 1, "chat_template_kwargs": kwargs}
+            wanted = daemon.post("/v1/chat/completions", body)["usage"]["prompt_tokens"]
+            for reply in (
+                client.chat("m", HELLO, think=think, options=GREEDY),
+                client.generate("m", HELLO[0]["content"], think=think, options=GREEDY),
+            ):
+                assert reply.prompt_eval_count == wanted
+            counts.add(wanted)
+        assert len(counts) == 2
+        gap = {"input_prefix": "def f():", "input_suffix": "return", "n_predict": 12}
+        filled = daemon.post("/infill", gap | {"temperature": 0})
+        said = client.generate("m", "def f():", suffix="return", options=GREEDY)
+        assert said.response == filled["content"] != ""
+        assert said.prompt_eval_count == filled["tokens_evaluated"]
+
+
 def test_pull(tmp_path: Path) -> None:
     """What was fetched is said as it comes, and whether it is served; what is served already needs nothing."""
     repo = "owner/stories-GGUF"

@@ -5,30 +5,24 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
 from towerd.api.ollama.replies import rfc3339
+from towerd.codec.errors import UnknownModel
+from towerd.codec.models.gguf_header import read_header
 from towerd.engine.base import ModelInfo
-from towerd.model.gguf_keys import GgufKeys
 
 _TEMPLATE = "tokenizer.chat_template"
 _LISTS = re.compile(r"tokenizer\.ggml\.(tokens|merges|scores|token_type)|tokenizer\.chat_template")
 """Keys that are left out: too long to be read by anyone, or said elsewhere."""
 _GAP = ("tokenizer.ggml.fim_pre_token_id", "tokenizer.ggml.prefix_token_id")
 """Keys of models that fill in the middle."""
-_OF_FILE = (
-    "general.architecture general.name general.basename general.size_label general.file_type "
-    "general.license general.quantization_version tokenizer.ggml.model tokenizer.ggml.pre"
-).split()
-_OF_ARCHITECTURE = (
-    "context_length embedding_length block_count feed_forward_length vocab_size expert_count "
-    "attention.head_count attention.head_count_kv attention.sliding_window rope.freq_base pooling_type"
-).split()
-"""What is read of the header of a file whose model is not loaded."""
 _TOOLS = re.compile(r"\b(tools|tool_calls)\b")
 _THINKING = re.compile(r"<think|enable_thinking|reasoning_(content|effort)|<\|channel\|>")
 _NUMBER = re.compile(r"-?\d+(\.\d*)?([eE][-+]?\d+)?")
@@ -139,33 +133,33 @@ def of_file(
 ) -> DescribedModel:
     """A model that need not be loaded. Reads the header of its file, unless it was read before; of one that
     cannot be read, or has no file here, only the name is said."""
-    status = keys = None
+    status = header = None
     if path is not None:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, UnknownModel):
             status = path.stat()
-            keys = _keys_of(path, status.st_size, status.st_mtime_ns)
-    if status is None or keys is None:
+            header = _header_of(path, status.st_size, status.st_mtime_ns)
+    if status is None or header is None:
         return DescribedModel(name, {}, 0, 0.0, n_ctx=n_ctx, has_pictures=has_pictures)
-    return DescribedModel(
-        name,
-        keys,
-        status.st_size,
-        status.st_mtime,
-        0,
-        n_ctx,
-        str(keys.get(_TEMPLATE, "")),
-        has_pictures,
-    )
+    keys, n_params = header
+    template = str(keys.get(_TEMPLATE, ""))
+    size, modified_s = status.st_size, status.st_mtime
+    return DescribedModel(name, keys, size, modified_s, n_params, n_ctx, template, has_pictures)
 
 
 @lru_cache(maxsize=256)
-def _keys_of(path: Path, n_bytes: int, modified_ns: int) -> Mapping[str, Any]:
-    """n_bytes, modified_ns: of the file, so that one that was replaced is read again."""
-    with closing(GgufKeys(path)) as keys:
-        arch = str(keys.get("general.architecture", ""))
-        names = [*_OF_FILE, _TEMPLATE, *_GAP, *(f"{arch}.{name}" for name in _OF_ARCHITECTURE)]
-        found = {name: keys.get(name) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
+def _header_of(path: Path, n_bytes: int, modified_ns: int) -> tuple[Mapping[str, Any], int]:
+    """The keys, and the number of parameters, 0 if it is not known. Not by llama.cpp's reader, which some files end the process
+    of. n_bytes, modified_ns: of the file, so that one that was replaced is read again."""
+    with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+        with memoryview(data) as view:
+            header = read_header(view)
+    keys = {
+        key: value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+        for key, value in header.keys.items()
+        if value is not None
+    }
+    is_split = keys.get("split.count", 1) not in (0, 1)  # the other tensors are in other files
+    return keys, 0 if is_split else sum(prod(each.shape) for each in header.tensors.values())
 
 
 def parameter_size(n_params: int) -> str:

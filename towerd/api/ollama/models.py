@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -19,6 +22,8 @@ from towerd.api.ollama.description import DescribedModel, of_info
 from towerd.api.ollama.pull import post_pull
 from towerd.engine.base import Engine
 from towerd.errors import NotSupported
+
+Json: TypeAlias = dict[str, Any]
 
 API_VERSION = "0.13.0"
 """The Ollama whose API this is: programs compare it with the oldest that they work with."""
@@ -41,7 +46,7 @@ async def get_version(request: web.Request) -> web.Response:
 
 async def get_tags(request: web.Request) -> web.Response:
     """The one model that there is."""
-    return json_reply({"models": [(await _described(request)).listed()]})
+    return json_reply({"models": [await _said(request, DescribedModel.listed)]})
 
 
 async def get_ps(request: web.Request) -> web.Response:
@@ -51,15 +56,15 @@ async def get_ps(request: web.Request) -> web.Response:
         return json_reply({"models": []})
     idle_s = request.app[CONFIG].sleep_idle_seconds
     rest_s = max(0.0, idle_s - gate.idle_s()) if idle_s > 0 else FOR_EVER_S
-    model = await _described(request)
-    return json_reply({"models": [model.running(time.time() + rest_s)]})
+    running = partial(DescribedModel.running, expires_s=time.time() + rest_s)
+    return json_reply({"models": [await _said(request, running)]})
 
 
 async def post_show(request: web.Request) -> web.Response:
     """Its metadata, template and capabilities, whatever name it is asked for by."""
     asked = await asked_of(request, await read_bytes(request))
     asked.model_name()
-    return json_reply((await _described(request)).shown())
+    return json_reply(await _said(request, DescribedModel.shown))
 
 
 async def refuse(request: web.Request) -> web.StreamResponse:
@@ -70,12 +75,15 @@ async def refuse(request: web.Request) -> web.StreamResponse:
     )
 
 
-async def _described(request: web.Request) -> DescribedModel:
+async def _said(request: web.Request, what: Callable[[DescribedModel], Json]) -> Json:
+    """What is said of the model. Reads files."""
     gate = request.app[GATE]
     if (asleep := gate.asleep) is not None:
         template = str(asleep.props.get("chat_template", ""))
-        return await asyncio.to_thread(of_info, asleep.info, asleep.n_ctx, template)
-    return await asyncio.to_thread(_of_engine, gate.open().engine)
+        describe = partial(of_info, asleep.info, asleep.n_ctx, template)
+    else:
+        describe = partial(_of_engine, gate.open().engine)
+    return await asyncio.to_thread(lambda: what(describe()))
 
 
 def _of_engine(engine: Engine) -> DescribedModel:

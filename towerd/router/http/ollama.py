@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,22 +58,23 @@ def named(request: web.Request, asked: OllamaAsked) -> RoutedModel:
 async def get_tags(request: web.Request) -> web.Response:
     """All models."""
     models = list(request.app[MODELS].by_name.values())
-    found = await asyncio.to_thread(lambda: [_described(each) for each in models])
-    return json_reply({"models": [each.listed() for each in found]})
+    listed = await asyncio.to_thread(lambda: [_described(each).listed() for each in models])
+    return json_reply({"models": listed})
 
 
 async def get_ps(request: web.Request) -> web.Response:
     """Those that are loaded."""
     models = request.app[MODELS].loaded()
-    found = await asyncio.to_thread(lambda: [_described(each) for each in models])
-    pairs = zip(models, found, strict=True)
-    return json_reply({"models": [each.running(_expires_s(model)) for model, each in pairs]})
+    running = await asyncio.to_thread(
+        lambda: [_described(each).running(_expires_s(each)) for each in models]
+    )
+    return json_reply({"models": running})
 
 
 async def post_show(request: web.Request) -> web.Response:
     """What the header of a model's file says: it need not be loaded."""
     model = named(request, await asked_of(request, await read_bytes(request)))
-    return json_reply((await asyncio.to_thread(_described, model)).shown())
+    return json_reply(await asyncio.to_thread(lambda: _described(model).shown()))
 
 
 def _is_found(request: web.Request, name: str) -> bool:
@@ -96,7 +98,8 @@ def _described(model: RoutedModel) -> DescribedModel:
         meta: dict[str, Any] = model.info.get("meta") or {}
         n_ctx = int(meta.get("n_ctx") or 0)
     has_pictures = entry.projector is not None
-    return of_file(entry.name, entry.path, n_ctx=n_ctx, has_pictures=has_pictures)
+    found = of_file(entry.name, entry.path, n_ctx=n_ctx, has_pictures=has_pictures)
+    return replace(found, size_bytes=entry.file_bytes())
 
 
 def _expires_s(model: RoutedModel) -> float:
