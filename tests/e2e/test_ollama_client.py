@@ -336,6 +336,7 @@ def test_embeddings(tmp_path: Path, engine: str) -> None:
         assert math.isclose(math.hypot(*short), 1, rel_tol=1e-6)
         assert math.isclose(short[0] / short[1], wanted[0][0] / wanted[0][1], rel_tol=1e-6)
         assert list(client.embed(MODEL, []).embeddings) == []
+        assert len(client.embed(MODEL, ["a"] * 1001).embeddings) == 1001
 
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
@@ -25,20 +23,26 @@ def embedding(embeddings: Handler, *, one: bool) -> Handler:
     """The handler of /api/embed, or with `one` of the older /api/embeddings. embeddings: that of OpenAI's."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        data = await read_bytes(request)
-        model = (await asked_of(request, data)).model_name()
-        body = await decode(request, data)
-        texts = [fields.string(body, "prompt", "")] if one else _texts(body)
-        n_dimensions = fields.integer_in(body, ("dimensions",), 0, 0, INT32_MAX)
-        await release(body)
-        if not any(texts):  # such a request only loads the model
-            return json_reply(_empty(model, one=one))
-        n_items = len(data) // ITEM_BYTES
-        request[PEEKED] = await by_size(n_items, encode, {"input": texts, "model": model})
-        request[TRANSLATION] = EmbedReply(EMBEDDINGS, model, n_dimensions, one=one)
-        return await embeddings(request)
+        empty = await _translate(request, one=one)
+        return await embeddings(request) if empty is None else empty
 
     return handle
+
+
+async def _translate(request: web.Request, *, one: bool) -> web.Response | None:
+    """Make a request ready for the route of OpenAI's; or the whole reply to one without text."""
+    data = await read_bytes(request)
+    model = (await asked_of(request, data)).model_name()
+    body = await decode(request, data)
+    texts = [fields.string(body, "prompt", "")] if one else _texts(body)
+    n_dimensions = fields.integer_in(body, ("dimensions",), 0, 0, INT32_MAX)
+    if not any(texts):  # such a request only loads the model
+        return json_reply({"embedding": []} if one else {"model": model, "embeddings": []})
+    n_items = len(data) // ITEM_BYTES
+    request[PEEKED] = await by_size(n_items, encode, {"input": texts, "model": model})
+    await release(body)
+    request[TRANSLATION] = EmbedReply(EMBEDDINGS, model, n_dimensions, one=one)
+    return None
 
 
 def _texts(body: Body) -> list[str]:
@@ -47,7 +51,3 @@ def _texts(body: Body) -> list[str]:
     if not isinstance(texts, list) or not all(isinstance(each, str) for each in texts):
         raise InvalidRequest("Field 'input': must be a string or an array of strings")
     return texts
-
-
-def _empty(model: str, *, one: bool) -> dict[str, Any]:
-    return {"embedding": []} if one else {"model": model, "embeddings": []}

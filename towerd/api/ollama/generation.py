@@ -57,22 +57,30 @@ def generating(handlers: Mapping[str, Handler]) -> Handler:
 async def _answer(
     request: web.Request, kind: _Generating, handlers: Mapping[str, Handler]
 ) -> web.StreamResponse:
+    translated = await _translate(request, kind)
+    return (
+        translated if isinstance(translated, web.Response) else await handlers[translated](request)
+    )
+
+
+async def _translate(request: web.Request, kind: _Generating) -> str | web.Response:
+    """The route of ours that answers, for which the request is made ready; or the whole reply. The body is not
+    held any longer than that takes."""
     data = await read_bytes(request)
     asked = await asked_of(request, data)
-    model, is_stream = asked.model_name(), asked.is_streamed()
-    unloads = asked.unloads()
+    model, is_stream, unloads = asked.model_name(), asked.is_streamed(), asked.unloads()
     if asked.is_empty(is_chat=kind.is_chat):
         service_of(request)  # the request has waited for the model
         return loaded_reply(model, kind.said, "unload" if unloads else "load")
+    n_items = len(data) // ITEM_BYTES
     body = await decode(request, data)
-    path, ours = await by_size(len(data) // ITEM_BYTES, kind.read, body)
-    request[PEEKED] = await by_size(
-        len(data) // ITEM_BYTES, encode, ours | {"model": model, "stream": is_stream}
-    )
+    path, ours = await by_size(n_items, kind.read, body)
+    ours |= {"model": model, "stream": is_stream}
+    request[PEEKED] = await by_size(n_items, encode, ours)
     await release(body)
     reader = ChatReader() if path == CHAT else TextReader()
     request[TRANSLATION] = OllamaReply(path, model, reader, kind.said)
-    return await handlers[path](request)
+    return path
 
 
 def loaded_reply(model: str, said: Said, reason: str) -> web.Response:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import aclosing
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -27,7 +29,8 @@ SUCCESS = {"status": "success"}
 NOT_SERVED = (
     "fetched, and not among the models that this daemon serves: name it with -m at the next start"
 )
-Line = dict[str, Any]
+Line: TypeAlias = dict[str, Any]
+Lines: TypeAlias = AsyncGenerator[Line, None]
 IsServed = Callable[[web.Request, str], bool]
 """Whether a model of this name is here already."""
 Settle = Callable[[web.Request, Path], Awaitable[bool]]
@@ -47,29 +50,31 @@ def pulling(is_served: IsServed, settle: Settle) -> Handler:
             lines = _pulled(request, Pull(name), settle)
         if is_stream:
             return await _stream(request, lines)
-        async for _ in lines:
-            pass
+        async with aclosing(lines):
+            async for _ in lines:
+                pass
         return json_reply(SUCCESS)
 
     return handle
 
 
-async def _stream(request: web.Request, lines: AsyncIterator[Line]) -> web.StreamResponse:
+async def _stream(request: web.Request, lines: Lines) -> web.StreamResponse:
     request[TRANSLATION] = AsTheyAre(request.path)
-    async with event_stream(request) as stream:
+    async with event_stream(request) as stream, aclosing(lines):
         async for line in lines:
             await stream.send([line])
     return stream.response
 
 
-async def _nothing_to_do() -> AsyncIterator[Line]:
+async def _nothing_to_do() -> Lines:
     yield SUCCESS
 
 
-async def _pulled(request: web.Request, pull: Pull, settle: Settle) -> AsyncIterator[Line]:
+async def _pulled(request: web.Request, pull: Pull, settle: Settle) -> Lines:
     yield {"status": "pulling manifest"}
-    async for line in pull.lines():
-        yield line
+    async with aclosing(pull.lines()) as lines:
+        async for line in lines:
+            yield line
     if not await settle(request, pull.path):
         yield {"status": NOT_SERVED}
     yield SUCCESS
@@ -99,13 +104,15 @@ class Pull:
         """The model's file, once `lines` has ended."""
         self._known = _known(name)
         self._name = name
+        # Ollama's own program shows a part of it, and takes no shorter one.
+        self._digest = self._known.sha256 if self._known else sha256(name.encode()).hexdigest()
         self._total = 0
         self._completed = 0
         self._is_left = threading.Event()
         self._lines: asyncio.Queue[Line | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
-    async def lines(self) -> AsyncIterator[Line]:
+    async def lines(self) -> Lines:
         """How far it is. Raises ModelError; then nothing was fetched."""
         fetching = asyncio.create_task(asyncio.to_thread(self._fetch))
         fetching.add_done_callback(lambda _: self._lines.put_nowait(None))
@@ -141,7 +148,7 @@ class Pull:
         self._completed = completed
         line = {
             "status": f"pulling {self._name}",
-            "digest": self._name,
+            "digest": f"sha256:{self._digest}",
             "total": self._total,
             "completed": completed,
         }
