@@ -18,6 +18,7 @@ from llama_wire import TEMPLATES
 from ollama import AsyncClient, ChatResponse, Client, ResponseError
 from scripted_model import make_scripted_model
 from tool_callers import FAMILIES, TOOL
+from waiting import until
 
 from lab.models.vision import make_projector, picture
 from towerd.models.bundled import bundled_model
@@ -255,12 +256,28 @@ def test_models(client: Client, served: Daemon) -> None:
     assert tuple(map(int, version.split("."))) >= (0, 6, 4)
 
 
-def test_loading_and_unloading(client: Client) -> None:
-    """A request without text says nothing, and why."""
+def test_loading_and_unloading(client: Client, served: Daemon) -> None:
+    """A request without text says why it says nothing; the model leaves behind it, or behind an answer, and
+    comes for the next one, which finds the rows of the last."""
     assert client.generate(MODEL).done_reason == "load"
     assert client.chat(MODEL, keep_alive="5m").done_reason == "load"
+    messages: list[Any] = [{"role": "user", "content": "Tell me about a fox that sleeps."}]
+    said = client.chat(MODEL, messages, options=GREEDY, keep_alive=0)
+    until(lambda: client.ps().models == [])
+    assert served.get("/props")["is_sleeping"]
+    messages += [said.message.model_dump(exclude_none=True), HELLO[0]]
+    again = client.chat(MODEL, messages, options=GREEDY)
+    n_known = (said.prompt_eval_count or 0) + 11
+    assert evaluated(served)[1] <= (again.prompt_eval_count or 0) - n_known
+    assert len(client.ps().models) == 1
+    assert client.generate(MODEL, keep_alive="0s").done_reason == "unload"
+    until(lambda: client.ps().models == [])
+    assert len(client.list().models) == 1
+    parts = client.chat(MODEL, HELLO, options={"num_predict": 400, "seed": 1}, stream=True)
+    next(iter(parts))
     assert client.chat(MODEL, keep_alive=0).done_reason == "unload"
-    assert client.generate(MODEL, keep_alive="0s").response == ""
+    assert list(parts)[-1].done, "who runs beside it is answered"
+    until(lambda: client.ps().models == [])
 
 
 @pytest.mark.parametrize(
@@ -447,13 +464,14 @@ def test_pull(tmp_path: Path) -> None:
             assert "owner/none" in json.loads(missing[-1])["error"]
 
 
-def test_pull_is_the_owners(tmp_path: Path) -> None:
-    """A key of a tenant is not enough, and without one nothing is."""
-    with Daemon(tmp_path, *FLAGS, "--api-key", "ann:ka") as daemon:
+def test_what_changes_the_machine(tmp_path: Path) -> None:
+    """To fetch a model, or to unload what others use, a key of one tenant is not enough."""
+    with Daemon(tmp_path, *FLAGS, "--api-key", "ann:ka", "--api-key", "bob:kb") as daemon:
         for headers, status in (({"Authorization": "Bearer ka"}, 403), ({}, 401)):
-            with (
-                Client(host=daemon.url, headers=headers) as client,
-                pytest.raises(ResponseError) as refused,
-            ):
-                client.pull("smollm2")
-            assert refused.value.status_code == status
+            with Client(host=daemon.url, headers=headers) as client:
+                with pytest.raises(ResponseError) as refused:
+                    client.pull("smollm2")
+                assert refused.value.status_code == status
+                with pytest.raises(ResponseError) as kept:
+                    client.generate(MODEL, keep_alive=0)
+                assert kept.value.status_code == status

@@ -14,6 +14,7 @@ from towerd.api.http.translation import TRANSLATION
 from towerd.api.ollama.asked import asked_of
 from towerd.api.ollama.generation import ITEM_BYTES
 from towerd.api.ollama.replies import EmbedReply
+from towerd.api.ollama.unloading import unload_behind
 from towerd.errors import InvalidRequest
 
 EMBEDDINGS = "/v1/embeddings"
@@ -32,7 +33,10 @@ def embedding(embeddings: Handler, *, one: bool) -> Handler:
 async def _translate(request: web.Request, *, one: bool) -> web.Response | None:
     """Make a request ready for the route of OpenAI's; or the whole reply to one without text."""
     data = await read_bytes(request)
-    model = (await asked_of(request, data)).model_name()
+    asked = await asked_of(request, data)
+    model = asked.model_name()
+    if asked.unloads():
+        unload_behind(request)
     body = await decode(request, data)
     texts = [fields.string(body, "prompt", "")] if one else _texts(body)
     n_dimensions = fields.integer_in(body, ("dimensions",), 0, 0, INT32_MAX)

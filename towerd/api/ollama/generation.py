@@ -18,6 +18,7 @@ from towerd.api.ollama.asked import asked_of
 from towerd.api.ollama.bodies import CHAT, Translated, of_chat, of_generate
 from towerd.api.ollama.parts import ChatReader, ReplyPart, TextReader
 from towerd.api.ollama.replies import OllamaReply, Said, chat_said, generate_said, head_of
+from towerd.api.ollama.unloading import unload, unload_behind
 
 ITEM_BYTES = 64
 """A value of a body takes about so many bytes, the base64 of a picture aside."""
@@ -71,7 +72,11 @@ async def _translate(request: web.Request, kind: _Generating) -> str | web.Respo
     model, is_stream, unloads = asked.model_name(), asked.is_streamed(), asked.unloads()
     if asked.is_empty(is_chat=kind.is_chat):
         service_of(request)  # the request has waited for the model
+        if unloads:
+            unload(request)
         return loaded_reply(model, kind.said, "unload" if unloads else "load")
+    if unloads:
+        unload_behind(request)
     n_items = len(data) // ITEM_BYTES
     body = await decode(request, data)
     path, ours = await by_size(n_items, kind.read, body)

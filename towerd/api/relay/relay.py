@@ -54,19 +54,19 @@ async def relay(
     reply: ClientResponse,
     response: web.StreamResponse,
     on_lost: Callable[[], TowerdError],
-    filter: SlotHider | Translation | None = None,
+    through: SlotHider | Translation | None = None,
 ) -> web.StreamResponse:
     """Write the body of `reply` as that of `response`, whose head is sent here if it was not.
 
-    filter: what the body passes through. on_lost: called if the process ended before the reply did; the error is
+    through: what the body passes through. on_lost: called if the process ended before the reply did; the error is
     told to the client."""
     if not response.prepared:
         await response.prepare(request)
     try:
         while chunk := await read(reply):
-            await write_or_stall(request, response, filter.feed(chunk) if filter else chunk)
-        if filter is not None:
-            await write_or_stall(request, response, filter.rest())
+            await write_or_stall(request, response, through.feed(chunk) if through else chunk)
+        if through is not None:
+            await write_or_stall(request, response, through.rest())
     except Lost:
         await cut_off(request, response, on_lost())
     await response.write_eof()
