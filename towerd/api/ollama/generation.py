@@ -77,15 +77,19 @@ async def _translate(request: web.Request, kind: _Generating) -> str | web.Respo
         return loaded_reply(model, kind.said, "unload" if unloads else "load")
     if unloads:
         unload_behind(request)
-    n_items = len(data) // ITEM_BYTES
     body = await decode(request, data)
-    path, ours = await by_size(n_items, kind.read, body)
-    ours |= {"model": model, "stream": is_stream}
-    request[PEEKED] = await by_size(n_items, encode, ours)
+    more = {"model": model, "stream": is_stream}
+    path, request[PEEKED] = await by_size(len(data) // ITEM_BYTES, _encoded, kind, body, more)
     await release(body)
     reader = ChatReader() if path == CHAT else TextReader()
     request[TRANSLATION] = OllamaReply(path, model, reader, kind.said)
     return path
+
+
+def _encoded(kind: _Generating, body: Body, more: Body) -> tuple[str, bytes]:
+    """The route of ours, and the body for it. What is made in between is freed here, off the event loop."""
+    path, ours = kind.read(body)
+    return path, encode({**ours, **more})
 
 
 def loaded_reply(model: str, said: Said, reason: str) -> web.Response:
