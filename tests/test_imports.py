@@ -39,6 +39,7 @@ BELOW_ALL = {"model.gguf_keys"}
 INNER_LAYERS = {
     "api": (
         {"admin", "relay"},
+        {"ollama"},
         {"llama"},
         {"http"},
     ),

@@ -83,6 +83,11 @@ async def test_nothing_is_lost(client: Client, service: Any) -> None:
             assert (await error(client, path, body))["type"] == "invalid_request_error"
     for path, fields in WRONG:
         assert (await error(client, path, fields))["type"] == "invalid_request_error"
+    for path in ("/api/chat", "/api/generate", "/api/embed", "/api/show", "/api/pull"):
+        for body in NO_OBJECT:
+            async with client.post(path, data=body) as refused:
+                assert refused.status == 400
+                assert isinstance((await refused.json())["error"], str)
     after = service.store.sessions(), len(service.store.nodes()), service.engine.stats()["tasks"]
     assert after == before
     on = {"prompt": talk["prompt"] + reply["content"] + " And", "n_predict": 1}

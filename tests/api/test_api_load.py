@@ -48,6 +48,20 @@ BODIES: dict[str, tuple[str, bytes, int]] = {
         ).encode(),
         400,
     ),
+    "ollama": (
+        "/api/chat",
+        json.dumps(
+            {"model": "m", "messages": [{"role": "user", "content": "x" * 500}] * 20_000}
+        ).encode(),
+        400,
+    ),
+    "pictures": (
+        "/api/chat",
+        json.dumps(
+            {"model": "m", "messages": [{"role": "user", "images": ["iVBORw0K" * (TEN_MB // 8)]}]}
+        ).encode(),
+        400,
+    ),
     "template": (
         "/apply-template",
         json.dumps({"messages": [{"role": "user", "content": TEXT}]}).encode(),

@@ -123,6 +123,34 @@ async def test_in_mid_stream(client: Client, monkeypatch: pytest.MonkeyPatch, pa
         assert said == {"type": "error", "code": DiskFull.kind, "message": words, "param": None}
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+async def test_ollamas_shape(client: Client, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """From the body to the middle of a stream: the message and nothing else, in a line of its own."""
+    body = MESSAGES | {"model": "m", "prompt": "Once upon a time", "options": {"num_predict": 2}}
+    asked: list[tuple[int, str, dict[str, Any]]] = [
+        (405, path, {"method": "GET"}),
+        (404, "/api/none", {"json": {}}),
+        (400, path, {"data": b"{"}),
+        (400, path, {"data": b"[]"}),
+        (400, path, {"json": body | {"model": ""}}),
+        (403, path, {"json": body, "headers": {"Origin": "http://e.org"}}),
+    ]
+    for status, where, request in asked:
+        found, said = await refused(client, where, **request)
+        assert (found, set(said)) == (status, {"error"})
+        assert isinstance(said["error"], str)
+
+    async def full(*args: Any) -> bytes:
+        raise DiskFull("/secret is full")
+
+    monkeypatch.setattr(Task, "final", full)
+    async with client.post(path, json=body) as reply:
+        assert reply.content_type == "application/x-ndjson"
+        *parts, last = [json.loads(line) async for line in reply.content]
+    assert not any(part["done"] for part in parts)
+    assert last == {"error": DiskFull.stands_for}
+
+
 def test_llama_servers_errors() -> None:
     """Replies of a llama-server, and replies of a model's process behind a router."""
     said = {"code": 503, "message": "Loading model", "type": "unavailable_error"}
@@ -133,6 +161,7 @@ def test_llama_servers_errors() -> None:
         assert json.loads(reshaped(path, body)) == {"error": said}
     event = b"event: error\ndata: " + json.dumps(theirs, separators=(",", ":")).encode() + b"\n\n"
     assert event_of_reply("/v1/messages", json.dumps(theirs).encode()) == event
+    assert json.loads(reshaped("/api/chat", body)) == {"error": "Loading model"}
     for text in (b"", b"[1]", b'{"error": 3}', b"<html>"):
         assert reshaped("/v1/messages", text) == text
         assert event_of_reply("/v1/messages", text) == b"data: %s\n\n" % text

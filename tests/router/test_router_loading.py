@@ -6,7 +6,7 @@ import json
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import psutil
 import pytest
 import requests
 from daemon import Daemon
-from routed import LONG, MakeRouter, ask, children, metric, states
+from routed import LONG, MakeRouter, ask, children, metric, states, suspended_reserve
 from waiting import until
 
 from lab.models.random_gguf import PRESETS, make_random_gguf
@@ -49,25 +49,6 @@ def loading_shares(router: Daemon, shares: list[float]) -> None:
                 return
             if "progress" in data:
                 shares.append(data["progress"]["value"])
-
-
-def suspended_reserve(router: Daemon) -> psutil.Process:
-    """The process that the next model is loaded in, which stands still. Before it has become a
-    program of its own the router would stand still as well."""
-
-    found: list[psutil.Process] = []
-
-    def is_there() -> bool:
-        with suppress(psutil.NoSuchProcess):  # one that was unloaded just now
-            loaded, processes = children(router), psutil.Process(router.pid).children()
-            own = [each for each in processes if "towerd.router.loading.child" in each.cmdline()]
-            found[:] = [each for each in own if each.pid not in loaded]
-        return bool(found)
-
-    until(is_there)
-    (process,) = found
-    process.suspend()
-    return process
 
 
 def test_who_waits_reads_how_far_the_load_is(make_router: MakeRouter, tmp_path: Path) -> None:

@@ -116,8 +116,13 @@ def test_only_callers_wake_it(sleeper: Callable[..., tuple[Daemon, Path]]) -> No
         headers = {"Authorization": f"Bearer {key}"}
         reply = requests.post(url + "/completion", json={}, headers=headers, timeout=30)
         assert reply.status_code == status
-    for path in ("/health", "/props", "/v1/models", "/metrics", "/towerd/"):
+    for path in ("/health", "/props", "/v1/models", "/metrics", "/towerd/", "/api/version"):
         assert requests.get(url + path, headers=ANN, timeout=30).status_code == 200
+    (listed,) = daemon.get("/api/tags", headers=ANN)["models"]
+    assert daemon.get("/api/ps", headers=ANN) == {"models": []}
+    shown = daemon.post("/api/show", {"model": listed["name"]}, headers=ANN)
+    assert shown["model_info"]["general.architecture"] == "llama"
+    assert shown["template"] == daemon.get("/props", headers=ANN)["chat_template"]
     assert daemon.get("/props", headers=ANN)["is_sleeping"] is True
     assert "is loaded again" not in daemon.log
     assert daemon.stop() == 0

@@ -261,4 +261,54 @@ kept.write_bytes(pickle.dumps(messages))
         },
         remark="An agent of one's own in a few lines, streamed.",
     ),
+    Client(
+        title="llm-ollama", registry="PyPI", package="llm-ollama", endpoint="/api/chat",
+        first=("llm", "-m", "ollama/model.gguf", "--functions", "{work}/tools.py", QUESTION),
+        second=(
+            "llm", "-m", "ollama/model.gguf", "--functions", "{work}/tools.py", "--continue", AGAIN,
+        ),
+        tool="read_notes", arguments={"name": NOTES},
+        env={"OLLAMA_HOST": "{url}"},
+        files={
+            "{work}/tools.py": '''def read_notes(name: str) -> str:
+    """Reads a file of notes."""
+    return open(name).read()
+''',
+        },
+        remark="The model is the one that `/api/tags` lists.",
+    ),
+    Client(
+        title="ollama", registry="PyPI", package="ollama", endpoint="/api/chat",
+        first=("python", "{work}/chat.py", QUESTION),
+        second=("python", "{work}/chat.py", AGAIN),
+        tool="read_notes", arguments={"name": NOTES},
+        files={
+            "{work}/chat.py": '''import json, sys
+from pathlib import Path
+from ollama import Client
+
+def read_notes(name: str) -> str:
+    """Reads a file of notes."""
+    return Path(name).read_text()
+
+client = Client(host="{url}")
+kept = Path("chat.json")
+messages = json.loads(kept.read_text()) if kept.exists() else []
+messages.append({"role": "user", "content": sys.argv[1]})
+while messages[-1]["role"] != "assistant":
+    reply = {"role": "assistant", "content": "", "thinking": "", "tool_calls": []}
+    for part in client.chat(model="local", messages=messages, tools=[read_notes], stream=True):
+        print(part.message.content, end="", flush=True)
+        reply["content"] += part.message.content
+        reply["thinking"] += part.message.thinking or ""
+        reply["tool_calls"] += [call.model_dump() for call in part.message.tool_calls or []]
+    messages.append(reply)
+    for call in reply["tool_calls"]:
+        text = read_notes(**call["function"]["arguments"])
+        messages.append({"role": "tool", "tool_name": "read_notes", "content": text})
+kept.write_text(json.dumps(messages))
+'''
+        },
+        remark="An agent of one's own in a few lines, streamed.",
+    ),
 )  # fmt: skip

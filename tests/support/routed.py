@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import psutil
 import requests
 from daemon import Daemon
+from waiting import until
 
 MakeRouter = Callable[..., Daemon]
 LONG = "Once upon a time there was a little girl named Lily who liked to play in the park. " * 6
@@ -37,3 +39,22 @@ def children(router: Daemon) -> set[int]:
 
 def _listens(process: psutil.Process) -> bool:
     return any("towerd-models-" in each.laddr for each in process.net_connections("unix"))
+
+
+def suspended_reserve(router: Daemon) -> psutil.Process:
+    """The process that the next model is loaded in, which stands still. Before it has become a
+    program of its own the router would stand still as well."""
+
+    found: list[psutil.Process] = []
+
+    def is_there() -> bool:
+        with suppress(psutil.NoSuchProcess):  # one that was unloaded just now
+            loaded, processes = children(router), psutil.Process(router.pid).children()
+            own = [each for each in processes if "towerd.router.loading.child" in each.cmdline()]
+            found[:] = [each for each in own if each.pid not in loaded]
+        return bool(found)
+
+    until(is_there)
+    (process,) = found
+    process.suspend()
+    return process

@@ -19,6 +19,10 @@ from towerd.api.llama import (
     text,
     unsupported,
 )
+from towerd.api.ollama import models as ollama_models
+from towerd.api.ollama.bodies import CHAT, COMPLETION, INFILL
+from towerd.api.ollama.embedding import embedding
+from towerd.api.ollama.generation import chatting, generating
 from towerd.app.store_routes import STORE_ROUTES, Route, add_routes
 
 LLAMA_ROUTES: tuple[Route, ...] = (
@@ -66,6 +70,19 @@ LLAMA_ROUTES: tuple[Route, ...] = (
     Route("POST", "/apply-template", text.post_apply_template),
 )
 
+_GENERATING = {
+    CHAT: completion.post_chat,
+    COMPLETION: completion.post_completion,
+    INFILL: completion.post_infill,
+}
+OLLAMA_ROUTES: tuple[Route, ...] = (
+    Route("POST", "/api/chat", chatting(completion.post_chat)),
+    Route("POST", "/api/generate", generating(_GENERATING)),
+    Route("POST", "/api/embed", embedding(embeddings.post_openai_embeddings, one=False)),
+    Route("POST", "/api/embeddings", embedding(embeddings.post_openai_embeddings, one=True)),
+    *(Route(*row) for row in ollama_models.ROUTES),
+)
+
 OWN_ROUTES: tuple[Route, ...] = (
     *STORE_ROUTES,
     Route("GET", "/towerd/v1/stats", info.get_stats),
@@ -95,7 +112,7 @@ UNSUPPORTED_ROUTES: tuple[Route, ...] = tuple(
     Route(method, path, unsupported.refuse_unsupported) for method, path in unsupported.UNSUPPORTED
 ) + tuple(Route(*route, unsupported.refuse_disabled) for route in unsupported.DISABLED)
 
-ROUTES = LLAMA_ROUTES + OWN_ROUTES + PAGE_ROUTES + UI_ROUTES + UNSUPPORTED_ROUTES
+ROUTES = LLAMA_ROUTES + OLLAMA_ROUTES + OWN_ROUTES + PAGE_ROUTES + UI_ROUTES + UNSUPPORTED_ROUTES
 
 
 def add_upstream_routes(app: web.Application) -> None:

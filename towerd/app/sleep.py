@@ -10,7 +10,8 @@ import asyncio
 import gc
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
+from math import inf
 from typing import TypeAlias
 
 from aiohttp import web
@@ -50,19 +51,19 @@ class Sleeper:
         self._open_service = open_service
         self._stopping = stopping
         # A router unloads its models itself.
-        self._idle_s = -1.0 if config.behind_router else config.sleep_idle_seconds
+        is_timed = config.sleep_idle_seconds > 0 and not config.behind_router
+        self._idle_s = config.sleep_idle_seconds if is_timed else inf
 
     async def serve(self) -> None:
         """Let the model sleep and wake until the daemon stops."""
         while not self._stopping.is_set():
             if self._opened is None:
-                await self._wanted()
+                await self._first_of(self._gate.is_wanted)
                 await self._wake()
-            elif self._idle_s <= 0:
-                await self._stopping.wait()
             elif (rest_s := self._rest_s()) > 0:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), rest_s)
+                await self._first_of(self._gate.is_unwanted, within_s=rest_s)
+                if self._gate.is_unwanted.is_set() and self._rest_s() > 0:
+                    await asyncio.sleep(READ_S)  # a stream that outlives its client
             else:
                 await self._sleep()
         self._gate.not_woken(Unavailable(LEAVING))
@@ -74,8 +75,10 @@ class Sleeper:
             await opened.__aexit__(None, None, None)
 
     def _rest_s(self) -> float:
-        """Seconds until the model may sleep."""
-        return self._idle_s - (0.0 if self._app[RUNNING] else self._gate.idle_s())
+        """Seconds until the model may sleep; infinite if it never may."""
+        if self._app[RUNNING]:
+            return self._idle_s
+        return 0.0 if self._gate.is_unwanted.is_set() else self._idle_s - self._gate.idle_s()
 
     async def _asleep(self) -> Asleep | None:
         try:
@@ -96,7 +99,7 @@ class Sleeper:
         if self._gate.is_read:
             await asyncio.sleep(READ_S)
             return
-        log.info("no request came for a while: the model is unloaded until one does")
+        log.info("no request needs the model: it is unloaded until one does")
         service = self._gate.fall_asleep(asleep)
         self._app[BOOK].clear()
         await service.engine.drain(self._app[LIMITS].grace_s)
@@ -105,12 +108,11 @@ class Sleeper:
         gc.unfreeze()
         await asyncio.to_thread(gc.collect)
 
-    async def _wanted(self) -> None:
-        """Wait for a request, or the daemon's end."""
-        waits = [
-            asyncio.create_task(each.wait()) for each in (self._gate.is_wanted, self._stopping)
-        ]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    async def _first_of(self, event: asyncio.Event, *, within_s: float = inf) -> None:
+        """Wait for an event, or the daemon's end, or so long."""
+        waits = [asyncio.create_task(each.wait()) for each in (event, self._stopping)]
+        timeout_s = None if within_s == inf else within_s
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for each in waits:
             each.cancel()
 

@@ -17,10 +17,11 @@ from towerd.api.http.limits import Limits
 from towerd.api.http.middleware import account, add_headers, authenticate, guard
 from towerd.api.http.tenants import Tenants
 from towerd.api.llama import mcp_proxy, predict, unsupported
+from towerd.api.ollama import models as ollama_models
 from towerd.app.listening import listening
 from towerd.app.loop import run_on_loop, stop_event, tune_gc, watch_lag
 from towerd.app.store_routes import Route, add_routes
-from towerd.router.http import routes, streams
+from towerd.router.http import ollama, routes, streams
 from towerd.router.http.conversations import Conversations
 from towerd.router.http.forward import (
     CONVERSATIONS,
@@ -142,6 +143,8 @@ PASSED_POST = (
 """The endpoints of a model's process that are passed on. Those of other paths are unknown here, so that a
 mistyped path loads no model."""
 
+PASSED_OLLAMA = ("/api/chat", "/api/generate", "/api/embed", "/api/embeddings")
+
 ROUTES = (
     Route("GET", "/health", routes.get_health),
     Route("GET", "/v1/health", routes.get_health),
@@ -159,6 +162,13 @@ ROUTES = (
     Route("DELETE", "/v1/stream", streams.delete_stream),
     Route("POST", "/v1/streams/lookup", streams.post_lookup),
     *(Route(*route, unsupported.refuse_disabled) for route in unsupported.DISABLED),
+    Route("GET", "/api/version", ollama_models.get_version),
+    Route("GET", "/api/tags", ollama.get_tags),
+    Route("GET", "/api/ps", ollama.get_ps),
+    Route("POST", "/api/show", ollama.post_show),
+    Route("POST", "/api/pull", ollama.post_pull),
+    *(Route("POST", path, ollama.forward) for path in PASSED_OLLAMA),
+    *(Route(*route, ollama_models.refuse) for route in ollama_models.UNSERVED),
     Route("GET", "/cors-proxy", mcp_proxy.forward),
     Route("POST", "/cors-proxy", mcp_proxy.forward),
     *(Route("GET", path, forward_named) for path in PASSED_GET),

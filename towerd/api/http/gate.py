@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from towerd.engine.base import Engine
+from towerd.engine.base import Engine, ModelInfo
 from towerd.errors import TowerdError, Unavailable
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class Asleep:
     """See `towerd.api.llama.info.all_stats`."""
     own_stats: Mapping[str, Any]
     """The answer of GET /towerd/v1/stats."""
+    info: ModelInfo
+    n_ctx: int
     metrics: bytes = b""
     """The metrics of a llama-server."""
 
@@ -74,6 +76,9 @@ class ServiceGate:
         self.asleep: Asleep | None = None
         self.is_wanted = asyncio.Event()
         """Set while a request waits for a model that sleeps."""
+        self.is_unwanted = asyncio.Event()
+        """Set while the model that no request uses is to be unloaded without delay."""
+        self._is_to_leave = False
         self._n_uses = self._n_reads = 0
         self._last_use_s = time.monotonic()
         self._waking: asyncio.Future[None] | None = None
@@ -95,8 +100,11 @@ class ServiceGate:
     @asynccontextmanager
     async def used(self) -> AsyncIterator[None]:
         """The model is loaded, and stays so, until the context ends. Waits for one that sleeps;
-        raises TowerdError if it cannot be loaded again."""
+        raises TowerdError if it cannot be loaded again. It is not unloaded without delay any more, unless
+        this use says so."""
         self._n_uses += 1
+        self._is_to_leave = False
+        self.is_unwanted.clear()
         try:
             if self.asleep is not None:
                 await self._wake()
@@ -104,6 +112,12 @@ class ServiceGate:
         finally:
             self._n_uses -= 1
             self._last_use_s = time.monotonic()
+            if self._is_to_leave and not self._n_uses:
+                self.is_unwanted.set()
+
+    def unload_behind(self) -> None:
+        """Unload the model when the use that says so, and those that run beside it, have ended."""
+        self._is_to_leave = True
 
     @contextmanager
     def read(self) -> Iterator[None]:
@@ -138,6 +152,7 @@ class ServiceGate:
         assert self.service is not None
         service, self.service, self.asleep = self.service, None, asleep
         self.is_wanted.clear()
+        self.is_unwanted.clear()
         return service
 
     def woken(self, service: ApiService) -> None:

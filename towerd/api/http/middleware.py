@@ -36,9 +36,12 @@ UI_SUFFIXES = (
     "/build.json",
 )
 QUIET_PATHS = frozenset(
-    "/health /v1/health /props /models /v1/models /metrics /towerd/v1/stats".split()
+    "/health /v1/health /props /models /v1/models /metrics /towerd/v1/stats "
+    "/api/version /api/tags /api/ps".split()
 )
 """What is read of these neither wakes a model nor keeps it from sleeping."""
+QUIET_POSTS = ("/api/show",)
+"""Those that read with a POST."""
 HEADERS_EXPOSED = "X-Towerd-Reuse, X-Towerd-Session"
 
 
@@ -133,8 +136,11 @@ async def awake(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Load a model that sleeps, for a request that needs it, and keep it until that has ended."""
     gate = request.app[GATE]
     is_known = request.match_info.http_exception is None
-    is_quiet = request.path in QUIET_PATHS or is_health(request)
-    if request.method in ("GET", "HEAD") and is_quiet:
+    if request.method in ("GET", "HEAD"):
+        is_quiet = request.path in QUIET_PATHS or is_health(request)
+    else:
+        is_quiet = request.method == "POST" and request.path in QUIET_POSTS
+    if is_quiet:
         with gate.read():
             return await handler(request)
     if not is_known or TENANT not in request or is_served_always(request):

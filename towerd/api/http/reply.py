@@ -117,6 +117,8 @@ def reshaped(path: str, body: bytes) -> bytes:
 
 
 def _event(api: Api, body: dict[str, Any]) -> bytes:
+    if api is Api.OLLAMA:
+        return encode(body) + b"\n"
     name = b"event: error\n" if api in (Api.ANTHROPIC, Api.RESPONSES) else b""
     return b"%sdata: %s\n\n" % (name, encode(_event_fields(api, body)))
 
@@ -167,6 +169,8 @@ class Api(enum.Enum):
     RESPONSES = "responses"
     """OpenAI's as well, but its streams have another shape."""
     ANTHROPIC = "anthropic"
+    OLLAMA = "ollama"
+    """Its streams are lines of JSON."""
 
 
 _PATHS: dict[str, Api] = {
@@ -178,6 +182,7 @@ _PATHS: dict[str, Api] = {
     "/v1/completions": Api.OPENAI,
     "/v1/audio/transcriptions": Api.OPENAI,
     "/audio/transcriptions": Api.OPENAI,
+    "/api": Api.OLLAMA,
 }
 _ANTHROPIC_TYPES: dict[int, str] = {
     401: "authentication_error",
@@ -202,6 +207,8 @@ def _shaped(api: Api, error: ErrorFields) -> dict[str, Any]:
     """The body that says `error` in this API."""
     if api is Api.ANTHROPIC:
         return {"type": "error", "error": _anthropic(error)}
+    if api is Api.OLLAMA:
+        return {"error": str(error.get("message", ""))}
     return {"error": error if api is Api.LLAMA else _openai(error)}
 
 

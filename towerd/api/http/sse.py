@@ -1,4 +1,4 @@
-"""Server-sent events to a client that may stop reading.
+"""Server-sent events, or lines of JSON, to a client that may stop reading.
 
 A generation does not wait for its client: that would occupy its slot and its memory while nobody
 reads. What the client has not taken is queued, within bounds, and a task of its own sends it. One
@@ -19,6 +19,7 @@ from aiohttp import web
 from towerd.api.http.access import is_owner_socket
 from towerd.api.http.keys import LIMITS
 from towerd.api.http.reply import encode, error_event
+from towerd.api.http.translation import NDJSON, TRANSLATION
 from towerd.errors import TowerdError
 
 log = logging.getLogger(__name__)
@@ -65,11 +66,15 @@ def is_keeping_up(transport: asyncio.WriteTransport, data: bytes) -> bool:
 
 
 class EventStream:
-    """A `text/event-stream` response. A write waits for the client up to `write_stall_s`."""
+    """A `text/event-stream` response, or lines of JSON if the request's reply is translated. A write waits
+    for the client up to `write_stall_s`."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
+        self._translation = request.get(TRANSLATION)
         self.response = web.StreamResponse(headers=_HEADERS)
+        if self._translation is not None:
+            self.response.headers["Content-Type"] = NDJSON
 
     async def open(self, headers: Mapping[str, str]) -> None:
         """Send these headers and those of every stream. Must be called before any write."""
@@ -82,7 +87,10 @@ class EventStream:
 
     async def write(self, data: bytes) -> None:
         """Write encoded events. Raises ClientStalled, ConnectionResetError."""
-        await write_or_stall(self._request, self.response, data)
+        await write_or_stall(self._request, self.response, self._shaped(data))
+
+    def _shaped(self, data: bytes) -> bytes:
+        return data if self._translation is None else self._translation.feed(data)
 
     async def close(self) -> None:
         await self.response.write_eof()
@@ -138,6 +146,7 @@ class QueuedStream(EventStream):
         """Send or queue encoded events. Raises ClientStalled, ConnectionResetError."""
         if self._error is not None:
             raise self._error
+        data = self._shaped(data)
         transport = self._request.transport
         if self._sending is None and transport is not None and is_keeping_up(transport, data):
             await self.response.write(data)

@@ -22,9 +22,10 @@ from towerd.api.http.hints import SESSION_HEADER, hints_of
 from towerd.api.http.kept_stream import KeptStream
 from towerd.api.http.keys import CONFIG, LIMITS, METRICS, STREAMS, TENANT, service_of
 from towerd.api.http.recent_requests import RECENT, RecentRequest, short_id
-from towerd.api.http.reply import encode, error_event, json_reply, raw_reply
+from towerd.api.http.reply import encode, error_event, json_reply
 from towerd.api.http.request_log import log_finished, log_refused, title_for
 from towerd.api.http.sse import PING, ClientStalled, QueuedStream
+from towerd.api.http.translation import whole_reply
 from towerd.api.llama.fanout import Events, fan_out
 from towerd.api.llama.reuse import timings_of, total
 from towerd.api.llama.slots import BOOK
@@ -178,7 +179,7 @@ async def _whole(request: web.Request, task: Task, title: str) -> web.StreamResp
             _absorb(request, task, index, event)
             if isinstance(event, Finish):
                 body = await task.final(index, event)
-    reply = raw_reply(body)
+    reply = await whole_reply(request, body)
     reply.headers[REUSE_HEADER] = total([choice.reuse for choice in task.choices]).header()
     finish = task.choices[0].finish
     if finish is not None and finish.session:

@@ -14,6 +14,7 @@ from towerd.api.http.body import read_bytes
 from towerd.api.http.keys import METRICS, service_of
 from towerd.api.http.reply import raw_reply
 from towerd.api.http.request_log import log_embedded
+from towerd.api.http.translation import whole_reply
 from towerd.engine.base import Embeds, Engine
 from towerd.errors import InvalidRequest, NotSupported
 
@@ -55,7 +56,7 @@ def embedding(*, openai: bool) -> Handler:
         n_tokens = sum(map(len, prompts))
         request.app[METRICS].prompt_tokens.inc(n_tokens)
         log_embedded(request, n_tokens)
-        return raw_reply(await wire.call(0, asked.reply, rows))
+        return await whole_reply(request, await wire.call(0, asked.reply, rows))
 
     return handle
 

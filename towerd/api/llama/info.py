@@ -131,7 +131,9 @@ async def asleep(app: web.Application) -> Asleep:
     stats = await all_stats(service)
     props = _props(app, service.engine) | {"is_sleeping": True}
     own = await own_stats(app, service, stats)
-    return Asleep(props, models_json(service.engine), stats, own | {"is_sleeping": True})
+    engine = service.engine
+    own |= {"is_sleeping": True}
+    return Asleep(props, models_json(engine), stats, own, engine.info, engine.n_ctx)
 
 
 async def get_slots(request: web.Request) -> web.Response:

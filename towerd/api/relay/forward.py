@@ -15,6 +15,7 @@ from towerd.api.http.body import iter_bytes
 from towerd.api.http.keys import TENANT, service_of
 from towerd.api.http.reply import encode, error_body, reshaped
 from towerd.api.http.request_log import log_refused
+from towerd.api.http.translation import NDJSON, TRANSLATION, Translation, whole_reply
 from towerd.api.relay import relay
 from towerd.api.relay.headers import to_client, to_upstream
 from towerd.api.relay.relay import SlotHider
@@ -137,6 +138,8 @@ async def copy(request: web.Request, reply: ClientResponse) -> web.StreamRespons
         is_small = n_bytes is not None and n_bytes <= REFUSAL_BYTES_MAX
         if request.method == "POST" and reply.status >= 400 and is_small:
             return await _copy_failure(request, reply)
+        if (translation := request.get(TRANSLATION)) is not None and reply.status == 200:
+            return await _translated(request, reply, translation)
         response = web.StreamResponse(
             status=reply.status, reason=reply.reason, headers=to_client(reply.headers)
         )
@@ -145,6 +148,15 @@ async def copy(request: web.Request, reply: ClientResponse) -> web.StreamRespons
         return await relay.relay(request, reply, response, partial(_lost, request), hider)
     finally:
         reply.close()
+
+
+async def _translated(
+    request: web.Request, reply: ClientResponse, translation: Translation
+) -> web.StreamResponse:
+    if reply.content_type == relay.EVENT_STREAM:
+        response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: NDJSON})
+        return await relay.relay(request, reply, response, partial(_lost, request), translation)
+    return await whole_reply(request, await body_of(reply))
 
 
 def _lost(request: web.Request) -> TowerdError:

@@ -21,6 +21,7 @@ from towerd.api.http.keys import TENANT, TENANTS
 from towerd.api.http.off_loop import by_size, count, release
 from towerd.api.http.reply import encode
 from towerd.api.http.request_log import log_finished, title_for
+from towerd.api.http.translation import TRANSLATION
 from towerd.api.relay.forward import DOWN, ask, copy, llama_server_of
 from towerd.api.relay.headers import to_upstream
 from towerd.engine.base import Reuse
@@ -127,7 +128,8 @@ async def _finish(request: web.Request, reply: ClientResponse, title: str) -> we
 async def _sent(request: web.Request, engine: LlamaServerEngine, data: bytes) -> ClientResponse:
     """The head of the reply to this body."""
     headers = to_upstream(request.headers, engine.upstream.auth())
-    path = request.rel_url.raw_path_qs
+    translation = request.get(TRANSLATION)
+    path = request.rel_url.raw_path_qs if translation is None else translation.path
     return await ask(engine, request.method, path, headers, data)
 
 

@@ -10,6 +10,7 @@ from aiohttp import ClientResponse, web
 
 from towerd.api.http.reply import error_event
 from towerd.api.http.sse import write_or_stall
+from towerd.api.http.translation import NDJSON, Translation
 from towerd.engine.llama_server.process import client
 from towerd.engine.llama_server.process.client import Lost
 from towerd.errors import TowerdError
@@ -53,19 +54,19 @@ async def relay(
     reply: ClientResponse,
     response: web.StreamResponse,
     on_lost: Callable[[], TowerdError],
-    hider: SlotHider | None = None,
+    through: SlotHider | Translation | None = None,
 ) -> web.StreamResponse:
     """Write the body of `reply` as that of `response`, whose head is sent here if it was not.
 
-    hider: hides slots in the body. on_lost: called if the process ended before the reply did; the error is
+    through: what the body passes through. on_lost: called if the process ended before the reply did; the error is
     told to the client."""
     if not response.prepared:
         await response.prepare(request)
     try:
         while chunk := await read(reply):
-            await write_or_stall(request, response, hider.feed(chunk) if hider else chunk)
-        if hider is not None:
-            await write_or_stall(request, response, hider.rest())
+            await write_or_stall(request, response, through.feed(chunk) if through else chunk)
+        if through is not None:
+            await write_or_stall(request, response, through.rest())
     except Lost:
         await cut_off(request, response, on_lost())
     await response.write_eof()
@@ -82,9 +83,9 @@ async def read(reply: ClientResponse, bytes_max: int = COPY_BYTES_MAX) -> bytes:
 
 
 async def cut_off(request: web.Request, response: web.StreamResponse, error: TowerdError) -> None:
-    """Tell a client that its reply is incomplete: by an event if it reads events, else by aborting
+    """Tell a client that its reply is incomplete: by an event or a line if it reads such, else by aborting
     its connection. Raises ConnectionResetError."""
-    if response.content_type != EVENT_STREAM:
+    if response.content_type not in (EVENT_STREAM, NDJSON):
         if request.transport is not None:
             request.transport.abort()
         raise ConnectionResetError(error.message) from error

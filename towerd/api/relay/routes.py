@@ -18,6 +18,10 @@ from towerd.api.http.gate import Asleep
 from towerd.api.http.keys import CONFIG, GATE, TENANT
 from towerd.api.http.reply import json_reply, raw_reply
 from towerd.api.llama import completion, info, mcp_proxy, slots, streams, text
+from towerd.api.ollama import models as ollama_models
+from towerd.api.ollama.bodies import CHAT, COMPLETION, INFILL
+from towerd.api.ollama.embedding import embedding
+from towerd.api.ollama.generation import chatting, generating
 from towerd.api.relay.forward import (
     DOWN,
     body_of,
@@ -100,7 +104,7 @@ async def asleep(app: web.Application) -> Asleep:
         theirs = engine.without_own(await engine.upstream.metrics())
     except TowerdError:
         theirs = b""
-    return Asleep(props, models, stats, own, theirs)
+    return Asleep(props, models, stats, own, engine.info, engine.n_ctx, theirs)
 
 
 async def get_slots(request: web.Request) -> web.StreamResponse:
@@ -197,10 +201,10 @@ async def get_root(request: web.Request) -> web.StreamResponse:
 
 async def unknown(request: web.Request) -> web.StreamResponse:
     """Forward a request without a route of its own: files of the web UI, and endpoints of a newer
-    llama-server. Raises NotFound for unknown paths below /towerd, and for another spelling of a
+    llama-server. Raises NotFound for unknown paths below /towerd and /api, and for another spelling of a
     path that has a route, as that would bypass its rules."""
     path = unquote(request.rel_url.raw_path)
-    if path == "/towerd" or path.startswith("/towerd/"):
+    if path == "/towerd" or path.startswith(("/towerd/", "/api/")):
         raise NotFound("File Not Found")
     if is_ruled(path):
         raise NotFound("File Not Found")
@@ -213,6 +217,13 @@ def is_ruled(path: str) -> bool:
     """Whether requests to a path, decoded, must not be forwarded unchanged."""
     return path in _RULED or path.startswith("/slots")
 
+
+_post_chat = with_media(completion.post_chat)
+_GENERATING = {
+    CHAT: _post_chat,
+    COMPLETION: completion.post_completion,
+    INFILL: completion.post_infill,
+}
 
 ROUTES: tuple[tuple[str, str, Any], ...] = (
     ("GET", "/health", get_health),
@@ -232,8 +243,8 @@ ROUTES: tuple[tuple[str, str, Any], ...] = (
     ("POST", "/completion", with_media(completion.post_completion)),
     ("POST", "/completions", with_media(completion.post_completion)),
     ("POST", "/v1/completions", with_media(completion.post_openai_completion)),
-    ("POST", "/chat/completions", with_media(completion.post_chat)),
-    ("POST", "/v1/chat/completions", with_media(completion.post_chat)),
+    ("POST", "/chat/completions", _post_chat),
+    ("POST", "/v1/chat/completions", _post_chat),
     ("POST", "/v1/chat/completions/control", completion.post_control),
     ("POST", "/responses", with_media(completion.post_responses)),
     ("POST", "/v1/responses", with_media(completion.post_responses)),
@@ -263,6 +274,11 @@ ROUTES: tuple[tuple[str, str, Any], ...] = (
     ("POST", "/v1/streams/lookup", streams.post_lookup),
     ("GET", "/tools", forward),
     ("POST", "/tools", forward),
+    ("POST", "/api/chat", chatting(_post_chat)),
+    ("POST", "/api/generate", generating(_GENERATING)),
+    ("POST", "/api/embed", embedding(forward_embeddings, one=False)),
+    ("POST", "/api/embeddings", embedding(forward_embeddings, one=True)),
+    *ollama_models.ROUTES,
     ("GET", "/cors-proxy", mcp_proxy.forward),
     ("POST", "/cors-proxy", mcp_proxy.forward),
     ("GET", "/", get_root),

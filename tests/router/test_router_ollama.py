@@ -1,0 +1,115 @@
+"""Ollama's API in front of several models, by its own package."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from ollama import Client, ResponseError
+from routed import MakeRouter, states, suspended_reserve
+from waiting import until
+
+from towerd.models.bundled import bundled_model
+
+HELLO = [{"role": "user", "content": "Tell me about a dog."}]
+GREEDY = {"temperature": 0, "num_predict": 6}
+
+
+def test_looking_loads_no_model(make_router: MakeRouter) -> None:
+    """All are listed and shown by their files, what runs by its process; a broken file is a name alone."""
+    router = make_router()
+    with Client(host=router.url) as client:
+        assert client.ps().models == []
+        listed = {each.model: each for each in client.list().models}
+        assert set(listed) == {"tales", "dice", "junk"}
+        assert listed["tales"].size == bundled_model().stat().st_size
+        details = listed["tales"].details
+        assert details is not None
+        assert (details.family, details.parameter_size) == ("llama", "260.0K")
+        shown = client.show("tales:latest")
+        assert shown.modelinfo is not None
+        assert shown.modelinfo["general.architecture"] == "llama"
+        trained = shown.modelinfo["llama.context_length"]
+        assert set(states(router).values()) == {"unloaded"}
+        assert client.chat("tales:latest", HELLO, options=GREEDY).model == "tales:latest"
+        (running,) = client.ps().models
+        assert running.model == "tales"
+        shown = client.show("tales")
+        assert shown.modelinfo is not None
+        assert running.context_length == shown.modelinfo["llama.context_length"] != trained
+
+
+def test_a_model_comes_and_goes(make_router: MakeRouter) -> None:
+    """Empty requests load and unload; one with text unloads behind its answer; to unload loads nothing."""
+    router = make_router()
+    with Client(host=router.url) as client:
+        assert client.generate("dice", keep_alive=0).done_reason == "unload"
+        assert states(router)["dice"] == "unloaded"
+        assert client.generate("dice").done_reason == "load"
+        assert states(router)["dice"] == "loaded"
+        assert client.chat("dice", keep_alive="0s").done_reason == "unload"
+        until(lambda: states(router)["dice"] == "unloaded")
+        parts = list(client.chat("tales", HELLO, options=GREEDY, stream=True, keep_alive=0))
+        assert parts[-1].done
+        until(lambda: states(router)["tales"] == "unloaded")
+        assert client.chat("tales", HELLO, options=GREEDY, keep_alive="5m").message.content
+        assert states(router)["tales"] == "loaded"
+
+
+def test_a_name_that_is_none(make_router: MakeRouter) -> None:
+    """The error says which there are; a reply's name is the one that was given."""
+    router = make_router()
+    with Client(host=router.url) as client:
+        for call in (client.show, client.chat, client.generate, client.pull):
+            with pytest.raises(ResponseError, match="nope") as refused:
+                call("nope:latest")
+            assert refused.value.status_code == 404
+        unnamed = requests.post(router.url + "/api/chat", json={"messages": HELLO}, timeout=60)
+        assert (unnamed.status_code, unnamed.json()) == (400, {"error": "model is required"})
+        with pytest.raises(ResponseError) as broken:
+            client.chat("junk", HELLO)
+        assert broken.value.status_code == 500
+        assert "junk" in broken.value.error
+
+
+def test_tenants_unload_nothing(make_router: MakeRouter) -> None:
+    """What others use is not one tenant's to unload; its own request is answered."""
+    router = make_router("--api-key", "ann:a", "--api-key", "bob:b")
+    with Client(host=router.url, headers={"Authorization": "Bearer a"}) as client:
+        assert client.chat("tales", HELLO, options=GREEDY, keep_alive=0).message.content
+        with pytest.raises(ResponseError) as refused:
+            client.generate("tales", keep_alive=0)
+        assert refused.value.status_code == 403
+        assert [each.model for each in client.ps().models] == ["tales"]
+
+
+def test_no_comment_in_lines(make_router: MakeRouter, tmp_path: Path) -> None:
+    """While a model takes so long to load that other streams get comments, lines of JSON wait."""
+    (tmp_path / "m").mkdir()
+    for name in ("tales", "other"):
+        (tmp_path / "m" / f"{name}.gguf").write_bytes(bundled_model().read_bytes())
+    router = make_router(folder=tmp_path / "m")
+    process = suspended_reserve(router)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            body: dict[str, Any] = {"model": "tales", "stream": True, "messages": HELLO}
+            url = router.url + "/api/chat"
+            asked = pool.submit(requests.post, url, json=body, timeout=120)
+            other: dict[str, Any] = {
+                "model": "tales",
+                "prompt": "Once",
+                "n_predict": 1,
+                "stream": True,
+            }
+            url = router.url + "/completion"
+            with requests.post(url, json=other, stream=True, timeout=120) as waiting:
+                assert next(waiting.iter_lines()).startswith(b":")
+        finally:
+            process.resume()
+        reply = asked.result()
+    lines = reply.content.splitlines()
+    assert [json.loads(line)["done"] for line in lines][-2:] == [False, True]
