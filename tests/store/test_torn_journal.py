@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,15 +11,19 @@ from simulated_disk import SimulatedDisk, calls_to
 from simulated_sqlite import sqlite_on
 from simulation import simulate
 from store_tools import ROW_IDENTITY, check_rows, make_hot, turn_of
-from ten_sessions import DATABASE, flip, remove
+from ten_sessions import DATABASE, WAL, flip, remove
 
+from towerd.codec import Codec
+from towerd.cold import freeze, thaw
 from towerd.errors import TokensLost
 from towerd.store import FormatRequest, Store
 from towerd.store.catalog.journal.journal import HEAD_BYTES, read_chain
+from towerd.store.catalog.vocabularies import KeptVocabulary
 from towerd.store.rows.collect import collect
 
 FIRST = list(range(30))
 CUTS = 20
+CODEC = Codec(KeptVocabulary([b"a"] * 40, [b""] * 40))
 
 
 def branch(at: int, n: int = 10) -> list[int]:
@@ -110,26 +114,72 @@ def test_a_deleted_conversation_that_returns(root: Path) -> None:
         store.check_integrity(keys=True)
 
 
-def test_a_file_that_was_replaced(root: Path, tmp_path: Path) -> None:
-    """The journal that is left of a power cut behind a re-encoding names the file that is left."""
-    root.mkdir(exist_ok=True)
-    disk = SimulatedDisk(root, None)
-    with calls_to(disk), sqlite_on(disk), Store.open(root, ROW_IDENTITY) as store:
-        commit(store, FIRST, "first")
-        leaf = store.node(store.turns("first")[-1].reply_node)
-        make_hot(store, leaf)
-        file = store.rows.write(leaf.path())
+def after_cuts(
+    root: Path, synced: Callable[[Store], object], then: Callable[[Store], object]
+) -> Iterator[Store]:
+    """A store in which `synced` was flushed when `then` began, after each of some power cuts at its
+    end that took the catalog."""
+    (root / "0").mkdir(parents=True)
+    disk = SimulatedDisk(root / "0", None)
+    with calls_to(disk), sqlite_on(disk), Store.open(root / "0", ROW_IDENTITY) as store:
+        synced(store)
         store.flush()
-        assert store.rows.reencode(file, [FormatRequest(0, file.n_rows, "q6")]) is not None
-        for seed in range(CUTS):
-            disk.after_cut(tmp_path / str(seed), random.Random(seed))
-    for seed in range(CUTS):
-        remove(DATABASE)(tmp_path / str(seed))
-        (tmp_path / str(seed) / "catalog.sqlite-wal").unlink(missing_ok=True)
-        with Store.open(tmp_path / str(seed), ROW_IDENTITY) as store:
-            (leaf,) = store.nodes()
-            assert leaf.file is not None, f"seed {seed}"
-            check_rows(store, leaf)
+        then(store)
+        for seed in range(1, CUTS + 1):
+            disk.after_cut(root / str(seed), random.Random(seed))
+    for seed in range(1, CUTS + 1):
+        for name in (DATABASE, WAL):
+            (root / str(seed) / name).unlink(missing_ok=True)
+        with Store.open(root / str(seed), ROW_IDENTITY) as store:
+            yield store
+
+
+def write_rows(store: Store) -> None:
+    commit(store, FIRST, "first")
+    leaf = store.node(store.turns("first")[-1].reply_node)
+    make_hot(store, leaf)
+    store.rows.write(leaf.path())
+
+
+def reencode(store: Store) -> None:
+    (file,) = store.files()
+    assert store.rows.reencode(file, [FormatRequest(0, file.n_rows, "q6")]) is not None
+
+
+def test_a_file_that_was_replaced(root: Path) -> None:
+    """The journal names the file that is left."""
+    for store in after_cuts(root, write_rows, reencode):
+        (leaf,) = store.nodes()
+        assert leaf.file is not None
+        check_rows(store, leaf)
+
+
+def frozen(store: Store) -> None:
+    freeze(store, CODEC, "first", form="packed")
+
+
+def thawed_and_continued(store: Store) -> None:
+    thaw(store, CODEC, "first")
+    commit(store, [*FIRST, 7, 8], "first")
+
+
+def test_a_conversation_that_was_frozen(root: Path) -> None:
+    """It has its tokens, or the blob that has them."""
+    for store in after_cuts(root, lambda store: commit(store, FIRST, "first"), frozen):
+        thaw(store, CODEC, "first")
+        assert store.session_ids("first").tolist() == FIRST
+
+
+def test_a_conversation_that_was_thawed(root: Path) -> None:
+    """The turn that follows does not take its blob away from it."""
+
+    def freeze_first(store: Store) -> None:
+        commit(store, FIRST, "first")
+        frozen(store)
+
+    for store in after_cuts(root, freeze_first, thawed_and_continued):
+        thaw(store, CODEC, "first")
+        assert store.session_ids("first").tolist() in (FIRST, [*FIRST, 7, 8])
 
 
 @pytest.mark.parametrize("seed", [522, 1215])

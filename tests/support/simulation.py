@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -25,10 +26,14 @@ from simulated_disk import PowerLost, SimulatedDisk, calls_to, flip_bit
 from simulated_sqlite import sqlite_on
 from store_tools import ROW_IDENTITY, check_rows, ids_of, make_hot, turn_of
 
-from towerd.errors import RowsDamaged, StoreError, TokensLost
+from towerd.codec import Codec
+from towerd.cold import cold_history, freeze, thaw
+from towerd.errors import RowsDamaged, SessionFrozen, StoreError, ThawError, TokensLost
 from towerd.policy import NAMES
 from towerd.store import FormatRequest, Node, Store
+from towerd.store.catalog.vocabularies import KeptVocabulary
 from towerd.tiers.ranking import Ranking
+from towerd.tokens import Ids
 
 LIVES = 4
 STEPS_MAX = 14
@@ -183,6 +188,8 @@ class Simulation:
             self._base,
             self._rename,
             self._delete,
+            self._freeze,
+            self._thaw,
             self._collect,
             self._evict,
             self._flush,
@@ -319,17 +326,39 @@ class Simulation:
         del after.sessions[name], after.titles[name]
         return lambda: store.delete_session(name)
 
+    def _freeze(self, store: Store, after: Acknowledged) -> Callable[[], object] | None:
+        if not self.known.sessions:
+            return None
+        name = self.rng.choice(sorted(self.known.sessions))
+
+        def freeze_it() -> None:
+            with suppress(*((TokensLost,) if self.has_lost_turns else ())):
+                freeze(store, _codec(), name, form="packed")
+
+        return self._without_rows(store, after, freeze_it)
+
+    def _thaw(self, store: Store, after: Acknowledged) -> Callable[[], object] | None:
+        if not self.known.sessions:
+            return None
+        name = self.rng.choice(sorted(self.known.sessions))
+        return lambda: thaw(store, _codec(), name)
+
     def _collect(self, store: Store, after: Acknowledged) -> Callable[[], object]:
+        return self._without_rows(store, after, store.gc)
+
+    def _without_rows(
+        self, store: Store, after: Acknowledged, action: Callable[[], object]
+    ) -> Callable[[], object]:
         """Rows may go at any moment of it; the rest stays."""
         after.written.clear()
         self.known = deepcopy(self.known)
         written, self.known.written = self.known.written, set()
 
-        def collect() -> None:
-            store.gc()
+        def act() -> None:
+            action()
             after.written = written & _found(store).written
 
-        return collect
+        return act
 
     def _evict(self, store: Store, after: Acknowledged) -> Callable[[], object]:
         self.known = deepcopy(self.known)
@@ -408,16 +437,30 @@ def _delete_lost(store: Store) -> None:
     """Delete the sessions that have no turn with tokens left, as their error says."""
     for info in store.sessions():
         try:
-            store.session_ids(info.id)
-        except TokensLost:
+            _ids_of_session(store, info.id)
+        except (TokensLost, ThawError):
             store.delete_session(info.id)
+
+
+@cache
+def _codec() -> Codec:
+    return Codec(KeptVocabulary([b"a", b"b", b"c"], [b""] * 3))
+
+
+def _ids_of_session(store: Store, id: str) -> Ids:
+    try:
+        return store.session_ids(id)
+    except SessionFrozen:
+        history = cold_history(store, _codec(), id)
+        assert history is not None
+        return history.ids(history.leaf)
 
 
 def _found(store: Store) -> Acknowledged:
     """What a store says that it has."""
     infos = store.sessions()
     return Acknowledged(
-        {info.id: tuple(store.session_ids(info.id).tolist()) for info in infos},
+        {info.id: tuple(_ids_of_session(store, info.id).tolist()) for info in infos},
         {info.id: info.title for info in infos},
         {_ids(node) for node in store.pins.listing()},
         {base.name: _ids(store.node(base.node)) for base in store.bases.listing()},
