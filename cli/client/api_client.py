@@ -284,14 +284,17 @@ class ApiClient:
         return found if all("status" in each for each in found) else None
 
     def load(self, model: str) -> None:
-        """Wait until a router has loaded a model."""
-        self._ask("GET", "/props", ("model_path", str), query={"model": model}, timeout_s=None)
+        """Let a router begin to load a model that is unloaded."""
+        self._ask("POST", "/models/load", ("success", bool), {"model": model})
 
     def is_ready(self) -> bool:
         """Whether requests are answered; not while the model is being loaded."""
         reply = self._send("GET", "/health", None, TIMEOUT_S)
-        self._read(reply)
-        return reply.status == HTTPStatus.OK
+        data = self._read(reply)
+        if reply.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            return False
+        self._decode(reply, data)
+        return True
 
     def address(self) -> Json:
         """`urls` at which clients find the daemon, and `needs_key`."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import click
+
 from towerd.cli.client.target import Target, check_model
 from towerd.errors import ConfigError
 
@@ -40,7 +42,11 @@ class Endpoint:
 
 def wait_ready(daemon: ApiClient) -> None:
     """Wait while the daemon loads its model. Raises TowerdError: it has ended."""
+    is_said = False
     while not daemon.is_ready():
+        if not is_said:
+            click.echo(f"The daemon at {daemon.where} is loading its model.", err=True)
+            is_said = True
         time.sleep(POLL_S)
 
 
@@ -98,6 +104,22 @@ def _chosen(daemon: ApiClient, routed: list[Json], model: str | None) -> Json:
     if len(fit) != 1:
         names = ", ".join(each["id"] for each in routed)
         raise ConfigError(f"The daemon serves several models, name one with --model: {names}.")
-    name = fit[0]["id"]
-    daemon.load(name)
+    return _loaded(daemon, fit[0])
+
+
+def _loaded(daemon: ApiClient, model: Json) -> Json:
+    """The model of a router once it is loaded. Raises ConfigError: it could not be."""
+    name = model["id"]
+    if model["status"]["value"] == "unloaded":
+        daemon.load(name)
+        model = _now(daemon, name)
+    while model["status"]["value"] == "loading":
+        time.sleep(POLL_S)
+        model = _now(daemon, name)
+    if "meta" not in model:
+        raise ConfigError(f"The daemon at {daemon.where} could not load {name}: its log says why.")
+    return model
+
+
+def _now(daemon: ApiClient, name: str) -> Json:
     return next(each for each in daemon.models() if each["id"] == name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from waiting import until
 
 from towerd.cli.launch.agents import AGENTS
 from towerd.cli.main import towerctl
+from towerd.models.bundled import bundled_model
 
 TOWERCTL = (sys.executable, "-P", "-c", "from towerd.cli.main import towerctl; towerctl()")
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -154,6 +156,21 @@ def test_the_daemon_is_found_by_its_socket(desk: Path) -> None:
         assert f"--url {daemon.url} --api-key KEY" in said
         _, said = launched(desk, "qwen", *at, "-c", "4096", env={"TOWERD_API_KEYS": KEY}, code=1)
         assert "--ctx-size would change nothing" in said
+
+
+def test_one_of_several_models(desk: Path) -> None:
+    """The one that is named, which is loaded, and from then on that one; none is guessed."""
+    program(desk, "qwen", PROGRAM)
+    (desk / "models").mkdir()
+    for name in ("one", "two"):
+        shutil.copy(bundled_model(), desk / "models" / f"{name}.gguf")
+    with Daemon(desk / "d", "--models-dir", str(desk / "models"), "--ctx-size", "256") as daemon:
+        at = ("--socket", str(daemon.socket))
+        assert "name one with --model: one, two." in launched(desk, "qwen", *at, code=1)[1]
+        for given in (("--model", "two"), ()):
+            out, said = launched(desk, "qwen", *at, *given)
+            assert f"Qwen Code with two at {daemon.url}: a context of 256 tokens." in said
+            assert json.loads(out)["args"][-2:] == ["--model", "two"]
 
 
 def test_a_daemon_is_started_and_ends_with_the_agent(desk: Path) -> None:
