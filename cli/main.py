@@ -15,6 +15,7 @@ DAEMON_COMMANDS = {
 CONTROL_COMMANDS = {
     "precache": "towerd.cli.precache.precache:precache",
     "sessions": "towerd.cli.sessions.sessions:sessions",
+    "launch": "towerd.cli.launch.launch:launch",
     "search": "towerd.cli.sessions.search:search",
     "freeze": "towerd.cli.sessions.freeze:freeze",
     "thaw": "towerd.cli.sessions.freeze:thaw",

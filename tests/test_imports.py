@@ -45,7 +45,7 @@ INNER_LAYERS = {
     ),
     "cli": (
         {"main"},
-        {"bench", "doctor", "maintenance", "precache", "segments", "serve"},
+        {"bench", "doctor", "launch", "maintenance", "precache", "segments", "serve"},
         {"sessions"},
         {"client", "lab", "options"},
         {"models"},

@@ -272,11 +272,33 @@ class ApiClient:
             self._checked(found, replies.DaemonStatsShape)
         return found
 
+    def models(self) -> list[Json]:
+        """The models, each with its `meta` if it is loaded."""
+        found: list[Json] = self._one("GET", "/models", "data", list[replies.ModelShape])
+        return found
+
     def routed(self) -> list[Json] | None:
         """The models of a router, each with its `status`; None if the daemon serves one model, which
         has none."""
-        found: list[Json] = self._one("GET", "/models", "data", list[replies.ModelShape])
+        found = self.models()
         return found if all("status" in each for each in found) else None
+
+    def load(self, model: str) -> None:
+        """Let a router begin to load a model that is unloaded."""
+        self._ask("POST", "/models/load", ("success", bool), {"model": model})
+
+    def is_ready(self) -> bool:
+        """Whether requests are answered; not while the model is being loaded."""
+        reply = self._send("GET", "/health", None, TIMEOUT_S)
+        data = self._read(reply)
+        if reply.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            return False
+        self._decode(reply, data)
+        return True
+
+    def address(self) -> Json:
+        """`urls` at which clients find the daemon, and `needs_key`."""
+        return self._get(f"{OWN}/address", replies.AddressShape)
 
     def processes(self) -> list[Json]:
         """The processes of a router, each with its `role`; none if the daemon serves one model."""

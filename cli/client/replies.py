@@ -381,9 +381,21 @@ class LoadStateShape(TypedDict):
     value: str
 
 
+class ModelMetaShape(TypedDict):
+    n_ctx: int
+    n_ctx_train: int
+
+
 class ModelShape(TypedDict):
     id: str
+    aliases: NotRequired[list[str]]
     status: NotRequired[LoadStateShape]
+    meta: NotRequired[ModelMetaShape]
+
+
+class AddressShape(TypedDict):
+    urls: list[str]
+    needs_key: bool
 
 
 class NextTokenShape(TypedDict):

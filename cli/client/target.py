@@ -164,7 +164,7 @@ def daemon_for(
     found = find_daemon(target)
     if found is not None:
         try:
-            _check_model(found, model)
+            check_model(found, model)
         except BaseException:
             found.close()
             raise
@@ -186,7 +186,7 @@ def _private(config: Config) -> AbstractContextManager[ApiClient]:
     return PrivateDaemon(open_app(located(config)), config.store_dir, has_model=True)
 
 
-def _check_model(daemon: ApiClient, model: dict[str, Any]) -> None:
+def check_model(daemon: ApiClient, model: dict[str, Any]) -> None:
     """Raises ConfigError if the command line asks for another model or for settings."""
     from towerd.models.bundled import find_model
 

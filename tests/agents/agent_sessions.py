@@ -56,11 +56,15 @@ def main() -> None:
         found = kept.setdefault(client.title, {})
         found["version"], found["tried"] = install(client), date.today().isoformat()
         for engine in engines:
-            for column, run in ((engine, session), (f"{engine} refused", refusal)):
+            runs = [(engine, session), (f"{engine} refused", refusal)]
+            if client.launch and engine == "embedded":
+                runs.append(("launch", launched))
+            for column, run in runs:
                 found[column] = run(client, engine) if found["version"] else "not to be had here"
                 print(f"{client.title:12} {column:22} {found[column]}", flush=True)
             RESULTS.write_text(json.dumps(kept, indent=1))
-    if all(f"{engine} refused" in kept.get(c.title, {}) for c in CLIENTS for engine in ENGINES):
+    columns = [f"{engine} refused" for engine in ENGINES]
+    if all(column in kept.get(each.title, {}) for each in CLIENTS for column in columns):
         before, _, rest = PAGE.read_text().partition(START)
         PAGE.write_text(f"{before}{START}\n\n{written(kept)}\n{END}{rest.partition(END)[2]}")
         print(f"{PAGE.relative_to(ROOT)} is written")
@@ -84,6 +88,20 @@ def session(client: Client, engine: str) -> str:
             failed = {status: n for status, n in daemon.statuses().items() if status >= "400"}
     also = "".join(f", {n} with status {status}" for status, n in failed.items())
     return f"ok, {reused:,} of {prefill + reused:,}{also}"
+
+
+def launched(client: Client, engine: str) -> str:
+    """The same two questions through `towerctl launch`: ok with the tokens of the first request's
+    prompt, or what went wrong."""
+    with tempfile.TemporaryDirectory(prefix="towerd-agents-", ignore_cleanup_errors=True) as name:
+        root, log = Path(name), BUILD / f"{name_of(client)}-launch"
+        with Desk(client, root) as desk, daemon_of(client, desk, root, engine, CTX_SIZE) as daemon:
+            for number, command in enumerate((client.first, client.second)):
+                why = fault(desk.launch(command, daemon.url, log.with_suffix(f".{number}.log")))
+                if why:
+                    return why
+            asked = requests.get(f"{daemon.url}/towerd/v1/requests", timeout=30).json()["finished"]
+    return f"ok, {max(sum(each['reuse'].values()) for each in asked):,}"
 
 
 def refusal(client: Client, engine: str) -> str:

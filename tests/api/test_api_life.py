@@ -59,8 +59,17 @@ def daemon(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def test_ready_and_stop(daemon: tuple[subprocess.Popen[str], str], tmp_path: Path) -> None:
-    """One line says where it is; the Unix socket is private; SIGTERM ends it cleanly."""
+    """One line says where it is, and three what to do next; the Unix socket is private; SIGTERM ends it
+    cleanly."""
     process, url = daemon
+    assert process.stdout is not None
+    page, clients, agents = (process.stdout.readline() for _ in range(3))
+    assert f"page: {url}/" in page
+    assert clients == f"  clients: {url}/v1 (Anthropic's: {url})\n"
+    assert "towerctl launch claude" in agents
+    assert requests.get(page.split()[page.split().index("page:") + 1], timeout=10).ok
+    address = requests.get(url + "/towerd/v1/address", timeout=10).json()
+    assert address == {"urls": [url], "needs_key": False}
     assert requests.get(url + "/health", timeout=10).json() == {"status": "ok"}
     path = tmp_path / "t.sock"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

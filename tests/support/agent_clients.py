@@ -38,6 +38,10 @@ class Client:
     """What a person types, if it is not `first`."""
     remark: str = ""
     """What a reader of the table has to know."""
+    launch: str = ""
+    """Its name for `towerctl launch`; none: it has none."""
+    launch_words: tuple[str, ...] = ()
+    """What else stands before the words of `first` and `second` there, in place of its files."""
 
 
 CLIENTS = (
@@ -51,6 +55,7 @@ CLIENTS = (
             "ANTHROPIC_BASE_URL": "{url}", "ANTHROPIC_API_KEY": "none",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         },
+        launch="claude",
     ),
     Client(
         title="Codex", registry="npm", package="@openai/codex", endpoint="/v1/responses",
@@ -67,6 +72,7 @@ base_url = "{url}/v1"
 wire_api = "responses"
 """
         },
+        launch="codex",
     ),
     Client(
         title="opencode", registry="npm", package="opencode-ai", endpoint="/v1/chat/completions",
@@ -86,6 +92,17 @@ wire_api = "responses"
 }
 """
         },
+        launch="opencode",
+    ),
+    Client(
+        title="Qwen Code", registry="npm", package="@qwen-code/qwen-code",
+        endpoint="/v1/chat/completions",
+        first=("qwen", "--auth-type", "openai", "-p", QUESTION),
+        second=("qwen", "--auth-type", "openai", "--continue", "-p", AGAIN),
+        tool="read_file", arguments={"file_path": "{work}/notes.txt"},
+        env={"OPENAI_BASE_URL": "{url}/v1", "OPENAI_API_KEY": "none", "OPENAI_MODEL": "local"},
+        launch="qwen",
+        remark="After an answer it asks once more, with other instructions of 9,600 tokens, which are evaluated.",
     ),
     Client(
         title="Cline", registry="npm", package="cline", endpoint="/v1/chat/completions",
@@ -133,6 +150,11 @@ git: false
 yes-always: true
 """
         },
+        launch="aider",
+        launch_words=(
+            "--no-show-model-warnings", "--analytics-disable", "--no-check-update", "--no-git",
+            "--yes-always",
+        ),
     ),
     Client(
         title="llm", registry="PyPI", package="llm", endpoint="/v1/chat/completions",

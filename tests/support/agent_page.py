@@ -9,8 +9,8 @@ from agent_programs import filled, name_of
 
 PLACES = {"{url}": "http://127.0.0.1:8080", "{home}": "~", "{work}/": ""}
 HEAD = """\
-| program | version | tried | endpoint | embedded engine | llama-server engine | refused: requests until it ends |
-|---|---|---|---|---|---|---|"""
+| program | version | tried | endpoint | embedded engine | llama-server engine | refused: requests until it ends | [`towerctl launch`](commands.md#towerctl-launch-agent): tokens of a prompt |
+|---|---|---|---|---|---|---|---|"""
 
 
 def written(results: Mapping[str, Mapping[str, str]]) -> str:
@@ -30,6 +30,7 @@ def _row(client: Client, found: Mapping[str, str]) -> str:
         found["embedded"],
         found["llama-server"],
         f"{found['embedded refused']}; {found['llama-server refused']}",
+        f"`{client.launch}`: {found['launch']}" if client.launch else "",
     )
     return f"| {' | '.join(cells)} |"
 
@@ -39,6 +40,8 @@ def _recipe(client: Client) -> list[str]:
     lines = [f"### {client.title}", ""]
     lines += [client.remark, ""] if client.remark else []
     lines += [f"    {tool} {client.package}"]
+    if client.launch:
+        lines += ["", f"    towerctl launch {client.launch}", "", "or by hand:"]
     for path, text in client.files.items():
         lines += ["", f"`{filled(path, PLACES)}`:", ""]
         lines += [f"    {line}".rstrip() for line in filled(text, PLACES).splitlines()]

@@ -16,6 +16,7 @@ from agent_clients import NOTES, Client
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "agents"
+TOWERCTL = (sys.executable, "-P", "-c", "from towerd.cli.main import towerctl; towerctl()")
 INSTALL_S_MAX, ANSWER_S_MAX = 1800, 300
 
 
@@ -99,6 +100,11 @@ class Desk:
         log.write_text(f"{text}\n{time.monotonic() - start:.1f} s\n")
         return text
 
+    def launch(self, command: tuple[str, ...], url: str, log: Path) -> str | None:
+        """As `ask`, but towerctl tells it of the daemon, and nothing else does."""
+        words = (*self._client.launch_words, *without_model(command[1:]))
+        return self.ask((*TOWERCTL, "launch", self._client.launch, "--url", url, "--", *words), log)
+
     def _run(self, command: tuple[str, ...], log: Path) -> subprocess.CompletedProcess[bytes]:
         program, *args = (filled(word, self.places) for word in command)
         programs = programs_of(self._client)
@@ -107,7 +113,8 @@ class Desk:
             "HOME": str(self._home),
             "LANG": "C.UTF-8",
         }
-        env |= {name: filled(value, self.places) for name, value in self._client.env.items()}
+        if "{url}" in self.places:
+            env |= {name: filled(value, self.places) for name, value in self._client.env.items()}
         with log.open("wb") as out:
             return subprocess.run(
                 [str(programs / program), *args],
@@ -128,6 +135,17 @@ class Desk:
             with suppress(psutil.Error):
                 if process.environ().get("HOME") == str(self._home):
                     process.kill()
+
+
+def without_model(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The words of a command line that name no model or kind of API."""
+    kept, rest = [], iter(words)
+    for word in rest:
+        if word in ("--model", "--auth-type"):
+            next(rest)
+        else:
+            kept.append(word)
+    return tuple(kept)
 
 
 def filled(text: str, places: dict[str, str]) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -25,16 +26,21 @@ from simulated_disk import PowerLost, SimulatedDisk, calls_to, flip_bit
 from simulated_sqlite import sqlite_on
 from store_tools import ROW_IDENTITY, check_rows, ids_of, make_hot, turn_of
 
-from towerd.errors import RowsDamaged, StoreError
+from towerd.codec import Codec
+from towerd.cold import cold_history, freeze, thaw
+from towerd.errors import RowsDamaged, SessionFrozen, StoreError, ThawError, TokensLost
 from towerd.policy import NAMES
 from towerd.store import FormatRequest, Node, Store
+from towerd.store.catalog.vocabularies import KeptVocabulary
 from towerd.tiers.ranking import Ranking
+from towerd.tokens import Ids
 
 LIVES = 4
 STEPS_MAX = 14
 LAST_OPERATIONS = 25
 """The number of operations that a failure prints."""
 SCOPE = "local"
+_LOST = "has no tokens"
 Tokens = tuple[int, ...]
 
 
@@ -52,6 +58,13 @@ class Acknowledged:
     def said(self) -> tuple[object, ...]:
         """Everything but rows, which may be lost to damage."""
         return self.sessions, self.titles, self.pins, self.bases
+
+    def each(self) -> dict[object, object]:
+        """The same, each for itself."""
+        every: dict[object, object] = {("pin", ids): True for ids in self.pins}
+        every |= {("session", id): ids for id, ids in self.sessions.items()}
+        every |= {("title", id): title for id, title in self.titles.items()}
+        return every | {("base", name): ids for name, ids in self.bases.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +98,10 @@ class Simulation:
         self.flushed: list[Acknowledged] | None = None
         """What was acknowledged since the last flush, that first; the journal alone has one of them."""
         self.is_flipped = False
+        self.is_torn = False
+        """A lost catalog is to be rebuilt from a journal whose end a power cut has torn."""
+        self.has_lost_turns = False
+        """Turns may have no tokens since then."""
         self.is_behind = False
         """A full disk let files go before the catalog heard of it: the next start forgets them."""
         self.operations: list[str] = []
@@ -108,12 +125,12 @@ class Simulation:
             self.operations.append(f"life {life} ends: {'power cut' if disk.is_off else 'stop'}")
             root = self.folder / str(life + 1)
             disk.after_cut(root, self.rng)
-            self._damage(root)
+            self._damage(root, disk.is_off)
         self.disk = SimulatedDisk(root, None)
         with _edges(self.disk, self.rng, self.clock), self._opened() as store:
             self._check(store)
 
-    def _damage(self, root: Path) -> None:
+    def _damage(self, root: Path, is_cut: bool) -> None:
         segments = sorted((root / "segments").glob("*"))
         if segments and self.rng.random() < 0.15:
             self.is_flipped = True
@@ -121,6 +138,7 @@ class Simulation:
             flip_bit(self.rng.choice(segments), self.rng)
         elif self.flushed is not None and self.rng.random() < 0.3:
             self.operations.append("the catalog is lost")
+            self.is_torn |= is_cut
             self.possible = [*self.flushed, *self.possible]
             for name in ("catalog.sqlite", "catalog.sqlite-wal"):
                 (root / name).unlink(missing_ok=True)
@@ -149,7 +167,7 @@ class Simulation:
                 for _ in range(self.rng.randint(1, STEPS_MAX)):
                     self._step(store)
                     if not self.is_behind:
-                        store.check_integrity(keys=True)
+                        self._check_integrity(store)
                     self.ranking.check_integrity()
             self.flushed = [self.known]
         except PowerLost:
@@ -170,6 +188,8 @@ class Simulation:
             self._base,
             self._rename,
             self._delete,
+            self._freeze,
+            self._thaw,
             self._collect,
             self._evict,
             self._flush,
@@ -306,17 +326,39 @@ class Simulation:
         del after.sessions[name], after.titles[name]
         return lambda: store.delete_session(name)
 
+    def _freeze(self, store: Store, after: Acknowledged) -> Callable[[], object] | None:
+        if not self.known.sessions:
+            return None
+        name = self.rng.choice(sorted(self.known.sessions))
+
+        def freeze_it() -> None:
+            with suppress(*((TokensLost,) if self.has_lost_turns else ())):
+                freeze(store, _codec(), name, form="packed")
+
+        return self._without_rows(store, after, freeze_it)
+
+    def _thaw(self, store: Store, after: Acknowledged) -> Callable[[], object] | None:
+        if not self.known.sessions:
+            return None
+        name = self.rng.choice(sorted(self.known.sessions))
+        return lambda: thaw(store, _codec(), name)
+
     def _collect(self, store: Store, after: Acknowledged) -> Callable[[], object]:
+        return self._without_rows(store, after, store.gc)
+
+    def _without_rows(
+        self, store: Store, after: Acknowledged, action: Callable[[], object]
+    ) -> Callable[[], object]:
         """Rows may go at any moment of it; the rest stays."""
         after.written.clear()
         self.known = deepcopy(self.known)
         written, self.known.written = self.known.written, set()
 
-        def collect() -> None:
-            store.gc()
+        def act() -> None:
+            action()
             after.written = written & _found(store).written
 
-        return collect
+        return act
 
     def _evict(self, store: Store, after: Acknowledged) -> Callable[[], object]:
         self.known = deepcopy(self.known)
@@ -345,8 +387,16 @@ class Simulation:
     # --- what it must have ----------------------------------------------------------------
 
     def _check(self, store: Store) -> None:
+        if self.is_torn:
+            self.has_lost_turns = True
+            _delete_lost(store)
         found = _found(store)
         candidates = [each for each in self.possible if each.said() == found.said()]
+        if self.is_torn:
+            if not candidates:
+                self._check_each(found)
+            every = (each.written for each in self.possible)
+            candidates = [Acknowledged(written=set.intersection(*every))]
         assert candidates, f"found {found.said()}, acknowledged {self.possible[0].said()}"
         for node in store.nodes():
             with suppress(*self._damage_errors()):
@@ -357,21 +407,60 @@ class Simulation:
             lost = [each.written - found.written for each in candidates]
             assert not all(lost), f"rows that were written are gone: {lost}"
             problems = store.verify().problems
-            assert problems == (), problems
-        store.check_integrity(keys=True)
+            assert all(self.has_lost_turns and _LOST in each for each in problems), problems
+        self._check_integrity(store)
         self.known = found
         self.possible = [found]
+        self.is_torn = False
+
+    def _check_integrity(self, store: Store) -> None:
+        try:
+            store.check_integrity(keys=True)
+        except AssertionError as error:
+            if not (self.has_lost_turns and all(_LOST in each for each in str(error).split("; "))):
+                raise
+
+    def _check_each(self, found: Acknowledged) -> None:
+        """Each of what was found is as it was at some moment since the flush: the changes of which the
+        journal has lost some may be missing, and those that build on them."""
+        states, now = [each.each() for each in self.possible], found.each()
+        for what in {key for state in (now, *states) for key in state}:
+            past = [state.get(what) for state in states]
+            assert now.get(what) in past, f"{what}: found {now.get(what)}, acknowledged {past}"
 
 
 def _ids(node: Node) -> Tokens:
     return tuple(node.prefix_ids().tolist())
 
 
+def _delete_lost(store: Store) -> None:
+    """Delete the sessions that have no turn with tokens left, as their error says."""
+    for info in store.sessions():
+        try:
+            _ids_of_session(store, info.id)
+        except (TokensLost, ThawError):
+            store.delete_session(info.id)
+
+
+@cache
+def _codec() -> Codec:
+    return Codec(KeptVocabulary([b"a", b"b", b"c"], [b""] * 3))
+
+
+def _ids_of_session(store: Store, id: str) -> Ids:
+    try:
+        return store.session_ids(id)
+    except SessionFrozen:
+        history = cold_history(store, _codec(), id)
+        assert history is not None
+        return history.ids(history.leaf)
+
+
 def _found(store: Store) -> Acknowledged:
     """What a store says that it has."""
     infos = store.sessions()
     return Acknowledged(
-        {info.id: tuple(store.session_ids(info.id).tolist()) for info in infos},
+        {info.id: tuple(_ids_of_session(store, info.id).tolist()) for info in infos},
         {info.id: info.title for info in infos},
         {_ids(node) for node in store.pins.listing()},
         {base.name: _ids(store.node(base.node)) for base in store.bases.listing()},

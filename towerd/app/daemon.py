@@ -19,6 +19,7 @@ from towerd.api.http.keys import (
     CONFIG,
     GATE,
     LIMITS,
+    LISTENING,
     METRICS,
     REQUESTS,
     STREAMS,
@@ -39,6 +40,7 @@ from towerd.api.llama.task import RUNNING
 from towerd.api.llama.why import HABITS
 from towerd.app.listening import listening
 from towerd.app.loop import run_on_loop, stop_event, tune_gc, watch_lag
+from towerd.app.next_steps import next_steps
 from towerd.app.routes import ROUTES, add_upstream_routes
 from towerd.app.sleep import Sleeper
 from towerd.app.store_routes import add_routes
@@ -66,6 +68,7 @@ def build_app(
     app[CONFIG] = config
     app[GATE] = ServiceGate(service)
     app[LIMITS] = limits or Limits()
+    app[LISTENING] = []
     app[METRICS] = app[REQUESTS] = metrics or Metrics()
     app[TENANTS] = Tenants(config.api_keys)
     app[UI] = ui or {}
@@ -115,17 +118,18 @@ async def open_app(config: Config) -> AsyncIterator[web.Application]:
         yield build_app(config, service=service)
 
 
-def say_ready(url: str, model: str) -> None:
-    """Print that requests are answered."""
-    print(f"towerd is ready: {url} (model {model})", flush=True)
+def _say_ready(has_chat_page: bool, url: str, model: str) -> None:
+    print(f"towerd is ready: {url} (model {model})")
+    print(next_steps(url, has_chat_page=has_chat_page), flush=True)
 
 
-def run(config: Config, on_ready: Callable[[str, str], None] = say_ready) -> None:
+def run(config: Config, on_ready: Callable[[str, str], None] | None = None) -> None:
     """Serve until SIGINT or SIGTERM. on_ready: gets the URL and the model's name when requests are
-    answered. Raises ConfigError (the address is in use), ModelError, StoreError; nothing is left
-    running then."""
+    answered; None: that is printed, and what to do next. Raises ConfigError (the address is in use),
+    ModelError, StoreError; nothing is left running then."""
     ui = ui_files(built_ui()) if config.engine == "embedded" else None
-    run_on_loop(_serve(config, on_ready, ui))
+    say = partial(_say_ready, ui is None or bool(ui))  # a llama-server has its own page
+    run_on_loop(_serve(config, on_ready or say, ui))
 
 
 async def _serve(

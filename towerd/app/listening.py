@@ -14,7 +14,7 @@ from pathlib import Path
 from aiohttp import web
 
 from towerd.api.http.connection import ConnectionRunner
-from towerd.api.http.keys import LIMITS
+from towerd.api.http.keys import LIMITS, LISTENING
 from towerd.errors import ConfigError
 from towerd.settings.config import Config
 
@@ -28,7 +28,7 @@ async def listening(
     app: web.Application, config: Config
 ) -> AsyncIterator[tuple[ConnectionRunner, str]]:
     """Serve `app` where `config` says; yields its runner and first URL, and stops at the end. Behind
-    a router that is the Unix socket alone. Raises ConfigError."""
+    a router that is the Unix socket alone; else the app knows its URLs. Raises ConfigError."""
     runner = ConnectionRunner(
         app,
         access_log=None,
@@ -51,6 +51,7 @@ async def listening(
 async def _tcp(runner: web.AppRunner, config: Config) -> str:
     """Listen on host:port, for each host, and return the first URL. Raises ConfigError."""
     port = config.port
+    urls: list[str] = runner.app[LISTENING]
     for host in (host.strip("[]") for host in config.hosts):
         site = web.TCPSite(runner, host, port, backlog=BACKLOG)
         try:
@@ -58,8 +59,8 @@ async def _tcp(runner: web.AppRunner, config: Config) -> str:
         except OSError as error:
             raise ConfigError(_why_not(error, host, port)) from error
         port = next(a[1] for a in runner.addresses if isinstance(a, tuple))
-    first = config.hosts[0].strip("[]")
-    return f"http://{f'[{first}]' if ':' in first else first}:{port}"
+        urls.append(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    return urls[0]
 
 
 def _why_not(error: OSError, host: str, port: int) -> str:

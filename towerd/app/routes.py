@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from towerd.api.admin import page, pins, precache, upkeep
+from towerd.api.admin import address, page, pins, precache, upkeep
 from towerd.api.admin import requests as own_requests
 from towerd.api.admin import workflows as own_workflows
 from towerd.api.llama import (
@@ -85,6 +85,7 @@ OLLAMA_ROUTES: tuple[Route, ...] = (
 
 OWN_ROUTES: tuple[Route, ...] = (
     *STORE_ROUTES,
+    Route("GET", "/towerd/v1/address", address.get_address),
     Route("GET", "/towerd/v1/stats", info.get_stats),
     Route("GET", "/towerd/v1/requests", own_requests.get_requests),
     Route("GET", "/towerd/v1/requests/{id}/why", own_requests.get_why),

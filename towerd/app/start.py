@@ -70,6 +70,6 @@ def start(config: Config, on_ready: Callable[[str, str], None] | None = None) ->
 
         config = chosen(config)
     preload(config.engine)
-    from towerd.app.daemon import run, say_ready
+    from towerd.app.daemon import run
 
-    run(config, on_ready or say_ready)
+    run(config, on_ready)

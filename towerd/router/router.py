@@ -9,10 +9,10 @@ from pathlib import Path
 
 from aiohttp import web
 
-from towerd.api.admin import page
+from towerd.api.admin import address, page
 from towerd.api.admin.page import built_ui, ui_files
 from towerd.api.http.body import BODIES, Bodies
-from towerd.api.http.keys import CONFIG, LIMITS, REQUESTS, TENANTS, UI, UI_SETTINGS
+from towerd.api.http.keys import CONFIG, LIMITS, LISTENING, REQUESTS, TENANTS, UI, UI_SETTINGS
 from towerd.api.http.limits import Limits
 from towerd.api.http.middleware import account, add_headers, authenticate, guard
 from towerd.api.http.tenants import Tenants
@@ -20,6 +20,7 @@ from towerd.api.llama import mcp_proxy, predict, unsupported
 from towerd.api.ollama import models as ollama_models
 from towerd.app.listening import listening
 from towerd.app.loop import run_on_loop, stop_event, tune_gc, watch_lag
+from towerd.app.next_steps import next_steps
 from towerd.app.store_routes import Route, add_routes
 from towerd.router.http import ollama, routes, streams
 from towerd.router.http.conversations import Conversations
@@ -73,7 +74,8 @@ async def _route(launcher: Launcher, tables: ModelTables, stopping: asyncio.Even
     app = build_app(tables, launcher, models, metrics)
     async with listening(app, tables.config) as (_, url):
         tune_gc()
-        print(f"towerd is ready: {url} ({len(models.by_name)} models)", flush=True)
+        print(f"towerd is ready: {url} ({len(models.by_name)} models)")
+        print(next_steps(url, has_chat_page=bool(app[UI])), flush=True)
         launcher.keep_spare()
         await stopping.wait()
         log.info("stopping")
@@ -91,6 +93,7 @@ def build_app(
     app[MODELS] = models
     app[CONVERSATIONS] = Conversations()
     app[LIMITS] = Limits()
+    app[LISTENING] = []
     app[BODIES] = Bodies(tables.config.request_bytes_max)
     app[REQUESTS] = metrics
     app[TENANTS] = Tenants(tables.config.api_keys)
@@ -157,6 +160,7 @@ ROUTES = (
     Route("POST", "/models/load", routes.post_load),
     Route("POST", "/models/unload", routes.post_unload),
     Route("GET", "/models/sse", routes.get_sse),
+    Route("GET", "/towerd/v1/address", address.get_address),
     Route("GET", "/towerd/v1/processes", routes.get_processes),
     Route("GET", "/v1/stream", streams.get_stream),
     Route("DELETE", "/v1/stream", streams.delete_stream),

@@ -32,6 +32,8 @@ UI_SETTINGS: web.AppKey[Mapping[str, Any]] = web.AppKey("ui_settings")
 """What --ui-config sets in it."""
 STREAMS: web.AppKey[KeptStreams] = web.AppKey("streams")
 TRANSFER: web.AppKey[Transfer] = web.AppKey("transfer")
+LISTENING: web.AppKey[list[str]] = web.AppKey("listening")
+"""The addresses of a process that listens on TCP."""
 TENANT = web.RequestKey("tenant", Tenant)
 
 

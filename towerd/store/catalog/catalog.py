@@ -209,6 +209,10 @@ class Catalog(ABC):
     def journal_problems(self) -> list[str]:
         """Damaged or missing parts of the journal; empty if there are none."""
 
+    @abstractmethod
+    def sync_journal(self) -> None:
+        """Make the journal durable up to the last transaction. Raises DiskFull or StoreError."""
+
     # Maintenance is called by any thread that does not hold the lock.
 
     @abstractmethod

@@ -16,7 +16,7 @@ from towerd.store.catalog.catalog import Catalog
 from towerd.store.catalog.database import CatalogDamaged
 from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.catalog.journal.journal import read_chain
-from towerd.store.catalog.journal.rebuild import drop_wrong
+from towerd.store.catalog.journal.rebuild import drop_wrong, step_back
 from towerd.store.catalog.journal.recover import (
     begin_snapshot,
     mark_clean,
@@ -193,6 +193,10 @@ class SqliteCatalog(Catalog):
             return [f"journal: it has {chain.end:,} changes of {self._ledger.seq:,}"]
         return []
 
+    def sync_journal(self) -> None:
+        with store_errors("the journal cannot be synced"):
+            self.journal.sync()
+
     def _flush(self, *, truncate: bool = False) -> None:
         """Checkpoint the WAL into the database and sync the journal. Meant for idle moments.
         `truncate` empties the WAL. Raises StoreError."""
@@ -200,8 +204,7 @@ class SqliteCatalog(Catalog):
             return
         with self._errors():
             self._db.execute(f"PRAGMA wal_checkpoint({'TRUNCATE' if truncate else 'PASSIVE'})")
-        with store_errors("the journal cannot be synced"):
-            self.journal.sync()
+        self.sync_journal()
         self._is_flushed = True
         self._count_writes()
 
@@ -290,6 +293,7 @@ class SqliteCatalog(Catalog):
             )
             self.run("PRAGMA defer_foreign_keys = ON")
             drop_wrong(self._db)
+            step_back(self._db)
         return pk
 
     def _begin(self) -> None:

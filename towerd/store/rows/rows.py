@@ -279,9 +279,18 @@ class RowStore:
             finally:
                 if file is None:
                     directory.remove(name)
-        for old in unviewed:
-            directory.remove(old.path.name)
+        self._remove_replaced(unviewed)
         return file
+
+    def _remove_replaced(self, files: Sequence[SegmentFile]) -> None:
+        """Delete files whose rows are in another one by now. The journal says so durably before they
+        go: if the catalog is lost, it would name the files that are gone, and no others."""
+        state = self._state
+        if files:
+            with suppress(StoreError), state.lock:  # the catalog says so, whatever the journal does
+                state.catalog.sync_journal()
+        for file in files:
+            state.directory.remove(file.path.name)
 
     def reencode(
         self,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -318,7 +319,8 @@ class ColdTable:
         that nothing else needs, in one transaction. Returns the removed nodes.
         `may_drop(doomed)` is called under the lock.
 
-        Raises SessionBusy (continued meanwhile, or not allowed); nothing is then changed."""
+        Raises SessionBusy (continued meanwhile, or not allowed), DiskFull or StoreError; nothing is
+        then changed."""
         state, pk = self._state, warm.session.pk
         with self._state.locked():
             self._check_same(warm)
@@ -332,6 +334,8 @@ class ColdTable:
             if not may_drop(doomed):
                 raise SessionBusy(f"Session {warm.session.id!r} is in use: freeze it later.")
             files = unviewed(state.tree, doomed)
+            # the blob is about to be all there is: the journal, too, has it before that
+            state.catalog.sync_journal()
             with state.catalog.transaction():
                 state.catalog.run(
                     "UPDATE turns SET prompt_node = NULL, reply_node = NULL, tail = x''"
@@ -386,6 +390,7 @@ class ColdTable:
                     self._give_back(growth, turn_id, data, scope, turn.n_prompt, turn.n_cached)
                 self._thawed(pk, keep_copy=not frozen.was_continued)
             self._prefix_hashes.discard(pk)
+            self._keep_thawed()
         return True
 
     def recover(self, id: str, scope: str, prompt: bytes) -> bool:
@@ -406,6 +411,7 @@ class ColdTable:
                     self._give_back(growth, turn_id, data, scope, n_prompt, n_cached)
                 self._thawed(session.pk, keep_copy=False)
             self._prefix_hashes.discard(session.pk)
+            self._keep_thawed()
         return True
 
     def read_again(self, sessions: Collection[int]) -> None:
@@ -494,6 +500,11 @@ class ColdTable:
         else:
             self._forget_rows(pk)
         self._state.catalog.run("UPDATE sessions SET cold_bytes = 0 WHERE pk = ?", (pk,))
+
+    def _keep_thawed(self) -> None:
+        """Make sure of the tokens in the journal, too, before the next turn takes the blob away."""
+        with suppress(StoreError):  # the catalog has them, whatever the journal does
+            self._state.catalog.sync_journal()
 
     def _forget_rows(self, pk: int) -> None:
         self._state.catalog.run("DELETE FROM blobs WHERE session = ?", (pk,))

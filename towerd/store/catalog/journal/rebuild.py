@@ -1,8 +1,9 @@
 """Rebuilding a catalog from its journal and the readable rows of a damaged one.
 
 Lost data stays visibly missing (`settle`): a turn without its segments keeps its lengths, so that
-serving it raises an error and never yields other tokens. A segment is kept only if its key
-is that of its whole prefix.
+serving it raises an error and never yields other tokens; its session is served up to the last turn
+that has its own. A segment is kept only if its key is that of its whole prefix, rows only if they
+are those of its positions.
 """
 
 from __future__ import annotations
@@ -39,6 +40,36 @@ _PREFIX_LOST = {("segments", "parent")}
 _UNREADABLE = (sqlite3.Error, UnicodeError)
 """A damaged database may put bytes that are not text into its errors."""
 _KEY_MAX = (1 << 63) - 1
+_HAS_TOKENS = "(reply_node IS NOT NULL OR n_cached = 0)"
+_LOST_ENDS = (
+    "SELECT pk, leaf FROM sessions WHERE cold_bytes = 0 AND n_tokens > 0 AND NOT EXISTS"
+    f" (SELECT 1 FROM turns WHERE turns.id = leaf AND {_HAS_TOKENS})"
+)
+_TURN_BEFORE = f"SELECT parent, iif({_HAS_TOKENS}, id, NULL) FROM turns WHERE id = ?"
+_LAST_WHOLE_TURN = f"SELECT max(id) FROM turns WHERE session = ? AND {_HAS_TOKENS}"
+_DROP_MISPLACED_VIEWS = """
+DELETE FROM views WHERE id IN (
+    SELECT views.id FROM views
+    JOIN segments ON segments.id = node
+    JOIN files ON files.id = file
+    WHERE files.p0 + row0 != segments.p0 OR row0 + segments.p1 - segments.p0 > n_rows
+)"""
+_DROP_OLDER_VIEWS = """
+DELETE FROM views WHERE id NOT IN (
+    SELECT max(views.id) FROM views JOIN files ON files.id = file GROUP BY node, fingerprint
+)"""
+_NEEDED = (
+    "SELECT 1 FROM segments WHERE parent = :id"
+    " UNION ALL SELECT 1 FROM turns WHERE prompt_node = :id"
+    " UNION ALL SELECT 1 FROM turns WHERE reply_node = :id"
+    " UNION ALL SELECT 1 FROM pins WHERE node = :id"
+    " UNION ALL SELECT 1 FROM bases WHERE node = :id"
+    " UNION ALL SELECT 1 FROM cold WHERE base = :id LIMIT 1"
+)
+"""Whether anything needs a segment."""
+_DEEPEST_FIRST = (
+    "SELECT id FROM segments WHERE id IN (SELECT value FROM json_each(?)) ORDER BY p0 DESC"
+)
 
 
 def settle(db: sqlite3.Connection, vocabularies: Path) -> tuple[str, ...]:
@@ -66,15 +97,38 @@ def settle(db: sqlite3.Connection, vocabularies: Path) -> tuple[str, ...]:
             " WHERE cold_bytes > 0 AND session IS NULL",
         ),
     }
+    step_back(db)
     lost = [f"{n:,} {what}" for what, n in found.items() if n]
     return tuple(lost or ["perhaps a few changes that nothing tells of"])
 
 
 def drop_wrong(db: sqlite3.Connection) -> None:
-    """Remove segments that are not where they should be, and references to missing rows."""
+    """Remove segments that are not where they should be, references to missing rows, and what says of
+    a file that it has rows that it cannot have."""
     _cut_dangling(db)
     while _drop_wrong_segments(db):
         _cut_dangling(db)
+    db.execute(_DROP_MISPLACED_VIEWS)
+    db.execute(_DROP_OLDER_VIEWS)
+    db.execute("DELETE FROM files WHERE id NOT IN (SELECT file FROM views)")
+
+
+def step_back(db: sqlite3.Connection) -> None:
+    """Let each session whose last turn has lost its tokens end with the turn before that still has its
+    own, if there is one."""
+    for pk, leaf in db.execute(_LOST_ENDS).fetchall():
+        before, at = None, leaf
+        while before is None and at is not None:
+            parent, before = db.execute(_TURN_BEFORE, (at,)).fetchone()
+            at = parent if parent is not None and parent < at else None
+        if before is None:
+            (before,) = db.execute(_LAST_WHOLE_TURN, (pk,)).fetchone()
+        if before is not None:
+            db.execute(
+                "UPDATE sessions SET leaf = turns.id, n_tokens = n_prompt + n_reply FROM turns"
+                " WHERE pk = ? AND turns.id = ?",
+                (pk, before),
+            )
 
 
 def dangling(db: sqlite3.Connection) -> list[tuple[Any, ...]]:
@@ -213,6 +267,37 @@ class Filler:
         for changes in transactions:
             self.apply(changes)
 
+    def apply_rooted(self, transactions: Iterable[Sequence[TableChange]]) -> None:
+        """Apply changes after lost ones, each as far as it leaves what was there before the gap
+        whole: a segment stays as it is if the one that it would continue is lost, and it stays if
+        something needs it. A whole prefix belongs to the id of a segment, so what is there is never
+        another's."""
+        for changes in transactions:
+            segments = [each for each in changes if each.table == "segments"]
+            self.apply([each for each in changes if each.table != "segments"])
+            for change in segments:
+                self._use_keys(change)  # those that stay away are used, too
+                self.apply([TableChange(change.table, self._rooted(change.rows), [])])
+                for (id,) in self._db.execute(_DEEPEST_FIRST, (str(change.gone),)).fetchall():
+                    if not self._db.execute(_NEEDED, {"id": id}).fetchall():
+                        self.apply([TableChange(change.table, [], [id])])
+
+    def _rooted(self, rows: Sequence[Row]) -> list[Row]:
+        """The segments of one transaction whose prefix is there up to the root."""
+        columns = self._tables["segments"].columns
+        id_at, parent_at, p0_at, p1_at = (columns.index(n) for n in ("id", "parent", "p0", "p1"))
+        mine, found = {row[id_at] for row in rows}, dict[int | None, int]({None: 0})
+        rooted = []
+        for row in sorted(rows, key=lambda row: row[p0_at]):  # a parent ends where this begins
+            parent = row[parent_at]
+            if parent not in found and parent not in mine:
+                ends = self._db.execute("SELECT p1 FROM segments WHERE id = ?", (parent,))
+                found.update((parent, p1) for (p1,) in ends)
+            if found.get(parent) == row[p0_at]:
+                found[row[id_at]] = row[p1_at]
+                rooted.append(row)
+        return rooted
+
     def apply(self, changes: Sequence[TableChange]) -> None:
         """Delete and insert the rows of one transaction."""
         for name, rows, gone in changes:
@@ -226,10 +311,14 @@ class Filler:
                 f" VALUES ({marks})",
                 [(*row, table.seal(row)) for row in rows],
             )
-            if table.has_sequence:
-                at = table.key_at
-                keys = [self._sequences[name], *gone, *(row[at] for row in rows)]
-                self._sequences[name] = max(keys)
+            self._use_keys(TableChange(name, rows, gone))
+
+    def _use_keys(self, change: TableChange) -> None:
+        """Note the keys of a table that never uses one again."""
+        name, rows, gone = change
+        if name in self._sequences:
+            at = self._tables[name].key_at
+            self._sequences[name] = max([self._sequences[name], *gone, *(row[at] for row in rows)])
 
     def set_sequences(self, known: dict[str, int]) -> None:
         """Prevent the reuse of any key that was ever used."""
@@ -315,7 +404,12 @@ def _fill(
     db.execute("PRAGMA foreign_keys = OFF")
     db.execute("BEGIN IMMEDIATE")
     filler = Filler(db, tables)
-    if is_exact or source is None:
+    if is_exact:
+        filler.apply_all(chain.changes())
+    elif source is None and chain.end > 0:
+        filler.apply_all(chain.changes(until=chain.end))
+        filler.apply_rooted(chain.changes(after=chain.end))
+    elif source is None:
         filler.apply_all(chain.changes())
     else:
         filler.apply_all(chain.changes(until=reached))

@@ -178,6 +178,7 @@ class BrokerClient:
             "shrink": catalog.shrink,
             "problems": catalog.problems,
             "journal_problems": catalog.journal_problems,
+            "sync_journal": catalog.sync_journal,
             "recognise_lost": lambda *wanted: catalog.recognise_lost(TokenizerIdentity(*wanted)),
             "tell": lambda *deletion: broker.tell(self, deletion),
             "held_elsewhere": lambda: [id for each in broker.others(self) for id in each.held],

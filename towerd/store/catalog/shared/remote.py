@@ -91,6 +91,9 @@ class RemoteCatalog(Catalog):
         found: list[str] = self._call("journal_problems")
         return found
 
+    def sync_journal(self) -> None:
+        self._call("sync_journal")
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         with self._maintaining:
