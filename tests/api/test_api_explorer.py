@@ -119,6 +119,34 @@ def test_secrets_among_llama_servers_flags() -> None:
     assert shown["llama_server_args"] == masked
 
 
+async def test_whether_listed_conversations_resume(
+    client: Client, service: EmbeddedService
+) -> None:
+    """As each says by itself: with its rows, and without any; two branches after an edit."""
+    id = await talk(client)
+    await settle(service)
+    (one,) = (await value(await client.get(f"{OWN}/sessions?cost=1")))["sessions"]
+    whole = await value(await client.get(f"{OWN}/sessions/{id}?cost=1"))
+    assert one["cost"] == whole["cost"]
+    assert one["n_tokens"] - one["cost"]["resumable_tokens"] <= 1
+    assert (one["cost"]["branches"], one["cost"]["pinned"]) == (1, False)
+    assert "cost" not in whole["session"]
+    await value(
+        await client.post(
+            "/completion",
+            json={"prompt": "Something else entirely", "n_predict": 4},
+            headers={"X-Towerd-Session": id},
+        )
+    )
+    (two,) = (await value(await client.get(f"{OWN}/sessions?cost=1")))["sessions"]
+    assert two["cost"]["branches"] == 2
+    await settle(service)
+    service.tiers.hot_bytes_max = service.tiers.warm_bytes_max = 0
+    await settle(service)
+    (gone,) = (await value(await client.get(f"{OWN}/sessions?cost=1")))["sessions"]
+    assert gone["cost"]["resumable_tokens"] == 0
+
+
 async def test_what_conversations_take(client: Client, service: EmbeddedService) -> None:
     """Of one conversation alone: what is told of it is what is told of all; /metrics agrees."""
     id = await talk(client)

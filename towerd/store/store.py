@@ -30,6 +30,7 @@ from towerd.store.maintenance.footprint import (
     total_footprint,
 )
 from towerd.store.maintenance.replica import Replica
+from towerd.store.maintenance.space import TierCost, tier_cost
 from towerd.store.maintenance.verify import VerifyReport, problems, verify
 from towerd.store.rows.collect import GcReport, collect
 from towerd.store.rows.exchange import take_in, take_out
@@ -416,6 +417,18 @@ class Store:
         sharers = self._sharers()
         found = session_footprints(self.state, own, ends, sharers, with_public=with_public)
         return [None if info.tokenizer else next(found) for info in infos]
+
+    def tier_costs(self, infos: Sequence[SessionInfo]) -> list[TierCost | None]:
+        """What the current branch of each session takes in each tier; None for those of other tokenizers."""
+        leaves = [info.leaf for info in infos if not info.tokenizer and info.leaf is not None]
+        with self.state.locked():
+            ends, branches = self._sessions.ends_of(leaves), self._sessions.count_branches(leaves)
+        return [
+            None
+            if info.tokenizer
+            else tier_cost(self.state, ends.get(info.leaf or 0, 0), branches.get(info.leaf or 0, 0))
+            for info in infos
+        ]
 
     def _sharers(self) -> Mapping[int, int]:
         """`count_sessions`, of a moment ago if it takes long: a twentieth of the time at most is

@@ -20,7 +20,7 @@ from towerd.api.http.numbers import numbers_of
 from towerd.api.http.reply import json_reply
 from towerd.errors import InvalidRequest, NotFound, ThawError, TowerdError
 from towerd.store import SessionInfo, Store, TurnInfo
-from towerd.store.maintenance.space import stored_rows, tier_cost
+from towerd.store.maintenance.space import stored_rows
 from towerd.store.sessions.foreign import ForeignSession
 
 TURN_NUMBERS = ("id", "parent", "prompt_node", "reply_node")
@@ -81,7 +81,7 @@ async def get_search(request: web.Request) -> web.Response:
 
 async def sessions_json(request: web.Request, infos: Sequence[SessionInfo]) -> list[dict[str, Any]]:
     """Sessions as they are listed; one that was given no title has its first question for one. With
-    `?footprint=1` each says what it takes."""
+    `?footprint=1` each says what it takes, with `?cost=1` in which tier."""
     titles = [info.title for info in infos]
     if not all(titles):
         titles = await asyncio.to_thread(service_of(request).search.titles, infos)
@@ -95,6 +95,10 @@ async def sessions_json(request: web.Request, infos: Sequence[SessionInfo]) -> l
         taken = await asyncio.to_thread(footprints, infos, with_public=sees_all)
         for session, each in zip(found, taken, strict=True):
             session["footprint"] = None if each is None else each.to_json()
+    if flag(request, "cost"):
+        costs = await asyncio.to_thread(service_of(request).store.tier_costs, infos)
+        for session, cost in zip(found, costs, strict=True):
+            session["cost"] = None if cost is None else asdict(cost)
     return found
 
 
@@ -151,8 +155,8 @@ async def get_session(request: web.Request) -> web.Response:
         "turns": await _turns_json(request, turns),
         "rows": [asdict(each) for each in rows],
     }
-    if flag(request, "cost"):
-        out["cost"] = asdict(await asyncio.to_thread(tier_cost, store.state, turns))
+    if "cost" in out["session"]:
+        out["cost"] = out["session"].pop("cost")
     if flag(request, "messages"):
         out["messages"] = await _messages(request, info)
     if flag(request, "kept"):

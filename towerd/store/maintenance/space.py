@@ -80,13 +80,15 @@ class TierCost:
     resumable_tokens: int
     """Leading tokens that need no evaluation."""
     pinned: bool
+    branches: int
+    """The current one, and those that were left."""
 
 
-def tier_cost(state: StoreState, turns: Sequence[TurnInfo]) -> TierCost:
-    """The cost of the session with these turns. Rows that are shared count in full for each."""
-    leaf = next((turn.reply_node for turn in reversed(turns) if turn.current), 0)
+def tier_cost(state: StoreState, end: int, branches: int) -> TierCost:
+    """The cost of the session whose current branch ends with the segment `end`. Rows that are shared count in
+    full for each."""
     with state.locked():
-        node = state.tree.nodes.get(leaf)
+        node = state.tree.nodes.get(end)
         path = [] if node is None else node.path()
         hot_bytes = sum(each.hot.nbytes for each in path if each.hot is not None)
     anywhere = cut_of(state) == ANYWHERE
@@ -98,6 +100,7 @@ def tier_cost(state: StoreState, turns: Sequence[TurnInfo]) -> TierCost:
         shared_tokens=max((each.p1 for each in path if len(each.children) > 1), default=0),
         resumable_tokens=_resumable(path, states, anywhere),
         pinned=bool(path) and path[-1].pinned,
+        branches=branches,
     )
 
 

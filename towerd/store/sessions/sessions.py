@@ -261,6 +261,17 @@ class SessionTable:
             )
         )
 
+    def count_branches(self, leaves: Collection[int]) -> dict[int, int]:
+        """Leaf turn -> how many turns none continues, of the sessions whose current branch ends with these turns."""
+        return dict(
+            self.catalog.rows(
+                "SELECT s.leaf, count(*) FROM sessions AS s JOIN turns AS t ON t.session = s.pk"
+                " WHERE +s.tokenizer = ? AND s.leaf IN (SELECT value FROM json_each(?))"
+                " AND NOT EXISTS (SELECT 1 FROM turns AS c WHERE c.parent = t.id) GROUP BY s.pk",
+                (self.tokenizer, str(list(leaves))),
+            )
+        )
+
     def other_scopes(self, scope: str) -> list[str]:
         """The scopes that other sessions of the same tenant may have tokens in."""
         tenant = tenant_of(scope)

@@ -16,13 +16,23 @@ const addressOf = (session) =>
 
 const nameOf = ({ scope, id, tokenizer }) => JSON.stringify([scope, id, tokenizer]);
 
+// Whether a turn in it has to wait, and what else tells it from others.
+function stateOf({ tokenizer, cold_bytes, n_tokens, cost, footprint }) {
+  if (tokenizer) return ["of another model"];
+  const state = footprint ? [bytes(footprint.kept_bytes)] : [];
+  if (cold_bytes) state.splice(0, 1, `frozen, ${bytes(cold_bytes)}`);
+  if (!cost) return state;
+  const left = n_tokens - cost.resumable_tokens;
+  state.push(left <= 1 ? "resumes at once" : `${count(left)} to evaluate`);
+  if (cost.branches > 1) state.push(`${cost.branches} branches`);
+  if (cost.pinned) state.push("pinned");
+  return state;
+}
+
 function entry(session, more) {
-  const takes = session.footprint ? ` · ${bytes(session.footprint.kept_bytes)}` : "";
-  const state = session.cold_bytes ? ` · frozen, ${bytes(session.cold_bytes)}` : takes;
-  const other = session.tokenizer ? " · of another model" : "";
+  const facts = [ago(session.updated), `${count(session.n_tokens)} tokens`, ...stateOf(session)];
   return el("li", {}, el("a", { href: addressOf(session), "data-name": nameOf(session) },
-    session.title || session.id, more,
-    el("small", {}, `${ago(session.updated)} · ${count(session.n_tokens)} tokens${state}${other}`)));
+    session.title || session.id, more, el("small", {}, facts.join(" · "))));
 }
 
 const snippet = (runs) =>
@@ -48,10 +58,10 @@ async function fill(list) {
   const words = typed.trim();
   let entries;
   if (words) {
-    const { results } = await call(`/search${query({ q: words, limit: 50 })}`);
+    const { results } = await call(`/search${query({ q: words, limit: 50, cost: 1 })}`);
     entries = results.map((hit) => entry(hit.session, snippet(hit.snippet)));
   } else {
-    const { sessions } = await call(`/sessions?footprint=1&limit=${shown}`);
+    const { sessions } = await call(`/sessions?footprint=1&cost=1&limit=${shown}`);
     entries = sessions.map((session) => entry(session));
     if (sessions.length === shown) entries.push(more(list));
   }
