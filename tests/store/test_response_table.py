@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,20 @@ def named(name: str) -> ContextItem:
     return ContextItem(id, json.dumps({"id": id, "said": name * 300}).encode(), is_named=False)
 
 
+@pytest.mark.parametrize("order", [*permutations("1234")])
+def test_responses_go_in_any_order(store: Store, order: tuple[str, ...]) -> None:
+    """What is left is whole."""
+    chain(store, "1", "2", "3", "4")
+    left = set(order)
+    for name in order:
+        store.responses.delete("local", name)
+        left.remove(name)
+        for other in left:
+            n_items = 2 * int(other)
+            assert len(store.responses.context("local", other).items) == n_items
+        assert rows_of(store, "responses") == max(map(int, left), default=0)
+
+
 def test_what_continues_a_deleted_response_keeps_its_words(store: Store) -> None:
     """And they go with the last one that does."""
     chain(store, "1", "2", "3")
@@ -186,9 +201,10 @@ def test_a_conversation_grows_by_what_was_said_in_it(store: Store) -> None:
     assert keep(store, "3", follows)
     table.delete("local", made.name)
     assert store.responses.body("local", "1")
-    for name in ("1", "3"):
+    for name, own in (("1", ["q-1"]), ("3", ["q-1", "a-1", "q-3"])):
         with pytest.raises(InvalidRequest, match="its conversation is deleted"):
             store.responses.context("local", name)
+        assert names(store.responses.input_items("local", name)) == own
 
 
 def test_everything_is_there_after_a_kill_and_from_the_journal_alone(tmp_path: Path) -> None:

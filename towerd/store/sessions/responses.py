@@ -36,13 +36,14 @@ WITH RECURSIVE
     ),
     needed(id) AS (
         SELECT each.parent FROM gone JOIN responses AS each ON each.parent = gone.id
-        WHERE each.hidden = 0
+        WHERE each.id NOT IN (SELECT id FROM gone)
         UNION SELECT each.parent FROM needed JOIN responses AS each ON each.id = needed.id
         WHERE each.parent IS NOT NULL
     )
 DELETE FROM responses WHERE id IN (SELECT id FROM gone) AND id NOT IN (SELECT id FROM needed)
 """
-"""Hidden responses, and hidden ones that they continue, which no other response continues."""
+"""Hidden responses, and hidden ones that they continue, which no other response continues. Every other
+hidden one is continued by one that is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +118,14 @@ class ResponseTable:
         with self.locked():
             where = "session = ? AND scope = ? ORDER BY id DESC LIMIT 1"
             rows = self.catalog.sealed("responses", where, (session, new.scope))
-            try:
-                known = self._items_until(rows[0], with_output=True) if rows else []
-            except InvalidRequest:  # its conversation is deleted
-                return new
-        n = _n_same(new.input, known)
+            chain = self._chain(rows[0]["id"]) if rows else _ResponseChain((), ())
+        if not chain.responses or chain.responses[0]["last_item"]:
+            return new  # items of a conversation can be deleted
+        n = _n_same(new.input, chain.items(with_output=True))
         if n == 0:
             return new
-        return replace(
-            new, context=ResponseContext((), rows[0]["id"], n), input=new.input[n:]
-        )  # fmt: skip
+        context = ResponseContext(parent=rows[0]["id"], n_shared=n)
+        return replace(new, context=context, input=new.input[n:])
 
     def body(self, scope: str, name: str) -> bytes:
         """The object of a response, JSON."""
@@ -138,16 +137,19 @@ class ResponseTable:
         that this one was made in is deleted."""
         with self.locked():
             row = self._row(scope, name)
-            return ResponseContext(self._items_until(row, with_output=True), row["id"])
+            chain = self._chain(row["id"])
+        if chain.is_cut:
+            raise InvalidRequest(
+                f"Response with id '{name}' cannot be continued: its conversation is deleted."
+            )
+        return ResponseContext(chain.items(with_output=True), row["id"])
 
     def input_items(self, scope: str, name: str) -> list[bytes]:
-        """What a response was made from, oldest first: its context and its own items, JSON. Of one whose
-        conversation is deleted, its own items alone."""
+        """What a response was made from, oldest first: its context and its own items, JSON. Those of a
+        conversation that is deleted are missing."""
         with self.locked():
-            row = self._row(scope, name)
-            if row["last_item"] and row["conversation"] is None:
-                return _split(row["input"])
-            return self._items_until(row, with_output=False)
+            chain = self._chain(self._row(scope, name)["id"])
+        return chain.items(with_output=False)
 
     def delete(self, scope: str, name: str) -> None:
         """Delete a response, but not what continues it."""
@@ -162,36 +164,21 @@ class ResponseTable:
             raise NotFound(f"Response with id '{name[:100]}' not found.")
         return rows[0]
 
-    def _items_until(self, row: dict[str, Any], *, with_output: bool) -> list[bytes]:
-        """The items of a chain up to this response."""
+    def _chain(self, pk: int) -> _ResponseChain:
+        """The response of this row, and what it continues."""
         chain = self.catalog.sealed(
             "responses",
             "id IN (WITH RECURSIVE chain(id) AS (SELECT ? UNION SELECT parent FROM chain"
             " JOIN responses USING (id) WHERE parent IS NOT NULL) SELECT id FROM chain)"
             " ORDER BY id",  # each is younger than the one that it continues
-            (row["id"],),
+            (pk,),
         )
-        items, n_input = self._items_before(chain[0]), 0
-        for each in chain:
-            if each["n_shared"] is not None:
-                del items[each["n_shared"] :]
-            items += _split(each["input"])
-            n_input = len(items)
-            items += map(bytes, _body.decode(unpack(each["body"])).output)
-        return items if with_output else items[:n_input]
-
-    def _items_before(self, first: dict[str, Any]) -> list[bytes]:
-        """The items of its conversation that the first response of a chain followed."""
-        if not first["last_item"]:
-            return []
-        if first["conversation"] is None:
-            raise InvalidRequest(
-                f"Response with id '{first['name']}' cannot be continued: its conversation is deleted."
-            )
-        where = "conversation = ? AND id <= ? ORDER BY id"
-        params = first["conversation"], first["last_item"]
-        rows = self.catalog.sealed("conversation_items", where, params)
-        return [unpack(row["body"]) for row in rows]
+        before: Sequence[dict[str, Any]] = ()
+        if chain[0]["last_item"]:
+            where = "conversation = ? AND id <= ? ORDER BY id"
+            params = chain[0]["conversation"], chain[0]["last_item"]
+            before = self.catalog.sealed("conversation_items", where, params)
+        return _ResponseChain(before, chain)
 
     def _is_there(self, new: NewResponse) -> bool:
         """Whether what a response follows is still there."""
@@ -201,6 +188,31 @@ class ResponseTable:
             if pk is not None and not self.catalog.rows(sql, (pk, new.scope)):
                 return False
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class _ResponseChain:
+    """Rows of responses, of which each continues the one before, to be read without the store's lock."""
+
+    before: Sequence[dict[str, Any]]
+    """The items of its conversation that the first one followed."""
+    responses: Sequence[dict[str, Any]]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the conversation that the first one was made in is deleted."""
+        return bool(self.responses[0]["last_item"]) and self.responses[0]["conversation"] is None
+
+    def items(self, *, with_output: bool) -> list[bytes]:
+        """All items, oldest first, with or without what the last one put out."""
+        items, n_input = [unpack(row["body"]) for row in self.before], 0
+        for each in self.responses:
+            if each["n_shared"] is not None:
+                del items[each["n_shared"] :]
+            items += _split(each["input"])
+            n_input = len(items)
+            items += map(bytes, _body.decode(unpack(each["body"])).output)
+        return items if with_output else items[:n_input]
 
 
 def forget_session(catalog: Catalog, session: int) -> None:
