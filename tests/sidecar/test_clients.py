@@ -15,7 +15,7 @@ import pytest
 import requests
 from anthropic import Anthropic
 from daemon import Daemon, reuse_of
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, NotFoundError, OpenAI
 
 MODEL = "stories260K"
 HELLO: list[Any] = [{"role": "user", "content": "Tell me about a dog."}]
@@ -113,6 +113,37 @@ def test_openai_responses(oai: OpenAI) -> None:
     last: Any = events[-1]
     assert last.type == "response.completed"
     assert last.response.output_text == whole.output_text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_openai_stored_responses(oai: OpenAI, stream: bool) -> None:
+    """A chain and a conversation, of which each turn evaluates only what is new."""
+
+    def ask(text: str, **fields: Any) -> Any:
+        asked = {"model": MODEL, "input": text, "max_output_tokens": 12, "temperature": 0, **fields}
+        if not stream:
+            return oai.responses.create(**asked)
+        with oai.responses.create(**asked, stream=True) as events:
+            last: Any = list(events)[-1]
+        return last.response
+
+    def new_tokens(response: Any) -> int:
+        usage = response.usage
+        return int(usage.input_tokens - usage.input_tokens_details.cached_tokens)
+
+    text = "Tell me about a lighthouse, its keeper and the ships that pass, in many words. " * 5
+    first = ask(f"{stream}. {text}")
+    then = ask("And then?", previous_response_id=first.id)
+    assert new_tokens(then) < 40 < new_tokens(first)
+    assert oai.responses.retrieve(then.id).output_text == then.output_text
+    assert len(list(oai.responses.input_items.list(then.id))) == 3
+    oai.responses.delete(first.id)
+    with pytest.raises(NotFoundError):
+        ask("And then?", previous_response_id=first.id)
+    made = oai.conversations.create()
+    ask(f"{stream}! {text}", conversation=made.id)
+    assert new_tokens(ask("When?", conversation=made.id)) < 40
+    assert len(list(oai.conversations.items.list(made.id))) == 4
 
 
 def test_openai_models_and_completions(oai: OpenAI) -> None:

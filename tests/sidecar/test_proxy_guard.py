@@ -66,6 +66,10 @@ ENDPOINTS: list[tuple[str, str, Any]] = [
     ("GET", "/notes.txt", None),
     ("GET", "/towerd/v1/stats", None),
     ("GET", "/towerd/v1/app.js", None),
+    ("GET", "/v1/responses/app.js", None),
+    ("DELETE", "/responses/resp_1", None),
+    ("GET", "/conversations/app.js/items", None),
+    ("POST", "/v1/conversations", {}),
 ]
 
 

@@ -176,6 +176,27 @@ def test_nothing_is_fetched(both: tuple[str, str], path: str) -> None:
         assert asked == ["/p.png"]
 
 
+@pytest.mark.parametrize("where", ["request", "conversation"])
+def test_pictures_continue_nothing_that_is_kept(both: tuple[str, str], where: str) -> None:
+    """llama-server would answer without what was said before: refused, and no address is asked."""
+    asked: list[str] = []
+    with answering({}, talks={"/": lambda request: asked.append(request.path)}) as elsewhere:
+        for address in (f"{elsewhere}/p.png", f"data:image/png;base64,{picture(1)}"):
+            item = chat_about("input_image", address)["input"][0]
+            if where == "request":
+                first = post(both[1], "/v1/responses", {"input": "One day", "max_output_tokens": 4})
+                body: dict[str, Any] = {"input": [item], "previous_response_id": first["id"]}
+            else:
+                made = post(both[1], "/v1/conversations", {"items": [item]})
+                body = {"input": "What is it?", "conversation": made["id"]}
+            for path in ("/v1/responses", "/responses", "/v1/responses/input_tokens"):
+                reply = requests.post(both[1] + path, json=body, timeout=60)
+                assert reply.status_code == 400, reply.text
+                said = reply.json()["error"]["message"]
+                assert "send the whole" in said or "send the bytes" in said
+    assert asked == []
+
+
 @pytest.mark.parametrize("name", ["input", "content"])
 @pytest.mark.parametrize("many", [False, True])
 def test_nothing_is_fetched_to_embed(both: tuple[str, str], name: str, many: bool) -> None:

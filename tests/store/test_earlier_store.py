@@ -1,28 +1,33 @@
-"""A store that an earlier build of this schema wrote is read, whole, and its catalog made again from its
-journal; one of another schema is refused.
+"""A store that an earlier towerd wrote is read, whole, gets the tables that it lacks, and its catalog is
+made again from its journal; one of another schema is refused.
 
-`data/schema8.tar.xz` was written by such a build: two models of one tokenizer whose trees overlap and
+`data/schema8.tar.xz` was written by one with schema version 8: two models of one tokenizer whose trees overlap and
 end at different tokens, a third model of another tokenizer, bases, pins, workflows, frozen sessions;
 `expected.json` beside the store is what is in it.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import sqlite3
 import tarfile
 from contextlib import closing
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from crash import killed_at
 from store_tools import OTHER_MODEL, ROW_IDENTITY, check_rows, turn_of
 
 from towerd.errors import StoreVersion
 from towerd.store import Store
+from towerd.store.catalog.journal.journal import Journal, frames
+from towerd.store.catalog.schema import VERSION
 from towerd.store.sessions.workflows import WorkflowTable
 
 MODELS = {
@@ -158,7 +163,10 @@ def test_the_catalog_is_made_again_from_its_journal(old: tuple[Path, dict[str, A
 
 def test_a_new_store_has_the_same_tables(old: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """To the letter: their text is part of what a catalog is checked by."""
-    Store.open(tmp_path / "new", ROW_IDENTITY).close()
+    assert version_of(old[0]) == 8
+    for root in (old[0], tmp_path / "new"):
+        Store.open(root, ROW_IDENTITY).close()
+        assert version_of(root) == VERSION
     found = []
     for root in (old[0], tmp_path / "new"):
         with closing(sqlite3.connect(root / "catalog.sqlite")) as db:
@@ -167,7 +175,92 @@ def test_a_new_store_has_the_same_tables(old: tuple[Path, dict[str, Any]], tmp_p
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(("version", "whose"), [(7, "that wrote it"), (9, "a newer towerd")])
+def version_of(root: Path) -> int:
+    with closing(sqlite3.connect(root / "catalog.sqlite")) as db:
+        return int(db.execute("PRAGMA user_version").fetchone()[0])
+
+
+def open_and_close(root: Path) -> None:
+    Store.open(root, ROW_IDENTITY).close()
+
+
+def note_something(root: Path) -> None:
+    """A row in one of the tables that version 8 lacks."""
+    with Store.open(root, ROW_IDENTITY) as store:
+        catalog = store.state.catalog
+        facts = {"scope": "local", "name": "conv_1", "metadata": "{}", "created": 1.0}
+        with catalog.lock, catalog.transaction():
+            catalog.insert("conversations", **facts)
+
+
+def has_something(root: Path) -> bool:
+    with Store.open(root, ROW_IDENTITY) as store:
+        return bool(store.state.catalog.sealed("conversations", "name = ?", ("conv_1",)))
+
+
+@pytest.mark.parametrize("lost", ["nothing", "catalog.sqlite"])
+def test_a_kill_while_tables_are_added_loses_nothing(
+    old: tuple[Path, dict[str, Any]], tmp_path: Path, lost: str
+) -> None:
+    """Before every call of the system and every step in SQLite; also if the catalog goes with it."""
+    root, expected = old
+    (root / "catalog.sqlite.clean").unlink()  # so that all of it is checked as well
+    versions = set()
+    for number in count(1):
+        copy = tmp_path / "copy"
+        shutil.copytree(root, copy)
+        if not killed_at(number, lambda root=copy: open_and_close(root)):  # type: ignore[misc]
+            break
+        versions.add(version_of(copy))
+        if lost != "nothing":
+            for path in copy.glob(lost + "*"):
+                path.unlink()
+        with Store.open(copy, ROW_IDENTITY) as store:
+            assert not any("lost" in note for note in store.state.catalog.recovered)
+            assert store.state.catalog.problems() == store.state.catalog.journal_problems() == []
+        check(copy, expected, "A")
+        shutil.rmtree(copy)
+    assert versions == {8, VERSION}
+
+
+def test_the_journal_of_two_versions_is_one(
+    old: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the disk was too full to write it again, what was noted since is behind the older snapshot."""
+    root, expected = old
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "write_snapshot", fails)
+        note_something(root)
+    for path in root.glob("catalog.sqlite*"):
+        path.unlink()
+    assert has_something(root)
+    check(root, expected, "A")
+
+
+def test_a_damaged_catalog_of_the_earlier_version_helps_a_damaged_journal(
+    old: tuple[Path, dict[str, Any]],
+) -> None:
+    """Each has what the other has lost."""
+    root, expected = old
+    (snapshot,) = (root / "journal").glob("*.snapshot")
+    data = bytearray(snapshot.read_bytes())
+    first = next(frames(snapshot, bytes(data)))
+    data[first.end - 1] ^= 1
+    snapshot.write_bytes(data)
+    catalog = root / "catalog.sqlite"
+    data = bytearray(catalog.read_bytes())
+    ids = np.array(expected["A"]["sessions"]["work"][2][:8], np.int32).tobytes()
+    data[data.index(ids)] ^= 1
+    catalog.write_bytes(data)
+    (root / "catalog.sqlite.clean").unlink()
+    check(root, expected, "A")
+
+
+@pytest.mark.parametrize(("version", "whose"), [(7, "that wrote it"), (10, "a newer towerd")])
 def test_another_schema_is_refused(
     old: tuple[Path, dict[str, Any]], version: int, whose: str
 ) -> None:

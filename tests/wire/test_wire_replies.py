@@ -252,3 +252,32 @@ def of_choice(stream: Any, index: int) -> list[Any]:
         for choice in (data or {"choices": []})["choices"]
         if choice["index"] == index
     ]
+
+
+@pytest.mark.parametrize(("limit", "status"), [(6, "incomplete"), (400, "completed")])
+def test_what_a_response_says_of_its_request(story: Talker, limit: int, status: str) -> None:
+    """The fields that are given are in the object of each event and of the whole reply, which is that of
+    `response`; the rest is llama-server's."""
+    shown = {"store": True, "metadata": {"a": "b"}, "incomplete_details": None}
+    model, whole, streamed = story.model(), {}, []
+    for stream in (False, True):
+        fields = {"input": TEXT, "temperature": 0, "max_output_tokens": limit, "stream": stream}
+        request = Request(model, "responses", json.dumps(fields).encode())
+        reply, writer = Reply(request, 0), Writer(request, json.dumps(shown).encode())
+        out = b"".join(writer.partial(chunk) for chunk in story.chunks(request, reply))
+        out += writer.final(reply, 0, 0, b'{"towerd": {}}')
+        if not stream:
+            whole = json.loads(out)
+            assert json.loads(writer.response(0)) | {"towerd": {}} == whole
+            continue
+        data = [json.loads(line[6:]) for line in out.splitlines() if line.startswith(b"data: ")]
+        streamed = [each["response"] for each in data if "response" in each]
+        assert json.loads(writer.response(0)) == streamed[-1]
+        assert data[-1]["type"] == "response.completed"
+    assert len(streamed) == 3
+    for made in (whole, *streamed):
+        assert made["store"] is True
+        assert made["metadata"] == {"a": "b"}
+    reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
+    for made in (whole, streamed[-1]):
+        assert (made["status"], made["incomplete_details"]) == (status, reason)

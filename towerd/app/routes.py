@@ -23,6 +23,7 @@ from towerd.api.ollama import models as ollama_models
 from towerd.api.ollama.bodies import CHAT, COMPLETION, INFILL
 from towerd.api.ollama.embedding import embedding
 from towerd.api.ollama.generation import chatting, generating
+from towerd.app.response_routes import RESPONSE_ROUTES
 from towerd.app.store_routes import STORE_ROUTES, Route, add_routes
 
 LLAMA_ROUTES: tuple[Route, ...] = (
@@ -113,7 +114,15 @@ UNSUPPORTED_ROUTES: tuple[Route, ...] = tuple(
     Route(method, path, unsupported.refuse_unsupported) for method, path in unsupported.UNSUPPORTED
 ) + tuple(Route(*route, unsupported.refuse_disabled) for route in unsupported.DISABLED)
 
-ROUTES = LLAMA_ROUTES + OLLAMA_ROUTES + OWN_ROUTES + PAGE_ROUTES + UI_ROUTES + UNSUPPORTED_ROUTES
+ROUTES = (
+    LLAMA_ROUTES
+    + RESPONSE_ROUTES
+    + OLLAMA_ROUTES
+    + OWN_ROUTES
+    + PAGE_ROUTES
+    + UI_ROUTES
+    + UNSUPPORTED_ROUTES
+)
 
 
 def add_upstream_routes(app: web.Application) -> None:
@@ -121,6 +130,7 @@ def add_upstream_routes(app: web.Application) -> None:
     from towerd.api.relay import routes as relay_routes
 
     add_routes(app, OWN_ROUTES)
+    add_routes(app, RESPONSE_ROUTES)
     add_routes(app, PAGE_ROUTES)
     add_routes(app, tuple(Route(*row) for row in relay_routes.ROUTES))
     app.router.add_route("*", "/{path:.*}", relay_routes.unknown)

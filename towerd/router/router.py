@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from pathlib import Path
 
 from aiohttp import web
@@ -12,7 +13,16 @@ from aiohttp import web
 from towerd.api.admin import address, page
 from towerd.api.admin.page import built_ui, ui_files
 from towerd.api.http.body import BODIES, Bodies
-from towerd.api.http.keys import CONFIG, LIMITS, LISTENING, REQUESTS, TENANTS, UI, UI_SETTINGS
+from towerd.api.http.keys import (
+    CONFIG,
+    LIMITS,
+    LISTENING,
+    REQUESTS,
+    RESPONSES,
+    TENANTS,
+    UI,
+    UI_SETTINGS,
+)
 from towerd.api.http.limits import Limits
 from towerd.api.http.middleware import account, add_headers, authenticate, guard
 from towerd.api.http.tenants import Tenants
@@ -21,6 +31,7 @@ from towerd.api.ollama import models as ollama_models
 from towerd.app.listening import listening
 from towerd.app.loop import run_on_loop, stop_event, tune_gc, watch_lag
 from towerd.app.next_steps import next_steps
+from towerd.app.response_routes import RESPONSE_ROUTES
 from towerd.app.store_routes import Route, add_routes
 from towerd.router.http import ollama, routes, streams
 from towerd.router.http.conversations import Conversations
@@ -40,6 +51,7 @@ from towerd.router.loading.models import Models
 from towerd.settings.llama_flags import ui_settings
 from towerd.settings.model_tables import ModelTables
 from towerd.store.catalog.shared.broker import CatalogBroker
+from towerd.store.sessions.responses import ResponseTable
 from towerd.system.folders import socket_folder
 from towerd.system.process import name_process
 
@@ -55,23 +67,26 @@ async def _serve(tables: ModelTables) -> None:
     stopping = stop_event()
     name_process("towerd-router")
     broker = await asyncio.to_thread(CatalogBroker, tables.config.store_dir)
+    responses = ResponseTable(broker.catalog, lambda: broker.turn, time.time)
     log.info("this process is the router and the catalog's broker", extra={"pid": os.getpid()})
     try:
         with socket_folder("towerd-models-") as folder:
             launcher = Launcher(tables, Path(folder), broker)
             try:
-                await _route(launcher, tables, stopping)
+                await _route(launcher, tables, responses, stopping)
             finally:
                 await launcher.close()
     finally:
         await asyncio.to_thread(broker.close)
 
 
-async def _route(launcher: Launcher, tables: ModelTables, stopping: asyncio.Event) -> None:
+async def _route(
+    launcher: Launcher, tables: ModelTables, responses: ResponseTable, stopping: asyncio.Event
+) -> None:
     """Serve until `stopping`; every process has ended then."""
     metrics = RouterMetrics()
     models = Models(launcher.models(), launcher.room, launcher.process, metrics)
-    app = build_app(tables, launcher, models, metrics)
+    app = build_app(tables, launcher, models, metrics, responses)
     async with listening(app, tables.config) as (_, url):
         tune_gc()
         print(f"towerd is ready: {url} ({len(models.by_name)} models)")
@@ -83,7 +98,11 @@ async def _route(launcher: Launcher, tables: ModelTables, stopping: asyncio.Even
 
 
 def build_app(
-    tables: ModelTables, launcher: Launcher, models: Models, metrics: RouterMetrics
+    tables: ModelTables,
+    launcher: Launcher,
+    models: Models,
+    metrics: RouterMetrics,
+    responses: ResponseTable,
 ) -> web.Application:
     """The application in front of `models`."""
     app = web.Application(middlewares=(account, guard, authenticate))
@@ -96,6 +115,7 @@ def build_app(
     app[LISTENING] = []
     app[BODIES] = Bodies(tables.config.request_bytes_max)
     app[REQUESTS] = metrics
+    app[RESPONSES] = responses
     app[TENANTS] = Tenants(tables.config.api_keys)
     app[UI] = ui_files(built_ui())
     app[UI_SETTINGS] = ui_settings(tables.config.llama_server_args)
@@ -179,6 +199,7 @@ ROUTES = (
     *(Route("POST", path, forward) for path in PASSED_POST),
     Route("GET", "/towerd/v1/requests/{id}/why", ask_whoever_knows),
     Route("POST", "/towerd/v1/workflows/{id}/end", ask_whoever_knows),
+    *RESPONSE_ROUTES,
     Route("*", "/towerd/v1/{path:.*}", forward_store),
     Route("GET", "/", page.get_root),
     Route("GET", "/towerd", page.redirect),

@@ -43,6 +43,7 @@ from towerd.store.sessions.cold import ColdTable
 from towerd.store.sessions.deletions import Deletions, DeletionWatch
 from towerd.store.sessions.foreign import ForeignSessions
 from towerd.store.sessions.history import History, add_history, copy_history
+from towerd.store.sessions.responses import NewResponse, ResponseTable
 from towerd.store.sessions.sessions import SessionTable, session_page
 from towerd.store.sessions.turn import SessionInfo, Turn, TurnInfo, TurnResult
 from towerd.store.state.state import Held, StoreState, load_state
@@ -92,6 +93,8 @@ class Store:
         self.bases = BaseTable(state)
         self.pins = PinTable(state)
         self.deletions = Deletions()
+        self.responses = ResponseTable(state.catalog, state.locked, state.clock)
+        """The responses of OpenAI's API, and its conversations."""
         self.vocabularies = Vocabularies(state.directory.tokenizers)
         """The vocabularies of the tokenizers whose sessions the store has."""
         self.foreign = ForeignSessions(state, self.deletions)
@@ -498,6 +501,23 @@ class Store:
         with self.state.locked():
             found, nodes = self._sessions.find(id, scope), self.state.tree.nodes
             self.cold.forget(self._sessions.delete(found, nodes, self.deletions))
+
+    def keep_response(self, new: NewResponse, session: str, scope: str) -> bool:
+        """Keep a response whose turn is in the session of this id and scope; "": it is in none. Returns
+        False and keeps nothing if that, or what the response continues, was deleted."""
+        if not session:
+            return self.responses.add(new, None)
+        with self.state.locked():
+            found = self._sessions.lookup(session, scope)
+        if found is None:
+            return False
+        short = self.responses.sharing(new, found.pk)
+        with self.state.locked():
+            if self._sessions.lookup(session, scope) != found:
+                return False  # deleted since
+            if self.responses.add(short, found.pk):
+                return True
+            return short is not new and self.responses.add(new, found.pk)
 
     # --- upkeep ---------------------------------------------------------------------------
 

@@ -418,7 +418,10 @@ class Writer:
     """The bytes of one response. Any thread may use it; calls are serialized. Every call may raise
     WireError (500) if the generated text is not a reply in the model's format."""
 
-    def __init__(self, request: Request) -> None: ...
+    def __init__(self, request: Request, shown: bytes = b"") -> None:
+        """shown: empty, or a JSON object whose fields are in every object of a response of
+        /v1/responses, which then also says whether it came to its end."""
+
     def partial(self, chunk: Chunk) -> bytes:
         """The events of one token; empty if there are none, or if the reply is not streamed."""
 
@@ -429,6 +432,9 @@ class Writer:
         """The events that close one choice of a stream. Without streaming, the whole response at
         the call for its last choice, and nothing before. n_cached: `tokens_cached`; extra: empty,
         or a JSON object whose fields are added to the reply or its last event."""
+
+    def response(self, choice: int) -> bytes:
+        """JSON of the object of a finished choice's response, of /v1/responses."""
 
     def end(self) -> bytes:
         """What follows the last choice of a stream; may be empty."""

@@ -16,6 +16,7 @@ from towerd.settings.config import Config
 
 if TYPE_CHECKING:
     from towerd.api.http.kept_stream import KeptStreams
+    from towerd.store.sessions.responses import ResponseTable
     from towerd.transfer import Transfer
 
 
@@ -34,9 +35,18 @@ STREAMS: web.AppKey[KeptStreams] = web.AppKey("streams")
 TRANSFER: web.AppKey[Transfer] = web.AppKey("transfer")
 LISTENING: web.AppKey[list[str]] = web.AppKey("listening")
 """The addresses of a process that listens on TCP."""
+RESPONSES: web.AppKey[ResponseTable] = web.AppKey("responses")
+"""Where no model is loaded: in a router, which has the catalog open."""
 TENANT = web.RequestKey("tenant", Tenant)
 
 
 def service_of(request: web.Request) -> ApiService:
     """The loaded service; see `ServiceGate.open`."""
     return request.app[GATE].open()
+
+
+def responses_of(request: web.Request) -> ResponseTable:
+    """The responses that are kept. Raises as `service_of`."""
+    if RESPONSES in request.app:
+        return request.app[RESPONSES]
+    return service_of(request).store.responses

@@ -35,6 +35,8 @@ UI_SUFFIXES = (
     "/version.json",
     "/build.json",
 )
+NEVER_FILES = ("/towerd", "/v1/", "/responses/", "/conversations/")
+"""What the names below these are is a client's choice: not a file of the web UI, however they end."""
 QUIET_PATHS = frozenset(
     "/health /v1/health /props /models /v1/models /metrics /towerd/v1/stats "
     "/api/version /api/tags /api/ps".split()
@@ -164,7 +166,7 @@ def is_ui_file(request: web.Request) -> bool:
     if request.app[CONFIG].engine != "llama-server":
         return request.path[1:] in request.app[UI]
     path = request.path
-    if path.startswith("/towerd"):
+    if path.startswith(NEVER_FILES):
         return False
     return path.startswith(UI_PREFIX) or path.endswith(UI_SUFFIXES)
 

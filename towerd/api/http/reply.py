@@ -177,6 +177,8 @@ _PATHS: dict[str, Api] = {
     "/v1/messages": Api.ANTHROPIC,
     "/v1/responses": Api.RESPONSES,
     "/responses": Api.RESPONSES,
+    "/v1/conversations": Api.OPENAI,
+    "/conversations": Api.OPENAI,
     "/v1/chat/completions": Api.OPENAI,
     "/chat/completions": Api.OPENAI,
     "/v1/completions": Api.OPENAI,

@@ -27,6 +27,7 @@ from towerd.api.http.request_log import log_finished, log_refused, title_for
 from towerd.api.http.sse import PING, ClientStalled, QueuedStream
 from towerd.api.http.translation import whole_reply
 from towerd.api.llama.fanout import Events, fan_out
+from towerd.api.llama.pending_response import PendingResponse
 from towerd.api.llama.reuse import timings_of, total
 from towerd.api.llama.slots import BOOK
 from towerd.api.llama.streams import CONVERSATION, follow, key_of
@@ -103,10 +104,15 @@ async def _complete(
         form = await asyncio.to_thread(read_form, body, boundary)
         upload = (body, *form.files["file"]) if "file" in form.files else None
         body = encode(form.fields)
-    task = await parse_task(endpoint, body, request[TENANT], hints, engine, config, upload)
     title = await title_for(request, body)
-    del body, upload
+    pending = None
+    if endpoint == "responses":
+        pending, body = await PendingResponse.of(request, body)
+    task = await parse_task(endpoint, body, request[TENANT], hints, engine, config, upload, pending)
     release_body(request)
+    if pending is not None:
+        pending.hold(request)
+    del body, upload, pending
     if not task.wire.stream:
         return await _whole(request, task, title)
     if name := request.headers.get(CONVERSATION):

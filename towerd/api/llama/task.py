@@ -34,6 +34,7 @@ from towerd.settings.config import RETENTION_SCOPES, RETENTIONS, UNBOUNDED, Conf
 from towerd.tokens import Ids
 
 if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is listened on
+    from towerd.api.llama.pending_response import PendingResponse
     from towerd.store import Store
     from towerd.store.sessions.deletions import DeletionWatch
     from towerd.wire import Endpoint, Model, Reply, Request, WireThreads, Writer
@@ -110,9 +111,11 @@ class Task:
         writer: Writer,
         *,
         sees_slots: bool,
+        pending: PendingResponse | None = None,
     ) -> None:
         """template: the common part of its requests. first: the reply of the first choice. sees_slots:
-        whether its reply names the slot (`id_slot`): which one it is says how much others ask."""
+        whether its reply names the slot (`id_slot`): which one it is says how much others ask. pending:
+        of a request to /v1/responses."""
         wire = self.wire = first.request
         self.writer = writer
         self.scope = template.scope
@@ -125,6 +128,7 @@ class Task:
         self._template = template
         self._prompts = prompts
         self._sees_slots = sees_slots
+        self._pending = pending
         self._is_slow = False
         self._wrote_s = 0.0
         """CPU time of writes since the event loop last had its turn, at most."""
@@ -181,7 +185,8 @@ class Task:
         return b""
 
     async def final(self, index: int, finish: Finish) -> bytes:
-        """The last events of a choice; if not streaming, the whole reply with the last choice.
+        """The last events of a choice; if not streaming, the whole reply with the last choice. A response is
+        kept before.
 
         Raises TowerdError."""
         extra = b""
@@ -194,6 +199,9 @@ class Task:
         assert reply is not None
         slot = finish.slot if self._sees_slots else 0
         data = await self._threads.call(0, self.writer.final, reply, slot, finish.n_cached, extra)
+        if self._pending is not None:
+            response = self.writer.response(index)
+            await self._pending.answered(response, finish, self.scope)
         choice.end(is_whole=True)
         return data
 
@@ -229,9 +237,10 @@ async def parse_task(
     engine: Engine,
     config: Config,
     upload: tuple[bytes, int, int] | None = None,
+    pending: PendingResponse | None = None,
 ) -> Task:
-    """Check and tokenize a request body. upload: see `towerd.wire.Request`. Raises WireError,
-    InvalidRequest, ContextExceeded."""
+    """Check and tokenize a request body. upload: see `towerd.wire.Request`. pending: what the body is of.
+    Raises WireError, InvalidRequest, ContextExceeded."""
 
     def check_fit(kept: dict[str, bytes], least: list[int]) -> None:
         limit = _limit(_live(kept.get, config, engine), config, engine)
@@ -239,7 +248,10 @@ async def parse_task(
 
     model = engine.wire.model
     n_bytes = len(body) + (upload[2] - upload[1] if upload else 0)
-    parsed = await engine.wire.call(n_bytes, _parse, model, endpoint, body, check_fit, upload)
+    shown = b"" if pending is None else pending.shown
+    parsed = await engine.wire.call(
+        n_bytes, _parse, model, endpoint, body, check_fit, upload, shown
+    )  # fmt: skip
     prompts, first, writer = parsed
     wire = first.request
     live = _live(wire.field, config, engine)
@@ -258,7 +270,9 @@ async def parse_task(
         live=live,
         reuse_tokens_min=_reuse_tokens_min(wire.field("n_cache_reuse")),
     )
-    return Task(engine, template, prompts, first, writer, sees_slots=tenant.sees_all)
+    return Task(
+        engine, template, prompts, first, writer, sees_slots=tenant.sees_all, pending=pending
+    )  # fmt: skip
 
 
 def _parse(
@@ -267,6 +281,7 @@ def _parse(
     body: bytes,
     check_fit: FitCheck,
     upload: tuple[bytes, int, int] | None,
+    shown: bytes,
 ) -> tuple[list[Ids], Reply, Writer]:
     from towerd.wire import Reply, Request, Writer
 
@@ -274,7 +289,7 @@ def _parse(
     prompts = request.prompts
     if not prompts or not all(len(ids) for ids in prompts):
         raise InvalidRequest('"prompt" must not be empty')
-    return prompts, Reply(request, 0), Writer(request)
+    return prompts, Reply(request, 0), Writer(request, shown)
 
 
 def _new_reply(request: Request, index: int) -> Reply:

@@ -16,6 +16,7 @@ from towerd.api.http.hints import hints_of
 from towerd.api.http.keys import service_of
 from towerd.api.http.off_loop import by_size, size_of
 from towerd.api.http.reply import encode, json_reply, raw_reply
+from towerd.api.llama.pending_response import PendingResponse
 from towerd.engine.base import Engine
 from towerd.errors import InvalidRequest
 from towerd.tokens import Ids
@@ -151,6 +152,8 @@ def counting(endpoint: Endpoint) -> Handler:
         _announce(request)
         wire = service_of(request).engine.wire
         body = await read_bytes(request)
+        if endpoint == "responses":
+            _, body = await PendingResponse.of(request, body)
         return raw_reply(await wire.call(len(body), wire.model.count_tokens, endpoint, body))
 
     return handle

@@ -22,11 +22,12 @@ from towerd.api.http.off_loop import by_size, count, release
 from towerd.api.http.reply import encode
 from towerd.api.http.request_log import log_finished, title_for
 from towerd.api.http.translation import TRANSLATION
+from towerd.api.llama.pending_response import PendingResponse, continues_something
 from towerd.api.relay.forward import DOWN, ask, copy, llama_server_of
 from towerd.api.relay.headers import to_upstream
 from towerd.engine.base import Reuse
 from towerd.engine.llama_server.process.upstream_client import UpstreamGone
-from towerd.errors import InvalidRequest
+from towerd.errors import InvalidRequest, NotSupported
 
 if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is listened on
     from towerd.engine.llama_server.engine import LlamaServerEngine
@@ -38,6 +39,7 @@ FETCHED = "http"
 """What llama-server takes for an address begins so."""
 MESSAGES = "/v1/messages"
 """llama-server does not let these requests name a slot."""
+RESPONSES = ("/v1/responses", "/responses")
 _SPACE = b" \t\r\n"
 
 
@@ -62,11 +64,29 @@ def _dividing(
         if not llama_server_of(request).info.has_media:
             return await handler(request)
         data = await peek_bytes(request)
-        if not await _has_media(request, data):
+        has_media = await _has_media(request, data)
+        if request.path.startswith(RESPONSES):
+            await _check_context(request, data, has_media=has_media)
+        if not has_media:
             return await handler(request)
         return await relayed(request, await read_bytes(request))
 
     return handle
+
+
+async def _check_context(request: web.Request, data: bytes, *, has_media: bool) -> None:
+    """Raises NotSupported for a request that continues what is kept here, if either has media:
+    llama-server would have to be sent what is put before it."""
+    if not await asyncio.to_thread(continues_something, data):
+        return
+    if not has_media:
+        _, whole = await PendingResponse.of(request, data)
+        has_media = await _has_media(request, whole)
+    if has_media:
+        raise NotSupported(
+            "In front of a llama-server, pictures and sounds are not kept with responses: send the "
+            "whole conversation as the input of a request that continues nothing"
+        )
 
 
 async def forward_embeddings(request: web.Request) -> web.StreamResponse:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from towerd.errors import DiskFull, StoreError, StoreVersion
-from towerd.store.catalog.schema import APPLICATION_ID, SCHEMA, VERSION
+from towerd.store.catalog.schema import APPLICATION_ID, MIGRATIONS, SCHEMA, VERSION, VERSION_MIN
 
 CHECKPOINT_PAGES = 512
 """Number of WAL pages (2 MiB) at which SQLite checkpoints. Idle moments do it sooner."""
@@ -66,8 +66,8 @@ def version_of(db: sqlite3.Connection, path: Path) -> int:
 
 
 def check_version(version: int, path: Path) -> None:
-    """Raises StoreVersion for a schema version of another towerd."""
-    if version != VERSION:
+    """Raises StoreVersion for a schema version that this towerd does not read."""
+    if not VERSION_MIN <= version <= VERSION:
         whose = "a newer towerd" if version > VERSION else "the towerd that wrote it"
         raise StoreVersion(
             f"{path} has schema version {version}, this towerd knows {VERSION}; use {whose} "
@@ -82,11 +82,28 @@ def is_ours(db: sqlite3.Connection) -> bool:
 
 def create(db: sqlite3.Connection, finish: Callable[[sqlite3.Connection], None]) -> None:
     """Make the tables of an empty database, in one transaction, which `finish` ends."""
-    try:
-        db.executescript(f"BEGIN IMMEDIATE; {SCHEMA}")
+    with _transaction(db, SCHEMA):
         db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        db.execute(f"PRAGMA user_version = {VERSION}")
         finish(db)
+
+
+def migrate(
+    db: sqlite3.Connection, version: int, finish: Callable[[sqlite3.Connection], None]
+) -> None:
+    """Add the tables that a catalog of an earlier version lacks, in one transaction, which `finish`
+    ends."""
+    steps = "".join(MIGRATIONS[each] for each in range(version, VERSION))
+    with _transaction(db, steps):
+        finish(db)
+
+
+@contextmanager
+def _transaction(db: sqlite3.Connection, script: str) -> Iterator[None]:
+    """The script, and what the block adds, in one transaction that ends in this version."""
+    try:
+        db.executescript(f"BEGIN IMMEDIATE; {script}")
+        db.execute(f"PRAGMA user_version = {VERSION}")
+        yield
         db.execute("COMMIT")
     except BaseException:
         if db.in_transaction:

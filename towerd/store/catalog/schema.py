@@ -3,15 +3,18 @@ those that change with every use; its default takes the place of eight bytes, so
 written into the row without moving it.
 
 The text of each statement is part of the sum that a catalog is checked by, so not a blank of it
-changes within a version.
+changes within a version. A version adds tables to the one before and leaves those as they are: a catalog
+and a journal of an earlier version are read as they stand (`database.migrate`, `journal.journal`).
 """
 
 from __future__ import annotations
 
 APPLICATION_ID = 0x54575244
 """ASCII "TWRD", in the SQLite header."""
-VERSION = 8
-SCHEMA = """
+VERSION = 9
+VERSION_MIN = 8
+"""The earliest version that is read."""
+_FIRST = """
 CREATE TABLE meta (
     key TEXT PRIMARY KEY,
     value TEXT NOT NULL
@@ -199,3 +202,56 @@ CREATE TABLE ledger (
     seal INTEGER NOT NULL
 ) STRICT;
 """
+
+_RESPONSES = """
+-- what POST /v1/conversations made; scope: the tenant's; AUTOINCREMENT, here and below: a response that
+-- is being made names rows that may be deleted meanwhile
+CREATE TABLE conversations (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    scope TEXT NOT NULL,
+    name TEXT NOT NULL,
+    metadata TEXT NOT NULL,
+    created REAL NOT NULL,
+    seal INTEGER NOT NULL DEFAULT 0x4000000000000000,
+    UNIQUE (scope, name)
+) STRICT;
+
+-- session: the one whose turn the item was said in, NULL before
+CREATE TABLE conversation_items (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    conversation INTEGER NOT NULL REFERENCES conversations,
+    session INTEGER REFERENCES sessions,
+    name TEXT NOT NULL,
+    body BLOB NOT NULL,
+    created REAL NOT NULL,
+    seal INTEGER NOT NULL DEFAULT 0x4000000000000000,
+    UNIQUE (conversation, name)
+) STRICT;
+CREATE INDEX conversation_items_session ON conversation_items(session) WHERE session IS NOT NULL;
+
+-- parent: the response whose items its own ones follow, the first n_shared of them or all (NULL);
+-- last_item: the last of its conversation's items that it followed, 0 for none; hidden: deleted, but
+-- needed by a later response; input: its own items
+CREATE TABLE responses (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    scope TEXT NOT NULL,
+    name TEXT NOT NULL,
+    parent INTEGER REFERENCES responses,
+    n_shared INTEGER CHECK (n_shared >= 0),
+    conversation INTEGER REFERENCES conversations,
+    last_item INTEGER NOT NULL DEFAULT 0,
+    session INTEGER REFERENCES sessions,
+    hidden INTEGER NOT NULL DEFAULT 0,
+    input BLOB NOT NULL,
+    body BLOB NOT NULL,
+    created REAL NOT NULL,
+    seal INTEGER NOT NULL DEFAULT 0x4000000000000000,
+    UNIQUE (scope, name)
+) STRICT;
+CREATE INDEX responses_parent ON responses(parent) WHERE parent IS NOT NULL;
+CREATE INDEX responses_conversation ON responses(conversation) WHERE conversation IS NOT NULL;
+CREATE INDEX responses_session ON responses(session) WHERE session IS NOT NULL;
+"""
+MIGRATIONS = {8: _RESPONSES}
+"""By version, what leads from it to the next one."""
+SCHEMA = _FIRST + "".join(MIGRATIONS.values())

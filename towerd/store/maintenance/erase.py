@@ -15,7 +15,7 @@ from towerd.store.catalog.vocabularies import Vocabularies
 from towerd.store.rows.collect import GcReport, drop_foreign_file, has_unneeded
 from towerd.store.rows.rows import RowStore
 from towerd.store.segments.segment_file import SegmentFile
-from towerd.store.sessions.sessions import DELETED_META
+from towerd.store.sessions.deletions import DELETED_META
 from towerd.store.state.state import StoreState
 from towerd.store.tree.scope import tenant_of
 from towerd.tokens import ids_array

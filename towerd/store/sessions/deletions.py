@@ -19,6 +19,9 @@ from towerd.store.sessions.prefix_hashes import HASH_BYTES, prefix_hashes
 from towerd.store.tree.node import Node
 from towerd.store.tree.scope import tenant_of
 
+DELETED_META = "deleted"
+"""The key of the catalog's note that copies of something deleted may be where only `gc` looks."""
+
 
 class Deletion(NamedTuple):
     """One session that was deleted."""

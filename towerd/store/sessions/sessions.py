@@ -10,6 +10,7 @@ from typing import Any
 
 from towerd.errors import InvalidRequest, NotFound, SessionDeleted, SessionFrozen, TokensLost
 from towerd.store.catalog.catalog import Catalog
+from towerd.store.sessions.conversations import note_deletion
 from towerd.store.sessions.deletions import (
     Deletion,
     Deletions,
@@ -17,6 +18,7 @@ from towerd.store.sessions.deletions import (
     decode_hashes,
     hashes_at,
 )
+from towerd.store.sessions.responses import forget_session
 from towerd.store.sessions.turn import SessionInfo, Turn, TurnInfo
 from towerd.store.tree.node import Node
 from towerd.store.tree.scope import MARK, TENANT_SQL, tenant_of
@@ -24,8 +26,6 @@ from towerd.store.tree.tree import PrefixTree
 
 NAME_CHARS_MAX = 200
 TITLE_CHARS_MAX = 500
-DELETED_META = "deleted"
-"""Set while copies of deleted sessions may be where only `gc` looks."""
 RECOGNISED_TOKENS_MIN = 2
 """Every conversation begins with the BOS token, of which an empty prompt consists."""
 
@@ -369,18 +369,19 @@ class SessionTable:
             raise SessionDeleted("The conversation was deleted while this was on its way into it.")
 
     def delete(self, session: SessionRow, nodes: Mapping[int, Node], deletions: Deletions) -> int:
-        """Delete the session and its turns, and tell whoever watches, in any process; the next gc
-        removes its segments. `nodes`: those of its turns, at least. Returns its row id."""
+        """Delete the session, its turns and their responses, and tell whoever watches, in any process; the
+        next gc removes its segments. `nodes`: those of its turns, at least. Returns its row id."""
         scope, hashes = self._known_by(session, nodes)
         with self.catalog.transaction():
-            pk, meta = (session.pk,), (DELETED_META,)
+            pk = (session.pk,)
+            forget_session(self.catalog, session.pk)
             self.catalog.run("UPDATE sessions SET leaf = NULL WHERE pk = ?", pk)
             self.catalog.run("UPDATE turns SET parent = NULL WHERE session = ?", pk)
             self.catalog.run("DELETE FROM turns WHERE session = ?", pk)
             self.catalog.run("DELETE FROM blobs WHERE session = ?", pk)
             self.catalog.run("DELETE FROM cold WHERE session = ?", pk)
             self.catalog.run("DELETE FROM sessions WHERE pk = ?", pk)
-            self.catalog.run("INSERT OR REPLACE INTO meta(key, value) VALUES (?, '')", meta)
+            note_deletion(self.catalog)
         deletion = Deletion(self.tokenizer, scope, session.id, tuple(hashes), time.monotonic())
         deletions.note(deletion)
         self.catalog.tell(deletion)

@@ -468,7 +468,11 @@ void bind_head(nb::module_ & m) {
 
 void bind_writer(nb::module_ & m) {
     nb::class_<Writer>(m, "Writer")
-        .def(nb::init<std::shared_ptr<const Request>>(), "request"_a)
+        .def("__init__",
+             [](Writer * self, std::shared_ptr<const Request> request, const nb::bytes & shown) {
+                 new (self) Writer(std::move(request), text_of(shown));
+             },
+             "request"_a, "shown"_a = nb::bytes(""))
         .def("partial",
              [](Writer & w, const Chunk & chunk) { return bytes_of(unlocked([&] { return w.partial(chunk); })); },
              "chunk"_a)
@@ -483,6 +487,9 @@ void bind_writer(nb::module_ & m) {
                  return bytes_of(unlocked([&] { return w.final(reply, id_slot, n_cached, text); }));
              },
              "reply"_a, "id_slot"_a, "n_cached"_a, "extra"_a)
+        .def("response", [](const Writer & w, size_t choice) {
+            return bytes_of(unlocked([&] { return w.response(choice); }));
+        }, "choice"_a)
         .def("end", [](const Writer & w) { return bytes_of(w.end()); })
         .def("message", [](const Writer & w, size_t choice) {
             return bytes_of(unlocked([&] { return w.message(choice); }));

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "bounds.h"
+#include "fields.h"
 #include "refused.h"
 
 namespace towerd::wire {
@@ -30,9 +31,17 @@ void add_fields(json & object, const std::string & extra) {
     }
 }
 
+// The object of a response that an event, or a reply, has; null if it has none.
+json * response_in(json & data) {
+    if (text_in(data, "object") == "response") {
+        return &data;
+    }
+    return has_object(data, "data") && has_object(data.at("data"), "response") ? &data.at("data").at("response") : nullptr;
+}
+
 }  // namespace
 
-Writer::Writer(std::shared_ptr<const Request> request) : request_(std::move(request)) {
+Writer::Writer(std::shared_ptr<const Request> request, const std::string & shown) : request_(std::move(request)) {
     answering(ERROR_TYPE_SERVER, [&] {
         const size_t n = request_->n_choices();
         states_.reserve(n);
@@ -41,6 +50,10 @@ Writer::Writer(std::shared_ptr<const Request> request) : request_(std::move(requ
         }
         depths_.assign(n, 0);
         finals_.assign(n, json());
+        responses_.assign(n, json());
+        if (!shown.empty()) {
+            shown_ = json::parse(shown);
+        }
     });
 }
 
@@ -75,7 +88,9 @@ std::string Writer::partial(const Chunk & chunk) {
             result.prob_output = chunk.token;
         }
         result.update(states_.at(chunk.choice));
-        return events(result.to_json());
+        json data = result.to_json();
+        show(data);
+        return events(data);
     });
 }
 
@@ -100,7 +115,9 @@ std::string Writer::progress(size_t choice, int32_t total, int32_t cached, int32
             result.stats.n_prompt_processed = static_cast<uint64_t>(std::max(0, processed - cached));
         }
         result.update(states_.at(choice));
-        return events(result.to_json());
+        json data = result.to_json();
+        show(data);
+        return events(data);
     });
 }
 
@@ -130,12 +147,46 @@ std::string Writer::final(const Reply & reply, int id_slot, int32_t n_cached, co
         }
         result.update(states_.at(reply.choice()));
         json data = result.to_json();
+        if (params.res_type == TASK_RESPONSE_TYPE_OAI_RESP) {
+            show(data, reply.stop());
+            const json * made = response_in(data.is_array() ? data.back() : data);
+            responses_.at(reply.choice()) = made == nullptr ? json() : *made;
+        }
         add_fields(data, extra);
         if (params.stream) {
             return events(data);
         }
         finals_.at(reply.choice()) = std::move(data);
         return whole();
+    });
+}
+
+// llama-server calls a response completed that ended at a limit. The event stays, for the clients that wait for it.
+void Writer::show(json & data, stop_type stop) const {
+    if (shown_.is_null()) {
+        return;
+    }
+    if (data.is_array()) {
+        for (json & event : data) {
+            show(event, stop);
+        }
+        return;
+    }
+    if (json * response = response_in(data)) {
+        for (const auto & [key, value] : shown_.items()) {
+            (*response)[key] = value;
+        }
+        if (stop == STOP_TYPE_LIMIT) {
+            (*response)["status"]             = "incomplete";
+            (*response)["incomplete_details"] = json{{"reason", "max_output_tokens"}};
+        }
+    }
+}
+
+std::string Writer::response(size_t choice) const {
+    return answering(ERROR_TYPE_SERVER, [&] {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return safe_json_to_str(responses_.at(choice));
     });
 }
 

@@ -13,7 +13,9 @@ namespace towerd::wire {
 
 class Writer {
 public:
-    explicit Writer(std::shared_ptr<const Request> request);
+    // `shown`: empty, or a JSON object whose fields are in every object of a response of /v1/responses. These then also
+    // say whether the response came to its end.
+    explicit Writer(std::shared_ptr<const Request> request, const std::string & shown = "");
 
     // The events of one token; empty if its character is incomplete, or if the reply is not streamed.
     // This and the following raise Refused if the generated text is not a reply in the model's format.
@@ -23,6 +25,8 @@ public:
     // The events that close one choice of a stream; without streaming the whole reply, once every choice has ended.
     // `extra`: a JSON object whose fields are added to the reply, or to the last event of a stream.
     std::string final(const Reply & reply, int id_slot, int32_t n_cached, const std::string & extra);
+    // The object of a choice's response, which has ended, of /v1/responses.
+    std::string response(size_t choice) const;
     // The bytes after the last choice of a stream.
     std::string end() const;
     // The message that a choice has become so far, as its client may send it back.
@@ -33,6 +37,7 @@ private:
     void        describe(Result & result, size_t choice) const;
     std::string events(const json & data) const;
     std::string whole();
+    void        show(json & data, stop_type stop = STOP_TYPE_NONE) const;
     void        check_depth(size_t choice, const std::string & text);
 
     std::shared_ptr<const Request> request_;
@@ -40,6 +45,8 @@ private:
     std::vector<task_result_state> states_;
     std::vector<size_t>            depths_;  // of brackets open in each choice's text
     std::vector<json>              finals_;  // null: not there yet
+    json                           shown_;
+    std::vector<json>              responses_;  // of each choice, null: not there yet
 };
 
 }  // namespace towerd::wire

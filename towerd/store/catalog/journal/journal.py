@@ -17,6 +17,9 @@ Both consist of frames:
     28 16   xxh3_128 of the 28 bytes above and the payload
     44      payload
 
+A version of the schema only adds tables, so a chain may be of several versions that are read: where a
+rewrite in the newest one failed, the changes since follow an older snapshot.
+
 Every frame stands by itself. A reader that meets damage looks for the next magic whose checksum is
 right, so one bad byte costs one frame.
 """
@@ -37,6 +40,7 @@ import msgspec
 import xxhash
 
 from towerd.store.catalog.journal.tables import TableChange, decode_changes, encode_changes
+from towerd.store.catalog.schema import VERSION, VERSION_MIN
 from towerd.store.files import durable
 from towerd.store.files.directory import remove_file
 
@@ -164,6 +168,7 @@ class Chain:
     """In the order in which they apply."""
     store: int
     schema: int
+    """That of its last record."""
     end: int
     """The last transaction before the first gap; 0 if the beginning is missing."""
     last: int
@@ -221,15 +226,9 @@ def read_chain(folder: Path) -> Chain:
     if not every:
         return Chain(files, [], 0, 0, 0, 0, {})
     newest = every[-1]
-    mine = [each for each in every if (each.store, each.schema) == (newest.store, newest.schema)]
+    mine = [each for each in every if _belongs_to(each, newest)]
     base = next(
-        (
-            file
-            for file in reversed(files)
-            if file.whole
-            and file.frames[0].store == newest.store
-            and file.frames[0].schema == newest.schema
-        ),
+        (file for file in reversed(files) if file.whole and _belongs_to(file.frames[0], newest)),
         None,
     )
     records = _from_base(mine, base)
@@ -237,6 +236,13 @@ def read_chain(folder: Path) -> Chain:
     sequences = base.whole.sequences if base is not None and base.whole is not None else {}
     end = _end(records, base)
     return Chain(files, records, newest.store, newest.schema, end, last, sequences)
+
+
+def _belongs_to(frame: JournalFrame, newest: JournalFrame) -> bool:
+    """Whether a frame is of the store of the newest one, and of its schema, or of one before it whose
+    tables that has as well."""
+    is_read = VERSION_MIN <= frame.schema <= newest.schema <= VERSION
+    return frame.store == newest.store and (is_read or frame.schema == newest.schema)
 
 
 def _read_files(folder: Path) -> list[JournalFile]:

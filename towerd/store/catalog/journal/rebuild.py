@@ -24,10 +24,12 @@ from towerd.store.catalog.journal.tables import (
     Table,
     TableChange,
     read_ledger,
+    schema_seal,
     seal_all,
     select,
     tables_of,
     total_of,
+    wrapped,
     write_ledger,
 )
 from towerd.store.files import durable
@@ -35,7 +37,7 @@ from towerd.store.files.directory import remove_file
 from towerd.store.segments.segment_header import segment_key
 from towerd.store.tree.scope import public_of
 
-_PREFIX_LOST = {("segments", "parent")}
+_PREFIX_LOST = {("segments", "parent"), ("responses", "parent")}
 """References in which NULL means the root, which would be another prefix."""
 _UNREADABLE = (sqlite3.Error, UnicodeError)
 """A damaged database may put bytes that are not text into its errors."""
@@ -335,6 +337,8 @@ class _DamagedCatalog:
     """A damaged catalog that is partly readable."""
 
     db: sqlite3.Connection
+    tables: tuple[Table, ...]
+    """Those of its version, which may be an earlier one."""
     ledger: Ledger | None
 
     @classmethod
@@ -348,19 +352,28 @@ class _DamagedCatalog:
             return None
         try:
             db.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
-            if tables_of(db) == tuple(tables):
+            found = tables_of(db)
+            if found and set(found) <= set(tables):
                 ledger = None
                 with suppress(*_UNREADABLE):
                     ledger = read_ledger(db)
-                return cls(db, ledger)
+                return cls(db, found, ledger)
         except _UNREADABLE:
             pass
         db.close()
         return None
 
-    def sound_rows(self, table: Table) -> list[TableChange]:
-        """Every readable row with a valid seal."""
-        return [TableChange(table.name, list(self._sound_rows(table)), [])]
+    def sound_rows(self) -> Iterator[list[TableChange]]:
+        """Every readable row with a valid seal, table by table."""
+        for table in self.tables:
+            yield [TableChange(table.name, list(self._sound_rows(table)), [])]
+
+    def has_total(self, total: int, schema: int) -> bool:
+        """Whether its rows had the same seals as those of the catalog with this total and seal of the
+        schema."""
+        if self.ledger is None:
+            return False
+        return wrapped(self.ledger.total - schema_seal(self.db)) == wrapped(total - schema)
 
     def _sound_rows(self, table: Table) -> Iterator[Row]:
         """Past an unreadable place, reading continues at ever higher keys."""
@@ -413,14 +426,18 @@ def _fill(
         filler.apply_all(chain.changes())
     else:
         filler.apply_all(chain.changes(until=reached))
-        filler.apply_all(source.sound_rows(table) for table in tables)
+        filler.apply_all(source.sound_rows())
         filler.apply_all(chain.changes(after=reached))
     filler.set_sequences(chain.sequences)
     seq, total = chain.end, total_of(db, tables)
     lost: tuple[str, ...] = ()
     if not is_exact or dangling(db):
         seq = max(chain.last, reached) + 1
-        is_proven = ledger is not None and chain.last <= reached and ledger.total == total
+        is_proven = (
+            source is not None
+            and chain.last <= reached
+            and source.has_total(total, schema_seal(db))
+        )
         if not is_proven:
             lost = settle(db, vocabularies)
             seal_all(db, tables)

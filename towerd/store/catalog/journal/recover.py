@@ -31,6 +31,7 @@ from towerd.store.catalog.journal.tables import (
     TableChange,
     problems_of,
     read_ledger,
+    reseal_schema,
     schema_seal,
     select,
     tables_of,
@@ -269,10 +270,19 @@ class _Opening:
             elif not is_clean:
                 self._check(db)
             self._catch_up(db)
+            if version and version != VERSION:
+                self._migrate(db, version)
         except BaseException:
             db.close()
             raise
         return db
+
+    def _migrate(self, db: sqlite3.Connection, version: int) -> None:
+        """Bring a catalog of an earlier version to this one. Until the journal is rewritten, it has the
+        tables of the earlier one, which are all that there is something in."""
+        seal = schema_seal(db)
+        database.migrate(db, version, lambda db: reseal_schema(db, seal))
+        log.info("the catalog has new tables", extra={"was": version, "version": VERSION})
 
     def _check(self, db: sqlite3.Connection) -> None:
         n_bytes = self._path.stat().st_size

@@ -122,6 +122,15 @@ def total_of(db: sqlite3.Connection, tables: Sequence[Table]) -> int:
     return wrapped(schema_seal(db) + sum(seals))
 
 
+def reseal_schema(db: sqlite3.Connection, seal_before: int) -> None:
+    """Write the state of a catalog whose schema has changed, inside the transaction that changed it;
+    seal_before: what `schema_seal` was. A wrong ledger stays wrong."""
+    ledger = read_ledger(db)
+    if ledger is not None:
+        total = wrapped(ledger.total - seal_before + schema_seal(db))
+        write_ledger(db, Ledger(ledger.store, ledger.seq, total))
+
+
 def schema_seal(db: sqlite3.Connection) -> int:
     """The checksum of the text of the schema."""
     rows = db.execute(

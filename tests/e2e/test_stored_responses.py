@@ -1,0 +1,297 @@
+"""OpenAI's stateful Responses, with its own client: chains, conversations, tenants, restarts, deletions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from agent_model import make_agent_model
+from daemon import Daemon
+from openai import BadRequestError, NotFoundError, OpenAI
+
+TEMPLATE = Path(__file__).resolve().parents[2] / "towerd" / "data" / "templates" / "Qwen3.jinja"
+CALL = json.dumps({"name": "read", "arguments": {"path": "notes.txt"}})
+SCRIPT = ("<think>\nI", " read.\n</think>\n\n", "<tool_", "call>\n", CALL, "\n</tool_call>")
+ANSWER = ("<think>\nNow", " I know.\n</think>\n\n", "Forty-", "two.")
+TOOL: Any = {
+    "type": "function",
+    "name": "read",
+    "description": "Reads a file.",
+    "strict": False,
+    "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
+}
+LONG = "Tell me what you know of the sea, of ships and of harbours, at great length. " * 12
+NEW_TOKENS_MAX = 60
+"""A short question, with what the template puts around it and around the answer before it."""
+Ask = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def agent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "agent.gguf"
+    make_agent_model(path, SCRIPT, ANSWER)
+    return path
+
+
+@pytest.fixture
+def agent(agent_model: Path, tmp_path: Path) -> Iterator[Daemon]:
+    """A daemon of this test's own, sound at its end."""
+    flags = ("-m", str(agent_model), "--ctx-size", "4096", "--chat-template-file", str(TEMPLATE))
+    with Daemon(tmp_path / "d", *flags) as daemon:
+        yield daemon
+        assert daemon.stop() == 0, daemon.log
+    with daemon.stored():
+        pass
+
+
+def client_of(daemon: Daemon, key: str = "none") -> OpenAI:
+    return OpenAI(base_url=f"{daemon.url}/v1", api_key=key, max_retries=0)
+
+
+def ask(client: OpenAI, text: Any, *, stream: bool = False, **fields: Any) -> Any:
+    """The response, whole; of a stream that of its last event, which agrees with its first."""
+    asked: dict[str, Any] = {"model": "m", "input": text, "temperature": 0, **fields}
+    if not stream:
+        return client.responses.create(**asked)
+    with client.responses.create(**asked, stream=True) as events:
+        said: list[Any] = list(events)
+    assert (said[0].type, said[-1].type) == ("response.created", "response.completed")
+    first, last = said[0].response, said[-1].response
+    assert first.id == last.id
+    for name in ("previous_response_id", "conversation", "metadata", "store"):
+        assert getattr(first, name) == getattr(last, name)
+    return last
+
+
+def new_tokens(response: Any) -> int:
+    """Tokens of a prompt that were evaluated."""
+    usage = response.usage
+    return int(usage.input_tokens - usage.input_tokens_details.cached_tokens)
+
+
+def said(items: Any) -> list[str]:
+    """The text of each message, or what kind of item it is."""
+    return [each.content[0].text if each.type == "message" else each.type for each in items]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chain_evaluates_each_turns_own_words(agent: Daemon, stream: bool) -> None:
+    """Across a restart and a kill -9, with nothing of the conversation sent again."""
+    client = client_of(agent)
+    first = ask(client, LONG, stream=stream, metadata={"topic": "sea"})
+    assert (first.status, first.store, first.previous_response_id) == ("completed", True, None)
+    assert (first.metadata, first.incomplete_details) == ({"topic": "sea"}, None)
+    assert new_tokens(first) > 200
+    before = first
+    for end in (None, agent.stop, agent.kill):
+        if end is not None:
+            end()
+            client = client_of(agent.start())
+        then = ask(client, "And then?", stream=stream, previous_response_id=before.id)
+        assert then.previous_response_id == before.id
+        assert then.usage.input_tokens > before.usage.input_tokens
+        assert new_tokens(then) <= NEW_TOKENS_MAX
+        assert client.responses.retrieve(then.id).model_dump() == then.model_dump()
+        before = then
+    sent = client.responses.input_items.list(before.id, order="asc")
+    assert said(sent) == [LONG, *["reasoning", "Forty-two.", "And then?"] * 3]
+    assert len(agent.get("/towerd/v1/sessions")["sessions"]) == 1
+
+
+def test_the_prompt_is_that_of_a_client_that_sends_everything(agent: Daemon) -> None:
+    """Instructions are those of the request alone."""
+    client = client_of(agent)
+    first = ask(client, "What is it?", instructions="Be brief.")
+    then = ask(client, "Why?", previous_response_id=first.id)
+    items = [each.model_dump(exclude_none=True) for each in first.output]
+    turns: Any = [{"role": "user", "content": "What is it?"}, *items]
+    whole = ask(client, [*turns, {"role": "user", "content": "Why?"}], store=False)
+    assert then.usage.input_tokens == whole.usage.input_tokens
+    assert new_tokens(whole) <= 1
+    again = ask(client, [*turns, {"role": "user", "content": "Why?"}])
+    listed = [client.responses.input_items.list(each.id, order="asc") for each in (then, again)]
+    assert said(listed[0]) == said(listed[1])
+    counted = agent.post(
+        "/v1/responses/input_tokens", {"input": "Why?", "previous_response_id": first.id}
+    )
+    assert counted["input_tokens"] == then.usage.input_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tools_result_continues_its_call(agent: Daemon, stream: bool) -> None:
+    client = client_of(agent)
+    called = ask(client, "What do my notes say?", tools=[TOOL], stream=stream)
+    (call,) = [each for each in called.output if each.type == "function_call"]
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "42."}
+    answer = ask(
+        client, [result], tools=[TOOL], previous_response_id=called.id, stream=stream
+    )  # fmt: skip
+    assert answer.output_text == "Forty-two."
+    assert new_tokens(answer) <= NEW_TOKENS_MAX
+    kinds = [each.type for each in client.responses.input_items.list(answer.id, order="asc")]
+    assert kinds == ["message", "reasoning", "function_call", "function_call_output"]
+
+
+def test_what_is_not_stored_cannot_be_continued(agent: Daemon) -> None:
+    """Its tokens are recorded as those of any chat."""
+    client = client_of(agent)
+    first = ask(client, LONG, store=False)
+    assert first.store is False
+    with pytest.raises(NotFoundError) as refused:
+        ask(client, "And?", previous_response_id=first.id)
+    error: Any = refused.value
+    assert (error.param, error.code) == ("previous_response_id", "previous_response_not_found")
+    assert f"Previous response with id '{first.id}' not found." in error.message
+    with pytest.raises(NotFoundError):
+        client.responses.retrieve(first.id)
+    assert new_tokens(ask(client, LONG)) <= 1
+
+
+def test_deletions(agent: Daemon) -> None:
+    """Of a response: that one alone. Of the session: everything that was said in it."""
+    client = client_of(agent)
+    first = ask(client, LONG)
+    then = ask(client, "And then?", previous_response_id=first.id)
+    client.responses.delete(first.id)
+    for unknown in (first.id, "resp_unknown"):
+        with pytest.raises(NotFoundError):
+            client.responses.retrieve(unknown)
+        with pytest.raises(NotFoundError):
+            client.responses.delete(unknown)
+    last = ask(client, "And then?", previous_response_id=then.id)
+    assert new_tokens(last) <= NEW_TOKENS_MAX
+    (session,) = agent.get("/towerd/v1/sessions")["sessions"]
+    requests.delete(
+        f"{agent.url}/towerd/v1/sessions/{session['id']}", timeout=30
+    ).raise_for_status()
+    for gone in (then.id, last.id):
+        with pytest.raises(NotFoundError):
+            client.responses.retrieve(gone)
+        with pytest.raises(NotFoundError):
+            ask(client, "And then?", previous_response_id=gone)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation(agent: Daemon, stream: bool) -> None:
+    """Its items are the context of each response in it, which adds to them; across a restart and a kill."""
+    client = client_of(agent)
+    made = client.conversations.create(
+        metadata={"topic": "sea"}, items=[{"type": "message", "role": "user", "content": LONG}]
+    )
+    assert made.id.startswith("conv_")
+    assert made.metadata == {"topic": "sea"}
+    first = ask(client, "What is it?", conversation=made.id, stream=stream)
+    assert first.conversation.id == made.id
+    assert agent.stop() == 0
+    client = client_of(agent.start())
+    then = ask(client, "Why?", conversation=made.id, stream=stream)
+    assert new_tokens(then) <= NEW_TOKENS_MAX
+    agent.kill()
+    client = client_of(agent.start())
+    everything = [LONG, "What is it?", "reasoning", "Forty-two.", "Why?", "reasoning", "Forty-two."]
+    found = list(client.conversations.items.list(made.id, order="asc", limit=3))
+    assert said(found) == everything
+    assert len({each.id for each in found}) == len(found)
+    assert said(client.responses.input_items.list(first.id, order="asc")) == everything[:2]
+    branch = ask(client, "Else?", previous_response_id=first.id)
+    assert said(client.responses.input_items.list(branch.id, order="asc")) == [
+        *everything[:4],
+        "Else?",
+    ]
+    assert client.conversations.retrieve(made.id).created_at == made.created_at
+    assert client.conversations.update(made.id, metadata={"a": "b"}).metadata == {"a": "b"}
+
+
+def test_items_of_a_conversation(agent: Daemon) -> None:
+    client = client_of(agent)
+    made = client.conversations.create()
+    added: Any = client.conversations.items.create(
+        made.id,
+        items=[{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "Hello."}],
+    )
+    assert said(added.data) == ["Be kind.", "Hello."]
+    first, second = (each.id for each in added.data)
+    assert client.conversations.items.retrieve(second, conversation_id=made.id).id == second
+    assert client.conversations.items.delete(first, conversation_id=made.id).id == made.id
+    with pytest.raises(NotFoundError):
+        client.conversations.items.retrieve(first, conversation_id=made.id)
+    assert said(client.conversations.items.list(made.id)) == ["Hello."]
+    kept = ask(client, "And?", conversation={"id": made.id}, store=False)
+    assert len(list(client.conversations.items.list(made.id))) == 4
+    with pytest.raises(NotFoundError):
+        client.responses.retrieve(kept.id)
+    assert client.conversations.delete(made.id).deleted is True
+    for gone in (client.conversations.retrieve, client.conversations.items.list):
+        with pytest.raises(NotFoundError):
+            gone(made.id)
+    with pytest.raises(NotFoundError) as refused:
+        ask(client, "And?", conversation=made.id)
+    assert refused.value.param == "conversation"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1", "conversation": "conv_1"}, "previous_response_id"),
+        ({"metadata": {"a": "b" * 600}}, "metadata"),
+        ({"store": "yes"}, None),
+        ({"previous_response_id": 3}, None),
+        ({"conversation": [3]}, None),
+    ],
+)
+def test_what_is_refused(openai: OpenAI, fields: dict[str, Any], param: str | None) -> None:
+    with pytest.raises(BadRequestError) as refused:
+        openai.responses.create(model="m", input="Hi", extra_body=fields)
+    assert refused.value.param == param
+    assert next(iter(fields)) in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        None,
+        [3],
+        [{"type": "web_search_call"}],
+        [{"role": "narrator", "content": "Hi"}],
+        [{"type": "function_call", "name": "read"}],
+    ],
+)
+def test_items_that_no_model_can_be_told(openai: OpenAI, items: Any) -> None:
+    made = openai.conversations.create()
+    with pytest.raises(BadRequestError, match="items"):
+        openai.conversations.items.create(made.id, items=items)
+
+
+def test_a_response_that_reached_its_limit_says_so(openai: OpenAI) -> None:
+    """Whole and streamed."""
+    for stream in (False, True):
+        cut = ask(openai, "Tell me a story.", max_output_tokens=2, stream=stream)
+        assert cut.status == "incomplete"
+        assert cut.incomplete_details.reason == "max_output_tokens"
+
+
+def test_tenants_know_nothing_of_each_other(agent_model: Path, tmp_path: Path) -> None:
+    flags = ("-m", str(agent_model), "--chat-template-file", str(TEMPLATE))
+    keys = ("--api-key", "ann:sk-ann", "--api-key", "bob:sk-bob")
+    with Daemon(tmp_path / "d", *flags, *keys) as daemon:
+        ann, bob = client_of(daemon, "sk-ann"), client_of(daemon, "sk-bob")
+        first, made = ask(ann, "A secret."), ann.conversations.create()
+        attempts: list[Callable[[], object]] = [
+            lambda: bob.responses.retrieve(first.id),
+            lambda: bob.responses.delete(first.id),
+            lambda: bob.responses.input_items.list(first.id),
+            lambda: ask(bob, "And?", previous_response_id=first.id),
+            lambda: bob.conversations.retrieve(made.id),
+            lambda: bob.conversations.items.list(made.id),
+            lambda: bob.conversations.delete(made.id),
+            lambda: ask(bob, "And?", conversation=made.id),
+        ]
+        for attempt in attempts:
+            with pytest.raises(NotFoundError):
+                attempt()
+        assert ask(ann, "And?", previous_response_id=first.id).output_text == "Forty-two."
+        assert requests.get(f"{daemon.url}/v1/responses/{first.id}", timeout=30).status_code == 401

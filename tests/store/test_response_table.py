@@ -1,0 +1,226 @@
+"""Responses and conversations in the catalog: chains, deletions, tenants, what a deleted session takes."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+from crash import killed_after
+from store_tools import ROW_IDENTITY, turn_of
+
+from towerd.errors import InvalidRequest, NotFound
+from towerd.store import Store
+from towerd.store.sessions.conversations import ContextItem, ResponseContext
+from towerd.store.sessions.json_blob import unpack
+from towerd.store.sessions.responses import NewResponse
+
+START = ResponseContext()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(tmp_path / "store", ROW_IDENTITY) as opened:
+        yield opened
+        opened.check_integrity(keys=True)
+        assert opened.verify().ok, opened.verify().problems
+
+
+def item(name: str) -> ContextItem:
+    return ContextItem(name, json.dumps({"id": name, "said": name * 300}).encode())
+
+
+def names(items: list[bytes]) -> list[str]:
+    return [json.loads(each)["id"] for each in items]
+
+
+def keep(
+    store: Store,
+    name: str,
+    context: ResponseContext = START,
+    session: str = "",
+    scope: str = "local",
+) -> bool:
+    """A response `name` to the item `q-name`, with the item `a-name`."""
+    output = item(f"a-{name}")
+    body = b'{"id": "%s", "output": [%s]}' % (name.encode(), output.body)
+    new = NewResponse(scope, name, context, [item(f"q-{name}")], [output], body)
+    return store.keep_response(new, session, scope)
+
+
+def chain(store: Store, *all_names: str, session: str = "") -> None:
+    before = ""
+    for name in all_names:
+        context = store.responses.context("local", before) if before else START
+        assert keep(store, name, context, session)
+        before = name
+
+
+def rows_of(store: Store, table: str) -> int:
+    return int(store.state.catalog.rows(f"SELECT count(*) FROM {table}")[0][0])
+
+
+def test_a_chain_has_all_items_in_order(store: Store) -> None:
+    """Of two that continue one response each has its own."""
+    chain(store, "1", "2", "3")
+    assert keep(store, "2b", store.responses.context("local", "1"))
+    context = store.responses.context("local", "3")
+    assert names(list(context.items)) == ["q-1", "a-1", "q-2", "a-2", "q-3", "a-3"]
+    assert names(store.responses.input_items("local", "2b")) == ["q-1", "a-1", "q-2b"]
+    assert json.loads(store.responses.body("local", "3"))["output"][0]["id"] == "a-3"
+
+
+def test_a_client_that_sends_everything_has_its_items_kept_once(store: Store) -> None:
+    """Whatever it leaves out of what it was answered; a deletion between changes nothing of the others."""
+    store.commit_turn(turn_of([1, 2, 3], [4], session="work"))
+    sent: list[ContextItem] = []
+    given: list[ContextItem] = []
+    for number in range(5):
+        sent.append(item(f"q-{number}") if number % 2 else ContextItem(f"q-{number}", b"", False))
+        output = item(f"a-{number}")
+        body = b'{"id": "%d", "output": [%s]}' % (number, output.body)
+        given = [named(each.name) if not each.is_named else each for each in sent]
+        new = NewResponse("local", str(number), START, given, [output], body)
+        assert store.keep_response(new, "work", "local")
+        echoed = output.body if number % 2 else b'{"id": "a-%d", "said": "else"}' % number
+        sent.append(ContextItem(f"a-{number}", echoed))
+    store.responses.delete("local", "2")
+    rows = store.state.catalog.rows("SELECT input FROM responses ORDER BY id")
+    assert [unpack(blob).count(b'"id"') for (blob,) in rows] == [1, 2, 1, 2, 1]
+    whole = [json.loads(each)["said"] for each in store.responses.input_items("local", "4")]
+    assert whole == [json.loads(each.body)["said"] for each in given]
+
+
+def named(name: str) -> ContextItem:
+    """An item without an id of its client's, which gets another one each time."""
+    id = f"{name}-{secrets.token_hex(4)}"
+    return ContextItem(id, json.dumps({"id": id, "said": name * 300}).encode(), is_named=False)
+
+
+@pytest.mark.parametrize("order", [*permutations("1234")])
+def test_responses_go_in_any_order(store: Store, order: tuple[str, ...]) -> None:
+    """What is left is whole."""
+    chain(store, "1", "2", "3", "4")
+    left = set(order)
+    for name in order:
+        store.responses.delete("local", name)
+        left.remove(name)
+        for other in left:
+            n_items = 2 * int(other)
+            assert len(store.responses.context("local", other).items) == n_items
+        assert rows_of(store, "responses") == max(map(int, left), default=0)
+
+
+def test_what_continues_a_deleted_response_keeps_its_words(store: Store) -> None:
+    """And they go with the last one that does."""
+    chain(store, "1", "2", "3")
+    store.responses.delete("local", "1")
+    for ask in (store.responses.body, store.responses.context, store.responses.delete):
+        with pytest.raises(NotFound, match="'1' not found"):
+            ask("local", "1")
+    assert names(store.responses.input_items("local", "3"))[:2] == ["q-1", "a-1"]
+    store.responses.delete("local", "2")
+    assert rows_of(store, "responses") == 3
+    store.responses.delete("local", "3")
+    assert rows_of(store, "responses") == 0
+
+
+def test_a_branch_that_goes_leaves_the_trunk(store: Store) -> None:
+    chain(store, "1", "2", "3")
+    assert keep(store, "2b", store.responses.context("local", "1"))
+    for name in ("1", "2b"):
+        store.responses.delete("local", name)
+    assert rows_of(store, "responses") == 3
+    assert len(store.responses.context("local", "3").items) == 6
+
+
+def test_tenants_are_apart(store: Store) -> None:
+    assert keep(store, "1")
+    made = store.responses.conversations.create("local", "{}", [item("i")])
+    with pytest.raises(NotFound):
+        store.responses.body("other", "1")
+    with pytest.raises(NotFound):
+        store.responses.conversations.delete("other", made.name)
+    assert keep(store, "1", scope="other")
+    foreign = store.responses.context("local", "1")
+    assert not keep(store, "2", foreign, scope="other")
+
+
+def test_a_deleted_session_takes_its_responses_and_conversations(store: Store) -> None:
+    """Their words are in no file after the next gc, and what another session continues stays whole."""
+    for session, tokens in (("work", [1, 2, 3]), ("play", [7, 8, 9])):
+        store.commit_turn(turn_of(tokens, [4], session=session))
+    made = store.responses.conversations.create("local", "{}", [])
+    chain(store, "1", "2", session="work")
+    context = store.responses.conversations.context("local", made.name)
+    assert keep(store, "in", context, "work")
+    assert keep(store, "3", store.responses.context("local", "2"), "play")
+    store.delete_session("work")
+    for name in ("1", "2", "in"):
+        with pytest.raises(NotFound):
+            store.responses.body("local", name)
+    with pytest.raises(NotFound):
+        store.responses.conversations.get("local", made.name)
+    assert len(store.responses.context("local", "3").items) == 6
+    assert not keep(store, "late", START, "work")
+    store.delete_session("play")
+    assert rows_of(store, "responses") == rows_of(store, "conversation_items") == 0
+    store.gc()
+    root = store.state.directory.catalog.parent
+    for path in (root / "catalog.sqlite", *(root / "journal").iterdir()):
+        assert b"q-1q-1" not in path.read_bytes()
+
+
+def test_what_is_deleted_while_it_is_continued_is_not_brought_back(store: Store) -> None:
+    chain(store, "1")
+    context = store.responses.context("local", "1")
+    store.responses.delete("local", "1")
+    assert keep(store, "other")
+    assert not keep(store, "2", context)
+
+
+def test_a_conversation_grows_by_what_was_said_in_it(store: Store) -> None:
+    """A response in it follows the items that were there, whatever is said or deleted later."""
+    table = store.responses.conversations
+    made = table.create("local", '{"topic":"sea"}', [item("i1"), item("i2")])
+    assert (table.get("local", made.name).metadata) == '{"topic":"sea"}'
+    assert keep(store, "1", table.context("local", made.name))
+    assert keep(store, "2", table.context("local", made.name))
+    everything = ["i1", "i2", "q-1", "a-1", "q-2", "a-2"]
+    assert names(table.page("local", made.name, "", 9, oldest_first=True)[0]) == everything
+    page, has_more = table.page("local", made.name, "q-2", 2, oldest_first=False)
+    assert (names(page), has_more) == (["a-1", "q-1"], True)
+    table.delete_item("local", made.name, "i2")
+    with pytest.raises(NotFound, match="Item with id 'i2'"):
+        table.item("local", made.name, "i2")
+    follows = store.responses.context("local", "1")
+    assert names(list(follows.items)) == ["i1", "q-1", "a-1"]
+    assert keep(store, "3", follows)
+    table.delete("local", made.name)
+    assert store.responses.body("local", "1")
+    for name, own in (("1", ["q-1"]), ("3", ["q-1", "a-1", "q-3"])):
+        with pytest.raises(InvalidRequest, match="its conversation is deleted"):
+            store.responses.context("local", name)
+        assert names(store.responses.input_items("local", name)) == own
+
+
+def test_everything_is_there_after_a_kill_and_from_the_journal_alone(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+
+    def talk() -> None:
+        store = Store.open(root, ROW_IDENTITY)
+        chain(store, "1", "2")
+        made = store.responses.conversations.create("local", "{}", [item("i")])
+        assert keep(store, "in", store.responses.conversations.context("local", made.name))
+
+    killed_after(talk)
+    for lost in ((), root.glob("catalog.sqlite*")):
+        for path in lost:
+            path.unlink()
+        with Store.open(root, ROW_IDENTITY) as store:
+            assert len(store.responses.context("local", "2").items) == 4
+            assert names(store.responses.input_items("local", "in")) == ["i", "q-in"]
+            assert store.verify().ok

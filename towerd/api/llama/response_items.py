@@ -1,0 +1,175 @@
+"""The items of OpenAI's Responses as they are kept and shown: each with an id, a type and a status."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from towerd.api.http.fields import integer_query, wrong_type
+from towerd.api.http.reply import encode
+from towerd.errors import InvalidRequest, NotFound
+from towerd.store.sessions.conversations import ContextItem
+
+ITEMS_SHOWN_MAX = 100
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
+"""The kinds of items that a model can be told, and what their ids begin with."""
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "custom_tool_call_output": ("call_id", "output"),
+    "reasoning": ("summary",),
+}
+ROLES = ("user", "system", "developer", "assistant")
+
+
+def named_items(items: Iterable[bytes]) -> list[ContextItem]:
+    """Items with an id and a type each, of which those that a request gave may lack."""
+    return [_named(msgspec.json.decode(item)) for item in items]
+
+
+def _named(item: dict[str, Any]) -> ContextItem:
+    kind = item.get("type")
+    if not isinstance(kind, str):
+        kind = item["type"] = "message"
+    if kind == "message":
+        item.setdefault("status", "completed")
+        if isinstance(text := item.get("content"), str):
+            item["content"] = [_part(text, item.get("role"))]
+    id = item.get("id")
+    if isinstance(id, str) and id:
+        return ContextItem(id, encode(item))
+    id = item["id"] = f"{_PREFIXES.get(kind, 'item')}_{secrets.token_hex(24)}"
+    return ContextItem(id, encode(item), is_named=False)
+
+
+def _part(text: str, role: Any) -> dict[str, Any]:
+    if role == "assistant":
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "input_text", "text": text}
+
+
+def checked_items(items: Any, *, is_needed: bool) -> list[ContextItem]:
+    """The items of a body, named. Raises InvalidRequest for what no model can be told."""
+    if items is None and not is_needed:
+        return []
+    if not isinstance(items, list):
+        raise wrong_type("items", "array", items)
+    for place, item in enumerate(items):
+        _check(item, f"items[{place}]")
+    return [_named(item) for item in items]
+
+
+def _check(item: Any, place: str) -> None:
+    if not isinstance(item, Mapping):
+        raise wrong_type(place, "object", item)
+    kind = item.get("type", "message")
+    needed = _NEEDED.get(kind) if isinstance(kind, str) else None
+    if needed is None:
+        kinds = ", ".join(_NEEDED)
+        raise InvalidRequest(f"Field '{place}.type' must be one of {kinds}", param=f"{place}.type")
+    for name in needed:
+        if not isinstance(item.get(name), str | list):
+            raise InvalidRequest(
+                f"Field '{place}.{name}' is required: a text, or a list of parts",
+                param=f"{place}.{name}",
+            )
+    if kind == "message" and item["role"] not in ROLES:
+        raise InvalidRequest(
+            f"Field '{place}.role' must be one of {', '.join(ROLES)}", param=f"{place}.role"
+        )
+
+
+METADATA_PAIRS_MAX = 16
+METADATA_KEY_CHARS_MAX = 64
+METADATA_VALUE_CHARS_MAX = 512
+
+
+def checked_metadata(value: Any) -> dict[str, str]:
+    """What a client notes of a response or a conversation; null is nothing. Raises InvalidRequest."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise wrong_type("metadata", "object", value)
+    is_right = len(value) <= METADATA_PAIRS_MAX and all(
+        isinstance(text, str)
+        and len(key) <= METADATA_KEY_CHARS_MAX
+        and len(text) <= METADATA_VALUE_CHARS_MAX
+        for key, text in value.items()
+    )
+    if not is_right:
+        raise InvalidRequest(
+            f"Field 'metadata' may have {METADATA_PAIRS_MAX} keys of {METADATA_KEY_CHARS_MAX} characters, "
+            f"with texts of {METADATA_VALUE_CHARS_MAX}",
+            param="metadata",
+        )
+    return value
+
+
+# ---- pages of items ------------------------------------------------------------------------------
+
+
+class ItemQuery(msgspec.Struct, frozen=True):
+    """Which items are asked for."""
+
+    after: str
+    limit: int
+    oldest_first: bool
+
+    @classmethod
+    def of(cls, request: web.Request) -> ItemQuery:
+        """That of a request's query. Raises InvalidRequest."""
+        order = request.query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise InvalidRequest("Query parameter 'order' must be asc or desc", param="order")
+        limit = integer_query(request, "limit", 20, 1, ITEMS_SHOWN_MAX)
+        return cls(request.query.get("after", ""), limit, order == "asc")
+
+    def page(self, items: Sequence[bytes]) -> bytes:
+        """The page of these items, which are all, the oldest first. Raises NotFound."""
+        named = named_items(items)
+        if not self.oldest_first:
+            named.reverse()
+        start = 0
+        if self.after:
+            names = [item.name for item in named]
+            if self.after not in names:
+                raise NotFound(f"Item with id '{self.after[:100]}' not found.", param="after")
+            start = names.index(self.after) + 1
+        shown = named[start : start + self.limit]
+        return listed([item.body for item in shown], has_more=start + self.limit < len(named))
+
+
+class _NamedItem(msgspec.Struct):
+    id: str
+
+
+def listed(items: Sequence[bytes], *, has_more: bool = False) -> bytes:
+    """JSON of a page of items."""
+    ends = (
+        [msgspec.json.decode(items[at], type=_NamedItem).id for at in (0, -1)]
+        if items
+        else [None] * 2
+    )
+    data = msgspec.Raw(b"[" + b",".join(items) + b"]")
+    return encode(
+        {
+            "object": "list",
+            "data": data,
+            "first_id": ends[0],
+            "last_id": ends[1],
+            "has_more": has_more,
+        }
+    )
