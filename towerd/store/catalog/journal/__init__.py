@@ -15,7 +15,9 @@ backup lacks the turns since the last idle moment.
 **When it is written.** Before the commit, without an fsync: a kill in between leaves the
 journal one transaction ahead, and the next start replays it. The WAL makes acknowledged
 changes durable. The journal guards against the loss of that one file, and a second fsync
-would double the cost of a turn. The journal is synced in idle moments and on close. A power
+would double the cost of a turn. The journal is synced in idle moments and on close, and when
+something is about to go that a record which is not synced replaces: the old file of
+re-encoded rows, the tokens of a frozen session, the blob of a thawed one. A power
 cut can cost its last records, which are then rewritten from the catalog. On a full disk
 turns are recorded in the catalog alone, and the journal is rewritten when there is room.
 
@@ -31,7 +33,8 @@ and the logs after it, and the old file is quarantined. A sound catalog that is 
 because SQLite drops everything after a damaged WAL frame, receives the missing changes. A
 journal that is damaged, behind or missing is rewritten. If both are damaged, sound catalog
 rows and sound records are merged in transaction order (`rebuild`), and whatever neither has
-stays visibly missing (`settle`). Segment files without a catalog and a journal are an
+stays visibly missing (`settle`). Without a catalog, a record behind a lost one takes nothing
+away that was whole before it (`Filler.apply_rooted`). Segment files without a catalog and a journal are an
 error, not an empty store.
 
 **Size.** A log larger than its snapshot is rewritten as a new snapshot in idle moments,
