@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ TOOL: Any = {
 LONG = "Tell me what you know of the sea, of ships and of harbours, at great length. " * 12
 NEW_TOKENS_MAX = 60
 """A short question, with what the template puts around it and around the answer before it."""
-Ask = Callable[..., Any]
+ClientOf = Callable[..., OpenAI]
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +49,16 @@ def agent(agent_model: Path, tmp_path: Path) -> Iterator[Daemon]:
         pass
 
 
-def client_of(daemon: Daemon, key: str = "none") -> OpenAI:
-    return OpenAI(base_url=f"{daemon.url}/v1", api_key=key, max_retries=0)
+@pytest.fixture
+def client_of() -> Iterator[ClientOf]:
+    """`client_of(daemon, key="none")`: a client, closed at the end."""
+    with ExitStack() as made:
+
+        def make(daemon: Daemon, key: str = "none") -> OpenAI:
+            client = OpenAI(base_url=f"{daemon.url}/v1", api_key=key, max_retries=0)
+            return made.enter_context(client)
+
+        yield make
 
 
 def ask(client: OpenAI, text: Any, *, stream: bool = False, **fields: Any) -> Any:
@@ -79,7 +88,9 @@ def said(items: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_chain_evaluates_each_turns_own_words(agent: Daemon, stream: bool) -> None:
+def test_a_chain_evaluates_each_turns_own_words(
+    client_of: ClientOf, agent: Daemon, stream: bool
+) -> None:
     """Across a restart and a kill -9, with nothing of the conversation sent again."""
     client = client_of(agent)
     first = ask(client, LONG, stream=stream, metadata={"topic": "sea"})
@@ -102,7 +113,9 @@ def test_a_chain_evaluates_each_turns_own_words(agent: Daemon, stream: bool) -> 
     assert len(agent.get("/towerd/v1/sessions")["sessions"]) == 1
 
 
-def test_the_prompt_is_that_of_a_client_that_sends_everything(agent: Daemon) -> None:
+def test_the_prompt_is_that_of_a_client_that_sends_everything(
+    client_of: ClientOf, agent: Daemon
+) -> None:
     """Instructions are those of the request alone."""
     client = client_of(agent)
     first = ask(client, "What is it?", instructions="Be brief.")
@@ -122,7 +135,9 @@ def test_the_prompt_is_that_of_a_client_that_sends_everything(agent: Daemon) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_tools_result_continues_its_call(agent: Daemon, stream: bool) -> None:
+def test_a_tools_result_continues_its_call(
+    client_of: ClientOf, agent: Daemon, stream: bool
+) -> None:
     client = client_of(agent)
     called = ask(client, "What do my notes say?", tools=[TOOL], stream=stream)
     (call,) = [each for each in called.output if each.type == "function_call"]
@@ -136,7 +151,7 @@ def test_a_tools_result_continues_its_call(agent: Daemon, stream: bool) -> None:
     assert kinds == ["message", "reasoning", "function_call", "function_call_output"]
 
 
-def test_what_is_not_stored_cannot_be_continued(agent: Daemon) -> None:
+def test_what_is_not_stored_cannot_be_continued(client_of: ClientOf, agent: Daemon) -> None:
     """Its tokens are recorded as those of any chat."""
     client = client_of(agent)
     first = ask(client, LONG, store=False)
@@ -151,7 +166,7 @@ def test_what_is_not_stored_cannot_be_continued(agent: Daemon) -> None:
     assert new_tokens(ask(client, LONG)) <= 1
 
 
-def test_deletions(agent: Daemon) -> None:
+def test_deletions(client_of: ClientOf, agent: Daemon) -> None:
     """Of a response: that one alone. Of the session: everything that was said in it."""
     client = client_of(agent)
     first = ask(client, LONG)
@@ -176,7 +191,7 @@ def test_deletions(agent: Daemon) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_conversation(agent: Daemon, stream: bool) -> None:
+def test_a_conversation(client_of: ClientOf, agent: Daemon, stream: bool) -> None:
     """Its items are the context of each response in it, which adds to them; across a restart and a kill."""
     client = client_of(agent)
     made = client.conversations.create(
@@ -206,7 +221,7 @@ def test_a_conversation(agent: Daemon, stream: bool) -> None:
     assert client.conversations.update(made.id, metadata={"a": "b"}).metadata == {"a": "b"}
 
 
-def test_items_of_a_conversation(agent: Daemon) -> None:
+def test_items_of_a_conversation(client_of: ClientOf, agent: Daemon) -> None:
     client = client_of(agent)
     made = client.conversations.create()
     added: Any = client.conversations.items.create(
@@ -250,6 +265,18 @@ def test_what_is_refused(openai: OpenAI, fields: dict[str, Any], param: str | No
     assert next(iter(fields)) in refused.value.message
 
 
+@pytest.mark.parametrize("text", [3, None, [3], ["Hi"], [{}], [{"type": "web"}]])
+def test_an_input_that_is_none(openai: OpenAI, text: Any) -> None:
+    """It is refused as without what it continues."""
+    first = openai.responses.create(model="m", input="Hi", max_output_tokens=2)
+    said = []
+    for fields in ({}, {"previous_response_id": first.id}):
+        with pytest.raises(BadRequestError) as refused:
+            openai.responses.create(model="m", input=text, extra_body=fields)
+        said.append(refused.value.message)
+    assert said[0] == said[1]
+
+
 @pytest.mark.parametrize(
     "items",
     [
@@ -274,7 +301,9 @@ def test_a_response_that_reached_its_limit_says_so(openai: OpenAI) -> None:
         assert cut.incomplete_details.reason == "max_output_tokens"
 
 
-def test_tenants_know_nothing_of_each_other(agent_model: Path, tmp_path: Path) -> None:
+def test_tenants_know_nothing_of_each_other(
+    client_of: ClientOf, agent_model: Path, tmp_path: Path
+) -> None:
     flags = ("-m", str(agent_model), "--chat-template-file", str(TEMPLATE))
     keys = ("--api-key", "ann:sk-ann", "--api-key", "bob:sk-bob")
     with Daemon(tmp_path / "d", *flags, *keys) as daemon:

@@ -7,6 +7,7 @@ PYTHONHASHSEED=0 python tests/support/simulation.py --seed 17
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import random
 import secrets
@@ -32,6 +33,8 @@ from towerd.errors import RowsDamaged, SessionFrozen, StoreError, ThawError, Tok
 from towerd.policy import NAMES
 from towerd.store import FormatRequest, Node, Store
 from towerd.store.catalog.vocabularies import KeptVocabulary
+from towerd.store.sessions.conversations import ContextItem, ResponseContext
+from towerd.store.sessions.responses import NewResponse
 from towerd.tiers.ranking import Ranking
 from towerd.tokens import Ids
 
@@ -42,6 +45,7 @@ LAST_OPERATIONS = 25
 SCOPE = "local"
 _LOST = "has no tokens"
 Tokens = tuple[int, ...]
+Items = tuple[str, ...]
 
 
 @dataclass
@@ -54,16 +58,19 @@ class Acknowledged:
     bases: dict[str, Tokens] = field(default_factory=dict)
     written: set[Tokens] = field(default_factory=set)
     """Paths whose last node has rows in a file."""
+    responses: dict[str, tuple[str, Items]] = field(default_factory=dict)
+    """The session of each response, and the items up to its own."""
 
     def said(self) -> tuple[object, ...]:
         """Everything but rows, which may be lost to damage."""
-        return self.sessions, self.titles, self.pins, self.bases
+        return self.sessions, self.titles, self.pins, self.bases, self.responses
 
     def each(self) -> dict[object, object]:
         """The same, each for itself."""
         every: dict[object, object] = {("pin", ids): True for ids in self.pins}
         every |= {("session", id): ids for id, ids in self.sessions.items()}
         every |= {("title", id): title for id, title in self.titles.items()}
+        every |= {("response", id): kept for id, kept in self.responses.items()}
         return every | {("base", name): ids for name, ids in self.bases.items()}
 
 
@@ -187,6 +194,9 @@ class Simulation:
             self._pin,
             self._base,
             self._rename,
+            self._respond,
+            self._respond,
+            self._forget,
             self._delete,
             self._freeze,
             self._thaw,
@@ -324,6 +334,9 @@ class Simulation:
             return None
         name = self.rng.choice(sorted(self.known.sessions))
         del after.sessions[name], after.titles[name]
+        after.responses = {
+            response: kept for response, kept in after.responses.items() if kept[0] != name
+        }
         return lambda: store.delete_session(name)
 
     def _freeze(self, store: Store, after: Acknowledged) -> Callable[[], object] | None:
@@ -342,6 +355,32 @@ class Simulation:
             return None
         name = self.rng.choice(sorted(self.known.sessions))
         return lambda: thaw(store, _codec(), name)
+
+    def _respond(self, store: Store, after: Acknowledged) -> Callable[[], object] | None:
+        """A response that continues another one, or none."""
+        if not self.known.sessions:
+            return None
+        session = self.rng.choice(sorted(self.known.sessions))
+        before = self.rng.choice(["", *sorted(self.known.responses)])
+        name = f"r{self.rng.randint(0, 1 << 32)}"
+        own = [ContextItem(id, b'{"id": "%s"}' % id.encode()) for id in (f"q-{name}", f"a-{name}")]
+        said = self.known.responses[before][1] if before else ()
+        after.responses[name] = session, (*said, *(item.name for item in own))
+        body = b'{"id": "%s", "output": [%s]}' % (name.encode(), own[1].body)
+
+        def respond() -> None:
+            context = store.responses.context(SCOPE, before) if before else ResponseContext()
+            new = NewResponse(SCOPE, name, context, own[:1], own[1:], body)
+            assert store.keep_response(new, session, SCOPE) or self.disk.is_off
+
+        return respond
+
+    def _forget(self, store: Store, after: Acknowledged) -> Callable[[], object] | None:
+        if not self.known.responses:
+            return None
+        name = self.rng.choice(sorted(self.known.responses))
+        del after.responses[name]
+        return lambda: store.responses.delete(SCOPE, name)
 
     def _collect(self, store: Store, after: Acknowledged) -> Callable[[], object]:
         return self._without_rows(store, after, store.gc)
@@ -465,7 +504,18 @@ def _found(store: Store) -> Acknowledged:
         {_ids(node) for node in store.pins.listing()},
         {base.name: _ids(store.node(base.node)) for base in store.bases.listing()},
         {_ids(node) for node in store.nodes() if node.file is not None},
+        dict(_responses(store)),
     )
+
+
+def _responses(store: Store) -> Iterator[tuple[str, tuple[str, Items]]]:
+    sql = (
+        "SELECT responses.name, sessions.id FROM responses"
+        " LEFT JOIN sessions ON sessions.pk = session WHERE hidden = 0"
+    )
+    for name, session in store.state.catalog.rows(sql):
+        items = store.responses.context(SCOPE, name).items
+        yield name, (session, tuple(json.loads(item)["id"] for item in items))
 
 
 @contextmanager

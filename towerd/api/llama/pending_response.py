@@ -137,7 +137,7 @@ class _AskedContext:
         }
         field = CONTEXT_FIELDS[0] if previous else CONTEXT_FIELDS[1]
         name = previous or conversation
-        items = named_items(_input_items(fields)) if is_kept or name else ()
+        items = named_items(_input_items(fields) or ()) if is_kept or name else ()
         return cls(fields, field, name, is_kept, encode(shown), items)
 
     def context(self, store: Store, scope: str) -> ResponseContext:
@@ -156,10 +156,10 @@ class _AskedContext:
             ) from error
 
     def with_context(self, context: ResponseContext) -> bytes:
-        """The body without what it continues, and with all items; one whose input is of a wrong type
-        stays as it is, for the parser to refuse."""
+        """The body without what it continues, and with all items; an input that the parser refuses stays
+        as it is."""
         kept = {name: value for name, value in self.fields.items() if name not in CONTEXT_FIELDS}
-        if bytes(kept.get("input", b"")).strip()[:1] in (b'"', b"["):
+        if _input_items(self.fields) is not None:
             items = b",".join((*context.items, *(item.body for item in self.input)))
             kept["input"] = msgspec.Raw(b"[" + items + b"]")
         return encode(kept)
@@ -168,7 +168,8 @@ class _AskedContext:
 def continues_something(body: bytes) -> bool:
     """Whether a body names a response or a conversation that it continues."""
     fields = _fields(body)
-    return fields is not None and any(_value(fields, field) for field in CONTEXT_FIELDS)
+    values = [] if fields is None else [fields.get(field, b"null") for field in CONTEXT_FIELDS]
+    return any(bytes(value) not in (b"null", b'""') for value in values)
 
 
 def _asked(body: bytes) -> _AskedContext | None:
@@ -201,13 +202,13 @@ def _name_of(field: str, value: Any) -> str:
     return value or ""
 
 
-def _input_items(fields: RawFields) -> list[bytes]:
-    """The items of `input`; a text is the user's message. None of what the parser refuses."""
+def _input_items(fields: RawFields) -> list[bytes] | None:
+    """The items of `input`; a text is the user's message. None if the parser refuses them."""
     value = bytes(fields.get("input", b"")).strip()
     if value.startswith(b'"'):
         part = b'{"type":"input_text","text":%s}' % value
         return [b'{"type":"message","role":"user","content":[%s]}' % part]
     if not value.startswith(b"["):
-        return []
+        return None
     items = [bytes(item) for item in _raws.decode(value)]
-    return items if all(item.startswith(b"{") for item in items) else []
+    return items if all(item.startswith(b"{") for item in items) else None
