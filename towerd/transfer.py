@@ -167,6 +167,7 @@ def import_session(
         raise InvalidRequest(
             "Sessions belong to a tenant, and 'public' is none: name another scope."
         )
+    store.disk.check()
     file = read(data)
     codec = model.codec
     if file.source.vocabulary != codec.vocabulary_hash:

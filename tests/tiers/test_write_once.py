@@ -197,9 +197,7 @@ def test_a_full_disk_is_not_tried_again_at_once(
     leaf = talk(store, tiers)
     monkeypatch.setattr(store.rows, "write", write)
     shrinker = Shrinker(store, AFTER_S, clock)
-    writer = RowsWriter(
-        store, TierCounters(), Provenance.APPROXIMATE, 0.0, clock, shrinker, lambda n_bytes: True
-    )
+    writer = RowsWriter(store, TierCounters(), Provenance.APPROXIMATE, 0.0, clock, shrinker)
     writer.unwritten.add(leaf.id)
     assert writer.due_s() == 0
     with pytest.raises(DiskFull):

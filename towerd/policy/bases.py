@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from towerd.policy.base import Key
@@ -25,6 +25,15 @@ class _BaseUse:
     tenant: str
     first_s: float
     last_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BasesLook:
+    """What a look has changed. changed: those that are kept now and were not, or were and are not; forgotten: those
+    that are no bases any more, since they were not used for long."""
+
+    changed: frozenset[Key]
+    forgotten: Sequence[Key]
 
 
 class Bases:
@@ -63,6 +72,7 @@ class Bases:
     def forget(self, key: Key) -> None:
         """`key` left the tree."""
         self._uses.pop(key, None)
+        self._kept -= {key}
 
     def split(self, lower: Key, upper: Key) -> None:
         """`upper` is a beginning of what was `lower`."""
@@ -79,15 +89,18 @@ class Bases:
         n_workflows: Callable[[Key], int],
         now: float,
         tier_bytes: int,
-        evicted_bytes: int,
-    ) -> frozenset[Key]:
-        """Before `evicted_bytes` leave the tier, choose anew which are kept, if a look is due; returns those for
-        which that has changed. size_of: bytes of a key in the tier, or None; n_workflows: how many used it."""
-        turnover_s = self._turnover_s(now, tier_bytes, evicted_bytes)
+    ) -> BasesLook:
+        """Before an eviction, choose anew which are kept, if a look is due. size_of: bytes of a key in the tier, or
+        None; n_workflows: how many used it."""
         self._looks_due -= 1
-        if self._looks_due > 0 or not self._uses:
-            return frozenset()
+        if self._looks_due > 0:
+            return BasesLook(frozenset(), ())
         self._looks_due = len(self._uses) // _LOOKED_AT
+        turnover_s = self._turnover_s(now, tier_bytes)
+        since_s = now - _TURNOVERS_KNOWN * turnover_s
+        forgotten = [key for key, use in self._uses.items() if use.last_s < since_s]
+        for key in forgotten:
+            del self._uses[key]
         wait_s_max = _TURNOVERS_MAX * turnover_s
         again = self._shares_used_again(n_workflows, now - wait_s_max)
         due: dict[str, list[tuple[float, int, Key]]] = {}
@@ -99,12 +112,15 @@ class Bases:
             if max(interval_s, now - use.last_s) <= wait_s_max:
                 due.setdefault(use.tenant, []).append((1 / interval_s / nbytes, nbytes, key))
         before, self._kept = self._kept, frozenset(_fitting(due, int(_SHARE_MAX * tier_bytes)))
-        return before ^ self._kept
+        return BasesLook(before ^ self._kept, forgotten)
 
-    def _turnover_s(self, now: float, tier_bytes: int, evicted_bytes: int) -> float:
+    def evicted(self, nbytes: int) -> None:
+        """So many bytes left the tier."""
+        self._evicted_bytes += nbytes
+
+    def _turnover_s(self, now: float, tier_bytes: int) -> float:
         """In how many seconds as many bytes come as the tier has."""
         since_s = now if self._since_s is None else self._since_s
-        self._evicted_bytes += max(0, evicted_bytes)
         if self._evicted_bytes > _TURNOVERS_KNOWN * tier_bytes:
             self._evicted_bytes /= 2
             self._since_s = since_s = (since_s + now) / 2

@@ -228,9 +228,12 @@ class WorkflowTree(Policy):
     def victims(self, bytes_needed: int, is_evictable: Evictable, frees: Frees = None) -> list[Key]:
         """See Policy.victims. What is idle for too long is over, also if no workflow takes a step meanwhile."""
         self._age()
-        tier = self._now, self.nbytes, bytes_needed
-        for key in self._bases.look(self.size_of, self.n_workflows, *tier):
+        look = self._bases.look(self.size_of, self.n_workflows, self._now, self.nbytes)
+        for key in look.changed:
             self._push(key)
+        for key in look.forgotten:
+            if key not in self._entries and not self._outlives_eviction(key):
+                self._forget_uses(key)
         return super().victims(bytes_needed, is_evictable, frees)
 
     def n_workflows(self, key: Key) -> int:
@@ -253,6 +256,7 @@ class WorkflowTree(Policy):
 
     def _on_remove(self, entry: Entry) -> None:
         super()._on_remove(entry)
+        self._bases.evicted(entry.nbytes)
         if not self._outlives_eviction(entry.key):
             self._forget_uses(entry.key)
 

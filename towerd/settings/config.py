@@ -373,9 +373,11 @@ class Config:
             auto["hot_bytes"] = HOT_BYTES if on_disk else ram_bytes() // 8
         if self.recall_disk_bytes == -1:
             most = auto.get("warm_bytes", self.warm_bytes) // 4
+            most = min(most, self.disk_max // 4) if self.disk_max else most
             auto["recall_disk_bytes"] = min(4 * auto.get("recall_bytes", self.recall_bytes), most)
         if self.checkpoint_bytes == -1:
-            auto["checkpoint_bytes"] = auto.get("warm_bytes", self.warm_bytes) // 4
+            most = auto.get("warm_bytes", self.warm_bytes) // 4
+            auto["checkpoint_bytes"] = min(most, self.disk_max // 4) if self.disk_max else most
         for name, value in auto.items():
             object.__setattr__(self, name, value)
 
@@ -407,6 +409,10 @@ class Config:
                 raise ConfigError("fidelity exact stores as computed: leave level_formats out.")
         if self.chat_template is not None and self.chat_template_file is not None:
             raise ConfigError("Set chat_template or chat_template_file, not both.")
+        if self.disk_max and self.recall_disk_bytes + self.checkpoint_bytes > self.disk_max // 2:
+            raise ConfigError(
+                "--recall-disk-bytes and --checkpoint-bytes may be half of --disk-max together: lower them."
+            )
         self._check_shared()
         self._check_model()
         self._check_sleep()

@@ -341,11 +341,14 @@ class Store:
         is_durable: bool = True,
     ) -> SegmentFile | None:
         """Write a file that another store had, `n_bytes` of data behind its header, for the segments of its scope
-        on the path of `ids` that lie within it and have no rows. None if there are none.
+        on the path of `ids` that lie within it and have no rows. None if there are none, or the disk has no
+        room.
 
         is_durable: False leaves that to `durable.make_durable`
 
         Raises StateError (damaged, or of another model), DiskFull or StoreError; nothing is left behind then."""
+        if not self.disk.make_room(n_bytes):
+            return None
         what = header, data, n_bytes, ids_bytes(ids)
         return take_in(self.state, *what, self.rows.bases, self._pool, is_durable)
 
@@ -549,7 +552,8 @@ class Store:
     def stats(self) -> dict[str, Any]:
         """Counts and sizes, for /metrics and people."""
         with self.state.locked():
-            return self.state.stats() | self.cold.stats() | self.disk.stats()
+            found = self.state.stats() | self.cold.stats()
+        return found | self.disk.stats()
 
     def get_meta(self, key: str) -> str | None:
         """A small value kept for other modules."""

@@ -166,14 +166,15 @@ class CheckpointTier:
         """Write a checkpoint; without a budget for it the tokens are evaluated again."""
         found = self.table.at(node)
         n_bytes = 0 if found is None or found.has_file else found.nbytes
-        if n_bytes and not self._store.writes.allows("checkpoints", n_bytes):
+        is_allowed = self._store.writes.allows("checkpoints", n_bytes)
+        if n_bytes and not (is_allowed and self._store.disk.has_left(n_bytes)):
             self.table.drop(node)
         else:
             self.n_written += self.table.write(node) > 0
 
     def _enforce(self) -> None:
         self.table.sweep()
-        excess = self.table.file_bytes - self.bytes_max
+        excess = self.table.file_bytes - self._store.disk.checkpoint_bytes_max(self.bytes_max)
         if excess <= 0:
             return
         excess -= self.table.drop_foreign(excess)

@@ -65,9 +65,21 @@ class Evictor:
 
     def evict_warm(self, bytes_max: int) -> None:
         """Delete files until they fit, into what the disk leaves for them, too: those of other row identities first;
-        of the files that are worth least, those that the shared tier has, too."""
-        bytes_max = self._store.disk.rows_bytes_max(bytes_max)
-        excess = self._store.state.warm_bytes + self._store.state.foreign_bytes - bytes_max
+        of the files that are worth least, those that the shared tier has, too. Pinned ones leave for the disk
+        alone, last."""
+        disk = self._store.disk
+        if disk.is_short():
+            self._store.state.directory.empty_quarantine()
+        disk_bytes_max = disk.rows_bytes_max(bytes_max)
+        self._evict_unpinned(disk_bytes_max)
+        if (
+            disk.bytes_max
+            and (excess := rows_bytes(self._store) - disk.rows_bytes_max(disk.bytes_max)) > 0
+        ):
+            self._evict_warm(excess, lambda file: True)
+
+    def _evict_unpinned(self, bytes_max: int) -> None:
+        excess = rows_bytes(self._store) - bytes_max
         if excess <= 0:
             return
         excess -= drop_foreign(self._store.state, excess)
@@ -77,17 +89,6 @@ class Evictor:
                 excess -= self._evict_warm(excess, elsewhere.__contains__)
         if excess > 0:
             self._evict_warm(excess, self._can_drop)
-
-    def make_room(self, n_bytes: int, bytes_max: int) -> bool:
-        """Before a file of so many bytes is written: delete what the disk has no room for beside it. Whether there is
-        room then. bytes_max: as for `evict_warm`"""
-        disk = self._store.disk
-        if disk.has_spare(n_bytes):
-            return True
-        left = disk.rows_bytes_max(bytes_max) + disk.spare_bytes - n_bytes
-        if left >= 0:
-            self.evict_warm(left)
-        return left >= 0
 
     def _evict_warm(self, excess: int, may_drop: Callable[[SegmentFile], bool]) -> int:
         """Returns the bytes of what was deleted."""
@@ -144,6 +145,11 @@ class Evictor:
 
     def _can_drop(self, file: SegmentFile) -> bool:
         return not any(node.pinned for node in self._store.viewers(file))
+
+
+def rows_bytes(store: Store) -> int:
+    """Bytes of all segment files, those of other row identities included."""
+    return store.state.warm_bytes + store.state.foreign_bytes
 
 
 def sharing_buffers(node: Node, buffers: Mapping[int, int]) -> list[Node]:

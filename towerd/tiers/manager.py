@@ -37,7 +37,7 @@ from towerd.store.segments.coded_format import is_coded
 from towerd.store.tree.scope import is_public
 from towerd.store.tree.tree import Listener
 from towerd.tiers.composer import Composer, Piece
-from towerd.tiers.eviction import Evictor
+from towerd.tiers.eviction import Evictor, rows_bytes
 from towerd.tiers.formats.calibration import (
     REACHES,
     Calibration,
@@ -124,8 +124,9 @@ class Tiers(Listener):
         """Stored rows that are worse than this are replaced once there are better ones."""
         self._shrinker = Shrinker(store, shrink_after_s, clock, transform_after_s)
         waiting = shrink_after_s, clock, self._shrinker
-        self._writer = RowsWriter(store, self.counters, self._sufficient, *waiting, self._has_room)
+        self._writer = RowsWriter(store, self.counters, self._sufficient, *waiting)
         self.evictor = Evictor(store, self.ranking, self.counters, self._writer.unwritten)
+        store.disk.rows_leave_by(self.evictor.evict_warm, lambda: rows_bytes(store))
         self.moved_limits: MovedLimits | None = None
         """What deviations of moved rows stay under; None: not measured, so that none are moved."""
         self._forced = forced
@@ -139,6 +140,7 @@ class Tiers(Listener):
             store.listen(self)
             self.ranking.found(store.nodes())
             self._reserve(node for node in store.nodes() if node.file is not None)
+        self._work.put(("look", None))  # there may be more than fits now
         self._thread = threading.Thread(target=self._run, name="towerd-tiers", daemon=True)
         self._thread.start()
 
@@ -561,9 +563,6 @@ class Tiers(Listener):
     def _idle_s(self) -> float:
         waits = self._shrinker.wait_s(), self.prefetcher.wait_s(), self._promoter.wait_s()
         return min(_RETRY_WRITE_S, self._writer.due_s(), *waits)
-
-    def _has_room(self, n_bytes: int) -> bool:
-        return self.evictor.make_room(n_bytes, self.warm_bytes_max)
 
     def _has_rows(self, node_id: int) -> bool:
         node = find_node(self.store, node_id)

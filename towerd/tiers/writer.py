@@ -79,17 +79,14 @@ class RowsWriter:
         wait_s: float,
         clock: Callable[[], float],
         formats: FormatsAtOnce,
-        has_room: Callable[[int], bool],
     ) -> None:
-        """has_room: called with the bytes of a file before it is written, makes room for it if it can
-        sufficient: a file with worse rows than that is replaced when better ones are in RAM
+        """sufficient: a file with worse rows than that is replaced when better ones are in RAM
         wait_s: where a budget limits writing, rows wait until they were unused for so long
         formats: those that they are then written in"""
         self._store = store
         self._counters = counters
         self._sufficient = sufficient
         self._wait_s, self._clock, self._formats = wait_s, clock, formats
-        self._has_room = has_room
         self._due = 0.0
         """time.monotonic() at which rows that wait are looked at."""
         self.unwritten: set[int] = set()
@@ -191,14 +188,13 @@ class RowsWriter:
             self._write_in((), nodes)
 
     def _write_in(self, requests: Sequence[FormatRequest], nodes: list[Node]) -> None:
-        """Write rows in these formats, if the budget has room; where the disk has none, they leave. Raises as
-        `RowStore.write`, but for SegmentsGone; CodingInterrupted."""
+        """Write rows in these formats, if the budget has room; where the disk has none, they may leave RAM unwritten.
+        Raises as `RowStore.write`, but for SegmentsGone; CodingInterrupted."""
         n_bytes = self._size(nodes, requests)
         if self.is_limited and not self._store.writes.allows("rows", n_bytes):
             return
-        if not self._has_room(n_bytes):
-            for node in nodes:
-                self._store.rows.drop_hot(node)
+        if not self._store.disk.make_room(n_bytes):
+            self.unwritten.difference_update(node.id for node in nodes)
             return
         with suppress(SegmentsGone):
             file = self._store.rows.write(

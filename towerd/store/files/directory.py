@@ -18,7 +18,7 @@ DAY_S = 86_400.0
 
 class Directory:
     """`segments/` holds catalogued files, `tmp/` files being written, `quarantine/` damaged
-    ones, `journal/` the second copy of the catalog. `tables/`, created on demand, holds
+    ones, `journal/` the second copy of the catalog, `boundaries/` state checkpoints. `tables/`, created on demand, holds
     tables for reading frozen sessions; `tokenizers/` vocabularies; `bases/` transform bases. Directories are 0700, files 0600."""
 
     def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
@@ -30,6 +30,7 @@ class Directory:
         self.segments = root / "segments"
         self.tmp = root / "tmp"
         self.quarantine = root / "quarantine"
+        self.checkpoints = root / "boundaries"
         self.journal = root / "journal"
         self.tables = root / "tables"
         self.tokenizers = root / "tokenizers"
@@ -46,7 +47,7 @@ class Directory:
             os.close(fd)
             probe.unlink()
         self.writes = DailyWrites(root, clock)
-        self.limit = DiskLimit(root, self.segments)
+        self.limit = DiskLimit(self)
 
     def sweep_tmp(self, writing: Callable[[], Container[str]] = frozenset) -> int:
         """Delete partial files left by a killed process; returns the bytes freed. writing: the

@@ -1,7 +1,7 @@
 """DiskLimit: how many bytes a store may take on the disk, whatever they are for.
 
-Rows and state checkpoints leave for it, as they can be evaluated again. Tokens never do: when these alone
-would exceed it, new requests are refused before they are evaluated.
+Rows, state checkpoints and what was set aside as damaged leave for it, as they can be evaluated again or are of no
+use. Tokens never do: when these alone would exceed it, new requests are refused before they are evaluated.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from towerd.errors import DiskLimitReached
 
@@ -21,78 +23,146 @@ _LOOK_S = 5.0
 """Seconds for which what is on the disk is not counted again."""
 
 
+class LimitedFolders(Protocol):
+    """Where a store has what."""
+
+    root: Path
+    segments: Path
+    tmp: Path
+    quarantine: Path
+    checkpoints: Path
+    catalog: Path
+
+
+@dataclass(frozen=True, slots=True)
+class DiskUse:
+    """Bytes of a store beside its segment files."""
+
+    text: int
+    """Catalog, journal, search index, vocabularies: what cannot leave, with room to write the catalog once more."""
+    checkpoints: int
+    set_aside: int
+
+
 class DiskLimit:
     """The limit of one store. Thread-safe."""
 
     def __init__(
-        self, root: Path, segments: Path, clock: Callable[[], float] = time.monotonic
+        self, directory: LimitedFolders, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """root: the store's directory; segments: the one in it whose files the catalog counts"""
         self.bytes_max = 0
         """0: no limit."""
         self.unnamed_bytes = 0
         """Bytes that files without a name may take, which no folder shows."""
-        self._root, self._segments = root, segments
+        self._folders = directory
         self._clock = clock
         self._lock = threading.Lock()
-        self._other_bytes = 0
+        self._use = DiskUse(0, 0, 0)
         self._due_s = float("-inf")
+        self._evict: Callable[[int], None] = lambda bytes_max: None
+        self._rows_bytes: Callable[[], int] = lambda: 0
+
+    def rows_leave_by(self, evict: Callable[[int], None], rows_bytes: Callable[[], int]) -> None:
+        """evict: called with the bytes that segment files may have; rows_bytes: those that they have"""
+        self._evict, self._rows_bytes = evict, rows_bytes
 
     @property
     def spare_bytes(self) -> int:
         """Bytes that rows leave free."""
         return int(_SPARE_SHARE * self.bytes_max)
 
-    def other_bytes(self) -> int:
-        """Bytes of everything but segment files: catalog, journal, search index, checkpoints, what was set aside.
-        As of a few seconds ago at most."""
+    def use(self) -> DiskUse:
+        """As of a few seconds ago at most."""
         with self._lock:
             if self._clock() >= self._due_s:
-                self._other_bytes = self.unnamed_bytes + sum(self._sizes(str(self._root)))
+                self._use = self._look()
                 self._due_s = self._clock() + _LOOK_S
-            return self._other_bytes
+            return self._use
 
     def has_spare(self, n_bytes: int) -> bool:
-        """Whether a file of so many bytes may be written beside those that there are."""
+        """Whether a file of so many bytes may be written beside the one that it replaces."""
         return not self.bytes_max or n_bytes <= self.spare_bytes
+
+    def make_room(self, n_bytes: int) -> bool:
+        """Before a segment file of so many bytes is written: have others leave that the disk has no room for beside
+        it. Whether there is room then."""
+        if not self.bytes_max:
+            return True
+        self._due_s = float("-inf")
+        most = self.rows_bytes_max(self.bytes_max)
+        if n_bytes > most:
+            return False
+        self._evict(most - n_bytes)
+        return self._rows_bytes() + n_bytes <= most
 
     def rows_bytes_max(self, bytes_max: int) -> int:
         """Bytes that segment files may have: at most `bytes_max`, and what the limit leaves for them."""
         if not self.bytes_max:
             return bytes_max
-        left = self.bytes_max - self.spare_bytes - self.other_bytes()
-        return max(0, min(bytes_max, left))
+        use = self.use()
+        return max(0, min(bytes_max, self._left(use) - use.checkpoints - use.set_aside))
+
+    def checkpoint_bytes_max(self, bytes_max: int) -> int:
+        """Bytes that state checkpoints may have: at most `bytes_max`, and what the limit leaves; rows make room."""
+        return max(0, min(bytes_max, self._left(self.use()))) if self.bytes_max else bytes_max
+
+    def has_left(self, n_bytes: int) -> bool:
+        """Whether so many bytes may be written beside all that is there."""
+        if not self.bytes_max:
+            return True
+        use = self._look()
+        taken = use.text + use.checkpoints + use.set_aside + self._rows_bytes()
+        return taken + self.unnamed_bytes + n_bytes <= self.bytes_max
+
+    def is_short(self) -> bool:
+        """Whether what was set aside has to leave."""
+        return bool(self.bytes_max) and self.use().set_aside > max(0, self._left(self.use()))
 
     def check(self) -> None:
         """Raises DiskLimitReached if what cannot leave takes all of it."""
-        if self.bytes_max and (n_bytes := self.other_bytes()) > self.bytes_max - self.spare_bytes:
+        if self.bytes_max and self._left(self.use()) < 0:
             raise DiskLimitReached(
-                f"Conversations, their index and journal take {n_bytes >> 20} MiB of the "
-                f"{self.bytes_max >> 20} MiB of --disk-max: raise it, or delete some and run towerctl gc."
+                f"Conversations, their index and journal need {self.use().text >> 20} MiB of the "
+                f"{self.bytes_max >> 20} MiB of --disk-max."
             )
 
     def stats(self) -> dict[str, int | None]:
         """Gauges for /metrics and /towerd/v1/stats; None without a limit."""
         if not self.bytes_max:
             return {"disk_bytes_max": None, "disk_other_bytes": None}
-        return {"disk_bytes_max": self.bytes_max, "disk_other_bytes": self.other_bytes()}
+        use = self.use()
+        other = use.text + use.checkpoints + use.set_aside
+        return {"disk_bytes_max": self.bytes_max, "disk_other_bytes": other}
 
-    def _sizes(self, folder: str) -> Iterator[int]:
-        try:
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        if entry.path != str(self._segments):
-                            yield from self._sizes(entry.path)
-                    else:
-                        yield _allocated(entry)
-        except FileNotFoundError:  # deleted meanwhile
-            return
+    def _left(self, use: DiskUse) -> int:
+        """What text leaves for all else."""
+        return self.bytes_max - self.spare_bytes - use.text - self.unnamed_bytes
+
+    def _look(self) -> DiskUse:
+        of = self._folders
+        apart = {str(each) for each in (of.segments, of.tmp, of.quarantine, of.checkpoints)}
+        text = sum(_sizes(str(of.root), apart)) + _size(str(of.catalog))
+        return DiskUse(
+            text, sum(_sizes(str(of.checkpoints), set())), sum(_sizes(str(of.quarantine), set()))
+        )
 
 
-def _allocated(entry: os.DirEntry[str]) -> int:
+def _sizes(folder: str, apart: Collection[str]) -> Iterator[int]:
+    """Bytes of the files below a folder, without those of the folders `apart`."""
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if not entry.is_dir(follow_symlinks=False):
+                    yield _size(entry.path)
+                elif entry.path not in apart:
+                    yield from _sizes(entry.path, apart)
+    except FileNotFoundError:  # deleted meanwhile
+        return
+
+
+def _size(path: str) -> int:
     """Bytes of the blocks that a file takes, which are fewer than its length if it has holes."""
     try:
-        return entry.stat(follow_symlinks=False).st_blocks * 512
+        return os.lstat(path).st_blocks * 512
     except FileNotFoundError:
         return 0

@@ -71,7 +71,7 @@ class CheckpointTable:
 
         Raises StoreError when the directory cannot be used."""
         self.state = state
-        self.folder = state.directory.root / FOLDER
+        self.folder = state.directory.checkpoints
         self.file_bytes = 0
         """All files of all row identities."""
         self._found: dict[int, StateCheckpoint] = {}
@@ -262,7 +262,7 @@ def cut_of(state: StoreState) -> str:
 
 def checkpoint_bytes(state: StoreState, node: Node) -> int:
     """Size of the file with the state at the end of a node; 0 if there is none."""
-    folder = state.directory.root / FOLDER
+    folder = state.directory.checkpoints
     if not folder.is_dir():
         return 0
     with state.locked():
@@ -298,7 +298,7 @@ def is_checkpointed_elsewhere(state: StoreState, node: Node) -> bool:
     others = state.catalog.rows(_STATEFUL_OTHERS, which)
     prefix = node.prefix_bytes() if others else b""
     keys = (segment_key(digest, node.scope, prefix) for (digest,) in others)
-    folder = state.directory.root / FOLDER
+    folder = state.directory.checkpoints
     return any((folder / file_name(key, how)).exists() for key in keys for how in (False, True))
 
 
