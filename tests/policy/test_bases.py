@@ -94,7 +94,7 @@ def test_bases_of_several_workflows_stay_if_they_fit() -> None:
     assert stay(policy, 1, 2) == [True, False]
 
 
-@pytest.mark.parametrize(("n_turnovers", "stays"), [(3, True), (6, False)])
+@pytest.mark.parametrize(("n_turnovers", "stays"), [(5, True), (12, False)])
 def test_a_base_stays_for_some_turnovers_of_the_tier(n_turnovers: int, stays: bool) -> None:
     """It leaves like any rows if it is used more seldom than other chats replace what is there."""
     policy = planted(Foresight)

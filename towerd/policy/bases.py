@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from towerd.policy.base import Key
 
 _SHARE_MAX = 0.5
 """Share of the tier that kept bases may take."""
-_TURNOVERS_MAX = 4.0
+_TURNOVERS_MAX = 7.0
 """A base is kept if it is used at least once while the content of the tier is replaced so many times. On recorded
 workflows this costs next to no hits at any size of the tier, and without it a quarter of them at 2 %."""
 _AGAIN_MIN = 0.5
 """Share of a tenant's bases that several workflows used from which one that a single one used is kept, too."""
 _TURNOVERS_KNOWN = 16
 """After so many turnovers the older half is forgotten."""
+_KNOWN_MAX = 4096
 _LOOKED_AT = 256
 """Bases whose bytes are added up for one eviction, on average."""
 
@@ -25,15 +27,6 @@ class _BaseUse:
     tenant: str
     first_s: float
     last_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class BasesLook:
-    """What a look has changed. changed: those that are kept now and were not, or were and are not; forgotten: those
-    that are no bases any more, since they were not used for long."""
-
-    changed: frozenset[Key]
-    forgotten: Sequence[Key]
 
 
 class Bases:
@@ -61,13 +54,19 @@ class Bases:
         copied._since_s, copied._evicted_bytes = self._since_s, self._evicted_bytes
         return copied
 
-    def used(self, keys: Iterable[Key], tenant: str, now: float) -> None:
-        """An agent's prompt began with these."""
+    def used(self, keys: Iterable[Key], tenant: str, now: float) -> list[Key]:
+        """An agent's prompt began with these. Returns those that are no bases any more, since too many others were
+        used later."""
         if self._since_s is None:
             self._since_s = now
         for key in keys:
-            use = self._uses.setdefault(key, _BaseUse(tenant, now, now))
+            use = self._uses.pop(key, None) or _BaseUse(tenant, now, now)
             use.last_s = max(use.last_s, now)
+            self._uses[key] = use
+        old = list(islice(self._uses, max(0, len(self._uses) - _KNOWN_MAX)))
+        for key in old:
+            self.forget(key)
+        return old
 
     def forget(self, key: Key) -> None:
         """`key` left the tree."""
@@ -89,18 +88,14 @@ class Bases:
         n_workflows: Callable[[Key], int],
         now: float,
         tier_bytes: int,
-    ) -> BasesLook:
-        """Before an eviction, choose anew which are kept, if a look is due. size_of: bytes of a key in the tier, or
-        None; n_workflows: how many used it."""
+    ) -> frozenset[Key]:
+        """Before an eviction, choose anew which are kept, if a look is due; returns those for which that has changed.
+        size_of: bytes of a key in the tier, or None; n_workflows: how many used it."""
         self._looks_due -= 1
         if self._looks_due > 0:
-            return BasesLook(frozenset(), ())
+            return frozenset()
         self._looks_due = len(self._uses) // _LOOKED_AT
         turnover_s = self._turnover_s(now, tier_bytes)
-        since_s = now - _TURNOVERS_KNOWN * turnover_s
-        forgotten = [key for key, use in self._uses.items() if use.last_s < since_s]
-        for key in forgotten:
-            del self._uses[key]
         wait_s_max = _TURNOVERS_MAX * turnover_s
         again = self._shares_used_again(n_workflows, now - wait_s_max)
         due: dict[str, list[tuple[float, int, Key]]] = {}
@@ -112,10 +107,10 @@ class Bases:
             if max(interval_s, now - use.last_s) <= wait_s_max:
                 due.setdefault(use.tenant, []).append((1 / interval_s / nbytes, nbytes, key))
         before, self._kept = self._kept, frozenset(_fitting(due, int(_SHARE_MAX * tier_bytes)))
-        return BasesLook(before ^ self._kept, forgotten)
+        return before ^ self._kept
 
     def evicted(self, nbytes: int) -> None:
-        """So many bytes left the tier."""
+        """So many bytes leave the tier."""
         self._evicted_bytes += nbytes
 
     def _turnover_s(self, now: float, tier_bytes: int) -> float:

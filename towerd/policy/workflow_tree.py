@@ -121,7 +121,9 @@ class WorkflowTree(Policy):
         run.path.append(agent)
         del run.path[:-PATH_MAX]
         if base is not None:
-            self._bases.used(self._up(base), tenant_in([agent]), self._now)
+            for old in self._bases.used(self._up(base), tenant_in([agent]), self._now):
+                if old not in self._entries and not self._outlives_eviction(old):
+                    self._forget_uses(old)
         for at in self._up(key):
             if at in self._entries or self._outlives_eviction(at):
                 self.users.setdefault(at, {}).setdefault(workflow, set()).add(agent)
@@ -228,13 +230,11 @@ class WorkflowTree(Policy):
     def victims(self, bytes_needed: int, is_evictable: Evictable, frees: Frees = None) -> list[Key]:
         """See Policy.victims. What is idle for too long is over, also if no workflow takes a step meanwhile."""
         self._age()
-        look = self._bases.look(self.size_of, self.n_workflows, self._now, self.nbytes)
-        for key in look.changed:
+        for key in self._bases.look(self.size_of, self.n_workflows, self._now, self.nbytes):
             self._push(key)
-        for key in look.forgotten:
-            if key not in self._entries and not self._outlives_eviction(key):
-                self._forget_uses(key)
-        return super().victims(bytes_needed, is_evictable, frees)
+        found = super().victims(bytes_needed, is_evictable, frees)
+        self._bases.evicted(sum(self._entries[key].nbytes for key in found))
+        return found
 
     def n_workflows(self, key: Key) -> int:
         """How many workflows have used it."""
@@ -256,7 +256,6 @@ class WorkflowTree(Policy):
 
     def _on_remove(self, entry: Entry) -> None:
         super()._on_remove(entry)
-        self._bases.evicted(entry.nbytes)
         if not self._outlives_eviction(entry.key):
             self._forget_uses(entry.key)
 
