@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,9 @@ def test_options(client: Client) -> None:
     first = say(seed=7)
     assert first == say(seed=7)
     assert len({first, say(seed=8), say(seed=9)}) == 3
+    far = {"repeat_penalty": 1.5, "seed": 7}
+    assert say(**far, repeat_last_n=-1) == say(**far, repeat_last_n=1024)
+    assert say(num_predict=2**32 + 3, stop=["."], seed=7).startswith(first[:20])
     stop = first[9:14]
     reply = client.chat(MODEL, HELLO, options=hot | {"seed": 7, "stop": ["none", stop]})
     assert reply.message.content == first[: first.index(stop)]
@@ -213,6 +217,12 @@ def test_logprobs(client: Client) -> None:
     ]
     raw = client.generate(MODEL, "Once", raw=True, **asked)
     assert len(raw.logprobs or ()) == 12
+    alone = client.chat(MODEL, HELLO, options=GREEDY, logprobs=True)
+    raw = client.generate(MODEL, "Once", raw=True, options=GREEDY, logprobs=True)
+    assert [each.token for each in alone.logprobs or ()] == [each.token for each in tokens]
+    for reply in (alone, raw):
+        assert len(reply.logprobs or ()) == 12
+        assert not any(each.top_logprobs for each in reply.logprobs or ())
 
 
 def test_pictures(client: Client, served: Daemon) -> None:
@@ -266,7 +276,12 @@ def test_loading_and_unloading(client: Client, served: Daemon) -> None:
     until(lambda: client.ps().models == [])
     assert served.get("/props")["is_sleeping"]
     messages += [said.message.model_dump(exclude_none=True), HELLO[0]]
+    began_s = time.monotonic()
     again = client.chat(MODEL, messages, options=GREEDY)
+    took_s = time.monotonic() - began_s
+    assert 0.5 * took_s < (again.total_duration or 0) / 1e9 < took_s, "loading counts"
+    with pytest.raises(ResponseError, match="top_k"):
+        client.chat(MODEL, HELLO, options={"top_k": "a"}, keep_alive=0)
     n_known = (said.prompt_eval_count or 0) + 11
     assert evaluated(served)[1] <= (again.prompt_eval_count or 0) - n_known
     assert len(client.ps().models) == 1
@@ -289,6 +304,10 @@ def test_loading_and_unloading(client: Client, served: Daemon) -> None:
         ("chat", {"model": MODEL, "messages": HELLO, "think": "much"}, 400, "think"),
         ("chat", {"model": MODEL, "messages": HELLO, "format": "xml"}, 400, "format"),
         ("chat", {"model": MODEL, "messages": HELLO, "keep_alive": "soon"}, 400, "keep_alive"),
+        ("chat", {"model": MODEL, "messages": HELLO, "keep_alive": 10**400}, 400, "keep_alive"),
+        ("chat", {"model": MODEL, "messages": HELLO, "keep_alive": [0] * 10**5}, 400, "keep_alive"),
+        ("chat", {"model": "m" * 1025, "messages": HELLO}, 400, "model"),
+        ("chat", {"model": MODEL, "messages": HELLO, "prompt": [0] * 2_000_002}, 400, "values"),
         ("chat", {"model": MODEL, "messages": HELLO, "options": {"top_k": "a"}}, 400, "top_k"),
         ("chat", {"model": MODEL, "messages": [{"role": "user", "images": ["?"]}]}, 400, "base64"),
         ("generate", {"model": MODEL, "prompt": "a", "context": [1, 2]}, 400, "/api/chat"),

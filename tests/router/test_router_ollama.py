@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import requests
+from daemon import Daemon
 from ollama import Client, ResponseError
-from routed import MakeRouter, states, suspended_reserve
+from routed import MakeRouter, ask, states, suspended_reserve
 from waiting import until
 
 from towerd.models.bundled import bundled_model
@@ -58,6 +59,59 @@ def test_a_model_comes_and_goes(make_router: MakeRouter) -> None:
         until(lambda: states(router)["tales"] == "unloaded")
         assert client.chat("tales", HELLO, options=GREEDY, keep_alive="5m").message.content
         assert states(router)["tales"] == "loaded"
+
+
+def slots_of_tales(router: Daemon) -> list[dict[str, Any]]:
+    return list(router.get("/slots?model=tales"))
+
+
+def test_who_uses_a_model_keeps_it(make_router: MakeRouter) -> None:
+    """A stream that runs in it continues, and it leaves when that has ended; a request that waits for it while it
+    is loading is answered first; one that begins later keeps it."""
+    router = make_router("-c", "65536")
+    process = suspended_reserve(router)
+    with Client(host=router.url) as client, ThreadPoolExecutor(1) as pool:
+        try:
+            asked = pool.submit(ask, router, "tales")
+            until(lambda: states(router)["tales"] == "loading")
+            assert client.generate("tales", keep_alive=0).done_reason == "unload"
+        finally:
+            process.resume()
+        assert asked.result().status_code == 200
+        until(lambda: states(router)["tales"] == "unloaded")
+        long = {"ignore_eos": True, "n_predict": 60_000, "stream": True}
+        body: dict[str, Any] = {"model": "tales", "prompt": "Once", **long}
+        for is_later in (False, True):
+            with requests.post(
+                router.url + "/completion", json=body, stream=True, timeout=60
+            ) as running:
+                lines = running.iter_lines()
+                next(lines)
+                assert client.generate("tales", keep_alive=0).done_reason == "unload"
+                assert [each.model for each in client.ps().models] == ["tales"], "it is not leaving"
+                assert not any(b'"stop":true' in next(lines) for _ in range(200))
+                if is_later:
+                    assert ask(router, "tales").status_code == 200
+            if not is_later:
+                until(lambda: states(router)["tales"] == "unloaded")
+        until(lambda: not any(each["is_processing"] for each in slots_of_tales(router)))
+        assert [each.model for each in client.ps().models] == ["tales"]
+
+
+def test_a_refused_request_unloads_nothing(make_router: MakeRouter) -> None:
+    """Whether it would say something else or not."""
+    router = make_router()
+    url = router.url + "/api/chat"
+    assert requests.post(url, json={"model": "tales", "messages": []}, timeout=60).ok
+    for messages in ([], [{"role": "user", "content": 3}], HELLO):
+        body: dict[str, Any] = {"model": "tales", "messages": messages, "keep_alive": 0}
+        body["stream"] = "no"
+        assert requests.post(url, json=body, timeout=60).status_code == 400
+    body = {"model": "tales", "messages": [{"content": "x"}], "keep_alive": 0}
+    assert requests.post(url, json=body, timeout=60).status_code == 400
+    assert states(router)["tales"] == "loaded"
+    with Client(host=router.url) as client:
+        assert [each.model for each in client.ps().models] == ["tales"]
 
 
 def test_a_name_that_is_none(make_router: MakeRouter) -> None:

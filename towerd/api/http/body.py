@@ -81,9 +81,14 @@ async def decode(request: web.Request, data: bytes) -> Any:
     return await asyncio.to_thread(_decode, data, limits)
 
 
-def _decode(data: bytes, limits: Limits) -> Any:
+def check_values(data: bytes, limits: Limits) -> None:
+    """Raises InvalidRequest if a body has so many values that decoding it would block the others."""
     if data.count(b",") > limits.values_max:
         raise InvalidRequest(f"The request body has more than {limits.values_max} values")
+
+
+def _decode(data: bytes, limits: Limits) -> Any:
+    check_values(data, limits)
     try:
         value = decode_json(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

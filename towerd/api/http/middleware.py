@@ -9,6 +9,7 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from towerd.api.http.access import is_owner_socket
+from towerd.api.http.arrival import note_arrival
 from towerd.api.http.body import release_body
 from towerd.api.http.keys import CONFIG, GATE, REQUESTS, TENANT, TENANTS, UI
 from towerd.api.http.reply import error_reply, from_http
@@ -51,6 +52,7 @@ HEADERS_EXPOSED = "X-Towerd-Reuse, X-Towerd-Session"
 async def account(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Count every request by route and status, and turn every failure into an error reply."""
     status = 499
+    note_arrival(request)
     try:
         response = await _answer(request, handler)
         status = response.status

@@ -23,20 +23,20 @@ Translated = tuple[str, dict[str, Any]]
 """A route and the body for it, without `stream` and `model`."""
 
 
-def of_chat(asked: Body) -> Translated:
-    """A body of /api/chat. Raises InvalidRequest."""
+def of_chat(asked: Body, n_ctx: int) -> Translated:
+    """A body of /api/chat. n_ctx: the context that the model is served with. Raises InvalidRequest."""
     body: dict[str, Any] = {"messages": chat_messages(asked.get("messages"))}
     tools = asked.get("tools")
     if tools:
         if not isinstance(tools, list):
             raise fields.wrong_type("tools", "array", tools)
-        body["tools"] = tools
-    return CHAT, body | _chat_fields(asked)
+        body["tools"] = [_tool(each) for each in tools]
+    return CHAT, body | _chat_fields(asked, n_ctx)
 
 
-def of_generate(asked: Body) -> Translated:
+def of_generate(asked: Body, n_ctx: int) -> Translated:
     """A body of /api/generate, whose prompt is a user's message, or as it is where that is asked for, or text
-    around a gap. Raises InvalidRequest, NotSupported."""
+    around a gap. n_ctx: as for `of_chat`. Raises InvalidRequest, NotSupported."""
     for name, instead in _UNSERVED.items():
         if asked.get(name):
             raise NotSupported(f"Field '{name}' is not supported: {instead}")
@@ -47,17 +47,29 @@ def of_generate(asked: Body) -> Translated:
             "Field 'images' needs the model's template: leave out 'raw' and 'suffix'"
         )
     if suffix:
-        return INFILL, {"input_prefix": prompt, "input_suffix": suffix} | _text_fields(asked)
+        return INFILL, {"input_prefix": prompt, "input_suffix": suffix} | _text_fields(asked, n_ctx)
     if is_raw:
-        return COMPLETION, {"prompt": prompt} | _text_fields(asked)
+        return COMPLETION, {"prompt": prompt} | _text_fields(asked, n_ctx)
     messages: list[Any] = [{"role": "user", "content": with_pictures(prompt, pictures, "images")}]
     if system := fields.string(asked, "system", ""):
         messages.insert(0, {"role": "system", "content": system})
-    return CHAT, {"messages": messages} | _chat_fields(asked)
+    return CHAT, {"messages": messages} | _chat_fields(asked, n_ctx)
 
 
-def _chat_fields(asked: Body) -> dict[str, Any]:
-    body = sampling(asked) | _thinking(asked.get("think"))
+def has_alternatives(asked: Body) -> bool:
+    """Whether a reply's tokens come with others that were likely. Ours come with one at least."""
+    return bool(asked.get("top_logprobs"))
+
+
+def _tool(value: Any) -> Any:
+    """A tool, which Ollama's programs may leave the type of out: there is one alone."""
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        return value | {"type": value.get("type") or "function"}
+    return value
+
+
+def _chat_fields(asked: Body, n_ctx: int) -> dict[str, Any]:
+    body = sampling(asked, n_ctx) | _thinking(asked.get("think"))
     schema = _format(asked.get("format"))
     if schema is not None:
         body["response_format"] = (
@@ -66,12 +78,12 @@ def _chat_fields(asked: Body) -> dict[str, Any]:
             else {"type": "json_object"}
         )
     if (n_top := _top_logprobs(asked)) is not None:
-        body |= {"logprobs": True, "top_logprobs": n_top}
+        body |= {"logprobs": True, "top_logprobs": max(1, n_top)}
     return body
 
 
-def _text_fields(asked: Body) -> dict[str, Any]:
-    body = sampling(asked)
+def _text_fields(asked: Body, n_ctx: int) -> dict[str, Any]:
+    body = sampling(asked, n_ctx)
     schema = _format(asked.get("format"))
     if schema is not None:
         body["json_schema"] = schema or {"type": "object"}

@@ -6,6 +6,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from towerd.api.http import fields
+from towerd.api.http.arrival import ARRIVED
 from towerd.api.http.body import PEEKED, decode, read_bytes
 from towerd.api.http.fields import INT32_MAX, Body
 from towerd.api.http.off_loop import by_size, release
@@ -35,17 +36,18 @@ async def _translate(request: web.Request, *, one: bool) -> web.Response | None:
     data = await read_bytes(request)
     asked = await asked_of(request, data)
     model = asked.model_name()
-    if asked.unloads():
-        unload_behind(request)
+    unloads = asked.unloads()
     body = await decode(request, data)
     texts = [fields.string(body, "prompt", "")] if one else _texts(body)
     n_dimensions = fields.integer_in(body, ("dimensions",), 0, 0, INT32_MAX)
+    if unloads:
+        unload_behind(request)
     if not any(texts):  # such a request only loads the model
         return json_reply({"embedding": []} if one else {"model": model, "embeddings": []})
     n_items = len(data) // ITEM_BYTES
     request[PEEKED] = await by_size(n_items, encode, {"input": texts, "model": model})
     await release(body)
-    request[TRANSLATION] = EmbedReply(EMBEDDINGS, model, n_dimensions, one=one)
+    request[TRANSLATION] = EmbedReply(EMBEDDINGS, model, n_dimensions, request[ARRIVED], one=one)
     return None
 
 

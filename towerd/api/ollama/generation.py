@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from towerd.api.http.arrival import ARRIVED
 from towerd.api.http.body import PEEKED, decode, read_bytes
 from towerd.api.http.fields import Body
 from towerd.api.http.keys import service_of
@@ -15,7 +16,7 @@ from towerd.api.http.off_loop import by_size, release
 from towerd.api.http.reply import encode, json_reply
 from towerd.api.http.translation import TRANSLATION
 from towerd.api.ollama.asked import asked_of
-from towerd.api.ollama.bodies import CHAT, Translated, of_chat, of_generate
+from towerd.api.ollama.bodies import CHAT, Translated, has_alternatives, of_chat, of_generate
 from towerd.api.ollama.parts import ChatReader, ReplyPart, TextReader
 from towerd.api.ollama.replies import OllamaReply, Said, chat_said, generate_said, head_of
 from towerd.api.ollama.unloading import unload, unload_behind
@@ -28,7 +29,7 @@ ITEM_BYTES = 64
 class _Generating:
     """One of the two routes."""
 
-    read: Callable[[Body], Translated]
+    read: Callable[[Body, int], Translated]
     said: Said
     is_chat: bool
 
@@ -70,25 +71,28 @@ async def _translate(request: web.Request, kind: _Generating) -> str | web.Respo
     data = await read_bytes(request)
     asked = await asked_of(request, data)
     model, is_stream, unloads = asked.model_name(), asked.is_streamed(), asked.unloads()
+    n_ctx = service_of(request).engine.n_ctx  # the request has waited for the model
     if asked.is_empty(is_chat=kind.is_chat):
-        service_of(request)  # the request has waited for the model
         if unloads:
             unload(request)
         return loaded_reply(model, kind.said, "unload" if unloads else "load")
-    if unloads:
-        unload_behind(request)
     body = await decode(request, data)
     more = {"model": model, "stream": is_stream}
-    path, request[PEEKED] = await by_size(len(data) // ITEM_BYTES, _encoded, kind, body, more)
+    path, request[PEEKED] = await by_size(
+        len(data) // ITEM_BYTES, _encoded, kind, body, more, n_ctx
+    )
     await release(body)
-    reader = ChatReader() if path == CHAT else TextReader()
-    request[TRANSLATION] = OllamaReply(path, model, reader, kind.said)
+    if unloads:
+        unload_behind(request)
+    reads = ChatReader if path == CHAT else TextReader
+    reader = reads(has_alternatives=has_alternatives(body))
+    request[TRANSLATION] = OllamaReply(path, model, reader, kind.said, request[ARRIVED])
     return path
 
 
-def _encoded(kind: _Generating, body: Body, more: Body) -> tuple[str, bytes]:
+def _encoded(kind: _Generating, body: Body, more: Body, n_ctx: int) -> tuple[str, bytes]:
     """The route of ours, and the body for it. What is made in between is freed here, off the event loop."""
-    path, ours = kind.read(body)
+    path, ours = kind.read(body, n_ctx)
     return path, encode({**ours, **more})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections import deque
 from typing import Any
 
 from towerd.api.http import fields
@@ -35,28 +36,42 @@ class CallIds:
     calls, or name the tool."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[str, str]] = []
-        """(id, tool) of each call that has no result yet."""
         self._n_calls = 0
+        self._is_over = False
+        """Whether another message follows the calls: the next call is of a new turn."""
+        self._waiting: set[str] = set()
+        """Ids of this turn's calls that have no result yet."""
+        self._in_order: deque[str] = deque()
+        """Of all calls of the turn, the answered ones among them until they are met."""
+        self._of_tool: dict[str, deque[str]] = {}
+
+    def end_calls(self) -> None:
+        """The calls are complete. When others begin, those without a result get none any more."""
+        self._is_over = True
 
     def of_call(self, given: str, tool: str) -> str:
         """The id of the next call. Some templates want nine letters and digits."""
+        if self._is_over:
+            self._is_over = False
+            self._waiting, self._in_order, self._of_tool = set(), deque(), {}
         self._n_calls += 1
         found = given or f"call{self._n_calls:05d}"
-        self._waiting.append((found, tool))
+        self._waiting.add(found)
+        self._in_order.append(found)
+        self._of_tool.setdefault(tool, deque()).append(found)
         return found
 
     def of_result(self, given: str, tool: str) -> str:
         """The id of the call whose result this is; empty: there is none."""
-        waiting = [
-            each for each in self._waiting if given == each[0] or (not given and tool == each[1])
-        ]
-        if not waiting and not given:
-            waiting = self._waiting[:1]
-        if not waiting:
-            return given
-        self._waiting.remove(waiting[0])
-        return waiting[0][0]
+        found = given or self._next(self._of_tool.get(tool)) or self._next(self._in_order)
+        self._waiting.discard(found)
+        return found
+
+    def _next(self, ids: deque[str] | None) -> str:
+        """The first that waits; empty: none does."""
+        while ids and ids[0] not in self._waiting:
+            ids.popleft()
+        return ids[0] if ids else ""
 
 
 def with_pictures(text: str, pictures: Any, where: str) -> str | list[Message]:
@@ -89,6 +104,8 @@ def _message(where: str, value: Any, ids: CallIds) -> Message:
         message["tool_calls"] = [
             _call(f"{where}.tool_calls[{i}]", each, ids) for i, each in enumerate(calls)
         ]
+    if role != "assistant":
+        ids.end_calls()
     if role == "tool":
         tool = _text(value, "tool_name", where) or _text(value, "name", where)
         call_id = ids.of_result(_text(value, "tool_call_id", where), tool)
@@ -118,6 +135,7 @@ def _call(where: str, value: Any, ids: CallIds) -> Message:
 def _picture(where: str, value: Any) -> Message:
     if not isinstance(value, str):
         raise fields.wrong_type(where, "string", value)
+    value = value.replace("\n", "").replace("\r", "")  # Go's decoder passes over them
     try:
         data = base64.b64decode(value, validate=True)
     except (binascii.Error, ValueError) as error:

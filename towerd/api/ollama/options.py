@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from towerd.api.http import fields
-from towerd.api.http.fields import Body
+from towerd.api.http.fields import INT32_MAX, Body
 from towerd.errors import InvalidRequest
 
 _Read: TypeAlias = Callable[[str, Any], Any]
@@ -31,8 +31,8 @@ _FIELDS: dict[str, tuple[str, _Read]] = {
 """Option -> our field, and how its value is read."""
 
 
-def sampling(asked: Body) -> dict[str, Any]:
-    """The fields that a request's options set. Raises InvalidRequest."""
+def sampling(asked: Body, n_ctx: int) -> dict[str, Any]:
+    """The fields that a request's options set. n_ctx: as for `of_chat`. Raises InvalidRequest."""
     options = asked.get("options")
     if options is None:
         return {}
@@ -43,12 +43,14 @@ def sampling(asked: Body) -> dict[str, Any]:
         if name in _FIELDS and value is not None:
             field, read = _FIELDS[name]
             found[field] = read(f"options.{name}", value)
+    if found.get("repeat_last_n") == -1:
+        found["repeat_last_n"] = n_ctx  # so Ollama means it
     if options.get("stop") is not None:
         found["stop"] = _stops(options["stop"])
     if options.get("num_predict") is not None:
         n_predict = fields.integer("options.num_predict", options["num_predict"])
         # To Ollama 0 is no limit, like -1; -2 fills the context, at whose end a reply ends anyway.
-        found["n_predict"] = n_predict if n_predict > 0 else -1
+        found["n_predict"] = min(n_predict, INT32_MAX) if n_predict > 0 else -1
     return found
 
 

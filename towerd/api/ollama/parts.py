@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,18 @@ class ReplyPart:
 class PartReader(ABC):
     """Reads one reply."""
 
+    def __init__(self, *, has_alternatives: bool = True) -> None:
+        """has_alternatives: whether its tokens are passed on with others that were likely."""
+        self._has_alternatives = has_alternatives
+
+    def _logprobs(self, tokens: Iterable[dict[str, Any]] | None) -> tuple[dict[str, Any], ...]:
+        if self._has_alternatives:
+            return tuple(tokens or ())
+        return tuple(
+            {key: value for key, value in each.items() if key != "top_logprobs"}
+            for each in tokens or ()
+        )
+
     @abstractmethod
     def of_event(self, event: dict[str, Any]) -> ReplyPart:
         """An event of a stream."""
@@ -45,7 +57,8 @@ class PartReader(ABC):
 class ChatReader(PartReader):
     """OpenAI's chat completions. Calls of tools come in pieces, and are passed on when they are whole."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_alternatives: bool = True) -> None:
+        super().__init__(has_alternatives=has_alternatives)
         self._calls: list[_CallPieces] = []
         self._n_read = 0
 
@@ -77,7 +90,7 @@ class ChatReader(PartReader):
             said.get("content") or "",
             said.get("reasoning_content") or "",
             calls,
-            tuple((choice.get("logprobs") or {}).get("content") or ()),
+            self._logprobs((choice.get("logprobs") or {}).get("content")),
             "" if reason is None else "length" if reason == "length" else "stop",
             event.get("timings") or {},
             event.get("towerd"),
@@ -129,7 +142,7 @@ class TextReader(PartReader):
     def of_event(self, event: dict[str, Any]) -> ReplyPart:
         return ReplyPart(
             text=event.get("content") or "",
-            logprobs=tuple(event.get("completion_probabilities") or ()),
+            logprobs=self._logprobs(event.get("completion_probabilities")),
             done_reason=_reason(event) if event.get("stop") else "",
             timings=event.get("timings") or {},
             towerd=event.get("towerd"),

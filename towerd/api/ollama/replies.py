@@ -49,13 +49,15 @@ def rfc3339(unix_s: float) -> str:
 class OllamaReply(Translation):
     """A reply of /api/chat or /api/generate."""
 
-    def __init__(self, path: str, model: str, reader: PartReader, said: Said) -> None:
-        """model: its name as the client gave it."""
+    def __init__(
+        self, path: str, model: str, reader: PartReader, said: Said, began_s: float
+    ) -> None:
+        """model: its name as the client gave it. began_s: when the request arrived; time.monotonic."""
         super().__init__(path)
         self._model = model
         self._reader = reader
         self._said = said
-        self._began_s = time.monotonic()
+        self._began_s = began_s
 
     def lines(self, event: dict[str, Any]) -> Iterable[dict[str, Any]]:
         if (error := event.get("error")) is not None:
@@ -86,7 +88,7 @@ class OllamaReply(Translation):
         evaluated_ms = part.timings.get("prompt_ms", 0.0)
         generated_ms = part.timings.get("predicted_ms", 0.0)
         n_prompt = part.timings.get("cache_n", 0) + part.timings.get("prompt_n", 0)
-        # What is neither: the wait for a place, and for stored rows.
+        # What is neither: the wait for the model, for a place, and for stored rows.
         load_ms = max(0.0, total_ms - evaluated_ms - generated_ms)
         return {
             "total_duration": int(total_ms * _NS_A_MS),
@@ -101,13 +103,17 @@ class OllamaReply(Translation):
 class EmbedReply(Translation):
     """A reply of /api/embed, or of the older /api/embeddings for one text."""
 
-    def __init__(self, path: str, model: str, n_dimensions: int, *, one: bool) -> None:
-        """n_dimensions: of the embeddings; 0: all that there are. one: whether it is of the older one."""
+    def __init__(
+        self, path: str, model: str, n_dimensions: int, began_s: float, *, one: bool
+    ) -> None:
+        """n_dimensions: of the embeddings; 0: all that there are. began_s: as for `OllamaReply`. one: whether
+        it is of the older one."""
         super().__init__(path)
         self._model = model
         self._n_dimensions = n_dimensions
         self._one = one
-        self._began_s = time.monotonic()
+        self._began_s = began_s
+        self._load_s = time.monotonic() - began_s
 
     def lines(self, event: dict[str, Any]) -> Iterable[dict[str, Any]]:
         raise AssertionError("embeddings are not streamed")
@@ -122,7 +128,7 @@ class EmbedReply(Translation):
             "model": self._model,
             "embeddings": embeddings,
             "total_duration": total_ns,
-            "load_duration": 0,
+            "load_duration": int(self._load_s * 1e9),
             "prompt_eval_count": reply.get("usage", {}).get("prompt_tokens", 0),
         }
 

@@ -36,14 +36,16 @@ async def forward(request: web.Request) -> web.StreamResponse:
     model = named(request, asked)
     unloads = asked.unloads()
     said = _SAID.get(request.path)
-    if unloads and said is not None and asked.is_empty(is_chat=said is chat_said):
-        require_overview(request)
-        request.app[MODELS].begin_unload(model)
-        return loaded_reply(asked.model_name(), said, "unload")
+    if said is not None:
+        asked.is_streamed()  # a request that only unloads is checked as well
+        if unloads and asked.is_empty(is_chat=said is chat_said):
+            require_overview(request)
+            request.app[MODELS].unload_when_idle(model)
+            return loaded_reply(asked.model_name(), said, "unload")
     # Lines of JSON have no comments that could keep a client patient: it waits, as Ollama's do.
     response = await pass_on(request, model, body)
     is_idle = model.n_running == 0 and model.n_waiting == 0
-    if unloads and is_idle and request[TENANT].sees_all:
+    if unloads and response.status < 400 and is_idle and request[TENANT].sees_all:
         request.app[MODELS].begin_unload(model)
     return response
 

@@ -7,6 +7,7 @@ import time
 from aiohttp import ClientResponse, web
 
 from towerd.api.http.access import is_owner_socket
+from towerd.api.http.arrival import ARRIVED, WAITED
 from towerd.api.http.keys import TENANT
 from towerd.api.http.tenants import caller_name
 from towerd.api.relay.headers import to_towerd
@@ -46,6 +47,7 @@ class RoutedRequest:
         self._method = request.method
         self._path = request.rel_url.raw_path_qs
         self._headers = to_towerd(request.headers, caller)
+        self._arrived_s = request[ARRIVED]
         self._body = body or None
         self._is_use = is_use and request.method not in READING
         self._may_load = may_load or self._is_use
@@ -58,6 +60,7 @@ class RoutedRequest:
             process = await self._models.enter(
                 self.model, is_use=self._is_use, may_load=self._may_load
             )
+            self._headers[WAITED] = f"{time.monotonic() - self._arrived_s:.6f}"
             try:
                 reply = await process.send(self._method, self._path, self._headers, self._body)
             except (Lost, NotHttp) as error:

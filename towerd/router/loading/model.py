@@ -52,6 +52,8 @@ class RoutedModel:
     """Another model has waited long for its room: it takes no new requests until it has left."""
     is_unwanted: bool = False
     """It was unloaded while it was loading."""
+    leaves_when_idle: bool = False
+    """It is to be unloaded when its requests have ended, unless another begins."""
     is_gone: bool = False
     """It is not served any more, and is loaded for nobody."""
     was_loaded: bool = False

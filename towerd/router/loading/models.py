@@ -137,6 +137,8 @@ class Models:
         if it is not to be, and Unavailable at shutdown and while its process does not answer."""
         if not model.takes_requests:
             model.raise_recent_failure()
+        if is_use:
+            model.leaves_when_idle = False
         model.n_waiting += 1
         try:
             while not (model.takes_requests if is_use else model.state is State.LOADED):
@@ -165,8 +167,9 @@ class Models:
         self._watch_idle(model)
 
     def _watch_idle(self, model: RoutedModel) -> None:
-        """Unload a model that was unused for as long as its table says; look again when it may be."""
-        idle_s = model.table.idle_s
+        """Unload a model that was unused for as long as its table says, or that is to leave then; look
+        again when it may be."""
+        idle_s = 0.0 if model.leaves_when_idle else model.table.idle_s
         if idle_s is None or model.state is not State.LOADED or model.occupies().is_busy:
             return
         if model.idle_timer is not None:
@@ -373,6 +376,12 @@ class Models:
             model.state = State.STOPPING
             self._run(model.process.stop())
 
+    def unload_when_idle(self, model: RoutedModel) -> None:
+        """Unload a model, in order, when its requests have ended: those that run and those that wait for
+        it. One that begins later keeps it loaded."""
+        model.leaves_when_idle = model.is_running or model.is_on_its_way
+        self._watch_idle(model)
+
     async def _watch(self, model: RoutedModel, process: ModelProcess) -> None:
         silence = asyncio.create_task(_watch_silence(model, process))
         code = await process.wait()
@@ -388,6 +397,7 @@ class Models:
 
     def _unloaded(self, model: RoutedModel, code: int) -> None:
         model.state, model.process, model.exit_code = State.UNLOADED, None, code
+        model.leaves_when_idle = False
         self.events.has_ended(model.name, code)
         self._changed.set()
 
