@@ -18,6 +18,11 @@ from typing import Any
 
 from towerd.store.catalog import database, lost_tokenizers
 from towerd.store.catalog.journal.journal import Chain
+from towerd.store.catalog.journal.reused_keys import (
+    KnownSessions,
+    drop_foreign,
+    forget_replaced,
+)
 from towerd.store.catalog.journal.tables import (
     Ledger,
     Row,
@@ -47,8 +52,14 @@ _LOST_ENDS = (
     "SELECT pk, leaf FROM sessions WHERE cold_bytes = 0 AND n_tokens > 0 AND NOT EXISTS"
     f" (SELECT 1 FROM turns WHERE turns.id = leaf AND {_HAS_TOKENS})"
 )
-_TURN_BEFORE = f"SELECT parent, iif({_HAS_TOKENS}, id, NULL) FROM turns WHERE id = ?"
-_LAST_WHOLE_TURN = f"SELECT max(id) FROM turns WHERE session = ? AND {_HAS_TOKENS}"
+_OF_SESSION = (
+    "session = :pk AND turns.created >= (SELECT created FROM sessions WHERE pk = turns.session)"
+)
+"""Of one whose row id was used again, older turns may be left."""
+_TURN_BEFORE = (
+    f"SELECT parent, iif({_HAS_TOKENS}, id, NULL) FROM turns WHERE id = :id AND {_OF_SESSION}"
+)
+_LAST_WHOLE_TURN = f"SELECT max(id) FROM turns WHERE {_OF_SESSION} AND {_HAS_TOKENS}"
 _DROP_MISPLACED_VIEWS = """
 DELETE FROM views WHERE id IN (
     SELECT views.id FROM views
@@ -82,6 +93,8 @@ def settle(db: sqlite3.Connection, vocabularies: Path) -> tuple[str, ...]:
     )
     n_unknown = lost_tokenizers.restore(db, vocabularies)
     drop_wrong(db)
+    drop_foreign(db)
+    _cut_dangling(db)
     found = {
         "tokenizers, whose conversations are listed until their model is served": n_unknown,
         "sessions": n_sessions - _count_of(db, "SELECT count(*) FROM sessions"),
@@ -121,10 +134,11 @@ def step_back(db: sqlite3.Connection) -> None:
     for pk, leaf in db.execute(_LOST_ENDS).fetchall():
         before, at = None, leaf
         while before is None and at is not None:
-            parent, before = db.execute(_TURN_BEFORE, (at,)).fetchone()
+            found = db.execute(_TURN_BEFORE, {"id": at, "pk": pk}).fetchone()
+            parent, before = found or (None, None)
             at = parent if parent is not None and parent < at else None
         if before is None:
-            (before,) = db.execute(_LAST_WHOLE_TURN, (pk,)).fetchone()
+            (before,) = db.execute(_LAST_WHOLE_TURN, {"pk": pk}).fetchone()
         if before is not None:
             db.execute(
                 "UPDATE sessions SET leaf = turns.id, n_tokens = n_prompt + n_reply FROM turns"
@@ -301,7 +315,9 @@ class Filler:
         return rooted
 
     def apply(self, changes: Sequence[TableChange]) -> None:
-        """Delete and insert the rows of one transaction."""
+        """Delete and insert the rows of one transaction, and what is left of sessions that these
+        replace."""
+        forget_replaced(self._db, self._tables, changes)
         for name, rows, gone in changes:
             table = self._tables[name]
             self._db.executemany(
@@ -363,10 +379,13 @@ class _DamagedCatalog:
         db.close()
         return None
 
-    def sound_rows(self) -> Iterator[list[TableChange]]:
-        """Every readable row with a valid seal, table by table."""
-        for table in self.tables:
-            yield [TableChange(table.name, list(self._sound_rows(table)), [])]
+    def sound_rows(self, into: sqlite3.Connection) -> Iterator[list[TableChange]]:
+        """Every readable row with a valid seal, table by table, to be entered one by one in the catalog
+        `into`; without rows that may be another session's than the one of their number there."""
+        known = KnownSessions(into, {table.name: table for table in self.tables})
+        first = {"sessions": 0, "turns": 1}
+        for table in sorted(self.tables, key=lambda table: first.get(table.name, 2)):
+            yield [known.own(TableChange(table.name, list(self._sound_rows(table)), []))]
 
     def has_total(self, total: int, schema: int) -> bool:
         """Whether its rows had the same seals as those of the catalog with this total and seal of the
@@ -426,7 +445,7 @@ def _fill(
         filler.apply_all(chain.changes())
     else:
         filler.apply_all(chain.changes(until=reached))
-        filler.apply_all(source.sound_rows())
+        filler.apply_all(source.sound_rows(db))
         filler.apply_all(chain.changes(after=reached))
     filler.set_sequences(chain.sequences)
     seq, total = chain.end, total_of(db, tables)

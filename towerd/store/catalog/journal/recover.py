@@ -144,7 +144,8 @@ def write_snapshot(
 def _dump(db: sqlite3.Connection, tables: Sequence[Table], ledger: Ledger) -> Iterator[TableChange]:
     """Every row, in chunks. Raises CatalogDamaged if a row is wrong or missing."""
     total = schema_seal(db)
-    for table in tables:
+    # where it is read over older rows, sessions make way for what is theirs
+    for table in sorted(tables, key=lambda table: table.name != "sessions"):
         rows: list[Row] = []
         for *row, seal in db.execute(select(table)):
             if table.seal(row) != seal:
