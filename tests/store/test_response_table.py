@@ -12,7 +12,7 @@ import pytest
 from crash import killed_after
 from store_tools import ROW_IDENTITY, turn_of
 
-from towerd.errors import InvalidRequest, NotFound
+from towerd.errors import DiskLimitReached, InvalidRequest, NotFound
 from towerd.store import Store
 from towerd.store.sessions.conversations import ContextItem, ResponseContext
 from towerd.store.sessions.json_blob import unpack
@@ -224,3 +224,15 @@ def test_everything_is_there_after_a_kill_and_from_the_journal_alone(tmp_path: P
             assert len(store.responses.context("local", "2").items) == 4
             assert names(store.responses.input_items("local", "in")) == ["i", "q-in"]
             assert store.verify().ok
+
+
+def test_conversations_keep_to_the_disk_limit(store: Store) -> None:
+    """Items are kept though no turn was: what is there stays readable."""
+    conversations = store.responses.conversations
+    made = conversations.create("local", "{}", [item("i")])
+    store.disk.bytes_max = 1 << 10
+    with pytest.raises(DiskLimitReached):
+        conversations.add_items("local", made.name, [item("j")])
+    with pytest.raises(DiskLimitReached):
+        conversations.create("local", "{}", [])
+    assert conversations.get("local", made.name) == made

@@ -67,7 +67,8 @@ async def _serve(tables: ModelTables) -> None:
     stopping = stop_event()
     name_process("towerd-router")
     broker = await asyncio.to_thread(CatalogBroker, tables.config.store_dir)
-    responses = ResponseTable(broker.catalog, lambda: broker.turn, time.time)
+    broker.limit.bytes_max = tables.config.disk_max
+    responses = ResponseTable(broker.catalog, lambda: broker.turn, time.time, broker.limit)
     log.info("this process is the router and the catalog's broker", extra={"pid": os.getpid()})
     try:
         with socket_folder("towerd-models-") as folder:

@@ -93,7 +93,9 @@ class Store:
         self.bases = BaseTable(state)
         self.pins = PinTable(state)
         self.deletions = Deletions()
-        self.responses = ResponseTable(state.catalog, state.locked, state.clock)
+        self.responses = ResponseTable(
+            state.catalog, state.locked, state.clock, state.directory.limit
+        )
         """The responses of OpenAI's API, and its conversations."""
         self.vocabularies = Vocabularies(state.directory.tokenizers)
         """The vocabularies of the tokenizers whose sessions the store has."""

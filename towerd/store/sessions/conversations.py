@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from towerd.errors import NotFound
 from towerd.store.catalog.catalog import Catalog
+from towerd.store.files.disk_limit import DiskLimit
 from towerd.store.sessions.deletions import DELETED_META
 from towerd.store.sessions.json_blob import pack, unpack
 
@@ -63,9 +64,11 @@ class ConversationTable:
     catalog: Catalog
     locked: Locked
     clock: Callable[[], float]
+    limit: DiskLimit
 
     def create(self, scope: str, metadata: str, items: Sequence[ContextItem]) -> Conversation:
-        """A new conversation with these items."""
+        """A new conversation with these items. Raises DiskLimitReached."""
+        self.limit.check()
         name, now = "conv_" + secrets.token_hex(24), self.clock()
         with self.locked(), self.catalog.transaction():
             facts = {"scope": scope, "name": name, "metadata": metadata, "created": now}
@@ -124,7 +127,8 @@ class ConversationTable:
             return unpack(self._item(self._row(scope, name)["id"], item)["body"])
 
     def add_items(self, scope: str, name: str, items: Sequence[ContextItem]) -> None:
-        """Add items at the end."""
+        """Add items at the end. Raises DiskLimitReached."""
+        self.limit.check()
         with self.locked(), self.catalog.transaction():
             append_items(self.catalog, self._row(scope, name)["id"], items, self.clock())
 

@@ -16,6 +16,7 @@ import msgspec
 
 from towerd.errors import InvalidRequest, NotFound
 from towerd.store.catalog.catalog import Catalog
+from towerd.store.files.disk_limit import DiskLimit
 from towerd.store.sessions.conversations import (
     ContextItem,
     ConversationTable,
@@ -77,11 +78,12 @@ class ResponseTable:
     catalog: Catalog
     locked: Locked
     clock: Callable[[], float]
+    limit: DiskLimit
 
     @property
     def conversations(self) -> ConversationTable:
         """The conversations that responses are made in."""
-        return ConversationTable(self.catalog, self.locked, self.clock)
+        return ConversationTable(self.catalog, self.locked, self.clock, self.limit)
 
     def add(self, new: NewResponse, session: int | None) -> bool:
         """Keep a response, and add its items to its conversation. session: the row of the session that

@@ -55,6 +55,7 @@ class CatalogBroker:
             self.catalog = SqliteCatalog(directory.catalog, directory.writes)
             undo.pop_all()
         self._writes = directory.writes
+        self.limit = directory.limit
         directory.sweep_tmp()
         self._places = {
             each.name: (
