@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from simulated_disk import SimulatedDisk, calls_to
@@ -14,8 +19,8 @@ from store_tools import ROW_IDENTITY, check_rows, make_hot, turn_of
 from ten_sessions import DATABASE, WAL, flip, remove
 
 from towerd.codec import Codec
-from towerd.cold import freeze, thaw
-from towerd.errors import TokensLost
+from towerd.cold import freeze, thaw, write_copy
+from towerd.errors import DiskFull, StoreError, TokensLost
 from towerd.store import FormatRequest, Store
 from towerd.store.catalog.journal.journal import HEAD_BYTES, read_chain
 from towerd.store.catalog.vocabularies import KeptVocabulary
@@ -180,6 +185,104 @@ def test_a_conversation_that_was_thawed(root: Path) -> None:
     for store in after_cuts(root, freeze_first, thawed_and_continued):
         thaw(store, CODEC, "first")
         assert store.session_ids("first").tolist() in (FIRST, [*FIRST, 7, 8])
+
+
+@contextmanager
+def full_for_journal(root: Path) -> Iterator[None]:
+    """The disk has no room for the records that are written inside the block."""
+    write = os.write
+
+    def refused(fd: int, data: bytes) -> int:
+        logs = (root / "journal").glob("*.log")
+        if any(os.path.samestat(os.fstat(fd), log.stat()) for log in logs):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, data)
+
+    with patch("os.write", refused):
+        yield
+
+
+@contextmanager
+def after_kill(store: Store, root: Path) -> Iterator[Store]:
+    """The store as a process finds it after this one was killed and the catalog is lost."""
+    copy = root.with_name("killed")
+    shutil.copytree(root, copy)
+    for name in (DATABASE, WAL):
+        (copy / name).unlink()
+    with Store.open(copy, ROW_IDENTITY) as killed:
+        yield killed
+    shutil.rmtree(copy)
+
+
+def test_a_blob_that_the_journal_lacks(root: Path) -> None:
+    """A conversation keeps its tokens until the journal has them in the blob, too."""
+    with Store.open(root, ROW_IDENTITY) as store:
+        commit(store, FIRST, "first")
+        store.flush()
+        with full_for_journal(root):
+            assert write_copy(store, CODEC, "first", form="packed")
+        with pytest.raises(DiskFull):
+            freeze(store, CODEC, "first")
+        commit(store, branch(10), "other")
+        assert store.session("first").cold_bytes == 0
+        with after_kill(store, root) as killed:
+            assert killed.session_ids("first").tolist() == FIRST
+        store.flush()
+        assert freeze(store, CODEC, "first") is not None
+        with after_kill(store, root) as killed:
+            thaw(killed, CODEC, "first")
+            assert killed.session_ids("first").tolist() == FIRST
+
+
+def test_a_journal_that_is_removed(root: Path) -> None:
+    """Nothing is frozen until it is written again."""
+    with Store.open(root, ROW_IDENTITY) as store:
+        commit(store, FIRST, "first")
+        store.flush()
+        shutil.rmtree(root / "journal")
+        with pytest.raises(StoreError):
+            frozen(store)
+        assert store.session_ids("first").tolist() == FIRST
+        store.flush()
+        frozen(store)
+        assert store.session("first").cold_bytes > 0
+
+
+def test_a_thaw_that_the_journal_lacks(root: Path) -> None:
+    """The turn that follows does not take the blob out of the journal."""
+    with Store.open(root, ROW_IDENTITY) as store:
+        commit(store, FIRST, "first")
+        frozen(store)
+        store.flush()
+        with full_for_journal(root):
+            thaw(store, CODEC, "first")
+        commit(store, [*FIRST, 7, 8], "first")
+        commit(store, branch(10), "other")
+        with after_kill(store, root) as killed:
+            thaw(killed, CODEC, "first")
+            assert killed.session_ids("first").tolist() == FIRST
+        store.flush()
+        with after_kill(store, root) as killed:
+            assert killed.session_ids("first").tolist() == [*FIRST, 7, 8]
+
+
+def test_a_new_file_that_the_journal_lacks(root: Path) -> None:
+    """The file that it replaces stays until the journal names the new one."""
+    with Store.open(root, ROW_IDENTITY) as store:
+        write_rows(store)
+        store.flush()
+        (before,) = store.files()
+        with full_for_journal(root):
+            reencode(store)
+        assert before.path.exists()
+        with after_kill(store, root) as killed:
+            (leaf,) = killed.nodes()
+            assert leaf.file is not None
+            check_rows(killed, leaf)
+        store.flush()
+        assert not before.path.exists()
+        (leaf,) = store.nodes()
+        check_rows(store, leaf)
 
 
 @pytest.mark.parametrize("seed", [522, 1215])

@@ -281,6 +281,7 @@ class Store:
         with self.state.locked():
             self.state.flush()
         self.state.catalog.rest()
+        self.rows.replaced.remove()
 
     # --- rows -----------------------------------------------------------------------------
 

@@ -211,7 +211,8 @@ class Catalog(ABC):
 
     @abstractmethod
     def sync_journal(self) -> None:
-        """Make the journal durable up to the last transaction. Raises DiskFull or StoreError."""
+        """Make the journal durable up to the last transaction. Raises DiskFull or StoreError, also if it
+        lacks a change until it is written again."""
 
     # Maintenance is called by any thread that does not hold the lock.
 

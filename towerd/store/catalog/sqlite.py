@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import sqlite3
 import threading
@@ -41,6 +42,7 @@ _T = TypeVar("_T")
 
 SHRINK_BYTES_MIN = 4 << 20
 """Smaller savings are not worth a copy of the database."""
+_REMOVED = (errno.ENOENT, "it was removed from outside, or could not be written again")
 
 
 class SqliteCatalog(Catalog):
@@ -69,6 +71,8 @@ class SqliteCatalog(Catalog):
         """Taken before `lock`, which is free while a snapshot is written."""
         self._failure = ""
         """The failure that was logged last."""
+        self._lacking = _REMOVED
+        """The number and the text of the error that kept changes out of the journal."""
         self.committed: Callable[[Sequence[TableChange]], None] | None = None
         """Called with the changes of each transaction once it is durable."""
 
@@ -194,6 +198,12 @@ class SqliteCatalog(Catalog):
         return []
 
     def sync_journal(self) -> None:
+        self._sync_records()
+        with store_errors("the journal lacks changes until it is written again"):
+            if not self.journal.is_complete:
+                raise OSError(*self._lacking)
+
+    def _sync_records(self) -> None:
         with store_errors("the journal cannot be synced"):
             self.journal.sync()
 
@@ -204,7 +214,7 @@ class SqliteCatalog(Catalog):
             return
         with self._errors():
             self._db.execute(f"PRAGMA wal_checkpoint({'TRUNCATE' if truncate else 'PASSIVE'})")
-        self.sync_journal()
+        self._sync_records()
         self._is_flushed = True
         self._count_writes()
 
@@ -261,6 +271,7 @@ class SqliteCatalog(Catalog):
             with closing(reader):
                 write_snapshot(self.journal, reader, self.tables, ledger)
             with self._locked():
+                self._lacking = _REMOVED
                 self._count_writes()
 
     @contextmanager
@@ -338,12 +349,16 @@ class SqliteCatalog(Catalog):
         """Journal the changes; returns False on failure. Without room for the second copy the
         catalog alone keeps them, and the journal is rewritten at the next idle moment with
         room."""
+        if _removes_blob(changes) and not self.journal.is_complete:
+            self.journal.is_behind = True
+            return False  # it may lack the tokens that the blob has
         try:
             self.journal.append(seq, changes)
         except OSError as error:
             if not self.journal.is_behind:
                 log.error("the journal cannot be written", extra={"error": str(error)})
             self.journal.is_behind = True
+            self._lacking = error.errno or errno.EIO, error.strerror or str(error)
             return False
         return True
 
@@ -363,3 +378,9 @@ class SqliteCatalog(Catalog):
 
     def _errors(self) -> AbstractContextManager[None]:
         return database.errors(self.path)
+
+
+def _removes_blob(changes: Sequence[TableChange]) -> bool:
+    """Whether a session loses its blob and stays."""
+    gone = {change.table: set(change.gone) for change in changes}
+    return not gone.get("blobs", set()) <= gone.get("sessions", set())

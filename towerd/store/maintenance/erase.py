@@ -51,6 +51,7 @@ def erase(
     with state.lock:
         freed = _erase_copies(state, vocabularies)
     state.catalog.purge()
+    rows.replaced.remove_all()
     return replace(report, bytes_freed=report.bytes_freed + freed)
 
 

@@ -20,6 +20,7 @@ from towerd.store.files.writes import Kind
 from towerd.store.rows.drafting import as_split, consecutive, covered, draft_of, merge_runs
 from towerd.store.rows.format_request import FormatRequest, format_of
 from towerd.store.rows.recoding import UnfinishedCodings, carried_runs, encoded_run
+from towerd.store.rows.replaced import ReplacedFiles
 from towerd.store.rows.rows_part import RowsPart
 from towerd.store.rows.uncatalogue import uncatalogue, uncatalogue_forgotten
 from towerd.store.segments.coded_format import coding_of, is_coded
@@ -51,6 +52,8 @@ class RowStore:
         self.bases = TransformBases(state.directory.bases, state.directory.tmp)
         """What transform-coded rows are written and read with."""
         self._unfinished = UnfinishedCodings()
+        self.replaced = ReplacedFiles(state)
+        """Files that may go once the journal names those that have their rows."""
 
     def distrust(self, since: float) -> None:
         """Drop and refuse rows until the store is reopened, because the weights changed after
@@ -258,7 +261,7 @@ class RowStore:
         is_paced: bool = False,
     ) -> SegmentFile | None:
         """Write a draft, counted as `kind`, and let `targets()` (called under the lock once it is on disk) view it;
-        files that lose their last viewer are deleted. None if there are no targets. is_paced: wait
+        files that lose their last viewer are deleted (`ReplacedFiles`). None if there are no targets. is_paced: wait
         while requests run. Raises DiskFull or StoreError. In both cases nothing is left behind."""
         state, name = self._state, new_name()
         pool = self.encoding if is_paced else self._pool
@@ -279,18 +282,8 @@ class RowStore:
             finally:
                 if file is None:
                     directory.remove(name)
-        self._remove_replaced(unviewed)
+        self.replaced.add(unviewed)
         return file
-
-    def _remove_replaced(self, files: Sequence[SegmentFile]) -> None:
-        """Delete files whose rows are in another one by now. The journal says so durably before they
-        go: if the catalog is lost, it would name the files that are gone, and no others."""
-        state = self._state
-        if files:
-            with suppress(StoreError), state.lock:  # the catalog says so, whatever the journal does
-                state.catalog.sync_journal()
-        for file in files:
-            state.directory.remove(file.path.name)
 
     def reencode(
         self,
@@ -305,7 +298,7 @@ class RowStore:
             raises CodingInterrupted, which this then raises; what was encoded is used at the next attempt
 
         The old file's checksums are verified again first. Its nodes switch in one transaction, then
-        it is deleted; loads planned from it use the new file. None if the file was dropped meanwhile.
+        it is deleted (`ReplacedFiles`); loads planned from it use the new file. None if the file was dropped meanwhile.
         Raises RowsDamaged (the old file is in quarantine), DiskFull or StoreError."""
         state = self._state
         state.check_open()

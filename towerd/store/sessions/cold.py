@@ -502,8 +502,9 @@ class ColdTable:
         self._state.catalog.run("UPDATE sessions SET cold_bytes = 0 WHERE pk = ?", (pk,))
 
     def _keep_thawed(self) -> None:
-        """Make sure of the tokens in the journal, too, before the next turn takes the blob away."""
-        with suppress(StoreError):  # the catalog has them, whatever the journal does
+        """Make sure of the tokens in the journal, too, before the next turn takes the blob away. A journal
+        that lacks changes keeps the blob."""
+        with suppress(StoreError):
             self._state.catalog.sync_journal()
 
     def _forget_rows(self, pk: int) -> None:

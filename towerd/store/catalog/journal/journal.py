@@ -328,6 +328,8 @@ class Journal:
         """Bytes since the start."""
         self.is_behind = False
         """A record is missing or a rewrite failed, so the journal must be rewritten."""
+        self._is_short = False
+        """A record is missing until the rewrite that has begun is done."""
 
     def begin(self, chain: Chain, store: int, seq: int) -> None:
         """Append to the newest log of `chain` from now on, or to a new one that follows
@@ -380,12 +382,15 @@ class Journal:
             self._fd = -1
 
     def rotate(self, seq: int) -> None:
-        """Begin a new log after transaction `seq`. If it raises OSError, the old one stays."""
+        """Begin a new log after transaction `seq`, which a rewrite is to precede. If it raises OSError,
+        the old one stays."""
+        self._is_short |= not self.is_complete
         self.folder.mkdir(mode=0o700, exist_ok=True)
         if self.is_lost or self._path != self.folder / name_of(seq, LOG):
             before = self._fd
             self._open(seq, 0)
             os.close(before)
+        self.is_behind = False
 
     def write_snapshot(
         self, store: int, seq: int, rows: Iterable[TableChange], sequences: dict[str, int]
@@ -416,10 +421,16 @@ class Journal:
             remove_file(unfinished)
             raise
         durable.sync_dir(self.folder)
+        self._is_short = False
         self._snapshot_bytes = size
         self.n_written += size
         for old in self._older(seq):
             remove_file(old)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every change is in the journal by now, synced or not."""
+        return not (self.is_behind or self._is_short or self.is_lost)
 
     @property
     def is_lost(self) -> bool:

@@ -125,7 +125,6 @@ def begin_snapshot(journal: Journal, db: sqlite3.Connection) -> Ledger:
     if ledger is None:
         raise CatalogDamaged("the ledger has a wrong checksum")
     journal.rotate(ledger.seq)
-    journal.is_behind = False
     return ledger
 
 
