@@ -128,6 +128,34 @@ def test_what_continues_a_deleted_response_keeps_its_words(store: Store) -> None
     assert rows_of(store, "responses") == 0
 
 
+@pytest.mark.parametrize("gone", ["response", "session"])
+def test_of_a_deleted_response_that_is_continued_the_items_alone_stay(
+    store: Store, gone: str
+) -> None:
+    """Nothing else of its object is in any file after the next gc."""
+    for session, tokens in (("work", [1, 2, 3]), ("play", [7, 8, 9])):
+        store.commit_turn(turn_of(tokens, [4], session=session))
+    for name, session in (("1", "work"), ("2", "play")):
+        output = ContextItem(f"a-{name}", b'{"id": "a-%s"}' % name.encode())
+        body = b'{"instructions": "told-%s", "output": [%s]}' % (name.encode(), output.body)
+        context = START if name == "1" else store.responses.context("local", "1")
+        new = NewResponse("local", name, context, [item("q")], [output], body)
+        assert store.keep_response(new, session, "local")
+    before = store.responses.context("local", "2").items
+    if gone == "session":
+        store.delete_session("work")
+    else:
+        store.responses.delete("local", "1")
+    assert store.responses.context("local", "2").items == before
+    (body,) = store.state.catalog.rows("SELECT body FROM responses WHERE hidden = 1")[0]
+    assert list(json.loads(unpack(body))) == ["output"]
+    store.gc()
+    root = store.state.directory.catalog.parent
+    texts = [path.read_bytes() for path in (root / "catalog.sqlite", *(root / "journal").iterdir())]
+    assert not any(b"told-1" in text for text in texts)
+    assert any(b"told-2" in text for text in texts)
+
+
 def test_a_branch_that_goes_leaves_the_trunk(store: Store) -> None:
     chain(store, "1", "2", "3")
     assert keep(store, "2b", store.responses.context("local", "1"))

@@ -1,8 +1,8 @@
 """Responses of OpenAI's API, each with the items that it was given, in chains.
 
 A response names the one that it continues, so each item is kept once: also where a client sends the whole
-conversation each time, of which most is in the response before. A deleted response that a later one needs
-stays as a hidden part of that one's context, until the last of these is deleted as well.
+conversation each time, of which most is in the response before. Of a deleted response that
+a later one needs, the items stay as a hidden part of that one's context, until the last of these is deleted as well.
 """
 
 from __future__ import annotations
@@ -229,9 +229,15 @@ def forget_session(catalog: Catalog, session: int) -> None:
 
 
 def _hide(catalog: Catalog, whose: str, which: int) -> None:
-    """Hide responses, and delete what nothing else continues."""
+    """Hide responses, and delete what nothing else continues: of what is continued, all but the items."""
     catalog.run(f"UPDATE responses SET hidden = 1 WHERE {whose}", (which,))
     catalog.run(_UNNEEDED.format(whose=whose), (which,))
+    hidden = catalog.rows(f"SELECT id FROM responses WHERE {whose} AND hidden = 1", (which,))
+    for (pk,) in hidden:  # one at a time: a session may have many, each with a long body
+        (row,) = catalog.sealed("responses", "id = ?", (pk,))
+        output = _body.decode(unpack(row["body"])).output
+        body = b'{"output":%s}' % _array(map(bytes, output))
+        catalog.run("UPDATE responses SET body = ? WHERE id = ?", (pack(body), pk))
     note_deletion(catalog)
 
 
