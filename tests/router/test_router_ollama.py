@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,11 @@ def test_a_model_comes_and_goes(make_router: MakeRouter) -> None:
         parts = list(client.chat("tales", HELLO, options=GREEDY, stream=True, keep_alive=0))
         assert parts[-1].done
         until(lambda: states(router)["tales"] == "unloaded")
-        assert client.chat("tales", HELLO, options=GREEDY, keep_alive="5m").message.content
+        began_s = time.monotonic()
+        said = client.chat("tales", HELLO, options=GREEDY, keep_alive="5m")
+        took_s = time.monotonic() - began_s
+        assert said.message.content
+        assert 0.5 * took_s < (said.total_duration or 0) / 1e9 < took_s, "loading counts"
         assert states(router)["tales"] == "loaded"
 
 

@@ -397,7 +397,6 @@ class Models:
 
     def _unloaded(self, model: RoutedModel, code: int) -> None:
         model.state, model.process, model.exit_code = State.UNLOADED, None, code
-        model.leaves_when_idle = False
         self.events.has_ended(model.name, code)
         self._changed.set()
 
