@@ -191,6 +191,47 @@ def test_deletions(client_of: ClientOf, agent: Daemon) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_without_tokens_belongs_to_the_session_that_it_follows(
+    client_of: ClientOf, agent: Daemon, stream: bool
+) -> None:
+    """Or to the one that its client names; where there is neither, it is not kept, and says so."""
+    client = client_of(agent)
+    name = {"X-Towerd-Session": "work"}
+    alone = none(client, stream=stream, extra_headers=name)
+    made = client.conversations.create()
+    first = ask(client, LONG, extra_headers=name)
+    kept = [
+        none(client, stream=stream, extra_headers=name),
+        none(client, stream=stream, previous_response_id=first.id),
+    ]
+    kept.append(none(client, stream=stream, previous_response_id=kept[-1].id))
+    alone_in = none(client, stream=stream, conversation=made.id)
+    ask(client, LONG, conversation=made.id)
+    kept.append(none(client, stream=stream, conversation=made.id))
+    assert said(client.conversations.items.list(made.id, order="asc"))[:2] == ["None.", LONG]
+    for each in kept:
+        assert each.store is True
+        assert client.responses.retrieve(each.id).model_dump() == each.model_dump()
+    for session in agent.get("/towerd/v1/sessions")["sessions"]:
+        url = f"{agent.url}/towerd/v1/sessions/{session['id']}"
+        requests.delete(url, timeout=30).raise_for_status()
+    for each in (alone, alone_in):
+        assert each.store is False
+    for each in (alone, alone_in, *kept):
+        with pytest.raises(NotFoundError):
+            client.responses.retrieve(each.id)
+
+
+def none(client: OpenAI, *, stream: bool, **fields: Any) -> Any:
+    """A response without a token."""
+    asked: dict[str, Any] = {"model": "m", "input": "None.", "max_output_tokens": 0, **fields}
+    if not stream:
+        return client.responses.create(**asked)
+    with client.responses.create(**asked, stream=True) as events:
+        return list(events)[-1].response  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_conversation(client_of: ClientOf, agent: Daemon, stream: bool) -> None:
     """Its items are the context of each response in it, which adds to them; across a restart and a kill."""
     client = client_of(agent)
