@@ -228,7 +228,7 @@ def none(client: OpenAI, *, stream: bool, **fields: Any) -> Any:
     if not stream:
         return client.responses.create(**asked)
     with client.responses.create(**asked, stream=True) as events:
-        return list(events)[-1].response  # type: ignore[union-attr]
+        return list(events)[-1].response
 
 
 @pytest.mark.parametrize("stream", [False, True])
