@@ -156,10 +156,11 @@ def test_what_is_not_stored_cannot_be_continued(client_of: ClientOf, agent: Daem
     client = client_of(agent)
     first = ask(client, LONG, store=False)
     assert first.store is False
-    with pytest.raises(NotFoundError) as refused:
+    with pytest.raises(BadRequestError) as refused:
         ask(client, "And?", previous_response_id=first.id)
     error: Any = refused.value
     assert (error.param, error.code) == ("previous_response_id", "previous_response_not_found")
+    assert error.type == "invalid_request_error"
     assert f"Previous response with id '{first.id}' not found." in error.message
     with pytest.raises(NotFoundError):
         client.responses.retrieve(first.id)
@@ -186,7 +187,7 @@ def test_deletions(client_of: ClientOf, agent: Daemon) -> None:
     for gone in (then.id, last.id):
         with pytest.raises(NotFoundError):
             client.responses.retrieve(gone)
-        with pytest.raises(NotFoundError):
+        with pytest.raises(BadRequestError):
             ask(client, "And then?", previous_response_id=gone)
 
 
@@ -354,7 +355,6 @@ def test_tenants_know_nothing_of_each_other(
             lambda: bob.responses.retrieve(first.id),
             lambda: bob.responses.delete(first.id),
             lambda: bob.responses.input_items.list(first.id),
-            lambda: ask(bob, "And?", previous_response_id=first.id),
             lambda: bob.conversations.retrieve(made.id),
             lambda: bob.conversations.items.list(made.id),
             lambda: bob.conversations.delete(made.id),
@@ -363,5 +363,7 @@ def test_tenants_know_nothing_of_each_other(
         for attempt in attempts:
             with pytest.raises(NotFoundError):
                 attempt()
+        with pytest.raises(BadRequestError, match="Previous response with id"):
+            ask(bob, "And?", previous_response_id=first.id)
         assert ask(ann, "And?", previous_response_id=first.id).output_text == "Forty-two."
         assert requests.get(f"{daemon.url}/v1/responses/{first.id}", timeout=30).status_code == 401

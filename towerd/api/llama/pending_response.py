@@ -162,7 +162,7 @@ class _AskedContext:
         except NotFound as error:
             if self.field == "conversation":
                 raise NotFound(error.message, param=self.field) from error
-            raise NotFound(
+            raise InvalidRequest(
                 f"Previous response with id '{self.name[:100]}' not found.",
                 code="previous_response_not_found",
                 param=self.field,
