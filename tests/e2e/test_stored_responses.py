@@ -156,10 +156,11 @@ def test_what_is_not_stored_cannot_be_continued(client_of: ClientOf, agent: Daem
     client = client_of(agent)
     first = ask(client, LONG, store=False)
     assert first.store is False
-    with pytest.raises(NotFoundError) as refused:
+    with pytest.raises(BadRequestError) as refused:
         ask(client, "And?", previous_response_id=first.id)
     error: Any = refused.value
     assert (error.param, error.code) == ("previous_response_id", "previous_response_not_found")
+    assert error.type == "invalid_request_error"
     assert f"Previous response with id '{first.id}' not found." in error.message
     with pytest.raises(NotFoundError):
         client.responses.retrieve(first.id)
@@ -186,8 +187,49 @@ def test_deletions(client_of: ClientOf, agent: Daemon) -> None:
     for gone in (then.id, last.id):
         with pytest.raises(NotFoundError):
             client.responses.retrieve(gone)
-        with pytest.raises(NotFoundError):
+        with pytest.raises(BadRequestError):
             ask(client, "And then?", previous_response_id=gone)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_without_tokens_belongs_to_the_session_that_it_follows(
+    client_of: ClientOf, agent: Daemon, stream: bool
+) -> None:
+    """Or to the one that its client names; where there is neither, it is not kept, and says so."""
+    client = client_of(agent)
+    name = {"X-Towerd-Session": "work"}
+    alone = none(client, stream=stream, extra_headers=name)
+    made = client.conversations.create()
+    first = ask(client, LONG, extra_headers=name)
+    kept = [
+        none(client, stream=stream, extra_headers=name),
+        none(client, stream=stream, previous_response_id=first.id),
+    ]
+    kept.append(none(client, stream=stream, previous_response_id=kept[-1].id))
+    alone_in = none(client, stream=stream, conversation=made.id)
+    ask(client, LONG, conversation=made.id)
+    kept.append(none(client, stream=stream, conversation=made.id))
+    assert said(client.conversations.items.list(made.id, order="asc"))[:2] == ["None.", LONG]
+    for each in kept:
+        assert each.store is True
+        assert client.responses.retrieve(each.id).model_dump() == each.model_dump()
+    for session in agent.get("/towerd/v1/sessions")["sessions"]:
+        url = f"{agent.url}/towerd/v1/sessions/{session['id']}"
+        requests.delete(url, timeout=30).raise_for_status()
+    for each in (alone, alone_in):
+        assert each.store is False
+    for each in (alone, alone_in, *kept):
+        with pytest.raises(NotFoundError):
+            client.responses.retrieve(each.id)
+
+
+def none(client: OpenAI, *, stream: bool, **fields: Any) -> Any:
+    """A response without a token."""
+    asked: dict[str, Any] = {"model": "m", "input": "None.", "max_output_tokens": 0, **fields}
+    if not stream:
+        return client.responses.create(**asked)
+    with client.responses.create(**asked, stream=True) as events:
+        return list(events)[-1].response
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -313,7 +355,6 @@ def test_tenants_know_nothing_of_each_other(
             lambda: bob.responses.retrieve(first.id),
             lambda: bob.responses.delete(first.id),
             lambda: bob.responses.input_items.list(first.id),
-            lambda: ask(bob, "And?", previous_response_id=first.id),
             lambda: bob.conversations.retrieve(made.id),
             lambda: bob.conversations.items.list(made.id),
             lambda: bob.conversations.delete(made.id),
@@ -322,5 +363,7 @@ def test_tenants_know_nothing_of_each_other(
         for attempt in attempts:
             with pytest.raises(NotFoundError):
                 attempt()
+        with pytest.raises(BadRequestError, match="Previous response with id"):
+            ask(bob, "And?", previous_response_id=first.id)
         assert ask(ann, "And?", previous_response_id=first.id).output_text == "Forty-two."
         assert requests.get(f"{daemon.url}/v1/responses/{first.id}", timeout=30).status_code == 401

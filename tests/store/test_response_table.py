@@ -235,6 +235,26 @@ def test_a_conversation_grows_by_what_was_said_in_it(store: Store) -> None:
         assert names(store.responses.input_items("local", name)) == own
 
 
+def test_items_of_one_id_in_a_conversation(store: Store) -> None:
+    """What is the same is there once; what differs is there as well, under an id of its own."""
+    table = store.responses.conversations
+    made = table.create("local", "{}", [item("i"), item("i")])
+    other = ContextItem("i", b'{"id": "i", "said": "else"}')
+    with pytest.raises(InvalidRequest, match="id 'i' is in the conversation already"):
+        table.add_items("local", made.name, [item("new"), other])
+    with pytest.raises(InvalidRequest, match="id 'i'"):
+        table.create("local", "{}", [item("i"), other])
+    table.add_items("local", made.name, [item("i")])
+    context = table.context("local", made.name)
+    new = NewResponse("local", "1", context, [item("i"), other, other], [item("a")], b"")
+    assert store.keep_response(new, "", "local")
+    items, _ = table.page("local", made.name, "", 9, oldest_first=True)
+    assert [json.loads(each)["said"] for each in items[1:]] == ["else", "a" * 300]
+    assert [json.loads(table.item("local", made.name, name)) for name in names(items)] == [
+        json.loads(each) for each in items
+    ]
+
+
 def test_everything_is_there_after_a_kill_and_from_the_journal_alone(tmp_path: Path) -> None:
     root = tmp_path / "store"
 

@@ -40,6 +40,7 @@ from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.segments.segment_header import SegmentHeader
 from towerd.store.sessions.bases import BaseTable, PinTable
 from towerd.store.sessions.cold import ColdTable
+from towerd.store.sessions.conversations import ResponseContext
 from towerd.store.sessions.deletions import Deletions, DeletionWatch
 from towerd.store.sessions.foreign import ForeignSessions
 from towerd.store.sessions.history import History, add_history, copy_history
@@ -524,6 +525,14 @@ class Store:
             if self.responses.add(short, found.pk):
                 return True
             return short is not new and self.responses.add(new, found.pk)
+
+    def session_of_context(
+        self, context: ResponseContext, named: str | None, scope: str
+    ) -> int | None:
+        """The row of the session of this name and scope, else of what a response follows; None: there is none."""
+        with self.state.locked():
+            found = self._sessions.lookup(named, scope) if named else None
+            return self.responses.session_of(context) if found is None else found.pk
 
     # --- upkeep ---------------------------------------------------------------------------
 

@@ -428,10 +428,13 @@ class Writer:
     def progress(self, choice: int, total: int, cached: int, processed: int, time_ms: int) -> bytes:
         """The events of `prompt_progress`."""
 
-    def final(self, reply: Reply, id_slot: int, n_cached: int, extra: bytes) -> bytes:
+    def final(
+        self, reply: Reply, id_slot: int, n_cached: int, extra: bytes, shown: bytes = b""
+    ) -> bytes:
         """The events that close one choice of a stream. Without streaming, the whole response at
         the call for its last choice, and nothing before. n_cached: `tokens_cached`; extra: empty,
-        or a JSON object whose fields are added to the reply or its last event."""
+        or a JSON object whose fields are added to the reply or its last event. shown: empty, or a JSON
+        object whose fields replace those that are shown in this choice's response."""
 
     def response(self, choice: int) -> bytes:
         """JSON of the object of a finished choice's response, of /v1/responses."""

@@ -54,6 +54,8 @@ class PendingResponse:
     input: Sequence[ContextItem]
     """Its own items; none if they are not kept."""
     store: Store
+    session: int | None = None
+    """The row of its session, if it has no turn."""
 
     @classmethod
     async def of(cls, request: web.Request, body: bytes) -> tuple[PendingResponse | None, bytes]:
@@ -80,6 +82,15 @@ class PendingResponse:
         """Count what is remembered of the body of a request among the bodies, until the request ends."""
         request.app[BODIES].hold(request, sum(len(item.body) for item in self.input))
 
+    async def without_tokens(self, named: str | None, scope: str) -> PendingResponse:
+        """The same of an answer without tokens, which is no turn of a session: it is kept with the one that
+        its client named, or that of what it continues, so that it is deleted with it, and else not kept."""
+        if not self.is_kept:
+            return self
+        asked = self.context, named, scope
+        session = await asyncio.to_thread(self.store.session_of_context, *asked)
+        return replace(self, is_kept=session is not None, session=session)
+
     async def answered(self, response: bytes, finish: Finish, scope: str) -> None:
         """Keep the response, and add it to its conversation, durably. scope: of its turn. Raises DiskFull
         or another StoreError."""
@@ -95,6 +106,8 @@ class PendingResponse:
         output = named_items(map(bytes, made.output))
         body = response if self.is_kept else b""
         new = NewResponse(self.scope, made.id, self.context, self.input, output, body)
+        if not session:
+            return self.store.responses.add(new, self.session)
         return self.store.keep_response(new, session, scope)
 
 
@@ -149,7 +162,7 @@ class _AskedContext:
         except NotFound as error:
             if self.field == "conversation":
                 raise NotFound(error.message, param=self.field) from error
-            raise NotFound(
+            raise InvalidRequest(
                 f"Previous response with id '{self.name[:100]}' not found.",
                 code="previous_response_not_found",
                 param=self.field,

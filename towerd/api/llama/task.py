@@ -197,11 +197,14 @@ class Task:
         choice = self.choices[index]
         reply, choice.reply = choice.reply, None
         assert reply is not None
-        slot = finish.slot if self._sees_slots else 0
-        data = await self._threads.call(0, self.writer.final, reply, slot, finish.n_cached, extra)
-        if self._pending is not None:
-            response = self.writer.response(index)
-            await self._pending.answered(response, finish, self.scope)
+        slot, pending, shown = finish.slot if self._sees_slots else 0, self._pending, b""
+        if pending is not None and not finish.ids:
+            pending = await pending.without_tokens(self.session, self.scope)
+            shown = encode({"store": pending.is_kept})
+        ended = reply, slot, finish.n_cached, extra, shown
+        data = await self._threads.call(0, self.writer.final, *ended)
+        if pending is not None:
+            await pending.answered(self.writer.response(index), finish, self.scope)
         choice.end(is_whole=True)
         return data
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from towerd.errors import NotFound
+import msgspec
+
+from towerd.errors import InvalidRequest, NotFound
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.files.disk_limit import DiskLimit
 from towerd.store.sessions.deletions import DELETED_META
@@ -28,6 +30,12 @@ class ContextItem:
     """JSON, with the id in it."""
     is_named: bool = True
     """Whether its client gave the id."""
+
+    def renamed(self, name: str) -> ContextItem:
+        """The same with another id."""
+        body = msgspec.json.decode(self.body, type=dict[str, msgspec.Raw])
+        body["id"] = msgspec.Raw(msgspec.json.encode(name))
+        return ContextItem(name, msgspec.json.encode(body), self.is_named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +75,14 @@ class ConversationTable:
     limit: DiskLimit
 
     def create(self, scope: str, metadata: str, items: Sequence[ContextItem]) -> Conversation:
-        """A new conversation with these items. Raises DiskLimitReached."""
+        """A new conversation with these items. Raises InvalidRequest if two of one id differ, or
+        DiskLimitReached."""
         self.limit.check()
         name, now = "conv_" + secrets.token_hex(24), self.clock()
         with self.locked(), self.catalog.transaction():
             facts = {"scope": scope, "name": name, "metadata": metadata, "created": now}
-            append_items(self.catalog, self.catalog.insert("conversations", **facts), items, now)
+            pk = self.catalog.insert("conversations", **facts)
+            append_items(self.catalog, pk, items, now, renames=False)
         return Conversation(name, metadata, now)
 
     def get(self, scope: str, name: str) -> Conversation:
@@ -127,10 +137,11 @@ class ConversationTable:
             return unpack(self._item(self._row(scope, name)["id"], item)["body"])
 
     def add_items(self, scope: str, name: str, items: Sequence[ContextItem]) -> None:
-        """Add items at the end. Raises DiskLimitReached."""
+        """Add items at the end. Raises InvalidRequest if it has another one of the same id, or DiskLimitReached."""
         self.limit.check()
         with self.locked(), self.catalog.transaction():
-            append_items(self.catalog, self._row(scope, name)["id"], items, self.clock())
+            pk = self._row(scope, name)["id"]
+            append_items(self.catalog, pk, items, self.clock(), renames=False)
 
     def delete_item(self, scope: str, name: str, item: str) -> Conversation:
         """Delete an item; returns its conversation. Later responses do not follow it."""
@@ -161,13 +172,43 @@ def append_items(
     items: Iterable[ContextItem],
     now: float,
     session: int | None = None,
+    *,
+    renames: bool = True,
 ) -> None:
-    """Add items to a conversation, inside a transaction; those that it has already are not repeated."""
+    """Add items to a conversation, inside a transaction; those that it has already are not repeated. Another
+    one of the same id gets an id of its own; unless `renames`, it raises InvalidRequest."""
     catalog.run_many(
         "INSERT INTO conversation_items(conversation, session, name, body, created)"
-        " VALUES (?, ?, ?, ?, ?) ON CONFLICT (conversation, name) DO NOTHING",
-        [(conversation, session, item.name, pack(item.body), now) for item in items],
+        " VALUES (?, ?, ?, ?, ?)",
+        [
+            (conversation, session, item.name, pack(item.body), now)
+            for item in _new_items(catalog, conversation, list(items), renames=renames)
+        ],
     )
+
+
+def _new_items(
+    catalog: Catalog, conversation: int, items: Sequence[ContextItem], *, renames: bool
+) -> Iterator[ContextItem]:
+    """Those that a conversation does not have, each with an id that is new there."""
+    names = msgspec.json.encode([item.name for item in items]).decode()
+    where = "conversation = ? AND name IN (SELECT value FROM json_each(?))"
+    rows = catalog.sealed("conversation_items", where, (conversation, names))
+    known = {row["name"]: [msgspec.json.decode(unpack(row["body"]))] for row in rows}
+    for item in items:
+        body, alike = msgspec.json.decode(item.body), known.setdefault(item.name, [])
+        if body in alike:
+            continue
+        alike.append(body)
+        if len(alike) == 1:
+            yield item
+        elif not renames:
+            raise InvalidRequest(
+                f"Another item with id '{item.name[:100]}' is in the conversation already",
+                param="items",
+            )
+        else:
+            yield item.renamed(f"{item.name}_{secrets.token_hex(8)}")
 
 
 def forget_conversations(catalog: Catalog, rows: Sequence[int]) -> None:

@@ -87,11 +87,11 @@ class ResponseTable:
 
     def add(self, new: NewResponse, session: int | None) -> bool:
         """Keep a response, and add its items to its conversation. session: the row of the session that
-        its turn was recorded in. Returns False and keeps nothing if what it continues was deleted."""
+        its turn was recorded in. Returns False and keeps nothing if that, or what it continues, was deleted."""
         own, body = pack(_array(item.body for item in new.input)), pack(new.body)
         context, now = new.context, self.clock()
         with self.locked(), self.catalog.transaction():
-            if not self._is_there(new):
+            if not self._is_there(new, session):
                 return False
             if context.conversation is not None:
                 added = (*new.input, *new.output)
@@ -128,6 +128,16 @@ class ResponseTable:
             return new
         context = ResponseContext(parent=rows[0]["id"], n_shared=n)
         return replace(new, context=context, input=new.input[n:])
+
+    def session_of(self, context: ResponseContext) -> int | None:
+        """The row of the session of what a response follows; None: it has none."""
+        sql, pk = "SELECT session FROM responses WHERE id = ?", context.parent
+        if pk is None:
+            sql = "SELECT session FROM conversation_items WHERE conversation = ? AND session IS NOT NULL"
+            sql, pk = sql + " ORDER BY id DESC LIMIT 1", context.conversation
+        with self.locked():
+            rows = self.catalog.rows(sql, (pk,))
+        return rows[0][0] if rows else None
 
     def body(self, scope: str, name: str) -> bytes:
         """The object of a response, JSON."""
@@ -182,9 +192,12 @@ class ResponseTable:
             before = self.catalog.sealed("conversation_items", where, params)
         return _ResponseChain(before, chain)
 
-    def _is_there(self, new: NewResponse) -> bool:
-        """Whether what a response follows is still there."""
+    def _is_there(self, new: NewResponse, session: int | None) -> bool:
+        """Whether what a response follows, and its session, are still there."""
         context = new.context
+        known = "SELECT 1 FROM sessions WHERE pk = ?"
+        if session is not None and not self.catalog.rows(known, (session,)):
+            return False
         for table, pk in (("responses", context.parent), ("conversations", context.conversation)):
             sql = f"SELECT 1 FROM {table} WHERE id = ? AND scope = ?"
             if pk is not None and not self.catalog.rows(sql, (pk, new.scope)):

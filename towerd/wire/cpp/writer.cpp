@@ -89,7 +89,7 @@ std::string Writer::partial(const Chunk & chunk) {
         }
         result.update(states_.at(chunk.choice));
         json data = result.to_json();
-        show(data);
+        show(data, shown_);
         return events(data);
     });
 }
@@ -116,12 +116,13 @@ std::string Writer::progress(size_t choice, int32_t total, int32_t cached, int32
         }
         result.update(states_.at(choice));
         json data = result.to_json();
-        show(data);
+        show(data, shown_);
         return events(data);
     });
 }
 
-std::string Writer::final(const Reply & reply, int id_slot, int32_t n_cached, const std::string & extra) {
+std::string Writer::final(const Reply & reply, int id_slot, int32_t n_cached, const std::string & extra,
+                          const std::string & shown) {
     return answering(ERROR_TYPE_SERVER, [&] {
         const std::lock_guard<std::mutex> lock(mutex_);
         const auto &                      params = request_->params();
@@ -148,7 +149,9 @@ std::string Writer::final(const Reply & reply, int id_slot, int32_t n_cached, co
         result.update(states_.at(reply.choice()));
         json data = result.to_json();
         if (params.res_type == TASK_RESPONSE_TYPE_OAI_RESP) {
-            show(data, reply.stop());
+            json fields = shown_;
+            add_fields(fields, shown);
+            show(data, fields, reply.stop());
             const json * made = response_in(data.is_array() ? data.back() : data);
             responses_.at(reply.choice()) = made == nullptr ? json() : *made;
         }
@@ -162,18 +165,18 @@ std::string Writer::final(const Reply & reply, int id_slot, int32_t n_cached, co
 }
 
 // llama-server calls a response completed that ended at a limit. The event stays, for the clients that wait for it.
-void Writer::show(json & data, stop_type stop) const {
-    if (shown_.is_null()) {
+void Writer::show(json & data, const json & shown, stop_type stop) {
+    if (shown.is_null()) {
         return;
     }
     if (data.is_array()) {
         for (json & event : data) {
-            show(event, stop);
+            show(event, shown, stop);
         }
         return;
     }
     if (json * response = response_in(data)) {
-        for (const auto & [key, value] : shown_.items()) {
+        for (const auto & [key, value] : shown.items()) {
             (*response)[key] = value;
         }
         if (stop == STOP_TYPE_LIMIT) {

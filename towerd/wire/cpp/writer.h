@@ -23,8 +23,10 @@ public:
     // The events of `prompt_progress`.
     std::string progress(size_t choice, int32_t total, int32_t cached, int32_t processed, int64_t time_ms);
     // The events that close one choice of a stream; without streaming the whole reply, once every choice has ended.
-    // `extra`: a JSON object whose fields are added to the reply, or to the last event of a stream.
-    std::string final(const Reply & reply, int id_slot, int32_t n_cached, const std::string & extra);
+    // `extra`: a JSON object whose fields are added to the reply, or to the last event of a stream. `shown`: empty, or a
+    // JSON object whose fields replace those that are shown in this choice's response.
+    std::string final(const Reply & reply, int id_slot, int32_t n_cached, const std::string & extra,
+                      const std::string & shown = "");
     // The object of a choice's response, which has ended, of /v1/responses.
     std::string response(size_t choice) const;
     // The bytes after the last choice of a stream.
@@ -37,7 +39,7 @@ private:
     void        describe(Result & result, size_t choice) const;
     std::string events(const json & data) const;
     std::string whole();
-    void        show(json & data, stop_type stop = STOP_TYPE_NONE) const;
+    static void show(json & data, const json & shown, stop_type stop = STOP_TYPE_NONE);
     void        check_depth(size_t choice, const std::string & text);
 
     std::shared_ptr<const Request> request_;
