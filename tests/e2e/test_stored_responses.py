@@ -263,6 +263,25 @@ def test_a_conversation(client_of: ClientOf, agent: Daemon, stream: bool) -> Non
     assert client.conversations.update(made.id, metadata={"a": "b"}).metadata == {"a": "b"}
 
 
+def test_a_list_of_items_with_one_id_ends(openai: OpenAI) -> None:
+    """Each has an id of its own, the same in either order and at each size of a page."""
+    texts, before = [f"Turn {turn}." for turn in range(3)], None
+    for text in texts:
+        turn: Any = {"type": "message", "role": "user", "content": text, "id": "msg_1"}
+        made = openai.responses.create(
+            model="m", input=[turn], max_output_tokens=2, previous_response_id=before
+        )
+        before = made.id
+    listed = []
+    for order, limit in (("asc", 1), ("asc", 2), ("desc", 1)):
+        pages: Any = openai.responses.input_items.list(made.id, order=order, limit=limit)
+        found = [(each.id, each.content[0].text) for each in pages]
+        listed.append(found if order == "asc" else found[::-1])
+    assert listed[0] == listed[1] == listed[2]
+    assert len({id for id, _ in listed[0]}) == len(listed[0]) == 5
+    assert [text for _, text in listed[0][::2]] == texts
+
+
 def test_items_of_a_conversation(client_of: ClientOf, agent: Daemon) -> None:
     client = client_of(agent)
     made = client.conversations.create()

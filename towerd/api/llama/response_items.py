@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -139,7 +140,7 @@ class ItemQuery(msgspec.Struct, frozen=True):
 
     def page(self, items: Sequence[bytes]) -> bytes:
         """The page of these items, which are all, the oldest first. Raises NotFound."""
-        named = named_items(items)
+        named = _told_apart(named_items(items))
         if not self.oldest_first:
             named.reverse()
         start = 0
@@ -150,6 +151,19 @@ class ItemQuery(msgspec.Struct, frozen=True):
             start = names.index(self.after) + 1
         shown = named[start : start + self.limit]
         return listed([item.body for item in shown], has_more=start + self.limit < len(named))
+
+
+def _told_apart(items: Iterable[ContextItem]) -> list[ContextItem]:
+    """These items with unique ids: a later one of an id that is taken gets one made of it, the same each time."""
+    apart: dict[str, ContextItem] = {}
+    counts: Counter[str] = Counter()
+    for item in items:
+        name = item.name
+        while name in apart:
+            counts[item.name] += 1
+            name = f"{item.name}_{counts[item.name] + 1}"
+        apart[name] = item if name == item.name else item.renamed(name)
+    return list(apart.values())
 
 
 class _NamedItem(msgspec.Struct):
