@@ -26,6 +26,7 @@ TOOL: Any = {
     "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
 }
 LONG = "Tell me what you know of the sea, of ships and of harbours, at great length. " * 12
+PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,"}
 NEW_TOKENS_MAX = 60
 """A short question, with what the template puts around it and around the answer before it."""
 ClientOf = Callable[..., OpenAI]
@@ -339,19 +340,35 @@ def test_an_input_that_is_none(openai: OpenAI, text: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "items",
+    ("items", "param"),
     [
-        None,
-        [3],
-        [{"type": "web_search_call"}],
-        [{"role": "narrator", "content": "Hi"}],
-        [{"type": "function_call", "name": "read"}],
+        (None, None),
+        ([3], None),
+        ([{"type": "web_search_call"}], "items[0].type"),
+        ([{"role": "narrator", "content": "Hi"}], "items[0].role"),
+        ([{"role": "user", "content": "Hi"}, {"role": "user"}], "items[1].content"),
+        ([{"role": "user", "content": [3]}], "items[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "input_image"}]}], "items[0].content[0].image_url"),
+        ([{"role": "assistant", "content": [PICTURE]}], "items[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "smell"}]}], "items[0].content[0].type"),
+        ([{"type": "function_call", "name": "read", "arguments": "{}"}], "items[0].call_id"),
+        ([{"type": "function_call", "call_id": "c", "name": ["read"]}], "items[0].name"),
+        (
+            [{"type": "function_call", "call_id": "c", "name": "n", "arguments": []}],
+            "items[0].arguments",
+        ),
+        (
+            [{"type": "function_call_output", "call_id": "c", "output": [{}]}],
+            "items[0].output[0].type",
+        ),
+        ([{"type": "reasoning", "summary": "Hm."}], "items[0].summary"),
     ],
 )
-def test_items_that_no_model_can_be_told(openai: OpenAI, items: Any) -> None:
+def test_items_that_no_model_can_be_told(openai: OpenAI, items: Any, param: str | None) -> None:
     made = openai.conversations.create()
-    with pytest.raises(BadRequestError, match="items"):
+    with pytest.raises(BadRequestError, match="items") as refused:
         openai.conversations.items.create(made.id, items=items)
+    assert refused.value.param == param
 
 
 def test_a_response_that_reached_its_limit_says_so(openai: OpenAI) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import requests
 from daemon import Daemon
-from openai import NotFoundError, OpenAI
+from openai import BadRequestError, NotFoundError, OpenAI
 from routed import MakeRouter, states
 
 LIMITS: dict[str, Any] = {"temperature": 0, "max_output_tokens": 6}
@@ -35,7 +35,7 @@ def test_responses_of_several_models(make_router: MakeRouter) -> None:
         assert len(list(client.conversations.items.list(made.id))) == 3
         client.responses.delete(first.id)
         assert set(states(router).values()) == {"unloaded"}
-        with pytest.raises(NotFoundError):
+        with pytest.raises(BadRequestError):
             client.responses.create(model="dice", input="And?", previous_response_id=first.id)
     assert router.stop() == 0, router.log
     with router.stored():
