@@ -262,11 +262,17 @@ def test_a_conversation(client_of: ClientOf, agent: Daemon, stream: bool) -> Non
     ]
     assert client.conversations.retrieve(made.id).created_at == made.created_at
     assert client.conversations.update(made.id, metadata={"a": "b"}).metadata == {"a": "b"}
+    with pytest.raises(BadRequestError, match="'metadata' is required"):
+        client.post(f"/conversations/{made.id}", body={}, cast_to=object)
+    assert client.conversations.retrieve(made.id).metadata == {"a": "b"}
+    with pytest.raises(BadRequestError, match="one response at a time"):
+        ask(client, "Why?", conversation=made.id, extra_body={"n": 2})
+    assert len(list(client.conversations.items.list(made.id))) == len(everything)
 
 
 def test_a_list_of_items_with_one_id_ends(openai: OpenAI) -> None:
     """Each has an id of its own, the same in either order and at each size of a page."""
-    texts, before = [f"Turn {turn}." for turn in range(3)], None
+    texts, before = [f"Turn {turn}." for turn in range(3)], ""
     for text in texts:
         turn: Any = {"type": "message", "role": "user", "content": text, "id": "msg_1"}
         made = openai.responses.create(
@@ -275,7 +281,8 @@ def test_a_list_of_items_with_one_id_ends(openai: OpenAI) -> None:
         before = made.id
     listed = []
     for order, limit in (("asc", 1), ("asc", 2), ("desc", 1)):
-        pages: Any = openai.responses.input_items.list(made.id, order=order, limit=limit)
+        which: Any = {"order": order, "limit": limit}
+        pages: Any = openai.responses.input_items.list(before, **which)
         found = [(each.id, each.content[0].text) for each in pages]
         listed.append(found if order == "asc" else found[::-1])
     assert listed[0] == listed[1] == listed[2]
@@ -318,6 +325,9 @@ def test_items_of_a_conversation(client_of: ClientOf, agent: Daemon) -> None:
         ({"store": "yes"}, None),
         ({"previous_response_id": 3}, None),
         ({"conversation": [3]}, None),
+        ({"conversation": {}}, "conversation"),
+        ({"conversation": {"name": "x"}}, "conversation"),
+        ({"background": True}, "background"),
     ],
 )
 def test_what_is_refused(openai: OpenAI, fields: dict[str, Any], param: str | None) -> None:
