@@ -26,6 +26,7 @@ TOOL: Any = {
     "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
 }
 LONG = "Tell me what you know of the sea, of ships and of harbours, at great length. " * 12
+PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,"}
 NEW_TOKENS_MAX = 60
 """A short question, with what the template puts around it and around the answer before it."""
 ClientOf = Callable[..., OpenAI]
@@ -261,6 +262,32 @@ def test_a_conversation(client_of: ClientOf, agent: Daemon, stream: bool) -> Non
     ]
     assert client.conversations.retrieve(made.id).created_at == made.created_at
     assert client.conversations.update(made.id, metadata={"a": "b"}).metadata == {"a": "b"}
+    with pytest.raises(BadRequestError, match="'metadata' is required"):
+        client.post(f"/conversations/{made.id}", body={}, cast_to=object)
+    assert client.conversations.retrieve(made.id).metadata == {"a": "b"}
+    with pytest.raises(BadRequestError, match="one response at a time"):
+        ask(client, "Why?", conversation=made.id, extra_body={"n": 2})
+    assert len(list(client.conversations.items.list(made.id))) == len(everything)
+
+
+def test_a_list_of_items_with_one_id_ends(openai: OpenAI) -> None:
+    """Each has an id of its own, the same in either order and at each size of a page."""
+    texts, before = [f"Turn {turn}." for turn in range(3)], ""
+    for text in texts:
+        turn: Any = {"type": "message", "role": "user", "content": text, "id": "msg_1"}
+        made = openai.responses.create(
+            model="m", input=[turn], max_output_tokens=2, previous_response_id=before
+        )
+        before = made.id
+    listed = []
+    for order, limit in (("asc", 1), ("asc", 2), ("desc", 1)):
+        which: Any = {"order": order, "limit": limit}
+        pages: Any = openai.responses.input_items.list(before, **which)
+        found = [(each.id, each.content[0].text) for each in pages]
+        listed.append(found if order == "asc" else found[::-1])
+    assert listed[0] == listed[1] == listed[2]
+    assert len({id for id, _ in listed[0]}) == len(listed[0]) == 5
+    assert [text for _, text in listed[0][::2]] == texts
 
 
 def test_items_of_a_conversation(client_of: ClientOf, agent: Daemon) -> None:
@@ -298,6 +325,9 @@ def test_items_of_a_conversation(client_of: ClientOf, agent: Daemon) -> None:
         ({"store": "yes"}, None),
         ({"previous_response_id": 3}, None),
         ({"conversation": [3]}, None),
+        ({"conversation": {}}, "conversation"),
+        ({"conversation": {"name": "x"}}, "conversation"),
+        ({"background": True}, "background"),
     ],
 )
 def test_what_is_refused(openai: OpenAI, fields: dict[str, Any], param: str | None) -> None:
@@ -320,19 +350,35 @@ def test_an_input_that_is_none(openai: OpenAI, text: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "items",
+    ("items", "param"),
     [
-        None,
-        [3],
-        [{"type": "web_search_call"}],
-        [{"role": "narrator", "content": "Hi"}],
-        [{"type": "function_call", "name": "read"}],
+        (None, None),
+        ([3], None),
+        ([{"type": "web_search_call"}], "items[0].type"),
+        ([{"role": "narrator", "content": "Hi"}], "items[0].role"),
+        ([{"role": "user", "content": "Hi"}, {"role": "user"}], "items[1].content"),
+        ([{"role": "user", "content": [3]}], "items[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "input_image"}]}], "items[0].content[0].image_url"),
+        ([{"role": "assistant", "content": [PICTURE]}], "items[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "smell"}]}], "items[0].content[0].type"),
+        ([{"type": "function_call", "name": "read", "arguments": "{}"}], "items[0].call_id"),
+        ([{"type": "function_call", "call_id": "c", "name": ["read"]}], "items[0].name"),
+        (
+            [{"type": "function_call", "call_id": "c", "name": "n", "arguments": []}],
+            "items[0].arguments",
+        ),
+        (
+            [{"type": "function_call_output", "call_id": "c", "output": [{}]}],
+            "items[0].output[0].type",
+        ),
+        ([{"type": "reasoning", "summary": "Hm."}], "items[0].summary"),
     ],
 )
-def test_items_that_no_model_can_be_told(openai: OpenAI, items: Any) -> None:
+def test_items_that_no_model_can_be_told(openai: OpenAI, items: Any, param: str | None) -> None:
     made = openai.conversations.create()
-    with pytest.raises(BadRequestError, match="items"):
+    with pytest.raises(BadRequestError, match="items") as refused:
         openai.conversations.items.create(made.id, items=items)
+    assert refused.value.param == param
 
 
 def test_a_response_that_reached_its_limit_says_so(openai: OpenAI) -> None:

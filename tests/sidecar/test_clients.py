@@ -15,7 +15,7 @@ import pytest
 import requests
 from anthropic import Anthropic
 from daemon import Daemon, reuse_of
-from openai import AsyncOpenAI, NotFoundError, OpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 MODEL = "stories260K"
 HELLO: list[Any] = [{"role": "user", "content": "Tell me about a dog."}]
@@ -138,7 +138,7 @@ def test_openai_stored_responses(oai: OpenAI, stream: bool) -> None:
     assert oai.responses.retrieve(then.id).output_text == then.output_text
     assert len(list(oai.responses.input_items.list(then.id))) == 3
     oai.responses.delete(first.id)
-    with pytest.raises(NotFoundError):
+    with pytest.raises(BadRequestError):
         ask("And then?", previous_response_id=first.id)
     made = oai.conversations.create()
     ask(f"{stream}! {text}", conversation=made.id)

@@ -12,6 +12,7 @@ from towerd.api.http.body import read_object
 from towerd.api.http.keys import TENANT, responses_of
 from towerd.api.http.reply import encode, json_reply, raw_reply
 from towerd.api.llama.response_items import ItemQuery, checked_items, checked_metadata, listed
+from towerd.errors import InvalidRequest
 from towerd.store.sessions.conversations import Conversation, ConversationTable
 
 
@@ -34,7 +35,10 @@ async def get_conversation(request: web.Request) -> web.Response:
 
 async def update_conversation(request: web.Request) -> web.Response:
     """Set a conversation's `metadata`."""
-    metadata = _metadata(await read_object(request))
+    body = await read_object(request)
+    if "metadata" not in body:
+        raise InvalidRequest("Field 'metadata' is required", param="metadata")
+    metadata = _metadata(body)
     update = _table(request).set_metadata
     return json_reply(_shown(await asyncio.to_thread(update, *_asked(request), metadata)))
 

@@ -20,7 +20,7 @@ from towerd.api.http.fields import wrong_type
 from towerd.api.http.keys import CONFIG, LIMITS, TENANT, service_of
 from towerd.api.http.reply import encode
 from towerd.api.llama.response_items import checked_metadata, named_items
-from towerd.errors import InvalidRequest, NotFound, TooLarge
+from towerd.errors import InvalidRequest, NotFound, NotSupported, TooLarge
 from towerd.store.sessions.conversations import ContextItem, ResponseContext
 from towerd.store.sessions.responses import NewResponse
 
@@ -135,6 +135,11 @@ class _AskedContext:
                 "Fields 'previous_response_id' and 'conversation' exclude each other",
                 param="previous_response_id",
             )
+        if _value(fields, "background") is True:
+            raise NotSupported(
+                "A response is made while its client waits: send it without 'background'",
+                param="background",
+            )
         stored = _value(fields, "store")
         if not isinstance(stored, bool | None):
             raise wrong_type("store", "boolean", stored)
@@ -210,6 +215,10 @@ def _name_of(field: str, value: Any) -> str:
     """The id that a field holds, alone or as that of an object; empty: none."""
     if field == "conversation" and isinstance(value, dict):
         value = value.get("id")
+        if not value:
+            raise InvalidRequest(
+                "Field 'conversation.id' is required: a text", param="conversation"
+            )
     if value is not None and not isinstance(value, str):
         raise wrong_type(field, "string", value)
     return value or ""

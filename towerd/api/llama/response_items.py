@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,14 +25,31 @@ _PREFIXES = {
     "reasoning": "rs",
 }
 """The kinds of items that a model can be told, and what their ids begin with."""
-_NEEDED: dict[str, tuple[str, ...]] = {
-    "message": ("role", "content"),
+_TEXTS = {
     "function_call": ("call_id", "name", "arguments"),
-    "function_call_output": ("call_id", "output"),
+    "function_call_output": ("call_id",),
     "custom_tool_call": ("call_id", "name", "input"),
-    "custom_tool_call_output": ("call_id", "output"),
-    "reasoning": ("summary",),
+    "custom_tool_call_output": ("call_id",),
 }
+"""The fields of each kind that are texts."""
+_PARTS: dict[str, tuple[str, bool]] = {
+    "message": ("content", True),
+    "function_call_output": ("output", True),
+    "custom_tool_call_output": ("output", True),
+    "reasoning": ("summary", False),
+}
+"""The field of each kind that is a list of parts, and whether it may be a text."""
+_PART_TEXTS = {
+    "input_text": "text",
+    "output_text": "text",
+    "text": "text",
+    "summary_text": "text",
+    "reasoning_text": "text",
+    "refusal": "refusal",
+}
+"""The kinds of parts, and the text that each needs."""
+_GIVEN_PARTS = _PART_TEXTS | {"input_image": "image_url"}
+"""Those of what a model did not say itself."""
 ROLES = ("user", "system", "developer", "assistant")
 
 
@@ -76,20 +94,40 @@ def _check(item: Any, place: str) -> None:
     if not isinstance(item, Mapping):
         raise wrong_type(place, "object", item)
     kind = item.get("type", "message")
-    needed = _NEEDED.get(kind) if isinstance(kind, str) else None
-    if needed is None:
-        kinds = ", ".join(_NEEDED)
-        raise InvalidRequest(f"Field '{place}.type' must be one of {kinds}", param=f"{place}.type")
-    for name in needed:
-        if not isinstance(item.get(name), str | list):
-            raise InvalidRequest(
-                f"Field '{place}.{name}' is required: a text, or a list of parts",
-                param=f"{place}.{name}",
-            )
-    if kind == "message" and item["role"] not in ROLES:
-        raise InvalidRequest(
-            f"Field '{place}.role' must be one of {', '.join(ROLES)}", param=f"{place}.role"
-        )
+    if not isinstance(kind, str) or kind not in _PREFIXES:
+        raise _refused(f"{place}.type", f"must be one of {', '.join(_PREFIXES)}")
+    for name in _TEXTS.get(kind, ()):
+        if not isinstance(item.get(name), str):
+            raise _refused(f"{place}.{name}", "is required: a text")
+    if kind == "message" and item.get("role") not in ROLES:
+        raise _refused(f"{place}.role", f"must be one of {', '.join(ROLES)}")
+    if kind in _PARTS:
+        name, may_be_text = _PARTS[kind]
+        if not (may_be_text and isinstance(item.get(name), str)):
+            is_said = kind == "reasoning" or item.get("role") == "assistant"
+            kinds = _PART_TEXTS if is_said else _GIVEN_PARTS
+            _check_parts(item.get(name), f"{place}.{name}", kinds, may_be_text=may_be_text)
+    if kind == "reasoning" and item.get("content") is not None:
+        _check_parts(item["content"], f"{place}.content", _PART_TEXTS, may_be_text=False)
+
+
+def _check_parts(parts: Any, place: str, kinds: Mapping[str, str], *, may_be_text: bool) -> None:
+    if not isinstance(parts, list):
+        either = "a text, or " if may_be_text else ""
+        raise _refused(place, f"is required: {either}a list of parts")
+    for number, part in enumerate(parts):
+        at = f"{place}[{number}]"
+        if not isinstance(part, Mapping):
+            raise _refused(at, "must be an object")
+        kind = part.get("type")
+        if not isinstance(kind, str) or kind not in kinds:
+            raise _refused(f"{at}.type", f"must be one of {', '.join(kinds)}")
+        if not isinstance(part.get(kinds[kind]), str):
+            raise _refused(f"{at}.{kinds[kind]}", "is required: a text")
+
+
+def _refused(place: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"Field '{place}' {why}", param=place)
 
 
 METADATA_PAIRS_MAX = 16
@@ -139,7 +177,7 @@ class ItemQuery(msgspec.Struct, frozen=True):
 
     def page(self, items: Sequence[bytes]) -> bytes:
         """The page of these items, which are all, the oldest first. Raises NotFound."""
-        named = named_items(items)
+        named = _told_apart(named_items(items))
         if not self.oldest_first:
             named.reverse()
         start = 0
@@ -150,6 +188,19 @@ class ItemQuery(msgspec.Struct, frozen=True):
             start = names.index(self.after) + 1
         shown = named[start : start + self.limit]
         return listed([item.body for item in shown], has_more=start + self.limit < len(named))
+
+
+def _told_apart(items: Iterable[ContextItem]) -> list[ContextItem]:
+    """These items with unique ids: a later one of an id that is taken gets one made of it, the same each time."""
+    apart: dict[str, ContextItem] = {}
+    counts: Counter[str] = Counter()
+    for item in items:
+        name = item.name
+        while name in apart:
+            counts[item.name] += 1
+            name = f"{item.name}_{counts[item.name] + 1}"
+        apart[name] = item if name == item.name else item.renamed(name)
+    return list(apart.values())
 
 
 class _NamedItem(msgspec.Struct):

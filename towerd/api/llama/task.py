@@ -257,6 +257,8 @@ async def parse_task(
     )  # fmt: skip
     prompts, first, writer = parsed
     wire = first.request
+    if pending is not None and pending.context.conversation is not None and wire.n_choices > 1:
+        raise InvalidRequest("Only one response at a time is made in a conversation", param="n")
     live = _live(wire.field, config, engine)
     scope = engine.adapters.scope(tenant.scope, _decoded(wire.field("lora")))
     _limit(live, config, engine).check([len(ids) for ids in prompts])
