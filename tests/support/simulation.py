@@ -7,6 +7,7 @@ PYTHONHASHSEED=0 python tests/support/simulation.py --seed 17
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import random
@@ -545,6 +546,9 @@ def simulate(seed: int) -> tuple[Failure | None, list[str]]:
         simulation = Simulation(seed, Path(made))
         level = logging.root.manager.disable
         logging.disable(logging.CRITICAL)  # recoveries are expected
+        # what an earlier seed left would be freed at any moment of this one, and files closed by that
+        gc.collect()
+        gc.disable()
         try:
             simulation.run()
         except Exception:
@@ -552,6 +556,7 @@ def simulate(seed: int) -> tuple[Failure | None, list[str]]:
             trace = simulation.disk.trace[-10:]
             return Failure(seed, error, [*simulation.operations, *trace]), simulation.operations
         finally:
+            gc.enable()
             logging.disable(level)
         return None, simulation.operations
 
