@@ -70,7 +70,8 @@ class SqliteFiles:
 
     def _guarded(self, call: Callable[[SimulatedDisk], int]) -> int:
         """SQLite hears of an error by its number."""
-        assert self.disk is not None
+        if self.disk is None:  # what a power cut left is freed when its disk is gone
+            return _IOERR
         try:
             return call(self.disk)
         except PowerLost:
