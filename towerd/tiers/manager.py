@@ -118,8 +118,7 @@ class Tiers(Listener):
         self._work: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._idle_due = 0.0
         """time.monotonic() at which failed writes are retried."""
-        self.fidelity = fidelity
-        self.exact = fidelity == "exact"
+        self.fidelity, self.exact = fidelity, fidelity == "exact"
         self._sufficient = Provenance.EXACT if self.exact else Provenance.APPROXIMATE
         """Stored rows that are worse than this are replaced once there are better ones."""
         self._shrinker = Shrinker(store, shrink_after_s, clock, transform_after_s)
