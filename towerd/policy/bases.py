@@ -35,8 +35,8 @@ class Bases:
 
     def __init__(self) -> None:
         self._uses: dict[Key, _BaseUse] = {}
-        self._kept: frozenset[Key] = frozenset()
-        """As of the last look."""
+        self._kept: frozenset[Key] | None = None
+        """As of the last look; None: there was none."""
         self._looks_due = 0
         """Evictions until the next look."""
         self._since_s: float | None = None
@@ -71,7 +71,7 @@ class Bases:
     def forget(self, key: Key) -> None:
         """`key` left the tree."""
         self._uses.pop(key, None)
-        self._kept -= {key}
+        self._kept = None if self._kept is None else self._kept - {key}
 
     def split(self, lower: Key, upper: Key) -> None:
         """`upper` is a beginning of what was `lower`."""
@@ -79,8 +79,9 @@ class Bases:
             self._uses.setdefault(upper, replace(use))
 
     def is_kept(self, key: Key) -> bool:
-        """Whether it comes after all that single workflows have for themselves, as of the last look."""
-        return key in self._kept
+        """Whether it comes after all that single workflows have for themselves, as of the last look. Before the
+        first one all do."""
+        return key in (self._uses if self._kept is None else self._kept)
 
     def look(
         self,
@@ -106,7 +107,8 @@ class Bases:
             interval_s = max(1e-3, now - use.first_s) / max(1e-3, n - 1 + p_again)
             if max(interval_s, now - use.last_s) <= wait_s_max:
                 due.setdefault(use.tenant, []).append((1 / interval_s / nbytes, nbytes, key))
-        before, self._kept = self._kept, frozenset(_fitting(due, int(_SHARE_MAX * tier_bytes)))
+        before = frozenset(self._uses) if self._kept is None else self._kept
+        self._kept = frozenset(_fitting(due, int(_SHARE_MAX * tier_bytes)))
         return before ^ self._kept
 
     def evicted(self, nbytes: int) -> None:
@@ -125,14 +127,15 @@ class Bases:
     def _shares_used_again(
         self, n_workflows: Callable[[Key], int], since_s: float
     ) -> Mapping[str, float]:
-        """By tenant: which share of its bases in use since then several workflows used."""
+        """By tenant: which share of its bases in use since then several workflows used, counting one more that
+        they did, as nothing is known of the first."""
         counts: dict[str, tuple[int, int]] = {}
         for key, use in self._uses.items():
-            n_again, n = counts.get(use.tenant, (0, 0))
+            n_again, n = counts.get(use.tenant, (1, 1))
             is_recent = use.last_s >= since_s
             is_again = is_recent and n_workflows(key) > 1
             counts[use.tenant] = n_again + is_again, n + is_recent
-        return {tenant: n_again / max(1, n) for tenant, (n_again, n) in counts.items()}
+        return {tenant: n_again / n for tenant, (n_again, n) in counts.items()}
 
 
 def _fitting(due: Mapping[str, list[tuple[float, int, Key]]], bytes_max: int) -> Iterator[Key]:
