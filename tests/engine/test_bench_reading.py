@@ -35,7 +35,8 @@ async def test_a_token_is_as_probable_as_when_it_is_generated(
         answer = await ask(service, prompt, n_reply, live=live, scope="other")
         found = await read(service, prompt, np.array(answer.ids), live)
         said = [probs.logprob for probs in answer.probs]
-        np.testing.assert_allclose(-found.surprises, said, atol=2e-3)
+        # one token at a time and many are rounded differently, most so with AMX: 0.0026 was seen
+        np.testing.assert_allclose(-found.surprises, said, atol=5e-3)
         n_cells = max(n_prompt, 48) if live.is_bounded else n_prompt + n_reply - 1
         assert found.live.max() <= n_cells
         await settle(service)
