@@ -127,7 +127,11 @@ def test_bases_that_are_never_used_again_are_retired() -> None:
     """Of a tenant whose system prompts have the time in them."""
     policy = planted(Foresight)
     agents = Agents(policy)
-    for base in range(10, 30):
+    agents.run(base=10)
+    policy.insert(1000, 10, 5.0, None)
+    policy.victims(10, always)
+    assert not policy.is_retired(10), "nothing is known of the first"
+    for base in range(11, 30):
         agents.run(base)
     policy.victims(10, always)
     assert policy.is_retired(10)
