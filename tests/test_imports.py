@@ -41,6 +41,7 @@ INNER_LAYERS = {
         {"admin", "relay"},
         {"ollama"},
         {"llama"},
+        {"responses"},
         {"http"},
     ),
     "cli": (

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scripted_model import make_scripted_model
+from services import EmbeddedService
 from tenants_talk import KEYS, Client, key, talk
 
 from towerd.models.bundled import bundled_model
@@ -60,6 +61,20 @@ async def test_the_owner_names_a_tenant(client: Client) -> None:
     ambiguous = await client.get(f"/towerd/v1/sessions/{id}/export")
     assert "guest, local" in await refusal(ambiguous, 400)
     assert "public" in await refusal(await client.post(f"{IMPORT}?scope=public", data=data), 400)
+
+
+async def test_a_full_limit_of_the_disk(client: Client, service: EmbeddedService) -> None:
+    """Turns and imports are refused before anything is evaluated; what is there is read and deleted."""
+    id = await talk(client)
+    data = await export(client, id)
+    service.store.disk.bytes_max = 1 << 10
+    n_evaluated = (await (await client.get("/metrics")).text()).split("prompt_tokens_total ")[-1]
+    for path, body in (("/completion", b'{"prompt": "abcdef"}'), (IMPORT, data)):
+        assert "--disk-max" in await refusal(await client.post(path, data=body), 507)
+    told = await (await client.get("/metrics")).text()
+    assert told.split("prompt_tokens_total ")[-1].split()[0] == n_evaluated.split()[0]
+    assert await export(client, id) == data
+    assert (await client.delete(f"/towerd/v1/sessions/{id}")).status == 200
 
 
 async def test_bad_bodies(make_client: MakeClient) -> None:

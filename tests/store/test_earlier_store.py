@@ -15,6 +15,7 @@ import sqlite3
 import tarfile
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -209,7 +210,7 @@ def test_a_kill_while_tables_are_added_loses_nothing(
     for number in count(1):
         copy = tmp_path / "copy"
         shutil.copytree(root, copy)
-        if not killed_at(number, lambda root=copy: open_and_close(root)):  # type: ignore[misc]
+        if not killed_at(number, partial(open_and_close, copy)):
             break
         versions.add(version_of(copy))
         if lost != "nothing":

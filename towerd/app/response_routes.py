@@ -3,7 +3,7 @@ front of either engine, and a router without any model."""
 
 from __future__ import annotations
 
-from towerd.api.llama import conversations, responses
+from towerd.api.responses import conversations, responses
 from towerd.app.store_routes import Route
 
 _ROUTES = (

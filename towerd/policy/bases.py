@@ -12,12 +12,13 @@ _SHARE_MAX = 0.5
 """Share of the tier that kept bases may take."""
 _TURNOVERS_MAX = 7.0
 """A base is kept if it is used at least once while the content of the tier is replaced so many times. On recorded
-workflows this costs next to no hits at any size of the tier, and without it a quarter of them at 2 %."""
+workflows that costs 0.4 to 1 of 100 tokens found, and to keep all that fit up to 8 (docs/log.md, 2026-11-29)."""
 _AGAIN_MIN = 0.5
 """Share of a tenant's bases that several workflows used from which one that a single one used is kept, too."""
 _TURNOVERS_KNOWN = 16
 """After so many turnovers the older half is forgotten."""
 _KNOWN_MAX = 4096
+"""Bases that are known; beyond that the one unused for longest is forgotten."""
 _LOOKED_AT = 256
 """Bases whose bytes are added up for one eviction, on average."""
 

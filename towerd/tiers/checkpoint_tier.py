@@ -67,6 +67,7 @@ class CheckpointTier:
         self.n_resumed = 0
         self._clock = clock
         self._work: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        store.disk.checkpoints_leave_by(lambda: self._work.put(("look", None)))
         self._thread = threading.Thread(target=self._run, name="towerd-checkpoints", daemon=True)
         self._thread.start()
 

@@ -70,6 +70,7 @@ class Evictor:
         disk = self._store.disk
         if disk.is_short():
             self._store.state.directory.empty_quarantine()
+        disk.trim_checkpoints()
         disk_bytes_max = disk.rows_bytes_max(bytes_max)
         self._evict_unpinned(disk_bytes_max)
         if (

@@ -27,12 +27,12 @@ from towerd.api.http.request_log import log_finished, log_refused, title_for
 from towerd.api.http.sse import PING, ClientStalled, QueuedStream
 from towerd.api.http.translation import whole_reply
 from towerd.api.llama.fanout import Events, fan_out
-from towerd.api.llama.pending_response import PendingResponse
 from towerd.api.llama.reuse import timings_of, total
 from towerd.api.llama.slots import BOOK
 from towerd.api.llama.streams import CONVERSATION, follow, key_of
 from towerd.api.llama.task import RUNNING, Task, parse_task
 from towerd.api.llama.why import find_divergence
+from towerd.api.responses.pending_response import PendingResponse
 from towerd.engine.base import Event, Finish, Started
 from towerd.errors import InvalidRequest, NotSupported, TowerdError
 from towerd.sessions.slot_saves import SlotChat

@@ -34,7 +34,7 @@ from towerd.settings.config import RETENTION_SCOPES, RETENTIONS, UNBOUNDED, Conf
 from towerd.tokens import Ids
 
 if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is listened on
-    from towerd.api.llama.pending_response import PendingResponse
+    from towerd.api.responses.pending_response import PendingResponse
     from towerd.store import Store
     from towerd.store.sessions.deletions import DeletionWatch
     from towerd.wire import Endpoint, Model, Reply, Request, WireThreads, Writer

@@ -16,7 +16,7 @@ from towerd.api.http.hints import hints_of
 from towerd.api.http.keys import service_of
 from towerd.api.http.off_loop import by_size, size_of
 from towerd.api.http.reply import encode, json_reply, raw_reply
-from towerd.api.llama.pending_response import PendingResponse
+from towerd.api.responses.pending_response import PendingResponse
 from towerd.engine.base import Engine
 from towerd.errors import InvalidRequest
 from towerd.tokens import Ids

@@ -22,9 +22,9 @@ from towerd.api.http.off_loop import by_size, count, release
 from towerd.api.http.reply import encode
 from towerd.api.http.request_log import log_finished, title_for
 from towerd.api.http.translation import TRANSLATION
-from towerd.api.llama.pending_response import PendingResponse, continues_something
 from towerd.api.relay.forward import DOWN, ask, copy, llama_server_of
 from towerd.api.relay.headers import to_upstream
+from towerd.api.responses.pending_response import PendingResponse, continues_something
 from towerd.engine.base import Reuse
 from towerd.engine.llama_server.process.upstream_client import UpstreamGone
 from towerd.errors import InvalidRequest, NotSupported

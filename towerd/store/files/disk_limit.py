@@ -61,10 +61,15 @@ class DiskLimit:
         self._due_s = float("-inf")
         self._evict: Callable[[int], None] = lambda bytes_max: None
         self._rows_bytes: Callable[[], int] = lambda: 0
+        self._trim_checkpoints: Callable[[], None] | None = None
 
     def rows_leave_by(self, evict: Callable[[int], None], rows_bytes: Callable[[], int]) -> None:
         """evict: called with the bytes that segment files may have; rows_bytes: those that they have"""
         self._evict, self._rows_bytes = evict, rows_bytes
+
+    def checkpoints_leave_by(self, trim: Callable[[], None]) -> None:
+        """trim: has those leave, soon, that are more than `checkpoint_bytes_max`. Without it none leave."""
+        self._trim_checkpoints = trim
 
     @property
     def spare_bytes(self) -> int:
@@ -88,7 +93,9 @@ class DiskLimit:
         it. Whether there is room then."""
         if not self.bytes_max:
             return True
-        self._due_s = float("-inf")
+        with self._lock:
+            self._due_s = float("-inf")  # what was written since the last look counts
+        self.trim_checkpoints()
         most = self.rows_bytes_max(self.bytes_max)
         if n_bytes > most:
             return False
@@ -100,19 +107,27 @@ class DiskLimit:
         if not self.bytes_max:
             return bytes_max
         use = self.use()
-        return max(0, min(bytes_max, self._left(use) - use.checkpoints - use.set_aside))
+        leaves = use.set_aside + (use.checkpoints if self._trim_checkpoints else 0)
+        return max(0, min(bytes_max, self._left(use) - leaves))
 
     def checkpoint_bytes_max(self, bytes_max: int) -> int:
         """Bytes that state checkpoints may have: at most `bytes_max`, and what the limit leaves; rows make room."""
         return max(0, min(bytes_max, self._left(self.use()))) if self.bytes_max else bytes_max
 
     def has_left(self, n_bytes: int) -> bool:
-        """Whether so many bytes may be written beside all that is there."""
+        """Whether so many bytes may be written beside all that is there; half of what is spare stays for text."""
         if not self.bytes_max:
             return True
         use = self._look()
         taken = use.text + use.checkpoints + use.set_aside + self._rows_bytes()
-        return taken + self.unnamed_bytes + n_bytes <= self.bytes_max
+        taken += self.unnamed_bytes + self.spare_bytes // 2
+        return taken + n_bytes <= self.bytes_max
+
+    def trim_checkpoints(self) -> None:
+        """Have state checkpoints leave that what was written since has taken the room of."""
+        use = self.use() if self.bytes_max else None
+        if use and self._trim_checkpoints and use.checkpoints > self._left(use):
+            self._trim_checkpoints()
 
     def is_short(self) -> bool:
         """Whether what was set aside has to leave."""
@@ -136,7 +151,8 @@ class DiskLimit:
 
     def _left(self, use: DiskUse) -> int:
         """What text leaves for all else."""
-        return self.bytes_max - self.spare_bytes - use.text - self.unnamed_bytes
+        stays = use.text if self._trim_checkpoints else use.text + use.checkpoints
+        return self.bytes_max - self.spare_bytes - stays - self.unnamed_bytes
 
     def _look(self) -> DiskUse:
         of = self._folders

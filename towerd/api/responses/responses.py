@@ -9,7 +9,7 @@ from aiohttp import web
 from towerd.api.http.fields import flag
 from towerd.api.http.keys import TENANT, responses_of
 from towerd.api.http.reply import json_reply, raw_reply
-from towerd.api.llama.response_items import ItemQuery
+from towerd.api.responses.items import ItemQuery
 from towerd.errors import NotSupported
 
 

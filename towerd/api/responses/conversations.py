@@ -11,7 +11,7 @@ from aiohttp import web
 from towerd.api.http.body import read_object
 from towerd.api.http.keys import TENANT, responses_of
 from towerd.api.http.reply import encode, json_reply, raw_reply
-from towerd.api.llama.response_items import ItemQuery, checked_items, checked_metadata, listed
+from towerd.api.responses.items import ItemQuery, checked_items, checked_metadata, listed
 from towerd.errors import InvalidRequest
 from towerd.store.sessions.conversations import Conversation, ConversationTable
 

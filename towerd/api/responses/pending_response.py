@@ -19,7 +19,7 @@ from towerd.api.http.body import BODIES, decode_json
 from towerd.api.http.fields import wrong_type
 from towerd.api.http.keys import CONFIG, LIMITS, TENANT, service_of
 from towerd.api.http.reply import encode
-from towerd.api.llama.response_items import checked_metadata, named_items
+from towerd.api.responses.items import checked_metadata, named_items
 from towerd.errors import InvalidRequest, NotFound, NotSupported, TooLarge
 from towerd.store.sessions.conversations import ContextItem, ResponseContext
 from towerd.store.sessions.responses import NewResponse
