@@ -12,6 +12,7 @@ from pathlib import Path
 from towerd.errors import DiskFull, StoreError
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_ZEROS_BYTES = 1 << 20
 _FULL_FSYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
 
 
@@ -83,6 +84,16 @@ def write_all(fd: int, data: memoryview, at: int) -> None:
     while data:
         n = os.pwrite(fd, data, at)
         data, at = data[n:], at + n
+
+
+def overwrite(fd: int) -> None:
+    """Write zeros over a file, as far as the medium writes in place. Raises OSError."""
+    left, at = os.fstat(fd).st_size, 0
+    while left > 0:
+        n = min(left, _ZEROS_BYTES)
+        write_all(fd, memoryview(bytes(n)), at)
+        left, at = left - n, at + n
+    sync(fd)
 
 
 @contextmanager
