@@ -145,9 +145,7 @@ def _file_key(vault: Vault, header: bytes, n_bytes: int) -> bytes:
         raise StateError("it is no sealed file, or of another size or version")
     cipher = AESGCM(vault.key(PURPOSE, id))
     try:
-        return cipher.decrypt(
-            header[_FIXED.size : at], header[at : at + _WRAPPED_BYTES], fixed
-        )
+        return cipher.decrypt(header[_FIXED.size : at], header[at : at + _WRAPPED_BYTES], fixed)
     except InvalidTag:
         raise StateError("the file's key is damaged, or of another store") from None
 
