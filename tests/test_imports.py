@@ -168,6 +168,7 @@ INNER_LAYERS = {
         {"catalog"},
         {"tree"},
         {"segments"},
+        {"encryption"},
         {"files"},
     ),
 }

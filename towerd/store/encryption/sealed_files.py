@@ -87,7 +87,7 @@ class SealedFiles:
         finally:
             os.close(fd)
 
-    def read(self, path: Path, n_bytes_max: int) -> memoryview:
+    def read(self, path: Path, n_bytes_max: int | None = None) -> memoryview:
         """See `StoreFiles`."""
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -95,7 +95,7 @@ class SealedFiles:
             found = self._opened(fd, n_bytes)
         finally:
             os.close(fd)
-        return found.view(0, min(n_bytes, n_bytes_max + 1))
+        return found.view(0, n_bytes if n_bytes_max is None else min(n_bytes, n_bytes_max + 1))
 
     def _opened(self, fd: int, n_bytes: int) -> FileMap:
         key = _file_key(self._vault, os.pread(fd, HEADER_BYTES, 0), n_bytes)
@@ -145,9 +145,7 @@ def _file_key(vault: Vault, header: bytes, n_bytes: int) -> bytes:
         raise StateError("it is no sealed file, or of another size or version")
     cipher = AESGCM(vault.key(PURPOSE, id))
     try:
-        return cipher.decrypt(
-            header[_FIXED.size : at], header[at : at + _WRAPPED_BYTES], fixed
-        )
+        return cipher.decrypt(header[_FIXED.size : at], header[at : at + _WRAPPED_BYTES], fixed)
     except InvalidTag:
         raise StateError("the file's key is damaged, or of another store") from None
 

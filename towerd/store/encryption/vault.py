@@ -22,9 +22,9 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from towerd.store.encryption.key_source import KEY_BYTES, SALT_BYTES, KeySource
 from towerd.errors import ConfigError, StoreError
 from towerd.slots.errors import StateError
+from towerd.store.encryption.key_source import KEY_BYTES, SALT_BYTES, KeySource
 from towerd.store.files import durable
 from towerd.store.files.durable import overwrite
 
@@ -120,7 +120,9 @@ class Vault:
         known = self._derived.get((id, purpose))
         if known is None:
             if id not in self._keys:
-                raise StateError("it was sealed with a key that was destroyed, or with another store's")
+                raise StateError(
+                    "it was sealed with a key that was destroyed, or with another store's"
+                )
             info = b"towerd store " + purpose.encode()
             known = HKDF(SHA256(), KEY_BYTES, None, info).derive(self._keys[id])
             self._derived[id, purpose] = known
