@@ -79,6 +79,10 @@ class SealedFiles:
             yield file
             file.finish()
 
+    def disk_size(self, n_bytes: int) -> int:
+        """See `StoreFiles`."""
+        return sealed_size(n_bytes)
+
     def map(self, path: Path, n_bytes: int) -> FileMap:
         """See `StoreFiles`. Its pages are decrypted when they are needed."""
         fd = open_checked(path, sealed_size(n_bytes))

@@ -53,6 +53,9 @@ class StoreFiles(Protocol):
     ) -> AbstractContextManager[NewFile]:
         """A new file of `n_bytes`; see `durable.new_file`."""
 
+    def disk_size(self, n_bytes: int) -> int:
+        """The size on disk of a file with so many bytes of content."""
+
     def map(self, path: Path, n_bytes: int) -> FileMap:
         """The whole file. OSError, or StateError unless it is a regular file of exactly `n_bytes` (bounds are
         checked against this, so nothing reads past the end)."""
@@ -71,6 +74,9 @@ class PlainFiles:
         with durable.new_file(half, final, is_durable=is_durable) as fd:
             durable.reserve(fd, n_bytes)
             yield _PlainFile(fd, n_bytes)
+
+    def disk_size(self, n_bytes: int) -> int:
+        return n_bytes
 
     def map(self, path: Path, n_bytes: int) -> FileMap:
         fd = open_checked(path, n_bytes)

@@ -142,11 +142,12 @@ def _sum_problems(state: StoreState, nodes: list[Node]) -> Iterator[str]:
 
 
 def _file_problems(state: StoreState) -> Iterator[str]:
+    size_of = state.directory.files.disk_size
     for file in state.files.values():
         viewers = state.tree.viewers(file)
         if not viewers or any(node.file is not file for node in viewers):
             yield f"{file} is viewed by {viewers}"
-        if not file.path.is_file() or file.path.stat().st_size != file.nbytes:
+        if not file.path.is_file() or file.path.stat().st_size != size_of(file.nbytes):
             yield f"{file} is missing or has another size"
 
 

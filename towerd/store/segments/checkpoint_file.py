@@ -90,7 +90,7 @@ def write_checkpoint(
     derived: bool,
     state: Bytes,
 ) -> int:
-    """Write the file of `key` durably, or not at all; returns its size. `half`: its name until it
+    """Write the file of `key` durably, or not at all; returns its size on disk. `half`: its name until it
     is complete. Raises OSError."""
     data = np.ascontiguousarray(state).data
     header = CheckpointHeader(row_identity, key, position, derived, len(data), checksum(data))
@@ -99,7 +99,7 @@ def write_checkpoint(
     with files.create(folder / half, folder / file_name(key, derived), n_bytes) as file:
         file.write(memoryview(head), 0)
         file.write(data, len(head))
-    return n_bytes
+    return files.disk_size(n_bytes)
 
 
 def read_checkpoint(
