@@ -386,7 +386,7 @@ def test_no_descriptors_is_not_damage(root: Path, monkeypatch: pytest.MonkeyPatc
     with Store.open(root, ROW_IDENTITY) as store:
         (part, _) = store.plan_rows(store.match(IDS, "local"), 0, 49)
         with monkeypatch.context() as patch:
-            patch.setattr("towerd.store.segments.segment_file.map_file", out_of_files)
+            patch.setattr("towerd.store.files.file_map.open_checked", out_of_files)
             with pytest.raises(StoreError, match="Too many") as caught:
                 store.rows.load(part)
             assert not isinstance(caught.value, RowsDamaged)

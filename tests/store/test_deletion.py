@@ -31,6 +31,7 @@ from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.catalog.journal.journal import read_chain
 from towerd.store.catalog.shared.broker import CatalogBroker
 from towerd.store.catalog.vocabularies import KnownWords, some_words
+from towerd.store.files.file_map import PlainFiles
 from towerd.store.rows.checkpoints import CheckpointTable
 from towerd.store.segments.checkpoint_file import CUT_META
 from towerd.store.sessions.workflows import Invocation, WorkflowTable
@@ -380,11 +381,11 @@ def test_words_that_cannot_be_read_now_stay(root: Path, monkeypatch: pytest.Monk
         store.foreign.add_history(store.history("kept"), "local", digest)
         store.delete_session("gone")
 
-        def exhausted(path: Path) -> bytes:
+        def exhausted(files: object, path: Path) -> bytes:
             raise OSError(errno.EMFILE, "Too many open files", str(path))
 
         with monkeypatch.context() as patched:
-            patched.setattr(Path, "read_bytes", exhausted)
+            patched.setattr(PlainFiles, "read", exhausted)
             with pytest.raises(StoreError, match="Too many open files"):
                 store.gc()
             with pytest.raises(StoreError, match="Too many open files"):

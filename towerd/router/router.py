@@ -66,7 +66,7 @@ def run(tables: ModelTables) -> None:
 async def _serve(tables: ModelTables) -> None:
     stopping = stop_event()
     name_process("towerd-router")
-    broker = await asyncio.to_thread(CatalogBroker, tables.config.store_dir)
+    broker = await asyncio.to_thread(CatalogBroker, tables.config.store_dir, tables.config.encrypt)
     broker.limit.bytes_max = tables.config.disk_max
     responses = ResponseTable(broker.catalog, lambda: broker.turn, time.time, broker.limit)
     log.info("this process is the router and the catalog's broker", extra={"pid": os.getpid()})

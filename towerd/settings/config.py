@@ -145,6 +145,10 @@ class Config:
         "Bytes that all of the store may take on the disk, its index and journal included, such as 50G. Attention state "
         "leaves for it; conversations never do, and when these alone take all of it, requests are refused. 0: no limit.",
         low=0)
+    encrypt: str | None = _set(None, "text", "--encrypt",
+        "Encrypt what the store has on the disk, with a key from the system's keyring (keyring), a file (file:PATH, made if "
+        "it is missing), or a passphrase (passphrase, from TOWERD_PASSPHRASE or the terminal). A store with "
+        "content is encrypted at the next start, and stays so. Without the key its conversations are lost.")
     write_budget: int = _set(0, "size", "--write-budget",
         "Bytes that may be written to the store a day, such as 20G, to spare an SSD. Conversations are always written; "
         "their attention state later, in fewer copies, or not at all. 0: no limit.", low=0)

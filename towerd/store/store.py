@@ -10,17 +10,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from towerd.errors import StoreError
 from towerd.slots.row_identity import RowIdentity
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.catalog.identity import ModelIdentity
+from towerd.store.catalog.owner import own_store
 from towerd.store.catalog.shared.remote import RemoteCatalog
-from towerd.store.catalog.sqlite import SqliteCatalog
 from towerd.store.catalog.vocabularies import Vocabularies
+from towerd.store.encryption.opening import shared_directory
 from towerd.store.files import durable
-from towerd.store.files.directory import Directory, StoreLock
 from towerd.store.files.disk_limit import DiskLimit
 from towerd.store.files.writes import DailyWrites
 from towerd.store.maintenance.erase import erase
@@ -54,6 +54,9 @@ from towerd.store.tree.run_index import RUN_TOKENS, RunIndex, StoredRun
 from towerd.store.tree.tree import Listener, Match
 from towerd.tokens import ID_BYTES, Ids, Provenance, ids_array, ids_bytes, path_bytes
 
+if TYPE_CHECKING:
+    from towerd.store.encryption.vault import Vault
+
 WORKERS_MAX = 4
 SESSIONS_MAX = 1_000_000
 _COUNTED_AT_ONCE = 1000
@@ -78,8 +81,10 @@ class Store:
     """Synchronous and thread-safe. Every change is durable when its method returns, except
     uses (`touch`), which are flushed in batches."""
 
-    def __init__(self, state: StoreState, closing: ExitStack) -> None:
+    def __init__(self, state: StoreState, closing: ExitStack, vault: Vault | None) -> None:
         """Use `Store.open`. closing: closes the catalog."""
+        self.vault = vault
+        """The keys of an encrypted store."""
         self.state = state
         self._closing = closing
         self._pool = ThreadPoolExecutor(min(WORKERS_MAX, os.cpu_count() or 1), "store")
@@ -98,7 +103,7 @@ class Store:
             state.catalog, state.locked, state.clock, state.directory.limit
         )
         """The responses of OpenAI's API, and its conversations."""
-        self.vocabularies = Vocabularies(state.directory.tokenizers)
+        self.vocabularies = Vocabularies(state.directory.tokenizers, state.directory.files)
         """The vocabularies of the tokenizers whose sessions the store has."""
         self.foreign = ForeignSessions(state, self.deletions)
         """The sessions of other tokenizers."""
@@ -114,22 +119,29 @@ class Store:
         *,
         clock: Callable[[], float] = time.time,
         catalog_fd: int | None = None,
+        encrypt: str | None = None,
     ) -> Store:
         """Open the store in `root` for one model; created if it is missing. Its sessions are
         those of every model with this tokenizer; its rows are those of the row identity.
-        catalog_fd: a socket of the process that has the store's catalog (`CatalogBroker`).
+        catalog_fd: a socket of the process that has the store's catalog (`CatalogBroker`). encrypt: the source of the
+        key of a store that is encrypted or is to be (`KeySource`).
 
         Raises StoreLocked, StoreVersion, DiskFull, or StoreError (unwritable, damaged)."""
         closing = ExitStack()
         try:
             with durable.store_errors(f"the store {root} cannot be opened"):
-                directory = Directory(Path(root), clock)
-                closing.callback(directory.writes.close)
-                catalog = _open_catalog(directory, catalog_fd, closing)
+                catalog: Catalog
+                if catalog_fd is None:
+                    owned = own_store(Path(root), clock, encrypt, closing)
+                    directory, vault, catalog = owned.directory, owned.vault, owned.catalog
+                else:
+                    directory, vault = shared_directory(Path(root), clock, closing)
+                    catalog = RemoteCatalog(catalog_fd)
+                    closing.callback(catalog.close)
                 identity = _identify(model, catalog)
                 with catalog.lock:
                     state = load_state(directory, catalog, identity, clock)
-                    store = cls(state, closing)
+                    store = cls(state, closing, vault)
             store.rows.drop_missing()
         except BaseException:
             closing.close()
@@ -576,21 +588,6 @@ class Store:
         """Durable when it returns."""
         with self.state.locked():
             self.state.catalog.set_meta(key, value)
-
-
-def _open_catalog(directory: Directory, catalog_fd: int | None, undo: ExitStack) -> Catalog:
-    """The catalog of a store; `undo` closes it. `catalog_fd`: as for `Store.open`. Raises as
-    `Store.open`."""
-    if catalog_fd is not None:
-        remote = RemoteCatalog(catalog_fd)
-        undo.callback(remote.close)
-        return remote
-    lock_file = StoreLock(directory.lock)
-    undo.callback(lock_file.release)
-    catalog = SqliteCatalog(directory.catalog, directory.writes)
-    undo.callback(catalog.close)
-    directory.sweep_tmp()
-    return catalog
 
 
 def _identify(model: WhichModel, catalog: Catalog) -> ModelIdentity:

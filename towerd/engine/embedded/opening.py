@@ -91,7 +91,9 @@ def _open_store(config: Config) -> tuple[Core, Store]:
         return ModelIdentity(known, tokenizer_rules(core.model.path, known.model_hash, catalog))
 
     try:
-        store = Store.open(config.store_dir, load, catalog_fd=config.catalog_fd)
+        store = Store.open(
+            config.store_dir, load, catalog_fd=config.catalog_fd, encrypt=config.encrypt
+        )
     except BaseException:
         for core in cores:
             core.close()

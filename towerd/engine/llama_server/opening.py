@@ -122,7 +122,7 @@ async def _open_store(
     def identity(catalog: Catalog) -> ModelIdentity:
         return asyncio.run_coroutine_threadsafe(find(catalog), loop).result()
 
-    opening = partial(Store.open, catalog_fd=config.catalog_fd)
+    opening = partial(Store.open, catalog_fd=config.catalog_fd, encrypt=config.encrypt)
     store = await asyncio.to_thread(opening, config.store_dir, identity)
     store.writes.budget = config.write_budget
     store.disk.bytes_max = config.disk_max

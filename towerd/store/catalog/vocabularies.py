@@ -29,9 +29,11 @@ import zstandard
 from towerd.codec.base import vocabulary_hash
 from towerd.codec.errors import UnknownModel
 from towerd.errors import InvalidRequest, NotSupported, StoreError
+from towerd.slots.errors import StateError
 from towerd.slots.row_identity import tokenizer_hash
 from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.files import durable
+from towerd.store.files.file_map import PLAIN_FILES, StoreFiles
 from towerd.store.tree.scope import tenant_of
 from towerd.system.folders import folder_locked
 from towerd.tokens import Ids
@@ -170,8 +172,9 @@ class _SomeWords(msgspec.Struct, array_like=True):
 class Vocabularies:
     """The kept vocabularies of a store, in a folder of their own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: StoreFiles = PLAIN_FILES) -> None:
         self.folder = folder
+        self._files = files
 
     def has(self, digest: bytes) -> bool:
         """Whether the whole vocabulary of a tokenizer identity is kept."""
@@ -298,17 +301,19 @@ class Vocabularies:
         with durable.store_errors("a vocabulary cannot be kept"):
             for left in self.folder.glob("*.tmp"):  # by a kill
                 left.unlink(missing_ok=True)
-            with durable.new_file(half, path) as fd:
-                durable.write_all(fd, memoryview(data), 0)
+            with self._files.create(half, path, len(data)) as file:
+                file.write(memoryview(data), 0)
 
     def _load(self, path: Path, type: type[T]) -> T | None:
         """The content of a file; None if there is none. Raises StoreError, if it is damaged or cannot
         be read now; a damaged one is set aside."""
         with durable.store_errors("a kept vocabulary cannot be read"):
             try:
-                data = path.read_bytes()
+                data = bytes(self._files.read(path))
             except FileNotFoundError:
                 return None
+            except StateError:
+                data = b""  # damaged, as what follows finds
         try:
             magic, version, expected = _HEAD.unpack_from(data)
             packed = data[_HEAD.size :]

@@ -79,6 +79,10 @@ class SealedFiles:
             yield file
             file.finish()
 
+    def disk_size(self, n_bytes: int) -> int:
+        """See `StoreFiles`."""
+        return sealed_size(n_bytes)
+
     def map(self, path: Path, n_bytes: int) -> FileMap:
         """See `StoreFiles`. Its pages are decrypted when they are needed."""
         fd = open_checked(path, sealed_size(n_bytes))
@@ -87,7 +91,7 @@ class SealedFiles:
         finally:
             os.close(fd)
 
-    def read(self, path: Path, n_bytes_max: int) -> memoryview:
+    def read(self, path: Path, n_bytes_max: int | None = None) -> memoryview:
         """See `StoreFiles`."""
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -95,7 +99,7 @@ class SealedFiles:
             found = self._opened(fd, n_bytes)
         finally:
             os.close(fd)
-        return found.view(0, min(n_bytes, n_bytes_max + 1))
+        return found.view(0, n_bytes if n_bytes_max is None else min(n_bytes, n_bytes_max + 1))
 
     def _opened(self, fd: int, n_bytes: int) -> FileMap:
         key = _file_key(self._vault, os.pread(fd, HEADER_BYTES, 0), n_bytes)

@@ -11,6 +11,7 @@ from pathlib import Path
 from towerd.errors import StoreError, StoreLocked
 from towerd.store.files import durable
 from towerd.store.files.disk_limit import DiskLimit
+from towerd.store.files.file_map import PLAIN_FILES, StoreFiles
 from towerd.store.files.writes import DailyWrites
 
 DAY_S = 86_400.0
@@ -21,12 +22,18 @@ class Directory:
     ones, `journal/` the second copy of the catalog, `boundaries/` state checkpoints. `tables/`, created on demand, holds
     tables for reading frozen sessions; `tokenizers/` vocabularies; `bases/` transform bases. Directories are 0700, files 0600."""
 
-    def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        root: Path,
+        clock: Callable[[], float] = time.time,
+        files: StoreFiles = PLAIN_FILES,
+    ) -> None:
         """Create what is missing and prove that it can be written. clock: tells the day that written
-        bytes are counted for.
+        bytes are counted for; files: how files are written and read.
 
         Raises StoreError, or DiskFull when not even that fits."""
         self.root = root
+        self.files = files
         self.segments = root / "segments"
         self.tmp = root / "tmp"
         self.quarantine = root / "quarantine"

@@ -53,12 +53,15 @@ class StoreFiles(Protocol):
     ) -> AbstractContextManager[NewFile]:
         """A new file of `n_bytes`; see `durable.new_file`."""
 
+    def disk_size(self, n_bytes: int) -> int:
+        """The size on disk of a file with so many bytes of content."""
+
     def map(self, path: Path, n_bytes: int) -> FileMap:
         """The whole file. OSError, or StateError unless it is a regular file of exactly `n_bytes` (bounds are
         checked against this, so nothing reads past the end)."""
 
-    def read(self, path: Path, n_bytes_max: int) -> memoryview:
-        """All bytes of a file; at most a byte more than `n_bytes_max`. Raises OSError, StateError."""
+    def read(self, path: Path, n_bytes_max: int | None = None) -> memoryview:
+        """All bytes of a file, or the first `n_bytes_max` and one. Raises OSError, StateError."""
 
 
 class PlainFiles:
@@ -72,6 +75,9 @@ class PlainFiles:
             durable.reserve(fd, n_bytes)
             yield _PlainFile(fd, n_bytes)
 
+    def disk_size(self, n_bytes: int) -> int:
+        return n_bytes
+
     def map(self, path: Path, n_bytes: int) -> FileMap:
         fd = open_checked(path, n_bytes)
         try:
@@ -79,10 +85,13 @@ class PlainFiles:
         finally:
             os.close(fd)
 
-    def read(self, path: Path, n_bytes_max: int) -> memoryview:
+    def read(self, path: Path, n_bytes_max: int | None = None) -> memoryview:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
-            return memoryview(file.read(n_bytes_max + 1))
+            return memoryview(file.read(-1 if n_bytes_max is None else n_bytes_max + 1))
+
+
+PLAIN_FILES: StoreFiles = PlainFiles()
 
 
 class _PlainFile:

@@ -3,7 +3,6 @@ sums must agree."""
 
 from __future__ import annotations
 
-import mmap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
@@ -18,6 +17,7 @@ from towerd.slots.errors import StateError
 from towerd.slots.row_identity import RowIdentity
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.catalog.database import CatalogDamaged
+from towerd.store.files.file_map import FileMap
 from towerd.store.rows.checkpoints import (
     checkpoint_files,
     checkpoint_problem,
@@ -33,12 +33,11 @@ from towerd.store.segments.segment_file import (
     check_claim,
     check_coded,
     check_pieces,
-    map_file,
+    head_of,
 )
 from towerd.store.segments.segment_header import (
     SegmentHeader,
     check_layout,
-    decode_head,
     decode_runs,
 )
 from towerd.store.sessions.cold import ColdTable
@@ -143,11 +142,12 @@ def _sum_problems(state: StoreState, nodes: list[Node]) -> Iterator[str]:
 
 
 def _file_problems(state: StoreState) -> Iterator[str]:
+    size_of = state.directory.files.disk_size
     for file in state.files.values():
         viewers = state.tree.viewers(file)
         if not viewers or any(node.file is not file for node in viewers):
             yield f"{file} is viewed by {viewers}"
-        if not file.path.is_file() or file.path.stat().st_size != file.nbytes:
+        if not file.path.is_file() or file.path.stat().st_size != size_of(file.nbytes):
             yield f"{file} is missing or has another size"
 
 
@@ -271,7 +271,7 @@ def verify(
         if progress is not None:
             progress(done, total)
     for path, size in states:
-        problem = checkpoint_problem(path)
+        problem = checkpoint_problem(state.directory.files, path)
         if problem is not None:
             found.append(f"{path.name}: {problem}")
             n_set_aside += repair and state.directory.set_aside(path)
@@ -334,8 +334,8 @@ def _file_problem(
             if not views:
                 return "no segment views it"
             prefix = prefix_of(state, views[-1][2])
-        data = map_file(state.directory.segments / name, n_bytes)
-        header, start = decode_head(memoryview(data))
+        data = state.directory.files.map(state.directory.segments / name, n_bytes)
+        header, start = head_of(data)
         if (header.p0, header.n, header.run_table) != (p0, n_rows, decode_runs(runs, n_rows)):
             return "the catalog describes another file under this name"
         check_layout(header, row_identity.layout)
@@ -354,8 +354,8 @@ def _file_problem(
 def _is_head_damaged(state: StoreState, pool: Executor, row: tuple[Any, ...]) -> bool:
     """Of a file without a problem, or one that is gone."""
     try:
-        data = map_file(state.directory.segments / row[1], row[3])
-        header, start = decode_head(memoryview(data))
+        data = state.directory.files.map(state.directory.segments / row[1], row[3])
+        header, start = head_of(data)
         if header.head is not None:
             check_pieces(data, header.head.planes, start, pool)
     except OSError:
@@ -366,7 +366,7 @@ def _is_head_damaged(state: StoreState, pool: Executor, row: tuple[Any, ...]) ->
 
 
 def _check_blobs(
-    data: mmap.mmap, header: SegmentHeader, start: int, row_identity: RowIdentity
+    data: FileMap, header: SegmentHeader, start: int, row_identity: RowIdentity
 ) -> None:
     """Raises StateError unless every blob can be read."""
     for run in header.runs:

@@ -19,6 +19,7 @@ from towerd.errors import RowsDamaged, StoreError
 from towerd.slots.errors import StateError
 from towerd.store.catalog.catalog import EnteredIdentity
 from towerd.store.files import durable
+from towerd.store.files.file_map import StoreFiles
 from towerd.store.segments.checkpoint_file import (
     ANYWHERE,
     CUT_META,
@@ -131,7 +132,14 @@ class CheckpointTable:
         failures = durable.store_errors("a state checkpoint cannot be written")
         with state.catalog.being_written(half), failures:
             size = write_checkpoint(
-                self.folder, half, state.digest, key, node.p1, found.derived, found.data
+                state.directory.files,
+                self.folder,
+                half,
+                state.digest,
+                key,
+                node.p1,
+                found.derived,
+                found.data,
             )
         state.directory.writes.add("checkpoints", size)
         with self.state.locked():  # a gc either sees the file, or has removed the node
@@ -153,7 +161,9 @@ class CheckpointTable:
         name = file_name(key, found.derived)
         try:
             digest, derived = self.state.digest, found.derived
-            return read_checkpoint(self.folder / name, digest, key, node.p1, derived)
+            return read_checkpoint(
+                self.state.directory.files, self.folder / name, digest, key, node.p1, derived
+            )
         except FileNotFoundError as error:
             self._forget(found)
             raise RowsDamaged(f"the state checkpoint {name} is gone") from error
@@ -191,7 +201,7 @@ class CheckpointTable:
             for name in list(self._foreign):
                 if freed >= bytes_needed:
                     break
-                if live and digest_in(self.folder / name) in live:
+                if live and digest_in(self.state.directory.files, self.folder / name) in live:
                     continue
                 freed += self._foreign.pop(name)
                 self._unlink(name)
@@ -275,10 +285,10 @@ def checkpoint_bytes(state: StoreState, node: Node) -> int:
     return 0
 
 
-def digest_in(path: Path) -> bytes | None:
+def digest_in(files: StoreFiles, path: Path) -> bytes | None:
     """The digest of the row identity that a file is of; None if it cannot be read."""
     try:
-        return row_identity_of(path)
+        return row_identity_of(files, path)
     except OSError:
         return None
 
@@ -321,7 +331,7 @@ def stray_checkpoints(state: StoreState, removed: Collection[int] = ()) -> list[
                 strays.append(path)
             continue
         try:
-            of = row_identity_of(path)
+            of = row_identity_of(state.directory.files, path)
         except OSError:
             continue  # deleted meanwhile, or for verify to report
         tokenizer = tokenizers.get(of, _UNCLAIMED) if of is not None else None
@@ -337,11 +347,11 @@ def stray_checkpoints(state: StoreState, removed: Collection[int] = ()) -> list[
     return strays
 
 
-def checkpoint_problem(path: Path) -> str | None:
+def checkpoint_problem(files: StoreFiles, path: Path) -> str | None:
     """Read a file byte for byte and describe the problem; None if it is sound or was deleted
     meanwhile."""
     try:
-        verify_checkpoint(path)
+        verify_checkpoint(files, path)
     except FileNotFoundError:
         return None
     except (StateError, OSError) as error:

@@ -3,7 +3,6 @@ leave, and before they are entered."""
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 
@@ -11,8 +10,14 @@ from towerd.errors import StoreError
 from towerd.slots.errors import StateError
 from towerd.store.files import durable
 from towerd.store.files.directory import remove_file
+from towerd.store.files.file_map import NewFile
 from towerd.store.rows.rows import RowStore, adopt
-from towerd.store.segments.segment_file import SegmentFile, check_coded, check_pieces, map_file
+from towerd.store.segments.segment_file import (
+    SegmentFile,
+    check_coded,
+    check_pieces,
+    head_of,
+)
 from towerd.store.segments.segment_header import (
     SegmentHeader,
     check_layout,
@@ -35,7 +40,7 @@ def take_out(
     rows.verify(file, node)
     try:
         if file.p0 + file.n_rows == node.p1:
-            data = memoryview(file.mapped())  # it counts as in use if it is dropped meanwhile
+            data = file.mapped().whole()  # it counts as in use if it is dropped meanwhile
         else:  # the rest is another conversation's
             data = _beginning(state, rows, file, node, pool)
         header, start = decode_head(data)
@@ -56,10 +61,11 @@ def _beginning(
         state.directory.tmp,
     )
     with state.catalog.being_written(name):
-        n_bytes = write_segment(draft, name, tmp, tmp, pool)
+        files = state.directory.files
+        n_bytes = write_segment(files, draft, name, tmp, tmp, pool)
         state.directory.writes.add("reencoded", n_bytes)
         try:
-            return memoryview(map_file(tmp / name, n_bytes))
+            return files.map(tmp / name, n_bytes).whole()
         finally:
             remove_file(tmp / name)
 
@@ -86,9 +92,11 @@ def take_in(
     with state.catalog.being_written(name):  # gc must not delete it
         with durable.store_errors("rows cannot be written"):
             half, final = directory.tmp / name, directory.segments / name
-            with durable.new_file(half, final, is_durable=is_durable) as fd:
-                total = _write(fd, header, data, n_bytes)
-                _check(fd, total, state, bases, pool)
+            head = encode_head(header)
+            total = len(head) + n_bytes
+            with directory.files.create(half, final, total, is_durable=is_durable) as new:
+                _write(new, head, data, total)
+                _check(new, state, bases, pool)
         directory.writes.add("rows", total)
         file = None
         try:
@@ -102,26 +110,22 @@ def take_in(
     return file
 
 
-def _write(fd: int, header: SegmentHeader, data: Iterable[bytes | memoryview], n_bytes: int) -> int:
-    """Returns the size of the file."""
-    head = encode_head(header)
-    durable.reserve(fd, len(head) + n_bytes)
-    durable.write_all(fd, memoryview(head), 0)
+def _write(file: NewFile, head: bytes, data: Iterable[bytes | memoryview], total: int) -> None:
+    file.write(memoryview(head), 0)
     at = len(head)
     for chunk in data:
-        if at + len(chunk) > len(head) + n_bytes:
+        if at + len(chunk) > total:
             raise StateError("there are more rows than the header says")
-        durable.write_all(fd, memoryview(chunk), at)
+        file.write(memoryview(chunk), at)
         at += len(chunk)
-    if at != len(head) + n_bytes:
+    if at != total:
         raise StateError("there are fewer rows than the header says")
-    return at
 
 
-def _check(fd: int, total: int, state: StoreState, bases: TransformBases, pool: Executor) -> None:
+def _check(file: NewFile, state: StoreState, bases: TransformBases, pool: Executor) -> None:
     """Raises StateError unless everything in the file is as its header says, and fits the model."""
-    data = mmap.mmap(fd, total, prot=mmap.PROT_READ)
-    header, start = decode_head(memoryview(data))
+    data = file.read_back()
+    header, start = head_of(data)
     check_layout(header, state.row_identity.layout)
     check_pieces(data, header.pieces, start, pool)
     check_coded(data, header, start, bases)

@@ -49,7 +49,9 @@ class RowStore:
         """Whether rows belong to the loaded weights; see `distrust`."""
         self.head: bytes | None = None
         """The digest of the head whose rows are read beside the model's; None: there is no head."""
-        self.bases = TransformBases(state.directory.bases, state.directory.tmp)
+        self.bases = TransformBases(
+            state.directory.bases, state.directory.tmp, state.directory.files
+        )
         """What transform-coded rows are written and read with."""
         self._unfinished = UnfinishedCodings()
         self.replaced = ReplacedFiles(state)
@@ -270,7 +272,7 @@ class RowStore:
         with state.catalog.being_written(name):  # gc must not delete it
             with durable.store_errors("rows cannot be written"):
                 folders = directory.tmp, directory.segments
-                n_bytes = write_segment(draft, name, *folders, pool, pause)
+                n_bytes = write_segment(directory.files, draft, name, *folders, pool, pause)
             directory.writes.add(kind, n_bytes)
             file: SegmentFile | None = None
             unviewed: list[SegmentFile] = []
@@ -569,7 +571,7 @@ def adopt(
         )
         state.catalog.run_many("DELETE FROM files WHERE id = ?", [(old.id,) for old in unviewed])
     path = state.directory.segments / name
-    file = SegmentFile(id, path, p0, n_rows, n_bytes, runs)
+    file = SegmentFile(id, path, p0, n_rows, n_bytes, runs, state.directory.files)
     for node in nodes:
         state.tree.view(node, file, node.p0 - p0)
     state.files[id] = file

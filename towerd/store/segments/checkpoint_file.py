@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.slots.errors import StateError
-from towerd.store.files import durable
+from towerd.store.files.file_map import StoreFiles
 from towerd.store.segments.segment_header import PREAMBLE, checksum, framed, unframed
 
 MAGIC = b"TWRBND"
@@ -36,6 +36,8 @@ HALF = ".tmp"
 """The suffix of a file that is being written."""
 DERIVED = ".derived"
 """Precedes the suffix of a state computed from approximate rows."""
+
+_HEAD_BYTES_MAX = 4096
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -79,6 +81,7 @@ def new_half() -> str:
 
 
 def write_checkpoint(
+    files: StoreFiles,
     folder: Path,
     half: str,
     row_identity: bytes,
@@ -87,23 +90,23 @@ def write_checkpoint(
     derived: bool,
     state: Bytes,
 ) -> int:
-    """Write the file of `key` durably, or not at all; returns its size. `half`: its name until it
+    """Write the file of `key` durably, or not at all; returns its size on disk. `half`: its name until it
     is complete. Raises OSError."""
     data = np.ascontiguousarray(state).data
     header = CheckpointHeader(row_identity, key, position, derived, len(data), checksum(data))
     head = framed(MAGIC, VERSION, _encode(header))
-    with durable.new_file(folder / half, folder / file_name(key, derived)) as fd:
-        durable.reserve(fd, len(head) + len(data))
-        durable.write_all(fd, memoryview(head), 0)
-        durable.write_all(fd, data, len(head))
-    return len(head) + len(data)
+    n_bytes = len(head) + len(data)
+    with files.create(folder / half, folder / file_name(key, derived), n_bytes) as file:
+        file.write(memoryview(head), 0)
+        file.write(data, len(head))
+    return files.disk_size(n_bytes)
 
 
 def read_checkpoint(
-    path: Path, row_identity: bytes, key: bytes, position: int, derived: bool
+    files: StoreFiles, path: Path, row_identity: bytes, key: bytes, position: int, derived: bool
 ) -> Bytes:
     """The state, every byte checked. Raises StateError (damaged, or another's) or OSError."""
-    header, state = _read(path)
+    header, state = _read(files, path)
     if (header.row_identity, header.key, header.position) != (row_identity, key, position):
         raise StateError("the state is of another prefix or model")
     if header.derived != derived:
@@ -111,31 +114,30 @@ def read_checkpoint(
     return state
 
 
-def row_identity_of(path: Path) -> bytes | None:
+def row_identity_of(files: StoreFiles, path: Path) -> bytes | None:
     """The digest of the row identity whose state a file says it is; None if its header cannot be
     read. Raises OSError."""
-    with path.open("rb") as file:
-        head = file.read(PREAMBLE.size)
+    try:
+        head = files.read(path, _HEAD_BYTES_MAX)
         if len(head) < PREAMBLE.size:
             return None
-        magic, version, n_header, _, _ = PREAMBLE.unpack(head)
+        magic, version, n_header, _, _ = PREAMBLE.unpack_from(head)
         if magic != MAGIC or version != VERSION:
             return None
-        try:
-            return _decode(file.read(n_header)).row_identity
-        except msgspec.MsgspecError:
-            return None
+        return _decode(head[PREAMBLE.size : PREAMBLE.size + n_header]).row_identity
+    except (StateError, msgspec.MsgspecError):
+        return None
 
 
-def verify_checkpoint(path: Path) -> None:
+def verify_checkpoint(files: StoreFiles, path: Path) -> None:
     """Check every byte, and that the content matches the file's name. Raises as `read_checkpoint`."""
-    header, _ = _read(path)
+    header, _ = _read(files, path)
     if parse_name(path.name) != (header.key, header.derived):
         raise StateError("the state is of another prefix than the file's name says")
 
 
-def _read(path: Path) -> tuple[CheckpointHeader, Bytes]:
-    data = np.fromfile(path, np.uint8)
+def _read(files: StoreFiles, path: Path) -> tuple[CheckpointHeader, Bytes]:
+    data = np.frombuffer(files.read(path), np.uint8)
     body, start = unframed(data.data, MAGIC, VERSION, "state checkpoint")
     try:
         header = _decode(body)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
-import os
-import stat
 import threading
 import time
 import weakref
@@ -28,8 +25,10 @@ from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.row_identity import RowIdentity
 from towerd.slots.rows import HeadRows, KVRows
+from towerd.store.files.file_map import PLAIN_FILES, FileMap, StoreFiles
 from towerd.store.segments.coded_format import CodedPiece, coding_of, is_coded
 from towerd.store.segments.segment_header import (
+    PREAMBLE,
     BlobEntry,
     CodedEntry,
     FormatRun,
@@ -90,8 +89,8 @@ class SegmentFile:
     """A catalogued file with the rows [p0, p0 + n_rows)."""
 
     __slots__ = (
-        "_checked", "_header", "_is_head_damaged", "_lock", "_mapped", "_start", "dropped", "id",
-        "in_bucket_until", "n_rows", "nbytes", "p0", "path", "runs", "successor",
+        "_checked", "_files", "_header", "_is_head_damaged", "_lock", "_mapped", "_start", "dropped",
+        "id", "in_bucket_until", "n_rows", "nbytes", "p0", "path", "runs", "successor",
     )  # fmt: skip
 
     def __init__(
@@ -102,13 +101,15 @@ class SegmentFile:
         n_rows: int,
         nbytes: int,
         runs: tuple[FormatRun, ...] = (),
+        files: StoreFiles = PLAIN_FILES,
     ) -> None:
+        self._files = files
         self.id = id
         self.path = path
         self.p0 = p0
         self.n_rows = n_rows
         self.nbytes = nbytes
-        """Size on disk."""
+        """Size of its content: on disk, encrypted, it has a four-thousandth more."""
         self.runs = runs or native_run(n_rows)
         """The format of each run of rows."""
         self.successor: SegmentFile | None = None
@@ -118,7 +119,7 @@ class SegmentFile:
         """time.monotonic() until which the shared tier is taken to have all its rows, too, and to keep them."""
         self._checked: set[int] = set()
         """Offsets of the planes and blobs whose checksums matched."""
-        self._mapped: weakref.ref[mmap.mmap] | None = None
+        self._mapped: weakref.ref[FileMap] | None = None
         self._header: SegmentHeader | None = None
         self._is_head_damaged = False
         self._start = 0
@@ -193,9 +194,9 @@ class SegmentFile:
             self._is_head_damaged = False
         check_coded(data, header, start, bases)
 
-    def _read_header(self, data: mmap.mmap, claim: Claim) -> tuple[SegmentHeader, int]:
+    def _read_header(self, data: FileMap, claim: Claim) -> tuple[SegmentHeader, int]:
         """The header and the offset of the data."""
-        header, start = decode_head(memoryview(data))
+        header, start = head_of(data)
         self._check_identity(header)
         check_layout(header, claim.row_identity.layout)
         check_claim(header, claim)
@@ -234,7 +235,7 @@ class SegmentFile:
 
     def _model_rows(
         self,
-        data: mmap.mmap,
+        data: FileMap,
         header: SegmentHeader,
         start: int,
         layout: KVLayout,
@@ -289,14 +290,14 @@ class SegmentFile:
         return None if heads is None else heads.slice(p0, p1)
 
     def _heads(
-        self, data: mmap.mmap, header: SegmentHeader, start: int, head: bytes | None
+        self, data: FileMap, header: SegmentHeader, start: int, head: bytes | None
     ) -> HeadRows | None:
         if header.head is None or head not in (ANY_HEAD, header.head.digest):
             return None
         return self._head_rows(data, start, header.head)
 
     def _coded(
-        self, data: mmap.mmap, start: int, entry: RunEntry, row0: int, row1: int, basis: Basis
+        self, data: FileMap, start: int, entry: RunEntry, row0: int, row1: int, basis: Basis
     ) -> Iterator[tuple[CodedRows, int]]:
         """The coded rows that have any of the file's rows [row0, row1), each with its first position."""
         at = entry.row0
@@ -307,7 +308,7 @@ class SegmentFile:
 
     def _blob_rows(
         self,
-        data: mmap.mmap,
+        data: FileMap,
         start: int,
         entry: RunEntry,
         layout: KVLayout,
@@ -325,7 +326,7 @@ class SegmentFile:
             at += blob.n_rows
 
     def _run_rows(
-        self, data: mmap.mmap, start: int, entry: RunEntry, layout: KVLayout, row0: int, row1: int
+        self, data: FileMap, start: int, entry: RunEntry, layout: KVLayout, row0: int, row1: int
     ) -> KVRows:
         cut = np.s_[row0 - entry.row0 : row1 - entry.row0]
         planes = [_view(data, start, plane, entry.n_rows)[cut] for plane in entry.planes]
@@ -335,7 +336,7 @@ class SegmentFile:
         stored = layout.stored_as(entry.format)
         return KVRows(stored, positions, tuple(planes[:n_k]), tuple(planes[n_k:]), ext)
 
-    def _head_rows(self, data: mmap.mmap, start: int, entry: HeadEntry) -> HeadRows | None:
+    def _head_rows(self, data: FileMap, start: int, entry: HeadEntry) -> HeadRows | None:
         """The rows of a head as views; None if they are damaged."""
         if self._is_head_damaged:
             return None
@@ -352,11 +353,13 @@ class SegmentFile:
 
     def _ensure_checked(
         self,
-        data: mmap.mmap,
+        data: FileMap,
         pieces: Sequence[PlaneEntry | BlobEntry],
         start: int,
         pool: Executor | None,
     ) -> None:
+        for piece in pieces:
+            data.need(start + piece.offset, piece.nbytes, pool)
         if missing := [piece for piece in pieces if piece.offset not in self._checked]:
             check_pieces(data, missing, start, pool)
             with self._lock:
@@ -366,35 +369,28 @@ class SegmentFile:
         if (header.p0, header.n, header.run_table) != (self.p0, self.n_rows, self.runs):
             raise StateError("the catalog describes another file under this name")
 
-    def mapped(self) -> mmap.mmap:
+    def mapped(self) -> FileMap:
         """The whole file, which takes disk as long as this is in use. Raises OSError or StateError."""
         with self._lock:
             return self._map()
 
-    def _map(self) -> mmap.mmap:
+    def _map(self) -> FileMap:
         """The mapping, which lasts as long as rows of it are in use: it costs a descriptor, and
         what was read through it counts as memory of the process. What it read stays in the page
         cache, and to map and read 13 MB anew takes a tenth of a millisecond more."""
         data = self._mapped() if self._mapped is not None else None
         if data is None:
-            data = map_file(self.path, self.nbytes)
+            data = self._files.map(self.path, self.nbytes)
             self._mapped = weakref.ref(data)
         return data
 
 
-def map_file(path: Path, n_bytes: int) -> mmap.mmap:
-    """The whole file, mapped read-only. OSError, or StateError unless it is a regular file of
-    exactly `n_bytes` (bounds are checked against this, so nothing reads past the end)."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
-            raise StateError("not a regular file")
-        if info.st_size != n_bytes or n_bytes == 0:
-            raise StateError(f"the file has {info.st_size} bytes, the catalog says {n_bytes}")
-        return mmap.mmap(fd, n_bytes, prot=mmap.PROT_READ)
-    finally:
-        os.close(fd)
+def head_of(data: FileMap) -> tuple[SegmentHeader, int]:
+    """The header of a mapped file and the offset of its data. Raises as `decode_head`."""
+    if len(data) >= PREAMBLE.size:
+        n_header = PREAMBLE.unpack(data.view(0, PREAMBLE.size))[2]
+        data.need(0, min(len(data), PREAMBLE.size + n_header))
+    return decode_head(memoryview(data))
 
 
 class FormatTally:
@@ -457,18 +453,17 @@ def check_claim(header: SegmentHeader, claim: Claim) -> None:
 
 
 def check_pieces(
-    data: mmap.mmap,
+    data: FileMap,
     pieces: Sequence[PlaneEntry | BlobEntry],
     start: int,
     pool: Executor | None,
 ) -> None:
     """Raises StateError unless every checksum of the planes and blobs matches. pool: the threads
     to use; None: this thread."""
-    view = memoryview(data)
 
     def is_good(span: Span) -> bool:
         offset, n_bytes, expected = span
-        return checksum(view[start + offset : start + offset + n_bytes]) == expected
+        return checksum(data.view(start + offset, n_bytes)) == expected
 
     spans = [span for piece in pieces for span in piece.spans]
     results = map(is_good, spans) if pool is None else pool.map(is_good, spans)
@@ -476,7 +471,7 @@ def check_pieces(
         raise StateError("a checksum does not match: the rows are damaged")
 
 
-def check_coded(data: mmap.mmap, header: SegmentHeader, start: int, bases: TransformBases) -> None:
+def check_coded(data: FileMap, header: SegmentHeader, start: int, bases: TransformBases) -> None:
     """Raises RowsLost unless all coded rows, and their bases, are whole; NewerVersion; OSError."""
     lost: Ranges = []
     why = ""
@@ -509,11 +504,11 @@ def basis_of(
     return basis
 
 
-def parsed(data: mmap.mmap, entry: CodedEntry, start: int, p0: int, basis: Basis) -> CodedRows:
+def parsed(data: FileMap, entry: CodedEntry, start: int, p0: int, basis: Basis) -> CodedRows:
     """The coded rows of an entry that begins at `p0`. Raises RowsLost, NewerVersion."""
     at = start + entry.offset
     try:
-        found = coded.parse(memoryview(data)[at : at + entry.nbytes])
+        found = coded.parse(data.view(at, entry.nbytes))
     except NewerVersion:
         raise
     except CodecError as error:
@@ -538,7 +533,7 @@ def _decoded(piece: CodedRows, basis: Basis, p0: int, p1: int) -> Iterator[KVRow
         p0, step = end, DECODED_ROWS
 
 
-def blob_rows(data: mmap.mmap, blob: BlobEntry, start: int, layout: KVLayout, p0: int) -> KVRows:
+def blob_rows(data: FileMap, blob: BlobEntry, start: int, layout: KVLayout, p0: int) -> KVRows:
     """The rows of a blob as views. Raises StateError unless it has rows of `layout` from `p0`."""
     taken = np.frombuffer(data, np.uint8, blob.nbytes, start + blob.offset)
     rows = parse_rows(
@@ -549,7 +544,7 @@ def blob_rows(data: mmap.mmap, blob: BlobEntry, start: int, layout: KVLayout, p0
     return rows
 
 
-def head_rows(data: mmap.mmap, start: int, entry: HeadEntry, p0: int) -> HeadRows:
+def head_rows(data: FileMap, start: int, entry: HeadEntry, p0: int) -> HeadRows:
     """The rows of a head as views. p0: the file's first position"""
     layout = entry.layout
     planes = [_view(data, start, plane, entry.n) for plane in entry.planes]
@@ -562,7 +557,7 @@ def head_rows(data: mmap.mmap, start: int, entry: HeadEntry, p0: int) -> HeadRow
 
 
 def _view(
-    data: mmap.mmap, start: int, plane: PlaneEntry, n: int
+    data: FileMap, start: int, plane: PlaneEntry, n: int
 ) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
     flat = np.frombuffer(data, np.uint8, plane.nbytes, start + plane.offset)
     return flat.reshape(n, plane.row_bytes)

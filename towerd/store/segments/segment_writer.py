@@ -20,7 +20,7 @@ from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import HeadRows, KVRows, check_positions
 from towerd.slots.runs import Runs
-from towerd.store.files import durable
+from towerd.store.files.file_map import NewFile, StoreFiles
 from towerd.store.segments.coded_format import CodedPiece, is_coded
 from towerd.store.segments.segment_header import (
     CHECKSUM_BYTES,
@@ -205,6 +205,7 @@ def new_name() -> str:
 
 
 def write_segment(
+    files: StoreFiles,
     draft: Draft,
     name: str,
     tmp: Path,
@@ -219,17 +220,16 @@ def write_segment(
     table, n_data = _place(draft)
     blank = [[bytes(CHECKSUM_BYTES * extent.n_sums) for extent in extents] for extents in table]
     start = len(encode_head(_header(draft, table, blank)))
-    with durable.new_file(tmp / name, final / name) as fd:
-        durable.reserve(fd, start + n_data)
-        digests = _write_extents(fd, start, table, pool, pause)
+    with files.create(tmp / name, final / name, start + n_data) as file:
+        digests = _write_extents(file, start, table, pool, pause)
         head = encode_head(_header(draft, table, digests))
         assert len(head) == start
-        durable.write_all(fd, memoryview(head), 0)
+        file.write(memoryview(head), 0)
     return start + n_data
 
 
 def _write_extents(
-    fd: int,
+    file: NewFile,
     start: int,
     table: Sequence[Sequence[_Extent]],
     pool: Executor,
@@ -242,13 +242,13 @@ def _write_extents(
     try:
         for extent in extents:
             if isinstance(extent, _PlaneExtent):
-                jobs[extent.offset] = pool.submit(_write_extent, fd, start, extent, pause)
+                jobs[extent.offset] = pool.submit(_write_extent, file, start, extent, pause)
     finally:
-        wait(jobs.values())  # the caller closes fd next: no job may outlive this
+        wait(jobs.values())  # the caller closes the file next: no job may outlive this
     digests = {offset: job.result() for offset, job in jobs.items()}
     for extent in extents:
         if not isinstance(extent, _PlaneExtent):
-            digests[extent.offset] = _write_extent(fd, start, extent, pause)
+            digests[extent.offset] = _write_extent(file, start, extent, pause)
     return [[digests[extent.offset] for extent in row] for row in table]
 
 
@@ -330,14 +330,14 @@ def _blobs(run: DraftRun, native: KVLayout, at: int) -> Iterator[_Extent]:
         at = page_up(at + n_bytes)
 
 
-def _write_extent(fd: int, start: int, extent: _Extent, pause: Callable[[], None]) -> bytes:
+def _write_extent(file: NewFile, start: int, extent: _Extent, pause: Callable[[], None]) -> bytes:
     """Write a plane or a blob; returns its checksums: one for a plane, one for every SPAN_BYTES of
     a blob."""
     h, sums = xxhash.xxh3_128(), b""
     at = start + extent.offset
     for chunk in extent.chunks():
         pause()
-        durable.write_all(fd, chunk, at)
+        file.write(chunk, at)
         at += len(chunk)
         if isinstance(extent, _PlaneExtent):
             h.update(chunk)

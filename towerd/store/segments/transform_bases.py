@@ -21,6 +21,7 @@ from towerd.codec.rows.basis import BYTES_MAX, Basis, read_basis
 from towerd.slots.errors import StateError
 from towerd.store.files import durable
 from towerd.store.files.directory import remove_file
+from towerd.store.files.file_map import PLAIN_FILES, StoreFiles
 from towerd.store.segments.coded_format import basis_name
 
 log = logging.getLogger(__name__)
@@ -39,10 +40,11 @@ class BasisLost(StateError):
 class TransformBases:
     """The bases in a folder. Thread-safe."""
 
-    def __init__(self, folder: Path, tmp: Path) -> None:
+    def __init__(self, folder: Path, tmp: Path, files: StoreFiles = PLAIN_FILES) -> None:
         """folder: made when the first basis is written; tmp: for halves of files"""
         self._folder = folder
         self._tmp = tmp
+        self._files = files
         self._lock = threading.Lock()
         self._open: OrderedDict[str, Basis] = OrderedDict()
         self._lost: set[str] = set()
@@ -58,8 +60,8 @@ class TransformBases:
             if self.problem(name) is not None:
                 half = self._tmp / f"{name}-{os.getpid()}{SUFFIX}"
                 half.unlink(missing_ok=True)
-                with durable.new_file(half, path) as fd:
-                    durable.write_all(fd, memoryview(basis.data), 0)
+                with self._files.create(half, path, len(basis.data)) as file:
+                    file.write(memoryview(basis.data), 0)
             else:
                 self.touch(name)  # it counts as just written for gc
         with self._lock:
@@ -151,11 +153,11 @@ class TransformBases:
 
     def _read(self, name: str) -> Basis:
         try:
-            fd = os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            data = bytes(self._files.read(self.path(name), BYTES_MAX))
         except FileNotFoundError:
             raise BasisLost(f"the transform basis {name} is missing") from None
-        with os.fdopen(fd, "rb") as file:
-            data = file.read(BYTES_MAX + 1)
+        except StateError as error:
+            raise BasisLost(f"the transform basis {name} is damaged: {error}") from error
         try:
             basis = read_basis(data)
         except NewerVersion:

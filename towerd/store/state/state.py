@@ -19,6 +19,7 @@ from towerd.slots.row_identity import RowIdentity
 from towerd.store.catalog.catalog import Catalog, EnteredIdentity, Lock, Undo
 from towerd.store.catalog.identity import ModelIdentity
 from towerd.store.files.directory import Directory
+from towerd.store.files.file_map import StoreFiles
 from towerd.store.segments.segment_file import FormatTally, SegmentFile
 from towerd.store.segments.segment_header import FormatRun, decode_runs, key_hash, segment_key
 from towerd.store.tree.node import Node
@@ -332,7 +333,7 @@ def load_state(
     the lock."""
     entered = catalog.enter(identity, clock())
     catalog.open_model(entered)
-    files = load_files(catalog, entered.row_identity, directory.segments)
+    files = load_files(catalog, entered.row_identity, directory.segments, directory.files)
     return StoreState(
         directory,
         catalog,
@@ -363,7 +364,9 @@ def foreign_bytes(catalog: Catalog, row_identity: int) -> int:
     return int(catalog.rows(sql, (row_identity,))[0][0])
 
 
-def load_files(catalog: Catalog, row_identity: int, folder: Path) -> dict[int, SegmentFile]:
+def load_files(
+    catalog: Catalog, row_identity: int, folder: Path, how: StoreFiles
+) -> dict[int, SegmentFile]:
     """The files of one row identity by id; nothing is opened."""
     files = {}
     for id, name, p0, n_rows, n_bytes, text in catalog.rows(
@@ -376,7 +379,7 @@ def load_files(catalog: Catalog, row_identity: int, folder: Path) -> dict[int, S
             runs = decode_runs(text, n_rows)
         except StateError as error:
             raise catalog.damaged(f"file {id}: {error}") from error
-        files[id] = SegmentFile(id, folder / name, p0, n_rows, n_bytes, runs)
+        files[id] = SegmentFile(id, folder / name, p0, n_rows, n_bytes, runs, how)
     return files
 
 

@@ -121,15 +121,22 @@ class Pages:
 
     @classmethod
     def of(
-        cls, chunk: RowChunk, folder: Path, file: PageFile | None, layers: Iterable[int]
+        cls,
+        chunk: RowChunk,
+        folder: Path,
+        file: PageFile | None,
+        layers: Iterable[int],
+        *,
+        is_encrypted: bool = False,
     ) -> Pages:
         """Append `chunk` to `file`, or to a new file in `folder` if it is None. Raises OSError.
 
-        layers: those that are indexed"""
+        layers: those that are indexed; is_encrypted: whether a new file is"""
         parts = (*chunk.k, *chunk.v)
         if chunk.ext is not None:
             parts = (*parts, np.ascontiguousarray(chunk.ext).view(np.uint8))
-        file = file or PageFile(folder, sum(part.shape[1] for part in parts))
+        row_bytes = sum(part.shape[1] for part in parts)
+        file = file or PageFile(folder, row_bytes, is_encrypted)
         keys = {layer: np.ascontiguousarray(chunk.k[layer]) for layer in layers}
         return cls(chunk.layout, chunk.positions, chunk.places, file, file.add(parts), keys)
 

@@ -17,6 +17,7 @@ import tempfile
 import weakref
 import zlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,9 @@ import numpy.typing as npt
 from towerd.errors import TowerdError
 from towerd.retention import Positions
 from towerd.slots.rows import Bytes2D
+
+if TYPE_CHECKING:
+    from towerd.store.encryption.record_cipher import RecordCipher
 
 _BLOCK_ROWS = 256
 """Records that are assembled and written at a time."""
@@ -39,8 +43,9 @@ class PageFile:
     """An append-only file of records. One thread appends, while no other reads; several threads may
     read."""
 
-    def __init__(self, folder: Path, row_bytes: int) -> None:
-        """Make an empty file. Raises OSError."""
+    def __init__(self, folder: Path, row_bytes: int, is_encrypted: bool = False) -> None:
+        """Make an empty file. is_encrypted: with a key that is in RAM alone. Raises OSError."""
+        self._cipher = _new_cipher() if is_encrypted else None
         self.n = 0
         self.row_bytes = row_bytes
         with tempfile.TemporaryFile(dir=folder, prefix="pages-", buffering=0) as file:
@@ -59,6 +64,8 @@ class PageFile:
                 span = slice(first, first + _BLOCK_ROWS)
                 block = np.concatenate([part[span] for part in parts], axis=1)
                 sums[span] = [zlib.crc32(row.data) for row in block]
+                if self._cipher is not None:
+                    block = self._cipher.encrypted(block, self.n + first)
                 self._write(block.data.cast("B"), (self.n + first) * self.row_bytes)
         except BaseException:
             with contextlib.suppress(OSError):  # undo what a full disk has taken of them
@@ -82,6 +89,8 @@ class PageFile:
         breaks = np.flatnonzero(np.diff(wanted) != 1) + 1
         for run in np.split(order, breaks) if len(order) else []:
             self._read(found, run, numbers)
+        if self._cipher is not None:
+            self._cipher.decrypt(found, numbers)
         sums = [zlib.crc32(row.data) for row in found]
         if not np.array_equal(np.array(sums, np.uint32), self._sums[numbers]):
             raise PagesLost("Rows of a long chat came back from disk damaged.")
@@ -105,3 +114,9 @@ class PageFile:
         while data:
             n = os.pwrite(self._fd, data, offset)
             data, offset = data[n:], offset + n
+
+
+def _new_cipher() -> RecordCipher:
+    from towerd.store.encryption.record_cipher import RecordCipher
+
+    return RecordCipher()

@@ -45,6 +45,8 @@ class OffloadSpace:
     """Where the files are made."""
     writes: DailyWrites
     """Counts what is written, and may refuse it."""
+    is_encrypted: bool = False
+    """Whether the files are."""
 
     def n_max(self, live_set: BoundedSet) -> int:
         """The most positions that may be offloaded."""
@@ -162,7 +164,8 @@ class OffloadSpace:
         try:
             file = self._open_file(live_set, n_bytes)
             layers = policy.layers(self.layout.n_layer)
-            pages = Pages.of(self._together(live_set, going), self.folder, file, layers)
+            rows = self._together(live_set, going)
+            pages = Pages.of(rows, self.folder, file, layers, is_encrypted=self.is_encrypted)
         except OSError as error:
             log.warning("old rows of a long chat are not written", extra={"reason": str(error)})
             return False

@@ -211,8 +211,12 @@ class Recall:
         self._every_tokens = config.recall_every
         """Generated tokens between choices; 0: none while a reply is generated."""
         size, sizes = observer.attention.head_size, (config.recall_bytes, config.recall_disk_bytes)
-        self.space = OffloadSpace(core.memory.full_layout, size, *sizes, folder, tiers.store.writes)
-        tiers.store.disk.unnamed_bytes = config.recall_disk_bytes
+        store = tiers.store
+        is_encrypted = store.vault is not None
+        self.space = OffloadSpace(
+            core.memory.full_layout, size, *sizes, folder, store.writes, is_encrypted
+        )
+        store.disk.unnamed_bytes = config.recall_disk_bytes
         self._indexer = Indexer(observer.attention.head_size, config.threads)
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import sqlite3
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -20,10 +21,10 @@ from towerd.store.catalog import database
 from towerd.store.catalog.catalog import DELETED, Undo
 from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.catalog.journal.tables import TableChange
+from towerd.store.catalog.owner import own_store
 from towerd.store.catalog.shared.messages import Channel, error_to_wire
 from towerd.store.catalog.sqlite import SqliteCatalog
 from towerd.store.files import durable
-from towerd.store.files.directory import Directory, StoreLock
 
 log = logging.getLogger(__name__)
 
@@ -45,18 +46,15 @@ class CatalogConnection:
 class CatalogBroker:
     """The lock and the catalog of one store, for any number of processes. Thread-safe."""
 
-    def __init__(self, root: Path) -> None:
-        """Lock the store in `root` and open its catalog; created if it is missing. Raises
-        StoreLocked, StoreVersion, DiskFull or StoreError."""
-        directory = Directory(root)
+    def __init__(self, root: Path, encrypt: str | None = None) -> None:
+        """Lock the store in `root` and open its catalog; created if it is missing. encrypt: as for `Store.open`.
+        Raises StoreLocked, StoreVersion, DiskFull, StoreError or ConfigError."""
         with durable.store_errors(f"the store {root} cannot be opened"), ExitStack() as undo:
-            self._lock_file = StoreLock(directory.lock)
-            undo.callback(self._lock_file.release)
-            self.catalog = SqliteCatalog(directory.catalog, directory.writes)
-            undo.pop_all()
-        self._writes = directory.writes
-        self.limit = directory.limit
-        directory.sweep_tmp()
+            owned = own_store(root, time.time, encrypt, undo)
+            self._closing = undo.pop_all()
+        self.catalog, self.limit = owned.catalog, owned.directory.limit
+        self.vault = owned.vault
+        """The keys of an encrypted store."""
         self._places = {
             each.name: (
                 each.key_at,
@@ -92,11 +90,7 @@ class CatalogBroker:
         self._is_tired.set()
         self._resting.join()
         with self.catalog.paused(), self.turn:
-            try:
-                self.catalog.close()
-            finally:
-                self._lock_file.release()
-                self._writes.close()
+            self._closing.close()
 
     def changed(self, by: BrokerClient, changes: Sequence[TableChange]) -> None:
         """Note for every other client which rows it has not seen. Called in the turn of `by`."""

@@ -1,0 +1,60 @@
+"""Encrypting a store that has content. Killed, it continues at the next start."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+from towerd.store.encryption.sealed_files import SealedFiles, is_sealed
+from towerd.store.encryption.vault import Vault
+from towerd.store.files import durable
+from towerd.store.files.directory import Directory
+from towerd.store.files.file_map import PLAIN_FILES
+
+log = logging.getLogger(__name__)
+
+
+def encrypt_store(directory: Directory, vault: Vault) -> None:
+    """Encrypt all that a store has, and overwrite what it replaces. Nothing else may use the store. Raises DiskFull
+    or StoreError; the rest is encrypted at the next start."""
+    log.warning("the store is being encrypted", extra={"store": str(directory.root)})
+    with durable.store_errors(f"the store {directory.root} cannot be encrypted"):
+        directory.sweep_tmp()
+        directory.empty_quarantine()
+        for path in sealed_paths(directory):
+            if not is_sealed(path):
+                _seal(path, directory, vault)
+        vault.finish_encrypting()
+
+
+def sealed_paths(directory: Directory) -> Iterator[Path]:
+    """The files of an encrypted store that are sealed."""
+    for folder in (
+        directory.segments,
+        directory.checkpoints,
+        directory.bases,
+        directory.tokenizers,
+    ):
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if path.is_file() and not path.is_symlink() and path.stat().st_size:
+                yield path
+
+
+def _seal(path: Path, directory: Directory, vault: Vault) -> None:
+    n_bytes = path.stat().st_size
+    old = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        half = directory.tmp / f"{secrets.token_hex(8)}.half"
+        with (
+            closing(PLAIN_FILES.map(path, n_bytes)) as content,
+            SealedFiles(vault).create(half, path, n_bytes) as file,
+        ):
+            with memoryview(content) as view:
+                file.write(view, 0)
+        durable.overwrite(old)
+    finally:
+        os.close(old)

@@ -1,0 +1,89 @@
+"""Opening a store's directory: its lock, and its keys if it is encrypted or is to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from towerd.errors import ConfigError
+from towerd.store.files import durable
+from towerd.store.files.directory import Directory, StoreLock
+
+if TYPE_CHECKING:
+    from towerd.store.encryption.vault import Vault
+
+KEY_FILES = ("keys.json", "keys.copy")
+"""Their presence says that a store is encrypted."""
+_CONTENT = ("catalog.sqlite", "journal", "segments")
+
+
+class OpenedDirectory(NamedTuple):
+    """A store's directory, and its keys if it is encrypted."""
+
+    directory: Directory
+    vault: Vault | None
+
+
+def own_directory(
+    root: Path, clock: Callable[[], float], encrypt: str | None, undo: ExitStack
+) -> OpenedDirectory:
+    """Lock the store in `root`, which is made if it is missing, and open its directory; `undo` releases both.
+    encrypt: the source of the key (`KeySource`) of a store that is encrypted or is to be.
+
+    Raises StoreLocked, StoreError, DiskFull, or ConfigError (no key, or another one)."""
+    with durable.store_errors(f"the store directory {root} cannot be used"):
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = StoreLock(root / "lock")
+    undo.callback(lock.release)
+    vault = _opened(root, encrypt) if is_encrypted(root) else None
+    if vault is None and encrypt:
+        vault = _created(root, encrypt)
+    return _directory(root, clock, vault, undo)
+
+
+def shared_directory(root: Path, clock: Callable[[], float], undo: ExitStack) -> OpenedDirectory:
+    """The directory of a store whose lock another process of towerd has. Raises as `own_directory`."""
+    vault = _opened(root, None) if is_encrypted(root) else None
+    return _directory(root, clock, vault, undo)
+
+
+def is_encrypted(root: Path) -> bool:
+    """Whether a store has keys."""
+    return any((root / name).exists() for name in KEY_FILES)
+
+
+def _directory(
+    root: Path, clock: Callable[[], float], vault: Vault | None, undo: ExitStack
+) -> OpenedDirectory:
+    if vault is None:
+        directory = Directory(root, clock)
+    else:
+        from towerd.store.encryption.sealed_files import SealedFiles
+
+        directory = Directory(root, clock, SealedFiles(vault))
+    undo.callback(directory.writes.close)
+    return OpenedDirectory(directory, vault)
+
+
+def _opened(root: Path, encrypt: str | None) -> Vault:
+    try:
+        from towerd.store.encryption.key_source import KeySource
+        from towerd.store.encryption.vault import Vault
+    except ImportError as error:
+        raise ConfigError(
+            f"The store {root} is encrypted, which needs packages: pip install 'towerd[encrypt]'."
+        ) from error
+    return Vault.open(root, KeySource.parse(encrypt) if encrypt else None)
+
+
+def _created(root: Path, encrypt: str) -> Vault:
+    try:
+        from towerd.store.encryption.key_source import KeySource
+        from towerd.store.encryption.vault import Vault
+    except ImportError as error:
+        raise ConfigError("--encrypt needs packages: pip install 'towerd[encrypt]'.") from error
+    has_content = any((root / name).exists() for name in _CONTENT)
+    with durable.store_errors(f"the keys of the store {root} cannot be written"):
+        return Vault.create(root, KeySource.parse(encrypt), is_encrypting=has_content)
