@@ -6,10 +6,11 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from towerd.store.encryption.sealed_files import SealedFiles, is_sealed
+from towerd.store.encryption.secret_file import SHARED_KEY, seal_secret
 from towerd.store.encryption.vault import Vault
 from towerd.store.files import durable
 from towerd.store.files.directory import Directory
@@ -28,6 +29,9 @@ def encrypt_store(directory: Directory, vault: Vault) -> None:
         for path in sealed_paths(directory):
             if not is_sealed(path):
                 _seal(path, directory, vault)
+        if (key := directory.root / SHARED_KEY).exists():
+            with suppress(ValueError):  # damaged, as its reader says
+                seal_secret(key, vault)
         vault.finish_encrypting()
 
 

@@ -102,7 +102,10 @@ class SealedFiles:
         return found.view(0, n_bytes if n_bytes_max is None else min(n_bytes, n_bytes_max + 1))
 
     def _opened(self, fd: int, n_bytes: int) -> FileMap:
-        key = _file_key(self._vault, os.pread(fd, HEADER_BYTES, 0), n_bytes)
+        try:
+            key = _file_key(self._vault, os.pread(fd, HEADER_BYTES, 0), n_bytes)
+        except StateError:  # once more: `renew` may have been half done
+            key = _file_key(self._vault, os.pread(fd, HEADER_BYTES, 0), n_bytes)
         return _decrypting(fd, n_bytes, key)
 
     def renew(self, path: Path) -> bool:

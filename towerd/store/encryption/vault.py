@@ -14,6 +14,7 @@ import os
 import secrets
 import struct
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
@@ -45,7 +46,7 @@ class _WrappedKey(msgspec.Struct, frozen=True):
     """Hex digits."""
 
 
-class _KeyTable(msgspec.Struct, frozen=True):
+class _KeyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `keys.json` says."""
 
     version: int
@@ -56,6 +57,13 @@ class _KeyTable(msgspec.Struct, frozen=True):
     keys: list[_WrappedKey]
     is_encrypting: bool = False
     """Some of the store is not encrypted yet."""
+    checksum: str = ""
+    """Of the rest (BLAKE2b-128)."""
+
+    def sum(self) -> str:
+        """What `checksum` should be."""
+        rest = msgspec.json.encode(msgspec.structs.replace(self, checksum=""))
+        return blake2b(rest, digest_size=16).hexdigest()
 
 
 class Vault:
@@ -86,8 +94,8 @@ class Vault:
         tables = _read(root)
         failure: ConfigError | None = None
         for table in tables:
-            place = source or KeySource.parse(table.source)
             try:
+                place = source or KeySource.parse(table.source)
                 user_key = place.key(table.account, bytes.fromhex(table.salt))
                 vault = cls(root, msgspec.structs.replace(table, source=str(place)), user_key)
             except ConfigError as error:
@@ -219,8 +227,9 @@ def _read(root: Path) -> list[_KeyTable]:
     for name in (FILE_NAME, COPY_NAME):
         try:
             table = msgspec.json.decode((root / name).read_bytes(), type=_KeyTable)
-            bytes.fromhex(table.salt)
         except (FileNotFoundError, msgspec.DecodeError, ValueError):
+            continue
+        if table.checksum != table.sum():
             continue
         if table.version != VERSION:
             raise StoreError(f"{root / name} is of a newer towerd: use that one.")
@@ -235,6 +244,7 @@ def _read(root: Path) -> list[_KeyTable]:
 
 def _write(root: Path, table: _KeyTable) -> None:
     """Both files, one after the other; what they had is overwritten once it is replaced."""
+    table = msgspec.structs.replace(table, checksum=table.sum())
     data = msgspec.json.format(msgspec.json.encode(table)) + b"\n"
     for path in (root / FILE_NAME, root / COPY_NAME):
         half = path.with_suffix(path.suffix + ".half")
