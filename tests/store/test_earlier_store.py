@@ -27,7 +27,8 @@ from store_tools import OTHER_MODEL, ROW_IDENTITY, check_rows, turn_of
 
 from towerd.errors import StoreVersion
 from towerd.store import Store
-from towerd.store.catalog.journal.journal import Journal, frames
+from towerd.store.catalog.journal.frames import frames
+from towerd.store.catalog.journal.journal import Journal
 from towerd.store.catalog.schema import VERSION
 from towerd.store.sessions.workflows import WorkflowTable
 

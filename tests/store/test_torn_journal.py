@@ -22,7 +22,8 @@ from towerd.codec import Codec
 from towerd.cold import freeze, thaw, write_copy
 from towerd.errors import DiskFull, StoreError, TokensLost
 from towerd.store import FormatRequest, Store
-from towerd.store.catalog.journal.journal import HEAD_BYTES, read_chain
+from towerd.store.catalog.journal.frames import HEAD_BYTES
+from towerd.store.catalog.journal.journal import read_chain
 from towerd.store.catalog.vocabularies import KeptVocabulary
 from towerd.store.rows.collect import collect
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from towerd.policy import Policy, Tree, make_policy
-from towerd.store.catalog import database
+from towerd.store.catalog.database import CatalogFile
 
 
 @contextmanager
@@ -34,12 +34,12 @@ def hot_policy(make: Callable[[Tree], Policy]) -> Iterator[list[Any]]:
 def connections() -> Iterator[list[sqlite3.Connection]]:
     """The connections to catalogs that are opened inside, the last one last."""
     found: list[sqlite3.Connection] = []
-    connect = database.connect
+    connect = CatalogFile.connect
 
-    def connected(path: Path) -> sqlite3.Connection:
-        found.append(connect(path))
+    def connected(file: CatalogFile) -> sqlite3.Connection:
+        found.append(connect(file))
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(database, "connect", connected)
+        patch.setattr(CatalogFile, "connect", connected)
         yield found

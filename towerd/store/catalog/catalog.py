@@ -231,6 +231,12 @@ class Catalog(ABC):
         Failures are logged."""
 
     @abstractmethod
+    def renew_key(self) -> None:
+        """Encrypt the database and its journal with the vault's key in use, so that no file needs an earlier one; the
+        process that has the catalog open has begun to renew its vault. Killed or failed, the next call continues.
+        Raises CatalogDamaged, DiskFull or StoreError."""
+
+    @abstractmethod
     def repair(self) -> None:
         """Rebuild a damaged database from the journal, or rewrite a damaged journal from the
         database. Raises CatalogDamaged if both are damaged, DiskFull or StoreError."""

@@ -6,16 +6,23 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from towerd.errors import DiskFull, StoreError, StoreVersion
 from towerd.store.catalog.schema import APPLICATION_ID, MIGRATIONS, SCHEMA, VERSION, VERSION_MIN
+
+if TYPE_CHECKING:
+    from towerd.store.encryption.vault import Vault
 
 CHECKPOINT_PAGES = 512
 """Number of WAL pages (2 MiB) at which SQLite checkpoints. Idle moments do it sooner."""
 
 _FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE})
 _CORRUPT = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+_PURPOSE = "catalog"
+"""Of the key that a catalog is encrypted with."""
 _PRAGMAS = (
     "journal_mode = WAL",
     "synchronous = FULL",
@@ -36,22 +43,49 @@ class CatalogDamaged(StoreError):
     """The catalog's content is corrupt."""
 
 
-def connect(path: Path) -> sqlite3.Connection:
-    """Open or create the database without reading or changing it."""
-    _create_private(path)
-    return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+@dataclass(frozen=True, slots=True)
+class CatalogFile:
+    """Where a catalog is, and the keys of its store if that is encrypted."""
+
+    path: Path
+    vault: Vault | None = None
+
+    def beside(self, path: Path) -> CatalogFile:
+        """Another file of this store."""
+        return CatalogFile(path, self.vault)
+
+    def connect(self) -> sqlite3.Connection:
+        """Open or create the database without reading or changing it."""
+        _create_private(self.path)
+        if self.vault is not None:
+            return self._encrypted(self.vault, "")
+        return sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+
+    def connect_reader(self, query: str = "mode=ro") -> sqlite3.Connection:
+        """Open a second, read-only connection. query: of the URI."""
+        if self.vault is not None:
+            return self._encrypted(self.vault, query)
+        uri = f"{self.path.absolute().as_uri()}?{query}"
+        return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+
+    def renew(self, db: sqlite3.Connection) -> None:
+        """Encrypt the database with the key in use, unless it is; `db` and all other connections to it are then of no
+        use. Raises sqlite3.Error."""
+        from towerd.store.encryption.sqlcipher import renew
+
+        assert self.vault is not None
+        renew(db, self.vault, _PURPOSE)
+
+    def _encrypted(self, vault: Vault, query: str) -> sqlite3.Connection:
+        from towerd.store.encryption.sqlcipher import connect
+
+        return connect(self.path, vault, _PURPOSE, query=query)
 
 
 def configure(db: sqlite3.Connection) -> None:
     """Apply the connection settings of the catalog."""
     for pragma in _PRAGMAS:
         db.execute(f"PRAGMA {pragma}")
-
-
-def connect_reader(path: Path) -> sqlite3.Connection:
-    """Open a second, read-only connection."""
-    uri = f"{path.absolute().as_uri()}?mode=ro"
-    return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
 
 
 def version_of(db: sqlite3.Connection, path: Path) -> int:

@@ -4,7 +4,7 @@ written into the row without moving it.
 
 The text of each statement is part of the sum that a catalog is checked by, so not a blank of it
 changes within a version. A version adds tables to the one before and leaves those as they are: a catalog
-and a journal of an earlier version are read as they stand (`database.migrate`, `journal.journal`).
+and a journal of an earlier version are read as they stand (`database.migrate`, `journal.frames`).
 """
 
 from __future__ import annotations

@@ -9,14 +9,13 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from towerd.errors import DiskFull, StoreError
 from towerd.store.catalog import database, lost_tokenizers
 from towerd.store.catalog.catalog import Catalog
-from towerd.store.catalog.database import CatalogDamaged
+from towerd.store.catalog.database import CatalogDamaged, CatalogFile
 from towerd.store.catalog.identity import TokenizerIdentity
-from towerd.store.catalog.journal.journal import read_chain
 from towerd.store.catalog.journal.rebuild import drop_wrong, step_back
 from towerd.store.catalog.journal.recover import (
     begin_snapshot,
@@ -36,6 +35,9 @@ from towerd.store.catalog.journal.tables import (
 from towerd.store.files.durable import store_errors
 from towerd.store.files.writes import DailyWrites, WalMeter
 
+if TYPE_CHECKING:
+    from towerd.store.encryption.vault import Vault
+
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
@@ -50,14 +52,17 @@ class SqliteCatalog(Catalog):
 
     lock: threading.RLock
 
-    def __init__(self, path: Path, writes: DailyWrites | None = None) -> None:
+    def __init__(
+        self, path: Path, writes: DailyWrites | None = None, vault: Vault | None = None
+    ) -> None:
         """Open or create the catalog; `open_catalog` describes recovery. writes: where written bytes
-        are counted. Raises StoreError, StoreVersion, DiskFull or OSError."""
+        are counted; vault: the keys of an encrypted store. Raises StoreError, StoreVersion, DiskFull or OSError."""
         self.path = path
+        self._file = CatalogFile(path, vault)
         self._writes, self._meter, self._n_journalled = writes, WalMeter(path), 0
         self.lock = threading.RLock()
         with self._errors():
-            opened = open_catalog(path)
+            opened = open_catalog(self._file)
         self.journal, self.tables = opened.journal, opened.tables
         self._ledger = opened.ledger
         self._use(opened.db)
@@ -156,6 +161,21 @@ class SqliteCatalog(Catalog):
             with self._locked():  # a killed process may have left a log of its own
                 self._flush(truncate=True)
 
+    def renew_key(self) -> None:
+        with self._compacting, self._locked():
+            self._renew_database()
+        self._compact()
+        with self._locked():
+            self._flush(truncate=True)
+
+    def _renew_database(self) -> None:
+        """Raises CatalogDamaged, DiskFull or StoreError; it then has the key that it had."""
+        try:
+            with self._errors():
+                self._file.renew(self._db)
+        finally:
+            self._reconnect()
+
     def repair(self) -> None:
         with self._compacting, self._locked():
             if problems := self.problems():
@@ -187,7 +207,7 @@ class SqliteCatalog(Catalog):
 
     def journal_problems(self) -> list[str]:
         try:
-            chain = read_chain(self.journal.folder)
+            chain = self.journal.read()
         except OSError as error:
             return [f"journal: {error.strerror}"]
         damaged = [file.path.name for file in chain.files if file.is_damaged]
@@ -230,20 +250,31 @@ class SqliteCatalog(Catalog):
         CatalogDamaged if the journal does not have exactly this state; the next start then
         recovers what the journal has."""
         assert not self._db.in_transaction
-        chain = read_chain(self.journal.folder)
+        chain = self.journal.read()
         if not chain.is_whole or (chain.store, chain.end) != (self._ledger.store, self._ledger.seq):
+            self._reconnect()
             raise database.damaged_in_use(self.path, why)
         with suppress(sqlite3.Error):
             self._db.close()
         try:
             with self._errors(), store_errors("the catalog cannot be rebuilt"):
-                self._note(rebuild_catalog(self.path, self.journal, why))
+                self._note(rebuild_catalog(self._file, self.journal, why))
             self._is_doubtful = False
         finally:
-            with self._errors():
-                db = database.connect(self.path)
-                database.configure(db)
-                self._use(db)
+            self._connect()
+
+    def _reconnect(self) -> None:
+        """Make an encrypted catalog readable after a damaged page or a new key, see `CipherConnection`."""
+        if self._file.vault is not None:
+            with suppress(sqlite3.Error):
+                self._db.close()
+            self._connect()
+
+    def _connect(self) -> None:
+        with self._errors():
+            db = self._file.connect()
+            database.configure(db)
+            self._use(db)
 
     # --- inside ---------------------------------------------------------------------------
 
@@ -261,7 +292,7 @@ class SqliteCatalog(Catalog):
         failures = database.errors(self.path), store_errors("the journal cannot be written")
         with self._compacting, failures[0], failures[1]:
             with self._locked():
-                reader = database.connect_reader(self.path)
+                reader = self._file.connect_reader()
                 try:
                     reader.execute("BEGIN")
                     ledger = begin_snapshot(self.journal, reader)

@@ -76,6 +76,7 @@ class Vault:
         self._user_key = user_key
         self._keys = {each.id: _unwrapped(each, user_key, table) for each in table.keys}
         self._derived: dict[tuple[int, str], bytes] = {}
+        self._ciphers: dict[tuple[int, str], AESGCM] = {}
 
     @classmethod
     def create(cls, root: Path, source: KeySource, *, is_encrypting: bool) -> Vault:
@@ -139,7 +140,7 @@ class Vault:
     def seal(self, purpose: str, data: bytes | memoryview, about: bytes = b"") -> bytes:
         """A sealed record, `SEAL_BYTES` longer than the data. about: what it must be unsealed with"""
         id, nonce = self.key_ids[0], secrets.token_bytes(NONCE_BYTES)
-        sealed = AESGCM(self.key(purpose, id)).encrypt(nonce, data, about)
+        sealed = self._cipher(purpose, id).encrypt(nonce, data, about)
         return _PREFIX.pack(id, nonce) + sealed
 
     def unseal(self, purpose: str, sealed: bytes | memoryview, about: bytes = b"") -> bytes:
@@ -148,10 +149,18 @@ class Vault:
             raise StateError("a sealed record is too short")
         id, nonce = _PREFIX.unpack_from(sealed)
         try:
-            cipher = AESGCM(self.key(purpose, id))
-            return cipher.decrypt(nonce, memoryview(sealed)[_PREFIX.size :], about)
+            return self._cipher(purpose, id).decrypt(
+                nonce, memoryview(sealed)[_PREFIX.size :], about
+            )
         except InvalidTag:
             raise StateError("a sealed record is damaged") from None
+
+    def _cipher(self, purpose: str, id: int) -> AESGCM:
+        """Raises StateError."""
+        known = self._ciphers.get((id, purpose))
+        if known is None:
+            known = self._ciphers[id, purpose] = AESGCM(self.key(purpose, id))
+        return known
 
     def finish_encrypting(self) -> None:
         """Note that all of the store is encrypted. Raises OSError."""
@@ -171,6 +180,7 @@ class Vault:
         self._keep(_with_keys(self._table, kept, self._user_key))
         self._keys = kept
         self._derived = {each: key for each, key in self._derived.items() if each[0] == last}
+        self._ciphers = {each: cipher for each, cipher in self._ciphers.items() if each[0] == last}
         source = KeySource.parse(self._table.source)
         if source.kind == "keyring":
             self.change_source(source)

@@ -4,120 +4,28 @@
 the changes of the transactions after `seq`. The newest complete snapshot and the logs from
 it on form a second copy of the catalog: the chain. A snapshot appears under its name only when it
 is complete and durable; the files that it replaces are removed after that.
-
-Both consist of frames:
-
-     0  4   magic
-     4  1   kind
-     5  1   0
-     6  2   schema version of the catalog that the record belongs to
-     8  8   id of the store
-    16  8   number of the transaction
-    24  4   length of the payload
-    28 16   xxh3_128 of the 28 bytes above and the payload
-    44      payload
-
-A version of the schema only adds tables, so a chain may be of several versions that are read: where a
-rewrite in the newest one failed, the changes since follow an older snapshot.
-
-Every frame stands by itself. A reader that meets damage looks for the next magic whose checksum is
-right, so one bad byte costs one frame.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
-import xxhash
 
+from towerd.store.catalog.journal.frames import FrameKind, JournalFrame, encode_frame, frames
 from towerd.store.catalog.journal.tables import TableChange, decode_changes, encode_changes
 from towerd.store.catalog.schema import VERSION, VERSION_MIN
 from towerd.store.files import durable
 from towerd.store.files.directory import remove_file
 
-MAGIC = b"\xf3TWJ"
-_PREFIX = struct.Struct("<4sBBHQQI")
-_SUM_BYTES = 16
-HEAD_BYTES = _PREFIX.size + _SUM_BYTES
-
-
-class FrameKind(IntEnum):
-    """The content type of a frame."""
-
-    ROWS = 1
-    """Rows of a snapshot."""
-    WHOLE = 2
-    """The end of a snapshot, with its number of frames."""
-    CHANGE = 3
-    """The changes of one transaction."""
-
-
-@dataclass(frozen=True, slots=True)
-class JournalFrame:
-    """One record; `start` and `end` are its offsets in the file."""
-
-    path: Path
-    kind: FrameKind
-    schema: int
-    store: int
-    seq: int
-    start: int
-    end: int
-
-    def payload(self, data: bytes) -> bytes:
-        """The frame's payload, cut from the bytes of its file."""
-        return data[self.start + HEAD_BYTES : self.end]
-
-
-def encode_frame(kind: FrameKind, schema: int, store: int, seq: int, payload: bytes) -> bytes:
-    """The bytes of one frame."""
-    prefix = _PREFIX.pack(MAGIC, kind, 0, schema, store, seq, len(payload))
-    return prefix + _frame_checksum(prefix, payload) + payload
-
-
-def frames(path: Path, data: bytes) -> Iterator[JournalFrame]:
-    """Every frame with a valid checksum in the bytes of a file, in order. Damage between frames is
-    skipped."""
-    view, at = memoryview(data), 0
-    while (at := data.find(MAGIC, at)) >= 0:
-        frame = _frame_at(path, view, at)
-        if frame is None:
-            at += 1
-        else:
-            yield frame
-            at = frame.end
-
-
-def _frame_at(path: Path, data: memoryview, start: int) -> JournalFrame | None:
-    body = start + HEAD_BYTES
-    if body > len(data):
-        return None
-    prefix = data[start : start + _PREFIX.size]
-    _, kind, zero, schema, store, seq, n_bytes = _PREFIX.unpack(prefix)
-    if body + n_bytes > len(data):
-        return None
-    expected = data[start + _PREFIX.size : body]
-    if _frame_checksum(prefix, data[body : body + n_bytes]) != expected:
-        return None
-    if kind not in tuple(FrameKind) or zero != 0:
-        return None
-    return JournalFrame(path, FrameKind(kind), schema, store, seq, start, body + n_bytes)
-
-
-def _frame_checksum(prefix: bytes | memoryview, payload: bytes | memoryview) -> bytes:
-    h = xxhash.xxh3_128(prefix)
-    h.update(payload)
-    return h.digest()
-
+if TYPE_CHECKING:
+    from towerd.store.encryption.vault import Vault
 
 SNAPSHOT = ".snapshot"
 LOG = ".log"
@@ -174,6 +82,8 @@ class Chain:
     last: int
     """The last transaction with any record."""
     sequences: dict[str, int]
+    vault: Vault | None = None
+    """What its sealed records are unsealed with."""
 
     @property
     def is_empty(self) -> bool:
@@ -190,6 +100,11 @@ class Chain:
         """Whether any file has corrupt frames."""
         return any(file.is_damaged for file in self.files)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether any record can be read without a key."""
+        return not all(frame.is_sealed for file in self.files for frame in file.frames)
+
     def changes(self, after: int = -1, until: int | None = None) -> Iterator[list[TableChange]]:
         """The changes of the transactions in (after, until], in order. A snapshot counts as
         the transaction that it follows. Raises OSError."""
@@ -200,7 +115,7 @@ class Chain:
                 continue
             if record.path != path:
                 path, data = record.path, record.path.read_bytes()
-            yield decode_changes(record.payload(data))
+            yield decode_changes(record.payload(data, self.vault))
 
     def has_all_after(self, seq: int) -> bool:
         """Whether every transaction from `seq` + 1 to the last is present."""
@@ -219,12 +134,13 @@ def seq_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def read_chain(folder: Path) -> Chain:
-    """Read and check every file. Raises OSError."""
-    files = _read_files(folder)
+def read_chain(folder: Path, vault: Vault | None = None) -> Chain:
+    """Read and check every file. vault: of an encrypted store. Raises OSError, or StoreError if it is encrypted and
+    there is no vault."""
+    files = _read_files(folder, vault)
     every = [frame for file in files for frame in file.frames]
     if not every:
-        return Chain(files, [], 0, 0, 0, 0, {})
+        return Chain(files, [], 0, 0, 0, 0, {}, vault)
     newest = every[-1]
     mine = [each for each in every if _belongs_to(each, newest)]
     base = next(
@@ -235,7 +151,7 @@ def read_chain(folder: Path) -> Chain:
     last = max((each.seq for each in records), default=0)
     sequences = base.whole.sequences if base is not None and base.whole is not None else {}
     end = _end(records, base)
-    return Chain(files, records, newest.store, newest.schema, end, last, sequences)
+    return Chain(files, records, newest.store, newest.schema, end, last, sequences, vault)
 
 
 def _belongs_to(frame: JournalFrame, newest: JournalFrame) -> bool:
@@ -245,13 +161,13 @@ def _belongs_to(frame: JournalFrame, newest: JournalFrame) -> bool:
     return frame.store == newest.store and (is_read or frame.schema == newest.schema)
 
 
-def _read_files(folder: Path) -> list[JournalFile]:
+def _read_files(folder: Path, vault: Vault | None) -> list[JournalFile]:
     """Read every file in order. A file that disappears meanwhile has a successor, which is
     read next."""
     for attempt in range(_ATTEMPTS):
         named = [(seq, path) for path in folder.iterdir() if (seq := seq_of(path)) is not None]
         try:
-            return [_read_file(path, seq) for seq, path in sorted(named, key=_order)]
+            return [_read_file(path, seq, vault) for seq, path in sorted(named, key=_order)]
         except FileNotFoundError:
             if attempt == _ATTEMPTS - 1:
                 raise
@@ -263,12 +179,12 @@ def _order(named: tuple[int, Path]) -> tuple[int, bool]:
     return seq, path.suffix == LOG
 
 
-def _read_file(path: Path, seq: int) -> JournalFile:
+def _read_file(path: Path, seq: int, vault: Vault | None) -> JournalFile:
     data = path.read_bytes()
-    found = list(frames(path, data))
+    found = list(frames(path, data, vault))
     whole = None
     if path.suffix == SNAPSHOT and found and found[-1].kind is FrameKind.WHOLE:
-        whole = msgspec.msgpack.decode(found[-1].payload(data), type=SnapshotEnd)
+        whole = msgspec.msgpack.decode(found[-1].payload(data, vault), type=SnapshotEnd)
         is_right = len(found) == whole.n_frames + 1 and all(each.seq == seq for each in found)
         whole = whole if is_right else None
     return JournalFile(path, seq, len(data), found, whole)
@@ -309,9 +225,10 @@ class Journal:
     """The files of one store. Not thread-safe, except that `write_snapshot` may run beside
     every other method."""
 
-    def __init__(self, folder: Path, schema: int) -> None:
-        """Create `folder` if it is missing. Raises OSError."""
+    def __init__(self, folder: Path, schema: int, vault: Vault | None = None) -> None:
+        """Create `folder` if it is missing. vault: of an encrypted store. Raises OSError."""
         self.folder = folder
+        self._vault = vault
         folder.mkdir(mode=0o700, exist_ok=True)
         for path in folder.glob("*" + UNFINISHED + "*"):
             remove_file(path)
@@ -331,6 +248,10 @@ class Journal:
         self._is_short = False
         """A record is missing until the rewrite that has begun is done."""
 
+    def read(self) -> Chain:
+        """Read and check every file. Raises OSError."""
+        return read_chain(self.folder, self._vault)
+
     def begin(self, chain: Chain, store: int, seq: int) -> None:
         """Append to the newest log of `chain` from now on, or to a new one that follows
         transaction `seq`. Cuts off a half-written record left by a crash. Raises OSError."""
@@ -345,9 +266,7 @@ class Journal:
     def append(self, seq: int, changes: Iterable[TableChange]) -> None:
         """Write the changes of transaction `seq` without syncing. If it raises OSError,
         nothing was written: the disk is full."""
-        frame = encode_frame(
-            FrameKind.CHANGE, self._schema, self._store, seq, encode_changes(changes)
-        )
+        frame = self._frame(FrameKind.CHANGE, self._store, seq, encode_changes(changes))
         self._start = self._end
         try:
             at = 0
@@ -409,10 +328,10 @@ class Journal:
             with os.fdopen(fd, "wb") as file:
                 for change in rows:
                     payload = encode_changes([change])
-                    file.write(encode_frame(FrameKind.ROWS, self._schema, store, seq, payload))
+                    file.write(self._frame(FrameKind.ROWS, store, seq, payload))
                     n_frames += 1
                 end = msgspec.msgpack.encode(SnapshotEnd(n_frames, sequences))
-                file.write(encode_frame(FrameKind.WHOLE, self._schema, store, seq, end))
+                file.write(self._frame(FrameKind.WHOLE, store, seq, end))
                 file.flush()
                 durable.sync(file.fileno())
                 size = file.tell()
@@ -463,6 +382,9 @@ class Journal:
         """Pass every file to `set_aside`, which returns whether it succeeded; returns the
         number of successes."""
         return sum(set_aside(path) for path in list(self._files()))
+
+    def _frame(self, kind: FrameKind, store: int, seq: int, payload: bytes) -> bytes:
+        return encode_frame(kind, self._schema, store, seq, payload, self._vault)
 
     def _files(self) -> Iterator[Path]:
         with suppress(FileNotFoundError):

@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from towerd.store.catalog import database, lost_tokenizers
+from towerd.store.catalog.database import CatalogFile
 from towerd.store.catalog.journal.journal import Chain
 from towerd.store.catalog.journal.reused_keys import (
     KnownSessions,
@@ -219,15 +220,15 @@ class Rebuilt:
         return f"{what}, nothing lost" if self.is_proven else what
 
 
-def rebuild(new: Path, chain: Chain, old: Path | None, vocabularies: Path) -> Rebuilt:
-    """Write a catalog to `new`, durably, in the schema of the journal, which is not empty.
+def rebuild(new: CatalogFile, chain: Chain, old: CatalogFile | None, vocabularies: Path) -> Rebuilt:
+    """Write the catalog `new`, durably, in the schema of the journal, which is not empty.
 
     If the journal is complete up to the state of the old catalog, only the journal is used.
     Otherwise the sound rows of the old catalog are applied in between: they are newer than
     the changes up to its state and older than those after it. `vocabularies`: see `settle`. Raises sqlite3.Error, OSError,
     or CatalogDamaged if the two belong to different stores."""
-    remove_file(new)
-    with closing(sqlite3.connect(new, isolation_level=None)) as db:
+    remove_file(new.path)
+    with closing(new.connect()) as db:
         for pragma in ("journal_mode = OFF", "synchronous = OFF", "trusted_schema = OFF"):
             db.execute(f"PRAGMA {pragma}")
         database.create(db, lambda _: None)
@@ -238,7 +239,7 @@ def rebuild(new: Path, chain: Chain, old: Path | None, vocabularies: Path) -> Re
         finally:
             if source is not None:
                 source.db.close()
-    fd = os.open(new, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(new.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         durable.sync(fd)
     finally:
@@ -348,36 +349,45 @@ class Filler:
             self._db.execute("INSERT INTO sqlite_sequence VALUES (?, ?)", (name, max(top, now)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _DamagedCatalog:
     """A damaged catalog that is partly readable."""
 
+    file: CatalogFile
     db: sqlite3.Connection
     tables: tuple[Table, ...]
     """Those of its version, which may be an earlier one."""
     ledger: Ledger | None
 
     @classmethod
-    def open(cls, path: Path | None, tables: Sequence[Table]) -> _DamagedCatalog | None:
+    def open(cls, file: CatalogFile | None, tables: Sequence[Table]) -> _DamagedCatalog | None:
         """None if even the list of tables is unreadable."""
-        if path is None:
+        if file is None:
             return None
         try:
-            db = database.connect_reader(path)
+            db = _reader(file)
         except sqlite3.Error:
             return None
         try:
-            db.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
             found = tables_of(db)
             if found and set(found) <= set(tables):
-                ledger = None
-                with suppress(*_UNREADABLE):
-                    ledger = read_ledger(db)
-                return cls(db, found, ledger)
+                catalog = cls(file, db, found, None)
+                try:
+                    catalog.ledger = read_ledger(db)
+                except _UNREADABLE:
+                    catalog._reconnect()
+                return catalog
         except _UNREADABLE:
             pass
         db.close()
         return None
+
+    def _reconnect(self) -> None:
+        """Make the catalog readable after a damaged page, behind which a connection to an encrypted one reads
+        nothing."""
+        if self.file.vault is not None:
+            self.db.close()
+            self.db = _reader(self.file)
 
     def sound_rows(self, into: sqlite3.Connection) -> Iterator[list[TableChange]]:
         """Every readable row with a valid seal, table by table, to be entered one by one in the catalog
@@ -409,9 +419,16 @@ class _DamagedCatalog:
                         yield row
                 return
             except _UNREADABLE:
+                self._reconnect()
                 if isinstance(at, str):
                     return
                 at, step = (at or 0) + step, 2 * step
+
+
+def _reader(file: CatalogFile) -> sqlite3.Connection:
+    db = file.connect_reader()
+    db.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
+    return db
 
 
 def _has_seal(table: Table, row: Row, seal: int) -> bool:

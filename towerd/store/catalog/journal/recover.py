@@ -21,8 +21,8 @@ import xxhash
 
 from towerd.errors import StoreError, StoreVersion
 from towerd.store.catalog import database
-from towerd.store.catalog.database import CatalogDamaged
-from towerd.store.catalog.journal.journal import UNFINISHED, Journal, read_chain
+from towerd.store.catalog.database import CatalogDamaged, CatalogFile
+from towerd.store.catalog.journal.journal import UNFINISHED, Journal
 from towerd.store.catalog.journal.rebuild import rebuild, replay
 from towerd.store.catalog.journal.tables import (
     Ledger,
@@ -178,28 +178,28 @@ class OpenedCatalog:
     """What was recovered, in sentences."""
 
 
-def open_catalog(path: Path) -> OpenedCatalog:
-    """Open or create the catalog at `path`, beside `journal/`, `quarantine/` and `segments/`.
+def open_catalog(file: CatalogFile) -> OpenedCatalog:
+    """Open or create the catalog, beside `journal/`, `quarantine/` and `segments/`.
 
     It is checked unless it was closed cleanly. A damaged or missing catalog is rebuilt from
     its journal, and the old file is quarantined. A catalog that lacks the last changes
     receives them, and an incomplete journal is rewritten. Raises StoreVersion, CatalogDamaged
     (there is nothing to recover from), DiskFull, StoreError, sqlite3.Error or OSError."""
-    return _Opening(path).open()
+    return _Opening(file).open()
 
 
-def rebuild_catalog(path: Path, journal: Journal, why: str) -> str:
-    """Replace the catalog at `path`, which must not be open, with one rebuilt from its
+def rebuild_catalog(file: CatalogFile, journal: Journal, why: str) -> str:
+    """Replace the catalog, which must not be open, with one rebuilt from its
     journal, and move the old one to `quarantine/`. Returns a description of the result.
     Raises sqlite3.Error, OSError, or CatalogDamaged if there is nothing to rebuild from."""
-    chain = read_chain(journal.folder)
+    path, chain = file.path, journal.read()
     if chain.is_empty:
         raise database.damaged(path, why)
     database.check_version(chain.schema, journal.folder)
-    new = journal.folder / ("catalog" + UNFINISHED)
-    old = path if path.exists() else None
+    new = file.beside(journal.folder / ("catalog" + UNFINISHED))
+    old = file if path.exists() else None
     rebuilt = rebuild(new, chain, old, path.with_name("tokenizers"))
-    kept = _swap(new, path)
+    kept = _swap(new.path, path)
     note = f"The catalog was rebuilt from its journal ({why}): {rebuilt}."
     if kept is not None:
         note += f" What was there is in quarantine as {kept}."
@@ -208,10 +208,10 @@ def rebuild_catalog(path: Path, journal: Journal, why: str) -> str:
 
 
 class _Opening:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._journal = Journal(path.with_name("journal"), VERSION)
-        self._chain = read_chain(self._journal.folder)
+    def __init__(self, file: CatalogFile) -> None:
+        self._file, self._path = file, file.path
+        self._journal = Journal(file.path.with_name("journal"), VERSION, file.vault)
+        self._chain = self._journal.read()
         self._notes: list[str] = []
 
     def open(self) -> OpenedCatalog:
@@ -256,7 +256,7 @@ class _Opening:
 
     def _load(self, *, is_clean: bool) -> sqlite3.Connection:
         """Raises CatalogDamaged (its message only describes the damage) or sqlite3.Error."""
-        db = database.connect(self._path)
+        db = self._file.connect()
         try:
             if not self._chain.is_empty and not database.is_ours(db):
                 raise database.CatalogDamaged("it says that it is another program's")
@@ -314,7 +314,7 @@ class _Opening:
 
     def _rebuild(self, why: str) -> None:
         with database.errors(self._path):
-            self._notes.append(rebuild_catalog(self._path, self._journal, why))
+            self._notes.append(rebuild_catalog(self._file, self._journal, why))
 
     # --- the journal ----------------------------------------------------------------------
 
@@ -325,6 +325,7 @@ class _Opening:
         chain = self._chain
         is_right = chain.is_whole and chain.end == ledger.seq and not chain.is_damaged
         is_right = is_right and (chain.is_empty or chain.schema == VERSION)
+        is_right = is_right and not (self._file.vault is not None and chain.is_plain)
         if chain.is_damaged:
             self._set_journal_aside("It was damaged")
         self._journal.begin(self._chain, ledger.store, ledger.seq)
@@ -341,7 +342,7 @@ class _Opening:
         note = f"The journal was rewritten from the catalog. {why}: {kept} files are in quarantine."
         log.warning("%s", note)
         self._notes.append(note)
-        self._chain = read_chain(self._journal.folder)
+        self._chain = self._journal.read()
 
 
 def _ledger_of(db: sqlite3.Connection) -> Ledger:

@@ -310,6 +310,7 @@ class BrokerMaintenance:
             "resume": self._resume,
             "rest": rest,
             "purge": catalog.purge,
+            "renew_key": catalog.renew_key,
             "repair": catalog.repair,
         }
         threading.Thread(target=self._serve, name="catalog-upkeep", daemon=True).start()

@@ -110,6 +110,9 @@ class RemoteCatalog(Catalog):
     def purge(self) -> None:
         self._maintain("purge")
 
+    def renew_key(self) -> None:
+        self._maintain("renew_key")
+
     def repair(self) -> None:
         self._maintain("repair")
 
