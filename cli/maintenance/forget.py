@@ -55,12 +55,13 @@ def forget(
 
     if names and (older_than is not None or tenant is not None):
         raise click.UsageError("Name sessions, or say --older-than or --tenant.")
-    chosen = {"older_than_days": older_than, "tenant": tenant}
     with connect(target) as backend:
         asked = (backend.session(name, scope)["session"] for name in names)
         named = list({(each["scope"], each["id"]): each for each in asked}.values())
+        of = [{key: each[key] for key in ("id", "scope", "tokenizer")} for each in named]
+        chosen = {"sessions": of, "older_than_days": older_than, "tenant": tenant}
         said = backend.would_forget(chosen)
-        n_sessions = len(named) or said["sessions"]
+        n_sessions = said["sessions"]
         n_tokens = sum(each["n_tokens"] for each in named) or said["tokens"]
         if not yes:
             what = (
@@ -71,18 +72,15 @@ def forget(
             click.confirm(f"Forget {what} for good?", abort=True, err=True)
         with progress_bar(quiet=as_json) as bar:
             bar.add_task("forgetting", total=None)
-            is_shared = False
-            for each in named:
-                is_shared |= backend.delete_session(each["id"], each["scope"], each["tokenizer"])
             found = backend.forget(chosen)
-    found["sessions"], found["tokens"] = n_sessions, n_tokens
+    found["tokens"] = n_tokens
     if as_json:
         echo_json(found)
     else:
-        _say(found, is_shared)
+        _say(found)
 
 
-def _say(found: Json, is_shared: bool) -> None:
+def _say(found: Json) -> None:
     from towerd.cli.output import size
 
     also = [
@@ -90,9 +88,8 @@ def _say(found: Json, is_shared: bool) -> None:
         for name in ("conversations", "responses", "bases", "pins", "workflows")
         if found.get(name)
     ]
-    click.echo(
-        f"Forgot {', '.join([f'{found['sessions']:,} sessions', *also])}; {size(found['bytes_freed'])} freed."
-    )
+    what = ", ".join([f"{found['sessions']:,} sessions", *also])
+    click.echo(f"Forgot {what}; {size(found['bytes_freed'])} freed.")
     if found["keys_destroyed"]:
         click.echo("The keys that they were encrypted with are destroyed; what stays has new ones.")
     else:
@@ -100,5 +97,5 @@ def _say(found: Json, is_shared: bool) -> None:
             "The store is not encrypted: blocks that the disk has not used again may still hold their words."
         )
     click.echo("Tokens that other sessions begin with, too, stay theirs.")
-    if is_shared:
+    if found.get("shared"):
         click.echo("What was put into the shared store stays there: towerctl shared rm deletes it.")

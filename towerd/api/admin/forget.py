@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -15,24 +16,34 @@ from towerd.api.http.access import require_admin
 from towerd.api.http.body import read_object
 from towerd.api.http.keys import service_of
 from towerd.api.http.reply import json_reply
-from towerd.errors import InvalidRequest, NotFound
+from towerd.errors import InvalidRequest, NotFound, TowerdError
 from towerd.search.search import Search
 from towerd.store import Store
 from towerd.store.files.directory import DAY_S
-from towerd.store.maintenance.forget import ForgettableSession, Selection, forget_rest, sessions_of
+from towerd.store.maintenance.forget import (
+    ForgettableSession,
+    Selection,
+    forget_rest,
+    sessions_of,
+    unpin,
+)
 
-FIELDS = ("tenant", "older_than_days", "dry_run")
+_HEX = re.compile("[0-9a-f]{64}")
+FIELDS = ("sessions", "tenant", "older_than_days", "dry_run")
 
 
 async def post_forget(request: web.Request) -> web.Response:
-    """Delete the conversations of `tenant`, those unused for `older_than_days`, or those of one tenant that were; without
-    either none. Then overwrite what is left of all that was deleted, now or before, and in an encrypted store
+    """Delete `sessions` (`id`, `scope` and `tokenizer` of each), or the conversations of `tenant`, those unused for
+    `older_than_days`, or those of one tenant that were; without any none. Then overwrite what is left of all that was deleted, now or before, and in an encrypted store
     destroy the keys that it was sealed with. With `dry_run` only say what would be deleted."""
     require_admin(request)
-    chosen, is_dry = _chosen(await read_object(request))
+    body = await read_object(request)
+    chosen, is_dry = _chosen(body)
     service = service_of(request)
     store, search = service.store, service.search
-    found = [] if chosen is None else await asyncio.to_thread(sessions_of, store.state, chosen)
+    found = _named(body, search.reader.own_tokenizer)
+    if chosen is not None:
+        found += await asyncio.to_thread(sessions_of, store.state, chosen)
     said: dict[str, Any] = {
         "sessions": len(found),
         "tokens": sum(session.n_tokens for session in found),
@@ -47,6 +58,8 @@ async def post_forget(request: web.Request) -> web.Response:
     if chosen is not None:
         said |= await asyncio.to_thread(forget_rest, store.state, store.bases, chosen)
     report = await asyncio.to_thread(_destroy, store, search)
+    with suppress(TowerdError):  # a store without a daemon
+        said["shared"] = service.roaming is not None
     return json_reply({"forgot": said | report})
 
 
@@ -66,7 +79,26 @@ def _chosen(body: dict[str, Any]) -> tuple[Selection | None, bool]:
     return Selection(tenant or None, before), is_dry
 
 
+def _named(body: dict[str, Any], own_tokenizer: str) -> list[ForgettableSession]:
+    """The sessions that a request names. Raises InvalidRequest."""
+    found = []
+    given = body.get("sessions") or []
+    for each in given if isinstance(given, list) else [None]:
+        if not isinstance(each, dict):
+            raise InvalidRequest("Field 'sessions': must be a list of objects")
+        id, scope = fields.string(each, "id", ""), fields.string(each, "scope", "")
+        tokenizer = fields.string(each, "tokenizer", "") or own_tokenizer
+        if not id or not scope or not _HEX.fullmatch(tokenizer):
+            raise InvalidRequest(
+                "Field 'sessions': each needs an id, a scope and the tokenizer's digest"
+            )
+        found.append(ForgettableSession(id, scope, tokenizer, 0, is_pinned=True))
+    return found
+
+
 def _delete(store: Store, session: ForgettableSession, own_tokenizer: str) -> None:
+    if session.is_pinned:
+        unpin(store.state, session)
     with suppress(NotFound):  # deleted meanwhile
         if session.tokenizer == own_tokenizer:
             store.delete_session(session.id, session.scope)

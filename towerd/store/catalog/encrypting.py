@@ -8,6 +8,7 @@ import secrets
 from contextlib import closing, suppress
 from pathlib import Path
 
+from towerd.store.catalog.encrypted_catalog import encrypt_catalog
 from towerd.store.encryption.sealed_files import SealedFiles, is_sealed, sealed_paths
 from towerd.store.encryption.secret_file import SHARED_KEY, seal_secret
 from towerd.store.encryption.vault import Vault
@@ -24,6 +25,7 @@ def encrypt_store(directory: Directory, vault: Vault) -> None:
     log.warning("the store is being encrypted", extra={"store": str(directory.root)})
     with durable.store_errors(f"the store {directory.root} cannot be encrypted"):
         directory.sweep_tmp()
+        encrypt_catalog(directory.root, vault)
         directory.empty_quarantine()
         for path in sealed_paths(directory):
             if not is_sealed(path):

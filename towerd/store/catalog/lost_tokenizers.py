@@ -12,7 +12,6 @@ import hashlib
 import sqlite3
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
@@ -40,12 +39,11 @@ _ROOT = (
 _BLOB = "SELECT blob FROM blobs JOIN sessions ON session = pk WHERE tokenizer = ? LIMIT 1"
 
 
-def restore(db: sqlite3.Connection, folder: Path) -> int:
-    """Enter the row of every lost tokenizer again, inside a transaction; returns how many are unknown.
-    `folder`: of the kept vocabularies."""
+def restore(db: sqlite3.Connection, vocabularies: Vocabularies) -> int:
+    """Enter the row of every lost tokenizer again, inside a transaction; returns how many are unknown."""
     n_unknown = 0
     for (pk,) in db.execute(_LOST).fetchall():
-        found = _identify(db, pk, Vocabularies(folder))
+        found = _identify(db, pk, vocabularies)
         n_unknown += found is None
         placeholder = hashlib.blake2b(f"lost tokenizer {pk}".encode(), digest_size=32).digest()
         digest, identity = found or (placeholder, TokenizerIdentity(UNKNOWN))

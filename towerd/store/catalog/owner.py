@@ -37,7 +37,7 @@ def own_store(
         from towerd.store.catalog.encrypting import encrypt_store
 
         encrypt_store(directory, vault)
-    catalog = SqliteCatalog(directory.catalog, directory.writes)
+    catalog = SqliteCatalog(directory.catalog, directory.writes, vault)
     undo.callback(catalog.close)
     directory.sweep_tmp()
     return OwnedStore(directory, vault, catalog)

@@ -96,6 +96,20 @@ def overwrite(fd: int) -> None:
     sync(fd)
 
 
+def erase(path: Path) -> None:
+    """Overwrite a file unless it has another name, and remove it; nothing if it is not there. Raises OSError."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        if os.fstat(fd).st_nlink == 1:
+            overwrite(fd)
+    finally:
+        os.close(fd)
+    path.unlink()
+
+
 @contextmanager
 def store_errors(what: str) -> Iterator[None]:
     """Turn an OSError of the block into DiskFull or StoreError, with a message that begins

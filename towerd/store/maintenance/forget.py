@@ -18,6 +18,14 @@ SELECT sessions.id, scope, digest, updated, n_tokens,
     EXISTS (SELECT 1 FROM turns WHERE turns.id = leaf AND reply_node IN kept)
 FROM sessions JOIN tokenizers ON tokenizers.id = sessions.tokenizer ORDER BY updated
 """
+_UNPIN = """
+WITH RECURSIVE at(id) AS (
+    SELECT reply_node FROM turns JOIN sessions ON turns.id = leaf JOIN tokenizers
+    ON tokenizers.id = sessions.tokenizer WHERE sessions.id = ? AND scope = ? AND digest = ?
+    UNION SELECT segments.id FROM at JOIN segments ON segments.parent = at.id
+)
+DELETE FROM pins WHERE node IN at
+"""
 _OF_TENANT = {
     "bases": ("SELECT scope, id FROM bases", "DELETE FROM bases WHERE id = ?"),
     "pins": (
@@ -61,6 +69,15 @@ def sessions_of(state: StoreState, chosen: Selection) -> list[ForgettableSession
         if chosen.tenant in (None, tenant_of(scope))
         if chosen.before is None or (updated < chosen.before and not is_pinned)
     ]
+
+
+def unpin(state: StoreState, session: ForgettableSession) -> None:
+    """Remove the pins that keep a session as a whole."""
+    which = session.id, session.scope, bytes.fromhex(session.tokenizer)
+    with state.locked(), state.catalog.transaction():
+        state.catalog.run(_UNPIN, which)
+    with state.locked():
+        count_pins(state.catalog, state.tree)
 
 
 def forget_rest(state: StoreState, bases: BaseTable, chosen: Selection) -> dict[str, int]:

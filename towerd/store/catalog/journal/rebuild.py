@@ -13,7 +13,6 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from towerd.store.catalog import database, lost_tokenizers
@@ -38,6 +37,7 @@ from towerd.store.catalog.journal.tables import (
     wrapped,
     write_ledger,
 )
+from towerd.store.catalog.vocabularies import Vocabularies
 from towerd.store.files import durable
 from towerd.store.files.directory import remove_file
 from towerd.store.segments.segment_header import segment_key
@@ -86,9 +86,9 @@ _DEEPEST_FIRST = (
 )
 
 
-def settle(db: sqlite3.Connection, vocabularies: Path) -> tuple[str, ...]:
+def settle(db: sqlite3.Connection, vocabularies: Vocabularies) -> tuple[str, ...]:
     """Remove or empty references to missing rows, inside a transaction. Returns a description
-    of what is lost. `vocabularies`: the folder of those that are kept, which tell of tokenizers."""
+    of what is lost. `vocabularies`: those that are kept, which tell of tokenizers."""
     n_sessions = _count_of(
         db, "SELECT count(*) FROM (SELECT pk FROM sessions UNION SELECT session FROM turns)"
     )
@@ -220,7 +220,9 @@ class Rebuilt:
         return f"{what}, nothing lost" if self.is_proven else what
 
 
-def rebuild(new: CatalogFile, chain: Chain, old: CatalogFile | None, vocabularies: Path) -> Rebuilt:
+def rebuild(
+    new: CatalogFile, chain: Chain, old: CatalogFile | None, vocabularies: Vocabularies
+) -> Rebuilt:
     """Write the catalog `new`, durably, in the schema of the journal, which is not empty.
 
     If the journal is complete up to the state of the old catalog, only the journal is used.
@@ -443,7 +445,7 @@ def _fill(
     tables: Sequence[Table],
     chain: Chain,
     source: _DamagedCatalog | None,
-    vocabularies: Path,
+    vocabularies: Vocabularies,
 ) -> Rebuilt:
     ledger = None if source is None else source.ledger
     if ledger is not None and ledger.store != chain.store:

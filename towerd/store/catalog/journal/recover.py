@@ -40,6 +40,7 @@ from towerd.store.catalog.journal.tables import (
     write_ledger,
 )
 from towerd.store.catalog.schema import VERSION
+from towerd.store.catalog.vocabularies import Vocabularies
 from towerd.store.files import durable
 from towerd.store.files.directory import remove_file
 
@@ -198,7 +199,7 @@ def rebuild_catalog(file: CatalogFile, journal: Journal, why: str) -> str:
     database.check_version(chain.schema, journal.folder)
     new = file.beside(journal.folder / ("catalog" + UNFINISHED))
     old = file if path.exists() else None
-    rebuilt = rebuild(new, chain, old, path.with_name("tokenizers"))
+    rebuilt = rebuild(new, chain, old, _vocabularies(file))
     kept = _swap(new.path, path)
     note = f"The catalog was rebuilt from its journal ({why}): {rebuilt}."
     if kept is not None:
@@ -355,6 +356,16 @@ def _ledger_of(db: sqlite3.Connection) -> Ledger:
 def _begin_ledger(db: sqlite3.Connection) -> None:
     """Say which store a new catalog is of."""
     write_ledger(db, Ledger(secrets.randbits(63), 0, total_of(db, tables_of(db))))
+
+
+def _vocabularies(file: CatalogFile) -> Vocabularies:
+    """Those that are kept beside a catalog."""
+    folder = file.path.with_name("tokenizers")
+    if file.vault is None:
+        return Vocabularies(folder)
+    from towerd.store.encryption.sealed_files import SealedFiles
+
+    return Vocabularies(folder, SealedFiles(file.vault))
 
 
 def _swap(new: Path, path: Path) -> str | None:
