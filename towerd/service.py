@@ -152,7 +152,7 @@ def _shared_tier(
     from towerd.tiers.shared.sealing import master_key
     from towerd.tiers.shared.tier import SharedTier
 
-    key = master_key(config.shared_key, config.store_dir)
+    key = master_key(config.shared_key, config.store_dir, opened.store.vault)
     return SharedTier(
         opened.store,
         bucket,

@@ -335,6 +335,19 @@ class ApiClient:
         report: Json = self._ask("POST", f"{OWN}/gc", shape, body, timeout_s=None)["gc"]
         return report
 
+    def would_forget(self, chosen: Json) -> Json:
+        """What `forget` would delete. chosen: `tenant` and `older_than_days`, or None for each"""
+        shape = ("would_forget", replies.ForgettableShape)
+        body = {**chosen, "dry_run": True}
+        found: Json = self._ask("POST", f"{OWN}/forget", shape, body)["would_forget"]
+        return found
+
+    def forget(self, chosen: Json) -> Json:
+        """Delete what is chosen, and destroy what is needed to read what was deleted."""
+        shape = ("forgot", replies.ForgottenShape)
+        found: Json = self._ask("POST", f"{OWN}/forget", shape, chosen, timeout_s=None)["forgot"]
+        return found
+
     def calibration(self) -> Json:
         """The progress of the calibration, and its result (`calibration`, may be None)."""
         path, shape = f"{OWN}/calibration", replies.CalibrationStateShape

@@ -445,6 +445,23 @@ class CollectedShape(TypedDict):
     bytes_freed: int
 
 
+class ForgettableShape(TypedDict):
+    """What would be forgotten."""
+
+    sessions: int
+    tokens: int
+    is_encrypted: bool
+
+
+class ForgottenShape(ForgettableShape):
+    """What was forgotten."""
+
+    keys_destroyed: bool
+    segments: int
+    files: int
+    bytes_freed: int
+
+
 class FloorShape(TypedDict):
     kl: float
     ci: float

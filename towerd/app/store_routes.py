@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from towerd.api.admin import pins, segments, sessions, shared, transfer, upkeep
+from towerd.api.admin import forget, pins, segments, sessions, shared, transfer, upkeep
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ STORE_ROUTES: tuple[Route, ...] = (
     Route("DELETE", "/towerd/v1/bases/{name}", pins.delete_base),
     Route("POST", "/towerd/v1/verify", upkeep.post_verify),
     Route("POST", "/towerd/v1/gc", upkeep.post_gc),
+    Route("POST", "/towerd/v1/forget", forget.post_forget),
 )
 
 

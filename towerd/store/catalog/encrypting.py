@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from towerd.store.catalog.encrypted_catalog import encrypt_catalog
-from towerd.store.encryption.sealed_files import SealedFiles, is_sealed
+from towerd.store.encryption.sealed_files import SealedFiles, is_sealed, sealed_paths
+from towerd.store.encryption.secret_file import SHARED_KEY, seal_secret
 from towerd.store.encryption.vault import Vault
 from towerd.store.files import durable
 from towerd.store.files.directory import Directory
@@ -30,20 +30,10 @@ def encrypt_store(directory: Directory, vault: Vault) -> None:
         for path in sealed_paths(directory):
             if not is_sealed(path):
                 _seal(path, directory, vault)
+        if (key := directory.root / SHARED_KEY).exists():
+            with suppress(ValueError):  # damaged, as its reader says
+                seal_secret(key, vault)
         vault.finish_encrypting()
-
-
-def sealed_paths(directory: Directory) -> Iterator[Path]:
-    """The files of an encrypted store that are sealed."""
-    for folder in (
-        directory.segments,
-        directory.checkpoints,
-        directory.bases,
-        directory.tokenizers,
-    ):
-        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-            if path.is_file() and not path.is_symlink() and path.stat().st_size:
-                yield path
 
 
 def _seal(path: Path, directory: Directory, vault: Vault) -> None:

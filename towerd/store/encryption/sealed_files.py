@@ -31,6 +31,7 @@ from towerd.slots.errors import StateError
 from towerd.store.encryption.key_source import KEY_BYTES
 from towerd.store.encryption.vault import NONCE_BYTES, TAG_BYTES, Vault
 from towerd.store.files import durable
+from towerd.store.files.directory import Directory
 from towerd.store.files.file_map import FileMap, NewFile, open_checked
 
 MAGIC = b"TWRSEAL\x01"
@@ -102,7 +103,10 @@ class SealedFiles:
         return found.view(0, n_bytes if n_bytes_max is None else min(n_bytes, n_bytes_max + 1))
 
     def _opened(self, fd: int, n_bytes: int) -> FileMap:
-        key = _file_key(self._vault, os.pread(fd, HEADER_BYTES, 0), n_bytes)
+        try:
+            key = _file_key(self._vault, os.pread(fd, HEADER_BYTES, 0), n_bytes)
+        except StateError:  # once more: `renew` may have been half done
+            key = _file_key(self._vault, os.pread(fd, HEADER_BYTES, 0), n_bytes)
         return _decrypting(fd, n_bytes, key)
 
     def renew(self, path: Path) -> bool:
@@ -120,6 +124,19 @@ class SealedFiles:
             return True
         finally:
             os.close(fd)
+
+
+def sealed_paths(directory: Directory) -> Iterator[Path]:
+    """The files of an encrypted store that are sealed."""
+    for folder in (
+        directory.segments,
+        directory.checkpoints,
+        directory.bases,
+        directory.tokenizers,
+    ):
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if path.is_file() and not path.is_symlink() and path.stat().st_size:
+                yield path
 
 
 def is_sealed(path: Path) -> bool:

@@ -13,7 +13,10 @@ from __future__ import annotations
 import os
 import secrets
 import struct
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
@@ -45,7 +48,7 @@ class _WrappedKey(msgspec.Struct, frozen=True):
     """Hex digits."""
 
 
-class _KeyTable(msgspec.Struct, frozen=True):
+class _KeyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `keys.json` says."""
 
     version: int
@@ -56,10 +59,18 @@ class _KeyTable(msgspec.Struct, frozen=True):
     keys: list[_WrappedKey]
     is_encrypting: bool = False
     """Some of the store is not encrypted yet."""
+    checksum: str = ""
+    """Of the rest (BLAKE2b-128)."""
+
+    def sum(self) -> str:
+        """What `checksum` should be."""
+        rest = msgspec.json.encode(msgspec.structs.replace(self, checksum=""))
+        return blake2b(rest, digest_size=16).hexdigest()
 
 
 class Vault:
-    """The keys of one store, unlocked. Its methods may run in any thread; only one may change keys."""
+    """The keys of one store, unlocked. Its methods may run in any thread; one at a time may change keys, in whatever
+    process: the others notice."""
 
     def __init__(self, root: Path, table: _KeyTable, user_key: bytes) -> None:
         """Use `Vault.open` or `Vault.create`. Raises ConfigError if it is another key."""
@@ -67,6 +78,8 @@ class Vault:
         self._table = table
         self._user_key = user_key
         self._keys = {each.id: _unwrapped(each, user_key, table) for each in table.keys}
+        self._mark = _mark(root)
+        self._noticing = threading.Lock()
         self._derived: dict[tuple[int, str], bytes] = {}
         self._ciphers: dict[tuple[int, str], AESGCM] = {}
 
@@ -87,8 +100,8 @@ class Vault:
         tables = _read(root)
         failure: ConfigError | None = None
         for table in tables:
-            place = source or KeySource.parse(table.source)
             try:
+                place = source or KeySource.parse(table.source)
                 user_key = place.key(table.account, bytes.fromhex(table.salt))
                 vault = cls(root, msgspec.structs.replace(table, source=str(place)), user_key)
             except ConfigError as error:
@@ -113,6 +126,8 @@ class Vault:
     @property
     def key_ids(self) -> Sequence[int]:
         """The numbers of its keys, the one in use first."""
+        if _mark(self._root) != self._mark:
+            self._notice()
         return sorted(self._keys, reverse=True)
 
     def key(self, purpose: str, key_id: int | None = None) -> bytes:
@@ -120,7 +135,7 @@ class Vault:
         id = self.key_ids[0] if key_id is None else key_id
         known = self._derived.get((id, purpose))
         if known is None:
-            if id not in self._keys:
+            if id not in self.key_ids or id not in self._keys:
                 raise StateError(
                     "it was sealed with a key that was destroyed, or with another store's"
                 )
@@ -191,13 +206,29 @@ class Vault:
         KeySource.parse(before.source).delete(before.account)
 
     def _keep(self, table: _KeyTable) -> None:
-        _write(self._root, table)
-        self._table = table
+        with self._noticing:
+            _write(self._root, table)
+            self._table, self._mark = table, _mark(self._root)
+
+    def _notice(self) -> None:
+        """Read what another process has written. If that cannot be read now, the keys stay as they are."""
+        with self._noticing, suppress(StoreError, ConfigError, OSError):
+            mark, table = _mark(self._root), _read(self._root)[0]
+            user_key = self._user_key
+            if (table.source, table.account) != (self._table.source, self._table.account):
+                source = KeySource.parse(table.source)
+                user_key = source.key(table.account, bytes.fromhex(table.salt))
+            self._keys = {each.id: _unwrapped(each, user_key, table) for each in table.keys}
+            self._table, self._user_key, self._mark = table, user_key, mark
 
 
-def is_encrypted(root: Path) -> bool:
-    """Whether a store has keys."""
-    return any((root / name).exists() for name in (FILE_NAME, COPY_NAME))
+def _mark(root: Path) -> tuple[int, int]:
+    """What is another one once `keys.json` was written again."""
+    try:
+        found = os.stat(root / FILE_NAME)
+    except OSError:
+        return 0, 0
+    return found.st_ino, found.st_mtime_ns
 
 
 def _about(table: _KeyTable, id: int) -> bytes:
@@ -229,8 +260,9 @@ def _read(root: Path) -> list[_KeyTable]:
     for name in (FILE_NAME, COPY_NAME):
         try:
             table = msgspec.json.decode((root / name).read_bytes(), type=_KeyTable)
-            bytes.fromhex(table.salt)
         except (FileNotFoundError, msgspec.DecodeError, ValueError):
+            continue
+        if table.checksum != table.sum():
             continue
         if table.version != VERSION:
             raise StoreError(f"{root / name} is of a newer towerd: use that one.")
@@ -245,6 +277,7 @@ def _read(root: Path) -> list[_KeyTable]:
 
 def _write(root: Path, table: _KeyTable) -> None:
     """Both files, one after the other; what they had is overwritten once it is replaced."""
+    table = msgspec.structs.replace(table, checksum=table.sum())
     data = msgspec.json.format(msgspec.json.encode(table)) + b"\n"
     for path in (root / FILE_NAME, root / COPY_NAME):
         half = path.with_suffix(path.suffix + ".half")

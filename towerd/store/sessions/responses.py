@@ -47,6 +47,16 @@ DELETE FROM responses WHERE id IN (SELECT id FROM gone) AND id NOT IN (SELECT id
 hidden one is continued by one that is not."""
 
 
+_CONVERSATIONS = """
+SELECT id FROM conversations WHERE (? IS NULL OR scope = ?) AND (? IS NULL OR coalesce(
+    (SELECT max(created) FROM conversation_items WHERE conversation = conversations.id), created) < ?)
+"""
+_RESPONSES = """
+SELECT id FROM responses
+WHERE hidden = 0 AND (? IS NULL OR scope = ?) AND (? IS NULL OR created < ?) ORDER BY id
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class NewResponse:
     """A finished response, to be kept or to be added to its conversation."""
@@ -239,6 +249,23 @@ def forget_session(catalog: Catalog, session: int) -> None:
     forget_conversations(catalog, [pk for (pk,) in rows])
     _hide(catalog, "session = ?", session)
     catalog.run("UPDATE responses SET session = NULL WHERE session = ?", (session,))
+
+
+def forget_responses(
+    catalog: Catalog, locked: Locked, scope: str | None, before: float | None
+) -> dict[str, int]:
+    """Delete responses and conversations of a tenant (None: of all), those last added to before a time (None:
+    whenever). Returns how many of each."""
+    which = scope, scope, before, before
+    with locked(), catalog.transaction():
+        conversations = [pk for (pk,) in catalog.rows(_CONVERSATIONS, which)]
+        forget_conversations(catalog, conversations)
+    with locked():
+        responses = catalog.rows(_RESPONSES, which)
+    for (pk,) in responses:  # each alone, as it may be long
+        with locked(), catalog.transaction():
+            _hide(catalog, "id = ?", pk)
+    return {"conversations": len(conversations), "responses": len(responses)}
 
 
 def _hide(catalog: Catalog, whose: str, which: int) -> None:

@@ -19,6 +19,7 @@ import secrets
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -27,12 +28,16 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from towerd.errors import ConfigError
 from towerd.slots.errors import StateError
+from towerd.store.encryption.secret_file import SHARED_KEY, read_secret, secret_text
 from towerd.store.files import durable
+
+if TYPE_CHECKING:
+    from towerd.store.encryption.vault import Vault
 
 log = logging.getLogger(__name__)
 
 KEY_BYTES = 32
-FILE_NAME = "shared.key"
+FILE_NAME = SHARED_KEY
 MAGIC = b"TWRX\x01"
 _SALT_BYTES = 32
 _TAG_BYTES = 16
@@ -94,21 +99,22 @@ def _derived(key: bytes, salt: bytes, info: bytes) -> bytes:
     return HKDF(SHA256(), KEY_BYTES, salt, b"towerd shared " + info).derive(key)
 
 
-def master_key(path: Path | None, store_dir: Path) -> bytes:
+def master_key(path: Path | None, store_dir: Path, vault: Vault | None = None) -> bytes:
     """The content of the key file, 32 bytes. path: None for `shared.key` in the store, which is made,
-    for its owner alone, if it is missing. Raises ConfigError."""
+    for its owner alone, if it is missing, and is sealed if the store is encrypted (`vault`). Raises ConfigError."""
     own = store_dir / FILE_NAME
     try:
         if path is None and not own.exists():
-            _make(own)
+            _make(own, vault)
         if (path or own).stat().st_mode & 0o077:
             said = {"file": str(path or own)}
             log.warning("other users can read the key of the shared tier: chmod 600", extra=said)
-        text = (path or own).read_text(encoding="ascii").strip()
-        key = bytes.fromhex(text)
+        key = read_secret(path or own, vault)
     except OSError as error:
         why = error.strerror or str(error)
         raise ConfigError(f"The key file {path or own} cannot be read: {why}.") from error
+    except StateError as error:
+        raise ConfigError(f"The key file {path or own} cannot be read: {error}.") from error
     except ValueError:
         key = b""
     if len(key) != KEY_BYTES:
@@ -119,13 +125,14 @@ def master_key(path: Path | None, store_dir: Path) -> bytes:
     return key
 
 
-def _make(path: Path) -> None:
+def _make(path: Path, vault: Vault | None) -> None:
     """Several processes of a store may come here at once: the first file stays."""
     half, whole = (path.with_name(f"{path.name}.{os.getpid()}.{end}") for end in ("half", "whole"))
     for each in (half, whole):
         each.unlink(missing_ok=True)
     with durable.new_file(half, whole) as fd:
-        durable.write_all(fd, memoryview(secrets.token_hex(KEY_BYTES).encode() + b"\n"), 0)
+        key = secrets.token_bytes(KEY_BYTES)
+        durable.write_all(fd, memoryview(secret_text(key, vault)), 0)
     try:
         with suppress(FileExistsError):
             os.link(whole, path)
