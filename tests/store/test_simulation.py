@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from encrypted_stores import KINDS
 from simulation import simulate
 
 from towerd.store import Store
@@ -20,10 +21,11 @@ SEEDS = 50
 PLANTED_SEEDS = 200
 
 
-def test_nothing_is_found() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_found(kind: str) -> None:
     """Power cuts, full disks, flipped bits, lost catalogs and clocks that jump."""
     for seed in range(SEEDS):
-        failure, _ = simulate(seed)
+        failure, _ = simulate(seed, KINDS[kind])
         assert failure is None, failure.text()
 
 

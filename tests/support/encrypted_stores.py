@@ -9,6 +9,7 @@ from pathlib import Path
 
 from towerd.store.catalog.database import CatalogFile
 from towerd.store.catalog.journal.journal import Chain, read_chain
+from towerd.store.encryption import sqlcipher as _sqlcipher  # noqa: F401 (for `sqlite_on`)
 from towerd.store.encryption.key_source import KeySource
 from towerd.store.encryption.opening import is_encrypted
 from towerd.store.encryption.vault import Vault
@@ -21,7 +22,7 @@ def key_of(root: Path) -> str:
 
 def encrypt(root: Path) -> None:
     """Give a new store in `root` its keys."""
-    root.mkdir(parents=True)
+    root.mkdir(parents=True, exist_ok=True)
     Vault.create(root, KeySource.parse(key_of(root)), is_encrypting=False)
 
 

@@ -123,10 +123,12 @@ class Simulation:
         self.now += self.jumps.choice((0.0, 1e-3, 1.0, 60.0, 1e6, -3600.0))
         return self.now
 
-    def run(self) -> None:
-        """Live and check. Raises AssertionError, or whatever the store should not raise."""
+    def run(self, prepare: Callable[[Path], None]) -> None:
+        """Live and check. prepare: called with the store's directory. Raises AssertionError, or whatever the store
+        should not raise."""
         root = self.folder / "0"
         root.mkdir()
+        prepare(root)
         for life in range(LIVES):
             cut_at = self.rng.choice((None, self.rng.randint(1, 90), self.rng.randint(60, 400)))
             self.disk = disk = SimulatedDisk(root, cut_at)
@@ -539,8 +541,10 @@ def _edges(disk: SimulatedDisk, rng: random.Random, clock: Callable[[], float]) 
         yield
 
 
-def simulate(seed: int) -> tuple[Failure | None, list[str]]:
-    """What a seed finds, and its operations."""
+def simulate(
+    seed: int, prepare: Callable[[Path], None] = lambda root: None
+) -> tuple[Failure | None, list[str]]:
+    """What a seed finds, and its operations. prepare: see `Simulation.run`"""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as made:
         simulation = Simulation(seed, Path(made))
@@ -550,7 +554,7 @@ def simulate(seed: int) -> tuple[Failure | None, list[str]]:
         gc.collect()
         gc.disable()
         try:
-            simulation.run()
+            simulation.run(prepare)
         except Exception:
             error = traceback.format_exc(limit=-6)
             trace = simulation.disk.trace[-10:]

@@ -22,6 +22,7 @@ from towerd.store.catalog.journal.recover import (
     mark_clean,
     open_catalog,
     rebuild_catalog,
+    rewrite,
     write_snapshot,
 )
 from towerd.store.catalog.journal.tables import (
@@ -86,11 +87,18 @@ class SqliteCatalog(Catalog):
         self._is_closed = True
         with self._errors():
             with suppress(OSError):
+                if self.journal.is_behind and not self._is_doubtful:
+                    self._complete_journal()
                 self.journal.sync()
             self.journal.close()
             self._db.close()
         if not self._is_doubtful:
             mark_clean(self.path)
+
+    def _complete_journal(self) -> None:
+        """Write what a full disk kept out of it, if there is room now. Raises OSError."""
+        with suppress(sqlite3.Error, CatalogDamaged):
+            rewrite(self.journal, self._db, self.tables)
 
     # --- using it -------------------------------------------------------------------------
 
