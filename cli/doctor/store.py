@@ -13,8 +13,11 @@ from towerd.cli.client.target import listens
 from towerd.cli.doctor.check import Check, Finding, fail, ok, warn
 from towerd.cli.doctor.machine import existing
 from towerd.cli.output import size
+from towerd.errors import TowerdError
 from towerd.settings.config import Config
+from towerd.store.catalog.database import CatalogFile
 from towerd.store.catalog.schema import APPLICATION_ID, VERSION
+from towerd.store.encryption.opening import opened_vault
 from towerd.store.state.probes import CHANGED, RENEWING
 
 NOT_YET = "not there yet; the first start makes it"
@@ -103,7 +106,13 @@ def catalog(config: Config) -> Finding:
     # Without a WAL there is no writer; a plain read-only connection would leave side files behind.
     how = "mode=ro" if path.with_name(path.name + "-wal").exists() else "immutable=1"
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True)) as db:
+        vault = opened_vault(config.store_dir, config.encrypt)
+    except TowerdError as error:
+        return warn("it is encrypted, and was not checked", error.message)
+    if vault is not None and vault.is_encrypting:
+        return warn("it is being encrypted", "The next start of the daemon continues.")
+    try:
+        with closing(CatalogFile(path, vault).connect_reader(how)) as db:
             owner = int(db.execute("PRAGMA application_id").fetchone()[0])
             version = int(db.execute("PRAGMA user_version").fetchone()[0])
             if owner != APPLICATION_ID:

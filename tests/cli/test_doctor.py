@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 from daemon import Daemon
+from encrypted_stores import KINDS, vault_of
 from gguf import GGUFWriter
 
 from towerd.cli.doctor import build, machine, model, store
@@ -22,6 +23,7 @@ from towerd.settings.config import Config
 from towerd.store.catalog.sqlite import SqliteCatalog
 
 Ctl = Callable[..., Result]
+both_kinds = pytest.mark.parametrize("with_store", KINDS, indirect=True)
 
 
 @pytest.fixture
@@ -30,11 +32,12 @@ def config(tmp_path: Path) -> Config:
 
 
 @pytest.fixture
-def with_store(config: Config) -> Path:
-    """A store directory with an empty catalog."""
+def with_store(config: Config, request: pytest.FixtureRequest) -> Path:
+    """A store directory with an empty catalog. param: a kind of store."""
+    KINDS[getattr(request, "param", "plain")](config.store_dir)
     for name in ("", "segments", "tmp", "quarantine"):
-        (config.store_dir / name).mkdir(mode=0o700)
-    SqliteCatalog(config.store_dir / "catalog.sqlite").close()
+        (config.store_dir / name).mkdir(mode=0o700, exist_ok=True)
+    SqliteCatalog(config.store_dir / "catalog.sqlite", vault=vault_of(config.store_dir)).close()
     return config.store_dir
 
 
@@ -182,6 +185,7 @@ def test_store_lock(config: Config, with_store: Path) -> None:
     assert finding.found.startswith("held by process 123")
 
 
+@both_kinds
 def test_a_sound_catalog_is_left_as_it_was(config: Config, with_store: Path) -> None:
     before = sorted(with_store.rglob("*"))
     assert find("catalog", config).status == "OK"
@@ -204,6 +208,15 @@ def test_foreign_catalogs(sql: str, said: str, config: Config, with_store: Path)
     assert said in finding.found
 
 
+@pytest.mark.parametrize("with_store", ["encrypted"], indirect=True)
+def test_without_the_key_a_catalog_is_not_checked(config: Config, with_store: Path) -> None:
+    with_store.with_name("store.key").unlink()
+    finding = find("catalog", config)
+    assert finding.status == "WARN"
+    assert "store.key cannot be read" in finding.advice
+
+
+@both_kinds
 def test_a_damaged_catalog(config: Config, with_store: Path) -> None:
     path = with_store / "catalog.sqlite"
     data = bytearray(path.read_bytes())

@@ -25,6 +25,8 @@ from ten_sessions import (
 from towerd.errors import StoreError
 from towerd.store import Store
 
+BOTH_KINDS = True
+
 
 def test_damage_under_a_running_store_is_healed(root: Path) -> None:
     """A row whose checksum is wrong is not served: the catalog is rebuilt at once."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from encrypted_stores import KINDS, page_of
 from store_tools import OTHER_TOKENIZER, ROW_IDENTITY, turn_of
 from ten_sessions import (
     DATABASE,
@@ -34,6 +36,8 @@ from ten_sessions import (
 from towerd.errors import NotFound, StoreError, StoreVersion, TokensLost
 from towerd.store import Store
 from towerd.store.catalog.journal.journal import read_chain
+from towerd.store.catalog.sqlite import SqliteCatalog
+from towerd.store.encryption.opening import is_encrypted
 
 AFTER_A_KILL: dict[str, Damage] = {
     "a bit of the first frame of the WAL": lambda root: flip(root / WAL, 32 + 24 + 100),
@@ -63,8 +67,29 @@ AFTER_A_STOP: dict[str, Damage] = {
     "the schema version": flips(DATABASE, 63, (3, 2)),
     "whose database it is": lambda root: flip(root / DATABASE, 70),
 }
+AFTER_A_STOP_ENCRYPTED: dict[str, Damage] = {
+    "the first page": lambda root: flip(root / DATABASE, 100),
+    "the checksum of the first page": lambda root: flip(root / DATABASE, 4096 - 10),
+    "a page of turns": lambda root: flip(root / DATABASE, page_of("turns", root) + 1000),
+    "a page of the index": lambda root: flip(root / DATABASE, page_of("sessions_id", root) + 20),
+    "the last page": lambda root: flip(root / DATABASE, (root / DATABASE).stat().st_size - 100),
+    "the catalog": remove(DATABASE),
+    "the catalog's content": write(DATABASE, b""),
+    "half of the catalog": write(DATABASE, None),
+    "the catalog replaced by garbage": write(DATABASE, b"garbage " * 1000),
+    "the catalog replaced by a plain one": lambda root: plain_catalog(root / DATABASE),
+}
+both_kinds = pytest.mark.parametrize("root", KINDS, indirect=True)
 
 
+def plain_catalog(path: Path) -> None:
+    other = path.parent.with_name("other")
+    other.mkdir()
+    SqliteCatalog(other / path.name).close()
+    os.replace(other / path.name, path)
+
+
+@both_kinds
 @pytest.mark.parametrize("damage", AFTER_A_KILL)
 def test_damage_after_a_kill_loses_nothing(
     root: Path, damage: str, caplog: pytest.LogCaptureFixture
@@ -76,14 +101,20 @@ def test_damage_after_a_kill_loses_nothing(
     assert "from its journal" in caplog.text
 
 
-@pytest.mark.parametrize("damage", AFTER_A_STOP)
+@pytest.mark.parametrize(
+    ("root", "damage"),
+    [("plain", each) for each in AFTER_A_STOP.values()]
+    + [("encrypted", each) for each in AFTER_A_STOP_ENCRYPTED.values()],
+    ids=[*AFTER_A_STOP, *(f"encrypted: {each}" for each in AFTER_A_STOP_ENCRYPTED)],
+    indirect=["root"],
+)
 def test_damage_after_a_clean_stop_loses_nothing(
-    root: Path, damage: str, caplog: pytest.LogCaptureFixture
+    root: Path, damage: Damage, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever was damaged, nothing of it is served; the damaged file is kept aside."""
     closed(root)
     before = (root / DATABASE).read_bytes()
-    AFTER_A_STOP[damage](root)
+    damage(root)
     damaged = (root / DATABASE).read_bytes() if (root / DATABASE).exists() else None
     assert damaged != before
     check(root)
@@ -107,6 +138,7 @@ JOURNAL: dict[str, Damage] = {
 }
 
 
+@both_kinds
 @pytest.mark.parametrize("stop", [closed, committed_and_killed])
 @pytest.mark.parametrize("damage", JOURNAL)
 def test_a_damaged_journal_is_written_anew(root: Path, damage: str, stop: Damage) -> None:
@@ -118,11 +150,16 @@ def test_a_damaged_journal_is_written_anew(root: Path, damage: str, stop: Damage
     check(root)
 
 
+@both_kinds
 def test_both_damaged_at_different_turns(root: Path) -> None:
     """What is in either of them is kept."""
     closed(root)
-    flip_in(DATABASE, ids_bytes(tokens(4)[-1:]))(root)
-    flip_in(DATABASE, ids_bytes(tokens(6)[81:88]))(root)
+    if is_encrypted(root):  # all of a page is lost with a bit of it
+        flip(root / DATABASE, page_of("tokenizers", root) + 99)
+        flip(root / DATABASE, page_of("fingerprints", root) + 99)
+    else:
+        flip_in(DATABASE, ids_bytes(tokens(4)[-1:]))(root)
+        flip_in(DATABASE, ids_bytes(tokens(6)[81:88]))(root)
     log = log_of(root)
     flip(log, log.stat().st_size // 5)
     check(root)
@@ -153,6 +190,7 @@ def test_what_neither_has_is_an_error_and_never_other_tokens(
         assert store.session_ids("lost").tolist() == ids
 
 
+@both_kinds
 def test_a_missing_catalog_without_a_journal_is_no_empty_store(root: Path) -> None:
     """Beside segment files it is an error that says what to do; nothing is made."""
     closed(root)
@@ -163,6 +201,7 @@ def test_a_missing_catalog_without_a_journal_is_no_empty_store(root: Path) -> No
         assert not (root / DATABASE).exists()
 
 
+@both_kinds
 def test_a_damaged_catalog_without_a_journal_is_refused(root: Path) -> None:
     """It is left as it is, with an error that says what to do."""
     closed(root)
@@ -191,6 +230,7 @@ def test_another_stores_journal_is_refused(root: Path, tmp_path: Path) -> None:
     check(root)
 
 
+@both_kinds
 def test_an_older_copy_of_the_catalog_is_brought_up_to_date(root: Path) -> None:
     """A backup in its place loses nothing that was said since."""
     with Store.open(root, ROW_IDENTITY) as store:
@@ -204,10 +244,12 @@ def test_an_older_copy_of_the_catalog_is_brought_up_to_date(root: Path) -> None:
     check(root)
 
 
-def test_random_bits_of_the_catalog(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_bits_of_the_catalog(tmp_path: Path, kind: str) -> None:
     """Wherever up to 20 bits flip, every session is exact, or opening is an error."""
-    closed(tmp_path / "closed")
-    committed_and_killed(tmp_path / "killed")
+    for name, stop in (("closed", closed), ("killed", committed_and_killed)):
+        KINDS[kind](tmp_path / name)
+        stop(tmp_path / name)
     for seed in range(120):
         rng, root = random.Random(seed), tmp_path / "store"
         shutil.copytree(tmp_path / ("closed", "killed")[seed % 2], root)
@@ -221,8 +263,10 @@ def test_random_bits_of_the_catalog(tmp_path: Path) -> None:
         shutil.rmtree(root)
 
 
-def test_random_bits_of_both(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_bits_of_both(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Never other tokens, and nothing is missing without a word."""
+    KINDS[kind](tmp_path / "closed")
     closed(tmp_path / "closed")
     for seed in range(60):
         rng, root = random.Random(seed), tmp_path / "store"
@@ -248,6 +292,7 @@ def check_what_is_there(root: Path, caplog: pytest.LogCaptureFixture) -> None:
         assert all("has no tokens" in problem for problem in store.verify().problems)
 
 
+@both_kinds
 def test_another_models_sessions_are_recovered_too(root: Path) -> None:
     """The journal has all models of the store."""
     closed(root)

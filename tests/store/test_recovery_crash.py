@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 from crash import killed_at
+from encrypted_stores import KINDS, page_of
 from store_tools import ROW_IDENTITY, turn_of
 
 from towerd.store import Store
+from towerd.store.encryption.opening import is_encrypted
 
 CHAT = {str(n): [*range(30), 1000 + n, *range(100 * n, 100 * n + 20)] for n in range(3)}
+MARK = (1002).to_bytes(4, "little")
+"""What only one of the chats has."""
 NEW = [*range(20), 7, 7, 7]
 Step = Callable[[Path], None]
 
@@ -54,7 +58,7 @@ def damage_both(root: Path) -> None:
     """Different turns: neither alone has everything."""
     catalog, (log,) = root / "catalog.sqlite", (root / "journal").glob("*.log")
     data = bytearray(catalog.read_bytes())
-    data[data.index((1002).to_bytes(4, "little"))] ^= 1
+    data[page_of("tokenizers", root) + 99 if is_encrypted(root) else data.index(MARK)] ^= 1
     catalog.write_bytes(data)
     data = bytearray(log.read_bytes())
     data[len(data) // 3] ^= 1
@@ -89,10 +93,12 @@ def folder() -> Iterator[Path]:
         yield Path(made)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", STEPS)
-def test_killed_anywhere(folder: Path, what: str) -> None:
+def test_killed_anywhere(folder: Path, what: str, kind: str) -> None:
     """Everything is there afterwards, and once more from the journal alone."""
     before, step = STEPS[what]
+    KINDS[kind](folder / "before")
     for prepare in before:
         prepare(folder / "before")
     number, was_killed = 0, True

@@ -3,11 +3,12 @@ tenant's: neither has anything of the other."""
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from encrypted_stores import chain_of, connect
 from store_tools import ROW_IDENTITY, turn_of
 from ten_sessions import DATABASE, flip, remove
 
@@ -16,11 +17,11 @@ from towerd.cold import freeze, thaw, write_copy
 from towerd.errors import NotFound, TokensLost
 from towerd.store import Store
 from towerd.store.catalog.journal.frames import HEAD_BYTES
-from towerd.store.catalog.journal.journal import read_chain
 from towerd.store.catalog.vocabularies import KeptVocabulary
 from towerd.store.sessions.conversations import ContextItem, ResponseContext
 from towerd.store.sessions.responses import NewResponse
 
+BOTH_KINDS = True
 SECRET = list(range(30))
 MINE = list(range(30, 45))
 CODEC = Codec(KeptVocabulary([b"a"] * 60, [b""] * 60))
@@ -72,12 +73,12 @@ def damage_records(
     with Store.open(root, ROW_IDENTITY) as store:
         kept(store)
         store.flush()
-        before = read_chain(root / "journal").last
+        before = chain_of(root).last
         lost(store)
-        after = read_chain(root / "journal").last
+        after = chain_of(root).last
         then(store)
         store.flush()
-    for record in read_chain(root / "journal").records:
+    for record in chain_of(root).records:
         if before < record.seq <= after:
             flip(record.path, record.start + HEAD_BYTES + 5)
 
@@ -192,11 +193,10 @@ def test_a_damaged_catalog_beside_it(root: Path, table: str, n_cached: int | Non
         commit(store, MINE, "mine", "bob", n_cached)
 
     damage_records(root, kept, lost, lambda store: store.set_meta("mark", "2"))
-    with sqlite3.connect(root / DATABASE) as db:
+    with closing(connect(root)) as db:
         last = f"(SELECT max(rowid) FROM {table})" if table != "meta" else "'mark'"
         key = "key" if table == "meta" else "rowid"
         db.execute(f"UPDATE {table} SET seal = seal + 1 WHERE {key} = {last}")
-    db.close()
     with Store.open(root, ROW_IDENTITY) as store:
         found = {each.id: each.scope for each in store.sessions()}
         for id, tenant, own in (("secret", "alice", SECRET), ("mine", "bob", MINE)):

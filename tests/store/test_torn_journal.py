@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from encrypted_stores import chain_of, encrypt
 from simulated_disk import SimulatedDisk, calls_to
 from simulated_sqlite import sqlite_on
 from simulation import simulate
@@ -23,10 +24,11 @@ from towerd.cold import freeze, thaw, write_copy
 from towerd.errors import DiskFull, StoreError, TokensLost
 from towerd.store import FormatRequest, Store
 from towerd.store.catalog.journal.frames import HEAD_BYTES
-from towerd.store.catalog.journal.journal import read_chain
 from towerd.store.catalog.vocabularies import KeptVocabulary
+from towerd.store.encryption.opening import is_encrypted
 from towerd.store.rows.collect import collect
 
+BOTH_KINDS = True
 FIRST = list(range(30))
 CUTS = 20
 CODEC = Codec(KeptVocabulary([b"a"] * 40, [b""] * 40))
@@ -46,12 +48,12 @@ def lost_once(root: Path, lost: Callable[[Store], object], then: Callable[[Store
     with Store.open(root, ROW_IDENTITY) as store:
         commit(store, FIRST, "first")
         store.flush()
-        before = read_chain(root / "journal").last
+        before = chain_of(root).last
         lost(store)
-        after = read_chain(root / "journal").last
+        after = chain_of(root).last
         assert after > before
         then(store)
-    for record in read_chain(root / "journal").records:
+    for record in chain_of(root).records:
         if before < record.seq <= after:
             flip(record.path, record.start + HEAD_BYTES + 5)
     remove(DATABASE)(root)
@@ -125,7 +127,9 @@ def after_cuts(
 ) -> Iterator[Store]:
     """A store in which `synced` was flushed when `then` began, after each of some power cuts at its
     end that took the catalog."""
-    (root / "0").mkdir(parents=True)
+    if is_encrypted(root):
+        encrypt(root / "0")
+    (root / "0").mkdir(parents=True, exist_ok=True)
     disk = SimulatedDisk(root / "0", None)
     with calls_to(disk), sqlite_on(disk), Store.open(root / "0", ROW_IDENTITY) as store:
         synced(store)

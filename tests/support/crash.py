@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sqlite3
 import sys
 import warnings
 from collections.abc import Callable
@@ -15,7 +14,8 @@ CHANGING = frozenset(
     ("write", "open", "rename", "replace", "link", "unlink", "ftruncate", "fsync", "mkdir")
 )
 """Calls of the system between which a kill can leave different files."""
-STORE = "/towerd/store/"
+CONNECTIONS = frozenset(("Connection", "CipherConnection", "CipherCursor"))
+STORE, CIPHER = "/towerd/store/", "/towerd/store/encryption/sqlcipher.py"
 
 
 def killed_after(work: Callable[[], object]) -> None:
@@ -52,8 +52,8 @@ def _die_at(number: int) -> None:
         nonlocal left, last
         if event != "c_call" or not _is_ours(frame):
             return
-        is_database = isinstance(what.__self__, sqlite3.Connection)
-        where = frame.f_code.co_name if is_database else ""
+        is_database = type(what.__self__).__name__ in CONNECTIONS
+        where = _user(frame).f_code.co_name if is_database else ""
         if what.__name__ in CHANGING or (is_database and where != last):
             last = where
             left -= 1
@@ -61,6 +61,13 @@ def _die_at(number: int) -> None:
                 _die()
 
     sys.setprofile(count)
+
+
+def _user(frame: FrameType) -> FrameType:
+    """What uses an encrypted database through its connection."""
+    while frame.f_code.co_filename.endswith(CIPHER) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _is_ours(frame: FrameType) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import _sqlite3
 import ctypes
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,13 +48,14 @@ class _Methods(ctypes.Structure):
 
 
 class SqliteFiles:
-    """The VFS of this process's SQLite, registered once; it writes to `disk` while that is set."""
+    """The VFS of an SQLite of this process, registered once; it writes to `disk` while that is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str | None) -> None:
+        """module: the file that has it, or is linked with it; None: this program."""
         self.disk: SimulatedDisk | None = None
         self._files: dict[int, tuple[Path, int]] = {}
         self._methods: dict[int, _Methods] = {}
-        library = ctypes.CDLL(getattr(_sqlite3, "__file__", None))
+        library = ctypes.CDLL(module)
         library.sqlite3_vfs_find.restype = ctypes.POINTER(_Vfs)
         found = library.sqlite3_vfs_find(None)
         self._real_open = _Open(found.contents.xOpen)
@@ -179,17 +180,22 @@ class SqliteFiles:
         return self._guarded(deleted)
 
 
-_registered: list[SqliteFiles] = []
+_registered: dict[str | None, SqliteFiles] = {}
 
 
 @contextmanager
 def sqlite_on(disk: SimulatedDisk) -> Iterator[None]:
-    """SQLite's files below the disk's root are on the disk, inside the block."""
-    if not _registered:
-        _registered.append(SqliteFiles())
-    files = _registered[0]
-    files.disk = disk
+    """SQLite's files, and SQLCipher's if it was imported, below the disk's root are on the disk, inside the block."""
+    modules = [
+        each for name in ("_sqlite3", "sqlcipher3._sqlite3") if (each := sys.modules.get(name))
+    ]
+    for name in (getattr(each, "__file__", None) for each in modules):
+        if name not in _registered:
+            _registered[name] = SqliteFiles(name)
+    for files in _registered.values():
+        files.disk = disk
     try:
         yield
     finally:
-        files.disk = None
+        for files in _registered.values():
+            files.disk = None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import sqlite3
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 from crash import killed_after
+from encrypted_stores import connect, page_of
 from store_tools import ROW_IDENTITY, make_hot, turn_of
 
 from towerd.store import Store, latest_row_identity
@@ -112,13 +113,7 @@ def flip_index(index: str) -> Damage:
     """Flip a bit of the last entry on an index's first page."""
 
     def damage(root: Path) -> None:
-        db = sqlite3.connect(root / "catalog.sqlite")
-        ((page, size),) = db.execute(
-            "SELECT rootpage, page_size FROM sqlite_master, pragma_page_size WHERE name = ?",
-            (index,),
-        ).fetchall()
-        db.close()
-        flip(root / "catalog.sqlite", page * size - 4)
+        flip(root / "catalog.sqlite", page_of(index, root) + 4096 - 4)
 
     return damage
 
@@ -155,7 +150,5 @@ def log_of(root: Path) -> Path:
 
 def change(root: Path, statement: str) -> None:
     """What no towerd wrote, in a file that one has open."""
-    db = sqlite3.connect(root / DATABASE)
-    db.execute(statement)
-    db.commit()
-    db.close()
+    with closing(connect(root)) as db:
+        db.execute(statement)

@@ -14,11 +14,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from towerd.store.encryption.vault import Vault
 
 FILE_NAME = "search.sqlite"
 LOCK_NAME = "search.lock"
 APPLICATION_ID = 0x54575253
 VERSION = 4
+_PURPOSE = "search"
+"""Of the key that an index is encrypted with."""
 _DAMAGE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT})
 _SETTINGS = (
     "journal_mode = WAL",
@@ -67,6 +73,23 @@ class OpenFile:
 
     db: sqlite3.Connection
     inode: int
+    vault: Vault | None
+    """The keys of an encrypted store."""
+
+    def is_of_earlier_key(self) -> bool:
+        """Whether the store's key was renewed since the file was opened."""
+        if self.vault is None:
+            return False
+        from towerd.store.encryption.sqlcipher import key_id
+
+        return key_id(self.db) != self.vault.key_ids[0]
+
+    def renew_key(self) -> None:
+        """Encrypt the file with the store's key in use; all connections to it are then of no use. Raises sqlite3.Error."""
+        if self.vault is not None:
+            from towerd.store.encryption.sqlcipher import renew
+
+            renew(self.db, self.vault, _PURPOSE)
 
     def is_replaced(self, path: Path) -> bool:
         """Whether another file is at `path` now."""
@@ -76,17 +99,17 @@ class OpenFile:
             return False
 
 
-def open_file(path: Path) -> OpenFile:
-    """Open the file, or make it; a damaged one, or one of another version, is made anew. Raises
-    OSError and sqlite3.Error."""
+def open_file(path: Path, vault: Vault | None = None) -> OpenFile:
+    """Open the file, or make it; a damaged one, or one of another version or key, is made anew. vault: the keys of an
+    encrypted store. Raises OSError and sqlite3.Error."""
     with _alone(path):
         try:
-            return _open(path)
+            return _open(path, vault)
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             if not is_damage(error):
                 raise
             _remove(path)
-            return _open(path)
+            return _open(path, vault)
 
 
 def begin_anew(path: Path, damaged: OpenFile) -> None:
@@ -121,13 +144,13 @@ def _remove(path: Path) -> None:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
-def _open(path: Path) -> OpenFile:
+def _open(path: Path, vault: Vault | None) -> OpenFile:
     if not path.exists():  # closing a file that is open elsewhere in this process loses its locks
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     if path.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     inode = path.stat().st_ino
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    db = _connect(path, vault)
     try:
         for setting in _SETTINGS:
             db.execute(f"PRAGMA {setting}")
@@ -142,7 +165,15 @@ def _open(path: Path) -> OpenFile:
     except BaseException:
         db.close()
         raise
-    return OpenFile(db, inode)
+    return OpenFile(db, inode, vault)
+
+
+def _connect(path: Path, vault: Vault | None) -> sqlite3.Connection:
+    if vault is None:
+        return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    from towerd.store.encryption.sqlcipher import connect
+
+    return connect(path, vault, _PURPOSE)
 
 
 def _of_another_version() -> sqlite3.Error:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import xxhash
@@ -31,6 +31,9 @@ from towerd.search.file import (
 from towerd.store.files import durable
 from towerd.store.files.writes import DailyWrites, WalMeter
 from towerd.store.tree.scope import MARK
+
+if TYPE_CHECKING:
+    from towerd.store.encryption.vault import Vault
 
 SNIPPET_TOKENS = 28
 DAMAGED = "The search index is damaged and is being filled again: try in a minute"
@@ -98,17 +101,19 @@ class SearchIndex:
     """Thread-safe. Readers never wait for writers, of this process or another. Every method raises
     StoreError (DiskFull where the disk is), or Unavailable while the file is damaged."""
 
-    def __init__(self, path: Path, writes: DailyWrites | None = None) -> None:
+    def __init__(
+        self, path: Path, writes: DailyWrites | None = None, vault: Vault | None = None
+    ) -> None:
         """Open the file, or make it; a damaged one, or one of another version, is made anew. writes:
-        where written bytes are counted."""
-        self.path = path
+        where written bytes are counted; vault: the keys of an encrypted store."""
+        self.path, self._vault = path, vault
         self._writes, self._meter = writes, WalMeter(path)
         self._writing, self._reading = threading.Lock(), threading.Lock()
         """Whoever takes both takes that of writing first."""
         self._is_damaged = False
         with durable.store_errors(f"the search index {path} cannot be opened"):
             try:
-                self._writer, self._reader = open_file(path), open_file(path)
+                self._writer, self._reader = self._open(), self._open()
             except (sqlite3.Error, UnicodeDecodeError) as error:
                 raise StoreError(f"the search index {path} cannot be opened: {error}") from error
 
@@ -122,11 +127,33 @@ class SearchIndex:
         """Begin with an empty file if this one is damaged, and no other process has done so."""
         with self._writing, self._reading, self._guarded():
             if self._is_damaged:
-                self._writer.db.close()
-                self._reader.db.close()
-                begin_anew(self.path, self._writer)
-                self._writer, self._reader = open_file(self.path), open_file(self.path)
-                self._is_damaged = False
+                self._begin_anew()
+
+    def renew_key(self) -> None:
+        """Have nothing of the file need an earlier key of the store; an empty one takes its place if that fails."""
+        with self._writing, self._reading, self._guarded():
+            self._writer = self._current(self._writer)
+            try:
+                self._writer.renew_key()
+                self._reopen()
+                self._writer.db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            except sqlite3.Error:
+                self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._writer.db.close()
+        self._reader.db.close()
+        begin_anew(self.path, self._writer)
+        self._reopen()
+        self._is_damaged = False
+
+    def _reopen(self) -> None:
+        self._writer.db.close()
+        self._reader.db.close()
+        self._writer, self._reader = self._open(), self._open()
+
+    def _open(self) -> OpenFile:
+        return open_file(self.path, self._vault)
 
     # --- filling ---------------------------------------------------------------------------
 
@@ -269,7 +296,7 @@ class SearchIndex:
             ((pages,), (page_bytes,)) = (
                 db.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size")
             )
-        return n, pages * page_bytes
+        return n, int(pages) * int(page_bytes)  # SQLCipher says it in text
 
     # --- SQLite ----------------------------------------------------------------------------
 
@@ -300,11 +327,11 @@ class SearchIndex:
             yield self._reader.db
 
     def _current(self, opened: OpenFile) -> OpenFile:
-        """The connection; to the new file if another process has begun it anew."""
-        if not opened.is_replaced(self.path):
+        """The connection; a new one if another process has begun the file anew, or renewed its key."""
+        if not opened.is_replaced(self.path) and not opened.is_of_earlier_key():
             return opened
         opened.db.close()
-        return open_file(self.path)
+        return self._open()
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -312,7 +339,10 @@ class SearchIndex:
             yield
         except (sqlite3.Error, UnicodeDecodeError) as error:
             if isinstance(error, UnicodeDecodeError) or is_damage(error):
-                self._is_damaged = True
+                # another process may have renewed the key just then
+                self._is_damaged = not (
+                    self._writer.is_of_earlier_key() or self._reader.is_of_earlier_key()
+                )
                 raise Unavailable(DAMAGED) from error
             kind = DiskFull if error_code(error) in _FULL else StoreError
             raise kind(f"the search index {self.path} failed: {error}") from error

@@ -143,6 +143,12 @@ class Search:
         self.changed()  # one of the same name has to be entered again
         self._clean(index)
 
+    def renew_key(self) -> None:
+        """Have nothing of the index need an earlier key of the store. Raises StoreError."""
+        if self._index is not None:
+            self._index.renew_key()
+            self.changed()  # an empty one may have taken its place
+
     def _is_of_now(self, index: SearchIndex, key: SessionKey) -> bool:
         known = index.indexed(key)
         return known is not None and self._of(key, known.created) is not None
@@ -387,7 +393,7 @@ def open_search(store: Store, coding: Coding, wanted: bool) -> Search:
     index = None
     try:
         if wanted:
-            index = SearchIndex(root / FILE_NAME, store.writes)
+            index = SearchIndex(root / FILE_NAME, store.writes, store.vault)
         else:
             remove_index(root)
     except TowerdError as error:

@@ -37,7 +37,7 @@ def own_directory(
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = StoreLock(root / "lock")
     undo.callback(lock.release)
-    vault = _opened(root, encrypt) if is_encrypted(root) else None
+    vault = opened_vault(root, encrypt)
     if vault is None and encrypt:
         vault = _created(root, encrypt)
     return _directory(root, clock, vault, undo)
@@ -45,8 +45,13 @@ def own_directory(
 
 def shared_directory(root: Path, clock: Callable[[], float], undo: ExitStack) -> OpenedDirectory:
     """The directory of a store whose lock another process of towerd has. Raises as `own_directory`."""
-    vault = _opened(root, None) if is_encrypted(root) else None
+    vault = opened_vault(root, None)
     return _directory(root, clock, vault, undo)
+
+
+def opened_vault(root: Path, encrypt: str | None) -> Vault | None:
+    """The keys of the store in `root`, None if it is not encrypted. encrypt: as above. Raises ConfigError, StoreError."""
+    return _opened(root, encrypt) if is_encrypted(root) else None
 
 
 def is_encrypted(root: Path) -> bool:

@@ -64,7 +64,7 @@ def renew(db: sqlite3.Connection, vault: Vault, purpose: str) -> None:
     """Encrypt a database that `connect` opened with the vault's key in use, in one durable transaction. Whatever
     becomes of it, this connection and all others to the file are then of no use. Raises sqlite3.Error."""
     id = vault.key_ids[0]
-    if cast(Any, db).key_id == id:
+    if key_id(db) == id:
         return
     try:
         db.execute(f"PRAGMA rekey = {_key(vault, purpose, id)}").fetchall()
@@ -74,6 +74,11 @@ def renew(db: sqlite3.Connection, vault: Vault, purpose: str) -> None:
         full = sqlite3.OperationalError("its pages could not be written")
         full.sqlite_errorcode = sqlite3.SQLITE_FULL
         raise full from error
+
+
+def key_id(db: sqlite3.Connection) -> int:
+    """The number of the vault's key that a connection of `connect` has."""
+    return int(cast(Any, db).key_id)
 
 
 class CipherConnection(dbapi2.Connection):  # type: ignore[misc]

@@ -14,15 +14,15 @@ A version of the schema only adds tables, so a chain may be of several versions 
 rewrite in the newest one failed, the changes since follow an older snapshot.
 
 Every frame stands by itself. A reader that meets damage looks for the next magic whose checksum is
-right, so one bad byte costs one frame. In an encrypted store a frame is sound only if it is sealed, with a key
-that the vault has; plain ones are read until all of the store is encrypted.
+right, so one bad byte costs one frame. In an encrypted store those are readable that are sealed with a key of
+the vault, and plain ones until all of the store is encrypted.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,6 +68,8 @@ class JournalFrame:
     start: int
     end: int
     is_sealed: bool = False
+    is_readable: bool = True
+    """It is this store's, which has the key."""
 
     def payload(self, data: bytes, vault: Vault | None = None) -> bytes:
         """The frame's payload, cut from the bytes of its file. Raises StateError if it cannot be unsealed."""
@@ -90,16 +92,16 @@ def encode_frame(
 
 
 def frames(path: Path, data: bytes, vault: Vault | None = None) -> Iterator[JournalFrame]:
-    """Every sound frame in the bytes of a file, in order. Damage between frames is skipped. Raises StoreError if they
-    are sealed and there is no vault."""
+    """Every frame with a right checksum in the bytes of a file, in order. Damage between frames is skipped. Raises
+    StoreError if they are sealed and there is no vault."""
     view, at = memoryview(data), 0
     while (at := data.find(MAGIC, at)) >= 0:
         frame = _frame_at(path, view, at)
-        if frame is None or not _is_readable(frame, view, vault):
+        if frame is None:
             at += 1
-        else:
-            yield frame
-            at = frame.end
+            continue
+        yield frame if _is_readable(frame, view, vault) else replace(frame, is_readable=False)
+        at = frame.end
 
 
 def _frame_at(path: Path, data: memoryview, start: int) -> JournalFrame | None:
@@ -120,7 +122,7 @@ def _frame_at(path: Path, data: memoryview, start: int) -> JournalFrame | None:
 
 
 def _is_readable(frame: JournalFrame, data: memoryview, vault: Vault | None) -> bool:
-    """Whether a frame with a right checksum is one that this store wrote and can read."""
+    """Whether a frame is of this store, and can be read now."""
     if vault is None:
         if frame.is_sealed:
             raise StoreError(

@@ -51,6 +51,8 @@ class JournalFile:
     frames: Sequence[JournalFrame]
     whole: SnapshotEnd | None
     """The end record of a complete snapshot."""
+    is_foreign: bool = False
+    """Whether it has frames that another store sealed, or nobody."""
 
     @property
     def sound_size(self) -> int:
@@ -61,7 +63,7 @@ class JournalFile:
     def is_damaged(self) -> bool:
         """Whether bytes before the last sound frame are corrupt, or a snapshot is incomplete.
         A log that ends in half a frame was cut off by a crash and is not damaged."""
-        if self.path.suffix == SNAPSHOT and self.whole is None:
+        if self.is_foreign or (self.path.suffix == SNAPSHOT and self.whole is None):
             return True
         return self.sound_size != sum(frame.end - frame.start for frame in self.frames)
 
@@ -181,13 +183,14 @@ def _order(named: tuple[int, Path]) -> tuple[int, bool]:
 
 def _read_file(path: Path, seq: int, vault: Vault | None) -> JournalFile:
     data = path.read_bytes()
-    found = list(frames(path, data, vault))
+    every = list(frames(path, data, vault))
+    found = [each for each in every if each.is_readable]
     whole = None
     if path.suffix == SNAPSHOT and found and found[-1].kind is FrameKind.WHOLE:
         whole = msgspec.msgpack.decode(found[-1].payload(data, vault), type=SnapshotEnd)
         is_right = len(found) == whole.n_frames + 1 and all(each.seq == seq for each in found)
         whole = whole if is_right else None
-    return JournalFile(path, seq, len(data), found, whole)
+    return JournalFile(path, seq, len(data), found, whole, len(found) < len(every))
 
 
 def _from_base(records: Sequence[JournalFrame], base: JournalFile | None) -> list[JournalFrame]:
