@@ -17,6 +17,7 @@ KEY_BYTES = 32
 SALT_BYTES = 16
 SOURCES = "keyring, passphrase, or file:PATH"
 PASSPHRASE_VARIABLE = "TOWERD_PASSPHRASE"
+NEW_PASSPHRASE_VARIABLE = "TOWERD_NEW_PASSPHRASE"
 _PROMPT = "Passphrase of the store: "
 _SERVICE = "towerd"
 _CREDENTIAL = "towerd-passphrase"
@@ -76,8 +77,9 @@ class KeySource:
 def passphrase(prompt: str, *, is_new: bool = False) -> bytes:
     """From the environment, a credential of the unit, or the terminal; a new one is asked for twice. Raises
     ConfigError."""
-    if said := os.environ.get(PASSPHRASE_VARIABLE):
-        return said.encode()
+    for name in (NEW_PASSPHRASE_VARIABLE, PASSPHRASE_VARIABLE)[0 if is_new else 1 :]:
+        if said := os.environ.get(name):
+            return said.encode()
     if folder := os.environ.get("CREDENTIALS_DIRECTORY"):
         path = Path(folder) / _CREDENTIAL
         if path.exists():
