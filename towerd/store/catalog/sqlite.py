@@ -173,7 +173,12 @@ class SqliteCatalog(Catalog):
         try:
             with self._errors():
                 self._file.renew(self._db)
-        finally:
+        except StoreError:
+            self._reconnect()
+            if not self.problems():
+                raise
+            self._heal("a page of it could not be read to encrypt it again")
+        else:
             self._reconnect()
 
     def repair(self) -> None:
@@ -266,9 +271,10 @@ class SqliteCatalog(Catalog):
     def _reconnect(self) -> None:
         """Make an encrypted catalog readable after a damaged page or a new key, see `CipherConnection`."""
         if self._file.vault is not None:
+            before = self._db
+            self._connect()  # first: on a full disk SQLite's files could not be made again
             with suppress(sqlite3.Error):
-                self._db.close()
-            self._connect()
+                before.close()
 
     def _connect(self) -> None:
         with self._errors():

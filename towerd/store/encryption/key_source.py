@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from towerd.errors import ConfigError
+from towerd.store.files import durable
 
 KEY_BYTES = 32
 SALT_BYTES = 16
@@ -105,12 +106,12 @@ def stretched(secret: bytes, salt: bytes) -> bytes:
 
 
 def _write_key(path: Path) -> None:
+    half = path.with_name(path.name + ".half")
+    data = secrets.token_hex(KEY_BYTES).encode() + b"\n"
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(secrets.token_hex(KEY_BYTES).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        half.unlink(missing_ok=True)
+        with durable.new_file(half, path) as fd:
+            durable.write_all(fd, memoryview(data), 0)
     except OSError as error:
         raise ConfigError(
             f"The key file {path} cannot be made: {error.strerror or error}."

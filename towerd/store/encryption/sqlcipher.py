@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -66,14 +67,19 @@ def renew(db: sqlite3.Connection, vault: Vault, purpose: str) -> None:
     id = vault.key_ids[0]
     if key_id(db) == id:
         return
+    found = {name: path for _, name, path in db.execute("PRAGMA database_list").fetchall()}
     try:
         db.execute(f"PRAGMA rekey = {_key(vault, purpose, id)}").fetchall()
     except sqlite3.OperationalError as error:
         if not str(error).startswith(_REKEY_FAILED):
             raise
-        full = sqlite3.OperationalError("its pages could not be written")
-        full.sqlite_errorcode = sqlite3.SQLITE_FULL
-        raise full from error
+    # SQLCipher is silent on a commit that failed
+    with closing(_connected(Path(found["main"]), vault, purpose, id, "")) as again:
+        if _fits(again):
+            return
+    full = sqlite3.OperationalError("its pages could not be written again")
+    full.sqlite_errorcode = sqlite3.SQLITE_FULL
+    raise full
 
 
 def key_id(db: sqlite3.Connection) -> int:

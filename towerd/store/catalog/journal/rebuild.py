@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -407,24 +407,55 @@ class _DamagedCatalog:
         return wrapped(self.ledger.total - schema_seal(self.db)) == wrapped(total - schema)
 
     def _sound_rows(self, table: Table) -> Iterator[Row]:
-        """Past an unreadable place, reading continues at ever higher keys."""
+        """Past an unreadable place, reading continues at ever higher keys; what that skips is read last, from
+        its end on."""
+        gaps: list[tuple[int, int]] = []
         at: Any = None
-        step = 1
+        before, step = 0, 1
         while at is None or at <= _KEY_MAX:
-            where, params = ("", ()) if at is None else (f"WHERE {table.key} > ?", (at,))
+            asked = at
             try:
-                for *row, seal in self.db.execute(
-                    select(table, f"{where} ORDER BY {table.key}"), params
-                ):
+                for *row, seal in self._rows(table, at, None):
+                    if step > 1:
+                        gaps.append((before, asked))
                     at, step = row[table.key_at], 1
                     if _has_seal(table, row, seal):
                         yield row
-                return
+                if step > 1:
+                    gaps.append((before, asked))
+                break
+            except _UNREADABLE:
+                if isinstance(at, str):
+                    break
+                before = (at or 0) if step == 1 else before
+                at, step = (at or 0) + step, 2 * step
+        for before, asked in gaps:
+            with suppress(*_UNREADABLE):
+                for *row, seal in self._rows(table, before, asked + 1, "DESC"):
+                    if _has_seal(table, row, seal):
+                        yield row
+
+    def _rows(self, table: Table, low: Any, high: Any, order: str = "ASC") -> Iterator[Row]:
+        """The rows with keys between two, None for no limit, and their seals. Raises at an unreadable one."""
+        is_up = order == "ASC"
+        try:
+            for row in self._found(table, low, high, order):
+                low, high = (row[table.key_at], high) if is_up else (low, row[table.key_at])
+                yield row
+        except _UNREADABLE:
+            self._reconnect()
+            try:  # the cursor read a row further than what it gave
+                yield from self._found(table, low, high, f"{order} LIMIT 1").fetchall()
             except _UNREADABLE:
                 self._reconnect()
-                if isinstance(at, str):
-                    return
-                at, step = (at or 0) + step, 2 * step
+            raise
+
+    def _found(self, table: Table, low: Any, high: Any, order: str) -> sqlite3.Cursor:
+        limits = [(f"{table.key} > ?", low), (f"{table.key} < ?", high)]
+        limits = [each for each in limits if each[1] is not None]
+        where = f"WHERE {' AND '.join(text for text, _ in limits)}" if limits else ""
+        sql = select(table, f"{where} ORDER BY {table.key} {order}")
+        return self.db.execute(sql, [value for _, value in limits])
 
 
 def _reader(file: CatalogFile) -> sqlite3.Connection:
