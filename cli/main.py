@@ -32,6 +32,7 @@ CONTROL_COMMANDS = {
     "stats": "towerd.cli.maintenance.stats:stats",
     "top": "towerd.cli.maintenance.top:top",
     "verify": "towerd.cli.maintenance.verify:verify",
+    "encrypt": "towerd.cli.maintenance.encrypt:encrypt",
     "forget": "towerd.cli.maintenance.forget:forget",
     "gc": "towerd.cli.maintenance.gc:gc",
     "calibrate": "towerd.cli.maintenance.calibrate:calibrate",

@@ -39,19 +39,27 @@ from towerd.settings.config import ENGINES
     help="Store it in these formats before resuming, such as 0=q8h; default: native.",
 )
 @click.option(
+    "--encrypt", is_flag=True, help="Measure an encrypted store as well, in turns with a plain one."
+)
+@click.option(
     "--arch", default=None, help="Measure random weights of this architecture, or of all of them."
 )
 def resume(
-    model: Path | None, quick: bool, tokens: int, level_formats: str | None, arch: str | None
+    model: Path | None,
+    quick: bool,
+    tokens: int,
+    level_formats: str | None,
+    encrypt: bool,
+    arch: str | None,
 ) -> None:
     """Time to resume a stored session to its first token, against prefilling it."""
     if arch is not None:
-        if model is not None or level_formats is not None:
+        if model is not None or level_formats is not None or encrypt:
             raise click.UsageError("--arch goes with --quick and --tokens only.")
         require("towerctl bench resume --arch")
         run_benchmark(ARCHITECTURES, None, quick, arch=arch, tokens=tokens)
         return
-    options = {"tokens": tokens, "level_formats": level_formats}
+    options = {"tokens": tokens, "level_formats": level_formats, "encrypt": encrypt}
     run_benchmark("towerd.cli.bench.resume", model, quick, RESUME_WORK, **options)
 
 

@@ -23,13 +23,16 @@ from towerd.cli.bench.harness.servers import ServerProcess, towerd_server
 from towerd.errors import TowerdError
 
 _TRIALS = 5
+_PAIRS = 9
 _SHRINK_S_MAX = 60.0
 _RATIO_MIN = {2048: 350.0, 8192: 1000.0}
 
 
-async def run(model: Path | None, quick: bool, tokens: int, level_formats: str | None) -> Report:
+async def run(
+    model: Path | None, quick: bool, tokens: int, level_formats: str | None, encrypt: bool
+) -> Report:
     """Measure a session of `tokens` tokens. With `level_formats` it is measured as computed first,
-    then in these formats."""
+    then in these formats; with `encrypt`, in turns with a store that is encrypted."""
     path = bench_model(model, "small" if quick else "1b")
     n_vocab = vocab_size(path)
     rng = np.random.default_rng(1)
@@ -40,11 +43,39 @@ async def run(model: Path | None, quick: bool, tokens: int, level_formats: str |
         store = Path(folder) / "store"
         with towerd_server(path, store, *flags, "--fidelity", "exact") as server:
             await _measure(report, server, prompt, tokens)
+            if encrypt:
+                sealed = ("--encrypt", f"file:{folder}/key", "--fidelity", "exact")
+                with towerd_server(
+                    path, Path(folder) / "encrypted" / "store", *flags, *sealed
+                ) as other:
+                    await _measure_encrypted(report, server, other, prompt, tokens)
         if level_formats is not None:
             flags += ["--level-formats", level_formats, "--shrink-after", "0"]
             with towerd_server(path, store, *flags) as server:
                 await _measure_stored(report, server, prompt, level_formats)
     return report
+
+
+async def _measure_encrypted(
+    report: Report, plain: ServerProcess, sealed: ServerProcess, prompt: list[int], tokens: int
+) -> None:
+    """Measure the same session in an encrypted store, in turns with the plain one."""
+    async with new_session() as session:
+        await complete(session, sealed.url, _warm_up(prompt), 8)
+        await complete(session, sealed.url, prompt[:tokens], 1)
+    both: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(_PAIRS):
+        for is_sealed, server in ((False, plain), (True, sealed)):
+            trial = await _resumes(server, prompt, 1)
+            server.stop()
+            both[is_sealed] += trial.resumes
+    plain_s, sealed_s = statistics.median(both[False]), statistics.median(both[True])
+    report.figures |= {
+        "plain_resume_s": plain_s,
+        "encrypted_resume_s": sealed_s,
+        "encrypted_over_plain": sealed_s / plain_s,
+    }
+    report.target("encrypted_over_plain", most=1.15)
 
 
 async def _measure_stored(
@@ -79,9 +110,9 @@ class _Trials:
     n_bytes: int = 0
 
 
-async def _resumes(server: ServerProcess, prompt: list[int]) -> _Trials:
+async def _resumes(server: ServerProcess, prompt: list[int], n_trials: int = _TRIALS) -> _Trials:
     trials = _Trials()
-    for _ in range(_TRIALS):
+    for _ in range(n_trials):
         server.stop()
         trials.starts.append(server.start())
         async with new_session() as session:

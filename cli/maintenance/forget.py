@@ -65,7 +65,7 @@ def forget(
         n_tokens = sum(each["n_tokens"] for each in named) or said["tokens"]
         if not yes:
             what = (
-                f"{n_sessions:,} sessions with {n_tokens:,} tokens"
+                f"{_count(n_sessions)} with {n_tokens:,} tokens"
                 if n_sessions or tenant
                 else "what was deleted"
             )
@@ -88,7 +88,7 @@ def _say(found: Json) -> None:
         for name in ("conversations", "responses", "bases", "pins", "workflows")
         if found.get(name)
     ]
-    what = ", ".join([f"{found['sessions']:,} sessions", *also])
+    what = ", ".join([_count(found["sessions"]), *also])
     click.echo(f"Forgot {what}; {size(found['bytes_freed'])} freed.")
     if found["keys_destroyed"]:
         click.echo("The keys that they were encrypted with are destroyed; what stays has new ones.")
@@ -99,3 +99,7 @@ def _say(found: Json) -> None:
     click.echo("Tokens that other sessions begin with, too, stay theirs.")
     if found.get("shared"):
         click.echo("What was put into the shared store stays there: towerctl shared rm deletes it.")
+
+
+def _count(n_sessions: int) -> str:
+    return "1 session" if n_sessions == 1 else f"{n_sessions:,} sessions"

@@ -8,6 +8,7 @@ import tempfile
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -17,6 +18,8 @@ from towerd.cli.client.transport import Json
 from towerd.errors import ConfigError, TowerdError
 
 SUFFIX = ".tower"
+BOXED = b"TOWERX"
+"""How encrypted files begin."""
 NAME_CHARS_MAX = 100
 _UNUSUAL = re.compile(r"[^A-Za-z0-9._-]")
 
@@ -29,6 +32,11 @@ _UNUSUAL = re.compile(r"[^A-Za-z0-9._-]")
     type=click.Path(path_type=Path),
     help="The file to write; default: the session's id with .tower after it.",
 )
+@click.option(
+    "--encrypt",
+    is_flag=True,
+    help="Seal the file with a passphrase, from TOWERD_PASSPHRASE or the terminal.",
+)
 @click.option("--force", is_flag=True, help="Overwrite the file if there is one.")
 @click.option("--scope", metavar="TENANT", help="Whose, if several tenants have one of this name.")
 @setting_option("model")
@@ -37,6 +45,7 @@ _UNUSUAL = re.compile(r"[^A-Za-z0-9._-]")
 def export(
     session: str,
     output: Path | None,
+    encrypt: bool,
     force: bool,
     scope: str | None,
     model: str | None,
@@ -51,6 +60,8 @@ def export(
         path = output if output is not None else Path(file_name(session))
         _check_place(path, force)
         data = backend.export_session(session, scope)
+    if encrypt:
+        data = _boxes().boxed(data)
     _write(path, data, force)
     if as_json:
         echo_json({"session": session, "file": str(path), "bytes": len(data)})
@@ -150,9 +161,27 @@ def read(file: Path, as_json: bool) -> None:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        data = path.read_bytes()
     except OSError as error:
         raise TowerdError(f"{path} cannot be read: {error.strerror or error}.") from error
+    if not data.startswith(BOXED):
+        return data
+    try:
+        opened: bytes = _boxes().unboxed(data)
+        return opened
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
+
+
+def _boxes() -> ModuleType:
+    """What seals files. Raises ConfigError if its packages are missing."""
+    try:
+        from towerd.store.encryption import passphrase_box
+    except ImportError as error:
+        raise ConfigError(
+            "Encrypted files need packages: pip install 'towerd[encrypt]'."
+        ) from error
+    return passphrase_box
 
 
 def _said(found: Json) -> str:

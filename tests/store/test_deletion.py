@@ -381,7 +381,7 @@ def test_words_that_cannot_be_read_now_stay(root: Path, monkeypatch: pytest.Monk
         store.foreign.add_history(store.history("kept"), "local", digest)
         store.delete_session("gone")
 
-        def exhausted(files: object, path: Path) -> bytes:
+        def exhausted(files: object, path: Path, n_bytes_max: int | None = None) -> bytes:
             raise OSError(errno.EMFILE, "Too many open files", str(path))
 
         with monkeypatch.context() as patched:

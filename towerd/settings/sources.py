@@ -20,9 +20,16 @@ from towerd.settings.vertex import vertex_of
 from towerd.system import paths
 
 ENV_PREFIX = "TOWERD_"
-ENV_OTHER = ("TOWERD_CMAKE_ARGS", "TOWERD_CONFIG", "TOWERD_KERNELS", "TOWERD_LLAMA_CPP_BUILD")
+ENV_OTHER = (
+    "TOWERD_CMAKE_ARGS",
+    "TOWERD_CONFIG",
+    "TOWERD_KERNELS",
+    "TOWERD_LLAMA_CPP_BUILD",
+    "TOWERD_NEW_PASSPHRASE",
+    "TOWERD_PASSPHRASE",
+)
 """Variables that are not settings: how llama.cpp is compiled, the path of towerd.toml, the kernels
-to force, where a build of llama.cpp for a wheel is."""
+to force, where a build of llama.cpp for a wheel is, what opens an encrypted store."""
 ENV_TEST_PREFIX = "TOWERD_TEST_"
 MODEL_NAMES = frozenset(("model", "hf_repo", "hf_file"))
 """Settings that together say which model is served."""

@@ -18,6 +18,8 @@ KEY_BYTES = 32
 SALT_BYTES = 16
 SOURCES = "keyring, passphrase, or file:PATH"
 PASSPHRASE_VARIABLE = "TOWERD_PASSPHRASE"
+NEW_PASSPHRASE_VARIABLE = "TOWERD_NEW_PASSPHRASE"
+_PROMPT = "Passphrase of the store: "
 _SERVICE = "towerd"
 _CREDENTIAL = "towerd-passphrase"
 """The name of a credential of a systemd unit."""
@@ -55,6 +57,8 @@ class KeySource:
             return key
         if self.path is not None and not self.path.exists():
             _write_key(self.path)
+        if self.kind == "passphrase":
+            return stretched(passphrase(_PROMPT, is_new=True), salt)
         return self.key(account, salt)
 
     def key(self, account: str, salt: bytes) -> bytes:
@@ -63,11 +67,7 @@ class KeySource:
             return _keyring_get(account)
         if self.path is not None:
             return _read_key(self.path)
-        n, r = _SCRYPT_N, _SCRYPT_R
-        stretched = hashlib.scrypt(
-            _passphrase(), salt=salt, n=n, r=r, p=1, maxmem=2 * 128 * n * r, dklen=KEY_BYTES
-        )
-        return stretched
+        return stretched(passphrase(_PROMPT), salt)
 
     def delete(self, account: str) -> None:
         """Have the keyring forget a key; other sources keep theirs."""
@@ -75,22 +75,34 @@ class KeySource:
             _keyring_delete(account)
 
 
-def _passphrase() -> bytes:
-    """From the environment, a credential of the unit, or the terminal."""
-    if said := os.environ.get(PASSPHRASE_VARIABLE):
-        return said.encode()
+def passphrase(prompt: str, *, is_new: bool = False) -> bytes:
+    """From the environment, a credential of the unit, or the terminal; a new one is asked for twice. Raises
+    ConfigError."""
+    for name in (NEW_PASSPHRASE_VARIABLE, PASSPHRASE_VARIABLE)[0 if is_new else 1 :]:
+        if said := os.environ.get(name):
+            return said.encode()
     if folder := os.environ.get("CREDENTIALS_DIRECTORY"):
         path = Path(folder) / _CREDENTIAL
         if path.exists():
             return path.read_bytes().rstrip(b"\r\n")
     if sys.stdin is not None and sys.stdin.isatty():
-        if typed := getpass.getpass("Passphrase of the store: "):
+        typed = getpass.getpass(prompt)
+        if typed and is_new and getpass.getpass("Once more: ") != typed:
+            raise ConfigError("The two passphrases differ: try again.")
+        if typed:
             # so that a prompt is answered once, and processes that this one starts need none
             os.environ[PASSPHRASE_VARIABLE] = typed
             return typed.encode()
     raise ConfigError(
-        f"The store is encrypted with a passphrase: set {PASSPHRASE_VARIABLE}, or start towerd in a terminal."
+        f"A passphrase is needed: set {PASSPHRASE_VARIABLE}, or run this in a terminal."
     )
+
+
+def stretched(secret: bytes, salt: bytes) -> bytes:
+    """A key of `KEY_BYTES` from a passphrase (scrypt, RFC 7914)."""
+    n, r = _SCRYPT_N, _SCRYPT_R
+    most = 2 * 128 * n * r
+    return hashlib.scrypt(secret, salt=salt, n=n, r=r, p=1, maxmem=most, dklen=KEY_BYTES)
 
 
 def _write_key(path: Path) -> None:

@@ -511,7 +511,7 @@ def parsed(data: FileMap, entry: CodedEntry, start: int, p0: int, basis: Basis) 
         found = coded.parse(data.view(at, entry.nbytes))
     except NewerVersion:
         raise
-    except CodecError as error:
+    except (CodecError, StateError) as error:
         raise RowsLost([(p0, p0 + entry.n_rows)], str(error)) from error
     if (found.p0, found.n_rows, found.basis_digest) != (p0, entry.n_rows, basis.digest):
         raise RowsLost([(p0, p0 + entry.n_rows)], "coded rows are others than their file says")
