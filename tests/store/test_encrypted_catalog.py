@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import sqlite3
@@ -12,13 +13,15 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
 from crash import killed_after, killed_at
 from encrypted_stores import chain_of, connect, encrypt, key_of, page_of, vault_of
 from programs import SUPPORT, run_python
+from simulated_disk import PowerLost, SimulatedDisk, calls_to
+from simulated_sqlite import sqlite_on
 from store_tools import OTHER_MODEL, ROW_IDENTITY, turn_of
 from ten_sessions import (
     DATABASE,
@@ -40,6 +43,7 @@ from towerd.store import Store
 from towerd.store.catalog.shared.broker import CatalogBroker
 from towerd.store.maintenance.renewal import keys_renewed
 
+CUTS = 50
 TENANT = "a-tenant-of-this-name"
 TOLD = (MARK.encode(), b"session-", b"A title", TENANT.encode(), ids_bytes(tokens(4)[81:85]))
 """What must be in no file: a value, names, a tenant, and tokens."""
@@ -143,6 +147,34 @@ def test_encrypting_is_killed_anywhere(folder: Path) -> None:
         open_encrypted(root).close()
         assert telling(root) == []
         assert not (root / "plain").exists()
+        check(root)
+        remove(DATABASE)(root)
+        check(root)
+
+
+@pytest.mark.parametrize("what", ["encrypting", "renewing"])
+def test_power_cuts(folder: Path, what: str) -> None:
+    """Whatever a disk has kept of a store that was being encrypted, or its key renewed, nothing is lost."""
+    before = folder / "0"
+    if what == "encrypting":
+        committed_and_killed(before)
+    else:
+        encrypted_and_killed(before)
+    for seed in range(1, CUTS + 1):
+        rng = random.Random(seed)
+        shutil.copytree(before, folder / "cut")
+        disk = SimulatedDisk(folder / "cut", rng.randint(1, 352))
+        with suppress(PowerLost, StoreError), calls_to(disk), sqlite_on(disk):
+            if what == "encrypting":
+                Store.open(disk.root, ROW_IDENTITY, encrypt=key_of(before)).close()
+            else:
+                renew(disk.root)
+        disk.after_cut(root := folder / str(seed), rng)
+        shutil.rmtree(disk.root)
+        with Store.open(root, ROW_IDENTITY, encrypt=key_of(before)) as store:
+            if "meanwhile" in {info.id for info in store.sessions()}:
+                store.delete_session("meanwhile")
+        assert telling(root) == []
         check(root)
         remove(DATABASE)(root)
         check(root)
