@@ -36,7 +36,7 @@ _CODES = {
     "malformed database schema": sqlite3.SQLITE_CORRUPT,
     "fts5: corrupt": sqlite3.SQLITE_CORRUPT,
     "database or disk is full": sqlite3.SQLITE_FULL,
-    "unable to open database file": sqlite3.SQLITE_CANTOPEN,
+    "unable to open database": sqlite3.SQLITE_CANTOPEN,
     "locking protocol": sqlite3.SQLITE_PROTOCOL,
     "string or blob too big": sqlite3.SQLITE_TOOBIG,
     "datatype mismatch": sqlite3.SQLITE_MISMATCH,
@@ -96,7 +96,10 @@ class CipherConnection(dbapi2.Connection):  # type: ignore[misc]
     """Whether it has met a damaged page."""
 
     def cursor(self) -> Any:
-        return super().cursor(CipherCursor)
+        try:
+            return super().cursor(CipherCursor)
+        except dbapi2.Error as error:
+            raise _translated(error, None) from error
 
     def execute(self, sql: str, parameters: Any = ()) -> Any:
         return self.cursor().execute(sql, parameters)
