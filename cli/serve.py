@@ -51,12 +51,20 @@ def serve(config_path: Path | None, server_args: tuple[str, ...], **flags: Any) 
         tables = tables.with_server_args(server_args)
     config = tables.config
     _configure_log(config)
+    _ask_passphrase(config)
     if tables.are_many and not _names_model(config):
         run_router(located_tables(tables))
         return
     if _serves_default(config):
         _offer_default()
     run_daemon(located(config))
+
+
+def _ask_passphrase(config: Config) -> None:
+    """Before the log and the model's progress share the terminal."""
+    from towerd.store.encryption.opening import ask_passphrase
+
+    ask_passphrase(config.store_dir, config.encrypt)
 
 
 def _configure_log(config: Config) -> None:

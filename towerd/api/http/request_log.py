@@ -1,7 +1,8 @@
 """One line in the log for each request: what it was about, where its tokens came from, how fast it was.
 
 Nothing of a request's text is logged but its title, and the words by which it differs from a stored
-conversation; not even these where keys are set: the log is the operator's, the text another tenant's.
+conversation; not even these where keys are set, since the log is the operator's and the text another tenant's, nor beside an
+encrypted store.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import msgspec
 from aiohttp import web
 
 from towerd.api.http.hints import AGENT_HEADER
-from towerd.api.http.keys import TENANTS
+from towerd.api.http.keys import CONFIG, TENANTS
 from towerd.engine.base import Reuse, Timings
+from towerd.store.encryption.opening import is_encrypted
 
 if TYPE_CHECKING:
     from towerd.sessions.divergence import Divergence
@@ -42,7 +44,9 @@ LOGGED = web.RequestKey("logged", bool)
 
 def has_titles(request: web.Request) -> bool:
     """Whether the log may have words of a request."""
-    return not request.app[TENANTS].required
+    config = request.app.get(CONFIG)
+    is_secret = config is not None and is_encrypted(config.store_dir)
+    return not (request.app[TENANTS].required or is_secret)
 
 
 async def title_for(request: web.Request, body: bytes) -> str:

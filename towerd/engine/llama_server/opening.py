@@ -13,7 +13,7 @@ from towerd.engine.base import OpenedEngine
 from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.engine.llama_server.process.backend import LlamaServerBackend, open_backend
 from towerd.engine.llama_server.process.description import ModelDescription, describe, first_model
-from towerd.errors import StoreError
+from towerd.errors import ConfigError, StoreError
 from towerd.model.tokenizer_rules import check_tokenizer, keep_vocabulary, tokenizer_rules
 from towerd.settings.config import Config, pinned_bytes
 from towerd.store import Catalog, Node, Store
@@ -128,6 +128,11 @@ async def _open_store(
     store.disk.bytes_max = config.disk_max
     backend, described = found[0]
     stack.push_async_callback(asyncio.to_thread, store.close)
+    if store.vault is not None and not backend.slotdir.in_ram:
+        raise ConfigError(
+            "The store is encrypted, and slot states would go through the disk as they are: give "
+            "llama-server's --slot-save-path, or --slot-dir, a folder on a RAM disk."
+        )
     vocab = described.vocab
     await asyncio.to_thread(keep_vocabulary, store, vocab.pieces, vocab.ptr)
     tokenize = partial(vocab.tokenize, add_special=False, parse_special=False)

@@ -19,7 +19,7 @@ SALT_BYTES = 16
 SOURCES = "keyring, passphrase, or file:PATH"
 PASSPHRASE_VARIABLE = "TOWERD_PASSPHRASE"
 NEW_PASSPHRASE_VARIABLE = "TOWERD_NEW_PASSPHRASE"
-_PROMPT = "Passphrase of the store: "
+STORE_PROMPT = "Passphrase of the store: "
 _SERVICE = "towerd"
 _CREDENTIAL = "towerd-passphrase"
 """The name of a credential of a systemd unit."""
@@ -58,7 +58,7 @@ class KeySource:
         if self.path is not None and not self.path.exists():
             _write_key(self.path)
         if self.kind == "passphrase":
-            return stretched(passphrase(_PROMPT, is_new=True), salt)
+            return stretched(passphrase(STORE_PROMPT, is_new=True), salt)
         return self.key(account, salt)
 
     def key(self, account: str, salt: bytes) -> bytes:
@@ -67,7 +67,7 @@ class KeySource:
             return _keyring_get(account)
         if self.path is not None:
             return _read_key(self.path)
-        return stretched(passphrase(_PROMPT), salt)
+        return stretched(passphrase(STORE_PROMPT), salt)
 
     def delete(self, account: str) -> None:
         """Have the keyring forget a key; other sources keep theirs."""

@@ -19,6 +19,21 @@ KEY_FILES = ("keys.json", "keys.copy")
 _CONTENT = ("catalog.sqlite", "journal", "segments")
 
 
+def ask_passphrase(root: Path, encrypt: str | None) -> None:
+    """Ask for the passphrase of a store that has one, while the terminal is still free; it is then known to this process
+    and those that it starts. Raises ConfigError."""
+    is_new = not is_encrypted(root)
+    if is_new and encrypt != "passphrase":
+        return
+    try:
+        from towerd.store.encryption import key_source
+        from towerd.store.encryption.vault import source_of
+    except ImportError:
+        return  # which opening the store says
+    if is_new or (encrypt or source_of(root)) == "passphrase":
+        key_source.passphrase(key_source.STORE_PROMPT, is_new=is_new)
+
+
 class OpenedDirectory(NamedTuple):
     """A store's directory, and its keys if it is encrypted."""
 

@@ -222,6 +222,11 @@ class Vault:
             self._table, self._user_key, self._mark = table, user_key, mark
 
 
+def source_of(root: Path) -> str:
+    """Where the key of an encrypted store is, as `KeySource` reads it. Raises StoreError."""
+    return _read(root)[0].source
+
+
 def _mark(root: Path) -> tuple[int, int]:
     """What is another one once `keys.json` was written again."""
     try:
