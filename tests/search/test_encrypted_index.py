@@ -101,7 +101,7 @@ def test_a_renewed_key(root: Path) -> None:
         index.renew_key()
         vault.end_renewal()
         assert found(index) == found(other) == len(KEYS)
-        other.add(KEYS[0]._replace(id="new"), 1.0, [Passage(1, 1.0, "a zebra")])
+        other.add(SessionKey("t" * 64, "tenant", "new"), 1.0, [Passage(1, 1.0, "a zebra")])
         assert found(index) == len(KEYS) + 1
     with closing(opened(root)) as index:
         assert found(index) == len(KEYS) + 1
