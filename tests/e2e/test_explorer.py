@@ -78,6 +78,7 @@ def test_search_open_rename_freeze_and_delete(page: Any, daemon: Daemon, tmp_pat
     page.once("dialog", lambda dialog: dialog.accept("Of whales"))
     page.click("text=Rename")
     page.wait_for_selector("h2:has-text('Of whales')")
+    page.click(".about summary")
     page.click("button:has-text('Freeze')")
     page.wait_for_selector("dd:has-text('no: frozen')")
     page.click("button:has-text('Warm up')")

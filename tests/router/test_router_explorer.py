@@ -91,3 +91,24 @@ def test_a_tokenizer_names_a_conversation(make_router: MakeRouter) -> None:
         router.get(f"/towerd/v1/requests?model={model}")["tokenizer"] for model in ("tales", "dice")
     }
     assert len(tokenizers) == 2
+
+
+def test_a_conversation_continues_with_its_own_model(make_router: MakeRouter) -> None:
+    """Of two with one name, that of the named model; one that was unloaded is loaded for it."""
+    router = make_router()
+    for model, prompt in (("tales", "the red otter"), ("dice", "!!! a roll")):
+        assert say(router, model, prompt).status_code == 200
+    tokenizer = router.get("/towerd/v1/requests?model=tales")["tokenizer"]
+    requests.post(router.url + "/models/unload", json={"model": "tales"}, timeout=30)
+    path = f"{router.url}/towerd/v1/sessions/twin/chat?tokenizer={tokenizer}&model="
+    body: Any = {"message": {"content": "swims"}, "max_tokens": 4}
+    refused = requests.post(path + "dice", json=body, timeout=60)
+    assert (refused.status_code, "another tokenizer" in refused.text) == (400, True)
+    reply = requests.post(path + "tales", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["timings"]["cache_n"] > 4
+    n_turns = [
+        len(router.get(f"/towerd/v1/sessions/twin?model={model}")["turns"])
+        for model in ("tales", "dice")
+    ]
+    assert n_turns == [2, 1]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from towerd.api.admin import pins, segments, sessions, shared, transfer, upkeep
+from towerd.api.admin import chat, pins, segments, sessions, shared, transfer, upkeep
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class Route:
 STORE_ROUTES: tuple[Route, ...] = (
     Route("GET", "/towerd/v1/sessions", sessions.list_sessions),
     Route("GET", "/towerd/v1/sessions/{id}", sessions.get_session),
+    Route("GET", "/towerd/v1/sessions/{id}/chat", chat.get_chat),
     Route("PATCH", "/towerd/v1/sessions/{id}", sessions.patch_session),
     Route("DELETE", "/towerd/v1/sessions/{id}", sessions.delete_session),
     Route("POST", "/towerd/v1/sessions/{id}/freeze", sessions.post_freeze),

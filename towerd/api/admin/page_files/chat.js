@@ -2,8 +2,10 @@
 
 import { call, download, query, say } from "./api.js";
 import { bytes, count, el, facts, layers, moment } from "./dom.js";
+import { Talk } from "./talk.js";
 
-const NAMES = { user: "You", assistant: "Model", system: "Instructions", tool: "Tool" };
+const chatHref = (chat) => `#/chat/${encodeURIComponent(chat.id)}${query({
+  scope: chat.scope, tokenizer: chat.tokenizer, turn: chat.turn })}`;
 
 function pathOf(chat, more = {}) {
   const which = { scope: chat.scope, tokenizer: chat.tokenizer };
@@ -34,8 +36,7 @@ function tierFacts(session, cost) {
 function branches(chat, turns) {
   const ends = turns.filter((turn) => !turns.some((other) => other.parent === turn.id));
   if (ends.length < 2) return null;
-  const address = (turn) => `#/chat/${encodeURIComponent(chat.id)}${query({
-    scope: chat.scope, tokenizer: chat.tokenizer, turn: turn.id })}`;
+  const address = (turn) => chatHref({ ...chat, turn: turn.id });
   const shown = chat.turn ? Number(chat.turn) : null;
   return el("section", {}, el("h3", {}, `${ends.length} branches`), el("ol", { class: "branches" },
     ends.map((turn) => el("li", {}, el("a", {
@@ -79,40 +80,58 @@ function actions(chat, found, again) {
     }, "danger"));
 }
 
-const message = ({ role, text }) =>
-  el("article", { class: `message ${role in NAMES ? role : ""}` },
-    role in NAMES ? el("h4", {}, NAMES[role]) : null, el("pre", { class: "text" }, text));
+let isAboutOpen = false;
 
-// opened: called with the session that is shown. changed: called after an action.
+function about(session, cost, more) {
+  const facts_ = facts([
+    ["last used", moment(session.updated)],
+    ["turns", count(session.n_turns)],
+    ["tokens", count(session.n_tokens)],
+    ...tierFacts(session, cost),
+    ["id", session.id],
+    ["tenant", session.scope],
+  ]);
+  const state = !cost ? "of another model" : session.cold_bytes ? "frozen"
+    : session.n_tokens - cost.resumable_tokens <= 1 ? "resumes at once" : `${count(session.n_tokens - cost.resumable_tokens)} to evaluate`;
+  const details = el("details", { class: "about", open: isAboutOpen, toggle: () => { isAboutOpen = details.open; } },
+    el("summary", {}, `${count(session.n_tokens)} tokens · ${state}`), facts_, more);
+  return details;
+}
+
+// opened: called with the session that is shown. changed: called after an action or a reply. Returns what is called
+// with the session as it is listed from time to time.
 export async function showChat(pane, chat, opened, changed) {
-  const found = await call(pathOf(chat, { cost: 1, footprint: 1 }));
-  const { session, cost, turns } = found;
-  opened(session);
-  const again = async () => {
-    await changed();
-    if (location.hash.startsWith("#/chat/")) await showChat(pane, chat, opened, changed);
+  const head = el("div");
+  let updated = 0;
+  const fillHead = async () => {
+    const found = await call(pathOf(talk.chat, { cost: 1, footprint: 1 }));
+    const { session, cost, turns } = found;
+    updated = session.updated;
+    opened(session);
+    const again = async () => {
+      await changed();
+      if (pane.isConnected && location.hash.startsWith("#/chat/")) await Promise.all([fillHead(), talk.fill()]);
+    };
+    head.replaceChildren(...[
+      el("h2", {}, session.title || session.id),
+      actions(talk.chat, found, again),
+      about(session, cost, session.footprint ? layers(session.footprint) : null),
+      branches(talk.chat, turns),
+    ].filter(Boolean));
   };
-  const text = el("div", {}, el("p", { class: "quiet" }, session.cold_bytes ? "Decoding…" : "Reading…"));
-  pane.replaceChildren(...[
-    el("h2", {}, session.title || session.id),
-    actions(chat, found, again),
-    facts([
-      ["last used", moment(session.updated)],
-      ["turns", count(session.n_turns)],
-      ["tokens", count(session.n_tokens)],
-      ...tierFacts(session, cost),
-      ["id", session.id],
-      ["tenant", session.scope],
-    ]),
-    session.footprint ? layers(session.footprint) : null,
-    branches(chat, turns),
-    el("h3", {}, "Text"),
-    text,
-  ].filter(Boolean));
-  try {
-    const { messages } = await call(pathOf(chat, { messages: 1, turn: chat.turn }));
-    text.replaceChildren(...messages.map(message));
-  } catch (error) {
-    text.replaceChildren(el("p", {}, error.message));
-  }
+  const talk = new Talk(chat, async () => {
+    if (pane.isConnected && chat.turn) {
+      chat.turn = undefined;
+      history.replaceState(null, "", chatHref(chat));
+    }
+    await Promise.all([fillHead(), changed()]);
+  });
+  const told = (error) => talk.messages.replaceChildren(el("p", {}, error.message));
+  talk.messages.append(el("p", { class: "quiet" }, "Reading…"));
+  pane.replaceChildren(head, talk.element);
+  await Promise.all([fillHead(), talk.fill().catch(told)]);
+  return async (session) => {
+    if (session.updated === updated || talk.isRunning || talk.isEdited) return;
+    await Promise.all([fillHead(), talk.fill()]);
+  };
 }

@@ -3,6 +3,7 @@
 import { call, query } from "./api.js";
 import { ago, bytes, count, el, get } from "./dom.js";
 import { showChat } from "./chat.js";
+import { newChat } from "./talk.js";
 
 const LIMIT = 200;
 const LIMIT_MAX = 1000;
@@ -54,7 +55,8 @@ function more(list) {
   return el("li", {}, el("button", { type: "button", click: grow }, "Show more"));
 }
 
-async function fill(list) {
+// Fills the list; `found`, if it is given, is called with the sessions in it.
+async function fill(list, found = () => {}) {
   const words = typed.trim();
   let entries;
   if (words) {
@@ -63,6 +65,7 @@ async function fill(list) {
   } else {
     const { sessions } = await call(`/sessions?footprint=1&cost=1&limit=${shown}`);
     entries = sessions.map((session) => entry(session));
+    found(sessions);
     if (sessions.length === shown) entries.push(more(list));
   }
   if (words !== typed.trim()) return;
@@ -82,7 +85,7 @@ function walk(event, list) {
   }
 }
 
-export async function showConversations(main, chat) {
+export async function showConversations(main, chat, isNew = false) {
   const list = el("ol", { "aria-label": "Conversations" });
   let timer = 0;
   const search = el("input", {
@@ -94,16 +97,22 @@ export async function showConversations(main, chat) {
       timer = setTimeout(() => fill(list).catch((error) => list.replaceChildren(error.message)), TYPING_MS);
     },
   });
-  const aside = el("section", { class: "list", keydown: (event) => walk(event, list) }, search, list);
+  const fresh = el("a", { class: "fresh", href: "#/new" }, "New chat");
+  const aside = el("section", { class: "list", keydown: (event) => walk(event, list) }, fresh, search, list);
   const pane = el("section", { class: "chat" });
-  main.replaceChildren(el("div", { class: chat ? "panes one" : "panes" }, aside, pane));
-  if (!chat) pane.append(el("p", { class: "quiet" }, "Choose a conversation. “/” goes to the search."));
+  main.replaceChildren(el("div", { class: chat || isNew ? "panes one" : "panes" }, aside, pane));
   const opened = (session) => {
     if (!pane.isConnected) return;
     open = nameOf(session);
     markOpen(list);
   };
   open = null;
-  await Promise.all([fill(list), chat ? showChat(pane, chat, opened, () => fill(list)) : null]);
-  return () => (list.contains(document.activeElement) ? null : fill(list));
+  if (isNew) newChat(pane);
+  else if (!chat) pane.append(el("p", { class: "quiet" }, "Choose a conversation, or begin one (“n”). “/” goes to the search."));
+  const [, look] = await Promise.all([fill(list), chat ? showChat(pane, chat, opened, () => fill(list)) : null]);
+  const seen = (sessions) => {
+    const listed = sessions.find((session) => nameOf(session) === open);
+    if (listed) look?.(listed).catch(() => {});  // the next look says what failed
+  };
+  return () => (list.contains(document.activeElement) ? null : fill(list, seen));
 }

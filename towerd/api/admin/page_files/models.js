@@ -16,6 +16,9 @@ export const hasSeveral = () => Boolean(several?.length);
 // The names of the loaded models; null: the daemon has a single one.
 export const loaded = () => (hasSeveral() ? names() : null);
 
+// The names of all models, loaded or not; null: the daemon has a single one.
+export const all = () => (hasSeveral() ? several.map((each) => each.id) : null);
+
 export const chosen = () => {
   const known = loaded();
   return known === null ? null : known.includes(wanted) ? wanted : known[0] ?? null;
