@@ -99,6 +99,11 @@ def test_a_conversation_continues_with_its_own_model(make_router: MakeRouter) ->
     for model, prompt in (("tales", "the red otter"), ("dice", "!!! a roll")):
         assert say(router, model, prompt).status_code == 200
     tokenizer = router.get("/towerd/v1/requests?model=tales")["tokenizer"]
+    listed = router.get("/towerd/v1/sessions?model=tales")["sessions"]
+    assert [(each["model"], bool(each["tokenizer"])) for each in listed] == [
+        ("dice", True),
+        ("tales", False),
+    ]
     requests.post(router.url + "/models/unload", json={"model": "tales"}, timeout=30)
     path = f"{router.url}/towerd/v1/sessions/twin/chat?tokenizer={tokenizer}&model="
     body: Any = {"message": {"content": "swims"}, "max_tokens": 4}

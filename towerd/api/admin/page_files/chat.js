@@ -1,11 +1,12 @@
 // One conversation: its text by branch, what it takes in each tier, and what can be done with it.
 
 import { call, download, query, say } from "./api.js";
-import { bytes, count, el, facts, layers, moment } from "./dom.js";
+import { bytes, count, el, facts, layerChart, layers, moment } from "./dom.js";
+import { all, loadAndChoose } from "./models.js";
 import { Talk } from "./talk.js";
 
 const chatHref = (chat) => `#/chat/${encodeURIComponent(chat.id)}${query({
-  scope: chat.scope, tokenizer: chat.tokenizer, turn: chat.turn })}`;
+  scope: chat.scope, tokenizer: chat.tokenizer, turn: chat.turn, model: chat.model })}`;
 
 function pathOf(chat, more = {}) {
   const which = { scope: chat.scope, tokenizer: chat.tokenizer };
@@ -18,7 +19,7 @@ function actionPath(chat, action) {
 }
 
 function tierFacts(session, cost) {
-  if (!cost) return [["model", "of another model: it continues when that is served"]];
+  if (!cost) return [["model", `${session.model || "another one"}: it continues when that is served`]];
   const n = session.n_tokens;
   const left = n - cost.resumable_tokens;
   const resumes = session.cold_bytes ? `no: frozen, its ${count(n)} tokens are evaluated again`
@@ -28,7 +29,8 @@ function tierFacts(session, cost) {
     ["in RAM", bytes(cost.hot_bytes)],
     ["on disk", bytes(cost.warm_bytes + cost.state_bytes)],
     ["coded", session.cold_bytes ? bytes(session.cold_bytes) : "–"],
-    ["shared with others", cost.shared_tokens ? `the first ${count(cost.shared_tokens)} tokens` : "nothing"],
+    ["model", session.model || "–"],
+    ["shared with others", cost.shared_tokens > 1 ? `the first ${count(cost.shared_tokens)} tokens` : "nothing"],
   ];
 }
 
@@ -66,7 +68,12 @@ function actions(chat, found, again) {
     session.cold_bytes ? null : button("Freeze", () => call(actionPath(chat, "freeze"), "POST", {})),
     button("Warm up", () => call(actionPath(chat, "thaw"), "POST", {})),
   ];
-  return el("div", { class: "actions" },
+  const other = session.tokenizer && all()?.includes(session.model) ? [
+    button(`Continue with ${session.model}`, async () => {
+      await loadAndChoose(session.model);
+      location.hash = chatHref({ id: session.id, scope: session.scope, model: session.model });
+    }, "main")] : [];
+  return el("div", { class: "actions" }, ...other,
     button("Rename", async () => {
       const title = prompt("Title (empty: its first question)", session.title);
       if (title !== null) await call(pathOf(chat), "PATCH", { title });
@@ -80,21 +87,40 @@ function actions(chat, found, again) {
     }, "danger"));
 }
 
+// What would be free without it, of all its branches.
+function freedFact({ tokens, hot_bytes, warm_bytes, state_bytes, cold_bytes }) {
+  const disk = warm_bytes + state_bytes + cold_bytes;
+  return `${count(tokens)} tokens: ${bytes(hot_bytes)} of RAM, ${bytes(disk)} on disk`;
+}
+
+// Why its last prompt was not found whole, if it was said since the daemon's start.
+async function lastPrompt({ id, scope }) {
+  const { finished: [last] } = await call(`/requests${query({ session: id, scope, limit: 1 })}`);
+  if (!last) return null;
+  const { live, hot, warm, prefill } = last.reuse;
+  return [`${count(live + hot + warm)} tokens were there, `,
+    el("a", { href: `#/why/${encodeURIComponent(last.id)}` }, `${count(prefill)} evaluated`),
+    last.why ? `: ${last.why}` : ""];
+}
+
 let isAboutOpen = false;
 
-function about(session, cost, more) {
-  const facts_ = facts([
+function about({ session, cost, layers: rows, freed }, last) {
+  const known = facts([
     ["last used", moment(session.updated)],
     ["turns", count(session.n_turns)],
     ["tokens", count(session.n_tokens)],
     ...tierFacts(session, cost),
+    ...(freed ? [["deleting frees", freedFact(freed)]] : []),
+    ...(last ? [["last prompt", last]] : []),
     ["id", session.id],
     ["tenant", session.scope],
   ]);
   const state = !cost ? "of another model" : session.cold_bytes ? "frozen"
     : session.n_tokens - cost.resumable_tokens <= 1 ? "resumes at once" : `${count(session.n_tokens - cost.resumable_tokens)} to evaluate`;
   const details = el("details", { class: "about", open: isAboutOpen, toggle: () => { isAboutOpen = details.open; } },
-    el("summary", {}, `${count(session.n_tokens)} tokens · ${state}`), facts_, more);
+    el("summary", {}, [session.model, `${count(session.n_tokens)} tokens`, state].filter(Boolean).join(" · ")), known,
+    session.footprint ? layers(session.footprint) : null, layerChart(rows));
   return details;
 }
 
@@ -104,8 +130,9 @@ export async function showChat(pane, chat, opened, changed) {
   const head = el("div");
   let updated = 0;
   const fillHead = async () => {
-    const found = await call(pathOf(talk.chat, { cost: 1, footprint: 1 }));
-    const { session, cost, turns } = found;
+    const found = await call(pathOf(talk.chat, { cost: 1, footprint: 1, layers: 1 }));
+    const { session, turns } = found;
+    const last = session.tokenizer ? null : await lastPrompt(session);
     updated = session.updated;
     opened(session);
     const again = async () => {
@@ -115,7 +142,7 @@ export async function showChat(pane, chat, opened, changed) {
     head.replaceChildren(...[
       el("h2", {}, session.title || session.id),
       actions(talk.chat, found, again),
-      about(session, cost, session.footprint ? layers(session.footprint) : null),
+      about(found, last),
       branches(talk.chat, turns),
     ].filter(Boolean));
   };

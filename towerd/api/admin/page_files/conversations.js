@@ -18,8 +18,8 @@ const addressOf = (session) =>
 const nameOf = ({ scope, id, tokenizer }) => JSON.stringify([scope, id, tokenizer]);
 
 // Whether a turn in it has to wait, and what else tells it from others.
-function stateOf({ tokenizer, cold_bytes, n_tokens, cost, footprint }) {
-  if (tokenizer) return ["of another model"];
+function stateOf({ tokenizer, model, cold_bytes, n_tokens, cost, footprint }) {
+  if (tokenizer) return [model || "of another model"];
   const state = footprint ? [bytes(footprint.kept_bytes)] : [];
   if (cold_bytes) state.splice(0, 1, `frozen, ${bytes(cold_bytes)}`);
   if (!cost) return state;
@@ -30,11 +30,15 @@ function stateOf({ tokenizer, cold_bytes, n_tokens, cost, footprint }) {
   return state;
 }
 
-function entry(session, more) {
-  const facts = [ago(session.updated), `${count(session.n_tokens)} tokens`, ...stateOf(session)];
+// hasModels: whether the list has conversations of several.
+function entry(session, more, hasModels = false) {
+  const model = hasModels && !session.tokenizer && session.model ? [session.model] : [];
+  const facts = [ago(session.updated), ...model, `${count(session.n_tokens)} tokens`, ...stateOf(session)];
   return el("li", {}, el("a", { href: addressOf(session), "data-name": nameOf(session) },
     session.title || session.id, more, el("small", {}, facts.join(" · "))));
 }
+
+const areSeveral = (sessions) => new Set(sessions.map((each) => each.model)).size > 1;
 
 const snippet = (runs) =>
   el("small", {}, runs.map((run, i) => (i % 2 ? el("mark", {}, run) : run)));
@@ -61,10 +65,10 @@ async function fill(list, found = () => {}) {
   let entries;
   if (words) {
     const { results } = await call(`/search${query({ q: words, limit: 50, cost: 1 })}`);
-    entries = results.map((hit) => entry(hit.session, snippet(hit.snippet)));
+    entries = results.map((hit) => entry(hit.session, snippet(hit.snippet), areSeveral(results.map((each) => each.session))));
   } else {
     const { sessions } = await call(`/sessions?footprint=1&cost=1&limit=${shown}`);
-    entries = sessions.map((session) => entry(session));
+    entries = sessions.map((session) => entry(session, undefined, areSeveral(sessions)));
     found(sessions);
     if (sessions.length === shown) entries.push(more(list));
   }
