@@ -130,10 +130,10 @@ def test_branches_tree_requests_and_settings(page: Any, daemon: Daemon, tmp_path
     assert page.locator("svg [tabindex='0']").count() == 1
     page.locator("svg [tabindex='0']").focus()
     levels = []
-    for key in ("ArrowRight", "ArrowLeft", "ArrowDown", "ArrowUp", "ArrowUp", "End", "Home"):
+    for key in ("ArrowDown", "ArrowUp", "ArrowDown", "Home"):
         page.keyboard.press(key)
         levels.append(page.evaluate("document.activeElement.getAttribute('aria-level')"))
-    assert [*levels[:5], levels[6]] == ["2", "1", "2", "1", "1", "1"]
+    assert levels == ["2", "1", "2", "1"]
     page.keyboard.press("Enter")
     page.wait_for_url(re.compile(r"#/tree\?root=\d+"))
     page.wait_for_selector("dt:has-text('rows')")

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from towerd.api.admin import chat, pins, segments, sessions, shared, transfer, upkeep
+from towerd.api.admin import (
+    chat,
+    pins,
+    segments,
+    sessions,
+    shared,
+    transfer,
+    tree_picture,
+    upkeep,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +49,7 @@ STORE_ROUTES: tuple[Route, ...] = (
     Route("GET", "/towerd/v1/segments/{id}", segments.get_segment),
     Route("GET", "/towerd/v1/segments/{id}/why", segments.get_why),
     Route("GET", "/towerd/v1/trie", segments.get_trie),
+    Route("GET", "/towerd/v1/tree", tree_picture.get_tree),
     Route("GET", "/towerd/v1/pins", pins.list_pins),
     Route("POST", "/towerd/v1/pins", pins.post_pin),
     Route("DELETE", "/towerd/v1/pins/{id}", pins.delete_pin),
