@@ -11,6 +11,7 @@ import requests
 from browser import open_browser, screenshots
 from daemon import Daemon
 from routed import MakeRouter, states
+from waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -117,3 +118,32 @@ def test_a_conversation_continues_with_its_own_model(make_router: MakeRouter) ->
         for model in ("tales", "dice")
     ]
     assert n_turns == [2, 1]
+
+
+def test_chats_of_several_models(make_router: MakeRouter, tmp_path: Path) -> None:
+    """A new one begins with a model that is not loaded; one of another model continues once that is."""
+    router = make_router("--n-predict", "8")
+    assert say(router, "tales", "the red otter").status_code == 200
+    with open_browser() as browser:
+        page = browser.new_page()
+        page.set_default_timeout(WAIT_MS)
+        page.goto(router.url + "/towerd/#/new")
+        page.select_option("main select", "dice")
+        page.fill("#write", "!!! a roll")
+        page.keyboard.press("Enter")
+        page.wait_for_url("**/#/chat/chat-*")
+        page.wait_for_selector("button:has-text('Regenerate')")
+        assert page.input_value("#models") == "dice"
+        assert page.inner_text(".about summary").startswith("dice")
+        page.screenshot(path=screenshots(tmp_path) / "models-chat.png")
+        requests.post(router.url + "/models/unload", json={"model": "tales"}, timeout=30)
+        until(lambda: states(router)["tales"] == "unloaded")
+        page.click(".list a:has-text('the red otter')")
+        page.wait_for_selector("pre.text:has-text('the red otter')")
+        assert not page.is_visible("#write")
+        page.click("button:has-text('Continue with tales')")
+        page.fill("#write", "swims")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("[role=status]:has-text('tokens were there')")
+        assert page.input_value("#models") == "tales"
+        assert len(router.get("/towerd/v1/sessions/twin?model=tales")["turns"]) == 2

@@ -125,8 +125,8 @@ function about({ session, cost, layers: rows, freed }, last) {
 }
 
 // opened: called with the session that is shown. changed: called after an action or a reply. Returns what is called
-// with the session as it is listed from time to time.
-export async function showChat(pane, chat, opened, changed) {
+// with the session as it is listed from time to time. fromEnd: whether its last messages are shown first.
+export async function showChat(pane, chat, opened, changed, fromEnd) {
   const head = el("div");
   let updated = 0;
   const fillHead = async () => {
@@ -157,6 +157,7 @@ export async function showChat(pane, chat, opened, changed) {
   talk.messages.append(el("p", { class: "quiet" }, "Reading…"));
   pane.replaceChildren(head, talk.element);
   await Promise.all([fillHead(), talk.fill().catch(told)]);
+  if (fromEnd && pane.isConnected) scrollTo(0, document.documentElement.scrollHeight);
   return async (session) => {
     if (session.updated === updated || talk.isRunning || talk.isEdited) return;
     await Promise.all([fillHead(), talk.fill()]);

@@ -41,7 +41,8 @@ export function contentOf(text, pictures) {
 }
 
 // name: of the draft. model: that of the pictures' capability, or undefined for what `choice` says.
-// send(text, pictures, signal): sends a message, and returns when it is answered or stopped.
+// send(text, pictures, signal, began): sends a message, calls `began` with the first of the reply, and returns when
+// it is answered or stopped.
 export class Composer {
   constructor(name, model, send) {
     this.name = name;
@@ -121,7 +122,8 @@ export class Composer {
     this.pictures = [];
     this.showPictures();
     this.grow();
-    const sent = await this.run((signal) => this.send(text, pictures, signal));
+    const began = () => keep(this.name, this.box.value);
+    const sent = await this.run((signal) => this.send(text, pictures, signal, began));
     if (sent) {
       keep(this.name, this.box.value);
     } else {

@@ -113,7 +113,7 @@ export async function showConversations(main, chat, isNew = false) {
   open = null;
   if (isNew) newChat(pane);
   else if (!chat) pane.append(el("p", { class: "quiet" }, "Choose a conversation, or begin one (“n”). “/” goes to the search."));
-  const [, look] = await Promise.all([fill(list), chat ? showChat(pane, chat, opened, () => fill(list)) : null]);
+  const [, look] = await Promise.all([fill(list), chat ? showChat(pane, chat, opened, () => fill(list), !typed.trim()) : null]);
   const seen = (sessions) => {
     const listed = sessions.find((session) => nameOf(session) === open);
     if (listed) look?.(listed).catch(() => {});  // the next look says what failed

@@ -82,6 +82,7 @@ export function showModels(main) {
 
 // Loads one of several models and makes it the chosen one.
 export async function loadAndChoose(name) {
+  await findModels();
   if (!names().includes(name)) await callServer("/models/load", "POST", { model: name });
   for (;;) {
     await findModels();

@@ -32,8 +32,8 @@ function note({ id, timings, towerd }) {
 
 const isAtEnd = () => innerHeight + scrollY >= document.documentElement.scrollHeight - SLACK_PX;
 
-// Shows a reply as it comes. Returns what its last event says; undefined if it was stopped after it had begun.
-async function grow(into, events, signal) {
+// Shows a reply as it comes; calls `started` with the first of it. Returns what its last event says; undefined if it was stopped after it had begun.
+async function grow(into, events, signal, started = () => {}) {
   const growing = new Growing();
   into.append(growing.article);
   growing.article.scrollIntoView({ block: "nearest" });
@@ -49,6 +49,7 @@ async function grow(into, events, signal) {
   try {
     for await (const event of events) {
       if (growing.add(event.choices?.[0]?.delta ?? {})) {
+        if (!began) started();
         began = true;
         timer ||= setTimeout(show, SHOW_MS);
       }
@@ -79,9 +80,9 @@ export class Talk {
     this.read = null;
     this.messages = el("div", { class: "messages" });
     this.status = el("p", { class: "quiet", role: "status" });
-    this.composer = new Composer(keyOf(chat), chosen(), (text, pictures, signal) =>
-      this.reply(this.end(), { message: { role: "user", content: contentOf(text, pictures) } }, signal,
-        shownMessage(text, pictures), pictures));
+    this.composer = new Composer(keyOf(chat), chosen(), (text, pictures, signal, began) =>
+      this.reply({ message: { role: "user", content: contentOf(text, pictures) } }, signal,
+        { asked: shownMessage(text, pictures), pictures, began }));
     this.composer.form.hidden = true;
     this.element = el("div", { class: "talk" }, this.messages, this.status, this.composer.form);
   }
@@ -99,10 +100,6 @@ export class Talk {
     return Boolean(this.messages.querySelector("form"));
   }
 
-  end() {
-    return { turn: this.read.turn };
-  }
-
   // Reads the messages from the store.
   async fill() {
     this.read = await call(this.path({ turn: this.chat.turn }));
@@ -118,13 +115,13 @@ export class Talk {
 
   actions(message, isLast) {
     const button = (text, click) => el("button", { class: "small", type: "button", click }, text);
-    const copy = button("Copy", () => navigator.clipboard?.writeText(textOf(message)));
-    if (message.role === "user") return [button("Edit", (event) => this.edit(message, event.target)), copy];
+    const copy = navigator.clipboard ? [button("Copy", () => navigator.clipboard.writeText(textOf(message)))] : [];
+    if (message.role === "user") return [button("Edit", (event) => this.edit(message, event.target)), ...copy];
     if (isLast && message.role === "assistant") {
       return [button("Regenerate", () => this.composer.run((signal) =>
-        this.reply(this.end(), {}, signal, null, [], this.messages.lastElementChild))), copy];
+        this.reply({}, signal, { instead: this.messages.lastElementChild }))), ...copy];
     }
-    return message.role === "assistant" ? [copy] : [];
+    return message.role === "assistant" ? copy : [];
   }
 
   // Puts a message into a box of its own; what is sent of it branches off where it began.
@@ -145,7 +142,7 @@ export class Talk {
         const before = [form, ...behind];
         for (const each of before) each.hidden = true;
         try {
-          await this.reply(this.end(), content, signal, shownMessage(text, []), []);
+          await this.reply(content, signal, { asked: shownMessage(text, []) });
         } catch (error) {
           for (const each of before) each.hidden = false;
           throw error;
@@ -167,13 +164,13 @@ export class Talk {
   }
 
   // Asks for a reply. asked: the message as it is shown until it is recorded. instead: what it takes the place of.
-  async reply(place, body, signal, asked, pictures, instead = null) {
+  async reply(body, signal, { asked = null, pictures = [], instead = null, began } = {}) {
     const before = this.read.turn;
     if (asked) this.messages.append(asked);
     if (instead) instead.hidden = true;
     let last;
     try {
-      last = await grow(this.messages, continueChat(this.path(), { ...place, ...body }, signal), signal);
+      last = await grow(this.messages, continueChat(this.path(), { turn: before, ...body }, signal), signal, began);
     } catch (error) {
       asked?.remove();
       if (instead) instead.hidden = false;
@@ -224,14 +221,14 @@ export function newChat(pane) {
   const choice = el("select", { "aria-label": "Model", change: () => composer.of(choice.value) },
     (names ?? []).map((name) => el("option", { value: name, selected: name === chosen() }, name)));
   const messages = el("div", { class: "messages" });
-  const composer = new Composer("new", chosen(), async (text, pictures, signal) => {
+  const composer = new Composer("new", chosen(), async (text, pictures, signal, began) => {
     const name = freshName();
     const model = names === null ? null : choice.value;
     const content = { messages: [{ role: "user", content: contentOf(text, pictures) }] };
     const asked = shownMessage(text, pictures);
     messages.replaceChildren(asked);
     try {
-      const last = await grow(messages, beginChat(name, content, model, signal), signal);
+      const last = await grow(messages, beginChat(name, content, model, signal), signal, began);
       const key = keyOf({ id: name });
       if (last) notes.set(key, { note: note(last) });
       if (pictures.length) sentPictures.set(key, pictures);
