@@ -179,6 +179,9 @@ def test_nothing_is_shown_before_the_key(browser: Any, tmp_path: Path) -> None:
         page.keyboard.press("Enter")
         page.wait_for_selector("pre.text:has-text('otter')")
         assert not page.is_visible("#login")
+        page.fill("#write", "and then?")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("[role=status]:has-text('tokens were there')")
         page.close()
 
 

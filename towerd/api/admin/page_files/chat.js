@@ -3,7 +3,7 @@
 import { call, download, query, say } from "./api.js";
 import { bytes, count, el, facts, layerChart, layers, moment } from "./dom.js";
 import { all, loadAndChoose } from "./models.js";
-import { Talk } from "./talk.js";
+import { Talk, showEnd } from "./talk.js";
 
 const chatHref = (chat) => `#/chat/${encodeURIComponent(chat.id)}${query({
   scope: chat.scope, tokenizer: chat.tokenizer, turn: chat.turn, model: chat.model })}`;
@@ -157,7 +157,7 @@ export async function showChat(pane, chat, opened, changed, fromEnd) {
   talk.messages.append(el("p", { class: "quiet" }, "Reading…"));
   pane.replaceChildren(head, talk.element);
   await Promise.all([fillHead(), talk.fill().catch(told)]);
-  if (fromEnd && pane.isConnected) scrollTo(0, document.documentElement.scrollHeight);
+  if (fromEnd && pane.isConnected) showEnd(talk.messages.lastElementChild);
   return async (session) => {
     if (session.updated === updated || talk.isRunning || talk.isEdited) return;
     await Promise.all([fillHead(), talk.fill()]);

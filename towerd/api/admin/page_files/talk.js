@@ -30,21 +30,24 @@ function note({ id, timings, towerd }) {
   ];
 }
 
-const isAtEnd = () => innerHeight + scrollY >= document.documentElement.scrollHeight - SLACK_PX;
+// Whether the end of a message is seen, or nearly so: it is followed then as it grows.
+const endIsSeen = (message) => message.getBoundingClientRect().bottom <= innerHeight + SLACK_PX;
+
+export const showEnd = (message) => message?.scrollIntoView({ block: "end" });
 
 // Shows a reply as it comes; calls `started` with the first of it. Returns what its last event says; undefined if it was stopped after it had begun.
 async function grow(into, events, signal, started = () => {}) {
   const growing = new Growing();
   into.append(growing.article);
-  growing.article.scrollIntoView({ block: "nearest" });
+  showEnd(growing.article);
   let last;
   let began = false;
   let timer = 0;
   const show = () => {
     timer = 0;
-    const follows = isAtEnd();
+    const follows = endIsSeen(growing.article);
     growing.show();
-    if (follows) scrollTo(0, document.documentElement.scrollHeight);
+    if (follows) showEnd(growing.article);
   };
   try {
     for await (const event of events) {
@@ -102,7 +105,11 @@ export class Talk {
 
   // Reads the messages from the store.
   async fill() {
-    this.read = await call(this.path({ turn: this.chat.turn }));
+    this.show(await call(this.path({ turn: this.chat.turn })));
+  }
+
+  show(read) {
+    this.read = read;
     const { messages, continues } = this.read;
     const last = messages.at(-1);
     const actions = (message) => (continues ? this.actions(message, message === last) : []);
@@ -182,7 +189,9 @@ export class Talk {
       sentPictures.set(keyOf(this.chat), [...Array.from({ length: n }, (_, i) => known[i]), ...pictures]);
     }
     this.chat = { ...this.chat, turn: undefined };
+    const follows = endIsSeen(this.messages.lastElementChild);
     await this.recorded(before);
+    if (follows) showEnd(this.messages.lastElementChild);
     if (last) {
       notes.set(keyOf(this.chat), { turn: this.read.turn, note: note(last) });
       this.status.replaceChildren(...note(last));
@@ -190,13 +199,15 @@ export class Talk {
     await this.ended();
   }
 
-  // Waits until the turn of a reply is in the store: that of a stopped one comes a moment later.
+  // Shows the turn of a reply as it is in the store: that of a stopped one comes there a moment later.
   async recorded(before) {
+    let read;
     for (let tries = 0; tries < RECORDED_TRIES; tries += 1) {
-      await this.fill();
-      if (this.read.turn !== before) return;
+      read = await call(this.path());
+      if (read.turn !== before) break;
       await wait(RECORDED_MS);
     }
+    this.show(read);
   }
 }
 
