@@ -37,6 +37,9 @@ stays visibly missing (`settle`). Without a catalog, a record behind a lost one 
 away that was whole before it (`Filler.apply_rooted`). Segment files without a catalog and a journal are an
 error, not an empty store.
 
+**Encrypted stores.** SQLCipher checks every page of the catalog, and records are sealed (`frames`). The key is
+renewed in one transaction of the database, after which the journal is written anew with it.
+
 **Size.** A log larger than its snapshot is rewritten as a new snapshot in idle moments,
 without the store's lock (`recover.write_snapshot`), and also after every gc, so that no file
 retains deleted data. A file appears under its name when it is complete and is removed when
