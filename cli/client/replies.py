@@ -450,12 +450,18 @@ class ForgettableShape(TypedDict):
 
     sessions: int
     tokens: int
+    responses: int
+    conversations: int
     is_encrypted: bool
 
 
-class ForgottenShape(ForgettableShape):
+class ForgottenShape(TypedDict):
     """What was forgotten."""
 
+    sessions: int
+    tokens: int
+    held: int
+    is_encrypted: bool
     keys_destroyed: bool
     segments: int
     files: int

@@ -53,6 +53,8 @@ def forget(
     blocks that the disk has kept. Without any of them, this is done for what was deleted before."""
     from towerd.cli.output import echo_json, progress_bar
 
+    if tenant == "":
+        raise click.UsageError("--tenant needs a name.")
     if names and (older_than is not None or tenant is not None):
         raise click.UsageError("Name sessions, or say --older-than or --tenant.")
     with connect(target) as backend:
@@ -61,14 +63,10 @@ def forget(
         of = [{key: each[key] for key in ("id", "scope", "tokenizer")} for each in named]
         chosen = {"sessions": of, "older_than_days": older_than, "tenant": tenant}
         said = backend.would_forget(chosen)
-        n_sessions = said["sessions"]
         n_tokens = sum(each["n_tokens"] for each in named) or said["tokens"]
         if not yes:
-            what = (
-                f"{_count(n_sessions)} with {n_tokens:,} tokens"
-                if n_sessions or tenant
-                else "what was deleted"
-            )
+            is_chosen = names or tenant or older_than is not None
+            what = f"{_what(said)} with {n_tokens:,} tokens" if is_chosen else "what was deleted"
             click.confirm(f"Forget {what} for good?", abort=True, err=True)
         with progress_bar(quiet=as_json) as bar:
             bar.add_task("forgetting", total=None)
@@ -83,12 +81,7 @@ def forget(
 def _say(found: Json) -> None:
     from towerd.cli.output import size
 
-    also = [
-        f"{found[name]:,} {name}"
-        for name in ("conversations", "responses", "bases", "pins", "workflows")
-        if found.get(name)
-    ]
-    what = ", ".join([_count(found["sessions"]), *also])
+    what = _what(found, "conversations", "responses", "bases", "pins", "workflows")
     click.echo(f"Forgot {what}; {size(found['bytes_freed'])} freed.")
     if found["keys_destroyed"]:
         click.echo("The keys that they were encrypted with are destroyed; what stays has new ones.")
@@ -96,10 +89,21 @@ def _say(found: Json) -> None:
         click.echo(
             "The store is not encrypted: blocks that the disk has not used again may still hold their words."
         )
+    if found["held"]:
+        click.echo(
+            "Replies that are being generated still need some of it: run towerctl forget again."
+        )
     click.echo("Tokens that other sessions begin with, too, stay theirs.")
     if found.get("shared"):
         click.echo("What was put into the shared store stays there: towerctl shared rm deletes it.")
 
 
-def _count(n_sessions: int) -> str:
-    return "1 session" if n_sessions == 1 else f"{n_sessions:,} sessions"
+def _what(found: Json, *names: str) -> str:
+    """How much of each kind there is, sessions first."""
+    n = found["sessions"]
+    also = [
+        f"{found[each]:,} {each}"
+        for each in names or ("conversations", "responses")
+        if found.get(each)
+    ]
+    return ", ".join([f"{n:,} session{'' if n == 1 else 's'}", *also])

@@ -35,7 +35,7 @@ _UNUSUAL = re.compile(r"[^A-Za-z0-9._-]")
 @click.option(
     "--encrypt",
     is_flag=True,
-    help="Seal the file with a passphrase, from TOWERD_PASSPHRASE or the terminal.",
+    help="Seal the file with a passphrase, from TOWERD_FILE_PASSPHRASE or the terminal.",
 )
 @click.option("--force", is_flag=True, help="Overwrite the file if there is one.")
 @click.option("--scope", metavar="TENANT", help="Whose, if several tenants have one of this name.")
@@ -61,7 +61,7 @@ def export(
         _check_place(path, force)
         data = backend.export_session(session, scope)
     if encrypt:
-        data = _boxes().boxed(data)
+        data = _boxes().boxed(data, path.name)
     _write(path, data, force)
     if as_json:
         echo_json({"session": session, "file": str(path), "bytes": len(data)})
@@ -167,7 +167,7 @@ def _read(path: Path) -> bytes:
     if not data.startswith(BOXED):
         return data
     try:
-        opened: bytes = _boxes().unboxed(data)
+        opened: bytes = _boxes().unboxed(data, path.name)
         return opened
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}") from error

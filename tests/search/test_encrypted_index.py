@@ -96,10 +96,9 @@ def test_a_renewed_key(root: Path) -> None:
     ):
         fill(index)
         assert found(other) == len(KEYS)
-        vault.begin_renewal()
-        assert found(index) == len(KEYS)
-        index.renew_key()
-        vault.end_renewal()
+        with vault.renewing():
+            assert found(index) == len(KEYS)
+            index.renew_key()
         assert found(index) == found(other) == len(KEYS)
         other.add(SessionKey("t" * 64, "tenant", "new"), 1.0, [Passage(1, 1.0, "a zebra")])
         assert found(index) == len(KEYS) + 1

@@ -222,20 +222,22 @@ def test_killed_while_pages_are_encrypted_again(root: Path, part: float) -> None
         from store_tools import ROW_IDENTITY
         from towerd.store import Store
         store = Store.open(Path(sys.argv[1]), ROW_IDENTITY)
-        store.vault.begin_renewal()
-        print("begun", flush=True)
-        store.state.catalog.renew_key()
-        print("done", flush=True)
-        time.sleep(60)
+        with store.vault.renewing():
+            print("begun", flush=True)
+            store.state.catalog.renew_key()
+            print("done", flush=True)
+            time.sleep(60)
     """
     with Store.open(root, ROW_IDENTITY) as store:
         populate(store)
         for number in range(8):
             store.set_meta(f"large-{number}", os.urandom(1 << 20).hex())
-        store.vault.begin_renewal()  # type: ignore[union-attr]
-        start = time.monotonic()
-        store.state.catalog.renew_key()
-        took_s = time.monotonic() - start
+        assert store.vault is not None
+        with suppress(InterruptedError), store.vault.renewing():
+            start = time.monotonic()
+            store.state.catalog.renew_key()
+            took_s = time.monotonic() - start
+            raise InterruptedError  # as if it was killed here
     environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
     command = [sys.executable, "-P", "-c", textwrap.dedent(work), str(root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:

@@ -124,11 +124,10 @@ def test_a_renewed_key_reads_what_stays_and_nothing_that_was_before(
         written(files, path, b"words" * 99, [])
     taken = gone.read_bytes()
     gone.unlink()
-    vault.begin_renewal()
-    assert files.renew(kept)
-    assert not files.renew(kept)
-    assert bytes(Vault.open(tmp_path / "store").unseal("x", vault.seal("x", b"y"))) == b"y"
-    vault.end_renewal()
+    with vault.renewing():
+        assert files.renew(kept)
+        assert not files.renew(kept)
+        assert bytes(Vault.open(tmp_path / "store").unseal("x", vault.seal("x", b"y"))) == b"y"
     gone.write_bytes(taken)
     for each in (vault, Vault.open(tmp_path / "store")):
         assert bytes(SealedFiles(each).read(kept)) == b"words" * 99
@@ -145,17 +144,71 @@ def test_one_damaged_copy_of_the_keys_loses_nothing(vault: Vault, tmp_path: Path
             damaged = bytearray(sound)
             damaged[at] ^= 4
             (root / name).write_bytes(damaged)
-            assert Vault.open(root).unseal("x", sealed) == b"kept"
+            opened = Vault.open(root)
+            assert opened.unseal("x", sealed) == b"kept"
+            assert (root / name).read_bytes() == damaged  # who only reads changes nothing
+            opened.heal()
             assert (root / "keys.json").read_bytes() == (root / "keys.copy").read_bytes()
         os.unlink(root / name)
-        assert Vault.open(root).unseal("x", sealed) == b"kept"
-        assert (root / name).read_bytes() == sound
+        opened = Vault.open(root)
+        assert opened.unseal("x", sealed) == b"kept"
+        opened.heal()
+        assert (root / name).exists()
 
 
 def test_another_process_notices_new_keys(vault: Vault, tmp_path: Path) -> None:
     other = Vault.open(tmp_path / "store")
-    vault.begin_renewal()
-    assert other.unseal("x", vault.seal("x", b"a")) == b"a"
-    assert vault.unseal("x", other.seal("x", b"b")) == b"b"
-    vault.end_renewal()
+    with vault.renewing():
+        assert other.unseal("x", vault.seal("x", b"a")) == b"a"
+        assert vault.unseal("x", other.seal("x", b"b")) == b"b"
     assert other.key_ids == vault.key_ids == [2]
+    with other.renewing():  # after one that it has not looked at yet
+        assert vault.unseal("x", other.seal("x", b"b")) == b"b"
+    with Vault.open(tmp_path / "store").renewing():
+        pass
+    assert other.key_ids == vault.key_ids == [4]
+
+
+def test_one_renewal_at_a_time(vault: Vault, tmp_path: Path) -> None:
+    """Each destroys the keys of before it, never the one in use: what is sealed anew by each can be read."""
+    kept = vault.seal("x", b"kept")
+
+    def renew(_: int) -> None:
+        nonlocal kept
+        mine = Vault.open(tmp_path / "store")
+        with mine.renewing():
+            kept = mine.seal("x", mine.unseal("x", kept))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(renew, range(20)))
+    assert vault.unseal("x", kept) == b"kept"
+    assert vault.key_ids == [21]
+
+
+def test_a_file_that_gets_its_name_after_a_renewal(vault: Vault, tmp_path: Path) -> None:
+    files, path = SealedFiles(vault), tmp_path / "a"
+    with files.create(tmp_path / "half", path, 5) as file:
+        file.write(memoryview(b"words"), 0)
+        with Vault.open(tmp_path / "store").renewing():
+            pass
+    assert bytes(SealedFiles(Vault.open(tmp_path / "store")).read(path)) == b"words"
+
+
+def test_a_backup_by_hard_links_stays(vault: Vault, tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    os.link(root / "keys.json", tmp_path / "backup")
+    before = (root / "keys.json").read_bytes()
+    with vault.renewing():
+        pass
+    assert (tmp_path / "backup").read_bytes() == before != (root / "keys.json").read_bytes()
+
+
+def test_a_failed_renewal_destroys_nothing(vault: Vault, tmp_path: Path) -> None:
+    sealed = vault.seal("x", b"kept")
+    with pytest.raises(KeyError):
+        with vault.renewing():
+            raise KeyError
+    assert Vault.open(tmp_path / "store").unseal("x", sealed) == b"kept"
+    with vault.renewing():
+        pass
+    assert vault.key_ids == [3]

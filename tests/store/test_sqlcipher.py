@@ -147,12 +147,11 @@ def test_the_other_key_is_tried(tmp_path: Path, vault: Vault) -> None:
     """A file of before a renewal is read, and a new one has the new key."""
     with closing(connect(tmp_path / "a", vault, "test")) as db:
         db.execute("CREATE TABLE t (a)")
-    vault.begin_renewal()
-    for name in ("a", "b"):
-        with closing(connect(tmp_path / name, vault, "test")) as db:
-            db.execute("CREATE TABLE IF NOT EXISTS t (a)")
-            db.execute("INSERT INTO t VALUES (1)")
-    vault.end_renewal()
+    with vault.renewing():
+        for name in ("a", "b"):
+            with closing(connect(tmp_path / name, vault, "test")) as db:
+                db.execute("CREATE TABLE IF NOT EXISTS t (a)")
+                db.execute("INSERT INTO t VALUES (1)")
     with closing(connect(tmp_path / "b", vault, "test")) as db:
         assert db.execute("SELECT * FROM t").fetchall() == [(1,)]
     with closing(connect(tmp_path / "a", vault, "test")) as db:

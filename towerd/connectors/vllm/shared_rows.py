@@ -264,5 +264,5 @@ def open_shared_rows(
 ) -> SharedRows:
     """The shared tier of these settings. Raises ConfigError."""
     bucket = open_bucket(url)
-    key = master_key(settings.shared_key, settings.store_dir)
+    key = master_key(settings.shared_key, settings.store_dir, store.vault)
     return SharedRows(SharedTier(store, bucket, key, tiers.fidelity, has_rows=True), tiers)

@@ -22,7 +22,7 @@ from towerd.store.catalog.sqlite import SqliteCatalog
 from towerd.store.encryption.vault import Vault
 from towerd.store.files import durable
 
-_PLAIN = "plain"
+PLAIN = "plain"
 _HALF = "catalog.half"
 _SEARCH = "search.sqlite"
 """The index of `towerd.search`, which is made again."""
@@ -44,10 +44,10 @@ def encrypt_catalog(root: Path, vault: Vault) -> None:
         _seal_journal(file)
     for name in _SIDES:
         durable.erase(root / (_SEARCH + name))
-    for path in (*_set_aside(root / "quarantine"), *_files(root / _PLAIN)):
+    for path in (*_set_aside(root / "quarantine"), *_files(root / PLAIN)):
         durable.erase(path)
     with suppress(FileNotFoundError):
-        (root / _PLAIN).rmdir()
+        (root / PLAIN).rmdir()
 
 
 def _is_converted(file: CatalogFile, journal: Path) -> bool:
@@ -68,16 +68,16 @@ def _convert(file: CatalogFile, journal: Path) -> None:
     path, root = file.path, file.path.parent
     half = file.beside(root / _HALF)
     unfinished = [each for each in _files(journal) if UNFINISHED in each.name]
-    for left in (half.path, *unfinished, *_files(root / _PLAIN)):  # a killed call's
+    for left in (half.path, *unfinished, *_files(root / PLAIN)):  # a killed call's
         durable.erase(left)
     _fold(path)
     with database.errors(path):
         _export(path, half)
-    (root / _PLAIN).mkdir(mode=0o700, exist_ok=True)
+    (root / PLAIN).mkdir(mode=0o700, exist_ok=True)
     for each in (path, *_files(journal)):
         with suppress(OSError):  # some file systems have no second names
-            os.link(each, root / _PLAIN / each.name)
-    durable.sync_dir(root / _PLAIN)
+            os.link(each, root / PLAIN / each.name)
+    durable.sync_dir(root / PLAIN)
     durable.sync_dir(root)
     os.replace(half.path, path)
     durable.sync_dir(root)

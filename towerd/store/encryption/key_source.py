@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import hashlib
+import logging
 import os
 import secrets
 import sys
@@ -14,12 +15,14 @@ from typing import Any
 from towerd.errors import ConfigError
 from towerd.store.files import durable
 
+log = logging.getLogger(__name__)
+
 KEY_BYTES = 32
 SALT_BYTES = 16
 SOURCES = "keyring, passphrase, or file:PATH"
 PASSPHRASE_VARIABLE = "TOWERD_PASSPHRASE"
 NEW_PASSPHRASE_VARIABLE = "TOWERD_NEW_PASSPHRASE"
-STORE_PROMPT = "Passphrase of the store: "
+FILE_PASSPHRASE_VARIABLE = "TOWERD_FILE_PASSPHRASE"
 _SERVICE = "towerd"
 _CREDENTIAL = "towerd-passphrase"
 """The name of a credential of a systemd unit."""
@@ -58,7 +61,7 @@ class KeySource:
         if self.path is not None and not self.path.exists():
             _write_key(self.path)
         if self.kind == "passphrase":
-            return stretched(passphrase(STORE_PROMPT, is_new=True), salt)
+            return stretched(passphrase(is_new=True), salt)
         return self.key(account, salt)
 
     def key(self, account: str, salt: bytes) -> bytes:
@@ -67,7 +70,7 @@ class KeySource:
             return _keyring_get(account)
         if self.path is not None:
             return _read_key(self.path)
-        return stretched(passphrase(STORE_PROMPT), salt)
+        return stretched(passphrase(), salt)
 
     def delete(self, account: str) -> None:
         """Have the keyring forget a key; other sources keep theirs."""
@@ -75,8 +78,8 @@ class KeySource:
             _keyring_delete(account)
 
 
-def passphrase(prompt: str, *, is_new: bool = False) -> bytes:
-    """From the environment, a credential of the unit, or the terminal; a new one is asked for twice. Raises
+def passphrase(*, is_new: bool = False) -> bytes:
+    """The store's, from the environment, a credential of the unit, or the terminal; a new one is asked for twice. Raises
     ConfigError."""
     for name in (NEW_PASSPHRASE_VARIABLE, PASSPHRASE_VARIABLE)[0 if is_new else 1 :]:
         if said := os.environ.get(name):
@@ -85,17 +88,28 @@ def passphrase(prompt: str, *, is_new: bool = False) -> bytes:
         path = Path(folder) / _CREDENTIAL
         if path.exists():
             return path.read_bytes().rstrip(b"\r\n")
+    typed = _typed("Passphrase of the store: ", is_new, PASSPHRASE_VARIABLE)
+    # so that a prompt is answered once, and processes that this one starts need none
+    os.environ[PASSPHRASE_VARIABLE] = typed
+    return typed.encode()
+
+
+def file_passphrase(name: str, *, is_new: bool = False) -> bytes:
+    """That of a file, from the environment or the terminal; a new one is asked for twice. Raises ConfigError."""
+    if said := os.environ.get(FILE_PASSPHRASE_VARIABLE):
+        return said.encode()
+    return _typed(f"Passphrase of {name}: ", is_new, FILE_PASSPHRASE_VARIABLE).encode()
+
+
+def _typed(prompt: str, is_new: bool, variable: str) -> str:
+    typed = ""
     if sys.stdin is not None and sys.stdin.isatty():
         typed = getpass.getpass(prompt)
         if typed and is_new and getpass.getpass("Once more: ") != typed:
             raise ConfigError("The two passphrases differ: try again.")
-        if typed:
-            # so that a prompt is answered once, and processes that this one starts need none
-            os.environ[PASSPHRASE_VARIABLE] = typed
-            return typed.encode()
-    raise ConfigError(
-        f"A passphrase is needed: set {PASSPHRASE_VARIABLE}, or run this in a terminal."
-    )
+    if not typed:
+        raise ConfigError(f"A passphrase is needed: set {variable}, or run this in a terminal.")
+    return typed
 
 
 def stretched(secret: bytes, salt: bytes) -> bytes:
@@ -120,6 +134,9 @@ def _write_key(path: Path) -> None:
 
 def _read_key(path: Path) -> bytes:
     try:
+        if path.stat().st_mode & 0o077:
+            said = {"file": str(path)}
+            log.warning("other users can read the key of the store: chmod 600", extra=said)
         key = bytes.fromhex(path.read_text(encoding="ascii").strip())
     except OSError as error:
         raise ConfigError(

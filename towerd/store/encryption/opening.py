@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 KEY_FILES = ("keys.json", "keys.copy")
 """Their presence says that a store is encrypted."""
+_SEALED_FRAME = b"\xf3TWJ\0\x01"
+"""How a record of the journal begins that is sealed, but for its fifth byte."""
 _CONTENT = ("catalog.sqlite", "journal", "segments")
 
 
@@ -31,7 +33,7 @@ def ask_passphrase(root: Path, encrypt: str | None) -> None:
     except ImportError:
         return  # which opening the store says
     if is_new or (encrypt or source_of(root)) == "passphrase":
-        key_source.passphrase(key_source.STORE_PROMPT, is_new=is_new)
+        key_source.passphrase(is_new=is_new)
 
 
 class OpenedDirectory(NamedTuple):
@@ -53,7 +55,10 @@ def own_directory(
         lock = StoreLock(root / "lock")
     undo.callback(lock.release)
     vault = opened_vault(root, encrypt)
-    if vault is None and encrypt:
+    if vault is not None:
+        with durable.store_errors(f"the keys of the store {root} cannot be written"):
+            vault.heal()
+    elif encrypt:
         vault = _created(root, encrypt)
     return _directory(root, clock, vault, undo)
 
@@ -104,6 +109,27 @@ def _created(root: Path, encrypt: str) -> Vault:
         from towerd.store.encryption.vault import Vault
     except ImportError as error:
         raise ConfigError("--encrypt needs packages: pip install 'towerd[encrypt]'.") from error
+    if _has_sealed(root):
+        raise ConfigError(
+            f"The store {root} is encrypted already, and its keys are missing: put a copy of {KEY_FILES[0]} back."
+        )
     has_content = any((root / name).exists() for name in _CONTENT)
     with durable.store_errors(f"the keys of the store {root} cannot be written"):
         return Vault.create(root, KeySource.parse(encrypt), is_encrypting=has_content)
+
+
+def _has_sealed(root: Path) -> bool:
+    """Whether any file was sealed with keys that are not there."""
+    from towerd.store.encryption.sealed_files import is_sealed
+
+    for folder in ("segments", "boundaries", "tokenizers"):
+        with suppress(OSError):
+            if any(is_sealed(path) for path in (root / folder).iterdir()):
+                return True
+    with suppress(OSError):
+        for path in (root / "journal").iterdir():
+            with path.open("rb") as file:
+                head = file.read(len(_SEALED_FRAME))
+            if head[:4] + head[5:6] == _SEALED_FRAME[:4] + _SEALED_FRAME[5:6]:
+                return True
+    return False

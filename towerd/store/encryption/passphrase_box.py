@@ -11,19 +11,18 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from towerd.errors import ConfigError
-from towerd.store.encryption.key_source import SALT_BYTES, passphrase, stretched
+from towerd.store.encryption.key_source import SALT_BYTES, file_passphrase, stretched
 from towerd.store.encryption.vault import NONCE_BYTES, TAG_BYTES
 
 MAGIC = b"TOWERX\x01"
 _AT = len(MAGIC) + SALT_BYTES
 _LEAST = _AT + NONCE_BYTES + TAG_BYTES
-_WHAT = "Passphrase of the file: "
 
 
-def boxed(data: bytes) -> bytes:
-    """The data, sealed with a passphrase that is asked for. Raises ConfigError without one."""
+def boxed(data: bytes, name: str) -> bytes:
+    """The data, sealed with a passphrase that is asked for. name: the file's. Raises ConfigError without one."""
     salt, nonce = secrets.token_bytes(SALT_BYTES), secrets.token_bytes(NONCE_BYTES)
-    key = stretched(passphrase(_WHAT, is_new=True), salt)
+    key = stretched(file_passphrase(name, is_new=True), salt)
     return MAGIC + salt + nonce + AESGCM(key).encrypt(nonce, data, MAGIC)
 
 
@@ -32,9 +31,9 @@ def is_boxed(data: bytes) -> bool:
     return data.startswith(MAGIC)
 
 
-def unboxed(data: bytes) -> bytes:
+def unboxed(data: bytes, name: str) -> bytes:
     """The inverse. Raises ConfigError without a passphrase, with another one, or if the file is damaged."""
-    key = stretched(passphrase(_WHAT), data[len(MAGIC) : _AT])
+    key = stretched(file_passphrase(name), data[len(MAGIC) : _AT])
     try:
         if len(data) < _LEAST:
             raise InvalidTag

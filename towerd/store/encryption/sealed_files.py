@@ -79,9 +79,13 @@ class SealedFiles:
         with durable.new_file(half, final, is_durable=is_durable) as fd:
             durable.reserve(fd, sealed_size(n_bytes))
             file = _SealedFile(fd, n_bytes, secrets.token_bytes(KEY_BYTES))
-            durable.write_all(fd, memoryview(_header(self._vault, file.key, n_bytes)), 0)
+            id = _write_header(fd, self._vault, file.key, n_bytes)
             yield file
             file.finish()
+        if id != self._vault.key_ids[0]:  # renewed meanwhile, when the file had no name yet
+            with suppress(FileNotFoundError), _opened_to_write(final) as fd:
+                _write_header(fd, self._vault, file.key, n_bytes)
+                durable.sync(fd)
 
     def disk_size(self, n_bytes: int) -> int:
         """See `StoreFiles`."""
@@ -115,18 +119,15 @@ class SealedFiles:
     def renew(self, path: Path) -> bool:
         """Wrap a file's key with the store's key in use; whether it was wrapped with another one. Raises OSError, or
         StateError if its header is damaged."""
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
+        with _opened_to_write(path) as fd:
             n_bytes = content_size(os.fstat(fd).st_size)
             header = os.pread(fd, HEADER_BYTES, 0)
             key = _file_key(self._vault, header, n_bytes)
             if _FIXED.unpack_from(header)[1] == self._vault.key_ids[0]:
                 return False
-            durable.write_all(fd, memoryview(_header(self._vault, key, n_bytes)), 0)
+            _write_header(fd, self._vault, key, n_bytes)
             durable.sync(fd)
             return True
-        finally:
-            os.close(fd)
 
 
 def sealed_paths(directory: Directory) -> Iterator[Path]:
@@ -151,12 +152,24 @@ def is_sealed(path: Path) -> bool:
         os.close(fd)
 
 
-def _header(vault: Vault, file_key: bytes, n_bytes: int) -> bytes:
-    id = vault.key_ids[0]
+@contextmanager
+def _opened_to_write(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _write_header(fd: int, vault: Vault, file_key: bytes, n_bytes: int) -> int:
+    """Returns the number of the store's key that wraps the file's. Raises OSError."""
+    id, key = vault.key_in_use(PURPOSE)
     fixed = _FIXED.pack(MAGIC, id, PAGE_BYTES, n_bytes)
     nonce = secrets.token_bytes(NONCE_BYTES)
-    wrapped = AESGCM(vault.key(PURPOSE, id)).encrypt(nonce, file_key, fixed)
-    return (fixed + nonce + wrapped).ljust(HEADER_BYTES, b"\0")
+    wrapped = AESGCM(key).encrypt(nonce, file_key, fixed)
+    header = (fixed + nonce + wrapped).ljust(HEADER_BYTES, b"\0")
+    durable.write_all(fd, memoryview(header), 0)
+    return id
 
 
 def _file_key(vault: Vault, header: bytes, n_bytes: int) -> bytes:

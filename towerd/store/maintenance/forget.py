@@ -5,27 +5,36 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from towerd.store.sessions.bases import BaseTable
-from towerd.store.sessions.responses import forget_responses
+from towerd.store.sessions.responses import forget_responses, without_session
 from towerd.store.state.state import StoreState, count_pins
 from towerd.store.tree.scope import tenant_of
 
 _SESSIONS = """
-WITH RECURSIVE kept(id) AS (
+WITH RECURSIVE above(id) AS (
     SELECT node FROM pins
-    UNION SELECT segments.parent FROM kept JOIN segments USING (id) WHERE segments.parent IS NOT NULL
+    UNION SELECT segments.parent FROM above JOIN segments USING (id) WHERE segments.parent IS NOT NULL
 )
-SELECT sessions.id, scope, digest, updated, n_tokens,
-    EXISTS (SELECT 1 FROM turns WHERE turns.id = leaf AND reply_node IN kept)
+SELECT sessions.id, scope, digest, updated, n_tokens, EXISTS (
+    SELECT 1 FROM turns WHERE session = sessions.pk AND (
+        reply_node IN (SELECT node FROM pins) OR (turns.id = leaf AND reply_node IN above)))
 FROM sessions JOIN tokenizers ON tokenizers.id = sessions.tokenizer ORDER BY updated
 """
-_UNPIN = """
-WITH RECURSIVE at(id) AS (
-    SELECT reply_node FROM turns JOIN sessions ON turns.id = leaf JOIN tokenizers
-    ON tokenizers.id = sessions.tokenizer WHERE sessions.id = ? AND scope = ? AND digest = ?
-    UNION SELECT segments.id FROM at JOIN segments ON segments.parent = at.id
+"""A pin keeps a session that ends at it or above it, or had ended there when it was pinned."""
+_PINNED_FOR = """
+WITH RECURSIVE below(pin, id) AS (
+    SELECT node, node FROM pins
+    UNION SELECT pin, segments.id FROM below JOIN segments ON segments.parent = below.id
+),
+users(pin, session) AS (
+    SELECT DISTINCT pin, session FROM below JOIN turns ON reply_node = below.id OR prompt_node = below.id
 )
-DELETE FROM pins WHERE node IN at
+SELECT pin FROM users WHERE session IN (
+    SELECT pk FROM sessions JOIN tokenizers ON tokenizers.id = sessions.tokenizer
+    WHERE sessions.id = ? AND scope = ? AND digest = ?)
+AND pin NOT IN (SELECT node FROM bases)
+AND (SELECT count(*) FROM users AS other WHERE other.pin = users.pin) = 1
 """
+"""The pins that keep what one session has and no other."""
 _OF_TENANT = {
     "bases": ("SELECT scope, id FROM bases", "DELETE FROM bases WHERE id = ?"),
     "pins": (
@@ -72,12 +81,22 @@ def sessions_of(state: StoreState, chosen: Selection) -> list[ForgettableSession
 
 
 def unpin(state: StoreState, session: ForgettableSession) -> None:
-    """Remove the pins that keep a session as a whole."""
+    """Remove the pins that keep what this session has, and no other."""
     which = session.id, session.scope, bytes.fromhex(session.tokenizer)
     with state.locked(), state.catalog.transaction():
-        state.catalog.run(_UNPIN, which)
+        pins = state.catalog.rows(_PINNED_FOR, which)
+        if pins:
+            state.catalog.run_many("DELETE FROM pins WHERE node = ?", pins)
     with state.locked():
-        count_pins(state.catalog, state.tree)
+        if pins:
+            count_pins(state.catalog, state.tree)
+
+
+def rest_of(state: StoreState, chosen: Selection) -> dict[str, int]:
+    """How many `responses` and `conversations` no session has that are to be forgotten."""
+    with state.locked():
+        found = without_session(state.catalog, chosen.tenant, chosen.before)
+    return {name: len(rows) for name, rows in found.items()}
 
 
 def forget_rest(state: StoreState, bases: BaseTable, chosen: Selection) -> dict[str, int]:

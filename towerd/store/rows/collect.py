@@ -307,7 +307,7 @@ def drop_foreign_file(state: StoreState, id: int, name: str, n_bytes: int) -> in
 
 
 _UNNEEDED = (
-    "SELECT 1 FROM segments AS s"
+    "SELECT s.id FROM segments AS s"
     " WHERE NOT EXISTS (SELECT 1 FROM segments WHERE parent = s.id)"
     " AND NOT EXISTS (SELECT 1 FROM turns WHERE prompt_node = s.id)"
     " AND NOT EXISTS (SELECT 1 FROM turns WHERE reply_node = s.id)"
@@ -319,6 +319,11 @@ _WITH_UNNEEDED = (
     "SELECT id, digest FROM tokenizers"
     f" WHERE id != ? AND EXISTS ({_UNNEEDED} AND s.tokenizer = tokenizers.id)"
 )
+
+
+def unneeded_ids(catalog: Catalog) -> set[int]:
+    """The segments of which `has_unneeded` tells."""
+    return {row[0] for row in catalog.rows(_UNNEEDED)}
 
 
 def has_unneeded(catalog: Catalog) -> bool:

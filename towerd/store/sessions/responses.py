@@ -48,13 +48,19 @@ hidden one is continued by one that is not."""
 
 
 _CONVERSATIONS = """
-SELECT id FROM conversations WHERE (? IS NULL OR scope = ?) AND (? IS NULL OR coalesce(
-    (SELECT max(created) FROM conversation_items WHERE conversation = conversations.id), created) < ?)
+SELECT id FROM conversations AS each WHERE (? IS NULL OR scope = ?) AND (? IS NULL OR (
+    coalesce((SELECT max(created) FROM conversation_items WHERE conversation = each.id), created) < ?
+    AND NOT EXISTS (SELECT 1 FROM conversation_items WHERE conversation = each.id AND session IS NOT NULL)))
 """
 _RESPONSES = """
-SELECT id FROM responses
-WHERE hidden = 0 AND (? IS NULL OR scope = ?) AND (? IS NULL OR created < ?) ORDER BY id
+WITH RECURSIVE
+    used(id) AS (
+        SELECT id FROM responses WHERE ? IS NOT NULL AND (created >= ? OR session IS NOT NULL)
+        UNION SELECT parent FROM used JOIN responses USING (id) WHERE parent IS NOT NULL
+    )
+SELECT id FROM responses WHERE hidden = 0 AND (? IS NULL OR scope = ?) AND id NOT IN used ORDER BY id
 """
+"""Those that are old, and continued by old ones alone. A response with a session goes with that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,21 +257,30 @@ def forget_session(catalog: Catalog, session: int) -> None:
     catalog.run("UPDATE responses SET session = NULL WHERE session = ?", (session,))
 
 
+def without_session(
+    catalog: Catalog, scope: str | None, before: float | None
+) -> dict[str, list[int]]:
+    """The rows of `responses` and `conversations` of a tenant (None: of all) that are not used since a time, and that no
+    session has; without a time all of them. Under the lock."""
+    conversations = catalog.rows(_CONVERSATIONS, (scope, scope, before, before))
+    responses = catalog.rows(_RESPONSES, (before, before, scope, scope))
+    return {
+        "conversations": [pk for (pk,) in conversations],
+        "responses": [pk for (pk,) in responses],
+    }
+
+
 def forget_responses(
     catalog: Catalog, locked: Locked, scope: str | None, before: float | None
 ) -> dict[str, int]:
-    """Delete responses and conversations of a tenant (None: of all), those last added to before a time (None:
-    whenever). Returns how many of each."""
-    which = scope, scope, before, before
+    """Delete what `without_session` finds. Returns how many of each."""
     with locked(), catalog.transaction():
-        conversations = [pk for (pk,) in catalog.rows(_CONVERSATIONS, which)]
-        forget_conversations(catalog, conversations)
-    with locked():
-        responses = catalog.rows(_RESPONSES, which)
-    for (pk,) in responses:  # each alone, as it may be long
+        found = without_session(catalog, scope, before)
+        forget_conversations(catalog, found["conversations"])
+    for pk in found["responses"]:  # each alone, as it may be long
         with locked(), catalog.transaction():
             _hide(catalog, "id = ?", pk)
-    return {"conversations": len(conversations), "responses": len(responses)}
+    return {name: len(rows) for name, rows in found.items()}
 
 
 def _hide(catalog: Catalog, whose: str, which: int) -> None:
