@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -187,3 +188,38 @@ def test_a_wrong_or_lost_key_is_a_sentence(make_daemon: MakeDaemon, tmp_path: Pa
     daemon.start()
     assert ask(daemon, "You are kind.", "Hello")["cache_n"] > 0
     daemon.stop()
+
+
+def test_forgetting_at_once_and_while_a_reply_is_generated(
+    make_daemon: MakeDaemon, tmp_path: Path, slow_model: Path
+) -> None:
+    """Several at once destroy no key in use; what a running reply needs goes when it has ended."""
+    daemon = make_daemon("-m", str(slow_model), "--encrypt", f"file:{tmp_path / 'key'}").start()
+    kept = [*range(10, 110)]
+
+    def say(session: str, ids: list[int], n: int) -> None:
+        body = {"prompt": ids, "n_predict": n, "ignore_eos": True}
+        daemon.post("/completion", body, headers={"X-Towerd-Session": session})
+
+    say("kept", kept, 8)
+    say("gone", [*range(200, 300)], 8)
+    with ThreadPoolExecutor(5) as pool:
+        running = pool.submit(say, "gone", [*range(200, 320)], 60)
+        until(lambda: daemon.n_processing() > 0)
+        each = {"id": "gone", "scope": "local"}
+        asked = [
+            pool.submit(daemon.post, "/towerd/v1/forget", {"sessions": [each]}) for _ in range(4)
+        ]
+        said = [each.result()["forgot"] for each in asked]
+        running.result()
+    assert sorted(each["sessions"] for each in said) == [0, 0, 0, 1]
+    assert [each["held"] for each in said] == [0] * 4
+    segments = daemon.get("/towerd/v1/segments")["segments"]
+    assert sum(each["p1"] - each["p0"] for each in segments) < 120
+    daemon.kill()
+    daemon.start()
+    assert [each["id"] for each in daemon.get("/towerd/v1/sessions")["sessions"]] == ["kept"]
+    assert daemon.complete(kept)["timings"]["cache_n"] >= 99
+    daemon.stop()
+    with daemon.stored():
+        pass

@@ -150,14 +150,16 @@ def _delete(
 
 def _destroy(store: Store, search: Search) -> Said:
     """Erase what is left of what was deleted. `held`: how many segments of it running requests still need."""
-    report = store.gc(quarantine_days=0.0)
+    reports = [store.gc(quarantine_days=0.0)]
     left, deadline = _unneeded(store), time.monotonic() + _HELD_S_MAX
     while left and time.monotonic() < deadline:
         time.sleep(_HELD_PAUSE_S)
-        store.gc(quarantine_days=0.0)
+        reports.append(store.gc(quarantine_days=0.0))
         left &= _unneeded(store)
     search.erase()
-    said: Said = {**asdict(report), "held": len(left), "is_encrypted": store.vault is not None}
+    each = [asdict(report) for report in reports]
+    said: Said = {name: sum(report[name] for report in each) for name in each[0]}
+    said |= {"held": len(left), "is_encrypted": store.vault is not None}
     if store.vault is None:
         return said | {"keys_destroyed": False}
     from towerd.store.maintenance.renewal import keys_renewed
