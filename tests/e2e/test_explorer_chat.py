@@ -173,3 +173,19 @@ def test_escape_stops(browser: Any, tmp_path: Path) -> None:
         answered(page, 2)
         assert [each["finished"] for each in turns(daemon, "long")] == [True, False]
         page.close()
+
+
+def test_code_on_a_phone(browser: Any, daemon: Daemon) -> None:
+    """It scrolls by itself: the page is no wider than the screen. What is not closed is code to its end."""
+    line = "print('" + "x" * 300 + "')"
+    text = f"See:\n```python\n{line}\n```\nand\n```\n{line}"
+    begin(daemon, "code", {"role": "user", "content": text})
+    context = browser.new_context(viewport={"width": 360, "height": 640})
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    page.goto(daemon.url + "/towerd/#/chat/code")
+    page.wait_for_selector(".message pre.code")
+    shown = page.locator(".message.user pre").all_inner_texts()
+    assert [each.strip() for each in shown] == ["See:", line, "and", line]
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    context.close()

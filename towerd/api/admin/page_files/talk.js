@@ -123,6 +123,7 @@ export class Talk {
   actions(message, isLast) {
     const button = (text, click) => el("button", { class: "small", type: "button", click }, text);
     const copy = navigator.clipboard ? [button("Copy", () => navigator.clipboard.writeText(textOf(message)))] : [];
+    if (message.role === "user" && !textOf(message)) return [];
     if (message.role === "user") return [button("Edit", (event) => this.edit(message, event.target)), ...copy];
     if (isLast && message.role === "assistant") {
       return [button("Regenerate", () => this.composer.run((signal) =>
