@@ -173,3 +173,40 @@ def test_escape_stops(browser: Any, tmp_path: Path) -> None:
         answered(page, 2)
         assert [each["finished"] for each in turns(daemon, "long")] == [True, False]
         page.close()
+
+
+def test_a_reply_outlives_its_page(browser: Any, tmp_path: Path) -> None:
+    """It is whole on the device that has the chat open, which says meanwhile that it is being written."""
+    room = ("--ctx-size", "16384", "--live-tokens", "32768", "--ignore-eos", "--n-predict", "12000")
+    with Daemon(tmp_path, *FLAGS, *room) as daemon:
+        begin(daemon, "long", {"role": "user", "content": "Once"})
+        one, other = (browser.new_page() for _ in range(2))
+        for page in (one, other):
+            page.set_default_timeout(WAIT_MS)
+            page.goto(daemon.url + "/towerd/#/chat/long")
+            page.wait_for_selector("#write")
+        one.fill("#write", "Tell me everything")
+        one.keyboard.press("Enter")
+        one.wait_for_selector(".growing pre:not(:empty)")
+        one.close()
+        other.wait_for_selector("p:has-text('A reply is being written')")
+        answered(other, 2)
+        assert [each["finished"] for each in turns(daemon, "long")] == [True, True]
+        other.wait_for_selector("p:has-text('A reply is being written')", state="hidden")
+        other.close()
+
+
+def test_code_on_a_phone(browser: Any, daemon: Daemon) -> None:
+    """It scrolls by itself: the page is no wider than the screen. What is not closed is code to its end."""
+    line = "print('" + "x" * 300 + "')"
+    text = f"See:\n```python\n{line}\n```\nand\n```\n{line}"
+    begin(daemon, "code", {"role": "user", "content": text})
+    context = browser.new_context(viewport={"width": 360, "height": 640})
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    page.goto(daemon.url + "/towerd/#/chat/code")
+    page.wait_for_selector(".message pre.code")
+    shown = page.locator(".message.user pre").all_inner_texts()
+    assert [each.strip() for each in shown] == ["See:", line, "and", line]
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    context.close()

@@ -44,6 +44,14 @@ def test_what_was_thought_is_told_from_what_was_said(family: str) -> None:
     assert calls == {"chatml": ['{"name": "f"}'], "harmony": [], "magistral": ["f{}"]}[family]
 
 
+def test_instructions_of_no_speaker() -> None:
+    found = placed_messages(*tokenized("‹<｜begin▁of▁sentence｜>›Be brief.‹<｜User｜>›Who?"))
+    assert [(each.role, said(each)) for each in found] == [
+        ("system", "Be brief."),
+        ("user", "Who?"),
+    ]
+
+
 def test_reasoning_that_was_cut_off() -> None:
     (message,) = placed_messages(*tokenized("‹<|im_start|>›assistant\n<think>\nHm, so"))
     assert message.parts == [ChatPart("reasoning", "Hm, so")]

@@ -69,6 +69,10 @@ def placed_messages(
     for run in _runs(ids, vocabulary):
         found.take(run)
     if any(each.role for each in found.messages):
+        if not found.messages[
+            0
+        ].role:  # some templates begin with instructions whose speaker they do not name
+            found.messages[0].role = "system"
         return [_trimmed(each) for each in found.messages if each.parts]
     return list(_by_turns(ids, vocabulary, ends))
 

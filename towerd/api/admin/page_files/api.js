@@ -4,6 +4,7 @@ import { get } from "./dom.js";
 
 const KEY = "towerd-key";
 const OWN = "/towerd/v1";
+const END_AGAIN_MS = 1500;
 let asked = null;
 
 export class ApiError extends Error {
@@ -71,8 +72,19 @@ async function* eventsOf(reply) {
   }
 }
 
-// A reply, with the model that was asked for: it is loaded if it is not. options: `signal`, `headers`.
-async function* streamReply(url, body, model, options) {
+export const randomName = (begin) => begin
+  + Array.from(crypto.getRandomValues(new Uint8Array(8)), (each) => each.toString(16).padStart(2, "0")).join("");
+
+// A reply, with the model that was asked for: it is loaded if it is not. It continues when this page is closed, and
+// ends when `signal` says so.
+async function* streamReply(url, body, model, signal, more = {}) {
+  const stream = randomName("explorer-");
+  const options = { signal, headers: { ...more, "X-Conversation-Id": stream } };
+  const end = () => send(`/v1/stream?${new URLSearchParams({ conv_id: stream })}`, "DELETE").catch(() => {});
+  signal.addEventListener("abort", () => {
+    end();
+    setTimeout(end, END_AGAIN_MS);  // the request may still have been on its way
+  });
   const named = model === null ? {} : { model };
   const address = model === null ? url : `${url}${url.includes("?") ? "&" : "?"}${new URLSearchParams(named)}`;
   yield* eventsOf(await send(address, "POST", { ...body, ...named, stream: true }, options));
@@ -80,10 +92,10 @@ async function* streamReply(url, body, model, options) {
 
 // The reply that begins a chat of this name.
 export const beginChat = (name, body, model, signal) =>
-  streamReply("/v1/chat/completions", body, model, { signal, headers: { "X-Towerd-Session": name } });
+  streamReply("/v1/chat/completions", body, model, signal, { "X-Towerd-Session": name });
 
 // That which continues one.
-export const continueChat = (path, body, signal) => streamReply(OWN + path, body, asked, { signal });
+export const continueChat = (path, body, signal) => streamReply(OWN + path, body, asked, signal);
 
 export async function download(path, name) {
   const url = URL.createObjectURL(await (await send(addressed(path, asked), "GET")).blob());

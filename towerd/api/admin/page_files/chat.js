@@ -157,9 +157,12 @@ export async function showChat(pane, chat, opened, changed, fromEnd) {
   talk.messages.append(el("p", { class: "quiet" }, "Reading…"));
   pane.replaceChildren(head, talk.element);
   await Promise.all([fillHead(), talk.fill().catch(told)]);
+  talk.look().catch(() => {});  // the next look says what failed
   if (fromEnd && pane.isConnected) showEnd(talk.messages.lastElementChild);
   return async (session) => {
-    if (session.updated === updated || talk.isRunning || talk.isEdited) return;
+    if (talk.isRunning) return;
+    await talk.look();
+    if (session.updated === updated || talk.isEdited) return;
     await Promise.all([fillHead(), talk.fill()]);
   };
 }

@@ -6,7 +6,23 @@ const NAMES = { user: "You", assistant: "Model", system: "Instructions", tool: "
 const FOLDED = { reasoning: "Reasoning", call: "Tool call", result: "Tool result" };
 const SHOWN = 100;
 
+const FENCED = /^ {0,3}```.*\n([^]*?)(?:^ {0,3}```[ ]*$|(?![^]))/gm;
+
 const words = (text) => el("pre", { class: "text" }, text);
+
+// A text with what stands between fences as code: lines that are not broken.
+function paragraphs(text) {
+  const made = [];
+  let at = 0;
+  const say = (part) => { if (part.trim()) made.push(words(part.replace(/^\n+|\n+$/g, ""))); };
+  for (const found of text.matchAll(FENCED)) {
+    say(text.slice(at, found.index));
+    made.push(el("pre", { class: "code" }, found[1]));
+    at = found.index + found[0].length;
+  }
+  say(text.slice(at));
+  return made;
+}
 
 const folded = (name, text, open = false) =>
   el("details", { open }, el("summary", {}, `${name}, ${count(text.length)} characters`), words(text));
@@ -20,16 +36,21 @@ function medium(data) {
 function shown({ kind, text }, role, pictures) {
   if (kind === "medium") return medium(pictures());
   if (kind in FOLDED) return folded(FOLDED[kind], text);
-  return role === "system" || role === "tool" ? folded(NAMES[role], text) : words(text);
+  return role === "system" || role === "tool" ? folded(NAMES[role], text) : paragraphs(text);
 }
+
+// Many templates have the results of tools said by the user.
+const isResult = ({ role, parts }) => role === "user" && parts.every((part) => part.kind === "result");
 
 export const textOf = ({ parts }) => parts.filter((each) => each.kind === "text").map((each) => each.text).join("\n\n");
 
 // actions: returns the buttons of a message.
 export function article(message, pictures, actions = () => []) {
-  const { role, parts } = message;
+  const { parts } = message;
+  const role = isResult(message) ? "tool" : message.role;
   return el("article", { class: `message ${role in NAMES ? role : ""}` },
-    role in NAMES ? el("h4", {}, NAMES[role]) : null, parts.map((part) => shown(part, role, pictures)),
+    role in NAMES ? el("h4", {}, NAMES[role]) : null,
+    parts.flatMap((part) => shown(part, role, pictures)),
     el("div", { class: "does" }, actions(message)));
 }
 

@@ -1,7 +1,7 @@
 // The messages of a conversation, and what is written to it: a reply is streamed, can be stopped, made anew, and
 // a message of the user's changed. What is continued are the tokens in the store, on whatever device they were said.
 
-import { beginChat, call, continueChat, query } from "./api.js";
+import { beginChat, call, continueChat, query, randomName } from "./api.js";
 import { Composer, contentOf } from "./composer.js";
 import { count, el } from "./dom.js";
 import { all, choose, chosen } from "./models.js";
@@ -83,11 +83,12 @@ export class Talk {
     this.read = null;
     this.messages = el("div", { class: "messages" });
     this.status = el("p", { class: "quiet", role: "status" });
+    this.elsewhere = el("p", { class: "quiet", hidden: true }, "A reply is being written…");
     this.composer = new Composer(keyOf(chat), chosen(), (text, pictures, signal, began) =>
       this.reply({ message: { role: "user", content: contentOf(text, pictures) } }, signal,
         { asked: shownMessage(text, pictures), pictures, began }));
     this.composer.form.hidden = true;
-    this.element = el("div", { class: "talk" }, this.messages, this.status, this.composer.form);
+    this.element = el("div", { class: "talk" }, this.messages, this.elsewhere, this.status, this.composer.form);
   }
 
   path(more = {}) {
@@ -101,6 +102,14 @@ export class Talk {
 
   get isEdited() {
     return Boolean(this.messages.querySelector("form"));
+  }
+
+  // Says whether a reply is being written elsewhere, or was begun here before the page was closed.
+  async look() {
+    const { running } = await call(`/requests${query({ session: this.chat.id, limit: 1 })}`);
+    const isWritten = running.some((each) => each.session === this.chat.id);
+    if (this.isRunning || !this.element.isConnected) return;
+    this.elsewhere.hidden = !isWritten;
   }
 
   // Reads the messages from the store.
@@ -123,6 +132,7 @@ export class Talk {
   actions(message, isLast) {
     const button = (text, click) => el("button", { class: "small", type: "button", click }, text);
     const copy = navigator.clipboard ? [button("Copy", () => navigator.clipboard.writeText(textOf(message)))] : [];
+    if (message.role === "user" && !textOf(message)) return [];
     if (message.role === "user") return [button("Edit", (event) => this.edit(message, event.target)), ...copy];
     if (isLast && message.role === "assistant") {
       return [button("Regenerate", () => this.composer.run((signal) =>
@@ -211,9 +221,6 @@ export class Talk {
   }
 }
 
-const freshName = () =>
-  `chat-${Array.from(crypto.getRandomValues(new Uint8Array(8)), (each) => each.toString(16).padStart(2, "0")).join("")}`;
-
 // Waits until a new chat is in the store, which is a moment after its reply was stopped.
 async function exists(name) {
   for (let tries = 0; tries < RECORDED_TRIES; tries += 1) {
@@ -233,7 +240,7 @@ export function newChat(pane) {
     (names ?? []).map((name) => el("option", { value: name, selected: name === chosen() }, name)));
   const messages = el("div", { class: "messages" });
   const composer = new Composer("new", chosen(), async (text, pictures, signal, began) => {
-    const name = freshName();
+    const name = randomName("chat-");
     const model = names === null ? null : choice.value;
     const content = { messages: [{ role: "user", content: contentOf(text, pictures) }] };
     const asked = shownMessage(text, pictures);

@@ -168,6 +168,7 @@ export async function showTree(main, { root = 0, from, boxes }) {
       return;
     }
     const image = drawing(picture, width, info);
+    image.dataset.of = href({ root, from, boxes });
     space.replaceChildren(image);
     info.textContent = `${count(picture.tokens)} tokens in ${count(picture.segments)} segments: ${places(picture)}.${unseen(picture, width / picture.tokens)}`;
     if (focuses) image.querySelector("g.node")?.focus({ preventScroll: true });
