@@ -23,6 +23,8 @@ class TowerdError(Exception):
     kind = "server_error"
     stands_for = ""
     """What clients get instead of the message; empty: the message, which names no files."""
+    retry_after_s: int | None = None
+    """Seconds after which a client may try again, as `Retry-After` says it; None: it is not said."""
 
     def __init__(self, message: str, *, public: str | None = None, **extra: Any) -> None:
         super().__init__(message)
@@ -117,6 +119,16 @@ class Unavailable(TowerdError):
 
     status = 503
     kind = "unavailable_error"
+
+
+class RamLimitReached(Unavailable):
+    """What towerd may have of the RAM is taken (503): the same request may be answered in a while."""
+
+    retry_after_s = 5
+
+
+class RequestTooBig(TooLarge):
+    """The request alone takes more RAM than towerd may have beside its model (413)."""
 
 
 class ModelError(TowerdError):

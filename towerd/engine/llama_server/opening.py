@@ -18,6 +18,7 @@ from towerd.model.tokenizer_rules import check_tokenizer, keep_vocabulary, token
 from towerd.settings.config import Config, pinned_bytes
 from towerd.store import Catalog, Node, Store
 from towerd.store.catalog.identity import ModelIdentity
+from towerd.system.ram_limit import RamLimit
 from towerd.system.uninterrupted import uninterrupted
 from towerd.tiers.checkpoint_tier import CheckpointTier, close_tiers, open_checkpoint_tier
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
@@ -30,14 +31,17 @@ log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def open_llama_server(config: Config) -> AsyncIterator[OpenedEngine[LlamaServerEngine]]:
-    """Start or attach, probe, open the store for what was found; undo it all at the end.
+async def open_llama_server(
+    config: Config, ram: RamLimit | None = None
+) -> AsyncIterator[OpenedEngine[LlamaServerEngine]]:
+    """Start or attach, probe, open the store for what was found; undo it all at the end. ram: what it keeps to
+    with a llama-server that it starts.
 
     At the end, rows that only slots hold are saved and written. Raises ConfigError, ModelError,
     StoreError."""
     async with AsyncExitStack() as stack:
         backend, described, store = await _open_store(config, stack)
-        tiers = await asyncio.to_thread(_open_tiers, config, backend, store)
+        tiers = await asyncio.to_thread(_open_tiers, config, backend, store, ram)
         checkpoint_tier = await asyncio.to_thread(_open_checkpoint_tier, config, backend, store)
         try:
             await asyncio.to_thread(_use_measured, tiers, store)
@@ -135,14 +139,17 @@ async def _open_store(
     return backend, described, store
 
 
-def _open_tiers(config: Config, backend: LlamaServerBackend, store: Store) -> Tiers:
+def _open_tiers(
+    config: Config, backend: LlamaServerBackend, store: Store, ram: RamLimit | None
+) -> Tiers:
     spec = backend.probe.spec
     return Tiers(
         store,
         store.state.row_identity.layout,
         v_trans=spec is not None and spec.v_trans,
         hot_bytes=config.hot_bytes,
-        pinned_bytes=pinned_bytes(),
+        pinned_bytes=pinned_bytes(config),
+        ram=ram,
         warm_bytes=config.warm_bytes,
         policy=config.policy,
         predictor=config.predictor,

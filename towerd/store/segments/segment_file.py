@@ -29,6 +29,7 @@ from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.row_identity import RowIdentity
 from towerd.slots.rows import HeadRows, KVRows
 from towerd.store.segments.coded_format import CodedPiece, coding_of, is_coded
+from towerd.store.segments.mapped import MAPPED
 from towerd.store.segments.segment_header import (
     BlobEntry,
     CodedEntry,
@@ -378,6 +379,7 @@ class SegmentFile:
         data = self._mapped() if self._mapped is not None else None
         if data is None:
             data = map_file(self.path, self.nbytes)
+            MAPPED.add(data)
             self._mapped = weakref.ref(data)
         return data
 
@@ -468,7 +470,9 @@ def check_pieces(
 
     def is_good(span: Span) -> bool:
         offset, n_bytes, expected = span
-        return checksum(view[start + offset : start + offset + n_bytes]) == expected
+        is_same = checksum(view[start + offset : start + offset + n_bytes]) == expected
+        MAPPED.read(n_bytes)
+        return is_same
 
     spans = [span for piece in pieces for span in piece.spans]
     results = map(is_good, spans) if pool is None else pool.map(is_good, spans)

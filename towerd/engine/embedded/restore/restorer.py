@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 
 _SHARE_TOKENS_MIN = 32
 """A prompt waits for another's prefill if it gains at least this many tokens by it."""
+_COPIES = 2
+"""How often rows are in RAM while they are copied out of the context."""
 _BLOBS_AHEAD = 1
 """Blobs that may wait for the inference thread; more would only use memory."""
 
@@ -424,9 +426,10 @@ class Restorer:
     # ---- out ------------------------------------------------------------------------------
 
     def save(self, job: Job) -> None:
-        """Copy what is live of a job that is to be preempted."""
+        """Copy what is live of a job that is to be preempted, if there is RAM for that."""
         assert job.seq is not None
-        job.saved = save(self._memory, job.seq)
+        n_bytes = _COPIES * job.seq.n * self._tiers.layout.token_bytes
+        job.saved = save(self._memory, job.seq) if self._tiers.ram.has_room(n_bytes) else None
 
     def drop(self, seq: LiveSeq) -> None:
         """Drop a sequence from the context, after its hook has saved what only it has."""

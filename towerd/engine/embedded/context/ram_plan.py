@@ -1,0 +1,246 @@
+"""RamPlan: what a model and its contexts take of a limited RAM, and the sizes with which they leave enough of it.
+
+llama.cpp says how large the buffers of a context are only when it makes one. Two small ones tell the line on which larger
+ones lie: rows and scores grow with the cells, all else stays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from towerd.engine.embedded.context.context import LlamaContext
+from towerd.engine.embedded.context.zero_pages import HostBuffer
+from towerd.errors import ConfigError, ModelError
+from towerd.model.llama_log import buffers_made
+from towerd.model.llama_model import LlamaModel
+from towerd.models.header import read_header
+from towerd.settings.config import Config, defaults
+from towerd.settings.llama_flags import draft_model, media_flags
+from towerd.system.ram_limit import GIVE_SHARE, RamLimit, own_bytes
+
+log = logging.getLogger(__name__)
+
+ROOM_MIN = 64 << 20
+"""Bytes beside model and contexts without which nothing can be answered."""
+PROCESS_BYTES = 48 << 20
+"""What a process takes of its own after its model was loaded: indexes, threads, the codec's small model."""
+CONTEXT_SHARE = 0.6
+"""Of what the weights leave, contexts whose size is not set take at most this share."""
+CTX_MIN = 512
+"""Fewer tokens of context are of no use."""
+CTX_ENOUGH = 4096
+"""A context of so many tokens is not made longer by smaller batches."""
+UBATCH_MIN = 64
+CELLS_ROUND = 256
+_SHARES = 4
+"""The parts into which hot rows, blobs on their way, bodies, and all else divide the room."""
+
+
+@dataclass(frozen=True, slots=True)
+class BufferLine:
+    """Bytes of a context's buffers by its cells."""
+
+    fixed: int
+    of_cell: int
+
+    def at(self, n_cells: int) -> int:
+        """Bytes of a context of so many cells."""
+        return self.fixed + self.of_cell * n_cells
+
+    def cells_within(self, n_bytes: int) -> int:
+        """Cells of the largest context that takes no more, a multiple of CELLS_ROUND; 0: even a small one takes more."""
+        n_cells = (n_bytes - self.fixed) // max(1, self.of_cell)
+        return max(0, n_cells // CELLS_ROUND * CELLS_ROUND)
+
+
+@dataclass(frozen=True, slots=True)
+class RamPlan:
+    """The sizes in force. config: with the ubatch_size that is used."""
+
+    config: Config
+    n_ctx: int
+    n_cells: int
+    room: int
+    """Bytes that are left beside them."""
+
+
+def measured_line(model: LlamaModel, config: Config, n_seqs: int) -> BufferLine:
+    """What contexts of this model take. Raises ModelError: not even a small one can be made."""
+    n_cells = -(-max(config.ubatch_size, config.batch_size, n_seqs) // CELLS_ROUND) * CELLS_ROUND
+    sizes = []
+    for n in (n_cells, 2 * n_cells):
+        buffers_made()
+        LlamaContext(model, config, n_cells=n, n_seqs=n_seqs).close()
+        made = buffers_made(in_ram=True)
+        sizes.append(sum(each for name, each in made.items() if name != "model"))
+    of_cell = -(-max(0, sizes[1] - sizes[0]) // n_cells)
+    return BufferLine(max(0, sizes[0] - of_cell * n_cells), of_cell)
+
+
+def check_weights(files: Sequence[Path], config: Config, ram: RamLimit) -> None:
+    """Before a model is loaded. Raises ConfigError if its files alone take more than there is."""
+    if not ram.is_limited:
+        return
+    n_bytes = sum(_size(path) for path in files) + _size_of_others(config)
+    left = ram.left(GIVE_SHARE) - PROCESS_BYTES - ROOM_MIN
+    if n_bytes > left:
+        own = _mib(own_bytes() + PROCESS_BYTES + ROOM_MIN)
+        what = f"the weights take {_mib(n_bytes)}, and towerd itself {own}"
+        raise _too_much(ram, what, n_bytes - left, "serve a smaller model")
+
+
+def planned(
+    model: LlamaModel,
+    config: Config,
+    ram: RamLimit,
+    wanted: tuple[int, int],
+    attention: Callable[[Config, int], str],
+    n_seqs: Callable[[Config], int],
+    others: int,
+) -> RamPlan:
+    """The sizes with which a model that was just loaded keeps to the limit.
+
+    wanted: tokens of a conversation and cells, as they would be without a limit. attention: the flash_attn of a context
+    of so many cells. others: bytes of the loaded weights that are not resident yet, and of projector and drafts.
+
+    Raises ConfigError if sizes that were set, or the smallest ones, do not fit."""
+    left = ram.left(GIVE_SHARE) - others - PROCESS_BYTES
+    n_ctx, n_cells = wanted
+    best: tuple[Config, BufferLine, int] | None = None
+    for each in _with_smaller_batches(config):
+        each = replace(each, flash_attn=attention(each, n_cells))
+        try:
+            line = measured_line(model, each, n_seqs(each))
+        except ModelError as error:
+            log.debug("a small context cannot be made: %s", error.message)
+            continue
+        draft = _draft_bytes(config, n_ctx)
+        beside = draft + _second(config, line, n_ctx)
+        most = line.cells_within(left - ROOM_MIN - beside)
+        if not config.ctx_size and not config.live_tokens:
+            most = max(min(most, CTX_MIN), min(most, line.cells_within(int(CONTEXT_SHARE * left))))
+        if best is None or most > best[2]:
+            best = each, line, most
+        if most >= min(n_ctx, CTX_ENOUGH):
+            break
+    if best is None or best[2] < CTX_MIN:
+        raise _too_much(
+            ram, "the weights leave no room for a context", None, "serve a smaller model"
+        )
+    return _within(best, config, ram, wanted, left)
+
+
+def _within(
+    best: tuple[Config, BufferLine, int],
+    config: Config,
+    ram: RamLimit,
+    wanted: tuple[int, int],
+    left: int,
+) -> RamPlan:
+    used, line, most = best
+    n_ctx, n_cells = wanted
+    said = config.live_tokens or config.ctx_size
+    if said > most:
+        flag = "--live-tokens" if config.live_tokens else "--ctx-size"
+        raise _too_much(
+            ram,
+            f"{flag} {said} takes {_mib(line.at(said))} with this model",
+            line.at(said) - line.at(most),
+            f"lower it to {most}, or quantize the cache with --cache-type-k q8_0 --cache-type-v q8_0",
+        )
+    if not said:
+        if n_ctx > most:
+            log.warning(
+                f"the context has {most:,} tokens instead of {n_ctx:,}: {_limit(ram)} has room for no more; raise it, or "
+                "set --ctx-size"
+            )
+        n_ctx, n_cells = min(n_ctx, most), min(n_cells, most)
+    elif not config.live_tokens:
+        n_cells = max(config.ctx_size, min(n_cells, line.cells_within(int(CONTEXT_SHARE * left))))
+    n_cells = -(-n_cells // CELLS_ROUND) * CELLS_ROUND
+    beside = _draft_bytes(config, n_ctx) + _second(config, line, n_ctx)
+    return RamPlan(used, n_ctx, n_cells, max(ROOM_MIN, left - line.at(n_cells) - beside))
+
+
+def within_room(config: Config, room: int) -> Config:
+    """The settings with the caches that so much RAM has room for."""
+    share = room // _SHARES
+    return replace(
+        config,
+        hot_bytes=min(config.hot_bytes, share),
+        recall_bytes=min(
+            config.recall_bytes, share // 3
+        ),  # chats that do not run share twice as much
+    )
+
+
+def untouched_bytes(buffers: Sequence[HostBuffer]) -> int:
+    """Bytes of these that take no RAM yet."""
+    libc = ctypes.CDLL(None)  # finding it by its name would start a program each time
+    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+    page, n_bytes = mmap.PAGESIZE, 0
+    for buffer in buffers:
+        start = -(-buffer.base // page) * page
+        size = (buffer.base + buffer.n_bytes) // page * page - start
+        in_ram = ctypes.create_string_buffer(size // page)
+        if not libc.mincore(start, size, in_ram):
+            n_bytes += page * in_ram.raw.count(b"\0", 0, size // page)
+    return n_bytes
+
+
+def _with_smaller_batches(config: Config) -> list[Config]:
+    """The settings, and those with smaller computations, if their size is the default and no medium needs it."""
+    sizes = [config.ubatch_size]
+    is_default = config.ubatch_size == defaults()["ubatch_size"]
+    if is_default and not media_flags(config.llama_server_args).path:
+        while sizes[-1] > UBATCH_MIN:
+            sizes.append(sizes[-1] // 2)
+    return [replace(config, ubatch_size=size) for size in sizes]
+
+
+def _second(config: Config, line: BufferLine, n_ctx: int) -> int:
+    """Bytes of the context for embeddings, if there is one."""
+    return line.at(n_ctx) if config.embeddings or config.reranking else 0
+
+
+def _draft_bytes(config: Config, n_ctx: int) -> int:
+    """Bytes of the context of a draft model, if there is one."""
+    path = draft_model(config.llama_server_args)
+    if not path:
+        return 0
+    try:
+        return read_header(Path(path)).token_bytes * n_ctx
+    except ModelError:
+        return 0  # it is refused when it is opened
+
+
+def _size_of_others(config: Config) -> int:
+    paths = draft_model(config.llama_server_args), media_flags(config.llama_server_args).path
+    return sum(_size(Path(path)) for path in paths if path)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0  # whoever opens it says why
+
+
+def _too_much(ram: RamLimit, what: str, n_more: int | None, instead: str) -> ConfigError:
+    more = "" if n_more is None else f" by {_mib(n_more)}"
+    return ConfigError(f"{_limit(ram)} is too little: {what}. Raise it{more}, or {instead}.")
+
+
+def _limit(ram: RamLimit) -> str:
+    if not ram.bytes_max:
+        return f"The address space of ulimit -v, {_mib(ram.address_max)},"
+    return f"--ram-max {_mib(ram.bytes_max)}"
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{-(-n_bytes // 2**20):,} MiB"
