@@ -220,10 +220,21 @@ class WireError(TowerdError):
         self.extra = fields
 
 
+def unforeseen(error: BaseException, otherwise: str) -> TowerdError:
+    """What clients are told of an error that is not ours: memory that could not be had ends one request, which may be
+    answered in a while. otherwise: the sentence for any other error"""
+    no_thread = isinstance(error, RuntimeError) and "start new thread" in str(error)
+    if isinstance(error, MemoryError) or no_thread:
+        return RamLimitReached(
+            "There is no memory for this request now: try again in a few seconds"
+        )
+    return TowerdError(otherwise)
+
+
 def refusal(error: BaseException) -> bytes:
     """The error object for what Python code raised that llama.cpp's code called. Any error
     but ours is logged, and clients are told no more than that it happened."""
     if not isinstance(error, TowerdError):
         log.error("a call from llama.cpp's code failed", exc_info=error)
-        error = TowerdError("The server failed: its log says how.")
+        error = unforeseen(error, "The server failed: its log says how.")
     return json.dumps(error.body()["error"]).encode()

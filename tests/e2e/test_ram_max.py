@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 import requests
 from daemon import Daemon, run_towerd
 from resident import watched
+from routed import states
 from waiting import until
 
 from lab.models.random_gguf import make_random_gguf
@@ -56,7 +59,7 @@ def complete(daemon: Daemon, ids: Any, **fields: Any) -> Reply:
     return requests.post(daemon.url + "/completion", json=body, timeout=240)
 
 
-def at_once(asks: list[Callable[[], Reply]]) -> list[Reply]:
+def at_once(asks: Sequence[Callable[[], Reply]]) -> list[Reply]:
     with ThreadPoolExecutor(len(asks)) as pool:
         return [each.result() for each in [pool.submit(ask) for ask in asks]]
 
@@ -72,9 +75,9 @@ def test_chats_and_their_next_turns(small: Daemon) -> None:
     """Ten chats at once take more than the context and the limit: they wait, leave it, and come back."""
     chats = [prompt(700, seed) for seed in range(CHATS)]
     with watched(small.pid) as seen:
-        first = at_once([lambda ids=ids: complete(small, ids) for ids in chats])  # type: ignore[misc]
+        first = at_once([partial(complete, small, ids) for ids in chats])
         turns = [[*ids, *prompt(60, 99)] for ids in chats]
-        second = at_once([lambda ids=ids: complete(small, ids) for ids in turns])  # type: ignore[misc]
+        second = at_once([partial(complete, small, ids) for ids in turns])
     assert statuses([*first, *second]) == {200: 2 * CHATS}
     assert seen.peak <= OVER_MAX * RAM_MAX
     reused = [each.json()["timings"]["cache_n"] for each in second]
@@ -114,7 +117,7 @@ def test_bodies_that_are_too_large(small: Daemon) -> None:
             lambda: post("/tokenize", json={"content": wide["prompt"]}),
             lambda: post("/completion", data=junk),
         ]
-    asks += [lambda seed=seed: complete(small, prompt(200, seed)) for seed in range(4)]  # type: ignore[misc]
+    asks += [partial(complete, small, prompt(200, seed)) for seed in range(4)]
     with watched(small.pid) as seen:
         replies = at_once(asks)
     assert seen.peak <= OVER_MAX * RAM_MAX
@@ -135,7 +138,7 @@ def test_slow_clients_and_those_that_leave(small: Daemon) -> None:
             whole = head % len(body) + body
             client.sendall(whole if i % 2 else head % (30 * MIB) + b"x" * MIB)
             open_ones.append(client)
-        replies = at_once([lambda s=s: complete(small, prompt(300, s)) for s in range(6)])  # type: ignore[misc]
+        replies = at_once([partial(complete, small, prompt(300, s)) for s in range(6)])
         for client in open_ones:
             client.close()
     assert statuses(replies) == {200: 6}
@@ -158,6 +161,81 @@ def test_refused_in_the_shape_of_the_api_until_there_is_room(tmp_path: Path) -> 
         assert huge.json()["type"] == "error"
         assert time.monotonic() - began < 60
         assert complete(it, "Once").status_code == 200
+
+
+def test_two_models_where_one_fits(tmp_path: Path) -> None:
+    """The limit is for the router and all of its models: the idle one leaves before the other is loaded."""
+    limit = 460 * MIB
+    (tmp_path / "m").mkdir()
+    for seed, name in enumerate(("one", "two")):
+        make_random_gguf(tmp_path / "m" / f"{name}.gguf", SHAPE, seed=seed)
+    flags = ("--models-dir", str(tmp_path / "m"), "--ram-max", str(limit), "--fidelity", "exact")
+    with Daemon(tmp_path / "d", *flags) as router, watched(router.pid) as seen:
+        for name in ("one", "two"):
+            assert complete(router, prompt(200, 1), model=name).status_code == 200
+            assert [each for each, state in states(router).items() if state == "loaded"] == [name]
+        asks = [(prompt(500, seed), ("one", "two")[seed % 2]) for seed in range(8)]
+        replies = at_once([partial(complete, router, ids, model=name) for ids, name in asks])
+        assert statuses(replies) == {200: 8}
+        junk = requests.post(router.url + "/completion", data=b"x" * (40 * MIB), timeout=60)
+        assert junk.status_code == 413
+        assert complete(router, prompt(20, 1), model="two").status_code == 200
+    assert limit / 2 < seen.peak <= OVER_MAX * limit
+
+
+def test_a_model_that_does_not_fit_alone(tmp_path: Path, model: Path) -> None:
+    """The router serves on, and says what would help."""
+    with Daemon(tmp_path, "--models-dir", str(model.parent), "--ram-max", "230M") as router:
+        for _ in range(2):
+            reply = complete(router, [1, 2], model="fat")
+            assert reply.status_code == 500
+            assert "Raise it by" in reply.json()["error"]["message"]
+        assert requests.get(router.url + "/health", timeout=30).status_code == 200
+
+
+LIMITED = 900 * MIB
+
+
+@pytest.fixture
+def little_space(tmp_path: Path, model: Path) -> Iterator[Daemon]:
+    """A daemon under `ulimit -v`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (LIMITED, hard))
+    try:
+        daemon = Daemon(tmp_path, "-m", str(model), "--fidelity", "exact", "--threads", "2")
+        daemon.spawn()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    daemon.wait_ready()
+    with daemon:
+        yield daemon
+
+
+def test_address_space(little_space: Daemon) -> None:
+    """Requests wait or are refused, and the daemon goes on."""
+    daemon = little_space
+    n_ctx = daemon.get("/props")["default_generation_settings"]["n_ctx"]
+    asks = [partial(complete, daemon, prompt(n_ctx // 3, seed)) for seed in range(8)]
+    asks += [partial(complete, daemon, "x " * (n * MIB)) for n in (1, 8, 30)]
+    replies = at_once(asks)
+    assert statuses(replies[:8]) == {200: 8}
+    assert set(statuses(replies[8:])) <= {400, 413, 503}
+    assert complete(daemon, prompt(100, 1)).status_code == 200
+    assert "Traceback" not in daemon.log
+
+
+@pytest.mark.parametrize("n_mib", [250, 520, 600])
+def test_address_space_that_does_not_do(tmp_path: Path, model: Path, n_mib: int) -> None:
+    """One sentence, and no abort."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (n_mib * MIB, hard))
+    try:
+        done = run_towerd(tmp_path, "serve", "--port", "0", "-m", str(model))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert done.returncode == 1
+    assert "ulimit -v" in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

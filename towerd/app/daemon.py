@@ -141,7 +141,8 @@ def run(config: Config, on_ready: Callable[[str, str], None] | None = None) -> N
 async def _serve(
     config: Config, on_ready: Callable[[str, str], None], ui: Mapping[str, Path] | None
 ) -> None:
-    ram = RamLimit(config.ram_max)
+    name = "The model's share of --ram-max," if config.behind_router else "--ram-max"
+    ram = RamLimit(config.ram_max, name=name)
     app = build_app(config, ui=ui, ram=ram)
     stopping = stop_event()
     ram.start()

@@ -21,6 +21,7 @@ from towerd.system.machine import (
     own_address_bytes,
     own_resident_bytes,
     resident_bytes,
+    usable_cores,
 )
 from towerd.system.process import return_free_memory
 
@@ -35,8 +36,10 @@ BUSY_SHARE = 0.8
 LOOK_S, LOOK_OFTEN_S = 0.25, 0.02
 CHILDREN_S = 0.25
 """Seconds for which what children take is not read again."""
-ADDRESS_SPARE = 160 << 20
+ADDRESS_SPARE = 64 << 20
 """Of a limited address space, bytes that stay free for threads and for what llama.cpp cannot do without."""
+ADDRESS_OF_THREADS, ADDRESS_OF_CORE = 192 << 20, 16 << 20
+"""What the threads that are started after a model was loaded take of it, and those for each core."""
 REST_S = 0.5
 """Pause after everything gave way in vain."""
 NO_LIMIT = sys.maxsize
@@ -72,10 +75,11 @@ class RamLimit:
         own: Callable[[], int] = own_bytes,
         children: Callable[[], int] = children_bytes,
         address_max: int | None = None,
+        name: str = "--ram-max",
     ) -> None:
-        """bytes_max: 0: no limit. own, children: RAM that they take now, in bytes. address_max: bytes of address space;
+        """name: of the limit, in sentences. bytes_max: 0: no limit. own, children: RAM that they take now, in bytes. address_max: bytes of address space;
         0: no limit, None: what the system says"""
-        self.bytes_max = bytes_max
+        self.bytes_max, self._name = bytes_max, name
         self.address_max = address_bytes_max() if address_max is None else address_max
         self.room = NO_LIMIT
         """Bytes that the model, once it was loaded, left for all else; see `leave_room`."""
@@ -103,6 +107,13 @@ class RamLimit:
         """Whether there is any limit."""
         return self.bytes_max > 0 or self.address_max > 0
 
+    @property
+    def text(self) -> str:
+        """The limit as a part of a sentence."""
+        if self.bytes_max:
+            return f"{self._name} {-(-self.bytes_max >> 20):,} MiB"
+        return f"ulimit -v {self.address_max >> 20:,} MiB"
+
     # ---- what is taken ------------------------------------------------------------------------
 
     def taken(self) -> int:
@@ -122,6 +133,15 @@ class RamLimit:
             left = min(left, self.address_max - ADDRESS_SPARE - used)
         return left if left == NO_LIMIT else left - self._claimed
 
+    def left_at_start(self) -> int:
+        """Bytes that a model and its contexts may have, before anything gives way for them."""
+        left = self.left(GIVE_SHARE)
+        if self.address_max:
+            used = own_address_bytes() or 0
+            threads = ADDRESS_OF_THREADS + ADDRESS_OF_CORE * usable_cores()
+            left = min(left, self.address_max - ADDRESS_SPARE - threads - used)
+        return left
+
     def has_room(self, n_bytes: int = 0) -> bool:
         """Whether so much may be taken, without anything giving way."""
         return not self.is_limited or self.left() >= n_bytes
@@ -138,6 +158,13 @@ class RamLimit:
         for yet; called on any thread, until `take_back`"""
         self.room, self._untouched = n_bytes, untouched
         self._untouched_seen = untouched()
+
+    def keep_to(self, room: int, wanted: int) -> int:
+        """Of the room that was found, keep what is wanted, and lower the limit by the rest. Returns what is kept."""
+        if self.bytes_max and room > wanted:
+            self.bytes_max -= int((room - wanted) / GIVE_SHARE)
+            room = wanted
+        return room
 
     def take_back(self) -> None:
         """The model is to be freed."""

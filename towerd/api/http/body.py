@@ -23,7 +23,7 @@ from towerd.api.http.keys import CONFIG, LIMITS
 from towerd.api.http.limits import Limits
 from towerd.api.http.reply import RequestTimeout, reason_of
 from towerd.api.http.room import bytes_to_parse, wait_for_room
-from towerd.errors import InvalidRequest, TooLarge, Unavailable
+from towerd.errors import InvalidRequest, RequestTooBig, TooLarge, Unavailable
 from towerd.system.ram_limit import RamLimit
 
 LARGEST_AT_ONCE = 4
@@ -54,7 +54,13 @@ class Bodies:
         request[CLAIMED] = request.get(CLAIMED, 0) + n_bytes
 
     def hold(self, request: web.Request, n_bytes: int) -> None:
-        """Count more bytes of a request's body. Raises Unavailable if there is no room."""
+        """Count more bytes of a request's body. Raises Unavailable if there is no room, RequestTooBig if there never
+        is."""
+        if request.get(HELD, 0) + n_bytes > self.bytes_max:
+            self.ram.n_refused += 1
+            raise RequestTooBig(
+                f"A request may have {self.bytes_max >> 20} MiB where RAM is limited (--ram-max): send less at once"
+            )
         if self.n_bytes + n_bytes > self.bytes_max:
             raise Unavailable(
                 "The bodies of other requests take all the memory that there is for them; try again"

@@ -48,23 +48,17 @@ async def wait_for_room(ram: RamLimit, n_bytes: int, *, claim: bool) -> None:
         ram.n_refused += 1
         raise RequestTooBig(
             f"Reading this request takes {_mib(n_bytes)} of RAM, and there are {_mib(ram.room)} beside the model: send "
-            f"less at once, or raise {_limit(ram)}"
+            f"less at once, or raise {ram.text}"
         )
     deadline_s = time.monotonic() + WAIT_S
     while not (ram.claim(n_bytes) if claim else ram.has_room(n_bytes)):
         if time.monotonic() >= deadline_s:
             ram.n_refused += 1
             raise RamLimitReached(
-                f"towerd has taken all the RAM that it may have ({_limit(ram)}): try again in a few seconds"
+                f"towerd has taken all the RAM that it may have ({ram.text}): try again in a few seconds"
             )
         ram.ask()
         await asyncio.sleep(_LOOK_S)
-
-
-def _limit(ram: RamLimit) -> str:
-    if ram.bytes_max:
-        return f"--ram-max {_mib(ram.bytes_max)}"
-    return f"ulimit -v {_mib(ram.address_max)}"
 
 
 def _mib(n_bytes: int) -> str:

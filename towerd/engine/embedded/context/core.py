@@ -23,6 +23,7 @@ from towerd.engine.embedded.context.memory import SequenceMemory, n_seqs_of, ope
 from towerd.engine.embedded.context.ram_plan import (
     check_weights,
     planned,
+    room_wanted,
     untouched_bytes,
     within_room,
 )
@@ -190,6 +191,8 @@ def _open_context(
     context = LlamaContext(model, config, n_cells=n_cells, n_seqs=n_seqs, taps=taps)
     made = buffers_made()
     if ram.is_limited:
+        if config.behind_router:  # what it has no use for is for other models
+            room = ram.keep_to(room, room_wanted(config))
         ram.leave_room(room, lambda: untouched_bytes(context.host_buffers))
         config = within_room(config, room)
     logging.getLogger("towerd.memory").info(

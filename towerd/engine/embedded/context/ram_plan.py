@@ -19,9 +19,9 @@ from towerd.errors import ConfigError, ModelError
 from towerd.model.llama_log import buffers_made
 from towerd.model.llama_model import LlamaModel
 from towerd.models.header import read_header
-from towerd.settings.config import Config, defaults
+from towerd.settings.config import Config, defaults, partial_bytes
 from towerd.settings.llama_flags import draft_model, media_flags
-from towerd.system.ram_limit import GIVE_SHARE, RamLimit, own_bytes
+from towerd.system.ram_limit import RamLimit
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +87,9 @@ def check_weights(files: Sequence[Path], config: Config, ram: RamLimit) -> None:
     if not ram.is_limited:
         return
     n_bytes = sum(_size(path) for path in files) + _size_of_others(config)
-    left = ram.left(GIVE_SHARE) - PROCESS_BYTES - ROOM_MIN
+    left = ram.left_at_start() - PROCESS_BYTES - ROOM_MIN
     if n_bytes > left:
-        own = _mib(own_bytes() + PROCESS_BYTES + ROOM_MIN)
+        own = _mib((ram.bytes_max or ram.address_max) - left)
         what = f"the weights take {_mib(n_bytes)}, and towerd itself {own}"
         raise _too_much(ram, what, n_bytes - left, "serve a smaller model")
 
@@ -109,7 +109,7 @@ def planned(
     of so many cells. others: bytes of the loaded weights that are not resident yet, and of projector and drafts.
 
     Raises ConfigError if sizes that were set, or the smallest ones, do not fit."""
-    left = ram.left(GIVE_SHARE) - others - PROCESS_BYTES
+    left = ram.left_at_start() - others - PROCESS_BYTES
     n_ctx, n_cells = wanted
     best: tuple[Config, BufferLine, int] | None = None
     for each in _with_smaller_batches(config):
@@ -156,7 +156,7 @@ def _within(
     if not said:
         if n_ctx > most:
             log.warning(
-                f"the context has {most:,} tokens instead of {n_ctx:,}: {_limit(ram)} has room for no more; raise it, or "
+                f"the context has {most:,} tokens instead of {n_ctx:,}: {ram.text} has room for no more; raise it, or "
                 "set --ctx-size"
             )
         n_ctx, n_cells = min(n_ctx, most), min(n_cells, most)
@@ -177,6 +177,11 @@ def within_room(config: Config, room: int) -> Config:
             config.recall_bytes, share // 3
         ),  # chats that do not run share twice as much
     )
+
+
+def room_wanted(config: Config) -> int:
+    """RAM beside model and contexts that a process makes use of."""
+    return max(2 * ROOM_MIN, _SHARES * config.hot_bytes, _SHARES * 3 * partial_bytes(config))
 
 
 def untouched_bytes(buffers: Sequence[HostBuffer]) -> int:
@@ -233,13 +238,7 @@ def _size(path: Path) -> int:
 
 def _too_much(ram: RamLimit, what: str, n_more: int | None, instead: str) -> ConfigError:
     more = "" if n_more is None else f" by {_mib(n_more)}"
-    return ConfigError(f"{_limit(ram)} is too little: {what}. Raise it{more}, or {instead}.")
-
-
-def _limit(ram: RamLimit) -> str:
-    if not ram.bytes_max:
-        return f"The address space of ulimit -v, {_mib(ram.address_max)},"
-    return f"--ram-max {_mib(ram.bytes_max)}"
+    return ConfigError(f"{ram.text} is too little: {what}. Raise it{more}, or {instead}.")
 
 
 def _mib(n_bytes: int) -> str:

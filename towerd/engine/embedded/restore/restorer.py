@@ -34,7 +34,7 @@ from towerd.engine.embedded.restore.hooks import Hooks
 from towerd.engine.embedded.restore.moved import MovedJobs
 from towerd.engine.live_index import Found, LiveIndex
 from towerd.engine.moving.moves import MovedRows
-from towerd.errors import TowerdError
+from towerd.errors import TowerdError, unforeseen
 from towerd.media_ids import whole
 from towerd.slots.labels import Labels, label_places
 from towerd.slots.rows import HeadRows
@@ -269,7 +269,8 @@ class Restorer:
                 log.exception("composing stored rows failed")
                 message = f"Composing stored rows failed: {error}"
                 public = "Composing stored rows failed; the daemon's log has it."
-                on_loaded(job, TowerdError(message, public=public))
+                failed = TowerdError(message, public=public)
+                on_loaded(job, unforeseen(error, "") if isinstance(error, MemoryError) else failed)
 
         self._workers.submit(work)
 
