@@ -19,10 +19,12 @@ import requests
 from daemon import Daemon, run_towerd
 from resident import watched
 from routed import states
+from seeing import make_seeing
 from waiting import until
 
 from lab.models.random_gguf import make_random_gguf
 from lab.models.shape import Shape
+from lab.models.vision import picture
 from towerd.models.bundled import bundled_model
 
 MIB = 1 << 20
@@ -161,6 +163,31 @@ def test_refused_in_the_shape_of_the_api_until_there_is_room(tmp_path: Path) -> 
         assert huge.json()["type"] == "error"
         assert time.monotonic() - began < 60
         assert complete(it, "Once").status_code == 200
+
+
+def test_pictures(tmp_path: Path) -> None:
+    """Some at once, which are decoded one after the other; what has too many pixels is refused for that."""
+    model, projector = make_seeing(tmp_path, "qwen2vl")
+    limit = 320 * MIB
+    flags = ("-m", str(model), "--ram-max", str(limit), "--", "--mmproj", str(projector))
+
+    def look(daemon: Daemon, seed: int, side: int) -> Reply:
+        url = "data:image/png;base64," + picture(seed, side, side)
+        parts: list[Any] = [
+            {"type": "text", "text": "a"},
+            {"type": "image_url", "image_url": {"url": url}},
+        ]
+        body: Any = {"messages": [{"role": "user", "content": parts}], "max_tokens": 2}
+        return requests.post(daemon.url + "/v1/chat/completions", json=body, timeout=240)
+
+    with Daemon(tmp_path / "d", *flags) as daemon, watched(daemon.pid) as seen:
+        some = at_once([partial(look, daemon, seed, 640) for seed in range(6)])
+        large = at_once([partial(look, daemon, seed, 4800) for seed in range(3)])
+        assert look(daemon, 9, 96).status_code == 200
+    assert statuses(some) == {200: 6}
+    assert {each.json()["error"]["code"] for each in large} == {400}
+    assert "when they are decoded" in large[0].text
+    assert seen.peak <= OVER_MAX * limit
 
 
 def test_two_models_where_one_fits(tmp_path: Path) -> None:

@@ -43,6 +43,10 @@ ADDRESS_OF_THREADS, ADDRESS_OF_CORE = 192 << 20, 16 << 20
 REST_S = 0.5
 """Pause after everything gave way in vain."""
 NO_LIMIT = sys.maxsize
+TEXT_SHARE = 64
+"""To tokenize a text takes some forty times its bytes: one takes at most one in so many parts of the room."""
+MEDIA_SHARE = 8
+"""To decode a medium takes some four times what it has then: all of a prompt have at most one in so many parts."""
 
 Give = Callable[[], object]
 

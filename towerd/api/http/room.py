@@ -12,7 +12,7 @@ import time
 from aiohttp import web
 
 from towerd.errors import RamLimitReached, RequestTooBig
-from towerd.system.ram_limit import NO_LIMIT, RamLimit
+from towerd.system.ram_limit import MEDIA_SHARE, NO_LIMIT, TEXT_SHARE, RamLimit
 
 RAM = web.AppKey("ram", RamLimit)
 WAIT_S = 10.0
@@ -20,22 +20,24 @@ WAIT_S = 10.0
 _LOOK_S = 0.02
 _SMALL_BYTES = 64 * 1024
 """The values of smaller bodies are not counted."""
-_PER_BYTE, _PER_VALUE, _PER_TEXT_BYTE, _PER_MEDIUM_BYTE = 4, 64, 42, 16
-"""RAM that parsing takes for each byte of a body, each value in it, each byte of text that is tokenized, and each of
-media: measured on texts, lists of numbers, and photographs."""
-_TEXT_SHARE = 64
-"""Longer texts are not tokenized: see `Core.text_bytes_max`."""
-_MEDIUM = b";base64,"
+_PER_BYTE, _PER_VALUE, _PER_TEXT_BYTE, _PER_DECODED_BYTE = 4, 64, 42, 4
+"""RAM that parsing takes for each byte of a body, each value in it, each byte of text that is tokenized, and each byte of
+decoded media: measured on texts, lists of numbers, and pictures."""
+_MEDIA = (b";base64,", b'"multimodal_data"', b'"input_audio"', b'"images"')
+"""What a body with media has in it."""
+_DECODED_PER_BYTE, _DECODED_FREE = 8192, 1 << 20
+"""No picture is taken that is larger once it is decoded: `kPictureBytesPerByte` in towerd/wire/cpp/bounds.h."""
 
 
 def bytes_to_parse(data: bytes, room: int) -> int:
     """RAM that parsing a body takes beside its own bytes, at most. room: bytes that are left beside the model"""
-    if _MEDIUM in data:
-        return _PER_MEDIUM_BYTE * len(data)
+    if any(each in data for each in _MEDIA):
+        decoded = min(room // MEDIA_SHARE, _DECODED_FREE + _DECODED_PER_BYTE * len(data))
+        return _PER_BYTE * len(data) + _PER_DECODED_BYTE * decoded
     if len(data) <= _SMALL_BYTES:
         return _PER_TEXT_BYTE * len(data)
     n_values = data.count(b",")
-    n_text = min(max(0, len(data) - 2 * n_values), room // _TEXT_SHARE)
+    n_text = min(max(0, len(data) - 2 * n_values), room // TEXT_SHARE)
     return _PER_BYTE * len(data) + _PER_VALUE * n_values + _PER_TEXT_BYTE * n_text
 
 

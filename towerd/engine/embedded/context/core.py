@@ -55,7 +55,7 @@ from towerd.slots.row_identity import RowIdentity, tokenizer_hash
 from towerd.slots.selftest import check_slot_file, self_test
 from towerd.store import Catalog
 from towerd.system.machine import own_resident_bytes
-from towerd.system.ram_limit import RamLimit, own_bytes
+from towerd.system.ram_limit import MEDIA_SHARE, TEXT_SHARE, RamLimit, own_bytes
 from towerd.wire import Model, Projector, ProjectorOptions, Settings, recommended
 
 log = logging.getLogger(__name__)
@@ -68,8 +68,6 @@ _LIVE_RAM_SHARE = 8
 """The default live context takes at most 1 / _LIVE_RAM_SHARE of RAM."""
 _LIVE_GPU_SHARE = 2
 """On a GPU it takes at most 1 / _LIVE_GPU_SHARE of what the weights left free: compute buffers need memory, too."""
-TEXT_SHARE = 64
-"""To tokenize a text takes some forty times its bytes: one takes at most one in so many parts of a limited RAM."""
 _SCORE_BYTES = 4
 _SCORES_RAM_SHARE = 8
 """The scores of one batch may take at most 1 / _SCORES_RAM_SHARE of RAM."""
@@ -433,6 +431,7 @@ def open_wire(core: Core, config: Config, retokenizer: Retokenizer) -> Model:
         name=core.info.alias,
         n_ctx=core.n_ctx,
         text_bytes_max=core.text_bytes_max(config),
+        media_bytes_max=core.ram.room // MEDIA_SHARE if core.ram.is_limited else 0,
         n_parallel=config.parallel,
         n_batch=config.batch_size,
         chat_template=config.chat_template_source() or _known_template(core),
