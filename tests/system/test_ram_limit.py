@@ -9,6 +9,7 @@ from functools import partial
 
 import psutil
 import pytest
+from waiting import until
 
 from towerd.system.machine import children_bytes, own_resident_bytes
 from towerd.system.ram_limit import NO_LIMIT, RamLimit, RamShort
@@ -49,6 +50,7 @@ def test_what_the_process_and_its_children_take() -> None:
     ) as child:
         assert child.stdout is not None
         child.stdout.readline()
+        until(lambda: children_bytes() > before)
         assert 64 * MIB < children_bytes() - before < 96 * MIB
         child.communicate()
     assert children_bytes() == before

@@ -11,6 +11,8 @@ from pathlib import Path
 SIBLINGS = "cpu[0-9]*/topology/thread_siblings_list"
 CPUS = Path("/sys/devices/system/cpu")
 CGROUPS = Path("/sys/fs/cgroup")
+FORKED_S = 0.1
+"""After this time a process that was forked runs a program of its own."""
 
 
 def ram_bytes() -> int:
@@ -118,13 +120,24 @@ def children_bytes() -> int:
     total, pids = 0, [pid for task in tasks for pid in _children_of("self", task)]
     while pids:
         pid = pids.pop()
-        found = _statm(pid)
+        found = _statm(pid) if _is_settled(pid) else None
         total += 0 if found is None else found[1]
         with suppress(OSError):
             pids += [
                 each for task in os.listdir(f"/proc/{pid}/task") for each in _children_of(pid, task)
             ]
     return total
+
+
+def _is_settled(pid: str) -> bool:
+    """Whether a process is a program of its own: one that was forked just now has the pages of its parent, which
+    would count twice."""
+    try:
+        started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        up_s = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return False
+    return up_s - started / os.sysconf("SC_CLK_TCK") > FORKED_S
 
 
 def _children_of(pid: str, task: str) -> list[str]:

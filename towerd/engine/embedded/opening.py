@@ -11,7 +11,7 @@ from typing import cast
 
 from towerd.engine.base import OpenedEngine
 from towerd.engine.embedded.context.core import Core, load_core
-from towerd.engine.embedded.context.ram_plan import within_room
+from towerd.engine.embedded.context.ram_plan import check_started, within_room
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.model.tokenizer_rules import check_tokenizer, keep_vocabulary, tokenizer_rules
 from towerd.model.weights_check import WeightsCheck
@@ -59,6 +59,7 @@ async def open_embedded(
             try:
                 await uninterrupted(asyncio.to_thread(engine.start))
                 weights.start()
+                check_started(ram)
                 yield OpenedEngine(
                     engine,
                     store,

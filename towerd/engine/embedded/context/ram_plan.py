@@ -10,6 +10,7 @@ import ctypes
 import logging
 import mmap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,7 +36,11 @@ CTX_MIN = 512
 """Fewer tokens of context are of no use."""
 CTX_ENOUGH = 4096
 """A context of so many tokens is not made longer by smaller batches."""
+DRAFT_BYTES = 128 << 20
+"""What the context of a draft model takes besides its rows."""
 UBATCH_MIN = 64
+_SIZES = 4
+"""How many sizes of computations are tried: of 512, 256, 128 and 64 tokens."""
 CELLS_ROUND = 256
 _SHARES = 4
 """The parts into which hot rows, blobs on their way, bodies, and all else divide the room."""
@@ -115,23 +120,23 @@ def planned(
     for each in _with_smaller_batches(config):
         each = replace(each, flash_attn=attention(each, n_cells))
         try:
-            line = measured_line(model, each, n_seqs(each))
+            line = _with_others(measured_line(model, each, n_seqs(each)), config)
         except ModelError as error:
             log.debug("a small context cannot be made: %s", error.message)
             continue
-        draft = _draft_bytes(config, n_ctx)
-        beside = draft + _second(config, line, n_ctx)
-        most = line.cells_within(left - ROOM_MIN - beside)
+        most = line.cells_within(left - ROOM_MIN)
         if not config.ctx_size and not config.live_tokens:
             most = max(min(most, CTX_MIN), min(most, line.cells_within(int(CONTEXT_SHARE * left))))
-        if best is None or most > best[2]:
+        if best is None or most >= best[2]:
             best = each, line, most
         if most >= min(n_ctx, CTX_ENOUGH):
             break
     if best is None or best[2] < CTX_MIN:
-        raise _too_much(
-            ram, "the weights leave no room for a context", None, "serve a smaller model"
-        )
+        what, more = "the weights leave no room for a context", None
+        if best is not None:
+            more = best[1].at(CTX_MIN) + ROOM_MIN - left
+            what = f"a context of {CTX_MIN} tokens takes {_mib(best[1].at(CTX_MIN))} beside the weights"
+        raise _too_much(ram, what, more, "serve a smaller model")
     return _within(best, config, ram, wanted, left)
 
 
@@ -163,8 +168,16 @@ def _within(
     elif not config.live_tokens:
         n_cells = max(config.ctx_size, min(n_cells, line.cells_within(int(CONTEXT_SHARE * left))))
     n_cells = -(-n_cells // CELLS_ROUND) * CELLS_ROUND
-    beside = _draft_bytes(config, n_ctx) + _second(config, line, n_ctx)
-    return RamPlan(used, n_ctx, n_cells, max(ROOM_MIN, left - line.at(n_cells) - beside))
+    return RamPlan(used, n_ctx, n_cells, max(ROOM_MIN, left - line.at(n_cells)))
+
+
+def check_started(ram: RamLimit) -> None:
+    """Once all is loaded. Raises ConfigError if what was not foreseen, such as a draft model's context, has taken the room
+    for requests."""
+    left = ram.left()
+    if left < ROOM_MIN // 2:
+        what = f"model, contexts and towerd itself take {_mib(ram.taken())}"
+        raise _too_much(ram, what, ROOM_MIN - left, "lower --ctx-size")
 
 
 def within_room(config: Config, room: int) -> Config:
@@ -199,29 +212,29 @@ def untouched_bytes(buffers: Sequence[HostBuffer]) -> int:
 
 
 def _with_smaller_batches(config: Config) -> list[Config]:
-    """The settings, and those with smaller computations, if their size is the default and no medium needs it."""
-    sizes = [config.ubatch_size]
-    is_default = config.ubatch_size == defaults()["ubatch_size"]
-    if is_default and not media_flags(config.llama_server_args).path:
-        while sizes[-1] > UBATCH_MIN:
-            sizes.append(sizes[-1] // 2)
-    return [replace(config, ubatch_size=size) for size in sizes]
+    """The settings, and those with smaller computations and fewer conversations that stay live, as far as these have
+    their default sizes and no medium or text to embed needs the batch."""
+    found, ubatch, n_live = [config], config.ubatch_size, config.live_sequences
+    known = defaults()
+    is_whole = config.embeddings or config.reranking or media_flags(config.llama_server_args).path
+    has_batch = ubatch == known["ubatch_size"] and not is_whole
+    has_live = n_live == known["live_sequences"]
+    while (has_batch or has_live) and len(found) < _SIZES:
+        ubatch = max(UBATCH_MIN, ubatch // 2) if has_batch else ubatch
+        n_live = max(config.parallel, n_live // 2) if has_live else n_live
+        found.append(replace(config, ubatch_size=ubatch, live_sequences=n_live))
+    return found
 
 
-def _second(config: Config, line: BufferLine, n_ctx: int) -> int:
-    """Bytes of the context for embeddings, if there is one."""
-    return line.at(n_ctx) if config.embeddings or config.reranking else 0
-
-
-def _draft_bytes(config: Config, n_ctx: int) -> int:
-    """Bytes of the context of a draft model, if there is one."""
-    path = draft_model(config.llama_server_args)
-    if not path:
-        return 0
-    try:
-        return read_header(Path(path)).token_bytes * n_ctx
-    except ModelError:
-        return 0  # it is refused when it is opened
+def _with_others(line: BufferLine, config: Config) -> BufferLine:
+    """What a context takes with those that are as long beside it: the one for embeddings, and a draft model's."""
+    n = 2 if config.embeddings or config.reranking else 1
+    fixed, of_cell = n * line.fixed, n * line.of_cell
+    if path := draft_model(config.llama_server_args):
+        with suppress(ModelError):  # it is refused when it is opened
+            of_cell += read_header(Path(path)).token_bytes
+            fixed += DRAFT_BYTES
+    return BufferLine(fixed, of_cell)
 
 
 def _size_of_others(config: Config) -> int:
