@@ -53,14 +53,18 @@ class Bodies:
         await wait_for_room(self.ram, n_bytes, claim=True)
         request[CLAIMED] = request.get(CLAIMED, 0) + n_bytes
 
+    def check(self, n_bytes: int) -> None:
+        """Raises RequestTooBig for a body that there is never room for."""
+        if self.ram.is_limited and n_bytes > self.bytes_max:
+            self.ram.n_refused += 1
+            raise RequestTooBig(
+                f"A request may have {self.bytes_max >> 20} MiB within {self.ram.text}: send less at once"
+            )
+
     def hold(self, request: web.Request, n_bytes: int) -> None:
         """Count more bytes of a request's body. Raises Unavailable if there is no room, RequestTooBig if there never
         is."""
-        if request.get(HELD, 0) + n_bytes > self.bytes_max:
-            self.ram.n_refused += 1
-            raise RequestTooBig(
-                f"A request may have {self.bytes_max >> 20} MiB where RAM is limited (--ram-max): send less at once"
-            )
+        self.check(request.get(HELD, 0) + n_bytes)
         if self.n_bytes + n_bytes > self.bytes_max:
             raise Unavailable(
                 "The bodies of other requests take all the memory that there is for them; try again"
@@ -162,6 +166,7 @@ async def read_bytes(request: web.Request) -> bytes:
         return peeked
     data = BytesIO()
     bodies = request.app[BODIES]
+    bodies.check(request.content_length or 0)
     await wait_for_room(bodies.ram, 0, claim=False)
     async for chunk in iter_bytes(request):
         bodies.hold(request, len(chunk))

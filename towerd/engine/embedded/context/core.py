@@ -68,6 +68,8 @@ _LIVE_RAM_SHARE = 8
 """The default live context takes at most 1 / _LIVE_RAM_SHARE of RAM."""
 _LIVE_GPU_SHARE = 2
 """On a GPU it takes at most 1 / _LIVE_GPU_SHARE of what the weights left free: compute buffers need memory, too."""
+SEGMENT_BYTES = 2048
+"""What a segment takes in the prefix tree and in what follows it."""
 _SCORE_BYTES = 4
 _SCORES_RAM_SHARE = 8
 """The scores of one batch may take at most 1 / _SCORES_RAM_SHARE of RAM."""
@@ -138,7 +140,9 @@ def load_core(config: Config, catalog: Catalog, ram: RamLimit | None = None) -> 
     projector: Projector | None = None
     try:
         projector = on_short_lived_thread(lambda: open_projector(model, config, catalog))
-        context, n_ctx, taps = _open_context(model, config, ram, own_bytes() - before)
+        tree = _tree_bytes(catalog) if ram.is_limited else 0
+        loaded = own_bytes() - before
+        context, n_ctx, taps = _open_context(model, config, ram, loaded, tree)
     except Exception:
         del projector
         model.close()
@@ -162,10 +166,10 @@ def load_core(config: Config, catalog: Catalog, ram: RamLimit | None = None) -> 
 
 
 def _open_context(
-    model: LlamaModel, config: Config, ram: RamLimit, resident: int
+    model: LlamaModel, config: Config, ram: RamLimit, resident: int, tree: int
 ) -> tuple[LlamaContext, int, Taps | None]:
     """The context of a model of which so many bytes are resident, the tokens of a conversation, and what reads its
-    graphs. Raises ModelError, ConfigError."""
+    graphs. tree: bytes that the store's prefix tree will take. Raises ModelError, ConfigError."""
     rows = row_memory(model, config, config.ram_bytes)
     n_ctx, n_cells = _sizes(model, config, rows)
 
@@ -177,7 +181,7 @@ def _open_context(
 
     room = 0
     if ram.is_limited:
-        others = max(0, model.size_bytes - resident) if not rows.n_on_gpu else 0
+        others = tree + (max(0, model.size_bytes - resident) if not rows.n_on_gpu else 0)
         sizes = n_ctx, n_cells
         found = planned(model, config, ram, sizes, attention, n_seqs_for, others)
         config, n_ctx, n_cells, room = found.config, found.n_ctx, found.n_cells, found.room
@@ -197,6 +201,10 @@ def _open_context(
         memory_line(model.size_bytes, made, context.n_cells, config)
     )
     return context, n_ctx, taps
+
+
+def _tree_bytes(catalog: Catalog) -> int:
+    return SEGMENT_BYTES * int(catalog.rows("SELECT count(*) FROM segments")[0][0])
 
 
 def memory_line(weights: int, buffers: Mapping[str, int], n_cells: int, config: Config) -> str:

@@ -111,7 +111,8 @@ def planned(
     """The sizes with which a model that was just loaded keeps to the limit.
 
     wanted: tokens of a conversation and cells, as they would be without a limit. attention: the flash_attn of a context
-    of so many cells. others: bytes of the loaded weights that are not resident yet, and of projector and drafts.
+    of so many cells. others: bytes of the loaded weights that are not resident yet, and of what is to be loaded
+    behind them.
 
     Raises ConfigError if sizes that were set, or the smallest ones, do not fit."""
     left = ram.left_at_start() - others - PROCESS_BYTES
