@@ -61,6 +61,10 @@ class LazyGroup(Group):
             return super().invoke(ctx)
         except TowerdError as error:
             raise click.ClickException(error.message) from error
+        except MemoryError as error:
+            raise click.ClickException(
+                "There is not enough memory: close other programs, or raise the limit (ulimit -v)."
+            ) from error
 
     def _present(self, name: str) -> bool:
         return find_spec(self.table[name].split(":")[0]) is not None

@@ -23,6 +23,8 @@ class TowerdError(Exception):
     kind = "server_error"
     stands_for = ""
     """What clients get instead of the message; empty: the message, which names no files."""
+    retry_after_s: int | None = None
+    """Seconds after which a client may try again, as `Retry-After` says it; None: it is not said."""
 
     def __init__(self, message: str, *, public: str | None = None, **extra: Any) -> None:
         super().__init__(message)
@@ -119,6 +121,16 @@ class Unavailable(TowerdError):
     kind = "unavailable_error"
 
 
+class RamLimitReached(Unavailable):
+    """What towerd may have of the RAM is taken (503): the same request may be answered in a while."""
+
+    retry_after_s = 5
+
+
+class RequestTooBig(TooLarge):
+    """The request alone takes more RAM than towerd may have beside its model (413)."""
+
+
 class ModelError(TowerdError):
     """The GGUF cannot be served: truncated, not a GGUF, or of an unsupported architecture."""
 
@@ -208,10 +220,21 @@ class WireError(TowerdError):
         self.extra = fields
 
 
+def unforeseen(error: BaseException, otherwise: str) -> TowerdError:
+    """What clients are told of an error that is not ours: memory that could not be had ends one request, which may be
+    answered in a while. otherwise: the sentence for any other error"""
+    no_thread = isinstance(error, RuntimeError) and "start new thread" in str(error)
+    if isinstance(error, MemoryError) or no_thread:
+        return RamLimitReached(
+            "There is no memory for this request now: try again in a few seconds"
+        )
+    return TowerdError(otherwise)
+
+
 def refusal(error: BaseException) -> bytes:
     """The error object for what Python code raised that llama.cpp's code called. Any error
     but ours is logged, and clients are told no more than that it happened."""
     if not isinstance(error, TowerdError):
         log.error("a call from llama.cpp's code failed", exc_info=error)
-        error = TowerdError("The server failed: its log says how.")
+        error = unforeseen(error, "The server failed: its log says how.")
     return json.dumps(error.body()["error"]).encode()

@@ -20,6 +20,7 @@ from towerd.sessions.traffic import Traffic, open_traffic
 from towerd.settings.config import Config
 from towerd.store import Store
 from towerd.store.maintenance.model_names import remember_name
+from towerd.system.ram_limit import RamLimit
 from towerd.system.uninterrupted import uninterrupted
 from towerd.tiers.manager import Tiers
 
@@ -47,15 +48,15 @@ class Service(Generic[EngineT]):
 
 
 @asynccontextmanager
-async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
+async def open_service(config: Config, ram: RamLimit | None = None) -> AsyncIterator[Service[Any]]:
     """Open the engine that `config` names, its store, and everything built on them; close it all at
-    the end.
+    the end. ram: what all of it keeps to; None: no limit.
 
     At the end, running requests are cancelled and recorded, new rows are written, and the catalog
     is closed. Raises ModelError, StoreError or ConfigError."""
     await asyncio.to_thread(check_own_models, config)
     bucket = await asyncio.to_thread(_bucket, config)
-    async with await asyncio.to_thread(_opening, config) as opened:
+    async with await asyncio.to_thread(_opening, config, ram or RamLimit(address_max=0)) as opened:
         engine, store, tiers = opened.engine, opened.store, opened.tiers
         await asyncio.to_thread(remember_name, store.state, engine.info.alias)
         shared = await asyncio.to_thread(_shared_tier, config, bucket, opened)
@@ -77,7 +78,7 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
             anticipate_tokens_max=opened.anticipate_tokens_max,
             fetcher=None if roaming is None else roaming.fetcher,
         )
-        freezer = IdleFreezer(cold)
+        freezer = IdleFreezer(cold, may_run=lambda: not tiers.ram.is_pressed)
         divergences = DivergenceFinder(store, search.reader)
         parts = config, engine, sessions, store, tiers, traffic, cold, search, divergences
         service = Service(*parts, roaming)
@@ -119,16 +120,16 @@ def check_own_models(config: Config) -> None:
         load_predictor(config.policy, config.predictor)
 
 
-def _opening(config: Config) -> AbstractAsyncContextManager[OpenedEngine[Any]]:
+def _opening(config: Config, ram: RamLimit) -> AbstractAsyncContextManager[OpenedEngine[Any]]:
     """A context manager that opens the engine. Call this in a thread: the import is slow."""
     # Imported late: the embedded engine loads llama.cpp, which llama-server does not need.
     if config.engine == "llama-server":
         from towerd.engine.llama_server.opening import open_llama_server
 
-        return open_llama_server(config)
+        return open_llama_server(config, ram)
     from towerd.engine.embedded.opening import open_embedded
 
-    return open_embedded(config)
+    return open_embedded(config, ram)
 
 
 def _bucket(config: Config) -> Bucket | None:
@@ -179,8 +180,13 @@ def _start(config: Config, opened: OpenedEngine[Any], sessions: Sessions, cold: 
     if opened.is_quiet is None:
         cold.start()
         return
-    opened.store.rows.encoding.is_quiet = opened.is_quiet
+    is_idle, ram = opened.is_quiet, opened.tiers.ram
+
+    def is_quiet() -> bool:
+        return is_idle() and not ram.is_pressed
+
+    opened.store.rows.encoding.is_quiet = is_quiet
     n_ctx = opened.engine.n_ctx
     live = LiveBudget(config.retention, config.live_budget or n_ctx // 2, config.retention_scope)
     ahead = cold.start(sessions.run_quietly, n_ctx, live)
-    opened.tiers.prefetcher.start(ahead.prefetch, opened.is_quiet, ahead.expected_back)
+    opened.tiers.prefetcher.start(ahead.prefetch, is_quiet, ahead.expected_back)

@@ -26,9 +26,13 @@ SHM = Path("/dev/shm")
 
 
 def memory(config: Config) -> Finding:
-    """Total and free RAM."""
+    """Total and free RAM, and what towerd may have of it."""
     ram = psutil.virtual_memory()
     found = f"{size(ram.total)}, {size(ram.available)} free"
+    if config.ram_max:
+        found += f", at most {size(config.ram_max)} for towerd (--ram-max)"
+    if config.ram_max > ram.total:
+        return warn(found, "--ram-max is more than the machine has: lower it, or leave it out.")
     if ram.available < RAM_FREE_MIN:
         return warn(found, "Close other programs, or set a smaller --live-tokens and --hot-bytes.")
     return ok(found)

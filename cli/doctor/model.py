@@ -10,19 +10,18 @@ from towerd.models.bundled import find_model, has_default
 from towerd.models.header import Header, read_header
 from towerd.models.known import SMOLLM2
 from towerd.settings.config import Config
-from towerd.system.machine import ram_bytes
 
 
 def file(config: Config) -> Finding:
     """Whether the file is a complete GGUF."""
     path, header = _read(config)
-    ram = ram_bytes()
+    ram = config.ram_bytes
     found = f"{path}, {size(header.weight_bytes)}, {header.n_tensors} tensors"
     if config.model is None and config.hf_repo is None and not has_default():
         found += f"; towerd models get {SMOLLM2.name} fetches the default model"
     if header.weight_bytes > ram:
         return warn(
-            found, f"It is larger than this machine's RAM ({size(ram)}): use a smaller one."
+            found, f"It is larger than the RAM that it may have ({size(ram)}): use a smaller one."
         )
     return ok(found)
 

@@ -8,6 +8,7 @@ import click
 
 from towerd.cli.client.target import Target, connect, json_option, target_options
 from towerd.cli.client.transport import Json
+from towerd.cli.maintenance.top import ram_fact
 
 
 @click.command()
@@ -58,6 +59,8 @@ def _running(found: Json) -> Iterator[tuple[str, object]]:
     yield "towerd", f"{found['version']}, up {found['uptime_s']:,.0f} s"
     yield "model", f"{found['model']}, context {found['n_ctx']:,} tokens"
     yield "requests", f"{engine['running']} running, {engine['waiting']} waiting"
+    if (memory := ram_fact(found.get("ram"))) is not None:
+        yield "memory", memory
     if not engine.get("can_slice", True):
         yield "reuse", f"live only: {engine['why_not_sliceable']}"
     if engine.get("state_cut", "anywhere") != "anywhere":

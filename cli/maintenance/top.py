@@ -132,9 +132,22 @@ def _head(stats: Json) -> Iterator[str]:
         f"context {stats['n_ctx']:,}"
     )
     yield f"requests  {engine['running']} running, {engine['waiting']} waiting"
+    if (memory := ram_fact(stats.get("ram"))) is not None:
+        yield f"memory    {memory}"
     total = sum(stats["reuse"].values())
     parts = ", ".join(f"{name} {tokens:,}" for name, tokens in stats["reuse"].items() if tokens)
     yield f"prompts   {total:,} tokens{f': {parts}' if parts else ''}"
+
+
+def ram_fact(ram: Json | None) -> str | None:
+    """What the daemon takes of the RAM, and may take; None if it does not tell."""
+    from towerd.cli.output import size
+
+    if not ram:
+        return None
+    most = f" of {size(ram['ram_bytes_max'])} (--ram-max)" if ram["ram_bytes_max"] else ""
+    refused = f", {ram['ram_refusals']:,} requests refused" if ram["ram_refusals"] else ""
+    return f"{size(ram['ram_bytes'])}{most}{refused}"
 
 
 def _processes(processes: list[Json]) -> Iterator[str]:

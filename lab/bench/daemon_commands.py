@@ -57,10 +57,13 @@ def proxy(model: Path | None, quick: bool) -> None:
 
 @click.command()
 @trained_model_option("GGUF to serve")
+@click.option(
+    "--ram-max", metavar="SIZE", help="Limit the daemon's RAM, and judge the most it took."
+)
 @QUICK
-def soak(model: Path | None, quick: bool) -> None:
+def soak(model: Path | None, quick: bool, ram_max: str | None) -> None:
     """10,000 short requests under budgets that are far too small: the daemon's resource use."""
-    report = _run("soak", model, quick)
+    report = _run("soak", model, quick, ram_max=ram_max)
     if report.figures["failed"] or "stopped" in report.figures:
         raise click.exceptions.Exit(1)
 

@@ -31,6 +31,7 @@ from towerd.cli.bench.harness.client import daemon_stats
 from towerd.cli.bench.harness.report import Report
 from towerd.cli.bench.harness.servers import ServerProcess, towerd_server
 from towerd.models.bundled import bundled_model
+from towerd.settings.setting import parse_size
 from towerd.store import Store, latest_row_identity
 
 REQUESTS = 10_000
@@ -49,6 +50,8 @@ RSS_MB_MAX = 4096
 """A daemon that takes more is stopped before it takes all memory of the machine."""
 RSS_KB_MAX = 4.0
 """RSS for each further request in the second half; what a turn leaves in the prefix tree is part of it."""
+RAM_OF_MAX = 1.05
+"""The most that a daemon with a --ram-max took, over that."""
 FDS_MORE_MAX = 8
 THREADS_MORE_MAX = 4
 """What the second half may have more than the first."""
@@ -130,15 +133,16 @@ def _requests(n: int, rng: np.random.Generator, recent: deque[str]) -> Iterator[
         yield SoakRequest(prompt, bool(rng.random() < 0.6), bool(rng.random() < 0.1))
 
 
-async def run(model: Path | None, quick: bool) -> Report:
-    """Send all requests to one daemon on a store of its own."""
+async def run(model: Path | None, quick: bool, ram_max: str | None = None) -> Report:
+    """Send all requests to one daemon on a store of its own. ram_max: its --ram-max; None: its default"""
     path = model or bundled_model()
     n = REQUESTS_QUICK if quick else REQUESTS
     load = new_load(n)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
         root = Path(folder) / "store"
-        flags = FLAGS_QUICK if quick else FLAGS
+        flags: tuple[str, ...] = FLAGS_QUICK if quick else FLAGS
+        flags += () if ram_max is None else ("--ram-max", ram_max)
         with towerd_server(path, root, *flags) as server:
             stats = await press(server, load)
         seconds = time.monotonic() - began
@@ -146,7 +150,12 @@ async def run(model: Path | None, quick: bool) -> Report:
             with Store.open(root, latest_row_identity) as store:
                 store.check_integrity()
     show(load.samples)
-    return report_of(path.name, load, stats, seconds)
+    report = report_of(path.name, load, stats, seconds)
+    if ram_max is not None:
+        most = max(stats.get("ram_bytes_peak", 0), int(1e6 * report.figures["rss_mb_max"]))
+        report.figures["ram_of_max"] = most / parse_size(ram_max, "--ram-max")
+        report.target("ram_of_max", most=RAM_OF_MAX)
+    return report
 
 
 def report_of(model: str, load: SoakRun, stats: dict[str, Any], seconds: float) -> Report:
@@ -309,4 +318,4 @@ async def _look(
 
 async def _stats(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
     found = await daemon_stats(session, url)
-    return {**found["store"], **found["tiers"]}
+    return {**found["store"], **found["tiers"], **found["ram"]}

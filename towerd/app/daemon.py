@@ -32,6 +32,7 @@ from towerd.api.http.limits import Limits
 from towerd.api.http.metrics import Metrics
 from towerd.api.http.middleware import MIDDLEWARES, add_headers
 from towerd.api.http.recent_requests import RECENT, RecentRequests
+from towerd.api.http.room import RAM
 from towerd.api.http.sse import BACKLOGS, Backlogs
 from towerd.api.http.tenants import Tenants
 from towerd.api.llama import predict
@@ -48,6 +49,7 @@ from towerd.sessions.habits import Habits
 from towerd.sessions.slot_saves import SlotBook
 from towerd.settings.config import Config
 from towerd.settings.llama_flags import ui_settings
+from towerd.system.ram_limit import RamLimit
 from towerd.transfer import Transfer
 
 log = logging.getLogger("towerd.app")
@@ -60,14 +62,17 @@ def build_app(
     metrics: Metrics | None = None,
     limits: Limits | None = None,
     ui: Mapping[str, Path] | None = None,
+    ram: RamLimit | None = None,
 ) -> web.Application:
     """The application. Without a `service`, every request except for the page gets 503 "Loading
     model" until `app[GATE].service` is set. ui: the files of llama.cpp's web UI, by their paths
-    below `/`; None: there are none, or a llama-server serves its own."""
+    below `/`; None: there are none, or a llama-server serves its own. ram: what all of it keeps to; None: no limit."""
+    ram = ram or RamLimit(address_max=0)
     app = web.Application(middlewares=MIDDLEWARES)
     app[CONFIG] = config
     app[GATE] = ServiceGate(service)
-    app[LIMITS] = limits or Limits()
+    app[LIMITS] = limits or Limits().within(config.ram_max)
+    app[RAM] = ram
     app[LISTENING] = []
     app[METRICS] = app[REQUESTS] = metrics or Metrics()
     app[TENANTS] = Tenants(config.api_keys)
@@ -77,7 +82,7 @@ def build_app(
     )
     app[RUNNING] = {}
     app[STREAMS] = KeptStreams()
-    app[BODIES] = Bodies(config.request_bytes_max)
+    app[BODIES] = Bodies(config.request_bytes_max, ram)
     app[BACKLOGS] = Backlogs()
     app[TRANSFER] = Transfer()
     app[RECENT] = RecentRequests()
@@ -114,8 +119,9 @@ async def _release_service(app: web.Application) -> None:
 @asynccontextmanager
 async def open_app(config: Config) -> AsyncIterator[web.Application]:
     """The application with its service, without listening. Raises as `open_service`."""
-    async with await asyncio.to_thread(_open_service, config) as service:
-        yield build_app(config, service=service)
+    ram = RamLimit(config.ram_max)
+    async with await asyncio.to_thread(_open_service, config, ram) as service:
+        yield build_app(config, service=service, ram=ram)
 
 
 def _say_ready(has_chat_page: bool, url: str, model: str) -> None:
@@ -135,11 +141,17 @@ def run(config: Config, on_ready: Callable[[str, str], None] | None = None) -> N
 async def _serve(
     config: Config, on_ready: Callable[[str, str], None], ui: Mapping[str, Path] | None
 ) -> None:
-    app = build_app(config, ui=ui)
+    name = "The model's share of --ram-max," if config.behind_router else "--ram-max"
+    ram = RamLimit(config.ram_max, name=name)
+    app = build_app(config, ui=ui, ram=ram)
     stopping = stop_event()
-    async with listening(app, config) as (runner, url):
-        log.info("listening, the model is loading: %s", url)
-        await _serve_until(app, runner, config, stopping, partial(on_ready, url))
+    ram.start()
+    try:
+        async with listening(app, config) as (runner, url):
+            log.info("listening, the model is loading: %s", url)
+            await _serve_until(app, runner, config, stopping, partial(on_ready, url))
+    finally:
+        await asyncio.to_thread(ram.close)
 
 
 async def _serve_until(
@@ -151,7 +163,7 @@ async def _serve_until(
 ) -> None:
     """Load the model, serve, and shut down in order: accept no new requests, finish or cancel the
     running ones, then close engine and store."""
-    service = await asyncio.to_thread(_open_service, config)
+    service = await asyncio.to_thread(_open_service, config, app[RAM])
     loading = asyncio.ensure_future(service.__aenter__())
     asked = asyncio.create_task(stopping.wait())
     try:
@@ -162,7 +174,7 @@ async def _serve_until(
     except BaseException:
         asked.cancel()
         raise
-    opening = partial(asyncio.to_thread, _open_service, config)
+    opening = partial(asyncio.to_thread, _open_service, config, app[RAM])
     sleeper = Sleeper(app, service, opening, stopping)
     try:
         await asyncio.to_thread(tune_gc)
@@ -181,8 +193,8 @@ async def _serve_until(
         await sleeper.close()
 
 
-def _open_service(config: Config) -> AbstractAsyncContextManager[ApiService]:
+def _open_service(config: Config, ram: RamLimit) -> AbstractAsyncContextManager[ApiService]:
     # Imported late, so that /health answers before the import.
     from towerd.service import open_service
 
-    return open_service(config)
+    return open_service(config, ram)

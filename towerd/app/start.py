@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 
+from towerd.errors import ConfigError
 from towerd.settings.config import AUTO, Config
+from towerd.system.machine import address_bytes_max
 from towerd.system.priority import lower_priority
-from towerd.system.process import return_large_blocks
+from towerd.system.process import return_large_blocks, share_arenas
 
 _MODULES = (
     "towerd.store",
@@ -24,6 +26,8 @@ _MODULES = (
     "towerd.app.daemon",
 )
 """What the embedded engine needs, each after what it needs itself: none of them takes long alone."""
+ADDRESS_MIN = 512 << 20
+"""Bytes of address space without which libraries end the process."""
 
 
 def preload(engine: str) -> None:
@@ -37,6 +41,8 @@ def preload(engine: str) -> None:
 
 def _prepare() -> None:
     return_large_blocks()
+    if address_bytes_max():
+        share_arenas()
     gc.disable()  # until all is loaded: there is hardly any garbage, and collections take time
 
 
@@ -64,6 +70,11 @@ def preloading_quietly() -> Iterator[None]:
 
 def start(config: Config, on_ready: Callable[[str, str], None] | None = None) -> None:
     """As `towerd.app.daemon.run`, which is imported here."""
+    if 0 < (most := address_bytes_max()) < ADDRESS_MIN:
+        raise ConfigError(
+            f"ulimit -v {most >> 20} MiB is too little for towerd itself: raise it to {ADDRESS_MIN >> 20} MiB and what the "
+            "model takes."
+        )
     if config.engine == AUTO:
         _prepare()
         from towerd.engine.llama_server.process.choice import chosen

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from towerd.cold.cold_tier import ColdTier
@@ -93,9 +93,10 @@ class IdleFreezer:
     """Looks at the unused sessions again and again, the least recently used first, and codes one at
     a time. Belongs to the event loop."""
 
-    def __init__(self, tier: ColdTier) -> None:
-        """Blobs are renewed also where no session is coded by itself."""
+    def __init__(self, tier: ColdTier, may_run: Callable[[], bool] = lambda: True) -> None:
+        """Blobs are renewed also where no session is coded by itself. may_run: asked before each session"""
         self._tier = tier
+        self._may_run = may_run
         self._after_s = tier.freeze_after_s
         self._renewal = Renewal(tier)
         self._strays: list[tuple[str, str]] = []
@@ -123,7 +124,7 @@ class IdleFreezer:
         while True:
             has_more, began = False, time.monotonic()
             try:
-                if self._is_idle():
+                if self._is_idle() and self._may_run():
                     has_more = await self._free_base() or codes and await self._step()
                     has_more = has_more or await self._renew()
             except Exception as error:  # the next poll tries again

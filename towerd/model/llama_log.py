@@ -16,8 +16,10 @@ from towerd.llama_library import lib
 log = logging.getLogger("towerd.llama")
 
 _recent: deque[str] = deque(maxlen=50)
-_buffer_bytes: Counter[str] = Counter()
-_BUFFER = re.compile(r" (\w+) buffer size = +([0-9.]+) MiB")
+_buffer_bytes: Counter[tuple[bool, str]] = Counter()
+_BUFFER = re.compile(r"(\w+) +(\w+) buffer size = +([0-9.]+) MiB")
+_IN_RAM = re.compile("CPU|.*_Host$|AMX|BLAS")
+"""llama.cpp's names for what allocates main memory."""
 _HARMLESS = re.compile(
     "n_ctx_seq.*n_ctx_train"  # sequences share the context's cells, and towerd limits each of them
     # llama.cpp adds it; a story of the bundled model ends where the next begins
@@ -41,7 +43,7 @@ def _on_log(level: int, text: bytes, _user: Any) -> None:
     if not line or line == ".":
         return
     if (made := _BUFFER.search(line)) is not None:
-        _buffer_bytes[made[1]] += int(float(made[2]) * 2**20)
+        _buffer_bytes[_IN_RAM.match(made[1]) is not None, made[2]] += int(float(made[3]) * 2**20)
     if _HARMLESS.search(line):
         level = 2
     # llama.cpp's levels: 1 debug, 2 info, 3 warn, 4 error, 5 continuation of the line before.
@@ -71,12 +73,15 @@ def demoted_log() -> Iterator[None]:
         _mode.is_quiet = False
 
 
-def buffers_made() -> dict[str, int]:
+def buffers_made(*, in_ram: bool = False) -> dict[str, int]:
     """Bytes of the buffers that llama.cpp made since the last call, by its own names for them: `model`, `KV`
-    and `RS` (recurrent states), `compute`, `output`. Its API does not tell, only its log."""
-    made = dict(_buffer_bytes)
+    and `RS` (recurrent states), `compute`, `output`. Its API does not tell, only its log. in_ram: of those in
+    main memory alone"""
+    made: Counter[str] = Counter()
+    for (is_in_ram, name), n_bytes in list(_buffer_bytes.items()):
+        made[name] += n_bytes if is_in_ram or not in_ram else 0
     _buffer_bytes.clear()
-    return made
+    return dict(made)
 
 
 def forget_errors() -> None:

@@ -25,6 +25,7 @@ from towerd.api.http.keys import (
 )
 from towerd.api.http.limits import Limits
 from towerd.api.http.middleware import account, add_headers, authenticate, guard
+from towerd.api.http.room import RAM
 from towerd.api.http.tenants import Tenants
 from towerd.api.llama import mcp_proxy, predict, unsupported
 from towerd.api.ollama import models as ollama_models
@@ -54,6 +55,7 @@ from towerd.store.catalog.shared.broker import CatalogBroker
 from towerd.store.sessions.responses import ResponseTable
 from towerd.system.folders import socket_folder
 from towerd.system.process import name_process
+from towerd.system.ram_limit import RamLimit
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +88,11 @@ async def _route(
 ) -> None:
     """Serve until `stopping`; every process has ended then."""
     metrics = RouterMetrics()
+    ram = RamLimit(tables.config.ram_max)
+    if ram.is_limited:
+        ram.leave_room(launcher.room_of_router, lambda: 0)
     models = Models(launcher.models(), launcher.room, launcher.process, metrics)
-    app = build_app(tables, launcher, models, metrics, responses)
+    app = build_app(tables, launcher, models, metrics, responses, ram)
     async with listening(app, tables.config) as (_, url):
         tune_gc()
         print(f"towerd is ready: {url} ({len(models.by_name)} models)")
@@ -104,17 +109,19 @@ def build_app(
     models: Models,
     metrics: RouterMetrics,
     responses: ResponseTable,
+    ram: RamLimit,
 ) -> web.Application:
-    """The application in front of `models`."""
+    """The application in front of `models`. ram: what all processes keep to."""
     app = web.Application(middlewares=(account, guard, authenticate))
     app[CONFIG] = tables.config
     app[TABLES] = tables
     app[LAUNCHER] = launcher
     app[MODELS] = models
     app[CONVERSATIONS] = Conversations()
-    app[LIMITS] = Limits()
+    app[LIMITS] = Limits().within(tables.config.ram_max)
+    app[RAM] = ram
     app[LISTENING] = []
-    app[BODIES] = Bodies(tables.config.request_bytes_max)
+    app[BODIES] = Bodies(tables.config.request_bytes_max, ram)
     app[REQUESTS] = metrics
     app[RESPONSES] = responses
     app[TENANTS] = Tenants(tables.config.api_keys)

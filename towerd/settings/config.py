@@ -19,7 +19,7 @@ from towerd.settings.setting import Setting
 from towerd.settings.setting import config_field as _set
 from towerd.settings.vertex import Vertex
 from towerd.system import paths
-from towerd.system.machine import free_bytes, ram_bytes, usable_cores
+from towerd.system.machine import container_bytes, free_bytes, ram_bytes, usable_cores
 from towerd.tiers.formats.fidelity import FIDELITIES, LevelFormats
 
 ENGINES = ("embedded", "llama-server")
@@ -77,6 +77,11 @@ class Config:
     memory: int = _set(-1, "size", "--memory",
         "RAM for the models that are loaded at once, each with its context and its share of --hot-bytes.", low=-1,
         auto="four fifths of the RAM")
+    ram_max: int = _set(-1, "size", "--ram-max",
+        "RAM that all of towerd may take, such as 6G: models, contexts, conversations, requests, processes that it "
+        "starts. Contexts and caches whose size is not set are made to fit; when all of it is taken, new requests "
+        "wait, and then get 503. 0: no limit.", low=-1,
+        auto="the limit of the container or unit, if that is less than the RAM")
     hf_repo: str | None = _set(None, "text", "--hf-repo -hf -hfr",
         "Model to fetch from Hugging Face, as OWNER/REPO:QUANT; with its projector, unless --no-mmproj is given. "
         "Without a quantization it is Q4_K_M, else Q8_0, else the first file.")
@@ -318,6 +323,12 @@ class Config:
         self._check_together()
 
     @property
+    def ram_bytes(self) -> int:
+        """Bytes of RAM that towerd may have: --ram-max, or what there is."""
+        there_is = ram_bytes()
+        return min(there_is, self.ram_max) if self.ram_max > 0 else there_is
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """The addresses to listen on, in the given order."""
         return tuple(host.strip() for host in self.host.split(","))
@@ -353,6 +364,9 @@ class Config:
     def _resolve(self) -> None:
         """Replace the values that stand for "auto" by those in force."""
         auto: dict[str, Any] = {}
+        if self.ram_max == -1:
+            object.__setattr__(self, "ram_max", container_bytes())
+        ram = self.ram_bytes
         if self.store_dir is None:
             auto["store_dir"] = paths.store_dir()
         if self.socket is None:
@@ -366,15 +380,15 @@ class Config:
         if self.threads_batch == 0:
             auto["threads_batch"] = auto.get("threads", self.threads)
         if self.memory == -1:
-            auto["memory"] = ram_bytes() * 4 // 5
+            auto["memory"] = ram * 4 // 5
         if self.recall_bytes == -1:
-            auto["recall_bytes"] = ram_bytes() // 12
+            auto["recall_bytes"] = ram // 12
         if self.warm_bytes == -1:
             free = free_bytes(auto.get("store_dir", self.store_dir))
             auto["warm_bytes"] = min(self.disk_max or WARM_BYTES_MAX, free // 2)
         if self.hot_bytes == -1:
             on_disk = auto.get("warm_bytes", self.warm_bytes) > 0 and not self.write_budget
-            auto["hot_bytes"] = HOT_BYTES if on_disk else ram_bytes() // 8
+            auto["hot_bytes"] = min(HOT_BYTES, ram // 8) if on_disk else ram // 8
         if self.recall_disk_bytes == -1:
             most = auto.get("warm_bytes", self.warm_bytes) // 4
             most = min(most, self.disk_max // 4) if self.disk_max else most
@@ -536,9 +550,9 @@ def with_server_args(config: Config, words: tuple[str, ...]) -> Config:
     return replace(config, llama_server_args=(*config.llama_server_args, *words))
 
 
-def pinned_bytes() -> int:
+def pinned_bytes(config: Config) -> int:
     """RAM for rows of precached and pinned prompts, where it is more than --hot-bytes."""
-    return ram_bytes() // 8
+    return config.ram_bytes // 8
 
 
 def parked_bytes(config: Config) -> int:

@@ -21,7 +21,7 @@ OF_ROUTER = frozenset(
         *("host", "port", "socket", "api_keys", "api_key_file", "cors_origins", "store_dir"),
         *("cors_methods", "cors_headers", "cors_credentials", "ui_mcp_proxy", "sleep_idle_seconds"),
         *("request_bytes_max", "models_dir", "models_max", "models_autoload", "memory"),
-        "search",
+        *("ram_max", "search"),
     )
 )
 """Settings that no single model has."""
@@ -83,6 +83,7 @@ class ModelTables:
         values = {**self.in_file, **self.table(name).values, **self.given, **own}
         for key in ("models_dir", "memory", *FETCHED):
             values.pop(key, None)
+        values["ram_max"] = own.get("ram_max", self.config.ram_max)
         try:
             return with_server_args(Config(**values), (*server_args, *self.server_args))
         except ConfigError as error:

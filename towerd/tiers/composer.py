@@ -21,6 +21,8 @@ from towerd.slots.labels import Labels, head_at_places, label_places
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows, join_heads
 from towerd.store import RowsPart
+from towerd.store.segments.mapped import MAPPED
+from towerd.system.ram_limit import NO_LIMIT
 from towerd.tiers.plan import Composed
 
 Piece: TypeAlias = tuple[RowsPart, KVRows]
@@ -40,21 +42,34 @@ _THREADS = max(1, THREADS - 1)
 """One core is left to the thread that attaches the previous blob. On two cores, 8,192 tokens of the
 1B shape take 0.099 s with one thread and 0.118 s with two."""
 _ROUND_BYTES = 1 << 20
+_BLOBS_IN_ROOM, _IDLE_SHARE = 20, 8
+"""Where RAM is limited, a blob takes at most a 20th of what is left beside the model, and idle buffers an 8th: some
+blobs are on their way at once."""
 
 
 class Composer:
     """Makes blobs for one context. Thread-safe."""
 
-    def __init__(self, layout: KVLayout, *, v_trans: bool, tail: bytes) -> None:
-        """v_trans: whether the context has V transposed. tail: bytes that end every blob."""
+    def __init__(
+        self, layout: KVLayout, *, v_trans: bool, tail: bytes, room: int = NO_LIMIT
+    ) -> None:
+        """v_trans: whether the context has V transposed. tail: bytes that end every blob. room: bytes of RAM that
+        all that is not the model may take"""
         self._layout, self._v_trans, self._tail = layout, v_trans, tail
-        self._buffers = BufferPool(_BUFFER_BYTES_MAX)
+        self._room, self._is_limited = room, room < NO_LIMIT
+        self._buffers = BufferPool(min(_BUFFER_BYTES_MAX, room // _IDLE_SHARE))
         self._n_reserved = 0
         self._lock = threading.Lock()
 
+    @property
+    def _blob_bytes(self) -> int:
+        return min(BLOB_BYTES, self._room // _BLOBS_IN_ROOM)
+
     def reserve(self, n_tokens: int) -> None:
         """Have buffers ready, soon, for joining the rows of a conversation of `n_tokens`: as many
-        blobs as it fills, at most _BLOBS_WARM. What was reserved stays."""
+        blobs as it fills, at most _BLOBS_WARM. What was reserved stays; where RAM is limited, nothing is."""
+        if self._is_limited:
+            return
         n_blobs = min(_BLOBS_WARM, n_tokens * self._layout.token_bytes // BLOB_BYTES)
         with self._lock:
             n_more = n_blobs - self._n_reserved
@@ -67,7 +82,7 @@ class Composer:
 
         places: int32[n], where the context is to have each of the tokens [0, n), which rows at another
         place are labelled with; None: at its index"""
-        n_max = max(1, BLOB_BYTES // max(1, self._layout.token_bytes))
+        n_max = max(1, self._blob_bytes // max(1, self._layout.token_bytes))
         pending: list[Piece] = []
         n_pending = 0
         for part, rows in pieces:
@@ -94,6 +109,10 @@ class Composer:
         if composed.buffer is not None:
             self._buffers.release(composed.buffer)
 
+    def give_back(self) -> None:
+        """Free the buffers that are not in use."""
+        self._buffers.clear()
+
     def _is_blob(self, rows: KVRows) -> bool:
         """Whether the context accepts the bytes that these rows are views of."""
         return (
@@ -103,6 +122,7 @@ class Composer:
             and rows.layout == self._layout
             and bool(self._layout.v)  # without V the rows do not tell how the blob is framed
             and rows.v_trans == self._v_trans
+            and not (self._is_limited and rows.nbytes > self._blob_bytes)
         )
 
     def _unchanged(self, part: RowsPart, rows: KVRows) -> Composed:
@@ -130,6 +150,7 @@ class Composer:
         except BaseException:
             self._buffers.release(buffer)
             raise
+        MAPPED.read(size)
         n_hot = sum(len(rows) for part, rows in pieces if part.tier == "hot")
         head = join_heads(rows.head for _, rows in pieces)
         if head is not None and labels is not None:
@@ -182,6 +203,11 @@ class BufferPool:
             buffer = _new(size)
             buffer.fill(0)
             self.release(buffer)
+
+    def clear(self) -> None:
+        """Free the idle ones."""
+        with self._lock:
+            self._idle.clear()
 
     def release(self, buffer: npt.NDArray[np.uint8]) -> None:
         """Give a buffer back; the largest ones are kept."""

@@ -63,6 +63,10 @@ class Evictor:
 
         self._evict_hot(lambda: self._store.state.hot_bytes - bytes_max, is_unpinned, write)
 
+    def drop_unwritten(self) -> None:
+        """Drop what is left of rows in RAM, also what no disk takes: their tokens can be evaluated again."""
+        self._evict_hot(lambda: self._store.state.hot_bytes, lambda node_id: True)
+
     def evict_warm(self, bytes_max: int) -> None:
         """Delete files until they fit, into what the disk leaves for them, too: those of other row identities first;
         of the files that are worth least, those that the shared tier has, too. Pinned ones leave for the disk

@@ -36,6 +36,7 @@ from towerd.store.rows.rows import lacks
 from towerd.store.segments.coded_format import is_coded
 from towerd.store.tree.scope import is_public
 from towerd.store.tree.tree import Listener
+from towerd.system.ram_limit import RamLimit
 from towerd.tiers.composer import Composer, Piece
 from towerd.tiers.eviction import Evictor, rows_bytes
 from towerd.tiers.formats.calibration import (
@@ -51,13 +52,14 @@ from towerd.tiers.formats.calibration import (
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.formats.stored_drift import StoredDrift, stored_drift
 from towerd.tiers.formats.transform import TransformCost
+from towerd.tiers.giving_back import RowsGiver
 from towerd.tiers.moved_limits import MovedLimits, save_moved_limits
 from towerd.tiers.plan import Composed, Gap, RestorePlan, merge_adjacent
 from towerd.tiers.prefetch import Prefetcher
 from towerd.tiers.promotion import Promoter
 from towerd.tiers.ranking import Ranking
 from towerd.tiers.shrink import DEFAULT_ENDS, Shrinker
-from towerd.tiers.writer import RowsWriter, TierCounters, find_node
+from towerd.tiers.writer import RowsWriter, TierCounters, find_node, worst_stored
 from towerd.tokens import Ids, Provenance, Provenances, count_approximate, count_unmoved, origin_of
 
 log = logging.getLogger(__name__)
@@ -92,6 +94,7 @@ class Tiers(Listener):
         ranks_live: bool = False,
         thaws_ahead: bool = False,
         tail: bytes = b"",
+        ram: RamLimit | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """predictor: a trained predictor, for policies that use one
@@ -101,20 +104,17 @@ class Tiers(Listener):
         promote_delay_s: rows that were read from disk are copied into RAM when the request that
             needed them is recorded, or after this long
         pinned_bytes: RAM that rows of pinned segments may take, if it is more than `hot_bytes`
-        ranks_live: see `Ranking`; prefetch_bytes, thaws_ahead: see `Prefetcher`; tail: bytes that every composed blob must end with"""
-        self.store = store
-        self.layout = layout
-        self.hot_bytes_max = hot_bytes
-        self.pinned_bytes_max = pinned_bytes
+        ranks_live: see `Ranking`; prefetch_bytes, thaws_ahead: see `Prefetcher`; tail: bytes that every composed blob must end with;
+        ram: what gives way to its limit; None: there is none"""
+        self.store, self.layout = store, layout
+        self.ram = ram or RamLimit(address_max=0)
+        self.hot_bytes_max, self.pinned_bytes_max = hot_bytes, pinned_bytes
         self.warm_bytes_max = warm_bytes
         self.counters = TierCounters()
         self.ranking = Ranking(policy, store, clock, predictor, ranks_live=ranks_live)
-        self._promoter = Promoter(
-            store, self.counters, lambda: self.hot_bytes_max // 4, promote_delay_s
-        )
         self.prefetcher = Prefetcher(self.ranking, prefetch_bytes, clock, thaws_ahead=thaws_ahead)
         self._lock = threading.Lock()
-        self._composer = Composer(layout, v_trans=v_trans, tail=tail)
+        self._composer = Composer(layout, v_trans=v_trans, tail=tail, room=self.ram.room)
         self._work: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._idle_due = 0.0
         """time.monotonic() at which failed writes are retried."""
@@ -125,6 +125,8 @@ class Tiers(Listener):
         waiting = shrink_after_s, clock, self._shrinker
         self._writer = RowsWriter(store, self.counters, self._sufficient, *waiting)
         self.evictor = Evictor(store, self.ranking, self.counters, self._writer.unwritten)
+        self.giver = RowsGiver(self.ram, self._composer, self.evictor, self._writer, self._work.put)
+        self._promoter = Promoter(store, self.counters, self._copied_max, promote_delay_s)
         store.disk.rows_leave_by(self.evictor.evict_warm, lambda: rows_bytes(store))
         self.moved_limits: MovedLimits | None = None
         """What deviations of moved rows stay under; None: not measured, so that none are moved."""
@@ -223,8 +225,8 @@ class Tiers(Listener):
     @property
     def stored_drift(self) -> StoredDrift | None:
         """What rows in stored formats cost; None if that was not measured."""
-        found = self._stored_drift
-        return None if found is None else found[self._shrinker.has_squeezed]
+        found, is_squeezed = self._stored_drift, self._shrinker.has_squeezed
+        return None if found is None else found[is_squeezed]
 
     def drift_of(
         self,
@@ -419,7 +421,7 @@ class Tiers(Listener):
             match = self.store.match(ids, scope)
             last = match.nodes[-1] if match.nodes else None
             if last is not None and match.n == len(ids) < last.p1:
-                if lacks(_stored(last), Provenance.EXACT, self._sufficient):
+                if lacks(worst_stored(last), Provenance.EXACT, self._sufficient):
                     self.store.insert(ids, scope, [len(ids)])
 
     def _lacks(self, node: Node, scope: str, live: Provenances) -> bool:
@@ -428,7 +430,7 @@ class Tiers(Listener):
         if worst in (Provenance.MOVED, Provenance.AFTER_MOVED):
             is_own = node.scope == scope and not is_public(scope)
             return is_own and not self.exact and not node.has_rows
-        return worst < Provenance.APPROXIMATE and lacks(_stored(node), worst, self._sufficient)
+        return worst < Provenance.APPROXIMATE and lacks(worst_stored(node), worst, self._sufficient)
 
     def accept(self, gap: Gap, rows: KVRows) -> None:
         """Take exported rows of a gap into the hot tier and queue them for writing."""
@@ -440,11 +442,14 @@ class Tiers(Listener):
         if self.prefetcher.is_on:
             self._work.put(("look", None))
 
-    def flush(self) -> None:
-        """Wait until everything accepted so far is written (or failed to be)."""
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until everything accepted so far is written (or failed to be), but no longer than that."""
         done = threading.Event()
         self._work.put(("flush", done))
-        done.wait()
+        done.wait(timeout_s)
+
+    def _copied_max(self) -> int:
+        return self.giver.promoted_bytes_max(self.hot_bytes_max)
 
     def stats(self) -> dict[str, Any]:
         """Gauges and counters for /metrics and /towerd/v1/stats."""
@@ -544,7 +549,7 @@ class Tiers(Listener):
                 log.error("a segment could not be written", extra={"error": str(error)})
             except Exception:
                 log.exception("tier thread")
-            if kind == "flush":
+            if kind in ("flush", "give"):
                 item.set()
 
     def _do(self, kind: str, item: Any) -> None:
@@ -558,6 +563,8 @@ class Tiers(Listener):
             self.store.flush()
             if kind != "flush":
                 self.ranking.keep(now=kind == "stop")
+        elif kind == "give":
+            self.giver.give(self.pinned_bytes_max)
 
     def _idle_s(self) -> float:
         waits = self._shrinker.wait_s(), self.prefetcher.wait_s(), self._promoter.wait_s()
@@ -589,10 +596,3 @@ class Tiers(Listener):
             most = max(self.hot_bytes_max, self.pinned_bytes_max)
             self.evictor.evict_waiting(most, self._writer.write_leaving)
         self.evictor.evict_warm(self.warm_bytes_max)
-
-
-def _stored(node: Node) -> Provenance | None:
-    """The worst provenance of a segment's rows in memory or on disk, whichever are better; None if it
-    has none."""
-    found = [worst for worst in (node.worst_hot, node.worst_file) if worst is not None]
-    return min(found, default=None)

@@ -230,3 +230,10 @@ def find_node(store: Store, node_id: int) -> Node | None:
         return store.node(node_id)
     except NotFound:
         return None
+
+
+def worst_stored(node: Node) -> Provenance | None:
+    """The worst provenance of a segment's rows in memory or on disk, whichever are better; None if it
+    has none."""
+    found = [worst for worst in (node.worst_hot, node.worst_file) if worst is not None]
+    return min(found, default=None)

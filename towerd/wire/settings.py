@@ -50,6 +50,8 @@ class Settings:
     """Choices that one prompt may have."""
     text_bytes_max: int = 0
     """Bytes of text that are tokenized at once; 0: any number."""
+    media_bytes_max: int = 0
+    """Bytes that the media of a prompt take once they are decoded; 0: a gibibyte."""
     n_batch: int = 2048
     """Limits how much of an infill's text is used."""
     chat_template: str = ""

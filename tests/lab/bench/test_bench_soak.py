@@ -24,7 +24,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.end_headers()
-        self.wfile.write(b'{"store": {"segments": 3}, "tiers": {}}')
+        self.wfile.write(b'{"store": {"segments": 3}, "tiers": {}, "ram": {}}')
 
     def do_POST(self):
         time.sleep(600)
@@ -49,13 +49,15 @@ def sample(done: int, rss_mb: float) -> SoakSample:
 def test_the_command(ctl: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     """A short run has the expected figures, and they are plausible."""
     monkeypatch.setattr(soak, "REQUESTS_QUICK", 40)
-    found = json.loads(ctl("bench", "soak", "--quick").stdout.splitlines()[-1])
+    ran = ctl("bench", "soak", "--quick", "--ram-max", "400M")
+    found = json.loads(ran.stdout.splitlines()[-1])
     assert (found["done"], found["failed"]) == (40, 0)
     assert 0 < found["left_early"] < 20
     assert 0 < found["rss_mb_start"] <= found["rss_mb_max"] < 1000
     assert found["fds_max"] > 3
     assert found["threads_max"] > 1
     assert found["segments"] > 40
+    assert 0.1 < found["ram_of_max"] <= 1
     assert 0 < found["hot_mb_max"] < 33.6
     assert found["samples"][0]["done"] == 0
     assert found["samples"][-1]["done"] == 40

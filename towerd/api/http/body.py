@@ -22,10 +22,14 @@ from towerd.api.http.fields import json_type
 from towerd.api.http.keys import CONFIG, LIMITS
 from towerd.api.http.limits import Limits
 from towerd.api.http.reply import RequestTimeout, reason_of
-from towerd.errors import InvalidRequest, TooLarge, Unavailable
+from towerd.api.http.room import bytes_to_parse, wait_for_room
+from towerd.errors import InvalidRequest, RequestTooBig, TooLarge, Unavailable
+from towerd.system.ram_limit import RamLimit
 
 LARGEST_AT_ONCE = 4
 """The room for all bodies, in bodies of the largest size."""
+ROOM_SHARE = 4
+"""Where RAM is limited, bodies take at most one in so many parts of what is left beside the model."""
 _MARK = b"\xef\xbb\xbf"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -33,12 +37,34 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 class Bodies:
     """The bytes of all bodies that are held. Event loop only."""
 
-    def __init__(self, request_bytes_max: int) -> None:
-        self.bytes_max = LARGEST_AT_ONCE * request_bytes_max
+    def __init__(self, request_bytes_max: int, ram: RamLimit | None = None) -> None:
+        """ram: what parsing them keeps to, too; None: no limit"""
+        self.ram = ram or RamLimit(address_max=0)
         self.n_bytes = 0
+        self._bytes_max = LARGEST_AT_ONCE * request_bytes_max
+
+    @property
+    def bytes_max(self) -> int:
+        """What they may take together."""
+        return min(self._bytes_max, self.ram.room // ROOM_SHARE)
+
+    async def claim(self, request: web.Request, n_bytes: int) -> None:
+        """Claim RAM for parsing a request's body, until `release_body`. Raises RamLimitReached, RequestTooBig."""
+        await wait_for_room(self.ram, n_bytes, claim=True)
+        request[CLAIMED] = request.get(CLAIMED, 0) + n_bytes
+
+    def check(self, n_bytes: int) -> None:
+        """Raises RequestTooBig for a body that there is never room for."""
+        if self.ram.is_limited and n_bytes > self.bytes_max:
+            self.ram.n_refused += 1
+            raise RequestTooBig(
+                f"A request may have {self.bytes_max >> 20} MiB within {self.ram.text}: send less at once"
+            )
 
     def hold(self, request: web.Request, n_bytes: int) -> None:
-        """Count more bytes of a request's body. Raises Unavailable if there is no room."""
+        """Count more bytes of a request's body. Raises Unavailable if there is no room, RequestTooBig if there never
+        is."""
+        self.check(request.get(HELD, 0) + n_bytes)
         if self.n_bytes + n_bytes > self.bytes_max:
             raise Unavailable(
                 "The bodies of other requests take all the memory that there is for them; try again"
@@ -50,6 +76,8 @@ class Bodies:
 BODIES = web.AppKey("bodies", Bodies)
 HELD = web.RequestKey("held", int)
 """How many bytes of the request's body are held."""
+CLAIMED = web.RequestKey("claimed", int)
+"""How many bytes of RAM parsing it may take."""
 
 
 def release_body(request: web.Request) -> None:
@@ -57,6 +85,9 @@ def release_body(request: web.Request) -> None:
     if n_bytes := request.get(HELD):
         request.app[BODIES].n_bytes -= n_bytes
         request[HELD] = 0
+    if n_claimed := request.get(CLAIMED):
+        request.app[BODIES].ram.release(n_claimed)
+        request[CLAIMED] = 0
 
 
 async def read_object(request: web.Request) -> dict[str, Any]:
@@ -135,10 +166,15 @@ async def read_bytes(request: web.Request) -> bytes:
         return peeked
     data = BytesIO()
     bodies = request.app[BODIES]
+    bodies.check(request.content_length or 0)
+    await wait_for_room(bodies.ram, 0, claim=False)
     async for chunk in iter_bytes(request):
         bodies.hold(request, len(chunk))
         data.write(chunk)
-    return data.getvalue()  # not a copy: copying 64 MiB would block the loop for 50 ms
+    whole = data.getvalue()  # not a copy: copying 64 MiB would block the loop for 50 ms
+    if bodies.ram.is_limited:
+        await bodies.claim(request, bytes_to_parse(whole, bodies.ram.room))
+    return whole
 
 
 def iter_bytes(request: web.Request) -> AsyncIterator[bytes]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from towerd.errors import InvalidRequest
+
+BACKLOGS_RAM_SHARE = 32
+"""Streams that their clients do not take may have one in so many parts of a limited RAM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,13 @@ class Limits:
     """Fields of `response_fields`, each of which is looked up for every choice."""
     page_max: int = 1000
     """Entries of one page of a towerd listing."""
+
+    def within(self, ram_max: int) -> Limits:
+        """The same, for a daemon that may take so many bytes of RAM; 0: any number."""
+        share = ram_max // BACKLOGS_RAM_SHARE
+        return (
+            replace(self, backlogs_bytes_max=share) if 0 < share < self.backlogs_bytes_max else self
+        )
 
     def check(self, body: Any) -> None:
         """Raises InvalidRequest, naming the field, if a decoded body exceeds a limit."""

@@ -40,7 +40,7 @@ class StatsMetric:
 
     name: str
     source: str
-    """Whose `stats()`: `engine`, `tiers`, `store`, `footprint`, `written`, `cold`, `traffic` or `shared`."""
+    """Whose `stats()`: `engine`, `tiers`, `store`, `footprint`, `written`, `cold`, `traffic`, `shared` or `ram`."""
     key: str
     help: str
     counter: bool = False
@@ -65,6 +65,12 @@ SAMPLES = (
     StatsMetric("towerd_live_cells", "engine", "live_cells", "Cells of the live context"),
     StatsMetric("towerd_media_encoded_total", "engine", "media_encoded",
            "Pictures and sounds that were encoded", counter=True),
+    StatsMetric("towerd_ram_bytes", "ram", "ram_bytes",
+           "RAM that this process takes, with those that it has started"),
+    StatsMetric("towerd_ram_bytes_max", "ram", "ram_bytes_max", "RAM that they may take; NaN without a limit"),
+    StatsMetric("towerd_ram_bytes_peak", "ram", "ram_bytes_peak", "The most RAM that was seen"),
+    StatsMetric("towerd_ram_refusals_total", "ram", "ram_refusals",
+           "Requests that there was no RAM for", counter=True),
     StatsMetric("towerd_hot_bytes", "tiers", "hot_bytes", "Native rows held in RAM"),
     StatsMetric("towerd_warm_bytes", "tiers", "warm_bytes", "Rows held in segment files"),
     StatsMetric("towerd_warm_quantized_bytes", "tiers", "warm_quantized_bytes",

@@ -15,7 +15,14 @@ from towerd.api.http.keys import CONFIG, GATE, REQUESTS, TENANT, TENANTS, UI
 from towerd.api.http.reply import error_reply, from_http
 from towerd.api.http.request_log import LOGGED, log_refused
 from towerd.api.http.tenants import CALLER, OWNER, Tenant
-from towerd.errors import Forbidden, NotSupported, TowerdError, Unauthorized, Unavailable
+from towerd.errors import (
+    Forbidden,
+    NotSupported,
+    TowerdError,
+    Unauthorized,
+    Unavailable,
+    unforeseen,
+)
 from towerd.settings.addresses import host_of, is_loopback
 
 log = logging.getLogger(__name__)
@@ -86,10 +93,10 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return error_reply(from_http(error), allowed, path=request.path)
     except ConnectionError:
         raise
-    except Exception:
+    except Exception as error:
         log.exception("request failed: %s %s", request.method, request.rel_url.raw_path)
         request[LOGGED] = True
-        hidden = TowerdError("Internal error; the daemon's log has it")
+        hidden = unforeseen(error, "Internal error; the daemon's log has it")
         return error_reply(hidden, path=request.path)
 
 

@@ -90,6 +90,8 @@ def error_reply(
     """An error with its status. path: of the request, which says whose shape it has; empty:
     llama-server's, `{"error": {"code", "message", "type"}}`."""
     body = _shaped(_api_of(path), error.body(in_full=in_full)["error"])
+    if error.retry_after_s is not None:
+        headers = {"Retry-After": str(error.retry_after_s)} | (headers or {})
     return json_reply(body, status=error.status, headers=headers)
 
 

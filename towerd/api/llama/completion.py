@@ -34,7 +34,7 @@ from towerd.api.llama.task import RUNNING, Task, parse_task
 from towerd.api.llama.why import find_divergence
 from towerd.api.responses.pending_response import PendingResponse
 from towerd.engine.base import Event, Finish, Started
-from towerd.errors import InvalidRequest, NotSupported, TowerdError
+from towerd.errors import InvalidRequest, NotSupported, TowerdError, unforeseen
 from towerd.sessions.slot_saves import SlotChat
 from towerd.store.tree.scope import tenant_of
 
@@ -255,9 +255,9 @@ async def _pass_on(
         raise
     except (ConnectionError, asyncio.CancelledError):
         raise
-    except Exception:
+    except Exception as error:
         log.exception("a stream failed")
-        hidden = TowerdError("Internal error; the daemon's log has it")
+        hidden = unforeseen(error, "Internal error; the daemon's log has it")
         await stream.write(error_event(request.path, hidden))
 
 

@@ -246,4 +246,5 @@ async def all_stats(service: ApiService) -> dict[str, dict[str, Any]]:
         "cold": await asyncio.to_thread(service.cold.stats),
         "traffic": service.traffic.stats() | service.sessions.stats(),
         "shared": {} if service.roaming is None else service.roaming.stats(),
+        "ram": await asyncio.to_thread(service.tiers.ram.stats),
     }

@@ -94,7 +94,7 @@ class EmbeddedEngine:
             self._embedder = self.embedder = Embedder(core.model, config, core.n_ctx, core.adapters)
         self.n_ctx = core.n_ctx
         self.token_bytes_max = self.wire.model.token_bytes_max
-        self.text_bytes_max = config.text_bytes_max(core.n_ctx)
+        self.text_bytes_max = core.text_bytes_max(config)
         self.n_slots = config.parallel
         self.core = core
         self.store = tiers.store
@@ -295,6 +295,12 @@ class EmbeddedEngine:
             self.budgets.parked.clear()
 
         self.scheduler.call(forget)
+
+    def give_back(self) -> None:
+        """Have chats outside of the context give RAM back, soon. Any thread may call it."""
+        parked = self.budgets.parked
+        if len(parked):
+            self.scheduler.call(parked.halve)
 
     async def drain(self, grace_s: float) -> None:
         for job in list(self._generations):

@@ -5,30 +5,42 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
 from towerd.engine.base import OpenedEngine
 from towerd.engine.embedded.context.core import Core, load_core
+from towerd.engine.embedded.context.ram_plan import check_started, within_room
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.model.tokenizer_rules import check_tokenizer, keep_vocabulary, tokenizer_rules
 from towerd.model.weights_check import WeightsCheck
 from towerd.settings.config import Config, pinned_bytes
 from towerd.store import Catalog, Node, Store
 from towerd.store.catalog.identity import ModelIdentity
+from towerd.store.segments.mapped import MAPPED
+from towerd.system.ram_limit import RamLimit
 from towerd.system.uninterrupted import uninterrupted
 from towerd.tiers.checkpoint_tier import CheckpointTier, close_tiers, open_checkpoint_tier
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.manager import Tiers
 
+_MAPPED_SHARE = 8
+"""Of the RAM that is left beside the model, files that are read may take one in so many parts."""
+
 
 @asynccontextmanager
-async def open_embedded(config: Config) -> AsyncIterator[OpenedEngine[EmbeddedEngine]]:
+async def open_embedded(
+    config: Config, ram: RamLimit
+) -> AsyncIterator[OpenedEngine[EmbeddedEngine]]:
     """Load the model, open the store, start the inference thread; undo it all at the end.
 
-    At the end running requests are cancelled, live rows are exported and written, and the
+    ram: what all of it keeps to. At the end running requests are cancelled, live rows are exported and written, and the
     catalog is closed. Raises ModelError, StoreError, ConfigError."""
-    core, store = await asyncio.to_thread(_open_store, config)
+    core, store = await asyncio.to_thread(_open_store, config, ram)
+    if ram.is_limited:
+        MAPPED.bytes_max = ram.room // _MAPPED_SHARE
+        config = replace(within_room(config, ram.room), ubatch_size=core.context.n_ubatch)
     try:
         opening = partial(
             open_checkpoint_tier,
@@ -41,9 +53,13 @@ async def open_embedded(config: Config) -> AsyncIterator[OpenedEngine[EmbeddedEn
             engine = EmbeddedEngine(core, tiers, config, checkpoint_tier)
             weights = _weights_check(core, engine, store, checkpoint_tier)
             engine.look_at_weights = partial(_look, weights, store, engine)
+            gives = (MAPPED.give_back, tiers.giver.ask, engine.give_back)
+            for give in gives:
+                ram.gives_way(give)
             try:
                 await uninterrupted(asyncio.to_thread(engine.start))
                 weights.start()
+                check_started(ram)
                 yield OpenedEngine(
                     engine,
                     store,
@@ -54,10 +70,13 @@ async def open_embedded(config: Config) -> AsyncIterator[OpenedEngine[EmbeddedEn
                     _anticipate_tokens_max(config, core),
                 )
             finally:
+                for give in gives:
+                    ram.keeps(give)
                 await uninterrupted(_close(engine, weights))
         finally:
             await uninterrupted(asyncio.to_thread(close_tiers, tiers, checkpoint_tier))
     finally:
+        MAPPED.bytes_max = 0
         await uninterrupted(asyncio.to_thread(_close_store, store, core))
 
 
@@ -80,12 +99,12 @@ def _anticipate_tokens_max(config: Config, core: Core) -> int:
     return config.anticipate_tokens_max if config.anticipate and core.can_slice else 0
 
 
-def _open_store(config: Config) -> tuple[Core, Store]:
+def _open_store(config: Config, ram: RamLimit) -> tuple[Core, Store]:
     """Lock the store first, so that a second daemon fails before it loads a model."""
     cores: list[Core] = []
 
     def load(catalog: Catalog) -> ModelIdentity:
-        core = load_core(config, catalog)
+        core = load_core(config, catalog, ram)
         cores.append(core)
         known = core.info.row_identity
         return ModelIdentity(known, tokenizer_rules(core.model.path, known.model_hash, catalog))
@@ -112,7 +131,8 @@ def _open_tiers(config: Config, core: Core, store: Store) -> Tiers:
         core.layout,
         v_trans=core.context.v_trans,
         hot_bytes=config.hot_bytes,
-        pinned_bytes=pinned_bytes(),
+        pinned_bytes=min(pinned_bytes(config), core.ram.room // 4),
+        ram=core.ram,
         warm_bytes=config.warm_bytes,
         policy=config.policy,
         predictor=config.predictor,

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -18,6 +19,8 @@ from towerd.model.tokenizer_rules import check_tokenizer, keep_vocabulary, token
 from towerd.settings.config import Config, pinned_bytes
 from towerd.store import Catalog, Node, Store
 from towerd.store.catalog.identity import ModelIdentity
+from towerd.store.segments.mapped import MAPPED
+from towerd.system.ram_limit import RamLimit
 from towerd.system.uninterrupted import uninterrupted
 from towerd.tiers.checkpoint_tier import CheckpointTier, close_tiers, open_checkpoint_tier
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
@@ -28,16 +31,27 @@ from towerd.tiers.moved_limits import load_moved_limits
 
 log = logging.getLogger(__name__)
 
+ROOM_MIN = 64 << 20
+"""Bytes beside a llama-server without which nothing can be answered."""
+ROOM_SHARE = 0.7
+"""Of what a llama-server has left when it was started; it takes the rest for its first batches."""
+
 
 @asynccontextmanager
-async def open_llama_server(config: Config) -> AsyncIterator[OpenedEngine[LlamaServerEngine]]:
-    """Start or attach, probe, open the store for what was found; undo it all at the end.
+async def open_llama_server(
+    config: Config, ram: RamLimit | None = None
+) -> AsyncIterator[OpenedEngine[LlamaServerEngine]]:
+    """Start or attach, probe, open the store for what was found; undo it all at the end. ram: what it keeps to
+    with a llama-server that it starts.
 
     At the end, rows that only slots hold are saved and written. Raises ConfigError, ModelError,
     StoreError."""
     async with AsyncExitStack() as stack:
         backend, described, store = await _open_store(config, stack)
-        tiers = await asyncio.to_thread(_open_tiers, config, backend, store)
+        if ram is not None and ram.is_limited:
+            config = _within(config, ram)
+            stack.callback(ram.take_back)
+        tiers = await asyncio.to_thread(_open_tiers, config, backend, store, ram)
         checkpoint_tier = await asyncio.to_thread(_open_checkpoint_tier, config, backend, store)
         try:
             await asyncio.to_thread(_use_measured, tiers, store)
@@ -47,13 +61,32 @@ async def open_llama_server(config: Config) -> AsyncIterator[OpenedEngine[LlamaS
                 await asyncio.to_thread(store.index_runs)
             for note in engine.notes:
                 log.warning(note)
+            gives = MAPPED.give_back, tiers.giver.ask
+            for give in gives:
+                tiers.ram.gives_way(give)
             try:
                 forget = _forgetter(engine, store, checkpoint_tier)
                 yield OpenedEngine(engine, store, tiers, forget, checkpoint_tier)
             finally:
+                for give in gives:
+                    tiers.ram.keeps(give)
                 await uninterrupted(engine.close())
         finally:
             await uninterrupted(asyncio.to_thread(close_tiers, tiers, checkpoint_tier))
+
+
+def _within(config: Config, ram: RamLimit) -> Config:
+    """The settings with the caches that there is RAM for beside a llama-server, whose own sizes its flags say. Raises
+    ConfigError if it leaves too little."""
+    left = ram.left_at_start()
+    if left < ROOM_MIN:
+        raise ConfigError(
+            f"{ram.text} is too little: llama-server has taken {ram.taken() >> 20} MiB with towerd. Raise it by "
+            f"{(ROOM_MIN - left) >> 20} MiB, or lower --ctx-size."
+        )
+    room = max(ROOM_MIN, int(ROOM_SHARE * left))
+    ram.leave_room(room, lambda: 0)
+    return replace(config, hot_bytes=min(config.hot_bytes, room // 4))
 
 
 def _use_measured(tiers: Tiers, store: Store) -> None:
@@ -140,14 +173,17 @@ async def _open_store(
     return backend, described, store
 
 
-def _open_tiers(config: Config, backend: LlamaServerBackend, store: Store) -> Tiers:
-    spec = backend.probe.spec
+def _open_tiers(
+    config: Config, backend: LlamaServerBackend, store: Store, ram: RamLimit | None
+) -> Tiers:
+    spec, ram = backend.probe.spec, ram or RamLimit(address_max=0)
     return Tiers(
         store,
         store.state.row_identity.layout,
         v_trans=spec is not None and spec.v_trans,
         hot_bytes=config.hot_bytes,
-        pinned_bytes=pinned_bytes(),
+        pinned_bytes=min(pinned_bytes(config), ram.room // 4),
+        ram=ram,
         warm_bytes=config.warm_bytes,
         policy=config.policy,
         predictor=config.predictor,

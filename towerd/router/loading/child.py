@@ -28,7 +28,7 @@ from towerd.system.process import die_with_parent, name_process
 
 LENGTH_BYTES = 8
 CHECK, LOAD = b"c", b"l"
-"""What the router orders."""
+"""What the router orders. Behind LOAD is the RAM that the process may take, in LENGTH_BYTES; 0: no limit."""
 STDIN, STDOUT, STDERR = 0, 1, 2
 T = TypeVar("T")
 
@@ -49,6 +49,7 @@ def main() -> int:
         while _read(_order) == CHECK:
             _check(config)
             _tell(report, {"checked": True})
+        config = replace(config, ram_max=_read(_number))
         die_with_parent(STDIN)
         start(config, lambda url, model: _tell_last(report, {}))
     except TowerdError as error:
@@ -95,10 +96,13 @@ def _read(what: Callable[[IO[bytes]], T]) -> T:
 
 
 def _config(pipe: IO[bytes]) -> Config:
-    length = int.from_bytes(_exactly(pipe, LENGTH_BYTES))
-    config = pickle.loads(_exactly(pipe, length))
+    config = pickle.loads(_exactly(pipe, _number(pipe)))
     assert isinstance(config, Config)
     return config
+
+
+def _number(pipe: IO[bytes]) -> int:
+    return int.from_bytes(_exactly(pipe, LENGTH_BYTES))
 
 
 def _order(pipe: IO[bytes]) -> bytes:

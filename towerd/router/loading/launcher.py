@@ -22,7 +22,7 @@ from towerd.router.loading.room import Room
 from towerd.settings.config import Config, chats_bytes
 from towerd.settings.model_tables import ModelTables
 from towerd.store.catalog.shared.broker import CatalogBroker
-from towerd.system.machine import ram_bytes
+from towerd.system.ram_limit import own_bytes
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,14 @@ NAME_CHARS_MAX = 100
 """Of a model's name in the name of a file."""
 PROCESS_BYTES = 150 * 2**20
 """What a process takes besides its model."""
+ROOM_BYTES = 160 * 2**20
+"""What it needs besides where RAM is limited: small compute buffers, and room for requests."""
+SPARE_RAM_MIN = 4 * 2**30
+"""With less RAM no process is kept in reserve."""
+ROUTER_ROOM_MIN, ROUTER_SHARE = 32 * 2**20, 32
+"""Requests in the router may take so many bytes, or one in so many parts of a limited RAM."""
+KEPT_SHARE = 0.97
+"""Share of a limited RAM that is given away: the rest is for what was not foreseen."""
 
 
 class Launcher:
@@ -40,7 +48,10 @@ class Launcher:
 
     def __init__(self, tables: ModelTables, folder: Path, broker: CatalogBroker) -> None:
         """folder: a private one, for sockets."""
-        self.room = Room(tables.config.memory, tables.config.models_max)
+        config = tables.config
+        self.room_of_router = max(ROUTER_ROOM_MIN, config.ram_max // ROUTER_SHARE)
+        """RAM for requests in this process, where it is limited."""
+        self.room = Room(self._memory(config), config.models_max, is_limited=config.ram_max > 0)
         self._tables = tables
         self._folder = folder
         self._broker = broker
@@ -48,6 +59,14 @@ class Launcher:
         self._spare: ModelProcess | None = None
         self._sparing: asyncio.Task[None] | None = None
         self._entries: Mapping[str, ModelEntry] = {}
+
+    def _memory(self, config: Config) -> int:
+        """RAM for all models together, of which the router takes its own part, in bytes."""
+        if not config.ram_max:
+            return config.memory
+        own = own_bytes() + self.room_of_router
+        spare = PROCESS_BYTES if config.ram_max >= SPARE_RAM_MIN else 0
+        return min(config.memory, max(1, int(config.ram_max * KEPT_SHARE) - own - spare))
 
     @property
     def spare_pid(self) -> int | None:
@@ -87,8 +106,11 @@ class Launcher:
 
     def keep_spare(self, after: ModelProcess | None = None) -> None:
         """Have a process in reserve that has its imports done, where there are models to switch
-        between. after: a process that has yet to do its own, whose model is loaded first. The one
+        between, and RAM for it. after: a process that has yet to do its own, whose model is loaded first. The one
         in reserve does them while a model is loaded, which keeps one core busy."""
+        ram_max = self._tables.config.ram_max
+        if 0 < ram_max < SPARE_RAM_MIN:
+            return
         if len(self._entries) > 1 and (self._sparing is None or self._sparing.done()):
             self._sparing = asyncio.create_task(self._make_spare(after))
 
@@ -153,5 +175,7 @@ def trace_of(path: Path, name: str, names: Collection[str]) -> Path:
 
 def _estimate(entry: ModelEntry, config: Config) -> int:
     """RAM that a model takes before it was measured: rather too much than too little."""
-    context = ram_bytes() // CONTEXT_RAM_SHARE
+    context = config.ram_bytes // CONTEXT_RAM_SHARE
+    if config.ram_max:
+        context += ROOM_BYTES
     return entry.file_bytes() + context + chats_bytes(config) + PROCESS_BYTES

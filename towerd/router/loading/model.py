@@ -35,6 +35,8 @@ class RoutedModel:
     table: ModelTable
     need_bytes: int
     """RAM that it takes: estimated, after its first load measured."""
+    ram_share: int = 0
+    """RAM that its next process may take, in bytes; 0: any."""
     state: State = State.UNLOADED
     process: ModelProcess | None = None
     loading: asyncio.Task[None] | None = None

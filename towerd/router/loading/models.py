@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -32,6 +32,8 @@ from towerd.router.loading.room import Room
 from towerd.system.machine import resident_bytes
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PATIENCE_S = 10.0
 """Before busy models that are in the way take no new requests."""
@@ -257,8 +259,9 @@ class Models:
         process = model.process = await candidate.take()
         try:
             self._check_wanted(model)
-            await process.load(partial(self._progresses, model))
+            await process.load(partial(self._progresses, model), model.ram_share)
             model.info = await _model_info(process)
+            keeps_to = await _ram_max(process) if self.room.is_limited else 0
             resident = await asyncio.to_thread(resident_bytes, process.pid)
             self._check_wanted(model)
             if process.exit_code is not None:
@@ -266,7 +269,7 @@ class Models:
         except BaseException:
             await process.end()
             raise
-        model.need_bytes = resident + process.chats_bytes
+        model.need_bytes = keeps_to or resident + process.chats_bytes
         model.state, model.failure, model.exit_code = State.LOADED, None, 0
         model.was_loaded, model.last_used_s = True, time.monotonic()
         model.watch = self._task(self._watch(model, process))
@@ -325,6 +328,7 @@ class Models:
                     occupants = [each.occupies(beside=model) for each in others]
                     verdict = self.room.verdict(model.need_bytes, occupants)
                     if verdict.fits:
+                        model.ram_share = self.room.share(occupants)
                         return True
                     if verdict.never:
                         raise _no_room(model, others)
@@ -514,13 +518,24 @@ def _no_room(model: RoutedModel, others: Sequence[RoutedModel]) -> TowerdError:
 
 async def _model_info(process: ModelProcess) -> dict[str, Any]:
     """What a process says of its model in GET /v1/models. Raises ModelError."""
+    return await _said(process, "/v1/models", lambda listed: dict(listed["data"][0]))
+
+
+async def _ram_max(process: ModelProcess) -> int:
+    """The RAM that a process keeps to, with its conversations, in bytes; 0: it has no limit. Raises ModelError."""
+    return await _said(
+        process, "/towerd/v1/stats", lambda stats: stats["ram"]["ram_bytes_max"] or 0
+    )
+
+
+async def _said(process: ModelProcess, path: str, what: Callable[[Any], T]) -> T:
+    """What a process answers. Raises ModelError."""
     try:
         async with asyncio.timeout(CHECK_S_MAX):
-            reply = await process.send("GET", "/v1/models", {CALLER: SOCKET})
+            reply = await process.send("GET", path, {CALLER: SOCKET})
             try:
-                listed = msgspec.json.decode(await read_all(reply))
+                return what(msgspec.json.decode(await read_all(reply)))
             finally:
                 reply.close()
-        return dict(listed["data"][0])
     except (ClientFailure, TimeoutError, msgspec.DecodeError, LookupError) as error:
         raise ModelError(f"The process of a model does not say what it serves: {error}.") from error

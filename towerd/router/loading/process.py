@@ -94,17 +94,18 @@ class ModelProcess:
         if not line or "error" in json.loads(line):
             raise await self._why_not(line)
 
-    async def load(self, on_progress: Callable[[float], None]) -> None:
+    async def load(self, on_progress: Callable[[float], None], ram_max: int = 0) -> None:
         """Load the model, starting the process if it was not, and return when requests are answered.
-        on_progress: gets the share of the weights that is loaded, from 0 to 1, rising. Raises ModelError or DiskFull
+        on_progress: gets the share of the weights that is loaded, from 0 to 1, rising. ram_max: bytes of RAM that the
+        process may take; 0: no limit. Raises ModelError or DiskFull
         with the reason why that did not come about, and OSError; `exit_code` has its status then."""
         try:
-            await self._load(on_progress)
+            await self._load(on_progress, ram_max)
         finally:
             self.is_settled.set()
 
-    async def _load(self, on_progress: Callable[[float], None]) -> None:
-        await self._order(LOAD)
+    async def _load(self, on_progress: Callable[[float], None], ram_max: int) -> None:
+        await self._order(LOAD + ram_max.to_bytes(LENGTH_BYTES))
         assert self._process is not None
         assert self._process.stdout is not None
         stopping = asyncio.create_task(self._end_if_stopped())

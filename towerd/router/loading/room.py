@@ -40,6 +40,14 @@ class Room:
     memory_bytes: int
     models_max: int
     """Models loaded at once; 0: any number."""
+    is_limited: bool = False
+    """Whether each process gets what the others leave, and keeps to it."""
+
+    def share(self, occupants: Sequence[Occupant]) -> int:
+        """Bytes that a model may take beside others, with everything that its process takes; 0: any number."""
+        if not self.is_limited:
+            return 0
+        return max(1, self.memory_bytes - sum(each.need_bytes for each in occupants))
 
     def verdict(self, need_bytes: int, occupants: Sequence[Occupant]) -> Verdict:
         """What must leave for a model that needs so much. A model always fits alone,

@@ -212,6 +212,11 @@ class _SealedMap(FileMap):
         else:
             list(pool.map(self._decrypt, tasks))
 
+    def give_back(self) -> None:
+        """Of the file alone: what was decrypted is nowhere else, and may be in use."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._sealed.madvise(mmap.MADV_DONTNEED)
+
     def _decrypt(self, pages: list[int]) -> None:
         """Two threads may decrypt one page, to the same bytes."""
         sealed, plain = memoryview(self._sealed), memoryview(self)

@@ -29,6 +29,12 @@ class FileMap(mmap.mmap):
         self.need(at, n_bytes)
         return memoryview(self)[at : at + n_bytes]
 
+    def give_back(self) -> None:
+        """Have what was read not count as RAM any more: the next read finds it in the page cache. Raises OSError,
+        ValueError if it was closed."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.madvise(mmap.MADV_DONTNEED)
+
     def whole(self) -> memoryview:
         """All bytes. Raises StateError if any are damaged."""
         self.need(0, len(self))

@@ -27,6 +27,7 @@ from towerd.slots.row_identity import RowIdentity
 from towerd.slots.rows import HeadRows, KVRows
 from towerd.store.files.file_map import PLAIN_FILES, FileMap, StoreFiles
 from towerd.store.segments.coded_format import CodedPiece, coding_of, is_coded
+from towerd.store.segments.mapped import MAPPED
 from towerd.store.segments.segment_header import (
     PREAMBLE,
     BlobEntry,
@@ -381,6 +382,7 @@ class SegmentFile:
         data = self._mapped() if self._mapped is not None else None
         if data is None:
             data = self._files.map(self.path, self.nbytes)
+            MAPPED.add(data)
             self._mapped = weakref.ref(data)
         return data
 
@@ -463,7 +465,9 @@ def check_pieces(
 
     def is_good(span: Span) -> bool:
         offset, n_bytes, expected = span
-        return checksum(data.view(start + offset, n_bytes)) == expected
+        is_same = checksum(data.view(start + offset, n_bytes)) == expected
+        MAPPED.read(n_bytes)
+        return is_same
 
     spans = [span for piece in pieces for span in piece.spans]
     results = map(is_good, spans) if pool is None else pool.map(is_good, spans)

@@ -32,9 +32,8 @@ namespace {
 constexpr uint64_t kChannels  = 3;
 constexpr int      kSoundRate = 16'000;  // of most models
 
-[[noreturn]] void refuse_media() {
-    refuse("The media of a prompt take more than " + std::to_string(bounds::kMediaBytesMax >> 20) +
-           " MiB when they are decoded");
+[[noreturn]] void refuse_media(size_t n_bytes_max) {
+    refuse("The media of a prompt take more than " + std::to_string(n_bytes_max >> 20) + " MiB when they are decoded");
 }
 
 bool begins(const raw_buffer & file, std::string_view signature) {
@@ -95,17 +94,19 @@ uint64_t bytes_of_sound(const raw_buffer & file, int rate) {
 void check_medium(const raw_buffer & file) {
     bytes_of_picture(file);
     if (bytes_of_sound(file, kSoundRate) > bounds::kMediaBytesMax) {
-        refuse_media();
+        refuse_media(bounds::kMediaBytesMax);
     }
 }
 
 void check_media(const Model & model, const std::vector<raw_buffer> & files) {
     const int rate    = model.mtmd() == nullptr ? -1 : mtmd_get_audio_sample_rate(model.mtmd());
     uint64_t  n_bytes = 0;
+    const size_t n_bytes_max =
+        model.media_bytes_max() == 0 ? bounds::kMediaBytesMax : std::min(bounds::kMediaBytesMax, model.media_bytes_max());
     for (const auto & file : files) {
         n_bytes += bytes_of_picture(file) + (rate > 0 ? bytes_of_sound(file, rate) : 0);
-        if (n_bytes > bounds::kMediaBytesMax) {
-            refuse_media();
+        if (n_bytes > n_bytes_max) {
+            refuse_media(n_bytes_max);
         }
     }
 }

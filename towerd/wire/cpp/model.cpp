@@ -44,6 +44,7 @@ Model::Model(const llama_model * model, const std::string & settings, Tokenizer 
 void Model::take_settings(const json & settings) {
     name_           = settings.at("name").get<std::string>();
     text_bytes_max_ = settings.at("text_bytes_max").get<size_t>();
+    media_bytes_max_ = settings.at("media_bytes_max").get<size_t>();
     kept_fields_    = settings.at("kept_fields").get<std::vector<std::string>>();
     is_upstream_    = settings.at("is_upstream").get<bool>();
 

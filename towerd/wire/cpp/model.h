@@ -38,6 +38,7 @@ public:
     int                           n_ctx() const { return params_.n_ctx; }
     // Bytes of text that a token stands for, at most; 0: any number.
     size_t                        token_bytes_max() const { return token_bytes_max_; }
+    size_t media_bytes_max() const { return media_bytes_max_; }
     // Raises Refused (413) for a text that is too long to be tokenized: that takes many times its bytes.
     void                          check_text(size_t n_bytes) const;
     // Null if it takes text alone.
@@ -80,6 +81,7 @@ private:
     std::string              name_;
     size_t                   token_bytes_max_ = 0;
     size_t                   text_bytes_max_  = 0;
+    size_t                   media_bytes_max_ = 0;
     std::vector<std::string> kept_fields_;
     bool                     is_upstream_ = false;
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <exception>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -46,6 +47,8 @@ auto answering(error_type type, Work && work) {
         return work();
     } catch (const Refused &) {
         throw;
+    } catch (const std::bad_alloc &) {
+        throw Refused("There is no memory for this request now: try again in a few seconds", ERROR_TYPE_UNAVAILABLE);
     } catch (const std::exception & error) {
         throw Refused(error.what(), type);
     }

@@ -38,7 +38,7 @@ from towerd.engine.embedded.calibration.unfinished import Unfinished
 from towerd.engine.embedded.context.core import Core
 from towerd.engine.embedded.run.scheduler import Scheduler
 from towerd.engine.moving.rotation import Rotation
-from towerd.errors import DiskFull, NotSupported, StoreError, TowerdError
+from towerd.errors import DiskFull, NotSupported, RamLimitReached, StoreError, TowerdError
 from towerd.model.vocab import Vocab
 from towerd.slots.kind import WINDOW
 from towerd.store import Store
@@ -85,6 +85,8 @@ results on every machine."""
 _IDLE_S = 60.0
 """How long the engine must have been idle before a calibration begins by itself."""
 _POLL_S = 0.5
+_RAM_BYTES, _RAM_TOKENS = 64 << 20, 4096
+"""RAM that a measurement takes beside the context: so many bytes, and the rows of so many tokens."""
 _BUSY_S = 0.2
 """How long to wait before asking again whether a step may run."""
 _LOOK_S = 0.02
@@ -262,10 +264,16 @@ class Calibrator:
             n_decoded = self._scheduler.counters["tokens_decoded"]
             if self._scheduler.is_busy or n_decoded != seen:
                 idle_since, seen = time.monotonic(), n_decoded
-            elif time.monotonic() - idle_since >= self._idle_s:
+            elif time.monotonic() - idle_since >= self._idle_s and self._has_ram:
                 return True
             self._wake.wait(min(_POLL_S, self._idle_s))
         return self._asked is not None
+
+    @property
+    def _has_ram(self) -> bool:
+        """Whether measuring would keep to the limit on RAM."""
+        copied = _RAM_TOKENS * self._tiers.layout.token_bytes
+        return self._tiers.ram.has_room(_RAM_BYTES + copied)
 
     def _attempt(self) -> None:
         asked, self._asked = self._asked, None
@@ -300,6 +308,10 @@ class Calibrator:
         """Measure what is asked for, and continue what was measured of it before, unless `again`;
         why a part cannot be measured, or "". Raises TowerdError, _CalibrationStopped."""
         failed, plan = "", None
+        if not self._has_ram:
+            raise RamLimitReached(
+                "Measuring takes more RAM than there is now: raise --ram-max, or try again later."
+            )
         try:
             plan = self._plan() if formats else None
         except TowerdError as error:

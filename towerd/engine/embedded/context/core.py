@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,13 @@ from towerd.engine.base import KEPT_FIELDS, ModelInfo
 from towerd.engine.embedded.context.adapters import Adapters, load_adapters
 from towerd.engine.embedded.context.context import LlamaContext
 from towerd.engine.embedded.context.memory import SequenceMemory, n_seqs_of, open_memory
+from towerd.engine.embedded.context.ram_plan import (
+    check_weights,
+    planned,
+    room_wanted,
+    untouched_bytes,
+    within_room,
+)
 from towerd.engine.embedded.context.taps import Taps
 from towerd.errors import ConfigError, ModelError
 from towerd.kernels.formats import BY_NAME
@@ -37,6 +44,7 @@ from towerd.model.row_flags import (
 from towerd.model.row_memory import RowMemory, row_memory
 from towerd.model.vocab import Vocab
 from towerd.models.bundled import find_model
+from towerd.models.hub.file_names import parts_of
 from towerd.models.known import metadata_of
 from towerd.settings.config import UNQUANTIZED, WATCHING, Config, partial_bytes
 from towerd.settings.llama_flags import adapter_files, media_flags, named_files, words_of
@@ -46,7 +54,8 @@ from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.row_identity import RowIdentity, tokenizer_hash
 from towerd.slots.selftest import check_slot_file, self_test
 from towerd.store import Catalog
-from towerd.system.machine import own_resident_bytes, ram_bytes
+from towerd.system.machine import own_resident_bytes
+from towerd.system.ram_limit import MEDIA_SHARE, TEXT_SHARE, RamLimit, own_bytes
 from towerd.wire import Model, Projector, ProjectorOptions, Settings, recommended
 
 log = logging.getLogger(__name__)
@@ -59,6 +68,8 @@ _LIVE_RAM_SHARE = 8
 """The default live context takes at most 1 / _LIVE_RAM_SHARE of RAM."""
 _LIVE_GPU_SHARE = 2
 """On a GPU it takes at most 1 / _LIVE_GPU_SHARE of what the weights left free: compute buffers need memory, too."""
+SEGMENT_BYTES = 2048
+"""What a segment takes in the prefix tree and in what follows it."""
 _SCORE_BYTES = 4
 _SCORES_RAM_SHARE = 8
 """The scores of one batch may take at most 1 / _SCORES_RAM_SHARE of RAM."""
@@ -81,6 +92,11 @@ class Core:
     """Encodes media; None if the model takes none."""
     taps: Taps | None = None
     """Reads the context's graphs; None unless the daemon was started with a policy that needs it."""
+    ram: RamLimit = field(default_factory=RamLimit)
+
+    def text_bytes_max(self, config: Config) -> int:
+        """Bytes of text that are tokenized at once."""
+        return min(config.text_bytes_max(self.n_ctx), self.ram.room // TEXT_SHARE)
 
     @property
     def can_slice(self) -> bool:
@@ -92,6 +108,7 @@ class Core:
         return self.info.row_identity.layout
 
     def close(self) -> None:
+        self.ram.take_back()
         self.context.close()
         self.model.close()
 
@@ -108,43 +125,86 @@ def check_before_loading(config: Config) -> None:
     check_reply_flags(config)
 
 
-def load_core(config: Config, catalog: Catalog) -> Core:
-    """Load `config.model` (or the default); `catalog` remembers the file's hash.
+def load_core(config: Config, catalog: Catalog, ram: RamLimit | None = None) -> Core:
+    """Load `config.model` (or the default); `catalog` remembers the file's hash. ram: what it keeps to; None: no
+    limit.
 
     Raises ModelError, also for a state format that fails the self-test (with the version), and
     ConfigError for sizes that are not possible."""
     check_before_loading(config)
-    model = LlamaModel(find_model(config.model), config)
+    path, ram = find_model(config.model), ram or RamLimit(address_max=0)
+    if ram.is_limited and path.is_file():
+        check_weights(parts_of(path), config, ram)
+    before = own_bytes()
+    model = LlamaModel(path, config)
+    projector: Projector | None = None
     try:
-        rows = row_memory(model, config, ram_bytes())
-        n_ctx, n_cells = _sizes(model, config, rows)
-        attention = flash_attention(config, rows, n_head=model.n_head, n_cells=n_cells)
-        config = replace(config, flash_attn=attention)
-        n_seqs = on_short_lived_thread(lambda: n_seqs_of(model, config, rows))
-        taps = Taps() if config.retention in WATCHING else None
-        buffers_made()  # those of trials
-        context = LlamaContext(model, config, n_cells=n_cells, n_seqs=n_seqs, taps=taps)
-        logging.getLogger("towerd.memory").info(
-            memory_line(model.size_bytes, buffers_made(), context.n_cells, config)
-        )
+        projector = on_short_lived_thread(lambda: open_projector(model, config, catalog))
+        tree = _tree_bytes(catalog) if ram.is_limited else 0
+        loaded = own_bytes() - before
+        context, n_ctx, taps = _open_context(model, config, ram, loaded, tree)
     except Exception:
+        del projector
         model.close()
         raise
     try:
         vocab = Vocab(model.ptr)
         memory = on_short_lived_thread(lambda: _probe(context, model))
         info = _info(model, vocab, config, memory, catalog)
-        projector = on_short_lived_thread(lambda: open_projector(model, config, memory, catalog))
         if projector is not None:
+            check_projector(projector, config, memory)
             info = replace(info, has_media=True)
         files, applied = adapter_files(config.llama_server_args)
         adapters = load_adapters(model, files, catalog, applied=applied)
     except Exception:
+        ram.take_back()
         context.close()
         model.close()
         raise
-    why_not = memory.kind.why_not_movable
-    return Core(model, context, vocab, info, n_ctx, memory, adapters, why_not, projector, taps)
+    parts = (context, vocab, info, n_ctx, memory, adapters, memory.kind.why_not_movable)
+    return Core(model, *parts, projector, taps, ram)
+
+
+def _open_context(
+    model: LlamaModel, config: Config, ram: RamLimit, resident: int, tree: int
+) -> tuple[LlamaContext, int, Taps | None]:
+    """The context of a model of which so many bytes are resident, the tokens of a conversation, and what reads its
+    graphs. tree: bytes that the store's prefix tree will take. Raises ModelError, ConfigError."""
+    rows = row_memory(model, config, config.ram_bytes)
+    n_ctx, n_cells = _sizes(model, config, rows)
+
+    def attention(config: Config, n_cells: int) -> str:
+        return flash_attention(config, rows, n_head=model.n_head, n_cells=n_cells)
+
+    def n_seqs_for(config: Config) -> int:
+        return on_short_lived_thread(lambda: n_seqs_of(model, config, rows))
+
+    room = 0
+    if ram.is_limited:
+        others = tree + (max(0, model.size_bytes - resident) if not rows.n_on_gpu else 0)
+        sizes = n_ctx, n_cells
+        found = planned(model, config, ram, sizes, attention, n_seqs_for, others)
+        config, n_ctx, n_cells, room = found.config, found.n_ctx, found.n_cells, found.room
+    else:
+        config = replace(config, flash_attn=attention(config, n_cells))
+    n_seqs = n_seqs_for(config)
+    taps = Taps() if config.retention in WATCHING else None
+    buffers_made()  # those of trials
+    context = LlamaContext(model, config, n_cells=n_cells, n_seqs=n_seqs, taps=taps)
+    made = buffers_made()
+    if ram.is_limited:
+        if config.behind_router:  # what it has no use for is for other models
+            room = ram.keep_to(room, room_wanted(config))
+        ram.leave_room(room, lambda: untouched_bytes(context.host_buffers))
+        config = within_room(config, room)
+    logging.getLogger("towerd.memory").info(
+        memory_line(model.size_bytes, made, context.n_cells, config)
+    )
+    return context, n_ctx, taps
+
+
+def _tree_bytes(catalog: Catalog) -> int:
+    return SEGMENT_BYTES * int(catalog.rows("SELECT count(*) FROM segments")[0][0])
 
 
 def memory_line(weights: int, buffers: Mapping[str, int], n_cells: int, config: Config) -> str:
@@ -161,6 +221,8 @@ def memory_line(weights: int, buffers: Mapping[str, int], n_cells: int, config: 
     ]
     if (partial := partial_bytes(config)) > 0:
         parts.append(f"up to {_mib(partial)} for what left the context (--recall-bytes)")
+    if config.ram_max:
+        parts.append(f"all of it at most {_mib(config.ram_max)} (--ram-max)")
     resident = own_resident_bytes()
     now = "" if resident is None else f"; {_mib(resident)} of RAM in use now"
     return ", ".join(parts) + now
@@ -334,9 +396,7 @@ def flash_attention(config: Config, rows: RowMemory, *, n_head: int, n_cells: in
     return "off" if scores_bytes <= rows.ram // _SCORES_RAM_SHARE else "auto"
 
 
-def open_projector(
-    model: LlamaModel, config: Config, memory: SequenceMemory, memo: Memo
-) -> Projector | None:
+def open_projector(model: LlamaModel, config: Config, memo: Memo) -> Projector | None:
     """What --mmproj names, or None. `memo` remembers the file's hash. Raises ConfigError."""
     flags = media_flags(config.llama_server_args)
     if not flags.path:
@@ -356,16 +416,20 @@ def open_projector(
         warmup=flags.warmup,
     )
     try:
-        projector = Projector(model.address, options.encode())
+        return Projector(model.address, options.encode())
     except RuntimeError as error:
         raise ConfigError(f"--mmproj: {error}: {last_errors() or 'no reason given'}.") from error
+
+
+def check_projector(projector: Projector, config: Config, memory: SequenceMemory) -> None:
+    """Raises ConfigError if the rows of media cannot be stored."""
     if projector.uses_mrope and memory.kind is WINDOW:
+        path = media_flags(config.llama_server_args).path
         raise ConfigError(
             f"--mmproj {path}: this model has sliding windows, and pictures with positions of several "
             "components (M-RoPE), whose rows this engine does not store: leave --mmproj out, or use "
             "--engine llama-server with -- --mmproj FILE."
         )
-    return projector
 
 
 def open_wire(core: Core, config: Config, retokenizer: Retokenizer) -> Model:
@@ -374,7 +438,8 @@ def open_wire(core: Core, config: Config, retokenizer: Retokenizer) -> Model:
     settings = Settings(
         name=core.info.alias,
         n_ctx=core.n_ctx,
-        text_bytes_max=config.text_bytes_max(core.n_ctx),
+        text_bytes_max=core.text_bytes_max(config),
+        media_bytes_max=core.ram.room // MEDIA_SHARE if core.ram.is_limited else 0,
         n_parallel=config.parallel,
         n_batch=config.batch_size,
         chat_template=config.chat_template_source() or _known_template(core),

@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes.util import find_library
 from typing import NamedTuple
 
 from towerd.llama_library import lib
@@ -74,7 +73,7 @@ def zero_pages_returned() -> Iterator[list[HostBuffer]]:
 
 def _return_zeros(base: int, n_bytes: int) -> None:
     """Give back every block of zeros that lies in [base, base + n_bytes)."""
-    libc = ctypes.CDLL(find_library("c"))
+    libc = ctypes.CDLL(None)
     libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)

@@ -83,6 +83,12 @@ class ParkedTowers:
         self.take(self._by_age[0])
         return True
 
+    def halve(self) -> None:
+        """Drop the least recently used chats, until the others take half of the bytes, or none."""
+        most = self.nbytes // 2
+        while self.nbytes > most and self.drop_one():
+            pass
+
     def clear(self) -> None:
         """Drop all chats."""
         for parked in list(self._by_age):

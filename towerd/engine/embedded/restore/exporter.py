@@ -6,7 +6,7 @@ and the state calls then see only that range. Called by the inference thread onl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from towerd.engine.embedded.context.memory import SequenceMemory
 from towerd.engine.embedded.live.pool import LiveSeq
@@ -16,6 +16,14 @@ from towerd.slots.rows import KVRows
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import Gap
 from towerd.tokens import Ids, Provenances
+
+_PIECE_SHARE = 10
+"""Of the RAM that is left beside the model, rows that are copied at once take at most one in so many parts."""
+_PIECE_TOKENS_MIN = 64
+_COPIES = 2
+"""How often rows are in RAM while they are copied out of the context."""
+_FLUSH_S = 30.0
+"""How long running requests wait for rows to be written before more are copied."""
 
 
 class Exporter:
@@ -45,7 +53,7 @@ class Exporter:
             self._export_exact_prefix(seq)
             return
         provenance = seq.provenance[: seq.n]
-        for gap in self._tiers.gaps(seq.tokens(), seq.scope, provenance):
+        for gap in self._gaps(seq.tokens(), seq.scope, provenance):
             rows = self._memory.rows(seq.id, gap.p0, gap.p1, seq.places)
             if rows is not None:
                 self._accept(gap, rows)
@@ -95,10 +103,36 @@ class Exporter:
     ) -> None:
         """Export what the store lacks of the rows of `ids` from the token numbered `first` on. read: a copy
         of the rows [p0, p1)"""
-        for gap in self._tiers.gaps(ids, scope, provenance):
+        for gap in self._gaps(ids, scope, provenance):
             if gap.p0 >= first:
                 self._accept(gap, read(gap.p0, gap.p1))
+
+    def _gaps(self, ids: Ids, scope: str, provenance: Provenances) -> Iterator[Gap]:
+        """What the store lacks; where RAM is limited in pieces, each once there is room for a copy of it."""
+        ram = self._tiers.ram
+        if not ram.is_limited:
+            yield from self._tiers.gaps(ids, scope, provenance)
+            return
+        token_bytes = self._tiers.layout.token_bytes
+        n_max = max(_PIECE_TOKENS_MIN, ram.room // _PIECE_SHARE // max(1, token_bytes))
+        for end in range(n_max, len(ids), n_max):
+            self._tiers.cut(ids[:end], scope)
+        for gap in self._tiers.gaps(ids, scope, provenance):
+            for piece in pieces_of(gap, n_max):
+                if not ram.has_room(_COPIES * (piece.p1 - piece.p0) * token_bytes):
+                    self._tiers.flush(_FLUSH_S)
+                yield piece
 
     def _accept(self, gap: Gap, rows: KVRows) -> None:
         self.bytes_out += rows.nbytes
         self._tiers.accept(gap, rows)
+
+
+def pieces_of(gap: Gap, n_max: int) -> Iterator[Gap]:
+    """A gap as gaps of at most `n_max` tokens, or one segment."""
+    first, p0 = 0, gap.p0
+    for i, node in enumerate(gap.nodes):
+        if i > first and node.p1 - p0 > n_max:
+            yield Gap(gap.nodes[first:i], p0, node.p0, gap.origin)
+            first, p0 = i, node.p0
+    yield Gap(gap.nodes[first:], p0, gap.p1, gap.origin)

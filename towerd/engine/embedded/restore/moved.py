@@ -32,6 +32,10 @@ log = logging.getLogger(__name__)
 PIECE_BYTES_MAX = 32 << 20
 """Longer pieces are brought in parts, so that one is composed while the last is attached."""
 
+PIECES_IN_ROOM = 32
+"""Where RAM is limited, a piece takes at most one in so many parts of what is left beside the model: some are composed at
+once, each by way of copies."""
+
 
 class MovedJobs:
     """Plans, attaches and accounts for moved runs. For the inference thread."""
@@ -45,9 +49,9 @@ class MovedJobs:
         export: Callable[[LiveSeq], None],
     ) -> None:
         """export: hands what the store lacks of a sequence to it"""
-        self.runs = MovedRuns(
-            tiers, rotation, piece_bytes_max=PIECE_BYTES_MAX, prepare=self._as_blob
-        )
+        piece_bytes = min(PIECE_BYTES_MAX, tiers.ram.room // PIECES_IN_ROOM)
+        self.runs = MovedRuns(tiers, rotation, piece_bytes_max=piece_bytes, prepare=self._as_blob)
+        self._ram = tiers.ram
         self._core = core
         self._pool = pool
         self._export = export
@@ -57,7 +61,7 @@ class MovedJobs:
         nothing. Composing begins at once, on `workers`."""
         request, tokens_min = job.request, self.runs.tokens_min(job.request)
         start, stop = seq.n + n_stored, job.n - 1  # the last token has to be evaluated
-        if not tokens_min or job.truncated or stop - start < tokens_min:
+        if not tokens_min or job.truncated or stop - start < tokens_min or self._ram.is_pressed:
             return None
         asked = job.ids, request.scope, start, stop, tokens_min
         self._export_runs(*asked)

@@ -34,7 +34,7 @@ from towerd.engine.embedded.restore.hooks import Hooks
 from towerd.engine.embedded.restore.moved import MovedJobs
 from towerd.engine.live_index import Found, LiveIndex
 from towerd.engine.moving.moves import MovedRows
-from towerd.errors import TowerdError
+from towerd.errors import TowerdError, unforeseen
 from towerd.media_ids import whole
 from towerd.slots.labels import Labels, label_places
 from towerd.slots.rows import HeadRows
@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 
 _SHARE_TOKENS_MIN = 32
 """A prompt waits for another's prefill if it gains at least this many tokens by it."""
+_COPIES = 2
+"""How often rows are in RAM while they are copied out of the context."""
 _BLOBS_AHEAD = 1
 """Blobs that may wait for the inference thread; more would only use memory."""
 
@@ -267,7 +269,8 @@ class Restorer:
                 log.exception("composing stored rows failed")
                 message = f"Composing stored rows failed: {error}"
                 public = "Composing stored rows failed; the daemon's log has it."
-                on_loaded(job, TowerdError(message, public=public))
+                failed = TowerdError(message, public=public)
+                on_loaded(job, unforeseen(error, "") if isinstance(error, MemoryError) else failed)
 
         self._workers.submit(work)
 
@@ -424,9 +427,10 @@ class Restorer:
     # ---- out ------------------------------------------------------------------------------
 
     def save(self, job: Job) -> None:
-        """Copy what is live of a job that is to be preempted."""
+        """Copy what is live of a job that is to be preempted, if there is RAM for that."""
         assert job.seq is not None
-        job.saved = save(self._memory, job.seq)
+        n_bytes = _COPIES * job.seq.n * self._tiers.layout.token_bytes
+        job.saved = save(self._memory, job.seq) if self._tiers.ram.has_room(n_bytes) else None
 
     def drop(self, seq: LiveSeq) -> None:
         """Drop a sequence from the context, after its hook has saved what only it has."""

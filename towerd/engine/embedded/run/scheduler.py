@@ -37,7 +37,7 @@ from towerd.engine.embedded.run.endings import Endings, Events
 from towerd.engine.embedded.run.media import Media, Ready
 from towerd.engine.embedded.run.speculation import Speculator
 from towerd.engine.served import ServedAnswer
-from towerd.errors import TowerdError, Unavailable
+from towerd.errors import TowerdError, Unavailable, unforeseen
 
 log = logging.getLogger(__name__)
 
@@ -196,10 +196,10 @@ class Scheduler:
         while not self._may_exit():
             try:
                 self._pass()
-            except Exception:
+            except Exception as error:
                 # A bug here may end the requests that met it, never the daemon.
                 log.exception("the inference thread failed; its running requests end")
-                self._fail_all()
+                self._fail_all(error)
         while self.room.export_one():
             pass
         self._endings.flush()
@@ -221,10 +221,10 @@ class Scheduler:
         for check in later:
             check()
 
-    def _fail_all(self) -> None:
+    def _fail_all(self, error: Exception) -> None:
         self.context.batch.clear()
         for job in [*self.active, *self.waiting]:
-            self._endings.fail(job, TowerdError(_INTERNAL))
+            self._endings.fail(job, unforeseen(error, _INTERNAL))
         self.waiting.clear()
         self.background.drop(everything=True)
         self._endings.flush()
@@ -457,9 +457,9 @@ class Scheduler:
             work(job)
         except TowerdError as error:
             self._endings.fail(job, error)
-        except Exception:
+        except Exception as error:
             log.exception("a request failed")
-            self._endings.fail(job, TowerdError(_INTERNAL))
+            self._endings.fail(job, unforeseen(error, _INTERNAL))
 
     def _advance(self, job: Job) -> None:
         """Account for the job's part of the batch; sample when its last token was in it."""

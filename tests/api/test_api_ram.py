@@ -1,0 +1,109 @@
+"""A limit on RAM as clients see it: a refusal in each API's own shape, until there is room again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient
+
+from towerd.api.http import room
+from towerd.api.http.room import bytes_to_parse
+from towerd.app.daemon import build_app
+from towerd.models.bundled import bundled_model
+from towerd.service import open_service
+from towerd.settings.config import Config
+from towerd.system.ram_limit import RamLimit
+
+Client = TestClient[web.Request, web.Application]
+GIB = 1 << 30
+MIB = 1 << 20
+USER = {
+    "model": "story",
+    "messages": [{"role": "user", "content": "Once upon a time"}],
+    "max_tokens": 2,
+}
+TYPES = {
+    "/completion": "unavailable_error",
+    "/v1/chat/completions": "unavailable_error",
+    "/v1/messages": "overloaded_error",
+    "/api/chat": None,
+}
+"""Path -> the type of the error; Ollama's have none."""
+
+
+class Seeming:
+    """What the process seems to take, in bytes."""
+
+    own = 0
+
+
+@pytest.fixture
+def seeming() -> Seeming:
+    return Seeming()
+
+
+@pytest.fixture
+async def client(
+    tmp_path: Path, seeming: Seeming, aiohttp_client: Callable[..., Awaitable[Client]]
+) -> AsyncIterator[Client]:
+    ram = RamLimit(2 * GIB, own=lambda: seeming.own, children=lambda: 0, address_max=0)
+    config = Config(
+        model=bundled_model(), alias="story", store_dir=tmp_path / "s", port=0, ctx_size=512
+    )
+    async with open_service(config, ram) as service:
+        yield await aiohttp_client(build_app(config, service=service, ram=ram))
+
+
+def asked(path: str) -> dict[str, Any]:
+    return {"prompt": "Once", "n_predict": 2} if path == "/completion" else USER
+
+
+@pytest.mark.parametrize("path", TYPES)
+async def test_refused_in_its_shape(
+    client: Client, seeming: Seeming, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(room, "WAIT_S", 0.1)
+    seeming.own = 2 * GIB
+    async with client.post(path, json=asked(path)) as reply:
+        assert reply.status == 503
+        assert int(reply.headers["Retry-After"]) > 0
+        error = (await reply.json())["error"]
+    said = error if isinstance(error, str) else error["message"]
+    assert "--ram-max 2,048 MiB" in said
+    assert TYPES[path] is None or error["type"] == TYPES[path]
+    async with client.get("/health") as reply:
+        assert reply.status == 200
+    async with client.get("/towerd/v1/stats") as reply:
+        assert (await reply.json())["ram"]["ram_refusals"] == 1
+    async with client.get("/metrics") as reply:
+        assert "towerd_ram_bytes_max 2.147483648e+09" in await reply.text()
+    seeming.own = 0
+    async with client.post(path, json=asked(path)) as reply:
+        assert reply.status == 200, await reply.text()
+
+
+async def test_a_request_waits_for_room(client: Client, seeming: Seeming) -> None:
+    """It is not refused where others leave in time."""
+    seeming.own = 2 * GIB
+    asking = asyncio.create_task(client.post("/completion", json=asked("/completion")))
+    await asyncio.wait((asking,), timeout=0.5)
+    assert not asking.done()
+    seeming.own = 0
+    assert (await asking).status == 200
+
+
+def test_what_parsing_takes() -> None:
+    """Texts, numbers and pictures are known from each other."""
+    text, numbers = b'{"prompt": "' + b"a" * MIB + b'"}', b"[" + b"1," * (MIB // 2) + b"1]"
+    picture = b'{"url": "data:image/png;base64,' + b"A" * MIB + b'"}'
+    room_bytes = 800 * MIB
+    assert bytes_to_parse(b"x" * 1000, room_bytes) < 64 * 1024
+    assert 40 * MIB < bytes_to_parse(text, room_bytes) < 50 * MIB
+    assert 32 * MIB < bytes_to_parse(numbers, room_bytes) < 40 * MIB
+    assert 400 * MIB <= bytes_to_parse(picture, room_bytes) < 410 * MIB
+    assert bytes_to_parse(text, 64 * MIB) < bytes_to_parse(text, room_bytes)
