@@ -12,7 +12,7 @@ import pytest
 from llama_wire import TEMPLATES, Talker
 from scripted_model import make_scripted_model
 
-from towerd.api.admin.continuing import Continuation
+from towerd.api.admin.continuing import ContinuedChat
 from towerd.search.chat import placed_messages
 from towerd.search.reading import ReadBranch
 from towerd.store.catalog.vocabularies import KeptVocabulary
@@ -64,7 +64,7 @@ def test_only_the_new_message_is_rendered(name: str, tmp_path: Path) -> None:
     branch = ReadBranch(1, known, len(prompt), messages)
 
     def continued(at: int, message: dict[str, Any] | None) -> Ids:
-        body, replaced = Continuation(branch, vocabulary, at, message, {}).made(model)
+        body, replaced = ContinuedChat(branch, vocabulary, at, message, {}).made(model)
         return Request(model, "chat", json.dumps(body).encode(), continued=replaced).prompts[0]
 
     found, whole = continued(len(known), MORE), rendered(model, [ASKED, SAID, MORE])

@@ -177,12 +177,12 @@ def test_escape_stops(browser: Any, tmp_path: Path) -> None:
 
 def test_a_reply_outlives_its_page(browser: Any, tmp_path: Path) -> None:
     """It is whole on the device that has the chat open, which says meanwhile that it is being written."""
-    room = ("--ctx-size", "16384", "--live-tokens", "32768", "--ignore-eos", "--n-predict", "12000")
+    room = ("--ctx-size", "16384", "--live-tokens", "32768", "--ignore-eos", "--n-predict", "7000")
     with Daemon(tmp_path, *FLAGS, *room) as daemon:
         begin(daemon, "long", {"role": "user", "content": "Once"})
         one, other = (browser.new_page() for _ in range(2))
         for page in (one, other):
-            page.set_default_timeout(WAIT_MS)
+            page.set_default_timeout(5 * WAIT_MS)
             page.goto(daemon.url + "/towerd/#/chat/long")
             page.wait_for_selector("#write")
         one.fill("#write", "Tell me everything")

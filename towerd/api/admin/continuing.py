@@ -72,7 +72,7 @@ async def post_chat(request: web.Request) -> web.StreamResponse:
     at = fields.integer_in(body, ("at",), len(branch.ids), 0, len(branch.ids))
     message = _message(body)
     given = {name: value for name, value in body.items() if name not in _OWN_FIELDS}
-    asked = Continuation(branch, reader.own_vocabulary(), at, message, given)
+    asked = ContinuedChat(branch, reader.own_vocabulary(), at, message, given)
     made, continued = await engine.wire.call(len(branch.ids), asked.made, engine.wire.model)
     data = await asyncio.to_thread(encode, made)
     shown = await asyncio.to_thread(encode, {"messages": [message]} if message else {})
@@ -99,7 +99,7 @@ def _message(body: Body) -> Body | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Continuation:
+class ContinuedChat:
     """A message, or none, behind the first `at` tokens of a branch."""
 
     branch: ReadBranch
