@@ -87,6 +87,8 @@ class RamLimit:
         self.address_max = address_bytes_max() if address_max is None else address_max
         self.room = NO_LIMIT
         """Bytes that the model, once it was loaded, left for all else; see `leave_room`."""
+        self.given: object = None
+        """The sizes that a model's contexts were given, for when it is loaded again; who loads it knows them."""
         self.peak = 0
         """The most that was seen, in bytes."""
         self.n_refused = 0
@@ -257,11 +259,13 @@ class RamLimit:
         }
 
     def _of_children(self) -> int:
-        now = time.monotonic()
-        if now >= self._children_due:
-            self._children_due = now + CHILDREN_S
-            self._children_seen = self._children()
-            self._untouched_seen = self._untouched()
+        """As of a moment ago. The thread looks, if it runs: that takes milliseconds."""
+        if self._thread is None or threading.current_thread() is self._thread:
+            now = time.monotonic()
+            if now >= self._children_due:
+                self._children_due = now + CHILDREN_S
+                self._children_seen = self._children()
+                self._untouched_seen = self._untouched()
         return self._children_seen
 
     def _run(self) -> None:

@@ -22,6 +22,7 @@ from towerd.model.llama_model import LlamaModel
 from towerd.models.header import read_header
 from towerd.settings.config import Config, defaults, partial_bytes
 from towerd.settings.llama_flags import draft_model, media_flags
+from towerd.system.process import return_free_memory
 from towerd.system.ram_limit import RamLimit
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ UBATCH_MIN = 64
 _SIZES = 4
 """How many sizes of computations are tried: of 512, 256, 128 and 64 tokens."""
 CELLS_ROUND = 256
+_BODIES_SHARE = 16
+"""Of several models, requests of one need at most one in so many parts of the limit."""
 _SHARES = 4
 """The parts into which hot rows, blobs on their way, bodies, and all else divide the room."""
 
@@ -74,6 +77,15 @@ class RamPlan:
     """Bytes that are left beside them."""
 
 
+@dataclass(frozen=True, slots=True)
+class GivenSizes:
+    """What a model was given at its first load."""
+
+    path: Path
+    wanted: tuple[int, int]
+    plan: RamPlan
+
+
 def measured_line(model: LlamaModel, config: Config, n_seqs: int) -> BufferLine:
     """What contexts of this model take. Raises ModelError: not even a small one can be made."""
     n_cells = -(-max(config.ubatch_size, config.batch_size, n_seqs) // CELLS_ROUND) * CELLS_ROUND
@@ -91,6 +103,7 @@ def check_weights(files: Sequence[Path], config: Config, ram: RamLimit) -> None:
     """Before a model is loaded. Raises ConfigError if its files alone take more than there is."""
     if not ram.is_limited:
         return
+    return_free_memory()  # a model that was unloaded may have left some
     n_bytes = sum(_size(path) for path in files) + _size_of_others(config)
     left = ram.left_at_start() - PROCESS_BYTES - ROOM_MIN
     if n_bytes > left:
@@ -116,6 +129,9 @@ def planned(
 
     Raises ConfigError if sizes that were set, or the smallest ones, do not fit."""
     left = ram.left_at_start() - others - PROCESS_BYTES
+    before = ram.given
+    if isinstance(before, GivenSizes) and before.wanted == wanted and before.path == model.path:
+        return _again(before, model, config, n_seqs, left)
     n_ctx, n_cells = wanted
     best: tuple[Config, BufferLine, int] | None = None
     for each in _with_smaller_batches(config):
@@ -138,7 +154,22 @@ def planned(
             more = best[1].at(CTX_MIN) + ROOM_MIN - left
             what = f"a context of {CTX_MIN} tokens takes {_mib(best[1].at(CTX_MIN))} beside the weights"
         raise _too_much(ram, what, more, "serve a smaller model")
-    return _within(best, config, ram, wanted, left)
+    found = _within(best, config, ram, wanted, left)
+    ram.given = GivenSizes(model.path, wanted, found)
+    return found
+
+
+def _again(
+    before: GivenSizes,
+    model: LlamaModel,
+    config: Config,
+    n_seqs: Callable[[Config], int],
+    left: int,
+) -> RamPlan:
+    """The sizes that a model had before it was unloaded: clients know its context."""
+    found = before.plan
+    line = _with_others(measured_line(model, found.config, n_seqs(found.config)), config)
+    return replace(found, room=max(ROOM_MIN, min(found.room, left - line.at(found.n_cells))))
 
 
 def _within(
@@ -195,7 +226,9 @@ def within_room(config: Config, room: int) -> Config:
 
 def room_wanted(config: Config) -> int:
     """RAM beside model and contexts that a process makes use of."""
-    return max(2 * ROOM_MIN, _SHARES * config.hot_bytes, _SHARES * 3 * partial_bytes(config))
+    bodies = min(_SHARES * config.request_bytes_max, config.ram_max // _BODIES_SHARE)
+    caches = _SHARES * max(config.hot_bytes, partial_bytes(config))
+    return max(2 * ROOM_MIN, bodies, caches)
 
 
 def untouched_bytes(buffers: Sequence[HostBuffer]) -> int:
