@@ -459,10 +459,11 @@ class RowStore:
         return file.nbytes
 
     def drop_missing(self) -> None:
-        """Forget files that were deleted while no store was open."""
-        names = self._state.directory.names()
+        """Forget files that were deleted while no store was open, and those that no node views: a power cut may bring back
+        a file whose deletion was not synced."""
+        names, tree = self._state.directory.names(), self._state.tree
         for file in list(self._state.files.values()):
-            if file.path.name not in names:
+            if file.path.name not in names or not tree.viewers(file):
                 self.drop_file(file)
 
     def verify(self, file: SegmentFile, node: Node, pool: Executor | None = None) -> None:
