@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 import requests
+from aiohttp import web
 from llama_wire import TEMPLATES
 from scripted_model import make_scripted_model
 from tenants_talk import KEYS, Client, key, talk
+
+from towerd.api.admin import continuing
+from towerd.api.http.request_log import title_for
 
 MakeClient = Callable[..., Awaitable[Client]]
 OWN = "/towerd/v1/sessions"
@@ -156,6 +160,25 @@ async def test_a_frozen_chat_continues(client: Client) -> None:
     found = await value(await client.get(f"{OWN}/s?ids=1"))
     assert found["ids"][: len(before)] == before
     assert (found["session"]["cold_bytes"], len(found["turns"])) == (0, 2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_chat_that_is_deleted_while_it_is_read_stays_deleted(
+    client: Client, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """The deletion comes when its tokens were read and nothing runs yet."""
+    await begin(client, ("user", QUESTION))
+
+    async def deleted_before(request: web.Request, body: bytes) -> str:
+        await value(await client.delete(f"{OWN}/s"))
+        return await title_for(request, body)
+
+    monkeypatch.setattr(continuing, "title_for", deleted_before)
+    body = {**GREEDY, "message": {"content": "And?"}, "stream": stream}
+    reply = await client.post(f"{OWN}/s/chat", json=body)
+    assert reply.status == 200, await reply.text()
+    await reply.read()
+    assert (await value(await client.get(OWN)))["sessions"] == []
 
 
 async def test_streamed(client: Client, sse: Callable[[str], list[str]]) -> None:

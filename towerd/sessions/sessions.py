@@ -108,7 +108,7 @@ class Sessions:
         self, request: GenerateRequest, since: DeletionWatch | None = None
     ) -> AsyncGenerator[Event]:
         """The events of one request; closing the iterator early cancels it. since: what was deleted
-        before, for a request that evaluates an earlier one again; None: from now on.
+        before, for a request that began earlier, or evaluates an earlier one again; None: from now on.
 
         Tokens generated until then are kept. The Finish event is yielded only after the turn is
         durable. Raises what `Engine.generate` raises, and DiskFull."""

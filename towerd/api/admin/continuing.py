@@ -25,7 +25,7 @@ from towerd.api.http.numbers import numbers_of
 from towerd.api.http.reply import encode
 from towerd.api.http.request_log import title_for
 from towerd.api.llama.completion import answer
-from towerd.api.llama.task import parse_task
+from towerd.api.llama.task import Task, parse_task
 from towerd.errors import Forbidden, InvalidRequest
 from towerd.model.speakers import message_starts
 from towerd.search.reading import ReadBranch
@@ -51,6 +51,17 @@ async def post_chat(request: web.Request) -> web.StreamResponse:
     """Continue a conversation: `message` behind its tokens up to `at`, where a message of the branch of `turn`
     begins, or else behind all of them; without a `message`, another reply to what that turn's was to. Otherwise
     a chat completion."""
+    service = service_of(request)
+    began = service.store, service.sessions.recorder.watch_deletions()
+    task, title = await _continuing(request)
+    task.began = began  # a deletion from here on: its tokens are read before the task runs
+    release_body(request)
+    return await answer(request, task, title)
+
+
+async def _continuing(request: web.Request) -> tuple[Task, str]:
+    """The task that continues a conversation, and its title for the log; nothing else of the body stays. Raises
+    TowerdError."""
     service, engine = service_of(request), service_of(request).engine
     either = in_either(request, service.store.session, service.store.foreign.session)
     info = await asyncio.to_thread(either)
@@ -82,8 +93,7 @@ async def post_chat(request: web.Request) -> web.StreamResponse:
     task = await parse_task(
         "chat", data, request[TENANT], hints, engine, config, continued=continued
     )
-    release_body(request)
-    return await answer(request, task, title)
+    return task, title
 
 
 def _message(body: Body) -> Body | None:

@@ -137,7 +137,8 @@ async def _running(request: web.Request, task: Task, title: str) -> AsyncIterato
     service, under_way = service_of(request), request.app[RUNNING]
     n_slots, events_max = service.engine.n_slots, request.app[LIMITS].events_max
     under_way[task.wire.id] = task
-    task.began = service.store, service.sessions.recorder.watch_deletions()
+    if task.began is None:
+        task.began = service.store, service.sessions.recorder.watch_deletions()
     end = ""
     try:
         async with fan_out(

@@ -70,7 +70,8 @@ async def fan_out(
 
 async def _run(sessions: Sessions, task: Task, waiting: Iterator[int], events: Events) -> None:
     """Run waiting choices, one after the other."""
+    since = None if task.began is None else task.began[1]
     for index in waiting:
-        async with aclosing(sessions.run(await task.request_of(index))) as running:
+        async with aclosing(sessions.run(await task.request_of(index), since)) as running:
             async for event in running:
                 await events.queue.put((index, event))

@@ -122,7 +122,8 @@ class Task:
         self.choices = [TaskChoice(engine.wire, wire, writer, i) for i in range(wire.n_choices)]
         self.choices[0].reply = first
         self.began: tuple[Store, DeletionWatch] | None = None
-        """The store when it began, and what was deleted there since; None: it has not begun."""
+        """The store when it began, and what was deleted there since; None: it has not begun. A conversation that
+        is continued begins before its tokens are read."""
         self._engine = engine
         self._threads = engine.wire
         self._template = template
