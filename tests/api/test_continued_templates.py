@@ -32,6 +32,9 @@ NAMES = (
     "openai-gpt-oss-120b",
     "GLM-4.6",
     "LFM2-8B-A1B",
+    "CohereForAI-c4ai-command-r-plus-tool_use",
+    "CohereForAI-c4ai-command-r7b-12-2024-tool_use",
+    "Cohere2MoE",
 )
 ASKED, SAID, MORE = (
     {"role": role, "content": text}

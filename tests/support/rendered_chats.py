@@ -24,6 +24,9 @@ RENDERED = {
     "granite": "‹<|start_of_role|>›system‹<|end_of_role|>›Be brief.‹<|end_of_text|>›\n"
     "‹<|start_of_role|>›user‹<|end_of_role|>›Who?‹<|end_of_text|>›\n"
     "‹<|start_of_role|>›assistant‹<|end_of_role|>›Me.‹<|end_of_text|>›\n",
+    "cohere": "‹<BOS_TOKEN>›‹<|START_OF_TURN_TOKEN|>›‹<|SYSTEM_TOKEN|>›Be brief.‹<|END_OF_TURN_TOKEN|>›"
+    "‹<|START_OF_TURN_TOKEN|>›‹<|USER_TOKEN|>›Who?‹<|END_OF_TURN_TOKEN|>›"
+    "‹<|START_OF_TURN_TOKEN|>›‹<|CHATBOT_TOKEN|>›Me.‹<|END_OF_TURN_TOKEN|>›",
 }
 """Control tokens stand in ‹›."""
 

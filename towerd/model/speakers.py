@@ -22,6 +22,7 @@ ROLES = {
     "assistant": "assistant",
     "model": "assistant",
     "bot": "assistant",
+    "chatbot": "assistant",
     "ai": "assistant",
     "system": "system",
     "developer": "system",
