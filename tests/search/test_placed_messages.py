@@ -44,6 +44,24 @@ def test_what_was_thought_is_told_from_what_was_said(family: str) -> None:
     assert calls == {"chatml": ['{"name": "f"}'], "harmony": [], "magistral": ["f{}"]}[family]
 
 
+def test_tags_that_are_said_are_what_was_said() -> None:
+    """Only a model thinks and calls tools, and only their results come with a user's messages."""
+    asked = "What does <think> mean? And <tool_call>? And <tool_response>?"
+    told = "# Tools\nWithin <tool_call></tool_call>: <tool_call>\n{}\n</tool_call>"
+    result = "<tool_response>\n7\n</tool_response>"
+    turns = [("system", told), ("user", asked), ("assistant", "<think>\nHm.\n</think>\nMe.")]
+    turns.append(("user", result))
+    ids, vocabulary = tokenized(
+        "".join(f"‹<|im_start|>›{role}\n{text}‹<|im_end|>›\n" for role, text in turns)
+    )
+    assert [each.parts for each in placed_messages(ids, vocabulary)] == [
+        [ChatPart("text", told)],
+        [ChatPart("text", asked)],
+        [ChatPart("reasoning", "Hm."), ChatPart("text", "Me.")],
+        [ChatPart("result", "7")],
+    ]
+
+
 def test_instructions_of_no_speaker() -> None:
     found = placed_messages(*tokenized("‹<｜begin▁of▁sentence｜>›Be brief.‹<｜User｜>›Who?"))
     assert [(each.role, said(each)) for each in found] == [

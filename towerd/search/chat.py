@@ -27,7 +27,14 @@ _MARKS: dict[str, PartKind] = {
     "tool_response": "result",
 }
 """Of what kind is what follows a control token with such a name."""
-_TAGGED = re.compile(rf"<({'|'.join(_TAGS)})>(.*?)(?:</\1>|\Z)", re.DOTALL)
+_RESULT = re.compile(r"<(tool_response)>(.*?)</\1>", re.DOTALL)
+_TAGGED = {
+    "assistant": re.compile(rf"<({'|'.join(_TAGS)})>(.*?)(?:</\1>|\Z)", re.DOTALL),
+    "user": _RESULT,
+    "tool": _RESULT,
+}
+"""The tags that a model or a template writes in the messages of each speaker: other tags are what was said. A
+reply may be cut off."""
 _WRITTEN = re.compile(r"<\|im_(?:start\|>(?:\w+\n)?|end\|>)")
 """Marks of ChatML that are text to a vocabulary without such tokens."""
 _CHANNEL = re.compile(r"\s*(\w+)\s*")
@@ -146,7 +153,8 @@ class _Finder:
             text = text[header.end() :]
         if text:
             message = self._current(run.at)
-            for kind, part in _tagged(text) if self._kind == "text" else [(self._kind, text)]:
+            is_text = self._kind == "text"
+            for kind, part in _tagged(text, message.role) if is_text else [(self._kind, text)]:
                 message.add(kind, part)
 
     def _begin(self, role: str, at: int) -> None:
@@ -161,10 +169,10 @@ class _Finder:
         return self.messages[-1]
 
 
-def _tagged(text: str) -> Iterator[tuple[PartKind, str]]:
-    """A text in parts, by the tags that many models write as text."""
+def _tagged(text: str, role: str) -> Iterator[tuple[PartKind, str]]:
+    """What a speaker said in parts, by the tags that many models write as text."""
     at = 0
-    for tag in _TAGGED.finditer(text):
+    for tag in _TAGGED[role].finditer(text) if role in _TAGGED else ():
         yield "text", text[at : tag.start()]
         yield _TAGS[tag[1]], tag[2]
         at = tag.end()
