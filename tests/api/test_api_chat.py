@@ -12,11 +12,15 @@ import pytest
 import requests
 from aiohttp import web
 from llama_wire import TEMPLATES
+from lora_adapter import write_adapter
 from scripted_model import make_scripted_model
 from tenants_talk import KEYS, Client, key, talk
 
 from towerd.api.admin import continuing
 from towerd.api.http.request_log import title_for
+from towerd.engine.embedded.context.adapters import Adapters
+from towerd.engine.llama_server.process.upstream_adapters import UpstreamAdapters
+from towerd.models.bundled import bundled_model
 
 MakeClient = Callable[..., Awaitable[Client]]
 OWN = "/towerd/v1/sessions"
@@ -189,6 +193,29 @@ async def test_streamed(client: Client, sse: Callable[[str], list[str]]) -> None
     events = sse(await reply.text())
     assert '"session":"s"' in events[-2].replace(" ", "")
     assert '"cache_n"' in events[-2]
+
+
+async def test_its_own_adapters_are_continued(make_client: MakeClient, tmp_path: Path) -> None:
+    """Where the request names none, and all of them are loaded."""
+    adapter = write_adapter(tmp_path / "adapter.gguf", bundled_model(), seed=1)
+    client = await make_client(llama_server_args=("--lora", str(adapter)))
+    body = {"messages": [{"role": "user", "content": QUESTION}], **GREEDY}
+    await value(
+        await client.post(
+            "/v1/chat/completions",
+            json={**body, "lora": [{"id": 0, "scale": 0.5}]},
+            headers={"X-Towerd-Session": "s"},
+        )
+    )
+    before = await ids_of(client)
+    reply = await continued(client, message={"content": "And?"})
+    assert reply["timings"]["cache_n"] >= len(before) - 2
+    (own,) = (await value(await client.get(OWN)))["sessions"]
+    assert (own["n_turns"], own["scope"].rpartition("@")[2]) == (2, "0.5")
+    other = await continued(client, message={"content": "And?"}, lora=[{"id": 0, "scale": 0.25}])
+    assert other["timings"]["cache_n"] == 0
+    assert not Adapters((), ()).has(own["scope"])
+    assert not UpstreamAdapters((), ()).has(own["scope"])
 
 
 async def test_tenants_continue_their_own(make_client: MakeClient) -> None:

@@ -394,6 +394,10 @@ class AdapterSet(Protocol):
         """The scope of a request of `tenant`; asked: its field `lora`. Raises InvalidRequest."""
         ...
 
+    def has(self, scope: str) -> bool:
+        """Whether the adapters of a scope are loaded."""
+        ...
+
 
 class Engine(Protocol):
     """A model that serves requests. All methods are called on the event loop and never block it."""

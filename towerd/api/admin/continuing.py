@@ -90,8 +90,16 @@ async def _continuing(request: web.Request) -> tuple[Task, str]:
     title = await title_for(request, shown)
     hints = replace(hints, session=info.id)
     config = request.app[CONFIG]
+    own_scope = info.scope if engine.adapters.has(info.scope) else ""
     task = await parse_task(
-        "chat", data, request[TENANT], hints, engine, config, continued=continued
+        "chat",
+        data,
+        request[TENANT],
+        hints,
+        engine,
+        config,
+        continued=continued,
+        own_scope=own_scope,
     )
     return task, title
 

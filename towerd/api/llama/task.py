@@ -243,9 +243,10 @@ async def parse_task(
     upload: tuple[bytes, int, int] | None = None,
     pending: PendingResponse | None = None,
     continued: tuple[Ids, int] | None = None,
+    own_scope: str = "",
 ) -> Task:
     """Check and tokenize a request body. upload, continued: see `towerd.wire.Request`. pending: what the body is of.
-    Raises WireError, InvalidRequest, ContextExceeded."""
+    own_scope: under which a body runs that names no LoRA adapters; empty: under those of all requests. Raises WireError, InvalidRequest, ContextExceeded."""
 
     def check_fit(kept: dict[str, bytes], least: list[int]) -> None:
         limit = _limit(_live(kept.get, config, engine), config, engine)
@@ -262,7 +263,8 @@ async def parse_task(
     if pending is not None and pending.context.conversation is not None and wire.n_choices > 1:
         raise InvalidRequest("Only one response at a time is made in a conversation", param="n")
     live = _live(wire.field, config, engine)
-    scope = engine.adapters.scope(tenant.scope, _decoded(wire.field("lora")))
+    lora = _decoded(wire.field("lora"))
+    scope = own_scope if own_scope and lora is None else engine.adapters.scope(tenant.scope, lora)
     _limit(live, config, engine).check([len(ids) for ids in prompts])
     template = GenerateRequest(
         ids=prompts[0],

@@ -81,16 +81,18 @@ class Adapters:
         )
         return scope_of(tenant, ",".join(named))
 
+    def has(self, scope: str) -> bool:
+        """Whether the adapters of a scope are loaded."""
+        known = {adapter.hash for adapter in self._loaded}
+        return all(part.partition("@")[0] in known for part in _parts(scope))
+
     def adapted(self, scope: str) -> Adapted:
         """The adapters that rows of `scope` are computed under. Raises InvalidRequest if one is not
         loaded."""
-        text = adapters_of(scope)
-        if not text:
-            return ()
-        addresses = {adapter.hash: adapter.address for adapter in self._loaded}
-        found = [part.partition("@") for part in text.split(",")]
-        if any(hash not in addresses for hash, _, _ in found):
+        if not self.has(scope):
             raise InvalidRequest("A LoRA adapter of this conversation is not loaded: see --lora.")
+        addresses = {adapter.hash: adapter.address for adapter in self._loaded}
+        found = [part.partition("@") for part in _parts(scope)]
         return tuple((addresses[hash], float(scale)) for hash, _, scale in found)
 
     def _read(self, asked: Sequence[Any]) -> tuple[float, ...]:
@@ -141,6 +143,11 @@ def adapt(context: Any, adapted: Adapted) -> None:
     addresses = (pointer * n)(*(ctypes.cast(address, pointer) for address, _ in adapted))
     scales = (ctypes.c_float * n)(*(scale for _, scale in adapted))
     lib.llama_set_adapters_lora(context, addresses, n, scales)
+
+
+def _parts(scope: str) -> list[str]:
+    text = adapters_of(scope)
+    return text.split(",") if text else []
 
 
 def _meta(handle: Any, key: str) -> str:

@@ -41,12 +41,16 @@ class UpstreamAdapters:
         )
         return scope_of(tenant, ",".join(named) or "none")
 
+    def has(self, scope: str) -> bool:
+        """Whether the adapters of a scope are loaded."""
+        return all(name in self._names for name in _named(scope))
+
     def entries(self, scope: str) -> list[dict[str, Any]]:
         """The field `lora` of a request of `scope`; empty: there are no adapters. Each request names
         its scales, whatever those of all requests have become since it was parsed."""
         scales: Sequence[float] = self._first
-        if adapters := adapters_of(scope):
-            named = dict(part.split("@") for part in adapters.split(",") if "@" in part)
+        if adapters_of(scope):
+            named = _named(scope)
             scales = [float(named.get(name, 0.0)) for name in self._names]
         return [{"id": i, "scale": scale} for i, scale in enumerate(scales)]
 
@@ -68,6 +72,11 @@ class UpstreamAdapters:
             if 0 <= number < len(scales):
                 scales[number] = float(scale)
         return tuple(scales)
+
+
+def _named(scope: str) -> dict[str, str]:
+    """The scale of each adapter that a scope names."""
+    return dict(part.split("@") for part in adapters_of(scope).split(",") if "@" in part)
 
 
 def _scales_of(listed: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
