@@ -17,7 +17,7 @@ from aiohttp import web
 
 from towerd.api.admin.sessions import ROW_MAX, in_either
 from towerd.api.http import fields
-from towerd.api.http.body import read_object, release_body
+from towerd.api.http.body import decode_object, read_bytes, release_body
 from towerd.api.http.fields import Body
 from towerd.api.http.hints import hints_of
 from towerd.api.http.keys import CONFIG, TENANT, service_of
@@ -72,7 +72,9 @@ async def _continuing(request: web.Request) -> tuple[Task, str]:
         )
     if tenant_of(info.scope) != request[TENANT].scope:
         raise Forbidden("This conversation is another tenant's: it continues with that one's key")
-    body, numbers = await read_object(request), await numbers_of(request)
+    data, numbers = await read_bytes(request), await numbers_of(request)
+    body, n_bytes = await decode_object(request, data), len(data)
+    del data
     turn = numbers.real(fields.integer_in(body, ("turn",), 0, 0, ROW_MAX)) or None
     reader, hints = service.search.reader, hints_of(request)
     branch = await asyncio.to_thread(reader.chat, info, turn)
@@ -84,7 +86,8 @@ async def _continuing(request: web.Request) -> tuple[Task, str]:
     message = _message(body)
     given = {name: value for name, value in body.items() if name not in _OWN_FIELDS}
     asked = ContinuedChat(branch, reader.own_vocabulary(), at, message, given)
-    made, continued = await engine.wire.call(len(branch.ids), asked.made, engine.wire.model)
+    n_bytes = max(n_bytes, len(branch.ids))  # its tools are rendered as well
+    made, continued = await engine.wire.call(n_bytes, asked.made, engine.wire.model)
     data = await asyncio.to_thread(encode, made)
     shown = await asyncio.to_thread(encode, {"messages": [message]} if message else {})
     title = await title_for(request, shown)

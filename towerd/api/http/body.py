@@ -94,7 +94,11 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     """The body as a JSON object; an empty body is an empty object.
 
     Raises InvalidRequest (not JSON, not an object), TooLarge, RequestTimeout."""
-    data = await read_bytes(request)
+    return await decode_object(request, await read_bytes(request))
+
+
+async def decode_object(request: web.Request, data: bytes) -> dict[str, Any]:
+    """A body that was read, as `read_object`. Raises InvalidRequest."""
     if not data:
         return {}
     value = await decode(request, data)
