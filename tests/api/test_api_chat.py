@@ -82,6 +82,7 @@ async def test_read_as_messages(make_client: MakeClient, thinking: dict[str, Any
             ),
         ]
         assert found["continues"]
+        assert found["named"]
         await value(await client.post(f"{OWN}/s/freeze", json={}))
 
 
@@ -154,6 +155,23 @@ async def test_a_chat_without_marks_is_told_by_turns(client: Client) -> None:
     assert roles[:2] == [("user", QUESTION), ("assistant", said.strip())]
     assert [role for role, _ in roles] == ["user", "assistant"] * 2
     assert (await ids_of(client))[: len(before)] == before
+
+
+async def test_a_message_that_nothing_marks_is_not_changed(
+    make_client: MakeClient, tmp_path: Path
+) -> None:
+    """It is all that was sent, with the words of the template, which would be rendered again."""
+    (tmp_path / "said.jinja").write_text(
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}assistant:"
+    )
+    client = await make_client(chat_template_file=tmp_path / "said.jinja")
+    await begin(client, ("system", "Brief!"), ("user", QUESTION))
+    found = await chat_of(client)
+    assert not found["named"]
+    assert "Brief!" in found["messages"][0]["parts"][0]["text"]
+    changed = {"at": found["messages"][0]["at"], "message": {"content": "Why?"}}
+    await value(await client.post(f"{OWN}/s/chat", json=changed), 400)
+    await continued(client, at=found["tokens"], message={"content": "Why?"})
 
 
 async def test_a_frozen_chat_continues(client: Client) -> None:

@@ -64,7 +64,7 @@ def test_only_the_new_message_is_rendered(name: str, tmp_path: Path) -> None:
     prompt = rendered(model, [ASKED])
     known = np.concatenate([prompt, np.frombuffer(b"Me.", np.uint8).astype(np.int32) + 3])
     messages = placed_messages(known, vocabulary, [len(prompt), len(known)])
-    branch = ReadBranch(1, known, len(prompt), messages)
+    branch = ReadBranch(1, known, len(prompt), messages, True)
 
     def continued(at: int, message: dict[str, Any] | None) -> Ids:
         body, replaced = ContinuedChat(branch, vocabulary, at, message, {}).made(model)

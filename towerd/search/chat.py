@@ -71,16 +71,28 @@ def placed_messages(
 ) -> list[PlacedMessage]:
     """The messages in the tokens of a whole conversation. ends: where a prompt and its reply end by turns, for
     a conversation whose speakers are not named. Raises NotSupported if their text is too long."""
+    return named_messages(ids, vocabulary) or messages_by_turns(ids, vocabulary, ends)
+
+
+def named_messages(ids: Ids, vocabulary: KeptVocabulary) -> list[PlacedMessage]:
+    """The messages of a conversation whose speakers are named by control tokens; empty: none is. Raises as
+    `placed_messages`."""
     vocabulary.check_size(ids)
     found = _Finder()
     for run in _runs(ids, vocabulary):
         found.take(run)
-    if any(each.role for each in found.messages):
-        if not found.messages[
-            0
-        ].role:  # some templates begin with instructions whose speaker they do not name
-            found.messages[0].role = "system"
-        return [_trimmed(each) for each in found.messages if each.parts]
+    if not any(each.role for each in found.messages):
+        return []
+    if not found.messages[0].role:  # some begin with instructions whose speaker they do not name
+        found.messages[0].role = "system"
+    return [_trimmed(each) for each in found.messages if each.parts]
+
+
+def messages_by_turns(
+    ids: Ids, vocabulary: KeptVocabulary, ends: Sequence[int]
+) -> list[PlacedMessage]:
+    """What was sent and answered in turn. Raises as `placed_messages`."""
+    vocabulary.check_size(ids)
     return list(_by_turns(ids, vocabulary, ends))
 
 
@@ -185,7 +197,6 @@ def _trimmed(message: PlacedMessage) -> PlacedMessage:
 
 
 def _by_turns(ids: Ids, vocabulary: KeptVocabulary, ends: Sequence[int]) -> Iterator[PlacedMessage]:
-    """What was sent and answered in turn."""
     start = 0
     for place, end in enumerate([*ends] or [len(ids)]):
         role = ("user", "assistant")[place % 2] if ends else ""

@@ -14,7 +14,13 @@ from towerd.codec.errors import CodecError
 from towerd.cold.coding import Coding
 from towerd.cold.freezing import cold_history
 from towerd.errors import NotFound, SessionFrozen, ThawError
-from towerd.search.chat import ChatPart, PlacedMessage, placed_messages
+from towerd.search.chat import (
+    ChatPart,
+    PlacedMessage,
+    messages_by_turns,
+    named_messages,
+    placed_messages,
+)
 from towerd.search.index import Passage, SessionKey
 from towerd.search.speech import ChatMessage, first_question, messages, spoken
 from towerd.store import SessionInfo, Store
@@ -39,6 +45,9 @@ class ReadBranch:
     n_prompt: int
     """Where the reply of that turn begins in `ids`; 0 where that is not known."""
     messages: list[PlacedMessage]
+    is_named: bool
+    """Whether control tokens are known to name the speakers: else a message is all that was sent in a turn, with what the
+    template put around it."""
 
 
 class TurnReader:
@@ -143,12 +152,12 @@ class TurnReader:
                 which = info.id, info.scope, info.tokenizer
                 ids, _ = self._store.foreign.session_ids(*which)
                 vocabulary = self._vocabulary(info.tokenizer, info.scope)
-                return ReadBranch(0, ids, 0, placed_messages(ids, vocabulary))
+                return ReadBranch(0, ids, 0, placed_messages(ids, vocabulary), False)
             ids = self._branch_ids(info, turn)
         except (SessionFrozen, ThawError):
             said = self._foreign_messages(info) if info.tokenizer else self.branch(info, turn)
             whole = [PlacedMessage("", 0, [ChatPart("text", each.text)]) for each in said]
-            return ReadBranch(0, np.zeros(0, np.int32), 0, whole)
+            return ReadBranch(0, np.zeros(0, np.int32), 0, whole, False)
         turns = {each.id: each for each in self._store.turns(info.id, info.scope)}
         last = turns.get((info.leaf if turn is None else turn) or 0)
         ends: list[int] = []
@@ -157,10 +166,11 @@ class TurnReader:
             ends[:0] = [at.n_prompt, at.n_prompt + at.n_reply]
             limit = at.n_prompt
             at = turns.get(at.parent or 0)
-        messages = placed_messages(ids, self.own_vocabulary(), ends)
-        if last is None:
-            return ReadBranch(0, ids, 0, messages)
-        return ReadBranch(last.id, ids, last.n_prompt, messages)
+        vocabulary = self.own_vocabulary()
+        named = named_messages(ids, vocabulary)
+        found = named or messages_by_turns(ids, vocabulary, ends)
+        turn, n_prompt = (last.id, last.n_prompt) if last else (0, 0)
+        return ReadBranch(turn, ids, n_prompt, found, bool(named))
 
     def _branch_ids(self, info: SessionInfo, turn: int | None) -> Ids:
         if turn is None:

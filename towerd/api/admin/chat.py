@@ -29,6 +29,7 @@ async def get_chat(request: web.Request) -> web.Response:
         "turn": numbers.shown(branch.turn),
         "tokens": len(branch.ids),
         "continues": bool(branch.turn) and tenant_of(info.scope) == request[TENANT].scope,
+        "named": branch.is_named,
         "messages": branch.messages,
     }
     return raw_reply(await asyncio.to_thread(encode, out))

@@ -137,6 +137,10 @@ class ContinuedChat:
 
     def _behind(self, model: Model, message: Body) -> tuple[Body, tuple[Ids, int] | None]:
         messages, n_all = self.branch.messages, len(self.branch.ids)
+        if self.at < n_all and not self.branch.is_named:
+            raise InvalidRequest(
+                "Field 'at': no control tokens say where messages of this conversation begin: it continues at its end"
+            )
         if self.at < n_all and self.at not in [each.at for each in messages if each.role == "user"]:
             raise InvalidRequest("Field 'at' must be where a message of a user begins")
         before = [each.role for each in messages if each.at < self.at]
