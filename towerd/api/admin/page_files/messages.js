@@ -6,7 +6,8 @@ const NAMES = { user: "You", assistant: "Model", system: "Instructions", tool: "
 const FOLDED = { reasoning: "Reasoning", call: "Tool call", result: "Tool result" };
 const SHOWN = 100;
 
-const FENCED = /^ {0,3}```.*\n([^]*?)(?:^ {0,3}```[ ]*$|(?![^]))/gm;
+// A fence ends with as many backticks as it began with, or more; backticks behind its first ones are words in a line.
+const FENCED = /^ {0,3}(`{3,})[^`\n]*\n([^]*?)(?:^ {0,3}\1`*[ \t]*$|(?![^]))/gm;
 
 const words = (text) => el("pre", { class: "text" }, text);
 
@@ -17,7 +18,7 @@ function paragraphs(text) {
   const say = (part) => { if (part.trim()) made.push(words(part.replace(/^\n+|\n+$/g, ""))); };
   for (const found of text.matchAll(FENCED)) {
     say(text.slice(at, found.index));
-    made.push(el("pre", { class: "code" }, found[1]));
+    made.push(el("pre", { class: "code" }, found[2]));
     at = found.index + found[0].length;
   }
   say(text.slice(at));
