@@ -28,10 +28,19 @@ async function stats() {
   }
 }
 
+// What a person typed may be no encoding: it is taken as it is.
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
 function addressOf(hash) {
   const [path, search = ""] = hash.replace(/^#/, "").split("?");
   const [, name = "", id = ""] = path.split("/");
-  return { name, id: decodeURIComponent(id), parameters: new URLSearchParams(search) };
+  return { name, id: decoded(id), parameters: new URLSearchParams(search) };
 }
 
 function pageOf({ name, id, parameters }) {
