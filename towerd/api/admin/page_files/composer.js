@@ -122,17 +122,22 @@ export class Composer {
     this.pictures = [];
     this.showPictures();
     this.grow();
-    const began = () => keep(this.name, this.box.value);
+    const began = () => this.settle(text);
     const sent = await this.run((signal) => this.send(text, pictures, signal, began));
-    if (sent) {
-      keep(this.name, this.box.value);
-    } else {
+    if (!sent) {
       this.box.value = this.box.value ? `${text}\n${this.box.value}` : text;
       this.pictures = [...pictures, ...this.pictures];
       this.showPictures();
-      keep(this.name, this.box.value);
     }
+    this.settle(text);
     this.grow();
+  }
+
+  // Keeps what is in the box now that `sent` was sent. If its page was left meanwhile, another box may have written
+  // the draft since.
+  settle(sent) {
+    const kept = sessionStorage.getItem(draftOf(this.name));
+    if (this.box.isConnected || kept === sent) keep(this.name, this.box.value);
   }
 
   // Runs what ends with a reply; whether it was sent.
