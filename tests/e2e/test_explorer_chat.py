@@ -12,6 +12,7 @@ import requests
 from browser import open_browser, screenshots
 from daemon import Daemon
 from pictures import look_at
+from scripted_model import make_scripted_model
 
 from lab.models.vision import make_projector, picture
 
@@ -37,6 +38,16 @@ def daemon(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[D
     projector = root / "mmproj.gguf"
     make_projector(projector, N_EMBD_TEXT)
     with Daemon(root, *FLAGS, *LIMIT, "--mmproj", str(projector)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def marked(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """Serves a model whose template marks messages with control tokens."""
+    root = tmp_path_factory.mktemp("marked")
+    model = root / "marked.gguf"
+    make_scripted_model(model, ("Hel", "lo"), controls=("<|im_start|>", "<|im_end|>"))
+    with Daemon(root, "-m", str(model), *FLAGS[2:], *LIMIT) as running:
         yield running
 
 
@@ -76,7 +87,7 @@ def begin(daemon: Daemon, name: str, *messages: dict[str, Any]) -> None:
 
 
 def test_written_by_keyboard(page: Any, daemon: Daemon, tmp_path: Path) -> None:
-    """A new chat, its second turn, a changed message and another reply: each continues what is there."""
+    """A new chat, its second turn and another reply: each continues what is there."""
     page.goto(daemon.url + "/towerd/")
     page.wait_for_selector("text=New chat")
     page.keyboard.press("n")
@@ -88,7 +99,7 @@ def test_written_by_keyboard(page: Any, daemon: Daemon, tmp_path: Path) -> None:
     page.wait_for_url("**/#/chat/chat-*")
     answered(page, 1)
     assert page.inner_text(".message.user pre") == f"Once {HOSTILE}\nupon a time"
-    session = page.url.rpartition("/")[2]
+    session = page.url.rpartition("/")[2].partition("?")[0]
     page.focus("#write")
     page.keyboard.type("And then?")
     page.keyboard.press("Enter")
@@ -101,17 +112,68 @@ def test_written_by_keyboard(page: Any, daemon: Daemon, tmp_path: Path) -> None:
     n_first = first["n_prompt"] + first["n_reply"]
     assert request["reuse"]["live"] >= n_first - 1
     assert page.evaluate("sessionStorage.length") == 0
-    page.locator("button:has-text('Edit')").last.click()
-    page.keyboard.press("Control+A")
-    page.keyboard.type("And before?")
-    page.keyboard.press("Enter")
-    page.wait_for_selector("h3:has-text('2 branches')")
-    answered(page, 2)
-    assert page.locator(".message.user pre").last.inner_text() == "And before?"
+    assert not page.is_visible("button:has-text('Edit')")  # no control tokens mark its messages
     page.click("button:has-text('Regenerate')")
-    page.wait_for_selector("h3:has-text('3 branches')")
-    assert [each["parent"] for each in turns(daemon, session)] == [None, *[first["id"]] * 3]
+    page.wait_for_selector("h3:has-text('2 branches')")
+    assert [each["parent"] for each in turns(daemon, session)] == [None, *[first["id"]] * 2]
     assert page.evaluate("window.broken") is None
+
+
+def test_a_message_is_changed(page: Any, marked: Daemon) -> None:
+    """Beside what was said. What is being changed stays while the chat is frozen, or another message is answered."""
+    begin(marked, "changed", {"role": "user", "content": "Once"})
+    (first,) = turns(marked, "changed")
+    page.goto(marked.url + "/towerd/#/chat/changed")
+    answered(page, 1)
+    page.click("button:has-text('Edit')")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("Twice")
+    page.click("button:has-text('Freeze')")
+    page.wait_for_selector(".about summary:has-text('frozen')")
+    assert page.input_value("form.edit textarea") == "Twice"
+    page.fill("#write", "And then?")
+    page.press("#write", "Enter")
+    page.wait_for_selector("[role=status]:has-text('tokens were there')")
+    page.wait_for_selector("button.main:has-text('Send'):not([disabled]) >> nth=-1")
+    assert page.input_value("form.edit textarea") == "Twice"
+    page.press("form.edit textarea", "Enter")
+    page.wait_for_selector("h3:has-text('2 branches')")
+    answered(page, 1)
+    assert page.locator(".message.user pre").all_inner_texts() == ["Twice"]
+    assert [each["parent"] for each in turns(marked, "changed")] == [None, first["id"], None]
+    page.click("button:has-text('Edit')")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".message.user")
+
+
+def test_what_was_typed_since_is_not_lost(browser: Any, tmp_path: Path) -> None:
+    """A reply that was asked for before the page was left takes only what it was asked from the draft."""
+    room = ("--ctx-size", "16384", "--live-tokens", "32768", "--ignore-eos", "--n-predict", "3000")
+    with Daemon(tmp_path, *FLAGS, *room) as daemon:
+        for name in ("long", "other"):
+            begin(daemon, name, {"role": "user", "content": f"Once {name}"})
+        page = browser.new_page()
+        page.set_default_timeout(WAIT_MS)
+        page.goto(daemon.url + "/towerd/#/chat/long")
+        page.fill("#write", "Tell me everything")
+        is_stream = lambda request: request.method == "POST"  # noqa: E731
+        with page.expect_event("requestfinished", predicate=is_stream):
+            page.keyboard.press("Enter")
+            page.wait_for_selector(".growing pre:not(:empty)")
+            page.evaluate("location.hash = '#/chat/other'")
+            page.wait_for_selector(".message.user:has-text('Once other')")
+            page.evaluate("location.hash = '#/chat/long'")
+            page.wait_for_selector(".message.user:has-text('Once long')")
+            page.fill("#write", "precious")
+        answered(page, 2)
+        for _ in range(
+            3
+        ):  # what follows the end of a reply asks for the conversations, as each look does
+            page.wait_for_event("requestfinished", lambda each: "/sessions?" in each.url)
+        page.reload()
+        page.wait_for_selector("#write")
+        assert page.input_value("#write") == "precious"
+        page.close()
 
 
 def test_what_was_typed_is_not_lost(page: Any, daemon: Daemon) -> None:
@@ -209,4 +271,20 @@ def test_code_on_a_phone(browser: Any, daemon: Daemon) -> None:
     shown = page.locator(".message.user pre").all_inner_texts()
     assert [each.strip() for each in shown] == ["See:", line, "and", line]
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    inline, inner = "```print(1)```", "```\nx\n```"
+    begin(
+        daemon, "fences", {"role": "user", "content": f"{inline}\nfoo\n````md\n{inner}\n````\nbar"}
+    )
+    page.goto(daemon.url + "/towerd/#/chat/fences")
+    page.wait_for_selector(".message.user:has-text('bar')")
+    shown = page.locator(".message.user pre").all_inner_texts()
+    assert [each.strip() for each in shown] == [f"{inline}\nfoo", inner, "bar"]
+    assert page.locator(".message.user pre.code").count() == 1
     context.close()
+
+
+def test_an_address_that_is_no_encoding(page: Any, daemon: Daemon) -> None:
+    page.goto(daemon.url + "/towerd/#/chat/%")
+    page.wait_for_selector("#notice:has-text('session')")
+    page.goto(daemon.url + "/towerd/#/chat/%25%")
+    page.wait_for_selector("#notice:has-text('%25%')")

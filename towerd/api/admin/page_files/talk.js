@@ -14,7 +14,7 @@ const SLACK_PX = 120;
 const notes = new Map();
 const sentPictures = new Map();
 
-const keyOf = (chat) => JSON.stringify([chat.id, chat.tokenizer ?? ""]);
+const keyOf = (chat) => JSON.stringify([chat.id, chat.scope ?? "", chat.tokenizer ?? ""]);
 const wait = (ms) => new Promise((resolve) => { setTimeout(resolve, ms); });
 
 // What a reply's prompt was made of, and how fast it was.
@@ -81,6 +81,7 @@ export class Talk {
     this.chat = chat;
     this.ended = ended;
     this.read = null;
+    this.isBehind = false;
     this.messages = el("div", { class: "messages" });
     this.status = el("p", { class: "quiet", role: "status" });
     this.elsewhere = el("p", { class: "quiet", hidden: true }, "A reply is being written…");
@@ -100,13 +101,18 @@ export class Talk {
     return Boolean(this.composer.running);
   }
 
+  // The form of a message that is being changed and was not sent.
+  get edited() {
+    return this.messages.querySelector("form:not([hidden])");
+  }
+
   get isEdited() {
-    return Boolean(this.messages.querySelector("form"));
+    return Boolean(this.edited);
   }
 
   // Says whether a reply is being written elsewhere, or was begun here before the page was closed.
   async look() {
-    const { running } = await call(`/requests${query({ session: this.chat.id, limit: 1 })}`);
+    const { running } = await call(`/requests${query({ session: this.chat.id, scope: this.chat.scope, limit: 1 })}`);
     const isWritten = running.some((each) => each.session === this.chat.id);
     if (this.isRunning || !this.element.isConnected) return;
     this.elsewhere.hidden = !isWritten;
@@ -117,12 +123,14 @@ export class Talk {
     this.show(await call(this.path({ turn: this.chat.turn })));
   }
 
+  // While a message is being changed, its form stays where it is: what is new is shown when it is closed or sent.
   show(read) {
     this.read = read;
     const { messages, continues } = this.read;
     const last = messages.at(-1);
     const actions = (message) => (continues ? this.actions(message, message === last) : []);
-    this.messages.replaceChildren(...articles(messages, sentPictures.get(keyOf(this.chat)) ?? [], actions));
+    this.isBehind = this.isEdited;
+    if (!this.isBehind) this.messages.replaceChildren(...articles(messages, sentPictures.get(keyOf(this.chat)) ?? [], actions));
     this.composer.form.hidden = !continues;
     const said = notes.get(keyOf(this.chat));
     if (said) said.turn ??= this.read.turn;
@@ -133,7 +141,9 @@ export class Talk {
     const button = (text, click) => el("button", { class: "small", type: "button", click }, text);
     const copy = navigator.clipboard ? [button("Copy", () => navigator.clipboard.writeText(textOf(message)))] : [];
     if (message.role === "user" && !textOf(message)) return [];
-    if (message.role === "user") return [button("Edit", (event) => this.edit(message, event.target)), ...copy];
+    if (message.role === "user") {
+      return this.read.named ? [button("Edit", (event) => this.edit(message, event.target)), ...copy] : copy;
+    }
     if (isLast && message.role === "assistant") {
       return [button("Regenerate", () => this.composer.run((signal) =>
         this.reply({}, signal, { instead: this.messages.lastElementChild }))), ...copy];
@@ -143,17 +153,21 @@ export class Talk {
 
   // Puts a message into a box of its own; what is sent of it branches off where it began.
   edit(message, at) {
-    if (this.isRunning) return;
-    const shown = at.closest(".message");
+    if (this.isEdited) this.edited.querySelector("textarea").focus();
+    if (this.isRunning || this.isEdited) return;
+    const [shown, { turn }] = [at.closest(".message"), this.read];
     const box = el("textarea", { rows: 4, "aria-label": "Changed message" });
     box.value = textOf(message);
-    const close = () => form.replaceWith(shown);
+    const close = () => {
+      form.replaceWith(shown);
+      if (this.isBehind && !this.isRunning) this.show(this.read);
+    };
     const send = (event) => {
       event.preventDefault();
       const text = box.value;
       if (!text.trim()) return;
       this.composer.run(async (signal) => {
-        const content = { at: message.at, message: { role: "user", content: text } };
+        const content = { turn, at: message.at, message: { role: "user", content: text } };
         const behind = [];
         for (let next = form.nextElementSibling; next; next = next.nextElementSibling) behind.push(next);
         const before = [form, ...behind];
@@ -245,19 +259,20 @@ export function newChat(pane) {
     const content = { messages: [{ role: "user", content: contentOf(text, pictures) }] };
     const asked = shownMessage(text, pictures);
     messages.replaceChildren(asked);
+    let last;
     try {
-      const last = await grow(messages, beginChat(name, content, model, signal), signal, began);
-      const key = keyOf({ id: name });
-      if (last) notes.set(key, { note: note(last) });
-      if (pictures.length) sentPictures.set(key, pictures);
+      last = await grow(messages, beginChat(name, content, model, signal), signal, began);
     } catch (error) {
       asked.remove();
       throw error;
     }
     if (model !== null) choose(model);
-    await exists(name);
+    const scope = (await exists(name))?.session.scope;
+    const key = keyOf({ id: name, scope });
+    if (last) notes.set(key, { note: note(last) });
+    if (pictures.length) sentPictures.set(key, pictures);
     if (!pane.isConnected) return;
-    location.hash = `#/chat/${encodeURIComponent(name)}`;
+    location.hash = `#/chat/${encodeURIComponent(name)}${query({ scope })}`;
   });
   pane.replaceChildren(el("h2", {}, "New chat"),
     ...(names === null ? [] : [el("p", {}, el("label", {}, "Model ", choice))]), messages, composer.form);
