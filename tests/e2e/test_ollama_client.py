@@ -365,12 +365,14 @@ def test_embeddings(tmp_path: Path, engine: str) -> None:
         data = daemon.post("/v1/embeddings", {"input": texts})["data"]
         wanted = [each["embedding"] for each in data]
         reply = client.embed(MODEL, texts)
-        assert list(map(list, reply.embeddings)) == wanted
+        for found, numbers in zip(reply.embeddings, wanted, strict=True):  # in batches of their own
+            assert found == pytest.approx(numbers, abs=1e-5)
         assert reply.prompt_eval_count
-        assert list(client.embeddings(MODEL, texts[0]).embedding) == wanted[0]
+        alone = client.embeddings(MODEL, texts[0]).embedding
+        assert alone == pytest.approx(wanted[0], abs=1e-5)
         (short,) = client.embed(MODEL, texts[0], dimensions=8).embeddings
         assert math.isclose(math.hypot(*short), 1, rel_tol=1e-6)
-        assert math.isclose(short[0] / short[1], wanted[0][0] / wanted[0][1], rel_tol=1e-6)
+        assert math.isclose(short[0] / short[1], wanted[0][0] / wanted[0][1], rel_tol=1e-3)
         assert list(client.embed(MODEL, []).embeddings) == []
         assert len(client.embed(MODEL, ["a"] * 1001).embeddings) == 1001
 

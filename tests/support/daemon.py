@@ -218,6 +218,7 @@ def clean_env(root: Path) -> dict[str, str]:
     }
     env["HOME"] = str(root)
     env["TOWERD_THREADS"] = "1"
+    env["TOWERD_RAM_MAX"] = "0"  # else a container's limit, if the tests run in one
     return env
 
 

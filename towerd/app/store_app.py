@@ -72,6 +72,7 @@ DAEMON_ONLY = (
     "cold",
     "traffic",
     "shared",
+    "ram",
 )
 """Keys of /towerd/v1/stats that only a daemon can fill."""
 

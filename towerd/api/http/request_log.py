@@ -16,9 +16,8 @@ import msgspec
 from aiohttp import web
 
 from towerd.api.http.hints import AGENT_HEADER
-from towerd.api.http.keys import CONFIG, TENANTS
+from towerd.api.http.keys import GATE, TENANTS
 from towerd.engine.base import Reuse, Timings
-from towerd.store.encryption.opening import is_encrypted
 
 if TYPE_CHECKING:
     from towerd.sessions.divergence import Divergence
@@ -44,8 +43,9 @@ LOGGED = web.RequestKey("logged", bool)
 
 def has_titles(request: web.Request) -> bool:
     """Whether the log may have words of a request."""
-    config = request.app.get(CONFIG)
-    is_secret = config is not None and is_encrypted(config.store_dir)
+    gate = request.app.get(GATE)
+    service = None if gate is None else gate.service
+    is_secret = service is not None and service.store.vault is not None
     return not (request.app[TENANTS].required or is_secret)
 
 
