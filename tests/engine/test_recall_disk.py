@@ -152,7 +152,7 @@ async def test_a_full_disk(
 ) -> None:
     """What cannot be written is forgotten where RAM has no room for it."""
 
-    def full(*_: object) -> int:
+    def full(*_: object, **__: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     async with service_on(bundled_model(), **SETTINGS) as service:
