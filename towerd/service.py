@@ -19,6 +19,7 @@ from towerd.sessions.sessions import Sessions
 from towerd.sessions.traffic import Traffic, open_traffic
 from towerd.settings.config import Config
 from towerd.store import Store
+from towerd.store.maintenance.model_names import remember_name
 from towerd.system.uninterrupted import uninterrupted
 from towerd.tiers.manager import Tiers
 
@@ -56,6 +57,7 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
     bucket = await asyncio.to_thread(_bucket, config)
     async with await asyncio.to_thread(_opening, config) as opened:
         engine, store, tiers = opened.engine, opened.store, opened.tiers
+        await asyncio.to_thread(remember_name, store.state, engine.info.alias)
         shared = await asyncio.to_thread(_shared_tier, config, bucket, opened)
         traffic = await asyncio.to_thread(open_traffic, config, store, tiers)
         cold = ColdTier(

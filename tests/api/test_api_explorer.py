@@ -162,3 +162,40 @@ async def test_what_conversations_take(client: Client, service: EmbeddedService)
     assert f"towerd_slot_file_bytes {float(total['slot_bytes'])}" in text
     for each in total["formats"]:
         assert f'towerd_format_tokens{{format="{each["format"]}"}} {float(each["tokens"])}' in text
+
+
+async def test_what_a_conversation_alone_needs(client: Client, service: EmbeddedService) -> None:
+    """By layer all is what its segments take; what another one shares is not freed, and gc frees just that."""
+    for name, prompt in (("a", "Once upon a time there was"), ("b", "Once upon a time she said")):
+        await value(
+            await client.post(
+                "/completion",
+                json={"prompt": prompt, "n_predict": 4, "ignore_eos": True},
+                headers={"X-Towerd-Session": name},
+            )
+        )
+    await settle(service)
+    found = await value(await client.get(f"{OWN}/sessions/a?layers=1"))
+    leaf = found["turns"][-1]["reply_node"]
+    path = (await value(await client.get(f"{OWN}/segments/{leaf}")))["segment"]["path"]
+    held = [(await value(await client.get(f"{OWN}/segments/{each}")))["segment"] for each in path]
+    layers, freed = found["layers"], found["freed"]
+    total = sum(each["k_bytes"] + each["v_bytes"] for each in layers)
+    assert total == sum(each["bytes"] for each in held) > 0
+    assert len({(each["k_bytes"], each["v_bytes"]) for each in layers}) == 1
+    assert 0 < freed["tokens"] < found["session"]["n_tokens"]
+    before = service.store.stats()
+    await value(await client.delete(f"{OWN}/sessions/a"))
+    await value(await client.post(f"{OWN}/gc", json={}))
+    gone = {each.id for each in service.store.nodes()}
+    assert sum(each["tokens"] for each in held if each["id"] not in gone) == freed["tokens"]
+    assert service.store.stats()["segments"] < before["segments"]
+
+
+async def test_the_model_and_the_requests_of_a_conversation(client: Client) -> None:
+    id = await talk(client)
+    (one,) = (await value(await client.get(f"{OWN}/sessions")))["sessions"]
+    assert (one["model"], one["tokenizer"]) == ("story", "")
+    (request,) = (await value(await client.get(f"{OWN}/requests?session={id}")))["finished"]
+    assert request["session"] == id
+    assert (await value(await client.get(f"{OWN}/requests?session=x")))["finished"] == []

@@ -78,6 +78,7 @@ def test_search_open_rename_freeze_and_delete(page: Any, daemon: Daemon, tmp_pat
     page.once("dialog", lambda dialog: dialog.accept("Of whales"))
     page.click("text=Rename")
     page.wait_for_selector("h2:has-text('Of whales')")
+    page.click(".about summary")
     page.click("button:has-text('Freeze')")
     page.wait_for_selector("dd:has-text('no: frozen')")
     page.click("button:has-text('Warm up')")
@@ -129,10 +130,10 @@ def test_branches_tree_requests_and_settings(page: Any, daemon: Daemon, tmp_path
     assert page.locator("svg [tabindex='0']").count() == 1
     page.locator("svg [tabindex='0']").focus()
     levels = []
-    for key in ("ArrowRight", "ArrowLeft", "ArrowDown", "ArrowUp", "ArrowUp", "End", "Home"):
+    for key in ("ArrowDown", "ArrowUp", "ArrowDown", "Home"):
         page.keyboard.press(key)
         levels.append(page.evaluate("document.activeElement.getAttribute('aria-level')"))
-    assert [*levels[:5], levels[6]] == ["2", "1", "2", "1", "1", "1"]
+    assert levels == ["2", "1", "2", "1"]
     page.keyboard.press("Enter")
     page.wait_for_url(re.compile(r"#/tree\?root=\d+"))
     page.wait_for_selector("dt:has-text('rows')")
@@ -178,6 +179,9 @@ def test_nothing_is_shown_before_the_key(browser: Any, tmp_path: Path) -> None:
         page.keyboard.press("Enter")
         page.wait_for_selector("pre.text:has-text('otter')")
         assert not page.is_visible("#login")
+        page.fill("#write", "and then?")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("[role=status]:has-text('tokens were there')")
         page.close()
 
 

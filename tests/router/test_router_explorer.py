@@ -11,6 +11,7 @@ import requests
 from browser import open_browser, screenshots
 from daemon import Daemon
 from routed import MakeRouter, states
+from waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -91,3 +92,58 @@ def test_a_tokenizer_names_a_conversation(make_router: MakeRouter) -> None:
         router.get(f"/towerd/v1/requests?model={model}")["tokenizer"] for model in ("tales", "dice")
     }
     assert len(tokenizers) == 2
+
+
+def test_a_conversation_continues_with_its_own_model(make_router: MakeRouter) -> None:
+    """Of two with one name, that of the named model; one that was unloaded is loaded for it."""
+    router = make_router()
+    for model, prompt in (("tales", "the red otter"), ("dice", "!!! a roll")):
+        assert say(router, model, prompt).status_code == 200
+    tokenizer = router.get("/towerd/v1/requests?model=tales")["tokenizer"]
+    listed = router.get("/towerd/v1/sessions?model=tales")["sessions"]
+    assert [(each["model"], bool(each["tokenizer"])) for each in listed] == [
+        ("dice", True),
+        ("tales", False),
+    ]
+    requests.post(router.url + "/models/unload", json={"model": "tales"}, timeout=30)
+    path = f"{router.url}/towerd/v1/sessions/twin/chat?tokenizer={tokenizer}&model="
+    body: Any = {"message": {"content": "swims"}, "max_tokens": 4}
+    refused = requests.post(path + "dice", json=body, timeout=60)
+    assert (refused.status_code, "another tokenizer" in refused.text) == (400, True)
+    reply = requests.post(path + "tales", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["timings"]["cache_n"] > 4
+    n_turns = [
+        len(router.get(f"/towerd/v1/sessions/twin?model={model}")["turns"])
+        for model in ("tales", "dice")
+    ]
+    assert n_turns == [2, 1]
+
+
+def test_chats_of_several_models(make_router: MakeRouter, tmp_path: Path) -> None:
+    """A new one begins with a model that is not loaded; one of another model continues once that is."""
+    router = make_router("--n-predict", "8")
+    assert say(router, "tales", "the red otter").status_code == 200
+    with open_browser() as browser:
+        page = browser.new_page()
+        page.set_default_timeout(WAIT_MS)
+        page.goto(router.url + "/towerd/#/new")
+        page.select_option("main select", "dice")
+        page.fill("#write", "!!! a roll")
+        page.keyboard.press("Enter")
+        page.wait_for_url("**/#/chat/chat-*")
+        page.wait_for_selector("button:has-text('Regenerate')")
+        assert page.input_value("#models") == "dice"
+        assert page.inner_text(".about summary").startswith("dice")
+        page.screenshot(path=screenshots(tmp_path) / "models-chat.png")
+        requests.post(router.url + "/models/unload", json={"model": "tales"}, timeout=30)
+        until(lambda: states(router)["tales"] == "unloaded")
+        page.click(".list a:has-text('the red otter')")
+        page.wait_for_selector("pre.text:has-text('the red otter')")
+        assert not page.is_visible("#write")
+        page.click("button:has-text('Continue with tales')")
+        page.fill("#write", "swims")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("[role=status]:has-text('tokens were there')")
+        assert page.input_value("#models") == "tales"
+        assert len(router.get("/towerd/v1/sessions/twin?model=tales")["turns"]) == 2

@@ -20,18 +20,23 @@ SHARPNESS = 8.0
 
 
 def make_scripted_model(
-    path: Path, script: Sequence[str], *, fill_in: bool = False, pre: str = ""
+    path: Path,
+    script: Sequence[str],
+    *,
+    fill_in: bool = False,
+    pre: str = "",
+    controls: Sequence[str] = (),
 ) -> None:
     """Write a GGUF of the llama architecture that generates `script` after any prompt that does not
     end in a piece of it, and then ends. The pieces are tokens of its vocabulary and must differ.
     fill_in: it has the tokens of infill; pre: it has a BPE tokenizer of that pre-tokenizer, which knows
-    the letter a."""
+    the letter a; controls: further control tokens."""
     assert len(set(script)) == len(script) < N_EMBD
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     types = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, *[TokenType.BYTE] * 256]
-    if fill_in:
-        pieces += FILL_IN
-        types += [TokenType.CONTROL] * len(FILL_IN)
+    controls = (*controls, *(FILL_IN if fill_in else ()))
+    pieces += controls
+    types += [TokenType.CONTROL] * len(controls)
     if pre:
         pieces += ["a", "aa"]
         types += [TokenType.NORMAL] * 2

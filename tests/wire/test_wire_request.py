@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from llama_wire import NO_DRAFT, TEMPLATES, Talker
 
-from towerd.wire import Model, Reply, Request, Settings, recommended
+from towerd.wire import Model, Reply, Request, Settings, WireError, recommended
 
 Scripted = Callable[[Sequence[str]], Talker]
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -158,3 +158,17 @@ def test_defaults(story: Talker) -> None:
     assert request(model, "completion", prompt="a", n_predict=-1).n_predict == 7
     assert request(model, "completion", prompt="a", n_predict=3).n_predict == 3
     assert json.loads(model.props())["default_generation_settings"]["params"]["temperature"] == 0.5
+
+
+def test_what_continues_takes_the_place_of_a_beginning(story: Talker) -> None:
+    """Its numbers are those of the whole prompt; what is told by the beginning is not told."""
+    model = story.model()
+    whole = request(model, "chat", messages=[SYSTEM, *TURNS]).prompts[0]
+    known = np.array([9, 8, 7], np.int32)
+    body = json.dumps({"messages": [SYSTEM, *TURNS]}).encode()
+    made = Request(model, "chat", body, continued=(known, 5))
+    assert made.prompts[0].tolist() == [9, 8, 7, *whole[5:].tolist()]
+    assert (made.agent, len(made.spans(0)), len(made.next_prompt(b"{}"))) == (b"", 0, 0)
+    for ids, n in ((known, len(whole) + 1), (np.array([-5], np.int32), 1)):
+        with pytest.raises(WireError):
+            Request(model, "chat", body, continued=(ids, n))

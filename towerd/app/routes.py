@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from towerd.api.admin import address, page, pins, precache, upkeep
+from towerd.api.admin import address, continuing, page, pins, precache, upkeep
 from towerd.api.admin import requests as own_requests
 from towerd.api.admin import workflows as own_workflows
 from towerd.api.llama import (
@@ -90,6 +90,7 @@ OWN_ROUTES: tuple[Route, ...] = (
     Route("GET", "/towerd/v1/stats", info.get_stats),
     Route("GET", "/towerd/v1/requests", own_requests.get_requests),
     Route("GET", "/towerd/v1/requests/{id}/why", own_requests.get_why),
+    Route("POST", "/towerd/v1/sessions/{id}/chat", continuing.post_chat),
     Route("GET", "/towerd/v1/settings", own_requests.get_settings),
     Route("GET", "/towerd/v1/workflows", own_workflows.list_workflows),
     Route("POST", "/towerd/v1/workflows/{id}/end", own_workflows.post_end),

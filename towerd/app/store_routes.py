@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from towerd.api.admin import forget, pins, segments, sessions, shared, transfer, upkeep
+from towerd.api.admin import (
+    chat,
+    forget,
+    pins,
+    segments,
+    sessions,
+    shared,
+    transfer,
+    tree_picture,
+    upkeep,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +32,7 @@ class Route:
 STORE_ROUTES: tuple[Route, ...] = (
     Route("GET", "/towerd/v1/sessions", sessions.list_sessions),
     Route("GET", "/towerd/v1/sessions/{id}", sessions.get_session),
+    Route("GET", "/towerd/v1/sessions/{id}/chat", chat.get_chat),
     Route("PATCH", "/towerd/v1/sessions/{id}", sessions.patch_session),
     Route("DELETE", "/towerd/v1/sessions/{id}", sessions.delete_session),
     Route("POST", "/towerd/v1/sessions/{id}/freeze", sessions.post_freeze),
@@ -39,6 +50,7 @@ STORE_ROUTES: tuple[Route, ...] = (
     Route("GET", "/towerd/v1/segments/{id}", segments.get_segment),
     Route("GET", "/towerd/v1/segments/{id}/why", segments.get_why),
     Route("GET", "/towerd/v1/trie", segments.get_trie),
+    Route("GET", "/towerd/v1/tree", tree_picture.get_tree),
     Route("GET", "/towerd/v1/pins", pins.list_pins),
     Route("POST", "/towerd/v1/pins", pins.post_pin),
     Route("DELETE", "/towerd/v1/pins/{id}", pins.delete_pin),

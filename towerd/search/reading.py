@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from towerd.codec.errors import CodecError
 from towerd.cold.coding import Coding
 from towerd.cold.freezing import cold_history
 from towerd.errors import NotFound, SessionFrozen, ThawError
+from towerd.search.chat import ChatPart, PlacedMessage, placed_messages
 from towerd.search.index import Passage, SessionKey
 from towerd.search.speech import ChatMessage, first_question, messages, spoken
 from towerd.store import SessionInfo, Store
@@ -23,6 +27,18 @@ if TYPE_CHECKING:
     from towerd.codec import Codec
 
 BEGINNING_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBranch:
+    """A branch of a session, to be read and continued."""
+
+    turn: int
+    """At which it ends; 0 where that is not known."""
+    ids: Ids
+    n_prompt: int
+    """Where the reply of that turn begins in `ids`; 0 where that is not known."""
+    messages: list[PlacedMessage]
 
 
 class TurnReader:
@@ -118,6 +134,33 @@ class TurnReader:
         except ThawError:
             return [ChatMessage("", self.text(info.id, info.scope))]
         return messages(ids, self.own_vocabulary())
+
+    def chat(self, info: SessionInfo, turn: int | None = None) -> ReadBranch:
+        """The branch that ends with a turn, or the current one, in its messages. Where its tokens cannot be had,
+        all of its text is one of these, and `ids` is empty. Raises NotFound."""
+        try:
+            if info.tokenizer:
+                which = info.id, info.scope, info.tokenizer
+                ids, _ = self._store.foreign.session_ids(*which)
+                vocabulary = self._vocabulary(info.tokenizer, info.scope)
+                return ReadBranch(0, ids, 0, placed_messages(ids, vocabulary))
+            ids = self._branch_ids(info, turn)
+        except (SessionFrozen, ThawError):
+            said = self._foreign_messages(info) if info.tokenizer else self.branch(info, turn)
+            whole = [PlacedMessage("", 0, [ChatPart("text", each.text)]) for each in said]
+            return ReadBranch(0, np.zeros(0, np.int32), 0, whole)
+        turns = {each.id: each for each in self._store.turns(info.id, info.scope)}
+        last = turns.get((info.leaf if turn is None else turn) or 0)
+        ends: list[int] = []
+        limit, at = len(ids), last
+        while at is not None and at.n_prompt + at.n_reply <= limit:
+            ends[:0] = [at.n_prompt, at.n_prompt + at.n_reply]
+            limit = at.n_prompt
+            at = turns.get(at.parent or 0)
+        messages = placed_messages(ids, self.own_vocabulary(), ends)
+        if last is None:
+            return ReadBranch(0, ids, 0, messages)
+        return ReadBranch(last.id, ids, last.n_prompt, messages)
 
     def _branch_ids(self, info: SessionInfo, turn: int | None) -> Ids:
         if turn is None:

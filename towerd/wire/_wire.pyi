@@ -132,9 +132,11 @@ class Request:
         body: bytes,
         check_fit: Callable[[dict[str, bytes], list[int]], None] | None = None,
         upload: tuple[bytes, int, int] | None = None,
+        continued: tuple[Ids, int] | None = None,
     ) -> None:
         """Parse and tokenize. upload: a body, and where the sound of a transcription begins and ends in
-        it. check_fit: called before prompts are tokenized of which one is longer
+        it. continued: tokens of a conversation, which stand in place of so many tokens that the only prompt
+        begins with; none of those may be a medium's, and `spans`, `agent` and `next_prompt` are empty. check_fit: called before prompts are tokenized of which one is longer
         than the context for certain, with the kept fields of the body and the least number of
         tokens of each prompt; what it raises becomes WireError.
 

@@ -35,7 +35,7 @@ SECRET_FLAGS = frozenset(
 
 async def get_requests(request: web.Request) -> web.Response:
     """The running requests of the caller's tenant, and those that ended after `?since=`, the newest
-    first."""
+    first; of these with `?session=` its own alone."""
     since = integer_query(request, "since", 0, 0, 10**12)
     most = min(REQUESTS_MAX, request.app[LIMITS].page_max)
     limit = integer_query(request, "limit", most, 1, most)
@@ -47,7 +47,8 @@ async def get_requests(request: web.Request) -> web.Response:
         for slot in slots
         if scope is None or tenant_of(slot.scope) == tenant_of(scope)
     ]
-    finished = [each.json() for each in request.app[RECENT].since(since, scope, limit)]
+    ended = request.app[RECENT].since(since, scope, limit, request.query.get("session"))
+    finished = [each.json() for each in ended]
     tokenizer = served_tokenizer(request)
     return json_reply({"running": running, "finished": finished, "tokenizer": tokenizer})
 

@@ -20,6 +20,8 @@ from towerd.api.http.numbers import numbers_of
 from towerd.api.http.reply import json_reply
 from towerd.errors import InvalidRequest, NotFound, ThawError, TowerdError
 from towerd.store import SessionInfo, Store, TurnInfo
+from towerd.store.maintenance.holding import freed_by_deleting, layer_bytes
+from towerd.store.maintenance.model_names import session_models
 from towerd.store.maintenance.space import stored_rows
 from towerd.store.sessions.foreign import ForeignSession
 
@@ -85,10 +87,11 @@ async def sessions_json(request: web.Request, infos: Sequence[SessionInfo]) -> l
     titles = [info.title for info in infos]
     if not all(titles):
         titles = await asyncio.to_thread(service_of(request).search.titles, infos)
-    numbers = await numbers_of(request)
+    numbers, state = await numbers_of(request), service_of(request).store.state
+    models = await asyncio.to_thread(session_models, state, infos)
     found = [
-        numbers.with_shown(asdict(info), ("leaf",)) | {"title": title}
-        for info, title in zip(infos, titles, strict=True)
+        numbers.with_shown(asdict(info), ("leaf",)) | {"title": title, "model": model}
+        for info, title, model in zip(infos, titles, models, strict=True)
     ]
     if flag(request, "footprint"):
         footprints, sees_all = service_of(request).store.footprints, request[TENANT].sees_all
@@ -140,8 +143,8 @@ def served_tokenizer(request: web.Request) -> str:
 
 async def get_session(request: web.Request) -> web.Response:
     """One session with its turns; `?text=1` adds the text of its current branch, `?messages=1` who
-    said what, `?kept=1` what is live of it, `?cost=1` what it takes in each tier. A frozen session
-    is decoded for that, and stays frozen."""
+    said what, `?kept=1` what is live of it, `?cost=1` what it takes in each tier, `?layers=1` by layer, and what
+    it alone needs. A frozen session is decoded for that, and stays frozen."""
     service = service_of(request)
     store, name = service.store, request.match_info["id"]
     found = await asyncio.to_thread(in_either(request, store.session, store.foreign.session))
@@ -157,6 +160,11 @@ async def get_session(request: web.Request) -> web.Response:
     }
     if "cost" in out["session"]:
         out["cost"] = out["session"].pop("cost")
+    if flag(request, "layers"):
+        layers = await asyncio.to_thread(layer_bytes, store.state, info)
+        sees_all = request[TENANT].sees_all
+        freed = await asyncio.to_thread(freed_by_deleting, store.state, info, with_public=sees_all)
+        out |= {"layers": [asdict(each) for each in layers], "freed": asdict(freed)}
     if flag(request, "messages"):
         out["messages"] = await _messages(request, info)
     if flag(request, "kept"):
@@ -208,6 +216,8 @@ async def _get_foreign(request: web.Request, name: str, found: ForeignSession) -
     }
     if flag(request, "cost"):
         out["cost"] = None
+    if flag(request, "layers"):
+        out |= {"layers": [], "freed": None}
     if flag(request, "messages"):
         out["messages"] = await _messages(request, info)
     if flag(request, "kept"):

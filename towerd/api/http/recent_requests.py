@@ -88,13 +88,16 @@ class RecentRequests:
         """These ended now."""
         self._ring.extend(answered)
 
-    def since(self, moment: float, scope: str | None, limit: int) -> list[RecentRequest]:
-        """Those of a tenant (None: of all) that ended after `moment` (Unix time), the newest first."""
+    def since(
+        self, moment: float, scope: str | None, limit: int, session: str | None = None
+    ) -> list[RecentRequest]:
+        """Those of a tenant (None: of all), and of a session if one is named, that ended after `moment` (Unix
+        time), the newest first."""
         found: list[RecentRequest] = []
         for each in reversed(self._ring):
             if each.finished_s <= moment or len(found) == limit:
                 break
-            if each.is_of(scope):
+            if each.is_of(scope) and session in (None, each.finish.session):
                 found.append(each)
         return found
 

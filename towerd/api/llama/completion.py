@@ -113,6 +113,11 @@ async def _complete(
     if pending is not None:
         pending.hold(request)
     del body, upload, pending
+    return await answer(request, task, title)
+
+
+async def answer(request: web.Request, task: Task, title: str) -> web.StreamResponse:
+    """Run a task and answer the request that it is of, streamed or whole. title: for the log."""
     if not task.wire.stream:
         return await _whole(request, task, title)
     if name := request.headers.get(CONVERSATION):

@@ -241,8 +241,9 @@ async def parse_task(
     config: Config,
     upload: tuple[bytes, int, int] | None = None,
     pending: PendingResponse | None = None,
+    continued: tuple[Ids, int] | None = None,
 ) -> Task:
-    """Check and tokenize a request body. upload: see `towerd.wire.Request`. pending: what the body is of.
+    """Check and tokenize a request body. upload, continued: see `towerd.wire.Request`. pending: what the body is of.
     Raises WireError, InvalidRequest, ContextExceeded."""
 
     def check_fit(kept: dict[str, bytes], least: list[int]) -> None:
@@ -253,8 +254,8 @@ async def parse_task(
     n_bytes = len(body) + (upload[2] - upload[1] if upload else 0)
     shown = b"" if pending is None else pending.shown
     parsed = await engine.wire.call(
-        n_bytes, _parse, model, endpoint, body, check_fit, upload, shown
-    )  # fmt: skip
+        n_bytes, _parse, model, endpoint, body, check_fit, upload, continued, shown
+    )
     prompts, first, writer = parsed
     wire = first.request
     if pending is not None and pending.context.conversation is not None and wire.n_choices > 1:
@@ -286,11 +287,12 @@ def _parse(
     body: bytes,
     check_fit: FitCheck,
     upload: tuple[bytes, int, int] | None,
+    continued: tuple[Ids, int] | None,
     shown: bytes,
 ) -> tuple[list[Ids], Reply, Writer]:
     from towerd.wire import Reply, Request, Writer
 
-    request = Request(model, endpoint, body or b"{}", check_fit, upload)
+    request = Request(model, endpoint, body or b"{}", check_fit, upload, continued)
     prompts = request.prompts
     if not prompts or not all(len(ids) for ids in prompts):
         raise InvalidRequest('"prompt" must not be empty')

@@ -294,19 +294,25 @@ void bind_request(nb::module_ & m) {
         .def(
             "__init__",
             [](Request * self, std::shared_ptr<const Model> model, const std::string & endpoint, const nb::bytes & body,
-               const nb::object & check_fit, const std::optional<std::tuple<nb::bytes, size_t, size_t>> & upload) {
+               const nb::object & check_fit, const std::optional<std::tuple<nb::bytes, size_t, size_t>> & upload,
+               const std::optional<std::pair<Given, size_t>> & continued) {
                 const std::string text  = text_of(body);
                 const FitCheck    check = fit_check_of(check_fit);
                 const Span        span  = upload ? span_of(*upload) : Span{};
+                std::optional<Continued> known;
+                if (continued) {
+                    known = Continued{tokens_of(continued->first), continued->second};
+                }
                 unlocked([&] {
                     std::vector<raw_buffer> uploads;
                     if (upload) {
                         uploads.emplace_back(span.begin, span.end);
                     }
-                    new (self) Request(std::move(model), endpoint_named(endpoint), text, check, std::move(uploads));
+                    new (self) Request(std::move(model), endpoint_named(endpoint), text, check, std::move(uploads), known);
                 });
             },
-            "model"_a, "endpoint"_a, "body"_a, "check_fit"_a = nb::none(), "upload"_a = nb::none())
+            "model"_a, "endpoint"_a, "body"_a, "check_fit"_a = nb::none(), "upload"_a = nb::none(),
+            "continued"_a = nb::none())
         .def_prop_ro("id", [](const Request & r) { return r.params().oaicompat_cmpl_id; })
         .def_prop_ro("prompts", [](const Request & r) { return arrays_of(r.prompts()); })
         .def_prop_ro("n_choices", &Request::n_choices)

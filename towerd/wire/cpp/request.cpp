@@ -221,7 +221,8 @@ json as_chat_body(const Model & model, task_response_type type, json body) {
 }
 
 Request::Request(std::shared_ptr<const Model> model, const Endpoint & endpoint, const std::string & body,
-                 const FitCheck & check_fit, std::vector<raw_buffer> uploads) :
+                 const FitCheck & check_fit, std::vector<raw_buffer> uploads,
+                 const std::optional<Continued> & continued) :
     model_(std::move(model)), type_(endpoint.type) {
     answering(ERROR_TYPE_INVALID_REQUEST, [&] {
         if (endpoint.is_infill) {
@@ -242,6 +243,9 @@ Request::Request(std::shared_ptr<const Model> model, const Endpoint & endpoint, 
         }
         check_length(data.at("prompt"), files.size(), check_fit);
         take(data, files);
+        if (continued) {
+            continue_from(*continued);
+        }
     });
 }
 
@@ -330,6 +334,22 @@ void Request::take(const json & data, const std::vector<raw_buffer> & files) {
         check_tokens(*model_, prompts_.back());
         spans_.push_back(input.find_message_spans(delimiters));
     }
+}
+
+// Its spans and its next prompt are not known: they are told by what is replaced.
+void Request::continue_from(const Continued & continued) {
+    llama_tokens & prompt = prompts_.front();
+    const size_t   n      = continued.n_replaced;
+    if (prompts_.size() != 1 || n > prompt.size() ||
+        std::any_of(prompt.begin(), prompt.begin() + static_cast<std::ptrdiff_t>(n), [](llama_token id) { return id < 0; })) {
+        throw std::runtime_error("these tokens cannot be replaced");
+    }
+    prompt.erase(prompt.begin(), prompt.begin() + static_cast<std::ptrdiff_t>(n));
+    prompt.insert(prompt.begin(), continued.ids.begin(), continued.ids.end());
+    check_tokens(*model_, prompt);
+    spans_.front() = {};
+    chat_          = json();
+    agent_.clear();
 }
 
 int32_t Request::n_predict() const {

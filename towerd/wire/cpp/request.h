@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,13 +27,20 @@ const Endpoint & endpoint_named(const std::string & name);
 // Raises Refused unless prompts of at least so many tokens may be evaluated, for a body with these kept fields.
 using FitCheck = std::function<void(const std::map<std::string, std::string> & kept, const std::vector<size_t> & least)>;
 
+// Tokens that stand in place of the first `n_replaced` tokens of a prompt: those of a conversation that it continues.
+struct Continued {
+    llama_tokens ids;
+    size_t       n_replaced;
+};
+
 class Request {
 public:
     // `check_fit`, unless it is empty, is called before a prompt is tokenized that is longer than the context.
     // Raises Refused, as llama-server would answer; where llama-server answers 500 for what the client sent, with 400.
-    // `uploads`: the sound of a transcription, which `body` has the other fields of.
+    // `uploads`: the sound of a transcription, which `body` has the other fields of. `continued`: of the only prompt.
     Request(std::shared_ptr<const Model> model, const Endpoint & endpoint, const std::string & body,
-            const FitCheck & check_fit = {}, std::vector<raw_buffer> uploads = {});
+            const FitCheck & check_fit = {}, std::vector<raw_buffer> uploads = {},
+            const std::optional<Continued> & continued = {});
 
     const Model &                             model() const { return *model_; }
     task_response_type                        type() const { return type_; }
@@ -72,6 +80,7 @@ private:
     json transcription_data(const json & body, std::vector<raw_buffer> & files) const;
     void check_length(const json & prompt, size_t n_files, const FitCheck & check_fit) const;
     void take(const json & data, const std::vector<raw_buffer> & files);
+    void continue_from(const Continued & continued);
     llama_tokens rendered(json body) const;
 
     std::shared_ptr<const Model>       model_;

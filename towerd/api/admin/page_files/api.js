@@ -13,13 +13,13 @@ export class ApiError extends Error {
   }
 }
 
-async function send(url, method, body) {
-  const headers = {};
+async function send(url, method, body, { signal, headers: more } = {}) {
+  const headers = { ...more };
   const key = sessionStorage.getItem(KEY);
   if (key) headers.Authorization = `Bearer ${key}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
   const reply = await fetch(url, {
-    method, headers, body: body === undefined ? undefined : JSON.stringify(body),
+    method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body),
   });
   if (reply.ok) return reply;
   if (reply.status === 401) askForKey();
@@ -50,6 +50,40 @@ export async function callModel(model, path) {
 export async function callServer(path, method = "GET", body = undefined) {
   return (await send(path, method, body)).json();
 }
+
+// The events of a streamed reply, one after the other. A stream that ends with an error throws it.
+async function* eventsOf(reply) {
+  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    text += value;
+    const blocks = text.split("\n\n");
+    text = blocks.pop();
+    for (const block of blocks) {
+      const data = block.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("\n");
+      if (!data || data === "[DONE]") continue;
+      const event = JSON.parse(data);
+      if (event.error) throw new ApiError(event.error.code, event.error.message);
+      yield event;
+    }
+  }
+}
+
+// A reply, with the model that was asked for: it is loaded if it is not. options: `signal`, `headers`.
+async function* streamReply(url, body, model, options) {
+  const named = model === null ? {} : { model };
+  const address = model === null ? url : `${url}${url.includes("?") ? "&" : "?"}${new URLSearchParams(named)}`;
+  yield* eventsOf(await send(address, "POST", { ...body, ...named, stream: true }, options));
+}
+
+// The reply that begins a chat of this name.
+export const beginChat = (name, body, model, signal) =>
+  streamReply("/v1/chat/completions", body, model, { signal, headers: { "X-Towerd-Session": name } });
+
+// That which continues one.
+export const continueChat = (path, body, signal) => streamReply(OWN + path, body, asked, { signal });
 
 export async function download(path, name) {
   const url = URL.createObjectURL(await (await send(addressed(path, asked), "GET")).blob());

@@ -3,6 +3,7 @@
 import { call, query } from "./api.js";
 import { ago, bytes, count, el, get } from "./dom.js";
 import { showChat } from "./chat.js";
+import { newChat } from "./talk.js";
 
 const LIMIT = 200;
 const LIMIT_MAX = 1000;
@@ -17,8 +18,8 @@ const addressOf = (session) =>
 const nameOf = ({ scope, id, tokenizer }) => JSON.stringify([scope, id, tokenizer]);
 
 // Whether a turn in it has to wait, and what else tells it from others.
-function stateOf({ tokenizer, cold_bytes, n_tokens, cost, footprint }) {
-  if (tokenizer) return ["of another model"];
+function stateOf({ tokenizer, model, cold_bytes, n_tokens, cost, footprint }) {
+  if (tokenizer) return [model || "of another model"];
   const state = footprint ? [bytes(footprint.kept_bytes)] : [];
   if (cold_bytes) state.splice(0, 1, `frozen, ${bytes(cold_bytes)}`);
   if (!cost) return state;
@@ -29,11 +30,15 @@ function stateOf({ tokenizer, cold_bytes, n_tokens, cost, footprint }) {
   return state;
 }
 
-function entry(session, more) {
-  const facts = [ago(session.updated), `${count(session.n_tokens)} tokens`, ...stateOf(session)];
+// hasModels: whether the list has conversations of several.
+function entry(session, more, hasModels = false) {
+  const model = hasModels && !session.tokenizer && session.model ? [session.model] : [];
+  const facts = [ago(session.updated), ...model, `${count(session.n_tokens)} tokens`, ...stateOf(session)];
   return el("li", {}, el("a", { href: addressOf(session), "data-name": nameOf(session) },
     session.title || session.id, more, el("small", {}, facts.join(" · "))));
 }
+
+const areSeveral = (sessions) => new Set(sessions.map((each) => each.model)).size > 1;
 
 const snippet = (runs) =>
   el("small", {}, runs.map((run, i) => (i % 2 ? el("mark", {}, run) : run)));
@@ -54,15 +59,17 @@ function more(list) {
   return el("li", {}, el("button", { type: "button", click: grow }, "Show more"));
 }
 
-async function fill(list) {
+// Fills the list; `found`, if it is given, is called with the sessions in it.
+async function fill(list, found = () => {}) {
   const words = typed.trim();
   let entries;
   if (words) {
     const { results } = await call(`/search${query({ q: words, limit: 50, cost: 1 })}`);
-    entries = results.map((hit) => entry(hit.session, snippet(hit.snippet)));
+    entries = results.map((hit) => entry(hit.session, snippet(hit.snippet), areSeveral(results.map((each) => each.session))));
   } else {
     const { sessions } = await call(`/sessions?footprint=1&cost=1&limit=${shown}`);
-    entries = sessions.map((session) => entry(session));
+    entries = sessions.map((session) => entry(session, undefined, areSeveral(sessions)));
+    found(sessions);
     if (sessions.length === shown) entries.push(more(list));
   }
   if (words !== typed.trim()) return;
@@ -82,7 +89,7 @@ function walk(event, list) {
   }
 }
 
-export async function showConversations(main, chat) {
+export async function showConversations(main, chat, isNew = false) {
   const list = el("ol", { "aria-label": "Conversations" });
   let timer = 0;
   const search = el("input", {
@@ -94,16 +101,22 @@ export async function showConversations(main, chat) {
       timer = setTimeout(() => fill(list).catch((error) => list.replaceChildren(error.message)), TYPING_MS);
     },
   });
-  const aside = el("section", { class: "list", keydown: (event) => walk(event, list) }, search, list);
+  const fresh = el("a", { class: "fresh", href: "#/new" }, "New chat");
+  const aside = el("section", { class: "list", keydown: (event) => walk(event, list) }, fresh, search, list);
   const pane = el("section", { class: "chat" });
-  main.replaceChildren(el("div", { class: chat ? "panes one" : "panes" }, aside, pane));
-  if (!chat) pane.append(el("p", { class: "quiet" }, "Choose a conversation. “/” goes to the search."));
+  main.replaceChildren(el("div", { class: chat || isNew ? "panes one" : "panes" }, aside, pane));
   const opened = (session) => {
     if (!pane.isConnected) return;
     open = nameOf(session);
     markOpen(list);
   };
   open = null;
-  await Promise.all([fill(list), chat ? showChat(pane, chat, opened, () => fill(list)) : null]);
-  return () => (list.contains(document.activeElement) ? null : fill(list));
+  if (isNew) newChat(pane);
+  else if (!chat) pane.append(el("p", { class: "quiet" }, "Choose a conversation, or begin one (“n”). “/” goes to the search."));
+  const [, look] = await Promise.all([fill(list), chat ? showChat(pane, chat, opened, () => fill(list), !typed.trim()) : null]);
+  const seen = (sessions) => {
+    const listed = sessions.find((session) => nameOf(session) === open);
+    if (listed) look?.(listed).catch(() => {});  // the next look says what failed
+  };
+  return () => (list.contains(document.activeElement) ? null : fill(list, seen));
 }

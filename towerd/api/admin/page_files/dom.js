@@ -67,3 +67,22 @@ export function layers(footprint) {
     ["transform", "transform_bytes"], [`kept${formats ? `: ${formats}` : ""}`, "kept_bytes"],
   ].map(([name, key]) => [name, bytes(footprint[key]), bar(footprint[key])]));
 }
+
+// What the rows of a conversation take in each layer, keys below values.
+export function layerChart(list) {
+  const most = Math.max(0, ...list.map((each) => each.k_bytes + each.v_bytes));
+  if (!most) return null;
+  const [width, height] = [640, 90];
+  const step = width / list.length;
+  const bars = list.flatMap(({ layer, k_bytes, v_bytes, window }, i) => {
+    const [k, v] = [k_bytes, v_bytes].map((each) => (each / most) * height);
+    const title = `layer ${layer}${window ? " (sliding window)" : ""}: keys ${bytes(k_bytes)}, values ${bytes(v_bytes)}`;
+    const bar = (kind, y, size) => svg("rect", { class: kind, x: i * step, y, width: Math.max(1, step - 2), height: size },
+      svg("title", {}, title));
+    return [bar("keys", height - k, k), bar("values", height - k - v, v)];
+  });
+  return el("figure", {}, svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img",
+    "aria-label": "Bytes by layer", preserveAspectRatio: "none", class: "layers" }, bars),
+  el("figcaption", {}, legend([["keys", "keys"], ["values", "values"]]),
+    el("span", { class: "quiet" }, `${list.length} layers, ${bytes(most)} at most`)));
+}

@@ -38,6 +38,7 @@ function pageOf({ name, id, parameters }) {
   const given = Object.fromEntries(parameters);
   switch (name) {
     case "chat": return (main) => showConversations(main, { ...given, id });
+    case "new": return (main) => showConversations(main, null, true);
     case "tree": return (main) => showTree(main, given);
     case "live": return (main) => showLive(main, given, stats);
     case "why": return (main) => showWhy(main, { ...given, id });
@@ -48,7 +49,7 @@ function pageOf({ name, id, parameters }) {
 
 function markPage() {
   const first = (href) => href.split("/").slice(0, 2).join("/").split("?")[0];
-  const here = first(location.hash || "#/").replace("#/chat", "#/");
+  const here = first(location.hash || "#/").replace("#/chat", "#/").replace("#/new", "#/");
   for (const link of document.querySelectorAll("nav a")) {
     if (link.getAttribute("href") === here) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
@@ -117,11 +118,14 @@ get("models").addEventListener("change", (event) => {
   show();
 });
 document.addEventListener("keydown", (event) => {
-  const typing = event.target instanceof HTMLInputElement;
+  const typing = event.target.matches?.("input, textarea, select");
   if (event.key === "/" && !typing && get("search")) {
     event.preventDefault();
     get("search").focus();
-  } else if (event.key === "Escape" && location.hash.startsWith("#/chat/")) {
+  } else if (event.key === "n" && !typing && !event.ctrlKey && !event.metaKey && !event.altKey && get("login").hidden) {
+    event.preventDefault();
+    location.hash = "#/new";
+  } else if (event.key === "Escape" && /^#[/](chat|new)/.test(location.hash)) {
     location.hash = "#/";
   }
 });

@@ -4,6 +4,7 @@
 import { ask, callServer, say } from "./api.js";
 import { el, get } from "./dom.js";
 
+const LOADED_MS = 500;
 const CHOSEN = "towerd-model";
 let several = null;
 let awaited = null;
@@ -15,6 +16,9 @@ export const hasSeveral = () => Boolean(several?.length);
 
 // The names of the loaded models; null: the daemon has a single one.
 export const loaded = () => (hasSeveral() ? names() : null);
+
+// The names of all models, loaded or not; null: the daemon has a single one.
+export const all = () => (hasSeveral() ? several.map((each) => each.id) : null);
 
 export const chosen = () => {
   const known = loaded();
@@ -74,4 +78,21 @@ export function showModels(main) {
   main.replaceChildren(el("h2", {}, "No model is loaded"),
     el("p", {}, "Conversations are read with the vocabulary of a model. A chat loads its own; here you can load one:"),
     el("div", { class: "actions" }, several.map(({ id }) => el("button", { click: () => load(id) }, id))));
+}
+
+// Loads one of several models and makes it the chosen one.
+export async function loadAndChoose(name) {
+  await findModels();
+  if (!names().includes(name)) await callServer("/models/load", "POST", { model: name });
+  for (;;) {
+    await findModels();
+    if (names().includes(name)) break;
+    if (several.find((each) => each.id === name)?.status.failed) {
+      throw new Error(`${name} cannot be loaded: the daemon's log says why.`);
+    }
+    say(`${name} is loading…`);
+    await new Promise((resolve) => { setTimeout(resolve, LOADED_MS); });
+  }
+  say("");
+  choose(name);
 }

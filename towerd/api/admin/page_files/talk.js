@@ -1,0 +1,258 @@
+// The messages of a conversation, and what is written to it: a reply is streamed, can be stopped, made anew, and
+// a message of the user's changed. What is continued are the tokens in the store, on whatever device they were said.
+
+import { beginChat, call, continueChat, query } from "./api.js";
+import { Composer, contentOf } from "./composer.js";
+import { count, el } from "./dom.js";
+import { all, choose, chosen } from "./models.js";
+import { Growing, article, articles, textOf } from "./messages.js";
+
+const SHOW_MS = 60;
+const RECORDED_MS = 250;
+const RECORDED_TRIES = 40;
+const SLACK_PX = 120;
+const notes = new Map();
+const sentPictures = new Map();
+
+const keyOf = (chat) => JSON.stringify([chat.id, chat.tokenizer ?? ""]);
+const wait = (ms) => new Promise((resolve) => { setTimeout(resolve, ms); });
+
+// What a reply's prompt was made of, and how fast it was.
+function note({ id, timings, towerd }) {
+  if (!timings) return null;
+  const [found, evaluated] = [timings.cache_n, timings.prompt_n];
+  const places = Object.entries(towerd?.reuse ?? {}).filter(([name, n]) => n && name !== "prefill")
+    .map(([name, n]) => `${count(n)} ${name}`).join(", ");
+  return [
+    `${count(found)} of ${count(found + evaluated)} tokens were there${places ? ` (${places})` : ""}, `,
+    el("a", { href: `#/why/${encodeURIComponent(id)}` }, `${count(evaluated)} evaluated`),
+    ` in ${timings.prompt_ms.toFixed(0)} ms; ${count(timings.predicted_n)} generated, ${timings.predicted_per_second.toFixed(1)} a second.`,
+  ];
+}
+
+// Whether the end of a message is seen, or nearly so: it is followed then as it grows.
+const endIsSeen = (message) => message.getBoundingClientRect().bottom <= innerHeight + SLACK_PX;
+
+export const showEnd = (message) => message?.scrollIntoView({ block: "end" });
+
+// Shows a reply as it comes; calls `started` with the first of it. Returns what its last event says; undefined if it was stopped after it had begun.
+async function grow(into, events, signal, started = () => {}) {
+  const growing = new Growing();
+  into.append(growing.article);
+  showEnd(growing.article);
+  let last;
+  let began = false;
+  let timer = 0;
+  const show = () => {
+    timer = 0;
+    const follows = endIsSeen(growing.article);
+    growing.show();
+    if (follows) showEnd(growing.article);
+  };
+  try {
+    for await (const event of events) {
+      if (growing.add(event.choices?.[0]?.delta ?? {})) {
+        if (!began) started();
+        began = true;
+        timer ||= setTimeout(show, SHOW_MS);
+      }
+      if (event.timings) last = event;
+    }
+  } catch (error) {
+    if (!signal.aborted || !began) growing.article.remove();
+    if (!signal.aborted) throw error;
+    if (!began) throw new Error("Stopped before anything was answered.");
+    return undefined;
+  }
+  return last;
+}
+
+const userMessage = (text, pictures) =>
+  ({ role: "user", parts: [...(text ? [{ kind: "text", text }] : []), ...pictures.map(() => ({ kind: "medium" }))] });
+
+const shownMessage = (text, pictures) => {
+  let next = 0;
+  return article(userMessage(text, pictures), () => pictures[next++]);
+};
+
+export class Talk {
+  // chat: what names it. ended: called after each reply.
+  constructor(chat, ended) {
+    this.chat = chat;
+    this.ended = ended;
+    this.read = null;
+    this.messages = el("div", { class: "messages" });
+    this.status = el("p", { class: "quiet", role: "status" });
+    this.composer = new Composer(keyOf(chat), chosen(), (text, pictures, signal, began) =>
+      this.reply({ message: { role: "user", content: contentOf(text, pictures) } }, signal,
+        { asked: shownMessage(text, pictures), pictures, began }));
+    this.composer.form.hidden = true;
+    this.element = el("div", { class: "talk" }, this.messages, this.status, this.composer.form);
+  }
+
+  path(more = {}) {
+    const which = { scope: this.chat.scope, tokenizer: this.chat.tokenizer };
+    return `/sessions/${encodeURIComponent(this.chat.id)}/chat${query({ ...which, ...more })}`;
+  }
+
+  get isRunning() {
+    return Boolean(this.composer.running);
+  }
+
+  get isEdited() {
+    return Boolean(this.messages.querySelector("form"));
+  }
+
+  // Reads the messages from the store.
+  async fill() {
+    this.show(await call(this.path({ turn: this.chat.turn })));
+  }
+
+  show(read) {
+    this.read = read;
+    const { messages, continues } = this.read;
+    const last = messages.at(-1);
+    const actions = (message) => (continues ? this.actions(message, message === last) : []);
+    this.messages.replaceChildren(...articles(messages, sentPictures.get(keyOf(this.chat)) ?? [], actions));
+    this.composer.form.hidden = !continues;
+    const said = notes.get(keyOf(this.chat));
+    if (said) said.turn ??= this.read.turn;
+    this.status.replaceChildren(...(said?.turn === this.read.turn ? said.note : []));
+  }
+
+  actions(message, isLast) {
+    const button = (text, click) => el("button", { class: "small", type: "button", click }, text);
+    const copy = navigator.clipboard ? [button("Copy", () => navigator.clipboard.writeText(textOf(message)))] : [];
+    if (message.role === "user") return [button("Edit", (event) => this.edit(message, event.target)), ...copy];
+    if (isLast && message.role === "assistant") {
+      return [button("Regenerate", () => this.composer.run((signal) =>
+        this.reply({}, signal, { instead: this.messages.lastElementChild }))), ...copy];
+    }
+    return message.role === "assistant" ? copy : [];
+  }
+
+  // Puts a message into a box of its own; what is sent of it branches off where it began.
+  edit(message, at) {
+    if (this.isRunning) return;
+    const shown = at.closest(".message");
+    const box = el("textarea", { rows: 4, "aria-label": "Changed message" });
+    box.value = textOf(message);
+    const close = () => form.replaceWith(shown);
+    const send = (event) => {
+      event.preventDefault();
+      const text = box.value;
+      if (!text.trim()) return;
+      this.composer.run(async (signal) => {
+        const content = { at: message.at, message: { role: "user", content: text } };
+        const behind = [];
+        for (let next = form.nextElementSibling; next; next = next.nextElementSibling) behind.push(next);
+        const before = [form, ...behind];
+        for (const each of before) each.hidden = true;
+        try {
+          await this.reply(content, signal, { asked: shownMessage(text, []) });
+        } catch (error) {
+          for (const each of before) each.hidden = false;
+          throw error;
+        }
+      });
+    };
+    const form = el("form", { class: "edit", submit: send, keydown: (event) => {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
+      if (event.key === "Escape") {
+        event.stopPropagation();
+        close();
+      }
+    } }, box, message.parts.some((part) => part.kind === "medium")
+      ? el("p", { class: "quiet" }, "It is sent without its pictures.") : null,
+    el("div", { class: "does" }, el("button", { class: "main" }, "Send as a branch"),
+      el("button", { type: "button", click: close }, "Cancel")));
+    shown.replaceWith(form);
+    box.focus();
+  }
+
+  // Asks for a reply. asked: the message as it is shown until it is recorded. instead: what it takes the place of.
+  async reply(body, signal, { asked = null, pictures = [], instead = null, began } = {}) {
+    const before = this.read.turn;
+    if (asked) this.messages.append(asked);
+    if (instead) instead.hidden = true;
+    let last;
+    try {
+      last = await grow(this.messages, continueChat(this.path(), { turn: before, ...body }, signal), signal, began);
+    } catch (error) {
+      asked?.remove();
+      if (instead) instead.hidden = false;
+      throw error;
+    }
+    if (pictures.length) {
+      const known = sentPictures.get(keyOf(this.chat)) ?? [];
+      const n = this.read.messages.flatMap((each) => each.parts).filter((part) => part.kind === "medium").length;
+      sentPictures.set(keyOf(this.chat), [...Array.from({ length: n }, (_, i) => known[i]), ...pictures]);
+    }
+    this.chat = { ...this.chat, turn: undefined };
+    const follows = endIsSeen(this.messages.lastElementChild);
+    await this.recorded(before);
+    if (follows) showEnd(this.messages.lastElementChild);
+    if (last) {
+      notes.set(keyOf(this.chat), { turn: this.read.turn, note: note(last) });
+      this.status.replaceChildren(...note(last));
+    }
+    await this.ended();
+  }
+
+  // Shows the turn of a reply as it is in the store: that of a stopped one comes there a moment later.
+  async recorded(before) {
+    let read;
+    for (let tries = 0; tries < RECORDED_TRIES; tries += 1) {
+      read = await call(this.path());
+      if (read.turn !== before) break;
+      await wait(RECORDED_MS);
+    }
+    this.show(read);
+  }
+}
+
+const freshName = () =>
+  `chat-${Array.from(crypto.getRandomValues(new Uint8Array(8)), (each) => each.toString(16).padStart(2, "0")).join("")}`;
+
+// Waits until a new chat is in the store, which is a moment after its reply was stopped.
+async function exists(name) {
+  for (let tries = 0; tries < RECORDED_TRIES; tries += 1) {
+    try {
+      return await call(`/sessions/${encodeURIComponent(name)}`);
+    } catch (error) {
+      if (error.status !== 404) throw error;
+      await wait(RECORDED_MS);
+    }
+  }
+}
+
+// A chat that has not begun. It gets its page with the first reply.
+export function newChat(pane) {
+  const names = all();
+  const choice = el("select", { "aria-label": "Model", change: () => composer.of(choice.value) },
+    (names ?? []).map((name) => el("option", { value: name, selected: name === chosen() }, name)));
+  const messages = el("div", { class: "messages" });
+  const composer = new Composer("new", chosen(), async (text, pictures, signal, began) => {
+    const name = freshName();
+    const model = names === null ? null : choice.value;
+    const content = { messages: [{ role: "user", content: contentOf(text, pictures) }] };
+    const asked = shownMessage(text, pictures);
+    messages.replaceChildren(asked);
+    try {
+      const last = await grow(messages, beginChat(name, content, model, signal), signal, began);
+      const key = keyOf({ id: name });
+      if (last) notes.set(key, { note: note(last) });
+      if (pictures.length) sentPictures.set(key, pictures);
+    } catch (error) {
+      asked.remove();
+      throw error;
+    }
+    if (model !== null) choose(model);
+    await exists(name);
+    if (!pane.isConnected) return;
+    location.hash = `#/chat/${encodeURIComponent(name)}`;
+  });
+  pane.replaceChildren(el("h2", {}, "New chat"),
+    ...(names === null ? [] : [el("p", {}, el("label", {}, "Model ", choice))]), messages, composer.form);
+  composer.box.focus();
+}
