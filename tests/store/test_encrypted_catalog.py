@@ -125,11 +125,11 @@ def test_what_is_overwritten(root: Path) -> None:
 def killed_anywhere(
     folder: Path, before: Callable[[Path], None], step: Callable[[Path], None]
 ) -> Iterator[Path]:
-    """A store after `before` and, each time killed a call later, `step`."""
+    """A store after `before` and, each time killed a call or a few later, `step`."""
     before(folder / "before")
     number, was_killed = 0, True
     while was_killed:
-        number += 1
+        number += 1 + number // 40
         root = folder / "store"
         shutil.copytree(folder / "before", root)
         was_killed = killed_at(number, lambda root=root: step(root))  # type: ignore[misc]
