@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import requests
 from daemon import Daemon, run_towerd
@@ -100,6 +101,26 @@ def test_answers_are_those_of_a_daemon_with_more_ram(tmp_path: Path, model: Path
             replies += [complete(daemon, [*ids, *prompt(60, 99)]) for ids in chats]
             said.append([each.json()["content"] for each in replies])
     assert said[0] == said[1]
+
+
+def test_large_replies_leave_nothing_behind(small: Daemon) -> None:
+    """Probabilities of a few hundred thousand tokens: they take no RAM once they were sent."""
+
+    def rss() -> int:
+        return psutil.Process(small.pid).memory_info().rss
+
+    assert complete(small, prompt(10, 1)).status_code == 200
+    before = rss()
+    asked = [prompt(10, seed) for seed in range(8)]
+    for _ in range(3):
+        with watched(small.pid) as seen:
+            reply = complete(small, asked, n_predict=30, n_probs=1000)
+        assert reply.status_code == 200
+        said = [each["completion_probabilities"] for each in reply.json()]
+        assert [len(each) for each in said] == [30] * 8
+        assert seen.peak <= OVER_MAX * RAM_MAX
+        assert complete(small, prompt(10, 1)).status_code == 200
+    until(lambda: rss() < before + 48 * MIB)
 
 
 def test_bodies_that_are_too_large(small: Daemon) -> None:

@@ -488,7 +488,7 @@ void bind_writer(nb::module_ & m) {
              },
              "choice"_a, "total"_a, "cached"_a, "processed"_a, "time_ms"_a)
         .def("final",
-             [](Writer & w, const Reply & reply, int id_slot, int32_t n_cached, const nb::bytes & extra,
+             [](Writer & w, Reply & reply, int id_slot, int32_t n_cached, const nb::bytes & extra,
                 const nb::bytes & shown) {
                  const std::string text = text_of(extra), fields = text_of(shown);
                  return bytes_of(unlocked([&] { return w.final(reply, id_slot, n_cached, text, fields); }));
