@@ -241,6 +241,24 @@ def test_a_model_that_does_not_fit_alone(tmp_path: Path, model: Path) -> None:
         assert requests.get(router.url + "/health", timeout=30).status_code == 200
 
 
+def test_a_router_in_a_limited_address_space(tmp_path: Path, model: Path) -> None:
+    """A limit that is far away refuses nothing."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "fat.gguf").symlink_to(model)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (100 << 30, hard))
+    try:
+        router = Daemon(tmp_path / "d", "--models-dir", str(tmp_path / "m"), "--ram-max", "0")
+        router.spawn()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    router.wait_ready()
+    with router:
+        for n_mib in (7, 9, 20):
+            reply = complete(router, "a", model="fat", junk="y" * (n_mib * MIB))
+            assert reply.status_code == 200, reply.text
+
+
 LIMITED = 900 * MIB
 
 
