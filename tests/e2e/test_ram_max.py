@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import resource
 import socket
 import time
@@ -320,6 +321,21 @@ def test_a_start_that_cannot_fit(
     assert done.returncode != 0
     assert said in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("limit", "flags"), [(100, ()), (215, ()), (240, ("--ctx-size", "3000"))])
+def test_what_is_said_to_suffice_does(
+    tmp_path: Path, model: Path, limit: int, flags: tuple[str, ...]
+) -> None:
+    """Where the weights do not fit, no context does, or the one that was asked for does not."""
+    start = "serve", "--port", "0", "-m", str(model), "--ram-max"
+    refused = run_towerd(tmp_path, *start, f"{limit}M", *flags)
+    said = refused.stdout + refused.stderr
+    found = re.search(r"Raise it by ([\d,]+) MiB", said)
+    assert found is not None, said
+    limit += int(found[1].replace(",", ""))
+    with Daemon(tmp_path, "-m", str(model), "--ram-max", f"{limit}M", *flags) as daemon:
+        assert complete(daemon, prompt(100, 1)).status_code == 200
 
 
 def test_what_is_not_set_is_made_to_fit(tmp_path: Path, model: Path) -> None:
