@@ -14,11 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llama_cpp import llama_cpp
-
 from towerd.engine.embedded.context.context import LlamaContext
 from towerd.engine.embedded.context.zero_pages import HostBuffer
 from towerd.errors import ConfigError, ModelError
+from towerd.llama_library import lib
 from towerd.model.llama_log import buffers_made
 from towerd.model.llama_model import LlamaModel
 from towerd.model.row_memory import row_memory_of
@@ -137,7 +136,7 @@ def check_weights(
 
 def _share_on_gpus(path: Path, config: Config) -> float:
     """Share of the layers, from 0 to 1, whose weights a GPU holds."""
-    if config.gpu_layers == 0 or not llama_cpp.llama_supports_gpu_offload():
+    if config.gpu_layers == 0 or not lib.llama_supports_gpu_offload():
         return 0.0
     try:
         model = LlamaModel(path, replace(config, progress_fd=None), vocab_only=True)
