@@ -105,23 +105,43 @@ def test_answers_are_those_of_a_daemon_with_more_ram(tmp_path: Path, model: Path
 
 
 def test_large_replies_leave_nothing_behind(small: Daemon) -> None:
-    """Probabilities of a few hundred thousand tokens: they take no RAM once they were sent."""
+    """Probabilities of eighty thousand tokens: they take no RAM once they were sent."""
 
     def rss() -> int:
         return psutil.Process(small.pid).memory_info().rss
 
     assert complete(small, prompt(10, 1)).status_code == 200
     before = rss()
-    asked = [prompt(10, seed) for seed in range(8)]
+    asked = [prompt(10, seed) for seed in range(4)]
     for _ in range(3):
         with watched(small.pid) as seen:
-            reply = complete(small, asked, n_predict=30, n_probs=1000)
+            reply = complete(small, asked, n_predict=20, n_probs=1000)
         assert reply.status_code == 200
         said = [each["completion_probabilities"] for each in reply.json()]
-        assert [len(each) for each in said] == [30] * 8
+        assert [len(each) for each in said] == [20] * 4
         assert seen.peak <= OVER_MAX * RAM_MAX
         assert complete(small, prompt(10, 1)).status_code == 200
-    until(lambda: rss() < before + 48 * MIB)
+    until(lambda: rss() < before + 64 * MIB)
+
+
+def test_replies_with_many_probabilities(small: Daemon) -> None:
+    """They wait for each other, or are refused for what they would take; a stream takes nothing that stays."""
+    wide = {"n_predict": 700, "n_probs": 1000}
+    biased = {"logit_bias": [[i, -1.0] for i in range(300, 1900)], "n_predict": 8}
+    with watched(small.pid) as seen:
+        refused = at_once([partial(complete, small, prompt(20, s), **wide) for s in range(4)])
+        some = at_once(
+            [partial(complete, small, prompt(20, s), n_predict=40, n_probs=500) for s in range(6)]
+        )
+        many = [prompt(10, s) for s in range(30)]
+        some += at_once([partial(complete, small, many, **biased) for _ in range(3)])
+        streamed = complete(small, prompt(20, 1), n_predict=200, n_probs=1000, stream=True)
+    assert seen.peak <= OVER_MAX * RAM_MAX
+    assert statuses(refused) == {413: 4}
+    assert "Replying to this request may take" in refused[0].text
+    assert statuses(some)[200] >= 3
+    assert set(statuses(some)) <= {200, 503}
+    assert streamed.text.count("completion_probabilities") == 200
 
 
 def test_bodies_that_are_too_large(small: Daemon) -> None:

@@ -99,6 +99,7 @@ class RamLimit:
         self._children_seen = 0
         self._children_due = float("-inf")
         self._claimed = 0
+        self._wanted = 0
         self._untouched: Callable[[], int] = lambda: 0
         self._untouched_seen = 0
         self._lock = threading.Lock()
@@ -231,8 +232,9 @@ class RamLimit:
                 return_free_memory()
             return self.has_room(n_bytes)
 
-    def ask(self) -> None:
-        """Have the thread look at once."""
+    def ask(self, n_bytes: int = 0) -> None:
+        """Have the thread look at once, and things give way until so much may be taken."""
+        self._wanted = max(self._wanted, n_bytes)
         self._wake.set()
 
     def start(self) -> None:
@@ -272,8 +274,10 @@ class RamLimit:
         while not self._stop.is_set():
             self._wake.clear()
             wait_s = LOOK_S if self.left(BUSY_SHARE) > 0 else LOOK_OFTEN_S
-            above = -self.left(GIVE_SHARE)
-            if above > 0:
+            wanted, self._wanted = self._wanted, 0
+            if self.left(GIVE_SHARE) < 0:
                 spare = int((FULL_SHARE - GIVE_SHARE) * (self.bytes_max or self.address_max))
-                wait_s = LOOK_OFTEN_S if self.make_room(spare) else REST_S
+                wanted = max(wanted, spare)
+            if wanted and not self.has_room(wanted):
+                wait_s = LOOK_OFTEN_S if self.make_room(wanted) else REST_S
             self._wake.wait(wait_s)

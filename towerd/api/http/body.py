@@ -30,6 +30,8 @@ LARGEST_AT_ONCE = 4
 """The room for all bodies, in bodies of the largest size."""
 ROOM_SHARE = 4
 """Where RAM is limited, bodies take at most one in so many parts of what is left beside the model."""
+SMALL_REPLY_BYTES = 1 << 20
+"""What smaller replies take is not counted."""
 _MARK = b"\xef\xbb\xbf"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -53,7 +55,15 @@ class Bodies:
 
     async def claim(self, request: web.Request, n_bytes: int) -> None:
         """Claim RAM for parsing a request's body, until `release_body`. Raises RamLimitReached, RequestTooBig."""
-        await wait_for_room(self.ram, n_bytes, claim=True)
+        await self._claim(request, n_bytes, "Reading this request takes")
+
+    async def claim_reply(self, request: web.Request, n_bytes: int) -> None:
+        """Claim RAM for what is replied, until the request's end. Raises RamLimitReached, RequestTooBig."""
+        if n_bytes > SMALL_REPLY_BYTES:
+            await self._claim(request, n_bytes, "Replying to this request may take")
+
+    async def _claim(self, request: web.Request, n_bytes: int, what: str) -> None:
+        await wait_for_room(self.ram, n_bytes, claim=True, what=what)
         request[CLAIMED] = request.get(CLAIMED, 0) + n_bytes
 
     def needed(self, data: bytes) -> int:
