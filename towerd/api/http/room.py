@@ -63,6 +63,9 @@ async def wait_for_room(
             )
         ram.ask(n_bytes)
         await asyncio.sleep(_LOOK_S)
+        while not ram.had_room(n_bytes) and time.monotonic() < deadline_s:
+            ram.ask(n_bytes)
+            await asyncio.sleep(_LOOK_S)
 
 
 def _mib(n_bytes: int) -> str:
