@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import resource
 import socket
 import time
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import requests
 from daemon import Daemon, run_towerd
@@ -100,6 +102,46 @@ def test_answers_are_those_of_a_daemon_with_more_ram(tmp_path: Path, model: Path
             replies += [complete(daemon, [*ids, *prompt(60, 99)]) for ids in chats]
             said.append([each.json()["content"] for each in replies])
     assert said[0] == said[1]
+
+
+def test_large_replies_leave_nothing_behind(small: Daemon) -> None:
+    """Probabilities of eighty thousand tokens: they take no RAM once they were sent."""
+
+    def rss() -> int:
+        return psutil.Process(small.pid).memory_info().rss
+
+    assert complete(small, prompt(10, 1)).status_code == 200
+    before = rss()
+    asked = [prompt(10, seed) for seed in range(4)]
+    for _ in range(3):
+        with watched(small.pid) as seen:
+            reply = complete(small, asked, n_predict=20, n_probs=1000)
+        assert reply.status_code == 200
+        said = [each["completion_probabilities"] for each in reply.json()]
+        assert [len(each) for each in said] == [20] * 4
+        assert seen.peak <= OVER_MAX * RAM_MAX
+        assert complete(small, prompt(10, 1)).status_code == 200
+    until(lambda: rss() < before + 64 * MIB)
+
+
+def test_replies_with_many_probabilities(small: Daemon) -> None:
+    """They wait for each other, or are refused for what they would take; a stream takes nothing that stays."""
+    wide = {"n_predict": 700, "n_probs": 1000}
+    biased = {"logit_bias": [[i, -1.0] for i in range(300, 1900)], "n_predict": 8}
+    with watched(small.pid) as seen:
+        refused = at_once([partial(complete, small, prompt(20, s), **wide) for s in range(4)])
+        some = at_once(
+            [partial(complete, small, prompt(20, s), n_predict=40, n_probs=500) for s in range(6)]
+        )
+        many = [prompt(10, s) for s in range(30)]
+        some += at_once([partial(complete, small, many, **biased) for _ in range(3)])
+        streamed = complete(small, prompt(20, 1), n_predict=200, n_probs=1000, stream=True)
+    assert seen.peak <= OVER_MAX * RAM_MAX
+    assert statuses(refused) == {413: 4}
+    assert "Replying to this request may take" in refused[0].text
+    assert statuses(some)[200] >= 3
+    assert set(statuses(some)) <= {200, 503}
+    assert streamed.text.count("completion_probabilities") == 200
 
 
 def test_bodies_that_are_too_large(small: Daemon) -> None:
@@ -220,6 +262,24 @@ def test_a_model_that_does_not_fit_alone(tmp_path: Path, model: Path) -> None:
         assert requests.get(router.url + "/health", timeout=30).status_code == 200
 
 
+def test_a_router_in_a_limited_address_space(tmp_path: Path, model: Path) -> None:
+    """A limit that is far away refuses nothing."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "fat.gguf").symlink_to(model)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (100 << 30, hard))
+    try:
+        router = Daemon(tmp_path / "d", "--models-dir", str(tmp_path / "m"), "--ram-max", "0")
+        router.spawn()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    router.wait_ready()
+    with router:
+        for n_mib in (7, 9, 20):
+            reply = complete(router, "a", model="fat", junk="y" * (n_mib * MIB))
+            assert reply.status_code == 200, reply.text
+
+
 LIMITED = 900 * MIB
 
 
@@ -281,6 +341,21 @@ def test_a_start_that_cannot_fit(
     assert done.returncode != 0
     assert said in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("limit", "flags"), [(100, ()), (215, ()), (240, ("--ctx-size", "3000"))])
+def test_what_is_said_to_suffice_does(
+    tmp_path: Path, model: Path, limit: int, flags: tuple[str, ...]
+) -> None:
+    """Where the weights do not fit, no context does, or the one that was asked for does not."""
+    start = "serve", "--port", "0", "-m", str(model), "--ram-max"
+    refused = run_towerd(tmp_path, *start, f"{limit}M", *flags)
+    said = refused.stdout + refused.stderr
+    found = re.search(r"Raise it by ([\d,]+) MiB", said)
+    assert found is not None, said
+    limit += int(found[1].replace(",", ""))
+    with Daemon(tmp_path, "-m", str(model), "--ram-max", f"{limit}M", *flags) as daemon:
+        assert complete(daemon, prompt(100, 1)).status_code == 200
 
 
 def test_what_is_not_set_is_made_to_fit(tmp_path: Path, model: Path) -> None:

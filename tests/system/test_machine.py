@@ -29,6 +29,8 @@ def test_limits_of_a_container(tmp_path: Path) -> None:
     groups = "9:name=systemd:/\n8:pids:/x\n7:cpu,memory:/x\n"
     assert memory_limits(groups, tmp_path) == [1 << 30]
     assert memory_limits("", tmp_path) == []
+    (tmp_path / "a.slice" / "memory.high").write_text(f"{1 << 31}\n")
+    assert min(memory_limits("0::/a.slice/b.service\n", tmp_path)) == 1 << 31
 
 
 def test_cores() -> None:

@@ -136,3 +136,21 @@ def test_the_address_space_counts() -> None:
     assert ram.is_limited
     assert ram.has_room(1 << 40)
     assert not ram.has_room(1 << 50)
+
+
+def test_the_thread_survives_an_error() -> None:
+    """What cannot be read once is read again."""
+    looked: list[int] = []
+
+    def own() -> int:
+        looked.append(1)
+        if len(looked) == 1:
+            raise OSError("gone")
+        return 95
+
+    gave = threading.Event()
+    ram = RamLimit(100, own=own, children=lambda: 0, address_max=0)
+    ram.gives_way(gave.set)
+    ram.start()
+    assert gave.wait(60)
+    ram.close()

@@ -89,18 +89,22 @@ async def _route(
     """Serve until `stopping`; every process has ended then."""
     metrics = RouterMetrics()
     ram = RamLimit(tables.config.ram_max)
-    if ram.is_limited:
+    if tables.config.ram_max:
         ram.leave_room(launcher.room_of_router, lambda: 0)
     models = Models(launcher.models(), launcher.room, launcher.process, metrics)
     app = build_app(tables, launcher, models, metrics, responses, ram)
-    async with listening(app, tables.config) as (_, url):
-        tune_gc()
-        print(f"towerd is ready: {url} ({len(models.by_name)} models)")
-        print(next_steps(url, has_chat_page=bool(app[UI])), flush=True)
-        launcher.keep_spare()
-        await stopping.wait()
-        log.info("stopping")
-        await models.close()
+    ram.start()
+    try:
+        async with listening(app, tables.config) as (_, url):
+            tune_gc()
+            print(f"towerd is ready: {url} ({len(models.by_name)} models)")
+            print(next_steps(url, has_chat_page=bool(app[UI])), flush=True)
+            launcher.keep_spare()
+            await stopping.wait()
+            log.info("stopping")
+            await models.close()
+    finally:
+        await asyncio.to_thread(ram.close)
 
 
 def build_app(
@@ -121,7 +125,7 @@ def build_app(
     app[LIMITS] = Limits().within(tables.config.ram_max)
     app[RAM] = ram
     app[LISTENING] = []
-    app[BODIES] = Bodies(tables.config.request_bytes_max, ram)
+    app[BODIES] = Bodies(tables.config.request_bytes_max, ram, parses=False)
     app[REQUESTS] = metrics
     app[RESPONSES] = responses
     app[TENANTS] = Tenants(tables.config.api_keys)

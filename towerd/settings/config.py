@@ -19,7 +19,7 @@ from towerd.settings.setting import Setting
 from towerd.settings.setting import config_field as _set
 from towerd.settings.vertex import Vertex
 from towerd.system import paths
-from towerd.system.machine import container_bytes, free_bytes, ram_bytes, usable_cores
+from towerd.system.machine import container_ram_max, free_bytes, ram_bytes, usable_cores
 from towerd.tiers.formats.fidelity import FIDELITIES, LevelFormats
 
 ENGINES = ("embedded", "llama-server")
@@ -81,7 +81,8 @@ class Config:
         "RAM that all of towerd may take, such as 6G: models, contexts, conversations, requests, processes that it "
         "starts. Contexts and caches whose size is not set are made to fit; when all of it is taken, new requests "
         "wait, and then get 503. 0: no limit.", low=-1,
-        auto="the limit of the container or unit, if that is less than the RAM")
+        auto="0.93 of the limit of the container or unit, if that is less than the RAM; weights that are mapped and take "
+        "more are served without a limit")
     hf_repo: str | None = _set(None, "text", "--hf-repo -hf -hfr",
         "Model to fetch from Hugging Face, as OWNER/REPO:QUANT; with its projector, unless --no-mmproj is given. "
         "Without a quantization it is Q4_K_M, else Q8_0, else the first file.")
@@ -329,6 +330,11 @@ class Config:
         return min(there_is, self.ram_max) if self.ram_max > 0 else there_is
 
     @property
+    def has_container_limit(self) -> bool:
+        """Whether --ram-max is what it is without being set."""
+        return 0 < self.ram_max == container_ram_max() and not self.behind_router
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """The addresses to listen on, in the given order."""
         return tuple(host.strip() for host in self.host.split(","))
@@ -365,7 +371,7 @@ class Config:
         """Replace the values that stand for "auto" by those in force."""
         auto: dict[str, Any] = {}
         if self.ram_max == -1:
-            object.__setattr__(self, "ram_max", container_bytes())
+            object.__setattr__(self, "ram_max", container_ram_max())
         ram = self.ram_bytes
         if self.store_dir is None:
             auto["store_dir"] = paths.store_dir()

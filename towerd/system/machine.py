@@ -11,6 +11,8 @@ from pathlib import Path
 SIBLINGS = "cpu[0-9]*/topology/thread_siblings_list"
 CPUS = Path("/sys/devices/system/cpu")
 CGROUPS = Path("/sys/fs/cgroup")
+CONTAINER_SHARE = 0.93
+"""Beyond the limit of a control group, processes are killed."""
 FORKED_S = 0.1
 """After this time a process that was forked runs a program of its own."""
 
@@ -42,6 +44,12 @@ def container_bytes() -> int:
     return least if 0 < least < installed_bytes() else 0
 
 
+def container_ram_max() -> int:
+    """Bytes of RAM that towerd takes of those of its container or unit, in which pages of files count, too, and buffers
+    of the system's; 0: no limit."""
+    return int(CONTAINER_SHARE * container_bytes())
+
+
 def memory_limits(groups: str, root: Path = CGROUPS) -> list[int]:
     """The limits, in bytes, of the control groups that a process is in and of those above them. groups: its
     `/proc/PID/cgroup`, whose paths inside a container may be those outside of it (cgroups(7))."""
@@ -51,11 +59,12 @@ def memory_limits(groups: str, root: Path = CGROUPS) -> list[int]:
         if controllers and "memory" not in controllers.split(","):
             continue
         top = root / "memory" if controllers else root
-        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        names = ("memory.limit_in_bytes",) if controllers else ("memory.max", "memory.high")
         group = top / path.strip("/")
         for folder in (group, *(each for each in group.parents if each.is_relative_to(top))):
-            with suppress(OSError, ValueError):  # none here, or "max"
-                limits.append(int((folder / name).read_text()))
+            for name in names:
+                with suppress(OSError, ValueError):  # none here, or "max"
+                    limits.append(int((folder / name).read_text()))
     return limits
 
 

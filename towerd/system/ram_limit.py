@@ -34,6 +34,11 @@ FULL_SHARE = 0.97
 BUSY_SHARE = 0.8
 """Share from which on the thread looks often."""
 LOOK_S, LOOK_OFTEN_S = 0.25, 0.02
+UNTOUCHED_S = 5.0
+"""Below that share, seconds for which what a context has not touched yet is not read again: it only becomes less."""
+LOOKING_PART = 100
+"""What children take is read in at most one of so many parts of the time."""
+LATELY_S = 0.02
 CHILDREN_S = 0.25
 """Seconds for which what children take is not read again."""
 ADDRESS_SPARE = 64 << 20
@@ -99,8 +104,11 @@ class RamLimit:
         self._children_seen = 0
         self._children_due = float("-inf")
         self._claimed = 0
+        self._wanted = 0
         self._untouched: Callable[[], int] = lambda: 0
         self._untouched_seen = 0
+        self._untouched_read = float("-inf")
+        self._left_lately, self._lately_due = NO_LIMIT, float("-inf")
         self._lock = threading.Lock()
         self._giving = threading.Lock()
         self._gives: list[Give] = []
@@ -151,6 +159,14 @@ class RamLimit:
     def has_room(self, n_bytes: int = 0) -> bool:
         """Whether so much may be taken, without anything giving way."""
         return not self.is_limited or self.left() >= n_bytes
+
+    def had_room(self, n_bytes: int) -> bool:
+        """As `has_room`, but as of up to LATELY_S ago: for many that wait."""
+        now = time.monotonic()
+        if now >= self._lately_due:
+            self._lately_due = now + LATELY_S
+            self._left_lately = self.left()
+        return self._left_lately >= n_bytes
 
     @property
     def is_pressed(self) -> bool:
@@ -231,8 +247,9 @@ class RamLimit:
                 return_free_memory()
             return self.has_room(n_bytes)
 
-    def ask(self) -> None:
-        """Have the thread look at once."""
+    def ask(self, n_bytes: int = 0) -> None:
+        """Have the thread look at once, and things give way until so much may be taken."""
+        self._wanted = max(self._wanted, n_bytes)
         self._wake.set()
 
     def start(self) -> None:
@@ -263,17 +280,33 @@ class RamLimit:
         if self._thread is None or threading.current_thread() is self._thread:
             now = time.monotonic()
             if now >= self._children_due:
-                self._children_due = now + CHILDREN_S
                 self._children_seen = self._children()
-                self._untouched_seen = self._untouched()
+                took_s = time.monotonic() - now
+                self._children_due = now + max(CHILDREN_S, LOOKING_PART * took_s)
         return self._children_seen
 
     def _run(self) -> None:
         while not self._stop.is_set():
             self._wake.clear()
-            wait_s = LOOK_S if self.left(BUSY_SHARE) > 0 else LOOK_OFTEN_S
-            above = -self.left(GIVE_SHARE)
-            if above > 0:
-                spare = int((FULL_SHARE - GIVE_SHARE) * (self.bytes_max or self.address_max))
-                wait_s = LOOK_OFTEN_S if self.make_room(spare) else REST_S
+            try:
+                wait_s = self._look()
+            except Exception:  # without this thread nothing ever gives way
+                log.exception("RAM could not be looked at")
+                wait_s = REST_S
             self._wake.wait(wait_s)
+
+    def _look(self) -> float:
+        """Have things give way if need be; returns the seconds until it is time to look again."""
+        is_busy = self.left(BUSY_SHARE) <= 0
+        now = time.monotonic()
+        if now >= self._untouched_read + (CHILDREN_S if is_busy else UNTOUCHED_S):
+            self._untouched_read = now
+            self._untouched_seen = self._untouched()
+        wait_s = LOOK_OFTEN_S if is_busy else LOOK_S
+        wanted, self._wanted = self._wanted, 0
+        if self.left(GIVE_SHARE) < 0:
+            spare = int((FULL_SHARE - GIVE_SHARE) * (self.bytes_max or self.address_max))
+            wanted = max(wanted, spare)
+        if wanted and not self.has_room(wanted):
+            wait_s = LOOK_OFTEN_S if self.make_room(wanted) else REST_S
+        return wait_s

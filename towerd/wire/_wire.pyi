@@ -194,6 +194,10 @@ class Request:
         """int32[n, 3]: role, first token and length of each message of a prompt, found by the
         template's delimiters; `ROLES` names the roles. Empty for a template without delimiters."""
 
+    def reply_bytes(self, n_tokens: int) -> int:
+        """RAM that replies of so many tokens in each choice take at most, as far as more than their text is asked for
+        (probabilities, biases, a grammar, many prompts): bytes."""
+
     def field(self, name: str) -> bytes | None:
         """JSON of a top-level field of the body, if it is one of `Settings.kept_fields`."""
 

@@ -30,6 +30,8 @@ LARGEST_AT_ONCE = 4
 """The room for all bodies, in bodies of the largest size."""
 ROOM_SHARE = 4
 """Where RAM is limited, bodies take at most one in so many parts of what is left beside the model."""
+SMALL_REPLY_BYTES = 1 << 20
+"""What smaller replies take is not counted."""
 _MARK = b"\xef\xbb\xbf"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -37,10 +39,13 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 class Bodies:
     """The bytes of all bodies that are held. Event loop only."""
 
-    def __init__(self, request_bytes_max: int, ram: RamLimit | None = None) -> None:
-        """ram: what parsing them keeps to, too; None: no limit"""
+    def __init__(
+        self, request_bytes_max: int, ram: RamLimit | None = None, *, parses: bool = True
+    ) -> None:
+        """ram: what parsing them keeps to, too; None: no limit. parses: whether they are; else they are passed on"""
         self.ram = ram or RamLimit(address_max=0)
         self.n_bytes = 0
+        self._parses = parses
         self._bytes_max = LARGEST_AT_ONCE * request_bytes_max
 
     @property
@@ -50,8 +55,20 @@ class Bodies:
 
     async def claim(self, request: web.Request, n_bytes: int) -> None:
         """Claim RAM for parsing a request's body, until `release_body`. Raises RamLimitReached, RequestTooBig."""
-        await wait_for_room(self.ram, n_bytes, claim=True)
+        await self._claim(request, n_bytes, "Reading this request takes")
+
+    async def claim_reply(self, request: web.Request, n_bytes: int) -> None:
+        """Claim RAM for what is replied, until the request's end. Raises RamLimitReached, RequestTooBig."""
+        if n_bytes > SMALL_REPLY_BYTES:
+            await self._claim(request, n_bytes, "Replying to this request may take")
+
+    async def _claim(self, request: web.Request, n_bytes: int, what: str) -> None:
+        await wait_for_room(self.ram, n_bytes, claim=True, what=what)
         request[CLAIMED] = request.get(CLAIMED, 0) + n_bytes
+
+    def needed(self, data: bytes) -> int:
+        """RAM that is to be claimed for a body that is there."""
+        return bytes_to_parse(data, self.ram.room) if self._parses else len(data)
 
     def check(self, n_bytes: int) -> None:
         """Raises RequestTooBig for a body that there is never room for."""
@@ -177,7 +194,7 @@ async def read_bytes(request: web.Request) -> bytes:
         data.write(chunk)
     whole = data.getvalue()  # not a copy: copying 64 MiB would block the loop for 50 ms
     if bodies.ram.is_limited:
-        await bodies.claim(request, bytes_to_parse(whole, bodies.ram.room))
+        await bodies.claim(request, bodies.needed(whole))
     return whole
 
 

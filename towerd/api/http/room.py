@@ -41,15 +41,17 @@ def bytes_to_parse(data: bytes, room: int) -> int:
     return _PER_BYTE * len(data) + _PER_VALUE * n_values + _PER_TEXT_BYTE * n_text
 
 
-async def wait_for_room(ram: RamLimit, n_bytes: int, *, claim: bool) -> None:
-    """Wait until so much may be taken; claim: and claim it. Raises RamLimitReached if that takes too long,
+async def wait_for_room(
+    ram: RamLimit, n_bytes: int, *, claim: bool, what: str = "Reading this request takes"
+) -> None:
+    """Wait until so much may be taken; claim: and claim it. what: the beginning of a refusal. Raises RamLimitReached if that takes too long,
     RequestTooBig if it never may."""
     if not ram.is_limited:
         return
     if ram.room < NO_LIMIT and n_bytes > ram.room:
         ram.n_refused += 1
         raise RequestTooBig(
-            f"Reading this request takes {_mib(n_bytes)} of RAM, and there are {_mib(ram.room)} beside the model: send "
+            f"{what} {_mib(n_bytes)} of RAM, and there are {_mib(ram.room)} beside the model: send "
             f"less at once, or raise {ram.text}"
         )
     deadline_s = time.monotonic() + WAIT_S
@@ -59,8 +61,11 @@ async def wait_for_room(ram: RamLimit, n_bytes: int, *, claim: bool) -> None:
             raise RamLimitReached(
                 f"towerd has taken all the RAM that it may have ({ram.text}): try again in a few seconds"
             )
-        ram.ask()
+        ram.ask(n_bytes)
         await asyncio.sleep(_LOOK_S)
+        while not ram.had_room(n_bytes) and time.monotonic() < deadline_s:
+            ram.ask(n_bytes)
+            await asyncio.sleep(_LOOK_S)
 
 
 def _mib(n_bytes: int) -> str:

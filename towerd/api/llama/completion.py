@@ -16,7 +16,7 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from towerd.api.http import fields
-from towerd.api.http.body import read_bytes, read_object, release_body
+from towerd.api.http.body import BODIES, read_bytes, read_object, release_body
 from towerd.api.http.form import boundary_of, read_form
 from towerd.api.http.hints import SESSION_HEADER, hints_of
 from towerd.api.http.kept_stream import KeptStream
@@ -118,6 +118,7 @@ async def _complete(
 
 async def answer(request: web.Request, task: Task, title: str) -> web.StreamResponse:
     """Run a task and answer the request that it is of, streamed or whole. title: for the log."""
+    await request.app[BODIES].claim_reply(request, task.bytes_to_claim())
     if not task.wire.stream:
         return await _whole(request, task, title)
     if name := request.headers.get(CONVERSATION):
@@ -189,6 +190,8 @@ async def _whole(request: web.Request, task: Task, title: str) -> web.StreamResp
         while (item := await events.next()) is not None:
             index, event = item
             _absorb(request, task, index, event)
+            if task.outgrows_claim:
+                await request.app[BODIES].claim_reply(request, task.bytes_to_claim())
             if isinstance(event, Finish):
                 body = await task.final(index, event)
     reply = await whole_reply(request, body)
@@ -201,7 +204,7 @@ async def _whole(request: web.Request, task: Task, title: str) -> web.StreamResp
 
 def _absorb(request: web.Request, task: Task, index: int, event: Event) -> None:
     choice, metrics = task.choices[index], request.app[METRICS]
-    choice.absorb(event)
+    task.absorb(index, event)
     if isinstance(event, Started) and choice.ttft_s is not None:
         metrics.ttft.observe(choice.ttft_s)
     elif isinstance(event, Finish):

@@ -41,6 +41,8 @@ if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is li
 
 WRITE_S_MAX = 1e-3
 """Once an event took longer than this to write, later ones are written off the event loop."""
+FIRST_TOKENS = 1024
+"""Replies without a limit are rarely longer: RAM for longer ones is claimed when they are."""
 FitCheck = Callable[[dict[str, bytes], list[int]], None]
 """See `towerd.wire.Request`."""
 _LIVE_FIELDS = ("retention", "live_budget", "retention_scope")
@@ -62,6 +64,8 @@ class TaskChoice:
         self.finish: Finish | None = None
         self.ttft_s: float | None = None
         """From a parsed request to its first token; None before it."""
+        self.n_tokens = 0
+        """Tokens of the reply so far."""
         self._threads = threads
         self._request = request
         self._writer = writer
@@ -83,6 +87,8 @@ class TaskChoice:
             self.ttft_s = time.monotonic() - self._began_s
         elif isinstance(event, Finish):
             self.finish = event
+        elif isinstance(event, Piece):
+            self.n_tokens += 1
 
     def end(self, *, is_whole: bool) -> None:
         """No more of the reply will come; only the first call counts. is_whole: the writer has all of it."""
@@ -130,6 +136,7 @@ class Task:
         self._prompts = prompts
         self._sees_slots = sees_slots
         self._pending = pending
+        self._n_claimed = self._n_longest = 0
         self._is_slow = False
         self._wrote_s = 0.0
         """CPU time of writes since the event loop last had its turn, at most."""
@@ -139,6 +146,20 @@ class Task:
         """Seconds of silence before an SSE comment; None: never."""
         return float(self.wire.ping_s) if self.wire.ping_s > 0 else None
 
+    def bytes_to_claim(self) -> int:
+        """RAM to be claimed, beside what was before, for what the replies have beside their text: at first for as long
+        ones as were asked for, or for FIRST_TOKENS; later for twice as long ones each time."""
+        n, n_ctx = self._n_claimed, self._engine.n_ctx
+        first = self.wire.n_predict if self.wire.n_predict >= 0 else FIRST_TOKENS
+        self._n_claimed = min(max(1, 2 * n or first), n_ctx)
+        before = self.wire.reply_bytes(n) if n else 0
+        return self.wire.reply_bytes(self._n_claimed) - before
+
+    @property
+    def outgrows_claim(self) -> bool:
+        """Whether a reply is as long as what was claimed for it."""
+        return self._n_longest >= self._n_claimed < self._engine.n_ctx
+
     @property
     def first_prompt(self) -> Ids:
         """The prompt of the first choice."""
@@ -147,6 +168,12 @@ class Task:
     def prompt_of(self, index: int) -> Ids:
         """The prompt of a choice."""
         return self._prompts[index // self.wire.n_per_prompt]
+
+    def absorb(self, index: int, event: Event) -> None:
+        """Take notice of an event of a choice."""
+        choice = self.choices[index]
+        choice.absorb(event)
+        self._n_longest = max(self._n_longest, choice.n_tokens)
 
     def slot_of(self, finish: Finish) -> int:
         """The slot of its reply, as its client knows it: the one that it named, if there is such a one."""

@@ -226,15 +226,8 @@ class EmbeddedEngine:
 
     def slots(self) -> list[SlotView]:
         """A snapshot, read without the inference thread's help."""
-        jobs = list(self.scheduler.slots.jobs)
-        views = (
-            job.view(self.n_ctx)
-            if job is not None
-            else SlotView(i, self.n_ctx, False, None, 0, 0, None)
-            for i, job in enumerate(jobs)
-        )
         speculative = self.scheduler.speculator.is_on
-        return [replace(view, speculative=speculative) for view in views]
+        return [replace(view, speculative=speculative) for view in self.scheduler.slots.views()]
 
     async def running(self) -> list[SlotView]:
         return [view for view in self.slots() if view.is_processing]

@@ -319,6 +319,7 @@ void bind_request(nb::module_ & m) {
         .def_prop_ro("n_per_prompt", [](const Request & r) { return r.params().n_cmpl; })
         .def_prop_ro("stream", [](const Request & r) { return r.params().stream; })
         .def_prop_ro("n_predict", &Request::n_predict)
+        .def("reply_bytes", &Request::reply_bytes, "n_tokens"_a)
         .def_prop_ro("n_keep", [](const Request & r) { return r.params().n_keep; })
         .def_prop_ro("cache_prompt", [](const Request & r) { return r.params().cache_prompt; })
         .def_prop_ro("return_progress", [](const Request & r) { return r.params().return_progress; })
@@ -488,7 +489,7 @@ void bind_writer(nb::module_ & m) {
              },
              "choice"_a, "total"_a, "cached"_a, "processed"_a, "time_ms"_a)
         .def("final",
-             [](Writer & w, const Reply & reply, int id_slot, int32_t n_cached, const nb::bytes & extra,
+             [](Writer & w, Reply & reply, int id_slot, int32_t n_cached, const nb::bytes & extra,
                 const nb::bytes & shown) {
                  const std::string text = text_of(extra), fields = text_of(shown);
                  return bytes_of(unlocked([&] { return w.final(reply, id_slot, n_cached, text, fields); }));

@@ -342,7 +342,7 @@ size_t Reply::n_kept() const {
 }
 
 // send_final_response of llama-server's context.
-void Reply::fill(server_task_result_cmpl_final & result) const {
+void Reply::fill(server_task_result_cmpl_final & result) {
     // Before the lock: it may wait for Python, which may wait for this reply.
     const size_t n_stop = towerd_tokenize(request_->model().vocab, stopping_word(), false, false).size();
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -361,9 +361,10 @@ void Reply::fill(server_task_result_cmpl_final & result) const {
     result.has_new_line          = has_new_line_;
     result.stopping_word         = stopping_word_;
     result.stop                  = stop_;
-    result.probs_output          = generated_probs_;
+    result.probs_output          = std::move(generated_probs_);
+    generated_probs_.clear();
     if (!params.stream && stop_ == STOP_TYPE_WORD) {
-        result.probs_output.resize(generated_probs_.size() - std::min(generated_probs_.size(), n_stop));
+        result.probs_output.resize(result.probs_output.size() - std::min(result.probs_output.size(), n_stop));
     }
 }
 

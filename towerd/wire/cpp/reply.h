@@ -79,8 +79,9 @@ public:
     // Leading tokens whose text is in the reply: all except those cut off by a stop string.
     size_t n_kept() const;
 
-    // What the reply's end says, but for what was told to the writer.
-    void fill(server_task_result_cmpl_final & result) const;
+    // What the reply's end says, but for what was told to the writer. The probabilities are handed over: a reply has them
+    // once.
+    void fill(server_task_result_cmpl_final & result);
 
 private:
     template <typename T>

@@ -52,6 +52,8 @@ public:
     const std::vector<Medium> &               media(size_t prompt) const { return media_.at(prompt); }
     const common_chat_msg_spans &             spans(size_t prompt) const { return spans_.at(prompt); }
     size_t                                    n_choices() const { return prompts_.size() * params_.n_cmpl; }
+    // RAM that replies of `n_tokens` in each choice take at most, as far as more than their text is asked for.
+    size_t                                    reply_bytes(size_t n_tokens) const;
     const llama_tokens &                      prompt_of(size_t choice) const;
     const std::map<std::string, std::string> & kept() const { return kept_; }
     // The leading system messages' contents and the tools of a chat, as JSON; empty if there are neither.

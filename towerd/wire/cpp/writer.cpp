@@ -49,8 +49,8 @@ Writer::Writer(std::shared_ptr<const Request> request, const std::string & shown
             states_.emplace_back(request_->params().chat_parser_params);
         }
         depths_.assign(n, 0);
-        finals_.assign(n, json());
-        responses_.assign(n, json());
+        finals_.assign(n, "");
+        responses_.assign(n, "null");
         if (!shown.empty()) {
             shown_ = json::parse(shown);
         }
@@ -121,7 +121,7 @@ std::string Writer::progress(size_t choice, int32_t total, int32_t cached, int32
     });
 }
 
-std::string Writer::final(const Reply & reply, int id_slot, int32_t n_cached, const std::string & extra,
+std::string Writer::final(Reply & reply, int id_slot, int32_t n_cached, const std::string & extra,
                           const std::string & shown) {
     return answering(ERROR_TYPE_SERVER, [&] {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -153,13 +153,13 @@ std::string Writer::final(const Reply & reply, int id_slot, int32_t n_cached, co
             add_fields(fields, shown);
             show(data, fields, reply.stop());
             const json * made = response_in(data.is_array() ? data.back() : data);
-            responses_.at(reply.choice()) = made == nullptr ? json() : *made;
+            responses_.at(reply.choice()) = made == nullptr ? "null" : safe_json_to_str(*made);
         }
         add_fields(data, extra);
         if (params.stream) {
             return events(data);
         }
-        finals_.at(reply.choice()) = std::move(data);
+        keep(reply.choice(), std::move(data));
         return whole();
     });
 }
@@ -189,27 +189,49 @@ void Writer::show(json & data, const json & shown, stop_type stop) {
 std::string Writer::response(size_t choice) const {
     return answering(ERROR_TYPE_SERVER, [&] {
         const std::lock_guard<std::mutex> lock(mutex_);
-        return safe_json_to_str(responses_.at(choice));
+        return responses_.at(choice);
     });
 }
 
-// Combines the results as handle_completions_impl does; empty while one is missing.
+// Keeps what a choice ended with until all have.
+void Writer::keep(size_t choice, json data) {
+    const auto type = request_->params().res_type;
+    if (finals_.size() == 1 || (type != TASK_RESPONSE_TYPE_OAI_CHAT && type != TASK_RESPONSE_TYPE_OAI_CMPL)) {
+        finals_.at(choice) = safe_json_to_str(data);
+        return;
+    }
+    finals_.at(choice) = safe_json_to_str(data.at("choices").at(size_t(0)));
+    if (choice == 0) {
+        data["choices"] = json::array();
+        common_         = std::move(data);
+    }
+}
+
+// Combines the results as handle_completions_impl does; empty while one is missing. Nothing is kept of them then.
 std::string Writer::whole() {
-    if (std::any_of(finals_.begin(), finals_.end(), [](const json & one) { return one.is_null(); })) {
+    if (std::any_of(finals_.begin(), finals_.end(), [](const std::string & one) { return one.empty(); })) {
         return "";
     }
-    const auto type = request_->params().res_type;
-    if (finals_.size() == 1) {
-        return safe_json_to_str(finals_[0]);
+    std::vector<std::string> finals(finals_.size());
+    finals.swap(finals_);
+    if (finals.size() == 1) {
+        return std::move(finals[0]);
     }
-    if (type == TASK_RESPONSE_TYPE_OAI_CHAT || type == TASK_RESPONSE_TYPE_OAI_CMPL) {
-        json & choices = finals_[0].at("choices");
-        for (size_t i = 1; i < finals_.size(); ++i) {
-            choices.push_back(finals_[i].at("choices").at(size_t(0)));
-        }
-        return safe_json_to_str(finals_[0]);
+    std::string list = "[";
+    for (std::string & one : finals) {
+        list += (list.size() > 1 ? "," : "") + one;
+        std::string().swap(one);
     }
-    return safe_json_to_str(json(finals_));
+    list += "]";
+    if (common_.is_null()) {
+        return list;
+    }
+    std::string text = "{";
+    for (const auto & [key, value] : common_.items()) {
+        text += (text.size() > 1 ? "," : "") + safe_json_to_str(json(key)) + ":";
+        text += key == "choices" ? list : safe_json_to_str(value);
+    }
+    return text + "}";
 }
 
 std::string Writer::events(const json & data) const {

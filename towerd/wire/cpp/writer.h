@@ -25,7 +25,7 @@ public:
     // The events that close one choice of a stream; without streaming the whole reply, once every choice has ended.
     // `extra`: a JSON object whose fields are added to the reply, or to the last event of a stream. `shown`: empty, or a
     // JSON object whose fields replace those that are shown in this choice's response.
-    std::string final(const Reply & reply, int id_slot, int32_t n_cached, const std::string & extra,
+    std::string final(Reply & reply, int id_slot, int32_t n_cached, const std::string & extra,
                       const std::string & shown = "");
     // The object of a choice's response, which has ended, of /v1/responses.
     std::string response(size_t choice) const;
@@ -38,6 +38,7 @@ private:
     template <typename Result>
     void        describe(Result & result, size_t choice) const;
     std::string events(const json & data) const;
+    void        keep(size_t choice, json data);
     std::string whole();
     static void show(json & data, const json & shown, stop_type stop = STOP_TYPE_NONE);
     void        check_depth(size_t choice, const std::string & text);
@@ -46,9 +47,10 @@ private:
     mutable std::mutex             mutex_;
     std::vector<task_result_state> states_;
     std::vector<size_t>            depths_;  // of brackets open in each choice's text
-    std::vector<json>              finals_;  // null: not there yet
+    std::vector<std::string>       finals_;  // texts, which take far less than values do; empty: not there yet
+    json                           common_;  // of several choices in one object: the first one's, without `choices`
     json                           shown_;
-    std::vector<json>              responses_;  // of each choice, null: not there yet
+    std::vector<std::string>       responses_;  // of each choice
 };
 
 }  // namespace towerd::wire

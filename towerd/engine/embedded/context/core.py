@@ -134,7 +134,8 @@ def load_core(config: Config, catalog: Catalog, ram: RamLimit | None = None) -> 
     check_before_loading(config)
     path, ram = find_model(config.model), ram or RamLimit(address_max=0)
     if ram.is_limited and path.is_file():
-        check_weights(parts_of(path), config, ram)
+        may_exceed = config.mmap and config.has_container_limit
+        check_weights(parts_of(path), config, ram, may_exceed=may_exceed)
     before = own_bytes()
     model = LlamaModel(path, config)
     projector: Projector | None = None

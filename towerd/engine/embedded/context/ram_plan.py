@@ -17,13 +17,16 @@ from pathlib import Path
 from towerd.engine.embedded.context.context import LlamaContext
 from towerd.engine.embedded.context.zero_pages import HostBuffer
 from towerd.errors import ConfigError, ModelError
+from towerd.llama_library import lib
 from towerd.model.llama_log import buffers_made
 from towerd.model.llama_model import LlamaModel
+from towerd.model.row_memory import row_memory_of
 from towerd.models.header import read_header
 from towerd.settings.config import Config, defaults, partial_bytes
 from towerd.settings.llama_flags import draft_model, media_flags
 from towerd.system.process import return_free_memory
-from towerd.system.ram_limit import RamLimit
+from towerd.system.ram_limit import GIVE_SHARE, RamLimit
+from towerd.wire import device_bytes
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,10 @@ CTX_ENOUGH = 4096
 """A context of so many tokens is not made longer by smaller batches."""
 DRAFT_BYTES = 128 << 20
 """What the context of a draft model takes besides its rows."""
+COMPUTE_BYTES = 96 << 20
+"""What the computations of the smallest context take, where it is not known yet: rather too much."""
+MORE_SPARE = 4 << 20
+"""No two starts take exactly the same."""
 UBATCH_MIN = 64
 _SIZES = 4
 """How many sizes of computations are tried: of 512, 256, 128 and 64 tokens."""
@@ -99,17 +106,59 @@ def measured_line(model: LlamaModel, config: Config, n_seqs: int) -> BufferLine:
     return BufferLine(max(0, sizes[0] - of_cell * n_cells), of_cell)
 
 
-def check_weights(files: Sequence[Path], config: Config, ram: RamLimit) -> None:
-    """Before a model is loaded. Raises ConfigError if its files alone take more than there is."""
+def check_weights(
+    files: Sequence[Path], config: Config, ram: RamLimit, *, may_exceed: bool = False
+) -> None:
+    """Before a model is loaded. may_exceed: the limit was not set, and the weights are mapped: if they take more than
+    there is, the system reads them again and again, and there is no limit. Raises ConfigError if what of the files
+    stays in RAM takes more than there is."""
     if not ram.is_limited:
         return
     return_free_memory()  # a model that was unloaded may have left some
     n_bytes = sum(_size(path) for path in files) + _size_of_others(config)
     left = ram.left_at_start() - PROCESS_BYTES - ROOM_MIN
     if n_bytes > left:
-        own = _mib((ram.bytes_max or ram.address_max) - left)
-        what = f"the weights take {_mib(n_bytes)}, and towerd itself {own}"
-        raise _too_much(ram, what, n_bytes - left, "serve a smaller model")
+        n_bytes = int(n_bytes * (1 - _share_on_gpus(files[0], config)))
+    if n_bytes <= left:
+        return
+    own = _mib((ram.bytes_max or ram.address_max) - left)
+    what = f"the weights take {_mib(n_bytes)}, and towerd itself {own}"
+    if may_exceed and ram.bytes_max:
+        log.warning(
+            f"{what}, where the container or unit may have {_mib(ram.bytes_max)}: parts of the weights are read from "
+            "the disk again and again, and no request is refused for want of RAM. Give it more, or set --ram-max"
+        )
+        ram.bytes_max = 0
+        return
+    more = n_bytes - left + _smallest_context(files[0], config)
+    raise _too_much(ram, what, more, "serve a smaller model")
+
+
+def _share_on_gpus(path: Path, config: Config) -> float:
+    """Share of the layers, from 0 to 1, whose weights a GPU holds."""
+    if config.gpu_layers == 0 or not lib.llama_supports_gpu_offload():
+        return 0.0
+    try:
+        model = LlamaModel(path, replace(config, progress_fd=None), vocab_only=True)
+    except ModelError:
+        return 0.0  # it is refused when it is loaded
+    try:
+        n_layer = max(1, int(model.key("block_count", "1")))
+        devices = device_bytes(model.address)
+        rows = row_memory_of(devices, n_layer=n_layer, gpu_layers=config.gpu_layers, ram=0)
+        return rows.n_on_gpu / rows.n_layer
+    finally:
+        model.close()
+
+
+def _smallest_context(path: Path, config: Config) -> int:
+    """Bytes that a context takes at most that is as long as was asked for, or just long enough to be of use."""
+    try:
+        rows = _tokens_least(config) * read_header(path).token_bytes
+    except ModelError:
+        rows = 0
+    draft = DRAFT_BYTES if draft_model(config.llama_server_args) else 0
+    return 2 * rows + COMPUTE_BYTES + draft
 
 
 def planned(
@@ -151,12 +200,19 @@ def planned(
     if best is None or best[2] < CTX_MIN:
         what, more = "the weights leave no room for a context", None
         if best is not None:
-            more = best[1].at(CTX_MIN) + ROOM_MIN - left
-            what = f"a context of {CTX_MIN} tokens takes {_mib(best[1].at(CTX_MIN))} beside the weights"
+            n_least = _tokens_least(config)
+            more = best[1].at(n_least) + ROOM_MIN - left
+            what = f"a context of {n_least} tokens takes {_mib(best[1].at(n_least))} beside the weights"
         raise _too_much(ram, what, more, "serve a smaller model")
     found = _within(best, config, ram, wanted, left)
     ram.given = GivenSizes(model.path, wanted, found)
     return found
+
+
+def _tokens_least(config: Config) -> int:
+    """The cells of the smallest context that will do."""
+    n_cells = max(CTX_MIN, config.live_tokens or config.ctx_size)
+    return -(-n_cells // CELLS_ROUND) * CELLS_ROUND
 
 
 def _again(
@@ -187,7 +243,7 @@ def _within(
         raise _too_much(
             ram,
             f"{flag} {said} takes {_mib(line.at(said))} with this model",
-            line.at(said) - line.at(most),
+            line.at(_tokens_least(config)) - line.at(most),
             f"lower it to {most}, or quantize the cache with --cache-type-k q8_0 --cache-type-v q8_0",
         )
     if not said:
@@ -284,7 +340,7 @@ def _size(path: Path) -> int:
 
 
 def _too_much(ram: RamLimit, what: str, n_more: int | None, instead: str) -> ConfigError:
-    more = "" if n_more is None else f" by {_mib(n_more)}"
+    more = "" if n_more is None else f" by {_mib(int(n_more / GIVE_SHARE) + MORE_SPARE)}"
     return ConfigError(f"{ram.text} is too little: {what}. Raise it{more}, or {instead}.")
 
 

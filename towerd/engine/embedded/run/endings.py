@@ -25,13 +25,15 @@ class Endings:
         restorer: Restorer,
         room: CellRoom,
         active: list[Job],
+        left: Callable[[Job], None],
         deliver: Callable[[Events], None],
     ) -> None:
-        """deliver: hands events to their clients"""
+        """left: told of each job that has ended. deliver: hands events to their clients"""
         self._pool = pool
         self._restorer = restorer
         self._room = room
         self._active = active
+        self._left = left
         self._deliver = deliver
         self._events: Events = []
 
@@ -99,3 +101,4 @@ class Endings:
         job.phase = JobPhase.DONE
         if job in self._active:
             self._active.remove(job)
+        self._left(job)

@@ -35,6 +35,7 @@ from towerd.engine.embedded.run.batching import Batching
 from towerd.engine.embedded.run.cell_room import CellRoom
 from towerd.engine.embedded.run.endings import Endings, Events
 from towerd.engine.embedded.run.media import Media, Ready
+from towerd.engine.embedded.run.shown_slots import ShownSlots
 from towerd.engine.embedded.run.speculation import Speculator
 from towerd.engine.served import ServedAnswer
 from towerd.errors import TowerdError, Unavailable, unforeseen
@@ -50,25 +51,6 @@ _CLOSE_WAIT_S = 10.0
 _CLOSE_POLL_S = 0.05
 _PASSES_MAX = 8
 """Jobs that may begin before one that there is no room for: then all wait until there is."""
-
-
-class ShownSlots:
-    """As many slots as requests run at once; each shows the last job that it had."""
-
-    def __init__(self, n: int) -> None:
-        self.jobs: list[Job | None] = [None] * n
-        self.n_tasks = 0
-        """How many requests ever had a slot."""
-
-    def take(self, job: Job, active: list[Job]) -> None:
-        """Give `job` its number and a slot that none of `active` has."""
-        if job.task < 0:
-            job.task = self.n_tasks
-            self.n_tasks += 1
-        if job.slot < 0 or self.jobs[job.slot] is not job:  # not back from a preemption
-            free = (i for i, j in enumerate(self.jobs) if j is None or j not in active)
-            job.slot = next(free)
-            self.jobs[job.slot] = job
 
 
 class Scheduler:
@@ -103,11 +85,11 @@ class Scheduler:
         self.queue_max = queue_max
         self.active: list[Job] = []
         self.waiting: deque[Job] = deque()
-        self.slots = ShownSlots(parallel)
+        self.slots = ShownSlots(parallel, n_ctx)
         self.counters = dict.fromkeys(_COUNTERS, 0)
         self._batching = Batching(context, is_even=context.is_tapped and memory.kind.has_state)
         self.room = CellRoom(pool, restorer, exporter, self.active, self.waiting, n_ctx, standings)
-        self._endings = Endings(pool, restorer, self.room, self.active, deliver)
+        self._endings = Endings(pool, restorer, self.room, self.active, self.slots.leave, deliver)
         self._inbox = Inbox()
         self.background = Background(
             memory,
