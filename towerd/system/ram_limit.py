@@ -12,8 +12,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from towerd.system.machine import (
     address_bytes_max,
@@ -54,14 +53,6 @@ MEDIA_SHARE = 8
 """To decode a medium takes some four times what it has then: all of a prompt have at most one in so many parts."""
 
 Give = Callable[[], object]
-
-
-class RamShort(Exception):
-    """There is no room for what was claimed. needs, left: bytes"""
-
-    def __init__(self, needs: int, left: int) -> None:
-        super().__init__(f"{needs} bytes are needed, {left} are left")
-        self.needs, self.left = needs, left
 
 
 def own_bytes() -> int:
@@ -207,16 +198,6 @@ class RamLimit:
         if self.is_limited:
             with self._lock:
                 self._claimed -= n_bytes
-
-    @contextmanager
-    def claimed(self, n_bytes: int) -> Iterator[None]:
-        """Claim for the block, once others gave way if need be. Not on an event loop. Raises RamShort."""
-        if not self.claim(n_bytes) and not (self.make_room(n_bytes) and self.claim(n_bytes)):
-            raise RamShort(n_bytes, self.left())
-        try:
-            yield
-        finally:
-            self.release(n_bytes)
 
     # ---- giving way ---------------------------------------------------------------------------
 

@@ -360,7 +360,7 @@ const llama_tokens & Request::prompt_of(size_t choice) const {
     return prompts_.at(choice / static_cast<size_t>(params_.n_cmpl));
 }
 
-// Measured: probabilities become values of JSON, of one choice at a time, and then text, which is there up to three times.
+// Estimated: probabilities become values of JSON, of one choice at a time, and then text, which is there up to three times.
 // What a choice was asked for is in its reply.
 size_t Request::reply_bytes(size_t n_tokens) const {
     constexpr size_t kValueBytes = 1229, kKeptBytes = 320, kQueuedBytes = 64 * 64, kChoiceBytes = 16 * 1024;
