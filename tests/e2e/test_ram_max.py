@@ -317,7 +317,9 @@ def test_address_space_that_does_not_do(tmp_path: Path, model: Path, n_mib: int)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (n_mib * MIB, hard))
     try:
-        done = run_towerd(tmp_path, "serve", "--port", "0", "-m", str(model))
+        done = run_towerd(
+            tmp_path, "serve", "--socket", str(tmp_path / "s"), "--port", "0", "-m", str(model)
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     assert done.returncode == 1
@@ -337,7 +339,9 @@ def test_a_start_that_cannot_fit(
     tmp_path: Path, model: Path, flags: tuple[str, ...], said: str
 ) -> None:
     """One sentence, before anything is served."""
-    done = run_towerd(tmp_path, "serve", "--port", "0", "-m", str(model), *flags)
+    done = run_towerd(
+        tmp_path, "serve", "--socket", str(tmp_path / "s"), "--port", "0", "-m", str(model), *flags
+    )
     assert done.returncode != 0
     assert said in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
@@ -348,7 +352,7 @@ def test_what_is_said_to_suffice_does(
     tmp_path: Path, model: Path, limit: int, flags: tuple[str, ...]
 ) -> None:
     """Where the weights do not fit, no context does, or the one that was asked for does not."""
-    start = "serve", "--port", "0", "-m", str(model), "--ram-max"
+    start = "serve", "--socket", str(tmp_path / "s"), "--port", "0", "-m", str(model), "--ram-max"
     refused = run_towerd(tmp_path, *start, f"{limit}M", *flags)
     said = refused.stdout + refused.stderr
     found = re.search(r"Raise it by ([\d,]+) MiB", said)
