@@ -25,7 +25,7 @@ BEGINS, ENDS = (
     ("towerd/api/llama/task.py", "absorb"),
 )
 THREADS = ("MainThread", "towerd-wire", "towerd-inference", "towerd-compose")
-FILES_MAX, FILES_STORED_MAX = 68, 84
+FILES_MAX, FILES_STORED_MAX = 72, 90
 """All files that a new chat, and one from the store, may enter up to its first token: some more than the 58 and 71
 that they do enter, for what happens to run beside them, such as what is said of the request before."""
 COMPOSING = "towerd/tiers/composer.py"
