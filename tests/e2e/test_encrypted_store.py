@@ -223,3 +223,31 @@ def test_forgetting_at_once_and_while_a_reply_is_generated(
     daemon.stop()
     with daemon.stored():
         pass
+
+
+@pytest.mark.parametrize("has_rows", [True, False], ids=["rows", "journal"])
+def test_lost_keys_are_not_made_anew(
+    make_daemon: MakeDaemon, tmp_path: Path, has_rows: bool
+) -> None:
+    """With --encrypt, too: a backup of them may be put back."""
+    daemon = make_daemon("--encrypt", f"file:{tmp_path / 'key'}").start()
+    ask(daemon, "You are kind.", "Hello")
+    wait_until_written(daemon)
+    daemon.stop()
+    names = ("keys.json", "keys.copy")
+    for name in names:
+        (daemon.store_dir / name).rename(tmp_path / name)
+    if not has_rows:
+        for folder in ("segments", "tokenizers"):
+            shutil.rmtree(daemon.store_dir / folder)
+    for flags in (daemon.flags, ()):
+        daemon.flags = flags
+        daemon.spawn()
+        assert daemon.wait() != 0
+        (error,) = (line for line in daemon.log.splitlines() if line.startswith("Error: "))
+        assert "keys" in error
+        assert not any((daemon.store_dir / name).exists() for name in names)
+    (tmp_path / "keys.copy").rename(daemon.store_dir / "keys.copy")
+    daemon.start()
+    assert len(daemon.get("/towerd/v1/sessions")["sessions"]) == 1
+    daemon.stop()

@@ -156,8 +156,7 @@ def test_what_was_typed_since_is_not_lost(browser: Any, tmp_path: Path) -> None:
         page.set_default_timeout(WAIT_MS)
         page.goto(daemon.url + "/towerd/#/chat/long")
         page.fill("#write", "Tell me everything")
-        is_stream = lambda request: request.method == "POST"  # noqa: E731
-        with page.expect_event("requestfinished", predicate=is_stream):
+        with page.expect_event("requestfinished", predicate=lambda sent: sent.method == "POST"):
             page.keyboard.press("Enter")
             page.wait_for_selector(".growing pre:not(:empty)")
             page.evaluate("location.hash = '#/chat/other'")

@@ -291,7 +291,7 @@ def little_space(tmp_path: Path, model: Path) -> Iterator[Daemon]:
 
 
 def test_address_space(little_space: Daemon) -> None:
-    """Requests wait or are refused, and the daemon goes on."""
+    """Requests wait or are refused, and the daemon continues."""
     daemon = little_space
     n_ctx = daemon.get("/props")["default_generation_settings"]["n_ctx"]
     asks = [partial(complete, daemon, prompt(n_ctx // 3, seed)) for seed in range(8)]

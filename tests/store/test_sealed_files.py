@@ -58,7 +58,7 @@ def test_what_was_written_comes_back(vault: Vault, tmp_path: Path, size: int) ->
     at = size // 2
     assert bytes(found.view(at, size - at)) == content[at:]
     with ThreadPoolExecutor(2) as pool:
-        found.need(0, size, pool)
+        list(pool.map(lambda at: found.need(at, size - at), range(0, size, size // 4 + 1)))
     found.give_back()  # where RAM is short
     assert bytes(found.whole()) == content
     raw = path.read_bytes()

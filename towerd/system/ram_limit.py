@@ -38,6 +38,7 @@ UNTOUCHED_S = 5.0
 LOOKING_PART = 100
 """What children take is read in at most one of so many parts of the time."""
 LATELY_S = 0.02
+"""Seconds for which those that wait share one look."""
 CHILDREN_S = 0.25
 """Seconds for which what children take is not read again."""
 ADDRESS_SPARE = 64 << 20

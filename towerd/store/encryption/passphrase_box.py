@@ -26,13 +26,8 @@ def boxed(data: bytes, name: str) -> bytes:
     return MAGIC + salt + nonce + AESGCM(key).encrypt(nonce, data, MAGIC)
 
 
-def is_boxed(data: bytes) -> bool:
-    """Whether `boxed` made it."""
-    return data.startswith(MAGIC)
-
-
 def unboxed(data: bytes, name: str) -> bytes:
-    """The inverse. Raises ConfigError without a passphrase, with another one, or if the file is damaged."""
+    """The inverse of `boxed`. Raises ConfigError without a passphrase, with another one, or if the file is damaged."""
     key = stretched(file_passphrase(name), data[len(MAGIC) : _AT])
     try:
         if len(data) < _LEAST:

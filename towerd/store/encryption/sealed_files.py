@@ -20,7 +20,6 @@ import secrets
 import struct
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -41,7 +40,6 @@ PURPOSE = "files"
 _FIXED = struct.Struct("<8sIIQ")
 _WRAPPED_BYTES = KEY_BYTES + TAG_BYTES
 _SEALED_PAGE = PAGE_BYTES + TAG_BYTES
-_PAGES_A_TASK = 64
 _HUGE_BYTES_MIN = 1 << 22
 """From this size on, memory comes in huge pages: to have 25 MB decrypted takes 6.5 ms instead of 16, most of which
 is the kernel's for each page of 4 KiB."""
@@ -200,38 +198,29 @@ class _SealedMap(FileMap):
         self._cipher = AESGCM(key)
         self._is_there = bytearray(_n_pages(len(self)))
 
-    def need(self, at: int, n_bytes: int, pool: Executor | None = None) -> None:
+    def need(self, at: int, n_bytes: int) -> None:
+        """In this thread: `cryptography` keeps the interpreter's lock, so that several would only wait for it. Two may
+        decrypt one page, to the same bytes."""
         if n_bytes <= 0:
             return
-        first, last = at // PAGE_BYTES, _n_pages(at + n_bytes)
-        missing = [page for page in range(first, last) if not self._is_there[page]]
-        tasks = [missing[i : i + _PAGES_A_TASK] for i in range(0, len(missing), _PAGES_A_TASK)]
-        if pool is None or len(tasks) < 2:
-            for task in tasks:
-                self._decrypt(task)
-        else:
-            list(pool.map(self._decrypt, tasks))
+        sealed, plain = memoryview(self._sealed), memoryview(self)
+        for page in range(at // PAGE_BYTES, _n_pages(at + n_bytes)):
+            if self._is_there[page]:
+                continue
+            begin, to = HEADER_BYTES + page * _SEALED_PAGE, page * PAGE_BYTES
+            content = plain[to : to + PAGE_BYTES]
+            try:
+                self._cipher.decrypt_into(
+                    _nonce(page), sealed[begin : begin + _SEALED_PAGE], None, content
+                )
+            except InvalidTag:
+                raise StateError("a page is damaged") from None
+            self._is_there[page] = 1
 
     def give_back(self) -> None:
         """Of the file alone: what was decrypted is nowhere else, and may be in use."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._sealed.madvise(mmap.MADV_DONTNEED)
-
-    def _decrypt(self, pages: list[int]) -> None:
-        """Two threads may decrypt one page, to the same bytes."""
-        sealed, plain = memoryview(self._sealed), memoryview(self)
-        for page in pages:
-            at, to = HEADER_BYTES + page * _SEALED_PAGE, page * PAGE_BYTES
-            try:
-                self._cipher.decrypt_into(
-                    _nonce(page),
-                    sealed[at : at + _SEALED_PAGE],
-                    None,
-                    plain[to : to + PAGE_BYTES],
-                )
-            except InvalidTag:
-                raise StateError("a page is damaged") from None
-            self._is_there[page] = 1
 
 
 def _decrypting(fd: int, n_bytes: int, key: bytes) -> FileMap:

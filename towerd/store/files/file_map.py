@@ -6,7 +6,6 @@ import mmap
 import os
 import stat
 from collections.abc import Iterator
-from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -18,9 +17,8 @@ from towerd.store.files import durable
 class FileMap(mmap.mmap):
     """The bytes of a file. Views keep it."""
 
-    def need(self, at: int, n_bytes: int, pool: Executor | None = None) -> None:
-        """Have `n_bytes` from the offset `at` there before they are looked at. pool: threads for the work; None:
-        this one. Raises StateError if they are damaged."""
+    def need(self, at: int, n_bytes: int) -> None:
+        """Have `n_bytes` from the offset `at` there before they are looked at. Raises StateError if they are damaged."""
 
     def view(self, at: int, n_bytes: int) -> memoryview:
         """Some bytes, which are there. Raises StateError if they are damaged, or beyond the end."""

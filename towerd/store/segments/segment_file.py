@@ -360,7 +360,7 @@ class SegmentFile:
         pool: Executor | None,
     ) -> None:
         for piece in pieces:
-            data.need(start + piece.offset, piece.nbytes, pool)
+            data.need(start + piece.offset, piece.nbytes)
         if missing := [piece for piece in pieces if piece.offset not in self._checked]:
             check_pieces(data, missing, start, pool)
             with self._lock:

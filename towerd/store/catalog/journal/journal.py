@@ -52,7 +52,7 @@ class JournalFile:
     whole: SnapshotEnd | None
     """The end record of a complete snapshot."""
     is_foreign: bool = False
-    """Whether it has frames that another store sealed, or nobody."""
+    """Whether it has frames that were sealed with keys of another store, or with none that is known."""
 
     @property
     def sound_size(self) -> int:
