@@ -20,16 +20,15 @@ from towerd.store.catalog.vocabularies import KeptVocabulary
 from towerd.tokens import Ids
 
 PartKind: TypeAlias = Literal["text", "reasoning", "call", "result", "medium"]
-_TAGS: dict[str, PartKind] = {"think": "reasoning", "tool_call": "call", "tool_response": "result"}
 _MARKS: dict[str, PartKind] = {
     "think": "reasoning",
     "tool_call": "call",
     "tool_response": "result",
 }
-"""Of what kind is what follows a control token with such a name."""
+"""Of what kind is what follows a control token with such a name, or stands in a tag of that name."""
 _RESULT = re.compile(r"<(tool_response)>(.*?)</\1>", re.DOTALL)
 _TAGGED = {
-    "assistant": re.compile(rf"<({'|'.join(_TAGS)})>(.*?)(?:</\1>|\Z)", re.DOTALL),
+    "assistant": re.compile(rf"<({'|'.join(_MARKS)})>(.*?)(?:</\1>|\Z)", re.DOTALL),
     "user": _RESULT,
     "tool": _RESULT,
 }
@@ -186,7 +185,7 @@ def _tagged(text: str, role: str) -> Iterator[tuple[PartKind, str]]:
     at = 0
     for tag in _TAGGED[role].finditer(text) if role in _TAGGED else ():
         yield "text", text[at : tag.start()]
-        yield _TAGS[tag[1]], tag[2]
+        yield _MARKS[tag[1]], tag[2]
         at = tag.end()
     yield "text", text[at:]
 
