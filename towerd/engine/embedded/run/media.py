@@ -113,7 +113,10 @@ class Media:
         if isinstance(ready.encoded, TowerdError):
             raise ready.encoded
         if ready.medium is None or ready.encoded is None or self._projector is None:
-            raise InvalidRequest("The rows of a medium are gone: send it with the request again.")
+            raise InvalidRequest(
+                "What was computed for a picture or sound of this conversation is gone, and the request does not "
+                "bring it again: send it along, or in the explorer edit its message and attach it again."
+            )
         self.n_encoded += 1
         start, end = ready.span
         if not make_room(end - start):
