@@ -44,6 +44,7 @@ from towerd.store.sessions.conversations import ResponseContext
 from towerd.store.sessions.deletions import Deletions, DeletionWatch
 from towerd.store.sessions.foreign import ForeignSessions
 from towerd.store.sessions.history import History, add_history, copy_history
+from towerd.store.sessions.media import MediaTable
 from towerd.store.sessions.responses import NewResponse, ResponseTable
 from towerd.store.sessions.sessions import SessionTable, session_page
 from towerd.store.sessions.turn import SessionInfo, Turn, TurnInfo, TurnResult
@@ -103,6 +104,7 @@ class Store:
             state.catalog, state.locked, state.clock, state.directory.limit
         )
         """The responses of OpenAI's API, and its conversations."""
+        self.media = MediaTable(state.catalog, state.locked, state.identity.tokenizer)
         self.vocabularies = Vocabularies(state.directory.tokenizers, state.directory.files)
         """The vocabularies of the tokenizers whose sessions the store has."""
         self.foreign = ForeignSessions(state, self.deletions)
