@@ -34,13 +34,13 @@ LARGER = "ggml-org/gemma-3-4b-it-GGUF"
 @config_options
 @click.argument("server_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- FLAG...]")
 def serve(config_path: Path | None, server_args: tuple[str, ...], **flags: Any) -> None:
-    """Serve a model, with llama-server's HTTP API, and remember every conversation.
+    """Serve a model with llama-server's HTTP API, and remember every conversation.
 
-    With --models-dir, or [models.NAME] tables in towerd.toml, it serves several: a request's model
-    picks one, which is loaded when it is asked for.
+    With --models-dir, or [models.NAME] tables in towerd.toml, it serves several models: the
+    model that a request names is loaded when it is needed.
 
     llama-server's own flags are accepted under their names, and towerd says which have no effect or
-    are not taken. Flags after -- are for llama.cpp, too.
+    are not taken. Flags after -- also go to llama.cpp.
 
     Below are the settings that most people need; --help-all shows every one. Each can also be set
     by the variable in brackets, or in towerd.toml under that name in lower case, without TOWERD_.

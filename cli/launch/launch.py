@@ -36,11 +36,11 @@ def launch(
     args: tuple[str, ...],
     target: Target,
 ) -> None:
-    """Start an agent with the running daemon as its model; without a daemon, one is started and ends
+    """Start an agent with the running daemon as its model. If no daemon runs, one is started, and ends
     with the agent.
 
-    The agent is told by variables and options of this one start: its own settings stay as they are.
-    What follows -- is given to it, and its exit status is the command's.
+    Variables and options of this one start tell the agent: its own settings stay as they are.
+    Everything after -- is passed to it, and its exit status is the command's.
 
     \b
     towerctl launch claude

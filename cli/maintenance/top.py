@@ -28,7 +28,7 @@ _END = "\x1b[J"
 
 
 @click.command()
-@click.option("--once", is_flag=True, help="Show it once; also if this is no terminal.")
+@click.option("--once", is_flag=True, help="Show it once, as without a terminal.")
 @click.option(
     "--interval",
     "interval_s",

@@ -23,7 +23,7 @@ LINE_SHARE = 0.25
 
 @click.command()
 @click.argument("name")
-@click.option("--yes", is_flag=True, help="Accept the terms of a model that has some.")
+@click.option("--yes", is_flag=True, help="Accept the terms of a model that has terms.")
 @click.option(
     "--timeout",
     "timeout_s",

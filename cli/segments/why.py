@@ -18,8 +18,8 @@ _PLACES = {"hot": "RAM", "warm": "disk"}
 @json_option
 @target_options
 def why(which: str, as_json: bool, target: Target) -> None:
-    """Say where SEGMENT is, and why it leaves there sooner or later than others; or why REQUEST, an id
-    or what the log shows of it, evaluated as much of its prompt as it did."""
+    """Say where SEGMENT is and why it leaves sooner or later than others, or why REQUEST (an id, or what
+    the log shows of it) evaluated as much of its prompt as it did."""
     from towerd.cli.output import echo_json
 
     with connect(target) as backend:

@@ -14,7 +14,7 @@ from towerd.cli.client.target import Target, connect, json_option, setting_optio
 from towerd.cli.client.transport import Json
 from towerd.errors import TowerdError
 
-SCOPE_HELP = "Whose, if several tenants have one of this name."
+SCOPE_HELP = "Whose session, if several tenants have one of this name."
 IDLE_S_MAX = 10**10
 UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 

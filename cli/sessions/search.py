@@ -13,7 +13,7 @@ from towerd.cli.sessions.sessions import SCOPE_HELP
 @click.command()
 @click.argument("words", nargs=-1, required=True)
 @click.option(
-    "--limit", type=click.IntRange(1, PAGE_MAX), default=20, show_default=True, help="At most."
+    "--limit", type=click.IntRange(1, PAGE_MAX), default=20, show_default=True, help="Show at most this many."
 )
 @click.option("--scope", metavar="TENANT", help=SCOPE_HELP)
 @json_option
@@ -21,7 +21,7 @@ from towerd.cli.sessions.sessions import SCOPE_HELP
 def search(
     words: tuple[str, ...], limit: int, scope: str | None, as_json: bool, target: Target
 ) -> None:
-    """Find the conversations in which all WORDS were said in one turn, frozen ones, too."""
+    """Find the conversations in which all WORDS were said in one turn, including frozen ones."""
     from towerd.cli.output import echo_json
 
     with connect(target) as backend:

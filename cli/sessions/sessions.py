@@ -30,7 +30,7 @@ def sessions() -> None:
 
 @sessions.command()
 @click.option(
-    "--limit", type=click.IntRange(1, PAGE_MAX), default=50, show_default=True, help="At most."
+    "--limit", type=click.IntRange(1, PAGE_MAX), default=50, show_default=True, help="Show at most this many."
 )
 @click.option("--scope", metavar="TENANT", help=SCOPE_HELP)
 @json_option

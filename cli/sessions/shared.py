@@ -47,9 +47,9 @@ def push(
 @click.argument("session", required=False)
 @click.option("--base", metavar="NAME", help=BASE_HELP)
 @click.option(
-    "--replace", is_flag=True, help="A base of this name here, too, if it has another text."
+    "--replace", is_flag=True, help="Replace a base of this name here that has another text."
 )
-@click.option("--scope", metavar="TENANT", help="For this tenant, whose it is there, too.")
+@click.option("--scope", metavar="TENANT", help="For this tenant, who must also own it there.")
 @json_option
 @target_options
 def pull(
@@ -109,12 +109,13 @@ def rm(
     "--older-than",
     metavar="DAYS",
     callback=_days,
-    help="Also what no daemon put for so long, such as 30d.",
+    help="Also what no daemon has put for this long, such as 30d.",
 )
 @json_option
 @target_options
 def gc(dry_run: bool, older_than: float | None, as_json: bool, target: Target) -> None:
-    """Delete from the shared store what nothing needs: first it is listed, an hour or more later it goes."""
+    """Delete from the shared store what nothing needs. One run lists it, and a run an hour or
+    more later deletes it."""
     from towerd.cli.output import clean, echo_json, size
 
     with connect(target) as backend:

@@ -37,7 +37,7 @@ _UNUSUAL = re.compile(r"[^A-Za-z0-9._-]")
     is_flag=True,
     help="Seal the file with a passphrase, from TOWERD_FILE_PASSPHRASE or the terminal.",
 )
-@click.option("--force", is_flag=True, help="Overwrite the file if there is one.")
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
 @click.option("--scope", metavar="TENANT", help="Whose, if several tenants have one of this name.")
 @setting_option("model")
 @json_option
@@ -139,7 +139,7 @@ def import_(
 @click.argument("file", type=click.Path(path_type=Path))
 @json_option
 def read(file: Path, as_json: bool) -> None:
-    """Print the conversation in FILE, which towerctl export wrote, as text: it takes no daemon, no store
+    """Print the conversation in FILE, which towerctl export wrote, as text. It needs no daemon, no store
     and no model."""
     from towerd import tower_file
     from towerd.cli.output import clean, echo_json

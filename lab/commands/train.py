@@ -57,7 +57,7 @@ OPTIONS = (
         help="Budget by the wall clock, of all runs in --out together.",
     ),
     click.option("--steps", type=int, metavar="N", help="Budget in steps instead."),
-    click.option("--resume", is_flag=True, help="Go on with the run in --out."),
+    click.option("--resume", is_flag=True, help="Continue the run in --out."),
     click.option(
         "--manifest",
         type=FILE,

@@ -172,8 +172,8 @@ def table(results: dict[str, dict[str, str]]) -> str:
     lines = [
         "# llama.cpp's server tests",
         "",
-        "Written by `make conformance`: of the tests that llama-server passes alone, on models of this "
-        "package and without a network, how many towerd passes.",
+        "`make conformance` writes this page. It counts the tests that llama-server passes alone, on "
+        "models of this package and without a network, and how many of them towerd passes.",
         "",
         f"| file | {' | '.join(titles)} |",
         "|---" * (1 + len(titles)) + "|",

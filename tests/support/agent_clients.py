@@ -102,7 +102,7 @@ wire_api = "responses"
         tool="read_file", arguments={"file_path": "{work}/notes.txt"},
         env={"OPENAI_BASE_URL": "{url}/v1", "OPENAI_API_KEY": "none", "OPENAI_MODEL": "local"},
         launch="qwen",
-        remark="After an answer it asks once more, with other instructions of 9,600 tokens, which are evaluated.",
+        remark="After each answer it asks once more, with other instructions of 9,600 tokens. These are evaluated.",
     ),
     Client(
         title="Cline", registry="npm", package="cline", endpoint="/v1/chat/completions",
@@ -113,7 +113,7 @@ wire_api = "responses"
         first=("cline", QUESTION),
         second=("cline", f"{QUESTION} {AGAIN}"),
         tool="read_files", arguments={"files": [{"path": "{work}/notes.txt"}]},
-        remark="Its command line; it resumes a session in a terminal only, so the second question begins one.",
+        remark="This is its command line. It resumes a session only in a terminal, so the second question begins a new session.",
     ),
     Client(
         title="Continue", registry="npm", package="@continuedev/cli",
@@ -134,7 +134,7 @@ models:
     roles: [chat]
 """
         },
-        remark="Its command line; the extension of VS Code reads the same file.",
+        remark="This is its command line. The VS Code extension reads the same file.",
     ),
     Client(
         title="aider", registry="PyPI", package="aider-chat", endpoint="/v1/chat/completions",
@@ -212,7 +212,7 @@ print(messages[-1].content)
         env={
             "OPENAI_API_BASE_URL": "{url}/v1", "OPENAI_API_KEY": "none", "WEBUI_AUTH": "False",
         },
-        remark="Tried with a tool of its own kind, and asked over HTTP as its page does, titles and tags included. Its own port is towerd's, 8080.",
+        remark="Tried with a tool in its own format, and asked over HTTP as its page does, including titles and tags. It runs on another port because its default, 8080, is towerd's.",
     ),
     Client(
         title="openai", registry="PyPI", package="openai", endpoint="/v1/chat/completions",
@@ -245,7 +245,7 @@ while messages[-1]["role"] != "assistant":
 kept.write_text(json.dumps(messages))
 '''
         },
-        remark="An agent of one's own in a few lines, streamed.",
+        remark="Your own agent in a few lines, streamed.",
     ),
     Client(
         title="anthropic", registry="PyPI", package="anthropic", endpoint="/v1/messages",
@@ -281,7 +281,7 @@ while messages[-1]["role"] == "user":
 kept.write_bytes(pickle.dumps(messages))
 '''
         },
-        remark="An agent of one's own in a few lines, streamed.",
+        remark="Your own agent in a few lines, streamed.",
     ),
     Client(
         title="llm-ollama", registry="PyPI", package="llm-ollama", endpoint="/api/chat",
@@ -297,7 +297,7 @@ kept.write_bytes(pickle.dumps(messages))
     return open(name).read()
 ''',
         },
-        remark="The model is the one that `/api/tags` lists.",
+        remark="Name the model as `/api/tags` lists it.",
     ),
     Client(
         title="ollama", registry="PyPI", package="ollama", endpoint="/api/chat",
@@ -331,6 +331,6 @@ while messages[-1]["role"] != "assistant":
 kept.write_text(json.dumps(messages))
 '''
         },
-        remark="An agent of one's own in a few lines, streamed.",
+        remark="Your own agent in a few lines, streamed.",
     ),
 )  # fmt: skip

@@ -66,10 +66,10 @@ class Config:
         "Unix socket to listen on as well; towerctl uses it.",
         auto="towerd/towerd.sock in the user's runtime directory; with another store, towerd-HASH.sock there")
     model: Path | None = _set(None, "path", "--model -m",
-        "GGUF to serve: a path, or a name that towerd models shows, which may be shortened.",
+        "GGUF to serve: a path, or a name that towerd models shows; names may be shortened.",
         auto="smollm2, else stories")
     models_dir: Path | None = _set(None, "path", "--models-dir",
-        "Directory of GGUFs to serve several models from; a request's model picks one. A named --model is served alone.")
+        "Directory of GGUFs to serve several models from; a request's model picks one. With --model, only that model is served.")
     models_max: int = _set(4, "int", "--models-max",
         "Models that are loaded at once; 0: as many as --memory holds.", low=0, high=1024)
     models_autoload: bool = _set(True, "bool", "--models-autoload",
@@ -79,13 +79,13 @@ class Config:
         auto="four fifths of the RAM")
     ram_max: int = _set(-1, "size", "--ram-max",
         "RAM that all of towerd may take, such as 6G: models, contexts, conversations, requests, processes that it "
-        "starts. Contexts and caches whose size is not set are made to fit; when all of it is taken, new requests "
+        "starts. Contexts and caches whose size is not set are made to fit. When all of the RAM is taken, new requests "
         "wait, and then get 503. 0: no limit.", low=-1,
-        auto="0.93 of the limit of the container or unit, if that is less than the RAM; weights that are mapped and take "
+        auto="0.93 of the limit of the container or unit, if that is less than the RAM; mapped weights that take "
         "more are served without a limit")
     hf_repo: str | None = _set(None, "text", "--hf-repo -hf -hfr",
         "Model to fetch from Hugging Face, as OWNER/REPO:QUANT; with its projector, unless --no-mmproj is given. "
-        "Without a quantization it is Q4_K_M, else Q8_0, else the first file.")
+        "The default quantization is Q4_K_M, else Q8_0, else that of the first file.")
     hf_file: str | None = _set(None, "text", "--hf-file -hff",
         "File of this repository to serve, whatever its quantization.")
     hf_repo_draft: str | None = _set(None, "text", "--hf-repo-draft -hfd -hfrd --spec-draft-hf",
@@ -93,7 +93,7 @@ class Config:
     hf_token: str | None = _set(None, "text", "--hf-token -hft",
         "Token for repositories that need one.", auto="HF_TOKEN, else the one of hf auth login", secret=True)
     offline: bool = _set(False, "bool", "--offline",
-        "Fetch nothing: serve what is on this machine.", off="--no-offline")
+        "Fetch nothing; serve only what is on this machine.", off="--no-offline")
     alias: str | None = _set(None, "text", "--alias -a",
         "Name of the model for clients; several are separated by commas.", auto="its file name")
     tags: tuple[str, ...] = _set((), "list", "--tags",
@@ -103,7 +103,7 @@ class Config:
     api_keys: tuple[tuple[str, str], ...] = _set((), "keys", "--api-key",
         "Key that clients must present, or tenant:key; repeatable, or separated by commas.")
     api_key_file: Path | None = _set(None, "path", "--api-key-file",
-        "File with one key, or tenant:key, a line.")
+        "File with one key, or tenant:key, per line.")
     ctx_size: int = _set(0, "int", "--ctx-size -c",
         "Tokens that one conversation may hold.", low=0, high=2**31 - 1,
         auto="what the model was trained for, up to 32768")
@@ -113,11 +113,11 @@ class Config:
     parallel: int = _set(8, "int", "--parallel -np",
         "Requests that are evaluated at once.", low=1, high=128, words={"-1": "8"})
     live_sequences: int = _set(64, "int", "--live-sequences",
-        "Conversations that stay in the live context; at least parallel.", low=1, high=255)
+        "Conversations that stay in the live context; at least as many as parallel.", low=1, high=255)
     batch_size: int = _set(512, "int", "--batch-size -b",
         "Prompt tokens evaluated before running streams get their next turn.", low=1, high=2**20)
     ubatch_size: int = _set(512, "int", "--ubatch-size -ub",
-        "Tokens in one computation; at most batch-size counts.", low=1, high=2**20)
+        "Tokens in one computation, up to batch-size.", low=1, high=2**20)
     threads: int = _set(0, "int", "--threads -t",
         "CPU threads for generating.", low=0, high=1024, auto="one per physical core", words={"-1": "0"})
     threads_batch: int = _set(0, "int", "--threads-batch -tb",
@@ -141,37 +141,37 @@ class Config:
     rope_freq_scale: float = _set(0.0, "float", "--rope-freq-scale",
         "RoPE frequency factor; 1/N stretches the context N-fold.", low=0, auto="from the model")
     hot_bytes: int = _set(-1, "size", "--hot-bytes",
-        "RAM for conversations that are not live; those on disk are in the page cache besides. Pinned ones may take an "
-        "eighth of the RAM; of several models, those of each.", low=-1,
-        auto="32 MiB; an eighth of the RAM where warm-bytes is 0 or writing is limited")
+        "RAM for conversations that are not live; those on disk are also in the page cache. Pinned ones may take an "
+        "eighth of the RAM (with several models, for each).", low=-1,
+        auto="32 MiB; an eighth of the RAM if warm-bytes is 0 or writing is limited")
     warm_bytes: int = _set(-1, "size", "--warm-bytes",
         "Disk for the attention state of conversations.", low=-1,
         auto="32 GiB, but at most half of what is free")
     disk_max: int = _set(0, "size", "--disk-max",
-        "Bytes that all of the store may take on the disk, its index and journal included, such as 50G. Attention state "
-        "leaves for it; conversations never do, and when these alone take all of it, requests are refused. 0: no limit.",
+        "Bytes that all of the store may take on the disk, including its index and journal, such as 50G. Attention state "
+        "is deleted to keep to it; conversations never are, and when they alone take all of it, requests are refused. 0: no limit.",
         low=0)
     encrypt: str | None = _set(None, "text", "--encrypt",
         "Encrypt what the store has on the disk, with a key from the system's keyring (keyring), a file (file:PATH, made if "
         "it is missing), or a passphrase (passphrase, from TOWERD_PASSPHRASE or the terminal). A store with "
-        "content is encrypted at the next start, and stays so. Without the key its conversations are lost.")
+        "content is encrypted at the next start, and stays encrypted. Without the key its conversations are lost.")
     write_budget: int = _set(0, "size", "--write-budget",
-        "Bytes that may be written to the store a day, such as 20G, to spare an SSD. Conversations are always written; "
-        "their attention state later, in fewer copies, or not at all. 0: no limit.", low=0)
+        "Bytes that may be written to the store per day, such as 20G, to spare an SSD. Conversations are always written; "
+        "their attention state is written later, in fewer copies, or not at all. 0: no limit.", low=0)
     checkpoint_bytes: int = _set(-1, "size", "--checkpoint-bytes --boundary-bytes",
-        "Disk for state checkpoints, from which models with recurrent layers resume; of several "
+        "Disk for state checkpoints, from which models with recurrent layers resume; with several "
         "models, for each.", low=-1,
         auto="a quarter of warm-bytes")
     checkpoint_tokens: int = _set(512, "int", "--checkpoint-tokens --boundary-tokens",
         "Tokens between state checkpoints near the end of a long prompt.", low=16, high=2**20)
     fidelity: str = _set("near", "text", "--fidelity",
-        "How faithfully unused attention state is stored on disk: as computed, or within a measured bound; in front "
-        "of a llama-server, where nothing is measured, as computed.",
+        "How faithfully unused attention state is stored on disk: as computed, or within a measured bound. In front "
+        "of a llama-server, where nothing is measured, it is stored as computed.",
         choices=FIDELITIES)
     cache_reuse: int = _set(64, "int", "--cache-reuse",
-        "The shortest run of tokens whose state is kept behind text that changed before it, and checked, on "
-        "either engine; the embedded one makes it exact in idle time. What it costs is measured first: in idle "
-        "time, or, for a llama-server, by towerctl calibrate. 0: only what a prompt begins with is used again, "
+        "The shortest run of tokens whose state is kept, and checked, when the text before it changes, on "
+        "either engine; the embedded one makes it exact in idle time. What this costs is measured first: in idle "
+        "time, or, for a llama-server, by towerctl calibrate. 0: only the beginning of a prompt is reused, "
         "as always with --fidelity exact.", low=0, high=2**20)
     level_formats: str | None = _set(None, "text", "--level-formats",
         "Stored formats to use, by level, such as 0=q4h,1=q6h,2=q8.", auto="what calibration finds")
@@ -179,62 +179,62 @@ class Config:
         "Seconds without use after which state is stored in its level's format; 0: at once.",
         low=0)
     transform_after_s: float = _set(86400.0, "float", "--transform-after",
-        "Seconds without use after which state is transform-coded, a seventh to a tenth of its size, in what was "
-        "learned and measured for the model in idle time; sooner where disk space is short. -1: never.",
+        "Seconds without use after which state is transform-coded to between a seventh and a tenth of its size, with a basis "
+        "learned and measured for the model in idle time; sooner if disk space is short. -1: never.",
         low=-1)
     freeze_after_s: float = _set(3600.0, "float", "--freeze-after",
         "Seconds without use after which a conversation is also kept as coded text, a thousandth of "
-        "its size; that is all that stays when its state leaves for want of space. -1: never.",
+        "its size. Only that copy stays when its state leaves for want of space. -1: never.",
         low=-1)
     codec_model: Path | None = _set(None, "path", "--codec-model",
-        "Small GGUF of the llama architecture, such as towerctl train distill writes, to code conversations with "
-        "where that is smaller than with the bundled one.")
+        "Small GGUF of the llama architecture, such as towerctl train distill writes. It codes conversations "
+        "if they become smaller than with the bundled one.")
     shared: str | None = _set(None, "text", "--shared",
         "URL of an object store in which machines share conversations and precached prompts, encrypted: s3://BUCKET/PREFIX, "
         "gs://..., az://... or file:///FOLDER. Its credentials come from the environment.")
     shared_key: Path | None = _set(None, "path", "--shared-key",
-        "File with the key that they are encrypted with, the same on all machines.",
+        "File with the key of the --shared store, the same on all machines.",
         auto="shared.key in the store, made at the first start")
     policy: str = _set("foresight", "text", "--policy",
         "Policy that chooses what leaves the live context, RAM and disk first when they are full.",
         choices=tuple(POLICIES))
     predictor: Path | None = _set(None, "path", "--predictor",
-        "What towerctl train predictor wrote, for foresight and pbkv.",
-        auto="what is learned while it runs")
+        "Predictor that towerctl train predictor wrote, for foresight and pbkv.",
+        auto="learned while the daemon runs")
     anticipate: bool = _set(True, "bool", "--anticipate",
-        "Evaluate in idle time what a chat's next prompt will begin with, if its template "
-        "renders the last answer differently from how it was generated, and exactly what was answered "
-        "from state kept behind changed text.", off="--no-anticipate")
+        "Evaluate in idle time the beginning of a chat's next prompt, if its template "
+        "renders the last answer differently from how it was generated. Also evaluate exactly what was answered "
+        "from state kept after changed text.", off="--no-anticipate")
     anticipate_tokens_max: int = _set(2048, "int", "--anticipate-tokens-max",
-        "Tokens evaluated ahead for one answer, at most.", low=1, high=2**20)
+        "At most this many tokens are evaluated ahead for one answer.", low=1, high=2**20)
     prefetch_bytes: int = _set(0, "size", "--prefetch-bytes",
         "Bytes of attention state a second that may be restored or evaluated ahead, while the engine is idle, for "
         "the step that a workflow is likely to take next, such as 64MiB; 0: none.", low=0)
     search: bool = _set(True, "bool", "--search",
-        "Keep a full-text index of all conversations, which titles come from as well; without it "
-        "the index is deleted.", off="--no-search")
+        "Keep a full-text index of all conversations, from which their titles also come. "
+        "With --no-search the index is deleted.", off="--no-search")
     record: Path | None = _set(None, "path", "--record",
-        "File to append a trace of all requests to, for towerctl lab replay; texts stay secret. Of "
+        "File to append a trace of all requests to, for towerctl lab replay; texts stay secret. With "
         "several models each has its own beside it: trace.NAME.jsonl for trace.jsonl.")
     retention: str = _set("none", "text", "--retention",
-        "What happens when a chat outgrows its context: an error, dropping its oldest turns, "
+        "What happens when a chat outgrows its context: an error (none), dropping its oldest turns (shift), "
         "or a policy that keeps it within --live-budget.", choices=RETENTIONS)
     live_budget: int = _set(0, "int", "--live-budget",
         "Tokens of one chat that stay in the live context under a --retention policy.", low=0,
         high=2**31 - 1, auto="half of ctx-size")
     retention_scope: str = _set("layer", "text", "--retention-scope",
-        "Whether a --retention policy chooses the same live tokens for all layers, other ones for each "
+        "Whether a --retention policy chooses the live tokens once for all layers, separately for each "
         "layer, or for each KV head of each layer.", choices=RETENTION_SCOPES)
     prompt_tokens_max: int = _set(2**20, "int", "--prompt-tokens-max",
-        "Tokens that the prompts of one request may have in total where --retention lets them be "
+        "Tokens that the prompts of one request may have in total if --retention lets them be "
         "longer than the context.", low=1, high=2**31 - 1)
     recall_every: int = _set(64, "int", "--recall-every",
         "Generated tokens after which --retention icecache or latem chooses the live tokens again; 0: only at each prompt.",
         low=0, high=2**31 - 1)
     recall_layer_step: int = _set(3, "int", "--recall-layer-step",
-        "Read the keys of every N-th layer for --retention icecache or latem; 1: of all but icecache's first two.", low=1, high=1024)
+        "Read the keys of every N-th layer for --retention icecache or latem; 1: all layers, but not icecache's first two.", low=1, high=1024)
     recall_bytes: int = _set(-1, "size", "--recall-bytes",
-        "RAM for the rows and index that --retention icecache or latem can recall for one chat that runs; older rows go to disk. Chats that do not run share twice as much.",
+        "RAM for the rows and index that --retention icecache or latem can recall for one running chat; older rows go to disk. Chats that do not run share twice as much.",
         low=-1, auto="a 12th of the RAM")
     recall_disk_bytes: int = _set(-1, "size", "--recall-disk-bytes",
         "Disk for rows of one chat beyond --recall-bytes; when it is full, the oldest are dropped. 0: none.",
@@ -261,25 +261,25 @@ class Config:
     slot_save_path: Path | None = _set(None, "path", "--slot-save-path",
         "Directory of the files that POST /slots/ID?action=save writes, and restore reads.")
     cors_origins: tuple[str, ...] = _set((), "list", "--cors-origins",
-        "Origins whose web pages may call the API besides this machine's own; * is any, localhost none.")
+        "Origins whose web pages may call the API, besides this machine's own; * means any, localhost no others.")
     cors_methods: str = _set("GET, POST, PATCH, DELETE, OPTIONS", "text", "--cors-methods",
         "Methods of the API that web pages may use.")
     cors_headers: str | None = _set(None, "text", "--cors-headers",
         "Headers that web pages may send.", auto="those that they ask for")
     cors_credentials: bool = _set(False, "bool", "--cors-credentials",
         "Let these web pages send the browser's credentials, for a reverse proxy that asks for them; towerd "
-        "itself takes keys alone.", off="--no-cors-credentials")
+        "itself takes only keys.", off="--no-cors-credentials")
     ui_mcp_proxy: bool = _set(False, "bool", "--ui-mcp-proxy --webui-mcp-proxy",
-        "Serve /cors-proxy, through which the chat page, and no other, reaches MCP servers.",
+        "Serve /cors-proxy, through which only the chat page reaches MCP servers.",
         off="--no-ui-mcp-proxy --no-webui-mcp-proxy")
     sleep_idle_seconds: float = _set(-1.0, "float", "--sleep-idle-seconds",
-        "Seconds without a request after which the model is unloaded; the next one loads it again. Of several "
-        "models, each by itself, unless its table has idle_s. -1: never.", low=-1)
+        "Seconds without a request after which the model is unloaded; the next request loads it again. With several "
+        "models, this holds for each, unless its table has idle_s. -1: never.", low=-1)
     request_bytes_max: int = _set(64 * 2**20, "size", "--request-bytes-max",
-        "Largest request body, unpacked; those that are neither parsed nor passed on yet take at most four times as much together.", low=1024, high=2**31)
+        "Largest request body, unpacked. All bodies that are not yet parsed or passed on may together take four times as much.", low=1024, high=2**31)
     engine: str = _set(None, "text", "--engine",
         "What evaluates the model: llama.cpp inside the daemon, or a llama-server behind it. auto takes the "
-        "llama-server where it can use a GPU and the daemon cannot, or the daemon refuses the model.",
+        "llama-server if it can use a GPU and the daemon cannot, or if the daemon refuses the model.",
         choices=(*ENGINES, AUTO), auto="embedded; with --upstream llama-server")
     llama_server_bin: Path | None = _set(None, "path", "--llama-server-bin",
         "The llama-server to start.", auto="the one in PATH, else towerd's own")
@@ -290,19 +290,19 @@ class Config:
     upstream_key: str | None = _set(None, "text", "--upstream-key",
         "The key that this llama-server requires.", secret=True)
     slot_dir: Path | None = _set(None, "path", "--slot-dir",
-        "Directory for slot files; of an --upstream its --slot-save-path.",
+        "Directory for slot files; with --upstream, that server's --slot-save-path.",
         auto="one in memory, made at start and removed at the end")
     allow_vulnerable: bool = _set(False, "bool", "--allow-vulnerable",
         "Use a llama-server of b4882 to b9058, whose restore overflows (CVE-2026-43629).",
         off="--no-allow-vulnerable")
     queue_max: int = _set(256, "int", "--queue-max",
-        "Requests that may wait; more are answered 503.", low=0, high=2**20)
+        "Requests that may wait; further ones get 503.", low=0, high=2**20)
     log_level: str = _set("info", "text", "--log-level",
         "How much to log.", choices=("debug", "info", "warning", "error"))
     log_format: str = _set("text", "text", "--log-format",
-        "Lines for people, or one JSON object a line.", choices=("text", "json"))
+        "Lines for people, or one JSON object per line.", choices=("text", "json"))
     log_file: Path | None = _set(None, "path", "--log-file",
-        "File to append the log to, besides writing it to the terminal.")
+        "File to append the log to, in addition to the terminal.")
     # fmt: on
     vertex: Vertex | None = None
     """Not for people: where Vertex AI calls this process; None: it does not."""
