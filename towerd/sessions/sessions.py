@@ -238,6 +238,9 @@ class Sessions:
         if not answered and finish.n_rows is not None:
             # Only the beginning of a shortened prompt has reusable rows.
             n_cached = min(n_cached, finish.n_rows)
+        sent: Sequence[SentMedium] = ()
+        if answered and request.media:
+            sent = await asyncio.to_thread(_sent, request.media)
         turn = Turn(
             scope=request.scope,
             session=session,
@@ -251,7 +254,7 @@ class Sessions:
             agent=request.agent,
             n_rows=finish.n_rows,
             since=run.since,
-            media=_sent(request.media) if answered else (),
+            media=sent,
         )
         recorded = await self.recorder.record(turn, answered=answered)
         return dataclasses.replace(finish, session=recorded) if answered else finish
