@@ -253,12 +253,14 @@ CREATE INDEX responses_conversation ON responses(conversation) WHERE conversatio
 CREATE INDEX responses_session ON responses(session) WHERE session IS NOT NULL;
 """
 _MEDIA = """
--- what clients sent for the media of sessions; key: of the ids that stand for the first medium that a body is made into
+-- what clients sent for the media of sessions: files in media/; key: of the ids that stand for the first medium that
+-- a file is made into
 CREATE TABLE media (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     session INTEGER NOT NULL REFERENCES sessions,
     key BLOB NOT NULL CHECK (length(key) = 16),
-    body BLOB NOT NULL,
+    name TEXT NOT NULL,
+    digest BLOB NOT NULL CHECK (length(digest) = 16),
     created REAL NOT NULL,
     seal INTEGER NOT NULL DEFAULT 0x4000000000000000,
     UNIQUE (session, key)

@@ -18,7 +18,7 @@ from towerd.store.sessions.deletions import (
     decode_hashes,
     hashes_at,
 )
-from towerd.store.sessions.media import forget_media, keep_media
+from towerd.store.sessions.media import forget_media
 from towerd.store.sessions.responses import forget_session
 from towerd.store.sessions.turn import SessionInfo, Turn, TurnInfo
 from towerd.store.tree.node import Node
@@ -158,7 +158,6 @@ class SessionTable:
         parent = self._parent_turn(session, known, len(turn.prompt))
         facts = (len(turn.prompt), len(turn.reply), turn.n_cached, turn.started_s, now)
         turn_id = self.enter_turn(session, parent, ends, facts, turn.finished, tail)
-        keep_media(self.catalog, session.pk, turn.media, now)
         self.set_leaf(session, turn_id, len(turn.prompt) + len(turn.reply), now)
         return turn_id
 
