@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from encrypted_stores import KINDS
-from simulation import simulate
+from simulate import simulate
 
 from towerd.store import Store
 from towerd.store.catalog import database
