@@ -10,9 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from house_client import Client
+from house_client import NO_LIMIT, Client
 from scheduler import Scheduler
 from simulated_disk import PowerLost, SimulatedDisk
+from simulated_sqlite import connections_guarded
 from simulated_threads import threads_on
 from simulation import codec, edges_on, found_in
 from store_tools import LAYOUT, ROW_IDENTITY, check_rows
@@ -26,9 +27,9 @@ from towerd.store import Store
 from towerd.tiers.formats.fidelity import LevelFormats
 from towerd.tiers.manager import Tiers
 
-LIVES = 2
-_WARM_BYTES = (40_000, 120_000, 1 << 30)
-_HOT_BYTES = (20_000, 60_000, 1 << 30)
+LIVES = 3
+_WARM_BYTES = (40_000, 120_000, NO_LIMIT)
+_HOT_BYTES = (20_000, 60_000, NO_LIMIT)
 _FORMATS = ("q4h", "q6", "q8")
 _SLOW_S = (1e-3, 0.1, 40.0)
 
@@ -97,17 +98,25 @@ class House:
         prepare(root)
         for life in range(LIVES + 1):
             is_last = life == LIVES
-            cut_at = None if is_last else self.rng.choice((None, self.rng.randint(1, 900)))
+            cut_at = (
+                None
+                if is_last
+                else self.rng.choice((None, self.rng.randint(40, 250), self.rng.randint(150, 700)))
+            )
             rng = random.Random(f"life {life} of {self.seed}")
             self.scheduler = Scheduler(rng)
             self.disk = BusyDisk(root, cut_at, self.scheduler, rng)
-            with threads_on(self.scheduler) as pool, edges_on(self.disk, rng, self.clock):
-                self.pool = pool
+            with (
+                threads_on(self.scheduler) as self.pool,
+                edges_on(self.disk, rng, self.clock),
+                connections_guarded(),
+            ):
                 self._lived(n_clients=0 if is_last else self.rng.randint(2, 4))
             self.operations += [f"life {life}: {each}" for each in self.disk.trace[-6:]]
             how = "stop" if self.scheduler.was_finished else "power cut"
             self.operations.append(f"life {life} ends: {how}")
             self.turns += self.scheduler.trace
+            self.operations.append(f"life {life}: {self.disk.n_changes} changes")
             root = self.folder / str(life + 1)
             self.disk.after_cut(root, self.rng)
             gc.collect()

@@ -173,8 +173,13 @@ class Scheduler:
     def join(self, baton: Baton, timeout_s: float | None = None) -> None:
         """As `Thread.join`."""
         if not baton.is_over and not self.is_over:
-            baton.joiners.append(self.running)
-            self.block(timeout_s)
+            me = self.running
+            baton.joiners.append(me)
+            try:
+                self.block(timeout_s)
+            finally:
+                if me in baton.joiners:
+                    baton.joiners.remove(me)
 
     def alive(self) -> list[Baton]:
         """The threads that have not ended, without the first one."""
@@ -201,7 +206,7 @@ class Scheduler:
 
     def _leave(self, baton: Baton) -> None:
         baton.is_over = True
-        for each in baton.joiners:
+        for each in list(baton.joiners):
             self.wake(each)
         if self.error is None:
             try:

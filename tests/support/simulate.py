@@ -7,6 +7,7 @@ PYTHONHASHSEED=0 python tests/support/simulate.py --seed 17
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import logging
 import sys
@@ -22,6 +23,8 @@ from house import House
 from simulated_disk import SimulatedDisk
 from simulation import Simulation
 
+STUCK_S = 300
+"""A seed that takes longer ends the program, with what every thread does."""
 LAST_OPERATIONS = 25
 """The number of operations that a failure prints."""
 
@@ -97,6 +100,7 @@ def main() -> int:
     for name in kinds if args.kind is None else [args.kind]:
         began = time.monotonic()
         for seed in seeds:
+            faulthandler.dump_traceback_later(STUCK_S, exit=True)
             failure, operations = simulate(seed, kind=kinds[name])
             if failure is not None:
                 print(f"{name}: {failure.text()}")

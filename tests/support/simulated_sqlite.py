@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sqlite3
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from simulated_disk import PowerLost, SimulatedDisk, Write
 
@@ -194,6 +198,39 @@ class SqliteFiles:
             return code
 
         return self._guarded(deleted)
+
+
+class OneThreadsConnection(sqlite3.Connection):
+    """A connection that no two threads may use at once: SQLite would have the second one wait, whoever is to run."""
+
+    user: int | None = None
+
+    def execute(self, *what: Any) -> sqlite3.Cursor:
+        """See `sqlite3.Connection.execute`. Raises AssertionError."""
+        with self._used():
+            return super().execute(*what)
+
+    def executemany(self, *what: Any) -> sqlite3.Cursor:
+        """See `sqlite3.Connection.executemany`. Raises AssertionError."""
+        with self._used():
+            return super().executemany(*what)
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        before, me = self.user, threading.get_ident()
+        assert before in (None, me), "two threads use one connection"
+        self.user = me
+        try:
+            yield
+        finally:
+            self.user = before
+
+
+@contextmanager
+def connections_guarded() -> Iterator[None]:
+    """What connects to a database has such a connection, inside the block."""
+    with patch("sqlite3.connect", partial(sqlite3.connect, factory=OneThreadsConnection)):
+        yield
 
 
 _registered: dict[str | None, SqliteFiles] = {}

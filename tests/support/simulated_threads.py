@@ -190,9 +190,14 @@ class SimulatedEvent:
     def wait(self, timeout: float | None = None) -> bool:
         """See `threading.Event.wait`."""
         self._scheduler.point()
+        me = self._scheduler.running
         if not self._is_set:
-            self._sleepers.append(self._scheduler.running)
-            self._scheduler.block(timeout)
+            self._sleepers.append(me)
+            try:
+                self._scheduler.block(timeout)
+            finally:
+                if me in self._sleepers:
+                    self._sleepers.remove(me)
         return self._is_set
 
 
