@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -119,7 +118,6 @@ class House:
             self.operations.append(f"life {life}: {self.disk.n_changes} changes")
             root = self.folder / str(life + 1)
             self.disk.after_cut(root, self.rng)
-            gc.collect()
 
     def _lived(self, n_clients: int) -> None:
         """One life; all threads have ended after it."""

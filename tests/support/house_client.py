@@ -29,8 +29,8 @@ NO_LIMIT = 1 << 30
 SHARED = "s"
 """The session that two clients continue."""
 STEPS_MAX = 7
-PREFIX_TOKENS = (60, 150)
-"""Long enough that a part of it is re-encoded."""
+PREFIXES = [tuple(random.Random(n).randint(0, 2) for _ in range(n)) for n in (60, 150)]
+"""What sessions begin with; of the longer one a part is re-encoded."""
 NOT_NOW = (SessionBusy, NotFound, SessionFrozen, InvalidRequest)
 """What other clients may cause."""
 Values: TypeAlias = Mapping[object, object]
@@ -51,9 +51,6 @@ class Client:
         self.house, self.name, self.rng = house, name, rng
         self._own = (f"{name}1", f"{name}2")
         self._names = (*self._own, *([SHARED] if name in "ab" else []))
-        self._prefixes = [
-            tuple(random.Random(n).randint(0, 2) for _ in range(n)) for n in PREFIX_TOKENS
-        ]
 
         self._handed: dict[str, Ids] = {}
         """What has rows of each session, in RAM or on disk."""
@@ -124,7 +121,7 @@ class Client:
         """A request: what is stored is read, the answer is recorded, and its rows are handed over."""
         house, name = self.house, self.rng.choice(self._names)
         since = house.recorder.watch_deletions() if self.rng.random() < 0.5 else None
-        before = self._known(name) or self.rng.choice([(), *self._prefixes])
+        before = self._known(name) or self.rng.choice([(), *PREFIXES])
         prompt, reply = (*before, *self._tokens()), self._tokens()
         every = np.array(prompt + reply, np.int32)
         agent = self.rng.choice((None, None, "agent"))
@@ -152,7 +149,7 @@ class Client:
 
     def _prompt(self) -> None:
         """A prompt without an answer."""
-        ids = ids_of(*self.rng.choice(self._prefixes), *self._tokens())
+        ids = ids_of(*self.rng.choice(PREFIXES), *self._tokens())
         turn = Turn(SCOPE, None, ids, ids_of(), len(ids), self.house.clock())
         done_without_loop(self.house.recorder.record(turn, answered=False))
         self._hand_over(ids)
@@ -297,7 +294,7 @@ class Client:
             with self._told({("base", name): None}):
                 store.bases.remove(name, SCOPE)
         else:
-            ids = self.rng.choice(self._prefixes)[: self.rng.randint(40, 150)]
+            ids = self.rng.choice(PREFIXES)[: self.rng.randint(40, 150)]
             with self._told({("base", name): ids}):
                 store.bases.add(name, ids_of(*ids), SCOPE, 1, False)
 
