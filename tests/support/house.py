@@ -23,6 +23,7 @@ from towerd.policy import NAMES
 from towerd.sessions.recorder import TurnRecorder
 from towerd.sessions.traffic import Traffic
 from towerd.store import Store
+from towerd.tiers.checkpoint_tier import CheckpointTier, close_tiers
 from towerd.tiers.formats.fidelity import LevelFormats
 from towerd.tiers.manager import Tiers
 
@@ -180,11 +181,20 @@ class House:
             thaws_ahead=True,
             clock=self.clock,
         )
+        store.writes.budget = self.rng.choice((0, 0, 400_000))
+        store.disk.bytes_max = self.rng.choice((0, 0, 0, 600_000))
+        self.has_room = max(store.writes.budget, store.disk.bytes_max) == 0 and (
+            self.warm_bytes == NO_LIMIT
+        )
+        """Rows never leave for want of space."""
+        self.states = CheckpointTier(
+            store, bytes_max=self.rng.choice((10_000, NO_LIMIT)), exact=False, clock=self.clock
+        )
         self.traffic = Traffic(store, self.tiers, None, self.clock)
         self.recorder = TurnRecorder(store, self.traffic)
         yield
         self.traffic.close()
-        self.tiers.close()
+        close_tiers(self.tiers, self.states)
         self.operations.append("close")
         store.close()
 
@@ -206,6 +216,7 @@ class House:
         self.disk.full_left = 0
         for _ in range(2):
             self.tiers.flush()
+            self.states.flush()
         store = self.store
         if not self.disk.n_refused:  # it may have let files go before the catalog heard of it
             self.tiers.check_integrity()
@@ -220,4 +231,7 @@ class House:
             if not self.disk.n_refused:
                 assert hot <= self.hot_bytes, f"{hot} bytes in RAM, {self.hot_bytes} may be"
                 assert warm <= self.warm_bytes or not loose, f"{warm} bytes of files"
+                states = [each for each in self.states.table.all() if not each.node.pinned]
+                n_bytes = self.states.table.file_bytes
+                assert n_bytes <= self.states.bytes_max or not states, f"{n_bytes} of states"
         assert not self.traffic.running("nobody")
