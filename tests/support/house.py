@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from house_client import NO_LIMIT, Client
-from scheduler import Scheduler
+from scheduler import Scheduler, ThreadDied
 from simulated_disk import PowerLost, SimulatedDisk
 from simulated_sqlite import connections_guarded
 from simulated_threads import threads_on
@@ -68,6 +70,42 @@ class BusyDisk(SimulatedDisk):
             raise
 
 
+class Complaints(logging.Handler):
+    """What towerd says of errors, which is a failure unless a full or lost disk explains it."""
+
+    def __init__(self, house: House) -> None:
+        super().__init__(logging.ERROR)
+        self._house = house
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """End the life."""
+        house = self._house
+        if not house.disk.is_off and (record.exc_info or not house.disk.n_refused):
+            self.setFormatter(logging.Formatter("%(message)s %(error)s", defaults={"error": ""}))
+            house.scheduler.end(ThreadDied(f"towerd says: {self.format(record)}"))
+
+
+@contextmanager
+def heard_by(handler: logging.Handler) -> Iterator[None]:
+    """Errors that towerd logs reach this handler alone, inside the block."""
+    logger, level = logging.getLogger("towerd"), logging.root.manager.disable
+    pools = logging.getLogger(
+        "concurrent.futures"
+    )  # they tell of each thread that a power cut ends
+    logging.disable(logging.WARNING)
+    try:
+        with (
+            patch.object(logger, "propagate", False),
+            patch.object(pools, "disabled", True),
+            patch("logging.logThreads", False),
+        ):
+            logger.addHandler(handler)
+            yield
+    finally:
+        logger.removeHandler(handler)
+        logging.disable(level)
+
+
 class House:
     """The lives of one store with all that works on it. Each ends with a power cut or a clean stop."""
 
@@ -96,6 +134,7 @@ class House:
         root = self.folder / "0"
         root.mkdir()
         prepare(root)
+        complaints = Complaints(self)
         for life in range(LIVES + 1):
             is_last = life == LIVES
             cut_at = (
@@ -110,6 +149,7 @@ class House:
                 threads_on(self.scheduler) as self.pool,
                 edges_on(self.disk, rng, self.clock),
                 connections_guarded(),
+                heard_by(complaints),
             ):
                 self._lived(n_clients=0 if is_last else self.rng.randint(2, 4))
             self.operations += [f"life {life}: {each}" for each in self.disk.trace[-6:]]

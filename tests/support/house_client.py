@@ -137,6 +137,8 @@ class Client:
         house, name = self.house, self.rng.choice(self._names)
         since = house.recorder.watch_deletions() if self.rng.random() < 0.5 else None
         before = self._known(name) or self.rng.choice([(), *PREFIXES])
+        if self.rng.random() < 0.3:  # it is said otherwise
+            before = before[: self.rng.randint(0, len(before))]
         prompt, reply = (*before, *self._tokens()), self._tokens()
         every = np.array(prompt + reply, np.int32)
         agent = self.rng.choice((None, None, "agent"))
