@@ -374,3 +374,20 @@ def test_what_is_not_set_is_made_to_fit(tmp_path: Path, model: Path) -> None:
         with watched(daemon.pid) as seen:
             assert complete(daemon, prompt(n_ctx - 10, 1)).status_code == 200
         assert seen.peak <= 260 * MIB * OVER_MAX
+
+
+def test_a_model_that_was_asleep_has_the_context_that_clients_know(
+    tmp_path: Path, model: Path
+) -> None:
+    """Though what it is made from is measured anew."""
+    flags = ("-m", str(model), "--ram-max", "260M", "--sleep-idle-seconds", "1")
+    with Daemon(tmp_path, *flags) as daemon:
+        n_ctx = daemon.get("/props")["default_generation_settings"]["n_ctx"]
+        ids = prompt(n_ctx - 100, 1)
+        assert complete(daemon, ids).status_code == 200
+        for _ in range(2):
+            until(lambda: daemon.get("/props")["is_sleeping"])
+            again = complete(daemon, ids)
+            assert again.status_code == 200, again.text
+            assert again.json()["timings"]["cache_n"] > 0
+            assert daemon.get("/props")["default_generation_settings"]["n_ctx"] == n_ctx
