@@ -43,6 +43,17 @@ def populate(start: int, stride: int, n: int, run_bytes: int) -> bool:
     memory of this process. Returns False where nothing was done, or only a part: elsewhere than on
     Linux, before its version 5.14, or without free memory."""
 
+def decrypt_pages(
+    functions: Sequence[int], key: bytes, sealed: Any, plain: Any, page_bytes: int, first: int
+) -> bool:
+    """Decrypt consecutive pages (AES-256-GCM, the number of a page its nonce) without the GIL. False: one is damaged, and
+    what `plain` has then means nothing.
+
+    functions: addresses of a libcrypto's EVP_CIPHER_CTX_new, EVP_CIPHER_CTX_free, EVP_aes_256_gcm, EVP_DecryptInit_ex,
+    EVP_DecryptUpdate, EVP_CIPHER_CTX_ctrl and EVP_DecryptFinal_ex, which stays loaded; key: 32 bytes; sealed: buffer of
+    pages, each with its tag behind it; plain: writable buffer for these pages of `page_bytes`, the last of which may be
+    shorter; first: the number of the first. ValueError for sizes that do not match."""
+
 def check_rope_shift(
     src: npt.NDArray[np.uint8],
     out: npt.NDArray[np.uint8],

@@ -447,6 +447,7 @@ NB_MODULE(_native, m) {
     bind_mixer(m);
     bind_pages(m);
     bind_row_transform(m);
+    bind_sealed_pages(m);
     bind_side_by_side(m);
     bind_taps(m);
     bind_token_index(m);

@@ -16,6 +16,7 @@ void bind_lm(nanobind::module_ & m);
 void bind_mixer(nanobind::module_ & m);
 void bind_pages(nanobind::module_ & m);
 void bind_row_transform(nanobind::module_ & m);
+void bind_sealed_pages(nanobind::module_ & m);
 void bind_side_by_side(nanobind::module_ & m);
 void bind_taps(nanobind::module_ & m);
 void bind_token_index(nanobind::module_ & m);

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestClient
+from aiohttp.test_utils import TestClient, make_mocked_request
 
 from towerd.api.http import room
+from towerd.api.http.body import BODIES, Bodies, release_body
 from towerd.api.http.room import bytes_to_parse
 from towerd.app.daemon import build_app
 from towerd.models.bundled import bundled_model
@@ -95,6 +96,76 @@ async def test_a_request_waits_for_room(client: Client, seeming: Seeming) -> Non
     assert not asking.done()
     seeming.own = 0
     assert (await asking).status == 200
+
+
+async def test_replies_with_probabilities_at_once(
+    client: Client, seeming: Seeming, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each claims 6 MiB until it is sent; the 24 MiB that it takes while it is written are there once for all."""
+    monkeypatch.setattr(room, "WAIT_S", 0.01)
+    assert client.app is not None
+    ram = client.app[room.RAM]
+    seeming.own = ram.left() - 80 * MIB
+    body = {"prompt": "Once", "n_predict": 100, "ignore_eos": True, "n_probs": 200}
+    asking = [client.post("/completion", json=body) for _ in range(5)]
+    replies = await asyncio.gather(*asking)
+    assert [each.status for each in replies] == [200] * 5, [
+        await each.text() for each in replies if each.status != 200
+    ]
+    for each in replies:
+        assert len((await each.json())["completion_probabilities"]) == 100
+    assert ram.left() == 80 * MIB, "all that was claimed is released"
+    seeming.own += 60 * MIB
+    async with client.post("/completion", json=body) as reply:
+        assert reply.status == 503
+
+
+async def test_what_a_reply_has_is_not_counted_twice(seeming: Seeming) -> None:
+    """As it comes the claim becomes less; at its end nothing of it is left."""
+    ram = RamLimit(100 * MIB, own=lambda: seeming.own, children=lambda: 0, address_max=0)
+    app = web.Application()
+    bodies = app[BODIES] = Bodies(MIB, ram)
+    one, other = (make_mocked_request("POST", "/", app=app) for _ in range(2))
+    await bodies.claim_reply(one, 40 * MIB, 20 * MIB)
+    assert ram.left() == 37 * MIB
+    for _ in range(6):
+        seeming.own += 5 * MIB
+        bodies.reply_arrived(one, 5 * MIB)
+        assert ram.left() == 37 * MIB
+    await bodies.claim_reply(other, 10 * MIB, 15 * MIB)
+    assert ram.left() == 27 * MIB
+    await bodies.claim_reply(other, 10 * MIB, 30 * MIB)  # it is longer than was thought
+    assert ram.left() == 7 * MIB
+    async with bodies.writing_reply(one):
+        seeming.own -= 20 * MIB
+    bodies.reply_written(one)
+    bodies.reply_arrived(one, 90 * MIB)  # no more than was claimed
+    assert ram.left() == 37 * MIB
+    release_body(one)
+    release_body(other)
+    assert ram.left() == 87 * MIB
+
+
+async def test_replies_are_written_one_after_the_other(seeming: Seeming) -> None:
+    """Those that have claimed room for it."""
+    ram = RamLimit(100 * MIB, own=lambda: seeming.own, children=lambda: 0, address_max=0)
+    app = web.Application()
+    bodies = app[BODIES] = Bodies(MIB, ram)
+    large = [make_mocked_request("POST", "/", app=app) for _ in range(3)]
+    n_writing = 0
+
+    async def write(request: web.Request) -> None:
+        nonlocal n_writing
+        async with bodies.writing_reply(request):
+            n_writing += 1
+            assert n_writing == 1
+            async with bodies.writing_reply(make_mocked_request("POST", "/", app=app)):
+                await asyncio.sleep(0)  # a small one waits for none
+            n_writing -= 1
+
+    for each in large:
+        await bodies.claim_reply(each, MIB, 40 * MIB)
+    await asyncio.gather(*map(write, large))
 
 
 def test_what_parsing_takes() -> None:

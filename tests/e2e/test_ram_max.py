@@ -136,6 +136,16 @@ def test_replies_with_many_probabilities(small: Daemon) -> None:
     assert streamed.text.count("completion_probabilities") == 200
 
 
+def test_many_replies_with_some_probabilities(small: Daemon) -> None:
+    """Eight at once, as a program that looks at alternatives asks for them: none is refused."""
+    chats = [partial(complete, small, prompt(20, s), n_predict=250, n_probs=60) for s in range(8)]
+    with watched(small.pid) as seen:
+        first, replies = at_once(chats), at_once(chats)
+    assert statuses([*first, *replies]) == {200: 16}
+    assert [len(each.json()["completion_probabilities"]) for each in replies] == [250] * 8
+    assert seen.peak <= OVER_MAX * RAM_MAX
+
+
 def test_bodies_that_are_too_large(small: Daemon) -> None:
     """Texts, lists of numbers and junk: each is refused for what it is, and chats are answered meanwhile."""
     wide = {"prompt": "x " * (8 * MIB)}
@@ -355,10 +365,29 @@ def test_what_is_said_to_suffice_does(
 
 
 def test_what_is_not_set_is_made_to_fit(tmp_path: Path, model: Path) -> None:
-    with Daemon(tmp_path, "-m", str(model), "--ram-max", "260M") as daemon:
+    flags = ("-m", str(model), "--ram-max", "260M", "--hot-bytes", "1G")
+    with Daemon(tmp_path, *flags) as daemon:
+        assert "MiB instead of 1,024 MiB: --ram-max 260 MiB" in daemon.log
         n_ctx = daemon.get("/props")["default_generation_settings"]["n_ctx"]
         assert 512 <= n_ctx < SHAPE.n_ctx_train
         assert f"the context has {n_ctx:,} tokens instead of 4,096" in daemon.log
         with watched(daemon.pid) as seen:
             assert complete(daemon, prompt(n_ctx - 10, 1)).status_code == 200
         assert seen.peak <= 260 * MIB * OVER_MAX
+
+
+def test_a_model_that_was_asleep_has_the_context_that_clients_know(
+    tmp_path: Path, model: Path
+) -> None:
+    """Though what it is made from is measured anew."""
+    flags = ("-m", str(model), "--ram-max", "260M", "--sleep-idle-seconds", "1")
+    with Daemon(tmp_path, *flags) as daemon:
+        n_ctx = daemon.get("/props")["default_generation_settings"]["n_ctx"]
+        ids = prompt(n_ctx - 100, 1)
+        assert complete(daemon, ids).status_code == 200
+        for _ in range(2):
+            until(lambda: daemon.get("/props")["is_sleeping"])
+            again = complete(daemon, ids)
+            assert again.status_code == 200, again.text
+            assert again.json()["timings"]["cache_n"] > 0
+            assert daemon.get("/props")["default_generation_settings"]["n_ctx"] == n_ctx

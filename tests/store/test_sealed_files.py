@@ -12,9 +12,9 @@ import pytest
 
 from towerd.slots.errors import StateError
 from towerd.store.encryption.key_source import KeySource
+from towerd.store.encryption.page_cipher import PAGE_BYTES
 from towerd.store.encryption.sealed_files import (
     HEADER_BYTES,
-    PAGE_BYTES,
     SealedFiles,
     content_size,
     sealed_size,

@@ -64,6 +64,23 @@ def test_claims_count_until_they_are_released() -> None:
     assert ram.claim(10 * MIB)
 
 
+def test_of_what_is_taken_in_turn_the_most_counts() -> None:
+    """Also while some of it is released."""
+    memory = Memory(50 * MIB)
+    ram = memory.limit()
+    assert ram.claim(5 * MIB, in_turn=20 * MIB)
+    assert ram.claim(5 * MIB, in_turn=30 * MIB)
+    assert ram.claim(5 * MIB, in_turn=20 * MIB)
+    assert not ram.claim(0, in_turn=33 * MIB), "97 % of 100, less 50, less 15"
+    assert not ram.has_room(3 * MIB)
+    ram.release(5 * MIB, in_turn=30 * MIB)
+    assert ram.has_room(16 * MIB)
+    ram.release(10 * MIB, in_turn=20 * MIB)
+    assert not ram.has_room(28 * MIB)
+    ram.release(0, in_turn=20 * MIB)
+    assert ram.has_room(46 * MIB)
+
+
 def test_what_a_context_will_take_is_not_given_away() -> None:
     """As its cells are used, they count as taken instead."""
     memory, untouched = Memory(30 * MIB), [40 * MIB]

@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 from towerd.system.machine import (
     address_bytes_max,
@@ -66,6 +68,21 @@ def own_bytes() -> int:
     return resident_bytes(os.getpid())
 
 
+class GivenSizes(NamedTuple):
+    """What a model was given at its first load: clients know its context."""
+
+    path: Path
+    wanted: tuple[int, int]
+    """Tokens of a conversation, and cells, that it would have without a limit."""
+    n_ctx: int
+    n_cells: int
+    room: int
+    """Bytes beside the model and its contexts."""
+    ubatch_size: int
+    live_sequences: int
+    flash_attn: str
+
+
 class RamLimit:
     """The limit of this process and its children. Thread-safe."""
 
@@ -84,8 +101,8 @@ class RamLimit:
         self.address_max = address_bytes_max() if address_max is None else address_max
         self.room = NO_LIMIT
         """Bytes that the model, once it was loaded, left for all else; see `leave_room`."""
-        self.given: object = None
-        """The sizes that a model's contexts were given, for when it is loaded again; who loads it knows them."""
+        self.given: GivenSizes | None = None
+        """What the model was given, for when it is loaded again."""
         self.peak = 0
         """The most that was seen, in bytes."""
         self.n_refused = 0
@@ -96,6 +113,8 @@ class RamLimit:
         self._children_seen = 0
         self._children_due = float("-inf")
         self._claimed = 0
+        self._in_turn: list[int] = []
+        self._largest = 0
         self._wanted = 0
         self._untouched: Callable[[], int] = lambda: 0
         self._untouched_seen = 0
@@ -137,7 +156,7 @@ class RamLimit:
         if self.address_max:
             used = own_address_bytes() or 0
             left = min(left, self.address_max - ADDRESS_SPARE - used)
-        return left if left == NO_LIMIT else left - self._claimed
+        return left if left == NO_LIMIT else left - self._claimed - self._largest
 
     def left_at_start(self) -> int:
         """Bytes that a model and its contexts may have, before anything gives way for them."""
@@ -184,21 +203,33 @@ class RamLimit:
         """The model is to be freed."""
         self.room, self._untouched, self._untouched_seen = NO_LIMIT, lambda: 0, 0
 
-    def claim(self, n_bytes: int) -> bool:
-        """Count so many bytes as taken until `release`; False, with nothing counted, if there is no room."""
+    def claim(self, n_bytes: int, in_turn: int = 0) -> bool:
+        """Count so many bytes as taken until `release`; False, with nothing counted, if there is no room.
+
+        in_turn: bytes that all who claim such take one after the other: only the most of them counts"""
         if not self.is_limited:
             return True
         with self._lock:
-            if self.left() < n_bytes:
+            if self.left() < self.more(n_bytes, in_turn):
                 return False
             self._claimed += n_bytes
+            if in_turn:
+                self._in_turn.append(in_turn)
+                self._largest = max(self._in_turn)
         return True
 
-    def release(self, n_bytes: int) -> None:
-        """What was claimed is not needed any more, or it is there and seen."""
+    def more(self, n_bytes: int, in_turn: int) -> int:
+        """Bytes that would count besides if these were claimed."""
+        return n_bytes + max(0, in_turn - self._largest)
+
+    def release(self, n_bytes: int, in_turn: int = 0) -> None:
+        """What was claimed is not needed any more, or it is there and seen. in_turn: as it was claimed"""
         if self.is_limited:
             with self._lock:
                 self._claimed -= n_bytes
+                if in_turn:
+                    self._in_turn.remove(in_turn)
+                    self._largest = max(self._in_turn, default=0)
 
     # ---- giving way ---------------------------------------------------------------------------
 

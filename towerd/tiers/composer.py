@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from towerd.kernels.dispatch import THREADS
 from towerd.slots.blob import blob_size, emit_blob
@@ -21,7 +20,9 @@ from towerd.slots.labels import Labels, head_at_places, label_places
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows, join_heads
 from towerd.store import RowsPart
+from towerd.store.files.buffers import BYTES_MAX, BufferPool
 from towerd.store.segments.mapped import MAPPED
+from towerd.store.segments.segment_writer import BLOB_BYTES_MAX
 from towerd.system.ram_limit import NO_LIMIT
 from towerd.tiers.plan import Composed
 
@@ -36,12 +37,11 @@ DIRECT_BYTES_MIN = 6 << 20
 """A blob this large costs less to attach by itself than to be joined with its neighbours."""
 _HEADER_BYTES = 1 << 20
 """Room for the rest of a blob besides its rows: 12 bytes per cell and a few per plane."""
-_BLOBS_WARM = 3
-_BUFFER_BYTES_MAX = 54 << 20
+_BLOBS_WARM, _STORED_WARM = 3, 2
+"""Buffers that are kept ready: for joined blobs, or for those of encrypted files, which are larger."""
 _THREADS = max(1, THREADS - 1)
 """One core is left to the thread that attaches the previous blob. On two cores, 8,192 tokens of the
 1B shape take 0.099 s with one thread and 0.118 s with two."""
-_ROUND_BYTES = 1 << 20
 _BLOBS_IN_ROOM, _IDLE_SHARE = 20, 8
 """Where RAM is limited, a blob takes at most a 20th of what is left beside the model, and idle buffers an 8th: some
 blobs are on their way at once."""
@@ -51,13 +51,21 @@ class Composer:
     """Makes blobs for one context. Thread-safe."""
 
     def __init__(
-        self, layout: KVLayout, *, v_trans: bool, tail: bytes, room: int = NO_LIMIT
+        self,
+        layout: KVLayout,
+        *,
+        v_trans: bool,
+        tail: bytes,
+        room: int = NO_LIMIT,
+        lent: BufferPool | None = None,
     ) -> None:
         """v_trans: whether the context has V transposed. tail: bytes that end every blob. room: bytes of RAM that
-        all that is not the model may take"""
+        all that is not the model may take. lent: buffers that files are decrypted into, which are passed on; None: files
+        are passed on as they are mapped"""
         self._layout, self._v_trans, self._tail = layout, v_trans, tail
         self._room, self._is_limited = room, room < NO_LIMIT
-        self._buffers = BufferPool(min(_BUFFER_BYTES_MAX, room // _IDLE_SHARE))
+        self._buffers, self._decrypts = lent or BufferPool(), lent is not None
+        self._buffers.bytes_max = min(BYTES_MAX, room // _IDLE_SHARE)
         self._n_reserved = 0
         self._lock = threading.Lock()
 
@@ -70,12 +78,13 @@ class Composer:
         blobs as it fills, at most _BLOBS_WARM. What was reserved stays; where RAM is limited, nothing is."""
         if self._is_limited:
             return
-        n_blobs = min(_BLOBS_WARM, n_tokens * self._layout.token_bytes // BLOB_BYTES)
+        size, most = (BLOB_BYTES_MAX, _STORED_WARM) if self._decrypts else (BLOB_BYTES, _BLOBS_WARM)
+        n_blobs = min(most, n_tokens * self._layout.token_bytes // BLOB_BYTES)
         with self._lock:
             n_more = n_blobs - self._n_reserved
             if n_more > 0:
                 self._n_reserved = n_blobs
-                self._buffers.warm_up(BLOB_BYTES + _HEADER_BYTES, n_more)
+                self._buffers.warm_up(size + _HEADER_BYTES, n_more)
 
     def blobs(self, pieces: Iterable[Piece], places: Labels | None = None) -> Iterator[Composed]:
         """Consecutive rows as blobs. Raises ValueError for rows that the context cannot hold.
@@ -172,52 +181,3 @@ def _provenance(pieces: Iterable[Piece]) -> np.ndarray[tuple[int], np.dtype[np.u
     return np.concatenate(
         [part.provenance[rows.p0 - part.p0 : rows.p1 - part.p0] for part, rows in pieces]
     )
-
-
-class BufferPool:
-    """Reusable buffers for composed blobs: a fresh 64 MB allocation costs more in page faults than
-    the copy into it. Keeps at most `bytes_max` of idle ones. Thread-safe."""
-
-    def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
-        self._idle: list[npt.NDArray[np.uint8]] = []
-        self._lock = threading.Lock()
-
-    def acquire(self, size: int) -> npt.NDArray[np.uint8]:
-        """A uint8 buffer of at least `size` bytes; contents are arbitrary."""
-        with self._lock:
-            fitting = [b for b in self._idle if len(b) >= size]
-            if fitting:
-                best = min(reversed(fitting), key=len)  # the last one used: it may be in cache
-                self._idle = [b for b in self._idle if b is not best]
-                return best
-        return _new(size)
-
-    def warm_up(self, size: int, count: int) -> None:
-        """Make `count` more buffers of `size` bytes on a separate thread and touch their pages, so
-        that the first acquisitions cause no page faults."""
-        threading.Thread(target=self._warm_up, args=(size, count), daemon=True).start()
-
-    def _warm_up(self, size: int, count: int) -> None:
-        for _ in range(count):
-            buffer = _new(size)
-            buffer.fill(0)
-            self.release(buffer)
-
-    def clear(self) -> None:
-        """Free the idle ones."""
-        with self._lock:
-            self._idle.clear()
-
-    def release(self, buffer: npt.NDArray[np.uint8]) -> None:
-        """Give a buffer back; the largest ones are kept."""
-        with self._lock:
-            self._idle.append(buffer)
-            self._idle.sort(key=len, reverse=True)
-            while len(self._idle) > 1 and sum(map(len, self._idle)) > self._bytes_max:
-                self._idle.pop()
-
-
-def _new(size: int) -> npt.NDArray[np.uint8]:
-    """A new buffer, whose pages are not touched."""
-    return np.empty(-(-size // _ROUND_BYTES) * _ROUND_BYTES, np.uint8)

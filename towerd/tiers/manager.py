@@ -106,15 +106,15 @@ class Tiers(Listener):
         pinned_bytes: RAM that rows of pinned segments may take, if it is more than `hot_bytes`
         ranks_live: see `Ranking`; prefetch_bytes, thaws_ahead: see `Prefetcher`; tail: bytes that every composed blob must end with;
         ram: what gives way to its limit; None: there is none"""
-        self.store, self.layout = store, layout
+        self.store, self.layout, self.warm_bytes_max = store, layout, warm_bytes
         self.ram = ram or RamLimit(address_max=0)
         self.hot_bytes_max, self.pinned_bytes_max = hot_bytes, pinned_bytes
-        self.warm_bytes_max = warm_bytes
         self.counters = TierCounters()
         self.ranking = Ranking(policy, store, clock, predictor, ranks_live=ranks_live)
         self.prefetcher = Prefetcher(self.ranking, prefetch_bytes, clock, thaws_ahead=thaws_ahead)
         self._lock = threading.Lock()
-        self._composer = Composer(layout, v_trans=v_trans, tail=tail, room=self.ram.room)
+        lent = store.state.directory.files.buffers
+        self._composer = Composer(layout, v_trans=v_trans, tail=tail, room=self.ram.room, lent=lent)
         self._work: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._idle_due = 0.0
         """time.monotonic() at which failed writes are retried."""

@@ -200,9 +200,10 @@ class Request:
         """int32[n, 3]: role, first token and length of each message of a prompt, found by the
         template's delimiters; `ROLES` names the roles. Empty for a template without delimiters."""
 
-    def reply_bytes(self, n_tokens: int) -> int:
+    def reply_bytes(self, n_tokens: int) -> tuple[int, int, int]:
         """RAM that replies of so many tokens in each choice take at most, as far as more than their text is asked for
-        (probabilities, biases, a grammar, many prompts): bytes."""
+        (probabilities, biases, a grammar, many prompts), in bytes: what stays until they are sent; what one choice takes
+        besides while it is written; how much of the former is there with each token that came."""
 
     def field(self, name: str) -> bytes | None:
         """JSON of a top-level field of the body, if it is one of `Settings.kept_fields`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from io import BytesIO
 from typing import Any
 
@@ -24,6 +25,7 @@ from towerd.api.http.limits import Limits
 from towerd.api.http.reply import RequestTimeout, reason_of
 from towerd.api.http.room import bytes_to_parse, wait_for_room
 from towerd.errors import InvalidRequest, RequestTooBig, TooLarge, Unavailable
+from towerd.system.process import return_free_memory
 from towerd.system.ram_limit import RamLimit
 
 LARGEST_AT_ONCE = 4
@@ -47,6 +49,7 @@ class Bodies:
         self.n_bytes = 0
         self._parses = parses
         self._bytes_max = LARGEST_AT_ONCE * request_bytes_max
+        self._writing = asyncio.Lock()
 
     @property
     def bytes_max(self) -> int:
@@ -57,13 +60,39 @@ class Bodies:
         """Claim RAM for parsing a request's body, until `release_body`. Raises RamLimitReached, RequestTooBig."""
         await self._claim(request, n_bytes, "Reading this request takes")
 
-    async def claim_reply(self, request: web.Request, n_bytes: int) -> None:
-        """Claim RAM for what is replied, until the request's end. Raises RamLimitReached, RequestTooBig."""
-        if n_bytes > SMALL_REPLY_BYTES:
-            await self._claim(request, n_bytes, "Replying to this request may take")
+    async def claim_reply(self, request: web.Request, n_bytes: int, written: int) -> None:
+        """Claim RAM for what is replied, until the request's end. written: bytes that it takes besides while it is written,
+        in place of those that were claimed before. Raises RamLimitReached, RequestTooBig."""
+        if n_bytes + written <= SMALL_REPLY_BYTES:
+            return
+        await self._claim(request, n_bytes, "Replying to this request may take", written)
+        before, request[WRITTEN] = request.get(WRITTEN, 0), written
+        self.ram.release(0, before)
 
-    async def _claim(self, request: web.Request, n_bytes: int, what: str) -> None:
-        await wait_for_room(self.ram, n_bytes, claim=True, what=what)
+    def reply_arrived(self, request: web.Request, n_bytes: int) -> None:
+        """So much of what was claimed for a reply is there now, and is seen."""
+        n_bytes = min(n_bytes, request.get(CLAIMED, 0))
+        if n_bytes:
+            self.ram.release(n_bytes)
+            request[CLAIMED] -= n_bytes
+
+    @asynccontextmanager
+    async def writing_reply(self, request: web.Request) -> AsyncIterator[None]:
+        """Write what was claimed for: one request does at a time, since only the most that any of them takes counts."""
+        if not request.get(WRITTEN):
+            yield
+            return
+        async with self._writing:
+            yield
+            await asyncio.to_thread(return_free_memory)
+
+    def reply_written(self, request: web.Request) -> None:
+        """All of it is written."""
+        self.ram.release(0, request.get(WRITTEN, 0))
+        request[WRITTEN] = 0
+
+    async def _claim(self, request: web.Request, n_bytes: int, what: str, in_turn: int = 0) -> None:
+        await wait_for_room(self.ram, n_bytes, in_turn, claim=True, what=what)
         request[CLAIMED] = request.get(CLAIMED, 0) + n_bytes
 
     def needed(self, data: bytes) -> int:
@@ -94,7 +123,9 @@ BODIES = web.AppKey("bodies", Bodies)
 HELD = web.RequestKey("held", int)
 """How many bytes of the request's body are held."""
 CLAIMED = web.RequestKey("claimed", int)
-"""How many bytes of RAM parsing it may take."""
+"""How many bytes of RAM parsing it, or the reply, may yet take."""
+WRITTEN = web.RequestKey("written", int)
+"""How many bytes of RAM the reply takes besides while it is written, if that was claimed."""
 
 
 def release_body(request: web.Request) -> None:
@@ -105,6 +136,8 @@ def release_body(request: web.Request) -> None:
     if n_claimed := request.get(CLAIMED):
         request.app[BODIES].ram.release(n_claimed)
         request[CLAIMED] = 0
+    if request.get(WRITTEN):
+        request.app[BODIES].reply_written(request)
 
 
 async def read_object(request: web.Request) -> dict[str, Any]:

@@ -42,29 +42,34 @@ def bytes_to_parse(data: bytes, room: int) -> int:
 
 
 async def wait_for_room(
-    ram: RamLimit, n_bytes: int, *, claim: bool, what: str = "Reading this request takes"
+    ram: RamLimit,
+    n_bytes: int,
+    in_turn: int = 0,
+    *,
+    claim: bool,
+    what: str = "Reading this request takes",
 ) -> None:
-    """Wait until so much may be taken; claim: and claim it. what: the beginning of a refusal. Raises RamLimitReached if that takes too long,
-    RequestTooBig if it never may."""
+    """Wait until so much may be taken; claim: and claim it. in_turn: see `RamLimit.claim`. what: the beginning of a refusal.
+    Raises RamLimitReached if that takes too long, RequestTooBig if it never may."""
     if not ram.is_limited:
         return
-    if ram.room < NO_LIMIT and n_bytes > ram.room:
+    if ram.room < NO_LIMIT and n_bytes + in_turn > ram.room:
         ram.n_refused += 1
         raise RequestTooBig(
-            f"{what} {_mib(n_bytes)} of RAM, and there are {_mib(ram.room)} beside the model: send "
+            f"{what} {_mib(n_bytes + in_turn)} of RAM, and there are {_mib(ram.room)} beside the model: send "
             f"less at once, or raise {ram.text}"
         )
     deadline_s = time.monotonic() + WAIT_S
-    while not (ram.claim(n_bytes) if claim else ram.has_room(n_bytes)):
+    while not (ram.claim(n_bytes, in_turn) if claim else ram.has_room(n_bytes)):
         if time.monotonic() >= deadline_s:
             ram.n_refused += 1
             raise RamLimitReached(
                 f"towerd has taken all the RAM that it may have ({ram.text}): try again in a few seconds"
             )
-        ram.ask(n_bytes)
+        ram.ask(ram.more(n_bytes, in_turn))
         await asyncio.sleep(_LOOK_S)
-        while not ram.had_room(n_bytes) and time.monotonic() < deadline_s:
-            ram.ask(n_bytes)
+        while not ram.had_room(ram.more(n_bytes, in_turn)) and time.monotonic() < deadline_s:
+            ram.ask(ram.more(n_bytes, in_turn))
             await asyncio.sleep(_LOOK_S)
 
 

@@ -118,7 +118,7 @@ async def _complete(
 
 async def answer(request: web.Request, task: Task, title: str) -> web.StreamResponse:
     """Run a task and answer the request that it is of, streamed or whole. title: for the log."""
-    await request.app[BODIES].claim_reply(request, task.bytes_to_claim())
+    await request.app[BODIES].claim_reply(request, *task.bytes_to_claim())
     if not task.wire.stream:
         return await _whole(request, task, title)
     if name := request.headers.get(CONVERSATION):
@@ -185,15 +185,18 @@ def _log_ended(request: web.Request, task: Task, title: str, end: str) -> None:
 
 
 async def _whole(request: web.Request, task: Task, title: str) -> web.StreamResponse:
-    body = b""
+    body, bodies = b"", request.app[BODIES]
     async with _running(request, task, title) as events:
         while (item := await events.next()) is not None:
             index, event = item
             _absorb(request, task, index, event)
+            bodies.reply_arrived(request, task.bytes_arrived())
             if task.outgrows_claim:
-                await request.app[BODIES].claim_reply(request, task.bytes_to_claim())
+                await bodies.claim_reply(request, *task.bytes_to_claim())
             if isinstance(event, Finish):
-                body = await task.final(index, event)
+                async with bodies.writing_reply(request):
+                    body = await task.final(index, event)
+    bodies.reply_written(request)
     reply = await whole_reply(request, body)
     reply.headers[REUSE_HEADER] = total([choice.reuse for choice in task.choices]).header()
     finish = task.choices[0].finish

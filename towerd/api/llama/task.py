@@ -43,6 +43,8 @@ WRITE_S_MAX = 1e-3
 """Once an event took longer than this to write, later ones are written off the event loop."""
 FIRST_TOKENS = 1024
 """Replies without a limit are rarely longer: RAM for longer ones is claimed when they are."""
+ARRIVED_BYTES_MIN = 64 * 1024
+"""Less is not told."""
 FitCheck = Callable[[dict[str, bytes], list[int]], None]
 """See `towerd.wire.Request`."""
 _LIVE_FIELDS = ("retention", "live_budget", "retention_scope")
@@ -136,7 +138,7 @@ class Task:
         self._prompts = prompts
         self._sees_slots = sees_slots
         self._pending = pending
-        self._n_claimed = self._n_longest = 0
+        self._n_claimed = self._n_longest = self._n_arrived = self._bytes_of_token = 0
         self._is_slow = False
         self._wrote_s = 0.0
         """CPU time of writes since the event loop last had its turn, at most."""
@@ -146,19 +148,35 @@ class Task:
         """Seconds of silence before an SSE comment; None: never."""
         return float(self.wire.ping_s) if self.wire.ping_s > 0 else None
 
-    def bytes_to_claim(self) -> int:
-        """RAM to be claimed, beside what was before, for what the replies have beside their text: at first for as long
-        ones as were asked for, or for FIRST_TOKENS; later for twice as long ones each time."""
-        n, n_ctx = self._n_claimed, self._engine.n_ctx
-        first = self.wire.n_predict if self.wire.n_predict >= 0 else FIRST_TOKENS
-        self._n_claimed = min(max(1, 2 * n or first), n_ctx)
-        before = self.wire.reply_bytes(n) if n else 0
-        return self.wire.reply_bytes(self._n_claimed) - before
+    def bytes_to_claim(self) -> tuple[int, int]:
+        """RAM for what the replies have beside their text: at first for as long ones as were asked for, or for
+        FIRST_TOKENS; later for twice as long ones each time. Bytes that are to be claimed beside those before, and bytes
+        that all of it takes while it is written."""
+        n, most = self._n_claimed, self._n_longest_max
+        first = most if self.wire.n_predict >= 0 else FIRST_TOKENS
+        self._n_claimed = min(2 * n or first, most)
+        before = self.wire.reply_bytes(n)[0] if n else 0
+        kept, written, self._bytes_of_token = self.wire.reply_bytes(self._n_claimed)
+        return kept - before, written
+
+    @property
+    def _n_longest_max(self) -> int:
+        """The most tokens that a reply may have."""
+        asked = self.wire.n_predict
+        return max(1, min(asked, self._engine.n_ctx) if asked >= 0 else self._engine.n_ctx)
+
+    def bytes_arrived(self) -> int:
+        """RAM of what was to be claimed that replies have taken since this was last asked: they have it now."""
+        n_bytes = self._bytes_of_token * self._n_arrived
+        if n_bytes < ARRIVED_BYTES_MIN:
+            return 0
+        self._n_arrived = 0
+        return n_bytes
 
     @property
     def outgrows_claim(self) -> bool:
         """Whether a reply is as long as what was claimed for it."""
-        return self._n_longest >= self._n_claimed < self._engine.n_ctx
+        return self._n_longest >= self._n_claimed < self._n_longest_max
 
     @property
     def first_prompt(self) -> Ids:
@@ -172,7 +190,9 @@ class Task:
     def absorb(self, index: int, event: Event) -> None:
         """Take notice of an event of a choice."""
         choice = self.choices[index]
+        n_before = choice.n_tokens
         choice.absorb(event)
+        self._n_arrived += choice.n_tokens - n_before
         self._n_longest = max(self._n_longest, choice.n_tokens)
 
     def slot_of(self, finish: Finish) -> int:

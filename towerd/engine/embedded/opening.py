@@ -16,6 +16,7 @@ from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.model.tokenizer_rules import check_tokenizer, keep_vocabulary, tokenizer_rules
 from towerd.model.weights_check import WeightsCheck
 from towerd.settings.config import Config, pinned_bytes
+from towerd.settings.lowered import warn_of_lowered
 from towerd.store import Catalog, Node, Store
 from towerd.store.catalog.identity import ModelIdentity
 from towerd.store.segments.mapped import MAPPED
@@ -38,6 +39,7 @@ async def open_embedded(
     ram: what all of it keeps to. At the end running requests are cancelled, live rows are exported and written, and the
     catalog is closed. Raises ModelError, StoreError, ConfigError."""
     core, store = await asyncio.to_thread(_open_store, config, ram)
+    said = config
     if ram.is_limited:
         MAPPED.bytes_max = ram.room // _MAPPED_SHARE
         config = replace(within_room(config, ram.room), ubatch_size=core.context.n_ubatch)
@@ -60,6 +62,7 @@ async def open_embedded(
                 await uninterrupted(asyncio.to_thread(engine.start))
                 weights.start()
                 check_started(ram)
+                warn_of_lowered(said, config, ram.text)  # last, where it is seen
                 yield OpenedEngine(
                     engine,
                     store,

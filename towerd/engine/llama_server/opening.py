@@ -17,6 +17,7 @@ from towerd.engine.llama_server.process.description import ModelDescription, des
 from towerd.errors import ConfigError, StoreError
 from towerd.model.tokenizer_rules import check_tokenizer, keep_vocabulary, tokenizer_rules
 from towerd.settings.config import Config, pinned_bytes
+from towerd.settings.lowered import warn_of_lowered
 from towerd.store import Catalog, Node, Store
 from towerd.store.catalog.identity import ModelIdentity
 from towerd.store.segments.mapped import MAPPED
@@ -49,7 +50,8 @@ async def open_llama_server(
     async with AsyncExitStack() as stack:
         backend, described, store = await _open_store(config, stack)
         if ram is not None and ram.is_limited:
-            config = _within(config, ram)
+            said, config = config, _within(config, ram)
+            warn_of_lowered(said, config, ram.text)
             stack.callback(ram.take_back)
         tiers = await asyncio.to_thread(_open_tiers, config, backend, store, ram)
         checkpoint_tier = await asyncio.to_thread(_open_checkpoint_tier, config, backend, store)

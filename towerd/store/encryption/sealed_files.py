@@ -20,7 +20,9 @@ import secrets
 import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
+from itertools import groupby
 from pathlib import Path
 
 from cryptography.exceptions import InvalidTag
@@ -28,21 +30,24 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from towerd.slots.errors import StateError
 from towerd.store.encryption.key_source import KEY_BYTES
+from towerd.store.encryption.page_cipher import PAGE_BYTES, SEALED_PAGE, PageCipher, nonce_of
 from towerd.store.encryption.vault import NONCE_BYTES, TAG_BYTES, Vault
 from towerd.store.files import durable
+from towerd.store.files.buffers import BufferPool
 from towerd.store.files.directory import Directory
 from towerd.store.files.file_map import FileMap, NewFile, open_checked
 
 MAGIC = b"TWRSEAL\x01"
 HEADER_BYTES = 128
-PAGE_BYTES = 1 << 16
 PURPOSE = "files"
 _FIXED = struct.Struct("<8sIIQ")
 _WRAPPED_BYTES = KEY_BYTES + TAG_BYTES
-_SEALED_PAGE = PAGE_BYTES + TAG_BYTES
 _HUGE_BYTES_MIN = 1 << 22
-"""From this size on, memory comes in huge pages: to have 25 MB decrypted takes 6.5 ms instead of 16, most of which
-is the kernel's for each page of 4 KiB."""
+"""What is needed of a file at once comes in huge pages from this size on: to have 25 MB decrypted takes 6.5 ms instead of
+16, most of which is the kernel's for each page of 4 KiB."""
+_LENT_BYTES_MIN = 1 << 20
+"""From this size on, what is taken is decrypted into memory that was touched before: 25 MB in 3 ms instead of 6.5."""
+_PAGES_A_TASK = 32
 
 
 def sealed_size(n_bytes: int) -> int:
@@ -52,7 +57,7 @@ def sealed_size(n_bytes: int) -> int:
 
 def content_size(n_sealed: int) -> int:
     """The inverse. Raises StateError for a size that no file has."""
-    n_pages = -(-(n_sealed - HEADER_BYTES) // _SEALED_PAGE)
+    n_pages = -(-(n_sealed - HEADER_BYTES) // SEALED_PAGE)
     n_bytes = n_sealed - HEADER_BYTES - TAG_BYTES * n_pages
     if n_bytes < 1 or sealed_size(n_bytes) != n_sealed:
         raise StateError(f"no sealed file has {n_sealed} bytes")
@@ -68,6 +73,8 @@ class SealedFiles:
 
     def __init__(self, vault: Vault) -> None:
         self._vault = vault
+        self.buffers = BufferPool()
+        """See `StoreFiles`."""
 
     @contextmanager
     def create(
@@ -76,7 +83,7 @@ class SealedFiles:
         """See `StoreFiles`."""
         with durable.new_file(half, final, is_durable=is_durable) as fd:
             durable.reserve(fd, sealed_size(n_bytes))
-            file = _SealedFile(fd, n_bytes, secrets.token_bytes(KEY_BYTES))
+            file = _SealedFile(fd, n_bytes, secrets.token_bytes(KEY_BYTES), self.buffers)
             id = _write_header(fd, self._vault, file.key, n_bytes)
             yield file
             file.finish()
@@ -112,7 +119,7 @@ class SealedFiles:
             key = _file_key(self._vault, os.pread(fd, HEADER_BYTES, 0), n_bytes)
         except StateError:  # once more: `renew` may have been half done
             key = _file_key(self._vault, os.pread(fd, HEADER_BYTES, 0), n_bytes)
-        return _decrypting(fd, n_bytes, key)
+        return _decrypting(fd, n_bytes, key, self.buffers)
 
     def renew(self, path: Path) -> bool:
         """Wrap a file's key with the store's key in use; whether it was wrapped with another one. Raises OSError, or
@@ -186,37 +193,58 @@ def _file_key(vault: Vault, header: bytes, n_bytes: int) -> bytes:
         raise StateError("the file's key is damaged, or of another store") from None
 
 
-def _nonce(page: int) -> bytes:
-    return page.to_bytes(NONCE_BYTES, "little")
-
-
 class _SealedMap(FileMap):
     """Memory into which pages are decrypted when they are needed."""
 
-    def decrypts(self, sealed: mmap.mmap, key: bytes) -> None:
+    proves_itself = True
+
+    def decrypts(self, sealed: mmap.mmap, key: bytes, buffers: BufferPool) -> None:
         """sealed: the file. Called once, before anything else."""
         self._sealed = sealed
-        self._cipher = AESGCM(key)
+        self._cipher = PageCipher(key)
+        self._buffers = buffers
         self._is_there = bytearray(_n_pages(len(self)))
 
     def need(self, at: int, n_bytes: int) -> None:
-        """In this thread: `cryptography` keeps the interpreter's lock, so that several would only wait for it. Two may
-        decrypt one page, to the same bytes."""
+        """In this thread. Two may decrypt one page, to the same bytes."""
         if n_bytes <= 0:
             return
-        sealed, plain = memoryview(self._sealed), memoryview(self)
-        for page in range(at // PAGE_BYTES, _n_pages(at + n_bytes)):
-            if self._is_there[page]:
+        first, last = at // PAGE_BYTES, _n_pages(at + n_bytes)
+        if n_bytes >= _HUGE_BYTES_MIN and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                self.madvise(mmap.MADV_HUGEPAGE)
+        for is_there, run in groupby(range(first, last), self._is_there.__getitem__):
+            if is_there:
                 continue
-            begin, to = HEADER_BYTES + page * _SEALED_PAGE, page * PAGE_BYTES
-            content = plain[to : to + PAGE_BYTES]
-            try:
-                self._cipher.decrypt_into(
-                    _nonce(page), sealed[begin : begin + _SEALED_PAGE], None, content
-                )
-            except InvalidTag:
-                raise StateError("a page is damaged") from None
-            self._is_there[page] = 1
+            pages = list(run)
+            begin, end = pages[0], pages[-1] + 1
+            self._decrypt(begin, end, memoryview(self)[begin * PAGE_BYTES : end * PAGE_BYTES])
+            self._is_there[begin:end] = bytes([1]) * len(pages)
+
+    def taken(self, at: int, n_bytes: int, pool: Executor | None = None) -> memoryview:
+        """See `FileMap`. It is decrypted anew each time."""
+        if n_bytes < _LENT_BYTES_MIN or at < 0 or at + n_bytes > len(self):
+            return self.view(at, n_bytes)
+        first, last = at // PAGE_BYTES, _n_pages(at + n_bytes)
+        size = min(last * PAGE_BYTES, len(self)) - first * PAGE_BYTES
+        plain = self._buffers.lend(size).data
+
+        def decrypt(page: int) -> None:
+            begin, end = page - first, min(page + _PAGES_A_TASK, last) - first
+            part = plain[begin * PAGE_BYTES : end * PAGE_BYTES]
+            self._decrypt(page, first + end, part)
+
+        if pool is None:
+            self._decrypt(first, last, plain)
+        else:
+            list(pool.map(decrypt, range(first, last, _PAGES_A_TASK)))
+        return plain[at - first * PAGE_BYTES :][:n_bytes]
+
+    def _decrypt(self, first: int, last: int, plain: memoryview) -> None:
+        """The pages [first, last)."""
+        begin = HEADER_BYTES + first * SEALED_PAGE
+        size = len(plain) + TAG_BYTES * (last - first)
+        self._cipher.decrypt(memoryview(self._sealed)[begin : begin + size], plain, first)
 
     def give_back(self) -> None:
         """Of the file alone: what was decrypted is nowhere else, and may be in use."""
@@ -224,21 +252,19 @@ class _SealedMap(FileMap):
             self._sealed.madvise(mmap.MADV_DONTNEED)
 
 
-def _decrypting(fd: int, n_bytes: int, key: bytes) -> FileMap:
+def _decrypting(fd: int, n_bytes: int, key: bytes, buffers: BufferPool) -> FileMap:
     sealed = mmap.mmap(fd, sealed_size(n_bytes), prot=mmap.PROT_READ)
     found = _SealedMap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if n_bytes >= _HUGE_BYTES_MIN and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            found.madvise(mmap.MADV_HUGEPAGE)
-    found.decrypts(sealed, key)
+    found.decrypts(sealed, key, buffers)
     return found
 
 
 class _SealedFile:
     """A file that is being written: a page leaves for the disk when it is full, those with gaps at the end."""
 
-    def __init__(self, fd: int, n_bytes: int, key: bytes) -> None:
+    def __init__(self, fd: int, n_bytes: int, key: bytes, buffers: BufferPool) -> None:
         self.key = key
+        self._buffers = buffers
         self._fd = fd
         self._n_bytes = n_bytes
         self._cipher = AESGCM(key)
@@ -263,7 +289,7 @@ class _SealedFile:
     def read_back(self) -> FileMap:
         """See `NewFile`."""
         self.finish()
-        return _decrypting(self._fd, self._n_bytes, self.key)
+        return _decrypting(self._fd, self._n_bytes, self.key, self._buffers)
 
     def finish(self) -> None:
         """Write what is left, with zeros where nothing was written. Raises OSError."""
@@ -288,5 +314,5 @@ class _SealedFile:
     def _seal(self, page: int, content: memoryview) -> None:
         assert not self._is_written[page], "a page is sealed once"
         self._is_written[page] = 1
-        sealed = self._cipher.encrypt(_nonce(page), content, None)
-        durable.write_all(self._fd, memoryview(sealed), HEADER_BYTES + page * _SEALED_PAGE)
+        sealed = self._cipher.encrypt(nonce_of(page), content, None)
+        durable.write_all(self._fd, memoryview(sealed), HEADER_BYTES + page * SEALED_PAGE)

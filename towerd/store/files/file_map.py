@@ -6,16 +6,21 @@ import mmap
 import os
 import stat
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from towerd.slots.errors import StateError
 from towerd.store.files import durable
+from towerd.store.files.buffers import BufferPool
 
 
 class FileMap(mmap.mmap):
     """The bytes of a file. Views keep it."""
+
+    proves_itself = False
+    """Whether bytes that are there are what was written, so that no checksum need be looked at."""
 
     def need(self, at: int, n_bytes: int) -> None:
         """Have `n_bytes` from the offset `at` there before they are looked at. Raises StateError if they are damaged."""
@@ -26,6 +31,11 @@ class FileMap(mmap.mmap):
             raise StateError("the file ends before what its header lists")
         self.need(at, n_bytes)
         return memoryview(self)[at : at + n_bytes]
+
+    def taken(self, at: int, n_bytes: int, pool: Executor | None = None) -> memoryview:
+        """As `view`, for bytes that are soon read once and in order: they may be in memory of their own, which lasts as
+        long as views of it. pool: threads that may help; None: none may"""
+        return self.view(at, n_bytes)
 
     def give_back(self) -> None:
         """Have what was read not count as RAM any more: the next read finds it in the page cache. Raises OSError,
@@ -52,6 +62,10 @@ class NewFile(Protocol):
 class StoreFiles(Protocol):
     """How files are written and read. The sizes are those of their content."""
 
+    @property
+    def buffers(self) -> BufferPool | None:
+        """The memory that `FileMap.taken` takes; None: it takes none."""
+
     def create(
         self, half: Path, final: Path, n_bytes: int, *, is_durable: bool = True
     ) -> AbstractContextManager[NewFile]:
@@ -70,6 +84,8 @@ class StoreFiles(Protocol):
 
 class PlainFiles:
     """Files that hold their content as it is."""
+
+    buffers = None
 
     @contextmanager
     def create(

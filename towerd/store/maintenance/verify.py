@@ -375,7 +375,8 @@ def _check_blobs(
     for run in header.runs:
         at = header.p0 + run.row0
         for blob in run.blobs:
-            blob_rows(data, blob, start, row_identity.layout, at)
+            taken = data.view(start + blob.offset, blob.nbytes)
+            blob_rows(taken, blob, row_identity.layout, at)
             at += blob.n_rows
 
 

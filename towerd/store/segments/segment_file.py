@@ -320,8 +320,8 @@ class SegmentFile:
         at = entry.row0
         for blob in entry.blobs:
             if at < row1 and row0 < at + blob.n_rows:
-                self._ensure_checked(data, (blob,), start, pool)
-                rows = blob_rows(data, blob, start, layout, self.p0 + at)
+                taken = self._taken(data, blob, start, pool)
+                rows = blob_rows(taken, blob, layout, self.p0 + at)
                 yield rows.slice(self.p0 + row0, self.p0 + row1)
                 pool = None
             at += blob.n_rows
@@ -351,6 +351,17 @@ class SegmentFile:
             )
             return None
         return head_rows(data, start, entry, self.p0)
+
+    def _taken(
+        self, data: FileMap, blob: BlobEntry, start: int, pool: Executor | None
+    ) -> memoryview:
+        """A blob's bytes, which are checked."""
+        if not data.proves_itself:
+            self._ensure_checked(data, (blob,), start, pool)
+        taken = data.taken(start + blob.offset, blob.nbytes, pool)
+        if data.proves_itself:
+            MAPPED.read(blob.nbytes)
+        return taken
 
     def _ensure_checked(
         self,
@@ -537,11 +548,13 @@ def _decoded(piece: CodedRows, basis: Basis, p0: int, p1: int) -> Iterator[KVRow
         p0, step = end, DECODED_ROWS
 
 
-def blob_rows(data: FileMap, blob: BlobEntry, start: int, layout: KVLayout, p0: int) -> KVRows:
-    """The rows of a blob as views. Raises StateError unless it has rows of `layout` from `p0`."""
-    taken = np.frombuffer(data, np.uint8, blob.nbytes, start + blob.offset)
+def blob_rows(data: memoryview, blob: BlobEntry, layout: KVLayout, p0: int) -> KVRows:
+    """The rows of a blob, whose bytes are `data`, as views. Raises StateError unless it has rows of `layout` from `p0`."""
     rows = parse_rows(
-        taken, cell_ext=layout.cell_ext, has_window=layout.n_window > 0, layout=layout
+        np.frombuffer(data, np.uint8),
+        cell_ext=layout.cell_ext,
+        has_window=layout.n_window > 0,
+        layout=layout,
     )
     if (rows.p0, rows.p1, len(rows)) != (p0, p0 + blob.n_rows, blob.n_rows) or rows.blob is None:
         raise StateError("a blob holds other positions than its file says")

@@ -337,7 +337,12 @@ void bind_request(nb::module_ & m) {
         .def_prop_ro("n_per_prompt", [](const Request & r) { return r.params().n_cmpl; })
         .def_prop_ro("stream", [](const Request & r) { return r.params().stream; })
         .def_prop_ro("n_predict", &Request::n_predict)
-        .def("reply_bytes", &Request::reply_bytes, "n_tokens"_a)
+        .def("reply_bytes",
+             [](const Request & r, size_t n_tokens) {
+                 const ReplyBytes found = r.reply_bytes(n_tokens);
+                 return std::make_tuple(found.kept, found.written, found.of_token);
+             },
+             "n_tokens"_a)
         .def_prop_ro("n_keep", [](const Request & r) { return r.params().n_keep; })
         .def_prop_ro("cache_prompt", [](const Request & r) { return r.params().cache_prompt; })
         .def_prop_ro("return_progress", [](const Request & r) { return r.params().return_progress; })

@@ -362,20 +362,25 @@ const llama_tokens & Request::prompt_of(size_t choice) const {
 
 // Estimated: probabilities become values of JSON, of one choice at a time, and then text, which is there up to three times.
 // What a choice was asked for is in its reply.
-size_t Request::reply_bytes(size_t n_tokens) const {
-    constexpr size_t kValueBytes = 1229, kKeptBytes = 320, kQueuedBytes = 64 * 64, kChoiceBytes = 16 * 1024;
-    constexpr size_t kBiasBytes = 64, kGrammarCopies = 16, kTokenBytes = 16;
+ReplyBytes Request::reply_bytes(size_t n_tokens) const {
+    constexpr size_t kValueBytes = 1229, kKeptBytes = 320, kSentBytes = 128, kQueuedBytes = 64 * 64;
+    constexpr size_t kChoiceBytes = 16 * 1024, kBiasBytes = 64, kGrammarCopies = 16, kTokenBytes = 16;
     const auto &     sampling = params_.sampling;
     const size_t     n_probs  = static_cast<size_t>(std::max(0, sampling.n_probs));
+    const size_t     n_bias   = sampling.logit_bias.size();
     size_t           n_prompt = 0;
     for (const auto & prompt : prompts_) {
         n_prompt = std::max(n_prompt, prompt.size());
     }
     const size_t n_kept = params_.stream ? std::min<size_t>(1, n_tokens) : n_tokens;
-    const size_t n_bias = sampling.logit_bias.size();
     size_t       choice = kChoiceBytes + kBiasBytes * 4 * n_bias + kGrammarCopies * sampling.grammar.grammar.size();
     choice += kTokenBytes * n_prompt + kKeptBytes * n_probs * n_kept + (params_.stream ? kQueuedBytes * n_probs : 0);
-    return n_choices() * choice + kValueBytes * (n_probs * n_kept + n_bias);
+    ReplyBytes found;
+    found.kept    = n_choices() * choice;
+    found.written = kValueBytes * (n_probs * n_kept + n_bias);
+    // What it is sent from is beside what was kept.
+    found.of_token = params_.stream ? 0 : (kKeptBytes - kSentBytes) * n_probs;
+    return found;
 }
 
 uint32_t Request::seed_of(size_t choice) const {

@@ -33,6 +33,13 @@ struct Continued {
     size_t       n_replaced;
 };
 
+// RAM that a request's replies take at most, as far as more than their text is asked for.
+struct ReplyBytes {
+    size_t kept     = 0;  // until they are sent
+    size_t written  = 0;  // what one choice takes besides while it is written
+    size_t of_token = 0;  // of `kept`, what is there with each token that came
+};
+
 class Request {
 public:
     // `check_fit`, unless it is empty, is called before a prompt is tokenized that is longer than the context.
@@ -52,8 +59,8 @@ public:
     const std::vector<Medium> &               media(size_t prompt) const { return media_.at(prompt); }
     const common_chat_msg_spans &             spans(size_t prompt) const { return spans_.at(prompt); }
     size_t                                    n_choices() const { return prompts_.size() * params_.n_cmpl; }
-    // RAM that replies of `n_tokens` in each choice take at most, as far as more than their text is asked for.
-    size_t                                    reply_bytes(size_t n_tokens) const;
+    // For replies of `n_tokens` in each choice.
+    ReplyBytes                                reply_bytes(size_t n_tokens) const;
     const llama_tokens &                      prompt_of(size_t choice) const;
     const std::map<std::string, std::string> & kept() const { return kept_; }
     // The leading system messages' contents and the tools of a chat, as JSON; empty if there are neither.

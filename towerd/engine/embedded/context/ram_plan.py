@@ -25,7 +25,7 @@ from towerd.models.header import read_header
 from towerd.settings.config import Config, defaults, partial_bytes
 from towerd.settings.llama_flags import draft_model, media_flags
 from towerd.system.process import return_free_memory
-from towerd.system.ram_limit import GIVE_SHARE, RamLimit
+from towerd.system.ram_limit import GIVE_SHARE, GivenSizes, RamLimit
 from towerd.wire import device_bytes
 
 log = logging.getLogger(__name__)
@@ -82,15 +82,6 @@ class RamPlan:
     n_cells: int
     room: int
     """Bytes that are left beside them."""
-
-
-@dataclass(frozen=True, slots=True)
-class GivenSizes:
-    """What a model was given at its first load."""
-
-    path: Path
-    wanted: tuple[int, int]
-    plan: RamPlan
 
 
 def measured_line(model: LlamaModel, config: Config, n_seqs: int) -> BufferLine:
@@ -179,7 +170,7 @@ def planned(
     Raises ConfigError if sizes that were set, or the smallest ones, do not fit."""
     left = ram.left_at_start() - others - PROCESS_BYTES
     before = ram.given
-    if isinstance(before, GivenSizes) and before.wanted == wanted and before.path == model.path:
+    if before is not None and (before.path, before.wanted) == (model.path, wanted):
         return _again(before, model, config, n_seqs, left)
     n_ctx, n_cells = wanted
     best: tuple[Config, BufferLine, int] | None = None
@@ -205,7 +196,9 @@ def planned(
             what = f"a context of {n_least} tokens takes {_mib(best[1].at(n_least))} beside the weights"
         raise _too_much(ram, what, more, "serve a smaller model")
     found = _within(best, config, ram, wanted, left)
-    ram.given = GivenSizes(model.path, wanted, found)
+    used = found.config
+    batches = used.ubatch_size, used.live_sequences, used.flash_attn
+    ram.given = GivenSizes(model.path, wanted, found.n_ctx, found.n_cells, found.room, *batches)
     return found
 
 
@@ -222,10 +215,16 @@ def _again(
     n_seqs: Callable[[Config], int],
     left: int,
 ) -> RamPlan:
-    """The sizes that a model had before it was unloaded: clients know its context."""
-    found = before.plan
-    line = _with_others(measured_line(model, found.config, n_seqs(found.config)), config)
-    return replace(found, room=max(ROOM_MIN, min(found.room, left - line.at(found.n_cells))))
+    """The sizes that a model had before it was unloaded."""
+    used = replace(
+        config,
+        ubatch_size=before.ubatch_size,
+        live_sequences=before.live_sequences,
+        flash_attn=before.flash_attn,
+    )
+    line = _with_others(measured_line(model, used, n_seqs(used)), config)
+    room = max(ROOM_MIN, min(before.room, left - line.at(before.n_cells)))
+    return RamPlan(used, before.n_ctx, before.n_cells, room)
 
 
 def _within(
