@@ -81,8 +81,8 @@ async def test_bad_bodies(make_client: MakeClient) -> None:
     """Each is refused with one sentence, and nothing is stored."""
     client = await make_client(request_bytes_max=4096)
     for body, words in (
-        (b"", "no .tower file"),
-        (b'{"prompt": "x"}', "no .tower file"),
+        (b"", "not a .tower file"),
+        (b'{"prompt": "x"}', "not a .tower file"),
         (b"TWRS\x09" + bytes(60), "version 9"),
         (b"TWRS\x01" + bytes(60), "damaged"),
     ):

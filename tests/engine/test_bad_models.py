@@ -159,6 +159,6 @@ async def test_a_predictor_is_read_before_the_model(
     service_on: OpenService, tmp_path: Path
 ) -> None:
     path, missing = header_only(tmp_path / "model.gguf", "llama"), tmp_path / "missing"
-    with pytest.raises(ConfigError, match=f"^{missing} is no predictor: No such file"):
+    with pytest.raises(ConfigError, match=f"^{missing} is not a predictor: No such file"):
         async with service_on(path, predictor=missing):
             pass

@@ -142,7 +142,7 @@ def _picture(where: str, value: Any) -> Message:
         raise InvalidRequest(f"Field '{where}' is not base64: {error}") from error
     kind = next((kind for magic, kind in _MAGIC if data.startswith(magic)), None)
     if kind is None:
-        raise InvalidRequest(f"Field '{where}' is no picture that is known by its first bytes")
+        raise InvalidRequest(f"Field '{where}' is not a picture in a known format")
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{value}"}}
 
 
