@@ -98,7 +98,7 @@ async def test_without_the_vocabulary(make_client: MakeClient, tmp_path: Path) -
     client = await make_client(model=Path(path))
     id = await talk(client)
     os.unlink(path)
-    for words in (path, "and the model that is served 512"):
+    for words in (path, "but the served model has 512"):
         for reply in (
             await client.get(f"/towerd/v1/sessions/{id}/export"),
             await client.post(IMPORT, data=b"TWRS"),

@@ -70,7 +70,7 @@ def test_an_architecture_from_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("arch", "kind"), [("clip", ""), ("clip", "mmproj"), ("other", "mmproj")])
 def test_a_projector(tmp_path: Path, arch: str, kind: str) -> None:
     said = refused(header_only(tmp_path / "mmproj.gguf", arch, kind), tmp_path)
-    assert "no model by itself" in said
+    assert "not a model by itself" in said
     assert "--mmproj FILE" in said
 
 
