@@ -48,13 +48,31 @@ MOVED = {"cluster": "towerctl lab cluster", "replay": "towerctl lab replay"}
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
+def _show_version(context: click.Context, parameter: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        context.invoke(version, as_json=False)
+        context.exit()
+
+
+_version_option = click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Print the version and exit, as the command does.",
+)
+
+
 @click.group(cls=LazyGroup, table=DAEMON_COMMANDS, context_settings=CONTEXT)
+@_version_option
 def towerd() -> None:
     """A local daemon that gives llama.cpp a memory: llama-server's API, and every conversation
     resumes in milliseconds."""
 
 
 @click.group(cls=LazyGroup, table=CONTROL_COMMANDS, moved=MOVED, context_settings=CONTEXT)
+@_version_option
 def towerctl() -> None:
     """Inspect and maintain a towerd store: the running daemon's, or the files themselves."""
 

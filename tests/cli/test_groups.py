@@ -89,7 +89,12 @@ def test_completion_prints_a_script_for_both_commands(shell: str) -> None:
 
 def test_version_as_json() -> None:
     result = CliRunner().invoke(towerd, ["version", "--json"])
-    assert set(json.loads(result.output)) == {"towerd", "llama_cpp_python", "python", "system"}
+    found = json.loads(result.output)
+    assert set(found) == {"towerd", "llama_cpp_python", "python", "system"}
+    for command in (towerd, towerctl):
+        shown = CliRunner().invoke(command, ["--version"])
+        assert shown.exit_code == 0
+        assert shown.output.startswith(f"towerd {found['towerd']} ")
 
 
 def test_model_random_and_its_errors(tmp_path: Path) -> None:

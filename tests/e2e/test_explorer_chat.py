@@ -194,8 +194,8 @@ def test_what_was_typed_is_not_lost(page: Any, daemon: Daemon) -> None:
 
 
 def test_pictures_and_other_devices(browser: Any, daemon: Daemon, tmp_path: Path) -> None:
-    """A chat about a picture that another program began: it is named, not encoded again, and a second one is
-    attached. Another device, which has the chat open, shows what was added."""
+    """A chat about a picture that another program began: it is shown, not encoded again, and a second one is
+    attached. Another device, which has the chat open, shows what was added; a message is changed there with its picture."""
     begin(daemon, "seen", look_at(1))
     file = tmp_path / "second.png"
     file.write_bytes(base64.b64decode(picture(2)))
@@ -204,15 +204,14 @@ def test_pictures_and_other_devices(browser: Any, daemon: Daemon, tmp_path: Path
     for page in (one, other):
         page.set_default_timeout(WAIT_MS)
         page.goto(daemon.url + "/towerd/#/chat/seen")
-        page.wait_for_selector(".medium:has-text('A picture')")
+        page.wait_for_selector(".message img[src='data:image/png;base64," + picture(1) + "']")
     one.set_input_files("input[type=file]", file)
     one.wait_for_selector(".attached img")
     one.fill("#write", "And this?")
     one.keyboard.press("Enter")
     answered(one, 2)
-    assert one.locator(".message img").count() == 1
-    other.wait_for_selector(".message.user:has-text('And this?')")
-    assert other.locator(".medium").count() == 2
+    assert one.locator(".message img").count() == 2
+    other.wait_for_selector(".message.user:has-text('And this?') img")
     assert daemon.get("/towerd/v1/stats")["engine"]["media_encoded"] == 2
     for context in contexts:
         context.close()

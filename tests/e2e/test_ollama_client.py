@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,14 @@ def test_loading_and_unloading(client: Client, served: Daemon) -> None:
     assert client.chat(MODEL, keep_alive=0).done_reason == "unload"
     assert list(parts)[-1].done, "who runs beside it is answered"
     until(lambda: client.ps().models == [])
+    assert client.chat(MODEL, HELLO, options=GREEDY, keep_alive="2h").done
+    (running,) = client.ps().models
+    assert running.expires_at is not None
+    rest = running.expires_at - datetime.now(UTC)
+    assert timedelta(hours=1) < rest <= timedelta(hours=2)
+    assert client.chat(MODEL, HELLO, options=GREEDY, keep_alive="300ms").done
+    until(lambda: client.ps().models == [])
+    assert client.chat(MODEL, keep_alive=-1).done_reason == "load"
 
 
 @pytest.mark.parametrize(

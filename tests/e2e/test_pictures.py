@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import requests
 from daemon import Daemon, reuse_of, run_towerctl, run_towerd, wait_until_written
-from pictures import Said, answered, counts, look_at, say
+from pictures import N_PREDICT, Said, answered, counts, look_at, say
 
 from lab.models.vision import TOKENS_AN_IMAGE, make_projector, picture
 from towerd.cli.bench.harness.servers import llama_server
@@ -323,3 +324,37 @@ def test_a_client_that_leaves(make_daemon: MakeDaemon, flags: tuple[str, ...], a
         assert daemon.stop() == 0, daemon.log
     with daemon.stored():
         pass
+
+
+def test_what_was_sent_is_kept(make_daemon: MakeDaemon, projector: Path) -> None:
+    """A chat is continued without its pictures being sent again, also where the rows are of other settings: they are
+    evaluated again, as if they had been sent. They are handed out as they came, and deleted with the chat."""
+    path, named = "/towerd/v1/sessions/seen", {"X-Towerd-Session": "seen"}
+    flags = (*FLAGS[:4], "--mmproj", str(projector), "--no-anticipate")
+    with make_daemon(*flags, *FLAGS[4:]) as daemon:
+        chat = [look_at(1, 2, 1)]
+        body: dict[str, Any] = {"messages": chat, "temperature": 0, "max_tokens": N_PREDICT}
+        first = requests.post(
+            daemon.url + "/v1/chat/completions", json=body, headers=named, timeout=60
+        )
+        daemon.kill()
+    with make_daemon(*flags) as daemon:
+        read = daemon.get(path + "/chat")
+        files = [
+            requests.get(f"{daemon.url}{path}/media/{key}", timeout=60) for key in read["media"][:2]
+        ]
+        assert [each.content for each in files] == [base64.b64decode(picture(n)) for n in (1, 2)]
+        assert {each.headers["Content-Type"] for each in files} == {"image/png"}
+        assert requests.get(f"{daemon.url}{path}/media/{'0' * 32}", timeout=60).status_code == 404
+        asked = {"role": "user", "content": "And what colour?"}
+        fields: dict[str, Any] = {"message": asked, "temperature": 0, "max_tokens": N_PREDICT}
+        said = requests.post(f"{daemon.url}{path}/chat", json=fields, timeout=60).json()
+        assert counts(daemon)[1] == 3
+        answer = first.json()["choices"][0]["message"]
+        whole = [*chat, answer, asked]
+        again = say(daemon.url, whole, cache_prompt=False)
+        assert said["choices"][0]["message"]["content"] == again.text
+        assert counts(daemon)[1] == 6
+        requests.delete(daemon.url + path, timeout=60).raise_for_status()
+        gone = f"{daemon.url}{path}/media/{read['media'][0]}"
+        assert requests.get(gone, timeout=60).status_code == 404

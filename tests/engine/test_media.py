@@ -98,7 +98,7 @@ async def test_without_the_picture(seeing: OpenSeeing) -> None:
         finish = await service.sessions.run_quietly(quiet)
         assert finish is not None
         assert finish.n_cached == start
-        with pytest.raises(InvalidRequest, match="send it with the request"):
+        with pytest.raises(InvalidRequest, match="does not "):
             await look(service, 1, media=())
         await look(service, 1)
         assert len((await look(service, 1, media=())).finish.ids) == 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,11 @@ def test_a_model_comes_and_goes(make_router: MakeRouter) -> None:
         assert said.message.content
         assert 0.5 * took_s < (said.total_duration or 0) / 1e9 < took_s, "loading counts"
         assert states(router)["tales"] == "loaded"
+        (running,) = client.ps().models
+        assert running.expires_at is not None
+        assert running.expires_at - datetime.now(UTC) <= timedelta(minutes=5)
+        assert client.chat("tales", HELLO, options=GREEDY, keep_alive="300ms").done
+        until(lambda: states(router)["tales"] == "unloaded")
 
 
 def slots_of_tales(router: Daemon) -> list[dict[str, Any]]:

@@ -61,9 +61,8 @@ class Sleeper:
                 await self._first_of(self._gate.is_wanted)
                 await self._wake()
             elif (rest_s := self._rest_s()) > 0:
-                await self._first_of(self._gate.is_unwanted, within_s=rest_s)
-                if self._gate.is_unwanted.is_set() and self._rest_s() > 0:
-                    await asyncio.sleep(READ_S)  # a stream that outlives its client
+                await self._first_of(self._gate.has_new_rest, within_s=rest_s)
+                self._gate.has_new_rest.clear()
             else:
                 await self._sleep()
         self._gate.not_woken(Unavailable(LEAVING))
@@ -75,10 +74,14 @@ class Sleeper:
             await opened.__aexit__(None, None, None)
 
     def _rest_s(self) -> float:
-        """Seconds until the model may sleep; infinite if it never may."""
+        """Seconds until the model may sleep, or is looked at again; infinite if it never may."""
+        told_s = self._gate.keep_alive_s
+        idle_s = self._idle_s if told_s is None else told_s
+        if self._gate.is_used:
+            return idle_s or inf  # the end of the last use is told
         if self._app[RUNNING]:
-            return self._idle_s
-        return 0.0 if self._gate.is_unwanted.is_set() else self._idle_s - self._gate.idle_s()
+            return max(idle_s, READ_S)  # a stream that outlives its client
+        return idle_s - self._gate.idle_s()
 
     async def _asleep(self) -> Asleep | None:
         try:

@@ -33,6 +33,7 @@ STORE_ROUTES: tuple[Route, ...] = (
     Route("GET", "/towerd/v1/sessions", sessions.list_sessions),
     Route("GET", "/towerd/v1/sessions/{id}", sessions.get_session),
     Route("GET", "/towerd/v1/sessions/{id}/chat", chat.get_chat),
+    Route("GET", "/towerd/v1/sessions/{id}/media/{key}", chat.get_medium),
     Route("PATCH", "/towerd/v1/sessions/{id}", sessions.patch_session),
     Route("DELETE", "/towerd/v1/sessions/{id}", sessions.delete_session),
     Route("POST", "/towerd/v1/sessions/{id}/freeze", sessions.post_freeze),

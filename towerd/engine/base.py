@@ -65,6 +65,8 @@ class GenerateRequest:
     """The whole prompt, at least one token, special tokens already in place."""
     media: Sequence[Medium] = ()
     """Pictures and sounds in `ids`, to be evaluated where their rows are missing."""
+    kept_media: Callable[[Ids], Medium | None] | None = None
+    """Makes one that is not among `media` from what the store has of it. Raises TowerdError; blocks."""
     reply: Reply | None = None
     """Samples and keeps the text; None: the engine makes one from `fields` if it generates."""
     fields: Mapping[str, Any] = field(default_factory=dict)

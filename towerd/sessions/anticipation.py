@@ -117,6 +117,7 @@ class Anticipator:
                 background=True,
                 live=request.live,
                 media=request.media,
+                kept_media=request.kept_media,
                 may_move=finish.served is None,  # else all of it is made exact
             )
             done = await self._run(ahead)

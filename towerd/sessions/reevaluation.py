@@ -97,6 +97,7 @@ class Reevaluator:
             scope=request.scope,
             session=finish.session,
             media=request.media,
+            kept_media=request.kept_media,
             background=True,
             may_move=False,
             compare=finish.served,

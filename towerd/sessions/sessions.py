@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +32,13 @@ from towerd.sessions.anticipation import Anticipator
 from towerd.sessions.recorder import TurnRecorder
 from towerd.sessions.reevaluation import Reevaluator
 from towerd.store.sessions.deletions import DeletionWatch
+from towerd.store.sessions.media import SentMedium, medium_key
 from towerd.store.sessions.turn import Turn
 from towerd.tiers.manager import Tiers
 
 if TYPE_CHECKING:  # it takes packages that only a shared tier needs
     from towerd.tiers.shared.fetcher import Fetcher
+    from towerd.wire import Medium
 
 log = logging.getLogger(__name__)
 
@@ -236,6 +238,9 @@ class Sessions:
         if not answered and finish.n_rows is not None:
             # Only the beginning of a shortened prompt has reusable rows.
             n_cached = min(n_cached, finish.n_rows)
+        sent: Sequence[SentMedium] = ()
+        if answered and request.media:
+            sent = await asyncio.to_thread(_sent, request.media)
         turn = Turn(
             scope=request.scope,
             session=session,
@@ -249,6 +254,13 @@ class Sessions:
             agent=request.agent,
             n_rows=finish.n_rows,
             since=run.since,
+            media=sent,
         )
         recorded = await self.recorder.record(turn, answered=answered)
         return dataclasses.replace(finish, session=recorded) if answered else finish
+
+
+def _sent(media: Sequence[Medium]) -> list[SentMedium]:
+    """What a client sent for the media of its request."""
+    files = ((each.ids, each.file) for each in media)
+    return [SentMedium(medium_key(ids), file) for ids, file in files if file is not None]

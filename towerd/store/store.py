@@ -44,6 +44,7 @@ from towerd.store.sessions.conversations import ResponseContext
 from towerd.store.sessions.deletions import Deletions, DeletionWatch
 from towerd.store.sessions.foreign import ForeignSessions
 from towerd.store.sessions.history import History, add_history, copy_history
+from towerd.store.sessions.media import MediaTable
 from towerd.store.sessions.responses import NewResponse, ResponseTable
 from towerd.store.sessions.sessions import SessionTable, session_page
 from towerd.store.sessions.turn import SessionInfo, Turn, TurnInfo, TurnResult
@@ -103,6 +104,7 @@ class Store:
             state.catalog, state.locked, state.clock, state.directory.limit
         )
         """The responses of OpenAI's API, and its conversations."""
+        self.media = MediaTable(state)
         self.vocabularies = Vocabularies(state.directory.tokenizers, state.directory.files)
         """The vocabularies of the tokenizers whose sessions the store has."""
         self.foreign = ForeignSessions(state, self.deletions)
@@ -389,6 +391,7 @@ class Store:
                 node_ends = growth.grow_turn(data, turn.scope, n_prompt, n_cached, turn.n_base)
                 session, is_new = self._sessions.enter(turn, known, growth.now)
                 turn_id = self._sessions.record(session, turn, known, node_ends, tail, growth.now)
+                self.media.keep(session.pk, turn.media, growth.now)
             self.state.touch(node_ends[1])
         return TurnResult(session.id, node_ends[1], is_new, turn_id)
 
@@ -555,7 +558,7 @@ class Store:
             report = collect(self.state, self.rows.bases, quarantine_days, dry_run=dry_run)
         if dry_run:
             return report
-        return erase(self.state, self.rows, self.vocabularies, report)
+        return erase(self.state, self.rows, self.vocabularies, self.media, report)
 
     def verify(
         self, progress: Callable[[int, int], None] | None = None, *, repair: bool = False
@@ -563,7 +566,7 @@ class Store:
         """Read everything again and check it; `progress(done_bytes, total_bytes)`. `repair`:
         quarantine damaged files, and rebuild a damaged catalog or journal from the other one.
         The lock is not held while files are read."""
-        parts = self.state, self.rows, self.cold, self._pool
+        parts = self.state, self.rows, self.cold, self.media, self._pool
         return verify(*parts, progress, repair=repair)
 
     def check_integrity(self, *, keys: bool = False) -> None:

@@ -14,6 +14,9 @@ class Medium:
     @property
     def ids(self) -> Ids:
         """The ids that stand for it in the prompt; see `towerd.media_ids`."""
+    @property
+    def file(self) -> bytes | None:
+        """What the client sent, for the first medium that is made of it; None for the others."""
 
 class Encoded:
     """A medium encoded by a projector."""
@@ -121,6 +124,9 @@ class Model:
 
     def count_tokens(self, endpoint: Endpoint, body: bytes) -> bytes:
         """The reply to the token counter of `chat`, `responses` or `messages`. Raises WireError."""
+
+    def media_of(self, file: bytes, n_times: int) -> list[Medium]:
+        """The media that a file is made into where a prompt has it `n_times`, in their order. Raises WireError."""
 
 class Request:
     """One completion request. Never changes; any thread may use it."""

@@ -76,9 +76,10 @@ class ServiceGate:
         self.asleep: Asleep | None = None
         self.is_wanted = asyncio.Event()
         """Set while a request waits for a model that sleeps."""
-        self.is_unwanted = asyncio.Event()
-        """Set while the model that no request uses is to be unloaded without delay."""
-        self._is_to_leave = False
+        self.keep_alive_s: float | None = None
+        """Seconds for which the last use wants the model to stay loaded behind it; None: the daemon's own."""
+        self.has_new_rest = asyncio.Event()
+        """Set when something else than time has changed when the model may fall asleep."""
         self._n_uses = self._n_reads = 0
         self._last_use_s = time.monotonic()
         self._waking: asyncio.Future[None] | None = None
@@ -100,11 +101,10 @@ class ServiceGate:
     @asynccontextmanager
     async def used(self) -> AsyncIterator[None]:
         """The model is loaded, and stays so, until the context ends. Waits for one that sleeps;
-        raises TowerdError if it cannot be loaded again. It is not unloaded without delay any more, unless
-        this use says so."""
+        raises TowerdError if it cannot be loaded again. How long it stays behind an earlier use does not
+        count any more."""
         self._n_uses += 1
-        self._is_to_leave = False
-        self.is_unwanted.clear()
+        self.keep_alive(None)
         try:
             if self.asleep is not None:
                 await self._wake()
@@ -112,12 +112,15 @@ class ServiceGate:
         finally:
             self._n_uses -= 1
             self._last_use_s = time.monotonic()
-            if self._is_to_leave and not self._n_uses:
-                self.is_unwanted.set()
+            if self.keep_alive_s is not None and not self._n_uses:
+                self.has_new_rest.set()
 
-    def unload_behind(self) -> None:
-        """Unload the model when the use that says so, and those that run beside it, have ended."""
-        self._is_to_leave = True
+    def keep_alive(self, seconds: float | None) -> None:
+        """Unload the model so long after the use that says so, and those that run beside it, have ended, unless
+        another begins before. None: after the daemon's own time."""
+        if seconds != self.keep_alive_s:
+            self.keep_alive_s = seconds
+            self.has_new_rest.set()
 
     @contextmanager
     def read(self) -> Iterator[None]:
@@ -132,6 +135,11 @@ class ServiceGate:
     def is_read(self) -> bool:
         """Whether something is read of the service at this moment."""
         return self._n_reads > 0
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a request uses the model."""
+        return self._n_uses > 0
 
     def idle_s(self) -> float:
         """Seconds since the last use; 0 while there is one."""
@@ -152,7 +160,6 @@ class ServiceGate:
         assert self.service is not None
         service, self.service, self.asleep = self.service, None, asleep
         self.is_wanted.clear()
-        self.is_unwanted.clear()
         return service
 
     def woken(self, service: ApiService) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is li
     from towerd.api.responses.pending_response import PendingResponse
     from towerd.store import Store
     from towerd.store.sessions.deletions import DeletionWatch
-    from towerd.wire import Endpoint, Model, Reply, Request, WireThreads, Writer
+    from towerd.wire import Endpoint, Medium, Model, Reply, Request, WireThreads, Writer
 
 WRITE_S_MAX = 1e-3
 """Once an event took longer than this to write, later ones are written off the event loop."""
@@ -271,9 +271,11 @@ async def parse_task(
     pending: PendingResponse | None = None,
     continued: tuple[Ids, int] | None = None,
     own_scope: str = "",
+    kept_media: Callable[[Ids], Medium | None] | None = None,
 ) -> Task:
     """Check and tokenize a request body. upload, continued: see `towerd.wire.Request`. pending: what the body is of.
-    own_scope: under which a body runs that names no LoRA adapters; empty: under those of all requests. Raises WireError, InvalidRequest, ContextExceeded."""
+    own_scope: under which a body runs that names no LoRA adapters; empty: under those of all requests. kept_media: see
+    `GenerateRequest`. Raises WireError, InvalidRequest, ContextExceeded."""
 
     def check_fit(kept: dict[str, bytes], least: list[int]) -> None:
         limit = _limit(_live(kept.get, config, engine), config, engine)
@@ -305,6 +307,7 @@ async def parse_task(
         n_keep=wire.n_keep,
         live=live,
         reuse_tokens_min=_reuse_tokens_min(wire.field("n_cache_reuse")),
+        kept_media=kept_media,
     )
     return Task(
         engine, template, prompts, first, writer, sees_slots=tenant.sees_all, pending=pending

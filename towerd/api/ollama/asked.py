@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from math import inf
 from typing import Any
 
 import msgspec
@@ -22,6 +23,8 @@ LATEST = ":latest"
 NAME_CHARS_MAX = 1024
 """Of a model: replies repeat its name in every line."""
 DURATION_CHARS_MAX = 64
+KEEP_ALIVE_S_MAX = 365 * 86400.0
+"""Longer is for ever."""
 _SHORT_BYTES_MAX = 8192
 """Of a value that is read here, however its characters are escaped."""
 _NO_MESSAGES = re.compile(rb"\s*(null|\[\s*\])?\s*")
@@ -79,10 +82,14 @@ class OllamaAsked(msgspec.Struct, frozen=True):
             return _NO_MESSAGES.fullmatch(self.messages) is not None
         return _NO_PROMPT.fullmatch(self.prompt) is not None
 
-    def unloads(self) -> bool:
-        """Whether the model is to be unloaded behind the request. Raises InvalidRequest."""
+    def keep_alive_s(self) -> float | None:
+        """Seconds for which the model is to stay loaded behind the request; infinite for ever, None: the request does
+        not say. Raises InvalidRequest."""
         keep_alive = _short("keep_alive", self.keep_alive)
-        return keep_alive is not None and seconds_of(keep_alive) == 0
+        if keep_alive is None:
+            return None
+        seconds = seconds_of(keep_alive)
+        return seconds if 0 <= seconds <= KEEP_ALIVE_S_MAX else inf
 
 
 async def asked_of(request: web.Request, data: bytes) -> OllamaAsked:

@@ -14,8 +14,8 @@ from towerd.api.http.reply import encode, json_reply
 from towerd.api.http.translation import TRANSLATION
 from towerd.api.ollama.asked import asked_of
 from towerd.api.ollama.generation import ITEM_BYTES
+from towerd.api.ollama.keep_alive import keep_alive
 from towerd.api.ollama.replies import EmbedReply
-from towerd.api.ollama.unloading import unload_behind
 from towerd.errors import InvalidRequest
 
 EMBEDDINGS = "/v1/embeddings"
@@ -36,12 +36,11 @@ async def _translate(request: web.Request, *, one: bool) -> web.Response | None:
     data = await read_bytes(request)
     asked = await asked_of(request, data)
     model = asked.model_name()
-    unloads = asked.unloads()
+    stays_s = asked.keep_alive_s()
     body = await decode(request, data)
     texts = [fields.string(body, "prompt", "")] if one else _texts(body)
     n_dimensions = fields.integer_in(body, ("dimensions",), 0, 0, INT32_MAX)
-    if unloads:
-        unload_behind(request)
+    keep_alive(request, stays_s)
     if not any(texts):  # such a request only loads the model
         return json_reply({"embedding": []} if one else {"model": model, "embeddings": []})
     n_items = len(data) // ITEM_BYTES

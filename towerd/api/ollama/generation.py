@@ -17,9 +17,9 @@ from towerd.api.http.reply import encode, json_reply
 from towerd.api.http.translation import TRANSLATION
 from towerd.api.ollama.asked import asked_of
 from towerd.api.ollama.bodies import CHAT, Translated, has_alternatives, of_chat, of_generate
+from towerd.api.ollama.keep_alive import keep_alive, unload
 from towerd.api.ollama.parts import ChatReader, ReplyPart, TextReader
 from towerd.api.ollama.replies import OllamaReply, Said, chat_said, generate_said, head_of
-from towerd.api.ollama.unloading import unload, unload_behind
 
 ITEM_BYTES = 64
 """A value of a body takes about so many bytes, the base64 of a picture aside."""
@@ -70,20 +70,21 @@ async def _translate(request: web.Request, kind: _Generating) -> str | web.Respo
     held any longer than that takes."""
     data = await read_bytes(request)
     asked = await asked_of(request, data)
-    model, is_stream, unloads = asked.model_name(), asked.is_streamed(), asked.unloads()
+    model, is_stream, stays_s = asked.model_name(), asked.is_streamed(), asked.keep_alive_s()
     n_ctx = service_of(request).engine.n_ctx  # the request has waited for the model
     if asked.is_empty(is_chat=kind.is_chat):
-        if unloads:
+        if stays_s == 0:
             unload(request)
-        return loaded_reply(model, kind.said, "unload" if unloads else "load")
+            return loaded_reply(model, kind.said, "unload")
+        keep_alive(request, stays_s)
+        return loaded_reply(model, kind.said, "load")
     body = await decode(request, data)
     more = {"model": model, "stream": is_stream}
     path, request[PEEKED] = await by_size(
         len(data) // ITEM_BYTES, _encoded, kind, body, more, n_ctx
     )
     await release(body)
-    if unloads:
-        unload_behind(request)
+    keep_alive(request, stays_s)
     reads = ChatReader if path == CHAT else TextReader
     reader = reads(has_alternatives=has_alternatives(body))
     request[TRANSLATION] = OllamaReply(path, model, reader, kind.said, request[ARRIVED])

@@ -8,19 +8,11 @@ from collections import deque
 from typing import Any
 
 from towerd.api.http import fields
+from towerd.api.http.media_type import media_type_of
 from towerd.api.http.reply import encode
 from towerd.errors import InvalidRequest
 
 Message = dict[str, Any]
-
-_MAGIC: tuple[tuple[bytes, str], ...] = (
-    (b"\x89PNG", "image/png"),
-    (b"\xff\xd8\xff", "image/jpeg"),
-    (b"GIF8", "image/gif"),
-    (b"RIFF", "image/webp"),
-    (b"BM", "image/bmp"),
-)
-"""How files of pictures begin."""
 
 
 def chat_messages(value: Any) -> list[Message]:
@@ -140,8 +132,8 @@ def _picture(where: str, value: Any) -> Message:
         data = base64.b64decode(value, validate=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidRequest(f"Field '{where}' is not base64: {error}") from error
-    kind = next((kind for magic, kind in _MAGIC if data.startswith(magic)), None)
-    if kind is None:
+    kind = media_type_of(data)
+    if kind is None or not kind.startswith("image/"):
         raise InvalidRequest(f"Field '{where}' is not a picture in a known format")
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{value}"}}
 

@@ -54,8 +54,10 @@ async def get_ps(request: web.Request) -> web.Response:
     gate = request.app[GATE]
     if gate.asleep is not None:
         return json_reply({"models": []})
-    idle_s = request.app[CONFIG].sleep_idle_seconds
-    rest_s = max(0.0, idle_s - gate.idle_s()) if idle_s > 0 else FOR_EVER_S
+    idle_s, own_s = gate.keep_alive_s, request.app[CONFIG].sleep_idle_seconds
+    if idle_s is None:
+        idle_s = own_s if own_s > 0 else FOR_EVER_S
+    rest_s = min(max(0.0, idle_s - gate.idle_s()), FOR_EVER_S)
     running = partial(DescribedModel.running, expires_s=time.time() + rest_s)
     return json_reply({"models": [await _said(request, running)]})
 

@@ -29,24 +29,25 @@ _SAID: dict[str, Said] = {"/api/chat": chat_said, "/api/generate": generate_said
 
 
 async def forward(request: web.Request) -> web.StreamResponse:
-    """Pass on a request, and unload its model behind it if it says so. One that says nothing else loads
-    none to unload it."""
+    """Pass on a request, whose model stays loaded behind it for as long as it says. One that only unloads a model
+    loads none."""
     body = await read_bytes(request)
     asked = await asked_of(request, body)
     model = named(request, asked)
-    unloads = asked.unloads()
+    stays_s = asked.keep_alive_s()
     said = _SAID.get(request.path)
     if said is not None:
         asked.is_streamed()  # a request that only unloads is checked as well
-        if unloads and asked.is_empty(is_chat=said is chat_said):
+        if stays_s == 0 and asked.is_empty(is_chat=said is chat_said):
             require_overview(request)
-            request.app[MODELS].unload_when_idle(model)
+            request.app[MODELS].keep_alive(model, 0.0)
             return loaded_reply(asked.model_name(), said, "unload")
     # Lines of JSON have no comments that could keep a client patient: it waits, as Ollama's do.
     response = await pass_on(request, model, body)
     is_idle = model.n_running == 0 and model.n_waiting == 0
-    if unloads and response.status < 400 and is_idle and request[TENANT].sees_all:
-        request.app[MODELS].begin_unload(model)
+    is_last = is_idle and response.status < 400
+    if stays_s is not None and is_last and request[TENANT].sees_all:
+        request.app[MODELS].keep_alive(model, stays_s)
     return response
 
 
@@ -106,7 +107,5 @@ def _described(model: RoutedModel) -> DescribedModel:
 
 def _expires_s(model: RoutedModel) -> float:
     """When a model will be unloaded if no request comes, Unix time."""
-    idle_s = model.table.idle_s
-    if idle_s is None:
-        return time.time() + FOR_EVER_S
-    return time.time() + max(0.0, model.last_used_s + idle_s - time.monotonic())
+    rest_s = model.last_used_s + model.idle_s - time.monotonic()
+    return time.time() + min(max(0.0, rest_s), FOR_EVER_S)

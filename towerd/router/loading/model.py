@@ -6,6 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from typing import Any
 
 from towerd.errors import TowerdError, Unavailable
@@ -54,8 +55,8 @@ class RoutedModel:
     """Another model has waited long for its room: it takes no new requests until it has left."""
     is_unwanted: bool = False
     """It was unloaded while it was loading."""
-    leaves_when_idle: bool = False
-    """It is to be unloaded when its requests have ended, unless another begins."""
+    keep_alive_s: float | None = None
+    """Seconds for which the last request wants it to stay loaded behind it; None: as its table says."""
     is_gone: bool = False
     """It is not served any more, and is loaded for nobody."""
     was_loaded: bool = False
@@ -93,6 +94,13 @@ class RoutedModel:
     def is_on_its_way(self) -> bool:
         """Whether it is being loaded, or waits for room to be."""
         return self.state is State.LOADING or self.loading is not None
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds without a request after which it is unloaded; may be infinite."""
+        if self.keep_alive_s is not None:
+            return self.keep_alive_s
+        return inf if self.table.idle_s is None else self.table.idle_s
 
     def become(self, new: RoutedModel) -> None:
         """Have other files from the next load on."""

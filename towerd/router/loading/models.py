@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any, TypeVar
 
 import msgspec
@@ -140,7 +141,7 @@ class Models:
         if not model.takes_requests:
             model.raise_recent_failure()
         if is_use:
-            model.leaves_when_idle = False
+            model.keep_alive_s = None
         model.n_waiting += 1
         try:
             while not (model.takes_requests if is_use else model.state is State.LOADED):
@@ -169,14 +170,12 @@ class Models:
         self._watch_idle(model)
 
     def _watch_idle(self, model: RoutedModel) -> None:
-        """Unload a model that was unused for as long as its table says, or that is to leave then; look
-        again when it may be."""
-        idle_s = 0.0 if model.leaves_when_idle else model.table.idle_s
-        if idle_s is None or model.state is not State.LOADED or model.occupies().is_busy:
-            return
+        """Unload a model that was unused for long enough; look again when it may be."""
         if model.idle_timer is not None:
             model.idle_timer.cancel()
-        rest_s = model.last_used_s + idle_s - time.monotonic()
+        if model.state is not State.LOADED or model.occupies().is_busy or model.idle_s == inf:
+            return
+        rest_s = model.last_used_s + model.idle_s - time.monotonic()
         if rest_s > 0:
             loop = asyncio.get_running_loop()
             model.idle_timer = loop.call_later(rest_s, self._watch_idle, model)
@@ -380,11 +379,12 @@ class Models:
             model.state = State.STOPPING
             self._run(model.process.stop())
 
-    def unload_when_idle(self, model: RoutedModel) -> None:
-        """Unload a model, in order, when its requests have ended: those that run and those that wait for
-        it. One that begins later keeps it loaded."""
-        model.leaves_when_idle = model.is_running or model.is_on_its_way
-        self._watch_idle(model)
+    def keep_alive(self, model: RoutedModel, seconds: float) -> None:
+        """Unload a model, in order, so long after its requests have ended: those that run and those that wait
+        for it. One that begins later does not know of it."""
+        if model.is_running or model.is_on_its_way:
+            model.keep_alive_s = seconds
+            self._watch_idle(model)
 
     async def _watch(self, model: RoutedModel, process: ModelProcess) -> None:
         silence = asyncio.create_task(_watch_silence(model, process))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 APPLICATION_ID = 0x54575244
 """ASCII "TWRD", in the SQLite header."""
-VERSION = 9
+VERSION = 10
 VERSION_MIN = 8
 """The earliest version that is read."""
 _FIRST = """
@@ -252,6 +252,20 @@ CREATE INDEX responses_parent ON responses(parent) WHERE parent IS NOT NULL;
 CREATE INDEX responses_conversation ON responses(conversation) WHERE conversation IS NOT NULL;
 CREATE INDEX responses_session ON responses(session) WHERE session IS NOT NULL;
 """
-MIGRATIONS = {8: _RESPONSES}
+_MEDIA = """
+-- what clients sent for the media of sessions: files in media/; key: of the ids that stand for the first medium that
+-- a file is made into
+CREATE TABLE media (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    session INTEGER NOT NULL REFERENCES sessions,
+    key BLOB NOT NULL CHECK (length(key) = 16),
+    name TEXT NOT NULL,
+    digest BLOB NOT NULL CHECK (length(digest) = 16),
+    created REAL NOT NULL,
+    seal INTEGER NOT NULL DEFAULT 0x4000000000000000,
+    UNIQUE (session, key)
+) STRICT;
+"""
+MIGRATIONS = {8: _RESPONSES, 9: _MEDIA}
 """By version, what leads from it to the next one."""
 SCHEMA = _FIRST + "".join(MIGRATIONS.values())

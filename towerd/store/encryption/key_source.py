@@ -163,8 +163,8 @@ def _keyring() -> tuple[Any, type[Exception]]:
     return keyring, KeyringError
 
 
-def _no_keyring(error: Exception) -> str:
-    return f"The system's keyring cannot be used ({error}): give --encrypt passphrase or file:PATH."
+def _no_keyring(error: Exception, way_out: str) -> ConfigError:
+    return ConfigError(f"The system's keyring cannot be used ({error}): {way_out}.")
 
 
 def _keyring_get(account: str) -> bytes:
@@ -172,7 +172,7 @@ def _keyring_get(account: str) -> bytes:
     try:
         found = keyring.get_password(_SERVICE, account)
     except errors as error:
-        raise ConfigError(_no_keyring(error)) from error
+        raise _no_keyring(error, "unlock or start it") from error
     try:
         key = bytes.fromhex(found or "")
     except ValueError:
@@ -189,7 +189,7 @@ def _keyring_set(account: str, key: bytes) -> None:
     try:
         keyring.set_password(_SERVICE, account, key.hex())
     except errors as error:
-        raise ConfigError(_no_keyring(error)) from error
+        raise _no_keyring(error, "give --encrypt passphrase or file:PATH") from error
 
 
 def _keyring_delete(account: str) -> None:
@@ -197,4 +197,4 @@ def _keyring_delete(account: str) -> None:
     try:
         keyring.delete_password(_SERVICE, account)
     except errors as error:
-        raise ConfigError(_no_keyring(error)) from error
+        raise _no_keyring(error, "unlock or start it") from error

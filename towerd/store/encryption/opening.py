@@ -122,7 +122,7 @@ def _has_sealed(root: Path) -> bool:
     """Whether any file was sealed with keys that are not there."""
     from towerd.store.encryption.sealed_files import is_sealed
 
-    for folder in ("segments", "boundaries", "tokenizers"):
+    for folder in ("segments", "boundaries", "tokenizers", "media"):
         with suppress(OSError):
             if any(is_sealed(path) for path in (root / folder).iterdir()):
                 return True

@@ -135,6 +135,7 @@ def sealed_paths(directory: Directory) -> Iterator[Path]:
         directory.checkpoints,
         directory.bases,
         directory.tokenizers,
+        directory.media,
     ):
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             if path.is_file() and not path.is_symlink() and path.stat().st_size:

@@ -41,6 +41,7 @@ class Directory:
         self.journal = root / "journal"
         self.tables = root / "tables"
         self.tokenizers = root / "tokenizers"
+        self.media = root / "media"
         self.bases = root / "bases"
         self.catalog = root / "catalog.sqlite"
         self.lock = root / "lock"

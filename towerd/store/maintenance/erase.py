@@ -16,6 +16,7 @@ from towerd.store.rows.collect import GcReport, drop_foreign_file, has_unneeded
 from towerd.store.rows.rows import RowStore
 from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.sessions.deletions import DELETED_META
+from towerd.store.sessions.media import MediaTable
 from towerd.store.state.state import StoreState
 from towerd.store.tree.scope import tenant_of
 from towerd.tokens import ids_array
@@ -39,6 +40,7 @@ def erase(
     state: StoreState,
     rows: RowStore,
     vocabularies: Vocabularies,
+    media: MediaTable,
     report: GcReport,
 ) -> GcReport:
     """Erase what a collection has left; returns its report with the bytes freed here as well. The
@@ -50,6 +52,7 @@ def erase(
         _cut_file(rows, file, was_deleted)
     with state.lock:
         freed = _erase_copies(state, vocabularies)
+    freed += media.sweep()
     state.catalog.purge()
     rows.replaced.remove_all()
     return replace(report, bytes_freed=report.bytes_freed + freed)

@@ -42,6 +42,7 @@ from towerd.store.segments.segment_header import (
 )
 from towerd.store.sessions.cold import ColdTable
 from towerd.store.sessions.foreign import prefix_of
+from towerd.store.sessions.media import MediaTable
 from towerd.store.state.state import StoreState
 from towerd.store.tree.node import Node
 from towerd.store.tree.scope import public_of, readable_scopes
@@ -236,6 +237,7 @@ def verify(
     state: StoreState,
     rows: RowStore,
     cold: ColdTable,
+    media: MediaTable,
     pool: Executor,
     progress: Callable[[int, int], None] | None,
     *,
@@ -278,7 +280,7 @@ def verify(
         done += size
         if progress is not None:
             progress(done, total)
-    found += cold.damaged()
+    found += [*cold.damaged(), *media.problems()]
     if repair:
         found += _repair(state.catalog)
     return VerifyReport(

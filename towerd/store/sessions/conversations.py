@@ -38,6 +38,15 @@ class ContextItem:
         return ContextItem(name, msgspec.json.encode(body), self.is_named)
 
 
+PackedItem: TypeAlias = tuple[ContextItem, bytes]
+"""An item, and its body as the catalog keeps it."""
+
+
+def packed(items: Iterable[ContextItem]) -> list[PackedItem]:
+    """Items ready to be appended. Compresses: call it without the store's lock."""
+    return [(item, pack(item.body)) for item in items]
+
+
 @dataclass(frozen=True, slots=True)
 class ResponseContext:
     """What a response follows, and where that is kept."""
@@ -78,11 +87,11 @@ class ConversationTable:
         """A new conversation with these items. Raises InvalidRequest if two of one id differ, or
         DiskLimitReached."""
         self.limit.check()
-        name, now = "conv_" + secrets.token_hex(24), self.clock()
+        name, now, added = "conv_" + secrets.token_hex(24), self.clock(), packed(items)
         with self.locked(), self.catalog.transaction():
             facts = {"scope": scope, "name": name, "metadata": metadata, "created": now}
             pk = self.catalog.insert("conversations", **facts)
-            append_items(self.catalog, pk, items, now, renames=False)
+            append_items(self.catalog, pk, added, now, renames=False)
         return Conversation(name, metadata, now)
 
     def get(self, scope: str, name: str) -> Conversation:
@@ -139,9 +148,10 @@ class ConversationTable:
     def add_items(self, scope: str, name: str, items: Sequence[ContextItem]) -> None:
         """Add items at the end. Raises InvalidRequest if it has another one of the same id, or DiskLimitReached."""
         self.limit.check()
+        added = packed(items)
         with self.locked(), self.catalog.transaction():
             pk = self._row(scope, name)["id"]
-            append_items(self.catalog, pk, items, self.clock(), renames=False)
+            append_items(self.catalog, pk, added, self.clock(), renames=False)
 
     def delete_item(self, scope: str, name: str, item: str) -> Conversation:
         """Delete an item; returns its conversation. Later responses do not follow it."""
@@ -169,7 +179,7 @@ class ConversationTable:
 def append_items(
     catalog: Catalog,
     conversation: int,
-    items: Iterable[ContextItem],
+    items: Sequence[PackedItem],
     now: float,
     session: int | None = None,
     *,
@@ -181,34 +191,35 @@ def append_items(
         "INSERT INTO conversation_items(conversation, session, name, body, created)"
         " VALUES (?, ?, ?, ?, ?)",
         [
-            (conversation, session, item.name, pack(item.body), now)
-            for item in _new_items(catalog, conversation, list(items), renames=renames)
+            (conversation, session, item.name, blob, now)
+            for item, blob in _new_items(catalog, conversation, items, renames=renames)
         ],
     )
 
 
 def _new_items(
-    catalog: Catalog, conversation: int, items: Sequence[ContextItem], *, renames: bool
-) -> Iterator[ContextItem]:
+    catalog: Catalog, conversation: int, items: Sequence[PackedItem], *, renames: bool
+) -> Iterator[PackedItem]:
     """Those that a conversation does not have, each with an id that is new there."""
-    names = msgspec.json.encode([item.name for item in items]).decode()
+    names = msgspec.json.encode([item.name for item, _ in items]).decode()
     where = "conversation = ? AND name IN (SELECT value FROM json_each(?))"
     rows = catalog.sealed("conversation_items", where, (conversation, names))
     known = {row["name"]: [msgspec.json.decode(unpack(row["body"]))] for row in rows}
-    for item in items:
+    for item, blob in items:
         body, alike = msgspec.json.decode(item.body), known.setdefault(item.name, [])
         if body in alike:
             continue
         alike.append(body)
         if len(alike) == 1:
-            yield item
+            yield item, blob
         elif not renames:
             raise InvalidRequest(
                 f"Another item with id '{item.name[:100]}' is in the conversation already",
                 param="items",
             )
         else:
-            yield item.renamed(f"{item.name}_{secrets.token_hex(8)}")
+            other = item.renamed(f"{item.name}_{secrets.token_hex(8)}")
+            yield other, pack(other.body)
 
 
 def forget_conversations(catalog: Catalog, rows: Sequence[int]) -> None:

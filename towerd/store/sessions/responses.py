@@ -25,6 +25,7 @@ from towerd.store.sessions.conversations import (
     append_items,
     forget_conversations,
     note_deletion,
+    packed,
 )
 from towerd.store.sessions.json_blob import pack, unpack
 
@@ -106,11 +107,12 @@ class ResponseTable:
         its turn was recorded in. Returns False and keeps nothing if that, or what it continues, was deleted."""
         own, body = pack(_array(item.body for item in new.input)), pack(new.body)
         context, now = new.context, self.clock()
+        is_said = context.conversation is not None
+        added = packed((*new.input, *new.output)) if is_said else []
         with self.locked(), self.catalog.transaction():
             if not self._is_there(new, session):
                 return False
             if context.conversation is not None:
-                added = (*new.input, *new.output)
                 append_items(self.catalog, context.conversation, added, now, session)
             if new.body:
                 self.catalog.insert(

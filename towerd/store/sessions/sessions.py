@@ -18,6 +18,7 @@ from towerd.store.sessions.deletions import (
     decode_hashes,
     hashes_at,
 )
+from towerd.store.sessions.media import forget_media
 from towerd.store.sessions.responses import forget_session
 from towerd.store.sessions.turn import SessionInfo, Turn, TurnInfo
 from towerd.store.tree.node import Node
@@ -375,6 +376,7 @@ class SessionTable:
         with self.catalog.transaction():
             pk = (session.pk,)
             forget_session(self.catalog, session.pk)
+            forget_media(self.catalog, session.pk)
             self.catalog.run("UPDATE sessions SET leaf = NULL WHERE pk = ?", pk)
             self.catalog.run("UPDATE turns SET parent = NULL WHERE session = ?", pk)
             self.catalog.run("DELETE FROM turns WHERE session = ?", pk)

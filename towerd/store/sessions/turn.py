@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from towerd.store.sessions.deletions import DeletionWatch
+from towerd.store.sessions.media import SentMedium
 from towerd.store.tree.node import Node
 from towerd.tokens import Ids
 
@@ -38,6 +40,8 @@ class Turn:
     """Leading tokens whose rows the store has or gets; None: the first `n_cached`."""
     since: DeletionWatch | None = None
     """What was deleted since its request began."""
+    media: Sequence[SentMedium] = ()
+    """The files of its pictures and sounds."""
 
 
 @dataclass(frozen=True, slots=True)

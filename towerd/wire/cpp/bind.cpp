@@ -192,7 +192,14 @@ void bind_media(nb::module_ & m) {
             unlocked([&] { answering(ERROR_TYPE_INVALID_REQUEST, [&] { check_medium(file); }); });
         },
         "data"_a);
-    nb::class_<Medium>(m, "Medium").def_prop_ro("ids", [](const Medium & medium) { return nb::cast(ids_of(medium.ids)); });
+    nb::class_<Medium>(m, "Medium")
+        .def_prop_ro("ids", [](const Medium & medium) { return nb::cast(ids_of(medium.ids)); })
+        .def_prop_ro("file", [](const Medium & medium) -> nb::object {
+            if (medium.file == nullptr) {
+                return nb::none();
+            }
+            return nb::bytes(medium.file->data(), medium.file->size());
+        });
     nb::class_<Encoded>(m, "Encoded");
     nb::class_<Projector>(m, "Projector")
         .def(
@@ -271,7 +278,18 @@ void bind_model(nb::module_ & m) {
                  const std::string text = text_of(body);
                  return bytes_of(unlocked([&] { return count_reply(model, endpoint_named(endpoint).type, text); }));
              },
-             "endpoint"_a, "body"_a);
+             "endpoint"_a, "body"_a)
+        .def("media_of",
+             [](const Model & model, const nb::bytes & data, size_t n_times) {
+                 const auto *     begin = reinterpret_cast<const uint8_t *>(data.c_str());
+                 const raw_buffer file(begin, begin + data.size());
+                 return unlocked([&] {
+                     std::vector<Medium> media;
+                     answering(ERROR_TYPE_INVALID_REQUEST, [&] { media = media_of(model, file, n_times); });
+                     return media;
+                 });
+             },
+             "file"_a, "n_times"_a);
 }
 
 struct Span {

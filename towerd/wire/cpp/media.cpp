@@ -7,6 +7,7 @@
 #include "fields.h"
 #include "hash/hash.h"
 #include "head.h"
+#include "prompts.h"
 #include "refused.h"
 
 namespace towerd::wire {
@@ -116,7 +117,7 @@ Medium Projector::medium_of(const mtmd_input_chunk * chunk, size_t ordinal) cons
         }
         ids.front() = static_cast<llama_token>(first);
     }
-    return {{mtmd_input_chunk_copy(chunk), mtmd_input_chunk_free}, ids};
+    return {{mtmd_input_chunk_copy(chunk), mtmd_input_chunk_free}, ids, nullptr};
 }
 
 std::vector<float> Projector::encode(const Medium & medium) const {
@@ -157,9 +158,31 @@ int32_t Projector::show(const mtmd_helper_embd_batch * part, void * head) {
     return 0;
 }
 
-Prompt prompt_of_tokens(const server_tokens & tokens, const Projector * projector) {
+namespace {
+
+// Gives each file to the first medium that is made of it. libmtmd names media by the bytes of their file, so that the
+// names and the files come in the same order; frames of a video have names of their own, and then no file is given.
+void give_files(std::vector<Medium> & media, const std::vector<size_t> & firsts, const std::vector<raw_buffer> & files) {
+    std::vector<const raw_buffer *> distinct;
+    for (const auto & file : files) {
+        if (std::none_of(distinct.begin(), distinct.end(), [&](const raw_buffer * one) { return *one == file; })) {
+            distinct.push_back(&file);
+        }
+    }
+    if (distinct.size() != firsts.size()) {
+        return;
+    }
+    for (size_t i = 0; i < firsts.size(); ++i) {
+        media.at(firsts[i]).file = std::make_shared<const raw_buffer>(*distinct[i]);
+    }
+}
+
+}  // namespace
+
+Prompt prompt_of_tokens(const server_tokens & tokens, const Projector * projector, const std::vector<raw_buffer> & files) {
     Prompt                        out;
     std::map<std::string, size_t> seen;
+    std::vector<size_t>           firsts;
     while (out.ids.size() < tokens.size()) {
         const llama_token token = tokens[out.ids.size()];
         if (token != LLAMA_TOKEN_NULL || projector == nullptr) {
@@ -171,14 +194,29 @@ Prompt prompt_of_tokens(const server_tokens & tokens, const Projector * projecto
         }
         const auto & chunk = tokens.find_chunk(out.ids.size());
         const char * id    = mtmd_input_chunk_get_id(chunk.get());
-        out.media.push_back(projector->medium_of(chunk.get(), seen[id == nullptr ? "" : id]++));
+        const size_t ordinal = seen[id == nullptr ? "" : id]++;
+        if (ordinal == 0) {
+            firsts.push_back(out.media.size());
+        }
+        out.media.push_back(projector->medium_of(chunk.get(), ordinal));
         const auto & ids = out.media.back().ids;
         out.ids.insert(out.ids.end(), ids.begin(), ids.end());
     }
     if (!out.media.empty() && out.ids.back() < 0) {
         refuse("The prompt ends with a medium: text has to follow it");
     }
+    give_files(out.media, firsts, files);
     return out;
+}
+
+std::vector<Medium> media_of(const Model & model, const raw_buffer & file, size_t n_times) {
+    const std::vector<raw_buffer> files(n_times, file);
+    std::string                   text;
+    for (size_t i = 0; i < n_times; ++i) {
+        text += get_media_marker();
+    }
+    auto inputs = tokenized(model, text + "\n", files);
+    return prompt_of_tokens(inputs.at(0), model.projector().get(), files).media;
 }
 
 llama_tokens text_of(const llama_tokens & ids) {

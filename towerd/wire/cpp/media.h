@@ -26,6 +26,8 @@ struct Medium {
     // With M-RoPE, bit 29 of the first is set if all tokens are at one position; its lowest 16 bits are then how many
     // positions the next token is behind that.
     llama_tokens ids;
+    // What the client sent, for the first medium that is made of it; null for the others, and where that is not known.
+    std::shared_ptr<const raw_buffer> file;
 };
 
 class Projector {
@@ -67,12 +69,16 @@ private:
     mutable std::mutex                  encoding_;
 };
 
-// A tokenized prompt with the ids of its media. Raises Refused. `projector` may be null if there are none.
+// A tokenized prompt with the ids of its media, which are made of `files`. Raises Refused. `projector` may be null if
+// there are none.
 struct Prompt {
     llama_tokens        ids;
     std::vector<Medium> media;
 };
-Prompt prompt_of_tokens(const server_tokens & tokens, const Projector * projector);
+Prompt prompt_of_tokens(const server_tokens & tokens, const Projector * projector, const std::vector<raw_buffer> & files);
+
+// The media that a file is made into where a prompt has it `n_times`. Raises Refused.
+std::vector<Medium> media_of(const Model & model, const raw_buffer & file, size_t n_times);
 
 // Only the ids that are tokens.
 llama_tokens text_of(const llama_tokens & ids);

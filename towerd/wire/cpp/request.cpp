@@ -328,7 +328,7 @@ void Request::take(const json & data, const std::vector<raw_buffer> & files) {
         sent_ = sent_fields(data);
     }
     for (const auto & input : inputs) {
-        Prompt prompt = prompt_of_tokens(input, model_->projector().get());
+        Prompt prompt = prompt_of_tokens(input, model_->projector().get(), files);
         prompts_.push_back(std::move(prompt.ids));
         media_.push_back(std::move(prompt.media));
         check_tokens(*model_, prompts_.back());

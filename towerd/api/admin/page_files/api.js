@@ -97,8 +97,10 @@ export const beginChat = (name, body, model, signal) =>
 // That which continues one.
 export const continueChat = (path, body, signal) => streamReply(OWN + path, body, asked, signal);
 
+export const fetchBlob = async (path) => (await send(addressed(path, asked), "GET")).blob();
+
 export async function download(path, name) {
-  const url = URL.createObjectURL(await (await send(addressed(path, asked), "GET")).blob());
+  const url = URL.createObjectURL(await fetchBlob(path));
   const link = document.createElement("a");
   link.href = url;
   link.download = name;

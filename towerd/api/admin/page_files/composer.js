@@ -16,7 +16,7 @@ async function sees(model) {
   return seeing.get(model);
 }
 
-const dataOf = (file) => new Promise((resolve, reject) => {
+export const dataOf = (file) => new Promise((resolve, reject) => {
   const reader = new FileReader();
   reader.onload = () => resolve(reader.result);
   reader.onerror = () => reject(reader.error);
@@ -34,10 +34,16 @@ function keep(name, text) {
   }
 }
 
-export function contentOf(text, pictures) {
-  if (!pictures.length) return text;
-  return [...(text ? [{ type: "text", text }] : []),
-    ...pictures.map((url) => ({ type: "image_url", image_url: { url } }))];
+// A part of a message. url: of its data.
+function partOf(url) {
+  if (!url.startsWith("data:audio/")) return { type: "image_url", image_url: { url } };
+  const format = url.startsWith("data:audio/wav") ? "wav" : "mp3";
+  return { type: "input_audio", input_audio: { data: url.slice(url.indexOf(",") + 1), format } };
+}
+
+// media: URLs of their data.
+export function contentOf(text, media) {
+  return media.length ? [...(text ? [{ type: "text", text }] : []), ...media.map(partOf)] : text;
 }
 
 // name: of the draft. model: that of the pictures' capability, or undefined for what `choice` says.

@@ -28,9 +28,15 @@ function paragraphs(text) {
 const folded = (name, text, open = false) =>
   el("details", { open }, el("summary", {}, `${name}, ${count(text.length)} characters`), words(text));
 
-// The bytes of a picture are not kept: it is shown where it was sent from, as long as that page is open.
+const unknownMedium = () => el("p", { class: "quiet medium" }, "A picture or a sound");
+
+// data: a promise of a data URL, or null where what was sent is not kept.
 function medium(data) {
-  return data ? el("img", { src: data, alt: "Picture" }) : el("p", { class: "quiet medium" }, "A picture or a sound");
+  if (!data) return unknownMedium();
+  const place = el("span", { class: "quiet medium" }, "A picture or a sound…");
+  data.then((url) => place.replaceWith(url.startsWith("data:image/") ? el("img", { src: url, alt: "Picture" })
+    : el("audio", { src: url, controls: true })), () => place.replaceWith(unknownMedium()));
+  return place;
 }
 
 // pictures: takes the data of the next picture of the conversation, if it is known.
@@ -45,7 +51,7 @@ const isResult = ({ role, parts }) => role === "user" && parts.every((part) => p
 
 export const textOf = ({ parts }) => parts.filter((each) => each.kind === "text").map((each) => each.text).join("\n\n");
 
-// actions: returns the buttons of a message.
+// pictures: as above. actions: returns the buttons of a message.
 export function article(message, pictures, actions = () => []) {
   const { parts } = message;
   const role = isResult(message) ? "tool" : message.role;
@@ -55,15 +61,15 @@ export function article(message, pictures, actions = () => []) {
     el("div", { class: "does" }, actions(message)));
 }
 
-// All messages, of a long conversation the last ones first. data: of the pictures in their order.
+// All messages, of a long conversation the last ones first. data: of the pictures in their order. actions: returns
+// the buttons of a message, whose pictures it is given.
 export function articles(messages, data, actions) {
   let place = 0;
   const made = messages.map((message) => {
-    const first = place;
-    place += message.parts.filter((part) => part.kind === "medium").length;
+    const own = data.slice(place, place += message.parts.filter((part) => part.kind === "medium").length);
     return () => {
-      let next = first;
-      return article(message, () => data[next++], actions);
+      let next = 0;
+      return article(message, () => own[next++], () => actions(message, own));
     };
   });
   if (made.length <= SHOWN) return made.map((make) => make());

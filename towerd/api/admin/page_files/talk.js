@@ -1,8 +1,8 @@
 // The messages of a conversation, and what is written to it: a reply is streamed, can be stopped, made anew, and
 // a message of the user's changed. What is continued are the tokens in the store, on whatever device they were said.
 
-import { beginChat, call, continueChat, query, randomName } from "./api.js";
-import { Composer, contentOf } from "./composer.js";
+import { beginChat, call, continueChat, fetchBlob, query, randomName } from "./api.js";
+import { Composer, contentOf, dataOf } from "./composer.js";
 import { count, el } from "./dom.js";
 import { all, choose, chosen } from "./models.js";
 import { Growing, article, articles, textOf } from "./messages.js";
@@ -12,7 +12,8 @@ const RECORDED_MS = 250;
 const RECORDED_TRIES = 40;
 const SLACK_PX = 120;
 const notes = new Map();
-const sentPictures = new Map();
+const PICTURES_MAX = 100;
+const pictures = new Map();
 
 const keyOf = (chat) => JSON.stringify([chat.id, chat.scope ?? "", chat.tokenizer ?? ""]);
 const wait = (ms) => new Promise((resolve) => { setTimeout(resolve, ms); });
@@ -72,8 +73,19 @@ const userMessage = (text, pictures) =>
 
 const shownMessage = (text, pictures) => {
   let next = 0;
-  return article(userMessage(text, pictures), () => pictures[next++]);
+  return article(userMessage(text, pictures), () => Promise.resolve(pictures[next++]));
 };
+
+// The data of a picture of a conversation, which is asked for once.
+function pictureAt(path) {
+  if (!pictures.has(path)) {
+    const data = fetchBlob(path).then(dataOf);
+    data.catch(() => pictures.delete(path));
+    pictures.set(path, data);
+    if (pictures.size > PICTURES_MAX) pictures.delete(pictures.keys().next().value);
+  }
+  return pictures.get(path);
+}
 
 export class Talk {
   // chat: what names it. ended: called after each reply.
@@ -87,14 +99,14 @@ export class Talk {
     this.elsewhere = el("p", { class: "quiet", hidden: true }, "A reply is being written…");
     this.composer = new Composer(keyOf(chat), chosen(), (text, pictures, signal, began) =>
       this.reply({ message: { role: "user", content: contentOf(text, pictures) } }, signal,
-        { asked: shownMessage(text, pictures), pictures, began }));
+        { asked: shownMessage(text, pictures), began }));
     this.composer.form.hidden = true;
     this.element = el("div", { class: "talk" }, this.messages, this.elsewhere, this.status, this.composer.form);
   }
 
-  path(more = {}) {
+  path(more = {}, of = "chat") {
     const which = { scope: this.chat.scope, tokenizer: this.chat.tokenizer };
-    return `/sessions/${encodeURIComponent(this.chat.id)}/chat${query({ ...which, ...more })}`;
+    return `/sessions/${encodeURIComponent(this.chat.id)}/${of}${query({ ...which, ...more })}`;
   }
 
   get isRunning() {
@@ -126,23 +138,24 @@ export class Talk {
   // While a message is being changed, its form stays where it is: what is new is shown when it is closed or sent.
   show(read) {
     this.read = read;
-    const { messages, continues } = this.read;
+    const { messages, continues, media } = this.read;
     const last = messages.at(-1);
-    const actions = (message) => (continues ? this.actions(message, message === last) : []);
+    const actions = (message, own) => (continues ? this.actions(message, message === last, own) : []);
+    const data = media.map((key) => key && pictureAt(this.path({}, `media/${key}`)));
     this.isBehind = this.isEdited;
-    if (!this.isBehind) this.messages.replaceChildren(...articles(messages, sentPictures.get(keyOf(this.chat)) ?? [], actions));
+    if (!this.isBehind) this.messages.replaceChildren(...articles(messages, data, actions));
     this.composer.form.hidden = !continues;
     const said = notes.get(keyOf(this.chat));
     if (said) said.turn ??= this.read.turn;
     this.status.replaceChildren(...(said?.turn === this.read.turn ? said.note : []));
   }
 
-  actions(message, isLast) {
+  actions(message, isLast, own) {
     const button = (text, click) => el("button", { class: "small", type: "button", click }, text);
     const copy = navigator.clipboard ? [button("Copy", () => navigator.clipboard.writeText(textOf(message)))] : [];
     if (message.role === "user" && !textOf(message)) return [];
     if (message.role === "user") {
-      return this.read.named ? [button("Edit", (event) => this.edit(message, event.target)), ...copy] : copy;
+      return this.read.named ? [button("Edit", (event) => this.edit(message, own, event.target)), ...copy] : copy;
     }
     if (isLast && message.role === "assistant") {
       return [button("Regenerate", () => this.composer.run((signal) =>
@@ -151,8 +164,8 @@ export class Talk {
     return message.role === "assistant" ? copy : [];
   }
 
-  // Puts a message into a box of its own; what is sent of it branches off where it began.
-  edit(message, at) {
+  // Puts a message into a box of its own; what is sent of it branches off where it began. own: the data of its pictures.
+  edit(message, own, at) {
     if (this.isEdited) this.edited.querySelector("textarea").focus();
     if (this.isRunning || this.isEdited) return;
     const [shown, { turn }] = [at.closest(".message"), this.read];
@@ -167,13 +180,14 @@ export class Talk {
       const text = box.value;
       if (!text.trim()) return;
       this.composer.run(async (signal) => {
-        const content = { turn, at: message.at, message: { role: "user", content: text } };
+        const sent = await Promise.all(own.filter((data) => data));
+        const content = { turn, at: message.at, message: { role: "user", content: contentOf(text, sent) } };
         const behind = [];
         for (let next = form.nextElementSibling; next; next = next.nextElementSibling) behind.push(next);
         const before = [form, ...behind];
         for (const each of before) each.hidden = true;
         try {
-          await this.reply(content, signal, { asked: shownMessage(text, []) });
+          await this.reply(content, signal, { asked: shownMessage(text, sent) });
         } catch (error) {
           for (const each of before) each.hidden = false;
           throw error;
@@ -186,8 +200,8 @@ export class Talk {
         event.stopPropagation();
         close();
       }
-    } }, box, message.parts.some((part) => part.kind === "medium")
-      ? el("p", { class: "quiet" }, "It is sent without its pictures.") : null,
+    } }, box, own.some((data) => !data)
+      ? el("p", { class: "quiet" }, "It is sent without the pictures that are not kept.") : null,
     el("div", { class: "does" }, el("button", { class: "main" }, "Send as a branch"),
       el("button", { type: "button", click: close }, "Cancel")));
     shown.replaceWith(form);
@@ -195,7 +209,7 @@ export class Talk {
   }
 
   // Asks for a reply. asked: the message as it is shown until it is recorded. instead: what it takes the place of.
-  async reply(body, signal, { asked = null, pictures = [], instead = null, began } = {}) {
+  async reply(body, signal, { asked = null, instead = null, began } = {}) {
     const before = this.read.turn;
     if (asked) this.messages.append(asked);
     if (instead) instead.hidden = true;
@@ -206,11 +220,6 @@ export class Talk {
       asked?.remove();
       if (instead) instead.hidden = false;
       throw error;
-    }
-    if (pictures.length) {
-      const known = sentPictures.get(keyOf(this.chat)) ?? [];
-      const n = this.read.messages.flatMap((each) => each.parts).filter((part) => part.kind === "medium").length;
-      sentPictures.set(keyOf(this.chat), [...Array.from({ length: n }, (_, i) => known[i]), ...pictures]);
     }
     this.chat = { ...this.chat, turn: undefined };
     const follows = endIsSeen(this.messages.lastElementChild);
@@ -270,7 +279,6 @@ export function newChat(pane) {
     const scope = (await exists(name))?.session.scope;
     const key = keyOf({ id: name, scope });
     if (last) notes.set(key, { note: note(last) });
-    if (pictures.length) sentPictures.set(key, pictures);
     if (!pane.isConnected) return;
     location.hash = `#/chat/${encodeURIComponent(name)}${query({ scope })}`;
   });

@@ -32,7 +32,7 @@ class Ready:
     load: int
     span: Span
     medium: Medium | None
-    """None if it did not come with the request."""
+    """None if it did not come with the request, and is not kept."""
     encoded: Encoded | TowerdError | None
 
 
@@ -69,32 +69,40 @@ class Media:
                 f"A chat with media cannot be kept with retention {request.live.policy!r}: send "
                 '"retention": "none".'
             )
-        n_max = self._context.n_ubatch
         for medium in request.media:
-            if len(medium.ids) > n_max and self._projector.is_whole(medium):
-                raise InvalidRequest(
-                    f"A medium of {len(medium.ids)} tokens has to be evaluated at once by this "
-                    f"model: start towerd with --ubatch-size {len(medium.ids)} (now {n_max})."
-                )
+            self._check_size(medium, self._projector)
+
+    def _check_size(self, medium: Medium, projector: Projector) -> None:
+        n_max = self._context.n_ubatch
+        if len(medium.ids) > n_max and projector.is_whole(medium):
+            raise InvalidRequest(
+                f"A medium of {len(medium.ids)} tokens has to be evaluated at once by this "
+                f"model: start towerd with --ubatch-size {len(medium.ids)} (now {n_max})."
+            )
 
     def encode(self, job: Job, on_ready: Callable[[Job, Ready], None]) -> None:
         """Encode the medium that `job` stands before; `on_ready` is called on another thread."""
         span = job.medium_at(job.n_live)
         assert span is not None
         job.loads += 1
-        load, medium = job.loads, _find(job, span)
-        projector = self._projector
-        if medium is None or projector is None:
+        load, projector, kept = job.loads, self._projector, job.request.kept_media
+        medium = _find(job, span)
+        if projector is None or (medium is None and kept is None):
             on_ready(job, Ready(load, span, None, None))
             return
-        found = medium
 
         def work() -> None:
+            found = medium
+            made: Encoded | TowerdError | None = None
             with self._encoding:
                 if not job.awaits(load):
                     return  # its client left while it waited behind others
                 try:
-                    made: Encoded | TowerdError = projector.encode(found)
+                    if found is None and kept is not None:
+                        found = kept(job.ids[slice(*span)])
+                    if found is not None:
+                        self._check_size(found, projector)
+                        made = projector.encode(found)
                 except TowerdError as error:
                     made = error
             on_ready(job, Ready(load, span, found, made))
@@ -113,7 +121,10 @@ class Media:
         if isinstance(ready.encoded, TowerdError):
             raise ready.encoded
         if ready.medium is None or ready.encoded is None or self._projector is None:
-            raise InvalidRequest("The rows of a medium are gone: send it with the request again.")
+            raise InvalidRequest(
+                "What was computed for a picture or sound of this conversation is gone, and the request does not "
+                "bring it again: send it along."
+            )
         self.n_encoded += 1
         start, end = ready.span
         if not make_room(end - start):

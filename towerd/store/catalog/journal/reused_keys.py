@@ -14,7 +14,7 @@ from towerd.store.catalog.journal.tables import Table, TableChange
 from towerd.store.tree.node import PUBLIC
 from towerd.store.tree.scope import tenant_of
 
-_OF_SESSIONS = frozenset(("turns", "cold", "blobs", "responses", "conversation_items"))
+_OF_SESSIONS = frozenset(("turns", "cold", "blobs", "responses", "conversation_items", "media"))
 """Tables whose rows belong to the session that their column `session` names."""
 _REPLACED = (
     "SELECT pk FROM sessions WHERE pk = :pk"
@@ -70,6 +70,7 @@ def _forget(db: sqlite3.Connection, pk: int, since: float, digest: bytes | None)
         db.execute("DELETE FROM blobs WHERE session = ?", (pk,))
         db.execute("DELETE FROM cold WHERE session = ?", (pk,))
     which = pk, since  # a response, too, is entered without its session
+    db.execute("DELETE FROM media WHERE session = ? AND created < ?", which)
     for conversation in db.execute(_CONVERSATIONS, which).fetchall():
         db.execute("UPDATE responses SET conversation = NULL WHERE conversation = ?", conversation)
         db.execute("DELETE FROM conversation_items WHERE conversation = ?", conversation)
