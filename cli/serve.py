@@ -82,7 +82,7 @@ def _configure_log(config: Config) -> None:
             logging.getLogger("towerd.serve").info("%s has no effect: %s", name, why)
     if config.models_dir is not None and (config.model or config.hf_repo):
         logging.getLogger("towerd.serve").info(
-            "--models-dir has no effect: one model is named, and is served alone"
+            "--models-dir has no effect: one model is named, and only that is served"
         )
 
 

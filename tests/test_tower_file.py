@@ -264,8 +264,8 @@ def test_every_flipped_byte_and_every_cut_is_told(pack: Pack) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "no .tower file"),
-        (b"GGUF" * 20, "no .tower file"),
+        (b"", "not a .tower file"),
+        (b"GGUF" * 20, "not a .tower file"),
         (b"TWRS\1", "truncated: it has only 5 bytes"),
         (b"TWRS\3" + bytes(60), "version 3, and this towerd reads up to 2: update towerd"),
         (b"TWRS\1" + struct.pack("<Q", 2**63) + bytes(60), "73 of its 9223372036854775808 bytes"),

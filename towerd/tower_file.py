@@ -384,7 +384,7 @@ def read(data: bytes) -> TowerFile:
 def _checked(data: bytes) -> tuple[int, bytes]:
     """The version, and the bytes between the header and the checksum, which is verified."""
     if not data.startswith(MAGIC[: len(data)]) or not data:
-        raise TowerFileError("This is no .tower file: towerctl export writes them.")
+        raise TowerFileError("This is not a .tower file: towerctl export writes them.")
     if len(data) < _FIXED.size + _CHECKSUM_BYTES:
         raise TowerFileError(f"The .tower file is truncated: it has only {len(data)} bytes.")
     _, version, n_bytes = _FIXED.unpack_from(data)

@@ -165,7 +165,7 @@ def import_session(
 
     if is_public(scope):
         raise InvalidRequest(
-            "Sessions belong to a tenant, and 'public' is none: name another scope."
+            "Sessions belong to a tenant, and 'public' is not one: name another scope."
         )
     store.disk.check()
     file = read(data)

@@ -123,8 +123,8 @@ class Benchmarks(LazyGroup):
         """As LazyGroup, with one sentence for a benchmark of a laboratory that is not there."""
         if cmd_name in BENCHMARKS and not self._present(cmd_name) and not ctx.resilient_parsing:
             raise click.ClickException(
-                f"`towerctl bench {cmd_name}` is in the source checkout: towerd's repository, with "
-                "towerd installed from there by `make setup`."
+                f"`towerctl bench {cmd_name}` needs a checkout of towerd's repository, with "
+                "towerd installed from it by `make setup`."
             )
         return super().get_command(ctx, cmd_name)
 

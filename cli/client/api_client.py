@@ -262,7 +262,9 @@ class ApiClient:
         """The file of the served model, if the daemon runs on this machine. Raises NotFound."""
         path = Path(self.stats()["model_path"])
         if not path.is_file():
-            raise NotFound(f"The served model, {path}, is not on this machine: ask there.")
+            raise NotFound(
+                f"The served model, {path}, is not on this machine: run this command on the daemon's machine."
+            )
         return path
 
     def stats(self) -> Json:

@@ -62,7 +62,9 @@ def _ready(process: subprocess.Popen[bytes], socket: Path, log: Path) -> ApiClie
         if process.poll() is not None:
             lines = log.read_text(errors="replace").strip().splitlines()
             said = lines[-1].removeprefix("Error: ") if lines else "It said nothing."
-            raise ConfigError(f"No daemon ran, and one that was started has ended: {said}")
+            raise ConfigError(
+                f"No daemon was running, and the one that this command started has ended: {said}"
+            )
         if client is None and listens(socket):
             client = ApiClient.at_socket(socket)
         time.sleep(POLL_S)

@@ -29,7 +29,7 @@ def encrypt(source: str, store_dir: str | None) -> None:
 
     if is_encrypted(root):
         _change(root, source)
-        click.echo(f"{root} is opened by {source} now; the earlier key opens it no more.")
+        click.echo(f"{root} is opened by {source} now; the earlier key no longer opens it.")
     else:
         _encrypt(root, source)
         click.echo(f"{root} is encrypted, and opened by {source}; keep a copy of that key.")

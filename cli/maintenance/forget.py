@@ -56,7 +56,7 @@ def forget(
     if tenant == "":
         raise click.UsageError("--tenant needs a name.")
     if names and (older_than is not None or tenant is not None):
-        raise click.UsageError("Name sessions, or say --older-than or --tenant.")
+        raise click.UsageError("Name sessions, or give --older-than or --tenant.")
     with connect(target) as backend:
         asked = (backend.session(name, scope)["session"] for name in names)
         named = list({(each["scope"], each["id"]): each for each in asked}.values())
@@ -93,7 +93,7 @@ def _say(found: Json) -> None:
         click.echo(
             "Replies that are being generated still need some of it: run towerctl forget again."
         )
-    click.echo("Tokens that other sessions begin with, too, stay theirs.")
+    click.echo("Tokens that other sessions also begin with stay theirs.")
     if found.get("shared"):
         click.echo("What was put into the shared store stays there: towerctl shared rm deletes it.")
 

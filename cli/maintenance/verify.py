@@ -50,7 +50,9 @@ def _print(report: Json) -> None:
     for note in report["recovered"]:
         click.echo(f"Recovered: {clean(str(note))}")
     if report["orphans"]:
-        click.echo(f"{report['orphans']:,} files are left of a crash; towerctl gc removes them.")
+        click.echo(
+            f"{report['orphans']:,} files are left over from a crash; towerctl gc removes them."
+        )
     if report["ok"]:
         click.echo("All is well.")
         return
@@ -63,6 +65,6 @@ def _print(report: Json) -> None:
         )
     click.echo(
         "No conversation is lost: tokens whose rows are damaged are evaluated again when they are "
-        "needed, and of the catalog and its journal each is made anew from the other. That happens "
+        "needed, and the catalog and its journal are rebuilt from each other. That happens "
         "on the next use or at the next start, or at once with --repair."
     )

@@ -57,8 +57,8 @@ def _fetch_known(name: str, yes: bool, timeout_s: float | None) -> tuple[str, Pa
 
     if (model := KNOWN.get(name)) is None:
         raise click.UsageError(
-            f"There is no model {name}; known are {', '.join(KNOWN)}, and OWNER/REPO[:QUANT] is "
-            "one of the Hugging Face Hub."
+            f"There is no model {name}: take one of {', '.join(KNOWN)}, or OWNER/REPO[:QUANT] "
+            "of the Hugging Face Hub."
         )
     if model.terms and not yes:
         _ask_for_acceptance(model)

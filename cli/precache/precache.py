@@ -227,7 +227,9 @@ def _print(reports: list[Json], dry_run: bool) -> None:
     if dry_run:
         click.echo(f"{len(todo)} of {len(reports)} bases would be evaluated; nothing was changed.")
     else:
-        click.echo(f"{len(todo)} of {len(reports)} bases were evaluated; the rest was there.")
+        click.echo(
+            f"{len(todo)} of {len(reports)} bases were evaluated; the others were there already."
+        )
 
 
 def _reused(report: Json) -> int:

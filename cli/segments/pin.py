@@ -32,7 +32,7 @@ def pin(segment: int | None, session: str | None, as_json: bool, target: Target)
     if as_json:
         echo_json({"pinned": pinned})
     else:
-        click.echo(f"Pinned segment {pinned['id']} and what it stands on.")
+        click.echo(f"Pinned segment {pinned['id']} and its ancestors.")
 
 
 @click.command()
@@ -75,7 +75,7 @@ def unpin(
 
 def _segment(backend: ApiClient, segment: int | None, session: str | None) -> int:
     if (segment is None) == (session is None):
-        raise ConfigError("Give a segment or --session, one of them.")
+        raise ConfigError("Give either a segment or --session.")
     if segment is not None:
         return segment
     assert session is not None

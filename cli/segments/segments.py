@@ -24,7 +24,11 @@ def segments() -> None:
 
 @segments.command()
 @click.option(
-    "--limit", type=click.IntRange(1, PAGE_MAX), default=50, show_default=True, help="Show at most this many."
+    "--limit",
+    type=click.IntRange(1, PAGE_MAX),
+    default=50,
+    show_default=True,
+    help="Show at most this many.",
 )
 @click.option("--offset", type=click.IntRange(0, 2**31), default=0, help="Skip this many.")
 @click.option(

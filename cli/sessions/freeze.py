@@ -31,10 +31,10 @@ class Age(click.ParamType[int]):
             return value
         found = re.fullmatch(r"(\d{1,9})([smhdw]?)", str(value))
         if found is None:
-            self.fail(f"{value!r} is no time such as 30m, 12h or 7d.", param, ctx)
+            self.fail(f"{value!r} is not a time such as 30m, 12h or 7d.", param, ctx)
         seconds = int(found[1]) * int(timedelta(**{UNITS[found[2] or "s"]: 1}).total_seconds())
         if seconds > IDLE_S_MAX:
-            self.fail(f"{value!r} is longer than anything was unused.", param, ctx)
+            self.fail(f"{value!r} is longer than any session was unused.", param, ctx)
         return seconds
 
 
@@ -76,7 +76,7 @@ def freeze(
 
         echo_json({"frozen": found})
     elif not found:
-        click.echo("No session was unused for so long.")
+        click.echo("No session was unused for that long.")
 
 
 @click.command()

@@ -13,7 +13,11 @@ from towerd.cli.sessions.sessions import SCOPE_HELP
 @click.command()
 @click.argument("words", nargs=-1, required=True)
 @click.option(
-    "--limit", type=click.IntRange(1, PAGE_MAX), default=20, show_default=True, help="Show at most this many."
+    "--limit",
+    type=click.IntRange(1, PAGE_MAX),
+    default=20,
+    show_default=True,
+    help="Show at most this many.",
 )
 @click.option("--scope", metavar="TENANT", help=SCOPE_HELP)
 @json_option

@@ -30,7 +30,11 @@ def sessions() -> None:
 
 @sessions.command()
 @click.option(
-    "--limit", type=click.IntRange(1, PAGE_MAX), default=50, show_default=True, help="Show at most this many."
+    "--limit",
+    type=click.IntRange(1, PAGE_MAX),
+    default=50,
+    show_default=True,
+    help="Show at most this many.",
 )
 @click.option("--scope", metavar="TENANT", help=SCOPE_HELP)
 @json_option
@@ -231,7 +235,7 @@ def _print_text(text: str | None, *, whole: bool) -> None:
     from towerd.cli.output import clean
 
     if text is None:
-        click.echo("Its text shows when the daemon runs.")
+        click.echo("The daemon has to run to show its text.")
     elif whole or len(text) <= TEXT_HEAD + TEXT_END:
         click.echo(clean(text, lines=True))
     else:

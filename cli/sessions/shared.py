@@ -133,11 +133,9 @@ def gc(dry_run: bool, older_than: float | None, as_json: bool, target: Target) -
         return
     click.echo(f"Deleted {_count(found['objects'], 'object')} ({size(found['bytes'])}).")
     if found["waiting_objects"]:
-        click.echo(
-            f"{waiting} ({n_bytes}) {are} garbage; the next gc in an hour or later deletes {them}."
-        )
+        click.echo(f"{waiting} ({n_bytes}) {are} garbage; a gc in an hour or later deletes {them}.")
     for place in found["passed_over"]:
-        click.echo(f"{clean(place)} cannot be read, and was passed over: nothing is deleted by it.")
+        click.echo(f"{clean(place)} cannot be read, and was passed over; it deletes nothing.")
 
 
 def _count(n: int, what: str) -> str:
@@ -179,7 +177,7 @@ def _sizes(each: Json) -> tuple[str, str]:
 def _what(session: str | None, base: str | None, scope: str | None) -> Json:
     """What is asked of the daemon. Raises ConfigError."""
     if (session is None) == (base is None):
-        raise ConfigError("Give a session or --base, one of them.")
+        raise ConfigError("Give either a session or --base.")
     what = {"session": session} if base is None else {"base": base}
     return what | ({} if scope is None else {"scope": scope})
 

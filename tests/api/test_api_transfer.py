@@ -81,8 +81,8 @@ async def test_bad_bodies(make_client: MakeClient) -> None:
     """Each is refused with one sentence, and nothing is stored."""
     client = await make_client(request_bytes_max=4096)
     for body, words in (
-        (b"", "no .tower file"),
-        (b'{"prompt": "x"}', "no .tower file"),
+        (b"", "not a .tower file"),
+        (b'{"prompt": "x"}', "not a .tower file"),
         (b"TWRS\x09" + bytes(60), "version 9"),
         (b"TWRS\x01" + bytes(60), "damaged"),
     ):
@@ -98,7 +98,7 @@ async def test_without_the_vocabulary(make_client: MakeClient, tmp_path: Path) -
     client = await make_client(model=Path(path))
     id = await talk(client)
     os.unlink(path)
-    for words in (path, "and the model that is served 512"):
+    for words in (path, "but the served model has 512"):
         for reply in (
             await client.get(f"/towerd/v1/sessions/{id}/export"),
             await client.post(IMPORT, data=b"TWRS"),

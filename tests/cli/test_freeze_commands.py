@@ -30,8 +30,8 @@ def test_with_a_daemon_and_without(server: Daemon, ctl: Ctl, ctl_json: CtlJson) 
     assert ctl("freeze", "one", *at).output == "Session one: is frozen already.\n"
     assert "no session 'none'" in ctl("freeze", "none", *at, code=1).output
     assert "give --idle" in ctl("freeze", *at, code=2).output
-    assert "no time such as" in ctl("freeze", "--idle", "soon", *at, code=2).output
-    assert "unused for so long" in ctl("freeze", "--idle", "1h", *at).output
+    assert "not a time such as" in ctl("freeze", "--idle", "soon", *at, code=2).output
+    assert "unused for that long" in ctl("freeze", "--idle", "1h", *at).output
     (found,) = ctl_json("freeze", "--idle", "0s", *at)["frozen"]
     assert (found["session"]["id"], found["changed"]) == ("two", True)
     listed = ctl_json("sessions", "ls", *at)["sessions"]

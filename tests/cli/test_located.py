@@ -96,5 +96,5 @@ def test_the_more_special_source_names_the_model(tmp_path: Path) -> None:
     assert (config.model, config.hf_repo, config.hf_file) == (Path("b.gguf"), None, None)
     with pytest.raises(ConfigError, match="not with both"):
         load({"hf_repo": REPO, "model": "a.gguf"}, {}, toml)
-    with pytest.raises(ConfigError, match="give --hf-repo OWNER/REPO, too"):
+    with pytest.raises(ConfigError, match="also give --hf-repo OWNER/REPO"):
         load({"hf_file": "x.gguf"}, {}, None)

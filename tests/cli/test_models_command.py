@@ -73,7 +73,7 @@ def test_terms_are_accepted_first(folder: Path) -> None:
 
 
 def test_unknown_name(folder: Path) -> None:
-    assert "known are smollm2, gemma3-270m" in run("get", "smollm", code=2).stderr
+    assert "take one of smollm2, gemma3-270m" in run("get", "smollm", code=2).stderr
 
 
 def test_without_a_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

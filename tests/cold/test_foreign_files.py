@@ -140,7 +140,7 @@ def test_files_that_lie_about_their_tokenizer(
     talk(tmp_path / "a", codec, ids)
     with Store.open(tmp_path / "a", ROW_IDENTITY) as store:
         honest = export_session(store, here, "chat", None)
-        with pytest.raises(InvalidRequest, match="says that its tokenizer is the one"):
+        with pytest.raises(InvalidRequest, match="says that its tokenizer is the served one"):
             import_session(store, there, honest, "guest")
     parsed = tower_file.read(honest)
     assert parsed.words is not None

@@ -110,7 +110,7 @@ async def test_the_codecs_own_vocabulary(
         freezer.start()
         await until_async(lambda: cold.n_recoded == 1)
         await until_async(lambda: not is_renewing(store.state, digest))
-        assert "cuts the codec's vocabulary otherwise" in caplog.text
+        assert "cuts the codec's vocabulary differently" in caplog.text
         freeze(store, codec, name_of(N_BASES))
         frozen = store.cold.read(name_of(N_BASES))
         assert frozen is not None

@@ -130,6 +130,6 @@ def test_bad_formats_are_told(make_daemon: MakeDaemon) -> None:
     with make_daemon() as daemon:
         body: dict[str, Any] = {"name": "b", "prompt": "Once", "format": "q9"}
         reply = daemon.post("/towerd/v1/precache", body, 400)
-        assert "'q9' is no stored format" in reply["error"]["message"]
+        assert "'q9' is not a stored format" in reply["error"]["message"]
         body["format"] = 4
         assert "format" in daemon.post("/towerd/v1/precache", body, 400)["error"]["message"]

@@ -70,7 +70,7 @@ def test_an_architecture_from_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("arch", "kind"), [("clip", ""), ("clip", "mmproj"), ("other", "mmproj")])
 def test_a_projector(tmp_path: Path, arch: str, kind: str) -> None:
     said = refused(header_only(tmp_path / "mmproj.gguf", arch, kind), tmp_path)
-    assert "no model by itself" in said
+    assert "not a model by itself" in said
     assert "--mmproj FILE" in said
 
 
@@ -159,6 +159,6 @@ async def test_a_predictor_is_read_before_the_model(
     service_on: OpenService, tmp_path: Path
 ) -> None:
     path, missing = header_only(tmp_path / "model.gguf", "llama"), tmp_path / "missing"
-    with pytest.raises(ConfigError, match=f"^{missing} is no predictor: No such file"):
+    with pytest.raises(ConfigError, match=f"^{missing} is not a predictor: No such file"):
         async with service_on(path, predictor=missing):
             pass

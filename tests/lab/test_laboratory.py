@@ -45,5 +45,5 @@ def test_without_a_checkout_bench_says_where_the_rest_is(tmp_path: Path) -> None
     result = runner.invoke(group, ["bench", "memory", "--quick"])
     assert result.exit_code == 1
     assert result.output.count("\n") == 1
-    assert "is in the source checkout" in result.output
+    assert "needs a checkout" in result.output
     assert runner.invoke(group, ["bench", "nothing"]).exit_code == 2

@@ -121,7 +121,7 @@ def test_a_broken_file_unloads_no_model(
     [
         ('llama_server_args = ["--mmproj", "/missing"]', "The file of --mmproj is missing."),
         ('llama_server_args = ["--logit-bias", "x"]', "refuses a flag: --logit-bias"),
-        ('predictor = "/missing"', "is no predictor"),
+        ('predictor = "/missing"', "is not a predictor"),
     ],
 )
 def test_settings_that_cannot_be_unload_no_model(

@@ -200,7 +200,7 @@ def test_a_trained_predictor_leads_while_it_is_right(tmp_path: Path) -> None:
 
 
 def test_predictors_that_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="asks no predictor"):
+    with pytest.raises(ConfigError, match="uses no predictor"):
         make_policy("lru", Planted(), tmp_path / "p.npz")
-    with pytest.raises(ConfigError, match="is no predictor"):
+    with pytest.raises(ConfigError, match="is not a predictor"):
         make_policy("foresight", Planted(), tmp_path / "missing.npz")

@@ -148,7 +148,7 @@ def test_a_store_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None
         ("bucket", "takes a URL such as s3://"),
         ("ftp://bucket/a", "takes a URL such as s3://"),
         ("s3://", "takes a URL such as s3://"),
-        ("file://folder", "takes a whole path"),
+        ("file://folder", "takes an absolute path"),
         ("s3://key:secret@bucket/a", "without credentials"),
         ("az://account/container?sig=secret", "without credentials"),
     ],

@@ -171,7 +171,7 @@ def _source(config: Config, store: Store) -> VocabularySource:
     served = store.state.row_identity
     if served.model_hash.startswith(REPORTED_HASH_PREFIX):
         raise StoreError(
-            "Coding a text takes the vocabulary of the model that was served from this store, "
+            "Coding a text needs the vocabulary of the model that was served from this store, "
             "and its file could not be read there: start its daemon, or serve the model's own file."
         )
     return VocabularySource(path, served.model_hash, tokenizer=served.tokenizer)

@@ -117,13 +117,13 @@ def _vocabulary(source: VocabularySource) -> GgufVocabulary:
         vocabulary = GgufVocabulary(source.path)
     except CodecError as error:
         raise NotSupported(
-            "Coding a conversation takes the model's vocabulary, and its GGUF cannot be read "
+            "Coding a conversation needs the model's vocabulary, but its GGUF cannot be read "
             f"here ({where}): make it readable for towerd."
         ) from error
     if source.n_vocab not in (None, vocabulary.n_tokens):
         vocabulary.close()
         raise NotSupported(
-            f"{source.path} has {vocabulary.n_tokens} tokens and the model that is served "
+            f"{source.path} has {vocabulary.n_tokens} tokens, but the served model has "
             f"{source.n_vocab}: put the model's own file there and restart towerd."
         )
     if source.tokenizer not in (None, tokenizer_of(vocabulary)):

@@ -110,7 +110,7 @@ def check_minis(store: Store, codec: Codec) -> None:
     for mini in codec.minis():
         if note_probe(store.state, digest, mini.probe(), mini.hash(), mini.written()):
             log.warning(
-                "this llama.cpp cuts the codec's vocabulary otherwise than the one of the last start: "
+                "this llama.cpp cuts the codec's vocabulary differently from that of the last start: "
                 "copies of conversations are coded again, and frozen ones that begin like others "
                 "wait for a client that continues them"
             )

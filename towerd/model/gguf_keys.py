@@ -109,8 +109,7 @@ class GgufKeys:
         found = value if isinstance(value, list) else [value]
         if not all(type(each) is int and 0 <= each <= high for each in found):
             raise ModelError(
-                f"{self.path} is damaged: its {key} is no number of something; fetch or convert it "
-                "again."
+                f"{self.path} is damaged: its {key} is not a count; fetch or convert it again."
             )
         return found
 

@@ -41,8 +41,8 @@ def _reason(keys: GgufKeys, arch: str) -> str:
         return f"{shortage}; download it again"
     if arch == "clip" or keys.get("general.type") == "mmproj":
         return (
-            "is a projector (mmproj), which is no model by itself: serve its language model, for "
-            "images with --mmproj FILE"
+            "is a projector (mmproj), which is not a model by itself: serve its language model, with "
+            "--mmproj FILE for images"
         )
     if arch in _DRAFTS:
         return "only drafts for another model, whose hidden states it reads: serve that model"

@@ -46,7 +46,7 @@ def load_predictor(name: str, predictor: Path) -> Predictor:
     ConfigError."""
     if name not in _PREDICTING:
         raise ConfigError(
-            f"the policy {name} asks no predictor; choose one of: {', '.join(_PREDICTING)}"
+            f"the policy {name} uses no predictor; choose one of: {', '.join(_PREDICTING)}"
         )
     # imported late: numpy
     from towerd.policy.predict.fallback import Fallback

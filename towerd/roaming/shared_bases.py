@@ -87,7 +87,7 @@ class SharedBases:
         record = self._records.read(found, scope, BaseRecord, f"base {name!r}")
         if record.tokenizer != self._store.state.identity.tokenizer_digest:
             raise InvalidRequest(
-                f"The base {name!r} is of another tokenizer than the served model's: precache it here."
+                f"The base {name!r} has another tokenizer than the served model: precache it here."
             )
         ids = ids_array(record.ids)
         own, place = scope_of(tenant_of(scope), record.adapters), (record.level, is_public(scope))

@@ -410,7 +410,7 @@ class Config:
         for host in self.hosts:
             if "/" in host:
                 raise ConfigError(
-                    f"--host {host} is no address: --socket takes the path of a Unix socket."
+                    f"--host {host} is not an address: --socket takes the path of a Unix socket."
                 )
         is_local = all(is_loopback(host) for host in self.hosts)
         if not self.api_keys and not is_local and self.vertex is None:
@@ -430,7 +430,9 @@ class Config:
         if self.level_formats is not None:
             LevelFormats.parse(self.level_formats)
             if self.fidelity == "exact":
-                raise ConfigError("fidelity exact stores as computed: leave level_formats out.")
+                raise ConfigError(
+                    "fidelity exact stores rows as computed: leave level_formats out."
+                )
         if self.chat_template is not None and self.chat_template_file is not None:
             raise ConfigError("Set chat_template or chat_template_file, not both.")
         if self.disk_max and self.recall_disk_bytes + self.checkpoint_bytes > self.disk_max // 2:
@@ -459,7 +461,7 @@ class Config:
                 f"--shared takes a URL such as {', '.join(f'{each}://...' for each in SHARED_SCHEMES)}."
             )
         if scheme == "file" and not place.startswith("/"):
-            raise ConfigError("--shared file:// takes a whole path: file:///FOLDER.")
+            raise ConfigError("--shared file:// takes an absolute path: file:///FOLDER.")
         if "@" in place or "?" in place:
             raise ConfigError(
                 "--shared takes a URL without credentials: set those of the store in the environment."
@@ -468,7 +470,7 @@ class Config:
     def _check_sleep(self) -> None:
         """A model that sleeps is one that towerd loads."""
         if self.sleep_idle_seconds != -1 and self.sleep_idle_seconds <= 0:
-            raise ConfigError("--sleep-idle-seconds is more than 0, or -1: never.")
+            raise ConfigError("--sleep-idle-seconds must be more than 0, or -1 for never.")
         if self.sleep_idle_seconds > 0 and self.upstream is not None:
             raise ConfigError(
                 "--sleep-idle-seconds is for a model that towerd loads: give it to the llama-server at "
@@ -481,7 +483,7 @@ class Config:
             raise ConfigError("Name a model with --model or with --hf-repo, not with both.")
         if self.hf_file is not None and self.hf_repo is None:
             raise ConfigError(
-                "--hf-file is a file of a repository: give --hf-repo OWNER/REPO, too."
+                "--hf-file is a file of a repository: also give --hf-repo OWNER/REPO."
             )
         if self.upstream is not None and self.hf_repo_draft:
             raise ConfigError(

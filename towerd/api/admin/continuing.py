@@ -68,11 +68,11 @@ async def _continuing(request: web.Request) -> tuple[Task, str]:
     info = await asyncio.to_thread(either)
     if isinstance(info, ForeignSession):
         raise InvalidRequest(
-            f"Session {info.info.id!r} is of another tokenizer than the served model's: it continues where its "
+            f"Session {info.info.id!r} has another tokenizer than the served model: continue it where its "
             "model is served"
         )
     if tenant_of(info.scope) != request[TENANT].scope:
-        raise Forbidden("This conversation is another tenant's: it continues with that one's key")
+        raise Forbidden("This conversation is another tenant's: continue it with that tenant's key")
     data, numbers = await read_bytes(request), await numbers_of(request)
     body, n_bytes = await decode_object(request, data), len(data)
     del data
@@ -81,7 +81,7 @@ async def _continuing(request: web.Request) -> tuple[Task, str]:
     branch = await asyncio.to_thread(reader.chat, info, turn)
     if not branch.turn:
         raise InvalidRequest(
-            f"The tokens of session {info.id!r} cannot be had here: it is only read"
+            f"The tokens of session {info.id!r} cannot be recovered here: it can only be read"
         )
     at = fields.integer_in(body, ("at",), len(branch.ids), 0, len(branch.ids))
     message = _message(body)
@@ -117,10 +117,10 @@ def _message(body: Body) -> Body | None:
     message = body.get("message")
     if message is None:
         if fields.present(body, "at"):
-            raise InvalidRequest("Field 'message' is required where 'at' is given")
+            raise InvalidRequest("Field 'message' is required if 'at' is given")
         return None
     if not isinstance(message, dict) or message.get("role", "user") != "user":
-        raise InvalidRequest("Field 'message' must be a message of the user")
+        raise InvalidRequest("Field 'message' must be a user's message")
     return {"role": "user", **message}
 
 
@@ -144,10 +144,10 @@ class ContinuedChat:
         messages, n_all = self.branch.messages, len(self.branch.ids)
         if self.at < n_all and not self.branch.is_named:
             raise InvalidRequest(
-                "Field 'at': no control tokens say where messages of this conversation begin: it continues at its end"
+                "Field 'at': no control tokens say where messages of this conversation begin: it can only continue at its end"
             )
         if self.at < n_all and self.at not in [each.at for each in messages if each.role == "user"]:
-            raise InvalidRequest("Field 'at' must be where a message of a user begins")
+            raise InvalidRequest("Field 'at' must be where a user's message begins")
         before = [each.role for each in messages if each.at < self.at]
         if not before:
             return {**self.given, "messages": [message]}, None

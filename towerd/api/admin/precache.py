@@ -119,7 +119,7 @@ def _prompt_of(model: Model, body: Body) -> Ids:
             "Only text can be precached: pictures and sounds stay with the chats that show them"
         )
     if len(request.prompts) != 1 or not len(request.prompts[0]):
-        raise InvalidRequest('"prompt" must be one prompt that is not empty')
+        raise InvalidRequest('"prompt" must be one non-empty prompt')
     return request.prompts[0]
 
 
@@ -131,11 +131,9 @@ def _anywhere(body: Body, engine: Engine) -> bool:
     if reuse == PREFIX:
         return False
     if engine.why_not_movable:
-        raise NotSupported(f"Rows cannot be kept behind other text here: {engine.why_not_movable}")
+        raise NotSupported(f"Rows cannot be kept after other text here: {engine.why_not_movable}")
     if body.get("messages") is not None:
-        raise InvalidRequest(
-            "What is reused anywhere is a 'prompt', not 'messages': it may stand in any of them"
-        )
+        raise InvalidRequest("'reuse': 'anywhere' takes a 'prompt', not 'messages'")
     return True
 
 

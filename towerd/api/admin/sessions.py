@@ -64,7 +64,7 @@ async def get_search(request: web.Request) -> web.Response:
     search = service_of(request).search
     typed = request.query.get("q", "")
     if len(typed) > QUERY_CHARS_MAX:
-        raise InvalidRequest(f"Query parameter 'q' may have {QUERY_CHARS_MAX} characters")
+        raise InvalidRequest(f"Query parameter 'q' may have at most {QUERY_CHARS_MAX} characters")
     limit = integer_query(request, "limit", 20, 1, request.app[LIMITS].page_max)
     found = await asyncio.to_thread(search.find, typed, visible_scope(request), limit)
     listed = await sessions_json(request, [info for _, info in found])
@@ -265,7 +265,7 @@ async def own_session(request: web.Request) -> SessionInfo:
     except NotFound:
         await asyncio.to_thread(store.foreign.session, name, scope)
     raise InvalidRequest(
-        f"Session {name!r} is of another tokenizer than the served model's: it can be read and "
+        f"Session {name!r} has another tokenizer than the served model: it can be read and "
         "exported here, and frozen, thawed or recoded where its model is served."
     )
 

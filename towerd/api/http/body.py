@@ -113,7 +113,7 @@ class Bodies:
         self.check(request.get(HELD, 0) + n_bytes)
         if self.n_bytes + n_bytes > self.bytes_max:
             raise Unavailable(
-                "The bodies of other requests take all the memory that there is for them; try again"
+                "The bodies of other requests take all the memory reserved for them; try again"
             )
         self.n_bytes += n_bytes
         request[HELD] = request.get(HELD, 0) + n_bytes

@@ -172,7 +172,7 @@ class Connection(RequestHandler):
             error = InvalidRequest(f"Malformed HTTP request: {reason_of(exc)}")
             log.info("malformed request", extra={"client": request.remote, "error": error.message})
         else:
-            error = TowerdError("Internal error; the daemon's log has it")
+            error = TowerdError("Internal error; see the daemon's log")
             path = request.rel_url.raw_path
             log.error("request failed: %s %s", request.method, path, exc_info=exc)
         if request.writer.output_size > 0:

@@ -81,7 +81,7 @@ class _Unpacker:
                 piece = stream.decompress(self._data, PIECE_BYTES)
             except zlib.error as error:
                 raise InvalidRequest(
-                    f"The request body cannot be read: it is no {self._coding} data ({error})"
+                    f"The request body cannot be read: it is not {self._coding} data ({error})"
                 ) from None
             self._data = stream.unconsumed_tail
             if stream.eof and stream.unused_data:
@@ -92,5 +92,5 @@ class _Unpacker:
     def _begin_member(self, data: bytes) -> None:
         """gzip may consist of several members. Raises InvalidRequest for other data behind the end."""
         if self._coding != "gzip":
-            raise InvalidRequest("The request body cannot be read: there is data behind its end")
+            raise InvalidRequest("The request body cannot be read: there is data after its end")
         self._stream, self._data = zlib.decompressobj(_GZIP_BITS), data

@@ -96,7 +96,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Exception as error:
         log.exception("request failed: %s %s", request.method, request.rel_url.raw_path)
         request[LOGGED] = True
-        hidden = unforeseen(error, "Internal error; the daemon's log has it")
+        hidden = unforeseen(error, "Internal error; see the daemon's log")
         return error_reply(hidden, path=request.path)
 
 

@@ -264,7 +264,7 @@ async def _pass_on(
         raise
     except Exception as error:
         log.exception("a stream failed")
-        hidden = unforeseen(error, "Internal error; the daemon's log has it")
+        hidden = unforeseen(error, "Internal error; see the daemon's log")
         await stream.write(error_event(request.path, hidden))
 
 

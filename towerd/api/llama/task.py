@@ -419,7 +419,7 @@ def _live(field: Callable[[str], bytes | None], config: Config, engine: Engine) 
     if name is not None and config.engine != "embedded":
         raise NotSupported(
             f"Field '{name}' needs the embedded engine: a llama-server keeps all of a chat, or "
-            "shifts its context where it was started with --context-shift"
+            "shifts its context if it was started with --context-shift"
         )
     policy = fields.string(body, "retention", config.retention)
     if policy not in RETENTIONS:

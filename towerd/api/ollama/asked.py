@@ -141,7 +141,9 @@ def seconds_of(keep_alive: Any) -> float:
     if len(keep_alive) <= DURATION_CHARS_MAX:
         found = _DURATION.fullmatch(keep_alive)
     if found is None:
-        raise InvalidRequest(f"Field 'keep_alive': {keep_alive[:40]!r} is no duration, as 5m is")
+        raise InvalidRequest(
+            f"Field 'keep_alive': {keep_alive[:40]!r} is not a duration such as 5m"
+        )
     total_s = sum(float(n) * _UNIT_S[unit] for n, unit in _PARTS.findall(found[2]))
     return -total_s if found[1] == "-" else total_s
 

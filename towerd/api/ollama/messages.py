@@ -134,7 +134,7 @@ def _picture(where: str, value: Any) -> Message:
         raise InvalidRequest(f"Field '{where}' is not base64: {error}") from error
     kind = media_type_of(data)
     if kind is None or not kind.startswith("image/"):
-        raise InvalidRequest(f"Field '{where}' is no picture that is known by its first bytes")
+        raise InvalidRequest(f"Field '{where}' is not a picture in a known format")
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{value}"}}
 
 

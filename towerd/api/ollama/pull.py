@@ -166,8 +166,8 @@ def _known(name: str) -> KnownModel | None:
     known = KNOWN.get(name)
     if known is None and "/" not in _repo(name):
         raise NotFound(
-            f"there is no model {name[:200]!r} to pull: known are {', '.join(KNOWN)}, and hf.co/OWNER/REPO:QUANT "
-            "is one of the Hugging Face Hub"
+            f"there is no model {name[:200]!r} to pull: take one of {', '.join(KNOWN)}, or hf.co/OWNER/REPO:QUANT "
+            "of the Hugging Face Hub"
         )
     if known is not None and known.terms:
         raise Forbidden(

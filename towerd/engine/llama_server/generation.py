@@ -83,7 +83,7 @@ class LlamaServerGeneration(Generation):
             self._fail(self._availability.failure(LOST) if is_lost else error)
         except Exception:
             log.exception("a request on llama-server failed")
-            self._fail(TowerdError("Internal error; the daemon's log has it"))
+            self._fail(TowerdError("Internal error; see the daemon's log"))
 
     def _fail(self, error: TowerdError) -> None:
         """Emit the error; what was generated before is for `cancel`."""

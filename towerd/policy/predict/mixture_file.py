@@ -55,9 +55,9 @@ def load(path: Path) -> MixtureWeights:
         arrays = _read(path)
     except _UNREADABLE as error:
         why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path} is no predictor: {why}") from error
+        raise ConfigError(f"{path} is not a predictor: {why}") from error
     if str(arrays.get("format", "")) != FORMAT:
-        raise ConfigError(f"{path} is no predictor of format {FORMAT}; train it again")
+        raise ConfigError(f"{path} is not a predictor of format {FORMAT}; train it again")
     agents = _names(arrays.get("agents"))
     graphs: list[GraphWeights] = []
     while len(graphs) < _GRAPHS_MAX and f"graph {len(graphs)} agents" in arrays:

@@ -146,7 +146,7 @@ class Models:
         try:
             while not (model.takes_requests if is_use else model.state is State.LOADED):
                 if model.is_gone:
-                    raise NotFound(f"model '{model.name}' not found: its file has left")
+                    raise NotFound(f"model '{model.name}' not found: its file is gone")
                 if not may_load and not model.is_on_its_way:
                     raise InvalidRequest("model is not loaded")
                 await asyncio.shield(self._loading(model))

@@ -79,7 +79,7 @@ class KeptVocabulary:
         n_bytes = self.n_bytes(ids)
         if n_bytes > TEXT_BYTES_MAX:
             raise NotSupported(
-                f"The text of this conversation would have {n_bytes} bytes, and up to "
+                f"The text of this conversation would have {n_bytes} bytes, but at most "
                 f"{TEXT_BYTES_MAX} are shown."
             )
 

@@ -35,6 +35,4 @@ def unboxed(data: bytes, name: str) -> bytes:
         nonce = data[_AT : _AT + NONCE_BYTES]
         return AESGCM(key).decrypt(nonce, data[_AT + NONCE_BYTES :], MAGIC)
     except InvalidTag:
-        raise ConfigError(
-            "The passphrase is another one than the file's, or it is damaged."
-        ) from None
+        raise ConfigError("The passphrase is not the file's, or the file is damaged.") from None

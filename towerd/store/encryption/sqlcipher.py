@@ -223,7 +223,7 @@ def _check_library() -> None:
     try:
         if not db.execute("PRAGMA cipher_version").fetchall():
             raise ConfigError(
-                "This Python comes with an SQLite in the way of SQLCipher's: use another Python to encrypt a store."
+                "This Python's own SQLite conflicts with SQLCipher: use another Python to encrypt a store."
             )
     finally:
         db.close()

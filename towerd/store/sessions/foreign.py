@@ -155,8 +155,8 @@ class ForeignSessions:
             pk = catalog.enter_tokenizer(tokenizer, self._state.clock())
             if pk == self._state.identity.tokenizer:
                 raise InvalidRequest(
-                    "The conversation says that its tokenizer is the one that is served, and has "
-                    "another vocabulary: export it again where it was held."
+                    "The conversation says that its tokenizer is the served one, but it has "
+                    "another vocabulary: export it again where it is from."
                 )
             return bytes(catalog.rows("SELECT digest FROM tokenizers WHERE id = ?", (pk,))[0][0])
 

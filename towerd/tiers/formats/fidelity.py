@@ -100,4 +100,6 @@ def check_format(name: str, place: str) -> None:
     known = BY_NAME.get(name)
     if name != NATIVE and (known is None or known.is_cache_type):
         names = ", ".join(row.name for row in STORED_FORMATS)
-        raise ConfigError(f"{place}: {name!r} is no stored format; it is native or one of {names}.")
+        raise ConfigError(
+            f"{place}: {name!r} is not a stored format; use native or one of {names}."
+        )

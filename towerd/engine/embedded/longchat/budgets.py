@@ -134,19 +134,19 @@ class Budgets(Hook):
             )
         if budget.policy in WATCHING and self._observer is None:
             raise InvalidRequest(
-                f"Retention {budget.policy!r} goes by what the attention says, which is read only "
+                f"Retention {budget.policy!r} needs the model's attention, which is read only "
                 f"by a towerd that was started for it: start it with --retention {budget.policy}, "
                 "or take none, shift or streaming."
             )
         if not _BUDGET_MIN <= budget.tokens < self._core.n_ctx:
             raise InvalidRequest(
-                f"A live budget of {budget.tokens} tokens cannot be: it must be at least "
+                f"A live budget of {budget.tokens} tokens is not possible: it must be at least "
                 f"{_BUDGET_MIN} and less than the context ({self._core.n_ctx} tokens)."
             )
         try:
             config = retention_config(budget.policy, budget.tokens)
         except ValueError as error:
-            raise InvalidRequest(f"The live budget does not do: {error}.") from error
+            raise InvalidRequest(f"The live budget cannot be used: {error}.") from error
         assert config.n_min <= BoundedSet.whole(budget, 0, 0).n_target
 
     @property

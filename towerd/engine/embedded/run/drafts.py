@@ -129,8 +129,8 @@ def open_drafts(model: Model, core: Core, config: Config, memo: Memo) -> Drafts 
         return None
     if core.memory.kind is WHOLE:
         raise ConfigError(
-            "This model's state can only be kept whole, and speculation has to take parts of it "
-            "back: leave out --spec-type and --model-draft."
+            "This model's state can only be kept whole, but speculation has to remove parts "
+            "of it: leave out --spec-type and --model-draft."
         )
     address = core.context.address
     try:

@@ -163,7 +163,7 @@ def _open_served(path: Path, config: Config) -> LlamaModel:
         return open_vocab(path, config)
     if config.model is None:
         raise ConfigError(
-            f"towerd tokenizes and parses itself, and {path}, which the --upstream serves, cannot "
+            f"towerd tokenizes requests itself, but {path}, which the --upstream serves, cannot "
             "be read here: name the same GGUF, or its vocabulary, with -m FILE or -hf OWNER/REPO."
         )
     return open_vocab(find_model(config.model), config)
