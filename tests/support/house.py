@@ -89,9 +89,8 @@ class Complaints(logging.Handler):
 def heard_by(handler: logging.Handler) -> Iterator[None]:
     """Errors that towerd logs reach this handler alone, inside the block."""
     logger, level = logging.getLogger("towerd"), logging.root.manager.disable
-    pools = logging.getLogger(
-        "concurrent.futures"
-    )  # they tell of each thread that a power cut ends
+    # these tell of each thread that a power cut ends
+    pools = logging.getLogger("concurrent.futures")
     logging.disable(logging.WARNING)
     try:
         with (
